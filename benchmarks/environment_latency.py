@@ -80,7 +80,10 @@ def play(engine: Any, renderer: TurnRenderer, options: argparse.Namespace, secon
     """Plays all episodes with environments that take ``seconds`` a step."""
     row = {"raw_prompt": [{"role": "user", "content": "Which way?"}]}
     starts = [EpisodeStart(row, 2 * number + 1, number, f"u{number}") for number in range(options.episodes)]
-    stops = tuple(range(0, len(renderer.builder.tokenizer), options.turn_tokens))  # a turn ends at a token in so many
+    words = (
+        renderer.builder.config.get_text_config().vocab_size
+    )  # of random weights, which may have more than the tokenizer
+    stops = tuple(range(0, words, options.turn_tokens))  # a turn ends at a token in so many
     sampling = SamplingParams(max_tokens=4 * options.turn_tokens, stop_token_ids=stops, ignore_eos=True)
     found = Played()
     with counted(engine, found):

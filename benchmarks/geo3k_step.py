@@ -4,8 +4,9 @@
     python benchmarks/geo3k_step.py --gpus 2 --size tiny --engine hf --prompts 8 --minibatch 4 --max-tokens 32       # anywhere
 
 Prompts are about 350 tokens with one image; random weights never end a response, so its length is sampled: log-normal with mean
-400, at most 2,048. With ``--over-ask 1.25`` a step does not wait for its longest responses. Weights, data and recipe are
-otherwise those of a real run: `recipes.grpo.grpo_step` over `launch(on="ray")`.
+400, at most 2,048, and in proportion with other ``--max-tokens``. With ``--over-ask 1.25`` a step does not wait for its longest
+responses; what that saves of decoding alone, on one GPU, ``carried_decoding.py`` tells. Weights, data and recipe are otherwise
+those of a real run: `recipes.grpo.grpo_step` over `launch(on="ray")`.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import random
 import runpy
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,43 +38,62 @@ from recipes.grpo import GRPOConfig, grpo_step  # noqa: E402
 from recipes.rewards import load_reward  # noqa: E402
 from recipes.run.carried_rollouts import LookAhead, carry_samples  # noqa: E402
 from recipes.run.phases import Progression  # noqa: E402
-from rollout.engine import ENGINES  # noqa: E402
 from rollout.prompts import PromptBuilder  # noqa: E402
 from workers import ActorConfig, launch  # noqa: E402
 from workers.model.model_config import UNSHARDED  # noqa: E402
 from workers.ranks.layout import Layout  # noqa: E402
 from workers.roles.rollout_worker import RolloutConfig  # noqa: E402
 
-MEAN_LENGTH, LENGTH_SIGMA = 400, 0.8  # tokens of a response
+MEAN_SHARE, LENGTH_SIGMA = 400 / 2048, 0.8  # mean length of a response, of the longest
 IMAGE = 420  # pixels; 15 x 15 tokens
 
 
 def drawn_length(seed: int, limit: int) -> int:
     """The number of tokens of a response, log-normal, from its random stream."""
-    mean = math.log(MEAN_LENGTH) - LENGTH_SIGMA**2 / 2
+    mean = math.log(MEAN_SHARE * limit) - LENGTH_SIGMA**2 / 2
     return max(min(int(random.Random(seed).lognormvariate(mean, LENGTH_SIGMA)), limit), 1)
 
 
-def of_drawn_lengths(engine: type) -> type:
-    """An engine whose responses have sampled lengths."""
+def rest_of(seed: int, drawn: int, rest: int) -> int:
+    """The number of tokens that follow ``drawn`` ones of a response whose limit is ``rest`` further ones."""
+    return max(drawn_length(seed, rest + drawn) - drawn, 1)
 
-    class DrawnLengths(engine):  # type: ignore[misc]
-        def _params(self, number: int, sampling: Any) -> Any:
-            params = super()._params(number, sampling)
-            drawn = int(self.sampler.drawn[number])  # tokens of a response that goes on
-            length = drawn_length(int(self.sampler.seeds[number]), sampling.max_tokens + drawn)
-            params.max_tokens = max(length - drawn, 1)
+
+def vllm_of_drawn_lengths() -> type:
+    """The vLLM engine, with responses of sampled lengths."""
+    from rollout.vllm.vllm_engine import VLLMEngine
+
+    class DrawnLengths(VLLMEngine):
+        def _params(self, slot: int, sampling: Any) -> Any:
+            params = super()._params(slot, sampling)
+            seed, drawn = int(self.sampler.seeds[slot]), int(self.sampler.drawn[slot])
+            params.max_tokens = rest_of(seed, drawn, sampling.max_tokens)
             return params
 
     return DrawnLengths
 
 
-def __getattr__(name: str) -> Any:
-    if name == "VLLMOfDrawnLengths":
-        from rollout.vllm.vllm_engine import VLLMEngine
+def hf_of_drawn_lengths() -> type:
+    """The Hugging Face engine, with responses of sampled lengths."""
+    from rollout.hf.hf_engine import HFEngine
 
-        return of_drawn_lengths(VLLMEngine)
-    raise AttributeError(name)
+    class DrawnLengths(HFEngine):
+        def _add(self, request: Any, sampling: Any, *args: Any, **options: Any) -> int:
+            rest = rest_of(request.seed, request.drawn, sampling.max_tokens)
+            return super()._add(request, replace(sampling, max_tokens=rest), *args, **options)
+
+    return DrawnLengths
+
+
+OF_DRAWN_LENGTHS = {"vllm": "geo3k_step:VLLMOfDrawnLengths", "hf": "geo3k_step:HFOfDrawnLengths"}
+"""Engines whose responses have sampled lengths, by the name of the engine."""
+
+
+def __getattr__(name: str) -> Any:
+    makers = {"VLLMOfDrawnLengths": vllm_of_drawn_lengths, "HFOfDrawnLengths": hf_of_drawn_lengths}
+    if name not in makers:
+        raise AttributeError(name)
+    return makers[name]()
 
 
 def rows(count: int) -> list[dict[str, Any]]:
@@ -121,7 +142,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=2, help="processes; without GPUs they share the CPU")
     parser.add_argument("--size", default="7b", choices=["tiny", "3b", "7b"])
-    parser.add_argument("--engine", default="vllm", choices=sorted(ENGINES))
+    parser.add_argument("--engine", default="vllm", choices=sorted(OF_DRAWN_LENGTHS))
     parser.add_argument("--prompts", type=int, default=512)
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--minibatch", type=int, default=128)
@@ -165,13 +186,12 @@ def main() -> None:
         unsharded=arguments.unsharded,
     )
     options = json.loads(arguments.rollout)
-    engine = "geo3k_step:VLLMOfDrawnLengths" if arguments.engine == "vllm" else arguments.engine
     started = time.perf_counter()
     with launch(
         actor=actor,
         reference=actor.frozen(),
         reward=load_reward("geo3k"),
-        rollout=RolloutConfig(path, engine, options),
+        rollout=RolloutConfig(path, OF_DRAWN_LENGTHS[arguments.engine], options),
         on="ray",
         layout=Layout(dp=arguments.gpus),
         timeout_s=500,

@@ -2,20 +2,26 @@
 
     python benchmarks/learning.py --work outputs/learning                                        # everything: hours on a CPU
     python benchmarks/learning.py --work outputs/learning --algorithms 'easy_vqa/*' level2/grpo --seeds 0 1 2 --steps 200
+    python benchmarks/learning.py --work outputs/learning --draw --read /elsewhere/learning      # what is complete, there too
 
-A run is TASK/ALGORITHM and a seed. Tasks are easy-VQA, after a short supervised phase that its runs share, and the drawn
-problems of levels 2 to 4, after the tiny model's warm-up. All runs of a task and a seed have the same start, prompts, numbers of
-samples, learning rate and held-out questions; an algorithm changes only what `ALGORITHMS` says. Each is a run directory,
-``WORK/TASK/ALGORITHM/STEPS_steps/seed_N``: a complete one is read and not run again, an interrupted one continues (TRL's begins
-again).
+A run is TASK/ALGORITHM and a seed. Tasks are easy-VQA and the drawn problems. All runs of a task and a seed have the same
+start, prompts, numbers of samples, learning rate and held-out questions; an algorithm changes only what `ALGORITHMS` says; on the
+drawn problems TRL's runs end after as many CPU seconds as GRPO's. The start is the tiny model after its warm-up (level 1) or
+after supervised updates on true answers (`START`), made once in ``WORK/TASK/start``; ``--starts`` makes those and ends, on a GPU
+if there is one. Each run is a run directory, ``WORK/TASK/ALGORITHM/STEPS_steps/seed_N``: a complete one is read and not run
+again, an interrupted one continues from its last checkpoint (TRL's begins again). Several processes can share WORK, one for each
+run.
 
-Writes ``WORK/TASK.png`` (medians, and bands over the range of seeds) and ``WORK/table.md``. TRL's runs need its package on the
-path of this interpreter, e.g. from ``pip install --no-deps --target FOLDER trl accelerate`` with ``PYTHONPATH=FOLDER``; without
-it they are left out, and the table says so. Times are CPU seconds of this process in the steps, evaluations left out, so that
-other work on the machine counts little.
+Writes ``WORK/TASK.png`` (medians, and bands over the range of seeds) and ``WORK/table.md``. ``--draw`` does only that, with the
+complete runs of WORK and of the directories of ``--read``; of these it needs nothing but ``metrics.jsonl``. TRL's runs need its
+package on the path of this interpreter, e.g. from ``pip install --no-deps --target FOLDER trl accelerate`` with
+``PYTHONPATH=FOLDER``; without it they are left out, and the table says so. Times are CPU seconds of all processes of a run in its
+steps, evaluations left out, so that other work on the machine counts little.
 """
 
 import argparse
+import math
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,19 +37,18 @@ HERE = Path(__file__).resolve().parent
 # The folder of this file comes last: its dataproto.py is not the library.
 sys.path[:] = [str(HERE.parent), *(place for place in sys.path if Path(place or ".").resolve() != HERE), str(HERE)]
 
+from learning_starts import EVAL_ROWS, START, drawn_start, easy_vqa_start, make_start  # noqa: E402
+
 from recipes import easy_vqa, grpo, ppo  # noqa: E402
 from recipes.configs import easy_vqa_config  # noqa: E402
-from recipes.data import EasyVQA, ProblemRows, open_easy_vqa  # noqa: E402
+from recipes.data import ProblemRows  # noqa: E402
 from recipes.report import read_metrics  # noqa: E402
 from recipes.rewards import geo3k_reward, short_answer_reward  # noqa: E402
 from recipes.run import run  # noqa: E402
 from recipes.run.run_directory import open_run_directory, with_schedules  # noqa: E402
-from recipes.tiny import tiny_checkpoint  # noqa: E402
 
-PROMPTS, SAMPLES, EVAL_ROWS = 16, 16, 256
-EASY_VQA_START = 50
-"""Updates of the supervised phase, in which the model learns the form of an answer and little more."""
-TASKS = ("easy_vqa", "level2", "level3", "level4")
+PROMPTS, SAMPLES = 16, 16
+TASKS = tuple(START)
 COMMON = (
     f"--batch-size {PROMPTS} --algorithm.n {SAMPLES} --algorithm.kl-coef 0 "
     f"--eval-rows {EVAL_ROWS} --save-every 50 --keep-rollouts 0"
@@ -89,16 +94,39 @@ class Run:
 def is_complete(this: Run, work: Path) -> bool:
     """Whether the directory of a run has all its steps."""
     metrics = this.directory(work) / "metrics.jsonl"
-    return metrics.is_file() and any(row["step"] == this.steps for row in read_metrics(metrics))
+    return metrics.is_file() and any(row["step"] == this.steps or "complete" in row for row in read_metrics(metrics))
+
+
+def complete_directory(this: Run, places: Sequence[Path]) -> Path | None:
+    """The first directory with all steps of a run."""
+    return next((this.directory(work) for work in places if is_complete(this, work)), None)
+
+
+def cpu_seconds() -> float:
+    """CPU seconds of this process and, on Linux, of those that it has started and that have not ended, such as Ray's."""
+    parents, spent = {}, {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = file.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        number = int(file.parent.name)
+        parents[number] = int(fields[1])
+        spent[number] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    found, own = {os.getpid()}, -1
+    while own != len(found):
+        own = len(found)
+        found |= {number for number, parent in parents.items() if parent in found}
+    return time.process_time() + sum(spent.get(number, 0.0) for number in found - {os.getpid()})
 
 
 def with_cpu_seconds(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A step function that adds the CPU seconds of this process to the metrics."""
+    """A step function that adds the CPU seconds of all processes of the run to the metrics."""
 
     def timed_step(*args: Any, **options: Any) -> Any:
-        start = time.process_time()
+        start = cpu_seconds()
         data, metrics = step(*args, **options)
-        return data, metrics | {"timing_cpu_s/step": time.process_time() - start}
+        return data, metrics | {"timing_cpu_s/step": cpu_seconds() - start}
 
     return timed_step
 
@@ -116,7 +144,8 @@ def train_ours(this: Run, work: Path) -> None:
     """Runs, or continues, one of this project's runs."""
     recipe, step = (ppo, ppo.ppo_step) if this.algorithm == "ppo" else (grpo, grpo.grpo_step)
     if this.task != "easy_vqa":
-        run(recipe.parse(arguments_of(this, work)), with_cpu_seconds(step))
+        config = recipe.parse(arguments_of(this, work))
+        run(replace(config, model_path=str(drawn_start(this.task, this.seed, work))), with_cpu_seconds(step))
         return
     start, rows = easy_vqa_start(this.seed, work)
     config = recipe.parse([*arguments_of(this, work), "--max-prompt-length", "128", "--max-response-length", "4"])
@@ -126,32 +155,25 @@ def train_ours(this: Run, work: Path) -> None:
     run(config, with_cpu_seconds(step), lambda _: easy_vqa.policy_task(config, rows, str(start), short_answer_reward))
 
 
-def easy_vqa_start(seed: int, work: Path) -> tuple[Path, EasyVQA]:
-    """The checkpoint after the supervised phase, which the runs of a seed share, and the rows with few test questions."""
-    rows = open_easy_vqa()
-    directory = work / "easy_vqa" / "start" / f"seed_{seed}"
-    config = easy_vqa_config.parse(
-        ["--seed", str(seed), "--sft.steps", str(EASY_VQA_START), "--output-dir", str(directory)]
-    )
-    config = replace(config, run=replace(config.run, resume=True))
-    start = easy_vqa.supervised_checkpoint(config, rows)
-    return start, EasyVQA(rows.train, rows.test.in_random_order()[:EVAL_ROWS])
-
-
 def train_trl(this: Run, work: Path) -> None:
     """Runs TRL's trainer on the same task, from the start, for one seed."""
     from trl_learning import TRLTask, train_and_measure
 
+    seconds = math.inf
     if this.task == "easy_vqa":
         start, rows = easy_vqa_start(this.seed, work)
         train, held_out, reward = rows.train, rows.test, short_answer_reward
         config, tokens = replace(grpo.TINY, optimizer=easy_vqa_config.TINY.optimizer), 4
     else:
         level = int(this.task.removeprefix("level"))
-        start, reward, config, tokens = tiny_checkpoint(this.seed), geo3k_reward, grpo.TINY, 24
+        beside = replace(this, algorithm="grpo")
+        if not is_complete(beside, work):
+            train_ours(beside, work)
+        seconds = curve(beside.directory(work))[-1]["seconds"]
+        start, reward, config, tokens = drawn_start(this.task, this.seed, work), geo3k_reward, grpo.TINY, 24
         train, held_out = ProblemRows(level, this.seed), ProblemRows(level, 0, "test")[:EVAL_ROWS]
     task = TRLTask(start, train, held_out, reward, tokens, config.optimizer, shuffle=this.task == "easy_vqa")
-    train_and_measure(task, this.directory(work), this.seed, this.steps, this.eval_every, PROMPTS, SAMPLES)
+    train_and_measure(task, this.directory(work), this.seed, this.steps, this.eval_every, PROMPTS, SAMPLES, seconds)
 
 
 def curve(directory: Path) -> list[dict[str, float]]:
@@ -228,8 +250,9 @@ def draw(task: str, curves: Curves, path: Path) -> None:
     panels = figure.subplots(1, 3, sharey=True)
     for axes, unit in zip(panels, ("step", "samples", "seconds"), strict=True):
         for number, (name, runs) in enumerate(curves.items()):
-            accuracy = np.array([[point["accuracy"] for point in points] for points in runs])
-            where = np.median([[point[unit] for point in points] for points in runs], axis=0)
+            common = min(map(len, runs))  # TRL's runs may end at different steps
+            accuracy = np.array([[point["accuracy"] for point in points[:common]] for points in runs])
+            where = np.median([[point[unit] for point in points[:common]] for points in runs], axis=0)
             style = {"color": "black", "linestyle": "--"} if name == "trl" else {"color": f"C{number}"}
             axes.plot(where, np.median(accuracy, axis=0), label=name, **style)
             axes.fill_between(where, accuracy.min(axis=0), accuracy.max(axis=0), alpha=0.15, color=style["color"])
@@ -241,14 +264,17 @@ def draw(task: str, curves: Curves, path: Path) -> None:
     figure.savefig(str(path))
 
 
-def summarise(work: Path, runs: Sequence[Run], steps: int, left_out: Sequence[str]) -> str:
-    """Draws the complete runs of each task, and writes and returns the table."""
+def summarise(
+    work: Path, runs: Sequence[Run], steps: int, left_out: Sequence[str] = (), read: Sequence[Path] = ()
+) -> str:
+    """Draws the complete runs of each task, in ``work`` or in the directories ``read``, and writes and returns the table."""
     parts = [f"Left out: {', '.join(left_out)} (TRL is not installed).\n"] if left_out else []
     for task in dict.fromkeys(this.task for this in runs):
         curves: dict[str, list[Any]] = {}
         for this in runs:
-            if this.task == task and is_complete(this, work):
-                curves.setdefault(this.algorithm, []).append(curve(this.directory(work)))
+            directory = complete_directory(this, (work, *read)) if this.task == task else None
+            if directory is not None:
+                curves.setdefault(this.algorithm, []).append(curve(directory))
         if curves:
             draw(task, curves, work / f"{task}.png")
             parts.append(table(task, curves, steps))
@@ -257,29 +283,49 @@ def summarise(work: Path, runs: Sequence[Run], steps: int, left_out: Sequence[st
     return text
 
 
-def main() -> None:
+def train(this: Run, work: Path) -> None:
+    """Runs, or continues, a run."""
+    (train_trl if this.algorithm == "trl" else train_ours)(this, work)
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="directory of the runs and of the results")
     parser.add_argument("--algorithms", nargs="+", default=["*"], help="TASK/ALGORITHM, also with wildcards")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--read", nargs="+", type=Path, default=[], help="further directories with complete runs")
+    alone = parser.add_mutually_exclusive_group()
+    alone.add_argument("--draw", action="store_true", help="draw and tabulate the complete runs, and run nothing")
+    alone.add_argument("--starts", action="store_true", help="make the starts of the runs, and run nothing else")
     options = parser.parse_args()
     names = [f"{task}/{algorithm}" for task in TASKS for algorithm in ALGORITHMS]
     if unmatched := [each for each in options.algorithms if not any(fnmatch(name, each) for name in names)]:
         parser.error(f"no run is named {unmatched[0]}: choose of {', '.join(names)}")
-    chosen = [name for name in names if any(fnmatch(name, each) for each in options.algorithms)]
-    left_out = [name for name in chosen if name.endswith("/trl")] if find_spec("trl") is None else []
-    runs = [
-        Run(*name.split("/"), seed, options.steps) for seed in options.seeds for name in chosen if name not in left_out
-    ]
-    for this in runs:
-        if is_complete(this, options.work):
+    options.names = [name for name in names if any(fnmatch(name, each) for each in options.algorithms)]
+    return options
+
+
+def main() -> None:
+    options = parse()
+    options.work.mkdir(parents=True, exist_ok=True)
+    runs = [Run(*name.split("/"), seed, options.steps) for seed in options.seeds for name in options.names]
+    if options.draw:
+        print(summarise(options.work, runs, options.steps, read=options.read))
+        return
+    if options.starts:
+        for task, seed in dict.fromkeys((this.task, this.seed) for this in runs):
+            print(f"{task}, seed {seed}: {make_start(task, seed, options.work)}", flush=True)
+        return
+    left_out = [name for name in options.names if name.endswith("/trl")] if find_spec("trl") is None else []
+    for this in [this for this in runs if this.name not in left_out]:
+        if complete_directory(this, (options.work, *options.read)) is not None:
             print(f"{this.name}, seed {this.seed}: is complete, and read", flush=True)
             continue
         print(f"{this.name}, seed {this.seed}: {options.steps} steps", flush=True)
-        (train_trl if this.algorithm == "trl" else train_ours)(this, options.work)
-        summarise(options.work, runs, options.steps, left_out)
-    print(summarise(options.work, runs, options.steps, left_out))
+        train(this, options.work)
+        summarise(options.work, runs, options.steps, left_out, options.read)
+    print(summarise(options.work, runs, options.steps, left_out, options.read))
 
 
 if __name__ == "__main__":

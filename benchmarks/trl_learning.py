@@ -1,6 +1,7 @@
 """TRL's half of ``benchmarks/learning.py``: trains with `GRPOTrainer` on rows of this project and writes ``metrics.jsonl``."""
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -73,9 +74,19 @@ def greedy_accuracy(model: Any, processor: Any, task: TRLTask, banned: Sequence[
 
 
 def train_and_measure(
-    task: TRLTask, directory: Path, seed: int, steps: int, eval_every: int, prompts: int, samples: int
+    task: TRLTask,
+    directory: Path,
+    seed: int,
+    steps: int,
+    eval_every: int,
+    prompts: int,
+    samples: int,
+    seconds: float = math.inf,
 ) -> None:
-    """Trains for ``steps`` of ``prompts`` x ``samples`` and writes accuracy, rewards and CPU seconds to ``directory``."""
+    """Trains for ``steps`` of ``prompts`` x ``samples``, or until the steps have taken ``seconds`` of the CPU.
+
+    Writes accuracy and CPU seconds to ``metrics.jsonl`` in ``directory``; its last row has ``"complete": 1``.
+    """
     from trl_grpo_step import load_processor
 
     processor = load_processor(task.checkpoint)
@@ -91,7 +102,7 @@ def train_and_measure(
 
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "metrics.jsonl").unlink(missing_ok=True)
-    trainer.add_callback(measuring_callback(directory / "metrics.jsonl", accuracy, steps, eval_every))
+    trainer.add_callback(measuring_callback(directory / "metrics.jsonl", accuracy, steps, eval_every, seconds))
     trainer.train()
 
 
@@ -143,8 +154,13 @@ def make_trainer(
     )
 
 
-def measuring_callback(path: Path, accuracy: Callable[[], dict[str, float]], steps: int, eval_every: int) -> Any:
-    """A callback of TRL's trainer that writes a line for each step: its CPU seconds, and the accuracy where it is due."""
+def measuring_callback(
+    path: Path, accuracy: Callable[[], dict[str, float]], steps: int, eval_every: int, seconds: float
+) -> Any:
+    """A callback of TRL's trainer that writes a line for each step: its CPU seconds, and the accuracy where it is due.
+
+    It ends the training after the step with which all steps have taken ``seconds``.
+    """
     from transformers import TrainerCallback
 
     def write(row: dict[str, float]) -> None:
@@ -152,6 +168,8 @@ def measuring_callback(path: Path, accuracy: Callable[[], dict[str, float]], ste
             file.write(json.dumps(row) + "\n")
 
     class Clock(TrainerCallback):
+        used = 0.0
+
         def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
             write({"step": 0, **accuracy()})
             self.start = time.process_time()
@@ -159,9 +177,11 @@ def measuring_callback(path: Path, accuracy: Callable[[], dict[str, float]], ste
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             step = int(state.global_step)
             row = {"step": step, "timing_cpu_s/step": time.process_time() - self.start}
-            if step % eval_every == 0 or step == steps:
+            self.used += row["timing_cpu_s/step"]
+            control.should_training_stop = last = step == steps or self.used >= seconds
+            if last or step % eval_every == 0:
                 row |= accuracy()
-            write(row)
+            write(row | {"complete": 1} if last else row)
             self.start = time.process_time()
 
     return Clock()

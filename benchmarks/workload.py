@@ -43,6 +43,13 @@ TEXT: dict[str, dict[str, Any]] = {
         "num_attention_heads": 28,
         "num_key_value_heads": 4,
     },
+    "32b": {
+        "hidden_size": 5120,
+        "intermediate_size": 27648,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+    },
     "tiny": {
         "hidden_size": 128,
         "intermediate_size": 352,
@@ -51,7 +58,7 @@ TEXT: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
     },
 }
-VOCABULARY = {"3b": 151_936, "7b": 152_064, "30b-a3b": 151_936, "qwen3.5-9b": 248_320}
+VOCABULARY = {"3b": 151_936, "7b": 152_064, "32b": 152_064, "30b-a3b": 151_936, "qwen3.5-9b": 248_320}
 MOE_VISION = {
     "depth": 27,
     "hidden_size": 1152,
@@ -192,6 +199,11 @@ def model_config(size: str, layers: int | None = None) -> Any:
     )
 
 
+def vision_of(size: str) -> dict[str, Any]:
+    """The tower of a size of Qwen2.5-VL."""
+    return VISION | (TINY_VISION if size == "tiny" else {"intermediate_size": 3456} if size == "32b" else {})
+
+
 def _parts(size: str, tiny: bool) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """The class of a config, and what is special in its text and vision parts."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e6}
@@ -207,7 +219,7 @@ def _parts(size: str, tiny: bool) -> tuple[Any, dict[str, Any], dict[str, Any]]:
         text = text | {"rope_parameters": interleaved | {"mrope_section": [4, 6, 6] if tiny else [24, 20, 20]}}
         return transformers.Qwen3VLMoeConfig, text, TINY_MOE_VISION if tiny else MOE_VISION
     text = TEXT[size] | {"rope_parameters": rope | {"mrope_section": [4, 6, 6] if tiny else [16, 24, 24]}}
-    return transformers.Qwen2_5_VLConfig, text, VISION | (TINY_VISION if tiny else {})
+    return transformers.Qwen2_5_VLConfig, text, vision_of(size)
 
 
 def make_batch(config: Any, shape: Shape, prompts: int, samples: int, seed: int) -> DataProto:

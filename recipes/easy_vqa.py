@@ -126,7 +126,7 @@ def supervised_task(config: EasyVQAConfig, rows: EasyVQA, model_path: str) -> Su
         model_path, longest, data.min_pixels, data.max_pixels, template_arguments=data.template_arguments
     )
     asked = Mixture([Conversations(rows.train.open_questions(each)) for each in (True, False)], weights=[2, 1])
-    loader = PromptLoader(asked, builder, config.sft.batch_size, config.run.seed)
+    loader = PromptLoader(asked, builder, config.sft.batch_size, config.run.seed, num_workers=data.num_workers)
     held_out = Answered(rows.test.in_random_order()[: data.eval_rows])
 
     def evaluate(roles: Roles, step: int) -> dict[str, float]:

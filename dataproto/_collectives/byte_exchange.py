@@ -15,6 +15,7 @@ from dataproto.transfer import all_gather_equal
 
 Result = TypeVar("Result")
 MOST_PADDING = 2  # all-gathers may move this many times the bytes of the messages, to be one collective
+LITTLE = 1 << 26  # or this many bytes on each rank
 Kind = Literal["all_gather", "gather", "broadcast", "scatter"]
 
 
@@ -108,9 +109,13 @@ class GroupRanks:
         return local_device(wanted if wanted in kinds else kinds[0])
 
     def padded_bytes(self, call: Call, sizes: Sequence[int]) -> int:
-        """The working memory of `move`: all-gathers of about equal messages fill them up to one length and join them at once."""
+        """The working memory of `move`: all-gathers of little, or of about equal messages, fill them up to one length and join
+        them at once.
+        """
         longest = max(sizes, default=0)
-        if call.kind != "all_gather" or len(set(sizes)) == 1 or self.size * longest > MOST_PADDING * sum(sizes):
+        if call.kind != "all_gather" or len(set(sizes)) == 1:
+            return 0
+        if self.size * longest > max(MOST_PADDING * sum(sizes), LITTLE):
             return 0
         return (self.size + 1) * longest
 

@@ -52,9 +52,12 @@ class MakeVLMConfig:
     seed: int = 0  # of the random weights, the pictures and the replayed text
     tower: tyro.conf.OmitArgPrefixes[TowerConfig] = field(default_factory=TowerConfig)
     cache: Path | None = None  # directory of the downloads; default: dataproto in the user's cache directory
+    num_workers: int = 0  # processes that draw and process pictures ahead
     resume: bool = False  # continue the training of the checkpoint in --output-dir
 
     def __post_init__(self) -> None:
+        if self.num_workers < 0:
+            raise InvalidConfig(f"num_workers={self.num_workers}: must be at least 0")
         if self.steps < 0 or self.steps == 1 or self.batch_size < 1:
             raise InvalidConfig(
                 f"steps={self.steps} must be 0 or at least 2, and batch_size={self.batch_size} at least 1"

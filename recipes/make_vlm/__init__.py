@@ -57,7 +57,7 @@ def teach(path: Path, config: MakeVLMConfig) -> None:
     with start_phase("asking the text model for text to replay"):
         replay = Replay.of(path, [icon.phrase for icon in icons], config.seed, config.run_dir / "replay.json")
     run = phases(config, icons, easy_vqa, replay)
-    report = align(path, config.run_dir, run, config.batch_size, config.seed, config.resume)
+    report = align(path, config, run)
     loss = text_loss(path, replay.held_out)
     write_card(path, config.tower, Learnt(config.phase_steps, config.batch_size, len(icons), replay.loss, loss))
     print(f"held-out text: {replay.loss:.3f} nats a token before, {loss:.3f} after")

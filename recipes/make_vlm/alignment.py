@@ -67,30 +67,17 @@ def phases(config: MakeVLMConfig, icons: Sequence[Icon], easy_vqa: EasyVQA, repl
     )
 
 
-def align(checkpoint: Path, run_dir: Path, run: Sequence[Phase], batch_size: int, seed: int, resume: bool) -> Path:
+def align(checkpoint: Path, config: MakeVLMConfig, run: Sequence[Phase]) -> Path:
     """Trains the checkpoint by each phase, and puts the trained weights into its place.
 
     Returns:
-        The report of the last phase, whose run is in a folder of ``run_dir``.
+        The report of the last phase, whose run is in a folder of ``config.run_dir``.
     """
     for phase in run:
-        folder = run_dir / phase.name
-        config = SFTConfig(
-            model_path=str(checkpoint),
-            data=SFTDataConfig(batch_size=batch_size, eval_rows=EVAL_ROWS, max_length=512, max_response_length=16),
-            optimizer=OptimizerConfig(lr=phase.lr, schedule="cosine", warmup_steps=min(50, phase.steps // 10)),
-            compute=ModelConfig(freeze_language=phase.freeze_language),
-            run=RunConfig(
-                steps=phase.steps,
-                eval_every=max(phase.steps // 4, 1),
-                save_every=max(phase.steps // 4, 1),
-                output_dir=folder,
-                seed=seed,
-                resume=resume and folder.exists(),
-            ),
-        )
+        folder = config.run_dir / phase.name
+        supervised = supervised_config(checkpoint, config, phase, folder)
         if finished(folder, phase.steps) is None:
-            run_supervised(config, partial(conversation_task, config, rows=(phase.rows, phase.held_out)))
+            run_supervised(supervised, partial(conversation_task, supervised, rows=(phase.rows, phase.held_out)))
         trained = finished(folder, phase.steps)
         if trained is None:
             raise CheckpointError(
@@ -98,6 +85,30 @@ def align(checkpoint: Path, run_dir: Path, run: Sequence[Phase], batch_size: int
             )
         replace_weights(checkpoint, trained / "actor" / "huggingface")
     return folder / REPORT_FILE
+
+
+def supervised_config(checkpoint: Path, config: MakeVLMConfig, phase: Phase, folder: Path) -> SFTConfig:
+    """The run of a phase, in ``folder``."""
+    return SFTConfig(
+        model_path=str(checkpoint),
+        data=SFTDataConfig(
+            batch_size=config.batch_size,
+            eval_rows=EVAL_ROWS,
+            max_length=512,
+            max_response_length=16,
+            num_workers=config.num_workers,
+        ),
+        optimizer=OptimizerConfig(lr=phase.lr, schedule="cosine", warmup_steps=min(50, phase.steps // 10)),
+        compute=ModelConfig(freeze_language=phase.freeze_language),
+        run=RunConfig(
+            steps=phase.steps,
+            eval_every=max(phase.steps // 4, 1),
+            save_every=max(phase.steps // 4, 1),
+            output_dir=folder,
+            seed=config.seed,
+            resume=config.resume and folder.exists(),
+        ),
+    )
 
 
 def finished(folder: Path, steps: int) -> Path | None:

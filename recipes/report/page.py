@@ -31,7 +31,7 @@ CONFIG_FILE, ENVIRONMENT_FILE, REPORT_FILE = "config.json", "environment.json", 
 OPTIONS_FILE = "config.yaml"  # as the run was asked for, to start or resume one from
 MAX_CARDS = 24
 TINY = 160  # pictures narrower than this are shown enlarged
-ACCURACY = "val-core/*/acc/mean@*"
+ACCURACY, CONTROL = "val-core/*/acc/mean@*", "val-aux/*/acc/mean@*"
 PACKAGES = ("torch", "transformers", "tensordict", "numpy", "pillow", "vllm", "ray", "dataproto-vlm")
 
 
@@ -47,6 +47,7 @@ class Chart:
 
 CHARTS = (
     Chart("Held-out accuracy", "Answers to problems never trained on", {ACCURACY: None}, percent=True),
+    Chart("Controls", "The same answers where pictures tell nothing", {CONTROL: None}, percent=True),
     Chart("Loss", "Of the tokens to be learnt, each in nats", {"train/loss": "training"}),
     Chart("Held-out loss", "The same, of rows never trained on", {"val/loss": "held out"}),
     Chart(
@@ -60,6 +61,22 @@ CHARTS = (
         {"actor/kl_loss": "reference", "actor/ppo_kl": "update"},
     ),
     Chart("Entropy", "Of the policy, per token, in nats", {"actor/entropy": "entropy"}),
+    Chart(
+        "Engine and actor",
+        "Difference of their log-probs of the sampled tokens, in nats",
+        {
+            "training/rollout_probs_diff_log_mean": "mean",
+            "training/rollout_probs_diff_log_p99": "99 %",
+            "training/rollout_probs_diff_log_max": "largest",
+        },
+    ),
+    Chart(
+        "Staleness",
+        "Updates between the weights that sampled a token and those that learn from it",
+        {"training/staleness/mean": "mean", "training/staleness/max": "largest"},
+    ),
+    Chart("Turns", "Of an episode", {"episode/turns/mean": "mean", "episode/turns/max": "most"}),
+    Chart("Ends of episodes", "Share of the sampled ones", {"episode/ended/*": None}, percent=True),
     Chart(
         "Response length",
         "Tokens",

@@ -22,7 +22,8 @@ from recipes.run.policy_gradient import (
 )
 from recipes.tiny import TinyConfig, make_tiny_model
 from recipes.tiny.warm_up import negative_log_probs
-from rollout.environments import MakeEnvironment
+from rollout.environments import MakeEnvironment, TurnRenderer
+from rollout.pretrained import end_ids, generation_config
 from rollout.prompts import PromptBuilder, SupervisedBuilder
 from workers import Roles
 from workers.roles.actor import ActorConfig, ActorWorker
@@ -65,6 +66,7 @@ def episode_task(config: EpisodeRunConfig, drawn: DrawnEnvironment) -> PolicyTas
         demonstrated_model(config.run.output_dir / MODEL, config.run.seed, drawn, config.warm_up)
     )
     builder, played = open_environment(config, drawn, model_path)
+    name_departures(builder, model_path)
     rows, held_out = episode_rows(config, drawn, builder)
     loader = prompt_loader(config, builder, rows, shuffle=config.data.data_path is not None)
     evaluate = controlled_evaluation(config, held_out, builder)
@@ -81,6 +83,16 @@ def open_environment(
         return prompt_builder(data, model_path), PlayedEnvironment(load_environment(named), limits, drop_cut=drop_cut)
     builder = prompt_builder(data, model_path, drawn.template_arguments)
     return builder, PlayedEnvironment(drawn.make, limits, tuple(drawn.actions), drop_cut)
+
+
+def name_departures(builder: PromptBuilder, model_path: str) -> None:
+    """Tries the chat template out, and prints where the rows of episodes differ from what it makes of a whole conversation.
+
+    Raises:
+        InvalidConfig: it cannot show observations.
+    """
+    for departure in TurnRenderer(builder, end_ids(generation_config(model_path, builder.config))).departures:
+        print(f"chat template: {departure}")
 
 
 def episode_rows(config: EpisodeRunConfig, drawn: DrawnEnvironment, builder: PromptBuilder) -> tuple[Any, list[Any]]:

@@ -243,6 +243,14 @@ def nothing() -> None:
 class Backend(Protocol):
     """What trains and samples. A user's mistake is an error of `dataproto.errors`, or a `Failure` where that is returned."""
 
+    def start(self) -> None:
+        """Loads what requests will need. It is called once, before the front process can connect.
+
+        Raises:
+            InvalidConfig: a model cannot be loaded, or the engine that samples does not start.
+        """
+        ...
+
     def describe(self) -> Capabilities:
         """The models that it has, and its limits."""
         ...
@@ -297,7 +305,8 @@ class Backend(Protocol):
         """Writes the adapter alone to an empty directory, as `open_sampler` and peft load it.
 
         Args:
-            sampled: a sampler of it follows soon, for which the backend may keep the weights.
+            sampled: it is for samplers alone, of which one follows soon: the backend may keep the weights, and write them in the
+                precision in which it samples.
 
         Raises:
             CheckpointError: a weight is not finite; names the model.

@@ -1,19 +1,25 @@
-"""API keys, and signatures of download addresses."""
+"""API keys, tokens that stand for one for a while, and signatures of download addresses."""
 
+import base64
 import contextlib
 import hashlib
 import hmac
+import json
 import os
 import re
 import secrets
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
 from dataproto.errors import InvalidConfig
 
 KEY_FILE, SECRET_FILE = "api-key", "signing-secret"
 LINE = re.compile(r"([\w.-]{1,64}):\s*([0-9a-f]{64})", re.ASCII)
 OWNER = "local"  # whose key a server without a file of keys makes
+TOKEN_SECONDS = 3600
+TOKEN_HEAD = {"alg": "HS256", "typ": "JWT"}
 
 
 class Keys:
@@ -28,14 +34,41 @@ class Keys:
         self.owners, self.secret = owners, secret
 
     def owner(self, key: str | None) -> str | None:
-        """The owner of a key, or ``None``. Takes the same time for every wrong key."""
+        """The owner of a key or a token, or ``None``. Takes the same time for every wrong key."""
         if not key:
             return None
+        if (claims := self._claims(key)) is not None:
+            known = claims["sub"] in self.owners.values() and time.time() < claims["exp"]
+            return str(claims["sub"]) if known else None
         digest = hashlib.sha256(key.encode(errors="replace")).hexdigest()
         found = None
         for known, owner in self.owners.items():
             if hmac.compare_digest(known, digest):
                 found = owner
+        return found
+
+    def token(self, owner: str, now: float) -> str:
+        """A JSON Web Token (RFC 7519) that is as good as a key of an owner for an hour, as long as the owner has a key."""
+        claims = {"sub": owner, "org_id": OWNER, "iat": int(now), "exp": int(now) + TOKEN_SECONDS}
+        text = f"{_encoded(TOKEN_HEAD)}.{_encoded(claims)}"
+        return f"{text}.{self._mark(text)}"
+
+    def is_token(self, key: str) -> bool:
+        """Whether this is a token of this server, and no key."""
+        return self._claims(key) is not None
+
+    def _mark(self, text: str) -> str:
+        return _base64(hmac.new(self.secret, text.encode(errors="replace"), hashlib.sha256).digest())
+
+    def _claims(self, key: str) -> dict[str, Any] | None:
+        """What a token of this server says; ``None`` for any other text."""
+        text, _, mark = key.rpartition(".")
+        if not text.startswith(f"{_encoded(TOKEN_HEAD)}."):
+            return None
+        if not hmac.compare_digest(self._mark(text).encode(), mark.encode(errors="replace")):
+            return None
+        claims = text.partition(".")[2]
+        found: dict[str, Any] = json.loads(base64.urlsafe_b64decode(claims + "=" * (-len(claims) % 4)))
         return found
 
     def signature(self, path: str, expires: int) -> str:
@@ -46,6 +79,14 @@ class Keys:
         """Whether a signature is right and has not expired."""
         right = self.signature(path, expires).encode()
         return hmac.compare_digest(right, signature.encode(errors="replace")) and now < expires
+
+
+def _encoded(value: dict[str, Any]) -> str:
+    return _base64(json.dumps(value, separators=(",", ":")).encode())
+
+
+def _base64(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
 
 
 def read_keys(file: Path | None, state: Path) -> Keys:

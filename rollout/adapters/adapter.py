@@ -61,6 +61,14 @@ class Adapter:
         """Whether the matrices have gradients: those of a snapshot do not, and never change."""
         return any(down.requires_grad for down, _ in self.pairs.values())
 
+    def snapshot(self, dtype: torch.dtype = torch.float32) -> "Adapter":
+        """A copy in float32 that does not follow the training of this one, with its numbers rounded to a dtype."""
+
+        def rounded(matrix: Tensor) -> Tensor:
+            return matrix.detach().to(dtype, copy=True).float()
+
+        return Adapter(self.config, {name: (rounded(down), rounded(up)) for name, (down, up) in self.pairs.items()})
+
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The matrices, A before B of each layer, under peft's names without its prefix."""
         for name, (down, up) in self.pairs.items():

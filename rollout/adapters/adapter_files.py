@@ -20,13 +20,17 @@ from dataproto.vlm import VLMFamily
 from rollout.adapters.adapter import Adapter, AdapterConfig, adapted_layers
 
 WEIGHTS_FILE, CONFIG_FILE, DIGESTS_FILE = "adapter_model.safetensors", "adapter_config.json", "sha256.json"
+DTYPES = (torch.float32, torch.bfloat16)
+"""Of the matrices in a file; they are read into float32."""
 PREFIX = "base_model.model."
 """Of every name in peft's file of weights."""
 
 
-def write_adapter(adapter: Adapter, directory: Path, base_model: str) -> None:
-    """Writes the adapter and its digests to a directory, which exists."""
-    weights = {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in adapter.named_parameters()}
+def write_adapter(adapter: Adapter, directory: Path, base_model: str, dtype: torch.dtype = torch.float32) -> None:
+    """Writes the adapter, in a dtype, and its digests to a directory, which exists."""
+    weights = {
+        PREFIX + name: tensor.detach().to(dtype).cpu().contiguous() for name, tensor in adapter.named_parameters()
+    }
     save_file(weights, directory / WEIGHTS_FILE, metadata={"format": "pt"})
     config = adapter.config
     settings = {
@@ -102,13 +106,13 @@ def _matrix(weights: dict[str, Tensor], name: str, shape: tuple[int, int], file:
     found = weights.pop(name, None)
     if found is None:
         raise CheckpointError(f"{file} lacks {name}")
-    if found.shape != shape or found.dtype != torch.float32:
+    if found.shape != shape or found.dtype not in DTYPES:
         raise CheckpointError(
             f"{file}: {name} is {found.dtype} of shape {tuple(found.shape)}, but the model needs float32 of {shape}"
         )
     if not bool(found.isfinite().all()):
         raise CheckpointError(f"{file}: {name} has values that are not finite")
-    return found
+    return found.float()
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:

@@ -6,11 +6,13 @@ import threading
 from pathlib import Path
 
 import numpy as np
+from starlette.requests import Request
 
 from helpers.vector_backend import VectorBackend
 from recipes.serve.front import Service
 from recipes.serve.ledger import Run, Session
 from recipes.serve.link.engine_process import EngineProcess
+from recipes.serve.routes.gate import Call
 from recipes.serve.serve_config import LimitsConfig, ServeConfig
 from recipes.serve.wire.protobuf_messages import ForwardBackwardOutput, ForwardBackwardRequest
 
@@ -105,6 +107,10 @@ class Front:
         """A request in JSON."""
         body = json.dumps({"model_id": run.id, "seq_id": seq} | fields).encode()
         return await self.service.scheduler.accept(run, seq, kind, body)
+
+    def call(self, **fields) -> Call:
+        """A request of the key "ann" for a route."""
+        return Call(self.service, Request({"type": "http", "headers": []}), "ann", json.dumps(fields).encode())
 
     async def result(self, request: str) -> dict:
         outcome = await self.service.futures.wait(request, 60)

@@ -8,10 +8,12 @@ import numpy as np
 import peft
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 from dataproto.chunks import Chunk, EncodedTextChunk, ImageChunk, ModelInput
 from recipes.serve.backend import Datum, LoraSpec, Pass, PassResult, SampleRequest, SampleResult, Sampling
-from recipes.serve.engine import InProcessEngine
+from recipes.serve.engine import EngineOptions, InProcessEngine
+from rollout.adapters.adapter_files import WEIGHTS_FILE
 from workers.model.model_config import AdamParams
 
 ADAM = AdamParams(learning_rate=2e-3)
@@ -114,3 +116,29 @@ def hugging_face_logprobs(
 def new_model(engine: InProcessEngine, model: str, rank: int = 4, **options: Any) -> None:
     """A model on the engine's base "tiny"."""
     engine.create(model, "tiny", LoraSpec(rank, **options))
+
+
+def engine_of(path: Path, **options: Any) -> InProcessEngine:
+    """An engine on the CPU with the model "tiny"."""
+    return InProcessEngine({"tiny": path}, EngineOptions(**options) if options else None, device=torch.device("cpu"))
+
+
+def rows(engine: InProcessEngine, loss: str, seed: int) -> list[Datum]:
+    """Two rows of unequal length, one with two images."""
+    prompts = [chunks(engine, "see", (24, 16), "angle", (16, 16)), chunks(engine, f"Find the angle {seed}")]
+    return [
+        Datum(prompt, random_inputs(length(engine, prompt), loss, seed=10 * seed + number))
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def weights(engine: InProcessEngine, model: str, directory: Path) -> dict[str, torch.Tensor]:
+    """Those of the adapter, through an export to a new directory."""
+    directory.mkdir()
+    engine.export(model, directory)
+    return load_file(directory / WEIGHTS_FILE)
+
+
+def gradients(engine: InProcessEngine, model: str) -> dict[str, torch.Tensor | None]:
+    """Those that wait for the next step, by name."""
+    return {name: matrix.grad for name, matrix in engine._models[model].trained.matrices.items()}

@@ -52,6 +52,9 @@ class VectorBackend:
     samplers: dict[str, np.ndarray] = field(default_factory=dict)
     flying: dict[str, SampleRequest] = field(default_factory=dict)
 
+    def start(self) -> None:
+        """Has nothing to load."""
+
     def describe(self) -> Capabilities:
         names = ("tiny/vector", "Qwen/Qwen3-4B-Instruct-2507")
         return Capabilities([ModelInfo(name, "", 4096, max_lora_rank=32) for name in names], LOSSES, 64)

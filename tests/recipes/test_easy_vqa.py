@@ -8,7 +8,7 @@ from helpers.easy_vqa_files import write_easy_vqa
 from helpers.geo3k_runs import assert_same_run, rows_of
 from recipes.configs.easy_vqa_config import TINY, parse
 from recipes.data import open_easy_vqa
-from recipes.easy_vqa import main, tiny_reader
+from recipes.easy_vqa import main, policy_task, supervised_task, tiny_reader
 from recipes.rewards import ShuffledScores, short_answer_reward
 from rollout.prompts import PromptBuilder
 from workers.roles.reward import RewardRow
@@ -48,7 +48,10 @@ def test_a_run_has_two_phases_and_measures_the_controls(finished_run: Path) -> N
         "val-core/easy_vqa/acc/mean@1",
         "val-core/easy_vqa/reward/mean@1",
     ]  # --keep-best does not see the controls
-    assert (finished_run / "report.html").is_file()
+    page = (finished_run / "report.html").read_text()
+    assert page.count('<article class="card rollout">') >= 5  # held-out questions, with their pictures and both answers
+    assert page.count("data:image/png") >= 5
+    assert all(title in page for title in ("Controls", "Engine and actor", "easy_vqa_other_pictures"))
     assert (finished_run / "rollouts" / "training" / "step_3.jsonl").is_file()
     assert PromptBuilder.from_pretrained(finished_run / "global_step_3/actor/huggingface", 64)
 
@@ -100,6 +103,13 @@ def test_the_small_model_has_a_token_for_each_answer(tmp_path: Path, wheel: Path
     stamp = (path / "config.json").stat().st_mtime_ns
     assert tiny_reader(path, 0, rows) == path
     assert (path / "config.json").stat().st_mtime_ns == stamp
+
+
+def test_both_phases_prepare_rows_in_processes(tmp_path: Path, wheel: Path) -> None:
+    config, rows = parse(["--num-workers", "3", "--output-dir", str(tmp_path)]), open_easy_vqa(wheel)
+    path = str(tiny_reader(tmp_path / "model", 0, rows))
+    supervised, policy = supervised_task(config, rows, path), policy_task(config, rows, path, short_answer_reward)
+    assert (supervised.loader.num_workers, policy.loader.num_workers) == (3, 3)
 
 
 def test_the_reward_takes_the_answer_in_other_spelling_and_nothing_else() -> None:

@@ -128,7 +128,7 @@ def test_an_interrupted_run_continues_to_the_bit(how, finished_run, checkpoint, 
     assert main(arguments(checkpoint, geometry3k, reward, directory, "--resume")) == 0
 
     assert without_measurements(rows_of(directory)) == without_measurements(rows_of(finished_run))
-    for file in ("actor/huggingface/model.safetensors", "actor/training/__0_0.distcp"):
+    for file in ("actor/huggingface/model.safetensors", "actor/training/__0_0_0.distcp"):
         assert (directory / "global_step_5" / file).read_bytes() == (finished_run / "global_step_5" / file).read_bytes()
     kept = [
         {path.name: path.read_bytes() for path in (run / "rollouts" / "training").iterdir()}

@@ -8,8 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.learning import ALGORITHMS, Run, arguments_of, curve, is_complete, reached, spread, summarise
+from benchmarks import learning_starts
+from benchmarks.learning import (
+    ALGORITHMS,
+    Run,
+    arguments_of,
+    cpu_seconds,
+    curve,
+    is_complete,
+    reached,
+    spread,
+    summarise,
+)
+from benchmarks.learning_starts import Solved, make_start
 from recipes import grpo, ppo
+from recipes.data import ProblemRows
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,16 +93,61 @@ def test_every_run_has_a_command_line_that_its_recipe_takes(tmp_path, algorithm)
     assert config.data.level == 3
 
 
+@pytest.mark.slow  # matplotlib looks for fonts in a process
+def test_complete_runs_of_several_directories_are_drawn_together(tmp_path):
+    """An interrupted run in the first directory, without its checkpoints, does not hide a complete one in the second."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    runs = [Run("level2", "grpo", seed, 4) for seed in (0, 1)]
+    write_run(runs[0], here, {0: 0.2, 2: 0.4, 4: 0.8})
+    write_run(runs[1], there, {0: 0.2, 2: 0.5, 4: 0.6})
+    runs[1].directory(here).mkdir(parents=True)
+    (runs[1].directory(here) / "metrics.jsonl").write_text("")
+    assert "| grpo | 1 |" in summarise(here, runs, 4)
+    assert "| grpo | 2 |" in summarise(here, runs, 4, read=[there])
+
+
+def test_the_seconds_of_started_processes_count():
+    """A process that computes for half a second, and waits until it was measured."""
+    code = "import time, sys\nwhile time.process_time() < 0.5: pass\nprint(flush=True)\nsys.stdin.read()"
+    before = cpu_seconds()
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        taken = cpu_seconds() - before
+        process.stdin.close()
+    assert taken >= 0.45  # the kernel counts in hundredths
+
+
+def test_a_start_learns_true_answers_in_the_form_of_the_warm_up():
+    row = Solved(ProblemRows(3, 0))[1]
+    assert [message["role"] for message in row["prompt"]] == ["user", "assistant"]
+    assert row["prompt"][1]["content"] == rf"<think>look</think> \boxed{{{row['reward_model']['ground_truth']}}}"
+
+
+@pytest.mark.long
+def test_the_start_of_a_level_is_made_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setitem(learning_starts.START, "level2", 2)
+    made = make_start("level2", 0, tmp_path)
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in made.iterdir()}
+    written = (made / "model.safetensors").stat().st_mtime_ns
+    assert make_start("level2", 0, tmp_path) == made
+    assert (made / "model.safetensors").stat().st_mtime_ns == written
+
+
 @pytest.mark.long
 def test_a_complete_run_is_read_and_not_run_again(tmp_path):
-    command = [sys.executable, "benchmarks/learning.py", "--work", str(tmp_path), "--algorithms", "level2/grpo"]
+    """Of an earlier attempt only the metrics are left: it begins again."""
+    earlier = Run("level1", "grpo", 0, 2).directory(tmp_path)
+    earlier.mkdir(parents=True)
+    (earlier / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
+    command = [sys.executable, "benchmarks/learning.py", "--work", str(tmp_path), "--algorithms", "level1/grpo"]
     command += ["--seeds", "0", "--steps", "2"]
 
     def bench() -> str:
         environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
         return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
 
-    assert "level2/grpo, seed 0: 2 steps" in bench()
+    assert "level1/grpo, seed 0: 2 steps" in bench()
     again = bench()
-    assert "level2/grpo, seed 0: is complete, and read" in again
+    assert "level1/grpo, seed 0: is complete, and read" in again
     assert "| grpo | 1 |" in again

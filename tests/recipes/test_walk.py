@@ -10,10 +10,11 @@ from helpers.checkpoints import write_checkpoint
 from helpers.geo3k_runs import assert_same_run, rows_of
 from recipes.configs.environments.episodes_config import WarmUpPhaseConfig
 from recipes.configs.environments.walk_config import parse
-from recipes.run.drawn_environment import demonstrated_model
+from recipes.run.drawn_environment import demonstrated_model, name_departures
 from recipes.run.environment_roles import load_environment
 from recipes.synthetic.grid_walk import MOVES, GridWalk, WalkRows, distance, moved
 from recipes.walk import WALK, main
+from rollout.prompts import PromptBuilder
 
 SMALL = (
     "--batch-size 2 --algorithm.n 2 --eval-rows 3 --warm-up.steps 2 --warm-up.batch-size 4 --optimizer.warmup-steps 0"
@@ -96,7 +97,7 @@ class Broken(Say):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "memory"), [("Say", []), ("Say", ["--memory-gib", "1"]), ("Broken", [])])
-def test_an_environment_of_ones_own(name, memory, tmp_path):
+def test_an_environment_of_ones_own(name, memory, tmp_path, capsys):
     (tmp_path / "own.py").write_text(OWN)
     model = write_checkpoint("qwen2_5_vl", tmp_path / "model")
     rows = [{"problem": f"Say {number}.", "answer": str(number), "images": []} for number in range(12)]
@@ -111,8 +112,26 @@ def test_an_environment_of_ones_own(name, memory, tmp_path):
         f"{tmp_path}/rows.jsonl",
     ]
     assert main([*options.split(), *named, *memory, "--output-dir", str(tmp_path / "run")]) == 0
+    assert r"chat template: it writes '\n' behind the end token" in capsys.readouterr().out
     ended = {key for key in rows_of(tmp_path / "run")[1] if key.startswith("episode/ended/")}
     assert ended <= {"episode/ended/done", "episode/ended/length", "episode/ended/error"}
+
+
+def test_what_the_chat_template_does_to_earlier_turns_is_named_at_the_start(tmp_path, capsys):
+    path = write_checkpoint("qwen2_5_vl", tmp_path / "model")
+    builder = PromptBuilder.from_pretrained(path, 300)
+    template = builder.tokenizer.chat_template
+    thoughtless = "{{ part['text'].split('</think>')[-1] if message['role'] == 'assistant' else part['text'] }}"
+    builder.tokenizer.chat_template = template.replace("{{ part['text'] }}", thoughtless)
+    name_departures(builder, path)
+    newline, thinking = capsys.readouterr().out.splitlines()
+    assert newline.startswith(r"chat template: it writes '\n' behind the end token")
+    assert thinking.startswith("chat template: it strips thinking from answers")
+    forgetful = template.replace("for message in messages -", "for message in messages[-1:] -")
+    assert forgetful != template
+    builder.tokenizer.chat_template = forgetful
+    with pytest.raises(InvalidConfig, match="leaves out answers"):
+        name_departures(builder, path)
 
 
 @pytest.mark.parametrize(

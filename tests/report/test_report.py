@@ -108,6 +108,22 @@ def test_a_whole_run(tmp_path):
     assert ACCURACY in shown
 
 
+def test_controls_engine_staleness_and_ends_of_episodes_are_drawn(tmp_path):
+    with MetricsLog(tmp_path) as log:
+        for step in range(1, 4):
+            metrics = {"training/staleness/mean": 0.5, "training/staleness/max": 1.0, "episode/turns/mean": 2.0 + step}
+            metrics |= {f"training/rollout_probs_diff_log_{name}": 0.01 * step for name in ("mean", "p99", "max")}
+            metrics |= {"episode/ended/done": 0.75, "episode/ended/turns": 0.25}
+            log.log(step, metrics | {"val-aux/walk_other_pictures/acc/mean@1": 0.125})
+    page, _ = page_of(tmp_path)
+    assert len(page.all("svg")) == 5
+    shown = "".join(page.text)
+    assert "walk_other_pictures 12.5%" in shown
+    assert "mean 0.03" in shown
+    assert "largest 1" in shown
+    assert "done 75.0%" in shown
+
+
 def test_the_page_is_self_contained(tmp_path):
     run = make_run(tmp_path)
     save_rollouts(run, 0, [sample("a", 0, True)])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 from dataproto.errors import CheckpointError, InvalidConfig, RowCountMismatch
 from dataproto.vlm import family_of
@@ -129,6 +130,23 @@ def test_an_adapter_is_read_as_it_was_written(model, tmp_path):
     for (name, one), (other_name, other) in zip(read.named_parameters(), adapter.named_parameters(), strict=True):
         assert name == other_name
         assert torch.equal(one, other)
+
+
+def test_a_snapshot_is_read_as_it_was_written_in_its_precision(model, tmp_path):
+    adapter = adapter_of(model)
+    snapshot = adapter.snapshot(torch.bfloat16)
+    expected = [matrix.detach().bfloat16().float() for _, matrix in adapter.named_parameters()]
+    with torch.no_grad():
+        for _, matrix in adapter.named_parameters():
+            matrix.add_(1)  # which the snapshot does not follow
+    write_adapter(snapshot, tmp_path, "a base model", torch.bfloat16)
+    assert {each.dtype for each in load_file(tmp_path / WEIGHTS_FILE).values()} == {torch.bfloat16}
+    read = read_adapter(tmp_path, model, family_of(model.config), CPU)
+    for (_, one), (_, other), rounded in zip(
+        read.named_parameters(), snapshot.named_parameters(), expected, strict=True
+    ):
+        assert torch.equal(one, other)
+        assert torch.equal(one, rounded)
 
 
 def damage(directory, file):

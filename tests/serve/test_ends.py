@@ -1,5 +1,6 @@
 """The ends of runs, samplers and checkpoints, and what a start removes."""
 
+import asyncio
 import threading
 import time
 from pathlib import Path
@@ -10,6 +11,8 @@ from helpers.fronts import Front, drive, until
 from recipes.serve.front import scheduler
 from recipes.serve.ledger.directories import check_directory
 from recipes.serve.ledger.records import Run, Sampler, everything
+from recipes.serve.refusals import Refused
+from recipes.serve.routes import checkpoint_routes, sampling_routes
 
 SELDOM = {"snapshot_steps": 100, "snapshot_seconds": 1e9}
 
@@ -177,6 +180,68 @@ def test_a_checkpoint_that_is_deleted_stays_on_disk_for_its_open_samplers(tmp_pa
         check_directory(place)
         await lifecycle.end_session(catalogue.sessions["s"], "finished")
         await until(lambda: not place.exists())
+
+    drive(work, tmp_path)
+
+
+def test_a_checkpoint_that_is_deleted_while_a_sampling_session_is_made_stays_for_it(tmp_path, monkeypatch):
+    async def work(front: Front):
+        run = await front.new_run("r")
+        await front.result(await front.request(run, 1, "save_for_sampler", path="a"))
+        catalogue, loop = front.service.catalogue, asyncio.get_running_loop()
+        checkpoint = catalogue.checkpoints["r", "sampler_weights", "a"]
+        place = catalogue.place(checkpoint.directory)
+
+        def check_a_deleted_one(directory):  # in a thread
+            for work in (front.service.lifecycle.delete_checkpoint(checkpoint), front.service.samples._close_unused()):
+                asyncio.run_coroutine_threadsafe(work, loop).result(60)
+            check_directory(directory)
+
+        monkeypatch.setattr(sampling_routes, "check_directory", check_a_deleted_one)
+        asked = {"session_id": "s", "sampling_session_seq_id": 1, "model_path": checkpoint.path}
+        assert (await sampling_routes.create_sampling_session(front.call(**asked))).status_code == 200
+        await front.service.samples._close_unused()
+        check_directory(place)
+        await front.service.lifecycle.end_session(catalogue.sessions["s"], "finished")
+        await until(lambda: not place.exists())
+
+    drive(work, tmp_path)
+
+
+def test_a_sampling_session_of_a_session_that_ends_meanwhile_is_refused_and_leaves_nothing(tmp_path, monkeypatch):
+    async def work(front: Front):
+        run = await front.new_run("r")
+        await front.result(await front.request(run, 1, "save_for_sampler", path="a"))
+        catalogue, loop = front.service.catalogue, asyncio.get_running_loop()
+
+        def check_at_the_end(directory):  # in a thread
+            ended = front.service.lifecycle.end_session(catalogue.sessions["s"], "finished")
+            asyncio.run_coroutine_threadsafe(ended, loop).result(60)
+            check_directory(directory)
+
+        monkeypatch.setattr(sampling_routes, "check_directory", check_at_the_end)
+        asked = {"session_id": "s", "sampling_session_seq_id": 1, "model_path": "tinker://r/sampler_weights/a"}
+        with pytest.raises(Refused, match="is finished"):
+            await sampling_routes.create_sampling_session(front.call(**asked))
+        assert catalogue.samplers == {}
+        assert await front.service.database.run(everything(Sampler)) == []
+
+    drive(work, tmp_path)
+
+
+def test_two_copies_at_a_time_share_the_room_of_their_key(tmp_path):
+    async def work(front: Front):
+        run = await front.new_run("r")
+        await front.result(await front.request(run, 1, "save_for_sampler", path="a"))
+        catalogue = front.service.catalogue
+        source = catalogue.checkpoints["r", "sampler_weights", "a"]
+        limits = front.service.config.limits
+        object.__setattr__(limits, "max_checkpoint_gb", 1.5 * source.size / 1e9)  # room for one more
+        copies = [checkpoint_routes.copy_weights(front.call(source_path=source.path)) for _ in range(2)]
+        made, refused = await asyncio.gather(*copies, return_exceptions=True)
+        assert made.status_code == 200
+        assert "--max-checkpoint-gb" in str(refused)
+        assert len(catalogue.checkpoints) == 2
 
     drive(work, tmp_path)
 

@@ -1,9 +1,13 @@
 """The command: its options, what it prints, and that the printed program works."""
 
+import base64
 import hashlib
+import hmac
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,7 +19,7 @@ import pytest
 from dataproto.errors import InvalidConfig
 from recipes.serve.keys import Keys, read_keys
 from recipes.serve.serve_config import LimitsConfig, ServeConfig, parse
-from recipes.serve.supervisor import Child
+from recipes.serve.supervisor import Child, listening
 from workers.cluster.ray_config import RayConfig
 
 NOTHING_HEAVY = """
@@ -72,6 +76,24 @@ def test_an_empty_key_is_nobodys_and_an_empty_file_of_one_is_refused(tmp_path):
         (tmp_path / name).write_text(text)
 
 
+def test_a_token_stands_for_a_key_for_an_hour_as_long_as_its_owner_has_one(tmp_path):
+    keys, now = read_keys(None, tmp_path), time.time()
+    token = keys.token("local", now)
+    head, claims, mark = token.split(".")
+    assert json.loads(base64.urlsafe_b64decode(head + "=" * (-len(head) % 4))) == {"alg": "HS256", "typ": "JWT"}
+    assert hmac.compare_digest(
+        base64.urlsafe_b64decode(mark + "=" * (-len(mark) % 4)),
+        hmac.digest(keys.secret, f"{head}.{claims}".encode(), "sha256"),
+    )
+    assert keys.owner(token) == "local"
+    assert keys.owner(keys.token("local", now - 3601)) is None
+    assert keys.owner(keys.token("nobody", now)) is None
+    assert Keys(keys.owners, b"another secret").owner(token) is None
+    other = keys.token("local", now - 60).split(".")[1]
+    for wrong in (f"{head}.{other}.{mark}", f"{head}.{claims}.", f"{head}.{claims}", f"{head}.é.{mark}", token + "A"):
+        assert keys.owner(wrong) is None
+
+
 def test_a_signature_holds_for_its_path_and_time(tmp_path):
     keys = read_keys(None, tmp_path)
     signature = keys.signature("a/b", 100)
@@ -100,6 +122,25 @@ def test_a_process_that_is_killed_at_its_start_starts_again_after_a_pause(monkey
     found = list(pauses)
     child.stop()
     assert found == [0.2, 0.4, 0.8]
+
+
+@pytest.mark.slow
+def test_an_engine_that_does_not_start_is_given_up_however_long_it_takes(tmp_path, monkeypatch):
+    monkeypatch.setattr("recipes.serve.supervisor.SHORT_LIFE_SECONDS", 0.0)
+    child = Child("engine", "raise SystemExit(3)", [], os.environ, tmp_path / "mark")
+    for _ in range(4):
+        child.process.wait()
+        child.look()
+    child.process.wait()
+    with pytest.raises(InvalidConfig, match=r"the engine process cannot start \(exit status 3\)"):
+        child.look()
+
+
+def test_an_answer_is_sent_without_delay():
+    with listening("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 @pytest.mark.slow

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import tinker
 from tinker.lib.api_future_impl import QueueState
+from tinker.lib.telemetry import is_user_error
 
 from helpers.served_models import png
+from helpers.servers import call as post
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 MODEL = "tiny"
@@ -16,7 +18,7 @@ SECONDS = 60
 PROMPT = tinker.ModelInput.from_ints([1, 2, 3])
 IMAGE = tinker.types.ImageChunk(data=png(28, 28), format="png", expected_tokens=1)
 DATUM = tinker.Datum(model_input=PROMPT, loss_fn_inputs={"target_tokens": [2, 3, 4], "weights": [1.0] * 3})
-NOT_HERE = {  # what the hosted service alone has, and what the error says
+NOT_HERE = {  # what the hosted service alone has, and what the error says; to the SDK all but the last are errors of the user
     "RestClient.assign_session_project": "404: this server has no PUT /api/v1/sessions/",
     "RestClient.export_session_trace": "404: this server has no GET /api/v1/sessions/",
     "RestClient.get_audit_log": "404: this server has no GET /api/v1/audit",
@@ -132,6 +134,10 @@ def sampling_calls(sampler: Any, key: str) -> dict[str, Callable[[], Any]]:
     }
 
 
+def told(error: Exception) -> str:
+    return f"{error.status_code}: {error.body['detail']}" if isinstance(error, tinker.APIStatusError) else str(error)
+
+
 def test_every_public_method_answers(tiny_server, tiny_path, monkeypatch):
     server = tiny_server
     monkeypatch.chdir(tiny_path.parent)  # where the client finds the tokenizer by the name of the model
@@ -152,19 +158,29 @@ def test_every_public_method_answers(tiny_server, tiny_path, monkeypatch):
     named = {f"{kind}.{name}": call for kind, some in calls.items() for name, call in some.items()}
     clients = (tinker.RestClient, tinker.ServiceClient, tinker.TrainingClient, tinker.SamplingClient)
     assert set(named) == set().union(*map(public, clients))
-    refused = {}
+    refused: dict[str, Exception] = {}
     for name, call in sorted(named.items(), key=lambda pair: pair[0] == "ServiceClient.close"):
         try:
             found = call()
             if hasattr(found, "result") and not inspect.isclass(found):
                 found.result(timeout=SECONDS)
-        except tinker.APIStatusError as error:
-            refused[name] = f"{error.status_code}: {error.body['detail']}"
-        except RuntimeError as error:
-            refused[name] = str(error)
+        except (tinker.APIStatusError, RuntimeError) as error:
+            refused[name] = error
     assert refused.keys() == NOT_HERE.keys(), refused
     for name, message in NOT_HERE.items():
-        assert refused[name].startswith(message)
+        assert told(refused[name]).startswith(message)
+    assert [name for name, error in refused.items() if not is_user_error(error)] == ["RestClient.whoami"]
+
+
+def test_a_token_stands_for_its_key(tiny_server, monkeypatch):
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    status, found = post(tiny_server, "auth/token")
+    assert status == 200
+    assert post(tiny_server, "auth/token", key=found["jwt"])[0] == 403
+    with tinker.ServiceClient(base_url=tiny_server.url, api_key=found["jwt"]) as service:
+        run = service.create_lora_training_client(MODEL, rank=2).result()
+        rest = tinker.RestClient(base_url=tiny_server.url, api_key=tiny_server.key)
+        assert rest.get_training_run(run.model_id).result().lora_rank == 2
 
 
 def test_what_cannot_be_carried_out_names_the_limit(tiny_server, monkeypatch):

@@ -29,10 +29,14 @@ from workers.roles.actor import ActorWorker
 pytestmark = pytest.mark.long
 
 LAYOUTS = {"sp 2": Layout(sp=2), "tp 2": Layout(tp=2), "pp 2": Layout(pp=2), "dp 2": Layout(dp=2)}
+EXPERTS = {"ep 2": Layout(dp=2, ep=2), "sp 2, ep 2": Layout(sp=2, ep=2)}
+MOE = "qwen3_vl_moe"
 PLAYED = {
     **{model_type: (model_type, None) for model_type in ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "internvl", "smolvlm")},
     "qwen2_5_vl, the last two pictures": ("qwen2_5_vl", 2),  # episodes have several rows
+    MOE: (MOE, None),
 }
+CASES = [(name, layout) for name in PLAYED for layout in (LAYOUTS | EXPERTS if name == MOE else LAYOUTS)]
 TOKEN_BUDGET = 250  # several micro-batches
 SAMPLING = SamplingParams(n=3, max_tokens=8, seed=3, stop_token_ids=tuple(range(0, 250, 2)))  # so that turns end
 
@@ -93,15 +97,13 @@ def episodes(tmp_path_factory):
 @pytest.fixture(scope="module")
 def outcomes(episodes, tmp_path_factory):
     cases = {
-        (name, layout): partial(score_and_learn, each.path, each.data, degrees)
-        for name, each in episodes.items()
-        for layout, degrees in LAYOUTS.items()
+        (name, layout): partial(score_and_learn, episodes[name].path, episodes[name].data, (LAYOUTS | EXPERTS)[layout])
+        for name, layout in CASES
     }
     return run_ranks(2, cases, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", PLAYED)
+@pytest.mark.parametrize(("name", "layout"), CASES)
 def test_episodes_over_ranks_are_those_alone(episodes, outcomes, name, layout):
     alone, found = episodes[name], set()
     for outcome in outcomes[name, layout]:

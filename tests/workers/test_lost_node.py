@@ -38,13 +38,20 @@ def cluster() -> Iterator[Cluster]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def running(cluster: Cluster) -> list[Any]:
+    """The nodes that tests have left: one without room for our processes, and others."""
+    return add_nodes(cluster, 0)
+
+
 @pytest.fixture
-def nodes(cluster: Cluster) -> Iterator[list[Any]]:
+def nodes(cluster: Cluster, running: list[Any]) -> Iterator[list[Any]]:
     """Two nodes with room for one process each, and one without."""
-    added = add_nodes(cluster, 1, 1, 0)
-    yield added
-    for node in added:
+    running += add_nodes(cluster, *[1] * (3 - len(running)))
+    yield running
+    for node in [node for node in running if node.dead_processes()]:
         cluster.remove_node(node, allow_graceful=False)
+        running.remove(node)
 
 
 @pytest.fixture(scope="module")

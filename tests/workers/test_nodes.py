@@ -119,7 +119,7 @@ def lose_after(directory: Path, step: int, cluster: Cluster, node: Any) -> threa
 
 
 @pytest.mark.timeout(1200)
-def test_a_run_that_loses_a_node_goes_on_with_those_that_are_left(cluster, tmp_path, monkeypatch, capfd, caplog):
+def test_a_run_that_loses_a_node_goes_on_with_those_that_are_left(cluster, tmp_path, capfd, caplog):
     """Two nodes of one process each; after the second step the run has one, and makes the metrics of one process."""
     for split, count in (("train", 12), ("test", 5)):
         write_geometry3k(tmp_path / "data" / f"{split}-00000-of-00001.parquet", geometry3k(count))
@@ -129,7 +129,6 @@ def test_a_run_that_loses_a_node_goes_on_with_those_that_are_left(cluster, tmp_p
     assert main(arguments(*files, tmp_path / "one", *settings)) == 0
 
     _, second = add_nodes(cluster, 1, 1)
-    monkeypatch.setattr("workers.cluster.ray_group.PLACEMENT_TIMEOUT_S", 20)
     directory = tmp_path / "two"
     lost = lose_after(directory, 2, cluster, second)
     on_ray = ("--on", "ray", "--ray.address", cluster.address, "--layout.dp", "2", "--max-restarts", "1")

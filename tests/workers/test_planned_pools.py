@@ -7,9 +7,10 @@ import pytest
 
 from dataproto.errors import InvalidConfig
 from workers import launch
-from workers.cluster import ray_launcher
+from workers.cluster import ray_group
 from workers.cluster.host import shadowing_folders
 from workers.cluster.ray_config import RayConfig
+from workers.cluster.ray_group import NodeResources
 from workers.cluster.ray_launcher import layout_with_room, planned_bundles, planned_pools, with_absolute_paths
 from workers.cluster.role_groups import LaunchPlan
 from workers.ranks.layout import Layout
@@ -76,13 +77,35 @@ def test_engines_that_do_not_divide_their_processes_are_refused_before_ray_start
 )
 def test_a_run_takes_the_dp_positions_for_which_the_nodes_have_room(monkeypatch, plan, apart, free, layout):
     config = RayConfig(gpus=0.0, rollout_processes=apart)
-    monkeypatch.setattr(ray_launcher, "has_room", lambda bundles: False)
-    monkeypatch.setattr(ray_launcher, "free_resources", lambda: [{"CPU": float(count)} for count in free])
+    monkeypatch.setattr(ray_group, "PLACEMENT_TIMEOUT_S", 0)
+    monkeypatch.setattr(ray_group, "living_nodes", lambda: nodes_of(free))
     if layout is not None:
         assert layout_with_room(plan, config) == layout
         return
     with pytest.raises(InvalidConfig, match=r"too little: Layout\(dp=4.* needs at least"):
         layout_with_room(plan, config)
+
+
+def nodes_of(free, total=None):
+    return [
+        NodeResources({"CPU": float(all_)}, {"CPU": float(left)})
+        for left, all_ in zip(free, total or free, strict=True)
+    ]
+
+
+def test_a_run_waits_for_what_its_processes_leave_and_no_longer(monkeypatch):
+    """A node of two is lost; the processes on the other one end a moment later."""
+    seen = [nodes_of([1], total=[2]), nodes_of([2], total=[2])]
+    monkeypatch.setattr(ray_group, "NODE_INTERVAL_S", 0)
+    monkeypatch.setattr(ray_group, "living_nodes", lambda: seen.pop(0))
+    assert layout_with_room(plan_of(Layout(dp=4)), RayConfig(gpus=0.0)) == Layout(dp=2)
+    assert not seen
+
+
+def test_what_another_run_keeps_is_not_waited_for_for_ever(monkeypatch):
+    monkeypatch.setattr(ray_group, "PLACEMENT_TIMEOUT_S", 0)
+    monkeypatch.setattr(ray_group, "living_nodes", lambda: nodes_of([1, 2], total=[4, 4]))
+    assert layout_with_room(plan_of(Layout(dp=4)), RayConfig(gpus=0.0)) == Layout(dp=3)
 
 
 def test_local_checkpoints_have_absolute_paths_and_others_their_names(tmp_path, monkeypatch):

@@ -88,6 +88,23 @@ def log_probs_of_a_split_vocabulary(banned, temperature, chunk, compiled=False, 
         torch.testing.assert_close(ours, theirs)
 
 
+def log_probs_in_half_precision():
+    """A backward pass within autocast, as of a layout of tp alone, has the gradients of one outside, to the last bit."""
+    ranks = joined(TWO)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 8, generator=generator) for n in (9, 24))
+    targets, found = torch.tensor([0, 11, 12, 23, 5, 13, 3, 22, 4]), []
+    for within in (True, False):
+        head = nn.Parameter(distribute_tensor(weight, ranks.submesh("tp"), [Shard(0)], src_data_rank=None))
+        states = hidden.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            log_probs, _ = split_token_log_probs(states, head, targets, peers=Peers.of(ranks.group("tp")))
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=within):
+            (log_probs * torch.arange(9)).sum().backward()
+        found.append((log_probs.detach(), states.grad, head.grad.full_tensor()))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 def an_embedding_of_a_split_vocabulary():
     """The row of the padding token is not learnt, as in ``nn.Embedding``."""
     ranks = joined(TWO)
@@ -237,6 +254,7 @@ CHECKS = {
     "log-probs": partial(log_probs_of_a_split_vocabulary, (2, 20), 0.7, None),
     "log-probs in chunks": partial(log_probs_of_a_split_vocabulary, (), 1.0, 48),
     "log-probs without half the words": partial(log_probs_of_a_split_vocabulary, tuple(range(12, 24)), 1.3, 24),
+    "log-probs in bfloat16": log_probs_in_half_precision,
     "embedding": an_embedding_of_a_split_vocabulary,
     "scaled embedding in bfloat16": a_scaled_embedding_in_half_precision,
     "weights": weights_are_split_and_come_back_whole,

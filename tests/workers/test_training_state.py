@@ -2,6 +2,7 @@
 
 import io
 import pickle
+import weakref
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from dataproto.vlm import family_of
 from helpers.tiny_models import WITH_FURTHER_TYPES, tiny_model
 from workers.model.packed_model import PackedVLM
 from workers.ranks.mesh import Ranks
+from workers.training import checkpoint_files
 from workers.training.checkpoint import Saving, load_training_state
 from workers.training.checkpoint_files import _Contents, read_state, write_state
 from workers.training.optimizer import Optimizer, OptimizerConfig
@@ -42,6 +44,29 @@ def test_tensors_and_plain_values_come_back(tmp_path):
     read_state(found, tmp_path / "c")
     assert torch.equal(found["model"]["w"], state()["model"]["w"])
     assert (found["groups"], found["steps"]) == (state()["groups"], 3)
+
+
+def test_what_is_copied_to_be_written_is_let_go_of_file_by_file(tmp_path, monkeypatch):
+    """Twenty views, which torch copies as it copies what is on a device; a file holds three of them."""
+    views = {f"w{number}": torch.full((100, 2), float(number))[:, 0] for number in range(20)}
+    size, copies, alive = views["w0"].nbytes, [], []
+    save = torch.save
+
+    def counted(value, *args, **kwargs):
+        if isinstance(value, torch.Tensor):
+            copies.append(weakref.ref(value))
+            alive.append(sum(each().nbytes for each in copies if each() is not None))
+        save(value, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "save", counted)
+    monkeypatch.setattr(checkpoint_files, "FILE_BYTES", 3 * size)
+    write_state(views, tmp_path / "c")
+    assert len(alive) == 20
+    assert max(alive) == 3 * size
+    assert len(list((tmp_path / "c").glob("*.distcp"))) == 7
+    found = {name: torch.zeros(100) for name in views}
+    read_state(found, tmp_path / "c")
+    assert all(torch.equal(found[name], view) for name, view in views.items())
 
 
 def test_a_hostile_table_of_contents_runs_nothing(tmp_path):

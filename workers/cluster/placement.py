@@ -4,6 +4,7 @@ import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from workers.ranks.failures import FAILURE_GRACE_S
 
@@ -78,6 +79,13 @@ def thread_shares(placements: Sequence[Placement]) -> list[int]:
     """
     processes = Counter(placement.node for placement in placements)
     return [max(1, placement.cores // processes[placement.node]) for placement in placements]
+
+
+class NodeResources(NamedTuple):
+    """The resources of a node by name, such as ``CPU``."""
+
+    total: Mapping[str, float]
+    free: Mapping[str, float]  # beside what runs there
 
 
 def answers(address: str, port: int) -> bool:

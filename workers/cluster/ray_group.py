@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from dataproto.errors import InvalidConfig, WorkerFailed
 from dataproto.extras import unimportable_modules
 from dataproto.serialization.wire import Buffer, shared_blobs
 from workers.cluster.host import Host, PhaseMonitor, import_ours, log_progress, shadowing_folders
-from workers.cluster.placement import Placement, answers
+from workers.cluster.placement import NodeResources, Placement, answers
 from workers.cluster.ray_config import RayConfig
 from workers.cluster.step_blobs import StepBlobs
 from workers.ranks.dispatch_modes import (
@@ -42,6 +42,7 @@ from workers.training.mini_batches import split_scoring
 
 LOCALHOST = "127.0.0.1"
 PLACEMENT_TIMEOUT_S = 60  # for a cluster to reserve its resources
+NODE_INTERVAL_S = 0.5  # between looks at the nodes
 MEDIA_SHARE = 0.25  # of the object store, for media that the calls of a step share
 
 
@@ -130,21 +131,19 @@ def reserve(processes: int, config: RayConfig, together: int = 1) -> PlacementGr
     return reserved
 
 
-def has_room(bundles: Sequence[dict[str, float]]) -> bool:
-    """Whether the cluster can reserve places for ``bundles``, each on one node.
-
-    Ray learns within a minute that a node is lost, and looks for other places then.
-    """
-    tried = placement_group(list(bundles), strategy="PACK")
-    found = bool(tried.wait(PLACEMENT_TIMEOUT_S))
-    remove_placement_group(tried)
-    return found
-
-
-def free_resources() -> list[dict[str, float]]:
-    """What each node that lives has free, beside what runs there."""
+def living_nodes() -> list[NodeResources]:
+    """The nodes that answer. Ray itself may take a minute to notice that one is lost."""
     free = ray._private.state.available_resources_per_node()
-    return [dict(free[node["NodeID"]]) for node in ray.nodes() if node["Alive"] and node["NodeID"] in free]
+    alive = [node for node in ray.nodes() if _lives(node)]
+    return [NodeResources(node["Resources"], dict(free.get(node["NodeID"], {}))) for node in alive]
+
+
+def wait_for_nodes(enough: Callable[[list[NodeResources]], bool]) -> list[NodeResources]:
+    """`living_nodes`, once they are ``enough`` or after `PLACEMENT_TIMEOUT_S`: what has ended takes a moment to be free."""
+    deadline = time.monotonic() + PLACEMENT_TIMEOUT_S
+    while not enough(nodes := living_nodes()) and time.monotonic() < deadline:
+        time.sleep(NODE_INTERVAL_S)
+    return nodes
 
 
 # The object store
@@ -265,12 +264,11 @@ def cpus_by_node() -> dict[str, int]:
 
 def lost_nodes(ids: Collection[str]) -> list[str]:
     """Those of the nodes that no longer answer. Ray itself takes seconds to notice that a node is lost."""
-    return sorted(
-        node["NodeID"]
-        for node in ray.nodes()
-        if node["NodeID"] in ids
-        and not (node["Alive"] and answers(node["NodeManagerAddress"], node["NodeManagerPort"]))
-    )
+    return sorted(node["NodeID"] for node in ray.nodes() if node["NodeID"] in ids and not _lives(node))
+
+
+def _lives(node: Mapping[str, Any]) -> bool:
+    return bool(node["Alive"]) and answers(node["NodeManagerAddress"], node["NodeManagerPort"])
 
 
 def get_all(refs: Sequence[ray.ObjectRef]) -> list[Any]:

@@ -1,7 +1,7 @@
 """Launches the roles of a run in Ray processes."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, fields, replace
 from math import ceil, gcd, lcm
@@ -15,14 +15,14 @@ from rollout.engine import engine_ranks, prepare_engine
 from workers.cluster.placement import all_fit
 from workers.cluster.ray_config import RayConfig
 from workers.cluster.ray_group import (
+    NodeResources,
     RayGroup,
     bundles_of,
-    free_resources,
     gpus_per_process,
-    has_room,
     new_step_blobs,
     pickle_unimportable_modules_by_value,
     running_ray,
+    wait_for_nodes,
 )
 from workers.cluster.ray_pool import RayPool, share_cores
 from workers.cluster.role_groups import LaunchPlan, Phase, Roles, early_reward, engine_phase
@@ -134,27 +134,36 @@ def planned_bundles(plan: LaunchPlan, config: RayConfig) -> list[dict[str, float
 def layout_with_room(plan: LaunchPlan, config: RayConfig) -> Layout:
     """The layout, or if the nodes that are left have no room for the run, one with fewer dp positions and without replicas.
 
+    Waits for what runs on the nodes only if there would be more room without it.
+
     Raises:
         InvalidConfig: there is no room for one dp position either.
     """
-    layout = plan.layout
-    if has_room(planned_bundles(plan, config)):
-        return layout
-    free, together = free_resources(), planned_pools(plan, config)["models"].together
-    for dp in range(layout.dp - 1, 0, -1):
-        smaller = replace(layout, dp=dp, replicas=1, ep=gcd(layout.ep, dp * layout.sp))
-        if smaller.world_size % together:
-            continue
-        if all_fit(planned_bundles(replace(plan, layout=smaller), config), free):
-            told = "the nodes that are left have room for %d processes with models: %s instead of %s"
-            log.warning(told, smaller.world_size, smaller, layout)
-            return smaller
-    least = lcm(layout.world_size // layout.dp, together)
-    kept = [{name: node.get(name, 0) for name in ("CPU", "GPU")} for node in free]
-    raise InvalidConfig(
-        f"the nodes that are left have {kept} free, which is too little: {layout} needs at least {least} processes with "
-        f"models, {together} of them on a node at a time, beside those of separate engines and the reward"
-    )
+    layout, together = plan.layout, planned_pools(plan, config)["models"].together
+    smaller = [replace(layout, dp=dp, replicas=1, ep=gcd(layout.ep, dp * layout.sp)) for dp in range(layout.dp)[:0:-1]]
+    choices = {each: planned_bundles(replace(plan, layout=each), config) for each in [layout, *smaller]
+               if each.world_size % together == 0}  # fmt: skip
+
+    def largest(room: Iterable[Mapping[str, float]]) -> Layout | None:
+        nodes = list(room)
+        return next((each for each, bundles in choices.items() if all_fit(bundles, nodes)), None)
+
+    def enough(nodes: Sequence[NodeResources]) -> bool:
+        return largest(node.free for node in nodes) == largest(node.total for node in nodes) is not None
+
+    free = [node.free for node in wait_for_nodes(enough)]
+    found = largest(free)
+    if found is None:
+        least = lcm(layout.world_size // layout.dp, together)
+        kept = [{name: node.get(name, 0) for name in ("CPU", "GPU")} for node in free]
+        raise InvalidConfig(
+            f"the nodes that are left have {kept} free, which is too little: {layout} needs at least {least} processes with "
+            f"models, {together} of them on a node at a time, beside those of separate engines and the reward"
+        )
+    if found != layout:
+        told = "the nodes that are left have room for %d processes with models: %s instead of %s"
+        log.warning(told, found.world_size, found, layout)
+    return found
 
 
 def ray_worker(make: Callable[[torch.device | None], Any], stack: ExitStack, **options: Any) -> RayGroup:

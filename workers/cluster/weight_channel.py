@@ -14,6 +14,9 @@ from torch import Tensor, distributed
 
 BUCKET_BYTES = 1 << 28  # tensors are sent together up to this size
 
+Sending = tuple[distributed.Work, Tensor]
+"""A broadcast that has begun, and its tensor, which has to last until it ends."""
+
 
 class WeightChannel:
     """Broadcasts (name, tensor) pairs from rank 0, over NCCL between GPUs and over gloo otherwise."""
@@ -26,14 +29,18 @@ class WeightChannel:
         self._device = device
 
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """On rank 0: sends all pairs, bucket by bucket."""
+        """On rank 0: sends all pairs, bucket by bucket. The next bucket is gathered while one is on its way."""
+        on_the_way: list[Sending] = []
         for bucket in _buckets(weights):
             header = json.dumps([(name, str(w.dtype).removeprefix("torch."), list(w.shape)) for name, w in bucket])
             header_bytes = torch.frombuffer(bytearray(header.encode()), dtype=torch.uint8)
-            self._broadcast(torch.tensor([len(header_bytes)]))
-            self._broadcast(header_bytes)
-            self._broadcast(torch.cat([weight.contiguous().view(-1).view(torch.uint8) for _, weight in bucket]))
-        self._broadcast(torch.tensor([0]))
+            data = torch.cat([weight.contiguous().view(-1).view(torch.uint8) for _, weight in bucket])
+            begun = [self._begin(each) for each in (torch.tensor([len(header_bytes)]), header_bytes, data)]
+            for work, _ in on_the_way:
+                work.wait()
+            on_the_way = begun
+        for work, _ in [*on_the_way, self._begin(torch.tensor([0]))]:
+            work.wait()
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
         """On the other ranks: yields the pairs that rank 0 sends. Each bucket is freed before the next one arrives."""
@@ -47,9 +54,13 @@ class WeightChannel:
                 yield name, aligned.view(dtype).view(shape)
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.to(self._device)
-        self._group.broadcast([tensor]).wait()
+        work, tensor = self._begin(tensor)
+        work.wait()
         return tensor
+
+    def _begin(self, tensor: Tensor) -> Sending:
+        tensor = tensor.to(self._device)
+        return self._group.broadcast([tensor]), tensor
 
 
 def _buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:

@@ -87,23 +87,24 @@ class _SplitLogProbs(torch.autograd.Function):
         w = weight.to(hidden.dtype)
         to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         to_weight = None
-        for start in range(0, len(targets), size):
-            at = slice(start, start + size)
-            part = gradient(
-                project(hidden[at], w, cap),
-                targets[at],
-                temperature,
-                banned,
-                normaliser[at],
-                grad[at],
-                (entropies[at], entropy_grad[at]) if entropy else None,
-                hidden.dtype,
-                cap,
-            )
-            if to_hidden is not None:
-                torch.mm(part, w, out=to_hidden[at])
-            if ctx.needs_input_grad[1]:
-                to_weight = accumulate_matmul(to_weight, part.t(), hidden[at])
+        with torch.autocast(hidden.device.type, enabled=False):  # the pass may be within the forward pass's
+            for start in range(0, len(targets), size):
+                at = slice(start, start + size)
+                part = gradient(
+                    project(hidden[at], w, cap),
+                    targets[at],
+                    temperature,
+                    banned,
+                    normaliser[at],
+                    grad[at],
+                    (entropies[at], entropy_grad[at]) if entropy else None,
+                    hidden.dtype,
+                    cap,
+                )
+                if to_hidden is not None:
+                    torch.mm(part, w, out=to_hidden[at])
+                if ctx.needs_input_grad[1]:
+                    to_weight = accumulate_matmul(to_weight, part.t(), hidden[at])
         if to_weight is None and ctx.needs_input_grad[1]:  # of no token, where another rank has some: zero, not absent
             to_weight = torch.zeros_like(weight)
         if to_hidden is not None:

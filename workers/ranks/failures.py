@@ -8,6 +8,10 @@ from dataproto.errors import DataProtoError, RankFailure
 REPORT_GRACE_S = (
     10.0  # for ranks that refuse a call together, or to report the failure that a secondary one follows from
 )
+LIBRARY_WORDS = ("gloo", "nccl", "pair closure")
+"""One of them is in each error of the collectives' library; gloo ends other operations beside one that took too long without its
+name.
+"""
 FAILURE_GRACE_S = 2.0  # for ranks to fail alike; the others may wait for the failed rank in a collective for ever
 
 
@@ -30,8 +34,10 @@ def is_secondary(error: Exception) -> bool:
 
     >>> is_secondary(RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")), is_secondary(KeyError("x"))
     (True, False)
+    >>> is_secondary(RuntimeError("Application timeout caused pair closure"))
+    True
     """
-    from_library = isinstance(error, RuntimeError) and any(name in str(error).lower() for name in ("gloo", "nccl"))
+    from_library = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in LIBRARY_WORDS)
     return from_library or isinstance(error, RankFailure)
 
 

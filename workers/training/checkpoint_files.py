@@ -8,8 +8,9 @@ import contextlib
 import io
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from enum import EnumMeta
 from functools import cache
 from pathlib import Path
@@ -20,12 +21,16 @@ from torch import distributed
 from torch.distributed import ProcessGroup, checkpoint
 from torch.distributed.checkpoint import metadata as contents
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils._pytree import tree_map
 
 from dataproto.errors import CheckpointError
+
+FILE_BYTES = 1 << 30
+"""Of a file of a training state."""
 
 
 def write_state(state: dict[str, Any], directory: Path, group: ProcessGroup | None = None) -> None:
@@ -40,7 +45,10 @@ def write_state(state: dict[str, Any], directory: Path, group: ProcessGroup | No
     try:
         with alone_without_warning():
             checkpoint.save(
-                state, checkpoint_id=directory, process_group=group, no_dist=not distributed.is_initialized()
+                state,
+                storage_writer=FileByFile(directory),
+                process_group=group,
+                no_dist=not distributed.is_initialized(),
             )
     except checkpoint.CheckpointException as error:  # not a subclass of `Exception` in torch
         causes = (f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items())
@@ -124,6 +132,38 @@ def missing_parts(directory: Path) -> list[str]:
         return [".metadata"]
     parts = {str(part.relative_path) for part in (PlainReader(directory).read_metadata().storage_data or {}).values()}
     return sorted(part for part in parts if not (directory / part).is_file())
+
+
+class FileByFile(FileSystemWriter):
+    """Writes a rank's part in files of at most `FILE_BYTES`, or one tensor.
+
+    torch keeps what it has copied to the host until the file is complete, so that one file for all would be a second copy of the
+    weights and moments in host memory.
+    """
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> "torch.futures.Future[list[WriteResult]]":
+        """Writes one file after the other."""
+        written: list[WriteResult] = []
+        for number, items in enumerate(_by_size(plan.items)):
+            place = replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{number}_")
+            written += super().write_data(replace(plan, items=items, storage_data=place), planner).wait()
+        done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        done.set_result(written)
+        return done
+
+
+def _by_size(items: Iterable[WriteItem]) -> Iterator[list[WriteItem]]:
+    part: list[WriteItem] = []
+    total = 0
+    for item in items:
+        size = item.tensor_storage_size() or 0
+        if part and total + size > FILE_BYTES:
+            yield part
+            part, total = [], 0
+        part.append(item)
+        total += size
+    if part:
+        yield part
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from rollout.adapters import Adapter, PromptScores
 from rollout.engine import Completion, RequestEngine
 from rollout.hf import AdapterEngine
 from rollout.prompts import ChunkRenderer, ContentStore, PlacedSequence, PromptBuilder, TokenSequence
+from rollout.vllm import VLLMAdapterEngine
 from workers.adapters import AdapterTrainer, ScoredPrompt
 
 log = logging.getLogger("dataproto.serve.engine")
@@ -28,6 +29,10 @@ class BaseModel:
     ) -> None:
         """Loads the checkpoint at ``path``; with ``trains_weights`` to train all of them."""
         self.path, self.options = path, options
+        log.info("the model %s is loaded", path)
+        began = time.perf_counter()
+        if options.sampler == "vllm":
+            VLLMAdapterEngine.prepare(path)
         checkpointing = options.activation_checkpointing
         self.trainer = AdapterTrainer(path, device, options.token_budget, checkpointing, trains_weights)
         self.renderer = ChunkRenderer(PromptBuilder.from_pretrained(path, LONGEST, image_cache_bytes=0))
@@ -36,10 +41,20 @@ class BaseModel:
         text = self.trainer.model.config.get_text_config()
         self.vocabulary = int(text.vocab_size)
         self.max_context_length = context_length(path, options)
+        log.info("the model has been loaded in %.1f s", time.perf_counter() - began)
+
+    @property
+    def sampled_dtype(self) -> torch.dtype:
+        """In which adapters are sampled from: vLLM has them in the model's."""
+        return self.trainer.model.dtype if self.options.sampler == "vllm" else torch.float32
+
+    def start(self) -> None:
+        """Starts the engine that samples, unless it has been started."""
+        self.sampler  # noqa: B018
 
     @cached_property
     def sampler(self) -> RequestEngine:
-        """The engine for `AdapterRequest`, started when the first one comes.
+        """The engine for `AdapterRequest`, started by `start` or when the first one comes.
 
         Raises:
             InvalidConfig: vLLM does not start.
@@ -47,8 +62,6 @@ class BaseModel:
         options = self.options
         if options.sampler == "hf":
             return AdapterEngine(self.path, self.trainer.features, options.max_num_seqs, self.trainer.device)
-        from rollout.vllm import VLLMAdapterEngine
-
         log.info("vLLM starts on %s", self.path)
         began = time.perf_counter()
         engine = VLLMAdapterEngine(

@@ -29,7 +29,7 @@ from recipes.serve.engine.mixed_passes import OpenPass, open_pass, run_passes
 from recipes.serve.engine.sample_requests import OpenSample, finished, open_sample
 from recipes.serve.engine.samplers import Samplers
 from recipes.serve.link import failure_of, server_failure
-from rollout.adapters import Adapter, AdapterConfig
+from rollout.adapters import Adapter, AdapterConfig, write_adapter
 from workers.adapters import TrainedAdapter, TrainedMatrices, TrainedWeights
 from workers.model.model_config import AdamParams
 
@@ -70,7 +70,7 @@ class InProcessEngine:
         options: EngineOptions | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """``models``: checkpoint directories by the names that clients use. They are loaded when they are first used."""
+        """``models``: checkpoint directories by the names that clients use. They are loaded by `start`, or when first used."""
         self.options, self.device = options or EngineOptions(), device
         self.paths = {name: str(path) for name, path in models.items()}
         self._bases: dict[str, BaseModel] = {}
@@ -79,6 +79,15 @@ class InProcessEngine:
         self._open: dict[BaseModel, dict[int, OpenSample]] = {}  # those in flight, by their numbers in the sampler
         self._waiting: deque[SampleRequest] = deque()  # until a checkpoint has room
         self._ready: Polled = []
+
+    def start(self) -> None:
+        """See `Backend.start`. With ``full_finetuning`` a model is loaded when it is first used: one that trains all weights has
+        a copy of its own, and may be the only one.
+        """
+        if self.options.full_finetuning:
+            return
+        for name in self.paths:
+            self.base(name).start()
 
     def describe(self) -> Capabilities:
         """See `Backend.describe`."""
@@ -175,9 +184,11 @@ class InProcessEngine:
     def export(self, model_id: str, directory: Path, *, sampled: bool = False) -> None:
         """See `Backend.export`."""
         model = self._finite(model_id)
-        model.trained.export(directory, model.base_model)
-        if sampled and model.adapter is not None:
-            self._samplers.written(model_id, directory, model.adapter)
+        if not sampled or model.adapter is None:
+            return model.trained.export(directory, model.base_model)
+        snapshot, dtype = model.adapter.snapshot(model.base.sampled_dtype), model.base.sampled_dtype
+        write_adapter(snapshot, directory, model.base_model, dtype)
+        self._samplers.written(model_id, directory, snapshot)
 
     def release(self, model_id: str) -> None:
         """See `Backend.release`."""

@@ -83,6 +83,10 @@ class PlacedEngine:
     def _call(self, method: str, **arguments: Any) -> Any:
         return self._sent("call", method, arguments)
 
+    def start(self) -> None:
+        """See `Backend.start`."""
+        self._call("start")
+
     def describe(self) -> Capabilities:
         """See `Backend.describe`."""
         found: Capabilities = self._call("describe")

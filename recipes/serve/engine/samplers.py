@@ -49,14 +49,13 @@ class Samplers:
         self._adapters: OrderedDict[str | Written, Adapter] = OrderedDict()  # last used or written last
         self._checkpoints: OrderedDict[str, BaseModel] = OrderedDict()  # last used last
 
-    def written(self, model_id: str, directory: Path, adapter: Adapter) -> None:
-        """Keeps the weights of an adapter that a model has just written: a sampler of it, where it may move to, reads no file.
+    def written(self, model_id: str, directory: Path, snapshot: Adapter) -> None:
+        """Keeps a snapshot that a model has just written to a directory: a sampler of it, where it may move to, reads no file.
 
         They count among those of ``max_samplers``, and replace those that the model wrote before.
         """
         self.forget_written(model_id)
-        pairs = {name: (down.detach().clone(), up.detach().clone()) for name, (down, up) in adapter.pairs.items()}
-        self._add(Written(model_id, identity(directory / WEIGHTS_FILE)), Adapter(adapter.config, pairs))
+        self._add(Written(model_id, identity(directory / WEIGHTS_FILE)), snapshot)
 
     def forget_written(self, model_id: str) -> None:
         """Drops the weights that a model has written and no sampler has taken."""

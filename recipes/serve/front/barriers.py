@@ -4,8 +4,8 @@ import json
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -304,6 +304,16 @@ class Barriers:
             yield temporary
             self.check_room(run.owner)
             self._writing[run.id] = run.owner, directory_size(temporary)
+
+    @contextmanager
+    def reserved(self, run: Run, size: int) -> Iterator[None]:
+        """Counts bytes that are written in the block, and recorded at its end. Raises as `check_room`."""
+        self.check_room(run.owner)
+        self._writing[run.id] = run.owner, size
+        try:
+            yield
+        finally:
+            self.forget(run)
 
     def check_room(self, owner: str) -> None:
         """Raises `InvalidRequest` if the checkpoints and samplers of a key take all that they may."""

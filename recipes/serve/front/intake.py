@@ -13,6 +13,10 @@ from recipes.serve.ledger.records import Run
 from recipes.serve.refusals import Refused
 from recipes.serve.serve_config import LimitsConfig
 
+KEPT_BYTES = (
+    8192  # of a body that stays in memory until its request is carried out; a larger one is read from disk again
+)
+
 
 class Intake:
     """Writes requests to disk, and enters them into their lanes."""
@@ -49,16 +53,18 @@ class Intake:
         return request_id
 
     async def _take_in(self, run: Run, entry: Entry, digest: str) -> None:
-        found = await self.database.run(journal.find(entry.id))
-        if found is not None:
+        lane = self.lanes.get(run.id)
+        if entry.seq < run.next_seq or (lane is not None and entry.seq in lane.entries):
+            found = await self.database.run(journal.find(entry.id))
+            if found is None:
+                raise Refused(400, f"request {entry.seq} of {run.id} comes too late: the run is at {run.next_seq}")
             if found[0] != digest:
                 raise other_content(run, entry.seq)
             return
-        if entry.seq < run.next_seq:
-            raise Refused(400, f"request {entry.seq} of {run.id} comes too late: the run is at {run.next_seq}")
         self._check_room(run.owner, entry.size)
         await self.database.run(journal.accept(entry, digest))
-        entry.body = None  # it is on disk
+        if entry.size > KEPT_BYTES:
+            entry.body = None  # it is on disk
         self.enter(entry)
 
     def _check_room(self, owner: str, size: int) -> None:

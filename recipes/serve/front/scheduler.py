@@ -218,16 +218,15 @@ class Scheduler:
 
     async def _passes(self, entries: Sequence[Entry]) -> None:
         passes, ready = [], []
-        for entry in entries:
-            try:
-                if self.lanes[entry.run].run.state != "live":
-                    raise InvalidRequest(f"run {entry.run} is not in training")
-                body = await self.database.run(journal.body_of(entry.id))
-                passes.append(await asyncio.to_thread(read_pass, body, self.config.limits))
+        for entry, found in zip(entries, await asyncio.gather(*map(self._read, entries), return_exceptions=True)):
+            if isinstance(found, Pass):
+                passes.append(found)
                 ready.append(entry)
-            except Exception as error:
-                failure = failure_of(error)
+            elif isinstance(found, Exception):
+                failure = failure_of(found)
                 await self.finish(entry, failed(failure.message, failure.category))
+            else:
+                raise found
         if not ready or not await self.begin(ready):
             return
         began = time.monotonic()
@@ -245,6 +244,14 @@ class Scheduler:
         self.counters.add("passes", len(passes))
         self.counters.add("pass_rows", sum(len(each.data) for each in passes))
         await self.finish_all([(entry, pass_outcome(result)) for entry, result in zip(ready, results)])
+
+    async def _read(self, entry: Entry) -> Pass:
+        if self.lanes[entry.run].run.state != "live":
+            raise InvalidRequest(f"run {entry.run} is not in training")
+        return await asyncio.to_thread(read_pass, await self._body(entry), self.config.limits)
+
+    async def _body(self, entry: Entry) -> bytes:
+        return await self.database.run(journal.body_of(entry.id)) if entry.body is None else entry.body
 
     async def results(self, passes: Sequence[Pass]) -> Results:
         """What passes come to. Raises `CallFailed` if a joint computation fails as a whole; none has then added a gradient."""
@@ -296,7 +303,7 @@ class Scheduler:
         lane = self.lanes[entry.run]
         if not await self.begin([entry]):
             return
-        body = await self.database.run(journal.body_of(entry.id))
+        body = await self._body(entry)
         try:
             done: Done = await self.barriers.carry_out(lane.run, entry, body)
         except CallFailed as error:

@@ -6,6 +6,7 @@ import os
 import queue
 import sqlite3
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -49,6 +50,7 @@ class Database:
     def __init__(self, path: Path) -> None:
         """Opens or makes the database. Raises `FileFormatError` for one of another version."""
         self._jobs: queue.Queue[Job | None] = queue.Queue()
+        self._later: deque[Job] = deque()
         ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._work, args=(path, ready), name="database")
         self._thread.start()
@@ -75,8 +77,13 @@ class Database:
         """Runs a function without waiting for it."""
         self._submit(function)
 
+    def later(self, function: Callable[[sqlite3.Connection], Any]) -> None:
+        """Runs a function before the next one that is given to the other methods, in its commit. A kill may lose it."""
+        self._later.append((function, Future()))
+
     def close(self) -> None:
         """Waits for all functions, and closes the database."""
+        self.post(lambda connection: None)  # with those that wait for another one
         self._jobs.put(None)
         self._thread.join()
 
@@ -107,7 +114,8 @@ class Database:
         first = self._jobs.get()
         if first is None:
             return None
-        jobs = [first]
+        jobs = [self._later.popleft() for _ in range(len(self._later))]
+        jobs.append(first)
         while not self._jobs.empty():
             job = self._jobs.get()
             if job is None:

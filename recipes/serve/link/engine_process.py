@@ -4,9 +4,11 @@ While both have work, training and sampling have the same time: a call that trai
 samples that are taken in, and by decoding steps, until these have taken as long.
 """
 
+import faulthandler
 import importlib
 import logging
 import os
+import signal
 import socket
 import threading
 import time
@@ -238,9 +240,13 @@ def end_with_parent(parent_pipe: int) -> None:
 
 
 def main(factory: str, options: str, path: str, parent_pipe: int) -> None:
-    """Serves the backend that ``module:function`` makes of its options, a text."""
+    """Serves the backend that ``module:function`` makes of its options, a text. It prints its stacks at ``SIGUSR1``."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
+    faulthandler.register(signal.SIGUSR1)
     end_with_parent(parent_pipe)
+    began = time.perf_counter()
     module, _, name = factory.partition(":")
-    backend = getattr(importlib.import_module(module), name)(options)
+    backend: Backend = getattr(importlib.import_module(module), name)(options)
+    backend.start()
+    log.info("the engine has started in %.1f s", time.perf_counter() - began)
     EngineProcess(backend, Path(path)).run()

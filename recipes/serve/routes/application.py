@@ -19,6 +19,7 @@ CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"
 POSTS: dict[str, Handler] = {
     "/client/config": sessions.client_config,
     "/client/dynamic_config": sessions.dynamic_config,
+    "/auth/token": sessions.auth_token,
     "/create_session": sessions.create_session,
     "/session_heartbeat": sessions.heartbeat,
     "/sessions/{session}/finish": sessions.finish_session,

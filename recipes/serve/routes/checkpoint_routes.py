@@ -158,7 +158,6 @@ async def copy_weights(call: Call) -> Response:
     if asked.session_id:
         service.catalogue.session(asked.session_id, call.owner)
     source = service.catalogue.checkpoint(asked.source_path, call.owner)
-    service.scheduler.barriers.check_room(call.owner)
     base, lora = service.catalogue.spec_of(source)
     now = time.time()
     run = Run(
@@ -174,10 +173,6 @@ async def copy_weights(call: Call) -> Response:
         state="ended",
     )
     directory = service.catalogue.run_directory(run) / source.kind / source.name
-    with service.samples.hold(source.directory):
-        async with new_directory(directory) as temporary:
-            await asyncio.to_thread(link_files, service.catalogue.place(source.directory), temporary)
-    expires = None if asked.ttl_seconds is None else now + asked.ttl_seconds
     copy = replace(
         source,
         run=run.id,
@@ -185,11 +180,14 @@ async def copy_weights(call: Call) -> Response:
         directory=service.catalogue.name_of(directory),
         created=now,
         public=0,
-        expires=expires,
+        expires=None if asked.ttl_seconds is None else now + asked.ttl_seconds,
     )
-    await service.catalogue.write(run, copy)
-    service.catalogue.runs[run.id] = run
-    service.catalogue.checkpoints[copy.run, copy.kind, copy.name] = copy
+    with service.scheduler.barriers.reserved(run, source.size), service.samples.hold(source.directory):
+        async with new_directory(directory) as temporary:
+            await asyncio.to_thread(link_files, service.catalogue.place(source.directory), temporary)
+        await service.catalogue.write(run, copy)
+        service.catalogue.runs[run.id] = run
+        service.catalogue.checkpoints[copy.run, copy.kind, copy.name] = copy
     return answer({"tinker_path": copy.path})
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import time
+from contextlib import nullcontext
 
 from starlette.responses import Response
 
@@ -42,8 +43,14 @@ async def create_sampling_session(call: Call) -> Response:
         digest=digest,
         created=time.time(),
     )
-    await catalogue.write(sampler)
-    catalogue.samplers[sampler_id] = sampler
+    with nullcontext() if directory is None else call.service.samples.hold(directory):
+        await _check(call, sampler)
+        await catalogue.write(sampler)
+        catalogue.samplers[sampler_id] = sampler
+    if session.state != "live":  # it has ended meanwhile, with the samplers that it had
+        for each in await catalogue.drop_samplers(lambda other: other is sampler):
+            call.service.samples.retire(each)
+        catalogue.live_session(session.id, call.owner)
     return answer({"type": "create_sampling_session", "sampling_session_id": sampler_id})
 
 
@@ -60,11 +67,16 @@ async def _weights(call: Call, asked: CreateSampler) -> tuple[str, str | None]:
     base, _ = call.service.catalogue.spec_of(checkpoint)
     if asked.base_model not in (None, base):
         raise InvalidRequest(f"{asked.model_path} is an adapter of {base}, not of {asked.base_model}")
-    try:
-        await asyncio.to_thread(check_directory, call.service.catalogue.place(checkpoint.directory))
-    except CheckpointError as error:
-        raise InvalidRequest(f"{asked.model_path}: {error}") from error
     return base, checkpoint.directory
+
+
+async def _check(call: Call, sampler: Sampler) -> None:
+    """Raises `InvalidRequest` if the files of a checkpoint have changed."""
+    if sampler.directory is not None:
+        try:
+            await asyncio.to_thread(check_directory, call.service.catalogue.place(sampler.directory))
+        except CheckpointError as error:
+            raise InvalidRequest(f"{sampler.model_path}: {error}") from error
 
 
 async def get_sampler(call: Call) -> Response:

@@ -36,6 +36,13 @@ async def dynamic_config(call: Call) -> Response:
     return answer(DYNAMIC_FLAGS)
 
 
+async def auth_token(call: Call) -> Response:
+    """A token that stands for the key for an hour, for jobs that should not have the key itself."""
+    if call.service.keys.is_token(call.request.headers["x-api-key"]):
+        raise Refused(403, "a token does not make another one: give the key itself")
+    return answer({"jwt": call.service.keys.token(call.owner, time.time())})
+
+
 async def telemetry(call: Call) -> Response:
     """Takes a client's events, and forgets them."""
     return answer({"status": "accepted"})

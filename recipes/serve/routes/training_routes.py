@@ -186,7 +186,7 @@ def _mark_fetched(service: Service, request_id: str) -> None:
     if known is not None:
         known.fetched = True
     if known is None or known.sampler is None:
-        service.database.post(journal.fetched(request_id, time.time()))
+        service.database.later(journal.fetched(request_id, time.time()))
 
 
 async def retrieve_futures(call: Call) -> Response:

@@ -7,6 +7,7 @@ import json
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from recipes.serve.refusals import InvalidRequest, Refused
@@ -41,7 +42,7 @@ def read(kind: type[Body], value: Any, name: str = "") -> Body:
     if not isinstance(value, Mapping):
         raise InvalidRequest(f"{name or 'the body'} is a {type(value).__name__}: expected an object")
     prefix = f"{name}." if name else ""
-    hints = get_type_hints(kind)
+    hints = _hints(kind)  # type: ignore[arg-type]
     for given in value:
         if given not in hints and given != "type":
             raise InvalidRequest(f"{prefix}{given} is not known to this server")
@@ -52,6 +53,11 @@ def read(kind: type[Body], value: Any, name: str = "") -> Body:
         elif each.default is MISSING and each.default_factory is MISSING:
             raise InvalidRequest(f"{prefix}{each.name} is missing")
     return kind(**found)
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def _checked(hint: Any, value: Any, name: str) -> Any:

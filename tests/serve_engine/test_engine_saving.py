@@ -1,0 +1,171 @@
+"""Saved models continue bit for bit; snapshots to sample from stay as they are."""
+
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from dataproto.errors import CheckpointError
+from helpers.served_models import (
+    ADAM,
+    chunks,
+    engine_of,
+    new_model,
+    rows,
+    run_pass,
+    sample,
+    train,
+    weights,
+)
+from recipes.serve.backend import OPTIMIZER_FILE, LoraSpec
+from recipes.serve.engine import samplers
+from recipes.serve.engine.base_model import BaseModel
+from recipes.serve.link import failure_of
+from recipes.serve.link.engine_process import EngineProcess
+from rollout.adapters import read_adapter
+from rollout.adapters.adapter_files import WEIGHTS_FILE
+
+
+def test_saved_and_loaded_is_uninterrupted_bit_for_bit(path, tmp_path):
+    whole, parts = engine_of(path), engine_of(path)
+    for engine in (whole, parts):
+        new_model(engine, "m", 8, seed=2)
+        train(engine, "m", rows(engine, "cross_entropy", seed=1), steps=2)
+    (tmp_path / "saved").mkdir()
+    parts.save("m", tmp_path / "saved")
+    later = engine_of(path)
+    new_model(later, "m", 8, seed=9)
+    run_pass(later, "m", rows(later, "cross_entropy", seed=3))  # gradients that loading drops
+    later.load("m", tmp_path / "saved", optimizer=True)
+    for engine in (whole, later):
+        train(engine, "m", rows(engine, "cross_entropy", seed=2), steps=2)
+    expected, found = weights(whole, "m", tmp_path / "a"), weights(later, "m", tmp_path / "b")
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+    later.load("m", tmp_path / "saved", optimizer=False)
+    train(later, "m", rows(later, "cross_entropy", seed=2), steps=2)
+    fresh = weights(later, "m", tmp_path / "c")
+    assert not all(torch.equal(fresh[key], value) for key, value in expected.items())
+
+
+def test_a_checkpoint_of_another_kind_is_refused_and_changes_nothing(engine, tmp_path):
+    new_model(engine, "m", 8)
+    train(engine, "m", rows(engine, "cross_entropy", seed=1))
+    (tmp_path / "saved").mkdir()
+    engine.save("m", tmp_path / "saved")
+    new_model(engine, "smaller", 4)
+    with pytest.raises(CheckpointError, match=r"rank=8.*not of.*rank=4"):
+        engine.load("smaller", tmp_path / "saved", optimizer=True)
+    before = weights(engine, "m", tmp_path / "before")
+    content = (tmp_path / "saved" / OPTIMIZER_FILE).read_bytes()
+    (tmp_path / "saved" / OPTIMIZER_FILE).write_bytes(content[:-1] + b"\x01")
+    with pytest.raises(CheckpointError, match=f"{OPTIMIZER_FILE} is damaged"):
+        engine.load("m", tmp_path / "saved", optimizer=True)
+    (tmp_path / "saved" / OPTIMIZER_FILE).unlink()
+    with pytest.raises(CheckpointError, match=f"lacks {OPTIMIZER_FILE}"):
+        engine.load("m", tmp_path / "saved", optimizer=True)
+    after = weights(engine, "m", tmp_path / "after")
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+
+
+def test_weights_that_are_not_finite_are_not_saved(engine, tmp_path):
+    """After a step with a huge learning rate. The message names the model, and the fault is the client's."""
+    new_model(engine, "m", 8)
+    run_pass(engine, "m", rows(engine, "cross_entropy", seed=1))
+    engine.optim_step("m", replace(ADAM, learning_rate=1e39))
+    for write in (engine.save, engine.export):
+        with pytest.raises(CheckpointError, match=r"model 'm': .*lora_\w\.weight is not finite") as caught:
+            write("m", tmp_path)
+        assert failure_of(caught.value).category == "user"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_snapshot_does_not_follow_its_model(path, tmp_path):
+    engine = engine_of(path, max_samplers=1)
+    new_model(engine, "m", 8)
+    prompt = chunks(engine, "see", (24, 16))
+    data = rows(engine, "cross_entropy", seed=1)
+    found = []
+    for step in range(2):
+        train(engine, "m", data)
+        (tmp_path / str(step)).mkdir()
+        engine.export("m", tmp_path / str(step))
+        engine.open_sampler(str(step), "tiny", tmp_path / str(step))
+        found.append(sample(engine, str(step), prompt, prompt_logprobs=True).prompt_logprobs[1:])
+    assert not np.allclose(found[0], found[1], atol=1e-3)
+    again = sample(engine, "0", prompt, prompt_logprobs=True).prompt_logprobs[1:]  # read from its files again
+    np.testing.assert_array_equal(again, found[0])
+
+
+def test_a_sampler_of_a_snapshot_that_was_just_written_reads_no_file(path, tmp_path, monkeypatch):
+    """Wherever its directory has moved; a file that has changed since is read, and refused."""
+    engine = engine_of(path)
+    new_model(engine, "m")
+    data = rows(engine, "cross_entropy", seed=1)
+    train(engine, "m", data)
+    (tmp_path / "new").mkdir()
+    engine.export("m", tmp_path / "new", sampled=True)
+    (tmp_path / "new").rename(tmp_path / "old")
+    shutil.copytree(tmp_path / "old", tmp_path / "copy")
+    read = []
+    monkeypatch.setattr(samplers, "read_adapter", lambda *given: read.append(given[0]) or read_adapter(*given))
+    train(engine, "m", data)  # the snapshot stays as it was
+    for number, name in enumerate(("old", "copy")):
+        engine.open_sampler(name, "tiny", tmp_path / name)
+        assert len(read) == number
+    one, other = (sample(engine, name, data[0].chunks) for name in ("old", "copy"))
+    assert (one.samples[0].logprobs == other.samples[0].logprobs).all()
+    (tmp_path / "new").mkdir()
+    engine.export("m", tmp_path / "new", sampled=True)
+    file = tmp_path / "new" / WEIGHTS_FILE
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        engine.open_sampler("damaged", "tiny", tmp_path / "new")
+
+
+def test_scores_do_not_depend_on_whether_a_snapshot_of_the_samplers_precision_is_in_memory(path, tmp_path, monkeypatch):
+    monkeypatch.setattr(BaseModel, "sampled_dtype", torch.bfloat16)  # as with vLLM on CUDA
+    engine = engine_of(path)
+    new_model(engine, "m")
+    data = rows(engine, "cross_entropy", seed=1)
+    train(engine, "m", data)
+    found = []
+    for name, options in (("kept", {"sampled": True}), ("read", {"sampled": True}), ("exact", {})):
+        (tmp_path / name).mkdir()
+        engine.export("m", tmp_path / name, **options)
+        if name == "read":
+            engine._samplers.forget_written("m")
+        engine.open_sampler(name, "tiny", tmp_path / name)
+        found.append(sample(engine, name, data[0].chunks, prompt_logprobs=True).prompt_logprobs[1:])
+    assert (found[0] == found[1]).all()
+    assert 0 < abs(found[0] - found[2]).max() < 0.1
+
+
+def test_written_weights_are_kept_for_samplers_alone_within_their_number_and_until_a_reset(path, tmp_path):
+    engine = engine_of(path, max_samplers=2)
+    process = EngineProcess(engine, tmp_path / "socket")
+    process.listener.close()
+
+    def call(method, **arguments):
+        return process._called(None, method, arguments)
+
+    def export(model, name, **options):
+        (tmp_path / name).mkdir()
+        call("export", model_id=model, directory=tmp_path / name, **options)
+
+    for name in "abc":
+        call("create", model_id=name, base_model="tiny", lora=LoraSpec(4, seed=0))
+    kept = engine._samplers._adapters
+    export("a", "named")
+    assert not kept
+    for name in ("first", "second"):  # of one model
+        export("a", name, sampled=True)
+    assert len(kept) == 1
+    call("open_sampler", sampler_id="s", base_model="tiny", adapter=tmp_path / "second")
+    assert list(kept) == ["s"]
+    for name in "bc":
+        export(name, name, sampled=True)
+    assert [getattr(key, "model_id", key) for key in kept] == ["b", "c"]
+    call("reset")
+    assert not kept

@@ -1,0 +1,163 @@
+"""A pass that is wrong or cannot be computed fails alone, and adds no gradient."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from helpers.served_models import (
+    chunks,
+    gradients,
+    length,
+    new_model,
+    random_inputs,
+    rows,
+    run_pass,
+)
+from recipes.algorithms.datum_losses import DATUM_LOSSES
+from recipes.serve.backend import Datum, Failure, Pass, SparseRows
+
+WRONG = [
+    ("gspo", {}, {}, "loss 'gspo' has no public formula"),
+    ("stable_reinforce", {}, {}, "'stable_reinforce' has no public formula"),
+    ("hinge", {}, {}, "'hinge' is unknown: choose one of cross_entropy"),
+    ("dro", {"kl_coeff": 1.0}, {}, "has no option 'kl_coeff': it has beta"),
+    ("dro", {"beta": "much"}, {}, "beta='much' is not a finite number"),
+    ("ppo", {"clip_low_threshold": 2.0}, {}, "must be 0 <= low <= high"),
+    (
+        "ppo",
+        {},
+        {"sequence_ratio_mask": np.ones(6, np.float32)},
+        "['sequence_ratio_mask'] is not read by the loss 'ppo'",
+    ),
+    ("ppo", {}, {"advantages": None}, "lack 'advantages'"),
+    ("ppo", {}, {"advantages": np.full(6, np.nan, np.float32)}, "['advantages'][0] is not finite"),
+    ("ppo", {}, {"advantages": np.ones(5, np.float32)}, "has shape (5,), but its model input has 6 tokens"),
+    ("ppo", {}, {"target_tokens": np.zeros((6, 2), np.int64)}, "only cross_entropy takes several targets"),
+    (
+        "cross_entropy",
+        {},
+        {"target_tokens": np.full(6, 10**6)},
+        "target_tokens'][0] = 1000000 is no token of the model",
+    ),
+    ("cross_entropy", {}, {"target_tokens": np.zeros(6, np.float32)}, "is float32, not int64"),
+    ("cross_entropy", {}, {"weights": np.ones((6, 2), np.float32)}, "has shape (6, 2), but 'target_tokens' (6,)"),
+    (
+        "cross_entropy",
+        {},
+        {"weights": SparseRows(np.ones(1, np.float32), np.array([0, 1]), np.array([9]), (6, 2**40))},
+        "the pass has room for 16777210 more targets (--max-targets)",
+    ),
+    (
+        "cross_entropy",
+        {},
+        {"weights": SparseRows(np.ones(1, np.float32), np.array([0] * 6 + [1]), np.array([9]), (6, 3))},
+        "its indices are out of range",
+    ),
+]
+
+
+@pytest.mark.parametrize(("loss", "config", "inputs", "message"), WRONG)
+def test_a_wrong_pass_fails_alone_and_adds_no_gradient(engine, loss, config, inputs, message):
+    for name in ("m", "other"):
+        new_model(engine, name)
+    prompt = chunks(engine, "abcdef")
+    assert length(engine, prompt) == 6
+    good = Datum(prompt, random_inputs(6, "cross_entropy", seed=1))
+    given = {**random_inputs(6, loss if loss in DATUM_LOSSES else "cross_entropy", seed=2), **inputs}
+    datum = Datum(prompt, {name: value for name, value in given.items() if value is not None})
+    first = (
+        good
+        if loss == "cross_entropy"
+        else Datum(prompt, random_inputs(6, loss if loss in DATUM_LOSSES else "ppo", seed=3))
+    )
+    failed, fine = engine.passes(
+        [Pass("m", [first, datum] if not config else [datum], loss, config), Pass("other", [good], "cross_entropy")]
+    )
+    assert isinstance(failed, Failure)
+    assert failed.category == "user"
+    assert message in failed.message
+    assert math.isfinite(fine.metrics["loss:sum"])
+    assert all(gradient is None for gradient in gradients(engine, "m").values())
+    assert any(gradient is not None for gradient in gradients(engine, "other").values())
+
+
+def test_a_target_without_a_log_prob_gives_zero(engine):
+    new_model(engine, "m")
+    prompt = chunks(engine, "abcdef")
+    inputs = {"target_tokens": np.array([5, -100, 7, 10**6, 9, 1]), "weights": np.float32([1, 0, 1, 0, 1, 1])}
+    found = run_pass(engine, "m", [Datum(prompt, inputs)]).outputs[0]["logprobs"]
+    assert (found == 0).tolist() == [False, True, False, True, False, False]
+
+
+def test_a_model_that_is_not_finite_fails_by_name(engine):
+    new_model(engine, "m")
+    new_model(engine, "other")
+    next(iter(engine._models["m"].trained.matrices.values())).data.fill_(math.inf)
+    data = rows(engine, "cross_entropy", seed=1)
+    failed, fine = engine.passes([Pass("m", data, "cross_entropy"), Pass("other", data, "cross_entropy")])
+    assert "logits of the model are not finite" in failed.message
+    assert math.isfinite(fine.metrics["loss:sum"])
+
+
+def test_a_pass_that_cannot_be_computed_is_the_servers_fault(engine, monkeypatch):
+    for name in ("m", "other"):
+        new_model(engine, name)
+    data, trainer = rows(engine, "cross_entropy", seed=1), engine.base("tiny").trainer
+    mine, compute = engine._models["m"].trained.adapter, trainer.log_probs
+
+    def fail(rows):
+        if any(row.adapter is mine for row in rows):
+            raise RuntimeError("out of memory")
+        return compute(rows)
+
+    monkeypatch.setattr(trainer, "log_probs", fail)
+    failed, fine = engine.passes([Pass("m", data, "cross_entropy"), Pass("other", data, "cross_entropy")])
+    assert failed.category == "server"
+    assert "RuntimeError in the server, incident" in failed.message
+    assert "out of memory" not in failed.message
+    assert math.isfinite(fine.metrics["loss:sum"])
+    assert any(gradient is not None for gradient in gradients(engine, "other").values())
+
+
+# Checkpoints
+
+
+def test_gradients_are_added_without_memory(engine):
+    """An operation that makes a new tensor fails, as all do when memory is full; so no part of a pass can be left behind."""
+
+    class Full(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+            if any(each.alias_info is None for each in operation._schema.returns):
+                raise torch.OutOfMemoryError(str(operation))
+            return operation(*arguments, **(options or {}))
+
+    new_model(engine, "m")
+    trained = engine._models["m"].trained
+    ones = [[torch.ones_like(matrix) for matrix in trained.matrices.values()] for _ in range(2)]
+    with Full():
+        for each in ones:
+            trained.add_gradients([None, *each[1:]])
+    first, *others = gradients(engine, "m").values()
+    assert first is None
+    assert all(bool((gradient == 2).all()) for gradient in others)
+
+
+def test_a_pass_that_cannot_be_read_fails_alone(engine):
+    """An error that is not the client's is told without its text."""
+    for name in ("m", "other"):
+        new_model(engine, name)
+    data = rows(engine, "cross_entropy", seed=1)
+    wrong = [Pass("m", [Datum([object()], data[0].inputs)], "cross_entropy")]
+    wrong.append(Pass("m", [Datum(data[0].chunks, None)], "cross_entropy"))
+    refused, failed, fine = engine.passes([*wrong, Pass("other", data, "cross_entropy")])
+    assert refused.category == "user"
+    assert "object" in refused.message
+    assert failed.category == "server"
+    assert re.fullmatch(r"\w+Error in the server, incident \w{8}: its log has more", failed.message)
+    assert math.isfinite(fine.metrics["loss:sum"])
+    assert any(gradient is not None for gradient in gradients(engine, "other").values())
+    assert all(gradient is None for gradient in gradients(engine, "m").values())
