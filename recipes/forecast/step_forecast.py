@@ -71,8 +71,9 @@ class StepForecast:
 
     @property
     def memory(self) -> int:
-        """Bytes of the fullest phase on a device, the allocator's slack and the driver included."""
-        return max(map(self.reserved, self.phases)) + self.setting.device.context
+        """Bytes of the fullest phase on a device, the allocator's slack and the driver included; on a CPU the kept images too."""
+        kept = self.setting.kept_images if self.setting.device.on_cpu else 0
+        return max(map(self.reserved, self.phases)) + self.setting.device.context + kept
 
     def reserved(self, phase: Phase) -> int:
         """Bytes of a phase with the slack, which an engine's memory does not need."""
@@ -85,11 +86,10 @@ class StepForecast:
 
     @property
     def host(self) -> int:
-        """Bytes of host memory of a process: offloaded state, or the checkpoint while the first rank reads it."""
+        """Bytes of host memory of a process: offloaded state, the checkpoint while the first rank reads it, and kept images."""
         setting = self.setting
         offloaded = max(sum(role.host for role in phase.roles) for phase in self.phases)
-        reads = 0 if setting.device.on_cpu else 4 * setting.size.total
-        return offloaded + reads
+        return offloaded + (0 if setting.device.on_cpu else 4 * setting.size.total + setting.kept_images)
 
     @property
     def checkpoint(self) -> int:
