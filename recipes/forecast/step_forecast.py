@@ -256,7 +256,7 @@ def _generation(setting: Setting, resting: Mapping[str, RoleMemory]) -> Phase:
     memory = replace(memory, routes=columns) if setting.device.on_cpu else replace(memory, host=columns)
     roles = {name: role for name, role in resting.items() if name != "engine"}
     flops = scoring_flops(setting.batch).total
-    seconds = generation_seconds(share, engine, setting.layout, setting.device)
+    seconds = generation_seconds(share, engine, setting.device)
     return Phase("gen", seconds, flops, (memory,) if setting.engine_apart else (*roles.values(), memory))
 
 

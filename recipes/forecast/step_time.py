@@ -1,10 +1,11 @@
 """Seconds of the phases of a step on one device of a layout, from operations, bytes and the device's speeds."""
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dataproto.vlm import family_of
 from dataproto.vlm.costs import logit_flops
 from recipes.forecast.batch_sizes import BatchSizes
 from recipes.forecast.devices import EAGER, SHARED, Device
@@ -14,6 +15,7 @@ from rollout.hf.hf_engine import MIN_RUNNING_SHARE
 from workers.model.model_config import ModelConfig
 from workers.ranks.layout import Layout
 
+ALL_REDUCE = 15e-6  # seconds of a sum over an engine's devices, however small; assumed
 INFERENCE = 1.25  # speed of an engine's products beside those of forward and backward pass
 OPTIMIZER_BYTES = 30  # read and written for each trained parameter: weight, gradient, moments, clipping, the copy
 GRADIENT_BYTES = 10  # read and written for each trained parameter when a micro-batch's gradient is added
@@ -111,13 +113,16 @@ def gather_seconds(size: ModelSize, layout: Layout, device: Device, times: int) 
 
 @dataclass(frozen=True)
 class Engine:
-    """What decides the speed of an engine on one device."""
+    """What decides the speed of an engine, on each of its devices."""
 
     weight_bytes: float  # that a decoding step reads
     kv_bytes: int  # of a token
     flops: float  # of a token of one row
     rows: int  # that it generates at a time
     continuous: bool  # whether a finished row makes place for the next
+    parallel: int = 1  # devices
+    sums: int = 0  # over its devices, in a pass
+    summed_bytes: float = 0.0  # that a device receives in these sums, of a token
 
 
 def decoding_steps(responses: Sequence[int], rows: int, continuous: bool) -> list[int]:
@@ -145,27 +150,33 @@ def decoding_steps(responses: Sequence[int], rows: int, continuous: bool) -> lis
     return found
 
 
-def generation_seconds(batch: BatchSizes, engine: Engine, layout: Layout, device: Device) -> float:
+def generation_seconds(batch: BatchSizes, engine: Engine, device: Device) -> float:
     """Seconds to answer the prompts: a pass over them, once for all samples, and the decoding steps.
 
     Args:
         batch: the rows of one engine.
-
-    A decoding step computes the running rows, or reads all weights if that takes longer, and reads the rows' keys and values.
-    Meanwhile the host prepares the next step, which takes `Device.decode_overhead` whatever the model.
     """
-    filled = prefill_seconds(batch, device)
     steps = decoding_steps(batch.responses, engine.rows, engine.continuous)
+    return prefill_seconds(batch, device) / engine.parallel + decoding_seconds(batch, steps, engine, device)
+
+
+def decoding_seconds(batch: BatchSizes, steps: Sequence[int], engine: Engine, device: Device) -> float:
+    """Seconds of decoding steps with so many running rows.
+
+    A step computes the running rows, or reads all weights if that takes longer, reads the rows' keys and values, and sums over
+    the engine's devices. Meanwhile the host prepares the next step, which takes `Device.decode_overhead` whatever the model.
+    """
     lengths = zip(batch.lengths.tolist(), batch.responses, strict=True)
     keys = sum((length - response / 2) * response for length, response in lengths)
     if device.overheads.decoded_row or device.overheads.decoded_key:
         kept, mean_keys = kept_rows(steps), keys / max(sum(batch.responses), 1)
         row = device.overheads.decoded_row + mean_keys * device.overheads.decoded_key
-        return filled + len(kept) * device.decode_overhead + sum(kept) * row
-    read = keys * engine.kv_bytes / device.bandwidth
-    cache = read / max(len(steps), 1)
+        return len(kept) * device.decode_overhead + sum(kept) * row
+    fixed = keys * engine.kv_bytes / device.bandwidth / max(len(steps), 1) + engine.sums * ALL_REDUCE
     reading, computing = engine.weight_bytes / device.bandwidth, engine.flops / (device.language * INFERENCE)
-    return filled + sum(max(max(reading, rows * computing) + cache, device.decode_overhead) for rows in steps)
+    summing = engine.summed_bytes / device.link if device.link else 0.0
+    each = (max(reading, rows * computing) + fixed + rows * summing for rows in steps)
+    return sum(max(seconds, device.decode_overhead) for seconds in each)
 
 
 def kept_rows(running: Sequence[int]) -> list[int]:
@@ -189,14 +200,22 @@ def prefill_seconds(batch: BatchSizes, device: Device) -> float:
     return pass_seconds(scoring_flops(given), ModelConfig(compile=True), Layout(), device) / INFERENCE
 
 
-def engine_of(config: Any, size: ModelSize, name: str, options: dict[str, Any], device: Device) -> Engine:
-    """The engine that these options describe."""
-    parallel, number = int(options.get("tensor_parallel", 1)), device.bytes_of_number
-    weights = size.layers + (size.head or size.embedding)
+def engine_of(config: Any, size: ModelSize, name: str, options: Mapping[str, Any], device: Device) -> Engine:
+    """The engine that these options describe.
+
+    Several devices sum the states of a token twice in each layer, after attention and after the MLP. In each sum a device
+    receives the parts of the others twice: to sum its own, and the sums.
+    """
+    parallel, number, text = int(options.get("tensor_parallel", 1)), device.bytes_of_number, config.get_text_config()
+    token = family_of(config).flops(config, [1], logit_tokens=1)
+    sums = 2 * int(text.num_hidden_layers) if parallel > 1 else 0
     return Engine(
-        weight_bytes=number * weights / parallel,
-        kv_bytes=kv_bytes(config.get_text_config(), number) // parallel,
-        flops=2 * weights / parallel,
+        weight_bytes=number * (size.layers + (size.head or size.embedding)) / parallel,
+        kv_bytes=max(kv_bytes(text, number) // parallel, 1),
+        flops=float(token.language_linear + token.lm_head) / parallel,
         rows=int(options.get("max_num_seqs", 256)),
         continuous=name == "vllm",
+        parallel=parallel,
+        sums=sums,
+        summed_bytes=2 * sums * number * int(text.hidden_size) * (parallel - 1) / parallel,
     )

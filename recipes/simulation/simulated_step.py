@@ -8,20 +8,19 @@ from recipes.forecast import SLACK, BatchSizes
 from recipes.forecast.batch_sizes import MicroBatchSize
 from recipes.forecast.devices import GIB
 from recipes.forecast.model_size import ModelSize
-from recipes.forecast.role_memory import ASLEEP, ENGINE_RESERVE, RoleMemory, held, kv_bytes, scoring, updating
+from recipes.forecast.role_memory import ASLEEP, ENGINE_RESERVE, RoleMemory, held, scoring, updating
 from recipes.forecast.step_time import (
     GRADIENT_BYTES,
-    INFERENCE,
     OPTIMIZER_BYTES,
     RECOMPUTED,
+    Engine,
     Passes,
-    decoding_steps,
+    engine_of,
+    generation_seconds,
     pass_seconds,
-    prefill_seconds,
 )
 from recipes.simulation.cluster_shape import Cluster, Traffic
 from recipes.simulation.measured_paces import (
-    ALL_REDUCE,
     EXPERT_LAYER,
     HAND_OVER_LINK,
     PREPARING,
@@ -113,42 +112,24 @@ class _Step:
 
     def generation(self) -> SimulatedPhase:
         """The host prepares the requests, the engine reads the prompts, and decodes."""
-        parallel, text = self.choice.engine_parallel, self.workload.config.get_text_config()
+        parallel = self.choice.engine_parallel
         share = self.workload.share(self.workload.prompts, self.cluster.devices // parallel)
+        engine = engine_of(self.workload.config, self.parts.size, "vllm", {"tensor_parallel": parallel}, self.device)
         resting = self.actor.device + self.reference.device
         cache = self.device.memory - self.device.context - round(SLACK * resting) - self.engine_weights - ENGINE_RESERVE
-        token = max(kv_bytes(text, HALF) // parallel, 1)
-        row = token * float(share.lengths.double().mean())
+        row = engine.kv_bytes * float(share.lengths.double().mean())
         rows = min(self.choice.engine_rows, len(share.responses), int(max(cache, 0) / row))
         known, key = self.workload.known, ("generation", self.cluster, parallel, rows)
         if key not in known:
-            known[key] = self._generating(share, token, rows) if rows else (math.inf, Traffic())
+            known[key] = self._generating(share, replace(engine, rows=rows)) if rows else (math.inf, Traffic())
         seconds, sums = known[key]
         memory = self._reserved(resting) + self.engine_weights + ENGINE_RESERVE + round(row * max(rows, 1))
         return SimulatedPhase("generation", seconds, memory, sums, self.workload.forward.total)
 
-    def _generating(self, share: BatchSizes, token: int, rows: int) -> tuple[float, Traffic]:
-        parallel = self.choice.engine_parallel
-        decoding, sums = self._decoding(share, token, decoding_steps(share.responses, rows, continuous=True))
-        prefill = prefill_seconds(share, self.device) / parallel
-        return PREPARING * float(share.prompt_tokens.sum()) + prefill + decoding, sums
-
-    def _decoding(self, share: BatchSizes, token: int, steps: list[int]) -> tuple[float, Traffic]:
-        """Seconds and traffic of decoding steps with so many running rows; ``token``: bytes of its keys and values."""
-        parallel, size, device = self.choice.engine_parallel, self.parts.size, self.device
-        text = self.workload.config.get_text_config()
-        lengths = zip(share.lengths.tolist(), share.responses, strict=True)
-        read = sum((length - response / 2) * response for length, response in lengths) * token / max(len(steps), 1)
-        weights = HALF * (size.layers + (size.head or size.embedding)) / parallel / device.bandwidth
-        row = self.parts.decoded_flops / parallel / (device.language * INFERENCE)
-        fixed, summed = read / device.bandwidth, 0.0
-        if parallel > 1:
-            fixed += 2 * int(text.num_hidden_layers) * ALL_REDUCE
-            summed = 4 * int(text.num_hidden_layers) * HALF * int(text.hidden_size) * (parallel - 1) / parallel
-        each = row, summed / device.link if device.link else 0.0
-        seconds = (max(weights, rows * each[0]) + fixed + rows * each[1] for rows in steps)
-        total = sum(max(step, device.decode_overhead) for step in seconds)
-        return total, Traffic(summed * (sum(steps) + share.packed_tokens - sum(share.responses)))
+    def _generating(self, share: BatchSizes, engine: Engine) -> tuple[float, Traffic]:
+        """Seconds, and the traffic of the states that the engine sums, of prompts and of responses."""
+        seconds = PREPARING * float(share.prompt_tokens.sum()) + generation_seconds(share, engine, self.device)
+        return seconds, Traffic(engine.summed_bytes * share.packed_tokens)
 
     # Passes
 

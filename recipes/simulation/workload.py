@@ -35,16 +35,13 @@ class ModelParts:
     size: ModelSize
     experts: int  # parameters of experts that tokens choose from
     tensors: int  # that are handed over to an engine
-    decoded_flops: float  # of a token in the decoder's products and the head
 
     @classmethod
     def of(cls, config: Any) -> "ModelParts":
         """Counted on the meta device."""
         weights = list(meta_model(config).named_parameters())
         experts = sum(weight.numel() for name, weight in weights if ".experts." in name)
-        layers = family_of(config).flops(config, [1], logit_tokens=1)
-        flops = layers.language_linear + layers.lm_head
-        return cls(model_size(config, ModelConfig()), experts, len(weights), float(flops))
+        return cls(model_size(config, ModelConfig()), experts, len(weights))
 
     def dense_here(self, layout: Layout) -> float:
         """Parameters beside the experts that the ranks of one FSDP group share: the fullest rank's, of all shards."""

@@ -22,7 +22,7 @@ H200 = DEVICES["h200"]
 COMPUTE = ModelConfig(compile=True, activation_checkpointing="full", unsharded="nothing")
 PAGE = Path(__file__).parents[2] / "docs" / "cluster_plan.md"
 SIZE = ModelSize(0, 1280, embedding=160, head=160, rest=0, largest_layer=160, trained=1600, tower_trained=True)
-PARTS = ModelParts(SIZE, experts=0, tensors=10, decoded_flops=0.0)
+PARTS = ModelParts(SIZE, experts=0, tensors=10)
 MIXED = replace(PARTS, experts=1024)
 
 
