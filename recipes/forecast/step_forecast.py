@@ -270,9 +270,9 @@ def _scoring(
     tower: float,
 ) -> Phase:
     """A pass without gradients over a share of the rows; ``tower`` as in `update_flops`."""
-    parts, layout, device = len(setting.scoring_micro_batches), setting.layout, setting.device
+    parts, layout, device = setting.scoring_micro_batches, setting.layout, setting.device
     seconds = scoring_seconds(setting.batch, setting.compute, layout, device, parts, tower)
-    gathers = 1 if setting.compute.leaves_unsharded("scoring") else parts
+    gathers = 1 if setting.compute.leaves_unsharded("scoring") else len(parts)
     seconds += gather_seconds(setting.size, layout, device, gathers)
     busy = _busy(setting, resting, role, False, kept)
     return Phase(name, share * seconds, share * scoring_flops(setting.batch, tower).total, busy)
@@ -288,7 +288,7 @@ def _update(
 ) -> Phase:
     size = setting.critic_size if role == "critic" else setting.size
     flops = epochs * update_flops(setting.batch, size, setting.compute, tower).total
-    updates, parts = setting.updates // setting.epochs, len(setting.micro_batches)
+    updates, parts = setting.updates // setting.epochs, setting.micro_batches
     place = setting.compute, setting.layout, setting.device
     once = update_seconds(setting.batch, size, *place, updates, parts, tower)
     return Phase(f"update_{role}", epochs * once, flops, _busy(setting, resting, role, True, kept))

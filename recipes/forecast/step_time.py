@@ -7,12 +7,13 @@ from typing import Any
 
 from dataproto.vlm import family_of
 from dataproto.vlm.costs import logit_flops
-from recipes.forecast.batch_sizes import BatchSizes
+from recipes.forecast.batch_sizes import BatchSizes, MicroBatchSize
 from recipes.forecast.devices import EAGER, SHARED, Device
 from recipes.forecast.model_size import ModelSize
 from recipes.forecast.role_memory import kv_bytes
 from rollout.hf.hf_engine import MIN_RUNNING_SHARE
 from workers.model.model_config import ModelConfig
+from workers.parallel.pipeline_stages import stage_layers, typical_costs
 from workers.ranks.layout import Layout
 
 ALL_REDUCE = 15e-6  # seconds of a sum over an engine's devices, however small; assumed
@@ -29,6 +30,7 @@ class Passes:
 
     language: float
     vision: float
+    head: float = 0.0  # of ``language``, in the head, which has no layers that compute activations again
 
     @property
     def total(self) -> float:
@@ -40,17 +42,37 @@ def update_flops(batch: BatchSizes, size: ModelSize, compute: ModelConfig, tower
 
     ``tower`` is the share of the media that the tower reads: features of the others are kept from an earlier pass.
     """
-    decoder = 2 if compute.lora_rank else 3
-    return Passes(decoder * batch.language_flops, (3 if size.tower_trained else 1) * tower * batch.tower_flops)
+    decoder, vision = 2 if compute.lora_rank else 3, 3 if size.tower_trained else 1
+    return Passes(decoder * batch.language_flops, vision * tower * batch.tower_flops, decoder * _head_flops(batch))
 
 
 def scoring_flops(batch: BatchSizes, tower: float = 1.0) -> Passes:
     """Operations of a pass without gradients; for ``tower`` see `update_flops`."""
-    return Passes(batch.language_flops, tower * batch.tower_flops)
+    return Passes(batch.language_flops, tower * batch.tower_flops, _head_flops(batch))
 
 
-def pass_seconds(passes: Passes, compute: ModelConfig, layout: Layout, device: Device) -> float:
+def _head_flops(batch: BatchSizes) -> float:
+    return float(sum(batch.responses) * logit_flops(batch.config.get_text_config()))
+
+
+def recomputing(passes: Passes, compute: ModelConfig) -> Passes:
+    """The passes of an update with the activations that it computes again."""
+    again = RECOMPUTED[compute.activation_checkpointing]
+    return Passes(passes.language + again * (passes.language - passes.head), passes.vision * (1 + again), passes.head)
+
+
+def pass_seconds(
+    passes: Passes,
+    compute: ModelConfig,
+    layout: Layout,
+    device: Device,
+    config: Any = None,
+    parts: Sequence[MicroBatchSize] = (),
+) -> float:
     """Seconds of passes that all devices share.
+
+    Args:
+        config, parts: for pipelines, the model's, and the micro-batches of a dp rank, see `pipeline_stretch`.
 
     >>> from recipes.forecast.devices import accelerator
     >>> device = accelerator("one", 0, 1e12, 100e12, 1e12)
@@ -60,16 +82,53 @@ def pass_seconds(passes: Passes, compute: ModelConfig, layout: Layout, device: D
     pace = 1.0 if compute.compile or device.on_cpu else EAGER
     for axis, factor in SHARED.items():
         pace *= factor if getattr(layout, axis) > 1 else 1
-    return (passes.language / device.language + passes.vision / device.vision) / (pace * layout.world_size)
+    seconds = (passes.language / device.language + passes.vision / device.vision) / (pace * layout.world_size)
+    return seconds * pipeline_stretch(passes, compute, layout.pp, device, config, parts) if layout.pp > 1 else seconds
+
+
+def pipeline_stretch(
+    passes: Passes, compute: ModelConfig, stages: int, device: Device, config: Any, parts: Sequence[MicroBatchSize]
+) -> float:
+    """How many times as long a pipeline takes as ranks that share the same work evenly.
+
+    The stages are those of a run, split by the operations of a typical row. The fullest one takes all micro-batches in turn; the
+    others are waited for once. All micro-batches are filled up to the tokens of the longest.
+    """
+    layers = int(config.get_text_config().num_hidden_layers)
+    tower, head = passes.vision / device.vision, passes.head / device.language
+    layer = (passes.language - passes.head) / device.language / layers
+    filled = len(parts) * max(part.tokens for part in parts) / sum(part.tokens for part in parts)
+    taken = [count * layer * filled for count in _stage_counts(config, compute, stages)]
+    taken[0], taken[-1] = taken[0] + tower, taken[-1] + head
+    whole = ((len(parts) - 1) * max(taken) + sum(taken)) / len(parts)
+    return stages * whole / (layers * layer + tower + head)
+
+
+def _stage_counts(config: Any, compute: ModelConfig, stages: int) -> list[int]:
+    """The number of decoder layers of each stage, split as in a run; kept, as a search of layouts asks for it many times."""
+    options = compute.activation_checkpointing, compute.freeze_vision, compute.pipeline_layers
+    key = (config.to_json_string(), stages, *options)
+    if key not in _split:
+        costs = typical_costs(family_of(config), config, compute)
+        _split[key] = [len(each) for each in stage_layers(costs, stages, compute.pipeline_layers)]
+    return _split[key]
+
+
+_split: dict[tuple[Any, ...], list[int]] = {}
 
 
 def scoring_seconds(
-    batch: BatchSizes, compute: ModelConfig, layout: Layout, device: Device, micro_batches: int, tower: float = 1.0
+    batch: BatchSizes,
+    compute: ModelConfig,
+    layout: Layout,
+    device: Device,
+    parts: Sequence[MicroBatchSize],
+    tower: float = 1.0,
 ) -> float:
-    """Seconds of a pass without gradients over the rows, in ``micro_batches`` on a device; for ``tower`` see `update_flops`."""
+    """Seconds of a pass without gradients over the rows, in these micro-batches on a device; for ``tower`` see `update_flops`."""
     faster = replace(device, language=device.language * device.overheads.scoring_rate)
-    started = micro_batches * device.overheads.scoring
-    return pass_seconds(scoring_flops(batch, tower), compute, layout, faster) + started
+    passes = scoring_flops(batch, tower)
+    return pass_seconds(passes, compute, layout, faster, batch.config, parts) + len(parts) * device.overheads.scoring
 
 
 def update_seconds(
@@ -79,32 +138,39 @@ def update_seconds(
     layout: Layout,
     device: Device,
     updates: int,
-    micro_batches: int,
+    parts: Sequence[MicroBatchSize],
     tower: float = 1.0,
 ) -> float:
-    """Seconds of ``updates`` optimizer steps over the rows, with ``micro_batches`` in each on a device; for ``tower`` see
+    """Seconds of ``updates`` optimizer steps over the rows, with these micro-batches in each on a device; for ``tower`` see
     `update_flops`.
     """
-    passes, again = update_flops(batch, size, compute, tower), RECOMPUTED[compute.activation_checkpointing]
-    head = 3 * sum(batch.responses) * logit_flops(batch.config.get_text_config())  # has no layers that compute again
-    passes = Passes(passes.language + again * (passes.language - head), passes.vision * (1 + again))
-    computed = pass_seconds(passes, compute, layout, device)
-    computed += updates * micro_batches * device.overheads.learning * (1 + again)
+    passes = recomputing(update_flops(batch, size, compute, tower), compute)
+    computed = pass_seconds(passes, compute, layout, device, batch.config, parts)
+    again = RECOMPUTED[compute.activation_checkpointing]
+    started = len(parts) * device.overheads.learning * (1 + again) + device.overheads.optimizer
+    gathers, reductions = collectives(compute, len(parts))
+    sent = gather_seconds(size, layout, device, gathers + 2 * reductions)  # gradients in float32 count twice
+    return computed + updates * (started + optimizer_seconds(size, layout, device, len(parts)) + sent)
+
+
+def optimizer_seconds(size: ModelSize, layout: Layout, device: Device, micro_batches: int) -> float:
+    """Seconds to add up the gradients of so many micro-batches, and of the optimizer's reading and writing."""
     mine = size.on_rank(layout) * size.trained / size.total
-    stepped = updates * (mine * OPTIMIZER_BYTES / device.bandwidth + device.overheads.optimizer)
-    added = updates * micro_batches * mine * GRADIENT_BYTES / device.bandwidth
-    return computed + stepped + added + updates * sent_seconds(size, compute, layout, device, micro_batches)
+    return mine * (OPTIMIZER_BYTES + micro_batches * GRADIENT_BYTES) / device.bandwidth
 
 
-def sent_seconds(size: ModelSize, compute: ModelConfig, layout: Layout, device: Device, micro_batches: int) -> float:
-    """Seconds that FSDP's traffic of an optimizer step adds: weights gathered in bfloat16, gradients scattered in float32."""
+def collectives(compute: ModelConfig, micro_batches: int) -> tuple[int, int]:
+    """How often FSDP gathers the weights and scatters the gradients in an optimizer step.
+
+    >>> collectives(ModelConfig(unsharded="nothing"), 4), collectives(ModelConfig(unsharded="gradients"), 4)
+    ((8, 4), (1, 1))
+    """
     gathers = 1 if compute.leaves_unsharded("weights") else 2 * micro_batches
-    reductions = 1 if compute.leaves_unsharded("gradients") else micro_batches
-    return gather_seconds(size, layout, device, gathers + 2 * reductions)
+    return gathers, 1 if compute.leaves_unsharded("gradients") else micro_batches
 
 
 def gather_seconds(size: ModelSize, layout: Layout, device: Device, times: int) -> float:
-    """Seconds that it adds to gather all weights ``times`` times; in float32 they count twice."""
+    """Seconds that it adds to gather all weights ``times`` times in bfloat16."""
     ranks = layout.shards
     if ranks == 1 or not device.link:
         return 0.0
@@ -196,7 +262,7 @@ def prefill_seconds(batch: BatchSizes, device: Device) -> float:
     """Seconds of an engine's pass over the prompts, once for all samples, and over what is shown behind them."""
     given = replace(batch, responses=(0,) * len(batch.responses))
     if device.overheads.scoring:
-        return scoring_seconds(given, ModelConfig(compile=True), Layout(), device, 1)
+        return scoring_seconds(given, ModelConfig(compile=True), Layout(), device, [MicroBatchSize(0, 0, 0)])
     return pass_seconds(scoring_flops(given), ModelConfig(compile=True), Layout(), device) / INFERENCE
 
 

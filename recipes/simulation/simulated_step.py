@@ -10,14 +10,15 @@ from recipes.forecast.devices import GIB
 from recipes.forecast.model_size import ModelSize
 from recipes.forecast.role_memory import ASLEEP, ENGINE_RESERVE, RoleMemory, held, scoring, updating
 from recipes.forecast.step_time import (
-    GRADIENT_BYTES,
-    OPTIMIZER_BYTES,
-    RECOMPUTED,
     Engine,
     Passes,
+    collectives,
     engine_of,
     generation_seconds,
+    optimizer_seconds,
     pass_seconds,
+    recomputing,
+    update_flops,
 )
 from recipes.simulation.cluster_shape import Cluster, Traffic
 from recipes.simulation.measured_paces import (
@@ -27,12 +28,9 @@ from recipes.simulation.measured_paces import (
     SCORING,
     WAKING,
     WEIGHT,
-    pace,
 )
 from recipes.simulation.step_traffic import HALF, WHOLE, LayoutTraffic
 from recipes.simulation.workload import Choice, Workload
-from workers.parallel.pipeline_stages import StageCosts, stage_layers
-from workers.ranks.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -138,11 +136,11 @@ class _Step:
         shares = {"old_log_probs": self.workload.old_log_probs, "reference": float(self.workload.reference)}
         parts = self.workload.micro_batches(self.layout, self.compute, learns=False)
         passes = self.workload.forward
-        computed = self._passes(passes, len(parts)) / SCORING + len(parts) * self._expert_seconds / 3
+        computed = self._pass_seconds(passes, parts) / SCORING + len(parts) * self._expert_seconds / 3
         gathers = 1 if self.compute.leaves_unsharded("scoring") else len(parts)
         weights = gathers * self.traffic.gathered_weights()
         states = self.traffic.activations(self._tokens, learns=False)
-        seconds = computed + self.cluster.seconds(states) + self._exposed(weights, computed)
+        seconds = computed + self.traffic.beyond_pairs(self._tokens, learns=False) + self._exposed(weights, computed)
         for name, share in shares.items():
             if share:
                 yield SimulatedPhase(
@@ -153,39 +151,24 @@ class _Step:
         """All optimizer steps of a step."""
         workload, compute, layout, size = self.workload, self.compute, self.layout, self.parts.size
         parts, updates = workload.micro_batches(layout, compute, learns=True), workload.updates
-        forward, again = workload.forward, RECOMPUTED[compute.activation_checkpointing]
-        required = Passes(3 * forward.language, 3 * forward.vision)
-        again_language = again * (1 - workload.head_share)  # the head has no layers that compute again
-        passes = Passes(required.language * (1 + again_language), required.vision * (1 + again))
-        computed = self._passes(passes, len(parts)) * workload.imbalance(layout.dp)
+        required = update_flops(workload.batch, size, compute)
+        computed = self._pass_seconds(recomputing(required, compute), parts) * workload.imbalance(layout.dp)
         computed += updates * len(parts) * self._expert_seconds
-        mine = size.on_rank(layout)
-        stepped = updates * mine * (OPTIMIZER_BYTES + len(parts) * GRADIENT_BYTES) / self.device.bandwidth
-        gathers = 1 if compute.leaves_unsharded("weights") else 2 * len(parts)
-        reductions = 1 if compute.leaves_unsharded("gradients") else len(parts)
+        stepped = updates * optimizer_seconds(size, layout, self.device, len(parts))
+        gathers, reductions = collectives(compute, len(parts))
         sums = (
             reductions if layout.pp > 1 else 1
         )  # in a pipeline each pass that reduces gradients sums them over replicas
         weights = updates * (gathers + reductions * WHOLE / HALF) * self.traffic.gathered_weights()
         weights += updates * sums * self.traffic.summed_over_replicas()
         states = self.traffic.activations(self._tokens, learns=True)
-        seconds = computed + stepped + self.cluster.seconds(states) + self._exposed(weights, computed)
+        seconds = (
+            computed + stepped + self.traffic.beyond_pairs(self._tokens, learns=True) + self._exposed(weights, computed)
+        )
         return SimulatedPhase("update", seconds, self._update_memory(parts), weights + states, required.total)
 
-    def _passes(self, passes: Passes, micro_batches: int) -> float:
-        """Seconds of the fullest stage of a pipeline, with what it waits for the others; of the whole model without one."""
-        layout, alone = self.layout, Layout(dp=self.cluster.devices)
-        seconds = pass_seconds(passes, self.compute, alone, self.device) / pace(layout)
-        if layout.pp == 1:
-            return seconds
-        tower = pass_seconds(Passes(0.0, passes.vision), self.compute, alone, self.device) / pace(layout)
-        text = self.workload.config.get_text_config()
-        head = (seconds - tower) * self.workload.head_share
-        layer = (seconds - tower - head) / int(text.num_hidden_layers)
-        costs = StageCosts([layer] * int(text.num_hidden_layers), tower, head)
-        stages = [len(each) * layer for each in stage_layers(costs, layout.pp)]
-        stages[0], stages[-1] = stages[0] + tower, stages[-1] + head
-        return layout.pp * max(stages) * (micro_batches + layout.pp - 1) / micro_batches
+    def _pass_seconds(self, passes: Passes, parts: list[MicroBatchSize]) -> float:
+        return pass_seconds(passes, self.compute, self.layout, self.device, self.workload.config, parts)
 
     @property
     def _expert_seconds(self) -> float:

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from dataproto.vlm import family_of
-from dataproto.vlm.costs import logit_flops
 from recipes.forecast import BatchSizes
 from recipes.forecast.batch_sizes import MicroBatchSize
 from recipes.forecast.model_size import ModelSize, meta_model, model_size
@@ -95,11 +94,6 @@ class Workload:
     def forward(self) -> Passes:
         """Operations of a pass without gradients over all rows."""
         return scoring_flops(self.batch)
-
-    @cached_property
-    def head_share(self) -> float:
-        """The head's share of the operations of decoder layers and head."""
-        return sum(self.batch.responses) * logit_flops(self.config.get_text_config()) / self.forward.language
 
     def share(self, prompts: int, ranks: int) -> BatchSizes:
         """The rows of one of ``ranks`` ranks out of those of ``prompts`` prompts; a prompt's samples may be on several."""

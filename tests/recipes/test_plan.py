@@ -56,7 +56,7 @@ from recipes.forecast.role_memory import (
     whole_gradients,
 )
 from recipes.forecast.step_forecast import FULL, with_unsharded, working_memory
-from recipes.forecast.step_time import update_flops
+from recipes.forecast.step_time import Passes, pass_seconds, update_flops
 from recipes.plan import as_options, fit, main
 from recipes.plan.fitting import EQUAL, choices, grown
 from recipes.tiny import make_tiny_model
@@ -292,6 +292,15 @@ def test_seconds_of_starting_operations_worked_by_hand():
             "update_actor": 2 * 0.2 + 0.01,
         }
     )
+
+
+def test_the_fullest_stage_of_a_pipeline_takes_all_micro_batches():
+    """Two stages of one layer each: 5 s for 150 tokens, filled up to 2 x 100; the tower's 4 s come first, the head's 2 s last."""
+    config, device = tiny_config("qwen2_5_vl"), replace(CPU, language=1.0, vision=1.0)
+    passes, parts = Passes(12.0, 4.0, head=2.0), [MicroBatchSize(100, 0, 0), MicroBatchSize(50, 0, 0)]
+    first, last = 5 * 200 / 150 + 4, 5 * 200 / 150 + 2
+    for pp, seconds in ((1, 16.0), (2, (2 * first + last) / 2)):
+        assert pass_seconds(passes, ModelConfig(), Layout(pp=pp), device, config, parts) == pytest.approx(seconds)
 
 
 def test_seconds_of_decoding_grow_with_the_keys_in_the_cache():
