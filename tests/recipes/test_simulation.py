@@ -130,7 +130,9 @@ def test_what_two_ranks_exchange_is_in_their_speed():
         traffic = LayoutTraffic(cluster, work.config, work.parts, layout)
         received = 4 * 36 * tokens * 2048 * 2  # collectives of a layer, layers, tokens, bytes
         assert traffic.beyond_pairs(tokens, learns=False) == pytest.approx(beyond * received / H200.link)
-    assert traffic_of_experts(Layout(dp=2, sp=4, ep=8)).beyond_pairs(tokens, learns=False) > 0  # sp 2 would not hold ep 8
+    assert (
+        traffic_of_experts(Layout(dp=2, sp=4, ep=8)).beyond_pairs(tokens, learns=False) > 0
+    )  # sp 2 would not hold ep 8
 
 
 def traffic_of_experts(layout: Layout) -> LayoutTraffic:
