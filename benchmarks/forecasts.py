@@ -28,11 +28,12 @@ class Update:
     budget: int
     checkpointing: str
     seconds: float
-    gib: float
+    gib: float | None
     prompts: int = 24
     samples: int = 1
     optimizer: bool = True  # whether AdamW had moments
     dp: int = 1
+    sp: int = 1
     unsharded: Unsharded = "nothing"
 
 
@@ -45,19 +46,55 @@ UPDATES = (
     Update("7B, two devices, no reshard", "7b", 8192, "selective", 4.33, 126.7, prompts=40, dp=2, unsharded="weights"),
     Update("7B, two devices, full", "7b", 16_384, "full", 5.30, 75.3, prompts=40, dp=2),
     Update("3B, two devices, selective", "3b", 16_384, "selective", 2.87, 96.7, prompts=40, dp=2),
+    Update("7B, sp 2, no reshard", "7b", 8192, "selective", 6.9, None, prompts=40, sp=2, unsharded="weights"),
+)
+
+
+@dataclass(frozen=True)
+class OnOneDevice:
+    """Log-probs and an update of the same rows on one device, each in seconds and GiB."""
+
+    size: str
+    budget: int
+    checkpointing: str
+    prompts: int
+    samples: int
+    scoring: tuple[float, float]
+    update: tuple[float, float]
+
+
+ON_ONE_DEVICE = (
+    OnOneDevice("3b", 12_288, "selective", 12, 4, (0.73, 50.2), (2.20, 102.3)),
+    OnOneDevice("3b", 8192, "none", 16, 2, (0.79, 50.2), (2.33, 105.5)),
+    OnOneDevice("3b", 9472, "none", 24, 1, (0.97, 50.2), (2.89, 116.2)),
+    OnOneDevice("7b", 16_384, "full", 24, 1, (1.51, 48.4), (5.58, 89.5)),  # without moments
+    OnOneDevice("7b", 8192, "selective", 12, 4, (1.30, 47.7), (3.93, 111.1)),  # without moments
 )
 
 
 @dataclass(frozen=True)
 class Generation:
-    """256 responses of 512 tokens to prompts of 361 tokens, 225 of them an image's, by vLLM beside the actor."""
+    """256 responses to prompts with an image on each device, by vLLM beside the actor, whose optimizer has no moments."""
 
     size: str
     tokens_per_second: float
-    gib: float  # of the device while the engine is awake
+    gib: float | None = None  # of a device while the engine is awake
+    asleep: float | None = None
+    prompt: tuple[int, int] = (361, 30)  # tokens, and patches along a side of the image
+    tokens: int = 512  # of a response
+    devices: int = 1
+    parallel: int = 1
+    memory_share: float = 0.5
 
 
-GENERATIONS = (Generation("3b", 28_384, 83.6), Generation("7b", 21_698, 100.7))
+GENERATIONS = (
+    Generation("3b", 28_384, 83.6, 15.7),
+    Generation("7b", 21_698, 100.7, 33.6),
+    Generation("3b", 33_320, prompt=(236, 20)),
+    Generation("7b", 23_420, prompt=(236, 20)),
+    Generation("7b", 35_450, 71.8, 18.0, tokens=256, devices=2, memory_share=0.4),
+    Generation("7b", 31_304, 73.3, 19.3, tokens=256, devices=2, parallel=2, memory_share=0.4),
+)
 
 
 def batch_sizes(data: DataProto, config: object, samples: int) -> BatchSizes:
@@ -82,7 +119,9 @@ def update_row(measured: Update) -> tuple[float, float]:
     for step in (3, 4, 5):
         data = make_batch(config, shape_of(measured.size), measured.prompts, measured.samples, seed=1000 * step)
         sizes = batch_sizes(data, config, measured.samples)
-        setting = Setting(config, sizes, DEVICES["h200"], compute, Layout(dp=measured.dp), engine=None, variation=0)
+        setting = Setting(
+            config, sizes, DEVICES["h200"], compute, Layout(dp=measured.dp, sp=measured.sp), engine=None, variation=0
+        )
         phase = forecast(setting).phases[-1]
         actor = phase.roles[0] if measured.optimizer else replace(phase.roles[0], moments=0)
         seconds.append(phase.seconds)
@@ -90,15 +129,35 @@ def update_row(measured: Update) -> tuple[float, float]:
     return sorted(seconds)[1], max(peaks)
 
 
-def generation_row(measured: Generation) -> tuple[float, float]:
-    """Forecast tokens per second, and GiB of the device."""
+def one_device_rows(measured: OnOneDevice) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Forecast seconds and GiB of log-probs and of the update."""
     config = model_config(measured.size)
-    prompts = PromptSizes((361,), (((1, 30, 30),),)).repeated(256)
-    sizes = BatchSizes(config, prompts, (512,) * 256)
-    phase = forecast(Setting(config, sizes, DEVICES["h200"], engine="vllm")).phases[0]
-    weights = sum(role.weights + role.copies for role in phase.roles if role.role == "actor") - phase.roles[0].copies
-    engine = phase.roles[-1].device
-    return 256 * 512 / phase.seconds, (weights + engine + DEVICES["h200"].context) / GIB
+    compute = ModelConfig(token_budget=measured.budget, activation_checkpointing=measured.checkpointing, compile=True)
+    data = make_batch(config, shape_of(measured.size), measured.prompts, measured.samples, seed=3000)
+    sizes, found = batch_sizes(data, config, measured.samples), []
+    setting = Setting(config, sizes, DEVICES["h200"], compute, engine=None, old_log_probs=1.0, variation=0)
+    for phase in forecast(setting).phases:
+        actor = phase.roles[0] if measured.size == "3b" else replace(phase.roles[0], moments=0)
+        found.append((phase.seconds, actor.device / GIB))
+    scored, updated = found
+    return scored, updated
+
+
+def generation_row(measured: Generation) -> tuple[float, float, float]:
+    """Forecast tokens per second, and GiB of a device with the engine awake and asleep."""
+    config, (tokens, side), count = model_config(measured.size), measured.prompt, 256 * measured.devices
+    prompts = PromptSizes((tokens,), (((1, side, side),),)).repeated(count)
+    sizes = BatchSizes(config, prompts, (measured.tokens,) * count)
+    options = {"memory_share": measured.memory_share, "tensor_parallel": measured.parallel}
+    layout = Layout(dp=measured.devices)
+    setting = Setting(config, sizes, DEVICES["h200"], layout=layout, engine="vllm", engine_options=options)
+    generating, updating = (forecast(setting).phases[place] for place in (0, -1))
+    weights = generating.roles[0].weights  # copies and moments come with the first update
+    awake, asleep = (
+        (weights + engine.device + DEVICES["h200"].context) / GIB
+        for engine in (phase.roles[-1] for phase in (generating, updating))
+    )
+    return count * measured.tokens / generating.seconds, awake, asleep
 
 
 def lines() -> Iterator[str]:
@@ -106,17 +165,31 @@ def lines() -> Iterator[str]:
     yield "| | forecast s | measured s | ratio | forecast GiB | measured GiB | ratio |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     for each in UPDATES:
-        seconds, gib = update_row(each)
-        yield (
-            f"| {each.name} | {seconds:.2f} | {each.seconds:.2f} | {seconds / each.seconds:.2f} "
-            f"| {gib:.1f} | {each.gib:.1f} | {gib / each.gib:.2f} |"
-        )
+        yield line(f"{each.name}, update", *update_row(each), each.seconds, each.gib)
+    for alone in ON_ONE_DEVICE:
+        name = f"{alone.size.upper()}, {alone.checkpointing}, budget {alone.budget:,}, {alone.prompts} prompts x {alone.samples}"
+        scored, updated = one_device_rows(alone)
+        yield line(f"{name}, log-probs", *scored, *alone.scoring)
+        yield line(f"{name}, update", *updated, *alone.update)
     for one in GENERATIONS:
-        rate, gib = generation_row(one)
-        yield (
-            f"| {one.size.upper()}, generation, tokens/s | {rate:,.0f} | {one.tokens_per_second:,.0f} "
-            f"| {rate / one.tokens_per_second:.2f} | {gib:.1f} | {one.gib:.1f} | {gib / one.gib:.2f} |"
-        )
+        place = f"{one.devices} devices, tp {one.parallel}, " if one.devices > 1 else ""
+        name = f"{one.size.upper()}, {place}prompts of {one.prompt[0]}"
+        rate, awake, asleep = generation_row(one)
+        yield line(f"{name}, generation, tokens/s", rate, awake, one.tokens_per_second, one.gib)
+        if one.asleep is not None:
+            yield line(f"{name}, engine asleep", None, asleep, None, one.asleep)
+
+
+def line(name: str, pace: float | None, gib: float, measured_pace: float | None, measured_gib: float | None) -> str:
+    """A row of the table; what was not measured is left out."""
+    cells: list[str] = []
+    for expected, fact, digits in ((pace, measured_pace, 2), (gib, measured_gib, 1)):
+        if expected is None or fact is None:
+            cells += ["", "", ""]
+        else:
+            written = (f"{value:,.0f}" if value >= 1000 else f"{value:.{digits}f}" for value in (expected, fact))
+            cells += [*written, f"{expected / fact:.2f}"]
+    return f"| {name} | {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from benchmarks.workload import make_batch, model_config, shape_of  # noqa: E402
 from recipes.forecast import DEVICES, BatchSizes, PromptSizes, response_lengths  # noqa: E402
 from recipes.simulation import Choice, Cluster, Workload, simulate  # noqa: E402
 from recipes.simulation.measured_paces import PREPARING  # noqa: E402
-from workers.model.model_config import ModelConfig  # noqa: E402
+from workers.model.model_config import ModelConfig, Unsharded  # noqa: E402
 from workers.ranks.layout import Layout  # noqa: E402
 
 COMPILED = ModelConfig(token_budget=10_240, activation_checkpointing="selective", compile=True, unsharded="nothing")
@@ -96,6 +96,8 @@ class Update:
     prompts: int = 64
     layers: int | None = None
     checkpointing: str = "selective"
+    stages: tuple[int, ...] | None = None  # layers of each; stages were not split by cost then
+    unsharded: Unsharded = "nothing"
 
 
 UPDATES = (
@@ -105,9 +107,10 @@ UPDATES = (
     Update("7B, two devices, full", Layout(dp=2), 5.30, budget=16_384, prompts=40, checkpointing="full"),
     Update("7B, dp 4", Layout(dp=4), 3.64),
     Update("7B, dp 2, tp 2", Layout(dp=2, tp=2), 5.56),
-    Update("7B, dp 2, pp 2", Layout(dp=2, pp=2), 4.55),
-    Update("7B, tp 2, pp 2", Layout(tp=2, pp=2), 6.07),
-    Update("7B, sp 2, pp 2", Layout(sp=2, pp=2), 8.01),
+    Update("7B, sp 2", Layout(sp=2), 6.9, prompts=40, unsharded="weights"),
+    Update("7B, dp 2, pp 2", Layout(dp=2, pp=2), 4.55, stages=(14, 14)),
+    Update("7B, tp 2, pp 2", Layout(tp=2, pp=2), 6.07, stages=(14, 14)),
+    Update("7B, sp 2, pp 2", Layout(sp=2, pp=2), 8.01, budget=4096, stages=(14, 14)),  # of 8,192 for both ranks
     Update("30B-A3B, 16 layers, dp 4", Layout(dp=4), 2.48, "30b-a3b", layers=16),
     Update("30B-A3B, 16 layers, dp 4, ep 4", Layout(dp=4, ep=4), 4.07, "30b-a3b", layers=16),
 )
@@ -162,7 +165,13 @@ def step_rows(step: Step) -> Iterator[Row]:
 def update_row(update: Update) -> Row:
     """The median of the benchmark's first three counted batches."""
     config = config_of(update.size, update.layers)
-    compute = replace(COMPILED, token_budget=update.budget, activation_checkpointing=update.checkpointing)
+    compute = replace(
+        COMPILED,
+        token_budget=update.budget,
+        activation_checkpointing=update.checkpointing,
+        unsharded=update.unsharded,
+        pipeline_layers=update.stages,
+    )
     seconds = []
     for number in (3, 4, 5):
         data = make_batch(config, shape_of(update.size), update.prompts, 1, seed=1000 * number)

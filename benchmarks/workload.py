@@ -14,42 +14,24 @@ import transformers
 
 from dataproto import DataProto
 from dataproto.vlm import family_of, media_grids
+from recipes.simulation import PUBLISHED
 
-VISION = {
-    "depth": 32,
-    "hidden_size": 1280,
-    "intermediate_size": 3420,
-    "num_heads": 16,
-    "patch_size": 14,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "window_size": 112,
-    "fullatt_block_indexes": [7, 15, 23, 31],
-    "tokens_per_second": 2,
-}
+
+def _without(settings: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name not in names}
+
+
+def _text(size: str) -> dict[str, Any]:
+    """The sizes of a published model's decoder."""
+    return _without(PUBLISHED[size]["text_config"], "vocab_size", "rope_parameters")
+
+
+VISION = _without(PUBLISHED["3b"]["vision_config"], "out_hidden_size") | {"tokens_per_second": 2}
 TINY_VISION = {"depth": 4, "hidden_size": 64, "intermediate_size": 160, "num_heads": 2, "fullatt_block_indexes": [3]}
 TEXT: dict[str, dict[str, Any]] = {
-    "3b": {
-        "hidden_size": 2048,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-    },
-    "7b": {
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-    },
-    "32b": {
-        "hidden_size": 5120,
-        "intermediate_size": 27648,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-    },
+    "3b": _text("3b"),
+    "7b": _text("7b"),
+    "32b": _text("32b"),
     "tiny": {
         "hidden_size": 128,
         "intermediate_size": 352,
@@ -58,26 +40,11 @@ TEXT: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
     },
 }
-VOCABULARY = {"3b": 151_936, "7b": 152_064, "32b": 152_064, "30b-a3b": 151_936, "qwen3.5-9b": 248_320}
-MOE_VISION = {
-    "depth": 27,
-    "hidden_size": 1152,
-    "intermediate_size": 4304,
-    "num_heads": 16,
-    "patch_size": 16,
-    "num_position_embeddings": 2304,
-    "deepstack_visual_indexes": [8, 16, 24],
+VOCABULARY = {size: PUBLISHED[size]["text_config"]["vocab_size"] for size in ("3b", "7b", "32b", "30b-a3b")} | {
+    "qwen3.5-9b": 248_320
 }
-MOE_TEXT = {
-    "hidden_size": 2048,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-}
+MOE_VISION = _without(PUBLISHED["30b-a3b"]["vision_config"], "out_hidden_size")
+MOE_TEXT = _text("30b-a3b")
 TINY_MOE_VISION = {
     "depth": 4,
     "hidden_size": 64,

@@ -67,7 +67,7 @@ def classification_task(config: ClassifyConfig, labelled: LabelledData, model_pa
         metrics |= found | {"val/other_answers": confusion.other_share}
         return metrics | {"data/skipped_eval_rows": len(rows.skipped)}
 
-    return SupervisedTask(builder, loader, evaluate, data.max_length + data.max_response_length)
+    return SupervisedTask(builder, loader, evaluate, data.max_length + data.max_response_length, data.eval_rows)
 
 
 def open_labelled(data: ClassifyDataConfig, seed: int) -> LabelledData:

@@ -132,7 +132,7 @@ def supervised_task(config: EasyVQAConfig, rows: EasyVQA, model_path: str) -> Su
     def evaluate(roles: Roles, step: int) -> dict[str, float]:
         return held_out_loss(roles, EvaluationLoader(held_out, builder, config.sft.batch_size))
 
-    return SupervisedTask(builder, loader, evaluate, longest)
+    return SupervisedTask(builder, loader, evaluate, longest, len(held_out))
 
 
 def policy_task(config: PolicyGradientConfig, rows: EasyVQA, model_path: str, reward: RewardFunction) -> PolicyTask:

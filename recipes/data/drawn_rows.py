@@ -12,7 +12,21 @@ EPOCH_ROWS = 2**20
 """Rows of one epoch, more than a run draws."""
 
 
-class ProblemRows(Sequence[dict[str, Any]]):
+class DrawnRows(Sequence[dict[str, Any]]):
+    """Rows that are drawn when they are read."""
+
+    rows: int  # of an epoch
+
+    def __len__(self) -> int:
+        return self.rows
+
+    @property
+    def recurring(self) -> bool:
+        """Whether a run may draw a row, and its picture, twice; see `recipes.data.loader.may_recur`."""
+        return self.rows < EPOCH_ROWS
+
+
+class ProblemRows(DrawnRows):
     """Drawn problems as rows like those of `Geo3KDataset`; each is drawn when it is read.
 
     >>> row = ProblemRows(level=1)[7]
@@ -25,9 +39,6 @@ class ProblemRows(Sequence[dict[str, Any]]):
     ) -> None:
         self.level, self.seed, self.split, self.instruction, self.rows = level, seed, split, instruction, rows
 
-    def __len__(self) -> int:
-        return self.rows
-
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(self.rows))]
@@ -37,7 +48,7 @@ class ProblemRows(Sequence[dict[str, Any]]):
         return read_row(raw, place, self.split, f"synthetic/level{self.level}", self.instruction)
 
 
-class DrawnTalks(Sequence[dict[str, Any]]):
+class DrawnTalks(DrawnRows):
     """Conversations of two turns about the picture of a class.
 
     >>> [turn["content"] for turn in DrawnTalks()[3]["prompt"]]
@@ -47,16 +58,13 @@ class DrawnTalks(Sequence[dict[str, Any]]):
     def __init__(self, seed: int = 0, split: Split = "train", rows: int = EPOCH_ROWS) -> None:
         self.seed, self.split, self.rows = seed, split, rows
 
-    def __len__(self) -> int:
-        return self.rows
-
     def __getitem__(self, place: Any) -> Any:
         picture = draw_class(range(self.rows)[place], self.seed, self.split)
         turns = ("<image>Which colour?", picture.colour, "Which shape?", f"{picture.fill} {picture.shape}")
         return _conversation(turns, [picture.image], "synthetic/talks", place)
 
 
-class DrawnSums(Sequence[dict[str, Any]]):
+class DrawnSums(DrawnRows):
     """Conversations of one turn, without a picture.
 
     >>> [turn["content"] for turn in DrawnSums()[3]["prompt"]]
@@ -65,9 +73,6 @@ class DrawnSums(Sequence[dict[str, Any]]):
 
     def __init__(self, seed: int = 0, split: Split = "train", rows: int = EPOCH_ROWS) -> None:
         self.seed, self.split, self.rows = seed, split, rows
-
-    def __len__(self) -> int:
-        return self.rows
 
     def __getitem__(self, place: Any) -> Any:
         random = Random(f"sums/{self.split}/{self.seed}/{range(self.rows)[place]}")

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from dataproto.errors import InvalidConfig, InvalidRow
+from recipes.data.drawn_rows import EPOCH_ROWS
 from recipes.data.tables import Table, open_tables
 from recipes.synthetic.classes import CLASSES, draw_class
 from recipes.synthetic.problems import Split
@@ -57,6 +58,11 @@ class LabelledRows(Sequence[dict[str, Any]]):
 
     def __len__(self) -> int:
         return len(self.places)
+
+    @property
+    def recurring(self) -> bool:
+        """Whether a run may take a picture twice; see `recipes.data.loader.may_recur`."""
+        return not isinstance(self.pairs, DrawnPairs) or len(self) < EPOCH_ROWS
 
     def __getitem__(self, place: Any) -> Any:
         if isinstance(place, slice):

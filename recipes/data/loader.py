@@ -52,12 +52,17 @@ def draws(rows: Any, seed: int, shuffle: bool = True, start: int = 0) -> Iterato
             yield f"{epoch}-{place}", place, None
 
 
+def may_recur(rows: Any) -> bool:
+    """Whether a run may meet the images of ``rows`` again: rows that are drawn say so as ``rows.recurring``, others may."""
+    return bool(getattr(rows, "recurring", True))
+
+
 class PromptLoader:
     """An endless iterator of batches of ``batch_size`` prompts.
 
     The ``uid`` of a row is ``"<epoch>-<place>-<digest of the row>"``, so that rows of two loaders have the same ``uid`` only if
     they are equal. For a row that cannot be used (see `PromptBuilder.prepare`) the loader raises `InvalidRow`, or, with
-    ``on_bad_row="skip"``, records it in ``skipped`` and takes the next row.
+    ``on_bad_row="skip"``, records it in ``skipped`` and takes the next row. Processed images are kept if they `may_recur`.
     """
 
     def __init__(
@@ -138,8 +143,9 @@ class PromptLoader:
         workers: dict[str, Any] = {}
         if self.num_workers:
             workers["prefetch_factor"] = max(2, -(-self.batch_size // self.num_workers))
+        builder = self.builder if may_recur(self.rows) else self.builder.without_cache()
         loader = DataLoader(
-            _Prepared(self.rows, self.builder),
+            _Prepared(self.rows, builder),
             batch_size=None,
             sampler=_Draws(self.rows, self.seed, self.shuffle, self.drawn),
             collate_fn=_identity,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from dataproto.errors import InvalidConfig
-from recipes.data.loader import Draw, draws
+from recipes.data.loader import Draw, draws, may_recur
 
 BLOCK = 4096  # draws whose sources are chosen together
 
@@ -37,6 +37,11 @@ class Mixture:
         self.shares = np.asarray(weights, dtype=np.float64) / sum(weights)
         sizes = [len(source) if hasattr(source, "__len__") else 2**40 for source in self.sources]
         self.starts = [0, *accumulate(sizes)][:-1]
+
+    @property
+    def recurring(self) -> bool:
+        """Whether images of a source may come back."""
+        return any(map(may_recur, self.sources))
 
     def __getitem__(self, place: int) -> Any:
         number = self._source(place)

@@ -6,6 +6,7 @@ Nothing is loaded: parameters are counted on the meta device, images by their he
 from recipes.forecast.batch_sizes import (
     BatchSizes,
     PromptSizes,
+    kept_image_bytes,
     measure_conversations,
     measure_prompts,
     preparation_seconds,
@@ -47,6 +48,7 @@ __all__ = [
     "episode_batch",
     "forecast",
     "forecast_lines",
+    "kept_image_bytes",
     "measure_conversations",
     "measure_episode",
     "measure_prompts",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dataproto.errors import DataProtoError, InvalidConfig
 from dataproto.vlm import family_of
-from recipes.data.loader import PromptLoader, draws
+from recipes.data.loader import PromptLoader, draws, may_recur
 from rollout.prompts import PromptBuilder, SupervisedBuilder
 from rollout.prompts.images import image_size
 from rollout.prompts.prepared_rows import conversation_of
@@ -300,6 +300,23 @@ def measure_conversations(loader: PromptLoader) -> BatchSizes:
         raise InvalidConfig(f"none of the first {min(batch_size, CONVERSATIONS)} rows can be used")
     sizes = PromptSizes(tuple(prompts), tuple(grids)).repeated(batch_size)
     return BatchSizes(builder.config, sizes, tuple(learnt[place % len(learnt)] for place in range(batch_size)))
+
+
+def kept_image_bytes(loader: PromptLoader, sizes: PromptSizes, drawn: int, held_out: int) -> int:
+    """Bytes of the processed images that the builder's cache holds at the end of a run of ``drawn`` rows and ``held_out`` ones.
+
+    Images of rows that other processes prepare, or that never come back, are not kept (`recipes.data.loader.may_recur`).
+    """
+    family, config = loader.builder.family, loader.builder.config
+    if family.vision_tower is None:
+        return 0
+    media = family.dummy_media(config)
+    patch = sum(each.nbytes for each in media.values()) / int(family.grids(media, config).prod(-1).sum())
+    kept = 0 if loader.num_workers or not may_recur(loader.rows) else drawn
+    if hasattr(loader.rows, "__len__"):
+        kept = min(kept, len(loader.rows))
+    row = patch * float(_patches(sizes).double().mean())
+    return min(round((kept + held_out) * row), loader.builder.image_cache_bytes)
 
 
 def grids_of(builder: PromptBuilder, inputs: Mapping[str, Tensor]) -> Grids:

@@ -56,8 +56,10 @@ DEVICES = {
     "a100-80g": accelerator("a100-80g", 85_095_874_560, 2.04e12, 312e12, 170e9),
 }
 EAGER = 0.85  # speed of layers that are not compiled, beside compiled ones
-SHARED = {"tp": 0.67, "pp": 0.81, "sp": 0.64}
-"""Speed with a degree above 1, beside data parallelism on as many devices: 7B on four H200, benchmarks/RESULTS.md."""
+SHARED = {"tp": 0.67, "sp": 0.64}
+"""Speed with two ranks beside data parallelism on as many devices, their traffic counted: 7B on H200 with dp 2 x tp 2, and with
+sp 2 (benchmarks/RESULTS.md). Higher degrees have not been measured.
+"""
 
 
 def device_named(name: str) -> Device:

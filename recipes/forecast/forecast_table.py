@@ -72,7 +72,8 @@ def duration(seconds: float) -> str:
 def compared(
     found: StepForecast, rows: Sequence[Mapping[str, float]], beside: int = 0
 ) -> list[tuple[str, float, float]]:
-    """Metrics of a step with their forecast and fact: medians over the steps of ``metrics.jsonl``, the first one left out.
+    """Metrics of a step with their forecast and fact: of the steps of ``metrics.jsonl`` but the first one, the median, and of
+    memory the most.
 
     A fact that the run did not measure is left out, and on a CPU the memory of phases if it is not known what the process holds
     otherwise.
@@ -89,7 +90,8 @@ def compared(
         expected |= {f"perf/memory_gb/{phase.name}": (phase.memory + beside) / GIB for phase in found.phases}
     expected |= {"perf/max_memory_allocated_gb": max(phase.memory for phase in found.phases) / GIB}
     facts = {name: [row[name] for row in steps if name in row] for name in expected}
-    return [(name, value, median(facts[name])) for name, value in expected.items() if facts[name]]
+    typical = {name: max if "memory" in name else median for name in expected}
+    return [(name, value, typical[name](facts[name])) for name, value in expected.items() if facts[name]]
 
 
 def beside_fact(found: StepForecast, rows: Sequence[Mapping[str, float]]) -> list[str]:

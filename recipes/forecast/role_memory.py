@@ -23,7 +23,8 @@ ENGINE_RESERVE = 4 * GIB  # of an awake one beside weights and cache: activation
 MOMENT_BYTES = {"adamw": 8.0, "adamw8bit": 2 * (1 + 4 / 256), "muon": 4.0}  # of each parameter that the kind steps
 FOUR_BIT_BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)  # of each number: with its share of the scales, and of their scales
 EXPANDED_BYTES = 14  # of each number of a weight of 4 bits while it is expanded: indices, halves and the result
-LOGIT_BYTES = {"cuda": 13, "cpu": 12}  # of each logit in a chunk and what is computed from it
+LOGIT_BYTES = {"cuda": 13, "cpu": 12}  # of each logit in a chunk and what is computed from it, with its gradient
+SCORED_LOGIT_BYTES = 8  # without gradients: the logit and one more number; a compiled sum reads the logit alone
 
 
 @dataclass(frozen=True)
@@ -169,22 +170,23 @@ def scoring(
     device: Device,
     parts: list[MicroBatchSize],
 ) -> RoleMemory:
-    """What a role takes in a pass without gradients: the states of one layer and a chunk of logits."""
-    per_token = decoder_bytes(config.get_text_config(), size, compute, device).layer
-    per_patch = tower_bytes(config, compute, device, True).layer
-    fullest = max(parts, key=lambda part: part.tokens * per_token)
-    logits = _chunk_bytes(config.get_text_config(), fullest.logits, device) // layout.tp
-    return RoleMemory(
-        memory.role,
-        memory.weights,
-        memory.copies + gathered(size, compute, layout, device, "scoring") + EXPANDED_BYTES * size.largest_four_bit,
-        0,
-        memory.moments,
-        round(fullest.tokens * per_token / layout.tp),
-        round(fullest.patches * per_patch / (layout.tp * layout.sp)),
-        logits,
-        host=memory.host,
-    )
+    """What a role takes in a pass without gradients, at the highest of three places: a layer of the tower, one of the decoder,
+    and a chunk of logits with the states that it is computed from. Each frees what the one before it took.
+    """
+    text, number = config.get_text_config(), device.bytes_of_number
+    per_token = decoder_bytes(text, size, compute, device).passing / layout.tp
+    per_patch = tower_bytes(config, compute, device, True).passing / (layout.tp * layout.sp)
+    states = max(part.tokens for part in parts) * number * int(text.hidden_size) / layout.tp
+    logit = SCORED_LOGIT_BYTES / (2 if compute.compile else 1)
+    heights = {
+        "activations": max(part.tokens for part in parts) * per_token,
+        "tower": max(part.patches for part in parts) * per_patch,
+        "logits": states + max(chunk_logits(text, part.logits, device) for part in parts) * logit / layout.tp,
+    }
+    highest = max(heights, key=lambda place: heights[place])
+    copies = memory.copies + gathered(size, compute, layout, device, "scoring") + EXPANDED_BYTES * size.largest_four_bit
+    taken = {place: round(height) for place, height in heights.items() if place == highest}
+    return RoleMemory(memory.role, memory.weights, copies, moments=memory.moments, host=memory.host, **taken)
 
 
 def _half(compute: ModelConfig, device: Device) -> bool:
@@ -225,7 +227,7 @@ class TokenBytes:
 
     kept: float  # by autograd, of all layers
     again: float  # of the one layer that is computed again
-    layer: float  # of one layer
+    passing: float  # of one layer in a pass without gradients, which frees what it has read
 
 
 def decoder_bytes(text: Any, size: ModelSize, compute: ModelConfig, device: Device) -> TokenBytes:
@@ -233,7 +235,8 @@ def decoder_bytes(text: Any, size: ModelSize, compute: ModelConfig, device: Devi
 
     A layer keeps the input and the output of each norm and product, queries, keys, values and the result of attention, and in
     the gated MLP the gate, its activation, the other factor and their product. Compiled layers compute norms and the activation
-    again.
+    again. Without gradients the height is in the MLP, with the residual, its norm, and two of these factors with their product,
+    which a compiled layer writes into one of them, or in attention, with queries and keys before and after they are rotated.
     """
     number, hidden = device.bytes_of_number, int(text.hidden_size)
     heads, keys = attention_width(text), 2 * int(of_layers(text, "num_key_value_heads")) * head_dim(text)
@@ -244,7 +247,8 @@ def decoder_bytes(text: Any, size: ModelSize, compute: ModelConfig, device: Devi
         norms = sum(3 * _per_token(width, text) for width in size.norms) or 6 * hidden
         layer = norms + 2 * heads + keys + 4 * wide
     selective = 3 * hidden + 2 * heads + keys + 2 * wide
-    return _by_mode(compute, number, int(text.num_hidden_layers), layer, selective, hidden)
+    passing = 2 * hidden + max((2 if compute.compile else 3) * wide, 3 * heads + 2 * keys)
+    return _by_mode(compute, number, int(text.num_hidden_layers), layer, selective, hidden, passing)
 
 
 def gathered_bytes(text: Any, device: Device, part: MicroBatchSize) -> float:
@@ -303,26 +307,31 @@ def tower_bytes(config: Any, compute: ModelConfig, device: Device, trained: bool
     inner = 4 * wide if family_of(config).gated_tower else 2 * wide
     layer = 2 * width + attention + inner * 3 // 4 if compute.compile else 6 * width + attention + inner
     selective = 3 * width + 3 * width + padded + inner // 2
+    factors = (3 if family_of(config).gated_tower else 2) - compute.compile
+    passing = 2 * width + max(factors * wide, 5 * width)
     if not trained or compute.freeze_vision:
-        return TokenBytes(0, 0, layer * number)
-    return _by_mode(compute, number, depth, layer, selective, width)
+        return TokenBytes(0, 0, passing * number)
+    return _by_mode(compute, number, depth, layer, selective, width, passing)
 
 
-def _by_mode(compute: ModelConfig, number: int, layers: int, layer: int, selective: int, hidden: int) -> TokenBytes:
+def _by_mode(
+    compute: ModelConfig, number: int, layers: int, layer: int, selective: int, hidden: int, passing: int
+) -> TokenBytes:
     mode = compute.activation_checkpointing
     kept = {"none": layer, "selective": selective, "full": hidden}[mode]
     again = {"none": 0, "selective": max(layer - selective, 0), "full": layer}[mode]
-    return TokenBytes(number * layers * kept, number * again, number * layer)
+    return TokenBytes(number * layers * kept, number * again, number * passing)
 
 
 def head_bytes(text: Any, tokens: int, size: ModelSize, device: Device, layout: Layout) -> int:
     """A chunk of logits, and the gradient of the head in float32 while its chunks are summed."""
-    return (_chunk_bytes(text, tokens, device) + 4 * int(text.hidden_size) * int(text.vocab_size)) // layout.tp
+    chunk = LOGIT_BYTES["cpu" if device.on_cpu else "cuda"] * chunk_logits(text, tokens, device)
+    return (chunk + 4 * int(text.hidden_size) * int(text.vocab_size)) // layout.tp
 
 
-def _chunk_bytes(text: Any, tokens: int, device: Device) -> int:
-    kind = "cpu" if device.on_cpu else "cuda"
-    return LOGIT_BYTES[kind] * min(tokens * int(text.vocab_size), CHUNK_ELEMENTS[kind])
+def chunk_logits(text: Any, tokens: int, device: Device) -> int:
+    """Logits in memory at a time."""
+    return min(tokens * int(text.vocab_size), CHUNK_ELEMENTS["cpu" if device.on_cpu else "cuda"])
 
 
 def feature_bytes(batch: BatchSizes, size: ModelSize, compute: ModelConfig, layout: Layout, device: Device) -> int:

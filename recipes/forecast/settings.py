@@ -41,6 +41,7 @@ class Setting:
     teacher: bool = False  # the reference is another model than the policy
     critic_epochs: int = 0  # 0: no critic
     replays_routing: bool = False  # the engine records the experts of each token for the actor
+    kept_images: int = 0  # bytes of processed images that the driver's process keeps at the end of the run
     variation: float = VARIATION  # memory is that of a step with a share of so many tokens more or fewer
     steps: int = 1
     eval_every: int = 0

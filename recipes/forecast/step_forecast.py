@@ -71,8 +71,9 @@ class StepForecast:
 
     @property
     def memory(self) -> int:
-        """Bytes of the fullest phase on a device, the allocator's slack and the driver included."""
-        return max(map(self.reserved, self.phases)) + self.setting.device.context
+        """Bytes of the fullest phase on a device, the allocator's slack and the driver included; on a CPU the kept images too."""
+        kept = self.setting.kept_images if self.setting.device.on_cpu else 0
+        return max(map(self.reserved, self.phases)) + self.setting.device.context + kept
 
     def reserved(self, phase: Phase) -> int:
         """Bytes of a phase with the slack, which an engine's memory does not need."""
@@ -85,11 +86,10 @@ class StepForecast:
 
     @property
     def host(self) -> int:
-        """Bytes of host memory of a process: offloaded state, or the checkpoint while the first rank reads it."""
+        """Bytes of host memory of a process: offloaded state, the checkpoint while the first rank reads it, and kept images."""
         setting = self.setting
         offloaded = max(sum(role.host for role in phase.roles) for phase in self.phases)
-        reads = 0 if setting.device.on_cpu else 4 * setting.size.total
-        return offloaded + reads
+        return offloaded + (0 if setting.device.on_cpu else 4 * setting.size.total + setting.kept_images)
 
     @property
     def checkpoint(self) -> int:
@@ -256,7 +256,7 @@ def _generation(setting: Setting, resting: Mapping[str, RoleMemory]) -> Phase:
     memory = replace(memory, routes=columns) if setting.device.on_cpu else replace(memory, host=columns)
     roles = {name: role for name, role in resting.items() if name != "engine"}
     flops = scoring_flops(setting.batch).total
-    seconds = generation_seconds(share, engine, setting.layout, setting.device)
+    seconds = generation_seconds(share, engine, setting.device)
     return Phase("gen", seconds, flops, (memory,) if setting.engine_apart else (*roles.values(), memory))
 
 
@@ -270,9 +270,9 @@ def _scoring(
     tower: float,
 ) -> Phase:
     """A pass without gradients over a share of the rows; ``tower`` as in `update_flops`."""
-    parts, layout, device = len(setting.scoring_micro_batches), setting.layout, setting.device
+    parts, layout, device = setting.scoring_micro_batches, setting.layout, setting.device
     seconds = scoring_seconds(setting.batch, setting.compute, layout, device, parts, tower)
-    gathers = 1 if setting.compute.leaves_unsharded("scoring") else parts
+    gathers = 1 if setting.compute.leaves_unsharded("scoring") else len(parts)
     seconds += gather_seconds(setting.size, layout, device, gathers)
     busy = _busy(setting, resting, role, False, kept)
     return Phase(name, share * seconds, share * scoring_flops(setting.batch, tower).total, busy)
@@ -288,7 +288,7 @@ def _update(
 ) -> Phase:
     size = setting.critic_size if role == "critic" else setting.size
     flops = epochs * update_flops(setting.batch, size, setting.compute, tower).total
-    updates, parts = setting.updates // setting.epochs, len(setting.micro_batches)
+    updates, parts = setting.updates // setting.epochs, setting.micro_batches
     place = setting.compute, setting.layout, setting.device
     once = update_seconds(setting.batch, size, *place, updates, parts, tower)
     return Phase(f"update_{role}", epochs * once, flops, _busy(setting, resting, role, True, kept))

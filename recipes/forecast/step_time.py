@@ -1,19 +1,22 @@
 """Seconds of the phases of a step on one device of a layout, from operations, bytes and the device's speeds."""
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dataproto.vlm import family_of
 from dataproto.vlm.costs import logit_flops
-from recipes.forecast.batch_sizes import BatchSizes
+from recipes.forecast.batch_sizes import BatchSizes, MicroBatchSize
 from recipes.forecast.devices import EAGER, SHARED, Device
 from recipes.forecast.model_size import ModelSize
 from recipes.forecast.role_memory import kv_bytes
 from rollout.hf.hf_engine import MIN_RUNNING_SHARE
 from workers.model.model_config import ModelConfig
+from workers.parallel.pipeline_stages import stage_layers, typical_costs
 from workers.ranks.layout import Layout
 
+ALL_REDUCE = 15e-6  # seconds of a sum over an engine's devices, however small; assumed
 INFERENCE = 1.25  # speed of an engine's products beside those of forward and backward pass
 OPTIMIZER_BYTES = 30  # read and written for each trained parameter: weight, gradient, moments, clipping, the copy
 GRADIENT_BYTES = 10  # read and written for each trained parameter when a micro-batch's gradient is added
@@ -27,6 +30,7 @@ class Passes:
 
     language: float
     vision: float
+    head: float = 0.0  # of ``language``, in the head, which has no layers that compute activations again
 
     @property
     def total(self) -> float:
@@ -38,17 +42,37 @@ def update_flops(batch: BatchSizes, size: ModelSize, compute: ModelConfig, tower
 
     ``tower`` is the share of the media that the tower reads: features of the others are kept from an earlier pass.
     """
-    decoder = 2 if compute.lora_rank else 3
-    return Passes(decoder * batch.language_flops, (3 if size.tower_trained else 1) * tower * batch.tower_flops)
+    decoder, vision = 2 if compute.lora_rank else 3, 3 if size.tower_trained else 1
+    return Passes(decoder * batch.language_flops, vision * tower * batch.tower_flops, decoder * _head_flops(batch))
 
 
 def scoring_flops(batch: BatchSizes, tower: float = 1.0) -> Passes:
     """Operations of a pass without gradients; for ``tower`` see `update_flops`."""
-    return Passes(batch.language_flops, tower * batch.tower_flops)
+    return Passes(batch.language_flops, tower * batch.tower_flops, _head_flops(batch))
 
 
-def pass_seconds(passes: Passes, compute: ModelConfig, layout: Layout, device: Device) -> float:
+def _head_flops(batch: BatchSizes) -> float:
+    return float(sum(batch.responses) * logit_flops(batch.config.get_text_config()))
+
+
+def recomputing(passes: Passes, compute: ModelConfig) -> Passes:
+    """The passes of an update with the activations that it computes again."""
+    again = RECOMPUTED[compute.activation_checkpointing]
+    return Passes(passes.language + again * (passes.language - passes.head), passes.vision * (1 + again), passes.head)
+
+
+def pass_seconds(
+    passes: Passes,
+    compute: ModelConfig,
+    layout: Layout,
+    device: Device,
+    config: Any = None,
+    parts: Sequence[MicroBatchSize] = (),
+) -> float:
     """Seconds of passes that all devices share.
+
+    Args:
+        config, parts: for pipelines, the model's, and the micro-batches of a dp rank, see `pipeline_stretch`.
 
     >>> from recipes.forecast.devices import accelerator
     >>> device = accelerator("one", 0, 1e12, 100e12, 1e12)
@@ -58,16 +82,53 @@ def pass_seconds(passes: Passes, compute: ModelConfig, layout: Layout, device: D
     pace = 1.0 if compute.compile or device.on_cpu else EAGER
     for axis, factor in SHARED.items():
         pace *= factor if getattr(layout, axis) > 1 else 1
-    return (passes.language / device.language + passes.vision / device.vision) / (pace * layout.world_size)
+    seconds = (passes.language / device.language + passes.vision / device.vision) / (pace * layout.world_size)
+    return seconds * pipeline_stretch(passes, compute, layout.pp, device, config, parts) if layout.pp > 1 else seconds
+
+
+def pipeline_stretch(
+    passes: Passes, compute: ModelConfig, stages: int, device: Device, config: Any, parts: Sequence[MicroBatchSize]
+) -> float:
+    """How many times as long a pipeline takes as ranks that share the same work evenly.
+
+    The stages are those of a run, split by the operations of a typical row. The fullest one takes all micro-batches in turn; the
+    others are waited for once. All micro-batches are filled up to the tokens of the longest.
+    """
+    layers = int(config.get_text_config().num_hidden_layers)
+    tower, head = passes.vision / device.vision, passes.head / device.language
+    layer = (passes.language - passes.head) / device.language / layers
+    filled = len(parts) * max(part.tokens for part in parts) / sum(part.tokens for part in parts)
+    taken = [count * layer * filled for count in _stage_counts(config, compute, stages)]
+    taken[0], taken[-1] = taken[0] + tower, taken[-1] + head
+    whole = ((len(parts) - 1) * max(taken) + sum(taken)) / len(parts)
+    return stages * whole / (layers * layer + tower + head)
+
+
+def _stage_counts(config: Any, compute: ModelConfig, stages: int) -> list[int]:
+    """The number of decoder layers of each stage, split as in a run; kept, as a search of layouts asks for it many times."""
+    options = compute.activation_checkpointing, compute.freeze_vision, compute.pipeline_layers
+    key = (config.to_json_string(), stages, *options)
+    if key not in _split:
+        costs = typical_costs(family_of(config), config, compute)
+        _split[key] = [len(each) for each in stage_layers(costs, stages, compute.pipeline_layers)]
+    return _split[key]
+
+
+_split: dict[tuple[Any, ...], list[int]] = {}
 
 
 def scoring_seconds(
-    batch: BatchSizes, compute: ModelConfig, layout: Layout, device: Device, micro_batches: int, tower: float = 1.0
+    batch: BatchSizes,
+    compute: ModelConfig,
+    layout: Layout,
+    device: Device,
+    parts: Sequence[MicroBatchSize],
+    tower: float = 1.0,
 ) -> float:
-    """Seconds of a pass without gradients over the rows, in ``micro_batches`` on a device; for ``tower`` see `update_flops`."""
+    """Seconds of a pass without gradients over the rows, in these micro-batches on a device; for ``tower`` see `update_flops`."""
     faster = replace(device, language=device.language * device.overheads.scoring_rate)
-    started = micro_batches * device.overheads.scoring
-    return pass_seconds(scoring_flops(batch, tower), compute, layout, faster) + started
+    passes = scoring_flops(batch, tower)
+    return pass_seconds(passes, compute, layout, faster, batch.config, parts) + len(parts) * device.overheads.scoring
 
 
 def update_seconds(
@@ -77,32 +138,39 @@ def update_seconds(
     layout: Layout,
     device: Device,
     updates: int,
-    micro_batches: int,
+    parts: Sequence[MicroBatchSize],
     tower: float = 1.0,
 ) -> float:
-    """Seconds of ``updates`` optimizer steps over the rows, with ``micro_batches`` in each on a device; for ``tower`` see
+    """Seconds of ``updates`` optimizer steps over the rows, with these micro-batches in each on a device; for ``tower`` see
     `update_flops`.
     """
-    passes, again = update_flops(batch, size, compute, tower), RECOMPUTED[compute.activation_checkpointing]
-    head = 3 * sum(batch.responses) * logit_flops(batch.config.get_text_config())  # has no layers that compute again
-    passes = Passes(passes.language + again * (passes.language - head), passes.vision * (1 + again))
-    computed = pass_seconds(passes, compute, layout, device)
-    computed += updates * micro_batches * device.overheads.learning * (1 + again)
+    passes = recomputing(update_flops(batch, size, compute, tower), compute)
+    computed = pass_seconds(passes, compute, layout, device, batch.config, parts)
+    again = RECOMPUTED[compute.activation_checkpointing]
+    started = len(parts) * device.overheads.learning * (1 + again) + device.overheads.optimizer
+    gathers, reductions = collectives(compute, len(parts))
+    sent = gather_seconds(size, layout, device, gathers + 2 * reductions)  # gradients in float32 count twice
+    return computed + updates * (started + optimizer_seconds(size, layout, device, len(parts)) + sent)
+
+
+def optimizer_seconds(size: ModelSize, layout: Layout, device: Device, micro_batches: int) -> float:
+    """Seconds to add up the gradients of so many micro-batches, and of the optimizer's reading and writing."""
     mine = size.on_rank(layout) * size.trained / size.total
-    stepped = updates * (mine * OPTIMIZER_BYTES / device.bandwidth + device.overheads.optimizer)
-    added = updates * micro_batches * mine * GRADIENT_BYTES / device.bandwidth
-    return computed + stepped + added + updates * sent_seconds(size, compute, layout, device, micro_batches)
+    return mine * (OPTIMIZER_BYTES + micro_batches * GRADIENT_BYTES) / device.bandwidth
 
 
-def sent_seconds(size: ModelSize, compute: ModelConfig, layout: Layout, device: Device, micro_batches: int) -> float:
-    """Seconds that FSDP's traffic of an optimizer step adds: weights gathered in bfloat16, gradients scattered in float32."""
+def collectives(compute: ModelConfig, micro_batches: int) -> tuple[int, int]:
+    """How often FSDP gathers the weights and scatters the gradients in an optimizer step.
+
+    >>> collectives(ModelConfig(unsharded="nothing"), 4), collectives(ModelConfig(unsharded="gradients"), 4)
+    ((8, 4), (1, 1))
+    """
     gathers = 1 if compute.leaves_unsharded("weights") else 2 * micro_batches
-    reductions = 1 if compute.leaves_unsharded("gradients") else micro_batches
-    return gather_seconds(size, layout, device, gathers + 2 * reductions)
+    return gathers, 1 if compute.leaves_unsharded("gradients") else micro_batches
 
 
 def gather_seconds(size: ModelSize, layout: Layout, device: Device, times: int) -> float:
-    """Seconds that it adds to gather all weights ``times`` times; in float32 they count twice."""
+    """Seconds that it adds to gather all weights ``times`` times in bfloat16."""
     ranks = layout.shards
     if ranks == 1 or not device.link:
         return 0.0
@@ -111,13 +179,16 @@ def gather_seconds(size: ModelSize, layout: Layout, device: Device, times: int) 
 
 @dataclass(frozen=True)
 class Engine:
-    """What decides the speed of an engine on one device."""
+    """What decides the speed of an engine, on each of its devices."""
 
     weight_bytes: float  # that a decoding step reads
     kv_bytes: int  # of a token
     flops: float  # of a token of one row
     rows: int  # that it generates at a time
     continuous: bool  # whether a finished row makes place for the next
+    parallel: int = 1  # devices
+    sums: int = 0  # over its devices, in a pass
+    summed_bytes: float = 0.0  # that a device receives in these sums, of a token
 
 
 def decoding_steps(responses: Sequence[int], rows: int, continuous: bool) -> list[int]:
@@ -145,27 +216,33 @@ def decoding_steps(responses: Sequence[int], rows: int, continuous: bool) -> lis
     return found
 
 
-def generation_seconds(batch: BatchSizes, engine: Engine, layout: Layout, device: Device) -> float:
+def generation_seconds(batch: BatchSizes, engine: Engine, device: Device) -> float:
     """Seconds to answer the prompts: a pass over them, once for all samples, and the decoding steps.
 
     Args:
         batch: the rows of one engine.
-
-    A decoding step computes the running rows, or reads all weights if that takes longer, and reads the rows' keys and values.
-    Meanwhile the host prepares the next step, which takes `Device.decode_overhead` whatever the model.
     """
-    filled = prefill_seconds(batch, device)
     steps = decoding_steps(batch.responses, engine.rows, engine.continuous)
+    return prefill_seconds(batch, device) / engine.parallel + decoding_seconds(batch, steps, engine, device)
+
+
+def decoding_seconds(batch: BatchSizes, steps: Sequence[int], engine: Engine, device: Device) -> float:
+    """Seconds of decoding steps with so many running rows.
+
+    A step computes the running rows, or reads all weights if that takes longer, reads the rows' keys and values, and sums over
+    the engine's devices. Meanwhile the host prepares the next step, which takes `Device.decode_overhead` whatever the model.
+    """
     lengths = zip(batch.lengths.tolist(), batch.responses, strict=True)
     keys = sum((length - response / 2) * response for length, response in lengths)
     if device.overheads.decoded_row or device.overheads.decoded_key:
         kept, mean_keys = kept_rows(steps), keys / max(sum(batch.responses), 1)
         row = device.overheads.decoded_row + mean_keys * device.overheads.decoded_key
-        return filled + len(kept) * device.decode_overhead + sum(kept) * row
-    read = keys * engine.kv_bytes / device.bandwidth
-    cache = read / max(len(steps), 1)
+        return len(kept) * device.decode_overhead + sum(kept) * row
+    fixed = keys * engine.kv_bytes / device.bandwidth / max(len(steps), 1) + engine.sums * ALL_REDUCE
     reading, computing = engine.weight_bytes / device.bandwidth, engine.flops / (device.language * INFERENCE)
-    return filled + sum(max(max(reading, rows * computing) + cache, device.decode_overhead) for rows in steps)
+    summing = engine.summed_bytes / device.link if device.link else 0.0
+    each = (max(reading, rows * computing) + fixed + rows * summing for rows in steps)
+    return sum(max(seconds, device.decode_overhead) for seconds in each)
 
 
 def kept_rows(running: Sequence[int]) -> list[int]:
@@ -185,18 +262,26 @@ def prefill_seconds(batch: BatchSizes, device: Device) -> float:
     """Seconds of an engine's pass over the prompts, once for all samples, and over what is shown behind them."""
     given = replace(batch, responses=(0,) * len(batch.responses))
     if device.overheads.scoring:
-        return scoring_seconds(given, ModelConfig(compile=True), Layout(), device, 1)
+        return scoring_seconds(given, ModelConfig(compile=True), Layout(), device, [MicroBatchSize(0, 0, 0)])
     return pass_seconds(scoring_flops(given), ModelConfig(compile=True), Layout(), device) / INFERENCE
 
 
-def engine_of(config: Any, size: ModelSize, name: str, options: dict[str, Any], device: Device) -> Engine:
-    """The engine that these options describe."""
-    parallel, number = int(options.get("tensor_parallel", 1)), device.bytes_of_number
-    weights = size.layers + (size.head or size.embedding)
+def engine_of(config: Any, size: ModelSize, name: str, options: Mapping[str, Any], device: Device) -> Engine:
+    """The engine that these options describe.
+
+    Several devices sum the states of a token twice in each layer, after attention and after the MLP. In each sum a device
+    receives the parts of the others twice: to sum its own, and the sums.
+    """
+    parallel, number, text = int(options.get("tensor_parallel", 1)), device.bytes_of_number, config.get_text_config()
+    token = family_of(config).flops(config, [1], logit_tokens=1)
+    sums = 2 * int(text.num_hidden_layers) if parallel > 1 else 0
     return Engine(
-        weight_bytes=number * weights / parallel,
-        kv_bytes=kv_bytes(config.get_text_config(), number) // parallel,
-        flops=2 * weights / parallel,
+        weight_bytes=number * (size.layers + (size.head or size.embedding)) / parallel,
+        kv_bytes=max(kv_bytes(text, number) // parallel, 1),
+        flops=float(token.language_linear + token.lm_head) / parallel,
         rows=int(options.get("max_num_seqs", 256)),
         continuous=name == "vllm",
+        parallel=parallel,
+        sums=sums,
+        summed_bytes=2 * sums * number * int(text.hidden_size) * (parallel - 1) / parallel,
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 from PIL import Image
 
-from recipes.data.drawn_rows import EPOCH_ROWS
+from recipes.data.drawn_rows import EPOCH_ROWS, DrawnRows
 from recipes.make_vlm.icons import SIDE, Icon
 from recipes.synthetic.classes import COLOURS, SHAPES, draw_class
 from recipes.synthetic.problems import Split
@@ -15,16 +15,13 @@ Question = tuple[str, str]
 """A question and its answer."""
 
 
-class Captions(Sequence[dict[str, Any]]):
+class Captions(DrawnRows):
     """Rows that are made when they are read; each is a pure function of split, seed and place."""
 
     source: str
 
     def __init__(self, seed: int = 0, split: Split = "train", rows: int = EPOCH_ROWS) -> None:
         self.seed, self.split, self.rows = seed, split, rows
-
-    def __len__(self) -> int:
-        return self.rows
 
     def __getitem__(self, place: Any) -> Any:
         place = range(self.rows)[place]

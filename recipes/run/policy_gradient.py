@@ -28,6 +28,7 @@ from recipes.forecast import (
     Device,
     Setting,
     episode_batch,
+    kept_image_bytes,
     measure_episode,
     measure_prompts,
     policy_gradient_batch,
@@ -176,14 +177,17 @@ def expected_setting(
         loader: of the run; it stays where it is.
         mean_response: see `recipes.forecast.policy_gradient_batch`.
     """
-    model = loader.builder.config
+    model, kept = loader.builder.config, 0
     if played is None:
-        batch = policy_gradient_batch(config, model, measure_prompts(loader), mean_response)
+        prompts = measure_prompts(loader)
+        batch = policy_gradient_batch(config, model, prompts, mean_response)
+        kept = kept_image_bytes(loader, prompts, config.run.steps * config.data.batch_size, config.data.eval_rows)
     else:
         sizes = measure_episode(loader, played.make, played.limits, played.actions)
         batch = episode_batch(config, model, sizes, mean_response)
     trained = batch.part(config.algorithm.minibatch or len(batch.prompts.tokens))  # at a time
-    return policy_gradient_setting(config, batch, device(trained, loader, config.compute.token_budget))
+    setting = policy_gradient_setting(config, batch, device(trained, loader, config.compute.token_budget))
+    return replace(setting, kept_images=kept)
 
 
 def launch_roles(

@@ -15,7 +15,7 @@ from dataproto import DataProto
 from recipes.configs.shared.supervised_config import SupervisedConfig
 from recipes.console import announce_start, start_phase
 from recipes.data.loader import PromptLoader
-from recipes.forecast import Setting, measure_conversations, supervised_setting, this_device
+from recipes.forecast import Setting, kept_image_bytes, measure_conversations, supervised_setting, this_device
 from recipes.report.kept_rollouts import KeptRollouts
 from recipes.report.page import REPORT_FILE
 from recipes.run.dynamic_sampling import More
@@ -45,6 +45,7 @@ class SupervisedTask:
     loader: PromptLoader
     evaluate: Evaluate
     longest: int  # tokens of a question and its answer
+    held_out: int = 0  # rows of an evaluation
 
 
 def run_supervised(config: SupervisedConfig, make_task: Callable[[str], SupervisedTask]) -> Path:
@@ -94,8 +95,10 @@ def run_supervised(config: SupervisedConfig, make_task: Callable[[str], Supervis
 
 def expected_setting(config: SupervisedConfig, task: SupervisedTask, device: ChooseDevice = this_device) -> Setting:
     """What the forecast of a run depends on: its options, its first rows, and the device."""
-    batch = measure_conversations(task.loader)
-    return supervised_setting(config, batch, device(batch, task.loader, config.compute.token_budget), task.longest)
+    batch, loader = measure_conversations(task.loader), task.loader
+    setting = supervised_setting(config, batch, device(batch, loader, config.compute.token_budget), task.longest)
+    drawn = config.run.steps * loader.batch_size
+    return replace(setting, kept_images=kept_image_bytes(loader, batch.prompts, drawn, task.held_out))
 
 
 def tiny_model(directory: Path, seed: int) -> Path:

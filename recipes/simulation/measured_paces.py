@@ -1,34 +1,15 @@
 """What of a device's speed the phases of a step reach, as measured on H200 (benchmarks/RESULTS.md, docs/cluster_plan.md).
 
 Each constant belongs to one measurement, or to the mean of several; nothing here was fitted to a step as a whole. Speeds of
-layers, the tower, the optimizer and decoding are those of `recipes.forecast`.
+layers, the tower, the optimizer, decoding, tp and sp are those of `recipes.forecast`.
 """
 
-from workers.ranks.layout import Layout
-
-PACES = {"tp": 0.65, "sp": 0.56}
-"""Speed of a degree above 1 beside dp on as many devices, its traffic not counted: 7B with tp 2, and with sp 2 x pp 2, on four
-devices. Higher degrees have not been measured; they are given the same pace and traffic of their own.
-"""
 EXPERT_LAYER = 36e-3
 """Seconds that ep adds to forward and backward pass of a mixture's layer, in each micro-batch: 16 layers of 30B-A3B with ep 4.
 Most of it was the host, which waited for the device in every layer. It no longer does, which has not been timed.
 """
 SCORING = 0.83  # speed of passes without gradients in a step, beside that of forward and backward pass together
 PREPARING = 42e-6  # seconds of the host for each token of a request's prompt, until an engine has taken it
-ALL_REDUCE = 15e-6  # seconds of a sum over an engine's ranks, however small; assumed
 WEIGHT = 50e-6  # seconds to hand over one tensor of weights, however small
 HAND_OVER_LINK = 160e9  # bytes per second of weights that devices of a node gather for their engines
 WAKING = 0.28  # seconds of waking the engines and of their sleep
-
-
-def pace(layout: Layout) -> float:
-    """The speed of a layout's kernels beside those of dp on as many devices.
-
-    >>> pace(Layout(dp=8)), pace(Layout(dp=2, tp=4))
-    (1.0, 0.65)
-    """
-    found = 1.0
-    for axis, factor in PACES.items():
-        found *= factor if getattr(layout, axis) > 1 else 1.0
-    return found

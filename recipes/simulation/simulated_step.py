@@ -8,32 +8,29 @@ from recipes.forecast import SLACK, BatchSizes
 from recipes.forecast.batch_sizes import MicroBatchSize
 from recipes.forecast.devices import GIB
 from recipes.forecast.model_size import ModelSize
-from recipes.forecast.role_memory import ASLEEP, ENGINE_RESERVE, RoleMemory, held, kv_bytes, scoring, updating
+from recipes.forecast.role_memory import ASLEEP, ENGINE_RESERVE, RoleMemory, held, scoring, updating
 from recipes.forecast.step_time import (
-    GRADIENT_BYTES,
-    INFERENCE,
-    OPTIMIZER_BYTES,
-    RECOMPUTED,
+    Engine,
     Passes,
-    decoding_steps,
+    collectives,
+    engine_of,
+    generation_seconds,
+    optimizer_seconds,
     pass_seconds,
-    prefill_seconds,
+    recomputing,
+    update_flops,
 )
 from recipes.simulation.cluster_shape import Cluster, Traffic
 from recipes.simulation.measured_paces import (
-    ALL_REDUCE,
     EXPERT_LAYER,
     HAND_OVER_LINK,
     PREPARING,
     SCORING,
     WAKING,
     WEIGHT,
-    pace,
 )
 from recipes.simulation.step_traffic import HALF, WHOLE, LayoutTraffic
 from recipes.simulation.workload import Choice, Workload
-from workers.parallel.pipeline_stages import StageCosts, stage_layers
-from workers.ranks.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -113,42 +110,24 @@ class _Step:
 
     def generation(self) -> SimulatedPhase:
         """The host prepares the requests, the engine reads the prompts, and decodes."""
-        parallel, text = self.choice.engine_parallel, self.workload.config.get_text_config()
+        parallel = self.choice.engine_parallel
         share = self.workload.share(self.workload.prompts, self.cluster.devices // parallel)
+        engine = engine_of(self.workload.config, self.parts.size, "vllm", {"tensor_parallel": parallel}, self.device)
         resting = self.actor.device + self.reference.device
         cache = self.device.memory - self.device.context - round(SLACK * resting) - self.engine_weights - ENGINE_RESERVE
-        token = max(kv_bytes(text, HALF) // parallel, 1)
-        row = token * float(share.lengths.double().mean())
+        row = engine.kv_bytes * float(share.lengths.double().mean())
         rows = min(self.choice.engine_rows, len(share.responses), int(max(cache, 0) / row))
         known, key = self.workload.known, ("generation", self.cluster, parallel, rows)
         if key not in known:
-            known[key] = self._generating(share, token, rows) if rows else (math.inf, Traffic())
+            known[key] = self._generating(share, replace(engine, rows=rows)) if rows else (math.inf, Traffic())
         seconds, sums = known[key]
         memory = self._reserved(resting) + self.engine_weights + ENGINE_RESERVE + round(row * max(rows, 1))
         return SimulatedPhase("generation", seconds, memory, sums, self.workload.forward.total)
 
-    def _generating(self, share: BatchSizes, token: int, rows: int) -> tuple[float, Traffic]:
-        parallel = self.choice.engine_parallel
-        decoding, sums = self._decoding(share, token, decoding_steps(share.responses, rows, continuous=True))
-        prefill = prefill_seconds(share, self.device) / parallel
-        return PREPARING * float(share.prompt_tokens.sum()) + prefill + decoding, sums
-
-    def _decoding(self, share: BatchSizes, token: int, steps: list[int]) -> tuple[float, Traffic]:
-        """Seconds and traffic of decoding steps with so many running rows; ``token``: bytes of its keys and values."""
-        parallel, size, device = self.choice.engine_parallel, self.parts.size, self.device
-        text = self.workload.config.get_text_config()
-        lengths = zip(share.lengths.tolist(), share.responses, strict=True)
-        read = sum((length - response / 2) * response for length, response in lengths) * token / max(len(steps), 1)
-        weights = HALF * (size.layers + (size.head or size.embedding)) / parallel / device.bandwidth
-        row = self.parts.decoded_flops / parallel / (device.language * INFERENCE)
-        fixed, summed = read / device.bandwidth, 0.0
-        if parallel > 1:
-            fixed += 2 * int(text.num_hidden_layers) * ALL_REDUCE
-            summed = 4 * int(text.num_hidden_layers) * HALF * int(text.hidden_size) * (parallel - 1) / parallel
-        each = row, summed / device.link if device.link else 0.0
-        seconds = (max(weights, rows * each[0]) + fixed + rows * each[1] for rows in steps)
-        total = sum(max(step, device.decode_overhead) for step in seconds)
-        return total, Traffic(summed * (sum(steps) + share.packed_tokens - sum(share.responses)))
+    def _generating(self, share: BatchSizes, engine: Engine) -> tuple[float, Traffic]:
+        """Seconds, and the traffic of the states that the engine sums, of prompts and of responses."""
+        seconds = PREPARING * float(share.prompt_tokens.sum()) + generation_seconds(share, engine, self.device)
+        return seconds, Traffic(engine.summed_bytes * share.packed_tokens)
 
     # Passes
 
@@ -157,11 +136,11 @@ class _Step:
         shares = {"old_log_probs": self.workload.old_log_probs, "reference": float(self.workload.reference)}
         parts = self.workload.micro_batches(self.layout, self.compute, learns=False)
         passes = self.workload.forward
-        computed = self._passes(passes, len(parts)) / SCORING + len(parts) * self._expert_seconds / 3
+        computed = self._pass_seconds(passes, parts) / SCORING + len(parts) * self._expert_seconds / 3
         gathers = 1 if self.compute.leaves_unsharded("scoring") else len(parts)
         weights = gathers * self.traffic.gathered_weights()
         states = self.traffic.activations(self._tokens, learns=False)
-        seconds = computed + self.cluster.seconds(states) + self._exposed(weights, computed)
+        seconds = computed + self.traffic.beyond_pairs(self._tokens, learns=False) + self._exposed(weights, computed)
         for name, share in shares.items():
             if share:
                 yield SimulatedPhase(
@@ -172,39 +151,24 @@ class _Step:
         """All optimizer steps of a step."""
         workload, compute, layout, size = self.workload, self.compute, self.layout, self.parts.size
         parts, updates = workload.micro_batches(layout, compute, learns=True), workload.updates
-        forward, again = workload.forward, RECOMPUTED[compute.activation_checkpointing]
-        required = Passes(3 * forward.language, 3 * forward.vision)
-        again_language = again * (1 - workload.head_share)  # the head has no layers that compute again
-        passes = Passes(required.language * (1 + again_language), required.vision * (1 + again))
-        computed = self._passes(passes, len(parts)) * workload.imbalance(layout.dp)
+        required = update_flops(workload.batch, size, compute)
+        computed = self._pass_seconds(recomputing(required, compute), parts) * workload.imbalance(layout.dp)
         computed += updates * len(parts) * self._expert_seconds
-        mine = size.on_rank(layout)
-        stepped = updates * mine * (OPTIMIZER_BYTES + len(parts) * GRADIENT_BYTES) / self.device.bandwidth
-        gathers = 1 if compute.leaves_unsharded("weights") else 2 * len(parts)
-        reductions = 1 if compute.leaves_unsharded("gradients") else len(parts)
+        stepped = updates * optimizer_seconds(size, layout, self.device, len(parts))
+        gathers, reductions = collectives(compute, len(parts))
         sums = (
             reductions if layout.pp > 1 else 1
         )  # in a pipeline each pass that reduces gradients sums them over replicas
         weights = updates * (gathers + reductions * WHOLE / HALF) * self.traffic.gathered_weights()
         weights += updates * sums * self.traffic.summed_over_replicas()
         states = self.traffic.activations(self._tokens, learns=True)
-        seconds = computed + stepped + self.cluster.seconds(states) + self._exposed(weights, computed)
+        seconds = (
+            computed + stepped + self.traffic.beyond_pairs(self._tokens, learns=True) + self._exposed(weights, computed)
+        )
         return SimulatedPhase("update", seconds, self._update_memory(parts), weights + states, required.total)
 
-    def _passes(self, passes: Passes, micro_batches: int) -> float:
-        """Seconds of the fullest stage of a pipeline, with what it waits for the others; of the whole model without one."""
-        layout, alone = self.layout, Layout(dp=self.cluster.devices)
-        seconds = pass_seconds(passes, self.compute, alone, self.device) / pace(layout)
-        if layout.pp == 1:
-            return seconds
-        tower = pass_seconds(Passes(0.0, passes.vision), self.compute, alone, self.device) / pace(layout)
-        text = self.workload.config.get_text_config()
-        head = (seconds - tower) * self.workload.head_share
-        layer = (seconds - tower - head) / int(text.num_hidden_layers)
-        costs = StageCosts([layer] * int(text.num_hidden_layers), tower, head)
-        stages = [len(each) * layer for each in stage_layers(costs, layout.pp)]
-        stages[0], stages[-1] = stages[0] + tower, stages[-1] + head
-        return layout.pp * max(stages) * (micro_batches + layout.pp - 1) / micro_batches
+    def _pass_seconds(self, passes: Passes, parts: list[MicroBatchSize]) -> float:
+        return pass_seconds(passes, self.compute, self.layout, self.device, self.workload.config, parts)
 
     @property
     def _expert_seconds(self) -> float:

@@ -31,11 +31,7 @@ class LayoutTraffic:
         layout, text = self.layout, self.config.get_text_config()
         times, layers = 2 if learns else 1, int(text.num_hidden_layers) / layout.pp
         hidden, mine = HALF * int(text.hidden_size), tokens / layout.sp
-        split = 2 if self.parts.experts else 4  # a mixture's experts are in the group of ep x tp
-        found = split * layers * times * self.cluster.gather(mine * hidden, layout.tp)
-        keys = int(of_layers(text, "num_key_value_heads")) * head_dim(text)
-        heads = 2 * HALF * (attention_width(text) + keys) / layout.tp
-        found += layers * times * self.cluster.exchange(mine * heads, layout.sp, layout.tp)
+        found = self._shared_layers(tokens, learns, layout.tp, layout.sp)
         if self.parts.experts:
             group = layout.ep * layout.tp
             found += 2 * layers * times * self.cluster.gather(group * mine / layout.tp * hidden, group)
@@ -43,6 +39,25 @@ class LayoutTraffic:
             stride = layout.dp * layout.sp * layout.tp
             found += times * self.cluster.send(mine * hidden / layout.tp, layout.pp, stride)
         return found
+
+    def _shared_layers(self, tokens: float, learns: bool, tp: int, sp: int) -> Traffic:
+        """Of these, those of tp and sp ranks."""
+        text = self.config.get_text_config()
+        times, layers = 2 if learns else 1, int(text.num_hidden_layers) / self.layout.pp
+        hidden, mine = HALF * int(text.hidden_size), tokens / sp
+        split = 2 if self.parts.experts else 4  # a mixture's experts are in the group of ep x tp
+        keys = int(of_layers(text, "num_key_value_heads")) * head_dim(text)
+        heads = 2 * HALF * (attention_width(text) + keys) / tp
+        found = split * layers * times * self.cluster.gather(mine * hidden, tp)
+        return found + layers * times * self.cluster.exchange(mine * heads, sp, tp)
+
+    def beyond_pairs(self, tokens: float, learns: bool) -> float:
+        """Seconds of `activations`, without what two ranks of tp or sp exchange, which their measured speed contains."""
+        layout = self.layout
+        tp, sp = min(layout.tp, 2), min(layout.sp, 2)
+        exchanged = self.cluster.inside_seconds(self._shared_layers(tokens, learns, tp, sp))
+        contained = exchanged * tp * sp / (layout.tp * layout.sp)
+        return max(self.cluster.seconds(self.activations(tokens, learns)) - contained, 0.0)
 
     def gathered_weights(self, number: int = HALF) -> Traffic:
         """Of gathering all weights of a rank's part of the model once; scattering their gradients is the same."""

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from dataproto.vlm import family_of
-from dataproto.vlm.costs import logit_flops
 from recipes.forecast import BatchSizes
 from recipes.forecast.batch_sizes import MicroBatchSize
 from recipes.forecast.model_size import ModelSize, meta_model, model_size
@@ -35,16 +34,13 @@ class ModelParts:
     size: ModelSize
     experts: int  # parameters of experts that tokens choose from
     tensors: int  # that are handed over to an engine
-    decoded_flops: float  # of a token in the decoder's products and the head
 
     @classmethod
     def of(cls, config: Any) -> "ModelParts":
         """Counted on the meta device."""
         weights = list(meta_model(config).named_parameters())
         experts = sum(weight.numel() for name, weight in weights if ".experts." in name)
-        layers = family_of(config).flops(config, [1], logit_tokens=1)
-        flops = layers.language_linear + layers.lm_head
-        return cls(model_size(config, ModelConfig()), experts, len(weights), float(flops))
+        return cls(model_size(config, ModelConfig()), experts, len(weights))
 
     def dense_here(self, layout: Layout) -> float:
         """Parameters beside the experts that the ranks of one FSDP group share: the fullest rank's, of all shards."""
@@ -98,11 +94,6 @@ class Workload:
     def forward(self) -> Passes:
         """Operations of a pass without gradients over all rows."""
         return scoring_flops(self.batch)
-
-    @cached_property
-    def head_share(self) -> float:
-        """The head's share of the operations of decoder layers and head."""
-        return sum(self.batch.responses) * logit_flops(self.config.get_text_config()) / self.forward.language
 
     def share(self, prompts: int, ranks: int) -> BatchSizes:
         """The rows of one of ``ranks`` ranks out of those of ``prompts`` prompts; a prompt's samples may be on several."""

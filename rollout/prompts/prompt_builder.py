@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -144,6 +145,22 @@ class PromptBuilder:
     def one_batch(self) -> AbstractContextManager[None]:
         """A context in which this thread processes each distinct image once, however small the cache is."""
         return self._processed.one_batch()
+
+    def without_cache(self) -> Self:
+        """This builder with a cache that keeps nothing, for rows whose images never come back."""
+        found = copy(self)
+        found._processed = ImageCache(0)
+        return found
+
+    @property
+    def image_cache_bytes(self) -> int:
+        """The size of the cache of processed images."""
+        return self._processed.max_bytes
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of the processed images that are in the cache."""
+        return self._processed.bytes
 
     # One row
 

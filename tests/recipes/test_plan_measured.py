@@ -69,6 +69,7 @@ def resident(name: str) -> int:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)  # CPU seconds count, so a busy machine may take its time
 @pytest.mark.parametrize(("mode", "budget"), [("none", 16_384), ("none", 700), ("selective", 16_384), ("full", 16_384)])
 def test_an_update_takes_what_was_forecast(mode, budget):
     env = os.environ | {
@@ -77,7 +78,7 @@ def test_an_update_takes_what_was_forecast(mode, budget):
         "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
     }
     done = subprocess.run(
-        [sys.executable, __file__, mode, str(budget)], env=env, capture_output=True, text=True, timeout=600
+        [sys.executable, __file__, mode, str(budget)], env=env, capture_output=True, text=True, timeout=1750
     )
     assert done.returncode == 0, done.stderr[-2000:]
     ratios = json.loads(done.stdout.splitlines()[-1])

@@ -16,7 +16,7 @@ EXPORTS = {
     "recipes.forecast": """BatchSizes DEVICES Device EpisodeSizes ModelSize Phase PromptSizes RoleMemory SLACK Setting
         StepForecast beside_fact
         calibrate_cpu compared duration preparation_seconds this_cpu
-        device_named episode_batch forecast forecast_lines measure_conversations measure_episode
+        device_named episode_batch forecast forecast_lines kept_image_bytes measure_conversations measure_episode
         measure_prompts model_size
         policy_gradient_batch policy_gradient_setting response_lengths supervised_setting this_device this_gpu""",
     "recipes.simulation": """Choice Cluster ModelParts PUBLISHED SimulatedPhase SimulatedStep Traffic Workload as_options

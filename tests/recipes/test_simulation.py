@@ -22,7 +22,7 @@ H200 = DEVICES["h200"]
 COMPUTE = ModelConfig(compile=True, activation_checkpointing="full", unsharded="nothing")
 PAGE = Path(__file__).parents[2] / "docs" / "cluster_plan.md"
 SIZE = ModelSize(0, 1280, embedding=160, head=160, rest=0, largest_layer=160, trained=1600, tower_trained=True)
-PARTS = ModelParts(SIZE, experts=0, tensors=10, decoded_flops=0.0)
+PARTS = ModelParts(SIZE, experts=0, tensors=10)
 MIXED = replace(PARTS, experts=1024)
 
 
@@ -120,6 +120,23 @@ def test_a_slow_network_costs_what_computation_does_not_hide():
     replicas = replace(choice, layout=Layout(dp=16, replicas=2))
     assert slow > fast
     assert simulate(workload(), Cluster(H200, 16, network=0.1e9), replicas).seconds < slow
+
+
+def test_what_two_ranks_exchange_is_in_their_speed():
+    """Eight ranks of tp receive 7 / 8 of the tokens instead of 1 / 2, beside a fourth of the work of two."""
+    work, tokens = workload(prompts=4, minibatch=4), 100.0
+    for tp, beyond in ((1, 0.0), (2, 0.0), (8, 7 / 8 - 1 / 2 / 4)):
+        cluster, layout = Cluster(H200, tp), Layout(tp=tp)
+        traffic = LayoutTraffic(cluster, work.config, work.parts, layout)
+        received = 4 * 36 * tokens * 2048 * 2  # collectives of a layer, layers, tokens, bytes
+        assert traffic.beyond_pairs(tokens, learns=False) == pytest.approx(beyond * received / H200.link)
+    assert (
+        traffic_of_experts(Layout(dp=2, sp=4, ep=8)).beyond_pairs(tokens, learns=False) > 0
+    )  # sp 2 would not hold ep 8
+
+
+def traffic_of_experts(layout: Layout) -> LayoutTraffic:
+    return LayoutTraffic(Cluster(H200, layout.world_size), published_config("30b-a3b"), MIXED, layout)
 
 
 # The search

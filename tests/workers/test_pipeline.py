@@ -456,6 +456,7 @@ def test_what_cannot_be_staged_is_named(outcomes):
         (StageCosts([1] * 8, head=2), 2, [5, 3]),
         (StageCosts([1] * 8, tower=20, head=1), 4, [1, 2, 3, 2]),  # one layer at least; the last has the head
         (StageCosts([5, 1, 1, 1, 1, 1]), 2, [1, 5]),
+        (StageCosts([0.1] * 28, tower=0.7, head=0.1), 2, [11, 17]),  # sums of such fractions depend on their order
     ],
 )
 def test_stages_are_split_by_cost(costs, stages, counts):

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from dataproto.errors import InvalidConfig
 from dataproto.packing import PackedRows
-from dataproto.vlm import MediaSpans
+from dataproto.vlm import MediaSpans, VLMFamily
 from dataproto.vlm.costs import logit_flops
 from dataproto.vlm.media import dense_levels
 from workers.model.model_config import ModelConfig
@@ -43,9 +43,15 @@ def stage_costs(module: PackedVLM, options: ModelConfig) -> StageCosts:
 
     A backward pass costs two forward ones. It computes the logits again, and the layers too with full activation checkpointing.
     """
-    family, config = module.family, module.model.config
-    text, tokens = config.get_text_config(), torch.tensor([TYPICAL_TOKENS])
     trains = any(weight.requires_grad for weight in module.parameters())
+    return typical_costs(module.family, module.model.config, options, trains, module.makes_logits)
+
+
+def typical_costs(
+    family: VLMFamily, config: Any, options: ModelConfig, trains: bool = True, makes_logits: bool = True
+) -> StageCosts:
+    """`stage_costs` of a model that need not exist."""
+    text, tokens = config.get_text_config(), torch.tensor([TYPICAL_TOKENS])
     passes = 1 if not trains else 4 if options.activation_checkpointing == "full" else 3
     mixing = int(family.mixing_flops(text, tokens).sum()) // int(text.num_hidden_layers)
     weights = [family.layer_weights(text, layer) for layer in range(int(text.num_hidden_layers))]
@@ -55,7 +61,7 @@ def stage_costs(module: PackedVLM, options: ModelConfig) -> StageCosts:
     return StageCosts(
         [passes * (2 * each * TYPICAL_TOKENS + mixing) for each in weights],
         tower * (1 if options.freeze_vision else passes),
-        TYPICAL_LOGITS * logit_flops(text) * (4 if trains else 1) * module.makes_logits,
+        TYPICAL_LOGITS * logit_flops(text) * (4 if trains else 1) * makes_logits,
     )
 
 
@@ -81,8 +87,7 @@ def stage_layers(costs: StageCosts, stages: int, given: Sequence[int] | None = N
                 f"pipeline_layers={tuple(given)}: must name at least one layer for each of {stages} stages, {layers} in all"
             )
         return _ranges(list(accumulate(given)))
-    _, ends = _best_split(costs, stages, max)
-    most = max(_costs_of(costs, _ranges(ends)))
+    most, _ = _best_split(costs, stages, max)
     _, ends = _best_split(costs, stages, lambda total, cost: total + cost**2 if cost <= most else math.inf)
     return _ranges(ends)
 
@@ -106,13 +111,6 @@ def _best_split(costs: StageCosts, stages: int, join: Callable[[float, float], f
 
 def _ranges(ends: Sequence[int]) -> list[range]:
     return [range(begin, end) for begin, end in zip((0, *ends), ends)]
-
-
-def _costs_of(costs: StageCosts, stages: Sequence[range]) -> list[float]:
-    sums = [sum((costs.layers[layer] for layer in stage), 0.0) for stage in stages]
-    sums[0] += costs.tower
-    sums[-1] += costs.head
-    return sums
 
 
 class StageLayers(nn.ModuleList):
