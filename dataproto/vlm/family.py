@@ -5,6 +5,7 @@ Methods read Hugging Face configs and models by attribute, so importing a family
 their paths alone, so a model may be wrapped or sharded as long as these paths exist.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -79,6 +80,8 @@ class VLMFamily(PromptLayout, ForwardCosts):
     """The decoder looks up what it hands to a layer, such as rotary angles, by the layer's number in the whole model."""
     float32_weights: tuple[str, ...] = ()
     """Patterns of parameters that stay in float32 where the model computes in a narrower dtype."""
+    unused_configs: tuple[str, ...] = ()
+    """Names in a model's config of the configs of parts that nothing here runs, such as a tower for audio; see `used_config`."""
     unused_weights: tuple[str, ...] = ()
     """Patterns of weights in checkpoints that the model does not load. An export keeps them as they were."""
     experts: str | None = None
@@ -93,6 +96,20 @@ class VLMFamily(PromptLayout, ForwardCosts):
         import transformers
 
         return getattr(transformers, self.auto_model)
+
+    def new_model(self, config: Any) -> Any:
+        """A new model of the parts of a config that are used, in float32."""
+        return self.model_class().from_config(self.used_config(config), dtype=torch.float32, attn_implementation="sdpa")
+
+    def used_config(self, config: Any) -> Any:
+        """The config of the model that is built for a checkpoint: a copy without `unused_configs`, if it has some of them."""
+        held = [name for name in self.unused_configs if getattr(config, name, None) is not None]
+        if not held:
+            return config
+        used = copy.deepcopy(config)
+        for name in held:
+            setattr(used, name, None)
+        return used
 
     @property
     def vision_parts(self) -> tuple[str, ...]:
@@ -111,6 +128,10 @@ class VLMFamily(PromptLayout, ForwardCosts):
     def expert_count(self, text: Any) -> int:
         """The experts that a router chooses among, by the config ``text`` of the language model."""
         return int(text.num_experts)
+
+    def experts_per_token(self, text: Any) -> int:
+        """The experts that a router chooses for a token, by the config ``text`` of the language model."""
+        return int(text.num_experts_per_tok)
 
     def expert_weights(self, router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
         """The weights ``(S, k)`` that ``router`` gives to the experts ``chosen (S, k)`` int64, by its ``logits (S, E)``.
@@ -135,6 +156,10 @@ class VLMFamily(PromptLayout, ForwardCosts):
         return f"{type(self).__qualname__}()"
 
     # Decoder
+
+    def kind(self, config: Any) -> str:
+        """The kind of models of this type that has a family of its own (``model_type+kind``) and the config. Default: none."""
+        return ""
 
     def check_supported(self, config: Any) -> None:
         """Raises `InvalidConfig` for a model of this type that the family does not compute right. Default: none."""

@@ -12,7 +12,7 @@ from dataproto.errors import InvalidConfig
 from dataproto.vlm import family_of
 from helpers.batches import prompt_batch, with_responses
 from helpers.routes import with_routes
-from helpers.tiny_models import rounding, tiny_config, tiny_model
+from helpers.tiny_models import MOE_TYPES, rounding, tiny_config, tiny_model
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.parallel import compiling, parallelize
@@ -71,10 +71,18 @@ def test_compiled_and_checkpointed_layers_give_the_same_numbers():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "qwen3_5"])
+@pytest.mark.parametrize(
+    "model_type", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "qwen3_5", "gemma4+per_layer"]
+)
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_every_mode_can_be_compiled(model_type, mode):
     check_compiled(model_type, mode)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model_type", [each for each in MOE_TYPES if each != "qwen3_vl_moe"])
+def test_every_mixture_is_compiled_without_graph_breaks(model_type):
+    check_compiled(model_type, "none")
 
 
 @pytest.mark.long
