@@ -71,17 +71,20 @@ def test_compiled_and_checkpointed_layers_give_the_same_numbers():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "model_type", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "qwen3_5", "gemma4+per_layer"]
-)
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "qwen3_5"])
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_every_mode_can_be_compiled(model_type, mode):
     check_compiled(model_type, mode)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("model_type", [each for each in MOE_TYPES if each != "qwen3_vl_moe"])
-def test_every_mixture_is_compiled_without_graph_breaks(model_type):
+@pytest.mark.parametrize("model_type", [*(each for each in MOE_TYPES if each != "qwen3_vl_moe"), "gemma4+per_layer"])
+def test_further_families_are_traced_without_graph_breaks(model_type, monkeypatch):
+    """Their graphs run as they are: to translate them to C++ takes minutes for each family."""
+    compile_ = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda forward, options=None, **kw: compile_(forward, backend="aot_eager", **kw)
+    )
     check_compiled(model_type, "none")
 
 
