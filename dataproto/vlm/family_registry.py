@@ -31,6 +31,8 @@ _SHIPPED = {
     "idefics3": "dataproto.vlm.families.idefics3:Idefics3",
     "gemma3": "dataproto.vlm.families.gemma3:Gemma3",
     "gemma4": "dataproto.vlm.families.gemma4:Gemma4",
+    "gemma4+per_layer": "dataproto.vlm.families.gemma4:Gemma4PerLayer",
+    "gemma4+moe": "dataproto.vlm.families.gemma4:Gemma4Moe",
     "kimi_k25": "dataproto.vlm.families.kimi_k25:KimiK25",
     "llama": "dataproto.vlm.families.text_only:Llama",
     "mistral": "dataproto.vlm.families.text_only:Mistral",
@@ -38,7 +40,7 @@ _SHIPPED = {
     "qwen3": "dataproto.vlm.families.text_only:Qwen3",
 }
 """``config.model_type`` to import path; ``model_type+text_model_type`` for one kind of language model in a model type that takes
-several. The file is imported on first use.
+several, ``model_type+kind`` for one that `VLMFamily.kind` names. The file is imported on first use.
 """
 
 _REFUSED = {
@@ -57,8 +59,9 @@ FamilyClass = TypeVar("FamilyClass", bound=type[VLMFamily])
 def family_of(model: Any) -> VLMFamily:
     """The family of a model type (``"qwen2_5_vl"``), a Hugging Face config, or a model with a config.
 
-    A family whose type names a language model too (``"internvl+qwen3_moe"``) is found by configs with that language model.
-    Families that this process registered come first, then the shipped ones, then entry points of installed packages.
+    A family whose type names a language model too (``"internvl+qwen3_moe"``) is found by configs with that language model, and
+    one of a kind of models (``"gemma4+moe"``) by configs of that kind (`VLMFamily.kind`). Families that this process registered
+    come first, then the shipped ones, then entry points of installed packages.
 
     Raises:
         UnknownModel: no family has this model type, or its kind of language model is not supported. The message lists the known
@@ -69,8 +72,15 @@ def family_of(model: Any) -> VLMFamily:
     'model.visual'
     """
     config = getattr(model, "config", model)
-    model_type = config if isinstance(config, str) else getattr(config, "model_type", None)
-    text_type = getattr(getattr(config, "text_config", None), "model_type", None)
+    if isinstance(config, str):
+        return _named(config, None)
+    model_type = getattr(config, "model_type", None)
+    found = _named(model_type, getattr(getattr(config, "text_config", None), "model_type", None))
+    kind = found.kind(config)
+    return _named(f"{model_type}+{kind}", None) if kind else found
+
+
+def _named(model_type: Any, text_type: str | None) -> VLMFamily:
     for name in (f"{model_type}+{text_type}", model_type):
         if name in _registered:
             return _registered[name]

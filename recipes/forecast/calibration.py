@@ -72,7 +72,7 @@ def timed_cpu(batch: BatchSizes, clock: Clock, tokens: int = TOKENS) -> Device:
     family = family_of(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = family_of(config).model_class().from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        model = family.new_model(config)
     decoding = _decoding_speed(model, batch, clock)
     module = PackedVLM(model, family, 1.0)
     speed = _pass_speed(module, timed_rows(replace(batch, config=config), tokens), clock)

@@ -78,7 +78,7 @@ _counted: dict[tuple[Any, ...], ModelSize] = {}
 def meta_model(config: Any) -> Any:
     """The model without storage."""
     with torch.device("meta"):
-        return family_of(config).model_class().from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        return family_of(config).new_model(config)
 
 
 def count(model: Any, family: VLMFamily, compute: ModelConfig, trains: bool, makes_logits: bool) -> ModelSize:

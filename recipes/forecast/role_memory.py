@@ -272,6 +272,9 @@ def mlp_width(text: Any) -> int:
     120
     """
     experts, width = getattr(text, "num_experts_per_tok", None), getattr(text, "moe_intermediate_size", None)
+    beside = getattr(text, "top_k_experts", None)  # a dense MLP
+    if beside and width:
+        return int(text.intermediate_size) + int(beside) * (int(width) + int(text.hidden_size) // 2)
     if not experts or not width:
         return int(text.intermediate_size)
     shared = (getattr(text, "n_shared_experts", None) or 0) * int(width)
@@ -352,9 +355,8 @@ def route_bytes(config: Any, size: ModelSize) -> int:
     """Bytes of the experts of a token, as an engine records them."""
     if not size.expert_layers:
         return 0
-    text = config.get_text_config()
-    number = expert_dtype(family_of(config).expert_count(text)).itemsize
-    return size.expert_layers * int(text.num_experts_per_tok) * number
+    text, family = config.get_text_config(), family_of(config)
+    return size.expert_layers * family.experts_per_token(text) * expert_dtype(family.expert_count(text)).itemsize
 
 
 def kv_bytes(text: Any, number: int) -> int:

@@ -206,9 +206,9 @@ class Decoder:
         """
         mask, steps = batch.attention_mask, torch.arange(tokens.shape[1], device=self.device)
         batch.attention_mask = torch.cat([mask, filled.to(mask)], dim=1)
-        embeddings = self.model.get_input_embeddings()(tokens)
+        embeddings, extras = self.family.merge(self.model, tokens, None)
         positions = batch.next_position + steps
-        hidden = self._decode(embeddings, positions, {}, batch.attention_mask, batch.cache)
+        hidden = self._decode(embeddings, positions, extras, batch.attention_mask, batch.cache)
         experts = None
         if self.recorder is not None:
             experts = self.recorder.take(len(tokens))

@@ -88,7 +88,9 @@ class HFEngine:
         family = family_of(config)
         family.check_supported(config)
         check_speculation(speculate, family)
-        model = family.model_class().from_pretrained(model_path, dtype=self.dtype, attn_implementation="sdpa")
+        model = family.model_class().from_pretrained(
+            model_path, config=family.used_config(config), dtype=self.dtype, attn_implementation="sdpa"
+        )
         self._path = model_path
         self._begin(model.to(self.device), max_num_seqs, kept_bytes, token_budget, routed_experts, speculate)
 

@@ -17,7 +17,7 @@ class RouteRecorder:
         self.dtype = expert_dtype(family.expert_count(text))
         self._chosen: list[Tensor] = []  # (rows * L, k) of each layer, pass after pass
         routers = family.routers(model)
-        self._layers, self._choices = len(routers), int(text.num_experts_per_tok)
+        self._layers, self._choices = len(routers), family.experts_per_token(text)
         for router in routers:
             router.register_forward_hook(self._record)
 

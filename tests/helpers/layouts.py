@@ -9,7 +9,7 @@ import torch
 from dataproto import DataProto
 from dataproto.vlm import family_of
 from helpers.batches import prompt_batch, with_responses, with_turns
-from helpers.tiny_models import rounding, tiny_config, tiny_model
+from helpers.tiny_models import GEMMA4_TYPES, rounding, tiny_config, tiny_model
 from workers.model.model_config import ModelConfig
 from workers.model.named_weights import full_tensor
 from workers.model.packed_model import PackedVLM
@@ -30,7 +30,7 @@ def config_with_heads(model_type: str, heads: int, key_value_heads: int, tied: b
     """`tiny_config` with another number of heads; the size of a head shrinks if the config has no option for it."""
     config = tiny_config(model_type)
     text = config.get_text_config()
-    if model_type == "gemma4":  # whose layers have heads of their own
+    if model_type in GEMMA4_TYPES:  # whose layers have heads of their own
         counts = {"num_attention_heads": heads, "num_key_value_heads": key_value_heads}
         config.text_config = type(text)(**text.to_dict() | counts | {"tie_word_embeddings": tied})
         config.tie_word_embeddings = tied

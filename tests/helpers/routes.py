@@ -14,12 +14,13 @@ from helpers.tiny_models import tiny_model
 def with_routes(config, data, seed=0):
     """The rows with other experts than a router would choose, drawn at random; rows of equal prompts share theirs."""
     text, generator = config.get_text_config(), torch.Generator().manual_seed(seed)
+    family = family_of(config)
     layers = text.num_hidden_layers - getattr(text, "first_k_dense_replace", 0)
-    experts = family_of(config).expert_count(text)
+    experts, choices = family.expert_count(text), family.experts_per_token(text)
 
     def draw(tokens):
         shares = torch.rand(int(tokens), layers, experts, generator=generator)
-        return shares.topk(text.num_experts_per_tok, dim=-1).indices.to(torch.uint8)
+        return shares.topk(choices, dim=-1).indices.to(torch.uint8)
 
     attended, width = data["attention_mask"], data["response_mask"].shape[1]
     prompts: dict[tuple[int, ...], torch.Tensor] = {}
@@ -37,12 +38,22 @@ def with_routes(config, data, seed=0):
 
 
 def expert_shares(router, logits, experts):
-    """The weights of a token's chosen experts by its ``logits (E,)``: by sigmoids for GLM's routers, else by a softmax."""
+    """The weights of a token's chosen experts by its ``logits (E,)``: by sigmoids for GLM's routers, else by a softmax; Gemma's
+    router returns probabilities instead of logits, and has a factor for each expert.
+    """
+    if hasattr(router, "per_expert_scale"):
+        total = sum(logits[expert] for expert in experts)
+        return [logits[expert] / total * router.per_expert_scale[expert] for expert in experts]
     if hasattr(router, "routed_scaling_factor"):
         scores, scale = [logits[expert].sigmoid() for expert in experts], router.routed_scaling_factor
     else:
         scores, scale = [logits[expert].exp() for expert in experts], 1.0
     return [scale * score / sum(scores) for score in scores]
+
+
+def router_matrix(router):
+    """The weight ``(E, H)`` that makes a router's logits."""
+    return router.weight if hasattr(router, "weight") else router.proj.weight
 
 
 def routes_of(data, row):

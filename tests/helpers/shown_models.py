@@ -4,7 +4,7 @@
 """
 
 from dataproto.vlm import family_of
-from helpers.tiny_models import FURTHER_TYPES, MODEL_TYPES, TEXT_TYPES, WINDOWED_TYPES
+from helpers.tiny_models import FURTHER_TYPES, GEMMA4_TYPES, MODEL_TYPES, TEXT_TYPES
 
 HF_ENGINE_TYPES = (*MODEL_TYPES, *FURTHER_TYPES)
 """Families whose tokens from the HF engine are compared with a loop without a cache. Of the language models one is compared."""
@@ -14,6 +14,8 @@ PIPELINE_TYPES = ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_vl", "smolvlm"
 """Families of the tests of pipelines."""
 LAYOUT_TYPES = (*FURTHER_TYPES, "qwen2_vl", "internvl", "glm4v", "qwen3_5_moe", "idefics3", "gemma4")
 """Families that are left to the long tests in at least one layout."""
+WITHOUT_STAGES = ("gemma4+per_layer",)
+"""Families whose layers cannot be split into pipeline stages."""
 VLLM_TYPES = (
     *(
         "qwen3_vl_moe",
@@ -32,7 +34,7 @@ VLLM_TYPES = (
 """Families of which vLLM samples the tokens of the other engine, with log-probs within 1e-4 in float32."""
 VLLM_HALF_TYPES = ("qwen3_5", "qwen3_5_moe")
 """Families whose kernels of vLLM for the CPU compute in bfloat16 alone: log-probs within 0.05."""
-VLLM_WINDOWED_TYPES = WINDOWED_TYPES
+VLLM_WINDOWED_TYPES = ("gemma3", *GEMMA4_TYPES)
 """Families with sliding windows, whose images see each other, by the same bounds as those of `VLLM_TYPES`."""
 MEASURED_ON_H200 = {"qwen2_5_vl": "Qwen2.5-VL", "qwen3_vl_moe": "Qwen3-VL-30B-A3B", "smolvlm": "dataproto make-vlm"}
 """Families with a measurement in `benchmarks/RESULTS.md`, and the words there."""
@@ -40,7 +42,7 @@ MEASURED_ON_H200 = {"qwen2_5_vl": "Qwen2.5-VL", "qwen3_vl_moe": "Qwen3-VL-30B-A3
 NOT_SUPPORTED = "no"
 FIELD = (
     ("Qwen3.5, Qwen3.6, Qwen3.8", "51 %", ("qwen3_5", "qwen3_5_moe")),
-    ("Gemma 3, Gemma 4", "17 %", ("gemma3", "gemma4")),
+    ("Gemma 3, Gemma 4", "17 %", ("gemma3", *GEMMA4_TYPES)),
     ("Kimi K2.5 and later", "7 %", ("kimi_k25",)),
     ("Qwen3-VL", "6 %", ("qwen3_vl", "qwen3_vl_moe")),
     ("Qwen2-VL, Qwen2.5-VL", EARLIER := "about 10 % with Qwen3-VL", ("qwen2_vl", "qwen2_5_vl")),
@@ -86,7 +88,7 @@ def layouts(model_type: str) -> str:
     alike = type_in_tests(model_type)
     every, extra = alike in LAYOUT_TYPES, family_of(alike).experts is not None
     found = [name for name in ("dp", "sp", "tp") if every or alike in MODEL_TYPES]
-    found += ["pp"] * (every or alike in PIPELINE_TYPES)
+    found += ["pp"] * ((every and alike not in WITHOUT_STAGES) or alike in PIPELINE_TYPES)
     found += ["ep"] * (extra and (every or alike == "qwen3_vl_moe"))
     return " ".join(found)
 

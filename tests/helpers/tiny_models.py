@@ -16,13 +16,20 @@ from dataproto.vlm import family_of
 
 HYBRID_TYPES = ("qwen3_5", "qwen3_5_moe", "minicpmv4_6")
 GLM_TYPES = ("glm4v", "glm4v_moe", "glm46v", "glm46v+glm4v_moe_text")
-MOE_TYPES = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "glm46v+glm4v_moe_text", "internvl+qwen3_moe", "kimi_k25")
+GEMMA4_TYPES = ("gemma4", "gemma4+per_layer", "gemma4+moe")
+MOE_TYPES = (
+    *("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "glm46v+glm4v_moe_text", "internvl+qwen3_moe", "kimi_k25"),
+    "gemma4+moe",
+)
 MROPE_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 WINDOWED_TYPES = ("gemma3", "gemma4")
 VLM_TYPES = (*MROPE_TYPES, "internvl", "glm4v", "smolvlm", *WINDOWED_TYPES)
 TEXT_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 MODEL_TYPES = (*VLM_TYPES, "qwen3")  # one model without a vision tower for all
-FURTHER_TYPES = ("glm4v_moe", "glm46v", "glm46v+glm4v_moe_text", "internvl+qwen3_moe", "minicpmv4_6", "kimi_k25")
+FURTHER_TYPES = (
+    *("glm4v_moe", "glm46v", "glm46v+glm4v_moe_text", "internvl+qwen3_moe", "minicpmv4_6", "kimi_k25"),
+    *("gemma4+per_layer", "gemma4+moe"),
+)
 """Families close to others, whose costly checks are left to the long tests."""
 WITH_FURTHER_TYPES = (*MODEL_TYPES, *(pytest.param(each, marks=pytest.mark.long) for each in FURTHER_TYPES))
 TILED = ("internvl", "internvl+qwen3_moe", "smolvlm", "idefics3")
@@ -37,7 +44,7 @@ CLASSES = {
     "qwen3_5": ("Qwen3_5Config", "Qwen3_5ForConditionalGeneration"),
     "qwen3_5_moe": ("Qwen3_5MoeConfig", "Qwen3_5MoeForConditionalGeneration"),
     "gemma3": ("Gemma3Config", "Gemma3ForConditionalGeneration"),
-    "gemma4": ("Gemma4Config", "Gemma4ForConditionalGeneration"),
+    **dict.fromkeys(GEMMA4_TYPES, ("Gemma4Config", "Gemma4ForConditionalGeneration")),
     "internvl": ("InternVLConfig", "InternVLForConditionalGeneration"),
     "glm4v": ("Glm4vConfig", "Glm4vForConditionalGeneration"),
     "glm4v_moe": ("Glm4vMoeConfig", "Glm4vMoeForConditionalGeneration"),
@@ -134,8 +141,8 @@ def tiny_config(model_type: str) -> Any:
         return _tiny_internvl(model_type.endswith("moe"))
     if model_type == "gemma3":
         return _tiny_gemma3()
-    if model_type == "gemma4":
-        return _tiny_gemma4()
+    if model_type in GEMMA4_TYPES:
+        return _tiny_gemma4(model_type)
     if model_type in TEXT_TYPES:
         return getattr(transformers, CLASSES[model_type][0])(**_BASE_TEXT | _TEXT_ONLY.get(model_type, {}))
     if model_type in TILED:
@@ -221,7 +228,24 @@ def _tiny_gemma3() -> Any:
     )
 
 
-def _tiny_gemma4() -> Any:
+_GEMMA4_TEXT: dict[str, dict[str, Any]] = {
+    "gemma4": {},
+    "gemma4+per_layer": {  # the last two of four layers have the keys and values of the first two
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "use_double_wide_mlp": True,
+        "attention_k_eq_v": False,
+        "num_global_key_value_heads": None,
+        "use_bidirectional_attention": None,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": VOCABULARY,
+    },
+    "gemma4+moe": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+}
+
+
+def _tiny_gemma4(model_type: str) -> Any:
     """A layer with a sliding window, and one without, whose heads are twice as wide and whose keys are also values."""
     windowed = {
         "head_dim": 32,
@@ -248,8 +272,8 @@ def _tiny_gemma4() -> Any:
         "default_output_length": 70,  # published configs have it, and vLLM reads it
     }
     return transformers.Gemma4Config(
-        text_config=_BASE_TEXT | windowed,
-        vision_config=vision,
+        text_config=_BASE_TEXT | windowed | _GEMMA4_TEXT[model_type],
+        vision_config=vision | {"use_clipped_linears": model_type == "gemma4+per_layer"},
         audio_config=None,
         image_token_id=IMAGE,
         video_token_id=VIDEO,
@@ -347,7 +371,11 @@ def tiny_model(model_type: str, seed: int = 0, config: Any = None) -> Any:
         tiny_config(model_type) if config is None else config, attn_implementation="sdpa", dtype=torch.float32
     )
     with torch.no_grad():
-        for weight in model.state_dict().values():  # buffers of checkpoints as well
+        for name, weight in model.state_dict().items():  # buffers of checkpoints as well
+            if name.endswith(
+                ("input_min", "input_max", "output_min", "output_max")
+            ):  # which are infinite: some values are cut
+                weight.fill_(-1.0 if name.endswith("_min") else 1.0)
             weight.add_(torch.randn_like(weight) * 0.05)
     return model.eval()
 
@@ -457,7 +485,7 @@ def gradient_tolerance(model_type: str) -> float:
     """Of a gradient's norm: what the order of float32 sums may change. Recurrent layers sum over all tokens before, and Gemma 4's
     tower sums over all patches and padding.
     """
-    return 1e-4 if model_type in (*HYBRID_TYPES, "gemma4") else 1e-5
+    return 1e-4 if model_type in (*HYBRID_TYPES, *GEMMA4_TYPES) else 1e-5
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import Min
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-from helpers.tiny_models import GLM_TYPES, TEXT_TYPES, TILE, TILED, tiny_config
+from helpers.tiny_models import GEMMA4_TYPES, GLM_TYPES, TEXT_TYPES, TILE, TILED, tiny_config
 from rollout.kimi_images import KimiImageProcessor
 from rollout.prompts import PromptBuilder
 
@@ -130,7 +130,7 @@ GEMMA4_TEMPLATE = (
     "{{ '<turn|>\n' }}{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|turn>model\n' }}{%- endif -%}"
 )
 _PROMPTS = {
-    "gemma4": (GEMMA4_SPECIAL, GEMMA4_TEMPLATE),
+    **dict.fromkeys(GEMMA4_TYPES, (GEMMA4_SPECIAL, GEMMA4_TEMPLATE)),
     "gemma3": (GEMMA_SPECIAL, GEMMA_TEMPLATE),
     "internvl": (INTERNVL_SPECIAL, INTERNVL_TEMPLATE),
     "internvl+qwen3_moe": (INTERNVL_SPECIAL, INTERNVL_TEMPLATE),
@@ -178,7 +178,7 @@ def tiny_image_processor(model_type: str = "qwen2_5_vl") -> Any:
         return None
     if model_type == "gemma3":
         return Gemma3ImageProcessorPil(size={"height": TILE, "width": TILE})
-    if model_type == "gemma4":
+    if model_type in GEMMA4_TYPES:
         return Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70)
     if model_type.startswith("internvl"):
         return GotOcr2ImageProcessorPil(size={"height": TILE, "width": TILE}, min_patches=1, max_patches=6)
@@ -205,7 +205,8 @@ def tiny_prompt_config(model_type: str = "qwen2_5_vl") -> Any:
         for name, token in (("image", "image_soft_token"), ("boi", "start_of_image"), ("eoi", "end_of_image")):
             setattr(config, f"{name}_token_id", tokenizer.convert_tokens_to_ids(f"<{token}>"))
         return config
-    if model_type == "gemma4":
+    if model_type in GEMMA4_TYPES:
+        config.get_text_config().vocab_size_per_layer_input = len(tokenizer)
         config.vision_config.position_embedding_size = 256
         for name, place in {"image": 5, "video": 6, "audio": 7, "boi": 3, "eoi": 4, "boa": 8}.items():
             setattr(config, f"{name}_token_id", tokenizer.convert_tokens_to_ids(GEMMA4_SPECIAL[place]))

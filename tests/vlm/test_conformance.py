@@ -17,6 +17,7 @@ from dataproto.vlm import family_of, media_grids, media_spans
 from helpers.tiny_models import (
     END,
     FURTHER_TYPES,
+    GEMMA4_TYPES,
     IMAGE,
     MODEL_TYPES,
     MOE_TYPES,
@@ -180,7 +181,7 @@ def test_shared_media_equal_separate_media(model_type):
         tower = model.get_submodule(family.vision_tower)
         names = ["", *(name for name, _ in tower.named_parameters())]
         grads.append((logits, *torch.autograd.grad(logits[:, 3].sum(), list(tower.parameters()))))
-    tolerance = 1e-4 if model_type == "gemma4" else 1e-5  # whose tower sums over padding
+    tolerance = 1e-4 if model_type in GEMMA4_TYPES else 1e-5  # whose tower sums over padding
     for name, shared, separate in zip(names, *grads):
         assert (shared - separate).norm() <= tolerance * separate.norm() + 1e-7 + rounding(name), name
 
@@ -224,7 +225,7 @@ def test_text_alone_needs_no_tower(model_type):
     model, family = model_of(model_type), family_of(model_type)
     ids = torch.tensor([[1, 2, 3]])
     embeddings, extras = family.embed(model, ids, {})
-    assert extras == {}
+    assert extras.keys() == ({"per_layer_inputs"} if model_type == "gemma4+per_layer" else set())
     assert torch.equal(embeddings, model.get_input_embeddings()(ids))
     with pytest.raises(MediaMismatch, match="both come from one"):
         family.merge(model, ids, torch.zeros(1, 1, 64), None)
@@ -288,7 +289,8 @@ def test_module_paths_and_the_tensor_parallel_plan_exist(model_type):
     assert tower | mergers | language | head == {id(p) for p in model.parameters()}
 
     theirs = dict(text.base_model_tp_plan or {})  # Qwen3-VL has none for its dense decoder
-    theirs.pop("layers.*.mlp.experts", None)  # a hook of theirs, not a layout
+    for hook in ("layers.*.mlp.experts", "layers.*.experts"):  # of theirs, no layouts
+        theirs.pop(hook, None)
     theirs = {
         path: style
         for path, style in theirs.items()
@@ -310,7 +312,8 @@ def test_module_paths_and_the_tensor_parallel_plan_exist(model_type):
         "experts.",
         ".linear_attn",
         *(["self_attn."] if model_type == "kimi_k25" else []),
-    )  # latent attention they leave whole
+        *(["embed_tokens_per_layer"] if model_type == "gemma4+per_layer" else []),
+    )  # latent attention they leave whole, and embeddings by layer
     assert not theirs or all(any(part in path for part in own) for path in ours.keys() - theirs.keys())
     names = {name for name, _ in model.named_modules()} | {name for name, _ in model.named_parameters()}
     unused = [path for path, _ in family.tensor_plan if not any(fnmatchcase(name, path) for name in names)]
@@ -376,4 +379,5 @@ def test_expert_weights_have_the_layout_of_published_checkpoints(model_type):
     published["glm4v_moe"] = published["glm46v+glm4v_moe_text"] = {(8, 256, 64), (8, 64, 128)}
     published["internvl+qwen3_moe"] = {(4, 256, 64), (4, 64, 128)}
     published["kimi_k25"] = {(4, 64, 64), (4, 64, 32)}  # apart, expert by expert
+    published["gemma4+moe"] = {(4, 64, 64), (4, 64, 32)}
     assert shapes == published.get(model_type, set())

@@ -10,6 +10,7 @@ from dataproto.planning import split_by_budget
 from dataproto.vlm import family_of, media_grids, media_spans
 from dataproto.vlm.families.qwen3_5 import CHUNK, recurrence_flops
 from helpers.tiny_models import (
+    GEMMA4_TYPES,
     WITH_FURTHER_TYPES,
     expand,
     forward_positions,
@@ -75,7 +76,7 @@ def test_counts_equal_those_of_the_counter(model_type):
     if family_of(model).experts is not None:
         model.set_experts_implementation("eager")
     family, config = family_of(model), model.config
-    grids = [(8, 4), (4, 8)] if model_type == "gemma4" else GRIDS  # whose tower pads images to one length
+    grids = [(8, 4), (4, 8)] if model_type in GEMMA4_TYPES else GRIDS  # whose tower pads images to one length
     row = image_inputs(config, *grids)
     one = placeholder(model_type)
     ids, types = expand(config, [1, *one, 2, *one, 3], *grids)
@@ -107,8 +108,8 @@ def test_counts_equal_those_of_the_counter(model_type):
     # the counter counts the full square, we what is below the diagonal and, in some layers, within a window
     square = attention(everything) - attention(vision) - recurrent * rule
     attended = ours.language_attention - recurrent * length * (recurrence_flops(text) if recurrent else 0)
-    if model_type == "gemma4":  # whose heads are wider in layers without a window
-        squares = [4 * 2 * size for size in (32, 64)]
+    if model_type in GEMMA4_TYPES:  # whose heads are wider in layers without a window
+        squares = [4 * 2 * size * text.num_hidden_layers // 2 for size in (32, 64)]
         assert square == sum(squares) * length**2
         near = sum(min(place + 1, text.sliding_window) for place in range(length))
         assert attended == squares[0] * near + squares[1] * length * (length + 1) // 2

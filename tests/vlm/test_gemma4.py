@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from transformers import Gemma4AudioConfig
 
 from dataproto.errors import InvalidConfig, InvalidRow, MediaMismatch
 from dataproto.vlm import family_of
@@ -11,7 +12,10 @@ from helpers.batches import padded_log_probs, prompt_batch, with_responses
 from helpers.tiled_models import tiled_rows, write_with_pictures
 from helpers.tiny_models import image_inputs, rounding, tiny_config, tiny_model
 from helpers.tiny_prompts import tiny_builder, tiny_image_processor
+from rollout.engine import SamplingParams
+from rollout.hf import HFEngine
 from rollout.prompts import PromptBuilder, load_image_processor
+from rollout.responses import build_requests
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.parallel.activation_checkpointing import ActivationCheckpointing
@@ -99,8 +103,10 @@ def test_pipelines_refuse_keys_of_earlier_layers():
 @pytest.mark.parametrize(
     ("option", "says"),
     [
-        ({"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8}, "experts"),
-        ({"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 300}, "per-layer embeddings"),
+        (
+            {"enable_moe_block": True, "num_experts": 4, "hidden_size_per_layer_input": 8},
+            "experts and per-layer embeddings",
+        ),
         ({"use_bidirectional_attention": "all"}, "attention of all tokens to all"),
     ],
 )
@@ -129,6 +135,44 @@ def test_constants_of_layers_survive_an_export(tmp_path):
     ActorWorker(ActorConfig(str(tmp_path / "before")), CPU).save(tmp_path / "after")
     again = FAMILY.model_class().from_pretrained(tmp_path / "after" / "huggingface")
     assert [layer.layer_scalar.item() for layer in again.model.language_model.layers] == [0.5, 0.75]
+
+
+def with_audio(path):
+    """A checkpoint of a small model with a tower for audio, whose attention Hugging Face has in plain products alone."""
+    config = tiny_config("gemma4+per_layer")
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 32}
+    config.audio_config = Gemma4AudioConfig(**small)
+    torch.manual_seed(0)
+    model = FAMILY.model_class().from_config(config)
+    model.save_pretrained(path)
+    return model
+
+
+def test_a_tower_for_audio_is_not_loaded_and_stays_in_exports(tmp_path):
+    model = with_audio(tmp_path / "before")
+    actor = ActorWorker(ActorConfig(str(tmp_path / "before")), CPU)
+    prompts = prompt_batch(model.config, [[(4, 6)], []], texts=[4, 5])
+    data = with_responses(model.config, prompts, lengths=[5, 3], width=6)
+    actor.update(data, lambda outputs, rows: (-outputs.log_probs, {}))
+    assert not any("audio" in name for name, _ in actor.named_weights())
+    actor.save(tmp_path / "after")
+    again, report = FAMILY.model_class().from_pretrained(tmp_path / "after" / "huggingface", output_loading_info=True)
+    assert not any(report.values()), report
+    weights = dict(again.named_parameters())
+    audio = {name for name, _ in model.named_parameters() if "audio" in name}
+    assert len(audio) > 10
+    assert audio >= {name for name, weight in model.named_parameters() if torch.equal(weights[name], weight)}
+
+
+def test_the_hf_engine_reads_a_checkpoint_with_a_tower_for_audio(tmp_path):
+    model = with_audio(tmp_path)
+    engine, sampling = (
+        HFEngine(str(tmp_path), device=CPU, dtype="float32"),
+        SamplingParams(max_tokens=4, temperature=0.0),
+    )
+    prompts = prompt_batch(model.config, [[(4, 6)], []], texts=[4, 5])
+    found = engine.generate(build_requests(prompts, sampling), sampling)
+    assert [len(completion.token_ids) for completion in found] == [4, 4]
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,8 @@ def compared(model_type, tests):
         "pp": any((model, layout) == (model_type, Layout(pp=2)) for model, layout, _ in pipelines),
         "ep": model_type == tests["ep"].MOE,
     }
-    further = [*tests["families"].layouts_of(model_type), "pp 2"] if model_type in LAYOUT_TYPES else []
+    further = tests["families"].layouts_of(model_type) if model_type in LAYOUT_TYPES else []
+    further += ["pp 2"] * (model_type in tests["families"].STAGED_TYPES)
     return {degree for degree, case in found.items() if case or any(degree in name.split() for name in further)}
 
 

@@ -6,13 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn.functional import linear, silu
 
 from dataproto.vlm import family_of
 from helpers.examples import at_most
-from helpers.routes import expert_shares
+from helpers.routes import expert_shares, router_matrix
 from helpers.tiny_models import MOE_TYPES, tiny_model
-from workers.model.mixture import grouped_experts
+from workers.model.mixture import grouped_experts, use_packed_experts
 from workers.model.mixture.routing import PackedRouter
 
 
@@ -62,7 +63,7 @@ def test_grouped_products_are_those_of_each_token(tokens, experts, choices, widt
 def test_recorded_choices_get_the_weights_of_the_own_router(model_type):
     model, family = tiny_model(model_type), family_of(model_type)
     gate = family.routers(model)[0]
-    hidden = torch.randn(5, gate.weight.shape[1], generator=torch.Generator().manual_seed(1))
+    hidden = torch.randn(5, router_matrix(gate).shape[1], generator=torch.Generator().manual_seed(1))
     logits, weights, chosen = gate(hidden)
     assert torch.equal(family.expert_weights(gate, logits, chosen), weights)  # to the last bit
     router = PackedRouter(gate, family)
@@ -74,7 +75,7 @@ def test_recorded_choices_get_the_weights_of_the_own_router(model_type):
         expected = torch.stack(expert_shares(gate, logits[token], experts)).float()
         torch.testing.assert_close(replayed[token], expected, atol=1e-6, rtol=0)
     replayed[:, 0].sum().backward()
-    assert gate.weight.grad.norm() > 1e-3  # through the weights of recorded experts
+    assert router_matrix(gate).grad.norm() > 1e-3  # through the weights of recorded experts
 
 
 @pytest.mark.parametrize("model_type", MOE_TYPES)
@@ -83,7 +84,27 @@ def test_padding_is_sent_nowhere(model_type):
     gate = family.routers(tiny_model(model_type))[0]
     router = PackedRouter(gate, family)
     router.use(None, torch.tensor([True, False]))
-    _, _, chosen = router(torch.randn(2, gate.weight.shape[1], generator=torch.Generator().manual_seed(1)))
-    experts = len(gate.weight)
+    _, _, chosen = router(torch.randn(2, router_matrix(gate).shape[1], generator=torch.Generator().manual_seed(1)))
+    experts = len(router_matrix(gate))
     assert chosen[0].max() < experts
     assert chosen[1].tolist() == [experts, experts]
+
+
+@pytest.mark.parametrize("model_type", MOE_TYPES)
+def test_a_sparse_layer_never_waits_for_the_device(model_type):
+    """Fake tensors have no values: what reads one on the host, such as how many tokens an expert gets, raises."""
+    family = family_of(model_type)
+    model = tiny_model(model_type)
+    _, choices = use_packed_experts(model, family)
+    router, experts = family.routers(model)[0], model.get_submodule(family.expert_layers(model)[0])
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to(torch.bfloat16)
+        states = torch.empty(9, 64, dtype=torch.bfloat16, requires_grad=True)
+        for recorded in (None, torch.empty(9, choices, dtype=torch.uint8)):
+            router.forward.use(recorded, torch.empty(9, dtype=torch.bool))
+            _, weights, chosen = router(states)
+            made = experts(states, chosen, weights.to(states.dtype))
+            made.sum().backward()
+            assert made.shape == states.shape
+        with pytest.raises(DataDependentOutputException):
+            chosen.tolist()

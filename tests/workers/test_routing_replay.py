@@ -15,7 +15,14 @@ from dataproto.vlm import family_of
 from helpers.batches import padded_log_probs
 from helpers.engines import ROWS
 from helpers.layouts import CPU, mixed_rows
-from helpers.routes import differences_with_and_without, expert_shares, routes_of, with_routes, write_like_a3b
+from helpers.routes import (
+    differences_with_and_without,
+    expert_shares,
+    router_matrix,
+    routes_of,
+    with_routes,
+    write_like_a3b,
+)
 from helpers.tiny_models import MOE_TYPES, gradient_tolerance, tiny_model
 from rollout.engine import SamplingParams
 from rollout.hf import HFEngine
@@ -100,15 +107,27 @@ def by_token(block, routes, args):
     return torch.stack(rows)[None]
 
 
+def routed(router, routes, output):
+    """The output of a router that sends tokens to these experts ``(S, k)``, one after the other."""
+    shares = [torch.stack(expert_shares(router, each, chosen)) for each, chosen in zip(output[0], routes.tolist())]
+    return output[0], torch.stack(shares), routes.long()
+
+
 def one_after_the_other(model, data):
     """Log-probs ``(B, R)`` by Hugging Face's model, row by row, with the recorded experts."""
-    found = []
-    blocks = [model.get_submodule(name.removesuffix(".experts")) for name in family_of(model).expert_layers(model)]
+    found, family = [], family_of(model)
+    blocks = [model.get_submodule(name.removesuffix(".experts")) for name in family.expert_layers(model)]
+    if family.model_type == "gemma4+moe":  # whose experts lie in the decoder layer itself
+        blocks = family.routers(model)
     for row in range(len(data)):
         routes = routes_of(data, row)
         hooks = [
             block.register_forward_hook(
-                lambda block, args, output, number=number, routes=routes: by_token(block, routes[:, number], args)
+                lambda block, args, output, number=number, routes=routes: (
+                    routed(block, routes[:, number], output)
+                    if hasattr(block, "per_expert_scale")
+                    else by_token(block, routes[:, number], args)
+                )
             )
             for number, block in enumerate(blocks)
         ]
@@ -131,8 +150,9 @@ def test_other_routes_give_what_a_loop_over_tokens_gives(model_type):
     for name, gradient in theirs.items():
         error = (gradients[name] - gradient).norm()
         assert error <= gradient_tolerance(model_type) * gradient.norm() + 1e-6, name
-    gate = family_of(model).expert_layers(model)[0].replace("experts", "gate.weight")
-    assert gradients[gate].norm() > 1e-3
+    matrix = router_matrix(family_of(model).routers(model)[0])
+    (name,) = (name for name, weight in model.named_parameters() if weight is matrix)
+    assert gradients[name].norm() > 1e-3
     assert (forward_rows(packed(model_type, replays=False), data, CPU).log_probs - found).abs().max() > 1e-3
 
 

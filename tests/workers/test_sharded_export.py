@@ -13,7 +13,7 @@ import transformers
 from dataproto.errors import CheckpointError
 from helpers.layouts import config_with_heads
 from helpers.processes import run_ranks, shared_folder, sharing
-from helpers.tiny_models import CLASSES, MODEL_TYPES, tiny_config, tiny_model
+from helpers.tiny_models import CLASSES, GEMMA4_TYPES, MODEL_TYPES, tiny_config, tiny_model
 from workers.model.named_weights import all_named_weights, named_buffers
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import init_ranks
@@ -168,7 +168,7 @@ def checkpoints(tmp_path_factory):
     root = tmp_path_factory.mktemp("export")
     for name in WITH_BUFFERS:
         config = tiny_config(name)
-        if name == "gemma4":  # whose layers have heads of their own
+        if name in GEMMA4_TYPES:  # whose layers have heads of their own
             config = config_with_heads(name, heads=2, key_value_heads=2)
         elif "num_key_value_heads" in config.get_text_config().to_dict():
             config.get_text_config().num_key_value_heads = 2

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dataproto.errors import InvalidConfig
+from workers.model.segments.segment_attention import empty_gradients, empty_output
 
 MAX_TORCH_QUERIES = 128
 """Torch's kernel is faster on segments of up to this number of queries, such as the 64 of a vision tower's window."""
@@ -108,9 +109,7 @@ def flash_attention_4(
     return out, log_sums
 
 
-@flash_attention_4.register_fake
-def _(q: Tensor, *others: Any, **_: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+flash_attention_4.register_fake(empty_output)
 
 
 @torch.library.custom_op("dataproto::flash_attention_4_backward", mutates_args=(), device_types="cuda")
@@ -147,9 +146,7 @@ def _flash_attention_4_backward(
     return grad_q, grad_k, grad_v
 
 
-@_flash_attention_4_backward.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+_flash_attention_4_backward.register_fake(empty_gradients)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

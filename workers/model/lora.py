@@ -57,8 +57,10 @@ def add_adapters(model: PreTrainedModel, family: VLMFamily, config: ModelConfig)
 def _adapted_layers(model: nn.Module, family: VLMFamily, vision: bool) -> Iterator[str]:
     """Names of the linear layers that get an adapter: in decoder layers and, with ``vision``, in vision tower and mergers."""
     roots = (family.decoder_layers, *(family.vision_parts if vision else ()))
+    routers = {id(part) for router in family.routers(model) for part in router.modules()}
     for name, layer in model.named_modules():
-        if isinstance(layer, nn.Linear) and any(name.startswith(f"{root}.") for root in roots):
+        inside = any(name.startswith(f"{root}.") for root in roots)
+        if isinstance(layer, nn.Linear) and inside and id(layer) not in routers:
             yield name
 
 

@@ -43,9 +43,7 @@ def hollow_model(model_path: str, family: VLMFamily) -> tuple[PreTrainedModel, C
     if not files.names:
         raise CheckpointError(f"{model_path} holds no weights: neither safetensors files nor pytorch_model.bin")
     with torch.device("meta"):
-        model: PreTrainedModel = family.model_class().from_config(
-            config, dtype=torch.float32, attn_implementation="sdpa"
-        )
+        model: PreTrainedModel = family.new_model(config)
     if model.can_generate():
         model.generation_config = generation_config(model_path, config)
     sources = WeightSources.of(model, family, files)

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
@@ -232,7 +232,8 @@ class ShardedExport:
     def _complete(self, places: dict[str, tuple[str, int]]) -> None:
         """Writes the configuration, removes files of an earlier export, and writes the index."""
         config = self.shell.config
-        config.update({"architectures": [type(self.model).__name__], "dtype": self.dtype or self.model.dtype})
+        named = {"architectures": [type(self.model).__name__], "dtype": self.dtype or self.model.dtype}
+        config.update(named | self.unused.configs)
         config.save_pretrained(self.directory)
         if self.shell.can_generate():
             self.shell.generation_config.save_pretrained(self.directory)
@@ -253,6 +254,7 @@ class UnusedWeights:
 
     def __init__(self, model: PreTrainedModel, family: VLMFamily) -> None:
         self.sizes: dict[str, int] = {}
+        self.configs: dict[str, Any] = {}  # of the parts that the weights belong to
         source = str(model.config._name_or_path)
         if not family.unused_weights or not source:
             return
@@ -262,6 +264,9 @@ class UnusedWeights:
         ]
         with self.files.opened():
             self.sizes = {name: 2 * prod(self.files.tensor(name).shape) for name in names}  # as if in bfloat16
+        if names and family.unused_configs:
+            config = AutoConfig.from_pretrained(source)
+            self.configs = {name: getattr(config, name) for name in family.unused_configs}
 
     def of(self, names: frozenset[str]) -> dict[str, Tensor]:
         """Those with these names."""

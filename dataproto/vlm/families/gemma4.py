@@ -1,5 +1,6 @@
-"""Gemma 4, dense, with images of any size: layers with a sliding window, in which the tokens of an image may see each other, and
-layers without, whose heads are wider and whose keys are also values; logits have a soft cap.
+"""Gemma 4 with images of any size: layers with a sliding window, in which the tokens of an image may see each other, and layers
+without, whose heads are wider and whose keys may also be values; logits have a soft cap. The small models give each layer an
+embedding of its own of each token, and their last layers use the keys of earlier ones; one has experts beside its dense MLP.
 """
 
 import math
@@ -15,7 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from dataproto.errors import InvalidConfig, InvalidMedia, MediaMismatch
 from dataproto.vlm.costs import causal_pairs
-from dataproto.vlm.family import VLMFamily
+from dataproto.vlm.family import DECODER_PLAN, VLMFamily
+from dataproto.vlm.media import MediaSpans
 from dataproto.vlm.media_layout import MediaLayout, check_limits
 from dataproto.vlm.placeholders import Ids
 
@@ -108,10 +110,10 @@ class PlacedPatches(MediaLayout):
 
 
 class Gemma4(VLMFamily):
-    """Gemma 4, dense, without per-layer embeddings and without audio."""
+    """Gemma 4, dense. The tower for audio that some checkpoints have is not loaded, and stays as it is in their exports."""
 
     model_type = "gemma4"
-    published = ("Gemma-4-31B",)
+    published: tuple[str, ...] = ("Gemma-4-31B",)
     media_layout = PlacedPatches()
     image_text = ("<|image>", "<image|>")
     mrope = False
@@ -120,9 +122,16 @@ class Gemma4(VLMFamily):
     vision_blocks = "model.vision_tower.encoder.layers"
     gated_tower = True
     mergers = ("model.embed_vision",)
+    unused_configs = ("audio_config",)
+    unused_weights = ("model.audio_tower.*", "model.embed_audio.*")
+
+    def kind(self, config: Any) -> str:
+        """By the layers of the language model."""
+        text = config.get_text_config()
+        return "moe" if text.enable_moe_block else "per_layer" if text.hidden_size_per_layer_input else ""
 
     def check_supported(self, config: Any) -> None:
-        """Refuses what the larger dense models do not have: experts, per-layer embeddings, audio and clipped towers; and a model
+        """Refuses what no published model has: attention of all tokens to all, experts with per-layer embeddings, and a model
         without a tower.
         """
         text = config.get_text_config()
@@ -132,16 +141,13 @@ class Gemma4(VLMFamily):
                 "checkpoint with its tower"
             )
         found = {
-            "experts (enable_moe_block)": text.enable_moe_block,
-            "per-layer embeddings (hidden_size_per_layer_input)": text.hidden_size_per_layer_input,
-            "audio (audio_config)": getattr(config, "audio_config", None) is not None,
-            "clipped linear layers (use_clipped_linears)": config.vision_config.use_clipped_linears,
+            "experts and per-layer embeddings at once (enable_moe_block, hidden_size_per_layer_input)": (
+                text.enable_moe_block and text.hidden_size_per_layer_input
+            ),
             "attention of all tokens to all (use_bidirectional_attention)": text.use_bidirectional_attention == "all",
         }
         if names := [name for name, value in found.items() if value]:
-            raise InvalidConfig(
-                f"models of type gemma4 with {', '.join(names)} are not supported: use a dense one without"
-            )
+            raise InvalidConfig(f"models of type gemma4 with {', '.join(names)} are not supported: use one without")
 
     def check_stages(self, config: Any) -> None:
         """Refuses keys that later layers share: they would have to travel between stages."""
@@ -252,3 +258,63 @@ class Gemma4(VLMFamily):
         linear = patches * (embedding + depth * block) + features * hidden * int(config.text_config.hidden_size)
         mixing = 4 * width * depth * patches**2 + 2 * hidden * patches * features
         return torch.stack([2 * linear, mixing], dim=1)
+
+
+class Gemma4PerLayer(Gemma4):
+    """The small models. Each layer gets P numbers for a token, the sum of an embedding and of a projection of the first layer's
+    input, which a gate of the layer's states multiplies. Images and audio have the embedding of padding there.
+    """
+
+    model_type = "gemma4+per_layer"
+    published = ("Gemma-4-E2B", "Gemma-4-E4B")
+    layer_embedding = "model.language_model.embed_tokens_per_layer"
+    tensor_plan = (*DECODER_PLAN, (layer_embedding, "vocabulary"))
+
+    def merge(
+        self, model: Any, input_ids: Tensor, features: Tensor | None, spans: MediaSpans | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """With the embeddings ``per_layer_inputs (B, L, layers, P)`` besides."""
+        embeddings, extras = super().merge(model, input_ids, features, spans)
+        config, text = model.config, model.config.get_text_config()
+        ids = input_ids
+        for token in (config.image_token_id, config.video_token_id, config.audio_token_id):
+            ids = ids.masked_fill(ids == token, text.pad_token_id)
+        found = model.get_submodule(self.layer_embedding)(
+            ids
+        )  # under tensor parallelism of this rank's part of the tokens
+        return embeddings, extras | {"per_layer_inputs": found.unflatten(-1, (text.num_hidden_layers, -1))}
+
+    def layer_weights(self, text: Any, layer: int) -> int:
+        """Besides a gate, a projection, and the layer's part of the projection of the first layer's input."""
+        return super().layer_weights(text, layer) + 3 * int(text.hidden_size * text.hidden_size_per_layer_input)
+
+
+class Gemma4Moe(Gemma4):
+    """A mixture of experts, which read the states before the dense MLP beside them. A router's weights have a factor for each
+    expert.
+    """
+
+    model_type = "gemma4+moe"
+    published = ("Gemma-4-26B-A4B",)
+    experts = "model.language_model.layers.*.experts"
+    router = "router"
+    tensor_plan = (
+        *DECODER_PLAN,
+        ("model.language_model.layers.*.experts.gate_up_proj", "packed_colwise"),
+        ("model.language_model.layers.*.experts.down_proj", "rowwise"),
+    )
+
+    def experts_per_token(self, text: Any) -> int:
+        """As Gemma's configs name it."""
+        return int(text.top_k_experts)
+
+    def expert_weights(self, router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
+        """Shares of the probabilities, which this router returns instead of logits, times the factors of the experts."""
+        shares = logits.gather(-1, chosen)
+        weights: Tensor = shares / shares.sum(-1, keepdim=True) * router.per_expert_scale[chosen]
+        return weights
+
+    def layer_weights(self, text: Any, layer: int) -> int:
+        """Besides the router, and the experts that a token is sent to."""
+        experts = 3 * int(text.top_k_experts * text.moe_intermediate_size)
+        return super().layer_weights(text, layer) + int(text.hidden_size) * (int(text.num_experts) + experts)

@@ -27,8 +27,9 @@ class ExpertSlots:
         config = whole.get_text_config()
         layers = routed_layers(model_of(worker))
         self.runner, self.layers = runner, len(layers)
-        self.tail = len(layers), int(config.num_experts_per_tok)
-        self.dtype = expert_dtype(family_of(whole).expert_count(config))
+        family = family_of(whole)
+        self.tail = len(layers), family.experts_per_token(config)
+        self.dtype = expert_dtype(family.expert_count(config))
         self.step = torch.zeros(runner.max_num_tokens, *self.tail, dtype=self.dtype, device=runner.device)
         self.slots = self.step[:0]
         self._seen: set[int] = set()

@@ -63,7 +63,8 @@ def differing_parameters(worker: Any, weights: Weights) -> list[str]:
         module = model.get_submodule(name.rpartition(".")[0])
         held = _held(module, name)
         wanted = _wanted(module, parts, held).to(held.dtype)
-        held = held[: len(wanted)].reshape(wanted.shape)  # vocabularies are padded
+        if wanted.ndim:
+            held = held[: len(wanted)].reshape(wanted.shape)  # vocabularies are padded
         if is_packed(model) and name.endswith(tuple(EXPERT_WEIGHTS.values())):  # the kernels reorder elements
             held, wanted = held.flatten(1).sort().values, wanted.flatten(1).sort().values
         if is_packed(model) and name.endswith(".conv1d.weight"):  # across channels

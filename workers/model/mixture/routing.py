@@ -34,7 +34,7 @@ def use_packed_experts(model: Any, family: VLMFamily) -> tuple[int, int]:
         routers[layer] = router, number
     for name, layer in model.get_submodule(family.decoder_layers).named_children():
         replace_forward(layer, RoutedLayer(layer.forward, *routers.get(name, (None, 0))))
-    return len(names), int(model.config.get_text_config().num_experts_per_tok)
+    return len(names), family.experts_per_token(model.config.get_text_config())
 
 
 class PackedRouter:

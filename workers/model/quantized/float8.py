@@ -72,7 +72,7 @@ def use_float8(model: nn.Module, family: VLMFamily, least_width: int = LEAST_WID
 
 
 def _large_layers(model: nn.Module, family: VLMFamily, least_width: int) -> Iterator[str]:
-    routers = set(map(id, family.routers(model)))
+    routers = {id(part) for router in family.routers(model) for part in router.modules()}
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and name.startswith(f"{family.decoder_layers}.") and id(layer) not in routers:
             widths = (layer.in_features, layer.out_features)

@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from dataproto.packing import PackedRows
 from dataproto.vlm.mrope import IMAGE
+from workers.model.segments.segment_attention import empty_gradients, empty_output
 
 Window = tuple[int, int]
 """How many keys before and after its own a query sees, -1 for all: flash attention's ``window_size``."""
@@ -216,9 +217,7 @@ def block_attention(
     return joined_forward(flash_forward, q, k, v, cu_q, cu_k, max_q, max_k, scale, window, blocks)
 
 
-@block_attention.register_fake
-def _(q: Tensor, *others: Any, **_: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+block_attention.register_fake(empty_output)
 
 
 @torch.library.custom_op("dataproto::block_attention_backward", mutates_args=(), device_types="cuda")
@@ -245,9 +244,7 @@ def _block_attention_backward(
     return joined_backward(flash_backward, grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, scale, window, blocks)
 
 
-@_block_attention_backward.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+_block_attention_backward.register_fake(empty_gradients)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

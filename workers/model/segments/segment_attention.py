@@ -165,9 +165,17 @@ def _segment_attention_backward(
     return grad_q, grad_k, grad_v
 
 
-@_segment_attention_backward.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def empty_output(q: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    """Output ``(T, H, D)`` and log-sum-exps ``(H, T)`` float32 without values, of an operator of flash attention."""
+    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+
+def empty_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients without values, of queries, keys and values: what compilation knows of an operator of attention."""
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+_segment_attention_backward.register_fake(empty_gradients)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

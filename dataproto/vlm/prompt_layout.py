@@ -1,0 +1,241 @@
+"""`PromptLayout`: how a family of models writes media into prompts, as tokens with positions."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dataproto.columns import RowMedia, media_parts
+from dataproto.errors import MediaMismatch
+from dataproto.vlm.media import DistinctMedia, distinct_media, split_media
+from dataproto.vlm.media_layout import PATCH_GRIDS, MediaLayout
+from dataproto.vlm.mrope import IMAGE, VIDEO, Pieces, extend_positions, mrope_positions, text_positions
+from dataproto.vlm.placeholders import Ids, MediaTokens, enclose, expand_ids, frame_texts, split_videos
+
+_MEDIA_TOKENS = (
+    "image",
+    "video",
+    *(f"{kind}_{end}" for kind in ("vision", "image", "video") for end in ("start", "end")),
+)
+"""``config.<name>_token_id``: placeholders and the tokens that enclose them. A config has some of them."""
+
+
+class PromptLayout:
+    """The part of `VLMFamily` that makes tokens, positions and joined media, from a config and without a model.
+
+    Letters: B rows, L tokens (of prompts P, of responses R).
+    """
+
+    media_layout: MediaLayout = PATCH_GRIDS
+    """How images and videos are laid out in the arguments of the model's forward."""
+    image_text: tuple[str, str] = ("", "")
+    """Special tokens, as text, that the processor puts before and after the placeholders of an image. Empty if the chat template
+    writes them.
+    """
+    processor_tokens: tuple[str, ...] = ()
+    """Further special tokens, as text, that the processor writes around and between the parts of an image."""
+    typed_content: bool = False
+    """The chat template reads lists of parts alone: of content that is a string it would write nothing."""
+    mrope: bool = True
+    """Positions are ``(B, 4, L)``: text, time, height, width. If false, they are ``(B, L)``: ranks of tokens."""
+    videos_by_frame: bool = False
+    """In token ids a video is a sequence of frames, each with start and end tokens, after a text that states its time."""
+    numbers_images: bool = False
+    """The text around an image has its number in the prompt, see `numbered`."""
+    frames_as_images: bool = False
+    """A video's frames are images among the others, between the texts of `frame_captions`; no input is of videos alone."""
+
+    # Tokens
+
+    def media_tokens(self, config: Any) -> MediaTokens:
+        """Ids of the placeholders and enclosing tokens that the config has."""
+        return MediaTokens(
+            image=config.image_token_id,
+            video=getattr(config, "video_token_id", None),
+            vision_start=getattr(config, "vision_start_token_id", None),
+            vision_end=getattr(config, "vision_end_token_id", None),
+        )
+
+    def banned_ids(self, config: Any) -> tuple[int, ...]:
+        """Ids that the policy never samples, ascending: a sampled placeholder has no image or video that belongs to it."""
+        found = {getattr(config, f"{name}_token_id", None) for name in _MEDIA_TOKENS}
+        return tuple(sorted(token for token in found if token is not None))
+
+    def token_types(self, input_ids: Tensor, config: Any) -> Tensor:
+        """Types int8 of the tokens of prompts, in their shape: 0 text, 1 image, 2 video."""
+        tokens = self.media_tokens(config)
+        types = torch.zeros_like(input_ids, dtype=torch.int8)
+        for kind, token in ((IMAGE, tokens.image), (VIDEO, tokens.video)):
+            if token is not None:
+                types += (input_ids == token).to(torch.int8) * kind
+        return types
+
+    def merge_size(self, config: Any) -> int:
+        """Patches along each side of a merged feature."""
+        return self.media_layout.merge_size(config)
+
+    def image_tokens(self, height: int, width: int, processor: Any, options: Mapping[str, Any], config: Any) -> int:
+        """Number of placeholder tokens of an image of this size in pixels, if the image processor runs with ``options`` (see
+        `MediaLayout.processor_options`). Raises `InvalidMedia` for a size that the processor refuses.
+        """
+        return self.media_layout.count_image_features(height, width, processor, options, config)
+
+    def image_texts(self, media: Mapping[str, Any], config: Any) -> list[tuple[str, ...]]:
+        """For each image of ``media`` (``multi_modal_inputs``) the texts that the processor puts before, between and after its
+        n runs of placeholders: n + 1 texts. Default: `image_text` around one run.
+        """
+        return [self.image_text] * len(self.media_layout.feature_counts("image", media, config))
+
+    def size_texts(self, height: int, width: int, processor: Any, options: Mapping[str, Any]) -> tuple[str, ...]:
+        """`image_texts` of an image of this size in pixels."""
+        return self.image_text
+
+    def run_counts(self, media: Mapping[str, Any], config: Any) -> Ids:
+        """Number of placeholders of each run, of one image after another. Default: all runs of an image are equally long."""
+        runs = np.array([len(texts) - 1 for texts in self.image_texts(media, config)], dtype=np.int64)
+        return np.repeat(self.media_layout.feature_counts("image", media, config) // runs, runs)
+
+    def numbered(self, texts: Sequence[str], number: int) -> tuple[str, ...]:
+        """The `image_texts` of the image that is number ``number`` of its prompt, from 0. Default: the same for all."""
+        return tuple(texts)
+
+    def frame_captions(self, seconds: Sequence[float], duration: float) -> list[str]:
+        """For a video of n frames at these times, n + 1 texts before, between and after its frames. Only called if
+        `frames_as_images`.
+        """
+        raise NotImplementedError
+
+    def image_placeholder(self, config: Any) -> int | None:
+        """The token that the chat template writes for an image. Default: the one of `media_tokens`, which `expand` repeats."""
+        return self.media_tokens(config).image
+
+    def expand(
+        self,
+        ids: Sequence[int] | Ids,
+        media: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        config: Any,
+        *,
+        encode_text: Callable[[str], Sequence[int]] | None = None,
+        seconds: Sequence[Sequence[float]] | None = None,
+        images_before: int = 0,
+    ) -> tuple[Ids, np.ndarray[Any, np.dtype[np.int8]]]:
+        """Replace the one placeholder of each medium by one placeholder per feature.
+
+        Args:
+            media: the row's ``multi_modal_inputs``, or a list with those of each image and video. Some families need the list,
+                because the joined inputs do not tell where an image ends.
+            encode_text: text to ids without added special tokens. Required by families with `image_text` or `videos_by_frame`.
+            seconds: ``seconds[video][frame]``, see `frame_seconds`. Required for videos by families with `videos_by_frame`.
+            images_before: number of images of the prompt before these ids, for families with `numbers_images`.
+
+        Returns:
+            Ids ``(P,)`` int64 and token types ``(P,)`` int8.
+
+        Raises:
+            MediaMismatch: placeholders and media do not agree, or a required argument is missing.
+        """
+        tokens, parts = self.media_tokens(config), [media] if isinstance(media, Mapping) else media
+        expanded = np.asarray(ids, dtype=np.int64)
+        images, videos = (self._counts(kind, parts, config) for kind in ("image", "video"))
+        if self.videos_by_frame and len(videos):
+            grids = np.concatenate([np.asarray(self.media_layout.grids("video", part, config)) for part in parts])
+            expanded = split_videos(expanded, tokens, frame_texts(grids, encode_text, seconds))
+            videos = np.repeat(videos // grids[:, 0], grids[:, 0])
+        if any(self.image_text) and len(images) and tokens.image is not None:
+            if encode_text is None:
+                raise MediaMismatch("an image of this family needs `encode_text`: text around it is part of the prompt")
+            texts = [image for part in parts for image in self.image_texts(part, config)]
+            texts = [self.numbered(image, images_before + number) for number, image in enumerate(texts)]
+            expanded = self.place_texts(expanded, texts, config, encode_text)
+            images = np.concatenate([self.run_counts(part, config) for part in parts])
+        return expand_ids(expanded, tokens, images, videos)
+
+    def place_texts(
+        self, ids: Ids, texts: Sequence[tuple[str, ...]], config: Any, encode_text: Callable[[str], Sequence[int]]
+    ) -> Ids:
+        """Prompt ids with the `image_texts` of each image in the place of its placeholder, and a placeholder between each two of
+        them. Default: the texts are tokenized alone. Raises `MediaMismatch`.
+        """
+        placeholder = self.media_tokens(config).image
+        assert placeholder is not None
+        return enclose(ids, placeholder, [[encode_text(text) for text in image] for image in texts])
+
+    def joined_tokens(self, ids: Sequence[int] | Ids, config: Any, encode_text: Callable[[str], Sequence[int]]) -> int:
+        """How many tokens fewer `place_texts` makes of prompt ids than the prompt and the texts have alone. Default: 0."""
+        return 0
+
+    def _counts(self, kind: str, media: Sequence[Mapping[str, Any]], config: Any) -> Ids:
+        counts = [self.media_layout.feature_counts(kind, part, config) for part in media]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *counts])
+
+    # Positions
+
+    def position_ids(
+        self,
+        token_types: Tensor,
+        attention_mask: Tensor,
+        image_grid_thw: Tensor | None,
+        video_grid_thw: Tensor | None,
+        second_per_grid_ts: Tensor | Sequence[float] | None,
+        config: Any,
+    ) -> Tensor:
+        """Positions int64 of ``token_types (B, L)``: ``(B, 4, L)`` (text, time, height, width) or ``(B, L)``. Padding has 0.
+
+        Grids ``(N, 3)`` and the seconds between a video's time steps ``(M,)`` list the media of all rows in row order (see
+        `media_grids`). Raises `MediaMismatch`.
+        """
+        if not self.mrope:
+            return text_positions(attention_mask)
+        images = videos = Pieces.none()
+        if image_grid_thw is not None:
+            images = Pieces.of_grids(image_grid_thw, self.merge_size(config))
+        if video_grid_thw is not None:
+            videos = self.video_pieces(video_grid_thw, second_per_grid_ts, config)
+        return mrope_positions(token_types, attention_mask, images, videos)
+
+    def video_pieces(self, grids: Tensor, seconds: Tensor | Sequence[float] | None, config: Any) -> Pieces:
+        """The pieces of videos that get positions, from grids ``(M, 3)`` and the seconds between time steps ``(M,)``.
+
+        Default: a video is one piece, and its time steps are one position apart.
+        """
+        return Pieces.of_grids(grids, self.merge_size(config))
+
+    def extend_positions(self, position_ids: Tensor, attention_mask: Tensor, length: int) -> Tensor:
+        """Positions ``(B, 4, R)`` or ``(B, R)`` of ``length`` generated tokens, from those of prompts ``(B, 4, P)`` or ``(B, P)``
+        with mask ``(B, P)``.
+        """
+        return extend_positions(position_ids, attention_mask, length)
+
+    # Media
+
+    def distinct_media(self, rows: Sequence[RowMedia], config: Any) -> DistinctMedia:
+        """The joined ``multi_modal_inputs`` of rows. Tensors that several rows share are included once."""
+        return distinct_media(rows, self.media_layout, config)
+
+    def feature_counts(self, row: RowMedia, config: Any) -> tuple[int, int]:
+        """Number of features of a row's images and of its videos, from its ``multi_modal_inputs``."""
+        layout, parts = self.media_layout, media_parts(row)
+        images, videos = (
+            sum(int(layout.feature_counts(kind, part, config).sum()) for part in parts) for kind in ("image", "video")
+        )
+        return images, videos
+
+    def split_media(self, row: RowMedia, token_types: Tensor, config: Any) -> tuple[RowMedia, RowMedia] | None:
+        """The media of a row's first tokens, of these types ``(n,)``, and its other media; ``None`` if a mapping has both."""
+        counts = int((token_types == IMAGE).sum()), int((token_types == VIDEO).sum())
+        return split_media(row, counts, lambda part: self.feature_counts(part, config))
+
+    def grids(self, media: RowMedia, config: Any) -> Tensor:
+        """Grids ``(N, 3)`` int64 of the patches that the tower reads, first of images, then of videos."""
+        parts = media_parts(media) or ({},)
+        return torch.cat([self.media_layout.grids(kind, p, config).cpu() for kind in ("image", "video") for p in parts])
+
+    def dummy_media(self, config: Any) -> dict[str, Tensor]:
+        """Inputs of the smallest image that the tower takes, all zero.
+
+        Embedded with empty spans, they change no output and give every weight of the tower a gradient of zero. So a rank without
+        media makes the same collective calls as the others.
+        """
+        return self.media_layout.smallest(config)
