@@ -109,6 +109,7 @@ class RolloutOptions(CarryingConfig):
 class PolicyGradientConfig:
     """All options of a run; written to config.json in its directory."""
 
+    preset: str = "any"  # whose defaults these are
     model_path: str | None = None  # checkpoint directory or hub name; a small Qwen2.5-VL made on the spot by default
     # FILE.py:FUNCTION in verl's, EasyR1's or TRL's form, classifier:MODEL, or the URL of a server; Geo3K's by default
     reward: str | None = None
@@ -134,6 +135,8 @@ class PolicyGradientConfig:
         if not self.rollout.in_order:
             needs = self._needs_own_prompts(), self._needs_whole_batches()
             self.rollout.check(self.on, self.ray.rollout_processes, *needs)
+        if self.run.keep_best == "loss":
+            raise InvalidConfig("keep_best=loss: held-out responses have no loss; give --keep-best accuracy")
         if self.run.epochs is not None and not self.data.data_path:
             raise InvalidConfig("epochs without data_path: drawn problems do not repeat; give --steps")
         parts, batch = self.rollout.parts, self.data.batch_size
@@ -194,7 +197,11 @@ class PolicyGradientConfig:
         """Raises `UnknownModel` or `InvalidConfig` for a model that this run cannot use; ``model_path`` is the policy's."""
         from workers.training.loading import checkpoint_family
 
-        checkpoint_family(model_path)
+        family = checkpoint_family(model_path)
+        if not self.rollout.replay_routing and family.experts is None:
+            raise InvalidConfig(
+                f"--rollout.no-replay-routing would do nothing: {model_path} has no experts; leave it out"
+            )
 
     def reference(self, actor: "ActorConfig") -> "PolicyConfig | None":
         """The policy that a KL term or the advantage compares with: the actor before its training; ``None`` without either."""
@@ -239,16 +246,16 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def parse_with_defaults(
-    arguments: Sequence[str], real: Config, presets: Mapping[str, Config], description: str | None, prog: str
+    arguments: Sequence[str], presets: Mapping[str, Config], description: str | None, prog: str
 ) -> Config:
-    """The configuration of a command line: over a preset, or ``real`` with ``--model-path``; see `parse_recipe`.
+    """The configuration of a command line, over a preset; see `parse_recipe`.
 
     The KL term of a preset is dropped where the command line names an algorithm, whose paper then sets it.
 
     Raises:
         InvalidConfig: an unknown, ill-typed or idle option, or an impossible combination, in one line.
     """
-    return parse_recipe(arguments, real, presets, description, prog, _without_kl)
+    return parse_recipe(arguments, presets, description, prog, _without_kl)
 
 
 def _without_kl(config: Config) -> Config:

@@ -42,6 +42,7 @@ class RowsConfig:
 class SupervisedConfig:
     """Model, optimizer and run; written to config.json in the run's directory."""
 
+    preset: str = "any"  # whose defaults these are
     model_path: str | None = None  # checkpoint directory or hub name; a small Qwen2.5-VL made on the spot by default
     engine: str = "hf"  # what answers held-out questions
     engine_options: dict[str, int | float | bool | str] = field(default_factory=dict)  # of the engine: NAME VALUE ...
