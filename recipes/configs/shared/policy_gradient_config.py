@@ -10,7 +10,7 @@ import tyro
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.options import AlgorithmConfig
 from recipes.configs.shared.carrying_config import CarryingConfig
-from recipes.configs.shared.run_config import RunConfig, check_placement
+from recipes.configs.shared.run_config import RunConfig, check_kept, check_placement
 from recipes.data.column_keys import ColumnKeys, OnBadRow
 from recipes.data.problem_rows import INSTRUCTION
 from recipes.options import parse_recipe
@@ -120,7 +120,8 @@ class PolicyGradientConfig:
     layout: Layout = field(default_factory=Layout)  # how actor and reference are spread over processes
     ray: RayConfig = field(default_factory=RayConfig)
     max_restarts: int = 0  # how often to restart from the last checkpoint after a worker has failed
-    keep_rollouts: int = 64  # rows of each step, in whole groups, kept in output_dir for the viewer; 0: none
+    # rows of each step, or below 1 a share of them, in whole groups, kept in output_dir for the viewer; 0: none
+    keep_rollouts: int | float = 64
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
     data: tyro.conf.OmitArgPrefixes[DataConfig] = field(default_factory=DataConfig)
     run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=RunConfig)
@@ -129,6 +130,7 @@ class PolicyGradientConfig:
 
     def __post_init__(self) -> None:
         check_placement(self)
+        check_kept("keep_rollouts", self.keep_rollouts)
         engine_ranks(self.engine_options, self._ranks_with_engines)  # raises for a size that does not divide them
         self.sampling()  # raises for invalid sampling options
         self.rollout.check_engine(self.engine, self.engine_options, self.algorithm.correction)
