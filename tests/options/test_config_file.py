@@ -16,6 +16,8 @@ from recipes.run.run_directory import open_run_directory, with_schedules
 from recipes.serve import serve_config
 from workers.ranks.layout import Layout
 
+RECIPES = (grpo, ppo, sft, classify, geo3k_grpo, easy_vqa_config, distil_config, walk_config, zoom_config)
+
 
 def written(path: Path, text: str) -> list[str]:
     path.write_text(text)
@@ -62,7 +64,7 @@ def test_a_wrong_file_is_named_with_its_key(text, message, tmp_path):
         grpo.parse(["--config", "nowhere.yaml"])
 
 
-@pytest.mark.parametrize("recipe", [grpo, ppo, sft, classify, geo3k_grpo])
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.slow
 def test_the_file_of_a_run_gives_its_options_again(recipe, tmp_path):
     began = recipe.parse(
@@ -119,9 +121,6 @@ def test_presets_are_defaults_by_name():
     assert geo3k_grpo.parse(["--preset", "3b"]).run.output_dir == Path("outputs/geo3k_grpo")
     with pytest.raises(InvalidConfig, match="--preset 30b is unknown: choose one of tiny, any, 3b, 7b"):
         grpo.parse(["--preset", "30b"])
-
-
-RECIPES = (grpo, ppo, sft, classify, easy_vqa_config, distil_config, walk_config, zoom_config)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
