@@ -183,11 +183,6 @@ IDLE_RULES = (
     ),
     IdleRule(("lr", "batch-size"), lambda c: _value(c, "steps") == 0, "nothing is learnt: leave out --steps 0"),
     IdleRule(
-        ("width", "depth", "heads", "image-size", "patch-size", "scale-factor", "std"),
-        lambda c: c.resume and c.output_dir.exists(),
-        "the checkpoint in --output-dir has its tower already: leave it out",
-    ),
-    IdleRule(
         ("vllm-memory-share", "vllm-adapters"),
         lambda c: c.engine.sampler != "vllm",
         "another engine samples: add --sampler vllm",

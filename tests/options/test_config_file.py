@@ -193,7 +193,6 @@ def test_a_run_that_has_recorded_no_preset_resumes_with_its_own(given, preset, t
         (sft, "--max-response-length 0 --keep-best accuracy", "needs answers"),
         (sft, "--data-path mine --streaming --eval-every 5", "add --eval-data-path"),
         (make_vlm_config, "--steps 0 --lr 0.1", "leave out --steps 0"),
-        (make_vlm_config, "--output-dir . --resume --width 192", "has its tower already"),
         (serve_config, "--vllm-adapters 3", "add --sampler vllm"),
         (sft, "--shuffle-buffer 3", "add --streaming"),
         (sft, "--data-path mine --weights 1", "name several"),
