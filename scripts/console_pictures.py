@@ -52,7 +52,10 @@ def output_of(command: str, folder: Path) -> list[str]:
         raise SystemExit(f"{command}\n{done.stderr}")
     home = str(Path.home())
     told = done.stdout.replace(str(folder.resolve()), "~/first_hour").replace(home, "~")
-    return [f"$ {command}", *told.rstrip().splitlines()]
+    shown = (
+        line for line in told.rstrip().splitlines() if not line.endswith(" ...")
+    )  # on a terminal its end replaces it
+    return [f"$ {command}", *shown]
 
 
 def run_of_the_first_hour(folder: Path) -> list[str]:
