@@ -1,7 +1,8 @@
 """What `dataproto plan --fit` chooses on this CPU, beside its neighbours: forecast and measured seconds and memory of a step.
 
     OMP_NUM_THREADS=1 python benchmarks/fit_choice.py                       # the default run of `dataproto grpo`
-    OMP_NUM_THREADS=1 python benchmarks/fit_choice.py --model-path DIRECTORY --max-response-length 64 --mean-response 60
+    OMP_NUM_THREADS=1 python benchmarks/fit_choice.py --preset any --model-path DIRECTORY --max-response-length 64 \\
+        --mean-response 60
 
 Takes the options of `dataproto plan grpo`. Each choice is a run in a process of its own, one after the other, ROUNDS times; its
 step is the median of all but the first. CPU seconds, in forecast and fact, hardly depend on what else the machine does, if

@@ -4,6 +4,8 @@ Where verl raises `AssertionError`, `ValueError` or `KeyError`, the class here i
 clauses work. Messages name the row, column, shape or rank, and what to do.
 """
 
+import traceback
+
 
 class DataProtoError(Exception):
     """The root: ``except DataProtoError`` catches every error that this library raises on purpose."""
@@ -126,3 +128,28 @@ class RankFailure(DataProtoError, RuntimeError):
 
 class WorkerFailed(DataProtoError, RuntimeError):
     """A worker of a group died, timed out or raised; names its role, rank, node, rows and last activity."""
+
+
+# What others raise
+
+
+def describe(failure: BaseException, file: str | None = None) -> str:
+    """An exception in one line: type, message, and the last line of ``file`` that it passed, or else of any file.
+
+    >>> def half(x):
+    ...     return x / 0
+    >>> try:
+    ...     half(1)
+    ... except ZeroDivisionError as error:
+    ...     describe(error, half.__code__.co_filename).partition(" (")[0]
+    'ZeroDivisionError: division by zero'
+    """
+    message = " ".join(f"{type(failure).__name__}: {failure}".split())
+    if isinstance(failure, SyntaxError):  # its message has file and line
+        return message
+    frames = traceback.extract_tb(failure.__traceback__)
+    own = [frame for frame in frames if file is not None and frame.filename == file]
+    if not frames:
+        return message
+    last = (own or frames)[-1]
+    return f"{message} ({last.filename}:{last.lineno}, in {last.name})"

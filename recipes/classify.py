@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from recipes.configs.classify_config import TINY, ClassifyConfig, ClassifyDataConfig, parse
+from recipes.configs.classify_config import PRESETS, TINY, ClassifyConfig, ClassifyDataConfig, parse
 from recipes.configs.shared.run_config import announce_small_model
 from recipes.data.conversation_rows import Questions
 from recipes.data.labelled_pictures import IMAGES, LabelledData, drawn_data, folder_data, table_data
@@ -22,7 +22,16 @@ from recipes.run.supervised import SupervisedTask, held_out_loss, run_supervised
 from rollout.prompts import PromptBuilder, SupervisedBuilder
 from workers import Roles
 
-__all__ = ["TINY", "ClassifyConfig", "ClassifyDataConfig", "classification_task", "main", "open_labelled", "parse"]
+__all__ = [
+    "PRESETS",
+    "TINY",
+    "ClassifyConfig",
+    "ClassifyDataConfig",
+    "classification_task",
+    "main",
+    "open_labelled",
+    "parse",
+]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

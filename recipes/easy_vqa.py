@@ -2,7 +2,7 @@
 
 With no arguments it fetches the pictures and questions of easy-VQA through pip (3.2 MB, MIT licence), makes a small Qwen2.5-VL,
 shows it some answers, and lets GRPO go on from there, on the CPU within minutes. The model writes its answer in words, and the
-reward compares the text. With ``--model-path`` the same two phases train any checkpoint of a known family.
+reward compares the text. With a checkpoint the same two phases train any checkpoint of a known family.
 
 The run's directory is that of GRPO; its folder ``sft`` is that of the supervised phase. Each evaluation also measures two
 controls: the same questions with other rows' pictures, and without pictures.
@@ -39,7 +39,6 @@ from recipes.tiny import TinyConfig, make_tiny_model
 from rollout.prompts import PromptBuilder, SupervisedBuilder
 from workers import Roles
 from workers.training.checkpoint import latest_checkpoint
-from workers.training.loading import checkpoint_family
 
 # With larger initial weights than Hugging Face's, and pictures of 64 pixels at 112, the model tells shapes apart sooner.
 TINY_MODEL = TinyConfig(text_std=0.088, vision_std=0.2, min_pixels=112 * 112)
@@ -60,7 +59,7 @@ def easy_vqa_task(config: EasyVQAConfig) -> PolicyTask:
         InvalidConfig, CheckpointError: the run directory or the data do not fit the options.
     """
     if config.model_path is not None:
-        checkpoint_family(config.model_path)  # refuses an unknown model before anything is written
+        config.check_models(config.model_path)  # before anything is written
     with start_phase("reading data"):
         rows = open_easy_vqa(config.data.data_path)
     reward = load_reward(config.reward) if config.reward else short_answer_reward
@@ -80,6 +79,7 @@ def supervised_checkpoint(config: EasyVQAConfig, rows: EasyVQA) -> Path:
         model_path = config.model_path or str(tiny_reader(directory / MODEL, config.run.seed, rows))
         resume = config.run.resume and (directory / SFT).exists()
         phase = SupervisedConfig(
+            preset=config.preset,
             model_path=model_path,
             engine=config.engine,
             engine_options=config.engine_options,

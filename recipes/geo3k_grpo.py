@@ -1,7 +1,7 @@
 """GRPO on geometry problems: ``python -m recipes.geo3k_grpo``.
 
-With no arguments it draws problems, makes a small Qwen2.5-VL and trains it on the CPU within minutes. With ``--model-path``
-and ``--data-path`` the same loop runs any Qwen2-VL, Qwen2.5-VL or Qwen3-VL checkpoint on Geometry3K or data of its kind.
+With no arguments it draws problems, makes a small Qwen2.5-VL and trains it on the CPU within minutes. With ``--preset``,
+``--model-path`` and ``--data-path`` the same loop runs any checkpoint of a known family on Geometry3K or data of its kind.
 """
 
 import sys
@@ -22,7 +22,7 @@ def _here(config: GRPORunConfig) -> GRPORunConfig:
     return replace(config, run=replace(config.run, output_dir=OUTPUT_DIR))
 
 
-REAL, PRESETS = _here(GRPORunConfig()), {name: _here(each) for name, each in grpo.PRESETS.items()}
+PRESETS = {name: _here(each) for name, each in grpo.PRESETS.items()}
 TINY = PRESETS["tiny"]
 
 
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str]) -> GRPORunConfig:
     """The configuration of a command line; see `recipes.grpo.parse`."""
-    return parse_with_defaults(arguments, REAL, PRESETS, __doc__, "python -m recipes.geo3k_grpo")
+    return parse_with_defaults(arguments, PRESETS, __doc__, "python -m recipes.geo3k_grpo")
 
 
 if __name__ == "__main__":

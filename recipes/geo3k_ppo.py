@@ -22,7 +22,7 @@ def _here(config: PPORunConfig) -> PPORunConfig:
     return replace(config, run=replace(config.run, output_dir=OUTPUT_DIR))
 
 
-REAL, PRESETS = _here(PPORunConfig()), {name: _here(each) for name, each in ppo.PRESETS.items()}
+PRESETS = {name: _here(each) for name, each in ppo.PRESETS.items()}
 TINY = PRESETS["tiny"]
 
 
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str]) -> PPORunConfig:
     """The configuration of a command line; see `recipes.ppo.parse`."""
-    return parse_with_defaults(arguments, REAL, PRESETS, __doc__, "python -m recipes.geo3k_ppo")
+    return parse_with_defaults(arguments, PRESETS, __doc__, "python -m recipes.geo3k_ppo")
 
 
 if __name__ == "__main__":

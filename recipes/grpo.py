@@ -1,7 +1,7 @@
 """GRPO (DeepSeekMath, arXiv:2402.03300) and its relatives without a critic: ``dataproto grpo``.
 
-With no arguments it draws problems, makes a small Qwen2.5-VL and trains it on the CPU within minutes. With ``--model-path``
-and ``--data-path`` the same loop trains any checkpoint of a known family on prompts with images.
+With no arguments it draws problems, makes a small Qwen2.5-VL and trains it on the CPU within minutes. With ``--preset``,
+``--model-path`` and ``--data-path`` the same loop trains any checkpoint of a known family on prompts with images.
 """
 
 import sys

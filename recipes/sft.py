@@ -1,7 +1,7 @@
 """Supervised training on conversations with images: ``dataproto sft``.
 
-With no arguments it draws conversations, makes a small Qwen2.5-VL and trains it on the CPU within minutes. With ``--model-path``
-and ``--data-path`` the same loop trains any checkpoint of a known family on data sets of chat messages (see
+With no arguments it draws conversations, makes a small Qwen2.5-VL and trains it on the CPU within minutes. With ``--preset``,
+``--model-path`` and ``--data-path`` the same loop trains any checkpoint of a known family on data sets of chat messages (see
 `recipes.data.conversation_rows`).
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from torch.utils.data import Subset
 
 from dataproto.errors import InvalidConfig
-from recipes.configs.sft_config import TINY, SFTConfig, SFTDataConfig, parse
+from recipes.configs.sft_config import PRESETS, TINY, SFTConfig, SFTDataConfig, parse
 from recipes.configs.shared.run_config import announce_small_model
 from recipes.data.conversation_rows import Questions, conversation_rows, conversation_stream
 from recipes.data.drawn_rows import DrawnSums, DrawnTalks
@@ -26,7 +26,7 @@ from recipes.run.supervised import SupervisedTask, held_out_loss, run_supervised
 from rollout.prompts import PromptBuilder, SupervisedBuilder
 from workers import Roles
 
-__all__ = ["TINY", "SFTConfig", "SFTDataConfig", "conversation_task", "main", "open_data", "parse"]
+__all__ = ["PRESETS", "TINY", "SFTConfig", "SFTDataConfig", "conversation_task", "main", "open_data", "parse"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 """GRPO or PPO over episodes in which the policy looks closer and then answers: ``dataproto zoom``.
 
 With no arguments it draws pictures of 448 pixels that are shown at 56, makes a small Qwen2.5-VL, shows it looks at random places
-and what is read there, and lets it find out by itself where to look, on the CPU within minutes. With ``--model-path`` it trains
+and what is read there, and lets it find out by itself where to look, on the CPU within minutes. With a checkpoint it trains
 any checkpoint of a known family, with ``--crop-tool`` by calls of a tool. With ``--environment FILE.py:NAME`` it trains in an
 environment of your own, with the rows of ``--data-path``.
 

@@ -4,12 +4,11 @@ import contextlib
 import importlib.util
 import inspect
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dataproto.errors import DataProtoError, UserFunctionFailed
+from dataproto.errors import DataProtoError, UserFunctionFailed, describe
 
 
 def load_named_function(name: str, kind: str, error: type[DataProtoError]) -> Callable[..., Any]:
@@ -46,28 +45,6 @@ def load_named_function(name: str, kind: str, error: type[DataProtoError]) -> Ca
         defined = [key for key, value in functions if value.__module__ == module_name]
         raise error(f"{path} has no function {attribute!r}; it defines {', '.join(defined) or 'none'}")
     return function
-
-
-def describe(failure: BaseException, file: str | None) -> str:
-    """An exception in one line: type, message, and the last line of ``file`` that it passed, or else of any file.
-
-    >>> def half(x):
-    ...     return x / 0
-    >>> try:
-    ...     half(1)
-    ... except ZeroDivisionError as error:
-    ...     describe(error, half.__code__.co_filename).partition(" (")[0]
-    'ZeroDivisionError: division by zero'
-    """
-    message = " ".join(f"{type(failure).__name__}: {failure}".split())
-    if isinstance(failure, SyntaxError):  # its message has file and line
-        return message
-    frames = traceback.extract_tb(failure.__traceback__)
-    own = [frame for frame in frames if file is not None and frame.filename == file]
-    if not frames:
-        return message
-    last = (own or frames)[-1]
-    return f"{message} ({last.filename}:{last.lineno}, in {last.name})"
 
 
 def source_file(function: Callable[..., Any]) -> str | None:

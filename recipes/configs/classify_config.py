@@ -1,8 +1,8 @@
 """Image classification by a vision-language model: ``dataproto classify``.
 
 With no arguments it draws pictures of 48 classes, makes a small Qwen2.5-VL and trains it on the CPU within minutes. With
-``--model-path`` and ``--data-path`` it takes a folder of class directories (as Caltech-101's) or a data set with an image and a
-label column. Accuracy is that of greedy answers which are exactly right, measured before, during and after.
+``--preset any``, ``--model-path`` and ``--data-path`` it takes a folder of class directories (as Caltech-101's) or a data set
+with an image and a label column. Accuracy is that of greedy answers which are exactly right, measured before, during and after.
 """
 
 from collections.abc import Sequence
@@ -56,14 +56,18 @@ class ClassifyConfig(SupervisedConfig):
 
 
 TINY = ClassifyConfig(
-    data=ClassifyDataConfig(batch_size=64, max_length=128, max_response_length=32), **tiny_schedule(OUTPUT_DIR)
+    preset="tiny",
+    data=ClassifyDataConfig(batch_size=64, max_length=128, max_response_length=32),
+    **tiny_schedule(OUTPUT_DIR),
 )
+PRESETS = {"tiny": TINY, "any": ClassifyConfig()}
+"""The defaults of ``--preset``."""
 
 
 def parse(arguments: Sequence[str]) -> ClassifyConfig:
-    """The configuration of a command line. Defaults are the tiny model's, or with ``--model-path`` those for real ones.
+    """The configuration of a command line, over the defaults of ``--preset``, by default ``tiny``.
 
     Raises:
         InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
     """
-    return parse_recipe(arguments, ClassifyConfig(), {"tiny": TINY}, __doc__, "dataproto classify")
+    return parse_recipe(arguments, PRESETS, __doc__, "dataproto classify")

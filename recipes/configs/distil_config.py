@@ -101,18 +101,19 @@ def _media(builder: "PromptBuilder") -> tuple[object, ...]:
 
 # What a model of under a million parameters learns from a trained one within minutes on two cores.
 TINY = DistilRunConfig(
+    preset="tiny",
     data=DataConfig(batch_size=64, max_prompt_length=256, max_response_length=24, instruction=""),
     optimizer=OptimizerConfig(lr=1e-3, schedule="linear", warmup_steps=10),
     run=RunConfig(steps=100, eval_every=20, save_every=50, output_dir=OUTPUT_DIR),
 )
-PRESETS = {"tiny": TINY}
+PRESETS = {"tiny": TINY, "any": DistilRunConfig()}
 """The defaults of ``--preset``."""
 
 
 def parse(arguments: Sequence[str]) -> DistilRunConfig:
-    """The configuration of a command line. Defaults are the tiny model's, or with ``--model-path`` those for real ones.
+    """The configuration of a command line, over the defaults of ``--preset``, by default ``tiny``.
 
     Raises:
         InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
     """
-    return parse_with_defaults(arguments, DistilRunConfig(), PRESETS, __doc__, "dataproto distil")
+    return parse_with_defaults(arguments, PRESETS, __doc__, "dataproto distil")

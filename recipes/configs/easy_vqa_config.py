@@ -2,7 +2,7 @@
 
 With no arguments it fetches the pictures and questions of easy-VQA through pip (3.2 MB, MIT licence), makes a small Qwen2.5-VL,
 shows it some answers, and lets GRPO go on from there, on the CPU within minutes. The model writes its answer in words, and the
-reward compares the text. With ``--model-path`` the same two phases train any checkpoint of a known family.
+reward compares the text. With ``--preset any`` and ``--model-path`` the same two phases train any checkpoint of a known family.
 
 The run's directory is that of GRPO; its folder ``sft`` is that of the supervised phase. Each evaluation also measures two
 controls: the same questions with other rows' pictures, and without pictures.
@@ -58,6 +58,7 @@ class EasyVQAConfig(GRPORunConfig):
 
 # For a model of under a million parameters, on two cores.
 TINY = EasyVQAConfig(
+    preset="tiny",
     sft=SFTPhaseConfig(
         steps=1500, optimizer=OptimizerConfig(lr=1.5e-3, betas=(0.9, 0.95), schedule="cosine", warmup_steps=20)
     ),
@@ -66,13 +67,15 @@ TINY = EasyVQAConfig(
     optimizer=OptimizerConfig(lr=3e-4, betas=(0.9, 0.95), warmup_steps=10),
     run=RunConfig(steps=100, eval_every=25, save_every=50, output_dir=OUTPUT_DIR),
 )
-REAL = EasyVQAConfig(data=DataConfig(batch_size=64, eval_rows=512, max_prompt_length=512, max_response_length=16))
+ANY = EasyVQAConfig(data=DataConfig(batch_size=64, eval_rows=512, max_prompt_length=512, max_response_length=16))
+PRESETS = {"tiny": TINY, "any": ANY}
+"""The defaults of ``--preset``."""
 
 
 def parse(arguments: Sequence[str]) -> EasyVQAConfig:
-    """The configuration of a command line. Defaults are the tiny model's, or with ``--model-path`` those for real ones.
+    """The configuration of a command line, over the defaults of ``--preset``, by default ``tiny``.
 
     Raises:
         InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
     """
-    return parse_with_defaults(arguments, REAL, {"tiny": TINY}, __doc__, "dataproto easy-vqa")
+    return parse_with_defaults(arguments, PRESETS, __doc__, "dataproto easy-vqa")

@@ -1,7 +1,7 @@
 """GRPO (DeepSeekMath, arXiv:2402.03300) and its relatives without a critic: ``dataproto grpo``.
 
-With no arguments it draws problems, makes a small Qwen2.5-VL and trains it on the CPU within minutes. With ``--model-path``
-and ``--data-path`` the same loop trains any checkpoint of a known family on prompts with images.
+With no arguments it draws problems, makes a small Qwen2.5-VL and trains it on the CPU within minutes. With ``--preset``,
+``--model-path`` and ``--data-path`` the same loop trains any checkpoint of a known family on prompts with images.
 """
 
 from collections.abc import Sequence
@@ -38,21 +38,23 @@ class GRPORunConfig(PolicyGradientConfig):
 
 # What a model of under a million parameters learns from drawn problems within minutes on two cores.
 TINY = GRPORunConfig(
+    preset="tiny",
     data=DataConfig(batch_size=16, max_prompt_length=256, max_response_length=24, instruction=""),
     algorithm=GRPOConfig(n=16, minibatch=8, kl_coef=0.1),  # two optimizer steps a batch, so that clipping works
     optimizer=OptimizerConfig(lr=5e-4, schedule="linear", warmup_steps=10),
     run=RunConfig(steps=500, eval_every=50, save_every=100),
 )
-PRESETS = {"tiny": TINY} | {
-    size: GRPORunConfig(algorithm=GRPOConfig(minibatch=128, kl_coef=0.01), **options) for size, options in SIZES.items()
+PRESETS = {"tiny": TINY, "any": GRPORunConfig()} | {
+    size: GRPORunConfig(preset=size, algorithm=GRPOConfig(minibatch=128, kl_coef=0.01), **options)
+    for size, options in SIZES.items()
 }
 """The defaults of ``--preset``."""
 
 
 def parse(arguments: Sequence[str]) -> GRPORunConfig:
-    """The configuration of a command line. Defaults are the tiny model's, or with ``--model-path`` those for real ones.
+    """The configuration of a command line, over the defaults of ``--preset``, by default ``tiny``.
 
     Raises:
         InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
     """
-    return parse_with_defaults(arguments, GRPORunConfig(), PRESETS, __doc__, "dataproto grpo")
+    return parse_with_defaults(arguments, PRESETS, __doc__, "dataproto grpo")

@@ -79,23 +79,24 @@ class PPORunConfig(PolicyGradientConfig):
 
 # What a model of under a million parameters learns from drawn problems within minutes on two cores.
 TINY = PPORunConfig(
+    preset="tiny",
     data=DataConfig(batch_size=16, max_prompt_length=256, max_response_length=24, instruction=""),
     algorithm=PPOConfig(n=16, kl_coef=0.1),
     optimizer=OptimizerConfig(lr=5e-4, schedule="linear", warmup_steps=10),
     critic_optimizer=OptimizerConfig(lr=1e-3, schedule="linear", warmup_steps=10),
     run=RunConfig(steps=500, eval_every=50, save_every=100, output_dir=OUTPUT_DIR),
 )
-PRESETS = {"tiny": TINY} | {
-    size: PPORunConfig(algorithm=PPOConfig(minibatch=128, kl_coef=0.001, kl_in="reward"), **options)
+PRESETS = {"tiny": TINY, "any": PPORunConfig()} | {
+    size: PPORunConfig(preset=size, algorithm=PPOConfig(minibatch=128, kl_coef=0.001, kl_in="reward"), **options)
     for size, options in (SIZES | {"3b": SIZES["3b"] | {"on": "ray", "layout": Layout(dp=2)}}).items()  # for the critic
 }
 """The defaults of ``--preset``."""
 
 
 def parse(arguments: Sequence[str]) -> PPORunConfig:
-    """The configuration of a command line. Defaults are the tiny model's, or with ``--model-path`` those for real ones.
+    """The configuration of a command line, over the defaults of ``--preset``, by default ``tiny``.
 
     Raises:
         InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
     """
-    return parse_with_defaults(arguments, PPORunConfig(), PRESETS, __doc__, "dataproto ppo")
+    return parse_with_defaults(arguments, PRESETS, __doc__, "dataproto ppo")

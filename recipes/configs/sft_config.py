@@ -1,7 +1,7 @@
 """Supervised training on conversations with images: ``dataproto sft``.
 
-With no arguments it draws conversations, makes a small Qwen2.5-VL and trains it on the CPU within minutes. With ``--model-path``
-and ``--data-path`` the same loop trains any checkpoint of a known family on data sets of chat messages (see
+With no arguments it draws conversations, makes a small Qwen2.5-VL and trains it on the CPU within minutes. With ``--preset any``,
+``--model-path`` and ``--data-path`` the same loop trains any checkpoint of a known family on data sets of chat messages (see
 `recipes.data.conversation_rows`).
 """
 
@@ -57,17 +57,25 @@ class SFTConfig(SupervisedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.run.keep_best == "accuracy" and not self.data.max_response_length:
+            raise InvalidConfig("keep_best=accuracy needs answers: leave out --max-response-length 0, or give loss")
         if self.run.epochs is not None and not self.data.data_path:
             raise InvalidConfig("epochs without data_path: drawn conversations do not repeat; give --steps")
 
 
-TINY = SFTConfig(data=SFTDataConfig(batch_size=64, max_length=256, max_response_length=24), **tiny_schedule(OUTPUT_DIR))
+TINY = SFTConfig(
+    preset="tiny",
+    data=SFTDataConfig(batch_size=64, max_length=256, max_response_length=24),
+    **tiny_schedule(OUTPUT_DIR),
+)
+PRESETS = {"tiny": TINY, "any": SFTConfig()}
+"""The defaults of ``--preset``."""
 
 
 def parse(arguments: Sequence[str]) -> SFTConfig:
-    """The configuration of a command line. Defaults are the tiny model's, or with ``--model-path`` those for real ones.
+    """The configuration of a command line, over the defaults of ``--preset``, by default ``tiny``.
 
     Raises:
         InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
     """
-    return parse_recipe(arguments, SFTConfig(), {"tiny": TINY}, __doc__, "dataproto sft")
+    return parse_recipe(arguments, PRESETS, __doc__, "dataproto sft")

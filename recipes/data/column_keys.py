@@ -31,7 +31,7 @@ class ColumnKeys:
     {'level': 1, 'prompt': '2 + 2?', 'answer': '4'}
     """
 
-    prompt_key: str | None = None  # column of the question: text, to which --instruction is added, or messages
+    prompt_key: str | None = None  # column of the question: text, or messages
     messages_key: str | None = None  # column of chat messages; a last turn of the assistant is the answer
     answer_key: str | None = None  # column of the ground truth, or of the answer to learn
     image_key: str | None = None  # column of an image or a list of images

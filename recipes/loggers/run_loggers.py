@@ -1,5 +1,6 @@
 """Loggers by name, several at once: one that fails is told once and left out, and the others go on."""
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dataproto.errors import DataProtoError, InvalidConfig
+from dataproto.errors import DataProtoError, InvalidConfig, describe
 from dataproto.extras import require_extra
 from recipes.algorithms.function_files import load_named_function
 from recipes.loggers.logger import LoggedRun, RunLogger
@@ -74,8 +75,9 @@ class RunLoggers:
                 call(tracker)
             except Exception as error:
                 del self.trackers[name]
+                why = _described(name, tracker, error)
                 print(
-                    f"warning: logger {name} failed {when} and gets nothing more, the run goes on: {_one_line(error)}",
+                    f"warning: logger {name} failed {when} and gets nothing more, the run goes on: {why}",
                     file=sys.stderr,
                 )
 
@@ -135,7 +137,7 @@ def _start(name: str, factory: Callable[[LoggedRun], RunLogger], run: LoggedRun)
     except DataProtoError:
         raise
     except Exception as error:
-        raise InvalidConfig(f"logger {name!r} cannot start: {_one_line(error)}") from error
+        raise InvalidConfig(f"logger {name!r} cannot start: {_described(name, factory, error)}") from error
 
 
 def _load(name: str) -> Callable[[LoggedRun], RunLogger]:
@@ -146,8 +148,20 @@ def _load(name: str) -> Callable[[LoggedRun], RunLogger]:
         found: Any = getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise InvalidConfig(f"logger {name!r} cannot be imported: {_one_line(error)}") from error
+    except Exception as error:
+        raise InvalidConfig(f"logger {name!r} cannot be imported: {describe(error)}") from error
     factory: Callable[[LoggedRun], RunLogger] = found
     return factory
+
+
+def _described(name: str, logger: object, error: Exception) -> str:
+    """An exception in one line, of a user's own class with its place."""
+    if ":" not in name:
+        return _one_line(error)
+    try:
+        return describe(error, inspect.getsourcefile(logger if isinstance(logger, type) else type(logger)))
+    except TypeError:  # no class of Python
+        return describe(error)
 
 
 def _one_line(error: Exception) -> str:

@@ -7,6 +7,8 @@ answers in text. Tower and connector begin with random weights.
 
 from pathlib import Path
 
+import yaml
+
 from dataproto.errors import InvalidConfig
 from recipes.configs.make_vlm_config import MakeVLMConfig
 from recipes.console import start_phase
@@ -18,7 +20,8 @@ from recipes.make_vlm.icons import read_icons
 from recipes.make_vlm.model_card import Learnt, write_card
 from recipes.make_vlm.replay import Replay, text_loss
 from recipes.make_vlm.text_model import load_text_model
-from recipes.options import write_options
+from recipes.options import options_of, write_options
+from recipes.report.page import OPTIONS_FILE
 
 __all__ = ["MakeVLMConfig", "make_vlm"]
 
@@ -35,6 +38,7 @@ def make_vlm(config: MakeVLMConfig) -> Path:
         raise InvalidConfig(
             f"{path} exists already: choose another --output-dir, or continue its training with --resume"
         )
+    check_tower(path, config)
     print(f"text model: {SMOLLM2.notice}")
     if not (path / "README.md").is_file():
         with start_phase("fetching and reading the text model"):
@@ -46,6 +50,19 @@ def make_vlm(config: MakeVLMConfig) -> Path:
     if config.steps:
         teach(path, config)
     return path
+
+
+def check_tower(path: Path, config: MakeVLMConfig) -> None:
+    """Raises `InvalidConfig` if the checkpoint in a directory was made with another tower."""
+    if not (path / OPTIONS_FILE).is_file():
+        return
+    began = yaml.safe_load((path / OPTIONS_FILE).read_text(encoding="utf-8"))
+    for option in options_of(config.tower):
+        if began.get(option.name, option.default) != option.default:
+            raise InvalidConfig(
+                f"--resume with --{option.name} {option.default}, but the tower in {path} was made with "
+                f"{began[option.name]}: leave it out, or choose another --output-dir"
+            )
 
 
 def teach(path: Path, config: MakeVLMConfig) -> None:

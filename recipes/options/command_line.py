@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import tyro
 
@@ -23,12 +23,26 @@ from recipes.report.page import CONFIG_FILE, OPTIONS_FILE
 Config = TypeVar("Config")
 
 
+class HasPreset(Protocol):
+    """The fields of a recipe's configuration that say whose defaults it has, and what it trains."""
+
+    @property
+    def preset(self) -> str: ...
+
+    @property
+    def model_path(self) -> str | None: ...
+
+
+Recipe = TypeVar("Recipe", bound=HasPreset)
+
 TRACEBACK, PRESET, CONFIG = "--traceback", "--preset", "--config"
 PARSED = re.compile(r"^Error parsing \w+: ")  # before the text of an error, of which it says nothing more
 NAMES_OF_AN_ALGORITHM = ("--algorithm.loss", "--algorithm.advantage")
 TRACEBACK_TEXT = "show the whole traceback of an error"
 CONFIG_TEXT = "read options from a YAML file; those given here override it"
-PRESET_TEXT = "defaults for a size of model (default: tiny, or verl's with --model-path)"
+TINY, ANY = "tiny", "any"
+"""The presets that every recipe has: of the small model that it makes, and of a checkpoint of any size."""
+PRESET_TEXT = "whose defaults: of the small model, or of a checkpoint of any or of this size (default: tiny)"
 RECIPE_OPTIONS = {
     f"{CONFIG} FILE": "read options from a YAML file, such as a run's config.yaml; those given here override it",
     "--resume [RUN_DIR]": "continue the run in RUN_DIR with its own options; without RUN_DIR, that in --output-dir with these",
@@ -67,48 +81,66 @@ def exit_status(arguments: Sequence[str] | None = None) -> Iterator[ExitStatus]:
 
 def parse_recipe(
     arguments: Sequence[str],
-    real: Config,
-    presets: Mapping[str, Config],
+    presets: Mapping[str, Recipe],
     description: str | None,
     prog: str,
-    with_algorithm: Callable[[Config], Config] = lambda config: config,
-) -> Config:
+    with_algorithm: Callable[[Recipe], Recipe] = lambda config: config,
+) -> Recipe:
     """The configuration of a recipe's command line, with ``--preset``, ``--config`` and ``--resume RUN_DIR``.
 
-    The options are over those of the run in RUN_DIR; else over the preset; else over ``real`` with ``--model-path``, and over
-    the preset ``tiny`` without. Those of a file come before those of the command line.
+    The options are over those of the run in RUN_DIR, else over the preset, which is ``tiny`` unless another one is named. Those
+    of a file come before those of the command line.
 
     Args:
+        presets: configurations by name, each with that name as its ``preset``; ``tiny`` and ``any`` are among them.
         with_algorithm: changes the defaults where the options name a loss or an advantage.
 
     Raises:
         InvalidConfig: an unknown, ill-typed or idle option, or an impossible combination, in one line.
     """
-    options = options_of(real)
-    if asks_for_help(arguments):
-        print_help(arguments, presets["tiny"], description, prog, presets)
     rest, run_dir = _take_run_dir(arguments)
     rest, preset = _take(rest, PRESET)
+    if asks_for_help(arguments):
+        print_help(arguments, _preset(preset or TINY, presets), description, prog, presets)
     rest, file = _take(rest, CONFIG)
-    if preset is not None and preset not in presets:
-        raise InvalidConfig(f"--preset {preset} is unknown: choose one of {', '.join(presets)}")
     if run_dir is not None and (preset or file):
         raise InvalidConfig(
             f"--resume {run_dir} continues with the options of that run: leave out --preset and --config"
         )
     if run_dir is not None:
-        began = _recorded(run_dir, real, prog, rest)
+        began = _recorded(run_dir, presets, prog, rest)
         return parse_config([*rest, "--resume", f"--output-dir={run_dir}"], began, None, prog)
     if _has_any(rest, "--steps") and _has_any(rest, "--epochs"):
         raise InvalidConfig("--steps and --epochs both set the length of the run: give one of them")
-    given = [*(file_arguments(Path(file), options, without=ONCE) if file else ()), *rest]
-    default = presets[preset] if preset else real if names_a_model(given) else presets["tiny"]
+    read, read_preset = _take(file_arguments(Path(file), options_of(presets[TINY]), ONCE) if file else (), PRESET)
+    given = [*read, *rest]
+    default = _chosen_preset(preset or read_preset, presets, given)
     if names_an_algorithm(given):
         default = with_algorithm(default)
-    return parse_config(given, default, description, prog)
+    config = parse_config(given, default, description, prog)
+    if config.preset != TINY and config.model_path is None:
+        raise InvalidConfig(f"--preset {config.preset} is for a checkpoint: add --model-path")
+    return config
 
 
-def _recorded(run_dir: str, like: Config, prog: str, given: Sequence[str]) -> Config:
+def _preset(name: str, presets: Mapping[str, Recipe]) -> Recipe:
+    if name not in presets:
+        raise InvalidConfig(f"--preset {name} is unknown: choose one of {', '.join(presets)}")
+    return presets[name]
+
+
+def _chosen_preset(name: str | None, presets: Mapping[str, Recipe], given: Sequence[str]) -> Recipe:
+    """The defaults of a command line. They do not depend on the model, so one that is named needs a preset."""
+    if name is None and names_a_model(given):
+        others = ", ".join(each for each in presets if each not in (TINY, ANY))
+        raise InvalidConfig(
+            "--model-path needs --preset, which says whose defaults apply: any (for a checkpoint of any size)"
+            f"{f', {others}' if others else ''}, or tiny (those of the small model)"
+        )
+    return _preset(name or TINY, presets)
+
+
+def _recorded(run_dir: str, presets: Mapping[str, Recipe], prog: str, given: Sequence[str]) -> Recipe:
     """The options with which the run in a directory began, but with functions from where the command line has them now."""
     files = [Path(run_dir, name) for name in (OPTIONS_FILE, CONFIG_FILE)]
     file = next((each for each in files if each.is_file()), None)
@@ -116,11 +148,13 @@ def _recorded(run_dir: str, like: Config, prog: str, given: Sequence[str]) -> Co
         raise CheckpointError(
             f"--resume {run_dir}: there is no run, which would have a {OPTIONS_FILE} or {CONFIG_FILE}"
         )
-    options = options_of(like)
+    options = options_of(presets[TINY])
     filled_in = [option.name for option in options if option.name.endswith(".total-steps")] * (file.name == CONFIG_FILE)
     functions = ((name, _take(given, name)[1]) for name in NAMES_OF_AN_ALGORITHM)
     moved = [f"{name}={place}" for name, place in functions if place is not None]
-    return _parse([*file_arguments(file, options, (*ONCE, *filled_in)), *moved], like, prog)
+    recorded, preset = _take(file_arguments(file, options, (*ONCE, *filled_in)), PRESET)
+    default = presets[ANY] if names_a_model(recorded) else presets[TINY]  # of a run that has recorded no preset
+    return _parse([*recorded, *moved], default if preset is None else _preset(preset, presets), prog)
 
 
 def parse_config(arguments: Sequence[str], default: Config, description: str | None, prog: str) -> Config:
@@ -190,7 +224,7 @@ def print_help(
     presets: Mapping[str, Any] | None = None,
 ) -> NoReturn:
     """Prints the options, with ``--help-all`` all of them, and ends the program."""
-    options = [option for option in options_of(default) if not (presets and option.name == "resume")]
+    options = [option for option in options_of(default) if not (presets and option.name in ("resume", "preset"))]
     more = {f"{PRESET} {'|'.join(presets)}": PRESET_TEXT} | RECIPE_OPTIONS if presets else {}
     if not presets and any(not option.positional for option in options):
         more = {f"{CONFIG} FILE": CONFIG_TEXT}
@@ -243,7 +277,7 @@ def _unwrapped() -> Iterator[None]:
 
 
 def names_a_model(arguments: Sequence[str]) -> bool:
-    """Whether a command line has ``--model-path``; without it recipes train a small model with defaults for it."""
+    """Whether a command line has ``--model-path``; without it recipes train a small model."""
     return _has_any([each for each in arguments if each != "--model-path=None"], "--model-path")  # null in a file
 
 

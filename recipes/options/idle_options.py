@@ -20,12 +20,34 @@ class IdleRule:
         return any(name == each or (each.endswith(".") and name.startswith(each)) for each in self.names)
 
 
+def _value(config: Any, *path: str) -> Any:
+    """A value of a configuration by the fields that lead to it; ``None`` in the configuration of a command without them."""
+    for name in path:
+        config = getattr(config, name, None)
+    return config
+
+
 IDLE_RULES = (
     IdleRule(("ray.", "max-restarts"), lambda c: c.on == "local", "this run starts no processes: add --on ray"),
     IdleRule(
         ("ray.object-store-gib",),
         lambda c: c.ray.address is not None,
         "a running cluster has its own: leave out --ray.address to start one here",
+    ),
+    IdleRule(
+        ("ray.reward-processes", "ray.reward-timeout-s"),
+        lambda c: hasattr(c, "episodes"),
+        "environments give the rewards: leave it out",
+    ),
+    IdleRule(
+        ("engine", "engine-options", "ray.rollout-processes", "ray.reward-processes", "ray.reward-timeout-s"),
+        lambda c: _value(c, "data", "max_response_length") == 0,
+        "no question is asked: leave out --max-response-length 0",
+    ),
+    IdleRule(
+        ("eval-every", "eval-rows", "eval-first", "max-response-length", "engine", "engine-options"),
+        lambda c: _value(c, "data", "streaming") and not c.data.eval_data_path,
+        "no rows of a stream are held out: add --eval-data-path",
     ),
     IdleRule(("lora-alpha",), lambda c: not c.compute.lora_rank, "there are no adapters: add --lora-rank"),
     IdleRule(
@@ -82,6 +104,26 @@ IDLE_RULES = (
         "only rows of your own have it: add --data-path",
     ),
     IdleRule(
+        ("instruction",),
+        lambda c: c.data.keys.messages_key is not None,
+        "messages stay as they are: leave it out, or name a column of text by --prompt-key",
+    ),
+    IdleRule(
+        ("level", "instruction", "on-bad-row"),
+        lambda c: hasattr(c, "sft"),
+        "the questions of easy-VQA have none, and all can be used: leave it out",
+    ),
+    IdleRule(
+        ("sft.batch-size", "sft.optimizer."),
+        lambda c: not c.sft.steps,
+        "there is no supervised phase: leave out --sft.steps 0",
+    ),
+    IdleRule(
+        ("sft.optimizer.min-lr-ratio", "sft.optimizer.total-steps"),
+        lambda c: c.sft.optimizer.schedule == "constant",
+        "the rate is constant: add --sft.optimizer.schedule linear or cosine",
+    ),
+    IdleRule(
         ("warm-up.",),
         lambda c: c.model_path is not None,
         "only the small model has this phase: leave out --model-path",
@@ -92,6 +134,11 @@ IDLE_RULES = (
         "drawn pictures have no files and columns: add --data-path",
     ),
     IdleRule(("on-bad-row",), lambda c: not c.data.data_path, "all drawn rows can be used: add --data-path"),
+    IdleRule(
+        ("rollout.replay-routing",),
+        lambda c: c.model_path is None,
+        "the small model has no experts: leave it out",
+    ),
     IdleRule(("shuffle-buffer",), lambda c: not c.data.streaming, "only streams have a buffer: add --streaming"),
     IdleRule(("weights",), lambda c: len(c.data.data_path) == 1, "one data set has the whole weight: name several"),
     IdleRule(
@@ -115,6 +162,11 @@ IDLE_RULES = (
         "no response is penalised for its length: add --algorithm.overlong-buffer",
     ),
     IdleRule(
+        ("algorithm.overlong-buffer", "algorithm.overlong-penalty"),
+        lambda c: c.algorithm.settings.advantage == "reverse_kl",
+        "distillation learns from the teacher, not from rewards: leave it out",
+    ),
+    IdleRule(
         ("algorithm.correction-limit",),
         lambda c: c.algorithm.correction == "none",
         "nothing is corrected: add --algorithm.correction",
@@ -128,6 +180,12 @@ IDLE_RULES = (
         ("algorithm.skip-old-log-probs",),
         lambda c: c.rollout.carries,
         "samples that go on have the engine's log-probs anyway: leave it out",
+    ),
+    IdleRule(("lr", "batch-size"), lambda c: _value(c, "steps") == 0, "nothing is learnt: leave out --steps 0"),
+    IdleRule(
+        ("vllm-memory-share", "vllm-adapters"),
+        lambda c: c.engine.sampler != "vllm",
+        "another engine samples: add --sampler vllm",
     ),
     IdleRule(("devices",), lambda c: not getattr(c, "fit", True), "the layout says how many there are: add --fit"),
 )

@@ -57,19 +57,19 @@ class KeptRollouts:
     The files of a step are complete or absent, and a step written again replaces its files.
     """
 
-    def __init__(self, directory: str | Path, limit: int, tokenizer: "PreTrainedTokenizerBase | None" = None) -> None:
+    def __init__(self, directory: str | Path, limit: float, tokenizer: "PreTrainedTokenizerBase | None" = None) -> None:
         """Makes no file yet.
 
         Args:
             directory: of the run.
-            limit: the largest number of rows of a step; 0 keeps none.
+            limit: the largest number of rows of a step, or below 1 a share of them; 0 keeps none.
             tokenizer: gives the text of each token; without it the files hold ids only.
 
         Raises:
-            InvalidConfig: the limit is negative.
+            InvalidConfig: the limit is negative, or neither a share nor a whole number.
         """
-        if limit < 0:
-            raise InvalidConfig(f"keep_rollouts={limit}: must be at least 0")
+        if limit < 0 or (limit > 1 and limit != int(limit)):
+            raise InvalidConfig(f"keep_rollouts={limit}: must be a number of rows, a share below 1, or 0")
         self.limit = limit
         self.directory, self.root = Path(directory), Path(directory) / FOLDER
         self.text_of = cache(lambda token: tokenizer.decode([token])) if tokenizer is not None else None
@@ -98,7 +98,8 @@ class KeptRollouts:
             return
         (self.root / TRAINING).mkdir(parents=True, exist_ok=True)
         (self.root / "images").mkdir(exist_ok=True)
-        rows, samples = chosen_rows(data["uid"], self.limit, step)
+        limit = int(self.limit) if self.limit >= 1 else max(round(self.limit * len(data)), 1)
+        rows, samples = chosen_rows(data["uid"], limit, step)
         kept = data[rows]
         described = self._rows(step, kept, samples)
         tokens = list(_tokens(kept, self.text_of))

@@ -16,8 +16,8 @@ from urllib.request import Request, urlopen
 
 import numpy as np
 
-from dataproto.errors import RewardError
-from recipes.algorithms.function_files import describe, load_named_function, source_file
+from dataproto.errors import RewardError, describe
+from recipes.algorithms.function_files import load_named_function, source_file
 from recipes.rewards.geometry3k import geo3k_reward
 from recipes.rewards.sequence_classifier import SequenceClassifier
 from workers.roles.reward import RewardFunction, RewardRow

@@ -27,7 +27,6 @@ from rollout.pretrained import end_ids, generation_config
 from rollout.prompts import PromptBuilder, SupervisedBuilder
 from workers import Roles
 from workers.roles.actor import ActorConfig, ActorWorker
-from workers.training.loading import checkpoint_family
 from workers.training.optimizer import OptimizerConfig
 
 MODEL = "model"  # folder of the run's directory
@@ -58,7 +57,7 @@ def episode_task(config: EpisodeRunConfig, drawn: DrawnEnvironment) -> PolicyTas
     """
     announce_small_model(config.model_path, config.data.data_path)
     if config.model_path is not None:  # what is unknown is refused before anything is written
-        checkpoint_family(config.model_path)
+        config.check_models(config.model_path)
     if config.episodes.environment is not None:
         load_environment(config.episodes.environment)
     config = open_task_directory(config)

@@ -1,8 +1,9 @@
 """Episodes in place of single responses: roles whose rollouts are played, with the rewards of the environment."""
 
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, get_args
 
 import numpy as np
 
@@ -13,8 +14,11 @@ from recipes.algorithms.function_files import load_named_function
 from recipes.algorithms.turn_advantages import uncut_tokens
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits, MakeEnvironment
+from rollout.environments.environment import Failure
 from rollout.environments.held_episodes import EpisodePlan
 from workers import Roles
+
+FAILURES = get_args(Failure)
 
 
 def load_environment(name: str) -> MakeEnvironment:
@@ -55,6 +59,7 @@ class PlayingRollout:
 
     rollout: Any
     played: PlayedEnvironment
+    told: set[str] = field(default_factory=set)  # failures of environments that have been shown
 
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
         """See `workers.RolloutWorker.play`; numbers in ``info``, such as ``acc``, become columns."""
@@ -67,9 +72,22 @@ class PlayingRollout:
         return map(self._taken, self.rollout.in_parts(prompts, sampling, plan))
 
     def _taken(self, data: DataProto) -> DataProto:
+        self._tell_failures(data)
         if self.played.drop_cut:
             data["response_mask"] = uncut_tokens(data["response_mask"], data["end_reason"])
         return _with_numbers(data)
+
+    def _tell_failures(self, data: DataProto) -> None:
+        """Shows each failure of an environment once, with the first row that has it."""
+        for row in np.flatnonzero([reason in FAILURES for reason in data["end_reason"]]):
+            message = str(data["end_message"][row])
+            if message not in self.told:
+                self.told.add(message)
+                place = f"row {row} (uid {data['uid'][row]}, response {str(data['response_text'][row])!r:.100})"
+                print(
+                    f"warning: the environment of {place} failed, nothing is learned from its episode: {message}",
+                    file=sys.stderr,
+                )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.rollout, name)

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 from PIL import Image
 
-from dataproto.errors import DataProtoError
+from dataproto.errors import DataProtoError, describe
 
 Content = Sequence[str | Image.Image]
 """Texts and images in the order in which they are shown."""
@@ -66,6 +66,12 @@ class EnvironmentFailed(DataProtoError, RuntimeError):
     def __init__(self, reason: Failure, message: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+
+def raised(method: str, error: BaseException, environment: object) -> str:
+    """What a method of an environment raised, in one line, with the last line of the environment's file that it passed."""
+    code = getattr(getattr(type(environment), method, None), "__code__", None)
+    return f"{method} raised {describe(error, getattr(code, 'co_filename', None))}"
 
 
 def check_observation(value: Any, method: str) -> Observation:

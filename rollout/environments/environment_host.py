@@ -11,7 +11,13 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from rollout.environments.environment import EnvironmentFailed, MakeEnvironment, Observation, check_observation
+from rollout.environments.environment import (
+    EnvironmentFailed,
+    MakeEnvironment,
+    Observation,
+    check_observation,
+    raised,
+)
 from rollout.environments.environment_process import ProcessEnvironment, in_process
 
 CLOSING_S = 2.0
@@ -219,7 +225,7 @@ class EnvironmentHost:
             except MemoryError as error:
                 answer = EnvironmentFailed("memory", f"{method} raised MemoryError: {error}")
             except BaseException as error:  # also SystemExit: an environment ends its episode, not the run
-                answer = EnvironmentFailed("error", f"{method} raised {type(error).__name__}: {error}")
+                answer = EnvironmentFailed("error", raised(method, error, running.environment))
                 answer.__cause__ = error
             self._answers.put((episode, call, answer))
         if (close := getattr(running.environment, "close", None)) is not None:

@@ -35,6 +35,7 @@ from rollout.environments.environment import (
     MakeEnvironment,
     Observation,
     check_observation,
+    raised,
 )
 
 CLOSING_S = 2.0
@@ -154,7 +155,7 @@ def _serve(connection: Connection, make_environment: bytes, memory: int) -> None
             except MemoryError:
                 answer = "memory", f"{method} needs more than the {memory / GIB:g} GiB that its process may have"
             except BaseException as error:  # also SystemExit
-                answer = "error", f"{method} raised {type(error).__name__}: {error}"
+                answer = "error", raised(method, error, environment)
             _limit(None)  # the answer needs some memory too
             connection.send(answer)
         _limit(bound)

@@ -54,7 +54,9 @@ def outputs():
 
 def test_functions_of_a_file_get_columns_and_options_by_name(mine):
     options = ["--algorithm.loss", f"{mine}:loss", "--algorithm.advantage", f"{mine}:advantage"]
-    config = parse(["--model-path", "x", *options, "--algorithm.gamma", "0.5", "--algorithm.clip", "0", "0"]).algorithm
+    config = parse(
+        ["--preset", "any", "--model-path", "x", *options, "--algorithm.gamma", "0.5", "--algorithm.clip", "0", "0"]
+    ).algorithm
     assert outcome_advantage(config, batch()).tolist() == [[1.0, 1.0]]
     loss, metrics = policy_loss(config, 0.0)(outputs(), batch())
     assert loss.tolist() == [[-2.0, 2.0]]
@@ -73,7 +75,7 @@ def test_functions_of_a_file_get_columns_and_options_by_name(mine):
 def test_a_missing_function_is_an_error_of_one_line(mine, name, reason):
     for option in ("loss", "advantage"):
         with pytest.raises(InvalidConfig, match=reason):
-            parse(["--model-path", "x", f"--algorithm.{option}", name.format(mine)])
+            parse(["--preset", "any", "--model-path", "x", f"--algorithm.{option}", name.format(mine)])
 
 
 def test_a_file_that_cannot_be_imported_is_an_error_with_the_reason(tmp_path):

@@ -36,7 +36,7 @@ def table(heading: str) -> list[list[str]]:
 
 @cache
 def default(recipe):
-    return RECIPES[recipe].parse(["--model-path", "anything"])
+    return RECIPES[recipe].parse(["--preset", "any", "--model-path", "anything"])
 
 
 ALGORITHMS = table("# Algorithms")
@@ -48,7 +48,7 @@ def test_commands_parse_and_need_the_listed_roles(row):
     name, paper, command, roles, _ = row
     assert re.search(r"arxiv\.org/abs/\d{4}\.\d{5}", paper), name
     recipe, *given = shlex.split(command.strip("`"))
-    config = RECIPES[recipe].parse(["--model-path", "anything", *given])
+    config = RECIPES[recipe].parse(["--preset", "any", "--model-path", "anything", *given])
     needed = [
         role
         for role, is_needed in (("critic", config.critic is not None), ("reference", config.algorithm.needs_reference))
@@ -88,7 +88,7 @@ def test_the_table_lists_the_options_that_names_set():
 
 def test_every_correction_in_the_table_parses():
     for _, options, _ in table("## Corrections for the engine"):
-        config = geo3k_grpo.parse(["--model-path", "anything", *shlex.split(options.strip("`"))])
+        config = geo3k_grpo.parse(["--preset", "any", "--model-path", "anything", *shlex.split(options.strip("`"))])
         assert config.algorithm.compares_engine
 
 
@@ -117,7 +117,7 @@ def test_every_advantage_and_loss_has_an_algorithm_that_selects_it():
     configs = []
     for row in ALGORITHMS:
         recipe, *given = shlex.split(row[2].strip("`"))
-        configs.append(RECIPES[recipe].parse(["--model-path", "anything", *given]).algorithm)
+        configs.append(RECIPES[recipe].parse(["--preset", "any", "--model-path", "anything", *given]).algorithm)
     assert {config.settings.advantage for config in configs} == set(ADVANTAGES.names)
     assert {config.loss for config in configs} == set(LOSSES.names)
 

@@ -94,7 +94,7 @@ def test_a_row_without_the_question_is_named():
 
 
 def test_the_command_lines_take_them():
-    model = ["--model-path", "a", "--data-path", "b"]
+    model = ["--preset", "any", "--model-path", "a", "--data-path", "b"]
     config = grpo.parse([*model, "--prompt-key", "question", "--image-key", "figure", "--answer-key", "label"])
     assert config.data.keys == KEYS
     assert sft.parse([*model, "--messages-key", "chat"]).data.keys == ColumnKeys(messages_key="chat")

@@ -1,6 +1,7 @@
 """Episodes on the Hugging Face engine through the rollout role, and environments that fail."""
 
 import asyncio
+import re
 import threading
 import time
 from dataclasses import replace
@@ -168,7 +169,7 @@ def test_failures_end_their_episode_with_a_reason():
     assert [len(episode.turns) for episode in found] == [2, 0, 0, 2, 2, 2, 2, 0]
 
 
-def test_failed_episodes_are_rows_that_nothing_is_learned_from(roles):
+def test_failed_episodes_are_rows_that_nothing_is_learned_from(roles, capsys):
     _, rollout, builder = roles
 
     class Broken(Corridor):
@@ -181,6 +182,14 @@ def test_failed_episodes_are_rows_that_nothing_is_learned_from(roles):
     assert "error" in data["end_reason"]
     for row in range(2):
         assert bool(data["response_mask"][row].any()) == (data["end_reason"][row] == "length")
+    playing = PlayingRollout(rollout, PlayedEnvironment(Broken, EpisodeLimits(turns=3)))
+    for _ in range(2):
+        playing.generate(builder([{"prompt": "Walk.", "uid": "a"}]), SAMPLING)
+    (told,) = capsys.readouterr().err.splitlines()  # once
+    place = rf"\({re.escape(__file__)}:{Broken.step.__code__.co_firstlineno + 1}, in step\)"
+    assert re.match(
+        rf"warning: the environment of row \d \(uid a, response .*: step raised RuntimeError: gone {place}$", told
+    )
 
 
 class Patient:

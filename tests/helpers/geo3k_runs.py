@@ -18,7 +18,18 @@ def arguments(model_path, data_path, reward, output_dir, *more):
         "--batch-size 4 --algorithm.n 3 --max-prompt-length 500 --max-response-length 6 --eval-rows 5 --optimizer.lr 1e-3"
         " --algorithm.entropy-coef 0.01 --token-budget 600 --steps 5 --save-every 2"
     )
-    paths = ["--model-path", model_path, "--data-path", data_path, "--reward", reward, "--output-dir", str(output_dir)]
+    paths = [
+        "--preset",
+        "any",
+        "--model-path",
+        model_path,
+        "--data-path",
+        data_path,
+        "--reward",
+        reward,
+        "--output-dir",
+        str(output_dir),
+    ]
     return [*paths, *settings.split(), *more]
 
 

@@ -92,8 +92,10 @@ def test_a_logger_that_fails_is_told_once_and_the_others_go_on(tmp_path, own, ca
         for step in range(5):
             loggers.log(step, {"a": float(step)})
     told = capsys.readouterr().err.splitlines()
+    line = OWN[: OWN.index('raise OSError("disk')].count("\n") + 1
     assert told == [
-        f"warning: logger {own}:Failing failed at step 2 and gets nothing more, the run goes on: OSError: disk full"
+        f"warning: logger {own}:Failing failed at step 2 and gets nothing more, the run goes on: OSError: disk full "
+        f"({own}:{line}, in log)"
     ]
     assert [line[0] for line in words(tmp_path / "run")] == ["open", "log", "log"]
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 5
@@ -103,7 +105,10 @@ def test_a_logger_that_fails_is_told_once_and_the_others_go_on(tmp_path, own, ca
 def test_a_logger_that_cannot_start_ends_the_run_with_one_line(tmp_path, own):
     with pytest.raises(InvalidConfig) as raised:
         open_loggers(["tensorboard", f"{own}:Lines"], LoggedRun(tmp_path / "broken"))
-    assert str(raised.value) == f"logger '{own}:Lines' cannot start: RuntimeError: no server"
+    line = OWN[: OWN.index("raise RuntimeError")].count("\n") + 1
+    assert (
+        str(raised.value) == f"logger '{own}:Lines' cannot start: RuntimeError: no server ({own}:{line}, in __init__)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,10 +125,15 @@ def test_a_wrong_name_is_refused_with_the_options(names, message):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("own:Nothing", "has no attribute 'Nothing'"), ("nowhere:Lines", "No module named 'nowhere'")],
+    [
+        ("own:Nothing", "has no attribute 'Nothing'"),
+        ("nowhere:Lines", "No module named 'nowhere'"),
+        ("halved:Lines", r"cannot be imported: ZeroDivisionError: division by zero \(.*halved.py:2, in <module>\)"),
+    ],
 )
 def test_a_class_that_is_not_there_is_one_line(tmp_path, own, monkeypatch, name, message):
     monkeypatch.syspath_prepend(str(own.parent))
+    (own.parent / "halved.py").write_text("x = 1\ny = x / 0\n")
     with pytest.raises(InvalidConfig, match=message):
         open_loggers([name], LoggedRun(tmp_path / "run"))
 

@@ -1,6 +1,7 @@
 """A text model joined with a tower: an ordinary checkpoint with the words of the text model. Here a tiny one."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -105,6 +106,9 @@ def test_the_options_stand_in_the_directory_and_make_it_again(text_model, tmp_pa
     monkeypatch.setattr("recipes.make_vlm.load_text_model", lambda cache: parts)  # as if it had been fetched
     config = MakeVLMConfig(output_dir=tmp_path / "vlm", steps=0, seed=3, tower=TOWER)
     assert parse(["--config", str(make_vlm(config) / "config.yaml")]) == config
+    make_vlm(replace(config, resume=True))
+    with pytest.raises(InvalidConfig, match=r"--resume with --width 48, but the tower in .* was made with 32"):
+        make_vlm(replace(config, resume=True, tower=replace(TOWER, width=48)))
 
 
 def test_an_existing_directory_is_left_alone(tmp_path):

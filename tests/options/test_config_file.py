@@ -10,9 +10,13 @@ import yaml
 from dataproto.errors import CheckpointError, InvalidConfig
 from recipes import classify, geo3k_grpo, grpo, ppo, sft
 from recipes.algorithms.options import spelled_out
-from recipes.configs.environments import walk_config
+from recipes.configs import distil_config, easy_vqa_config, make_vlm_config
+from recipes.configs.environments import walk_config, zoom_config
 from recipes.run.run_directory import open_run_directory, with_schedules
+from recipes.serve import serve_config
 from workers.ranks.layout import Layout
+
+RECIPES = (grpo, ppo, sft, classify, geo3k_grpo, easy_vqa_config, distil_config, walk_config, zoom_config)
 
 
 def written(path: Path, text: str) -> list[str]:
@@ -60,7 +64,7 @@ def test_a_wrong_file_is_named_with_its_key(text, message, tmp_path):
         grpo.parse(["--config", "nowhere.yaml"])
 
 
-@pytest.mark.parametrize("recipe", [grpo, ppo, sft, classify, geo3k_grpo])
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.slow
 def test_the_file_of_a_run_gives_its_options_again(recipe, tmp_path):
     began = recipe.parse(
@@ -80,7 +84,9 @@ def test_the_file_of_a_run_gives_its_options_again(recipe, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_of_an_earlier_version_resumes_from_its_config_json(tmp_path):
-    began = grpo.parse(["--output-dir", str(tmp_path), "--model-path", "mine", "--optimizer.schedule", "linear"])
+    began = grpo.parse(
+        ["--output-dir", str(tmp_path), "--preset", "any", "--model-path", "mine", "--optimizer.schedule", "linear"]
+    )
     recorded = with_schedules(began.run, replace(began, algorithm=spelled_out(began.algorithm)), optimizer=1)
     open_run_directory(began.run, recorded)
     (tmp_path / "config.yaml").unlink()
@@ -113,8 +119,42 @@ def test_presets_are_defaults_by_name():
     assert grpo.parse(["--preset", "7b", "--algorithm.loss", "dapo"]).algorithm.settings.kl_coef == 0.0
     assert ppo.parse(["--preset", "3b"]).layout == Layout(dp=2)
     assert geo3k_grpo.parse(["--preset", "3b"]).run.output_dir == Path("outputs/geo3k_grpo")
-    with pytest.raises(InvalidConfig, match="--preset 30b is unknown: choose one of tiny, 3b, 7b"):
+    with pytest.raises(InvalidConfig, match="--preset 30b is unknown: choose one of tiny, any, 3b, 7b"):
         grpo.parse(["--preset", "30b"])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_defaults_depend_on_the_preset_and_not_on_the_model(recipe):
+    without = recipe.parse([])
+    assert without == recipe.parse(["--preset", "tiny"]) == recipe.PRESETS["tiny"]
+    assert recipe.parse(["--preset", "tiny", "--model-path", "mine"]) == replace(without, model_path="mine")
+    ours = recipe.parse(["--model-path", "mine", "--preset", "any"])
+    assert ours == replace(recipe.PRESETS["any"], model_path="mine")
+    assert ours.optimizer.lr < without.optimizer.lr
+    assert all(each.preset == name for name, each in recipe.PRESETS.items())
+    with pytest.raises(InvalidConfig, match=r"^--model-path needs --preset, .*: any .*, or tiny"):
+        recipe.parse(["--model-path", "mine"])
+    with pytest.raises(InvalidConfig, match="--preset any is for a checkpoint: add --model-path"):
+        recipe.parse(["--preset", "any"])
+
+
+def test_a_file_names_a_preset_that_the_command_line_overrides(tmp_path):
+    given = written(tmp_path / "mine.yaml", "preset: any\nmodel-path: mine\nsteps: 3")
+    assert grpo.parse(given) == grpo.parse(["--preset", "any", "--model-path", "mine", "--steps", "3"])
+    assert grpo.parse([*given, "--preset", "3b"]).compute == grpo.PRESETS["3b"].compute
+    with pytest.raises(InvalidConfig, match="--model-path needs --preset"):
+        grpo.parse(written(tmp_path / "mine.yaml", "model-path: mine"))
+
+
+@pytest.mark.parametrize(("given", "preset"), [("--preset any --model-path mine", "any"), ("--steps 7", "tiny")])
+def test_a_run_that_has_recorded_no_preset_resumes_with_its_own(given, preset, tmp_path):
+    began = grpo.parse([*given.split(), "--output-dir", str(tmp_path)])
+    open_run_directory(began.run, began)
+    file = tmp_path / "config.yaml"
+    file.write_text("".join(line for line in file.read_text().splitlines(True) if not line.startswith("preset")))
+    resumed = grpo.parse(["--resume", str(tmp_path)])
+    assert resumed == replace(began, run=replace(began.run, resume=True))
+    assert resumed.preset == preset
 
 
 @pytest.mark.parametrize(
@@ -138,9 +178,22 @@ def test_presets_are_defaults_by_name():
         (grpo, "--data-path mine --level 2", "leave out --data-path"),
         (walk_config, "--level 2", "--level would do nothing: environments draw no problems"),
         (walk_config, "--instruction hello", "add --data-path"),
-        (walk_config, "--model-path mine --warm-up.steps 3", "leave out --model-path"),
+        (walk_config, "--preset any --model-path mine --warm-up.steps 3", "leave out --model-path"),
         (grpo, "--rollout.over-ask 1.5 --algorithm.skip-old-log-probs", "have the engine's log-probs anyway"),
         (classify, "--image-column img", "add --data-path"),
+        (zoom_config, "--on ray --ray.reward-processes 2", "environments give the rewards"),
+        (grpo, "--data-path mine --messages-key talk --instruction hello", "messages stay as they are"),
+        (grpo, "--rollout.no-replay-routing", "the small model has no experts"),
+        (grpo, "--keep-best loss --eval-every 5", "give --keep-best accuracy"),
+        (easy_vqa_config, "--level 2", "--level would do nothing: the questions of easy-VQA have none"),
+        (easy_vqa_config, "--preset any --model-path mine --sft.steps 0 --sft.batch-size 3", "leave out --sft.steps 0"),
+        (easy_vqa_config, "--sft.optimizer.schedule constant --sft.optimizer.total-steps 9", "rate is constant"),
+        (distil_config, "--algorithm.overlong-buffer 4", "learns from the teacher, not from rewards"),
+        (sft, "--max-response-length 0 --engine-options max_num_seqs 3", "no question is asked"),
+        (sft, "--max-response-length 0 --keep-best accuracy", "needs answers"),
+        (sft, "--data-path mine --streaming --eval-every 5", "add --eval-data-path"),
+        (make_vlm_config, "--steps 0 --lr 0.1", "leave out --steps 0"),
+        (serve_config, "--vllm-adapters 3", "add --sampler vllm"),
         (sft, "--shuffle-buffer 3", "add --streaming"),
         (sft, "--data-path mine --weights 1", "name several"),
         (grpo, "--algorithm.kl-coef 0 --algorithm.kl k2", "add --algorithm.kl-coef"),

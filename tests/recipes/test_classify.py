@@ -145,7 +145,22 @@ def test_a_run_on_a_folder_measures_accuracy_before_and_after(caltech, tmp_path)
     model = write_checkpoint("qwen3_vl", tmp_path / "model")
     settings = "--steps 2 --batch-size 4 --eval-rows 4 --max-response-length 4 --optimizer.lr 1e-3 --eval-every 1"
     run = tmp_path / "run"
-    assert main(["--model-path", model, "--data-path", str(caltech), "--output-dir", str(run), *settings.split()]) == 0
+    assert (
+        main(
+            [
+                "--preset",
+                "any",
+                "--model-path",
+                model,
+                "--data-path",
+                str(caltech),
+                "--output-dir",
+                str(run),
+                *settings.split(),
+            ]
+        )
+        == 0
+    )
     rows = read_metrics(run / "metrics.jsonl")
     name = "val-core/ObjectCategories/acc/mean@1"
     assert [row["step"] for row in rows if name in row] == [0, 1, 2]

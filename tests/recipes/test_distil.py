@@ -110,7 +110,13 @@ def options(tmp_path_factory):
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
 
     def arguments(data, student, teacher, directory, *more):
-        named = {"--data-path": folder / data, "--model-path": student, "--teacher": teacher, "--output-dir": directory}
+        named = {
+            "--preset": "any",
+            "--data-path": folder / data,
+            "--model-path": student,
+            "--teacher": teacher,
+            "--output-dir": directory,
+        }
         paths = [str(part) for pair in named.items() for part in pair]
         return ["distil", *paths, "--reward", f"{folder / 'reward.py'}:score", *SETTINGS.split(), *more]
 
@@ -154,6 +160,6 @@ def test_a_resumed_run_of_a_language_model_is_the_whole_run(checkpoints, options
 @pytest.mark.slow
 def test_without_a_teacher_the_command_says_what_it_needs(checkpoints, capsys, tmp_path):
     student = checkpoints["qwen3", 0]
-    assert main(["distil", "--model-path", student, "--output-dir", str(tmp_path / "run")]) == 2
+    assert main(["distil", "--preset", "any", "--model-path", student, "--output-dir", str(tmp_path / "run")]) == 2
     assert "distillation needs a teacher: give --teacher CHECKPOINT" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

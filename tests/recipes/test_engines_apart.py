@@ -33,7 +33,7 @@ def given(tmp_path_factory) -> list[str]:
     folder = tmp_path_factory.mktemp("files")
     (folder / "mine.py").write_text(REWARD)
     model = write_checkpoint("qwen2_5_vl", folder / "model")
-    return ["--model-path", model, "--reward", f"{folder / 'mine.py'}:score", *SETTINGS.split()]
+    return ["--preset", "any", "--model-path", model, "--reward", f"{folder / 'mine.py'}:score", *SETTINGS.split()]
 
 
 @pytest.fixture(scope="module")

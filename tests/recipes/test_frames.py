@@ -30,7 +30,7 @@ def test_few_frames_lie_between_the_command_line_and_the_loss(tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     given = (
         "--steps 1 --batch-size 2 --algorithm.n 2 --eval-rows 2 --max-prompt-length 500 --max-response-length 4"
-        f" --model-path {write_checkpoint('qwen2_5_vl', tmp_path / 'model')} --output-dir {tmp_path / 'run'}"
+        f" --preset any --model-path {write_checkpoint('qwen2_5_vl', tmp_path / 'model')} --output-dir {tmp_path / 'run'}"
         f" --reward {tmp_path / 'mine.py'}:score --algorithm.loss {tmp_path / 'mine.py'}:loss"
     )
     assert main(given.split()) == 0

@@ -159,7 +159,9 @@ def test_every_family_runs_the_same_loop(model_type, geometry3k, reward, tmp_pat
 
 
 def test_a_single_file_holds_out_its_last_rows(geometry3k, checkpoint):
-    config = parse(["--model-path", checkpoint, "--data-path", f"{geometry3k}/train-00000-of-00001.parquet"])
+    config = parse(
+        ["--preset", "any", "--model-path", checkpoint, "--data-path", f"{geometry3k}/train-00000-of-00001.parquet"]
+    )
     builder = PromptBuilder.from_pretrained(checkpoint, 500)
     train_rows, held_out = open_data_set(config.data, builder)
     assert [row["index"] for row in train_rows] == list(range(10))
@@ -215,7 +217,7 @@ def test_prompts_that_are_left_out_and_rows_that_are_skipped_are_counted(checkpo
         (["--engine", "sglang"], "'sglang'"),
         (["--optimizer.schedule", "linear", "--optimizer.total-steps", "0"], "total_steps"),
         (["--resume", "--overwrite"], "contradict"),
-        (["--model-path", "/nowhere"], "/nowhere"),
+        (["--preset", "any", "--model-path", "/nowhere"], "/nowhere"),
         (["--reward", "nowhere.py:f"], "nowhere.py"),
         (["--eval-data-path", "x.parquet"], "data_path"),
         (["--steps", "0"], "steps=0"),
@@ -231,7 +233,7 @@ def test_mistakes_end_with_one_clear_line(wrong, message, capfd, tmp_path):
 
 
 def test_data_that_is_not_there_is_named(checkpoint, capfd, tmp_path):
-    wrong = ["--model-path", checkpoint, "--data-path", "/nowhere.parquet"]
+    wrong = ["--preset", "any", "--model-path", checkpoint, "--data-path", "/nowhere.parquet"]
     check_refused(wrong, "/nowhere.parquet", capfd, tmp_path / "run")
 
 
@@ -263,7 +265,7 @@ def option_names(config, prefix=""):
 
 def test_defaults_are_for_the_model_at_hand():
     assert parse([]) == TINY
-    real = parse(["--model-path", "somewhere"])
+    real = parse(["--preset", "any", "--model-path", "somewhere"])
     assert real.optimizer.lr == 1e-6
     assert real.data.batch_size == 512
     assert parse(["--seed", "3"]).run.seed == 3

@@ -52,7 +52,17 @@ def test_samples_that_are_carried_over_survive_the_process(tmp_path):
     """It is killed while it scores responses; some samples have begun then."""
     (tmp_path / "mine.py").write_text(KILL + REWARD.replace("    return", "    kill()\n    return"))
     model = write_checkpoint("qwen2_5_vl", tmp_path / "model")
-    options = [*SHORT.split(), "--model-path", model, "--reward", f"{tmp_path}/mine.py:score", "--optimizer.lr", "1e-3"]
+    options = [
+        *SHORT.split(),
+        "--preset",
+        "any",
+        "--model-path",
+        model,
+        "--reward",
+        f"{tmp_path}/mine.py:score",
+        "--optimizer.lr",
+        "1e-3",
+    ]
     more = "--max-prompt-length 500 --max-response-length 12 --rollout.over-ask 2 --eval-first False"
     disturbed, whole = killed_and_resumed("recipes.geo3k_grpo", geo3k_grpo.main, [*options, *more.split()], tmp_path)
     assert_same_run(disturbed, whole)
@@ -105,7 +115,16 @@ def test_a_run_that_is_killed_in_the_middle_of_episodes_loses_none(over_ask, mod
     (tmp_path / "own.py").write_text(KILL + ENVIRONMENT)
     rows = [{"problem": f"Say {number}.", "answer": str(number), "images": []} for number in range(30)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = [*SHORT.split(), "--model-path", model, "--data-path", f"{tmp_path}/rows.jsonl", "--optimizer.lr"]
+    options = [
+        *SHORT.split(),
+        "--preset",
+        "any",
+        "--model-path",
+        model,
+        "--data-path",
+        f"{tmp_path}/rows.jsonl",
+        "--optimizer.lr",
+    ]
     options += ["1e-3" if over_ask == 1 else "0", "--environment", f"{tmp_path}/own.py:Echo", "--eval-first", "False"]
     options += ["--max-response-length", "3", "--rollout.over-ask", str(over_ask)]
     disturbed, whole = killed_and_resumed("recipes.walk", walk.main, options, tmp_path)

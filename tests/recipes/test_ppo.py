@@ -100,7 +100,7 @@ def test_options_are_typed_on_the_command_line():
     assert (config.algorithm.lam, config.critic_optimizer.lr, config.run.steps) == (0.95, 2e-4, 7)
     assert config.algorithm.settings.clip == (0.1, 0.3)
     assert config.data == TINY.data
-    assert parse(["--model-path", "x"]).algorithm == PPOConfig()
+    assert parse(["--preset", "any", "--model-path", "x"]).algorithm == PPOConfig()
     with pytest.raises(InvalidConfig, match="geo3k_grpo"):
         parse(["--algorithm.advantage", "rloo"])
 
@@ -123,7 +123,7 @@ def arguments(folder: Path, name: str, *more: str) -> list[str]:
         " --save-every 2 --algorithm.kl-coef 0.05 --algorithm.kl-in reward --algorithm.kl-target 0.01"
         " --algorithm.kl-horizon 50 --algorithm.critic-warmup 1"
     )
-    paths = ["--model-path", str(folder / "model"), "--reward", f"{folder / 'mine.py'}:score"]
+    paths = ["--preset", "any", "--model-path", str(folder / "model"), "--reward", f"{folder / 'mine.py'}:score"]
     return [*paths, "--output-dir", str(folder / name), *settings.split(), *more]
 
 
@@ -191,7 +191,7 @@ def test_dynamic_sampling_draws_on_exactly_where_an_interrupted_run_stood(folder
         " --save-every 2 --algorithm.advantage rloo --algorithm.loss gspo --algorithm.aggregation seq-mean-token-mean"
         " --algorithm.dynamic-sampling 3 --algorithm.overlong-buffer 3 --optimizer.lr 1e-3"
     )
-    paths = ["--model-path", str(folder / "model"), "--reward", f"{folder / 'parity.py'}:score"]
+    paths = ["--preset", "any", "--model-path", str(folder / "model"), "--reward", f"{folder / 'parity.py'}:score"]
     arguments = [*paths, "--output-dir", str(folder / "grpo"), *given.split()]
     assert run_grpo(arguments) == 0
     whole = rows_of(folder / "grpo")

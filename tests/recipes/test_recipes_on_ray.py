@@ -45,7 +45,7 @@ def test_ppo_with_its_critic(model, tmp_path):
         " --critic-optimizer.lr 1e-3 --algorithm.minibatch 2 --algorithm.critic-epochs 2 --token-budget 600 --steps 2"
         " --save-every 0 --algorithm.kl-coef 0.05 --algorithm.kl-in reward"
     )
-    paths = ["--model-path", model, "--reward", f"{tmp_path / 'mine.py'}:score"]
+    paths = ["--preset", "any", "--model-path", model, "--reward", f"{tmp_path / 'mine.py'}:score"]
     for name, place in (("one", ()), ("two", TWO)):
         given = [*paths, "--output-dir", str(tmp_path / name), *settings.split(), *place]
         assert geo3k_ppo.main(given) == 0
@@ -60,7 +60,16 @@ def test_supervised_training(recipe, model, tmp_path):
         " --save-every 0 --eval-every 2"
     )
     for name, place in (("one", ()), ("two", TWO)):
-        given = ["--model-path", model, "--output-dir", str(tmp_path / name), *settings.split(), *place]
+        given = [
+            "--preset",
+            "any",
+            "--model-path",
+            model,
+            "--output-dir",
+            str(tmp_path / name),
+            *settings.split(),
+            *place,
+        ]
         assert recipe.main(given) == 0
     assert rows_of(tmp_path / "one")[-1]["val/loss"] < rows_of(tmp_path / "one")[0]["val/loss"]
     assert_same_run(tmp_path / "two", tmp_path / "one")
@@ -73,7 +82,16 @@ def test_episodes(tmp_path):
         " --optimizer.warmup-steps 0 --steps 2 --save-every 0 --keep-rollouts 0"
     )
     for name, place in (("one", ()), ("two", TWO)):
-        given = ["--model-path", str(walker), "--output-dir", str(tmp_path / name), *settings.split(), *place]
+        given = [
+            "--preset",
+            "any",
+            "--model-path",
+            str(walker),
+            "--output-dir",
+            str(tmp_path / name),
+            *settings.split(),
+            *place,
+        ]
         assert walk.main(given) == 0
     assert rows_of(tmp_path / "one")[1]["episode/turns/mean"] > 1
     assert_same_run(tmp_path / "two", tmp_path / "one")

@@ -179,7 +179,7 @@ def test_epochs_are_as_many_steps_as_draw_every_row_so_often():
 
 
 def test_the_command_line_gives_epochs_or_steps():
-    data = ["--model-path", "a", "--data-path", "b"]
+    data = ["--preset", "any", "--model-path", "a", "--data-path", "b"]
     assert [recipe.parse([*data, "--epochs", "3"]).run.epochs for recipe in (geo3k_grpo, geo3k_ppo, sft)] == [3, 3, 3]
     assert not geo3k_grpo.parse([*data, "--no-eval-first"]).run.eval_first
     with pytest.raises(InvalidConfig, match="--steps and --epochs both"):

@@ -151,7 +151,7 @@ def run(model, tmp_path, *more):
     reward.write_text(REWARD)
     rows = tmp_path / "sums.jsonl"
     rows.write_text("".join(f'{{"problem": "What is {n} + {n}?", "answer": "{2 * n}"}}\n' for n in range(10)))
-    paths = ["--model-path", model, "--data-path", str(rows), "--reward", f"{reward}:score"]
+    paths = ["--preset", "any", "--model-path", model, "--data-path", str(rows), "--reward", f"{reward}:score"]
     return main(["grpo", *paths, "--output-dir", str(tmp_path / "run"), *SHORT.split(), *more])
 
 

@@ -60,7 +60,7 @@ def checkpoints(tmp_path_factory):
 
 def arguments(model_path, data_path, output_dir, *more):
     settings = "--batch-size 6 --eval-rows 4 --max-response-length 5 --optimizer.lr 1e-3 --token-budget 200 --steps 4"
-    paths = ["--model-path", model_path, "--data-path", data_path, "--output-dir", str(output_dir)]
+    paths = ["--preset", "any", "--model-path", model_path, "--data-path", data_path, "--output-dir", str(output_dir)]
     return [*paths, *settings.split(), "--save-every", "2", *more]
 
 
@@ -232,7 +232,7 @@ def test_drawn_conversations_come_with_and_without_pictures_and_held_out_ones_ap
         (["--engine", "none"], "'none' is unknown"),
         (["--layout.dp", "2"], "--on ray"),
         (["--data-path", "no/such.jsonl"], "no such file or folder"),
-        (["--model-path", "no/such/model"], "holds no checkpoint"),
+        (["--preset", "any", "--model-path", "no/such/model"], "holds no checkpoint"),
         (["--stepz", "1"], "stepz"),
     ],
 )
@@ -244,7 +244,7 @@ def test_a_wrong_command_line_is_one_line(options, message, tmp_path, capsys):
 
 
 def test_defaults_are_the_small_models_until_a_model_is_named():
-    assert parse([]).optimizer.lr > 100 * parse(["--model-path", "x"]).optimizer.lr / 2
+    assert parse([]).optimizer.lr > 100 * parse(["--preset", "any", "--model-path", "x"]).optimizer.lr / 2
     assert parse([]).data.data_path == ()
 
 

@@ -40,7 +40,16 @@ def problems(tmp_path_factory):
 def test_grpo_trains_a_language_model_and_leaves_an_ordinary_checkpoint(checkpoint, problems, tmp_path):
     reward = tmp_path / "reward.py"
     reward.write_text(REWARD)
-    paths = ["--model-path", checkpoint, "--data-path", problems, "--output-dir", str(tmp_path / "run")]
+    paths = [
+        "--preset",
+        "any",
+        "--model-path",
+        checkpoint,
+        "--data-path",
+        problems,
+        "--output-dir",
+        str(tmp_path / "run"),
+    ]
     assert main(["grpo", *paths, "--reward", f"{reward}:score", *GRPO.split()]) == 0
     rows = rows_of(tmp_path / "run")
     assert [row["step"] for row in rows] == [0, 1, 2]
@@ -67,7 +76,7 @@ def test_sft_learns_conversations_without_images(checkpoint, tmp_path):
         for i in range(24)
     ]
     data = written(tmp_path / "talks.jsonl", [{"messages": talk} for talk in talks])
-    paths = ["--model-path", checkpoint, "--data-path", data, "--output-dir", str(tmp_path / "run")]
+    paths = ["--preset", "any", "--model-path", checkpoint, "--data-path", data, "--output-dir", str(tmp_path / "run")]
     assert main(["sft", *paths, *SFT.split()]) == 0
     rows = rows_of(tmp_path / "run")
     assert rows[-1]["val/loss"] < rows[0]["val/loss"]
@@ -78,7 +87,7 @@ def test_a_row_with_an_image_is_named_on_the_command_line(checkpoint, tmp_path, 
     rows = [{"problem": f"What is {number}?", "answer": "1"} for number in range(8)]
     rows[3] = {"problem": "<image>What is this?", "answer": "1", "images": ["absent.png"]}
     data = written(tmp_path / "mixed.jsonl", rows)
-    paths = ["--model-path", checkpoint, "--data-path", data, "--output-dir", str(tmp_path / "run")]
+    paths = ["--preset", "any", "--model-path", checkpoint, "--data-path", data, "--output-dir", str(tmp_path / "run")]
     assert main(["grpo", *paths, *GRPO.split(), "--batch-size", "5", "--algorithm.minibatch", "5"]) == 2
     said = capsys.readouterr().err
     assert "row 3: models of type qwen3 take no images; they read text alone" in said
@@ -86,7 +95,7 @@ def test_a_row_with_an_image_is_named_on_the_command_line(checkpoint, tmp_path, 
 
 @pytest.mark.slow
 def test_the_plan_forecasts_a_language_model(checkpoint, problems, capsys):
-    paths = ["--model-path", checkpoint, "--data-path", problems]
+    paths = ["--preset", "any", "--model-path", checkpoint, "--data-path", problems]
     for device in ("h200", "cpu"):
         assert main(["plan", "grpo", *paths, *GRPO.split(), "--device", device]) == 0
         assert "actor" in capsys.readouterr().out

@@ -227,7 +227,7 @@ def best_of_prompt(roles, prompts, config, sampling, progression, more):
 def test_an_algorithm_of_a_user_runs_with_the_options_of_grpo(tmp_path):
     given = (
         "--steps 2 --batch-size 2 --algorithm.n 3 --eval-rows 2 --eval-samples 3 --max-prompt-length 500 --max-response-length 4"
-        f" --model-path {write_checkpoint('qwen2_5_vl', tmp_path / 'model')} --output-dir {tmp_path / 'run'}"
+        f" --preset any --model-path {write_checkpoint('qwen2_5_vl', tmp_path / 'model')} --output-dir {tmp_path / 'run'}"
     )
     assert run(parse(given.split()), best_of_prompt) == tmp_path / "run" / "report.html"
     written = rows_of(tmp_path / "run")

@@ -37,7 +37,15 @@ def given(tmp_path_factory):
     (folder / "unfinished.py").write_text("x = 1\ny = (\n")
     options = "--steps 1 --batch-size 2 --algorithm.n 2 --eval-rows 2 --max-prompt-length 500 --max-response-length 4"
     model = write_checkpoint("qwen2_5_vl", folder / "model")
-    return [*options.split(), "--model-path", model, "--reward", f"{folder / 'mine.py'}:score"], folder
+    return [
+        *options.split(),
+        "--preset",
+        "any",
+        "--model-path",
+        model,
+        "--reward",
+        f"{folder / 'mine.py'}:score",
+    ], folder
 
 
 @pytest.mark.parametrize(

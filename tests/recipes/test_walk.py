@@ -66,7 +66,9 @@ def walker(tmp_path_factory):
 )
 def test_a_run_compares_turns(advantage, others, walker, tmp_path):
     small = "--batch-size 2 --algorithm.n 2 --eval-rows 2 --steps 2 --save-every 0 --max-response-length 3"
-    options = f"{small} --algorithm.advantage {advantage} {others} --max-prompt-length 64 --model-path {walker}"
+    options = (
+        f"{small} --algorithm.advantage {advantage} {others} --max-prompt-length 64 --preset any --model-path {walker}"
+    )
     assert main([*options.split(), "--output-dir", str(tmp_path / "run")]) == 0
     row = rows_of(tmp_path / "run")[-1]
     if (
@@ -106,6 +108,8 @@ def test_an_environment_of_ones_own(name, memory, tmp_path, capsys):
     named = [
         "--environment",
         f"{tmp_path}/own.py:{name}",
+        "--preset",
+        "any",
         "--model-path",
         model,
         "--data-path",

@@ -138,7 +138,7 @@ def test_episodes_by_tool_with_a_template_that_describes_it():
 
 
 def parse_by_tool():
-    return parse(["--crop-tool", "--model-path", "some/model"])
+    return parse(["--crop-tool", "--preset", "any", "--model-path", "some/model"])
 
 
 class Pages:
@@ -191,9 +191,15 @@ def test_without_known_actions_each_turn_counts_as_the_first():
     ("options", "message"),
     [
         ("--crop-tool", "needs --model-path"),
-        ("--crop-tool --model-path some --environment own.py:Say --data-path rows", "has tools of its own"),
+        (
+            "--crop-tool --preset any --model-path some --environment own.py:Say --data-path rows",
+            "has tools of its own",
+        ),
         ("--environment own.py:Say", "go together"),
-        ("--epochs 2 --data-path rows --environment own.py:Say --model-path some", "the length of a run over episodes"),
+        (
+            "--epochs 2 --data-path rows --environment own.py:Say --preset any --model-path some",
+            "the length of a run over episodes",
+        ),
     ],
 )
 def test_impossible_options(options, message):

@@ -11,7 +11,7 @@ from dataproto import DataProto
 from dataproto.errors import FileFormatError, InvalidConfig
 from helpers.kept_runs import objects, scored_batch
 from helpers.tiny_prompts import tiny_tokenizer
-from recipes.report.kept_rollouts import KeptRollouts, chosen_rows, kept_steps, load_kept, load_tokens
+from recipes.report.kept_rollouts import KeptRollouts, chosen_rows, kept_steps, load_kept, load_tokens, rows_file
 
 
 def test_a_kept_row_holds_all_fields(tmp_path):
@@ -154,8 +154,16 @@ def test_nothing_is_written_for_a_limit_of_0_or_without_rollouts(tmp_path):
     KeptRollouts(tmp_path, 8).keep(1, DataProto.from_dict(non_tensors={"uid": ["a"]}))
     assert list(tmp_path.iterdir()) == []
     assert kept_steps(tmp_path) == []
-    with pytest.raises(InvalidConfig, match="keep_rollouts=-1"):
-        KeptRollouts(tmp_path, -1)
+    for limit in (-1, 1.5):
+        with pytest.raises(InvalidConfig, match=f"keep_rollouts={limit}"):
+            KeptRollouts(tmp_path, limit)
+
+
+@pytest.mark.parametrize(("limit", "rows"), [(3, 2), (0.5, 4), (0.01, 1), (1, 1), (100, 8)])
+def test_a_limit_is_a_number_of_rows_or_a_share_of_them(limit, rows, tmp_path):
+    uids = ["a", "a", "b", "b", "c", "c", "d", "d"]
+    KeptRollouts(tmp_path, limit).keep(1, scored_batch(["x"] * 8, [1.0] * 8, uids))
+    assert len(rows_file(tmp_path, 1).read_text().splitlines()) == rows
 
 
 def test_a_damaged_file_is_named(tmp_path):

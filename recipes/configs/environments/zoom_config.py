@@ -1,9 +1,9 @@
 """GRPO or PPO over episodes in which the policy looks closer and then answers: ``dataproto zoom``.
 
 With no arguments it draws pictures of 448 pixels that are shown at 56, makes a small Qwen2.5-VL, shows it looks at random places
-and what is read there, and lets it find out by itself where to look, on the CPU within minutes. With ``--model-path`` it trains
-any checkpoint of a known family, with ``--crop-tool`` by calls of a tool. With ``--environment FILE.py:NAME`` it trains in an
-environment of your own, with the rows of ``--data-path``.
+and what is read there, and lets it find out by itself where to look, on the CPU within minutes. With ``--preset any`` and
+``--model-path`` it trains any checkpoint of a known family: with ``--crop-tool`` by calls of a tool, with
+``--environment FILE.py:NAME`` in an environment of your own, with the rows of ``--data-path``.
 
 Each evaluation answers greedily about pictures that are drawn for it, and measures two controls: other pictures, and white crops.
 """
@@ -47,6 +47,7 @@ class ZoomConfig(EpisodeRunConfig):
 
 # For a model of under a million parameters, on two cores.
 TINY = ZoomConfig(
+    preset="tiny",
     episodes=EpisodesConfig(turns=2),
     warm_up=WarmUpPhaseConfig(steps=100, batch_size=64),
     data=DataConfig(batch_size=64, eval_rows=128, max_prompt_length=64, max_response_length=3, instruction=""),
@@ -55,13 +56,15 @@ TINY = ZoomConfig(
     critic_optimizer=OptimizerConfig(lr=1e-3, schedule="linear", warmup_steps=5),
     run=RunConfig(steps=150, eval_every=25, save_every=50, output_dir=OUTPUT_DIR),
 )
-REAL = ZoomConfig(data=DataConfig(batch_size=64, eval_rows=256, max_prompt_length=2048, max_response_length=512))
+ANY = ZoomConfig(data=DataConfig(batch_size=64, eval_rows=256, max_prompt_length=2048, max_response_length=512))
+PRESETS = {"tiny": TINY, "any": ANY}
+"""The defaults of ``--preset``."""
 
 
 def parse(arguments: Sequence[str]) -> ZoomConfig:
-    """The configuration of a command line. Defaults are the tiny model's, or with ``--model-path`` those for real ones.
+    """The configuration of a command line, over the defaults of ``--preset``, by default ``tiny``.
 
     Raises:
         InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
     """
-    return parse_with_defaults(arguments, REAL, {"tiny": TINY}, __doc__, "dataproto zoom")
+    return parse_with_defaults(arguments, PRESETS, __doc__, "dataproto zoom")

@@ -10,7 +10,7 @@ import tyro
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.options import AlgorithmConfig
 from recipes.configs.shared.carrying_config import CarryingConfig
-from recipes.configs.shared.run_config import RunConfig, check_placement
+from recipes.configs.shared.run_config import RunConfig, check_kept, check_placement
 from recipes.data.column_keys import ColumnKeys, OnBadRow
 from recipes.data.problem_rows import INSTRUCTION
 from recipes.options import parse_recipe
@@ -109,6 +109,7 @@ class RolloutOptions(CarryingConfig):
 class PolicyGradientConfig:
     """All options of a run; written to config.json in its directory."""
 
+    preset: str = "any"  # whose defaults these are
     model_path: str | None = None  # checkpoint directory or hub name; a small Qwen2.5-VL made on the spot by default
     # FILE.py:FUNCTION in verl's, EasyR1's or TRL's form, classifier:MODEL, or the URL of a server; Geo3K's by default
     reward: str | None = None
@@ -119,7 +120,8 @@ class PolicyGradientConfig:
     layout: Layout = field(default_factory=Layout)  # how actor and reference are spread over processes
     ray: RayConfig = field(default_factory=RayConfig)
     max_restarts: int = 0  # how often to restart from the last checkpoint after a worker has failed
-    keep_rollouts: int = 64  # rows of each step, in whole groups, kept in output_dir for the viewer; 0: none
+    # rows of each step, or below 1 a share of them, in whole groups, kept in output_dir for the viewer; 0: none
+    keep_rollouts: int | float = 64
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
     data: tyro.conf.OmitArgPrefixes[DataConfig] = field(default_factory=DataConfig)
     run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=RunConfig)
@@ -128,12 +130,15 @@ class PolicyGradientConfig:
 
     def __post_init__(self) -> None:
         check_placement(self)
+        check_kept("keep_rollouts", self.keep_rollouts)
         engine_ranks(self.engine_options, self._ranks_with_engines)  # raises for a size that does not divide them
         self.sampling()  # raises for invalid sampling options
         self.rollout.check_engine(self.engine, self.engine_options, self.algorithm.correction)
         if not self.rollout.in_order:
             needs = self._needs_own_prompts(), self._needs_whole_batches()
             self.rollout.check(self.on, self.ray.rollout_processes, *needs)
+        if self.run.keep_best == "loss":
+            raise InvalidConfig("keep_best=loss: held-out responses have no loss; give --keep-best accuracy")
         if self.run.epochs is not None and not self.data.data_path:
             raise InvalidConfig("epochs without data_path: drawn problems do not repeat; give --steps")
         parts, batch = self.rollout.parts, self.data.batch_size
@@ -194,7 +199,11 @@ class PolicyGradientConfig:
         """Raises `UnknownModel` or `InvalidConfig` for a model that this run cannot use; ``model_path`` is the policy's."""
         from workers.training.loading import checkpoint_family
 
-        checkpoint_family(model_path)
+        family = checkpoint_family(model_path)
+        if not self.rollout.replay_routing and family.experts is None:
+            raise InvalidConfig(
+                f"--rollout.no-replay-routing would do nothing: {model_path} has no experts; leave it out"
+            )
 
     def reference(self, actor: "ActorConfig") -> "PolicyConfig | None":
         """The policy that a KL term or the advantage compares with: the actor before its training; ``None`` without either."""
@@ -239,16 +248,16 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def parse_with_defaults(
-    arguments: Sequence[str], real: Config, presets: Mapping[str, Config], description: str | None, prog: str
+    arguments: Sequence[str], presets: Mapping[str, Config], description: str | None, prog: str
 ) -> Config:
-    """The configuration of a command line: over a preset, or ``real`` with ``--model-path``; see `parse_recipe`.
+    """The configuration of a command line, over a preset; see `parse_recipe`.
 
     The KL term of a preset is dropped where the command line names an algorithm, whose paper then sets it.
 
     Raises:
         InvalidConfig: an unknown, ill-typed or idle option, or an impossible combination, in one line.
     """
-    return parse_recipe(arguments, real, presets, description, prog, _without_kl)
+    return parse_recipe(arguments, presets, description, prog, _without_kl)
 
 
 def _without_kl(config: Config) -> Config:

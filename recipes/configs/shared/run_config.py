@@ -57,6 +57,12 @@ def announce_small_model(model_path: str | None, data_path: str | Sequence[str] 
         )
 
 
+def check_kept(option: str, limit: float) -> None:
+    """Raises `InvalidConfig` for what is neither a number of rows, nor a share below 1, nor 0."""
+    if limit < 0 or (limit > 1 and limit != int(limit)):
+        raise InvalidConfig(f"{option}={limit}: must be a number of rows, a share below 1, or 0")
+
+
 class Placed(Protocol):
     """The fields of a recipe's configuration that say where and in how many processes it runs."""
 

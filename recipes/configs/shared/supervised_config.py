@@ -7,7 +7,7 @@ from typing import Any, Literal
 import tyro
 
 from dataproto.errors import InvalidConfig
-from recipes.configs.shared.run_config import RunConfig, check_placement
+from recipes.configs.shared.run_config import RunConfig, check_kept, check_placement
 from recipes.data.column_keys import OnBadRow
 from workers.cluster.ray_config import RayConfig
 from workers.model.model_config import ModelConfig, OptimizerConfig
@@ -42,6 +42,7 @@ class RowsConfig:
 class SupervisedConfig:
     """Model, optimizer and run; written to config.json in the run's directory."""
 
+    preset: str = "any"  # whose defaults these are
     model_path: str | None = None  # checkpoint directory or hub name; a small Qwen2.5-VL made on the spot by default
     engine: str = "hf"  # what answers held-out questions
     engine_options: dict[str, int | float | bool | str] = field(default_factory=dict)  # of the engine: NAME VALUE ...
@@ -50,14 +51,14 @@ class SupervisedConfig:
     layout: Layout = field(default_factory=Layout)  # how the model is spread over processes
     ray: RayConfig = field(default_factory=RayConfig)
     max_restarts: int = 0  # how often to restart from the last checkpoint after a worker has failed
-    keep_rows: int = 16  # rows of each step, with the loss of each token, kept in output_dir for the viewer; 0: none
+    # rows of each step, or below 1 a share of them, kept in output_dir for the viewer with the loss of each token; 0: none
+    keep_rows: int | float = 16
     run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=RunConfig)
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5, schedule="cosine"))
 
     def __post_init__(self) -> None:
         check_placement(self)
-        if self.keep_rows < 0:
-            raise InvalidConfig(f"keep_rows={self.keep_rows}: must be at least 0")
+        check_kept("keep_rows", self.keep_rows)
 
 
 def tiny_schedule(output_dir: Path) -> dict[str, Any]:
