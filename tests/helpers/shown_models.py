@@ -36,7 +36,12 @@ VLLM_HALF_TYPES = ("qwen3_5", "qwen3_5_moe")
 """Families whose kernels of vLLM for the CPU compute in bfloat16 alone: log-probs within 0.05."""
 VLLM_WINDOWED_TYPES = ("gemma3", *GEMMA4_TYPES)
 """Families with sliding windows, whose images see each other, by the same bounds as those of `VLLM_TYPES`."""
-MEASURED_ON_H200 = {"qwen2_5_vl": "Qwen2.5-VL", "qwen3_vl_moe": "Qwen3-VL-30B-A3B", "smolvlm": "dataproto make-vlm"}
+MEASURED_ON_H200 = {
+    "qwen2_5_vl": "Qwen2.5-VL",
+    "qwen3_5": "Qwen3.5-9B",
+    "qwen3_vl_moe": "Qwen3-VL-30B-A3B",
+    "smolvlm": "dataproto make-vlm",
+}
 """Families with a measurement in `benchmarks/RESULTS.md`, and the words there."""
 
 NOT_SUPPORTED = "no"
