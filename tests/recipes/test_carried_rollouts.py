@@ -283,6 +283,7 @@ class Group:
         found["weight_version"] = weight_version * ones
         found["_finished"] = done
         found["info"] = object_array([{}] * len(samples))
+        found["end_reason"] = object_array(["done"] * len(samples))
         found["_begun"] = np.array([None] * len(samples), dtype=object)
         found["_dealt"] = np.full(len(samples), 7)
         return SimpleNamespace(result=lambda: found)

@@ -1,6 +1,6 @@
 """The process of one rank: it holds the workers of several roles, which share its device."""
 
-import logging
+import logging.config
 import os
 import socket
 import sys
@@ -208,10 +208,13 @@ def log_progress() -> None:
     """Writes the progress that our packages report to the process's error output. Ray keeps that in a file of the process
     (``worker-*.err`` in its folder of logs), and `RayConfig.show_logs` prints it at the driver.
     """
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    for name in PACKAGES:
-        package = logging.getLogger(name)
-        package.handlers[:] = [handler]
-        package.setLevel(logging.INFO)
-        package.propagate = False
+    to_handler = {"level": "INFO", "handlers": ["progress"], "propagate": False}
+    logging.config.dictConfig(
+        {
+            "version": 1,
+            "disable_existing_loggers": False,
+            "formatters": {"time": {"format": "%(asctime)s %(message)s", "datefmt": "%H:%M:%S"}},
+            "handlers": {"progress": {"class": "logging.StreamHandler", "formatter": "time"}},
+            "loggers": dict.fromkeys(PACKAGES, to_handler),
+        }
+    )
