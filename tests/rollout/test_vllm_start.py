@@ -226,6 +226,18 @@ def test_a_start_tries_the_policys_sampler_which_leaves_no_trace(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.vllm
+def test_a_model_with_experts_starts_after_a_dense_one_in_the_same_process(tmp_path, monkeypatch):
+    start("qwen2_5_vl", tmp_path / "dense")
+    from vllm.distributed import parallel_state
+
+    monkeypatch.setattr(parallel_state, "_EP", None)  # as if that engine had been the first
+    setup = start("qwen3_vl_moe", tmp_path / "experts")
+    found, expected = generate(setup, setup.vllm, GREEDY), generate(setup, setup.hf, GREEDY)
+    assert torch.equal(found["responses"], expected["responses"])
+
+
+@pytest.mark.long
+@pytest.mark.vllm
 def test_a_launched_engine_reads_no_weights_and_gets_the_actors_before_it_samples(tmp_path):
     checkpoint = write_checkpoint("qwen2_5_vl", tmp_path / "model")
     options = {"max_num_seqs": 4, "max_model_len": 400, "kv_cache_bytes": 1 << 26}
