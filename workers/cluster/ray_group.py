@@ -45,6 +45,7 @@ PACKAGES = ("dataproto", "rollout", "workers", "recipes")
 LOCALHOST = "127.0.0.1"
 PLACEMENT_TIMEOUT_S = 60  # for a cluster to reserve its resources
 NODE_INTERVAL_S = 0.5  # between looks at the nodes
+CONNECT_TRIES = 3  # of a node that does not answer in time
 MEDIA_SHARE = 0.25  # of the object store, for media that the calls of a step share
 
 
@@ -199,7 +200,9 @@ def living_nodes() -> list[NodeResources]:
 
 
 def wait_for_nodes(enough: Callable[[list[NodeResources]], bool]) -> list[NodeResources]:
-    """`living_nodes`, once they are ``enough`` or after `PLACEMENT_TIMEOUT_S`: what has ended takes a moment to be free."""
+    """`living_nodes`, once they are ``enough`` or after `PLACEMENT_TIMEOUT_S`: what has ended takes a moment to be free, and a node
+    to come.
+    """
     deadline = time.monotonic() + PLACEMENT_TIMEOUT_S
     while not enough(nodes := living_nodes()) and time.monotonic() < deadline:
         time.sleep(NODE_INTERVAL_S)
@@ -341,13 +344,16 @@ def lost_nodes(ids: Collection[str]) -> list[str]:
 
 
 def _answers(node: Mapping[str, Any]) -> bool:
-    if not node["Alive"]:
-        return False
-    try:
-        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), FAILURE_GRACE_S).close()
-    except OSError:
-        return False
-    return True
+    """Whether a node is there. One that does not answer in time is asked again: it may be slow, or packets got lost."""
+    for _ in range(CONNECT_TRIES if node["Alive"] else 0):
+        try:
+            socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), FAILURE_GRACE_S).close()
+        except TimeoutError:
+            continue
+        except OSError:
+            return False
+        return True
+    return False
 
 
 def get_all(refs: Sequence[ray.ObjectRef]) -> list[Any]:
