@@ -164,7 +164,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--model", type=Path, default=Path("/tmp/random-checkpoints"), help="folder for the checkpoints"
     )
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.steps < 1:
+        parser.error(f"--steps {arguments.steps}: must be at least 1")
+    return arguments
 
 
 def main() -> None:

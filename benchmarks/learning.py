@@ -155,7 +155,17 @@ def train_ours(this: Run, work: Path) -> None:
     run(config, with_cpu_seconds(step), lambda _: easy_vqa.policy_task(config, rows, str(start), short_answer_reward))
 
 
-def train_trl(this: Run, work: Path) -> None:
+def seconds_beside(this: Run, work: Path, read: Sequence[Path]) -> float:
+    """The CPU seconds of GRPO's run of the same task and seed, which is made if no directory has it."""
+    beside = replace(this, algorithm="grpo")
+    directory = complete_directory(beside, (work, *read))
+    if directory is None:
+        train_ours(beside, work)
+        directory = beside.directory(work)
+    return curve(directory)[-1]["seconds"]
+
+
+def train_trl(this: Run, work: Path, read: Sequence[Path]) -> None:
     """Runs TRL's trainer on the same task, from the start, for one seed."""
     from trl_learning import TRLTask, train_and_measure
 
@@ -166,10 +176,7 @@ def train_trl(this: Run, work: Path) -> None:
         config, tokens = replace(grpo.TINY, optimizer=easy_vqa_config.TINY.optimizer), 4
     else:
         level = int(this.task.removeprefix("level"))
-        beside = replace(this, algorithm="grpo")
-        if not is_complete(beside, work):
-            train_ours(beside, work)
-        seconds = curve(beside.directory(work))[-1]["seconds"]
+        seconds = seconds_beside(this, work, read)
         start, reward, config, tokens = drawn_start(this.task, this.seed, work), geo3k_reward, grpo.TINY, 24
         train, held_out = ProblemRows(level, this.seed), ProblemRows(level, 0, "test")[:EVAL_ROWS]
     task = TRLTask(start, train, held_out, reward, tokens, config.optimizer, shuffle=this.task == "easy_vqa")
@@ -283,9 +290,12 @@ def summarise(
     return text
 
 
-def train(this: Run, work: Path) -> None:
+def train(this: Run, work: Path, read: Sequence[Path]) -> None:
     """Runs, or continues, a run."""
-    (train_trl if this.algorithm == "trl" else train_ours)(this, work)
+    if this.algorithm == "trl":
+        train_trl(this, work, read)
+    else:
+        train_ours(this, work)
 
 
 def parse() -> argparse.Namespace:
@@ -323,7 +333,7 @@ def main() -> None:
             print(f"{this.name}, seed {this.seed}: is complete, and read", flush=True)
             continue
         print(f"{this.name}, seed {this.seed}: {options.steps} steps", flush=True)
-        train(this, options.work)
+        train(this, options.work, options.read)
         summarise(options.work, runs, options.steps, left_out, options.read)
     print(summarise(options.work, runs, options.steps, left_out, options.read))
 

@@ -3,7 +3,7 @@
     python benchmarks/random_checkpoint.py 7b /tmp/7b
     python benchmarks/phase_memory.py 7b-dp2 --checkpoint /tmp/7b     # two devices
     python benchmarks/phase_memory.py 7b-tp2 --checkpoint /tmp/7b
-    python benchmarks/phase_memory.py 7b-4bit --checkpoint /tmp/7b    # one device, of which it may use 24 GiB
+    python benchmarks/phase_memory.py 7b-4bit --checkpoint /tmp/7b    # one device, as of 24 GiB: torch may use 23
     python benchmarks/phase_memory.py 7b-32k-sp2                      # rows of 32,000 tokens, whose ranks share them
     python benchmarks/phase_memory.py 7b-32k-dp2                      # the same rows, a rank each
     python benchmarks/phase_memory.py 32b-dp2                         # as many layers as fit, and the forecast of all
@@ -38,9 +38,9 @@ HERE = Path(__file__).resolve().parent
 sys.path = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE]
 sys.path.insert(0, str(HERE.parent))
 LOCAL_RANK = os.environ.get("LOCAL_RANK")
-if LOCAL_RANK is not None:  # as in a run on Ray, a process sees its own device alone
-    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")
-    os.environ |= {"CUDA_VISIBLE_DEVICES": devices[int(LOCAL_RANK)], "LOCAL_RANK": "0"}
+VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+if LOCAL_RANK is not None and VISIBLE:  # as in a run on Ray, a process sees its own device alone
+    os.environ |= {"CUDA_VISIBLE_DEVICES": VISIBLE.split(",")[int(LOCAL_RANK)], "LOCAL_RANK": "0"}
 
 import torch
 from torch import distributed

@@ -108,7 +108,8 @@ def _matrix(weights: dict[str, Tensor], name: str, shape: tuple[int, int], file:
         raise CheckpointError(f"{file} lacks {name}")
     if found.shape != shape or found.dtype not in DTYPES:
         raise CheckpointError(
-            f"{file}: {name} is {found.dtype} of shape {tuple(found.shape)}, but the model needs float32 of {shape}"
+            f"{file}: {name} is {found.dtype} of shape {tuple(found.shape)}, but the model needs {shape} in "
+            f"{' or '.join(map(str, DTYPES))}"
         )
     if not bool(found.isfinite().all()):
         raise CheckpointError(f"{file}: {name} has values that are not finite")

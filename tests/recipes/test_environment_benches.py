@@ -21,6 +21,17 @@ def test_played_episodes_are_counted_and_the_engine_is_left_as_it_was():
     assert "poll" not in vars(engine)
 
 
+@pytest.mark.parametrize(("seconds", "rounds"), [(0.0, 1), (1e9, 2)])
+def test_rounds_begin_until_the_time_is_over_and_each_play_is_printed(seconds, rounds, capsys):
+    renderer = renderer_of("qwen2_5_vl")
+    options = argparse.Namespace(episodes=2, turns=2, turn_tokens=4, latency=0.001, rounds=2, seconds=seconds)
+    found = environment_latency.measured(RandomEngine(renderer), renderer, options)
+    assert [len(played) for played in found.values()] == [rounds, rounds]
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith("0 ms a step: 2 episodes, 2 turns, ")  # the short play before
+    assert [line.partition(":")[0] for line in lines] == ["0 ms a step", "1 ms a step"] * rounds
+
+
 def test_the_table_of_latencies_says_whether_the_target_is_met():
     rounds = {0.0: [environment_latency.Played(seconds=each) for each in (1.0, 9.0, 2.0)]}
     assert "1.100 times as long: less than 15% more" in environment_latency.table(

@@ -17,6 +17,7 @@ from benchmarks.learning import (
     curve,
     is_complete,
     reached,
+    seconds_beside,
     spread,
     summarise,
 )
@@ -104,6 +105,11 @@ def test_complete_runs_of_several_directories_are_drawn_together(tmp_path):
     (runs[1].directory(here) / "metrics.jsonl").write_text("")
     assert "| grpo | 1 |" in summarise(here, runs, 4)
     assert "| grpo | 2 |" in summarise(here, runs, 4, read=[there])
+
+
+def test_trl_has_the_seconds_of_a_run_in_another_directory(tmp_path):
+    write_run(Run("level2", "grpo", 0, 4), tmp_path / "there", {0: 0.2, 4: 0.8})
+    assert seconds_beside(Run("level2", "trl", 0, 4), tmp_path / "here", [tmp_path / "there"]) == 8
 
 
 def test_the_seconds_of_started_processes_count():

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from helpers.fronts import Front, drive, until
 from recipes.serve.front import scheduler
 from recipes.serve.ledger.directories import check_directory
-from recipes.serve.ledger.records import Run, Sampler, everything
+from recipes.serve.ledger.records import Run, Sampler, everything, put
 from recipes.serve.refusals import Refused
 from recipes.serve.routes import checkpoint_routes, sampling_routes
 
@@ -227,6 +228,54 @@ def test_a_sampling_session_of_a_session_that_ends_meanwhile_is_refused_and_leav
         assert await front.service.database.run(everything(Sampler)) == []
 
     drive(work, tmp_path)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_request_that_comes_while_its_run_ends_fails_and_does_not_wait_for_ever(tmp_path, monkeypatch, again):
+    """``again``: the request is sent a second time."""
+
+    async def work(front: Front):
+        run = await front.new_run("r")
+        database, ending, sent = front.service.database, [], []
+        write, put = database.run, scheduler.put
+
+        def noted(record):
+            ending.append(record)
+            return put(record)
+
+        async def written(function):
+            found = await write(function)
+            if ending:
+                ending.clear()
+                sent.append(await front.submit(run, 1, token=1))
+            return found
+
+        monkeypatch.setattr(scheduler, "put", noted)
+        monkeypatch.setattr(database, "run", written)
+        await front.service.lifecycle.end_session(front.service.catalogue.sessions["s"], "finished")
+        await until(lambda: run.state == "ended" and sent)
+        if again:
+            assert await front.submit(run, 1, token=1) == sent[0]
+        assert "is not in training" in (await asyncio.wait_for(front.result(sent[0]), 20))["error"]
+        await until(lambda: "r" not in front.service.scheduler.lanes)
+
+    drive(work, tmp_path)
+
+
+def test_a_request_that_a_kill_at_the_end_of_its_run_has_left_fails_when_it_is_sent_again(tmp_path):
+    async def before(front: Front):
+        run = await front.new_run("r")
+        front.backend.gate.clear()
+        await front.submit(run, 1, token=1)
+        await front.service.database.run(put(replace(run, state="ended")))
+
+    async def after(front: Front):
+        run = front.service.catalogue.runs["r"]
+        request = await front.submit(run, 1, token=1)
+        assert "is not in training" in (await asyncio.wait_for(front.result(request), 20))["error"]
+
+    drive(before, tmp_path).backend.gate.set()
+    drive(after, tmp_path)
 
 
 def test_two_copies_at_a_time_share_the_room_of_their_key(tmp_path):

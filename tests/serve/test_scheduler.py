@@ -43,6 +43,21 @@ def test_two_equal_requests_at_the_same_time_are_one(tmp_path):
     assert drive(work, tmp_path).backend.groups == [["r"]]
 
 
+def test_a_small_body_is_let_go_of_with_its_request_and_not_with_the_result(tmp_path):
+    async def work(front: Front):
+        run = await front.new_run("r")
+        front.backend.gate.clear()
+        request = await front.submit(run, 1, token=1)
+        entry = front.service.scheduler.lanes["r"].entries[1]
+        assert entry.body is not None  # not read from disk again
+        front.backend.gate.set()
+        await front.result(request)
+        assert request in front.service.futures.pending
+        assert entry.body is None
+
+    drive(work, tmp_path)
+
+
 def test_clients_in_step_are_computed_in_one_batch(tmp_path, monkeypatch):
     """A pass waits for the other run, whose last one was just computed, and not for one that has never sent a pass."""
     monkeypatch.setattr(scheduler, "MOST_GATHERING", 60.0)

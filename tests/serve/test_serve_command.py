@@ -19,7 +19,7 @@ import pytest
 from dataproto.errors import InvalidConfig
 from recipes.serve.keys import Keys, read_keys
 from recipes.serve.serve_config import LimitsConfig, ServeConfig, parse
-from recipes.serve.supervisor import Child, listening
+from recipes.serve.supervisor import ENGINE, Child, listening
 from workers.cluster.ray_config import RayConfig
 
 NOTHING_HEAVY = """
@@ -134,6 +134,22 @@ def test_an_engine_that_does_not_start_is_given_up_however_long_it_takes(tmp_pat
     child.process.wait()
     with pytest.raises(InvalidConfig, match=r"the engine process cannot start \(exit status 3\)"):
         child.look()
+
+
+@pytest.mark.slow
+def test_an_engine_whose_models_cannot_be_loaded_ends_before_the_front_process_can_connect(tmp_path):
+    own = "class Own:\n    def start(self):\n        raise SystemExit(7)\n\ndef make(options):\n    return Own()\n"
+    (tmp_path / "own_engine.py").write_text(own)
+    read, write = os.pipe()
+    code = ENGINE.format(factory="own_engine:make", options="{}", engine=str(tmp_path / "engine"), pipe=read)
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-c", code], pass_fds=[read], env=os.environ | {"PYTHONPATH": path}, timeout=100
+    )
+    os.close(read)
+    os.close(write)
+    assert done.returncode == 7
+    assert not (tmp_path / "engine").exists()
 
 
 def test_an_answer_is_sent_without_delay():

@@ -1,7 +1,9 @@
 """The processes of a run before they start: how many, which of them share a node, and what is left of them on fewer nodes."""
 
+import socket
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -100,6 +102,31 @@ def test_a_run_waits_for_what_its_processes_leave_and_no_longer(monkeypatch):
     monkeypatch.setattr(ray_group, "living_nodes", lambda: seen.pop(0))
     assert layout_with_room(plan_of(Layout(dp=4)), RayConfig(gpus=0.0)) == Layout(dp=2)
     assert not seen
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "answers"),
+    [
+        ([None], True),
+        ([TimeoutError(), None], True),  # a slow node is not a lost one
+        ([TimeoutError()] * 3, False),
+        ([ConnectionRefusedError()], False),
+    ],
+)
+def test_a_node_that_does_not_answer_in_time_is_asked_again(monkeypatch, outcomes, answers):
+    connect = Mock(side_effect=[each or Mock() for each in outcomes])
+    node = {
+        "NodeID": "n",
+        "Alive": True,
+        "NodeManagerAddress": "10.0.0.1",
+        "NodeManagerPort": 1,
+        "Resources": {"CPU": 2.0},
+    }
+    monkeypatch.setattr(socket, "create_connection", connect)
+    monkeypatch.setattr(ray_group.ray, "nodes", lambda: [node, node | {"Alive": False}])
+    monkeypatch.setattr(ray_group.ray._private.state, "available_resources_per_node", lambda: {"n": {"CPU": 1.0}})
+    assert ray_group.living_nodes() == [NodeResources({"CPU": 2.0}, {"CPU": 1.0})] * answers
+    assert connect.call_count == len(outcomes)
 
 
 def test_what_another_run_keeps_is_not_waited_for_for_ever(monkeypatch):

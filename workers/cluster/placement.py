@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from workers.ranks.failures import FAILURE_GRACE_S
 
+CONNECT_TRIES = 3  # of a node that does not answer in time
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -89,7 +91,8 @@ class NodeResources(NamedTuple):
 
 
 def answers(address: str, port: int) -> bool:
-    """Whether something accepts connections at this address, within `FAILURE_GRACE_S`.
+    """Whether something accepts connections at this address. What does not answer within `FAILURE_GRACE_S` is asked again,
+    `CONNECT_TRIES` times in all: it may be slow, or packets got lost.
 
     >>> with socket.create_server(("127.0.0.1", 0)) as server:
     ...     port = server.getsockname()[1]
@@ -98,8 +101,12 @@ def answers(address: str, port: int) -> bool:
     >>> answers("127.0.0.1", port)
     False
     """
-    try:
-        socket.create_connection((address, port), FAILURE_GRACE_S).close()
-    except OSError:
-        return False
-    return True
+    for _ in range(CONNECT_TRIES):
+        try:
+            socket.create_connection((address, port), FAILURE_GRACE_S).close()
+        except TimeoutError:
+            continue
+        except OSError:
+            return False
+        return True
+    return False

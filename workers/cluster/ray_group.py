@@ -139,7 +139,9 @@ def living_nodes() -> list[NodeResources]:
 
 
 def wait_for_nodes(enough: Callable[[list[NodeResources]], bool]) -> list[NodeResources]:
-    """`living_nodes`, once they are ``enough`` or after `PLACEMENT_TIMEOUT_S`: what has ended takes a moment to be free."""
+    """`living_nodes`, once they are ``enough`` or after `PLACEMENT_TIMEOUT_S`: what has ended takes a moment to be free, and a
+    node to come.
+    """
     deadline = time.monotonic() + PLACEMENT_TIMEOUT_S
     while not enough(nodes := living_nodes()) and time.monotonic() < deadline:
         time.sleep(NODE_INTERVAL_S)

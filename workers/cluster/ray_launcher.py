@@ -134,7 +134,7 @@ def planned_bundles(plan: LaunchPlan, config: RayConfig) -> list[dict[str, float
 def layout_with_room(plan: LaunchPlan, config: RayConfig) -> Layout:
     """The layout, or if the nodes that are left have no room for the run, one with fewer dp positions and without replicas.
 
-    Waits for what runs on the nodes only if there would be more room without it.
+    Waits for what runs on the nodes only if there would be more room without it, and for nodes if there is no room at all.
 
     Raises:
         InvalidConfig: there is no room for one dp position either.

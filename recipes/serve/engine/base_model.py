@@ -29,7 +29,7 @@ class BaseModel:
     ) -> None:
         """Loads the checkpoint at ``path``; with ``trains_weights`` to train all of them."""
         self.path, self.options = path, options
-        log.info("the model %s is loaded", path)
+        log.info("loading the model %s", path)
         began = time.perf_counter()
         if options.sampler == "vllm":
             VLLMAdapterEngine.prepare(path)

@@ -54,13 +54,16 @@ class Intake:
 
     async def _take_in(self, run: Run, entry: Entry, digest: str) -> None:
         lane = self.lanes.get(run.id)
-        if entry.seq < run.next_seq or (lane is not None and entry.seq in lane.entries):
+        if lane is None or entry.seq < run.next_seq or entry.seq in lane.entries:
             found = await self.database.run(journal.find(entry.id))
-            if found is None:
+            if found is not None:
+                if found[0] != digest:
+                    raise other_content(run, entry.seq)
+                if lane is None and found[1] == "queued":  # a kill at the end of its run has left it
+                    self.enter(entry)
+                return
+            if entry.seq < run.next_seq:
                 raise Refused(400, f"request {entry.seq} of {run.id} comes too late: the run is at {run.next_seq}")
-            if found[0] != digest:
-                raise other_content(run, entry.seq)
-            return
         self._check_room(run.owner, entry.size)
         await self.database.run(journal.accept(entry, digest))
         if entry.size > KEPT_BYTES:

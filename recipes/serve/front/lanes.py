@@ -53,7 +53,9 @@ class Lane:
 
     def done(self, entry: Entry) -> None:
         """Takes a request out; it is the turn of the next one."""
-        self.entries.pop(entry.seq, None)
+        done = self.entries.pop(entry.seq, None)
+        if done is not None:
+            done.body = None  # who waits for its result holds the request for long
         self.run.next_seq = max(self.run.next_seq, entry.seq + 1)
         self._look()
 

@@ -356,8 +356,9 @@ class Scheduler:
             lane.not_before = time.monotonic() + KEEP_SECONDS
             return
         await self.database.run(together(put(replace(run, state="ended")), journal.forget_covered))
-        run.state = "ended"
-        del self.lanes[run.id]
+        run.state, lane.ending = "ended", ""
+        if not lane.entries:  # those that have come meanwhile fail, and the lane goes with the last one
+            del self.lanes[run.id]
         for directory in await self.catalogue.drop_samplers(lambda each: each.run == run.id):
             self.barriers.uses.retire(directory)
         await self.link.call("release", model_id=run.id)
