@@ -75,7 +75,7 @@ def tower(model_type, blocks):
 
 @pytest.mark.parametrize("model_type", ["smolvlm", "qwen2_5_vl"])
 def test_operations_are_those_of_real_passes(model_type):
-    """Of a layer: the difference of two depths. Decoder layers are within a tenth; towers differ, so theirs lie around the count."""
+    """Of a layer: the difference of two depths. Decoders are within a tenth of the counts; towers differ, and lie around them."""
     fewer, more = decoder(model_type, 2), decoder(model_type, 3)
     assert [b - a for a, b in zip(fewer, more, strict=True)] == pytest.approx(list(LAYER), rel=0.1)
     fewer, more = tower(model_type, 2), tower(model_type, 3)
@@ -98,7 +98,7 @@ def test_a_decoding_step_has_the_operations_that_are_forecast():
 
 
 def test_seconds_of_launches_worked_by_hand():
-    """A tiny model of two layers, two in its tower, in two micro-batches and two updates; an operation takes 1 ms, else nothing."""
+    """Two layers, and two in the tower, in two micro-batches of two updates; an operation takes 1 ms to start, else nothing."""
     config = tiny_config("qwen2_5_vl")
     text, vision = config.get_text_config(), config.vision_config
     assert (text.num_hidden_layers, vision.depth) == (2, 2)
