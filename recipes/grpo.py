@@ -114,6 +114,7 @@ def grpo_step_in_parts(
     What a group adds must not depend on other groups: see `AlgorithmConfig.needs_whole_batches`.
     """
     progression = progression or Progression(config.kl_controller())
+    config = replace(config, minibatch=None)  # the batch is one mini-batch: nothing waits for the rows of a later one
     loss, aggregation = policy_loss(config, config.entropy_coef), config.settings.aggregation
     seed = (sampling.seed, progression.steps)
     metrics: dict[str, float] = {}

@@ -84,7 +84,7 @@ class AlgorithmConfig:
     dynamic_sampling: int | None = None
     filter_metric: str | None = None  # the column that compares samples; default: acc if the reward has it, else score
     # length of the interval below the maximum length in which responses are penalised, in tokens or, below 1, as a share of
-    # the maximum length; 0: no penalty; default: the loss's, or 0
+    # the maximum length (of a turn, in episodes); 0: no penalty; default: the loss's, or 0
     overlong_buffer: float | None = None
     overlong_penalty: float = 1.0  # penalty of a response of maximum length
     # weigh tokens or responses by the importance ratio of actor to engine

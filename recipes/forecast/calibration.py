@@ -46,7 +46,7 @@ def this_gpu() -> Device:
     return replace(DEVICES[known], name=title, memory=torch.cuda.get_device_properties(0).total_memory)
 
 
-def calibrate_cpu(batch: BatchSizes, clock: Clock = time.perf_counter, tokens: int = TOKENS) -> Device:
+def calibrate_cpu(batch: BatchSizes, clock: Clock = time.thread_time, tokens: int = TOKENS) -> Device:
     """`timed_cpu`, with the memory that this process took beside what is forecast for the timed passes: that of the interpreter
     and of the libraries that a run uses, of what the allocator keeps, and of results that exist for a moment.
     """

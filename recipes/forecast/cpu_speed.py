@@ -1,5 +1,8 @@
 """The speed of this CPU with a model and its data, measured and kept for a day, so that a plan and the run have the same numbers.
 
+What is measured is the processor time of the calling thread, which takes part in each operation: seconds in which other processes
+have the processor do not count, so what a busy machine measures holds on a quiet one too.
+
 It is in ``dataproto/cpu_speed`` of the user's cache directory (``$XDG_CACHE_HOME`` or ``~/.cache``), one small file for each
 model, first rows, longest row, token budget, number of threads and release of PyTorch. The folder may be deleted at any time;
 what it held is measured again.
@@ -24,6 +27,7 @@ from recipes.forecast.calibration import calibrate_cpu, cpu_memory, this_gpu, ti
 from recipes.forecast.devices import Device, Overheads
 
 KEPT = 86_400  # seconds
+MEASURED = "processor time of the calling thread"  # part of a file's name: a release that measures otherwise has files of its own
 NO_SIZES = (
     "dtype",
     "torch_dtype",
@@ -33,21 +37,21 @@ NO_SIZES = (
 
 
 def this_device(
-    batch: BatchSizes, loader: PromptLoader, token_budget: int, clock: Callable[[], float] = time.perf_counter
+    batch: BatchSizes, loader: PromptLoader, token_budget: int, clock: Callable[[], float] = time.thread_time
 ) -> Device:
     """The machine's GPU, or else its CPU; see `this_gpu` and `this_cpu`."""
     return this_gpu() if torch.cuda.is_available() else this_cpu(batch, loader, token_budget, clock)
 
 
 def this_cpu(
-    batch: BatchSizes, loader: PromptLoader, token_budget: int, clock: Callable[[], float] = time.perf_counter
+    batch: BatchSizes, loader: PromptLoader, token_budget: int, clock: Callable[[], float] = time.thread_time
 ) -> Device:
     """This CPU as an earlier call, here or in another process, has measured it for such rows; else measured now, and kept.
 
     Args:
         loader: of the run, whose first rows are prepared unless other processes do that; it stays where it is.
         token_budget: tokens of a micro-batch; no more are timed together.
-        clock: returns seconds.
+        clock: returns seconds; by default those of the processor, see above.
     """
     file = _file(batch, loader, token_budget)
     if (kept := _read(file)) is not None:
@@ -85,7 +89,7 @@ def _file(batch: BatchSizes, loader: PromptLoader, token_budget: int) -> Path:
     rows = (timed.prompts, timed.responses, timed.samples, batch.prompts, longest)
     loading = (loader.batch_size, bool(loader.num_workers))
     model = _sizes(json.loads(batch.config.to_json_string()))
-    digest = hashlib.sha256(repr((machine, model, token_budget, rows, loading)).encode())
+    digest = hashlib.sha256(repr((MEASURED, machine, model, token_budget, rows, loading)).encode())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "dataproto" / "cpu_speed" / f"{digest.hexdigest()[:16]}.json"
 

@@ -34,6 +34,7 @@ class Device:
     vision: float  # operations per second in the tower
     link: float = 0.0  # bytes per second between devices, of those that computation does not hide
     decode_overhead: float = 0.0  # least seconds of a decoding step: those of the host
+    launch: float = 0.0  # seconds of the host to start an operation, while the device computes; 0: see ``overheads``
     peak: float | None = None  # dense bfloat16 operations per second
     on_cpu: bool = False
     context: int = 0  # bytes that the driver and its libraries take; on a CPU the interpreter and its libraries
@@ -45,9 +46,15 @@ class Device:
         return 4 if self.on_cpu else 2
 
 
+LAUNCH = 30e-6
+"""Seconds of the host for an operation: Python, autograd and the driver. Log-probs of a model of 135 M in one micro-batch, about
+2,700 operations (`recipes.forecast.launches`), took 0.08 s on the host of an H200 (benchmarks/RESULTS.md).
+"""
+
+
 def accelerator(name: str, memory: int, bandwidth: float, peak: float, link: float) -> Device:
     """A GPU that reaches what an H200 does of its peak (benchmarks/RESULTS.md): 0.55 in compiled layers, 0.44 in the tower."""
-    return Device(name, memory, bandwidth, 0.55 * peak, 0.44 * peak, link, 6.5e-3, peak, context=GIB)
+    return Device(name, memory, bandwidth, 0.55 * peak, 0.44 * peak, link, 6.5e-3, LAUNCH, peak, context=GIB)
 
 
 DEVICES = {

@@ -271,11 +271,11 @@ def _scoring(
 ) -> Phase:
     """A pass without gradients over a share of the rows; ``tower`` as in `update_flops`."""
     parts, layout, device = setting.scoring_micro_batches, setting.layout, setting.device
-    seconds = scoring_seconds(setting.batch, setting.compute, layout, device, parts, tower)
+    seconds = scoring_seconds(setting.batch, setting.compute, layout, device, parts, tower, share)
     gathers = 1 if setting.compute.leaves_unsharded("scoring") else len(parts)
-    seconds += gather_seconds(setting.size, layout, device, gathers)
+    seconds += share * gather_seconds(setting.size, layout, device, gathers)
     busy = _busy(setting, resting, role, False, kept)
-    return Phase(name, share * seconds, share * scoring_flops(setting.batch, tower).total, busy)
+    return Phase(name, seconds, share * scoring_flops(setting.batch, tower).total, busy)
 
 
 def _update(

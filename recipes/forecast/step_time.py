@@ -1,6 +1,7 @@
 """Seconds of the phases of a step on one device of a layout, from operations, bytes and the device's speeds."""
 
 import heapq
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,6 +10,7 @@ from dataproto.vlm import family_of
 from dataproto.vlm.costs import logit_flops
 from recipes.forecast.batch_sizes import BatchSizes, MicroBatchSize
 from recipes.forecast.devices import EAGER, SHARED, Device
+from recipes.forecast.launches import decoding_operations, learning_operations, scoring_operations
 from recipes.forecast.model_size import ModelSize
 from recipes.forecast.role_memory import kv_bytes
 from rollout.hf.hf_engine import MIN_RUNNING_SHARE
@@ -124,11 +126,18 @@ def scoring_seconds(
     device: Device,
     parts: Sequence[MicroBatchSize],
     tower: float = 1.0,
+    share: float = 1.0,
 ) -> float:
-    """Seconds of a pass without gradients over the rows, in these micro-batches on a device; for ``tower`` see `update_flops`."""
+    """Seconds of a pass without gradients over a share of the rows, whose micro-batches on a device are ``parts``; for ``tower``
+    see `update_flops`.
+
+    The host starts the operations of a micro-batch while the device computes: whichever takes longer counts.
+    """
     faster = replace(device, language=device.language * device.overheads.scoring_rate)
     passes = scoring_flops(batch, tower)
-    return pass_seconds(passes, compute, layout, faster, batch.config, parts) + len(parts) * device.overheads.scoring
+    computed = share * pass_seconds(passes, compute, layout, faster, batch.config, parts)
+    started = scoring_operations(batch.config, compute, passes.vision > 0) / layout.pp * device.launch
+    return max(computed, math.ceil(share * len(parts)) * started) + share * len(parts) * device.overheads.scoring
 
 
 def update_seconds(
@@ -142,10 +151,14 @@ def update_seconds(
     tower: float = 1.0,
 ) -> float:
     """Seconds of ``updates`` optimizer steps over the rows, with these micro-batches in each on a device; for ``tower`` see
-    `update_flops`.
+    `update_flops`. The host starts operations meanwhile, see `scoring_seconds`.
     """
     passes = recomputing(update_flops(batch, size, compute, tower), compute)
-    computed = pass_seconds(passes, compute, layout, device, batch.config, parts)
+    operations = learning_operations(batch.config, compute, passes.vision > 0, size.tower_trained) / layout.pp
+    computed = max(
+        pass_seconds(passes, compute, layout, device, batch.config, parts),
+        updates * len(parts) * operations * device.launch,
+    )
     again = RECOMPUTED[compute.activation_checkpointing]
     started = len(parts) * device.overheads.learning * (1 + again) + device.overheads.optimizer
     gathers, reductions = collectives(compute, len(parts))
@@ -189,6 +202,7 @@ class Engine:
     parallel: int = 1  # devices
     sums: int = 0  # over its devices, in a pass
     summed_bytes: float = 0.0  # that a device receives in these sums, of a token
+    operations: int = 0  # that the host starts in a decoding step, beside what `Device.decode_overhead` covers
 
 
 def decoding_steps(responses: Sequence[int], rows: int, continuous: bool) -> list[int]:
@@ -217,20 +231,27 @@ def decoding_steps(responses: Sequence[int], rows: int, continuous: bool) -> lis
 
 
 def generation_seconds(batch: BatchSizes, engine: Engine, device: Device) -> float:
-    """Seconds to answer the prompts: a pass over them, once for all samples, and the decoding steps.
+    """Seconds to answer the prompts: a pass over them, once for all samples, and the decoding steps. An engine whose operations
+    the host starts one by one reads the prompts of as many rows as it generates at a time.
 
     Args:
         batch: the rows of one engine.
     """
     steps = decoding_steps(batch.responses, engine.rows, engine.continuous)
-    return prefill_seconds(batch, device) / engine.parallel + decoding_seconds(batch, steps, engine, device)
+    read = prefill_seconds(batch, device) / engine.parallel
+    if engine.operations:
+        times = -(-len(batch.responses) // engine.rows)
+        operations = scoring_operations(batch.config, ModelConfig(), batch.tower_flops > 0)
+        read = max(read, times * operations * device.launch)
+    return read + decoding_seconds(batch, steps, engine, device)
 
 
 def decoding_seconds(batch: BatchSizes, steps: Sequence[int], engine: Engine, device: Device) -> float:
     """Seconds of decoding steps with so many running rows.
 
     A step computes the running rows, or reads all weights if that takes longer, reads the rows' keys and values, and sums over
-    the engine's devices. Meanwhile the host prepares the next step, which takes `Device.decode_overhead` whatever the model.
+    the engine's devices. Meanwhile the host prepares the next step, which takes `Device.decode_overhead` whatever the model, or
+    starts the operations of this one.
     """
     lengths = zip(batch.lengths.tolist(), batch.responses, strict=True)
     keys = sum((length - response / 2) * response for length, response in lengths)
@@ -242,7 +263,8 @@ def decoding_seconds(batch: BatchSizes, steps: Sequence[int], engine: Engine, de
     reading, computing = engine.weight_bytes / device.bandwidth, engine.flops / (device.language * INFERENCE)
     summing = engine.summed_bytes / device.link if device.link else 0.0
     each = (max(reading, rows * computing) + fixed + rows * summing for rows in steps)
-    return sum(max(seconds, device.decode_overhead) for seconds in each)
+    host = max(device.decode_overhead, engine.operations * device.launch)
+    return sum(max(seconds, host) for seconds in each)
 
 
 def kept_rows(running: Sequence[int]) -> list[int]:
@@ -284,4 +306,5 @@ def engine_of(config: Any, size: ModelSize, name: str, options: Mapping[str, Any
         parallel=parallel,
         sums=sums,
         summed_bytes=2 * sums * number * int(text.hidden_size) * (parallel - 1) / parallel,
+        operations=0 if name == "vllm" else decoding_operations(config),
     )

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status.code
 
 
-def plan(asked: PlanConfig, clock: Clock = time.perf_counter) -> StepForecast:
+def plan(asked: PlanConfig, clock: Clock = time.thread_time) -> StepForecast:
     """The forecast of a recipe's options; with ``--fit`` that of the chosen setting. ``clock`` times a CPU, in seconds."""
     with tempfile.TemporaryDirectory() as folder:
         path = asked.config.model_path or str(make_small_model(asked, Path(folder) / "model"))
@@ -68,7 +68,7 @@ def plan(asked: PlanConfig, clock: Clock = time.perf_counter) -> StepForecast:
     return forecast(setting)
 
 
-def expected_setting(asked: PlanConfig, path: str, clock: Clock = time.perf_counter) -> Setting:
+def expected_setting(asked: PlanConfig, path: str, clock: Clock = time.thread_time) -> Setting:
     """What the forecast depends on, for the model in ``path``: from data and options by the run's own functions."""
     config, device = asked.config, partial(chosen_device, asked, clock)
     if asked.recipe in ("sft", "classify"):

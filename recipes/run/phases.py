@@ -119,8 +119,11 @@ def shape_rewards(
 ) -> tuple[DataProto, Metrics]:
     """Subtracts the overlong penalty and the KL penalty from ``token_level_rewards (B, R)``, where they are set.
 
-    The rewards before that become the column ``token_level_scores (B, R)``. The weight of an adaptive KL penalty follows the KL
-    of these rows.
+    The rewards before that become the column ``token_level_scores (B, R)``. Each turn of an episode is a response of its own,
+    whose length counts and whose last token gets the penalty. The weight of an adaptive KL penalty follows the KL of these rows.
+
+    Args:
+        max_tokens: the longest response, or turn of an episode, in tokens.
     """
     metrics: Metrics = {}
     mask, rewards = data["response_mask"], data["token_level_rewards"]
@@ -130,9 +133,12 @@ def shape_rewards(
     shaped = data[:]
     shaped["token_level_scores"] = rewards
     if buffer:
-        penalty = config.overlong_penalty * overlong_penalty(mask, max_tokens, buffer)
-        rewards = rewards + place_on_last_token(penalty, mask)
-        metrics["reward/overlong_penalty"] = float(penalty.mean())
+        penalties = torch.zeros_like(rewards)
+        for turn in _turns(data):
+            penalty = config.overlong_penalty * overlong_penalty(turn, max_tokens, buffer)
+            penalties = penalties + place_on_last_token(penalty, turn)
+        rewards = rewards + penalties
+        metrics["reward/overlong_penalty"] = float(penalties.sum(1).mean())
     if config.kl_in_reward:
         kl = KL_ESTIMATORS[config.settings.kl](data["old_log_probs"], data["ref_log_prob"])
         metrics["actor/reward_kl_penalty_coeff"] = controller.coef
@@ -141,6 +147,15 @@ def shape_rewards(
         controller.update(mean, rows=len(data))
     shaped["token_level_rewards"] = rewards
     return shaped, metrics
+
+
+def _turns(data: DataProto) -> list[Tensor]:
+    """The sampled tokens ``(B, R)`` of each turn; all of them in rows that are no episodes."""
+    mask = data["response_mask"]
+    if "turn" not in data:
+        return [mask]
+    sampled = mask.bool()
+    return [sampled & (data["turn"] == number) for number in data["turn"][sampled].unique().tolist()]
 
 
 def rows_to_learn(data: DataProto, config: AlgorithmConfig, seed: tuple[int, int]) -> tuple[DataProto, Metrics]:

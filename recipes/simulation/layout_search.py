@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from dataproto.errors import InvalidConfig
+from dataproto.vlm import family_of
 from recipes.simulation.cluster_shape import Cluster
 from recipes.simulation.simulated_step import SimulatedStep, simulate
 from recipes.simulation.workload import Choice, Workload
@@ -72,11 +74,12 @@ def engine_sizes(workload: Workload, cluster: Cluster) -> Iterator[int]:
 def possible_layouts(workload: Workload, cluster: Cluster) -> Iterator[Layout]:
     """All layouts of the cluster that the model allows, with tp within a node and replicas of whole nodes."""
     text, devices = workload.config.get_text_config(), cluster.devices
-    heads, experts = int(text.num_attention_heads), int(getattr(text, "num_experts", 0) or 0)
-    mixture = workload.parts.experts > 0
+    family, mixture = family_of(workload.config), workload.parts.experts > 0
+    heads, experts = int(text.num_attention_heads), family.expert_count(text) if mixture else 0
+    stages = [each for each in DEGREES if each <= workload.parts.layers] if _takes_stages(workload.config) else [1]
     for tp in (each for each in DEGREES if each <= cluster.node):
         for sp in (each for each in DEGREES if each <= cluster.node and heads % (each * tp) == 0):
-            for pp in (each for each in DEGREES if each <= workload.parts.layers):
+            for pp in stages:
                 dp, left = divmod(devices, tp * sp * pp)
                 if left or not dp:
                     continue
@@ -84,6 +87,15 @@ def possible_layouts(workload: Workload, cluster: Cluster) -> Iterator[Layout]:
                     for ep in DEGREES if mixture else (1,):
                         if (dp * sp // replicas) % ep == 0 and (not mixture or experts % (ep * tp) == 0):
                             yield Layout(dp=dp, tp=tp, pp=pp, sp=sp, ep=ep, replicas=replicas)
+
+
+def _takes_stages(config: Any) -> bool:
+    """Whether the layers of the model may be on the stages of a pipeline."""
+    try:
+        family_of(config).check_stages(config)
+    except InvalidConfig:
+        return False
+    return True
 
 
 def _divisors(number: int) -> Iterator[int]:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from dataproto.vlm import family_of
 from recipes.forecast import SLACK, BatchSizes
 from recipes.forecast.batch_sizes import MicroBatchSize
 from recipes.forecast.devices import GIB
@@ -230,7 +231,8 @@ class _Step:
             return 0
         tokens = max(each.tokens for each in parts) / self.layout.sp / self.layout.tp
         width = int(text.hidden_size) + 3 * int(text.moe_intermediate_size)
-        return round((group - 1) * tokens * int(text.num_experts_per_tok) * width * HALF * layers)
+        chosen = family_of(self.workload.config).experts_per_token(text)
+        return round((group - 1) * tokens * chosen * width * HALF * layers)
 
     def _reserved(self, memory: int) -> int:
         return round(SLACK * memory) + self.device.context

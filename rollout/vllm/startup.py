@@ -187,7 +187,7 @@ def default_options(
             defaults |= READ_WHOLE
     elif family.model_type in UNPROFILED:
         defaults["skip_mm_profiling"] = True
-    if not getattr(config.get_text_config(), "num_experts_per_tok", None) and options.get("quantization") is None:
+    if family.experts is None and options.get("quantization") is None:
         defaults |= untuned()
     defaults |= normalized_pixels() | prefixes_within_blocks(family) | speculative_options(speculate)
     return defaults | recording_options() if routed_experts else defaults

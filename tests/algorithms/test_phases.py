@@ -163,6 +163,27 @@ def test_length_costs_reward_near_the_limit():
     assert metrics == {"reward/overlong_penalty": -0.25}
 
 
+def test_each_turn_of_an_episode_has_the_length_of_a_response():
+    """Turns of at most 3 tokens, observations between them: the first row's turns have 2 and 3 tokens, the second's 1 and 1."""
+    data = DataProto.from_dict(
+        {
+            "token_level_rewards": torch.zeros(2, 6),
+            "response_mask": torch.tensor([[1, 1, 0, 1, 1, 1], [1, 0, 1, 0, 0, 0]]),
+            "turn": torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 1, 0, 0, 0]]),
+        }
+    )
+    config = AlgorithmConfig(overlong_buffer=2, overlong_penalty=0.5)
+    shaped, metrics = shape_rewards(data, config, config.kl_controller(), 3)
+    expected = [[0, -0.25, 0, 0, 0, -0.5], [0, 0, 0, 0, 0, 0]]
+    assert shaped["token_level_rewards"].tolist() == expected
+    assert metrics == {"reward/overlong_penalty": -0.375}
+    nothing = data[:]
+    nothing["response_mask"] = torch.zeros(2, 6, dtype=torch.int64)  # of episodes that a limit cut, with --drop-cut
+    shaped, metrics = shape_rewards(nothing, config, config.kl_controller(), 3)
+    assert shaped["token_level_rewards"].tolist() == [[0.0] * 6] * 2
+    assert metrics == {"reward/overlong_penalty": 0.0}
+
+
 def test_distance_from_the_reference_costs_reward_and_moves_the_weight():
     log_probs = torch.full((2, 4), -1.0)
     unshaped = scored(old_log_probs=log_probs, ref_log_prob=log_probs - 0.5)

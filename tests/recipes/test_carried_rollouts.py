@@ -29,6 +29,7 @@ from rollout.environments.held_episodes import EpisodePlan
 from rollout.prompts import PromptBuilder
 from workers.cluster.local_group import LocalGroup
 from workers.roles.actor import ActorConfig, ActorWorker
+from workers.roles.reference import reference_worker
 from workers.roles.rollout_worker import RolloutConfig, RolloutWorker
 from workers.training.optimizer import OptimizerConfig
 
@@ -232,6 +233,21 @@ def test_an_early_update_is_the_update_of_the_whole_batch(path, aggregation):
         assert after[name] == pytest.approx(before[name], rel=1e-3, abs=1e-5)
     moved = torch.cat([(begun[name] - waited[name]).abs().flatten() for name in waited])
     assert float((moved > 1e-5).float().mean()) < 1e-3  # Adam's first step is the sign of gradients that are almost 0
+
+
+def test_a_reference_scores_the_parts_of_an_early_update(path):
+    """Also where a mini-batch is the batch, whose reference waits for the rows of the update in a step that is not in parts."""
+    algorithm = GRPOConfig(n=2, kl_coef=0.1, minibatch=BATCH)
+    assert algorithm.reference_waits
+    found = []
+    for make, config in ((grpo_step, None), (grpo_step_in_parts, CarryingConfig(early_update=True, parts=2))):
+        roles = Roles(path, config)
+        roles.reference = reference_worker(roles.actor.config.frozen(), roles.actor)
+        found.append(make(roles, roles.prompts, algorithm, SAMPLING))
+    (_, before), (data, after) = found
+    assert data["ref_log_prob"].shape == data["responses"].shape
+    assert after["actor/kl_loss"] == pytest.approx(before["actor/kl_loss"], rel=1e-3, abs=1e-6)
+    assert after["actor/grad_norm"] == pytest.approx(before["actor/grad_norm"], rel=1e-4)
 
 
 def test_an_update_that_nothing_was_added_to_is_refused(path):

@@ -241,7 +241,8 @@ def test_passes_without_gradients_have_their_own_micro_batches_and_share():
     config = tiny_config("qwen2_5_vl")
     batch = BatchSizes(config, PromptSizes((10, 20, 10, 20), ((),) * 4), (8, 4, 7, 1, 8, 4, 7, 1), samples=2)
     compute, layout = ModelConfig(token_budget=30), Layout(dp=2)
-    setting = Setting(config, batch, H200, compute, layout, None, reference=True, old_log_probs=0.75, minibatch=2)
+    device = replace(H200, launch=0.0)
+    setting = Setting(config, batch, device, compute, layout, None, reference=True, old_log_probs=0.75, minibatch=2)
     assert len(setting.scoring_micro_batches) < len(replace(setting, minibatch=None).micro_batches)
     found = {phase.name: phase for phase in forecast(setting).phases}
     assert found["old_log_prob"].seconds == pytest.approx(0.75 * found["ref"].seconds)

@@ -2,6 +2,8 @@
 
 import os
 import re
+import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -112,6 +114,24 @@ def test_the_speed_of_a_cpu_is_measured_once_a_day(tmp_path, monkeypatch):
     apart, _ = measured(num_workers=1)  # other processes prepare the rows
     assert apart.overheads.preparation == 0.0
     assert loader.state_dict()["drawn"] == 0
+
+
+def test_seconds_in_which_other_processes_run_are_not_those_of_the_cpu(tmp_path, monkeypatch):
+    """While the thread waits, as it does when others have the processor, the clock stands still."""
+    waited = []
+
+    def calibrate(batch, clock, tokens):
+        start, begun = clock(), time.perf_counter()
+        threading.Event().wait(0.25)
+        waited.append((clock() - start, time.perf_counter() - begun))
+        return replace(H200, name="cpu", memory=cpu_memory())
+
+    monkeypatch.setattr(cpu_speed, "calibrate_cpu", calibrate)
+    builder = PromptBuilder.from_pretrained(make_tiny_model(tmp_path / "model"), 256)
+    batch = BatchSizes(builder.config, PromptSizes((5, 7), ((), ())), (3, 3))
+    this_cpu(batch, PromptLoader(ProblemRows(), builder, batch_size=2, num_workers=1), 100)
+    ((counted, passed),) = waited
+    assert counted < 0.1 < passed
 
 
 RECIPES = {"grpo": grpo, "ppo": ppo, "sft": sft, "classify": classify}

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.simulated_steps import HAND_OVERS, ROLLOUTS, STEPS, UPDATES, lines, step_rows
 from dataproto.errors import InvalidConfig
+from helpers.tiny_models import tiny_config
 from recipes.configs.simulation_config import SimulationConfig, parse
 from recipes.forecast import DEVICES, BatchSizes, ModelSize, PromptSizes, Setting, forecast, response_lengths
 from recipes.plan import main
@@ -105,6 +106,26 @@ def test_a_step_without_other_degrees_takes_the_memory_of_a_forecast():
     expected = phase.memory * 1.05 + H200.context
     assert found.memory == pytest.approx(expected, rel=0.01)
     assert found.flops == pytest.approx(phase.flops)
+
+
+def of_model(model_type: str) -> Workload:
+    config = tiny_config(model_type)
+    return Workload(BatchSizes(config, PromptSizes((30,) * 16, ((),) * 16), (8,) * 32, 2), 16, old_log_probs=0.0)
+
+
+def test_experts_of_any_family_are_exchanged():
+    """Gemma 4 names the experts of a token otherwise than others. Each of two ranks takes the tokens of both."""
+    work, device = of_model("gemma4+moe"), Cluster(H200, 2)
+    apart, alone = (simulate(work, device, Choice(Layout(dp=2, ep=ep), COMPUTE)).phases[-1] for ep in (2, 1))
+    assert apart.memory > alone.memory
+    assert apart.traffic.inside > 0
+    assert {layout.ep for layout in possible_layouts(work, Cluster(H200, 8))} == {1, 2, 4}  # of four experts
+
+
+def test_layers_that_share_keys_are_on_one_stage():
+    cluster = Cluster(H200, 4)
+    assert {layout.pp for layout in possible_layouts(of_model("gemma4+per_layer"), cluster)} == {1}
+    assert {layout.pp for layout in possible_layouts(of_model("gemma4"), cluster)} == {1, 2}
 
 
 def test_more_devices_take_less_time_and_memory():

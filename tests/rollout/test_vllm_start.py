@@ -17,7 +17,7 @@ from rollout.prompts import PromptBuilder
 from rollout.responses import build_requests
 from rollout.vllm import VLLMEngine
 from rollout.vllm.start_timeline import REST, StartTimeline, replaced
-from rollout.vllm.startup import check_options, graph_sizes, inspect_ahead, with_graph_sizes
+from rollout.vllm.startup import check_options, default_options, graph_sizes, inspect_ahead, with_graph_sizes
 from rollout.vllm.versions import one_compile_thread
 from rollout.vllm.weights.model_state import model_state
 from rollout.vllm.whole_images import check_reads_whole
@@ -73,6 +73,17 @@ def test_options_that_would_replace_the_policy_are_refused(name):
     check_options({name: None})
     with pytest.raises(InvalidConfig, match=name):
         check_options({name: "another"})
+
+
+@pytest.mark.long
+@pytest.mark.vllm
+@pytest.mark.parametrize(("model_type", "tunes"), [("gemma4", False), ("gemma4+moe", True), ("qwen3_vl_moe", True)])
+def test_a_start_tunes_the_kernels_of_experts(tmp_path, model_type, tunes):
+    """Which models without experts do not have. Gemma 4 names the experts of a token otherwise than others."""
+    path = write_checkpoint(model_type, tmp_path / "model")
+    options = {"dtype": "auto", "kv_cache_memory_bytes": None, "tensor_parallel_size": 1}
+    found = default_options(path, torch.device("cuda"), options, False, False, 0)
+    assert found.get("enable_flashinfer_autotune", True) == tunes
 
 
 class Machine:

@@ -215,6 +215,21 @@ def the_first_mini_batch_is_left_to_the_update():
     torch.testing.assert_close(found["ref_log_prob"], expected["ref_log_prob"], atol=1e-6, rtol=0)
 
 
+def a_rank_without_rows_scores_along():
+    """Mini-batches of one row are all on one rank; the other makes the same calls with none."""
+    actor, data = worker(), rows()[2:5]
+    reference, data["uid"] = reference_worker(actor.config.frozen(), actor), [f"{row}" for row in range(len(data))]
+    parts = split_scores(Arguments((data,), {"minibatch": 1}), 2)
+    assert [len(part.args[0]) for part in parts] == [3, 0]
+    mine = parts[actor.model.ranks.rank("dp")]
+    results = actor.model.ranks.all_gather(reference.log_probs_with_actor(*mine.args, **mine.kwargs), "dp")
+    found, _ = join_scores(results)
+    assert found["old_log_probs"].isnan().all(1).tolist() == [True, False, False]
+    expected = actor.log_probs(data) | reference.log_probs(data)
+    torch.testing.assert_close(found["old_log_probs"][1:], expected["old_log_probs"][1:], atol=1e-6, rtol=0)
+    torch.testing.assert_close(found["ref_log_prob"], expected["ref_log_prob"], atol=1e-6, rtol=0)
+
+
 def replicas_sum_once():
     """Two replicas of whole weights give the gradients of two shards; an error leaves nothing behind. More: test_replicas.py."""
     expected, actor, seen = worker(), worker(Layout(dp=2, replicas=2)), []
@@ -236,6 +251,7 @@ def replicas_sum_once():
 SCENARIOS = {
     "references": references_are_the_policy_before_training,
     "the first mini-batch": the_first_mini_batch_is_left_to_the_update,
+    "no rows": a_rank_without_rows_scores_along,
     "gradients": gradients_and_collectives,
     "scores": scores_and_gathers,
     "error": an_error_leaves_nothing_behind,

@@ -252,6 +252,12 @@ def join_scores(results: Sequence[PolicyScores]) -> PolicyScores:
     return PolicyScores(data, seconds)
 
 
+def first_minibatch(data: DataProto, minibatch: int, ranks: Ranks) -> np.ndarray:
+    """This rank's row indices of the first mini-batch; none if the rank has no rows."""
+    parts = cut_minibatches_of_rank(data, minibatch, ranks)
+    return np.zeros(0, dtype=np.int64) if not parts or parts[0] is None else parts[0]
+
+
 def with_first_rows(scores: DataProto, first: DataProto, places: np.ndarray) -> DataProto:
     """The scores of all rows, of which those at ``places`` have a ``ref_log_prob`` in ``first``, and NaN as ``old_log_probs``."""
     first["old_log_probs"] = torch.full_like(first["ref_log_prob"], torch.nan)
@@ -297,7 +303,7 @@ class ReferenceWorker(PolicyWorker):
         """
         if self.actor is None:
             raise InvalidConfig("this reference has no actor beside it: make it by reference_worker(config, actor)")
-        first = None if minibatch is None else cut_minibatches_of_rank(data, minibatch, self.model.ranks)[0]
+        first = None if minibatch is None else first_minibatch(data, minibatch, self.model.ranks)
         both = data if first is None else data[np.setdiff1d(np.arange(len(data)), first)]
         actor = self.actor.config
         mine, theirs = ((each.model_path, each.budget(backward=False)) for each in (self.config, actor))
