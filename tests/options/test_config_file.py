@@ -180,6 +180,11 @@ def test_a_run_that_has_recorded_no_preset_resumes_with_its_own(given, preset, t
         (walk_config, "--instruction hello", "add --data-path"),
         (walk_config, "--preset any --model-path mine --warm-up.steps 3", "leave out --model-path"),
         (grpo, "--rollout.over-ask 1.5 --algorithm.skip-old-log-probs", "have the engine's log-probs anyway"),
+        (
+            grpo,
+            "--algorithm.skip-old-log-probs --algorithm.kl-coef 0 --scoring-token-budget 100",
+            "no pass of this run is without gradients",
+        ),
         (classify, "--image-column img", "add --data-path"),
         (zoom_config, "--on ray --ray.reward-processes 2", "environments give the rewards"),
         (grpo, "--data-path mine --messages-key talk --instruction hello", "messages stay as they are"),
