@@ -155,7 +155,13 @@ def _recorded(run_dir: str, presets: Mapping[str, Recipe], prog: str, given: Seq
     filled_in = [option.name for option in options if option.name.endswith(".total-steps")] * (file.name == CONFIG_FILE)
     functions = ((name, _take(given, name)[1]) for name in NAMES_OF_AN_ALGORITHM)
     moved = [f"{name}={place}" for name, place in functions if place is not None]
-    recorded, preset = _take(file_arguments(file, options, (*ONCE, *filled_in)), PRESET)
+    try:
+        recorded, preset = _take(file_arguments(file, options, (*ONCE, *filled_in)), PRESET)
+    except InvalidConfig as error:
+        raise InvalidConfig(
+            f"{error}; a run of another command or version begins anew, from its weights: --model-path "
+            f"{Path(run_dir, 'global_step_N', 'actor', 'huggingface')}"
+        ) from error
     default = presets[ANY] if names_a_model(recorded) else presets[TINY]  # of a run that has recorded no preset
     return _parse([*recorded, *moved], default if preset is None else _preset(preset, presets), prog)
 
