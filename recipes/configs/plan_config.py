@@ -26,6 +26,8 @@ RECIPES: Mapping[str, Callable[[Sequence[str]], Any]] = {
 }
 """The recipes that can be planned, each with the function that reads its options."""
 
+CHOSEN_BY_FIT = ("--token-budget", "--activation-checkpointing")
+
 
 @dataclass(frozen=True)
 class PlanOptions:
@@ -71,6 +73,16 @@ def parse(arguments: Sequence[str]) -> PlanConfig | simulation_config.Simulation
     recipe, *rest = arguments
     own, others = divided(rest, PlanOptions())
     options = parse_config(own, PlanOptions(), None, "dataproto plan")
+    if options.fit:
+        _refuse_chosen(others, options.devices is not None)
     if options.mean_response is not None and recipe in ("sft", "classify"):
         raise InvalidConfig(f"--mean-response would do nothing: {recipe} learns answers, whose length the data tell")
     return PlanConfig(recipe, options, RECIPES[recipe](others))
+
+
+def _refuse_chosen(arguments: Sequence[str], devices: bool) -> None:
+    """Raises `InvalidConfig` for an option that ``--fit`` chooses itself; the layout too if the number of devices is given."""
+    for argument in arguments:
+        name = argument.partition("=")[0].replace("_", "-")
+        if name in CHOSEN_BY_FIT or (devices and name.startswith("--layout.")):
+            raise InvalidConfig(f"{name} would do nothing: --fit chooses it; leave out one of them")

@@ -93,10 +93,10 @@ def _messages(raw: Mapping[str, Any], index: int, images: int) -> list[Any]:
         return [_message(turn, index) for turn in turns]
     prompt, answer = raw.get("prompt"), next((raw[name] for name in _ANSWERS if raw.get(name) is not None), None)
     if prompt is None or answer is None:
-        raise InvalidRow(
-            index,
-            f"no 'messages', 'conversations', 'texts', or 'prompt' with an answer, among its columns {sorted(raw)}",
+        lacking = (
+            f"no 'messages', 'conversations', 'texts', or 'prompt' with an answer, among its columns {sorted(raw)}"
         )
+        raise InvalidRow(index, f"{lacking}: name yours by --messages-key, or by --prompt-key and --answer-key")
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if isinstance(answer, str | int | float):
         return [*asked, {"role": "assistant", "content": str(answer)}]

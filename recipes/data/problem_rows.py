@@ -104,7 +104,8 @@ def read_row(
     if prompt is None and isinstance(problem, str):
         prompt = [{"role": "user", "content": f"{problem} {instruction}".strip()}]
     if prompt is None:
-        raise InvalidRow(index, f"no 'prompt', 'messages' or 'problem' among its columns {sorted(raw)}")
+        lacking = f"no 'prompt', 'messages' or 'problem' among its columns {sorted(raw)}"
+        raise InvalidRow(index, f"{lacking}: name that of the question by --prompt-key, or --messages-key")
     images, videos = row_media(raw, "images", "image"), row_media(raw, "videos", "video")
     if isinstance(prompt, str):
         problem = prompt if keys.prompt_key else problem

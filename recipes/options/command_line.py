@@ -17,7 +17,7 @@ from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig
 from recipes.options.config_file import ONCE, file_arguments
 from recipes.options.help_text import help_text
 from recipes.options.idle_options import refuse_idle_options
-from recipes.options.option_table import TRUTH, options_of, with_plain_flags
+from recipes.options.option_table import TRUTH, options_of, refuse_unknown, with_plain_flags
 from recipes.report.page import CONFIG_FILE, OPTIONS_FILE
 
 Config = TypeVar("Config")
@@ -36,7 +36,10 @@ class HasPreset(Protocol):
 Recipe = TypeVar("Recipe", bound=HasPreset)
 
 TRACEBACK, PRESET, CONFIG = "--traceback", "--preset", "--config"
-PARSED = re.compile(r"^Error parsing \w+: ")  # before the text of an error, of which it says nothing more
+PARSED = re.compile(
+    r"^Error parsing \w+: |; Argument helptext:.*"
+)  # beside the text of an error, to which it adds nothing
+LEFT_OVER = re.compile(r"^Unrecognized options: (.*)")
 NAMES_OF_AN_ALGORITHM = ("--algorithm.loss", "--algorithm.advantage")
 TRACEBACK_TEXT = "show the whole traceback of an error"
 CONFIG_TEXT = "read options from a YAML file; those given here override it"
@@ -152,7 +155,13 @@ def _recorded(run_dir: str, presets: Mapping[str, Recipe], prog: str, given: Seq
     filled_in = [option.name for option in options if option.name.endswith(".total-steps")] * (file.name == CONFIG_FILE)
     functions = ((name, _take(given, name)[1]) for name in NAMES_OF_AN_ALGORITHM)
     moved = [f"{name}={place}" for name, place in functions if place is not None]
-    recorded, preset = _take(file_arguments(file, options, (*ONCE, *filled_in)), PRESET)
+    try:
+        recorded, preset = _take(file_arguments(file, options, (*ONCE, *filled_in)), PRESET)
+    except InvalidConfig as error:
+        raise InvalidConfig(
+            f"{error}; a run of another command or version begins anew, from its weights: --model-path "
+            f"{Path(run_dir, 'global_step_N', 'actor', 'huggingface')}"
+        ) from error
     default = presets[ANY] if names_a_model(recorded) else presets[TINY]  # of a run that has recorded no preset
     return _parse([*recorded, *moved], default if preset is None else _preset(preset, presets), prog)
 
@@ -169,6 +178,7 @@ def parse_config(arguments: Sequence[str], default: Config, description: str | N
     rest, file = _take(arguments, CONFIG)
     given = [*(file_arguments(Path(file), options) if file else ()), *with_plain_flags(rest, options)]
     given = [argument for argument in given if argument != TRACEBACK]
+    refuse_unknown(given, options)
     config = _parse(given, default, prog)
     refuse_idle_options(config, default)
     return config
@@ -208,7 +218,8 @@ def _parse(arguments: Sequence[str], default: Config, prog: str) -> Config:
     except SystemExit:
         lines = [line.strip("╭╮╰╯│─ ") for line in refusal.getvalue().splitlines()]
         text = "; ".join(line for line in lines[1:] if line)
-        raise InvalidConfig(PARSED.sub("", text)) from None
+        text = LEFT_OVER.sub(r"\1: belongs to no option", PARSED.sub("", text)).replace(":; ", ": ")
+        raise InvalidConfig(text) from None
 
 
 def asks_for_help(arguments: Sequence[str]) -> bool:

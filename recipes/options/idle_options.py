@@ -177,6 +177,16 @@ IDLE_RULES = (
         "nothing is rejected: add --algorithm.rejection",
     ),
     IdleRule(
+        ("scoring-token-budget",),
+        lambda c: (
+            _value(c, "algorithm", "skip_old_log_probs")
+            and c.critic is None
+            and not c.algorithm.settings.kl_coef
+            and c.algorithm.settings.advantage != "reverse_kl"
+        ),
+        "no pass of this run is without gradients: leave it out",
+    ),
+    IdleRule(
         ("algorithm.skip-old-log-probs",),
         lambda c: c.rollout.carries,
         "samples that go on have the engine's log-probs anyway: leave it out",

@@ -6,6 +6,7 @@ import tokenize
 from ast import AnnAssign, ClassDef, Name, parse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from difflib import get_close_matches
 from functools import cache
 from itertools import takewhile
 from textwrap import dedent
@@ -29,6 +30,7 @@ class Option:
         default: the value without the option.
         text: what it is for.
         positional: whether it is given by position, without its name.
+        aliases: further names, with the dashes.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Option:
     default: Any
     text: str
     positional: bool = False
+    aliases: tuple[str, ...] = ()
 
     @property
     def no_flag(self) -> str:
@@ -68,7 +71,8 @@ def _walk(config: Any, path: tuple[str, ...], prefix: str) -> Iterator[Option]:
             yield from _walk(value, here, prefix if tyro.conf.OmitArgPrefixes in marks else f"{name}.")
         else:
             text = field_text(type(config), field.name)
-            yield Option(name, here, kind, value, text, tyro.conf.Positional in marks)
+            aliases = tuple(alias for mark in marks for alias in getattr(mark, "aliases", None) or ())
+            yield Option(name, here, kind, value, text, tyro.conf.Positional in marks, aliases)
 
 
 def field_text(config: type, name: str) -> str:
@@ -132,3 +136,17 @@ def with_plain_flags(arguments: Sequence[str], options: Sequence[Option]) -> lis
             raise InvalidConfig(f"{name}={value}: must be true or false")
         found.append(f"--{option.name}" if not equals or TRUTH[value.lower()] else option.no_flag)
     return found
+
+
+def refuse_unknown(arguments: Sequence[str], options: Sequence[Option]) -> None:
+    """Raises `InvalidConfig` for a name that is no option's; names those that end in it, or else the nearest one."""
+    names = [option.name for option in options if not option.positional]
+    known = {f"--{name}" for name in names} | {alias for option in options for alias in option.aliases}
+    known |= {option.no_flag for option in options if option.kind is bool}
+    for argument in arguments:
+        name = argument.partition("=")[0].replace("_", "-")
+        if name.startswith("--") and name not in known:
+            ends = [each for each in names if each.endswith(f".{name[2:]}")]
+            near = ends or get_close_matches(name[2:], names, 1, cutoff=0.8)
+            hint = f"the nearest is --{' or --'.join(near)}" if near else "--help-all shows all"
+            raise InvalidConfig(f"there is no option {name}: {hint}")

@@ -167,7 +167,9 @@ def test_rows_of_the_hub_have_the_name_of_the_data_set(monkeypatch, tmp_path):
 
 
 def test_a_row_of_unknown_schema_raises_an_error_that_names_it():
-    with pytest.raises(InvalidRow, match=r"row 5: no 'prompt', 'messages' or 'problem' among its columns \['text'\]"):
+    with pytest.raises(
+        InvalidRow, match=r"row 5: no 'prompt', 'messages' or 'problem' among its columns \['text'\]: .* --prompt-key"
+    ):
         read_row({"text": "x"}, index=5)
 
 

@@ -137,36 +137,61 @@ class Failing(DrawnEnvironment):
         self.seed, self.steps = seed, 0
         if seed == 1:
             raise KeyError("no map")
-        return {2: "text", 7: Observation(["<|image_pad|>"])}.get(seed, Observation(["go", picture(16, 16)]))
+        return {2: "text", 6: Observation(["<|image_pad|>"])}.get(seed, Observation(["go", picture(16, 16)]))
 
     def step(self, action):
         self.steps += 1
         if self.steps < 2:
             return Observation(["on"], reward=0.5)
-        if self.seed == 3:
-            time.sleep(60)
         return {
-            4: Observation(["on"], reward=float("nan")),
-            5: Observation(["on", 7]),
-            6: None,
+            3: Observation(["on"], reward=float("nan")),
+            4: Observation(["on", 7]),
+            5: None,
         }.get(self.seed, Observation(done=True, reward=1.0, info={"steps": self.steps, "name": "x"}))
 
 
 def test_failures_end_their_episode_with_a_reason():
-    renderer = renderer_of("qwen2_5_vl")
-    limits = EpisodeLimits(turns=4, seconds=0.5)
-    began = time.monotonic()
-    found = play_episodes(RandomEngine(renderer), renderer, starts_of(8), Failing, SamplingParams(max_tokens=5), limits)
-    assert time.monotonic() - began < 10
-    reasons = ["done", "error", "invalid", "timeout", "invalid", "invalid", "invalid", "invalid"]
-    assert [episode.ended for episode in found] == reasons
+    renderer, limits = renderer_of("qwen2_5_vl"), EpisodeLimits(turns=4)
+    found = play_episodes(RandomEngine(renderer), renderer, starts_of(7), Failing, SamplingParams(max_tokens=5), limits)
+    assert [episode.ended for episode in found] == ["done", "error", *["invalid"] * 5]
     for episode, text in zip(
-        found[1:], ["KeyError: 'no map'", "a str", "0.5 s", "nan", "content[1]", "NoneType", "<|image_pad|>"]
+        found[1:], ["KeyError: 'no map'", "a str", "nan", "content[1]", "NoneType", "<|image_pad|>"], strict=True
     ):
         assert text in episode.message
     assert found[0].info["steps"] == 2
     assert [turn.reward for turn in found[0].turns] == [0.5, 1.0]
-    assert [len(episode.turns) for episode in found] == [2, 0, 0, 2, 2, 2, 2, 0]
+    assert [len(episode.turns) for episode in found] == [2, 0, 0, 2, 2, 2, 0]
+
+
+class Hanging(DrawnEnvironment):
+    """Does not return from its second step before the test lets it."""
+
+    def __init__(self):
+        self.steps = 0
+
+    let_go = threading.Event()
+
+    def reset(self, row, seed):
+        return Observation(["go"])
+
+    def step(self, action):
+        self.steps += 1
+        if self.steps == 2:
+            Hanging.let_go.wait()
+        return Observation(["on"], reward=0.5)
+
+
+def test_an_environment_that_hangs_ends_its_episode_alone():
+    """What returns while the environment still hangs has not waited for it."""
+    renderer, limits = renderer_of("qwen2_5_vl"), EpisodeLimits(turns=4, seconds=5.0)
+    (found,) = play_episodes(
+        RandomEngine(renderer), renderer, starts_of(1), Hanging, SamplingParams(max_tokens=5), limits
+    )
+    Hanging.let_go.set()
+    assert found.ended == "timeout"
+    assert "5 s in all" in found.message
+    assert [turn.reward for turn in found.turns][:1] == [0.5]
+    assert len(found.turns) == 2
 
 
 def test_failed_episodes_are_rows_that_nothing_is_learned_from(roles, capsys):

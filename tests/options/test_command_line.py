@@ -47,6 +47,13 @@ def test_a_plan_divides_its_options_from_those_of_the_recipe(tmp_path):
     ("parse", "given", "message"),
     [
         (plan_config.parse, "grpo --devices 2", "--devices would do nothing: .* add --fit"),
+        (plan_config.parse, "grpo --fit --token_budget=9", "--token-budget would do nothing: --fit chooses it"),
+        (
+            plan_config.parse,
+            "grpo --fit --activation-checkpointing full",
+            "--activation-checkpointing would do nothing",
+        ),
+        (plan_config.parse, "grpo --fit --devices 2 --on ray --layout.dp 2", "--layout.dp would do nothing"),
         (plan_config.parse, "sft --mean-response 5", "--mean-response would do nothing"),
         (plan_config.parse, "grpo --fit --devices 0", "devices=0: must be at least 1"),
         (plan_config.parse, "grpo --ray.cpus 2", "--ray.cpus would do nothing"),
@@ -54,7 +61,17 @@ def test_a_plan_divides_its_options_from_those_of_the_recipe(tmp_path):
         (parity_config.parse, "--engine hf --engine-options memory_share 0.3", "no option 'memory_share'"),
         (parity_config.parse, "--engine abacus", "^engine 'abacus' is unknown"),
         (grpo_config.parse, "--optimizer.total-steps 5", "^total_steps=5 must be above warmup_steps=10"),
-        (view_config.parse, "", "Missing from dataproto view:; RUN-DIR"),
+        (view_config.parse, "", "^Missing from dataproto view: RUN-DIR"),
+        (grpo_config.parse, "--step 3", "^there is no option --step: the nearest is --steps$"),
+        (grpo_config.parse, "--kl_coef=0.1", "^there is no option --kl-coef: the nearest is --algorithm.kl-coef$"),
+        (
+            grpo_config.parse,
+            "--critic-optimizer.lr 3",
+            "^there is no option --critic-optimizer.lr: --help-all shows all$",
+        ),
+        (grpo_config.parse, "--xyz", "^there is no option --xyz: --help-all shows all$"),
+        (grpo_config.parse, "--steps three", "^Error parsing --steps: invalid literal .*'three'$"),
+        (grpo_config.parse, "--compile maybe", "^maybe: belongs to no option$"),
     ],
 )
 def test_what_would_do_nothing_or_is_unknown_is_refused(parse, given, message):

@@ -103,7 +103,7 @@ def test_resuming_names_what_it_lacks(tmp_path):
     with pytest.raises(InvalidConfig, match="leave out --preset and --config"):
         grpo.parse(["--resume", str(tmp_path), "--preset", "tiny"])
     (tmp_path / "config.json").write_text(json.dumps({"critic_optimizer": {"lr": 1}}))
-    with pytest.raises(InvalidConfig, match=r"there is no option 'critic-optimizer.lr'"):
+    with pytest.raises(InvalidConfig, match=r"there is no option 'critic-optimizer.lr'.* begins anew, .*huggingface"):
         grpo.parse(["--resume", str(tmp_path)])
     assert grpo.parse(["--resume", "--steps", "3"]).run.resume
     assert not grpo.parse(["--resume", "false"]).run.resume
@@ -180,6 +180,11 @@ def test_a_run_that_has_recorded_no_preset_resumes_with_its_own(given, preset, t
         (walk_config, "--instruction hello", "add --data-path"),
         (walk_config, "--preset any --model-path mine --warm-up.steps 3", "leave out --model-path"),
         (grpo, "--rollout.over-ask 1.5 --algorithm.skip-old-log-probs", "have the engine's log-probs anyway"),
+        (
+            grpo,
+            "--algorithm.skip-old-log-probs --algorithm.kl-coef 0 --scoring-token-budget 100",
+            "no pass of this run is without gradients",
+        ),
         (classify, "--image-column img", "add --data-path"),
         (zoom_config, "--on ray --ray.reward-processes 2", "environments give the rewards"),
         (grpo, "--data-path mine --messages-key talk --instruction hello", "messages stay as they are"),
