@@ -145,7 +145,9 @@ def refuse_unknown(arguments: Sequence[str], options: Sequence[Option]) -> None:
     known |= {option.no_flag for option in options if option.kind is bool}
     for argument in arguments:
         name = argument.partition("=")[0].replace("_", "-")
-        if name.startswith("--") and name not in known:
+        if (
+            name.startswith("--") and name[2:3].isalpha() and name not in known
+        ):  # "---" is a value, e.g. of --rollout.stop
             ends = [each for each in names if each.endswith(f".{name[2:]}")]
             near = ends or get_close_matches(name[2:], names, 1, cutoff=0.8)
             hint = f"the nearest is --{' or --'.join(near)}" if near else "--help-all shows all"
