@@ -67,7 +67,7 @@ class AlgorithmConfig:
     dual_clip: float | None = 3.0  # of ppo, grpo, dr_grpo and dapo: bound of the ratio where the advantage is negative
     sapo_temperatures: tuple[float, float] = (1.0, 1.05)  # of sapo: for positive and for negative advantages
     cov_ratio: float = 2e-4  # of clip_cov and kl_cov: share of the tokens that are selected
-    cov_bounds: tuple[float, float] = (1.0, 5.0)  # of clip_cov: bounds of the covariances of these tokens
+    cov_bounds: tuple[float, float] = (1.0, 5.0)  # of clip_cov: bounds of the covariances of the selected tokens
     kl_cov_coef: float = 1.0  # of kl_cov: weight of the penalty
     # weight of the KL term to the reference; 0 needs no reference; default: the loss's or the advantage's, or 0
     kl_coef: float | None = None

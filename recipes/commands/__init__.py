@@ -101,7 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command that the first argument names, and returns its exit status; an unknown name is one line on stderr."""
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help"):
-        print(usage())
+        from recipes.options import show_help
+
+        show_help(usage())
         return 0
     if name == "--version":
         print(f"dataproto {version('dataproto-vlm')}")

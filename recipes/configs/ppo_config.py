@@ -24,7 +24,7 @@ OUTPUT_DIR = Path("outputs/ppo")
 class ActorCriticConfig(AlgorithmConfig):
     """The settings of algorithms whose advantage may need a critic."""
 
-    lam: float = 1.0  # of these: 0 trusts the critic alone, 1 the rewards alone
+    lam: float = 1.0  # of gae, turn_gae and bi_level_gae: 0 trusts the critic alone, 1 the rewards alone
     whiten: bool = True  # shift and scale the batch's advantages to mean 0 and variance 1
     critic_epochs: int = 1  # passes of the critic over each batch, in the policy's mini-batches
     value_clip: float | None = 0.5  # largest change of a value in one update that the loss rewards; None: no limit

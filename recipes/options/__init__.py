@@ -9,7 +9,7 @@ from recipes.options.command_line import (
     print_help,
 )
 from recipes.options.config_file import config_as_yaml, file_arguments, write_options
-from recipes.options.help_text import help_text
+from recipes.options.help_text import help_text, show_help
 from recipes.options.idle_options import refuse_idle_options
 from recipes.options.option_table import Option, options_of, with_plain_flags
 
@@ -26,6 +26,7 @@ __all__ = [
     "parse_recipe",
     "print_help",
     "refuse_idle_options",
+    "show_help",
     "with_plain_flags",
     "write_options",
 ]

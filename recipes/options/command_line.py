@@ -15,7 +15,7 @@ import tyro
 
 from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig
 from recipes.options.config_file import ONCE, file_arguments
-from recipes.options.help_text import help_text
+from recipes.options.help_text import help_text, show_help
 from recipes.options.idle_options import refuse_idle_options
 from recipes.options.option_table import TRUTH, options_of, refuse_unknown, with_plain_flags
 from recipes.report.page import CONFIG_FILE, OPTIONS_FILE
@@ -239,7 +239,7 @@ def print_help(
     more = {f"{PRESET} {'|'.join(presets)}": PRESET_TEXT} | RECIPE_OPTIONS if presets else {}
     if not presets and any(not option.positional for option in options):
         more = {f"{CONFIG} FILE": CONFIG_TEXT}
-    print(help_text(prog, description, options, "--help-all" in arguments, more | {TRACEBACK: TRACEBACK_TEXT}))
+    show_help(help_text(prog, description, options, "--help-all" in arguments, more | {TRACEBACK: TRACEBACK_TEXT}))
     raise SystemExit(0)
 
 

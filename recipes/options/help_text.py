@@ -1,6 +1,8 @@
 """The help of a command: the common options, or all of them."""
 
+import os
 import shutil
+import sys
 import types
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -99,3 +101,11 @@ def spelled_value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return repr(value) if value == "" or "\n" in str(value) else str(value)
+
+
+def show_help(text: str) -> None:
+    """Prints a text. A reader that ends before the text does, such as ``head``, is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what the interpreter writes at its end

@@ -56,7 +56,7 @@ class ServeConfig:
     state: Path = Path(
         "outputs/serve"
     )  # directory of checkpoints, journal and keys; the same one continues after a stop
-    host: str = "127.0.0.1"  # any other address needs --api-keys
+    host: str = "127.0.0.1"  # address to listen at; any but this machine's own needs --api-keys
     port: int = 8000  # 0: any free one
     api_keys: Path | None = None  # file of lines "name: sha256 of a key"; default: one key, written into --state
     keep_last: int = 0  # newest checkpoints of each kind that a run keeps; 0: all

@@ -62,6 +62,18 @@ def test_every_option_that_help_shows_has_a_text(name, capsys):
     assert [entry for entry in entries if not re.search(r"\S {2,}\S", entry)] == []
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["grpo", "--help-all"]])
+def test_a_reader_that_ends_before_the_help_is_no_error(arguments, monkeypatch, capsys):
+    """As ``dataproto grpo --help-all | head``."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        with contextlib.suppress(SystemExit):
+            assert main(arguments) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_what_is_no_command_is_refused_with_the_nearest(capsys):
     assert main(["gropo"]) == 2
     assert capsys.readouterr().err == "error: there is no command 'gropo': did you mean grpo?\n"
