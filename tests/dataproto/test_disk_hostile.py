@@ -248,6 +248,7 @@ def test_the_sections_of_the_forgeries_can_be_read(tmp_path: Path) -> None:
     assert data.meta_info["x"][0].size == (50, 50)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(LIES)))
 def test_a_header_that_lies_is_refused(number: int, tmp_path: Path) -> None:
     forge(tmp_path / "file", LIES[number])

@@ -193,6 +193,7 @@ def test_what_rows_share_is_written_once() -> None:
     assert len(pickle.dumps(objects(*[dict(row) for _ in range(100)]))) - len(pickle.dumps(objects(row))) < 4000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("protocol", "copies"), [(4, 2), (5, 1)])
 def test_copies_of_plain_pickling(protocol: int, copies: int) -> None:
     """With protocol 5 one, the result. Protocol 4 writes only bytes of its own: one more while it runs. Reading makes one."""

@@ -181,6 +181,7 @@ class Hanging(DrawnEnvironment):
         return Observation(["on"], reward=0.5)
 
 
+@pytest.mark.slow
 def test_an_environment_that_hangs_ends_its_episode_alone():
     """What returns while the environment still hangs has not waited for it."""
     renderer, limits = renderer_of("qwen2_5_vl"), EpisodeLimits(turns=4, seconds=5.0)
@@ -290,6 +291,7 @@ class TwoAtATime(RandomEngine):
         return completions
 
 
+@pytest.mark.slow
 def test_the_engine_hardly_waits_for_environments_while_it_has_requests(monkeypatch):
     renderer, given = renderer_of("smolvlm"), []
     engine, poll = TwoAtATime(renderer), EnvironmentHost.poll

@@ -61,6 +61,7 @@ def roles(tmp_path_factory):
     return Roles(MOE, tmp_path_factory.mktemp(MOE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last_pictures", [None, 1])
 def test_rows_of_episodes_have_the_experts_of_all_their_turns(roles, last_pictures):
     played = replace(LIMITS, last_pictures=last_pictures)

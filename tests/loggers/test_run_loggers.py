@@ -152,6 +152,7 @@ def tensorboard(directory):
     return events
 
 
+@pytest.mark.slow
 def test_tensorboard_events_follow_the_rows(tmp_path):
     with open_loggers(None, LoggedRun(tmp_path)) as loggers:
         for step in range(4):

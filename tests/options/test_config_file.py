@@ -123,6 +123,7 @@ def test_presets_are_defaults_by_name():
         grpo.parse(["--preset", "30b"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_defaults_depend_on_the_preset_and_not_on_the_model(recipe):
     without = recipe.parse([])
@@ -146,6 +147,7 @@ def test_a_file_names_a_preset_that_the_command_line_overrides(tmp_path):
         grpo.parse(written(tmp_path / "mine.yaml", "model-path: mine"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("given", "preset"), [("--preset any --model-path mine", "any"), ("--steps 7", "tiny")])
 def test_a_run_that_has_recorded_no_preset_resumes_with_its_own(given, preset, tmp_path):
     began = grpo.parse([*given.split(), "--output-dir", str(tmp_path)])

@@ -112,6 +112,7 @@ def test_which_rows_are_scored(roles, prompts, options, rows):
     assert "old_log_probs" not in data or data["old_log_probs"].isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_rows_of_actor_and_reference_go_out_together(checkpoint, prompts, epochs):
     """One call, whose time is shared out, and the columns of two; with two epochs the actor scores the first mini-batch too."""

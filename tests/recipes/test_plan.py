@@ -453,6 +453,7 @@ def seven_b(**options) -> Setting:
     return Setting(config, batch, H200, **values)
 
 
+@pytest.mark.slow
 def test_a_7b_model_with_adapters_over_4_bits_trains_within_24_gib():
     """Beside the same adapters over bfloat16, and with moments of all kinds."""
     adapters = ModelConfig(compile=True, lora_rank=16, token_budget=4096, activation_checkpointing="full")

@@ -157,6 +157,7 @@ def test_a_run_reports_the_critic_under_verls_names_and_saves_it(finished_run):
     assert (finished_run / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_in_the_warm_up_the_critic_alone_learns(finished_run):
     rows = rows_of(finished_run)
     assert "actor/pg_loss" not in rows[1]

@@ -76,6 +76,7 @@ def finished_run(checkpoints, data_path, tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 def test_a_run_leaves_metrics_report_and_a_checkpoint_to_start_from(finished_run, data_path, tmp_path):
     rows = read_metrics(finished_run / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]

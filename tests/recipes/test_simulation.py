@@ -163,6 +163,7 @@ def traffic_of_experts(layout: Layout) -> LayoutTraffic:
 # The search
 
 
+@pytest.mark.slow
 def test_the_search_finds_a_layout_that_no_other_beats():
     work, cluster = workload(prompts=16, minibatch=16), Cluster(H200, 8)
     best = best_step(work, cluster, replace(COMPUTE, unsharded="auto"))

@@ -113,18 +113,21 @@ def test_a_judge_that_sees_gets_the_images(server):
     assert text == {"type": "text", "text": "2 + 2? <<5>> 4"}
 
 
+@pytest.mark.slow
 def test_requests_run_together_up_to_a_limit(server):
     rows = [graded(number) for number in range(6)]
     assert [each["score"] for each in at(server, "slow", concurrency=3)(rows)] == [0, 0.1, 0.2, 0.3, 0.4, 0.5]
     assert server.most == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "requests"), [("busy", 3), ("mumbles-once", 2)])
 def test_what_may_pass_is_tried_again(server, model, requests):
     assert at(server, model)([graded(6)]) == [{"score": 0.6}]
     assert len(server.requests) == requests
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "reason", "requests"),
     [

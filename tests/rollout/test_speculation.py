@@ -85,6 +85,7 @@ def test_tokens_are_those_without_drafts(engines, temperature, top_k, max_tokens
     assert not drafting._speculation._drafts._groups
 
 
+@pytest.mark.slow
 def test_samples_that_copy_their_siblings_take_fewer_forward_passes(one_family):
     """One request runs at a time, so later samples copy earlier ones, also where these ended."""
     plain, drafting = one_family

@@ -103,6 +103,7 @@ def test_an_engine_that_ends_while_an_expired_run_is_written_loses_nothing(tmp_p
     drive(work, tmp_path, **SELDOM)
 
 
+@pytest.mark.slow
 def test_an_expired_run_is_kept_when_the_disk_has_room_again_and_beyond_the_quota(tmp_path, monkeypatch):
     monkeypatch.setattr(scheduler, "KEEP_SECONDS", 0.01)
 

@@ -151,6 +151,7 @@ def test_two_runs_that_save_at_the_same_time_share_the_room_of_their_key(tmp_pat
     drive(work, tmp_path, max_checkpoint_gb=1e-9)
 
 
+@pytest.mark.slow
 def test_a_gap_fails_those_that_wait_for_it(tmp_path):
     async def work(front: Front):
         run = await front.new_run("r")
@@ -280,6 +281,7 @@ def test_a_front_that_starts_again_finds_results_and_continues(tmp_path):
     assert drive(after, tmp_path).backend.groups == [["r"], ["r"]]
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_be_restored_fails_and_the_others_go_on(tmp_path):
     async def work(front: Front):
         a, b = await front.new_run("a"), await front.new_run("b")

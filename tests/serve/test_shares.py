@@ -224,6 +224,7 @@ def test_runs_of_one_client_take_turns_by_their_age(tmp_path):
     assert drive(work, tmp_path).backend.groups == [["one"], ["two"], ["two"], ["one"], ["one"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [None, 4_095, 1_000_000])
 def test_samples_of_a_session_do_not_wait_for_all_those_of_another(tmp_path, most):
     """Four answers that fill the context of 4096 tokens are a turn, whether they were asked for with more tokens, or without a

@@ -98,6 +98,7 @@ def hugging_face(model, ids, types, mask, images, videos, seconds):
     return positions.transpose(0, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", MROPE_TYPES)
 @given(layout=layouts, side=st.sampled_from(["left", "right"]), as_tensor=st.booleans())
 @settings(max_examples=60)

@@ -114,6 +114,7 @@ def same_as_ever(directory, **options):
         assert on_device(idle) >= on_device(ever)  # FSDP pads shards
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_stays_and_nothing_changes(tmp_path, name):
     same_as_ever(tmp_path, **OPTIONS[name])

@@ -212,6 +212,7 @@ def test_columns_that_do_not_fit_are_named():
         dense.validate()
 
 
+@pytest.mark.slow
 def test_the_difference_of_engine_and_actor_halves(tmp_path):
     """In bfloat16, of a model with the mixture of Qwen3-VL-30B-A3B."""
     path = write_like_a3b(tmp_path)

@@ -257,6 +257,7 @@ def test_features_are_kept_of_towers_that_are_not_trained_alone(checkpoint):
     torch.testing.assert_close(frozen.log_probs(data)["old_log_probs"], before, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
 def test_no_more_features_are_kept_than_there_is_room_for(checkpoint, model_type):
     """Within a call too. The tower then runs in each pass for the others."""
