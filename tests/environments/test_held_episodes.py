@@ -47,6 +47,19 @@ class Door:
         self.closed.append(self)
 
 
+class LastDoor(Door):
+    """The first one is done when two others have got their answers."""
+
+    answered = threading.Semaphore(0)
+
+    def step(self, action):
+        if self.number:
+            self.answered.release()
+        else:
+            assert all(self.answered.acquire(timeout=60) for _ in range(2))
+        return super().step(action)
+
+
 @pytest.fixture(autouse=True)
 def _new_door():
     Door.made, Door.closed, Door.open = [], [], threading.Event()
@@ -67,7 +80,7 @@ def go_on(held, starts, begun, wanted, make=Door, engine=RandomEngine):
 
 def test_an_episode_that_waits_for_its_environment_gets_the_answer_later():
     held, starts = HeldEpisodes(), named_starts(3)
-    first = go_on(held, starts, [[], [], []], wanted=1)
+    first = go_on(held, starts, [[], [], []], wanted=1, make=LastDoor)
     assert [episode.ended for episode in first] == ["done", None, None]
     begun = [[turn.plain() for turn in episode.begun] for episode in first]
     assert [[turn["whole"] for turn in turns] for turns in begun[1:]] == [[True], [True]]

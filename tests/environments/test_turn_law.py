@@ -41,6 +41,7 @@ def test_rows_only_grow_over_fuzzed_episodes(model_type):
     assert not engine.waiting
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_rows_are_what_the_template_makes_of_the_whole_conversation(model_type):
     """Where answers are text, the template's rendering of all messages is an independent reference, token by token."""

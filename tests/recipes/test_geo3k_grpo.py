@@ -55,6 +55,7 @@ def finished_run(checkpoint, geometry3k, reward, tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 def test_a_run_leaves_metrics_report_and_checkpoints(finished_run):
     rows = rows_of(finished_run)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]

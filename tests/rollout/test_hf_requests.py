@@ -341,6 +341,7 @@ def test_two_callers_share_an_engine(engine):
     assert finish(engine, own)[0].token_ids in expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_any_order_of_calls_samples_what_each_request_would_alone(engine, seed, monkeypatch):
     rng, config, base = np.random.default_rng(seed), engine.model.config, requests_of(engine)

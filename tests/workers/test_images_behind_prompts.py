@@ -86,6 +86,7 @@ def test_each_distinct_image_is_encoded_once(played):
     assert len(parts) < sum(len([part for part in media_parts(media) if part]) for media in data["multi_modal_inputs"])
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_rows_alone(played):
     model, data = played
     reference, module = copy.deepcopy(model), packed(model)

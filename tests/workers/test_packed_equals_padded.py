@@ -103,6 +103,7 @@ def training_batch(model):
     return data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 def test_the_update_does_not_depend_on_micro_batches(checkpoint, aggregation):
     data = training_batch(tiny_model("qwen2_5_vl"))
