@@ -2,18 +2,17 @@
 
 import fcntl
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from recipes import easy_vqa
 from recipes.configs import easy_vqa_config
 from recipes.configs.sft_config import SFTConfig, SFTDataConfig
 from recipes.configs.shared.run_config import RunConfig
-from recipes.data import EasyVQA, ProblemRows, open_easy_vqa
+from recipes.data import Answered, EasyVQA, ProblemRows, open_easy_vqa
 from recipes.data.mixture import Mixture
 from recipes.run.supervised import run_supervised
 from recipes.sft import conversation_task
@@ -55,21 +54,6 @@ def start_directory(task: str, seed: int, work: Path) -> Iterator[Path]:
         yield directory
 
 
-class Solved(Sequence[dict[str, Any]]):
-    """Drawn problems as conversations that end with the true answer."""
-
-    def __init__(self, problems: Sequence[dict[str, Any]]) -> None:
-        self.problems = problems
-
-    def __len__(self) -> int:
-        return len(self.problems)
-
-    def __getitem__(self, place: Any) -> Any:
-        row = self.problems[place]
-        answer = ANSWER.format(answer=row["reward_model"]["ground_truth"])
-        return row | {"prompt": [*row["prompt"], {"role": "assistant", "content": answer}]}
-
-
 def drawn_start(task: str, seed: int, work: Path) -> Path:
     """The checkpoint from which the runs of a level start: of level 1 one for each seed, of the others one for all.
 
@@ -82,8 +66,10 @@ def drawn_start(task: str, seed: int, work: Path) -> Path:
         made = directory / "sft" / f"global_step_{updates}" / "actor" / "huggingface"
         if not (made / "config.json").is_file():
             config = start_config(str(tiny_checkpoint(0)), updates, directory / "sft")
-            train = Mixture([Solved(ProblemRows(each, OTHER_PROBLEMS)) for each in (1, level)], weights=[1, 3])
-            held_out = Solved(ProblemRows(level, 0, "test")[:EVAL_ROWS])
+            train = Mixture(
+                [Answered(ProblemRows(each, OTHER_PROBLEMS), ANSWER) for each in (1, level)], weights=[1, 3]
+            )
+            held_out = Answered(ProblemRows(level, 0, "test")[:EVAL_ROWS], ANSWER)
             run_supervised(config, partial(conversation_task, config, rows=(train, held_out)))
     return made
 

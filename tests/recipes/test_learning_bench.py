@@ -21,9 +21,9 @@ from benchmarks.learning import (
     spread,
     summarise,
 )
-from benchmarks.learning_starts import Solved, make_start
+from benchmarks.learning_starts import ANSWER, make_start
 from recipes import grpo, ppo
-from recipes.data import ProblemRows
+from recipes.data import Answered, ProblemRows
 
 ROOT = Path(__file__).parents[2]
 
@@ -124,7 +124,7 @@ def test_the_seconds_of_started_processes_count():
 
 
 def test_a_start_learns_true_answers_in_the_form_of_the_warm_up():
-    row = Solved(ProblemRows(3, 0))[1]
+    row = Answered(ProblemRows(3, 0), ANSWER)[1]
     assert [message["role"] for message in row["prompt"]] == ["user", "assistant"]
     assert row["prompt"][1]["content"] == rf"<think>look</think> \boxed{{{row['reward_model']['ground_truth']}}}"
 
