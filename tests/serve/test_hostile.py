@@ -21,6 +21,23 @@ from recipes.tiny import make_tiny_model
 pytestmark = pytest.mark.slow
 REQUESTS = 300
 MEGABYTE = 1 << 20
+SAMPLE_FIELDS = [
+    "num_samples",
+    "seq_id",
+    "prompt",
+    "topk_prompt_logprobs",
+    "sampling_params",
+    "prompt_logprobs",
+    "what",
+]
+ENDPOINTS = [
+    "create_model",
+    "load_weights",
+    "optim_step",
+    "create_sampling_session",
+    "retrieve_future",
+    "weights_info",
+]
 
 
 def result(server: Server, request_id: str) -> dict:
@@ -120,72 +137,45 @@ def memory(server: Server) -> int:
     return sum(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
+def fuzzed_request(draw: random.Random, number: int, session: str, run: str, sampler: str) -> tuple[str, bytes]:
+    """An endpoint and a body for it; the kinds of requests take turns."""
+    kind = number % 6
+    if kind in (0, 1):
+        return "forward_backward", fuzzed(draw, run, 1 + number)
+    if kind == 2:
+        return "asample", draw.randbytes(draw.randint(0, 300))
+    if kind == 3:
+        strange = draw.choice([-1, 10**9, 10**18, 0.5, "4", None, [], {}, "../..", "\0", float("nan")])
+        return "asample", json.dumps(sample_fields(sampler, number) | {draw.choice(SAMPLE_FIELDS): strange}).encode()
+    if kind == 4:
+        path = draw.choice(["../../etc/passwd", "a/b", "..", "", "x" * 999, "\0"])
+        seq = draw.choice([0, -1, 2**70, "1", None])
+        return "save_weights", json.dumps({"model_id": run, "seq_id": seq, "path": path}).encode()
+    endpoint = draw.choice(ENDPOINTS)
+    field = draw.choice(["session_id", "model_id", "path", "request_id"])
+    return endpoint, json.dumps({field: draw.choice([session, run, "tinker://a/b/c", 5, "\n"])}).encode()
+
+
 def test_three_hundred_fuzzed_requests_are_refused_and_the_server_lives(server, names):
-    session, run, sampler = names
     draw = random.Random(0)
     before, refused, carried_out = memory(server), 0, 0
     processes = [server.supervisor.front.process.pid, server.supervisor.engine.process.pid]
     for number in range(REQUESTS):
-        kind = number % 6
-        if kind in (0, 1):
-            status, found = send(
-                server, "/api/v1/forward_backward", fuzzed(draw, run, 1 + number), Content_Type="application/x-protobuf"
-            )
-        elif kind == 2:
-            status, found = send(server, "/api/v1/asample", draw.randbytes(draw.randint(0, 300)))
-        elif kind == 3:
-            strange = draw.choice([-1, 10**9, 10**18, 0.5, "4", None, [], {}, "../..", "\0", float("nan")])
-            field = draw.choice(
-                [
-                    "num_samples",
-                    "seq_id",
-                    "prompt",
-                    "topk_prompt_logprobs",
-                    "sampling_params",
-                    "prompt_logprobs",
-                    "what",
-                ]
-            )
-            status, found = send(
-                server, "/api/v1/asample", json.dumps(sample_fields(sampler, number) | {field: strange}).encode()
-            )
-        elif kind == 4:
-            path = draw.choice(["../../etc/passwd", "a/b", "..", "", "x" * 999, "\0"])
-            seq = draw.choice([0, -1, 2**70, "1", None])
-            status, found = send(
-                server, "/api/v1/save_weights", json.dumps({"model_id": run, "seq_id": seq, "path": path}).encode()
-            )
-        else:
-            target = draw.choice(
-                [
-                    "create_model",
-                    "load_weights",
-                    "optim_step",
-                    "create_sampling_session",
-                    "retrieve_future",
-                    "weights_info",
-                ]
-            )
-            fields = {
-                draw.choice(["session_id", "model_id", "path", "request_id"]): draw.choice(
-                    [session, run, "tinker://a/b/c", 5, "\n"]
-                )
-            }
-            status, found = send(server, f"/api/v1/{target}", json.dumps(fields).encode())
+        endpoint, body = fuzzed_request(draw, number, *names)
+        headers = {"Content_Type": "application/x-protobuf"} if endpoint == "forward_backward" else {}
+        status, found = send(server, f"/api/v1/{endpoint}", body, **headers)
         assert status < 500, (number, status, found)
         refused += status >= 400
-        if status == 200 and "request_id" in json.loads(
-            found
-        ):  # it has a place in the order, and fails in its turn or is valid
-            outcome = send(
-                server, "/api/v1/retrieve_future", json.dumps({"request_id": json.loads(found)["request_id"]}).encode()
-            )
+        if status == 200 and "request_id" in json.loads(found):
+            # It has a place in the order, and fails in its turn or is valid.
+            asked = json.dumps({"request_id": json.loads(found)["request_id"]}).encode()
+            outcome = send(server, "/api/v1/retrieve_future", asked)
             carried_out += outcome[0] == 200 and b'"error"' not in outcome[1]
     assert refused > REQUESTS / 3
     assert carried_out < REQUESTS / 2
     assert [server.supervisor.front.process.pid, server.supervisor.engine.process.pid] == processes
     assert memory(server) - before < 200 * MEGABYTE
-    assert call(server, "session_heartbeat", session_id=session)[0] == 200
+    assert call(server, "session_heartbeat", session_id=names[0])[0] == 200
 
 
 def test_bombs_are_refused_at_the_limit(server, names):
