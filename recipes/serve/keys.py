@@ -1,4 +1,4 @@
-"""API keys, tokens that stand for one for a while, and signatures of download addresses."""
+"""API keys, tokens that replace a key for an hour, and signatures of download addresses."""
 
 import base64
 import contextlib

@@ -161,7 +161,7 @@ class RunningRequests:
         return [self.interrupt(name) for name in list(self.rows)]
 
     def drop(self, names: Sequence[str]) -> None:
-        """Ends requests whose tokens nobody wants."""
+        """Aborts requests in vLLM and frees their slots; their tokens are lost."""
         if names:
             self._engine.abort_request(list(names))
         for name in names:

@@ -37,7 +37,7 @@ async def dynamic_config(call: Call) -> Response:
 
 
 async def auth_token(call: Call) -> Response:
-    """A token that stands for the key for an hour, for jobs that should not have the key itself."""
+    """Returns a token that is valid for one hour in place of the key, for jobs that should not hold the key."""
     if call.service.keys.is_token(call.request.headers["x-api-key"]):
         raise Refused(403, "a token does not make another one: give the key itself")
     return answer({"jwt": call.service.keys.token(call.owner, time.time())})
