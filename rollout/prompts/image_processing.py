@@ -4,6 +4,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -44,14 +45,14 @@ def process_image(
         InvalidMedia: the image processor refuses the image.
     """
     key = _image_key(image, processor, options)
-    inputs = cache.get(key)
-    if inputs is None:
+
+    def make() -> dict[str, Tensor]:
         try:
-            made = processor(images=[image], return_tensors="pt", **options)
+            return inputs_of(processor(images=[image], return_tensors="pt", **options))
         except ValueError as error:
             raise InvalidMedia(f"the image processor refuses an image of {image.size} pixels: {error}") from error
-        inputs = inputs_of(made)
-        cache.put(key, inputs)
+
+    inputs = cache.inputs(key, make)
     return ProcessedImage(key, image, inputs)
 
 
@@ -61,6 +62,10 @@ def _image_key(image: Image.Image, processor: Any, options: Mapping[str, Any]) -
     digest = blake2b(json.dumps(settings, sort_keys=True, default=repr).encode(), digest_size=16)
     digest.update(image.tobytes())
     return digest.digest()
+
+
+Batch = dict[bytes, "Future[dict[str, Tensor]]"]
+"""The inputs of the images of a batch, which several threads may process."""
 
 
 class ImageCache:
@@ -82,37 +87,51 @@ class ImageCache:
         self.bytes = 0
         self._entries: OrderedDict[bytes, dict[str, Tensor]] = OrderedDict()
         self._lock = threading.Lock()
-        self._batch = threading.local()
+        self._thread = threading.local()
 
     @contextmanager
-    def one_batch(self) -> Iterator[None]:
-        """Within this context, `get` also returns what this thread has put, whatever its size, and without copying."""
-        self._batch.inputs = {}
+    def one_batch(self, batch: Batch | None = None) -> Iterator[Batch]:
+        """Within this context, `inputs` makes each image of this thread once, whatever its size. Threads that work on the same
+        batch pass it on.
+        """
+        self._thread.batch = {} if batch is None else batch
         try:
-            yield
+            yield self._thread.batch
         finally:
-            self._batch.inputs = None
+            self._thread.batch = None
+
+    def inputs(self, key: bytes, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """The inputs under this key, from the batch, the cache, or ``make()``, whose error it raises."""
+        batch: Batch | None = getattr(self._thread, "batch", None)
+        if batch is None:
+            return self._found_or_made(key, make)
+        made: Future[dict[str, Tensor]] = Future()
+        found = batch.setdefault(key, made)  # atomic: one thread makes them, and the others wait for it
+        if found is made:
+            try:
+                made.set_result(self._found_or_made(key, make))
+            except BaseException as error:
+                made.set_exception(error)
+        return dict(found.result())
+
+    def _found_or_made(self, key: bytes, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        inputs = self.get(key)
+        if inputs is None:
+            inputs = make()
+            self.put(key, inputs)
+        return inputs
 
     def get(self, key: bytes) -> dict[str, Tensor] | None:
         """A copy of the inputs under this key, or ``None``."""
-        batch = getattr(self._batch, "inputs", None)
-        if batch is not None and key in batch:
-            return dict(batch[key])
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
                 return None
             self._entries.move_to_end(key)
-        copied = _copied(entry)
-        if batch is not None:
-            batch[key] = copied
-        return copied
+        return _copied(entry)
 
     def put(self, key: bytes, inputs: Mapping[str, Tensor]) -> None:
         """Stores a copy and evicts the least recently used entries. Inputs larger than the cache are not stored."""
-        batch = getattr(self._batch, "inputs", None)
-        if batch is not None:
-            batch[key] = dict(inputs)
         worker = get_worker_info()
         limit = self.max_bytes // (1 if worker is None else worker.num_workers)
         size = _size(inputs)

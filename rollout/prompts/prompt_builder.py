@@ -6,10 +6,13 @@ Letters: B rows, P tokens of the longest prompt.
 import json
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from copy import copy
 from functools import partial
+from itertools import count
 from pathlib import Path
+from threading import Lock
 from typing import Any, Self
 
 import numpy as np
@@ -22,7 +25,7 @@ from dataproto import DataProto, object_array
 from dataproto.errors import DataProtoError, InvalidConfig, InvalidPrompt
 from dataproto.vlm import family_of, media_grids
 from rollout.pretrained import load_prompt_parts
-from rollout.prompts.image_processing import ImageCache, ProcessedImage, process_image
+from rollout.prompts.image_processing import Batch, ImageCache, ProcessedImage, process_image
 from rollout.prompts.images import image_size, load_image
 from rollout.prompts.messages import Conversation, as_parts, joined_texts
 from rollout.prompts.prepared_rows import (
@@ -40,6 +43,12 @@ from rollout.prompts.videos import ProcessedVideo, process_frames, process_video
 
 IMAGE_CACHE_BYTES = 2 << 30
 """The default size of a `PromptBuilder`'s cache of processed images."""
+
+MAX_THREADS = 16
+"""Threads that prepare rows. Most of the time goes into copies of pixels, for which more threads find no memory bandwidth."""
+
+_TEXT = Lock()
+"""Held where a chat template or a tokenizer works: neither promises to work in several threads."""
 
 
 class PromptBuilder:
@@ -132,17 +141,26 @@ class PromptBuilder:
         return int(self.tokenizer.eos_token_id if pad is None else pad)
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> DataProto:
-        """The prompt batch of ``rows``. Raises `InvalidRow` with the row's ``index`` (or its place, if that is no number)."""
-        prompts = []
-        with self.one_batch():
-            for place, row in enumerate(rows):
+        """The prompt batch of ``rows``, prepared in up to `MAX_THREADS` threads, at most as many as torch uses.
+
+        Raises `InvalidRow` with the row's ``index`` (or its place, if that is no number).
+        """
+        batch: Batch = {}
+
+        def prepare(place: int, row: Mapping[str, Any]) -> Prompt:
+            with self._processed.one_batch(batch):
                 try:
-                    prompts.append(self.prepare(row))
+                    return self.prepare(row)
                 except DataProtoError as error:
                     raise invalid_row(row, place, str(error)) from error
-        return self.collate(prompts)
 
-    def one_batch(self) -> AbstractContextManager[None]:
+        threads = min(torch.get_num_threads(), MAX_THREADS, len(rows))
+        if threads <= 1:
+            return self.collate([prepare(place, row) for place, row in enumerate(rows)])
+        with ThreadPoolExecutor(threads, "preparing") as pool:
+            return self.collate(list(pool.map(prepare, count(), rows)))  # after an error, it begins no further row
+
+    def one_batch(self) -> AbstractContextManager[Batch]:
         """A context in which this thread processes each distinct image once, however small the cache is."""
         return self._processed.one_batch()
 
@@ -225,12 +243,13 @@ class PromptBuilder:
         elif self.family.typed_content:
             messages = [{**message, "content": as_parts(message["content"])} for message in messages]
         try:
-            text = self.tokenizer.apply_chat_template(
-                list(messages),
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-                **self.template_arguments,
-            )
+            with _TEXT:
+                text = self.tokenizer.apply_chat_template(
+                    list(messages),
+                    add_generation_prompt=add_generation_prompt,
+                    tokenize=False,
+                    **self.template_arguments,
+                )
         except Exception as error:  # errors of jinja, and those that templates raise
             raise InvalidPrompt(f"the chat template refuses the messages: {error}") from error
         return str(text)
@@ -250,7 +269,8 @@ class PromptBuilder:
 
     def encode_text(self, text: str) -> list[int]:
         """Token ids of text that already contains its special tokens."""
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        with _TEXT:
+            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def length(self, conversation: Conversation, raw_ids: Sequence[int], root: Any) -> int:
         """Number of tokens of a conversation, from the headers of its images. A video counts as one token until it is read."""

@@ -251,6 +251,35 @@ def test_the_cache_holds_so_many_bytes_of_what_was_shown_last():
         counting_builder(image_cache_bytes=-1)
 
 
+@pytest.mark.parametrize("image_cache_bytes", [0, 1 << 20])
+def test_threads_give_the_rows_of_one_thread(monkeypatch, image_cache_bytes):
+    pictures = [picture(40 + 8 * number, 40, number) for number in range(3)]
+    rows = [{"prompt": f"<image>Question {number}?", "images": [pictures[number % 3]]} for number in range(24)]
+
+    def prepared(threads):
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+        builder = counting_builder(image_cache_bytes=image_cache_bytes)
+        return builder(rows), builder.image_processor.images
+
+    alone, processed = prepared(1)
+    together, processed_together = prepared(8)
+    assert processed == processed_together == 3
+    assert together["uid"].tolist() == alone["uid"].tolist()
+    for name in ("input_ids", "attention_mask", "position_ids", "mm_token_type_ids"):
+        assert torch.equal(together[name], alone[name])
+    for one, other in zip(together["multi_modal_inputs"], alone["multi_modal_inputs"], strict=True):
+        assert torch.equal(one["pixel_values"], other["pixel_values"])
+    assert together["multi_modal_inputs"][0]["pixel_values"] is together["multi_modal_inputs"][3]["pixel_values"]
+
+
+def test_threads_name_the_first_bad_row(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    broken = Image.new("RGB", (1, 400))  # its sides differ too much for the image processor
+    rows = [{"prompt": "<image>", "images": [broken if place in (5, 9) else picture(seed=place)]} for place in range(12)]
+    with pytest.raises(InvalidRow, match=r"row 5: "):
+        counting_builder()(rows)
+
+
 @pytest.mark.parametrize("image_cache_bytes", [0, 10])
 def test_without_room_in_the_cache_an_image_of_many_rows_is_processed_once_a_batch(image_cache_bytes):
     builder = counting_builder(image_cache_bytes=image_cache_bytes)
