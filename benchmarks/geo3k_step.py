@@ -22,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
+from weakref import WeakSet
 
 HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent), *(place for place in sys.path if Path(place or ".").resolve() != HERE)]
@@ -61,14 +62,23 @@ def rest_of(seed: int, drawn: int, rest: int) -> int:
 
 def vllm_of_drawn_lengths() -> type:
     """The vLLM engine, with responses of sampled lengths."""
+    from rollout.vllm.engine_requests import RunningRequests
     from rollout.vllm.vllm_engine import VLLMEngine
 
+    class DrawnRequests(RunningRequests):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self._shortened: WeakSet[Any] = WeakSet()  # a request that was interrupted comes again
+
+        def add(self, name: str, row: Any, *args: Any) -> None:
+            if row not in self._shortened:
+                rest = rest_of(row.request.seed, row.request.drawn, row.sampling.max_tokens)
+                row.sampling = replace(row.sampling, max_tokens=rest)
+                self._shortened.add(row)
+            super().add(name, row, *args)
+
     class DrawnLengths(VLLMEngine):
-        def _params(self, slot: int, sampling: Any) -> Any:
-            params = super()._params(slot, sampling)
-            seed, drawn = int(self.sampler.seeds[slot]), int(self.sampler.drawn[slot])
-            params.max_tokens = rest_of(seed, drawn, sampling.max_tokens)
-            return params
+        requests_type = DrawnRequests
 
     return DrawnLengths
 

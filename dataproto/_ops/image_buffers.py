@@ -1,6 +1,7 @@
 """PIL images as their bytes, and back, without a copy where PIL can share its memory.
 
-PIL stores a pixel of RGB in four bytes. The modes in ``SHARED`` use that layout here, so that reading needs no decoding.
+PIL stores a pixel of RGB in four bytes. The modes in ``SHARED`` use that layout here, so that reading needs no decoding. Every
+version of Pillow from 11 on makes an image over memory that it is given; from 13 on an image's own memory is read without a copy.
 """
 
 import ctypes
@@ -9,7 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from dataproto._ops.buffers import Memory
+from dataproto._ops.buffers import Memory, memory_of
 
 Palette: TypeAlias = "tuple[str, bytes] | None"  # mode and colours
 
@@ -24,14 +25,14 @@ def is_image(value: Any) -> bool:
 
 
 def pixels_of(image: Any) -> np.ndarray:
-    """The pixels ``(n,)`` uint8: the memory of the image if it is in one block, else a copy."""
+    """The pixels ``(n,)`` uint8, writable: the memory of the image if Pillow exports it and it is in one block, else a copy."""
     image.load()
     if image.mode in SHARED and _exports_safely() and 0 not in image.size:
         try:
             return _own_memory(image)
         except ValueError:  # in several blocks, as in very large images
             pass
-    return np.frombuffer(image.tobytes("raw", SHARED.get(image.mode, image.mode)), dtype=np.uint8)
+    return memory_of(image.tobytes("raw", SHARED.get(image.mode, image.mode)))  # nobody else has these bytes
 
 
 def palette_of(image: Any) -> Palette:
@@ -80,7 +81,7 @@ _capsule_pointer.restype, _capsule_pointer.argtypes = ctypes.c_void_p, [ctypes.p
 
 
 def _exports_safely() -> bool:
-    """Before version 13, Pillow crashes the process when it exports an image over foreign memory."""
+    """Pillow exports images from version 11.2 on, but crashes the process before 13 if the memory of the image is foreign."""
     return int(sys.modules["PIL"].__version__.split(".")[0]) >= 13
 
 

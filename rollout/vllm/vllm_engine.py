@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -44,6 +44,8 @@ from rollout.vllm.whole_images import limit_of_images
 
 class VLLMEngine(StreamedWeights):
     """Generates with vLLM; tokens are sampled by the policy's own function (see `rollout.vllm.sampler`)."""
+
+    requests_type: ClassVar[type[RunningRequests]] = RunningRequests  # a subclass may change them
 
     def __init__(
         self,
@@ -133,7 +135,7 @@ class VLLMEngine(StreamedWeights):
         self._window = 1 if self.family.recurrent_mixers is None else int(options["max_num_seqs"])
         self._kv_cache_is_finite = True
         self._numbers, self._calls = count(), count()
-        self._running = RunningRequests(self.engine, self.sampler, self.end_ids)
+        self._running = self.requests_type(self.engine, self.sampler, self.end_ids)
         self._waiting: dict[int, EngineRequest] = {}  # to be given to vLLM again
         self._kept: dict[int, FinishedRequest] = {}
         self._done: list[Completion] = []  # not returned yet

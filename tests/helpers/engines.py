@@ -46,15 +46,17 @@ def publish(model_type, checkpoint):
     return checkpoint
 
 
-def start(model_type, path, **options):
-    """The prompt builder, actor and both engines of a new checkpoint, with the same weights; ``options`` are vLLM's."""
+def start(model_type, path, engine="vllm", **options):
+    """The prompt builder, actor and both engines of a new checkpoint, with the same weights; ``engine`` and ``options`` are
+    vLLM's.
+    """
     checkpoint = write_checkpoint(model_type, path / "actor")
     builder = PromptBuilder.from_pretrained(checkpoint, max_prompt_length=300)
     actor = ActorWorker(
         ActorConfig(checkpoint, temperature=0.8, optimizer=OptimizerConfig(lr=1e-2)), torch.device("cpu")
     )
     vllm = create_engine(
-        "vllm",
+        engine,
         write_published(model_type, path / "engine"),
         **{"max_num_seqs": 16, "max_model_len": 400, "max_images": 3, "kv_cache_bytes": 1 << 26} | options,
         image_options=builder.image_options,

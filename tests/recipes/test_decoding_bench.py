@@ -1,12 +1,19 @@
 """The benchmark of carried-over decoding: lengths, groups and decoding steps, with the Hugging Face engine and a tiny model."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.carried_decoding import DecodedStep, Decoding, rollout_worker, table
-from benchmarks.geo3k_step import drawn_length, rest_of
+from benchmarks.geo3k_step import OF_DRAWN_LENGTHS, drawn_length, hf_of_drawn_lengths, rest_of, vllm_of_drawn_lengths
 from helpers.checkpoints import write_checkpoint
-from rollout.engine import SamplingParams
+from helpers.engines import start
+from helpers.turns import finish
+from rollout.carried_samples import continued
+from rollout.engine import SamplingParams, create_engine
 from rollout.prompts import PromptBuilder
+from rollout.responses import build_requests
+from workers.model.named_weights import named_weights
 
 SAMPLING = SamplingParams(n=3, max_tokens=48, ignore_eos=True)
 
@@ -23,6 +30,59 @@ def test_a_response_that_goes_on_has_the_length_that_it_began_with():
     length = drawn_length(7, 2048)
     assert rest_of(7, 100, 2048 - 100) == length - 100
     assert rest_of(7, length + 5, 2048 - length - 5) == 1
+
+
+@pytest.mark.parametrize("engine", [vllm_of_drawn_lengths(), hf_of_drawn_lengths()], ids=["vllm", "hf"])
+def test_the_engines_override_what_their_base_classes_have(engine):
+    changed = [engine, *(value for value in vars(engine).values() if isinstance(value, type))]
+    unknown = {
+        f"{each.__name__}.{name}"
+        for each in changed
+        for name in vars(each)
+        if not name.startswith("__") and not any(hasattr(base, name) for base in each.__bases__)
+    }
+    assert unknown == set()
+
+
+def assert_drawn_lengths(engine, weights, prompts):
+    """Responses of a run, and requests that are interrupted or go on as others, have the lengths that are drawn for them."""
+    requests = build_requests(prompts, SAMPLING)
+    drawn = [drawn_length(request.seed, SAMPLING.max_tokens) for request in requests]
+    assert max(drawn) > 8
+    assert len(set(drawn)) > 3
+    whole = {each.request: each for each in engine.generate(requests, SAMPLING)}
+    assert [len(whole[place].token_ids) for place in range(len(requests))] == drawn
+    assert {each.finish_reason for each in whole.values()} == {"length"}
+
+    longest = max(range(len(requests)), key=lambda place: drawn[place])
+    request = requests[longest]
+    number = engine.submit(request, SAMPLING)
+    for _ in range(3):  # before the first token, and behind the first ones
+        engine.load_weights(weights())
+        assert not engine.poll()
+    assert finish(engine, number)[0].token_ids == whole[longest].token_ids
+
+    number = engine.submit(request, SAMPLING)
+    for _ in range(4):
+        assert not engine.poll()
+    begun = engine.abort(number).token_ids
+    assert 0 < len(begun) < drawn[longest]
+    rest = replace(SAMPLING, max_tokens=SAMPLING.max_tokens - len(begun))
+    (completion,) = finish(engine, engine.submit(continued(request, begun, engine.family), rest))
+    assert begun + completion.token_ids == whole[longest].token_ids
+
+
+@pytest.mark.vllm
+def test_responses_of_vllm_have_drawn_lengths(tmp_path):
+    setup = start("qwen2_5_vl", tmp_path, engine=OF_DRAWN_LENGTHS["vllm"])
+    assert_drawn_lengths(setup.vllm, setup.actor.named_weights, setup.prompts)
+
+
+def test_responses_of_the_hugging_face_engine_have_drawn_lengths(tmp_path):
+    path = write_checkpoint("qwen2_5_vl", tmp_path)
+    engine = create_engine(OF_DRAWN_LENGTHS["hf"], path, max_num_seqs=64)
+    prompts = PromptBuilder.from_pretrained(path, 300)([{"prompt": f"number {row}"} for row in range(3)])
+    assert_drawn_lengths(engine, lambda: named_weights(engine.model), prompts)
 
 
 @pytest.mark.slow
