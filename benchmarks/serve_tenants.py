@@ -209,16 +209,16 @@ def measure_server(arguments: argparse.Namespace) -> None:
     path = checkpoint(arguments)
     say("server: the checkpoint is written")
     prompts = model_inputs(path, arguments.prompts)
-    options = {
+    options: dict[str, Any] = {
         "model": f"{MODEL}={path}",
         "sampler": arguments.sampler,
         "token_budget": arguments.token_budget,
         "max_num_seqs": arguments.max_num_seqs,
         "max_context_length": arguments.max_prompt + arguments.max_tokens,
         "max_lora_rank": RANK,
-        "vllm_adapters": TENANTS,
-        "vllm_memory_share": arguments.memory_share,
     }
+    if arguments.sampler == "vllm":
+        options |= {"vllm_adapters": TENANTS, "vllm_memory_share": arguments.memory_share}
     with served(arguments.output / "server.log", **options) as server, ThreadPoolExecutor(TENANTS) as pool:
         say(f"server: at {server.url}; its log is {arguments.output / 'server.log'}")
 
