@@ -11,8 +11,8 @@ are not counted. Each side is a process of its own, one after the other: ``--fir
 
 Each phase is printed when it ends, and the last line of the server's log every 15 s until the first step. Every minute until then
 both sides write the stacks of their threads, the server to its log. ``--output`` gets the
-steps of both sides as they come, the log of the server and the table, whose last rows are the seconds from the request of a
-snapshot to the first sample of it.
+steps of both sides as they come, the log of the server and the tables; the second one says where the seconds from the request of
+a snapshot to the first sample of it went.
 """
 
 import argparse
@@ -28,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -43,6 +44,7 @@ ENVIRONMENT = {
 os.environ.update(ENVIRONMENT)
 
 from benchmarks.served_processes import STACK_SECONDS, served, told  # noqa: E402
+from benchmarks.snapshot_stages import Stage, StageLog, stages_table  # noqa: E402
 
 TENANTS, RANK = 8, 16
 MODEL = "random"
@@ -209,16 +211,16 @@ def measure_server(arguments: argparse.Namespace) -> None:
     path = checkpoint(arguments)
     say("server: the checkpoint is written")
     prompts = model_inputs(path, arguments.prompts)
-    options = {
+    options: dict[str, Any] = {
         "model": f"{MODEL}={path}",
         "sampler": arguments.sampler,
         "token_budget": arguments.token_budget,
         "max_num_seqs": arguments.max_num_seqs,
         "max_context_length": arguments.max_prompt + arguments.max_tokens,
         "max_lora_rank": RANK,
-        "vllm_adapters": TENANTS,
-        "vllm_memory_share": arguments.memory_share,
     }
+    if arguments.sampler == "vllm":
+        options |= {"vllm_adapters": TENANTS, "vllm_memory_share": arguments.memory_share}
     with served(arguments.output / "server.log", **options) as server, ThreadPoolExecutor(TENANTS) as pool:
         say(f"server: at {server.url}; its log is {arguments.output / 'server.log'}")
 
@@ -228,18 +230,23 @@ def measure_server(arguments: argparse.Namespace) -> None:
         with told("server: the first step is to come", arguments.output / "server.log", server.engine, say):
             first = tenant(0)  # which waits for the engines
             tenants = [first, *pool.map(tenant, range(1, TENANTS))]
-            keep(arguments, 0, server_step(pool, tenants))
+            log = StageLog(arguments.output / "server.log")
+            keep(arguments, 0, server_step(pool, tenants, log))
         for number in range(1, arguments.warmup + arguments.steps):
-            keep(arguments, number, server_step(pool, tenants))
+            keep(arguments, number, server_step(pool, tenants, log))
 
 
-def server_step(pool: ThreadPoolExecutor, tenants: Sequence[Tenant]) -> Step:
+def server_step(pool: ThreadPoolExecutor, tenants: Sequence[Tenant], log: StageLog) -> Step:
     sampling, sampled = timed_all(pool, Tenant.sample, tenants)
     say(f"server: sampled {sum(sampled)} tokens in {sampling:.2f} s")
     training, trained = timed_all(pool, Tenant.train, tenants)
     say(f"server: trained {sum(trained)} tokens in {training:.2f} s")
+    log.begin()
     together, snapshots = timed_all(pool, Tenant.snapshot, tenants)
+    stages_together = log.stages()
+    log.begin()
     saved, alone = tenants[0].snapshot()
+    stages = {"together": stages_together, "alone": log.stages()}
     return {
         "sampling": sampling + together,  # as in the loop, where the engine gets its weights before it samples
         "training": training,
@@ -249,6 +256,8 @@ def server_step(pool: ThreadPoolExecutor, tenants: Sequence[Tenant]) -> Step:
         "snapshots": max(first for _, first in snapshots),
         "snapshot": alone,
         "saved": saved,
+        "all_saved": max(each for each, _ in snapshots),
+        "stages": {name: {stage: asdict(each) for stage, each in found.items()} for name, found in stages.items()},
     }
 
 
@@ -298,7 +307,20 @@ def report(steps: Mapping[str, Sequence[Step]]) -> str:
     ):
         found = median([step[key] for step in steps["server"]] or [float("nan")])
         lines.append(f"| {name} |  | {found:.3f} |  |")
-    return "\n".join(lines)
+    return "\n".join([*lines, *report_snapshots(steps["server"])])
+
+
+def report_snapshots(steps: Sequence[Step]) -> list[str]:
+    """A table of the stages of snapshots in the step in which the slowest of those at once was the median of all steps."""
+    if not steps:
+        return []
+    step = sorted(steps, key=lambda each: each["snapshots"])[len(steps) // 2]
+    names = {"alone": "one snapshot", "together": f"{TENANTS} at once"}
+    phases = {
+        text: {stage: Stage(**each) for stage, each in step["stages"][name].items()} for name, text in names.items()
+    }
+    acknowledged = dict(zip(phases, (step["saved"], step["all_saved"])))
+    return ["", stages_table(phases, acknowledged, dict(zip(phases, (step["snapshot"], step["snapshots"]))))]
 
 
 def parse() -> argparse.Namespace:

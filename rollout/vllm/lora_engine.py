@@ -9,6 +9,7 @@ import torch
 
 from rollout.adapters import Adapter, AdapterConfig, AdapterRequest, write_adapter
 from rollout.engine import Request
+from rollout.vllm.adapter_loading import log_loading
 from rollout.vllm.versions import allow_adapted_heads, set_environment
 from rollout.vllm.vllm_engine import VLLMEngine
 
@@ -40,6 +41,7 @@ class VLLMAdapterEngine(VLLMEngine):
         self.banned_ids = ()
         self._loras: WeakKeyDictionary[Adapter, Any] = WeakKeyDictionary()
         self._loaded = 0
+        self.llm.collective_rpc(log_loading)
         # On a CPU vLLM computes rows without an adapter with the one in its last place: they get an adapter of zeros.
         self._nothing: Any = None
         if self.device.type == "cpu":

@@ -1,6 +1,7 @@
 """The requests of a run that are carried out alone: creation, updates, saving and loading."""
 
 import json
+import logging
 import math
 import time
 import uuid
@@ -35,6 +36,7 @@ from recipes.serve.wire.json_requests import (
 )
 from workers.model.model_config import AdamParams
 
+log = logging.getLogger("dataproto.serve")
 MILLIARD = 1_000_000_000
 EXPIRED, EXPIRED_SECONDS = "_expired", 86400
 SHORTEST_TTL, LONGEST_TTL = 1, 10 * 365 * 86400
@@ -208,8 +210,11 @@ class Barriers:
             raise InvalidRequest("save_weights_for_sampler needs a path or a sampling_session_seq_id")
         moving = asked.kind == "inflight"
         directory = self.catalogue.run_directory(run) / f"sampler-{entry.seq}"
+        waited, began = time.time() - entry.created, time.perf_counter()
         async with self._limited(run, directory) as temporary:
             await self.link.call("export", model_id=run.id, directory=temporary, sampled=True)
+            exported = time.perf_counter()
+        stages = waited, exported - began, time.perf_counter() - exported
         sampler = Sampler(
             id=f"{run.session}:sample:{asked.sampling_session_seq_id}",
             session=run.session,
@@ -223,10 +228,14 @@ class Barriers:
             created=time.time(),
             moving=int(moving),
         )
-        return self._new_sampler(sampler)
+        return self._new_sampler(sampler, stages)
 
-    def _new_sampler(self, sampler: Sampler) -> Done:
-        """The sampler, to whose directory the earlier ones of the run move if they follow it."""
+    def _new_sampler(self, sampler: Sampler, stages: tuple[float, float, float]) -> Done:
+        """The sampler, to whose directory the earlier ones of the run move if they follow it.
+
+        Args:
+            stages: seconds until its turn, in the engine, and until its files were on disk, for the log.
+        """
         earlier = [
             each
             for each in self.catalogue.samplers.values()
@@ -240,6 +249,7 @@ class Barriers:
             self.catalogue.samplers[sampler.id] = sampler
             for directory in left:
                 self.uses.retire(str(directory))
+            log.info("snapshot %s: waited %.3f s, written %.3f s, synced %.3f s", sampler.directory, *stages)
 
         answer = {"sampling_session_id": sampler.id, "type": "save_weights_for_sampler"}
         return Done(answer, [put(sampler), *map(put, earlier)], after)

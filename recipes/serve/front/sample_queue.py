@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -229,7 +230,9 @@ class Samples:
     async def _open_sampler(self, flight: Flight) -> None:
         if flight.key not in self._open:
             adapter = None if flight.directory is None else self.catalogue.place(flight.directory)
+            began = time.perf_counter()
             await self.link.call("open_sampler", sampler_id=flight.key, base_model=flight.base_model, adapter=adapter)
+            log.info("sampler %s: opened %.3f s", flight.directory or flight.base_model, time.perf_counter() - began)
         self._open.pop(flight.key, None)
         self._open[flight.key] = None
 
