@@ -275,7 +275,9 @@ def test_threads_give_the_rows_of_one_thread(monkeypatch, image_cache_bytes):
 def test_threads_name_the_first_bad_row(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     broken = Image.new("RGB", (1, 400))  # its sides differ too much for the image processor
-    rows = [{"prompt": "<image>", "images": [broken if place in (5, 9) else picture(seed=place)]} for place in range(12)]
+    rows = [
+        {"prompt": "<image>", "images": [broken if place in (5, 9) else picture(seed=place)]} for place in range(12)
+    ]
     with pytest.raises(InvalidRow, match=r"row 5: "):
         counting_builder()(rows)
 
