@@ -4,7 +4,7 @@ A sample that is stopped keeps its tokens, their log-probs and the weights that 
 number of its random stream, so under equal weights it gets the tokens that it would have got without the interruption.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +18,9 @@ from rollout.engine import Completion, FinishReason, Request, RequestEngine, Sam
 
 BEGUN = "_begun"
 """The column with what was sampled of each row so far: a list with one mapping for each turn, see `BegunTurn.plain`."""
+
+SUBMITTED_AT_A_TIME = 64
+"""Requests that are submitted before the engine's next step. Rendering a prompt takes time, in which a GPU would wait."""
 
 
 @dataclass(frozen=True)
@@ -153,11 +156,13 @@ def decode_groups(
     """
     found: list[tuple[Tokens, FinishReason]] = [(tokens, "abort") for tokens in begun]
     running: dict[int, int] = {}  # number in the engine -> place
+    waiting = deque(enumerate(zip(requests, begun, strict=True)))
     try:
-        for place, (request, tokens) in enumerate(zip(requests, begun, strict=True)):
-            rest = replace(sampling, max_tokens=sampling.max_tokens - len(tokens))
-            running[engine.submit(continued(request, tokens.token_ids, family), rest)] = place
-        while running and not groups.enough:
+        while (waiting or running) and not groups.enough:
+            for _ in range(min(len(waiting), SUBMITTED_AT_A_TIME)):  # the engine reads the first ones meanwhile
+                place, (request, tokens) = waiting.popleft()
+                rest = replace(sampling, max_tokens=sampling.max_tokens - len(tokens))
+                running[engine.submit(continued(request, tokens.token_ids, family), rest)] = place
             for completion in engine.poll():
                 if completion.error is not None:
                     raise completion.error

@@ -1,16 +1,20 @@
 """Decoding in slices: requests that are stopped go on with the tokens that they would have sampled."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dataproto.vlm import family_of
 from helpers.batches import prompt_batch
 from helpers.engines import start
 from helpers.tiny_models import tiny_model
+from rollout import carried_samples
 from rollout.carried_samples import BegunTurn, Tokens, WholeGroups, decode_groups
-from rollout.engine import SamplingParams
+from rollout.engine import Completion, SamplingParams
 from rollout.hf import HFEngine
 from rollout.responses import build_requests
 
@@ -48,11 +52,49 @@ def assert_same(engine, family, requests, uids):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_5"])  # the second has states that cannot be cut back
-def test_slices_give_the_tokens_of_one_run(model_type, tmp_path):
+def test_slices_give_the_tokens_of_one_run(model_type, tmp_path, monkeypatch):
+    monkeypatch.setattr(carried_samples, "SUBMITTED_AT_A_TIME", 4)
     tiny_model(model_type).save_pretrained(tmp_path)
     engine = HFEngine(str(tmp_path), device=torch.device("cpu"), max_num_seqs=7)  # some wait when decoding ends
     prompts = prompt_batch(engine.model.config, [[(4, 6), (8, 4)], [(6, 6)], []], texts=[4, 7, 3])
     assert_same(engine, engine.family, build_requests(prompts, SAMPLED), "abc")
+
+
+class Recorded:
+    """An engine that is asked for a sample each, and ends a sample at the poll after it was submitted."""
+
+    def __init__(self):
+        self.calls, self.open = [], []
+
+    def submit(self, request, sampling):
+        self.calls.append("submit")
+        self.open.append(len(self.calls))
+        return self.open[-1]
+
+    def poll(self):
+        self.calls.append("poll")
+        done, self.open = self.open, []
+        return [Completion(number, [7], [-0.5], "stop") for number in done]
+
+    def abort(self, number):
+        raise AssertionError("nothing runs when the groups are whole")
+
+
+def test_the_engine_steps_before_all_requests_are_submitted(monkeypatch):
+    """In a batch of 5 requests 2 are submitted at a time, and none after enough groups are whole."""
+    monkeypatch.setattr(carried_samples, "SUBMITTED_AT_A_TIME", 2)
+    model = tiny_model("qwen2_5_vl")
+    requests = build_requests(prompt_batch(model.config, [[]] * 5, texts=[3] * 5), replace(SAMPLED, n=1))
+    arguments = requests, [Tokens() for _ in requests], SAMPLED
+
+    def calls_of(wanted):
+        engine = Recorded()
+        found = decode_groups(engine, *arguments, WholeGroups("abcde", wanted), family_of(model.config), 1)
+        return engine.calls, [reason for _, reason in found]
+
+    everything = ["submit", "submit", "poll", "submit", "submit", "poll", "submit", "poll"]
+    assert calls_of(wanted=5) == (everything, ["stop"] * 5)
+    assert calls_of(wanted=3) == (everything[:6], ["stop"] * 4 + ["abort"])
 
 
 @pytest.mark.vllm
