@@ -7,7 +7,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -187,7 +187,7 @@ def parse_config(arguments: Sequence[str], default: Config, description: str | N
 def divided(arguments: Sequence[str], default: Any) -> tuple[list[str], list[str]]:
     """A command line's options of ``default``, with their values, and all the others.
 
-    >>> from dataclasses import dataclass
+    >>> from dataclasses import dataclass, fields, is_dataclass, replace
     >>> @dataclass
     ... class Own:
     ...     fit: bool = False
@@ -211,15 +211,47 @@ def divided(arguments: Sequence[str], default: Any) -> tuple[list[str], list[str
 
 
 def _parse(arguments: Sequence[str], default: Config, prog: str) -> Config:
+    """The options over ``default``. What is given of an option ``NAME VALUE ...`` is added to the default's values."""
     refusal = io.StringIO()
+    mappings = _mappings(default)
+    empty = _with_mappings(default, {place: {} for place in mappings})  # over others, tyro does not take NAME VALUE ...
     try:
         with contextlib.redirect_stderr(refusal), _unwrapped():
-            return tyro.cli(type(default), args=list(arguments), default=default, prog=prog, add_help=False)
+            config = tyro.cli(type(default), args=list(arguments), default=empty, prog=prog, add_help=False)
     except SystemExit:
         lines = [line.strip("╭╮╰╯│─ ") for line in refusal.getvalue().splitlines()]
         text = "; ".join(line for line in lines[1:] if line)
         text = LEFT_OVER.sub(r"\1: belongs to no option", PARSED.sub("", text)).replace(":; ", ": ")
         raise InvalidConfig(text) from None
+    given = _mappings(config)
+    return _with_mappings(config, {place: mappings.get(place, {}) | values for place, values in given.items()})
+
+
+Place = tuple[str, ...]
+"""The names of the fields that lead to a value of a configuration."""
+
+
+def _mappings(config: Any, place: Place = ()) -> dict[Place, dict[str, Any]]:
+    """The values of a configuration that are mappings, by their places."""
+    found: dict[Place, dict[str, Any]] = {}
+    for field in fields(config):
+        value, here = getattr(config, field.name), (*place, field.name)
+        if isinstance(value, dict):
+            found[here] = value
+        elif is_dataclass(value):
+            found |= _mappings(value, here)
+    return found
+
+
+def _with_mappings(config: Config, mappings: Mapping[Place, dict[str, Any]]) -> Config:
+    for place, mapping in mappings.items():
+        config = _replaced(config, place, mapping)
+    return config
+
+
+def _replaced(config: Any, place: Place, value: Any) -> Any:
+    name, rest = place[0], place[1:]
+    return replace(config, **{name: _replaced(getattr(config, name), rest, value) if rest else value})
 
 
 def asks_for_help(arguments: Sequence[str]) -> bool:

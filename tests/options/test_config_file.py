@@ -124,6 +124,31 @@ def test_presets_are_defaults_by_name():
 
 
 @pytest.mark.slow
+def test_values_by_name_are_added_to_those_of_the_preset(tmp_path):
+    preset = grpo.PRESETS["7b"].engine_options
+    assert preset == {"max_num_seqs": 512, "memory_share": 0.4}
+    began = grpo.parse(
+        [
+            "--preset",
+            "7b",
+            "--engine-options",
+            "memory_share",
+            "0.3",
+            "enforce_eager",
+            "true",
+            "--output-dir",
+            str(tmp_path),
+        ]
+    )
+    assert began.engine_options == {"max_num_seqs": 512, "memory_share": 0.3, "enforce_eager": True}
+    assert preset["memory_share"] == 0.4  # left as it was
+    open_run_directory(began.run, began)
+    resumed = grpo.parse(["--resume", str(tmp_path), "--steps", "3"])
+    assert resumed == replace(began, run=replace(began.run, steps=3, resume=True))
+    assert ppo.parse(["--preset", "7b", "--engine-options", "max_num_seqs", "64"]).engine_options["max_num_seqs"] == 64
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_defaults_depend_on_the_preset_and_not_on_the_model(recipe):
     without = recipe.parse([])
