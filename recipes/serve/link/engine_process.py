@@ -34,10 +34,15 @@ Incoming = tuple[socket.socket, dict[str, Any]]
 
 
 class Calls:
-    """Calls that wait: those for samples, and the others; each kind in its order."""
+    """Calls that wait: those for samples, those that write files, and the others; each kind in its order.
+
+    What writes files comes before the others. So the front process calls for nothing else of a model until it is answered, or
+    at least until it is sent.
+    """
 
     def __init__(self) -> None:
         self._sampling: deque[Incoming] = deque()
+        self._writing: deque[Incoming] = deque()
         self._training: deque[Incoming] = deque()
         self._news = threading.Condition()
 
@@ -47,14 +52,16 @@ class Calls:
         with self._news:
             if method == "reset":
                 self._sampling.clear()
+                self._writing.clear()
                 self._training.clear()
-            (self._sampling if method in SAMPLING else self._training).append(call)
+            kinds = self._sampling if method in SAMPLING else self._writing if method in WRITING else self._training
+            kinds.append(call)
             self._news.notify()
 
     def wait(self) -> None:
         """Returns when there is a call."""
         with self._news:
-            self._news.wait_for(lambda: self._sampling or self._training)
+            self._news.wait_for(lambda: self._sampling or self._writing or self._training)
 
     def next_for_samples(self) -> Incoming | None:
         """Takes a call out, or ``None`` if none waits."""
@@ -64,12 +71,18 @@ class Calls:
     def next_for_training(self) -> Incoming | None:
         """As `next_for_samples`."""
         with self._news:
-            return self._training.popleft() if self._training else None
+            queue = self._writing or self._training
+            return queue.popleft() if queue else None
+
+    def next_for_writing(self) -> Incoming | None:
+        """As `next_for_samples`, for calls that write files."""
+        with self._news:
+            return self._writing.popleft() if self._writing else None
 
     def training_waits(self) -> bool:
-        """Whether a call that trains waits."""
+        """Whether a call that trains, or writes files, waits."""
         with self._news:
-            return bool(self._training)
+            return bool(self._writing or self._training)
 
 
 class EngineProcess:
@@ -119,7 +132,9 @@ class EngineProcess:
         self._decode()
 
     def _between_parts(self) -> None:
-        """Lets samples have their share in the midst of a joint pass."""
+        """Writes files, and lets samples have their share, in the midst of a joint pass."""
+        while (call := self.calls.next_for_writing()) is not None:
+            self._carry_out(*call)
         self._lead += self.clock() - self._mark
         self._take_samples_in(in_a_pass=True)
         while self._flying and self._lead > 0:
