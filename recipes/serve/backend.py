@@ -21,6 +21,9 @@ Array: TypeAlias = npt.NDArray[Any]
 TopK: TypeAlias = tuple[Array, Array]
 """The k most probable tokens of n positions: ids ``(n, k)`` int32, most probable first, and log-probs ``(n, k)`` float32."""
 
+Later: TypeAlias = Callable[[Callable[[], None]], None]
+"""Carries out some work now or later, in any thread."""
+
 OPTIMIZER_FILE = "optimizer.safetensors"
 """The file of `Backend.save` with the AdamW state; the other files are the adapter, as `Backend.export` writes it."""
 
@@ -240,6 +243,11 @@ def nothing() -> None:
     """Does nothing."""
 
 
+def at_once(work: Callable[[], None]) -> None:
+    """Carries out some work now."""
+    work()
+
+
 class Backend(Protocol):
     """What trains and samples. A user's mistake is an error of `dataproto.errors`, or a `Failure` where that is returned."""
 
@@ -285,8 +293,11 @@ class Backend(Protocol):
         """
         ...
 
-    def save(self, model_id: str, directory: Path) -> None:
+    def save(self, model_id: str, directory: Path, *, later: Later = at_once) -> None:
         """Writes the adapter (peft's files) and the AdamW state (`OPTIMIZER_FILE`) to an empty directory, without gradients.
+
+        Args:
+            later: may be given what writes the files, of the weights as they are now; other calls can come before it has ended.
 
         Raises:
             CheckpointError: a weight is not finite; names the model.
@@ -301,12 +312,13 @@ class Backend(Protocol):
         """
         ...
 
-    def export(self, model_id: str, directory: Path, *, sampled: bool = False) -> None:
+    def export(self, model_id: str, directory: Path, *, sampled: bool = False, later: Later = at_once) -> None:
         """Writes the adapter alone to an empty directory, as `open_sampler` and peft load it.
 
         Args:
             sampled: it is for samplers alone, of which one follows soon: the backend may keep the weights, and write them in the
                 precision in which it samples.
+            later: see `save`.
 
         Raises:
             CheckpointError: a weight is not finite; names the model.

@@ -12,10 +12,14 @@ from torch import Tensor, nn
 
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily
+from rollout.adapters.packed_tensors import PackedTensors, pack
 from rollout.sampling import derive_seed
 
 Pair = tuple[Tensor, Tensor]
 """A ``(r, in)`` and B ``(out, r)``: the layer's output gets alpha / r * B A x more."""
+
+DOWN, UP = ".lora_A.weight", ".lora_B.weight"
+"""The ends of peft's names of A and B."""
 
 
 @dataclass(frozen=True)
@@ -61,19 +65,25 @@ class Adapter:
         """Whether the matrices have gradients: those of a snapshot do not, and never change."""
         return any(down.requires_grad for down, _ in self.pairs.values())
 
+    def packed(self, dtype: torch.dtype = torch.float32) -> PackedTensors:
+        """A copy of the matrices, rounded to a dtype, that does not follow their training."""
+        return pack(dict(self.named_parameters()), dtype)
+
     def snapshot(self, dtype: torch.dtype = torch.float32) -> "Adapter":
         """A copy in float32 that does not follow the training of this one, with its numbers rounded to a dtype."""
-
-        def rounded(matrix: Tensor) -> Tensor:
-            return matrix.detach().to(dtype, copy=True).float()
-
-        return Adapter(self.config, {name: (rounded(down), rounded(up)) for name, (down, up) in self.pairs.items()})
+        return unpacked(self.config, self.packed(dtype))
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The matrices, A before B of each layer, under peft's names without its prefix."""
         for name, (down, up) in self.pairs.items():
-            yield f"{name}.lora_A.weight", down
-            yield f"{name}.lora_B.weight", up
+            yield name + DOWN, down
+            yield name + UP, up
+
+
+def unpacked(config: AdapterConfig, packed: PackedTensors) -> Adapter:
+    """The adapter, in float32, whose matrices `Adapter.packed` has copied."""
+    matrices = iter(packed.in_float32().tensors().items())
+    return Adapter(config, {name.removesuffix(DOWN): (down, up) for (name, down), (_, up) in zip(matrices, matrices)})
 
 
 def adapted_layers(model: nn.Module, family: VLMFamily, config: AdapterConfig) -> dict[str, tuple[int, int]]:

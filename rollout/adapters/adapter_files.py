@@ -7,17 +7,19 @@ them runs.
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dataproto.errors import CheckpointError
 from dataproto.vlm import VLMFamily
-from rollout.adapters.adapter import Adapter, AdapterConfig, adapted_layers
+from rollout.adapters.adapter import DOWN, UP, Adapter, AdapterConfig, adapted_layers
+from rollout.adapters.packed_tensors import PackedTensors, write_packed
 
 WEIGHTS_FILE, CONFIG_FILE, DIGESTS_FILE = "adapter_model.safetensors", "adapter_config.json", "sha256.json"
 DTYPES = (torch.float32, torch.bfloat16)
@@ -28,24 +30,27 @@ PREFIX = "base_model.model."
 
 def write_adapter(adapter: Adapter, directory: Path, base_model: str, dtype: torch.dtype = torch.float32) -> None:
     """Writes the adapter, in a dtype, and its digests to a directory, which exists."""
-    weights = {
-        PREFIX + name: tensor.detach().to(dtype).cpu().contiguous() for name, tensor in adapter.named_parameters()
-    }
-    save_file(weights, directory / WEIGHTS_FILE, metadata={"format": "pt"})
-    config = adapter.config
+    write_packed_adapter(adapter.config, adapter.packed(dtype), directory, base_model)
+
+
+def write_packed_adapter(config: AdapterConfig, matrices: PackedTensors, directory: Path, base_model: str) -> None:
+    """`write_adapter` for what `Adapter.packed` has copied, on any device."""
+    names = [name.removesuffix(DOWN) for name in matrices.shapes if name.endswith(DOWN)]
+    named = replace(matrices.on_host(), shapes={PREFIX + name: shape for name, shape in matrices.shapes.items()})
+    digest = write_packed([named], directory / WEIGHTS_FILE, {"format": "pt"})
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
         "r": config.rank,
         "lora_alpha": config.alpha,
-        "target_modules": list(adapter.pairs),
+        "target_modules": names,
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,
     }
     (directory / CONFIG_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    write_digests(directory, WEIGHTS_FILE, CONFIG_FILE)
+    write_digests(directory, CONFIG_FILE, known={WEIGHTS_FILE: digest})
 
 
 def read_adapter(
@@ -64,12 +69,10 @@ def read_adapter(
     weights = read_tensors(directory / WEIGHTS_FILE)
     pairs = {}
     for name, (out, into) in layers.items():
-        shapes = {"A": (config.rank, into), "B": (out, config.rank)}
+        shapes = {DOWN: (config.rank, into), UP: (out, config.rank)}
         down, up = (
-            _matrix(weights, f"{PREFIX}{name}.lora_{letter}.weight", shape, directory / WEIGHTS_FILE)
-            .to(device)
-            .requires_grad_(trained)
-            for letter, shape in shapes.items()
+            _matrix(weights, f"{PREFIX}{name}{end}", shape, directory / WEIGHTS_FILE).to(device).requires_grad_(trained)
+            for end, shape in shapes.items()
         )
         pairs[name] = (down, up)
     if weights:
@@ -124,9 +127,9 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
-def write_digests(directory: Path, *names: str) -> None:
-    """Adds the SHA-256 of files of a directory to its list of digests."""
-    digests = {**_digests(directory), **{name: _digest(directory / name) for name in names}}
+def write_digests(directory: Path, *names: str, known: Mapping[str, str] | None = None) -> None:
+    """Adds the SHA-256 of files of a directory, and those that are ``known`` of others, to its list of digests."""
+    digests = {**_digests(directory), **(known or {}), **{name: _digest(directory / name) for name in names}}
     (directory / DIGESTS_FILE).write_text(json.dumps(digests, indent=2) + "\n", encoding="utf-8")
 
 

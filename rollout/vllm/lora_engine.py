@@ -1,15 +1,15 @@
-"""The vLLM engine for many adapters of one base model: each snapshot is a LoRA of vLLM, read from its files when it is needed."""
+"""The vLLM engine for many adapters of one base model: each snapshot is a LoRA of vLLM, which it loads when it is needed."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
 from rollout.adapters import Adapter, AdapterConfig, AdapterRequest, write_adapter
 from rollout.engine import Request
-from rollout.vllm.adapter_loading import log_loading
+from rollout.vllm.adapter_loading import Handed, hand_over
 from rollout.vllm.versions import allow_adapted_heads, set_environment
 from rollout.vllm.vllm_engine import VLLMEngine
 
@@ -18,7 +18,7 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 class VLLMAdapterEngine(VLLMEngine):
-    """A `VLLMEngine` whose requests are `AdapterRequest`, with adapters that were read from files.
+    """A `VLLMEngine` whose requests are `AdapterRequest`, with adapters that have files.
 
     Log-probs are those of the model's softmax over the whole vocabulary: ids of media are never drawn, but they are not masked.
     vLLM keeps prefixes of different adapters apart; features of images, which no adapter changes, are shared. Scores of prompts
@@ -41,7 +41,8 @@ class VLLMAdapterEngine(VLLMEngine):
         self.banned_ids = ()
         self._loras: WeakKeyDictionary[Adapter, Any] = WeakKeyDictionary()
         self._loaded = 0
-        self.llm.collective_rpc(log_loading)
+        self._handed: Handed = WeakValueDictionary()
+        self.llm.collective_rpc(hand_over, args=(self._handed,))
         # On a CPU vLLM computes rows without an adapter with the one in its last place: they get an adapter of zeros.
         self._nothing: Any = None
         if self.device.type == "cpu":
@@ -55,6 +56,7 @@ class VLLMAdapterEngine(VLLMEngine):
             return self._nothing
         if adapter not in self._loras:
             self._loras[adapter] = self._new_lora(str(adapter.directory))
+            self._handed[self._loaded] = adapter
         return self._loras[adapter]
 
     def _new_lora(self, path: str) -> Any:

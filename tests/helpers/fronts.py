@@ -8,19 +8,23 @@ from pathlib import Path
 import numpy as np
 from starlette.requests import Request
 
+from dataproto.chunks import EncodedTextChunk
 from helpers.vector_backend import VectorBackend
+from recipes.serve.backend import SampleRequest, Sampling
 from recipes.serve.front import Service
-from recipes.serve.ledger import Run, Session
+from recipes.serve.front.sample_queue import engine_key
+from recipes.serve.ledger import Run, Sampler, Session
 from recipes.serve.link.engine_process import EngineProcess
 from recipes.serve.routes.gate import Call
 from recipes.serve.serve_config import LimitsConfig, ServeConfig
+from recipes.serve.wire import SampleCall
 from recipes.serve.wire.protobuf_messages import ForwardBackwardOutput, ForwardBackwardRequest
 
 LORA = json.dumps({"rank": 4, "seed": 1})
 
 
 class Recording(VectorBackend):
-    """Notes the models of each call of passes; the calls wait while the gate is closed."""
+    """Notes the models of each call of passes; the calls wait while the gate is closed, those ``in_parts`` at the end of one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,10 +32,12 @@ class Recording(VectorBackend):
         self.submitted: list[str] = []
         self.entered, self.gate = threading.Event(), threading.Event()
         self.gate.set()
+        self.in_parts = False
 
     def passes(self, passes, **options):
         self.entered.set()
-        self.gate.wait()
+        while not self.gate.wait(0.01 if self.in_parts else None):
+            options["between"]()
         self.groups.append([each.model_id for each in passes])
         return super().passes(passes, **options)
 
@@ -138,3 +144,21 @@ async def until(condition) -> None:
     """Waits; the test's own deadline ends it."""
     while not condition():
         await asyncio.sleep(0.01)
+
+
+def take_in(front: Front, number: int = 1, directory: str | None = None) -> None:
+    """A request for samples, ``k:1``, of the base or of an adapter."""
+    sampler = Sampler(
+        id="k",
+        session="s",
+        owner="ann",
+        run=None,
+        base_model="tiny/vector",
+        model_path=None,
+        directory=directory,
+        own=0,
+        digest="",
+        created=0.0,
+    )
+    request = SampleRequest(f"k:{number}", engine_key(sampler), [EncodedTextChunk([3])], 1, Sampling(4))
+    front.service.samples.take_in(SampleCall(request), sampler, 10)

@@ -23,6 +23,7 @@ from recipes.serve.backend import (
     Sample,
     SampleRequest,
     SampleResult,
+    at_once,
     nothing,
 )
 from workers.model.model_config import AdamParams
@@ -111,10 +112,14 @@ class VectorBackend:
         model.steps, model.gradient = model.steps + 1, None
         return {"grad_norm": float(np.linalg.norm(gradient)), "steps": float(model.steps)}
 
-    def save(self, model_id: str, directory: Path) -> None:
-        self.export(model_id, directory)
+    def save(self, model_id: str, directory: Path, *, later=at_once) -> None:
         model = self.models[model_id]
-        save_file({"moments": model.moments, "steps": np.array([model.steps])}, directory / OPTIMIZER_FILE)
+        state = {"moments": model.moments.copy(), "steps": np.array([model.steps])}
+        self.export(
+            model_id,
+            directory,
+            later=lambda write: later(lambda: (write(), save_file(state, directory / OPTIMIZER_FILE))),
+        )
 
     def load(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
         model, weights = self.models[model_id], load_file(directory / ADAPTER_FILE)["weights"]
@@ -125,8 +130,9 @@ class VectorBackend:
         model.moments = np.zeros_like(weights) if state is None else state["moments"]
         model.steps = 0 if state is None else int(state["steps"][0])
 
-    def export(self, model_id: str, directory: Path, *, sampled: bool = False) -> None:
-        save_file({"weights": self.models[model_id].weights}, directory / ADAPTER_FILE)
+    def export(self, model_id: str, directory: Path, *, sampled: bool = False, later=at_once) -> None:
+        weights = {"weights": self.models[model_id].weights.copy()}
+        later(lambda: save_file(weights, directory / ADAPTER_FILE))
 
     def release(self, model_id: str) -> None:
         self.models.pop(model_id, None)

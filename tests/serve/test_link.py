@@ -114,3 +114,43 @@ def test_a_call_ends_when_the_engine_does(tmp_path):
 
     asyncio.run(asyncio.wait_for(drive(), 60))
     assert lost == [True]
+
+
+class SlowDisk(VectorBackend):
+    """Writes files when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = threading.Event()
+
+    def export(self, model_id, directory, *, sampled=False, later) -> None:
+        def write() -> None:
+            assert self.told.wait(30)
+            (directory / "weights").write_text(model_id)
+
+        later(write)
+
+
+def test_calls_go_on_while_files_are_written_and_a_file_that_cannot_be_written_fails_its_call(tmp_path):
+    backend = SlowDisk()
+    engine = EngineProcess(backend, tmp_path / "socket")
+    threading.Thread(target=engine.run, daemon=True).start()
+
+    async def drive():
+        link = EngineLink(tmp_path / "socket", lambda *_: None)
+        await link.connect()
+        await link.call("create", model_id="m", base_model="tiny/vector", lora=LoraSpec(4))
+        writing = [
+            asyncio.create_task(link.call("export", model_id="m", directory=tmp_path / name))
+            for name in (".", "absent")
+        ]
+        assert (await link.call("optim_step", model_id="m", adam=AdamParams()))["steps"] == 1
+        assert not any(each.done() for each in writing)
+        backend.told.set()
+        assert await writing[0] is None
+        assert (tmp_path / "weights").read_text() == "m"
+        with pytest.raises(CallFailed, match="FileNotFoundError in the server, incident"):
+            await writing[1]
+        await link.close()
+
+    asyncio.run(asyncio.wait_for(drive(), 60))

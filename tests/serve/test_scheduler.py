@@ -7,16 +7,12 @@ import threading
 import numpy as np
 import pytest
 
-from dataproto.chunks import EncodedTextChunk
 from dataproto.errors import CheckpointError
-from helpers.fronts import Front, drive, until
-from recipes.serve.backend import SampleRequest, Sampling
+from helpers.fronts import Front, drive, take_in, until
 from recipes.serve.front import scheduler
-from recipes.serve.front.sample_queue import engine_key
-from recipes.serve.ledger import Sampler, directories
+from recipes.serve.ledger import directories
 from recipes.serve.ledger.journal import Entry
 from recipes.serve.refusals import InvalidRequest, Refused
-from recipes.serve.wire import SampleCall
 
 
 def test_requests_are_carried_out_by_their_numbers_in_whatever_order_they_come(tmp_path):
@@ -231,10 +227,9 @@ def test_a_request_for_samples_that_is_cancelled_while_its_sampler_opens_is_not_
         link, call = front.service.link, front.service.link.call
 
         async def cancelled(method, **arguments):
-            found = await call(method, **arguments)
             if method == "open_sampler":
                 front.service.samples.cancel("k:1")
-            return found
+            return await call(method, **arguments)
 
         monkeypatch.setattr(link, "call", cancelled)
         await until(lambda: front.service.samples._ready)
@@ -246,21 +241,17 @@ def test_a_request_for_samples_that_is_cancelled_while_its_sampler_opens_is_not_
     assert drive(work, tmp_path).backend.submitted == []
 
 
-def take_in(front: Front) -> None:
-    sampler = Sampler(
-        id="k",
-        session="s",
-        owner="ann",
-        run=None,
-        base_model="tiny/vector",
-        model_path=None,
-        directory=None,
-        own=0,
-        digest="",
-        created=0.0,
-    )
-    request = SampleRequest("k:1", engine_key(sampler), [EncodedTextChunk([3])], 1, Sampling(4))
-    front.service.samples.take_in(SampleCall(request), sampler, 10)
+def test_requests_of_a_sampler_that_cannot_be_opened_fail_by_the_reason_of_that(tmp_path):
+    async def work(front: Front):
+        await until(lambda: front.service.samples._ready)
+        for number in (1, 2):
+            take_in(front, number, directory="nowhere")
+        for number in (1, 2):
+            assert "FileNotFoundError in the server" in (await front.result(f"k:{number}"))["error"]
+        take_in(front, 3)  # of another sampler, the base
+        assert await front.service.futures.wait("k:3", 60) is not None
+
+    drive(work, tmp_path)
 
 
 def test_a_front_that_starts_again_finds_results_and_continues(tmp_path):

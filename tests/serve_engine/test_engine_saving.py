@@ -158,14 +158,17 @@ def test_written_weights_are_kept_for_samplers_alone_within_their_number_and_unt
         call("create", model_id=name, base_model="tiny", lora=LoraSpec(4, seed=0))
     kept = engine._samplers._adapters
     export("a", "named")
+    engine._samplers._take_written()
     assert not kept
     for name in ("first", "second"):  # of one model
         export("a", name, sampled=True)
+    engine._samplers._take_written()
     assert len(kept) == 1
     call("open_sampler", sampler_id="s", base_model="tiny", adapter=tmp_path / "second")
     assert list(kept) == ["s"]
     for name in "bc":
         export(name, name, sampled=True)
+    engine._samplers._take_written()
     assert [getattr(key, "model_id", key) for key in kept] == ["b", "c"]
     call("reset")
     assert not kept

@@ -1,6 +1,7 @@
 """Samples of adapters by vLLM against Hugging Face's forward, and against the Hugging Face engine."""
 
 import logging
+import shutil
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from helpers.served_models import (
 )
 from recipes.serve.backend import Datum, Failure, SampleRequest, Sampling
 from recipes.serve.engine import EngineOptions, InProcessEngine
+from rollout.adapters.adapter_files import WEIGHTS_FILE
 
 pytestmark = pytest.mark.vllm
 
@@ -127,6 +129,22 @@ def test_stops_and_greedy_answers_are_those_of_the_other_engine(served):
         )
         assert [one.tokens.tolist() for one in found] == [one.tokens.tolist() for one in expected]
         assert [one.stop_reason for one in found] == [one.stop_reason for one in expected]
+
+
+def test_vllm_takes_an_adapter_from_memory(served, tmp_path):
+    """Its file is gone when vLLM loads it, and when vLLM loads it again behind another one."""
+    engine, _, _, prompt, directory = served
+    expected = sample(engine, "small", prompt, sampling={"max_tokens": 4, "seed": 3})
+    shutil.copytree(directory / "small", tmp_path / "copy")
+    engine.open_sampler("copy", "tiny", tmp_path / "copy")
+    adapter = engine._samplers._adapters["copy"]
+    (tmp_path / "copy" / WEIGHTS_FILE).unlink()
+    for _ in range(2):
+        engine._samplers._adapters["copy"] = adapter
+        found = sample(engine, "copy", prompt, sampling={"max_tokens": 4, "seed": 3})
+        assert found.samples[0].logprobs.tolist() == expected.samples[0].logprobs.tolist()
+        sample(engine, "large", prompt, sampling={"max_tokens": 1})
+    engine.close_sampler("copy")
 
 
 def test_requests_are_aborted_and_mistakes_named(served):

@@ -1,22 +1,32 @@
 """What is trained by itself, with its gradients and its AdamW state: an adapter, or all weights of a model."""
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from dataproto.errors import CheckpointError
 from dataproto.vlm import VLMFamily
 from rollout.adapters import Adapter, read_adapter, write_adapter
-from rollout.adapters.adapter_files import check_digests, read_tensors, write_digests
+from rollout.adapters.adapter_files import check_digests, read_tensors, write_digests, write_packed_adapter
+from rollout.adapters.packed_tensors import pack_by_kind, write_packed
 from workers.model.model_config import AdamParams, OptimizerConfig
 from workers.training.optimizer import Optimizer, new_moments
 
 COUNTS = ("steps", "skipped_steps")
+Later = Callable[[Callable[[], None]], None]
+"""Carries out some work now or later, in any thread."""
+
+
+def at_once(work: Callable[[], None]) -> None:
+    """Carries out some work now."""
+    work()
 
 
 class Trainable(Protocol):
@@ -55,7 +65,9 @@ class TrainedMatrices(ABC):
         """
 
     def check_finite(self) -> None:
-        """Raises `CheckpointError` if a matrix is not finite: a file of it could not be loaded."""
+        """Raises `CheckpointError` if a matrix is not finite: a file of it could not be loaded. Waits for the device once."""
+        if bool(get_total_norm(list(self.matrices.values()), math.inf).isfinite()):
+            return
         for name, matrix in self.matrices.items():
             if not bool(matrix.isfinite().all()):
                 raise CheckpointError(
@@ -74,17 +86,26 @@ class TrainedMatrices(ABC):
         """One AdamW step; see `Optimizer.step`. Without gradients nothing changes."""
         return self.optimizer.step(params)
 
-    def save(self, directory: Path, base_model: str, optimizer_file: str) -> None:
-        """Writes the matrices and the AdamW state, without gradients."""
+    def save(self, directory: Path, base_model: str, optimizer_file: str, later: Later = at_once) -> None:
+        """Writes the matrices and the AdamW state, without gradients.
+
+        Args:
+            later: gets what writes the files of the weights as they are now; not all matrices make use of it.
+        """
         self.write(directory, base_model)
-        tensors = {
-            f"{name}.{part}": value.detach().cpu()
+        tensors = {name: value.detach().cpu() for name, value in self.state().items()}
+        save_file(tensors, directory / optimizer_file)
+        write_digests(directory, optimizer_file)
+
+    def state(self) -> dict[str, Tensor]:
+        """The AdamW state by the names of its file."""
+        counts = {name: torch.tensor(getattr(self.optimizer, name)) for name in COUNTS}
+        moments = {
+            f"{name}.{part}": value
             for name, matrix in self.matrices.items()
             for part, value in self.optimizer.moments.get(matrix, {}).items()
         }
-        counts = {name: torch.tensor(getattr(self.optimizer, name)) for name in COUNTS}
-        save_file({**tensors, **counts}, directory / optimizer_file)
-        write_digests(directory, optimizer_file)
+        return moments | counts
 
     def load(self, directory: Path, optimizer_file: str | None) -> None:
         """Replaces the matrices by saved ones, and drops the gradients.
@@ -137,6 +158,17 @@ class TrainedAdapter(TrainedMatrices):
     def write(self, directory: Path, base_model: str) -> None:
         """See `write_adapter`."""
         write_adapter(self.adapter, directory, base_model)
+
+    def save(self, directory: Path, base_model: str, optimizer_file: str, later: Later = at_once) -> None:
+        """See `TrainedMatrices.save`. The weights are copied to host memory now, and written later."""
+        matrices, state = self.adapter.packed().on_host(), pack_by_kind(self.state())
+
+        def write() -> None:
+            write_packed_adapter(self.adapter.config, matrices, directory, base_model)
+            digest = write_packed(state, directory / optimizer_file)
+            write_digests(directory, known={optimizer_file: digest})
+
+        later(write)
 
     def read(self, directory: Path) -> Mapping[str, Tensor]:
         """See `read_adapter`."""

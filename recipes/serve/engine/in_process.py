@@ -15,12 +15,14 @@ from recipes.serve.backend import (
     OPTIMIZER_FILE,
     Capabilities,
     Failure,
+    Later,
     LoraSpec,
     ModelInfo,
     Pass,
     PassResult,
     SampleRequest,
     SampleResult,
+    at_once,
     nothing,
 )
 from recipes.serve.engine.base_model import BaseModel, context_length
@@ -29,7 +31,9 @@ from recipes.serve.engine.mixed_passes import OpenPass, open_pass, run_passes
 from recipes.serve.engine.sample_requests import OpenSample, finished, open_sample
 from recipes.serve.engine.samplers import Samplers
 from recipes.serve.link import failure_of, server_failure
-from rollout.adapters import Adapter, AdapterConfig, write_adapter
+from rollout.adapters import Adapter, AdapterConfig
+from rollout.adapters.adapter import unpacked
+from rollout.adapters.adapter_files import write_packed_adapter
 from workers.adapters import TrainedAdapter, TrainedMatrices, TrainedWeights
 from workers.model.model_config import AdamParams
 
@@ -172,23 +176,30 @@ class InProcessEngine:
         """See `Backend.optim_step`; ``lr`` and ``skipped_steps``, those with a gradient that was not finite, are also metrics."""
         return self._model(model_id).trained.step(adam)
 
-    def save(self, model_id: str, directory: Path) -> None:
+    def save(self, model_id: str, directory: Path, *, later: Later = at_once) -> None:
         """See `Backend.save`; a file of digests is added, which `load` compares."""
         model = self._finite(model_id)
-        model.trained.save(directory, model.base_model, OPTIMIZER_FILE)
+        model.trained.save(directory, model.base_model, OPTIMIZER_FILE, later)
 
     def load(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
         """See `Backend.load`."""
         self._model(model_id).trained.load(directory, OPTIMIZER_FILE if optimizer else None)
 
-    def export(self, model_id: str, directory: Path, *, sampled: bool = False) -> None:
+    def export(self, model_id: str, directory: Path, *, sampled: bool = False, later: Later = at_once) -> None:
         """See `Backend.export`."""
         model = self._finite(model_id)
-        if not sampled or model.adapter is None:
+        if model.adapter is None:
             return model.trained.export(directory, model.base_model)
-        snapshot, dtype = model.adapter.snapshot(model.base.sampled_dtype), model.base.sampled_dtype
-        write_adapter(snapshot, directory, model.base_model, dtype)
-        self._samplers.written(model_id, directory, snapshot)
+        config, base = model.adapter.config, model.base_model
+        matrices = model.adapter.packed(model.base.sampled_dtype if sampled else torch.float32)
+        written = self._samplers.writing(model_id, unpacked(config, matrices)) if sampled else None
+
+        def write() -> None:
+            write_packed_adapter(config, matrices, directory, base)
+            if written is not None:
+                written(directory)
+
+        later(write)
 
     def release(self, model_id: str) -> None:
         """See `Backend.release`."""

@@ -11,10 +11,12 @@ from dataproto.errors import WorkerFailed
 from recipes.serve.backend import (
     Capabilities,
     Failure,
+    Later,
     LoraSpec,
     Pass,
     PassResult,
     SampleRequest,
+    at_once,
     nothing,
 )
 from recipes.serve.engine.engine_options import EngineOptions
@@ -106,16 +108,16 @@ class PlacedEngine:
         metrics: Mapping[str, float] = self._call("optim_step", model_id=model_id, adam=adam)
         return metrics
 
-    def save(self, model_id: str, directory: Path) -> None:
-        """See `Backend.save`."""
+    def save(self, model_id: str, directory: Path, *, later: Later = at_once) -> None:
+        """See `Backend.save`. The files are written when it returns."""
         self._call("save", model_id=model_id, directory=directory)
 
     def load(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
         """See `Backend.load`."""
         self._call("load", model_id=model_id, directory=directory, optimizer=optimizer)
 
-    def export(self, model_id: str, directory: Path, *, sampled: bool = False) -> None:
-        """See `Backend.export`."""
+    def export(self, model_id: str, directory: Path, *, sampled: bool = False, later: Later = at_once) -> None:
+        """See `Backend.export`. The files are written when it returns."""
         self._call("export", model_id=model_id, directory=directory, sampled=sampled)
 
     def release(self, model_id: str) -> None:

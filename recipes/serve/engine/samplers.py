@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
 
@@ -48,17 +49,26 @@ class Samplers:
         self._samplers: dict[str, Sampler] = {}
         self._adapters: OrderedDict[str | Written, Adapter] = OrderedDict()  # last used or written last
         self._checkpoints: OrderedDict[str, BaseModel] = OrderedDict()  # last used last
+        self._news: SimpleQueue[tuple[Written, Adapter]] = SimpleQueue()  # of threads that write files
 
-    def written(self, model_id: str, directory: Path, snapshot: Adapter) -> None:
-        """Keeps a snapshot that a model has just written to a directory: a sampler of it, where it may move to, reads no file.
+    def writing(self, model_id: str, snapshot: Adapter) -> Callable[[Path], None]:
+        """Keeps a snapshot that a model writes: a sampler of its files, where they may move to, reads none of them.
 
         They count among those of ``max_samplers``, and replace those that the model wrote before.
+
+        Returns:
+            what is called with the directory when the files are written, from any thread.
         """
         self.forget_written(model_id)
-        self._add(Written(model_id, identity(directory / WEIGHTS_FILE)), snapshot)
+        return lambda directory: self._news.put((Written(model_id, identity(directory / WEIGHTS_FILE)), snapshot))
+
+    def _take_written(self) -> None:
+        while not self._news.empty():
+            self._add(*self._news.get())
 
     def forget_written(self, model_id: str) -> None:
         """Drops the weights that a model has written and no sampler has taken."""
+        self._take_written()
         for key in [each for each in self._adapters if isinstance(each, Written) and each.model_id == model_id]:
             del self._adapters[key]
 
@@ -125,6 +135,7 @@ class Samplers:
         return self._adapters[sampler_id]
 
     def _read(self, directory: Path, base: BaseModel) -> Adapter:
+        self._take_written()
         file, trainer = directory / WEIGHTS_FILE, base.trainer
         found = identity(file) if file.exists() else None
         for key in self._adapters:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from recipes.serve.front.catalogue import Catalogue
+from recipes.serve.ledger.catalogue import Catalogue
 from recipes.serve.ledger.directories import (
     check_directory,
     checked_name,

@@ -29,6 +29,7 @@ class Lane:
     steps: int = 0  # updates since the last snapshot
     last_snapshot: float = field(default_factory=time.monotonic)
     last_pass: float = -inf  # when one was computed
+    saving: bool = False  # a request that writes files is carried out beside the rounds
     not_before: float = 0.0  # it rests until this time behind an error of the server
     ending: Literal["", "dropped", "kept"] = ""  # what becomes of it when nothing waits
 

@@ -5,11 +5,11 @@ import logging
 import time
 from pathlib import Path
 
-from recipes.serve.front.catalogue import Catalogue
 from recipes.serve.front.futures import Futures
 from recipes.serve.front.sample_queue import Samples
 from recipes.serve.front.scheduler import Scheduler
 from recipes.serve.ledger import journal
+from recipes.serve.ledger.catalogue import Catalogue
 from recipes.serve.ledger.directories import remove_directory, remove_unfinished
 from recipes.serve.ledger.records import Checkpoint, Session, drop
 from recipes.serve.serve_config import ServeConfig

@@ -43,6 +43,7 @@ class Recovery:
         """Needs an engine that holds no run."""
         pause = FIRST_PAUSE_SECONDS
         for again in reversed(range(MOST_REPLAYS)):
+            await self.scheduler.settled()
             if await self._all(last=not again):
                 self._losses.clear()
                 return

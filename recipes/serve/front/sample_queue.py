@@ -11,10 +11,10 @@ from typing import Any
 
 from dataproto.chunks import Chunk, EncodedTextChunk, ImageChunk
 from recipes.serve.backend import Capabilities, Failure
-from recipes.serve.front.catalogue import Catalogue
 from recipes.serve.front.counters import Counters
 from recipes.serve.front.fair_share import FairShare
 from recipes.serve.front.futures import PROTOBUF, Futures, failed
+from recipes.serve.ledger.catalogue import Catalogue
 from recipes.serve.ledger.directories import remove_directory
 from recipes.serve.ledger.journal import Outcome
 from recipes.serve.ledger.records import Sampler
@@ -77,6 +77,7 @@ class Samples:
         self.config, self.counters = config, counters
         self.flights: dict[str, Flight] = {}
         self._open: dict[str, None] = {}  # samplers of the engine, the latest used last
+        self._opening: dict[str, asyncio.Task[None]] = {}  # samplers, asked for and not answered
         self._retired: set[str] = set()
         self._held: Counter[str] = Counter()  # directories that are being read
         self._share: FairShare[str] = FairShare()
@@ -136,6 +137,14 @@ class Samples:
 
     def received(self, request: str, result: Any) -> None:
         """Hands a result of the engine to who waits."""
+        flight = self.flights.get(request)
+        opening = None if flight is None else self._opening.get(flight.key)
+        if isinstance(result, Failure) and opening is not None:
+            self._start(self._end_behind(opening, request, result))
+        else:
+            self._end(request, result)
+
+    def _end(self, request: str, result: Any) -> None:
         flight = self.flights.pop(request, None)
         if flight is None:
             return
@@ -148,6 +157,11 @@ class Samples:
             self.futures.resolve(request, Outcome(write_sample_result(result, flight.call), PROTOBUF))
         self._start(self._send_due())
         self._start(self._close_unused())
+
+    async def _end_behind(self, opening: "asyncio.Task[None]", request: str, failure: Failure) -> None:
+        """Fails a request, unless the opening of its sampler has failed it."""
+        await opening
+        self._end(request, failure)
 
     def cancel(self, request: str) -> None:
         """Drops a request."""
@@ -218,23 +232,31 @@ class Samples:
         if flight.tries >= 3:
             self.received(request, Failure("the engine ended 3 times at this request", "server"))
             return
-        try:
-            await self._open_sampler(flight)
-            if self.flights.get(request) is not flight:  # it was cancelled in the meantime
-                return
-            flight.sent = True
-            await self.link.post("submit", request=flight.call.request)
-        except CallFailed as error:
-            self.received(request, error.failure)
-
-    async def _open_sampler(self, flight: Flight) -> None:
         if flight.key not in self._open:
-            adapter = None if flight.directory is None else self.catalogue.place(flight.directory)
-            began = time.perf_counter()
-            await self.link.call("open_sampler", sampler_id=flight.key, base_model=flight.base_model, adapter=adapter)
-            log.info("sampler %s: opened %.3f s", flight.directory or flight.base_model, time.perf_counter() - began)
+            opening = self._opening[flight.key] = asyncio.create_task(self._open_sampler(flight))
+            opening.add_done_callback(lambda _: self._opening.pop(flight.key, None))
+            await asyncio.sleep(0)  # the engine is asked to open it before it gets the request
+        if self.flights.get(request) is not flight:  # it was cancelled in the meantime
+            return
         self._open.pop(flight.key, None)
         self._open[flight.key] = None
+        flight.sent = True
+        await self.link.post("submit", request=flight.call.request)
+
+    async def _open_sampler(self, flight: Flight) -> None:
+        """Opens the sampler of a request. If it cannot be opened, the requests that were sent after it fail by that."""
+        adapter = None if flight.directory is None else self.catalogue.place(flight.directory)
+        began = time.perf_counter()
+        try:
+            await self.link.call("open_sampler", sampler_id=flight.key, base_model=flight.base_model, adapter=adapter)
+        except CallFailed as error:
+            self._open.pop(flight.key, None)
+            for request in [name for name, each in self.flights.items() if each.sent and each.key == flight.key]:
+                self._end(request, error.failure)
+        except EngineLost:
+            log.debug("sampler %s: the engine has gone", flight.key)  # its requests are sent again to a new one
+        else:
+            log.info("sampler %s: opened %.3f s", flight.directory or flight.base_model, time.perf_counter() - began)
 
     async def _close_unused(self) -> None:
         """Closes samplers without requests: the retired ones, and the oldest beyond `MOST_OPEN`."""

@@ -11,17 +11,17 @@ from typing import Literal, NoReturn
 
 from recipes.serve.backend import Failure, Pass, PassResult
 from recipes.serve.front.barriers import Barriers, Done, remove_run_files
-from recipes.serve.front.catalogue import Catalogue
 from recipes.serve.front.counters import Counters
 from recipes.serve.front.fair_share import FairShare
 from recipes.serve.front.futures import Futures, failed, pass_outcome
 from recipes.serve.front.intake import Intake
 from recipes.serve.front.lanes import Lane
+from recipes.serve.front.run_snapshots import RunSnapshots
 from recipes.serve.ledger import journal
+from recipes.serve.ledger.catalogue import Catalogue
 from recipes.serve.ledger.database import Database
-from recipes.serve.ledger.directories import remove_directory
 from recipes.serve.ledger.journal import Entry, Outcome
-from recipes.serve.ledger.records import Job, Run, put, together
+from recipes.serve.ledger.records import Job, put, together
 from recipes.serve.link import CallFailed, EngineLink, EngineLost, failure_of
 from recipes.serve.refusals import InvalidRequest
 from recipes.serve.serve_config import ServeConfig
@@ -29,6 +29,7 @@ from recipes.serve.wire import read_pass
 
 log = logging.getLogger("dataproto.serve")
 ROUND_BYTES = 32 << 20  # of the bodies of a round's passes, of each run
+SAVES = ("save", "save_for_sampler", "save_external")
 MOST_TRIES = 3  # of a round at which the engine ends
 LOOK_SECONDS = 1.0  # between looks for gaps
 KEEP_SECONDS = 30.0  # between tries to write the checkpoint of an expired run
@@ -41,7 +42,8 @@ Results = list[PassResult | Failure]
 
 
 class Scheduler:
-    """One round after the other: passes of all runs together, then the updates of all, then the rest.
+    """One round after the other: passes of all runs together, then the updates of all, then the rest. What writes files goes on
+    beside the rounds.
 
     Of the passes that wait, a round has a fair share of each client: see `FairShare`. A client is a session.
     """
@@ -58,6 +60,7 @@ class Scheduler:
     ) -> None:
         self.link, self.database, self.catalogue, self.futures = link, database, catalogue, futures
         self.barriers, self.config, self.counters = barriers, config, counters
+        self.snapshots = RunSnapshots(database, catalogue, barriers, config)
         self.lanes: dict[str, Lane] = {}
         self.on_connected: Callable[[], Awaitable[None]]  # to an engine that holds no run
         self._round_number = database.run_now(journal.last_round)
@@ -66,6 +69,8 @@ class Scheduler:
         self._tries: Counter[tuple[str, ...]] = Counter()
         self._pass_seconds = 0.0  # of the last round of passes
         self._wake = asyncio.Event()
+        self._in_rounds = False
+        self._saves: set[asyncio.Task[None]] = set()
         for run in catalogue.runs.values():
             if run.state in ("new", "live"):
                 self.lanes[run.id] = Lane(run)
@@ -83,6 +88,7 @@ class Scheduler:
         pending = self.futures.open(entry.id, lane.run.owner)
         pending.reason = lambda: self._reason(lane, entry)
         lane.add(entry)
+        self._begin_save(lane)
         self._wake.set()
 
     def _reason(self, lane: Lane, entry: Entry) -> str:
@@ -104,6 +110,7 @@ class Scheduler:
         """Works for ever; connects again when the engine is lost."""
         while True:
             try:
+                await self.settled()
                 await self.link.connect()
                 await self.on_connected()
                 await self._rounds()
@@ -115,16 +122,24 @@ class Scheduler:
                 await asyncio.sleep(LOOK_SECONDS)
                 await self.link.close()
 
+    async def settled(self) -> None:
+        """Returns when nothing goes on beside the rounds."""
+        await asyncio.gather(*self._saves, return_exceptions=True)
+        await self.snapshots.settled()
+
     async def _rounds(self) -> None:
         while True:
             self._wake.clear()
             try:
+                self._in_rounds = True
                 if not await self._round():
                     await self._rest()
             except EngineLost:
                 raise
             except Exception as error:  # a request at which this repeats fails after some tries
                 await self._start_over(error)
+            finally:
+                self._in_rounds = False
 
     async def _start_over(self, error: Exception) -> NoReturn:
         """Leaves the engine, which is then brought to where the journal is: what it has computed may not be written."""
@@ -143,7 +158,9 @@ class Scheduler:
     async def _round(self) -> bool:
         """Carries out what is due, and returns whether there was anything."""
         now = time.monotonic()
-        lanes = [lane for lane in self.lanes.values() if lane.not_before <= now]
+        for lane in self.lanes.values():
+            self._begin_save(lane)
+        lanes = [lane for lane in self.lanes.values() if lane.not_before <= now and not lane.saving]
         await self._fail_gaps(lanes)
         await self._gather(lanes)
         passes = self._share_of_each(lanes)
@@ -152,13 +169,34 @@ class Scheduler:
         steps = [head for lane in lanes if (head := lane.head()) is not None and head.kind == "optim_step"]
         await self._together({entry.run: self.barrier(entry) for entry in steps})
         others = [
-            head for lane in lanes if (head := lane.head()) is not None and head.kind not in ("pass", "optim_step")
+            head for lane in lanes if (head := lane.head()) is not None and head.kind in ("create", "load", "invalid")
         ]
         await self._together({entry.run: self.barrier(entry) for entry in others})
-        ended = [lane for lane in lanes if lane.ending and not lane.entries]
+        ended = [lane for lane in lanes if lane.ending and not lane.entries and not lane.saving]
         for lane in ended:
             await self._contained(lane, self._end(lane))
         return bool(passes or steps or others or ended)
+
+    def _begin_save(self, lane: Lane) -> None:
+        """Begins the request of a run whose turn it is, if it writes files: it changes nothing that other requests use."""
+        head = lane.head()
+        if head is None or head.kind not in SAVES or lane.saving or not self._in_rounds:
+            return
+        if lane.not_before > time.monotonic():
+            return
+        lane.saving = True
+        task = asyncio.create_task(self._save(lane, head))
+        self._saves.add(task)
+        task.add_done_callback(self._saves.discard)
+
+    async def _save(self, lane: Lane, entry: Entry) -> None:
+        try:
+            await self._contained(lane, self.barrier(entry))
+        except EngineLost:
+            log.debug("%s is lost with the engine", entry.id)  # as the rounds see
+        finally:
+            lane.saving = False
+            self._wake.set()
 
     async def _gather(self, lanes: Sequence[Lane]) -> None:
         """Waits a moment where passes are all that is due, so that clients in step are computed in one batch."""
@@ -319,8 +357,10 @@ class Scheduler:
             except Exception as error:  # what the engine has done may not be done twice
                 self.barriers.forget(lane.run)
                 await self._start_over(error)
-            if entry.kind in ("optim_step", "load"):
-                await self._snapshot(lane, entry.seq, forced=entry.kind == "load")
+            if entry.kind == "optim_step":
+                await self.snapshots.after_step(lane, entry.seq)
+            elif entry.kind == "load":
+                await self.snapshots.after_load(lane, entry.seq)
 
     async def _failed_barrier(self, lane: Lane, entry: Entry, failure: Failure) -> None:
         jobs: list[Job] = []
@@ -329,30 +369,10 @@ class Scheduler:
             jobs.append(put(lane.run))
         await self.finish(entry, failed(failure.message, failure.category), *jobs)
 
-    async def _snapshot(self, lane: Lane, seq: int, *, forced: bool) -> None:
-        """Writes the run's state behind an update, where no gradient stands, if it is time."""
-        lane.steps += 1
-        due = lane.steps >= self.config.snapshot_steps
-        if not (forced or due or time.monotonic() - lane.last_snapshot >= self.config.snapshot_seconds):
-            return
-        try:
-            directory = await self.barriers.snapshot(lane.run, seq)
-        except EngineLost:  # which is an OSError too
-            raise
-        except (CallFailed, OSError):
-            log.exception("no snapshot of %s: the journal keeps its requests", lane.run.id)
-            return
-        old = lane.run.snapshot
-        name = self.catalogue.name_of(directory)
-        await self.database.keep(journal.snapshot_taken(lane.run.id, seq, name))
-        lane.run.snapshot, lane.run.snapshot_seq = name, seq
-        lane.steps, lane.last_snapshot = 0, time.monotonic()
-        if old is not None:
-            await asyncio.to_thread(remove_directory, self.catalogue.place(old))
-
     async def _end(self, lane: Lane) -> None:
         run = lane.run
-        if lane.ending == "kept" and run.state == "live" and not await self._keep(run):
+        await self.snapshots.settled(run.id)
+        if lane.ending == "kept" and run.state == "live" and not await self.snapshots.keep(run):
             lane.not_before = time.monotonic() + KEEP_SECONDS
             return
         await self.database.run(together(put(replace(run, state="ended")), journal.forget_covered))
@@ -363,19 +383,6 @@ class Scheduler:
             self.barriers.uses.retire(directory)
         await self.link.call("release", model_id=run.id)
         await asyncio.to_thread(remove_run_files, self.catalogue.run_directory(run))
-
-    async def _keep(self, run: Run) -> bool:
-        """Writes the checkpoint of an expired run; ``False`` if that has to be tried again."""
-        try:
-            done = await self.barriers.keep(run)
-        except EngineLost:
-            raise
-        except (CallFailed, OSError) as error:
-            log.exception("no checkpoint of the expired run %s", run.id)
-            return isinstance(error, CallFailed) and error.failure.category == "user"  # its weights cannot be saved
-        await self.database.run(together(*done.jobs))
-        done.after()
-        return True
 
     async def finish(self, entry: Entry, outcome: Outcome, *jobs: Job) -> None:
         """Writes an outcome, and gives it to who waits for it."""
@@ -390,6 +397,7 @@ class Scheduler:
             if (lane := self.lanes.get(entry.run)) is not None:
                 lane.run.last_request = now
                 lane.done(entry)
+                self._begin_save(lane)
                 if lane.run.state not in ("new", "live") and not lane.entries:
                     self.lanes.pop(lane.run.id, None)
             for ids in [each for each in self._tries if entry.id in each]:

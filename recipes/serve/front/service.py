@@ -5,7 +5,6 @@ from pathlib import Path
 
 from recipes.serve.backend import Capabilities, ModelInfo
 from recipes.serve.front.barriers import Barriers
-from recipes.serve.front.catalogue import Catalogue
 from recipes.serve.front.counters import Counters
 from recipes.serve.front.futures import Futures
 from recipes.serve.front.lifecycle import Lifecycle
@@ -13,6 +12,7 @@ from recipes.serve.front.recovery import Recovery
 from recipes.serve.front.sample_queue import Samples
 from recipes.serve.front.scheduler import Scheduler
 from recipes.serve.keys import Keys, read_keys
+from recipes.serve.ledger.catalogue import Catalogue
 from recipes.serve.ledger.database import Database
 from recipes.serve.link import EngineLink
 from recipes.serve.refusals import NotFound, Refused
@@ -70,6 +70,7 @@ class Service:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.link.close()
+        await self.scheduler.settled()
         self.database.close()
 
     async def capabilities(self) -> Capabilities:

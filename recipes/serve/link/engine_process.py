@@ -1,5 +1,7 @@
 """The process that computes: it carries out the calls of the front process, one at a time, on a `Backend`.
 
+Threads write the files of weights while it carries out other calls: a call that writes some is answered when they are there.
+
 While both have work, training and sampling have the same time: a call that trains, or a part of a joint pass, is followed by
 samples that are taken in, and by decoding steps, until these have taken as long.
 """
@@ -13,7 +15,8 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +28,21 @@ from recipes.serve.link.incidents import failure_of
 log = logging.getLogger("dataproto.serve.engine")
 SAMPLING = ("open_sampler", "close_sampler", "submit", "abort")
 TRAINING = ("describe", "create", "passes", "optim_step", "save", "load", "export", "release", "reset")
+WRITING = ("save", "export")
+WRITERS = 8  # threads that write files
 Incoming = tuple[socket.socket, dict[str, Any]]
 
 
 class Calls:
-    """Calls that wait: those for samples, and the others; each kind in its order."""
+    """Calls that wait: those for samples, those that write files, and the others; each kind in its order.
+
+    What writes files comes before the others. So the front process calls for nothing else of a model until it is answered, or
+    at least until it is sent.
+    """
 
     def __init__(self) -> None:
         self._sampling: deque[Incoming] = deque()
+        self._writing: deque[Incoming] = deque()
         self._training: deque[Incoming] = deque()
         self._news = threading.Condition()
 
@@ -42,14 +52,16 @@ class Calls:
         with self._news:
             if method == "reset":
                 self._sampling.clear()
+                self._writing.clear()
                 self._training.clear()
-            (self._sampling if method in SAMPLING else self._training).append(call)
+            kinds = self._sampling if method in SAMPLING else self._writing if method in WRITING else self._training
+            kinds.append(call)
             self._news.notify()
 
     def wait(self) -> None:
         """Returns when there is a call."""
         with self._news:
-            self._news.wait_for(lambda: self._sampling or self._training)
+            self._news.wait_for(lambda: self._sampling or self._writing or self._training)
 
     def next_for_samples(self) -> Incoming | None:
         """Takes a call out, or ``None`` if none waits."""
@@ -59,12 +71,18 @@ class Calls:
     def next_for_training(self) -> Incoming | None:
         """As `next_for_samples`."""
         with self._news:
-            return self._training.popleft() if self._training else None
+            queue = self._writing or self._training
+            return queue.popleft() if queue else None
+
+    def next_for_writing(self) -> Incoming | None:
+        """As `next_for_samples`, for calls that write files."""
+        with self._news:
+            return self._writing.popleft() if self._writing else None
 
     def training_waits(self) -> bool:
-        """Whether a call that trains waits."""
+        """Whether a call that trains, or writes files, waits."""
         with self._news:
-            return bool(self._training)
+            return bool(self._writing or self._training)
 
 
 class EngineProcess:
@@ -82,6 +100,9 @@ class EngineProcess:
         self._models: set[str] = set()
         self._samplers: set[str] = set()
         self._flying: dict[str, socket.socket] = {}
+        self._writers = ThreadPoolExecutor(WRITERS, "writer")
+        self._writing: set[Future[None]] = set()
+        self._sending = threading.Lock()
         path.unlink(missing_ok=True)
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listener.bind(str(path))
@@ -111,7 +132,9 @@ class EngineProcess:
         self._decode()
 
     def _between_parts(self) -> None:
-        """Lets samples have their share in the midst of a joint pass."""
+        """Writes files, and lets samples have their share, in the midst of a joint pass."""
+        while (call := self.calls.next_for_writing()) is not None:
+            self._carry_out(*call)
         self._lead += self.clock() - self._mark
         self._take_samples_in(in_a_pass=True)
         while self._flying and self._lead > 0:
@@ -132,7 +155,8 @@ class EngineProcess:
                 self._lead -= self.clock() - began
 
     def reset(self) -> None:
-        """Forgets all models, samplers and samples in flight."""
+        """Forgets all models, samplers and samples in flight, when all files are written."""
+        wait(list(self._writing))
         self.backend.abort(list(self._flying))
         self._flying.clear()
         for sampler in sorted(self._samplers):
@@ -143,14 +167,37 @@ class EngineProcess:
         self._samplers.clear()
 
     def _carry_out(self, connection: socket.socket, message: dict[str, Any]) -> None:
+        writes: list[Callable[[], None]] = []
         try:
-            result = self._called(connection, message["method"], message["arguments"])
+            result = self._called(connection, message["method"], message["arguments"], writes)
         except Exception as error:
             result = failure_of(error)
-        if message["id"] is not None:
+        if writes and not isinstance(result, Failure):
+            writing = self._writers.submit(self._write, writes, connection, message["id"])
+            self._writing.add(writing)
+            writing.add_done_callback(self._writing.discard)
+        elif message["id"] is not None:
             self._send(connection, {"id": message["id"], "result": result})
 
-    def _called(self, connection: socket.socket, method: str, arguments: dict[str, Any]) -> Any:
+    def _write(self, writes: Sequence[Callable[[], None]], connection: socket.socket, number: int | None) -> None:
+        """Writes files, and answers the call that wrote them."""
+        result = None
+        try:
+            for write in writes:
+                write()
+        except Exception as error:
+            result = failure_of(error)
+        if number is not None:
+            self._send(connection, {"id": number, "result": result})
+
+    def _called(
+        self,
+        connection: socket.socket,
+        method: str,
+        arguments: dict[str, Any],
+        writes: list[Callable[[], None]] | None = None,
+    ) -> Any:
+        """What a method returns. It may add to ``writes`` what is left of its work, for a thread."""
         if method == "reset":
             return self.reset()
         if method not in SAMPLING + TRAINING:
@@ -159,6 +206,8 @@ class EngineProcess:
             return self._submit(connection, arguments["request"])
         if method == "passes":
             return self.backend.passes(**arguments, between=self._between_parts)
+        if writes is not None and method in WRITING:
+            arguments = arguments | {"later": writes.append}
         result = getattr(self.backend, method)(**arguments)
         if method == "create":
             self._models.add(arguments["model_id"])
@@ -202,7 +251,8 @@ class EngineProcess:
 
     def _send(self, connection: socket.socket, message: Any) -> None:
         try:
-            connection.sendall(b"".join(pack(message)))
+            with self._sending:
+                connection.sendall(b"".join(pack(message)))
         except OSError:
             log.info("the front process has gone before it got an answer")
 

@@ -1,0 +1,82 @@
+"""What the server writes of runs by itself: snapshots, from which a replay starts, and the checkpoints of expired runs."""
+
+import asyncio
+import logging
+import time
+
+from recipes.serve.front.barriers import Barriers
+from recipes.serve.front.lanes import Lane
+from recipes.serve.ledger import journal
+from recipes.serve.ledger.catalogue import Catalogue
+from recipes.serve.ledger.database import Database
+from recipes.serve.ledger.directories import remove_directory
+from recipes.serve.ledger.records import Run, together
+from recipes.serve.link import CallFailed, EngineLost
+from recipes.serve.serve_config import ServeConfig
+
+log = logging.getLogger("dataproto.serve")
+
+
+class RunSnapshots:
+    """Writes the state of a run behind an update, where no gradient stands.
+
+    The engine copies the state before the next request of the run, and a thread writes the copy.
+    """
+
+    def __init__(self, database: Database, catalogue: Catalogue, barriers: Barriers, config: ServeConfig) -> None:
+        self.database, self.catalogue, self.barriers, self.config = database, catalogue, barriers, config
+        self._writing: dict[str, asyncio.Task[None]] = {}  # by run
+
+    async def after_step(self, lane: Lane, seq: int) -> None:
+        """Begins a snapshot behind the update ``seq`` if it is time, and none is being written."""
+        lane.steps += 1
+        due = lane.steps >= self.config.snapshot_steps
+        if lane.run.id not in self._writing and (
+            due or time.monotonic() - lane.last_snapshot >= self.config.snapshot_seconds
+        ):
+            await self._begin(lane, seq)
+
+    async def after_load(self, lane: Lane, seq: int) -> None:
+        """Writes a snapshot behind the request ``seq``, whose checkpoint may soon be deleted."""
+        await self.settled(lane.run.id)
+        await self._begin(lane, seq)
+        await self.settled(lane.run.id)
+
+    async def settled(self, *runs: str) -> None:
+        """Returns when the snapshots of runs, or of all runs, have been written or have failed."""
+        tasks = [task for run, task in self._writing.items() if not runs or run in runs]
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _begin(self, lane: Lane, seq: int) -> None:
+        task = self._writing[lane.run.id] = asyncio.create_task(self._write(lane, seq))
+        task.add_done_callback(lambda _: self._writing.pop(lane.run.id))
+        await asyncio.sleep(0)  # the engine is asked before the next request of the run can be
+
+    async def _write(self, lane: Lane, seq: int) -> None:
+        steps, began = lane.steps, time.monotonic()
+        try:
+            directory = await self.barriers.snapshot(lane.run, seq)
+        except EngineLost:  # which is an OSError too
+            return
+        except (CallFailed, OSError):
+            log.exception("no snapshot of %s: the journal keeps its requests", lane.run.id)
+            return
+        old, name = lane.run.snapshot, self.catalogue.name_of(directory)
+        await self.database.keep(journal.snapshot_taken(lane.run.id, seq, name))
+        lane.run.snapshot, lane.run.snapshot_seq = name, seq
+        lane.steps, lane.last_snapshot = lane.steps - steps, began
+        if old is not None:
+            await asyncio.to_thread(remove_directory, self.catalogue.place(old))
+
+    async def keep(self, run: Run) -> bool:
+        """Writes the checkpoint of an expired run; ``False`` if that has to be tried again."""
+        try:
+            done = await self.barriers.keep(run)
+        except EngineLost:
+            raise
+        except (CallFailed, OSError) as error:
+            log.exception("no checkpoint of the expired run %s", run.id)
+            return isinstance(error, CallFailed) and error.failure.category == "user"  # its weights cannot be saved
+        await self.database.run(together(*done.jobs))
+        done.after()
+        return True

@@ -1,0 +1,103 @@
+"""Many small tensors as few large ones: one copy to another device, and one stream of bytes to a file and its digest."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
+"""Of dtypes in a safetensors file."""
+PART_BYTES = 8 << 20  # that are digested and written at a time
+ALIGNMENT = 8  # of the first tensor in a file
+
+
+@dataclass(frozen=True)
+class PackedTensors:
+    """Tensors of one dtype and device, one after the other.
+
+    >>> packed = pack({"a": torch.ones(2, 2), "b": torch.zeros(3)})
+    >>> packed.flat.tolist(), list(packed.tensors())
+    ([1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0], ['a', 'b'])
+    """
+
+    shapes: Mapping[str, torch.Size]
+    flat: Tensor  # (n,)
+    filled: torch.cuda.Event | None = None  # when the device has filled it
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors, which share the memory of this one."""
+        parts = self.flat.split([shape.numel() for shape in self.shapes.values()])
+        return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
+
+    def on_host(self) -> "PackedTensors":
+        """The same in host memory, by one copy, for which any thread may ask. It waits for nothing that began after `pack`."""
+        if self.filled is None:
+            return replace(self, flat=self.flat.cpu())
+        with torch.cuda.stream(torch.cuda.Stream(self.flat.device)):
+            self.filled.wait()
+            return replace(self, flat=self.flat.cpu(), filled=None)
+
+    def in_float32(self) -> "PackedTensors":
+        """The same in float32, for the thread that has packed them."""
+        return replace(self, flat=self.flat.float(), filled=None)
+
+
+def pack(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> PackedTensors:
+    """A copy of tensors of one dtype and device, of which there is one at least, in ``dtype`` or their own."""
+    shapes, first = {name: tensor.shape for name, tensor in tensors.items()}, next(iter(tensors.values()))
+    count = sum(shape.numel() for shape in shapes.values())
+    flat = torch.empty(count, dtype=dtype or first.dtype, device=first.device)
+    packed = PackedTensors(shapes, flat)
+    for name, place in packed.tensors().items():
+        place.copy_(tensors[name].detach())
+    if not flat.is_cuda:
+        return packed
+    filled = torch.cuda.Event()
+    filled.record(torch.cuda.current_stream(flat.device))
+    return replace(packed, filled=filled)
+
+
+def pack_by_kind(tensors: Mapping[str, Tensor]) -> list[PackedTensors]:
+    """Copies in host memory of tensors of any dtypes and devices."""
+    kinds: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        kinds.setdefault((tensor.dtype, tensor.device), {})[name] = tensor
+    return [pack(group).on_host() for group in kinds.values()]
+
+
+def write_packed(packs: Sequence[PackedTensors], file: Path, metadata: Mapping[str, str] | None = None) -> str:
+    """Writes tensors in host memory as a safetensors file, and returns the SHA-256 of it, which is computed on the way.
+
+    Neither the digest nor the writing holds Python's lock: several threads write several files at the same time.
+    """
+    packs = sorted(packs, key=lambda each: -each.flat.element_size())  # so that all tensors are aligned
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    place = 0
+    for each in packs:
+        size = each.flat.element_size()
+        ends = accumulate((shape.numel() * size for shape in each.shapes.values()), initial=place)
+        for (name, shape), begin in zip(each.shapes.items(), ends):
+            offsets = [begin, begin + shape.numel() * size]
+            header[name] = {"dtype": NAMES[each.flat.dtype], "shape": list(shape), "data_offsets": offsets}
+        place += each.flat.numel() * size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    digest = hashlib.sha256()
+    with file.open("wb") as opened:
+        for part in _parts(len(text).to_bytes(8, "little") + text, packs):
+            digest.update(part)
+            opened.write(part)
+    return digest.hexdigest()
+
+
+def _parts(start: bytes, packs: Sequence[PackedTensors]) -> Iterable[bytes | memoryview]:
+    yield start
+    for each in packs:
+        data: memoryview = each.flat.view(torch.uint8).numpy().data
+        for place in range(0, len(data), PART_BYTES):
+            yield data[place : place + PART_BYTES]
