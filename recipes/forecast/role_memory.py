@@ -6,11 +6,12 @@ Activations are the tensors that the backward pass reads, which is what autograd
 """
 
 from dataclasses import dataclass, fields, replace
+from math import prod
 from typing import Any
 
 from dataproto.vlm import family_of
 from dataproto.vlm.costs import attention_width, head_dim, of_layers
-from recipes.forecast.batch_sizes import BatchSizes, MicroBatchSize
+from recipes.forecast.batch_sizes import BatchSizes, MicroBatchSize, PromptSizes, patch_bytes
 from recipes.forecast.devices import GIB, Device
 from recipes.forecast.model_size import ModelSize
 from rollout.engine import expert_dtype
@@ -138,6 +139,7 @@ def updating(
     if device.on_cpu and compute.activation_checkpointing == "none":
         activations += gathered_bytes(config.get_text_config(), device, fullest) * layers / layout.tp
     tower = fullest.patches * (per_patch.kept + per_patch.again) / (layout.tp * layout.sp)
+    tower += joined_pixels(config, device, fullest)
     logits = head_bytes(config.get_text_config(), fullest.logits, size, device, layout) if makes_logits else 0
     if len(parts) == 1 and gradients:  # of the two heights, before and after the decoder's backward pass
         before, after = activations + logits, gradients * size.layers / size.total
@@ -180,13 +182,40 @@ def scoring(
     logit = SCORED_LOGIT_BYTES / (2 if compute.compile else 1)
     heights = {
         "activations": max(part.tokens for part in parts) * per_token,
-        "tower": max(part.patches for part in parts) * per_patch,
+        "tower": max(part.patches * per_patch + joined_pixels(config, device, part) for part in parts),
         "logits": states + max(chunk_logits(text, part.logits, device) for part in parts) * logit / layout.tp,
     }
     highest = max(heights, key=lambda place: heights[place])
     copies = memory.copies + gathered(size, compute, layout, device, "scoring") + EXPANDED_BYTES * size.largest_four_bit
     taken = {place: round(height) for place, height in heights.items() if place == highest}
     return RoleMemory(memory.role, memory.weights, copies, moments=memory.moments, host=memory.host, **taken)
+
+
+def reading(
+    config: Any, size: ModelSize, prompts: PromptSizes, token_budget: int, device: Device
+) -> tuple[float, float]:
+    """What the Hugging Face engine takes to read the prompts of some rows, beside weights and cache: the bytes of a layer of the
+    decoder, and those of the tower, which comes first.
+
+    Prompts are padded to the longest one and read under a token budget, longest first. The pixels are joined for one pass.
+    """
+    order = sorted(range(len(prompts.tokens)), key=prompts.tokens.__getitem__, reverse=True)
+    longest = prompts.tokens[order[0]]
+    together = order[: max(token_budget // longest, 1)]
+    eager = ModelConfig()
+    decoder = (
+        min(len(together) * longest, token_budget)
+        * decoder_bytes(config.get_text_config(), size, eager, device).passing
+    )
+    patches = sum(prod(grid) for place in together for grid in prompts.grids[place])
+    if not patches:
+        return decoder, 0.0
+    return decoder, patches * (tower_bytes(config, eager, device, True).passing + patch_bytes(config))
+
+
+def joined_pixels(config: Any, device: Device, part: MicroBatchSize) -> float:
+    """The pixels of a micro-batch, which a CPU joins in the memory of the process. On a GPU they are little beside the rest."""
+    return part.patches * patch_bytes(config) if device.on_cpu and part.patches else 0.0
 
 
 def _half(compute: ModelConfig, device: Device) -> bool:

@@ -9,16 +9,25 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from recipes.forecast.batch_sizes import VARIATION, BatchSizes, MicroBatchSize, PromptSizes, response_lengths
+from recipes.forecast.batch_sizes import (
+    VARIATION,
+    BatchSizes,
+    MicroBatchSize,
+    PromptSizes,
+    patch_bytes,
+    response_lengths,
+)
 from recipes.forecast.devices import Device
 from recipes.forecast.episode_sizes import EpisodeSizes
 from recipes.forecast.model_size import ModelSize, model_size
-from recipes.forecast.role_memory import feature_bytes, route_bytes
+from recipes.forecast.role_memory import feature_bytes, route_bytes, tower_bytes
 from rollout.engine import returns_experts
 from workers.cluster.ray_config import RayConfig
 from workers.model.kept_features import MAX_BYTES
 from workers.model.model_config import ModelConfig, OptimizerKind
 from workers.ranks.layout import Layout
+
+PATCH = 14  # pixels, of towers whose config does not say
 
 
 @dataclass(frozen=True)
@@ -46,6 +55,7 @@ class Setting:
     steps: int = 1
     eval_every: int = 0
     eval_rows: int = 0
+    answered: int = 0  # held-out prompts that are answered at a time
     save_every: int = 0
     keep_checkpoints: int = 2
     optimizer: OptimizerKind = "adamw"
@@ -89,6 +99,20 @@ class Setting:
         """Those of a pass without gradients that take the most memory."""
         budget = self.compute.budget(backward=False) * self.layout.sp
         return self.share.fullest_micro_batches(budget, self.variation)
+
+    @cached_property
+    def pictures(self) -> int:
+        """Bytes, on a CPU, of the pictures of a step as they were opened, and of what an evaluation takes to read its own:
+        opened, joined after they are processed, and in a layer of the tower. The allocator gets these large blocks anew and
+        keeps most of them. 0 on a GPU, whose memory has none of them.
+        """
+        mean = float(self.batch.patches.double().mean())
+        if not self.device.on_cpu or not mean:
+            return 0
+        side = getattr(self.config.vision_config, "patch_size", PATCH)
+        opened = 4 * int(side if isinstance(side, int) else side[0]) ** 2  # four bytes a pixel
+        read = tower_bytes(self.config, ModelConfig(), self.device, True).passing + patch_bytes(self.config)
+        return round(mean * (self.prompts * opened + self.answered * (opened + read)))
 
     @cached_property
     def feature_bytes(self) -> int:

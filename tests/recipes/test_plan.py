@@ -26,6 +26,7 @@ from benchmarks.workload import TINY, make_batch, model_config
 from dataproto.errors import InvalidConfig, NonFiniteLogits
 from dataproto.vlm import family_of
 from helpers.tiny_models import FURTHER_TYPES, VLM_TYPES, WITH_FURTHER_TYPES, tiny_config, tiny_model
+from recipes.configs import plan_config
 from recipes.data.drawn_rows import ProblemRows
 from recipes.data.loader import PromptLoader, draws
 from recipes.forecast import (
@@ -59,7 +60,7 @@ from recipes.forecast.role_memory import (
 )
 from recipes.forecast.step_forecast import FULL, with_unsharded, working_memory
 from recipes.forecast.step_time import Passes, pass_seconds, update_flops
-from recipes.plan import as_options, fit, main
+from recipes.plan import as_options, expected_setting, fit, main
 from recipes.plan.fitting import EQUAL, choices, grown
 from recipes.tiny import make_tiny_model
 from rollout.hf import HFEngine
@@ -71,6 +72,7 @@ from workers.model.packed_model import PackedVLM
 from workers.ranks.layout import Layout
 from workers.training.accounting import required_work
 from workers.training.forward_pass import sharing
+from workers.training.memory.process_memory import resident_bytes
 from workers.training.micro_batches import micro_batches
 
 H200 = DEVICES["h200"]
@@ -137,6 +139,44 @@ def test_images_that_come_back_are_kept_and_counted(tmp_path):
         assert counted(loader, held_out=2) == pytest.approx((kept + 2) * image, rel=0.01)
         assert counted(loader, held_out=2**20) == loader.builder.image_cache_bytes
     assert counted(PromptLoader(ProblemRows(rows=6), loader.builder, 4, num_workers=1)) == 0
+
+
+def test_pictures_of_a_step_and_of_an_evaluation_are_memory_of_a_cpu():
+    """3 prompts with 16 patches on average, and 5 held-out ones: opened, 4 bytes for each of 14 x 14 pixels; processed, 2 x 3
+    float32 for each. A pass of the tower takes two states and three factors of its MLP for each patch.
+    """
+    config = tiny_config("qwen2_5_vl")
+    vision, grid = config.vision_config, ((1, 4, 4),)
+    opened, processed = 4 * vision.patch_size**2, 4 * 2 * 3 * vision.patch_size**2
+    width = 4 * (2 * vision.hidden_size + max(3 * vision.intermediate_size, 5 * vision.hidden_size))
+    batch = BatchSizes(config, PromptSizes((9,) * 3, (grid,) * 3), (3,) * 6, samples=2)
+    setting = Setting(config, batch, CPU)
+    assert setting.pictures == 16 * 3 * opened
+    answered = replace(setting, answered=5)
+    assert answered.pictures == pytest.approx(
+        16 * (3 * opened + 5 * (opened + processed + width)), rel=0.01
+    )  # and grids
+    assert forecast(answered).beside - forecast(setting).beside == answered.pictures - setting.pictures
+    assert replace(answered, device=H200).pictures == 0
+    text = BatchSizes(config, PromptSizes((9,), ((),)), (3,))
+    assert replace(answered, batch=text).pictures == 0
+
+
+def test_an_evaluation_that_reads_more_prompts_than_a_step_takes_more_memory():
+    """One prompt with 8 samples in a step, 64 held-out prompts at a time: 64 are read together, under the engine's budget."""
+    config = tiny_config("qwen2_5_vl")
+    batch = BatchSizes(config, PromptSizes((100,), ((),)), (4,) * 8, samples=8)
+    step = Setting(config, batch, H200)
+    more = forecast(replace(step, answered=64))
+    assert not forecast(step).evaluation
+    (*_, engine) = more.evaluation
+    half = replace(step, answered=64, engine_options={"token_budget": 3200})
+    (*_, under_budget) = forecast(half).evaluation
+    assert engine.activations == 2 * under_budget.activations > 0
+    assert engine.kv_cache == 6400 * kv_bytes(config.get_text_config(), 2)
+    assert more.memory > forecast(step).memory
+    assert "testing" in "\n".join(forecast_lines(more))
+    assert not forecast(replace(step, answered=64, engine="vllm")).evaluation
 
 
 def test_kept_images_are_memory_of_a_cpu_and_of_the_host_of_a_gpu():
@@ -346,6 +386,7 @@ def test_a_cpu_is_timed_on_rows_like_those_of_the_batch():
     assert device.on_cpu
     assert device.overheads.learning == device.overheads.scoring == 1.0
     assert device.context > 50 * 2**20  # of this process
+    assert device.context < resident_bytes() + 32 * 2**20  # the copies of 64 MiB that are timed are no part of a run
     large = replace(batch, prompts=PromptSizes((10**5, 10**5), ((), ())))
     assert len(timed_rows(large).lengths) == 1
 
@@ -588,6 +629,14 @@ def test_a_plan_reads_columns_with_other_names(recipe, tmp_path, capsys):
     keys = f"--data-path {tmp_path / 'mine.jsonl'} --prompt-key question --answer-key label --steps 7"
     assert main([recipe, "--device", "h200", *keys.split()]) == 0
     assert "run: 7 steps" in capsys.readouterr().out
+
+
+def test_the_forecast_counts_the_rows_that_a_single_file_holds_out(tmp_path):
+    """256 are asked for; of a file of 10 rows a fifth is held out. The answers of a step are more than those."""
+    (tmp_path / "mine.jsonl").write_text((json.dumps({"question": "What is 2 + 3?", "label": "5"}) + "\n") * 10)
+    keys = f"--data-path {tmp_path / 'mine.jsonl'} --prompt-key question --answer-key label --steps 7 --device h200"
+    setting = expected_setting(plan_config.parse(["grpo", *keys.split()]), str(make_tiny_model(tmp_path / "model")))
+    assert (setting.eval_rows, setting.answered) == (2, 2)
 
 
 def test_the_command_refuses_what_it_does_not_know(capsys):
