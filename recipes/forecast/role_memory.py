@@ -13,7 +13,7 @@ from dataproto.vlm import family_of
 from dataproto.vlm.costs import attention_width, head_dim, of_layers
 from recipes.forecast.batch_sizes import BatchSizes, MicroBatchSize, PromptSizes, patch_bytes
 from recipes.forecast.devices import GIB, Device
-from recipes.forecast.model_size import ModelSize
+from recipes.forecast.model_size import ModelSize, mlp_width
 from rollout.engine import expert_dtype
 from workers.model.logprobs import CHUNK_ELEMENTS
 from workers.model.model_config import ModelConfig, OptimizerKind, Unsharded
@@ -122,7 +122,8 @@ def updating(
     parts: list[MicroBatchSize],
     makes_logits: bool = True,
 ) -> RoleMemory:
-    """What a role that learns takes at the height of a backward pass, where all activations and a chunk of logits exist.
+    """What a role that learns takes at the height of a backward pass, where all activations and a chunk of logits exist. Sp
+    divides the tokens.
 
     From the second micro-batch on, all gradients exist then too. With a single one they are made while activations are freed,
     so the larger of both counts. So it is with the whole gradients that FSDP scatters as the pass ends.
@@ -133,6 +134,7 @@ def updating(
         gradients = 4 * trained * sharded(layout)
     per_token = decoder_bytes(config.get_text_config(), size, compute, device)
     per_patch = tower_bytes(config, compute, device, size.tower_trained)
+    parts = [part.times(1 / layout.sp) for part in parts]
     fullest = max(parts, key=lambda part: part.tokens * per_token.kept + part.patches * per_patch.kept)
     layers = 1 / layout.pp * min(len(parts), layout.pp)  # a stage keeps as many micro-batches as stages follow it
     activations = fullest.tokens * (per_token.kept * layers / layout.tp + per_token.again)
@@ -173,9 +175,13 @@ def scoring(
     parts: list[MicroBatchSize],
 ) -> RoleMemory:
     """What a role takes in a pass without gradients, at the highest of three places: a layer of the tower, one of the decoder,
-    and a chunk of logits with the states that it is computed from. Each frees what the one before it took.
+    and a chunk of logits with the states that it is computed from. Each frees what the one before it took, and sp divides tokens.
     """
-    text, number = config.get_text_config(), device.bytes_of_number
+    text, number, parts = (
+        config.get_text_config(),
+        device.bytes_of_number,
+        [part.times(1 / layout.sp) for part in parts],
+    )
     per_token = decoder_bytes(text, size, compute, device).passing / layout.tp
     per_patch = tower_bytes(config, compute, device, True).passing / (layout.tp * layout.sp)
     states = max(part.tokens for part in parts) * number * int(text.hidden_size) / layout.tp
@@ -220,6 +226,11 @@ def joined_pixels(config: Any, device: Device, part: MicroBatchSize) -> float:
 
 def _half(compute: ModelConfig, device: Device) -> bool:
     return compute.dtype == "bfloat16" or (compute.dtype == "auto" and not device.on_cpu)
+
+
+def exported_bytes(parameters: int, compute: ModelConfig, device: Device) -> int:
+    """Bytes of weights in the dtype that a model computes in."""
+    return (2 if _half(compute, device) else 4) * parameters
 
 
 def gathered(size: ModelSize, compute: ModelConfig, layout: Layout, device: Device, kept: Unsharded) -> int:
@@ -287,32 +298,6 @@ def gathered_bytes(text: Any, device: Device, part: MicroBatchSize) -> float:
     number, keys = device.bytes_of_number, 2 * int(text.num_key_value_heads) * head_dim(text)
     further = max(part.keys - part.tokens, 0)
     return number * int(text.num_hidden_layers) * (further * keys + part.tokens * attention_width(text))
-
-
-def mlp_width(text: Any) -> int:
-    """Numbers between the two products of a layer's MLP; of a mixture, those of the experts that a token is sent to and of the
-    experts that all tokens share. If the first layers are dense, the mean of all layers, rounded up.
-
-    >>> from types import SimpleNamespace
-    >>> sizes = {"hidden_size": 64, "intermediate_size": 96, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    >>> mlp_width(SimpleNamespace(**sizes)), mlp_width(SimpleNamespace(**sizes, n_shared_experts=1))
-    (128, 160)
-    >>> mlp_width(SimpleNamespace(**sizes, first_k_dense_replace=1, num_hidden_layers=4))
-    120
-    """
-    experts, width = getattr(text, "num_experts_per_tok", None), getattr(text, "moe_intermediate_size", None)
-    beside = getattr(text, "top_k_experts", None)  # a dense MLP
-    if beside and width:
-        return int(text.intermediate_size) + int(beside) * (int(width) + int(text.hidden_size) // 2)
-    if not experts or not width:
-        return int(text.intermediate_size)
-    shared = (getattr(text, "n_shared_experts", None) or 0) * int(width)
-    shared += getattr(text, "shared_expert_intermediate_size", None) or 0
-    sparse = int(experts) * (int(width) + int(text.hidden_size) // 2) + int(shared)
-    if not (dense := int(getattr(text, "first_k_dense_replace", None) or 0)):
-        return sparse
-    layers = int(text.num_hidden_layers)
-    return -(-(dense * int(text.intermediate_size) + (layers - dense) * sparse) // layers)
 
 
 def _per_token(width: int, text: Any) -> int:

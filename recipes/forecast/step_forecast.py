@@ -85,9 +85,12 @@ class StepForecast:
 
     @property
     def beside(self) -> int:
-        """Bytes of the driver, or on a CPU of the process beside its roles, with the pictures that it holds."""
+        """Bytes of the driver, or on a CPU of the process beside its roles, with pictures and the copy for ``save_behind``."""
         setting = self.setting
-        return setting.device.context + (setting.kept_images + setting.pictures if setting.device.on_cpu else 0)
+        copied = setting.saving if setting.save_behind else 0
+        return setting.device.context + (
+            setting.kept_images + setting.pictures + copied if setting.device.on_cpu else 0
+        )
 
     def reserved(self, phase: Phase) -> int:
         """Bytes of a phase with the slack, which an engine's memory does not need."""
@@ -100,18 +103,15 @@ class StepForecast:
 
     @property
     def host(self) -> int:
-        """Bytes of host memory of a process: offloaded state, the checkpoint while the first rank reads it, and kept images."""
+        """Bytes of host memory of a process: offloaded state, what a checkpoint takes while it is written, and kept images."""
         setting = self.setting
         offloaded = max(sum(role.host for role in phase.roles) for phase in self.phases)
-        return offloaded + (0 if setting.device.on_cpu else 4 * setting.size.total + setting.kept_images)
+        return offloaded + (0 if setting.device.on_cpu else setting.saving + setting.kept_images)
 
     @property
     def checkpoint(self) -> int:
-        """Bytes of one checkpoint: training state and the exported weights, in float32."""
-        found = 8 * self.setting.size.total + 8 * self.setting.size.trained
-        if self.setting.critic_epochs:
-            found += 8 * self.setting.critic_size.total + 8 * self.setting.critic_size.trained
-        return found
+        """Bytes of one checkpoint: training states, and the exported weights of the policy."""
+        return self.setting.state_bytes + self.setting.export_bytes
 
     @property
     def disk(self) -> int:

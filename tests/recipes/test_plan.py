@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from benchmarks.forecasts import (
     GENERATIONS,
@@ -47,11 +47,11 @@ from recipes.forecast import (
 from recipes.forecast.batch_sizes import MicroBatchSize
 from recipes.forecast.calibration import step_seconds, text_rows, timed_rows
 from recipes.forecast.devices import GIB, Device, Overheads
+from recipes.forecast.model_size import mlp_width
 from recipes.forecast.role_memory import (
     feature_bytes,
     held,
     kv_bytes,
-    mlp_width,
     route_bytes,
     scoring,
     tower_bytes,
@@ -70,10 +70,12 @@ from workers.model.lora import add_adapters
 from workers.model.model_config import UNSHARDED, ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.ranks.layout import Layout
+from workers.roles.actor import ActorConfig, ActorWorker
 from workers.training.accounting import required_work
 from workers.training.forward_pass import sharing
 from workers.training.memory.process_memory import resident_bytes
 from workers.training.micro_batches import micro_batches
+from workers.weights.sharded_export import FILE_BYTES as EXPORT_FILE
 
 H200 = DEVICES["h200"]
 CPU = Device("cpu", 10**9, math.inf, math.inf, math.inf, on_cpu=True)  # an operation takes no time
@@ -177,6 +179,54 @@ def test_an_evaluation_that_reads_more_prompts_than_a_step_takes_more_memory():
     assert more.memory > forecast(step).memory
     assert "testing" in "\n".join(forecast_lines(more))
     assert not forecast(replace(step, answered=64, engine="vllm")).evaluation
+
+
+def test_a_rank_of_sequence_parallelism_has_its_share_of_the_tokens():
+    config, parts = tiny_config("qwen2_5_vl"), [MicroBatchSize(tokens=400, patches=0, logits=200)]
+    size = model_size(config, ModelConfig())
+    for work in (updating, scoring):
+        alone, spread = (
+            work(RoleMemory("actor"), size, config, ModelConfig(), Layout(sp=sp), H200, parts) for sp in (1, 2)
+        )
+        taken = [each.activations + each.logits for each in (alone, spread)]
+        head = 4 * config.get_text_config().hidden_size * config.get_text_config().vocab_size if work is updating else 0
+        assert taken[1] - head == pytest.approx((taken[0] - head) / 2, abs=2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_checkpoint_has_the_bytes_that_are_forecast(tmp_path, behind, dtype):
+    """Actor, with AdamW's moments and an export, and a reference, of which nothing is written."""
+    path, compute = str(make_tiny_model(tmp_path / "model")), ModelConfig(dtype=dtype)
+    config = AutoConfig.from_pretrained(path)
+    actor = ActorWorker(ActorConfig(path, dtype=dtype), torch.device("cpu"))
+    data = make_batch(config, TINY, prompts=2, samples=1, seed=3)
+    actor.update(data, lambda outputs, rows: (-outputs.log_probs, {}))
+    actor.save(tmp_path / "saved", behind)
+    actor.finish_save()
+    written = sum(file.stat().st_size for file in (tmp_path / "saved").rglob("*") if file.is_file())
+    setting = Setting(config, batch_sizes(data, config, 1), CPU, compute, reference=True, save_behind=behind)
+    assert forecast(setting).checkpoint == pytest.approx(written, rel=0.1)
+    total = setting.size.total
+    assert forecast(setting).checkpoint == 12 * total + (4 if dtype == "float32" else 2) * total
+    more = forecast(setting).beside - setting.pictures - CPU.context
+    assert more == (forecast(setting).checkpoint if behind else 0)  # a copy of all, or of none
+
+
+def test_a_rank_writes_its_share_of_a_checkpoint_and_a_critic_has_no_export():
+    config = tiny_config("qwen2_5_vl")
+    batch = BatchSizes(config, PromptSizes((5, 7), ((), ())), (3, 3))
+    alone = Setting(config, batch, H200, save_behind=True)
+    assert forecast(alone).host == alone.saving == 14 * alone.size.total
+    two = replace(alone, layout=Layout(dp=2))
+    assert two.saving == alone.saving / 2
+    critic = replace(alone, critic_epochs=1)
+    assert forecast(critic).checkpoint == forecast(alone).checkpoint + 12 * critic.critic_size.total
+    adapters = replace(alone, compute=ModelConfig(lora_rank=4))
+    assert adapters.export_bytes == alone.export_bytes
+    assert adapters.state_bytes == 12 * adapters.size.trained
+    large = replace(alone, config=model_config("7b"), save_behind=False)
+    assert large.saving == 2 * EXPORT_FILE < replace(large, save_behind=True).saving
 
 
 def test_kept_images_are_memory_of_a_cpu_and_of_the_host_of_a_gpu():
