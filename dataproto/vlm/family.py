@@ -205,7 +205,8 @@ class VLMFamily(PromptLayout, ForwardCosts):
         videos. If grids are on the host, all that depends on them is computed there, so the host does not wait for the device.
         """
         tower = model.get_submodule(str(self.vision_tower))
-        pixels = torch.cat([media[name] for name in ("pixel_values", "pixel_values_videos") if name in media])
+        shown = [media[name] for name in ("pixel_values", "pixel_values_videos") if name in media]
+        pixels = shown[0] if len(shown) == 1 else torch.cat(shown)  # often larger than what the tower makes of them
         grids = torch.cat([media[name] for name in ("image_grid_thw", "video_grid_thw") if name in media])
         if grids.device != pixels.device:
             found = grid_arguments(tower, grids)

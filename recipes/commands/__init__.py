@@ -13,6 +13,8 @@ from difflib import get_close_matches
 from importlib.metadata import version
 from typing import Any
 
+from recipes.commands.import_warnings import silence
+
 __all__ = ["COMMANDS", "Command", "main", "usage"]
 
 
@@ -113,6 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(COMMANDS)}"
         print(f"error: there is no command {name!r}: {hint}", file=sys.stderr)
         return 2
+    silence()
     command = COMMANDS[name]
     if command.parse is not None:
         from recipes.options import exit_status  # which takes longer than the table above

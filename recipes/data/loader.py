@@ -36,8 +36,8 @@ def occurrences(rows: int, seed: int, shuffle: bool = True, start: int = 0) -> I
     first, skipped = divmod(start, rows)
     for epoch in count(first):
         order = np.random.default_rng([seed, epoch]).permutation(rows) if shuffle else np.arange(rows)
-        for place in order[skipped:].tolist():
-            yield epoch, place
+        for place in order[skipped:]:  # a list of a million numbers takes 32 MiB more
+            yield epoch, int(place)
         skipped = 0
 
 

@@ -310,13 +310,18 @@ def kept_image_bytes(loader: PromptLoader, sizes: PromptSizes, drawn: int, held_
     family, config = loader.builder.family, loader.builder.config
     if family.vision_tower is None:
         return 0
-    media = family.dummy_media(config)
-    patch = sum(each.nbytes for each in media.values()) / int(family.grids(media, config).prod(-1).sum())
     kept = 0 if loader.num_workers or not may_recur(loader.rows) else drawn
     if hasattr(loader.rows, "__len__"):
         kept = min(kept, len(loader.rows))
-    row = patch * float(_patches(sizes).double().mean())
+    row = patch_bytes(config) * float(_patches(sizes).double().mean())
     return min(round((kept + held_out) * row), loader.builder.image_cache_bytes)
+
+
+def patch_bytes(config: Any) -> float:
+    """Bytes of a processed image for each patch of it, in float32."""
+    family = family_of(config)
+    media = family.dummy_media(config)
+    return sum(each.nbytes for each in media.values()) / int(family.grids(media, config).prod(-1).sum())
 
 
 def grids_of(builder: PromptBuilder, inputs: Mapping[str, Tensor]) -> Grids:

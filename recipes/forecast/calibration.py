@@ -50,23 +50,27 @@ def calibrate_cpu(batch: BatchSizes, clock: Clock = time.thread_time, tokens: in
     """`timed_cpu`, with the memory that this process took beside what is forecast for the timed passes: that of the interpreter
     and of the libraries that a run uses, of what the allocator keeps, and of results that exist for a moment.
     """
+    bandwidth = _bandwidth(clock)  # before memory counts: the 128 MiB that are copied for it are no part of a run
     begin_peak()
     with torch.random.fork_rng(devices=[]):  # a run that is to begin has its own random numbers
-        device = timed_cpu(batch, clock, tokens)
+        device = timed_cpu(batch, clock, bandwidth, tokens)
     config, compute = _shortened(batch.config), ModelConfig()
     rows, place = timed_rows(replace(batch, config=config), tokens), (compute, Layout(), device)
     size = model_size(config, compute)
     weights = replace(held("actor", size, *place, trains=True), moments=0)
     passes = updating(weights, size, config, *place, rows.micro_batches(2 * TOKENS))
-    return replace(device, context=max(peak_bytes() - passes.device, 0))
+    timed = passes.device - min(
+        passes.tower, passes.activations + passes.logits
+    )  # tower and decoder run one after the other
+    return replace(device, context=max(peak_bytes() - timed, 0))
 
 
-def timed_cpu(batch: BatchSizes, clock: Clock, tokens: int = TOKENS) -> Device:
+def timed_cpu(batch: BatchSizes, clock: Clock, bandwidth: float, tokens: int = TOKENS) -> Device:
     """This CPU, with the operations per second that a model of these widths reaches on rows like these.
 
     Builds the model with random weights, of a large one the first decoder layers, and times forward and backward passes of text
-    rows, of the tower, decoding steps of the engine, optimizer steps, and a copy in memory. ``clock`` returns seconds; a pass has
-    at most ``tokens``.
+    rows, of the tower, decoding steps of the engine and optimizer steps. ``clock`` returns seconds; ``bandwidth`` is that of the
+    memory in bytes per second; a pass has at most ``tokens``.
     """
     config = _shortened(batch.config)
     family = family_of(config)
@@ -77,7 +81,6 @@ def timed_cpu(batch: BatchSizes, clock: Clock, tokens: int = TOKENS) -> Device:
     module = PackedVLM(model, family, 1.0)
     speed = _pass_speed(module, timed_rows(replace(batch, config=config), tokens), clock)
     vision = _vision_rate(module, family, batch, config, clock)
-    bandwidth = _bandwidth(clock)
     layers = batch.config.get_text_config().num_hidden_layers / config.get_text_config().num_hidden_layers
     return Device(
         "cpu",

@@ -27,7 +27,9 @@ from recipes.forecast.calibration import calibrate_cpu, cpu_memory, this_gpu, ti
 from recipes.forecast.devices import Device, Overheads
 
 KEPT = 86_400  # seconds
-MEASURED = "processor time of the calling thread"  # part of a file's name: a release that measures otherwise has files of its own
+MEASURED = "processor time of the calling thread, memory of the passes"
+"""Part of a file's name: a release that measures otherwise has files of its own."""
+
 NO_SIZES = (
     "dtype",
     "torch_dtype",

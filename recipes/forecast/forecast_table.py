@@ -32,6 +32,9 @@ def forecast_lines(found: StepForecast) -> list[str]:
         lines.append(
             f"{phase.name:14}{figures(phase.flops / 1e12):>12}{phase.seconds:10.3g}{phase.memory / scale:10.1f}"
         )
+    if found.evaluation:
+        memory = sum(role.device for role in found.evaluation)
+        lines.append(f"{'testing':14}{'':>12}{found.evaluation_seconds:10.3g}{memory / scale:10.1f}")
     rate = found.tokens / found.seconds / setting.layout.world_size
     lines += [
         f"{'step':14}{figures(found.flops / 1e12):>12}{found.seconds:10.3g}{found.memory / scale:10.1f} of "

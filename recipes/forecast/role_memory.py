@@ -6,13 +6,14 @@ Activations are the tensors that the backward pass reads, which is what autograd
 """
 
 from dataclasses import dataclass, fields, replace
+from math import prod
 from typing import Any
 
 from dataproto.vlm import family_of
 from dataproto.vlm.costs import attention_width, head_dim, of_layers
-from recipes.forecast.batch_sizes import BatchSizes, MicroBatchSize
+from recipes.forecast.batch_sizes import BatchSizes, MicroBatchSize, PromptSizes, patch_bytes
 from recipes.forecast.devices import GIB, Device
-from recipes.forecast.model_size import ModelSize
+from recipes.forecast.model_size import ModelSize, mlp_width
 from rollout.engine import expert_dtype
 from workers.model.logprobs import CHUNK_ELEMENTS
 from workers.model.model_config import ModelConfig, OptimizerKind, Unsharded
@@ -121,7 +122,8 @@ def updating(
     parts: list[MicroBatchSize],
     makes_logits: bool = True,
 ) -> RoleMemory:
-    """What a role that learns takes at the height of a backward pass, where all activations and a chunk of logits exist.
+    """What a role that learns takes at the height of a backward pass, where all activations and a chunk of logits exist. Sp
+    divides the tokens.
 
     From the second micro-batch on, all gradients exist then too. With a single one they are made while activations are freed,
     so the larger of both counts. So it is with the whole gradients that FSDP scatters as the pass ends.
@@ -132,12 +134,14 @@ def updating(
         gradients = 4 * trained * sharded(layout)
     per_token = decoder_bytes(config.get_text_config(), size, compute, device)
     per_patch = tower_bytes(config, compute, device, size.tower_trained)
+    parts = [part.times(1 / layout.sp) for part in parts]
     fullest = max(parts, key=lambda part: part.tokens * per_token.kept + part.patches * per_patch.kept)
     layers = 1 / layout.pp * min(len(parts), layout.pp)  # a stage keeps as many micro-batches as stages follow it
     activations = fullest.tokens * (per_token.kept * layers / layout.tp + per_token.again)
     if device.on_cpu and compute.activation_checkpointing == "none":
         activations += gathered_bytes(config.get_text_config(), device, fullest) * layers / layout.tp
     tower = fullest.patches * (per_patch.kept + per_patch.again) / (layout.tp * layout.sp)
+    tower += joined_pixels(config, device, fullest)
     logits = head_bytes(config.get_text_config(), fullest.logits, size, device, layout) if makes_logits else 0
     if len(parts) == 1 and gradients:  # of the two heights, before and after the decoder's backward pass
         before, after = activations + logits, gradients * size.layers / size.total
@@ -171,16 +175,20 @@ def scoring(
     parts: list[MicroBatchSize],
 ) -> RoleMemory:
     """What a role takes in a pass without gradients, at the highest of three places: a layer of the tower, one of the decoder,
-    and a chunk of logits with the states that it is computed from. Each frees what the one before it took.
+    and a chunk of logits with the states that it is computed from. Each frees what the one before it took, and sp divides tokens.
     """
-    text, number = config.get_text_config(), device.bytes_of_number
+    text, number, parts = (
+        config.get_text_config(),
+        device.bytes_of_number,
+        [part.times(1 / layout.sp) for part in parts],
+    )
     per_token = decoder_bytes(text, size, compute, device).passing / layout.tp
     per_patch = tower_bytes(config, compute, device, True).passing / (layout.tp * layout.sp)
     states = max(part.tokens for part in parts) * number * int(text.hidden_size) / layout.tp
     logit = SCORED_LOGIT_BYTES / (2 if compute.compile else 1)
     heights = {
         "activations": max(part.tokens for part in parts) * per_token,
-        "tower": max(part.patches for part in parts) * per_patch,
+        "tower": max(part.patches * per_patch + joined_pixels(config, device, part) for part in parts),
         "logits": states + max(chunk_logits(text, part.logits, device) for part in parts) * logit / layout.tp,
     }
     highest = max(heights, key=lambda place: heights[place])
@@ -189,8 +197,40 @@ def scoring(
     return RoleMemory(memory.role, memory.weights, copies, moments=memory.moments, host=memory.host, **taken)
 
 
+def reading(
+    config: Any, size: ModelSize, prompts: PromptSizes, token_budget: int, device: Device
+) -> tuple[float, float]:
+    """What the Hugging Face engine takes to read the prompts of some rows, beside weights and cache: the bytes of a layer of the
+    decoder, and those of the tower, which comes first.
+
+    Prompts are padded to the longest one and read under a token budget, longest first. The pixels are joined for one pass.
+    """
+    order = sorted(range(len(prompts.tokens)), key=prompts.tokens.__getitem__, reverse=True)
+    longest = prompts.tokens[order[0]]
+    together = order[: max(token_budget // longest, 1)]
+    eager = ModelConfig()
+    decoder = (
+        min(len(together) * longest, token_budget)
+        * decoder_bytes(config.get_text_config(), size, eager, device).passing
+    )
+    patches = sum(prod(grid) for place in together for grid in prompts.grids[place])
+    if not patches:
+        return decoder, 0.0
+    return decoder, patches * (tower_bytes(config, eager, device, True).passing + patch_bytes(config))
+
+
+def joined_pixels(config: Any, device: Device, part: MicroBatchSize) -> float:
+    """The pixels of a micro-batch, which a CPU joins in the memory of the process. On a GPU they are little beside the rest."""
+    return part.patches * patch_bytes(config) if device.on_cpu and part.patches else 0.0
+
+
 def _half(compute: ModelConfig, device: Device) -> bool:
     return compute.dtype == "bfloat16" or (compute.dtype == "auto" and not device.on_cpu)
+
+
+def exported_bytes(parameters: int, compute: ModelConfig, device: Device) -> int:
+    """Bytes of weights in the dtype that a model computes in."""
+    return (2 if _half(compute, device) else 4) * parameters
 
 
 def gathered(size: ModelSize, compute: ModelConfig, layout: Layout, device: Device, kept: Unsharded) -> int:
@@ -258,32 +298,6 @@ def gathered_bytes(text: Any, device: Device, part: MicroBatchSize) -> float:
     number, keys = device.bytes_of_number, 2 * int(text.num_key_value_heads) * head_dim(text)
     further = max(part.keys - part.tokens, 0)
     return number * int(text.num_hidden_layers) * (further * keys + part.tokens * attention_width(text))
-
-
-def mlp_width(text: Any) -> int:
-    """Numbers between the two products of a layer's MLP; of a mixture, those of the experts that a token is sent to and of the
-    experts that all tokens share. If the first layers are dense, the mean of all layers, rounded up.
-
-    >>> from types import SimpleNamespace
-    >>> sizes = {"hidden_size": 64, "intermediate_size": 96, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    >>> mlp_width(SimpleNamespace(**sizes)), mlp_width(SimpleNamespace(**sizes, n_shared_experts=1))
-    (128, 160)
-    >>> mlp_width(SimpleNamespace(**sizes, first_k_dense_replace=1, num_hidden_layers=4))
-    120
-    """
-    experts, width = getattr(text, "num_experts_per_tok", None), getattr(text, "moe_intermediate_size", None)
-    beside = getattr(text, "top_k_experts", None)  # a dense MLP
-    if beside and width:
-        return int(text.intermediate_size) + int(beside) * (int(width) + int(text.hidden_size) // 2)
-    if not experts or not width:
-        return int(text.intermediate_size)
-    shared = (getattr(text, "n_shared_experts", None) or 0) * int(width)
-    shared += getattr(text, "shared_expert_intermediate_size", None) or 0
-    sparse = int(experts) * (int(width) + int(text.hidden_size) // 2) + int(shared)
-    if not (dense := int(getattr(text, "first_k_dense_replace", None) or 0)):
-        return sparse
-    layers = int(text.num_hidden_layers)
-    return -(-(dense * int(text.intermediate_size) + (layers - dense) * sparse) // layers)
 
 
 def _per_token(width: int, text: Any) -> int:

@@ -9,16 +9,27 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from recipes.forecast.batch_sizes import VARIATION, BatchSizes, MicroBatchSize, PromptSizes, response_lengths
+from recipes.forecast.batch_sizes import (
+    VARIATION,
+    BatchSizes,
+    MicroBatchSize,
+    PromptSizes,
+    patch_bytes,
+    response_lengths,
+)
 from recipes.forecast.devices import Device
 from recipes.forecast.episode_sizes import EpisodeSizes
 from recipes.forecast.model_size import ModelSize, model_size
-from recipes.forecast.role_memory import feature_bytes, route_bytes
+from recipes.forecast.role_memory import exported_bytes, feature_bytes, moment_bytes, route_bytes, tower_bytes
 from rollout.engine import returns_experts
 from workers.cluster.ray_config import RayConfig
 from workers.model.kept_features import MAX_BYTES
 from workers.model.model_config import ModelConfig, OptimizerKind
 from workers.ranks.layout import Layout
+from workers.training.checkpoint_files import FILE_BYTES as STATE_FILE
+from workers.weights.sharded_export import FILE_BYTES as EXPORT_FILE
+
+PATCH = 14  # pixels, of towers whose config does not say
 
 
 @dataclass(frozen=True)
@@ -46,7 +57,9 @@ class Setting:
     steps: int = 1
     eval_every: int = 0
     eval_rows: int = 0
+    answered: int = 0  # held-out prompts that are answered at a time
     save_every: int = 0
+    save_behind: bool = False
     keep_checkpoints: int = 2
     optimizer: OptimizerKind = "adamw"
     critic_optimizer: OptimizerKind = "adamw"
@@ -89,6 +102,45 @@ class Setting:
         """Those of a pass without gradients that take the most memory."""
         budget = self.compute.budget(backward=False) * self.layout.sp
         return self.share.fullest_micro_batches(budget, self.variation)
+
+    @cached_property
+    def pictures(self) -> int:
+        """Bytes, on a CPU, of the pictures of a step as they were opened, and of what an evaluation takes to read its own:
+        opened, joined after they are processed, and in a layer of the tower. The allocator gets these large blocks anew and
+        keeps most of them. 0 on a GPU, whose memory has none of them.
+        """
+        mean = float(self.batch.patches.double().mean())
+        if not self.device.on_cpu or not mean:
+            return 0
+        side = getattr(self.config.vision_config, "patch_size", PATCH)
+        opened = 4 * int(side if isinstance(side, int) else side[0]) ** 2  # four bytes a pixel
+        read = tower_bytes(self.config, ModelConfig(), self.device, True).passing + patch_bytes(self.config)
+        return round(mean * (self.prompts * opened + self.answered * (opened + read)))
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the training states in a checkpoint: what is trained, in float32, and its moments."""
+        found = 4 * self.size.trained + moment_bytes(self.size.trained, self.size, self.optimizer)
+        if self.critic_epochs:
+            found += 4 * self.critic_size.trained
+            found += moment_bytes(self.critic_size.trained, self.critic_size, self.critic_optimizer)
+        return found
+
+    @property
+    def export_bytes(self) -> int:
+        """Bytes of the exported weights of the policy, adapters merged, in the dtype that it computes in."""
+        return exported_bytes(self.reference_size.total, self.compute, self.device)
+
+    @property
+    def saving(self) -> int:
+        """Bytes of host memory on a rank while a checkpoint is written: files that are filled or written, or with
+        ``save_behind`` all that the rank writes.
+        """
+        ranks = self.layout.world_size
+        state, export = -(-self.state_bytes // ranks), -(-self.export_bytes // ranks)
+        if self.save_behind:
+            return state + export
+        return max(min(state, STATE_FILE), min(export, 2 * EXPORT_FILE))  # one after the other; two files of an export
 
     @cached_property
     def feature_bytes(self) -> int:
@@ -217,5 +269,6 @@ def _shared(options: Any) -> dict[str, Any]:
         "steps": options.run.steps,
         "eval_every": options.run.eval_every,
         "save_every": options.run.save_every,
+        "save_behind": options.run.save_behind,
         "keep_checkpoints": options.run.keep_checkpoints,
     }

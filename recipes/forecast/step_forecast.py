@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 
+from recipes.forecast.batch_sizes import BatchSizes
 from recipes.forecast.devices import GIB, Device
 from recipes.forecast.role_memory import (
     ASLEEP,
@@ -11,12 +13,14 @@ from recipes.forecast.role_memory import (
     held,
     idle,
     kv_bytes,
+    reading,
     scoring,
     sharded,
     updating,
 )
 from recipes.forecast.settings import Setting
 from recipes.forecast.step_time import (
+    Engine,
     engine_of,
     gather_seconds,
     generation_seconds,
@@ -26,6 +30,7 @@ from recipes.forecast.step_time import (
     update_seconds,
 )
 from rollout.engine import slots_for
+from rollout.hf.hf_engine import TOKEN_BUDGET
 from workers.model.model_config import UNSHARDED, Unsharded
 
 FULL = 0.92  # share of the memory that `with_unsharded` uses at most
@@ -55,6 +60,9 @@ class StepForecast:
     setting: Setting
     phases: tuple[Phase, ...]
     problems: tuple[str, ...] = ()  # why it does not fit, and what to change
+    evaluation: tuple[
+        RoleMemory, ...
+    ] = ()  # all roles while held-out problems are answered, where that is not as in a step
 
     @property
     def fits(self) -> bool:
@@ -71,9 +79,18 @@ class StepForecast:
 
     @property
     def memory(self) -> int:
-        """Bytes of the fullest phase on a device, the allocator's slack and the driver included; on a CPU the kept images too."""
-        kept = self.setting.kept_images if self.setting.device.on_cpu else 0
-        return max(map(self.reserved, self.phases)) + self.setting.device.context + kept
+        """Bytes of the fullest phase on a device, or of an evaluation, with the allocator's slack and what is `beside` roles."""
+        evaluation = _reserved(self.evaluation, self.setting.device)
+        return max(evaluation, *map(self.reserved, self.phases)) + self.beside
+
+    @property
+    def beside(self) -> int:
+        """Bytes of the driver, or on a CPU of the process beside its roles, with pictures and the copy for ``save_behind``."""
+        setting = self.setting
+        copied = setting.saving if setting.save_behind else 0
+        return setting.device.context + (
+            setting.kept_images + setting.pictures + copied if setting.device.on_cpu else 0
+        )
 
     def reserved(self, phase: Phase) -> int:
         """Bytes of a phase with the slack, which an engine's memory does not need."""
@@ -86,18 +103,15 @@ class StepForecast:
 
     @property
     def host(self) -> int:
-        """Bytes of host memory of a process: offloaded state, the checkpoint while the first rank reads it, and kept images."""
+        """Bytes of host memory of a process: offloaded state, what a checkpoint takes while it is written, and kept images."""
         setting = self.setting
         offloaded = max(sum(role.host for role in phase.roles) for phase in self.phases)
-        return offloaded + (0 if setting.device.on_cpu else 4 * setting.size.total + setting.kept_images)
+        return offloaded + (0 if setting.device.on_cpu else setting.saving + setting.kept_images)
 
     @property
     def checkpoint(self) -> int:
-        """Bytes of one checkpoint: training state and the exported weights, in float32."""
-        found = 8 * self.setting.size.total + 8 * self.setting.size.trained
-        if self.setting.critic_epochs:
-            found += 8 * self.setting.critic_size.total + 8 * self.setting.critic_size.trained
-        return found
+        """Bytes of one checkpoint: training states, and the exported weights of the policy."""
+        return self.setting.state_bytes + self.setting.export_bytes
 
     @property
     def disk(self) -> int:
@@ -132,7 +146,7 @@ def forecast(setting: Setting) -> StepForecast:
     if setting.engine is not None:
         phases.append(_generation(setting, resting))
     phases += _passes(setting, resting)
-    found = StepForecast(setting, tuple(phases))
+    found = StepForecast(setting, tuple(phases), evaluation=_evaluation(setting, resting))
     return replace(found, problems=tuple(_problems(found)))
 
 
@@ -248,16 +262,52 @@ def _generation(setting: Setting, resting: Mapping[str, RoleMemory]) -> Phase:
         fitting = int(memory.kv_cache / engine.kv_bytes / float(share.lengths.double().mean()))
         engine = replace(engine, rows=max(min(engine.rows, fitting), 1))
     else:
-        rows = min(engine.rows, len(share.responses))
-        cache = int(share.lengths.topk(rows).values.sum()) * engine.kv_bytes
-        vocabulary = int(setting.config.get_text_config().vocab_size)
-        memory = RoleMemory("engine", weights, kv_cache=cache, logits=8 * rows * vocabulary)
+        memory = _answering(setting, share, engine)
     columns = share.packed_tokens * setting.route_bytes
     memory = replace(memory, routes=columns) if setting.device.on_cpu else replace(memory, host=columns)
     roles = {name: role for name, role in resting.items() if name != "engine"}
     flops = scoring_flops(setting.batch).total
     seconds = generation_seconds(share, engine, setting.device)
     return Phase("gen", seconds, flops, (memory,) if setting.engine_apart else (*roles.values(), memory))
+
+
+def _answering(setting: Setting, share: BatchSizes, engine: Engine) -> RoleMemory:
+    """The Hugging Face engine at the height of its work for these rows: it reads their prompts, then it decodes them.
+
+    Samples of a prompt share what is read of it.
+    """
+    rows = min(engine.rows, len(share.responses))
+    cache = int(share.lengths.topk(rows).values.sum()) * engine.kv_bytes
+    vocabulary = int(setting.config.get_text_config().vocab_size)
+    memory = RoleMemory("engine", setting.size.total * setting.device.bytes_of_number)
+    decoding = replace(memory, kv_cache=cache, logits=8 * rows * vocabulary)
+    prompts = share.prompts.first(-(-rows // share.samples))
+    budget = int(setting.engine_options.get("token_budget", TOKEN_BUDGET))
+    decoder, tower = map(round, reading(setting.config, setting.size, prompts, budget, setting.device))
+    tower, decoder = (tower, 0) if tower > decoder else (0, decoder)  # the highest of two places
+    start = replace(memory, kv_cache=sum(prompts.tokens) * engine.kv_bytes, tower=tower, activations=decoder)
+    return max(decoding, start, key=lambda each: each.device)
+
+
+def _evaluation(setting: Setting, resting: Mapping[str, RoleMemory]) -> tuple[RoleMemory, ...]:
+    """All roles while the Hugging Face engine answers held-out prompts, each of which it reads once for one answer.
+
+    vLLM takes no more memory for them than in a step. On a CPU their pictures are `Setting.pictures`.
+    """
+    if not setting.answered or setting.engine != "hf" or setting.engine_apart:
+        return ()
+    engine = engine_of(setting.config, setting.size, "hf", setting.engine_options, setting.device)
+    rows = -(-setting.answered // setting.layout.world_size)
+    prompts = setting.batch.prompts.repeated(rows)
+    answers = replace(
+        setting.batch,
+        prompts=replace(prompts, grids=((),) * rows) if setting.device.on_cpu else prompts,
+        responses=tuple(islice(cycle(setting.batch.responses), rows)),
+        samples=1,
+        shown=None if setting.batch.shown is None else setting.batch.shown.repeated(rows),
+    )
+    roles = {name: role for name, role in resting.items() if name != "engine"}
+    return (*roles.values(), _answering(setting, answers, engine))
 
 
 def _scoring(
@@ -323,7 +373,7 @@ def _problems(found: StepForecast) -> list[str]:
     """What does not fit, with the way out."""
     setting, problems = found.setting, []
     memory = setting.device.memory
-    fullest = max(found.phases, key=found.reserved)
+    fullest = max((*found.phases, Phase("testing", 0.0, 0.0, found.evaluation)), key=found.reserved)
     if found.memory > memory:
         problems.append(
             f"{fullest.name} needs {found.memory / GIB:.1f} GiB of the {memory / GIB:.1f} GiB of {setting.device.name}: "
@@ -343,7 +393,7 @@ def _problems(found: StepForecast) -> list[str]:
 
 def _way_out(setting: Setting, phase: Phase) -> str:
     compute, layout = setting.compute, setting.layout
-    if phase.name == "gen":
+    if phase.name in ("gen", "testing"):
         return (
             "lower --engine-options memory_share"
             if setting.engine == "vllm"

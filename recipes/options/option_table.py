@@ -139,7 +139,9 @@ def with_plain_flags(arguments: Sequence[str], options: Sequence[Option]) -> lis
 
 
 def refuse_unknown(arguments: Sequence[str], options: Sequence[Option]) -> None:
-    """Raises `InvalidConfig` for a name that is no option's; names those that end in it, or else the nearest one."""
+    """Raises `InvalidConfig` for a name that is no option's; names those that it abbreviates or spells out, or else the nearest
+    one.
+    """
     names = [option.name for option in options if not option.positional]
     known = {f"--{name}" for name in names} | {alias for option in options for alias in option.aliases}
     known |= {option.no_flag for option in options if option.kind is bool}
@@ -148,7 +150,19 @@ def refuse_unknown(arguments: Sequence[str], options: Sequence[Option]) -> None:
         if (
             name.startswith("--") and name[2:3].isalpha() and name not in known
         ):  # "---" is a value, e.g. of --rollout.stop
-            ends = [each for each in names if each.endswith(f".{name[2:]}")]
-            near = ends or get_close_matches(name[2:], names, 1, cutoff=0.8)
+            near = _meant(name[2:], options) or get_close_matches(name[2:], names, 1, cutoff=0.8)
             hint = f"the nearest is --{' or --'.join(near)}" if near else "--help-all shows all"
             raise InvalidConfig(f"there is no option {name}: {hint}")
+
+
+def _meant(name: str, options: Sequence[Option]) -> list[str]:
+    """Options that end in ``name``, or whose prefix is left out on the command line and is not in ``name``.
+
+    >>> size = Option("batch-size", ("data", "batch_size"), int, 8, "")
+    >>> other = Option("sft.batch-size", ("sft", "data", "batch_size"), int, 8, "")
+    >>> _meant("data.batch-size", [other, size]), _meant("data.n", [size])
+    (['batch-size'], [])
+    """
+    named = [option for option in options if not option.positional]
+    ends = [option.name for option in named if option.name.endswith(f".{name}")]
+    return ends or [option.name for option in named if ".".join(option.path).replace("_", "-") == name]

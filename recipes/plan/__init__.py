@@ -81,13 +81,14 @@ def expected_setting(asked: PlanConfig, path: str, clock: Clock = time.thread_ti
     data, played = config.data, None
     if (drawn := drawn_environment(asked)) is not None:
         builder, played = open_environment(config, drawn, path)
-        rows, _ = episode_rows(config, drawn, builder)
+        rows, (held_out, *_) = episode_rows(config, drawn, builder)
     else:
         builder = policy_gradient.prompt_builder(data, path)
-        rows, _ = policy_gradient.open_problems(config, builder)
+        rows, held_out = policy_gradient.open_problems(config, builder)
     loader = policy_gradient.prompt_loader(config, builder, rows, shuffle=data.data_path is not None)
     config = replace(config, run=over_epochs(config.run, loader))
-    return policy_gradient.expected_setting(config, loader, played, device, asked.options.mean_response)
+    mean = asked.options.mean_response
+    return policy_gradient.expected_setting(config, loader, played, device, mean, len(held_out))
 
 
 def make_small_model(asked: PlanConfig, path: Path) -> Path:

@@ -69,7 +69,7 @@ def episode_task(config: EpisodeRunConfig, drawn: DrawnEnvironment) -> PolicyTas
     rows, held_out = episode_rows(config, drawn, builder)
     loader = prompt_loader(config, builder, rows, shuffle=config.data.data_path is not None)
     evaluate = controlled_evaluation(config, held_out, builder)
-    return PolicyTask(config, model_path, builder, loader, None, evaluate, played)
+    return PolicyTask(config, model_path, builder, loader, None, evaluate, played, len(held_out[0]))
 
 
 def open_environment(

@@ -70,6 +70,7 @@ class PolicyTask:
     reward: RewardFunction | None  # None: the rewards are those of an environment
     evaluate: Evaluate
     played: PlayedEnvironment | None = None  # episodes in it are the rollouts
+    held_out: int | None = None  # rows of an evaluation; None: ``config.data.eval_rows``
 
     def roles(self, launched: Roles) -> Roles:
         """The roles of a step: those that were launched, or roles that play."""
@@ -108,7 +109,8 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[An
     task = (prepare or problems)(config)
     config, builder, ahead = task.config, task.builder, LookAhead(task.loader)
     kept = KeptRollouts(config.run.output_dir, config.keep_rollouts, builder.tokenizer)
-    expected = RunForecast(partial(expected_setting, config, task.loader, task.played), config.on == "local")
+    setting = partial(expected_setting, config, task.loader, task.played, held_out=task.held_out)
+    expected = RunForecast(setting, config.on == "local")
     with reported(config.run.output_dir, started, expected.compared) as directory:
         expected.begin()
         config = replace(config, compute=expected.resolved(config.compute, config.layout))
@@ -146,7 +148,7 @@ def problems(config: PolicyGradientConfig) -> PolicyTask:
     config = open_task_directory(config, asked)
     held_out = EvaluationLoader(test_rows, builder, answered_at_a_time(config), data.on_bad_row)
     evaluate = held_out_evaluation(held_out, config.eval_sampling(), config.run.output_dir)
-    return PolicyTask(config, model_path, builder, loader, reward, evaluate)
+    return PolicyTask(config, model_path, builder, loader, reward, evaluate, held_out=len(test_rows))
 
 
 def open_task_directory(config: Config, asked: Config | None = None) -> Config:
@@ -170,24 +172,28 @@ def expected_setting(
     played: PlayedEnvironment | None = None,
     device: ChooseDevice = this_device,
     mean_response: int | None = None,
+    held_out: int | None = None,
 ) -> Setting:
     """What the forecast of a run depends on: its options, its first prompts or an episode of the first one, and the device.
 
     Args:
         loader: of the run; it stays where it is.
         mean_response: see `recipes.forecast.policy_gradient_batch`.
+        held_out: rows of an evaluation, by default as many as the options ask for; a small data set has fewer.
     """
     model, kept = loader.builder.config, 0
+    held_out = config.data.eval_rows if held_out is None else held_out
     if played is None:
         prompts = measure_prompts(loader)
         batch = policy_gradient_batch(config, model, prompts, mean_response)
-        kept = kept_image_bytes(loader, prompts, config.run.steps * config.data.batch_size, config.data.eval_rows)
+        kept = kept_image_bytes(loader, prompts, config.run.steps * config.data.batch_size, held_out)
     else:
         sizes = measure_episode(loader, played.make, played.limits, played.actions)
         batch = episode_batch(config, model, sizes, mean_response)
     trained = batch.part(config.algorithm.minibatch or len(batch.prompts.tokens))  # at a time
     setting = policy_gradient_setting(config, batch, device(trained, loader, config.compute.token_budget))
-    return replace(setting, kept_images=kept)
+    answered = min(held_out, answered_at_a_time(config))
+    return replace(setting, kept_images=kept, eval_rows=held_out, answered=answered)
 
 
 def launch_roles(

@@ -57,7 +57,7 @@ class RunForecast:
             return []
         with _told_only():
             on_cpu = self.local and self.found.setting.device.on_cpu
-            beside = self.found.memory - max(phase.memory for phase in self.found.phases) if on_cpu else 0
+            beside = self.found.beside if on_cpu else 0
             found = compared(self.found, rows, beside)
             lines = [(_name(name), figures(value), figures(fact)) for name, value, fact in found]
             lines += [(f"left after {name}, GiB", "", figures(fact)) for name, fact in _left(rows).items()]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dataproto.errors import InvalidConfig
-from recipes.configs import export_config, grpo_config, parity_config, plan_config, view_config
+from recipes.configs import easy_vqa_config, export_config, grpo_config, parity_config, plan_config, view_config
 from recipes.configs.grpo_config import TINY
 
 
@@ -63,6 +63,12 @@ def test_a_plan_divides_its_options_from_those_of_the_recipe(tmp_path):
         (grpo_config.parse, "--optimizer.total-steps 5", "^total_steps=5 must be above warmup_steps=10"),
         (view_config.parse, "", "^Missing from dataproto view: RUN-DIR"),
         (grpo_config.parse, "--step 3", "^there is no option --step: the nearest is --steps$"),
+        (
+            easy_vqa_config.parse,
+            "--data.batch-size 64",
+            "^there is no option --data.batch-size: the nearest is --batch-size$",
+        ),
+        (easy_vqa_config.parse, "--run.steps=3", "^there is no option --run.steps: the nearest is --steps$"),
         (grpo_config.parse, "--kl_coef=0.1", "^there is no option --kl-coef: the nearest is --algorithm.kl-coef$"),
         (
             grpo_config.parse,

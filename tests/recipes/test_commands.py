@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import logging
 import os
 import re
 import subprocess
@@ -10,8 +11,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 from recipes.commands import COMMANDS, main
+from recipes.commands.import_warnings import silence
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -108,3 +111,41 @@ def test_a_folder_named_recipes_does_not_shadow_the_command_and_help_loads_no_to
     assert told.stdout.startswith("usage: dataproto COMMAND")
     assert told.stdout.splitlines()[-1] == "False"
     assert run("-m", "recipes.report", "--help").stderr.strip() == "shadowed"
+
+
+LOADING = "Failed to load _C_cutlass_90a.abi3.so: Could not load this library"
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "text", "cuda", "shown"),
+    [
+        ("torchao", logging.WARNING, LOADING, None, False),
+        ("torchao", logging.WARNING, LOADING, "13.0", True),
+        ("torchao", logging.ERROR, LOADING, None, True),
+        (
+            "torchao",
+            logging.WARNING,
+            "Skipping import of cpp extensions due to incompatible torch version.",
+            None,
+            True,
+        ),
+        ("torch.utils._pytree", logging.WARNING, "<enum 'X'> is an Enum subclass and is now supported", "13.0", False),
+        ("torch.utils._pytree", logging.WARNING, "X is already registered", None, True),
+    ],
+)
+def test_a_command_leaves_out_warnings_of_imports_that_no_user_can_act_on(monkeypatch, name, level, text, cuda, shown):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(logging.getLogger(name), "filters", [])
+    silence()
+    silence()
+    assert len(logging.getLogger(name).filters) == 1
+    record = logging.getLogger(name).makeRecord(name, level, "file.py", 1, text, (), None)
+    assert bool(logging.getLogger(name).filter(record)) == shown
+
+
+@pytest.mark.torchao
+@pytest.mark.skipif(torch.version.cuda is not None, reason="beside a torch for CUDA, torchao can load its libraries")
+def test_torchao_is_imported_without_a_word_on_a_cpu():
+    program = "from recipes.commands.import_warnings import silence; silence(); import torchao"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stderr == ""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from benchmarks.forecasts import (
     GENERATIONS,
@@ -26,6 +26,7 @@ from benchmarks.workload import TINY, make_batch, model_config
 from dataproto.errors import InvalidConfig, NonFiniteLogits
 from dataproto.vlm import family_of
 from helpers.tiny_models import FURTHER_TYPES, VLM_TYPES, WITH_FURTHER_TYPES, tiny_config, tiny_model
+from recipes.configs import plan_config
 from recipes.data.drawn_rows import ProblemRows
 from recipes.data.loader import PromptLoader, draws
 from recipes.forecast import (
@@ -46,11 +47,11 @@ from recipes.forecast import (
 from recipes.forecast.batch_sizes import MicroBatchSize
 from recipes.forecast.calibration import step_seconds, text_rows, timed_rows
 from recipes.forecast.devices import GIB, Device, Overheads
+from recipes.forecast.model_size import mlp_width
 from recipes.forecast.role_memory import (
     feature_bytes,
     held,
     kv_bytes,
-    mlp_width,
     route_bytes,
     scoring,
     tower_bytes,
@@ -59,7 +60,7 @@ from recipes.forecast.role_memory import (
 )
 from recipes.forecast.step_forecast import FULL, with_unsharded, working_memory
 from recipes.forecast.step_time import Passes, pass_seconds, update_flops
-from recipes.plan import as_options, fit, main
+from recipes.plan import as_options, expected_setting, fit, main
 from recipes.plan.fitting import EQUAL, choices, grown
 from recipes.tiny import make_tiny_model
 from rollout.hf import HFEngine
@@ -69,9 +70,12 @@ from workers.model.lora import add_adapters
 from workers.model.model_config import UNSHARDED, ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.ranks.layout import Layout
+from workers.roles.actor import ActorConfig, ActorWorker
 from workers.training.accounting import required_work
 from workers.training.forward_pass import sharing
+from workers.training.memory.process_memory import resident_bytes
 from workers.training.micro_batches import micro_batches
+from workers.weights.sharded_export import FILE_BYTES as EXPORT_FILE
 
 H200 = DEVICES["h200"]
 CPU = Device("cpu", 10**9, math.inf, math.inf, math.inf, on_cpu=True)  # an operation takes no time
@@ -137,6 +141,92 @@ def test_images_that_come_back_are_kept_and_counted(tmp_path):
         assert counted(loader, held_out=2) == pytest.approx((kept + 2) * image, rel=0.01)
         assert counted(loader, held_out=2**20) == loader.builder.image_cache_bytes
     assert counted(PromptLoader(ProblemRows(rows=6), loader.builder, 4, num_workers=1)) == 0
+
+
+def test_pictures_of_a_step_and_of_an_evaluation_are_memory_of_a_cpu():
+    """3 prompts with 16 patches on average, and 5 held-out ones: opened, 4 bytes for each of 14 x 14 pixels; processed, 2 x 3
+    float32 for each. A pass of the tower takes two states and three factors of its MLP for each patch.
+    """
+    config = tiny_config("qwen2_5_vl")
+    vision, grid = config.vision_config, ((1, 4, 4),)
+    opened, processed = 4 * vision.patch_size**2, 4 * 2 * 3 * vision.patch_size**2
+    width = 4 * (2 * vision.hidden_size + max(3 * vision.intermediate_size, 5 * vision.hidden_size))
+    batch = BatchSizes(config, PromptSizes((9,) * 3, (grid,) * 3), (3,) * 6, samples=2)
+    setting = Setting(config, batch, CPU)
+    assert setting.pictures == 16 * 3 * opened
+    answered = replace(setting, answered=5)
+    assert answered.pictures == pytest.approx(
+        16 * (3 * opened + 5 * (opened + processed + width)), rel=0.01
+    )  # and grids
+    assert forecast(answered).beside - forecast(setting).beside == answered.pictures - setting.pictures
+    assert replace(answered, device=H200).pictures == 0
+    text = BatchSizes(config, PromptSizes((9,), ((),)), (3,))
+    assert replace(answered, batch=text).pictures == 0
+
+
+def test_an_evaluation_that_reads_more_prompts_than_a_step_takes_more_memory():
+    """One prompt with 8 samples in a step, 64 held-out prompts at a time: 64 are read together, under the engine's budget."""
+    config = tiny_config("qwen2_5_vl")
+    batch = BatchSizes(config, PromptSizes((100,), ((),)), (4,) * 8, samples=8)
+    step = Setting(config, batch, H200)
+    more = forecast(replace(step, answered=64))
+    assert not forecast(step).evaluation
+    (*_, engine) = more.evaluation
+    half = replace(step, answered=64, engine_options={"token_budget": 3200})
+    (*_, under_budget) = forecast(half).evaluation
+    assert engine.activations == 2 * under_budget.activations > 0
+    assert engine.kv_cache == 6400 * kv_bytes(config.get_text_config(), 2)
+    assert more.memory > forecast(step).memory
+    assert "testing" in "\n".join(forecast_lines(more))
+    assert not forecast(replace(step, answered=64, engine="vllm")).evaluation
+
+
+def test_a_rank_of_sequence_parallelism_has_its_share_of_the_tokens():
+    config, parts = tiny_config("qwen2_5_vl"), [MicroBatchSize(tokens=400, patches=0, logits=200)]
+    size = model_size(config, ModelConfig())
+    for work in (updating, scoring):
+        alone, spread = (
+            work(RoleMemory("actor"), size, config, ModelConfig(), Layout(sp=sp), H200, parts) for sp in (1, 2)
+        )
+        taken = [each.activations + each.logits for each in (alone, spread)]
+        head = 4 * config.get_text_config().hidden_size * config.get_text_config().vocab_size if work is updating else 0
+        assert taken[1] - head == pytest.approx((taken[0] - head) / 2, abs=2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_checkpoint_has_the_bytes_that_are_forecast(tmp_path, behind, dtype):
+    """Actor, with AdamW's moments and an export, and a reference, of which nothing is written."""
+    path, compute = str(make_tiny_model(tmp_path / "model")), ModelConfig(dtype=dtype)
+    config = AutoConfig.from_pretrained(path)
+    actor = ActorWorker(ActorConfig(path, dtype=dtype), torch.device("cpu"))
+    data = make_batch(config, TINY, prompts=2, samples=1, seed=3)
+    actor.update(data, lambda outputs, rows: (-outputs.log_probs, {}))
+    actor.save(tmp_path / "saved", behind)
+    actor.finish_save()
+    written = sum(file.stat().st_size for file in (tmp_path / "saved").rglob("*") if file.is_file())
+    setting = Setting(config, batch_sizes(data, config, 1), CPU, compute, reference=True, save_behind=behind)
+    assert forecast(setting).checkpoint == pytest.approx(written, rel=0.1)
+    total = setting.size.total
+    assert forecast(setting).checkpoint == 12 * total + (4 if dtype == "float32" else 2) * total
+    more = forecast(setting).beside - setting.pictures - CPU.context
+    assert more == (forecast(setting).checkpoint if behind else 0)  # a copy of all, or of none
+
+
+def test_a_rank_writes_its_share_of_a_checkpoint_and_a_critic_has_no_export():
+    config = tiny_config("qwen2_5_vl")
+    batch = BatchSizes(config, PromptSizes((5, 7), ((), ())), (3, 3))
+    alone = Setting(config, batch, H200, save_behind=True)
+    assert forecast(alone).host == alone.saving == 14 * alone.size.total
+    two = replace(alone, layout=Layout(dp=2))
+    assert two.saving == alone.saving / 2
+    critic = replace(alone, critic_epochs=1)
+    assert forecast(critic).checkpoint == forecast(alone).checkpoint + 12 * critic.critic_size.total
+    adapters = replace(alone, compute=ModelConfig(lora_rank=4))
+    assert adapters.export_bytes == alone.export_bytes
+    assert adapters.state_bytes == 12 * adapters.size.trained
+    large = replace(alone, config=model_config("7b"), save_behind=False)
+    assert large.saving == 2 * EXPORT_FILE < replace(large, save_behind=True).saving
 
 
 def test_kept_images_are_memory_of_a_cpu_and_of_the_host_of_a_gpu():
@@ -346,6 +436,7 @@ def test_a_cpu_is_timed_on_rows_like_those_of_the_batch():
     assert device.on_cpu
     assert device.overheads.learning == device.overheads.scoring == 1.0
     assert device.context > 50 * 2**20  # of this process
+    assert device.context < resident_bytes() + 32 * 2**20  # the copies of 64 MiB that are timed are no part of a run
     large = replace(batch, prompts=PromptSizes((10**5, 10**5), ((), ())))
     assert len(timed_rows(large).lengths) == 1
 
@@ -588,6 +679,14 @@ def test_a_plan_reads_columns_with_other_names(recipe, tmp_path, capsys):
     keys = f"--data-path {tmp_path / 'mine.jsonl'} --prompt-key question --answer-key label --steps 7"
     assert main([recipe, "--device", "h200", *keys.split()]) == 0
     assert "run: 7 steps" in capsys.readouterr().out
+
+
+def test_the_forecast_counts_the_rows_that_a_single_file_holds_out(tmp_path):
+    """256 are asked for; of a file of 10 rows a fifth is held out. The answers of a step are more than those."""
+    (tmp_path / "mine.jsonl").write_text((json.dumps({"question": "What is 2 + 3?", "label": "5"}) + "\n") * 10)
+    keys = f"--data-path {tmp_path / 'mine.jsonl'} --prompt-key question --answer-key label --steps 7 --device h200"
+    setting = expected_setting(plan_config.parse(["grpo", *keys.split()]), str(make_tiny_model(tmp_path / "model")))
+    assert (setting.eval_rows, setting.answered) == (2, 2)
 
 
 def test_the_command_refuses_what_it_does_not_know(capsys):
