@@ -1,5 +1,6 @@
 """Loading weights into vLLM's model and comparing them: functions that run in vLLM's worker, in this process."""
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any, cast
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout.vllm.versions import (
+    COMPUTED_WEIGHTS,
     EXPERT_WEIGHTS,
     EXPERTS_MODULE,
     JOINED_WEIGHTS,
@@ -19,6 +21,7 @@ from rollout.vllm.versions import (
     takes_transposed,
 )
 
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)")
 Weights = Iterable[tuple[str, Tensor]]  # checkpoint names, full tensors
 
 
@@ -32,12 +35,15 @@ def load_parameters(worker: Any, weights: Weights) -> set[str]:
 
 
 def given_parameters(model: nn.Module) -> set[str]:
-    """Names of the parameters that are in checkpoints: all but the scales of weights that vLLM quantises itself."""
+    """Names of the parameters that are in checkpoints: all but the scales of weights that vLLM quantises itself, and the parts of
+    others that it computes with.
+    """
     modules = dict(model.named_modules())
     return {
         name
         for name, _ in model.named_parameters()
-        if not (name.endswith("weight_scale") and is_quantized(modules[name.rpartition(".")[0]]))
+        if not name.endswith(COMPUTED_WEIGHTS)
+        and not (name.endswith("weight_scale") and is_quantized(modules[name.rpartition(".")[0]]))
     }
 
 
@@ -94,10 +100,14 @@ def _by_parameter(model: Any, weights: Weights) -> Iterator[tuple[str, list[Tens
         for number, source in enumerate(sources)
     }
     waiting: dict[str, dict[int, Tensor]] = defaultdict(dict)
+    experts: dict[str, dict[tuple[int, str], Tensor]] = defaultdict(dict)  # of checkpoints that hold them apart
     modules = {name for name, _ in model.named_modules()}
     for source_name, weight in weights:
         for name in renamed(model, source_name):
             path, _, kind = name.rpartition(".")
+            if (expert := EXPERT.fullmatch(path)) is not None:
+                experts[expert[1]][int(expert[2]), expert[3]] = weight
+                continue
             if kind in EXPERT_WEIGHTS:
                 held = _within(model, path, EXPERT_WEIGHTS[kind])
                 yield held, [weight.transpose(1, 2) if takes_transposed(model, held) else weight]
@@ -110,6 +120,11 @@ def _by_parameter(model: Any, weights: Weights) -> Iterator[tuple[str, list[Tens
             if len(waiting[joined]) == count:
                 parts = waiting.pop(joined)
                 yield joined, [parts[number] for number in range(count)]
+    for path, apart in experts.items():
+        count = 1 + max(each for each, _ in apart)
+        for kind, leaves in {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.items():
+            stacked = [torch.cat([apart[each, leaf] for leaf in leaves]) for each in range(count)]
+            yield _within(model, path, EXPERT_WEIGHTS[kind]), [torch.stack(stacked)]
     for joined, parts in waiting.items():
         if ".qkv_proj." in joined and parts.keys() == {0, 1}:  # keys are values too, as in Gemma 4
             yield joined, [parts[0], parts[1], parts[1]]
