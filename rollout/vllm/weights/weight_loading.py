@@ -68,11 +68,12 @@ def differing_parameters(worker: Any, weights: Weights) -> list[str]:
         left.discard(name)
         module = model.get_submodule(name.rpartition(".")[0])
         held = _held(module, name)
-        wanted = _wanted(module, parts, held).to(held.dtype)
-        if wanted.ndim:
+        of_experts = name.endswith(tuple(EXPERT_WEIGHTS.values()))
+        wanted = (_of_experts(parts[0], name) if of_experts else _wanted(module, parts, held)).to(held.dtype)
+        if of_experts:
+            held, wanted = _in_order(held, wanted)
+        elif wanted.ndim:
             held = held[: len(wanted)].reshape(wanted.shape)  # vocabularies are padded
-        if is_packed(model) and name.endswith(tuple(EXPERT_WEIGHTS.values())):  # the kernels reorder elements
-            held, wanted = held.flatten(1).sort().values, wanted.flatten(1).sort().values
         if is_packed(model) and name.endswith(".conv1d.weight"):  # across channels
             held, wanted = held.flatten().sort().values, wanted.flatten().sort().values
         if not (equal_in_fp8(held, wanted) if is_quantized(module) else torch.equal(held, wanted)):
@@ -162,6 +163,28 @@ def _wanted(module: Any, parts: list[Tensor], held: Tensor) -> Tensor:
     if len(parts) == 1:
         return _part(parts[0], tuple(held.shape))
     return torch.cat([_part(part, (size, *held.shape[1:])) for part, size in zip(parts, sizes, strict=True)])
+
+
+def _of_experts(whole: Tensor, name: str) -> Tensor:
+    """This rank's part of the weights ``(experts, out, in)`` of all experts; those of gate and up are split each."""
+    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+    rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    if name.endswith(EXPERT_WEIGHTS["down_proj"]):
+        return whole.chunk(ranks, 2)[rank]
+    return torch.cat([each.chunk(ranks, 1)[rank] for each in whole.chunk(2, 1)], 1)
+
+
+def _in_order(held: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights of experts, sorted for each: kernels reorder elements, and fill up narrow layers with zeros.
+
+    >>> held, wanted = _in_order(torch.tensor([[[3.0, 0.0], [1.0, 0.0]]]), torch.tensor([[[1.0], [3.0]]]))
+    >>> torch.equal(held, wanted)
+    True
+    """
+    held, wanted = held.flatten(1), wanted.flatten(1)
+    filled = torch.nn.functional.pad(wanted, (0, max(0, held.shape[1] - wanted.shape[1])))
+    return held.sort().values, filled.sort().values
 
 
 def _part(whole: Tensor, shape: tuple[int, ...]) -> Tensor:
