@@ -10,6 +10,22 @@ from transformers.processing_utils import ImagesKwargs
 
 from dataproto.vlm.families.kimi_k25 import scaled_size
 
+PUBLISHED_SETTINGS = {
+    "patch_size": "patch_size",
+    "merge_size": "merge_kernel_size",
+    "max_patches": "in_patch_limit",
+    "image_mean": "image_mean",
+    "image_std": "image_std",
+}
+"""Settings, and their names in the files of published checkpoints."""
+ONLY_PUBLISHED = {
+    "fixed_output_tokens": None,
+    "in_patch_limit_each_frame": 4096,
+    "in_patch_limit_video": None,
+    "temporal_merge_kernel_size": 4,
+}
+"""Settings in the files of published checkpoints that images do not need, but vLLM asks for."""
+
 
 class KimiImageKwargs(ImagesKwargs, total=False):
     """Settings beside those of all image processors."""
@@ -20,7 +36,11 @@ class KimiImageKwargs(ImagesKwargs, total=False):
 
 
 class KimiImageProcessor(PilBackend):
-    """Images scaled down to at most ``max_patches`` and filled up with black to whole features, as patches row by row."""
+    """Images scaled down to at most ``max_patches`` and filled up with black to whole features, as patches row by row.
+
+    Settings are read as published checkpoints have them (``media_proc_cfg``), which vLLM reads, and as transformers writes them.
+    They are written as both.
+    """
 
     do_resize = True
     resample = PILImageResampling.BICUBIC
@@ -35,6 +55,24 @@ class KimiImageProcessor(PilBackend):
     merge_size = 2
     valid_kwargs = KimiImageKwargs
     model_input_names = ["pixel_values", "image_grid_thw"]  # noqa: RUF012
+
+    def __init__(self, media_proc_cfg: dict[str, Any] | None = None, **settings: Any) -> None:
+        found = dict(media_proc_cfg or {})
+        own = {name: found[published] for name, published in PUBLISHED_SETTINGS.items() if published in found}
+        if isinstance(own.get("merge_size"), (list, tuple)):
+            own["merge_size"] = own["merge_size"][0]
+        if "patch_limit_on_one_side" in found:
+            own["size"] = dict.fromkeys(("max_height", "max_width"), found["patch_limit_on_one_side"])
+        settings.pop("auto_map", None)  # code in the checkpoint, which is not executed
+        super().__init__(**(own | settings))
+        self.media_proc_cfg = ONLY_PUBLISHED | found
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings, and the same as published checkpoints have them."""
+        written: dict[str, Any] = super().to_dict()
+        own = {published: getattr(self, name) for name, published in PUBLISHED_SETTINGS.items()}
+        written["media_proc_cfg"] |= own | {"patch_limit_on_one_side": self.size["max_height"]}
+        return written
 
     def _preprocess(self, images: list[np.ndarray], *_: Any, **settings: Any) -> BatchFeature:
         side, merge = int(settings["patch_size"]), int(settings["merge_size"])

@@ -19,10 +19,9 @@ def family_and_config(model_path: str) -> tuple[VLMFamily, Any]:
 
 
 def architecture(model_path: str) -> str:
-    """The name of the model's class, as a checkpoint's config has it; empty if it has none."""
-    from transformers import AutoConfig
-
-    names = AutoConfig.from_pretrained(model_path).architectures
+    """The name of the model's class for an engine: the family's, or as a checkpoint's config has it; empty if it has none."""
+    family, config = family_and_config(model_path)
+    names = family.rollout_config(config).get("architectures") or config.architectures
     return str(names[0]) if names else ""
 
 
@@ -134,9 +133,9 @@ def load_image_processor(path: str | os.PathLike[str]) -> Any:
     try:
         processor = AutoImageProcessor.from_pretrained(path, backend=IMAGE_BACKEND)
     except ValueError as error:
+        if (own := _own_processor(path)) is not None:
+            return own
         if "Could not load any image processor class" in str(error):
-            if (own := _own_processor(path)) is not None:
-                return own
             raise InvalidConfig(
                 f"{path}: transformers has its image processor for torchvision alone; prompts are made with the "
                 f"{IMAGE_BACKEND} backend, on every machine the same"

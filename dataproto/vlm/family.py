@@ -6,7 +6,7 @@ their paths alone, so a model may be wrapped or sharded as long as these paths e
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -58,6 +58,10 @@ class VLMFamily(PromptLayout, ForwardCosts):
 
     not_in_vllm: str = ""
     """Why vLLM cannot sample from these models as the policy does. Empty: it can."""
+    vllm_module: str = ""
+    """A module that vLLM must have to run these models: older versions lack it. Empty: all versions run them."""
+    rollout_modality: str = ""
+    """vLLM's one name for all media of these models, which it takes already processed. Empty: it processes images itself."""
 
     # Module paths
 
@@ -301,12 +305,27 @@ class VLMFamily(PromptLayout, ForwardCosts):
         """Whether the parameter of this name is one of `float32_weights`."""
         return any(fnmatchcase(name, pattern) for pattern in self.float32_weights)
 
+    def stored_name(self, name: str) -> str:
+        """The published name of a tensor that transformers calls ``name`` in the checkpoints that it saves. Default: the same."""
+        return name
+
     def rollout_weight(self, name: str, weight: Tensor) -> tuple[str, Tensor]:
         """A parameter under the name and in the layout of the family's checkpoints, which rollout engines load.
 
         Default: the model's own.
         """
         return name, weight
+
+    def rollout_weights(self, weights: Iterable[tuple[str, Tensor]], config: Any) -> Iterator[tuple[str, Tensor]]:
+        """Parameters as `rollout_weight` has them. Families whose checkpoints store several as one join them.
+
+        Default: one by one.
+        """
+        return (self.rollout_weight(name, weight) for name, weight in weights)
+
+    def rollout_config(self, config: Any) -> Mapping[str, Any]:
+        """Settings that vLLM needs beside those of a checkpoint's config, and that published configs may have. Default: none."""
+        return {}
 
     def rollout_media(self, media: Mapping[str, Tensor], config: Any) -> Mapping[str, Tensor]:
         """The ``multi_modal_inputs`` of a row, under the names and in the shapes of vLLM's model. Default: the same."""

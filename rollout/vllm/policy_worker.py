@@ -7,6 +7,7 @@ from vllm.distributed import parallel_state
 from vllm.platforms import current_platform
 
 from rollout.vllm.sampler import PolicySampler, install
+from rollout.vllm.versions import match_latent_attention, model_of
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
@@ -27,6 +28,7 @@ class PolicyWorker(Worker):
         if self.model_config.is_moe:
             make_expert_group()
         super().load_model(*args, **kwargs)
+        match_latent_attention(model_of(self))
         self.policy_sampler = install(self)
 
 

@@ -1,6 +1,7 @@
-"""Prompts with videos: vLLM gets tokens, pixels and positions from the training side.
+"""Prompts with videos, or of a family whose images vLLM takes processed (`VLMFamily.rollout_modality`).
 
-So it samples no frames, resizes nothing and expands no placeholders, and both sides see the same frames at the same times.
+vLLM gets tokens, pixels and positions from the training side. So it samples no frames, resizes nothing and expands no
+placeholders, and both sides see the same frames at the same times.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,9 +54,10 @@ def prepared_prompt(llm: Any, family: VLMFamily, request: Request) -> Any:
     items = MultiModalKwargsItems.from_hf_inputs(inputs, processor._get_mm_fields_config(inputs, {}))
     kwargs: dict[str, list[Any]] = {kind: list(items[kind]) for kind in items}
     keys = {kind: [item_key(item) for item in items[kind]] for kind in items}
-    places: dict[str, list[Any]] = {kind: [] for kind in items}
+    places: dict[str, list[Any]] = {kind: [] for kind in items}  # kinds as vLLM has them
     cache = llm.renderer.mm_processor_cache
-    for kind, number, start, holds in spans:  # in vLLM's order, since its two caches evict items by their last use
+    for own, number, start, holds in spans:  # in vLLM's order, since its two caches evict items by their last use
+        kind = family.rollout_modality or own
         places[kind].append(PlaceholderRange(start, len(holds), None if bool(holds.all()) else holds))
         if cache is not None:
             kwargs[kind][number], _ = cache.get_and_update_item((kwargs[kind][number], []), keys[kind][number])
@@ -67,9 +69,9 @@ def check_taken(family: VLMFamily, spans: Sequence[Span], taken: Mapping[str, An
     without processed media.
     """
     if not spans:
-        raise InvalidPrompt("it has videos but no pixels: the vLLM engine needs the column multi_modal_inputs")
+        raise InvalidPrompt("it has media but no pixels: the vLLM engine needs the column multi_modal_inputs")
     for span in spans:
-        if span.kind not in taken:
+        if (family.rollout_modality or span.kind) not in taken:
             raise InvalidPrompt(
                 f"vLLM takes no {span.kind}s for models of type {family.model_type}: use the hf engine for such rows"
             )

@@ -72,7 +72,7 @@ class PromptRenderer:
         if self.last and self.last[0][0] is request.input_ids:
             return self.last[0][1]
         media = request.multi_modal_data
-        if media.get("video"):
+        if media.get("video") or (media.get("image") and self.family.rollout_modality):
             rendered = prepared_prompt(self.llm, self.family, request)
         else:
             rendered = self._expanded(request, list(media.get("image", ())))

@@ -16,6 +16,7 @@ from rollout.vllm.start_timeline import StartTimeline
 from rollout.vllm.versions import (
     AWAITING,
     POLICY_WORKER,
+    check_version,
     error_line,
     executor,
     import_vllm,
@@ -25,6 +26,7 @@ from rollout.vllm.versions import (
     process_settings_kept,
     recording_options,
     register_awaiting_loader,
+    search_plain_objects,
     set_environment,
     speculative_options,
     untuned,
@@ -124,6 +126,7 @@ def start_llm(
     timeline = StartTimeline()
     with timeline.phase("importing vLLM"):
         llm_class = import_vllm().LLM
+        search_plain_objects()
     with timeline.phase("the model's class"):
         wait_for_inspection()
     try:
@@ -170,12 +173,14 @@ def default_options(
     if options["kv_cache_memory_bytes"] is None and not on_cuda:
         options["kv_cache_memory_bytes"] = 1 << 30
     family, config = family_and_config(model_path)
+    check_version(family)
     check_speculation(speculate, family)
     defaults: dict[str, Any] = {
         "distributed_executor_backend": executor(options["tensor_parallel_size"]),
         "enable_sleep_mode": on_cuda,
         "generation_config": "vllm",
         "worker_cls": POLICY_WORKER,
+        "hf_overrides": dict(family.rollout_config(config)),
     }
     if awaits_weights:
         register_awaiting_loader()

@@ -2,8 +2,9 @@
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -29,13 +30,19 @@ JOINED_WEIGHTS = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
 """Layers that vLLM fuses, in its order."""
 EXPERTS_MODULE = ".routed_experts"
 """The module that holds experts from 0.29 on. 0.30 omits it in the names of the weights that it has loaded."""
+COMPUTED_WEIGHTS = (".W_UK_T", ".W_UV")
+"""Ends of the names of parameters that vLLM computes from others when weights have been loaded: those of latent attention."""
 EXPERT_WEIGHTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
 """Weights of experts: names in checkpoints, and in vLLM."""
 
+
+LATENT_EPS = 1e-6
+"""Of the norms of compressed queries, keys and values in DeepSeek-V3's code, whatever ``rms_norm_eps`` is."""
 
 POLICY_WORKER = "rollout.vllm.policy_worker.PolicyWorker"
 """vLLM's name for the worker whose sampler is the policy's."""
@@ -78,6 +85,24 @@ def allow_adapted_heads() -> None:
     SupportsLoRA.embedding_modules = {"lm_head": "output_embeddings"} | SupportsLoRA.embedding_modules
 
 
+def search_plain_objects() -> None:
+    """Has vLLM pass over objects of other libraries that say that they have a ``__dict__`` and have none.
+
+    On a CPU it searches all modules for kernels that it replaces, and a start fails at such an object of llvmlite's, which the
+    image processor of Kimi K2.5 imports through numba.
+    """
+    try:
+        from vllm.triton_utils import dispatcher
+    except ImportError:
+        return  # this version does not search
+    dispatcher.vars = _attributes
+
+
+def _attributes(value: Any) -> Mapping[str, Any]:
+    found = vars(value)
+    return found if isinstance(found, Mapping) else {}
+
+
 @contextmanager
 def process_settings_kept() -> Iterator[None]:
     """Restores what the start of an engine changes in the process: random states, default dtype, number of threads, and
@@ -109,6 +134,15 @@ def import_vllm() -> Any:
     with variables_kept():
         import vllm
     return vllm
+
+
+def check_version(family: VLMFamily) -> None:
+    """Raises `InvalidConfig` for a family that needs a later vLLM."""
+    if family.vllm_module and find_spec(family.vllm_module) is None:
+        raise InvalidConfig(
+            f"this version of vLLM takes no models of type {family.model_type}: it has no {family.vllm_module}; use vLLM 0.32, "
+            "or the hf engine"
+        )
 
 
 @contextmanager
@@ -283,6 +317,24 @@ def takes_transposed(model: nn.Module, name: str) -> bool:
     in)``. Before 0.30 vLLM's models did not say so, and those of Qwen3-VL alone were fused.
     """
     return bool(getattr(model.get_submodule(name.rpartition(".")[0]), "is_fused_checkpoint_transposed", True))
+
+
+def match_latent_attention(model: nn.Module) -> None:
+    """Has multi-head latent attention (`LATENT_EPS`) computed as in Hugging Face's model.
+
+    vLLM's gives the norms of compressed queries, keys and values the epsilon of the others. On a CPU its kernel for plain rotary
+    angles takes queries for contiguous, and here they are parts of heads; other kinds of angles do not use that kernel.
+    """
+    for module in model.modules():
+        norms = [getattr(module, f"{name}_a_layernorm", None) for name in ("q", "kv")]
+        if norms[1] is None:
+            continue
+        for norm in norms:
+            if norm is not None:
+                norm.variance_epsilon = LATENT_EPS
+        rotary: Any = module.rotary_emb
+        if next(module.parameters()).device.type == "cpu":
+            rotary._forward_method = rotary.forward_native
 
 
 def clear_kv_cache(worker: Any) -> None:

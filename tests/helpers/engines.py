@@ -39,7 +39,8 @@ def write_published(model_type, path):
 def publish(model_type, checkpoint):
     """Rewrites the weights of a checkpoint under the names, and in the layout, of published ones, which vLLM reads."""
     model = family_of(model_type).model_class().from_pretrained(checkpoint)
-    named = (family_of(model).rollout_weight(name, weight.detach()) for name, weight in named_weights(model))
+    detached = ((name, weight.detach()) for name, weight in named_weights(model))
+    named = family_of(model).rollout_weights(detached, model.config)
     save_file(
         {name: weight.contiguous() for name, weight in named}, Path(checkpoint) / "model.safetensors", {"format": "pt"}
     )

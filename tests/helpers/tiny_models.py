@@ -306,15 +306,29 @@ def _tiny_minicpm() -> Any:
 
 
 def _tiny_kimi() -> Any:
-    """A dense layer and a sparse one; heads have queries and keys of 16 + 16, and values of 24."""
+    """A dense layer and a sparse one; heads have queries and keys of 16 + 64, and values of 24.
+
+    The latent has the size of published ones, which vLLM's kernel for the CPU is compiled for.
+    """
     latent = {
         "model_type": "deepseek_v3",
         "num_key_value_heads": 2,
         "q_lora_rank": 24,
-        "kv_lora_rank": 16,
+        "kv_lora_rank": 512,
         "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 16,
+        "qk_rope_head_dim": 64,
         "v_head_dim": 24,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 50000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 256,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+        "rms_norm_eps": 1e-5,
         "first_k_dense_replace": 1,
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,

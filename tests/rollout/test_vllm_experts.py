@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.long]
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=["qwen3_vl_moe"])
+@pytest.fixture(scope="module", params=["qwen3_vl_moe", "kimi_k25"])
 def family(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param)
     setup = start(request.param, path, routed_experts=True)

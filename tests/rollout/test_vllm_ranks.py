@@ -28,7 +28,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.long]
 CPU = torch.device("cpu")
 SIZE = 2
 TURNS = SamplingParams(temperature=0.8, max_tokens=8, seed=1)
-LAYOUTS = {"fsdp": Layout(dp=SIZE), "pipeline": Layout(pp=SIZE)}
+LAYOUTS = {"fsdp": Layout(dp=SIZE), "pipeline": Layout(pp=SIZE), "experts": Layout(dp=SIZE)}
+TYPES = {"fsdp": "qwen2_5_vl", "pipeline": "qwen2_5_vl", "experts": "kimi_k25"}
 
 
 def prompts_of(builder):
@@ -94,14 +95,14 @@ def scores(actor, data):
     return float((actor.log_probs(data)["old_log_probs"] - data["rollout_log_probs"])[mask].abs().max())
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return write_checkpoint("qwen2_5_vl", tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture(scope="module", params=LAYOUTS)
 def case(request):
     return request.param
+
+
+@pytest.fixture(scope="module")
+def checkpoint(case, tmp_path_factory):
+    return write_checkpoint(TYPES[case], tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,10 @@
 """What Kimi K2.5 has that other families lack: its image processor by PIL, narrow values, and a token behind the vocabulary."""
 
 import ast
+import json
 import math
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from safetensors.torch import load_file
 
 from dataproto.errors import InvalidConfig, InvalidMedia
 from dataproto.vlm import family_of
@@ -20,6 +23,8 @@ from helpers.examples import at_most
 from helpers.tiny_models import image_inputs, tiny_config, tiny_model
 from helpers.tiny_prompts import tiny_image_processor
 from rollout.pretrained import load_image_processor
+from workers.adapters.full_weights import FullWeights, TrainedWeights
+from workers.roles.actor import ActorConfig, ActorWorker
 
 FAMILY = family_of("kimi_k25")
 
@@ -70,6 +75,91 @@ def test_a_checkpoint_without_a_pil_processor_gets_ours(tmp_path):
     processor = load_image_processor(path)
     assert processor.backend == "pil"
     assert (processor.patch_size, processor.max_patches) == (4, 256)
+
+
+def parts(path, *names, kinds=("weight", "bias")):
+    return {f"{path}.{name}.{kind}" for name in names for kind in kinds}
+
+
+def published_names(config):
+    """Names of tensors in published checkpoints, written down from vLLM's reader of them."""
+    text, experts = "language_model.model", config.text_config.n_routed_experts
+    block = ("norm0", "norm1", "wqkv", "wo", "mlp.fc0", "mlp.fc1")
+    queries = ("q_a_proj", "q_a_layernorm", "q_b_proj")
+    attention = (*queries, "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
+    linear, single = ("gate_proj", "up_proj", "down_proj"), {"kinds": ("weight",)}
+    found = {"language_model.lm_head.weight", f"{text}.embed_tokens.weight", f"{text}.norm.weight"}
+    found |= {"vision_tower.patch_embed.pos_emb.weight", f"{text}.layers.1.mlp.gate.e_score_correction_bias"}
+    found |= parts("vision_tower", "patch_embed.proj", "encoder.final_layernorm")
+    found |= parts("mm_projector", "pre_norm", "proj.0", "proj.2")
+    for layer in range(2):
+        found |= parts(f"vision_tower.encoder.blocks.{layer}", *block)
+        found |= parts(f"{text}.layers.{layer}", "input_layernorm", "post_attention_layernorm", **single)
+        found |= parts(f"{text}.layers.{layer}.self_attn", *attention, **single)
+    found |= parts(f"{text}.layers.0.mlp", *linear, **single) | parts(f"{text}.layers.1.mlp", "gate", **single)
+    for path in (*(f"experts.{number}" for number in range(experts)), "shared_experts"):
+        found |= parts(f"{text}.layers.1.mlp.{path}", *linear, **single)
+    return found
+
+
+def test_exports_have_the_names_and_settings_of_published_checkpoints_and_are_read_back(tmp_path):
+    """Transformers 5.23 writes the layers of the language model as blocks, and more."""
+    worker = ActorWorker(ActorConfig(write_checkpoint("kimi_k25", tmp_path / "first")), torch.device("cpu"))
+    worker.save(tmp_path / "saved")
+    worker.finish_save()
+    path = tmp_path / "saved" / "huggingface"
+    stored, config = load_file(path / "model.safetensors"), json.loads((path / "config.json").read_text())
+    assert stored.keys() == published_names(worker.module.model.config)
+    tower = worker.module.model.model.vision_tower.layers[0]
+    assert torch.equal(stored["vision_tower.encoder.blocks.0.norm1.weight"], tower.norm2.weight.to(torch.bfloat16))
+    assert config["architectures"] == ["KimiK25ForConditionalGeneration"]
+    assert (config["text_config"]["scoring_func"], config["text_config"]["topk_method"]) == ("sigmoid", "noaux_tc")
+    again = ActorWorker(ActorConfig(str(path)), torch.device("cpu"))
+    whole = FAMILY.model_class().from_pretrained(path, dtype=torch.float32)
+    pairs = zip(worker.named_weights(), again.named_weights(), whole.state_dict().items(), strict=True)
+    for (name, weight), (other, read), _ in pairs:
+        assert name == other
+        assert torch.equal(read, whole.state_dict()[name])
+        torch.testing.assert_close(read, weight, atol=0, rtol=2**-8)
+
+
+def test_exports_of_full_training_on_the_server_have_these_names_too(tmp_path):
+    model, builder = tiny_model("kimi_k25"), mock.Mock()
+    TrainedWeights(FullWeights(model, FAMILY), model, builder).export(tmp_path, "")
+    assert load_file(tmp_path / "model.safetensors").keys() == published_names(model.config)
+    read = FAMILY.model_class().from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    assert all(torch.equal(weight, model.state_dict()[name]) for name, weight in read.items())
+    builder.save_pretrained.assert_called_once_with(tmp_path)
+
+
+def test_settings_of_published_image_processors_are_read_and_written(tmp_path):
+    path = write_checkpoint("kimi_k25", tmp_path)
+    settings = {
+        "in_patch_limit": 99,
+        "patch_size": 4,
+        "image_mean": [0.1, 0.2, 0.3],
+        "image_std": [0.5, 0.5, 0.4],
+        "merge_kernel_size": [2, 2],
+        "fixed_output_tokens": None,
+        "patch_limit_on_one_side": 64,
+        "in_patch_limit_each_frame": 55,
+        "in_patch_limit_video": None,
+        "temporal_merge_kernel_size": 4,
+        "sample_fps": 2.0,
+    }
+    code = {"AutoImageProcessor": "kimi_k25_vision_processing.KimiK25VisionProcessor"}
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text(json.dumps({"auto_map": code, "media_proc_cfg": settings}))
+    processor = load_image_processor(path)
+    assert (processor.max_patches, processor.patch_size, processor.merge_size) == (99, 4, 2)
+    assert (list(processor.image_mean), list(processor.image_std)) == (settings["image_mean"], settings["image_std"])
+    assert processor.size["max_height"] == processor.size["max_width"] == 64
+    processor.max_patches = 77
+    processor.save_pretrained(tmp_path)
+    written = json.loads(file.read_text())
+    assert written["media_proc_cfg"] == settings | {"in_patch_limit": 77, "merge_kernel_size": 2}
+    assert "auto_map" not in written
+    assert load_image_processor(path).max_patches == 77
 
 
 def test_limits_of_an_image_are_numbers_of_patches():

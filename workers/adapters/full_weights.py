@@ -8,9 +8,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dataproto.errors import CheckpointError
-from dataproto.vlm import VLMFamily
+from dataproto.vlm import VLMFamily, family_of
 from rollout.adapters.adapter_files import check_digests, read_tensors, write_digests
 from workers.adapters.trained_adapter import TrainedMatrices
+from workers.ranks.mesh import Ranks
+from workers.weights.sharded_export import ShardedExport
 
 WEIGHTS_FILE = "weights.safetensors"
 
@@ -48,7 +50,9 @@ class TrainedWeights(TrainedMatrices):
 
     def export(self, directory: Path, base_model: str) -> None:
         """Writes a whole checkpoint, as ``from_pretrained`` loads it."""
-        self.model.save_pretrained(directory)
+        export = ShardedExport(directory, self.model, family_of(self.model), Ranks(), dtype=None)
+        export.collect(behind=False)
+        export.finish()
         self.processors.save_pretrained(directory)
 
     def write(self, directory: Path, base_model: str) -> None:

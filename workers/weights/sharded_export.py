@@ -103,6 +103,15 @@ def _groups(sizes: dict[str, int], layers: Sequence[str]) -> Iterator[Group]:
         yield tuple(names), sum(sizes[name] for name in names)
 
 
+def complete_config(config: Any, family: VLMFamily) -> None:
+    """Adds `VLMFamily.rollout_config` to the config of an export, so that engines can read it."""
+    for name, value in family.rollout_config(config).items():
+        if isinstance(value, Mapping):
+            getattr(config, name).update(value)
+        else:
+            setattr(config, name, value)
+
+
 def write_index(directory: Path, places: Mapping[str, tuple[str, int]], parameters: int) -> None:
     """Writes the index of an export of several files, whole or not at all.
 
@@ -208,7 +217,9 @@ class ShardedExport:
             self._writing = self._writer.submit(self._write, *self._waiting.pop(0))
 
     def _write(self, file: ExportFile, tensors: dict[str, Tensor]) -> None:
-        stored = revert_weight_conversion(self.shell, tensors) | self.unused.of(file.weights)
+        reverted = revert_weight_conversion(self.shell, tensors)
+        stored = {self.family.stored_name(name): tensor for name, tensor in reverted.items()}
+        stored |= self.unused.of(file.weights)
         self.directory.mkdir(parents=True, exist_ok=True)
         draft = self.directory / f".{file.file}.partial"
         save_file({name: tensor.contiguous() for name, tensor in stored.items()}, draft, {"format": "pt"})
@@ -234,6 +245,7 @@ class ShardedExport:
         config = self.shell.config
         named = {"architectures": [type(self.model).__name__], "dtype": self.dtype or self.model.dtype}
         config.update(named | self.unused.configs)
+        complete_config(config, self.family)
         config.save_pretrained(self.directory)
         if self.shell.can_generate():
             self.shell.generation_config.save_pretrained(self.directory)

@@ -18,6 +18,7 @@ from transformers.core_model_loading import (
 from transformers.core_model_loading import (
     Concatenate,
     MergeModulelist,
+    PermuteForRope,
     Transpose,
     WeightConverter,
     WeightRenaming,
@@ -32,6 +33,7 @@ from workers.weights.stored_tensors import (
     Chunk,
     Joined,
     Range,
+    SplitPairs,
     Stacked,
     StoredTensor,
     Swapped,
@@ -156,11 +158,23 @@ def _swap(operation: Any, made: Collected, converter: WeightConverter, shape: Se
     return {name: [Swapped(tensors[0], (operation.dim0, operation.dim1))]}
 
 
+def _permute(
+    operation: Any, made: Collected, converter: WeightConverter, shape: Sequence[int], config: Any
+) -> Collected:
+    heads = int(getattr(config, operation.subconfig_key or "", config).num_attention_heads)
+    parts = operation.permute_layer_names
+    return {
+        name: [SplitPairs(tensors[0], heads)] if parts is None or any(each in name for each in parts) else tensors
+        for name, tensors in made.items()
+    }
+
+
 _OPERATIONS: dict[type, Callable[..., Collected]] = {
     MergeModulelist: _merge,
     Concatenate: _join,
     ChunkOperation: _chunk,
     Transpose: _swap,
+    PermuteForRope: _permute,
 }
 """The operations that can be applied to parts."""
 

@@ -88,9 +88,22 @@ class InternVL(VLMFamily):
     mergers = ("model.multi_modal_projector",)
 
     def tower_output(self, model: Any, media: Mapping[str, Tensor], **vision_kwargs: Any) -> Tensor:
-        """Features ``(F, H)`` after the tower, the pixel shuffle and the projector."""
-        output = model.model.get_image_features(media["pixel_values"], return_dict=True, **vision_kwargs)
-        features: Tensor = output.pooler_output.flatten(0, 1)
+        """Features ``(F, H)`` after the tower, the pixel shuffle and the projector.
+
+        Transformers' own function asks for the states after each layer, by hooks that no layer can be compiled with.
+        """
+        config, pixels = model.config, media["pixel_values"]
+        if config.vision_feature_layer != -1:
+            output = model.model.get_image_features(pixels, return_dict=True, **vision_kwargs)
+            features: Tensor = output.pooler_output.flatten(0, 1)
+            return features
+        tower, projector = (model.get_submodule(path) for path in self.vision_parts)
+        states = tower(pixel_values=pixels.to(model.dtype), **vision_kwargs).last_hidden_state
+        if config.vision_feature_select_strategy == "default":
+            states = states[:, 1:]
+        side = int(states.shape[1] ** 0.5)
+        squares = model.model.pixel_shuffle(states.unflatten(1, (side, side)), scale_factor=config.downsample_ratio)
+        features = projector(squares.flatten(1, 2)).flatten(0, 1)
         return features
 
     def processor_files(self, config: Any) -> dict[str, dict[str, Any]]:

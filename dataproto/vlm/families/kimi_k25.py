@@ -3,7 +3,9 @@ arXiv:2412.19437, section 2.1), with a tower for images of any size. Positions a
 """
 
 import math
-from collections.abc import Mapping
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +27,35 @@ LATENT_PLAN: TensorPlan = (
     (f"{ATTENTION}.o_proj", "rowwise"),
 )
 """Tensor-parallel plan of latent attention: heads are split, compressed queries, keys and values are computed on every rank."""
+
+TOWER = "vision_tower.encoder"
+BLOCK = rf"{TOWER}.blocks.\1"
+PUBLISHED_NAMES = (
+    (r"^model\.language_model\.", "language_model.model."),
+    (r"^lm_head\.", "language_model.lm_head."),
+    (r"^model\.vision_tower\.layers\.(\d+)\.norm1", rf"{BLOCK}.norm0"),
+    (r"^model\.vision_tower\.layers\.(\d+)\.norm2", rf"{BLOCK}.norm1"),
+    (r"^model\.vision_tower\.layers\.(\d+)\.mlp\.fc1", rf"{BLOCK}.mlp.fc0"),
+    (r"^model\.vision_tower\.layers\.(\d+)\.mlp\.fc2", rf"{BLOCK}.mlp.fc1"),
+    (r"^model\.vision_tower\.layers\.(\d+)\.attn\.proj", rf"{BLOCK}.wo"),
+    (r"^model\.vision_tower\.layers\.(\d+)\.attn\.([qkv])_proj", rf"{BLOCK}.wqkv.\2"),
+    (r"^model\.vision_tower\.final_layernorm", f"{TOWER}.final_layernorm"),
+    (r"^model\.vision_tower\.patch_embed\.pos_emb\.position_embeddings", "vision_tower.patch_embed.pos_emb.weight"),
+    (r"^model\.mm_projector\.in_proj", "mm_projector.proj.0"),
+    (r"^model\.mm_projector\.out_proj", "mm_projector.proj.2"),
+    (r"^model\.", ""),
+)
+"""Patterns of names of parameters, of which the first that fits is replaced, and the names in published checkpoints. Queries,
+keys and values of the tower, which are one tensor there, get a name with a letter that `KimiK25.rollout_weights` takes away.
+"""
+
+SAVED_NAMES = {
+    "language_model.model.blocks.": "language_model.model.layers.",
+    "vision_tower.encoder.patch_embed.": "vision_tower.patch_embed.",
+    "model.mm_projector.": "mm_projector.",
+}
+"""Beginnings of names that transformers 5.23 writes, because it applies the rules that it reads checkpoints by backwards to more
+names than they are for, and the published ones."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +123,10 @@ class KimiK25(VLMFamily):
 
     model_type = "kimi_k25"
     published = ("Kimi-K2.5", "Kimi-K2.6")
-    not_in_vllm = "vLLM has its weights under other names, and its log-probs differ by up to 0.004 from the actor's"
+    vllm_module = (
+        "vllm.transformers_utils.processors.kimi_k25_vision_fused"  # older versions run code in the checkpoint
+    )
+    rollout_modality = "vision_chunk"
     media_layout = SquarePatches()
     mrope = False
     vision_tower = "model.vision_tower"
@@ -127,6 +161,51 @@ class KimiK25(VLMFamily):
         features: Tensor = projector(tower(pixels, grid_thw=grids, **vision_kwargs).pooler_output).squeeze(1)
         return features
 
+    def stored_name(self, name: str) -> str:
+        """See `SAVED_NAMES`."""
+        for saved, published in SAVED_NAMES.items():
+            if name.startswith(saved):
+                return published + name.removeprefix(saved)
+        return name
+
+    def rollout_weight(self, name: str, weight: Tensor) -> tuple[str, Tensor]:
+        """Under the published name; see `PUBLISHED_NAMES`."""
+        for pattern, published in PUBLISHED_NAMES:
+            name, count = re.subn(pattern, published, name)
+            if count:
+                break
+        return name, weight
+
+    def rollout_weights(self, weights: Iterable[tuple[str, Tensor]], config: Any) -> Iterator[tuple[str, Tensor]]:
+        """Experts apart, and the tower's queries, keys and values as one tensor, in which the two numbers that are rotated
+        together are neighbours.
+        """
+        heads = int(config.vision_config.num_attention_heads)
+        waiting: dict[tuple[str, str], dict[str, Tensor]] = defaultdict(dict)
+        for name, weight in super().rollout_weights(weights, config):
+            before, fused, behind = name.partition(".wqkv.")
+            if ".mlp.experts." in name:
+                yield from apart(name, weight)
+                continue
+            if not fused:
+                yield name, weight
+                continue
+            which, kind = behind.split(".")
+            parts = waiting[before, kind]
+            parts[which] = weight if which == "v" else neighbours(weight, heads)
+            if len(parts) == 3:
+                del waiting[before, kind]
+                yield f"{before}.wqkv.{kind}", torch.cat([parts["q"], parts["k"], parts["v"]])
+
+    def rollout_config(self, config: Any) -> dict[str, Any]:
+        """The class that published configs name, and how they say that experts are scored, which transformers leaves out."""
+        scores = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+        return {"architectures": ["KimiK25ForConditionalGeneration"], "text_config": scores}
+
+    def rollout_media(self, media: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
+        """Grids under vLLM's name."""
+        return {"grid_thws" if name == "image_grid_thw" else name: value for name, value in media.items()}
+
     def layer_weights(self, text: Any, layer: int) -> int:
         """Attention with compressed queries, keys and values; a dense MLP, or router, chosen and shared experts."""
         hidden, heads = int(text.hidden_size), int(text.num_attention_heads)
@@ -158,6 +237,24 @@ class KimiK25(VLMFamily):
             width=width,
             pairs=[frame_pairs(grids)] * int(vision.num_hidden_layers),
         )
+
+
+def apart(name: str, experts: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The weights of each expert, of fused ones ``(experts, out, in)``."""
+    path, _, kind = name.rpartition(".")
+    parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+    for number, expert in enumerate(experts):
+        for part, weight in zip(parts, expert.chunk(len(parts)), strict=True):
+            yield f"{path}.{number}.{part}.weight", weight
+
+
+def neighbours(weight: Tensor, heads: int) -> Tensor:
+    """Rows of a projection ``(heads * D, ...)`` reordered in each head: numbers i and i + D / 2 become 2 i and 2 i + 1.
+
+    >>> neighbours(torch.arange(8), heads=2)
+    tensor([0, 2, 1, 3, 4, 6, 5, 7])
+    """
+    return weight.reshape(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).flatten(0, 2)
 
 
 def grid_arguments(tower: Any, grids: Tensor) -> dict[str, Any]:

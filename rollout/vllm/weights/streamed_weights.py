@@ -46,7 +46,7 @@ class StreamedWeights:
         return self.memory.differing(self._checkpoint_weights(weights))
 
     def _checkpoint_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        return (self.family.rollout_weight(name, weight) for name, weight in weights)
+        return self.family.rollout_weights(weights, self.llm.model_config.hf_config)
 
     def _reset_caches(self) -> None:
         """Clears cached prefixes and image features, which depend on weights. Processed images, which do not, are kept."""

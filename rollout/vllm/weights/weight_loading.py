@@ -1,5 +1,6 @@
 """Loading weights into vLLM's model and comparing them: functions that run in vLLM's worker, in this process."""
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any, cast
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout.vllm.versions import (
+    COMPUTED_WEIGHTS,
     EXPERT_WEIGHTS,
     EXPERTS_MODULE,
     JOINED_WEIGHTS,
@@ -19,6 +21,7 @@ from rollout.vllm.versions import (
     takes_transposed,
 )
 
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)")
 Weights = Iterable[tuple[str, Tensor]]  # checkpoint names, full tensors
 
 
@@ -32,12 +35,15 @@ def load_parameters(worker: Any, weights: Weights) -> set[str]:
 
 
 def given_parameters(model: nn.Module) -> set[str]:
-    """Names of the parameters that are in checkpoints: all but the scales of weights that vLLM quantises itself."""
+    """Names of the parameters that are in checkpoints: all but the scales of weights that vLLM quantises itself, and the parts of
+    others that it computes with.
+    """
     modules = dict(model.named_modules())
     return {
         name
         for name, _ in model.named_parameters()
-        if not (name.endswith("weight_scale") and is_quantized(modules[name.rpartition(".")[0]]))
+        if not name.endswith(COMPUTED_WEIGHTS)
+        and not (name.endswith("weight_scale") and is_quantized(modules[name.rpartition(".")[0]]))
     }
 
 
@@ -62,11 +68,12 @@ def differing_parameters(worker: Any, weights: Weights) -> list[str]:
         left.discard(name)
         module = model.get_submodule(name.rpartition(".")[0])
         held = _held(module, name)
-        wanted = _wanted(module, parts, held).to(held.dtype)
-        if wanted.ndim:
+        of_experts = name.endswith(tuple(EXPERT_WEIGHTS.values()))
+        wanted = (_of_experts(parts[0], name) if of_experts else _wanted(module, parts, held)).to(held.dtype)
+        if of_experts:
+            held, wanted = _in_order(held, wanted)
+        elif wanted.ndim:
             held = held[: len(wanted)].reshape(wanted.shape)  # vocabularies are padded
-        if is_packed(model) and name.endswith(tuple(EXPERT_WEIGHTS.values())):  # the kernels reorder elements
-            held, wanted = held.flatten(1).sort().values, wanted.flatten(1).sort().values
         if is_packed(model) and name.endswith(".conv1d.weight"):  # across channels
             held, wanted = held.flatten().sort().values, wanted.flatten().sort().values
         if not (equal_in_fp8(held, wanted) if is_quantized(module) else torch.equal(held, wanted)):
@@ -94,10 +101,14 @@ def _by_parameter(model: Any, weights: Weights) -> Iterator[tuple[str, list[Tens
         for number, source in enumerate(sources)
     }
     waiting: dict[str, dict[int, Tensor]] = defaultdict(dict)
+    experts: dict[str, dict[tuple[int, str], Tensor]] = defaultdict(dict)  # of checkpoints that hold them apart
     modules = {name for name, _ in model.named_modules()}
     for source_name, weight in weights:
         for name in renamed(model, source_name):
             path, _, kind = name.rpartition(".")
+            if (expert := EXPERT.fullmatch(path)) is not None:
+                experts[expert[1]][int(expert[2]), expert[3]] = weight
+                continue
             if kind in EXPERT_WEIGHTS:
                 held = _within(model, path, EXPERT_WEIGHTS[kind])
                 yield held, [weight.transpose(1, 2) if takes_transposed(model, held) else weight]
@@ -110,6 +121,11 @@ def _by_parameter(model: Any, weights: Weights) -> Iterator[tuple[str, list[Tens
             if len(waiting[joined]) == count:
                 parts = waiting.pop(joined)
                 yield joined, [parts[number] for number in range(count)]
+    for path, apart in experts.items():
+        count = 1 + max(each for each, _ in apart)
+        for kind, leaves in {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.items():
+            stacked = [torch.cat([apart[each, leaf] for leaf in leaves]) for each in range(count)]
+            yield _within(model, path, EXPERT_WEIGHTS[kind]), [torch.stack(stacked)]
     for joined, parts in waiting.items():
         if ".qkv_proj." in joined and parts.keys() == {0, 1}:  # keys are values too, as in Gemma 4
             yield joined, [parts[0], parts[1], parts[1]]
@@ -147,6 +163,28 @@ def _wanted(module: Any, parts: list[Tensor], held: Tensor) -> Tensor:
     if len(parts) == 1:
         return _part(parts[0], tuple(held.shape))
     return torch.cat([_part(part, (size, *held.shape[1:])) for part, size in zip(parts, sizes, strict=True)])
+
+
+def _of_experts(whole: Tensor, name: str) -> Tensor:
+    """This rank's part of the weights ``(experts, out, in)`` of all experts; those of gate and up are split each."""
+    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+    rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    if name.endswith(EXPERT_WEIGHTS["down_proj"]):
+        return whole.chunk(ranks, 2)[rank]
+    return torch.cat([each.chunk(ranks, 1)[rank] for each in whole.chunk(2, 1)], 1)
+
+
+def _in_order(held: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights of experts, sorted for each: kernels reorder elements, and fill up narrow layers with zeros.
+
+    >>> held, wanted = _in_order(torch.tensor([[[3.0, 0.0], [1.0, 0.0]]]), torch.tensor([[[1.0], [3.0]]]))
+    >>> torch.equal(held, wanted)
+    True
+    """
+    held, wanted = held.flatten(1), wanted.flatten(1)
+    filled = torch.nn.functional.pad(wanted, (0, max(0, held.shape[1] - wanted.shape[1])))
+    return held.sort().values, filled.sort().values
 
 
 def _part(whole: Tensor, shape: tuple[int, ...]) -> Tensor:
