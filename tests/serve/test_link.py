@@ -161,7 +161,7 @@ def test_an_adapter_is_written_before_what_trains_and_before_all_that_a_run_has(
     for method in ("passes", "save", "export", "optim_step", "export"):
         calls.put((None, {"method": method}))
     assert calls.training_waits()
-    taken = [calls.next_for_writing()[1]["method"]]
+    taken = [calls.next_for_writing("export")[1]["method"]]
     while (call := calls.next_for_training()) is not None:
         taken.append(call[1]["method"])
     assert taken == ["export", "export", "save", "passes", "optim_step"]

@@ -71,10 +71,10 @@ class Calls:
         with self._news:
             return next((queue.popleft() for queue in (*self._writing.values(), self._training) if queue), None)
 
-    def next_for_writing(self) -> Incoming | None:
-        """As `next_for_samples`, for calls that write files."""
+    def next_for_writing(self, *methods: str) -> Incoming | None:
+        """As `next_for_samples`, for calls of methods that write files."""
         with self._news:
-            return next((queue.popleft() for queue in self._writing.values() if queue), None)
+            return next((self._writing[each].popleft() for each in methods if self._writing[each]), None)
 
     def training_waits(self) -> bool:
         """Whether a call that trains, or writes files, waits."""
@@ -115,10 +115,14 @@ class EngineProcess:
             self.step()
 
     def step(self) -> None:
-        """Waits for a call unless samples are in flight, carries out calls until samples have their turn, and decodes a step."""
+        """Waits for a call unless samples are in flight, carries out calls until samples have their turn, and decodes a step.
+
+        All adapters that are to be written come first: so the first samples of several come into the same steps.
+        """
         if not self._flying:
             self._lead = 0.0
             self.calls.wait()
+        self._write_files("export")
         self._take_samples_in()
         while self._lead <= 0 and (call := self.calls.next_for_training()) is not None:
             self._mark = self.clock()
@@ -131,11 +135,16 @@ class EngineProcess:
             self._lead = 0.0
         self._decode()
 
+    def _write_files(self, *methods: str) -> None:
+        while (call := self.calls.next_for_writing(*methods)) is not None:
+            began = self.clock()
+            self._carry_out(*call)
+            self._lead += self.clock() - began
+
     def _between_parts(self) -> None:
         """Writes files, and lets samples have their share, in the midst of a joint pass."""
-        while (call := self.calls.next_for_writing()) is not None:
-            self._carry_out(*call)
         self._lead += self.clock() - self._mark
+        self._write_files(*WRITING)
         self._take_samples_in(in_a_pass=True)
         while self._flying and self._lead > 0:
             self._decode()
