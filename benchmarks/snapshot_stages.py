@@ -12,9 +12,10 @@ STAGE = re.compile(r"(\w+) (\d+\.\d{3}) s")
 STAGES = {
     "waited": "until its turn",
     "written": "in the engine, until its files are written",
-    "synced": "until they are on disk",
+    "named": "until they have their name",
     "opened": "until the engine has opened the sampler",
     "loaded": "until vLLM has its adapter",
+    "synced": "until its files are on disk, beside the others",
 }
 """What the server logs of each snapshot, in this order; a sampler that is part of the engine loads nothing."""
 
@@ -51,9 +52,9 @@ class StageLog:
 def read_stages(lines: Sequence[str], began: float) -> dict[str, Stage]:
     """The stages of a phase that began at a time, from the lines of a log.
 
-    >>> line = "2026-01-02 03:04:05,600 snapshot runs/1/sampler-2: waited 0.100 s, written 0.200 s, synced 0.300 s"
+    >>> line = "2026-01-02 03:04:05,600 snapshot runs/1/sampler-2: waited 0.100 s, written 0.200 s, named 0.300 s"
     >>> list(read_stages([line], began=0.0))
-    ['waited', 'written', 'synced']
+    ['waited', 'written', 'named']
     """
     took: dict[str, list[float]] = {}
     last: dict[str, float] = {}
@@ -88,7 +89,7 @@ def stages_table(
         if any(stage in each for each in phases.values()):
             found = [each.get(stage) for each in phases.values()]
             row(text, ["|".join([" ", " "]) if one is None else f"{one.took:.3f} | {one.last:.3f}" for one in found])
-        if stage == "synced":
+        if stage == "named":
             row("until the client has its sampler", [f" | {acknowledged[name]:.3f}" for name in phases])
     row("until the client has a sample", [f" | {first[name]:.3f}" for name in phases])
     return "\n".join(lines)

@@ -85,7 +85,7 @@ def test_an_engine_that_ends_while_an_expired_run_is_written_loses_nothing(tmp_p
         weights, first = front.backend.models["r"].weights, front.backend
         saving, gone = threading.Event(), threading.Event()
 
-        def save(model_id, directory):
+        def save(model_id, directory, later):
             saving.set()
             gone.wait()
 
@@ -112,11 +112,11 @@ def test_an_expired_run_is_kept_when_the_disk_has_room_again_and_beyond_the_quot
         save = front.backend.save
         tries = []
 
-        def full_at_first(model_id, directory):
+        def full_at_first(model_id, directory, later):
             tries.append(model_id)
             if len(tries) < 3:
                 raise OSError("no space left on device")
-            save(model_id, directory)
+            save(model_id, directory, later=later)
 
         await front.result(await front.request(run, 3, "save", path="a"))
         refused = await front.result(await front.request(run, 4, "save", path="b"))

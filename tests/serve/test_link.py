@@ -13,7 +13,7 @@ from dataproto.errors import FileFormatError
 from helpers.vector_backend import VectorBackend
 from recipes.serve.backend import Datum, Failure, LoraSpec, Pass, SampleRequest, Sampling, SparseRows
 from recipes.serve.link import CallFailed, EngineLink, EngineLost
-from recipes.serve.link.engine_process import EngineProcess
+from recipes.serve.link.engine_process import Calls, EngineProcess
 from recipes.serve.link.frames import frame_sizes, pack, split, unpack
 from workers.model.model_config import AdamParams
 
@@ -154,3 +154,19 @@ def test_calls_go_on_while_files_are_written_and_a_file_that_cannot_be_written_f
         await link.close()
 
     asyncio.run(asyncio.wait_for(drive(), 60))
+
+
+def test_an_adapter_is_written_before_what_trains_and_before_all_that_a_run_has():
+    calls = Calls()
+    for method in ("passes", "save", "export", "optim_step", "export"):
+        calls.put((None, {"method": method}))
+    assert calls.training_waits()
+    taken = [calls.next_for_writing("export")[1]["method"]]
+    while (call := calls.next_for_training()) is not None:
+        taken.append(call[1]["method"])
+    assert taken == ["export", "export", "save", "passes", "optim_step"]
+    assert not calls.training_waits()
+    for method in ("export", "passes", "submit", "reset"):
+        calls.put((None, {"method": method}))
+    assert calls.next_for_training()[1]["method"] == "reset"
+    assert (calls.next_for_training(), calls.next_for_samples()) == (None, None)

@@ -78,9 +78,9 @@ def test_clients_in_step_are_computed_in_one_batch(tmp_path, monkeypatch):
 def test_files_of_different_runs_are_written_at_the_same_time(tmp_path, monkeypatch):
     both, publish = threading.Barrier(2), directories._publish
 
-    def publish_together(temporary, target):
+    def publish_together(temporary, target, synced):
         both.wait(timeout=60)  # breaks, and fails the request, unless the other run's files are being written too
-        publish(temporary, target)
+        publish(temporary, target, synced)
 
     async def work(front: Front):
         runs = [await front.new_run(name) for name in ("one", "two")]

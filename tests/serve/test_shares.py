@@ -166,6 +166,25 @@ def test_samples_that_come_during_a_pass_are_taken_in_between_its_parts(engine_o
     assert backend.events == "TDDDTDDDTD"
 
 
+def test_adapters_are_written_together_before_a_step_of_the_samples_of_some(engine_of):
+    """A step for the samples of each would make the last client wait for all of them."""
+    backend = Counting(3, 1)
+    engine = engine_of(backend)
+
+    def export(model_id, directory, **options):
+        backend.now += 2
+        backend.events += "E"
+
+    backend.export = export
+    put_sample(engine)
+    for _ in range(4):
+        put(engine, "export", model_id="m", directory=None)
+    put_pass(engine, 1)
+    engine.step()
+    engine.step()
+    assert backend.events.startswith("EEEED")
+
+
 def test_training_alone_goes_on_without_decoding(engine_of):
     backend = Counting(3, 1)
     engine = engine_of(backend)

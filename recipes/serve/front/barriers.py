@@ -1,5 +1,6 @@
 """The requests of a run that are carried out alone: creation, updates, saving and loading."""
 
+import asyncio
 import json
 import logging
 import math
@@ -11,8 +12,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from dataproto.errors import CheckpointError
 from recipes.serve.ledger.catalogue import Catalogue
 from recipes.serve.ledger.directories import (
+    Syncs,
     check_directory,
     checked_name,
     directory_size,
@@ -81,6 +84,7 @@ class Barriers:
     def __init__(self, link: EngineLink, catalogue: Catalogue, config: ServeConfig, uses: Uses) -> None:
         self.link, self.catalogue, self.config, self.uses = link, catalogue, config, uses
         self._sizes: dict[str | None, int] = {}  # of the directories of samplers
+        self.syncs = Syncs()
         self._writing: dict[str, tuple[str, int]] = {}  # owner and bytes of what no record names yet, by run
         self.kinds: dict[str, Callable[[Run, Entry, bytes], Any]] = {
             "create": self._create,
@@ -122,6 +126,22 @@ class Barriers:
         """Brings the engine to where it was behind a request that was carried out before."""
         if entry.kind in ("create", "load", "optim_step"):
             await self.kinds[entry.kind](run, entry, body)
+        elif entry.kind == "save_for_sampler":
+            await self._repair(run, self._sampler_directory(run, entry))
+
+    def _sampler_directory(self, run: Run, entry: Entry) -> Path:
+        return self.catalogue.run_directory(run) / f"sampler-{entry.seq}"
+
+    async def _repair(self, run: Run, directory: Path) -> None:
+        """Writes a snapshot for samplers again, if a loss of power has damaged it before its files were on disk."""
+        if self.catalogue.name_of(directory) not in self.catalogue.directories():
+            return
+        try:
+            await asyncio.to_thread(check_directory, directory)
+        except CheckpointError as error:
+            log.warning("snapshot %s is written again: %s", self.catalogue.name_of(directory), error)
+            async with new_directory(directory) as temporary:
+                await self.link.call("export", model_id=run.id, directory=temporary, sampled=True)
 
     async def _invalid(self, run: Run, entry: Entry, body: bytes) -> Done:
         raise InvalidRequest(body.decode())
@@ -209,12 +229,13 @@ class Barriers:
         if asked.sampling_session_seq_id is None:
             raise InvalidRequest("save_weights_for_sampler needs a path or a sampling_session_seq_id")
         moving = asked.kind == "inflight"
-        directory = self.catalogue.run_directory(run) / f"sampler-{entry.seq}"
+        directory = self._sampler_directory(run, entry)
         waited, began = time.time() - entry.created, time.perf_counter()
-        async with self._limited(run, directory) as temporary:
+        async with self._limited(run, directory, synced=False) as temporary:
             await self.link.call("export", model_id=run.id, directory=temporary, sampled=True)
-            exported = time.perf_counter()
-        stages = waited, exported - began, time.perf_counter() - exported
+            written = time.perf_counter()
+        stages = waited, written - began, time.perf_counter() - written
+        self.syncs.begin(run.id, directory)
         sampler = Sampler(
             id=f"{run.session}:sample:{asked.sampling_session_seq_id}",
             session=run.session,
@@ -234,7 +255,7 @@ class Barriers:
         """The sampler, to whose directory the earlier ones of the run move if they follow it.
 
         Args:
-            stages: seconds until its turn, in the engine, and until its files were on disk, for the log.
+            stages: seconds until its turn, until its files were written, and until they had their name, for the log.
         """
         earlier = [
             each
@@ -249,7 +270,7 @@ class Barriers:
             self.catalogue.samplers[sampler.id] = sampler
             for directory in left:
                 self.uses.retire(str(directory))
-            log.info("snapshot %s: waited %.3f s, written %.3f s, synced %.3f s", sampler.directory, *stages)
+            log.info("snapshot %s: waited %.3f s, written %.3f s, named %.3f s", sampler.directory, *stages)
 
         answer = {"sampling_session_id": sampler.id, "type": "save_weights_for_sampler"}
         return Done(answer, [put(sampler), *map(put, earlier)], after)
@@ -307,10 +328,10 @@ class Barriers:
         return [each for each in others[: max(0, len(others) + 1 - self.config.keep_last)] if not each.public]
 
     @asynccontextmanager
-    async def _limited(self, run: Run, directory: Path) -> AsyncIterator[Path]:
+    async def _limited(self, run: Run, directory: Path, *, synced: bool = True) -> AsyncIterator[Path]:
         """`new_directory` within the room of the key. Raises as `check_room`: another run may take the rest meanwhile."""
         self.check_room(run.owner)
-        async with new_directory(directory) as temporary:
+        async with new_directory(directory, synced=synced) as temporary:
             yield temporary
             self.check_room(run.owner)
             self._writing[run.id] = run.owner, directory_size(temporary)

@@ -56,6 +56,7 @@ class RunSnapshots:
         steps, began = lane.steps, time.monotonic()
         try:
             directory = await self.barriers.snapshot(lane.run, seq)
+            await self.barriers.syncs.done(lane.run.id)  # those of samplers: a replay from here does not repair them
         except EngineLost:  # which is an OSError too
             return
         except (CallFailed, OSError):

@@ -71,6 +71,7 @@ class Service:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.link.close()
         await self.scheduler.settled()
+        self.scheduler.barriers.syncs.close()
         self.database.close()
 
     async def capabilities(self) -> Capabilities:

@@ -3,21 +3,25 @@
 import asyncio
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
+import time
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from dataproto.errors import CheckpointError
 from recipes.serve.backend import DIGESTS_FILE
 from recipes.serve.refusals import InvalidRequest
 
+log = logging.getLogger("dataproto.serve")
 MANIFEST = "manifest.json"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 TEMPORARY = ".new-"
+RETRY_SECONDS = 1.0  # between tries to bring a directory to the disk
 
 
 def checked_name(name: str) -> str:
@@ -34,17 +38,21 @@ def checked_name(name: str) -> str:
 
 
 @asynccontextmanager
-async def new_directory(target: Path) -> AsyncIterator[Path]:
+async def new_directory(target: Path, *, synced: bool = True) -> AsyncIterator[Path]:
     """A directory to write to; after the block it is ``target``, with a manifest, on disk. A failed block leaves nothing.
 
     An older ``target`` is replaced.
+
+    Args:
+        synced: whether it must be on disk. If not, a kill of this process loses nothing; a loss of power may, until
+            `sync_directory` has returned.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary(target)
     temporary.mkdir()
     try:
         yield temporary
-        await asyncio.to_thread(_publish, temporary, target)
+        await asyncio.to_thread(_publish, temporary, target, synced)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -54,11 +62,55 @@ def _temporary(target: Path) -> Path:
     return target.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
 
 
-def _publish(temporary: Path, target: Path) -> None:
+def _publish(temporary: Path, target: Path, synced: bool) -> None:
     _write_manifest(temporary)
+    if synced:
+        _sync_files(temporary)
     remove_directory(target)
     temporary.rename(target)
-    _sync(target.parent)
+    if synced:
+        _sync(target.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Returns when a directory is on disk, or is gone."""
+    with suppress(FileNotFoundError):
+        _sync_files(directory)
+        _sync(directory.parent)
+
+
+class Syncs:
+    """Directories on their way to the disk, by the runs that have written them."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, set[asyncio.Task[None]]] = {}
+
+    def begin(self, run: str, directory: Path) -> None:
+        """Begins to bring a directory to the disk. It is tried again as long as that fails."""
+        task, tasks = asyncio.create_task(self._sync(directory)), self._tasks.setdefault(run, set())
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    async def _sync(self, directory: Path) -> None:
+        began = time.perf_counter()
+        while True:
+            try:
+                await asyncio.to_thread(sync_directory, directory)
+            except OSError:
+                log.exception("%s cannot be brought to the disk, and is tried again", directory)
+                await asyncio.sleep(RETRY_SECONDS)
+            else:
+                log.info("snapshot %s: synced %.3f s", directory, time.perf_counter() - began)
+                return
+
+    async def done(self, run: str) -> None:
+        """Returns when all directories of a run are on disk."""
+        await asyncio.gather(*self._tasks.pop(run, set()))
+
+    def close(self) -> None:
+        """Tries no longer."""
+        for task in [each for tasks in self._tasks.values() for each in tasks]:
+            task.cancel()
 
 
 def _write_manifest(directory: Path) -> None:
@@ -66,6 +118,9 @@ def _write_manifest(directory: Path) -> None:
     known = json.loads(told.read_text()) if told.exists() else {}
     files = {path.name: known.get(path.name) or _digest(path) for path in sorted(directory.iterdir())}
     (directory / MANIFEST).write_text(json.dumps(files, indent=1))
+
+
+def _sync_files(directory: Path) -> None:
     for path in directory.iterdir():
         _sync(path)
     _sync(directory)

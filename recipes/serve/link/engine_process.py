@@ -28,7 +28,7 @@ from recipes.serve.link.incidents import failure_of
 log = logging.getLogger("dataproto.serve.engine")
 SAMPLING = ("open_sampler", "close_sampler", "submit", "abort")
 TRAINING = ("describe", "create", "passes", "optim_step", "save", "load", "export", "release", "reset")
-WRITING = ("save", "export")
+WRITING = ("export", "save")  # in the order in which they are carried out
 WRITERS = 8  # threads that write files
 Incoming = tuple[socket.socket, dict[str, Any]]
 
@@ -36,13 +36,13 @@ Incoming = tuple[socket.socket, dict[str, Any]]
 class Calls:
     """Calls that wait: those for samples, those that write files, and the others; each kind in its order.
 
-    What writes files comes before the others. So the front process calls for nothing else of a model until it is answered, or
-    at least until it is sent.
+    What writes files comes before the others, and an adapter alone, from which a client may want to sample, before all that a run
+    has. So the front process calls for nothing else of a model until such a call is answered, or at least until it is sent.
     """
 
     def __init__(self) -> None:
         self._sampling: deque[Incoming] = deque()
-        self._writing: deque[Incoming] = deque()
+        self._writing: dict[str, deque[Incoming]] = {method: deque() for method in WRITING}
         self._training: deque[Incoming] = deque()
         self._news = threading.Condition()
 
@@ -51,17 +51,15 @@ class Calls:
         method = call[1]["method"]
         with self._news:
             if method == "reset":
-                self._sampling.clear()
-                self._writing.clear()
-                self._training.clear()
-            kinds = self._sampling if method in SAMPLING else self._writing if method in WRITING else self._training
-            kinds.append(call)
+                for queue in (self._sampling, *self._writing.values(), self._training):
+                    queue.clear()
+            self._writing.get(method, self._sampling if method in SAMPLING else self._training).append(call)
             self._news.notify()
 
     def wait(self) -> None:
         """Returns when there is a call."""
         with self._news:
-            self._news.wait_for(lambda: self._sampling or self._writing or self._training)
+            self._news.wait_for(lambda: self._sampling or self._waits())
 
     def next_for_samples(self) -> Incoming | None:
         """Takes a call out, or ``None`` if none waits."""
@@ -69,20 +67,22 @@ class Calls:
             return self._sampling.popleft() if self._sampling else None
 
     def next_for_training(self) -> Incoming | None:
-        """As `next_for_samples`."""
+        """As `next_for_samples`, for calls that write files and the others."""
         with self._news:
-            queue = self._writing or self._training
-            return queue.popleft() if queue else None
+            return next((queue.popleft() for queue in (*self._writing.values(), self._training) if queue), None)
 
-    def next_for_writing(self) -> Incoming | None:
-        """As `next_for_samples`, for calls that write files."""
+    def next_for_writing(self, *methods: str) -> Incoming | None:
+        """As `next_for_samples`, for calls of methods that write files."""
         with self._news:
-            return self._writing.popleft() if self._writing else None
+            return next((self._writing[each].popleft() for each in methods if self._writing[each]), None)
 
     def training_waits(self) -> bool:
         """Whether a call that trains, or writes files, waits."""
         with self._news:
-            return bool(self._writing or self._training)
+            return self._waits()
+
+    def _waits(self) -> bool:
+        return any((*self._writing.values(), self._training))
 
 
 class EngineProcess:
@@ -115,10 +115,14 @@ class EngineProcess:
             self.step()
 
     def step(self) -> None:
-        """Waits for a call unless samples are in flight, carries out calls until samples have their turn, and decodes a step."""
+        """Waits for a call unless samples are in flight, carries out calls until samples have their turn, and decodes a step.
+
+        All adapters that are to be written come first: so the first samples of several come into the same steps.
+        """
         if not self._flying:
             self._lead = 0.0
             self.calls.wait()
+        self._write_files("export")
         self._take_samples_in()
         while self._lead <= 0 and (call := self.calls.next_for_training()) is not None:
             self._mark = self.clock()
@@ -131,11 +135,16 @@ class EngineProcess:
             self._lead = 0.0
         self._decode()
 
+    def _write_files(self, *methods: str) -> None:
+        while (call := self.calls.next_for_writing(*methods)) is not None:
+            began = self.clock()
+            self._carry_out(*call)
+            self._lead += self.clock() - began
+
     def _between_parts(self) -> None:
         """Writes files, and lets samples have their share, in the midst of a joint pass."""
-        while (call := self.calls.next_for_writing()) is not None:
-            self._carry_out(*call)
         self._lead += self.clock() - self._mark
+        self._write_files(*WRITING)
         self._take_samples_in(in_a_pass=True)
         while self._flying and self._lead > 0:
             self._decode()
