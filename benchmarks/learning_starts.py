@@ -16,13 +16,14 @@ import pickle
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from random import Random
 from statistics import mean
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -42,13 +43,13 @@ from recipes.data.problem_rows import read_row  # noqa: E402
 from recipes.rewards import geo3k_reward  # noqa: E402
 from recipes.run.evaluation import evaluate_answers, held_out_value  # noqa: E402
 from recipes.run.supervised import next_token_loss  # noqa: E402
-from recipes.synthetic.figure import Label, Region, draw_figure, random_style  # noqa: E402
+from recipes.synthetic.figure import Circle, Label, Region, Shape, draw_figure, random_style  # noqa: E402
 from recipes.synthetic.parts import outline, ray  # noqa: E402
 from recipes.synthetic.problems import make_problem  # noqa: E402
 from recipes.tiny import TinyConfig, make_tiny_model, tiny_checkpoint  # noqa: E402
 from recipes.tiny.warm_up import ANSWER  # noqa: E402
 from rollout.prompts import PromptBuilder, SupervisedBuilder  # noqa: E402
-from workers import launch  # noqa: E402
+from workers import Roles, launch  # noqa: E402
 from workers.model.model_config import OptimizerConfig  # noqa: E402
 from workers.roles.actor import ActorConfig  # noqa: E402
 
@@ -73,35 +74,32 @@ class StartOptions:
     level: int
     output: Path
     workers: int = 0  # processes that draw; 0: this process
-    batch_size: int = 128
+    batch_size: int = 64
     lr: float = 1e-3
     until: float = 0.2  # held-out accuracy at which training ends
     seconds: float = 1500.0  # after which it ends in any case
     every: int = 250  # updates between evaluations
-    numbers: float = 0.5  # share of pictures that show nothing but a number
+    numbers: int = 3000  # updates at the beginning on pictures of a number alone
     seed: int = 0  # of the first weights
 
 
 class Numbers(DrawnRows):
-    """Pictures of 56 pixels with one number in a rectangle, anywhere: what reading a figure begins with.
-
-    >>> row = Numbers()[3]
-    >>> row["images"][0].size, row["reward_model"]["ground_truth"]
-    ((56, 56), '96')
-    """
+    """Pictures of 56 pixels that show a number, inside a rectangle or beside a circle: what reading a figure begins with."""
 
     def __init__(self, seed: int = 0, rows: int = 2**20) -> None:
         self.seed, self.rows = seed, rows
 
     def __getitem__(self, place: Any) -> Any:
         random = Random(f"numbers/{self.seed}/{place}")
-        number = str(random.randint(1, 150))
-        corner = complex(random.uniform(11, 18), random.uniform(7, 14))
-        turn = ray(random.uniform(0, 180))
-        corners = tuple(turn * each for each in (corner, -corner.conjugate(), -corner, corner.conjugate()))
-        tinted = [Region(corners)] if random.random() < 0.5 else []
-        style = random_style(random, turn=0, pen=1.3, font=12)
-        image = draw_figure([*tinted, *outline(*corners), Label(number, 0j)], 56, style, unit=1.0)
+        number, way = str(random.randint(1, 150)), ray(random.uniform(0, 360))
+        if random.random() < 0.5:
+            corner = complex(random.uniform(11, 18), random.uniform(8, 14))
+            corners = tuple(way * each for each in (corner, -corner.conjugate(), -corner, corner.conjugate()))
+            figure: list[Shape] = [Region(corners), *outline(*corners), Label(number, 0j)]
+        else:
+            radius = random.uniform(2, 10)
+            figure = [Circle(0j, radius), Label(number, radius * way, way)]
+        image = draw_figure(figure, 56, random_style(random, turn=0, pen=1.3, font=12), unit=1.0)
         raw = {"problem": "<image>Read the number.", "answer": number, "images": [image]}
         return read_row(raw, place, "train", "synthetic/numbers")
 
@@ -113,12 +111,18 @@ class AnsweredBatches(Dataset[bytes]):
     tower gets, since all of it, sent from process to process, would take longer than an update.
     """
 
-    def __init__(self, builder: SupervisedBuilder, sources: Sequence[Any], weights: Sequence[float], size: int) -> None:
-        self.builder = builder.without_cache()
-        self.sources, self.weights, self.size = [Answered(rows, ANSWER) for rows in sources], weights, size
+    def __init__(self, builder: SupervisedBuilder, level: int, size: int, numbers: int) -> None:
+        """The first ``numbers`` batches show numbers alone. In the others half of the pictures are of the level, the rest numbers
+        and of the levels from 2 on below it.
+        """
+        self.builder, self.size, self.numbers = builder.without_cache(), size, numbers
+        rows = [Numbers(OTHER_PROBLEMS), *(ProblemRows(each, OTHER_PROBLEMS) for each in range(2, level + 1))]
+        self.sources = [Answered(each, ANSWER) for each in rows]
+        self.weights = [1] * (level - 1) + [level - 1]
 
     def __getitem__(self, number: int) -> bytes:
-        chosen = Random(f"batch/{number}").choices(self.sources, self.weights, k=self.size)
+        weights = self.weights if number >= self.numbers else [1] + [0] * (len(self.sources) - 1)
+        chosen = Random(f"batch/{number}").choices(self.sources, weights, k=self.size)
         places = range(number * self.size, (number + 1) * self.size)
         rows = self.builder.collate([self.builder.prepare(each[place]) for each, place in zip(chosen, places)])
         inputs = rows["multi_modal_inputs"]
@@ -145,15 +149,10 @@ def batch_of(made: bytes) -> DataProto:
 
 
 def endless_batches(builder: SupervisedBuilder, options: StartOptions) -> Iterator[DataProto]:
-    """Batches of numbers alone and of the problems of level 2 up to that of the options, half of the latter of that level."""
-    sources = [Numbers(OTHER_PROBLEMS), *(ProblemRows(each, OTHER_PROBLEMS) for each in range(2, options.level + 1))]
-    easier = options.level - 2
-    own = (1 - options.numbers) * (0.5 if easier else 1.0)
-    weights = [options.numbers, *[(1 - options.numbers - own) / max(easier, 1)] * easier, own]
-    batches = AnsweredBatches(builder, sources, weights, options.batch_size)
+    """The batches of a start; its processes begin at once to make them ahead."""
+    batches = AnsweredBatches(builder, options.level, options.batch_size, options.numbers)
     ahead = {"num_workers": options.workers, "prefetch_factor": 4} if options.workers else {}
-    for made in DataLoader(batches, batch_size=None, sampler=count(), collate_fn=bytes, **ahead):  # type: ignore[arg-type]
-        yield batch_of(made)
+    return map(batch_of, DataLoader(batches, batch_size=None, sampler=count(), collate_fn=bytes, **ahead))  # type: ignore[arg-type]
 
 
 def make_start_model(options: StartOptions, path: Path) -> tuple[Path, SupervisedBuilder]:
@@ -165,34 +164,39 @@ def make_start_model(options: StartOptions, path: Path) -> tuple[Path, Supervise
 
 def learn_to_read(options: StartOptions) -> float:
     """Makes a checkpoint in ``options.output``, trains it on true answers, and returns its held-out accuracy."""
-    draft = options.output.with_name(f".{options.output.name}.{os.getpid()}")
-    draft.parent.mkdir(parents=True, exist_ok=True)
-    model, builder = make_start_model(options, draft / "model")
-    asked = PromptBuilder.from_pretrained(model, LENGTH)
-    held_out = list(EvaluationLoader(ProblemRows(options.level, 0, "test")[:EVAL_ROWS], asked, EVAL_ROWS))
+    options.output.parent.mkdir(parents=True, exist_ok=True)
     optimizer = OptimizerConfig(lr=options.lr, betas=(0.9, 0.95), warmup_steps=50)
-    accuracy, began, losses = 0.0, time.monotonic(), list[float]()
-    with launch(ActorConfig(str(model), optimizer=optimizer), reward=geo3k_reward) as roles:
-        for update, rows in enumerate(endless_batches(builder, options), 1):
-            losses.append(roles.actor.update(rows, next_token_loss)["actor/loss"])
-            over = time.monotonic() - began > options.seconds
-            if over or not update % options.every:
-                roles.sync_weights()
-                metrics, _ = evaluate_answers(roles, held_out, ANSWER_LENGTH, draft, update)
-                accuracy = held_out_value(metrics, "accuracy")
-                spent = time.monotonic() - began
-                print(
-                    f"{update} updates, {spent:.0f} s: loss {mean(losses):.4f}, held-out accuracy {accuracy:.3f}",
-                    flush=True,
-                )
-                losses.clear()
-                if over or accuracy >= options.until:
-                    break
-        roles.actor.save(draft)
-    builder.save_pretrained(draft / "huggingface")
-    shutil.rmtree(options.output, ignore_errors=True)
-    (draft / "huggingface").rename(options.output)
-    shutil.rmtree(draft)
+    with TemporaryDirectory(dir=options.output.parent, prefix=".start_") as folder:
+        draft = Path(folder)
+        model, builder = make_start_model(options, draft / "model")
+        batches = endless_batches(builder, options)
+        asked = PromptBuilder.from_pretrained(model, LENGTH)
+        held_out = list(EvaluationLoader(ProblemRows(options.level, 0, "test")[:EVAL_ROWS], asked, EVAL_ROWS))
+        with launch(ActorConfig(str(model), optimizer=optimizer), reward=geo3k_reward) as roles:
+            accuracy = update_until_right(roles, batches, held_out, options, draft)
+            roles.actor.save(draft)
+        builder.save_pretrained(draft / "huggingface")
+        shutil.rmtree(options.output, ignore_errors=True)
+        (draft / "huggingface").rename(options.output)
+    return accuracy
+
+
+def update_until_right(
+    roles: Roles, batches: Iterator[DataProto], held_out: list[DataProto], options: StartOptions, folder: Path
+) -> float:
+    """Trains until so much is right as the options ask for, or until the time is over. Returns the last accuracy."""
+    began, losses = time.monotonic(), list[float]()
+    for update, rows in enumerate(batches, 1):
+        losses.append(roles.actor.update(rows, next_token_loss)["actor/loss"])
+        over = time.monotonic() - began > options.seconds
+        if over or not update % options.every:
+            roles.sync_weights()
+            accuracy = held_out_value(evaluate_answers(roles, held_out, ANSWER_LENGTH, folder, update)[0], "accuracy")
+            spent = f"{update} updates, {time.monotonic() - began:.0f} s"
+            print(f"{spent}: loss {mean(losses):.4f}, held-out accuracy {accuracy:.3f}", flush=True)
+            losses.clear()
+            if over or accuracy >= options.until:
+                break
     return accuracy
 
 
@@ -246,12 +250,12 @@ def parse() -> StartOptions:
         "--output", type=Path, required=True, help="directory of the checkpoint; an old one is replaced"
     )
     parser.add_argument("--workers", type=int, default=0, help="processes that draw; 0: the one that trains")
-    parser.add_argument("--batch-size", type=int, default=128)
+    parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--until", type=float, default=0.2, help="held-out accuracy at which training ends")
     parser.add_argument("--seconds", type=float, default=1500.0, help="after which it ends in any case")
     parser.add_argument("--every", type=int, default=250, help="updates between evaluations")
-    parser.add_argument("--numbers", type=float, default=0.5, help="share of pictures that show a number alone")
+    parser.add_argument("--numbers", type=int, default=3000, help="first updates, on pictures of a number alone")
     parser.add_argument("--seed", type=int, default=0, help="of the first weights")
     return StartOptions(**vars(parser.parse_args()))
 

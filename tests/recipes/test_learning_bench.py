@@ -147,17 +147,18 @@ def test_a_start_learns_true_answers_in_the_form_of_the_warm_up():
 def test_a_batch_of_a_start_is_that_of_the_builder(tmp_path):
     """Pixels come as bytes from another process, and are the image processor's to the last bits."""
     builder = SupervisedBuilder.from_pretrained(make_tiny_model(tmp_path / "model"), 512)
-    sources = [Numbers(5), ProblemRows(2, 5)]
-    made = batch_of(AnsweredBatches(builder, sources, [1, 1], 8)[2])
+    batches = AnsweredBatches(builder, 2, 8, numbers=2)
+    made = batch_of(batches[2])
     shown = [len(row["pixel_values"]) for row in made["multi_modal_inputs"]]
-    assert set(shown) == {16, 64}  # patches of both sources
-    rows = [Answered(sources[count == 64], ANSWER)[16 + place] for place, count in enumerate(shown)]
+    assert set(shown) == {16, 64}  # patches of a number and of level 2
+    rows = [batches.sources[count == 64][16 + place] for place, count in enumerate(shown)]
     expected = builder.collate([builder.prepare(row) for row in rows])
     for name, column in expected.batch.items():
         assert torch.equal(made[name], column), name
     for got, wanted in zip(made["multi_modal_inputs"], expected["multi_modal_inputs"], strict=True):
         assert torch.equal(got["image_grid_thw"], wanted["image_grid_thw"])
         torch.testing.assert_close(got["pixel_values"], wanted["pixel_values"], rtol=0, atol=1e-6)
+    assert {len(row["pixel_values"]) for row in batch_of(batches[1])["multi_modal_inputs"]} == {16}
 
 
 def test_a_number_is_anywhere_in_its_picture():
