@@ -86,8 +86,8 @@ class StartOptions:
 class Numbers(DrawnRows):
     """Pictures of 56 pixels that show a number, inside a rectangle or beside a circle: what reading a figure begins with."""
 
-    def __init__(self, seed: int = 0, rows: int = 2**20) -> None:
-        self.seed, self.rows = seed, rows
+    def __init__(self, seed: int = 0, question: str = "Read the number.", rows: int = 2**20) -> None:
+        self.seed, self.question, self.rows = seed, question, rows
 
     def __getitem__(self, place: Any) -> Any:
         random = Random(f"numbers/{self.seed}/{place}")
@@ -100,28 +100,32 @@ class Numbers(DrawnRows):
             radius = random.uniform(2, 10)
             figure = [Circle(0j, radius), Label(number, radius * way, way)]
         image = draw_figure(figure, 56, random_style(random, turn=0, pen=1.3, font=12), unit=1.0)
-        raw = {"problem": "<image>Read the number.", "answer": number, "images": [image]}
+        raw = {"problem": f"<image>{self.question}", "answer": number, "images": [image]}
         return read_row(raw, place, "train", "synthetic/numbers")
 
 
 class AnsweredBatches(Dataset[bytes]):
     """Answered problems in batches, each made where it is read, as bytes that `batch_of` reads.
 
+    The first ``numbers`` batches show numbers alone. In the others half of the pictures are of the level, the rest numbers and of
+    the levels from 2 on below it. Most numbers are answered by nothing else: behind the ten tokens of `ANSWER`'s form a model
+    takes far longer to find out that the picture matters. The others teach the form.
+
     A batch has the pixels of its pictures as bytes, and one of the two equal frames that the tower sees: an eighth of what the
     tower gets, since all of it, sent from process to process, would take longer than an update.
     """
 
     def __init__(self, builder: SupervisedBuilder, level: int, size: int, numbers: int) -> None:
-        """The first ``numbers`` batches show numbers alone. In the others half of the pictures are of the level, the rest numbers
-        and of the levels from 2 on below it.
-        """
         self.builder, self.size, self.numbers = builder.without_cache(), size, numbers
-        rows = [Numbers(OTHER_PROBLEMS), *(ProblemRows(each, OTHER_PROBLEMS) for each in range(2, level + 1))]
-        self.sources = [Answered(each, ANSWER) for each in rows]
-        self.weights = [1] * (level - 1) + [level - 1]
+        levels = [Answered(ProblemRows(each, OTHER_PROBLEMS), ANSWER) for each in range(2, level + 1)]
+        formed = Answered(Numbers(OTHER_PROBLEMS + 1, "Find the number."), ANSWER)
+        self.sources = [Answered(Numbers(OTHER_PROBLEMS)), formed, *levels]
+        share = 0.5 / (level - 1)  # of numbers and of each easier level
+        self.first = [0.75, 0.25, *(0.0 for _ in levels)]
+        self.later = [0.75 * share, 0.25 * share, *(share for _ in levels[1:]), 0.5]
 
     def __getitem__(self, number: int) -> bytes:
-        weights = self.weights if number >= self.numbers else [1] + [0] * (len(self.sources) - 1)
+        weights = self.first if number < self.numbers else self.later
         chosen = Random(f"batch/{number}").choices(self.sources, weights, k=self.size)
         places = range(number * self.size, (number + 1) * self.size)
         rows = self.builder.collate([self.builder.prepare(each[place]) for each, place in zip(chosen, places)])
@@ -158,6 +162,7 @@ def endless_batches(builder: SupervisedBuilder, options: StartOptions) -> Iterat
 def make_start_model(options: StartOptions, path: Path) -> tuple[Path, SupervisedBuilder]:
     """The untrained checkpoint of a start, whose tokenizer knows the words of the questions, and what makes its batches."""
     texts = [make_problem(place, each).text for each in range(1, options.level + 1) for place in range(100)]
+    texts += 100 * ["Read the number.", "Find the number."]
     make_tiny_model(path, options.seed, MODELS[options.level], texts)
     return path, SupervisedBuilder.from_pretrained(path, LENGTH)
 
