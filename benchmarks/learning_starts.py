@@ -16,9 +16,10 @@ import pickle
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -59,6 +60,7 @@ EASY_VQA_UPDATES = 50
 TASKS = ("easy_vqa", "level1", "level2", "level3", "level4")
 OTHER_PROBLEMS = 1000  # seed of the problems of a start; the runs have others
 LENGTH, ANSWER_LENGTH = 512, 24  # tokens at most
+ALONE = "Give the answer alone."
 MODELS = {
     2: TinyConfig(),
     3: TinyConfig(hidden=192, heads=6, layers=3, vision_width=96),
@@ -86,8 +88,8 @@ class StartOptions:
 class Numbers(DrawnRows):
     """Pictures of 56 pixels that show a number, inside a rectangle or beside a circle: what reading a figure begins with."""
 
-    def __init__(self, seed: int = 0, question: str = "Read the number.", rows: int = 2**20) -> None:
-        self.seed, self.question, self.rows = seed, question, rows
+    def __init__(self, seed: int = 0, instruction: str = "", rows: int = 2**20) -> None:
+        self.seed, self.instruction, self.rows = seed, instruction, rows
 
     def __getitem__(self, place: Any) -> Any:
         random = Random(f"numbers/{self.seed}/{place}")
@@ -100,16 +102,16 @@ class Numbers(DrawnRows):
             radius = random.uniform(2, 10)
             figure = [Circle(0j, radius), Label(number, radius * way, way)]
         image = draw_figure(figure, 56, random_style(random, turn=0, pen=1.3, font=12), unit=1.0)
-        raw = {"problem": f"<image>{self.question}", "answer": number, "images": [image]}
-        return read_row(raw, place, "train", "synthetic/numbers")
+        raw = {"problem": "<image>Read the number.", "answer": number, "images": [image]}
+        return read_row(raw, place, "train", "synthetic/numbers", self.instruction)
 
 
 class AnsweredBatches(Dataset[bytes]):
     """Answered problems in batches, each made where it is read, as bytes that `batch_of` reads.
 
     The first ``numbers`` batches show numbers alone. In the others half of the pictures are of the level, the rest numbers and of
-    the levels from 2 on below it. Most numbers are answered by nothing else: behind the ten tokens of `ANSWER`'s form a model
-    takes far longer to find out that the picture matters. The others teach the form.
+    the levels from 2 on below it. Half of the questions ask for the answer alone: behind the ten tokens of `ANSWER`'s form a
+    model takes far longer to find out that the picture matters. The other half, as those of the runs, teach the form.
 
     A batch has the pixels of its pictures as bytes, and one of the two equal frames that the tower sees: an eighth of what the
     tower gets, since all of it, sent from process to process, would take longer than an update.
@@ -117,12 +119,13 @@ class AnsweredBatches(Dataset[bytes]):
 
     def __init__(self, builder: SupervisedBuilder, level: int, size: int, numbers: int) -> None:
         self.builder, self.size, self.numbers = builder.without_cache(), size, numbers
-        levels = [Answered(ProblemRows(each, OTHER_PROBLEMS), ANSWER) for each in range(2, level + 1)]
-        formed = Answered(Numbers(OTHER_PROBLEMS + 1, "Find the number."), ANSWER)
-        self.sources = [Answered(Numbers(OTHER_PROBLEMS)), formed, *levels]
-        share = 0.5 / (level - 1)  # of numbers and of each easier level
-        self.first = [0.75, 0.25, *(0.0 for _ in levels)]
-        self.later = [0.75 * share, 0.25 * share, *(share for _ in levels[1:]), 0.5]
+        pictures: list[Callable[[str], Sequence[Any]]] = [partial(Numbers, OTHER_PROBLEMS)]
+        pictures += [partial(ProblemRows, each, OTHER_PROBLEMS, "train") for each in range(2, level + 1)]
+        self.sources = [
+            Answered(each(text), form) for each in pictures for text, form in ((ALONE, "{answer}"), ("", ANSWER))
+        ]
+        self.first = [1, 1] + [0, 0] * (level - 1)
+        self.later = [1, 1] * (level - 1) + [level - 1] * 2
 
     def __getitem__(self, number: int) -> bytes:
         weights = self.first if number < self.numbers else self.later
@@ -162,7 +165,7 @@ def endless_batches(builder: SupervisedBuilder, options: StartOptions) -> Iterat
 def make_start_model(options: StartOptions, path: Path) -> tuple[Path, SupervisedBuilder]:
     """The untrained checkpoint of a start, whose tokenizer knows the words of the questions, and what makes its batches."""
     texts = [make_problem(place, each).text for each in range(1, options.level + 1) for place in range(100)]
-    texts += 100 * ["Read the number.", "Find the number."]
+    texts += 100 * [f"Read the number. {ALONE}"]
     make_tiny_model(path, options.seed, MODELS[options.level], texts)
     return path, SupervisedBuilder.from_pretrained(path, LENGTH)
 

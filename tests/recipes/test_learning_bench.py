@@ -25,6 +25,7 @@ from benchmarks.learning import (
     summarise,
 )
 from benchmarks.learning_starts import (
+    ALONE,
     ANSWER,
     ANSWER_LENGTH,
     MODELS,
@@ -161,6 +162,17 @@ def test_a_batch_of_a_start_is_that_of_the_builder(tmp_path):
         assert torch.equal(got["image_grid_thw"], wanted["image_grid_thw"])
         torch.testing.assert_close(got["pixel_values"], wanted["pixel_values"], rtol=0, atol=1e-6)
     assert {len(row["pixel_values"]) for row in batch_of(batches[1])["multi_modal_inputs"]} == {16}
+
+
+def test_half_of_the_questions_of_a_start_ask_for_the_answer_alone(tmp_path):
+    batches = AnsweredBatches(SupervisedBuilder.from_pretrained(make_tiny_model(tmp_path / "model"), 512), 3, 8, 2)
+    turns = [[turn["content"] for turn in source[5]["prompt"]] for source in batches.sources]
+    answers = [source[5]["reward_model"]["ground_truth"] for source in batches.sources]
+    alone, formed = turns[::2], turns[1::2]
+    assert [answer for _, answer in alone] == answers[::2]
+    assert [answer for _, answer in formed] == [ANSWER.format(answer=answer) for answer in answers[1::2]]
+    assert [question for question, _ in alone] == [f"{question} {ALONE}" for question, _ in formed]
+    assert formed[2][0] == ProblemRows(3, 1000)[5]["prompt"][0]["content"]  # as the runs ask
 
 
 def test_a_number_is_anywhere_in_its_picture():
