@@ -93,7 +93,7 @@ class Numbers(DrawnRows):
 
     def __getitem__(self, place: Any) -> Any:
         random = Random(f"numbers/{self.seed}/{place}")
-        number, way = str(random.randint(1, 150)), ray(random.uniform(0, 360))
+        number, way = str(random.randint(1, 99)), ray(random.uniform(0, 360))
         if random.random() < 0.5:
             corner = complex(random.uniform(11, 18), random.uniform(8, 14))
             corners = tuple(way * each for each in (corner, -corner.conjugate(), -corner, corner.conjugate()))
