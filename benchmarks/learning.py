@@ -6,11 +6,11 @@
 
 A run is TASK/ALGORITHM and a seed. Tasks are easy-VQA and the drawn problems. All runs of a task and a seed have the same
 start, prompts, numbers of samples, learning rate and held-out questions; an algorithm changes only what `ALGORITHMS` says; on the
-drawn problems TRL's runs end after as many CPU seconds as GRPO's. The start is the tiny model after its warm-up (level 1) or
-after supervised updates on true answers (`START`), made once in ``WORK/TASK/start``; ``--starts`` makes those and ends, on a GPU
-if there is one. Each run is a run directory, ``WORK/TASK/ALGORITHM/STEPS_steps/seed_N``: a complete one is read and not run
-again, an interrupted one continues from its last checkpoint (TRL's begins again). Several processes can share WORK, one for each
-run.
+drawn problems TRL's runs end after as many CPU seconds as GRPO's. The start is the tiny model after its warm-up (level 1) or a
+model after supervised updates on true answers (see ``learning_starts.py``), made once in ``WORK/TASK/start``, or for a drawn
+level that of ``--start``; ``--starts`` makes them and ends, on a GPU if there is one. Each run is a run directory,
+``WORK/TASK/ALGORITHM/STEPS_steps/seed_N``: a complete one is read and not run again, an interrupted one continues from its last
+checkpoint (TRL's begins again). Several processes can share WORK, one for each run.
 
 Writes ``WORK/TASK.png`` (medians, and bands over the range of seeds) and ``WORK/table.md``. ``--draw`` does only that, with the
 complete runs of WORK and of the directories of ``--read``; of these it needs nothing but ``metrics.jsonl``. TRL's runs need its
@@ -37,7 +37,7 @@ HERE = Path(__file__).resolve().parent
 # The folder of this file comes last: its dataproto.py is not the library.
 sys.path[:] = [str(HERE.parent), *(place for place in sys.path if Path(place or ".").resolve() != HERE), str(HERE)]
 
-from learning_starts import EVAL_ROWS, START, drawn_start, easy_vqa_start, make_start  # noqa: E402
+from learning_starts import EVAL_ROWS, TASKS, drawn_start, easy_vqa_start, make_start  # noqa: E402
 
 from recipes import easy_vqa, grpo, ppo  # noqa: E402
 from recipes.configs import easy_vqa_config  # noqa: E402
@@ -48,7 +48,6 @@ from recipes.run import run  # noqa: E402
 from recipes.run.run_directory import open_run_directory, with_schedules  # noqa: E402
 
 PROMPTS, SAMPLES = 16, 16
-TASKS = tuple(START)
 COMMON = (
     f"--batch-size {PROMPTS} --algorithm.n {SAMPLES} --algorithm.kl-coef 0 "
     f"--eval-rows {EVAL_ROWS} --save-every 50 --keep-rollouts 0"
@@ -78,6 +77,7 @@ class Run:
     algorithm: str
     seed: int
     steps: int
+    start: Path | None = None  # a checkpoint; by default the one of the task
 
     @property
     def eval_every(self) -> int:
@@ -86,6 +86,10 @@ class Run:
     @property
     def name(self) -> str:
         return f"{self.task}/{self.algorithm}"
+
+    def checkpoint(self, work: Path) -> Path:
+        """The model from which a run on drawn problems starts."""
+        return self.start or drawn_start(self.task, self.seed, work)
 
     def directory(self, work: Path) -> Path:
         return work / self.task / self.algorithm / f"{self.steps}_steps" / f"seed_{self.seed}"
@@ -145,7 +149,7 @@ def train_ours(this: Run, work: Path) -> None:
     recipe, step = (ppo, ppo.ppo_step) if this.algorithm == "ppo" else (grpo, grpo.grpo_step)
     if this.task != "easy_vqa":
         config = recipe.parse(arguments_of(this, work))
-        run(replace(config, model_path=str(drawn_start(this.task, this.seed, work))), with_cpu_seconds(step))
+        run(replace(config, model_path=str(this.checkpoint(work))), with_cpu_seconds(step))
         return
     start, rows = easy_vqa_start(this.seed, work)
     config = recipe.parse([*arguments_of(this, work), "--max-prompt-length", "128", "--max-response-length", "4"])
@@ -177,7 +181,7 @@ def train_trl(this: Run, work: Path, read: Sequence[Path]) -> None:
     else:
         level = int(this.task.removeprefix("level"))
         seconds = seconds_beside(this, work, read)
-        start, reward, config, tokens = drawn_start(this.task, this.seed, work), geo3k_reward, grpo.TINY, 24
+        start, reward, config, tokens = this.checkpoint(work), geo3k_reward, grpo.TINY, 24
         train, held_out = ProblemRows(level, this.seed), ProblemRows(level, 0, "test")[:EVAL_ROWS]
     task = TRLTask(start, train, held_out, reward, tokens, config.optimizer, shuffle=this.task == "easy_vqa")
     train_and_measure(task, this.directory(work), this.seed, this.steps, this.eval_every, PROMPTS, SAMPLES, seconds)
@@ -304,6 +308,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--algorithms", nargs="+", default=["*"], help="TASK/ALGORITHM, also with wildcards")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--start", type=Path, help="a checkpoint, from which the runs of one drawn level start")
     parser.add_argument("--read", nargs="+", type=Path, default=[], help="further directories with complete runs")
     alone = parser.add_mutually_exclusive_group()
     alone.add_argument("--draw", action="store_true", help="draw and tabulate the complete runs, and run nothing")
@@ -313,13 +318,17 @@ def parse() -> argparse.Namespace:
     if unmatched := [each for each in options.algorithms if not any(fnmatch(name, each) for name in names)]:
         parser.error(f"no run is named {unmatched[0]}: choose of {', '.join(names)}")
     options.names = [name for name in names if any(fnmatch(name, each) for each in options.algorithms)]
+    if options.start and (len({name.split("/")[0] for name in options.names}) > 1 or "easy_vqa/" in options.names[0]):
+        parser.error("--start is for the runs of one drawn level: name it by --algorithms")
     return options
 
 
 def main() -> None:
     options = parse()
     options.work.mkdir(parents=True, exist_ok=True)
-    runs = [Run(*name.split("/"), seed, options.steps) for seed in options.seeds for name in options.names]
+    runs = [
+        Run(*name.split("/"), seed, options.steps, options.start) for seed in options.seeds for name in options.names
+    ]
     if options.draw:
         print(summarise(options.work, runs, options.steps, read=options.read))
         return

@@ -4,11 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from random import Random
 
 import pytest
+import torch
 
-from benchmarks import learning_starts
+from benchmarks import learning, learning_starts
 from benchmarks.learning import (
     ALGORITHMS,
     Run,
@@ -21,9 +24,23 @@ from benchmarks.learning import (
     spread,
     summarise,
 )
-from benchmarks.learning_starts import ANSWER, make_start
+from benchmarks.learning_starts import (
+    ALONE,
+    ANSWER,
+    ANSWER_LENGTH,
+    MODELS,
+    AnsweredBatches,
+    Numbers,
+    StartOptions,
+    batch_of,
+    make_start,
+    make_start_model,
+)
 from recipes import grpo, ppo
 from recipes.data import Answered, ProblemRows
+from recipes.synthetic import make_problem
+from recipes.tiny import make_tiny_model
+from rollout.prompts import SupervisedBuilder
 
 ROOT = Path(__file__).parents[2]
 
@@ -129,15 +146,75 @@ def test_a_start_learns_true_answers_in_the_form_of_the_warm_up():
     assert row["prompt"][1]["content"] == rf"<think>look</think> \boxed{{{row['reward_model']['ground_truth']}}}"
 
 
+def test_a_batch_of_a_start_is_that_of_the_builder(tmp_path):
+    """Pixels come as bytes from another process, and are the image processor's to the last bits."""
+    builder = SupervisedBuilder.from_pretrained(make_tiny_model(tmp_path / "model"), 512)
+    batches = AnsweredBatches(builder, 2, 8, numbers=2)
+    made = batch_of(batches[2])
+    shown = [len(row["pixel_values"]) for row in made["multi_modal_inputs"]]
+    assert set(shown) == {16, 64}  # patches of a number and of level 2
+    chosen = Random("batch/2").choices(batches.sources, batches.later, k=8)
+    rows = [source[16 + place] for place, source in enumerate(chosen)]
+    expected = builder.collate([builder.prepare(row) for row in rows])
+    for name, column in expected.batch.items():
+        assert torch.equal(made[name], column), name
+    for got, wanted in zip(made["multi_modal_inputs"], expected["multi_modal_inputs"], strict=True):
+        assert torch.equal(got["image_grid_thw"], wanted["image_grid_thw"])
+        torch.testing.assert_close(got["pixel_values"], wanted["pixel_values"], rtol=0, atol=1e-6)
+    assert {len(row["pixel_values"]) for row in batch_of(batches[1])["multi_modal_inputs"]} == {16}
+
+
+def test_half_of_the_questions_of_a_start_ask_for_the_answer_alone(tmp_path):
+    batches = AnsweredBatches(SupervisedBuilder.from_pretrained(make_tiny_model(tmp_path / "model"), 512), 3, 8, 2)
+    turns = [[turn["content"] for turn in source[5]["prompt"]] for source in batches.sources]
+    answers = [source[5]["reward_model"]["ground_truth"] for source in batches.sources]
+    alone, formed = turns[::2], turns[1::2]
+    assert [answer for _, answer in alone] == answers[::2]
+    assert [answer for _, answer in formed] == [ANSWER.format(answer=answer) for answer in answers[1::2]]
+    assert [question for question, _ in alone] == [f"{question} {ALONE}" for question, _ in formed]
+    assert formed[2][0] == ProblemRows(3, 1000)[5]["prompt"][0]["content"]  # as the runs ask
+
+
+def test_a_number_is_anywhere_in_its_picture():
+    rows = [Numbers(5)[place] for place in range(64)]
+    assert {row["images"][0].size for row in rows} == {(56, 56)}
+    assert len({row["reward_model"]["ground_truth"] for row in rows}) > 40
+    places = {row["images"][0].convert("L").point(lambda value: value < 128, "1").getbbox() for row in rows}
+    assert len(places) > 40
+    assert Numbers(5)[3]["images"][0].tobytes() == rows[3]["images"][0].tobytes()
+
+
+@pytest.mark.parametrize("level", sorted(MODELS))
+def test_every_answer_fits_into_a_response(level, tmp_path):
+    tokenizer = make_start_model(StartOptions(level, tmp_path / "start"), tmp_path / "model")[1].tokenizer
+    answers = {make_problem(place, level).answer for place in range(500)}
+    assert max(len(tokenizer(ANSWER.format(answer=answer))["input_ids"]) for answer in answers) < ANSWER_LENGTH
+
+
 @pytest.mark.long
 def test_the_start_of_a_level_is_made_once(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setitem(learning_starts.START, "level2", 2)
+    """It ends after the first update, says how much is right, and is a checkpoint that loads."""
+    monkeypatch.setattr(learning_starts, "StartOptions", partial(StartOptions, batch_size=4, seconds=0))
     made = make_start("level2", 0, tmp_path)
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in made.iterdir()}
+    assert {path.name for path in made.parent.iterdir()} == {"checkpoint", "lock"}
     written = (made / "model.safetensors").stat().st_mtime_ns
     assert make_start("level2", 0, tmp_path) == made
     assert (made / "model.safetensors").stat().st_mtime_ns == written
+
+
+def test_runs_start_from_a_given_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(learning, "drawn_start", lambda task, seed, work: work / "made")
+    assert Run("level2", "grpo", 0, 4).checkpoint(tmp_path) == tmp_path / "made"
+    assert Run("level2", "grpo", 0, 4, Path("given")).checkpoint(tmp_path) == Path("given")
+
+
+@pytest.mark.parametrize("names", [["level2/*", "level3/grpo"], ["easy_vqa/grpo"]])
+def test_a_given_checkpoint_is_for_one_drawn_level(names, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["learning.py", "--work", "w", "--start", "s", "--algorithms", *names])
+    with pytest.raises(SystemExit):
+        learning.parse()
+    assert "--start is for the runs of one drawn level" in capsys.readouterr().err
 
 
 @pytest.mark.long
