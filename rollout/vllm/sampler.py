@@ -38,7 +38,7 @@ FIRST_COLUMNS = 256
 """Initial number of log-probs per response that memory is allocated for."""
 FIRST_SLOTS = 64
 """Initial number of open requests that memory is allocated for."""
-CHUNK_ROWS = 256
+CHUNK_ROWS = 512
 """Rows sampled at a time, which bounds memory to a few copies of their logits."""
 
 

@@ -109,7 +109,7 @@ def complete_config(config: Any, family: VLMFamily) -> None:
         if isinstance(value, Mapping):
             getattr(config, name).update(value)
         else:
-            setattr(config, name, value)
+            config.update({name: value})
 
 
 def write_index(directory: Path, places: Mapping[str, tuple[str, int]], parameters: int) -> None:
