@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
+from hashlib import blake2b
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -92,7 +93,17 @@ class Run:
         return self.start or drawn_start(self.task, self.seed, work)
 
     def directory(self, work: Path) -> Path:
-        return work / self.task / self.algorithm / f"{self.steps}_steps" / f"seed_{self.seed}"
+        """Where a run is kept. Those from another start are other runs."""
+        seed = f"seed_{self.seed}" if self.start is None else f"seed_{self.seed}_from_{digest_of(self.start)}"
+        return work / self.task / self.algorithm / f"{self.steps}_steps" / seed
+
+
+def digest_of(checkpoint: Path) -> str:
+    """Eight hexadecimal digits that identify the weights of a checkpoint."""
+    digest = blake2b(digest_size=4)
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def is_complete(this: Run, work: Path) -> bool:

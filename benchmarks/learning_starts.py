@@ -172,6 +172,8 @@ def make_start_model(options: StartOptions, path: Path) -> tuple[Path, Supervise
 
 def learn_to_read(options: StartOptions) -> float:
     """Makes a checkpoint in ``options.output``, trains it on true answers, and returns its held-out accuracy."""
+    if options.output.exists() and not (options.output / "config.json").is_file():
+        raise SystemExit(f"--output {options.output} is no checkpoint of an earlier start: it is not replaced")
     options.output.parent.mkdir(parents=True, exist_ok=True)
     optimizer = OptimizerConfig(lr=options.lr, betas=(0.9, 0.95), warmup_steps=50)
     with TemporaryDirectory(dir=options.output.parent, prefix=".start_") as folder:
@@ -184,7 +186,8 @@ def learn_to_read(options: StartOptions) -> float:
             accuracy = update_until_right(roles, batches, held_out, options, draft)
             roles.actor.save(draft)
         builder.save_pretrained(draft / "huggingface")
-        shutil.rmtree(options.output, ignore_errors=True)
+        if options.output.exists():
+            shutil.rmtree(options.output)
         (draft / "huggingface").rename(options.output)
     return accuracy
 

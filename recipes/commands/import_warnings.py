@@ -10,6 +10,8 @@ import sys
 
 __all__ = ["silence"]
 
+TORCHAO_ENUMS = ("<enum 'KernelPreference'>", "<enum 'ScaleCalculationMode'>")
+
 
 def silence() -> None:
     """Leaves these warnings out from now on. It imports no library."""
@@ -23,10 +25,10 @@ def _of_use(record: logging.LogRecord) -> bool:
     text = record.getMessage()
     if record.name == "torchao":
         return not (text.startswith("Failed to load ") and ".so" in text and _without_cuda())
-    return "is an Enum subclass" not in text
+    return not (text.startswith(TORCHAO_ENUMS) and "is an Enum subclass" in text)
 
 
 def _without_cuda() -> bool:
     """Whether the torch that is loaded is built without CUDA."""
     torch = sys.modules.get("torch")
-    return torch is not None and torch.version.cuda is None
+    return torch is not None and torch.version.cuda is None and getattr(torch.version, "hip", None) is None

@@ -58,6 +58,7 @@ class Setting:
     eval_every: int = 0
     eval_rows: int = 0
     answered: int = 0  # held-out prompts that are answered at a time
+    eval_samples: int = 1  # answers to each of them
     save_every: int = 0
     save_behind: bool = False
     keep_checkpoints: int = 2

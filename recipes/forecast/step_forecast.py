@@ -125,7 +125,8 @@ class StepForecast:
     def evaluation_seconds(self) -> float:
         """Of one evaluation: greedy answers to the held-out problems."""
         generated = next((phase.seconds for phase in self.phases if phase.name == "gen"), 0.0)
-        return generated * self.setting.eval_rows / max(len(self.setting.batch.responses), 1)
+        answers = self.setting.eval_rows * self.setting.eval_samples
+        return generated * answers / max(len(self.setting.batch.responses), 1)
 
     @property
     def run_seconds(self) -> float:
@@ -290,7 +291,7 @@ def _answering(setting: Setting, share: BatchSizes, engine: Engine) -> RoleMemor
 
 
 def _evaluation(setting: Setting, resting: Mapping[str, RoleMemory]) -> tuple[RoleMemory, ...]:
-    """All roles while the Hugging Face engine answers held-out prompts, each of which it reads once for one answer.
+    """All roles while the Hugging Face engine answers held-out prompts, each of which it reads once for all its answers.
 
     vLLM takes no more memory for them than in a step. On a CPU their pictures are `Setting.pictures`.
     """
@@ -298,13 +299,13 @@ def _evaluation(setting: Setting, resting: Mapping[str, RoleMemory]) -> tuple[Ro
         return ()
     engine = engine_of(setting.config, setting.size, "hf", setting.engine_options, setting.device)
     rows = -(-setting.answered // setting.layout.world_size)
-    prompts = setting.batch.prompts.repeated(rows)
+    prompts, count = setting.batch.prompts.repeated(rows), rows * setting.eval_samples
     answers = replace(
         setting.batch,
         prompts=replace(prompts, grids=((),) * rows) if setting.device.on_cpu else prompts,
-        responses=tuple(islice(cycle(setting.batch.responses), rows)),
-        samples=1,
-        shown=None if setting.batch.shown is None else setting.batch.shown.repeated(rows),
+        responses=tuple(islice(cycle(setting.batch.responses), count)),
+        samples=setting.eval_samples,
+        shown=None if setting.batch.shown is None else setting.batch.shown.repeated(count),
     )
     roles = {name: role for name, role in resting.items() if name != "engine"}
     return (*roles.values(), _answering(setting, answers, engine))

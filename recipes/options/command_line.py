@@ -35,7 +35,7 @@ class HasPreset(Protocol):
 
 Recipe = TypeVar("Recipe", bound=HasPreset)
 
-TRACEBACK, PRESET, CONFIG = "--traceback", "--preset", "--config"
+TRACEBACK, PRESET, CONFIG, ENGINE = "--traceback", "--preset", "--config", "--engine"
 PARSED = re.compile(
     r"^Error parsing \w+: |; Argument helptext:.*"
 )  # beside the text of an error, to which it adds nothing
@@ -133,14 +133,20 @@ def _preset(name: str, presets: Mapping[str, Recipe]) -> Recipe:
 
 
 def _chosen_preset(name: str | None, presets: Mapping[str, Recipe], given: Sequence[str]) -> Recipe:
-    """The defaults of a command line. They do not depend on the model, so one that is named needs a preset."""
+    """The defaults of a command line. They do not depend on the model, so one that is named needs a preset. The engine options of
+    a preset are for its own engine.
+    """
     if name is None and names_a_model(given):
         others = ", ".join(each for each in presets if each not in (TINY, ANY))
         raise InvalidConfig(
             "--model-path needs --preset, which says whose defaults apply: any (for a checkpoint of any size)"
             f"{f', {others}' if others else ''}, or tiny (those of the small model)"
         )
-    return _preset(name or TINY, presets)
+    preset = _preset(name or TINY, presets)
+    engine = _take(given, ENGINE)[1]
+    if engine is None or engine == getattr(preset, "engine", engine):
+        return preset
+    return replace(preset, engine=engine, engine_options={})  # type: ignore[type-var]
 
 
 def _recorded(run_dir: str, presets: Mapping[str, Recipe], prog: str, given: Sequence[str]) -> Recipe:
@@ -187,7 +193,7 @@ def parse_config(arguments: Sequence[str], default: Config, description: str | N
 def divided(arguments: Sequence[str], default: Any) -> tuple[list[str], list[str]]:
     """A command line's options of ``default``, with their values, and all the others.
 
-    >>> from dataclasses import dataclass, fields, is_dataclass, replace
+    >>> from dataclasses import dataclass
     >>> @dataclass
     ... class Own:
     ...     fit: bool = False
@@ -214,10 +220,15 @@ def _parse(arguments: Sequence[str], default: Config, prog: str) -> Config:
     """The options over ``default``. What is given of an option ``NAME VALUE ...`` is added to the default's values."""
     refusal = io.StringIO()
     mappings = _mappings(default)
-    empty = _with_mappings(default, {place: {} for place in mappings})  # over others, tyro does not take NAME VALUE ...
+    empty = _with_mappings(
+        default, {place: {} for place in mappings}
+    )  # tyro takes NAME VALUE ... only over an empty default
     try:
         with contextlib.redirect_stderr(refusal), _unwrapped():
-            config = tyro.cli(type(default), args=list(arguments), default=empty, prog=prog, add_help=False)
+            joined = _joined(
+                arguments, [f"--{option.name}" for option in options_of(default) if option.path in mappings]
+            )
+            config = tyro.cli(type(default), args=joined, default=empty, prog=prog, add_help=False)
     except SystemExit:
         lines = [line.strip("╭╮╰╯│─ ") for line in refusal.getvalue().splitlines()]
         text = "; ".join(line for line in lines[1:] if line)
@@ -227,13 +238,32 @@ def _parse(arguments: Sequence[str], default: Config, prog: str) -> Config:
     return _with_mappings(config, {place: mappings.get(place, {}) | values for place, values in given.items()})
 
 
-Place = tuple[str, ...]
+def _joined(arguments: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The command line with all values of each option ``NAME VALUE ...`` in one place; tyro would take the last ones alone.
+
+    >>> _joined(["--engine-options", "a", "1", "--steps", "3", "--engine-options", "b", "2"], ["--engine-options"])
+    ['--steps', '3', '--engine-options', 'a', '1', 'b', '2']
+    """
+    rest: list[str] = []
+    values: dict[str, list[str]] = {}
+    inside: list[str] = rest
+    for argument in arguments:
+        if argument.startswith("--"):
+            name = argument.replace("_", "-")
+            inside = values.setdefault(name, [name]) if name in names else rest
+            if name in names:
+                continue
+        inside.append(argument)
+    return [*rest, *(each for given in values.values() for each in given)]
+
+
+FieldPath = tuple[str, ...]
 """The names of the fields that lead to a value of a configuration."""
 
 
-def _mappings(config: Any, place: Place = ()) -> dict[Place, dict[str, Any]]:
+def _mappings(config: Any, place: FieldPath = ()) -> dict[FieldPath, dict[str, Any]]:
     """The values of a configuration that are mappings, by their places."""
-    found: dict[Place, dict[str, Any]] = {}
+    found: dict[FieldPath, dict[str, Any]] = {}
     for field in fields(config):
         value, here = getattr(config, field.name), (*place, field.name)
         if isinstance(value, dict):
@@ -243,13 +273,13 @@ def _mappings(config: Any, place: Place = ()) -> dict[Place, dict[str, Any]]:
     return found
 
 
-def _with_mappings(config: Config, mappings: Mapping[Place, dict[str, Any]]) -> Config:
+def _with_mappings(config: Config, mappings: Mapping[FieldPath, dict[str, Any]]) -> Config:
     for place, mapping in mappings.items():
         config = _replaced(config, place, mapping)
     return config
 
 
-def _replaced(config: Any, place: Place, value: Any) -> Any:
+def _replaced(config: Any, place: FieldPath, value: Any) -> Any:
     name, rest = place[0], place[1:]
     return replace(config, **{name: _replaced(getattr(config, name), rest, value) if rest else value})
 

@@ -193,7 +193,8 @@ def expected_setting(
     trained = batch.part(config.algorithm.minibatch or len(batch.prompts.tokens))  # at a time
     setting = policy_gradient_setting(config, batch, device(trained, loader, config.compute.token_budget))
     answered = min(held_out, answered_at_a_time(config))
-    return replace(setting, kept_images=kept, eval_rows=held_out, answered=answered)
+    samples = config.data.eval_samples
+    return replace(setting, kept_images=kept, eval_rows=held_out, answered=answered, eval_samples=samples)
 
 
 def launch_roles(

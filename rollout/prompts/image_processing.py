@@ -65,7 +65,7 @@ def _image_key(image: Image.Image, processor: Any, options: Mapping[str, Any]) -
 
 
 Batch = dict[bytes, "Future[dict[str, Tensor]]"]
-"""The inputs of the images of a batch, which several threads may process."""
+"""The inputs of the images of a batch by key, of those too that a thread is making."""
 
 
 class ImageCache:
@@ -91,14 +91,15 @@ class ImageCache:
 
     @contextmanager
     def one_batch(self, batch: Batch | None = None) -> Iterator[Batch]:
-        """Within this context, `inputs` makes each image of this thread once, whatever its size. Threads that work on the same
-        batch pass it on.
+        """Within this context, `inputs` makes each image once, whatever its size. Threads that work on one batch enter it with
+        the same ``batch``.
         """
+        outer = getattr(self._thread, "batch", None)
         self._thread.batch = {} if batch is None else batch
         try:
             yield self._thread.batch
         finally:
-            self._thread.batch = None
+            self._thread.batch = outer
 
     def inputs(self, key: bytes, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """The inputs under this key, from the batch, the cache, or ``make()``, whose error it raises."""
@@ -111,6 +112,7 @@ class ImageCache:
             try:
                 made.set_result(self._found_or_made(key, make))
             except BaseException as error:
+                batch.pop(key)
                 made.set_exception(error)
         return dict(found.result())
 

@@ -14,8 +14,9 @@ import binascii
 import io
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from threading import Lock
 from typing import Any
 from urllib.parse import unquote, urlparse
 
@@ -27,6 +28,9 @@ from dataproto.errors import InvalidMedia
 MAX_IMAGE_PIXELS = 89_478_485
 """Larger images are refused before they are decoded (Pillow's limit against decompression bombs)."""
 
+_GIVEN = (
+    Lock()
+)  # held while an image that the caller has opened is read: Pillow decodes it in its own object, at its first use
 _FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
 _SIXTEEN_BIT_FORMATS = ("PNG", "PPM")  # images that Pillow reads from these in mode "I" have 16 bits
 _SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap width and height
@@ -96,12 +100,14 @@ def _opened(source: Any, root: str | os.PathLike[str] | None) -> Iterator[Image.
     """The image with its size checked, before it is decoded. Closed afterwards unless the caller passed an open image."""
     found = _unwrap(source)
     image = found if isinstance(found, Image.Image) else _open(found, root, source)
+    given = _GIVEN if image is found else nullcontext()
     try:
         if image.width * image.height > MAX_IMAGE_PIXELS:
             raise InvalidMedia(
                 f"image {_describe(source)} has {image.width} x {image.height} pixels, more than {MAX_IMAGE_PIXELS}"
             )
-        yield image
+        with given:
+            yield image
     finally:
         if image is not found:
             image.close()

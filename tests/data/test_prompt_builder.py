@@ -272,6 +272,19 @@ def test_threads_give_the_rows_of_one_thread(monkeypatch, image_cache_bytes):
     assert together["multi_modal_inputs"][0]["pixel_values"] is together["multi_modal_inputs"][3]["pixel_values"]
 
 
+def test_threads_may_read_one_image_that_the_caller_has_opened(monkeypatch, tmp_path):
+    """Pillow decodes it, and reads its orientation, in the object that all rows share."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    sideways = Image.Exif()
+    sideways[0x0112] = 6
+    picture(400, 300).save(tmp_path / "a.jpg", exif=sideways)
+    for _ in range(5):
+        with Image.open(tmp_path / "a.jpg") as image:
+            together = counting_builder()([{"prompt": "<image>", "images": [image]} for _ in range(16)])
+        assert {medium["image"][0].size for medium in together["multi_modal_data"]} == {(300, 400)}
+        assert len({id(inputs["pixel_values"]) for inputs in together["multi_modal_inputs"]}) == 1
+
+
 def test_threads_name_the_first_bad_row(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     broken = Image.new("RGB", (1, 400))  # its sides differ too much for the image processor

@@ -145,7 +145,18 @@ def test_values_by_name_are_added_to_those_of_the_preset(tmp_path):
     open_run_directory(began.run, began)
     resumed = grpo.parse(["--resume", str(tmp_path), "--steps", "3"])
     assert resumed == replace(began, run=replace(began.run, steps=3, resume=True))
+    (tmp_path / "mine.yaml").write_text("preset: 7b\nengine_options: {memory_share: 0.2, max_num_seqs: 32}\n")
+    both = grpo.parse(["--config", str(tmp_path / "mine.yaml"), "--engine-options", "max_num_seqs", "64"])
+    assert both.engine_options == {"max_num_seqs": 64, "memory_share": 0.2}
     assert ppo.parse(["--preset", "7b", "--engine-options", "max_num_seqs", "64"]).engine_options["max_num_seqs"] == 64
+
+
+@pytest.mark.slow
+def test_another_engine_has_no_options_of_the_presets_engine():
+    assert grpo.parse(["--preset", "3b", "--engine", "vllm"]).engine_options == {"memory_share": 0.3}
+    assert grpo.parse(["--preset", "3b", "--engine", "hf"]).engine_options == {}
+    given = ["--preset", "3b", "--engine=hf", "--engine-options", "token_budget", "4096"]
+    assert grpo.parse(given).engine_options == {"token_budget": 4096}
 
 
 @pytest.mark.slow

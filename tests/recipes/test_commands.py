@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from recipes.commands import COMMANDS, main
-from recipes.commands.import_warnings import silence
+from recipes.commands.import_warnings import TORCHAO_ENUMS, silence
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -129,7 +129,8 @@ LOADING = "Failed to load _C_cutlass_90a.abi3.so: Could not load this library"
             None,
             True,
         ),
-        ("torch.utils._pytree", logging.WARNING, "<enum 'X'> is an Enum subclass and is now supported", "13.0", False),
+        ("torch.utils._pytree", logging.WARNING, TORCHAO_ENUMS[0] + " is an Enum subclass and is now", "13.0", False),
+        ("torch.utils._pytree", logging.WARNING, "<enum 'X'> is an Enum subclass and is now supported", "13.0", True),
         ("torch.utils._pytree", logging.WARNING, "X is already registered", None, True),
     ],
 )

@@ -650,7 +650,7 @@ def test_a_whole_step_on_two_h200_takes_what_benchmarks_results_reports():
         ("ref", fact.scoring_gib),
         ("update_actor", fact.updating_gib),
     ):
-        assert found[phase] == (pytest.approx(getattr(fact, phase), rel=0.1), pytest.approx(gib, rel=0.1))
+        assert found[phase] == (pytest.approx(getattr(fact, phase), rel=0.2), pytest.approx(gib, rel=0.1))
     measured = fact.gen + fact.old_log_prob + fact.ref + fact.update_actor
     assert sum(seconds for seconds, _ in found.values()) == pytest.approx(measured, rel=0.2)
 
