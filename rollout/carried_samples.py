@@ -5,7 +5,7 @@ number of its random stream, so under equal weights it gets the tokens that it w
 """
 
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +20,8 @@ BEGUN = "_begun"
 """The column with what was sampled of each row so far: a list with one mapping for each turn, see `BegunTurn.plain`."""
 
 SUBMITTED_AT_A_TIME = 64
-"""Requests that are submitted before the engine's next step. Rendering a prompt takes time, in which a GPU would wait."""
+"""Requests that are submitted before the engine's next step, and the others of their groups. Rendering a prompt takes time, in
+which a GPU would wait. Engines share a prompt among the samples that are submitted together."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,25 @@ def continued(request: Request, token_ids: Sequence[int], family: VLMFamily) -> 
     )
 
 
+def submitted_together(labels: Sequence[str]) -> Iterator[list[int]]:
+    """Places of samples in whole groups: of as many as reach `SUBMITTED_AT_A_TIME` each, in the order of their first samples.
+
+    >>> list(submitted_together(["a", "b"] * 40 + ["c"]))[1]
+    [80]
+    """
+    members: dict[str, list[int]] = {}
+    for place, label in enumerate(labels):
+        members.setdefault(label, []).append(place)
+    places: list[int] = []
+    for group in members.values():
+        places += group
+        if len(places) >= SUBMITTED_AT_A_TIME:
+            yield places
+            places = []
+    if places:
+        yield places
+
+
 def decode_groups(
     engine: RequestEngine,
     requests: Sequence[Request],
@@ -156,13 +176,15 @@ def decode_groups(
     """
     found: list[tuple[Tokens, FinishReason]] = [(tokens, "abort") for tokens in begun]
     running: dict[int, int] = {}  # number in the engine -> place
-    waiting = deque(enumerate(zip(requests, begun, strict=True)))
+    goes_on = [  # all of them before the first is decoded, so that a mistake costs nothing
+        (continued(request, tokens.token_ids, family), replace(sampling, max_tokens=sampling.max_tokens - len(tokens)))
+        for request, tokens in zip(requests, begun, strict=True)
+    ]
+    waiting = deque(submitted_together(groups.labels))
     try:
         while (waiting or running) and not groups.enough:
-            for _ in range(min(len(waiting), SUBMITTED_AT_A_TIME)):  # the engine reads the first ones meanwhile
-                place, (request, tokens) = waiting.popleft()
-                rest = replace(sampling, max_tokens=sampling.max_tokens - len(tokens))
-                running[engine.submit(continued(request, tokens.token_ids, family), rest)] = place
+            for place in waiting.popleft() if waiting else ():  # the engine reads the first ones meanwhile
+                running[engine.submit(*goes_on[place])] = place
             for completion in engine.poll():
                 if completion.error is not None:
                     raise completion.error

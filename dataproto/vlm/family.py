@@ -61,7 +61,7 @@ class VLMFamily(PromptLayout, ForwardCosts):
     vllm_module: str = ""
     """A module that vLLM must have to run these models: older versions lack it. Empty: all versions run them."""
     rollout_modality: str = ""
-    """vLLM's one name for all media of these models, which it takes already processed. Empty: it processes images itself."""
+    """If not empty, vLLM gets these models' media already processed, all under this one name."""
 
     # Module paths
 

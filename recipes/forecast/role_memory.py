@@ -177,11 +177,8 @@ def scoring(
     """What a role takes in a pass without gradients, at the highest of three places: a layer of the tower, one of the decoder,
     and a chunk of logits with the states that it is computed from. Each frees what the one before it took, and sp divides tokens.
     """
-    text, number, parts = (
-        config.get_text_config(),
-        device.bytes_of_number,
-        [part.times(1 / layout.sp) for part in parts],
-    )
+    text, number = config.get_text_config(), device.bytes_of_number
+    parts = [part.times(1 / layout.sp) for part in parts]
     per_token = decoder_bytes(text, size, compute, device).passing / layout.tp
     per_patch = tower_bytes(config, compute, device, True).passing / (layout.tp * layout.sp)
     states = max(part.tokens for part in parts) * number * int(text.hidden_size) / layout.tp

@@ -60,9 +60,8 @@ class StepForecast:
     setting: Setting
     phases: tuple[Phase, ...]
     problems: tuple[str, ...] = ()  # why it does not fit, and what to change
-    evaluation: tuple[
-        RoleMemory, ...
-    ] = ()  # all roles while held-out problems are answered, where that is not as in a step
+    evaluation: tuple[RoleMemory, ...] = ()
+    """All roles while held-out problems are answered, where that is not as in a step."""
 
     @property
     def fits(self) -> bool:

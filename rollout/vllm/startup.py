@@ -174,13 +174,18 @@ def default_options(
         options["kv_cache_memory_bytes"] = 1 << 30
     family, config = family_and_config(model_path)
     check_version(family)
+    needed = dict(family.rollout_config(config))
+    if needed and options.get("hf_overrides"):
+        raise InvalidConfig(
+            f"hf_overrides: models of type {family.model_type} have settings of their own there; put these into config.json"
+        )
     check_speculation(speculate, family)
     defaults: dict[str, Any] = {
         "distributed_executor_backend": executor(options["tensor_parallel_size"]),
         "enable_sleep_mode": on_cuda,
         "generation_config": "vllm",
         "worker_cls": POLICY_WORKER,
-        "hf_overrides": dict(family.rollout_config(config)),
+        "hf_overrides": needed,
     }
     if awaits_weights:
         register_awaiting_loader()

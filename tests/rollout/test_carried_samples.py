@@ -13,7 +13,7 @@ from helpers.batches import prompt_batch
 from helpers.engines import start
 from helpers.tiny_models import tiny_model
 from rollout import carried_samples
-from rollout.carried_samples import BegunTurn, Tokens, WholeGroups, decode_groups
+from rollout.carried_samples import BegunTurn, Tokens, WholeGroups, decode_groups, submitted_together
 from rollout.engine import Completion, SamplingParams
 from rollout.hf import HFEngine
 from rollout.responses import build_requests
@@ -95,6 +95,26 @@ def test_the_engine_steps_before_all_requests_are_submitted(monkeypatch):
     everything = ["submit", "submit", "poll", "submit", "submit", "poll", "submit", "poll"]
     assert calls_of(wanted=5) == (everything, ["stop"] * 5)
     assert calls_of(wanted=3) == (everything[:6], ["stop"] * 4 + ["abort"])
+
+
+def test_the_samples_of_a_group_are_submitted_together(monkeypatch):
+    monkeypatch.setattr(carried_samples, "SUBMITTED_AT_A_TIME", 3)
+    assert list(submitted_together("aabbacbd")) == [[0, 1, 4], [2, 3, 6], [5, 7]]
+    model = tiny_model("qwen2_5_vl")
+    requests = build_requests(prompt_batch(model.config, [[]] * 2, texts=[3] * 2), replace(SAMPLED, n=2))
+    engine, begun = Recorded(), [Tokens() for _ in requests]
+    decode_groups(engine, requests, begun, SAMPLED, WholeGroups("aabb", 2), family_of(model.config), 1)
+    assert engine.calls == ["submit"] * 4 + ["poll"]
+
+
+def test_a_mistake_in_a_later_request_is_found_before_anything_is_decoded(monkeypatch):
+    monkeypatch.setattr(carried_samples, "SUBMITTED_AT_A_TIME", 1)
+    model = tiny_model("qwen2_5_vl")
+    requests = build_requests(prompt_batch(model.config, [[]] * 2, texts=[3] * 2), replace(SAMPLED, n=1))
+    engine, whole = Recorded(), Tokens([7] * 9, [-0.5] * 9, [1] * 9)  # of 9 tokens none is left
+    with pytest.raises(ValueError, match="max_tokens"):
+        decode_groups(engine, requests, [Tokens(), whole], SAMPLED, WholeGroups("ab", 2), family_of(model.config), 1)
+    assert engine.calls == []
 
 
 @pytest.mark.vllm

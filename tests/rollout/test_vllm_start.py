@@ -86,6 +86,20 @@ def test_a_start_tunes_the_kernels_of_experts(tmp_path, model_type, tunes):
     assert found.get("enable_flashinfer_autotune", True) == tunes
 
 
+@pytest.mark.vllm
+def test_overrides_do_not_replace_what_a_family_needs(tmp_path):
+    options = {"dtype": "auto", "kv_cache_memory_bytes": None, "tensor_parallel_size": 1, "hf_overrides": {"a": 1}}
+    path = write_checkpoint("kimi_k25", tmp_path / "kimi")
+    with pytest.raises(InvalidConfig, match=r"hf_overrides.*kimi_k25.*config\.json"):
+        default_options(path, torch.device("cuda"), dict(options), False, False, 0)
+    found = default_options(path, torch.device("cuda"), options | {"hf_overrides": None}, False, False, 0)
+    assert found["hf_overrides"]["architectures"] == ["KimiK25ForConditionalGeneration"]
+    path = write_checkpoint("qwen2_5_vl", tmp_path / "qwen")
+    assert (default_options(path, torch.device("cuda"), dict(options), False, False, 0) | options)["hf_overrides"] == {
+        "a": 1
+    }
+
+
 class Machine:
     def start(self):
         return [self.load(), self.load()]

@@ -195,3 +195,11 @@ def test_queries_that_are_not_compressed_are_refused():
     config.text_config.q_lora_rank = None
     with pytest.raises(InvalidConfig, match="q_lora_rank=None"):
         FAMILY.check_supported(config)
+
+
+def test_queries_without_their_keys_are_refused():
+    """They are one tensor in vLLM, which would keep its old one."""
+    model = tiny_model("kimi_k25")
+    some = [(name, weight) for name, weight in model.named_parameters() if "layers.1.attn.k_proj.weight" not in name]
+    with pytest.raises(ValueError, match=r"blocks\.1\.wqkv\.weight has only q, v"):
+        list(FAMILY.rollout_weights(some, model.config))

@@ -90,7 +90,8 @@ class TrainedMatrices(ABC):
         """Writes the matrices and the AdamW state, without gradients.
 
         Args:
-            later: gets what writes the files of the weights as they are now; not all matrices make use of it.
+            later: gets what writes the files of the weights as they are now. Adapters use it; all weights of a model are written
+                before `save` returns.
         """
         self.write(directory, base_model)
         tensors = {name: value.detach().cpu() for name, value in self.state().items()}

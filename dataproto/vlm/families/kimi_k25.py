@@ -179,6 +179,9 @@ class KimiK25(VLMFamily):
     def rollout_weights(self, weights: Iterable[tuple[str, Tensor]], config: Any) -> Iterator[tuple[str, Tensor]]:
         """Experts apart, and the tower's queries, keys and values as one tensor, in which the two numbers that are rotated
         together are neighbours.
+
+        Raises:
+            ValueError: the tower's queries, keys or values of a layer are missing.
         """
         heads = int(config.vision_config.num_attention_heads)
         waiting: dict[tuple[str, str], dict[str, Tensor]] = defaultdict(dict)
@@ -196,6 +199,11 @@ class KimiK25(VLMFamily):
             if len(parts) == 3:
                 del waiting[before, kind]
                 yield f"{before}.wqkv.{kind}", torch.cat([parts["q"], parts["k"], parts["v"]])
+        for (before, kind), parts in waiting.items():
+            given = ", ".join(sorted(parts))
+            raise ValueError(
+                f"{before}.wqkv.{kind} has only {given}: give the tower's queries, keys and values (q, k, v) together"
+            )
 
     def rollout_config(self, config: Any) -> dict[str, Any]:
         """The class that published configs name, and how they say that experts are scored, which transformers leaves out."""

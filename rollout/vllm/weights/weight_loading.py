@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -70,13 +70,16 @@ def differing_parameters(worker: Any, weights: Weights) -> list[str]:
         held = _held(module, name)
         of_experts = name.endswith(tuple(EXPERT_WEIGHTS.values()))
         wanted = (_of_experts(parts[0], name) if of_experts else _wanted(module, parts, held)).to(held.dtype)
+        same = equal_in_fp8 if is_quantized(module) else torch.equal
         if of_experts:
-            held, wanted = _in_order(held, wanted)
-        elif wanted.ndim:
+            if not same_experts(held, wanted, same, reorders_experts(module)):
+                differing.append(name)
+            continue
+        if wanted.ndim:
             held = held[: len(wanted)].reshape(wanted.shape)  # vocabularies are padded
         if is_packed(model) and name.endswith(".conv1d.weight"):  # across channels
             held, wanted = held.flatten().sort().values, wanted.flatten().sort().values
-        if not (equal_in_fp8(held, wanted) if is_quantized(module) else torch.equal(held, wanted)):
+        if not same(held, wanted):
             differing.append(name)
     return differing + sorted(left)
 
@@ -175,16 +178,39 @@ def _of_experts(whole: Tensor, name: str) -> Tensor:
     return torch.cat([each.chunk(ranks, 1)[rank] for each in whole.chunk(2, 1)], 1)
 
 
-def _in_order(held: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights of experts, sorted for each: kernels reorder elements, and fill up narrow layers with zeros.
-
-    >>> held, wanted = _in_order(torch.tensor([[[3.0, 0.0], [1.0, 0.0]]]), torch.tensor([[[1.0], [3.0]]]))
-    >>> torch.equal(held, wanted)
-    True
+def reorders_experts(layer: nn.Module) -> bool:
+    """Whether the kernel of a layer of experts takes elements in another order than they are loaded: those for a CPU do, and
+    FlashInfer's, one of which has up before gate.
     """
-    held, wanted = held.flatten(1), wanted.flatten(1)
-    filled = torch.nn.functional.pad(wanted, (0, max(0, held.shape[1] - wanted.shape[1])))
-    return held.sort().values, filled.sort().values
+    method = getattr(layer, "quant_method", None)
+    kernels = (getattr(method, name, None) for name in ("unquantized_backend", "fp8_backend"))
+    of_flashinfer = any(getattr(kernel, "name", "").startswith("FLASHINFER") for kernel in kernels)
+    return of_flashinfer or next(layer.parameters()).device.type == "cpu"
+
+
+def same_experts(held: Tensor, wanted: Tensor, same: Callable[[Tensor, Tensor], bool], reordered: bool) -> bool:
+    """Whether the weights of all experts are the ``same``. If the kernel takes them ``reordered``, or fills up narrow layers with
+    zeros, the elements of each expert are sorted: where they lie is not compared then.
+
+    >>> held, wanted = torch.tensor([[[3.0, 0.0], [1.0, 0.0]]]), torch.tensor([[[1.0], [3.0]]])
+    >>> same_experts(held, wanted, torch.equal, reordered=False)
+    True
+    >>> same_experts(wanted.flip(1), wanted, torch.equal, reordered=False)
+    False
+    """
+    if held.shape == wanted.shape and same(held, wanted):
+        return True
+    if held.shape == wanted.shape and not reordered:
+        return False
+    if len(held) != len(wanted) or held[0].numel() < wanted[0].numel():
+        return False
+    return all(same(*_in_order(*each)) for each in zip(held, wanted, strict=True))
+
+
+def _in_order(held: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """The sorted elements of an expert, as many zeros more as are held."""
+    filled = torch.nn.functional.pad(wanted.flatten(), (0, held.numel() - wanted.numel()))
+    return held.flatten().sort().values, filled.sort().values
 
 
 def _part(whole: Tensor, shape: tuple[int, ...]) -> Tensor:
