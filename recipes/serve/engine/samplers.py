@@ -91,7 +91,7 @@ class Samplers:
         if not is_checkpoint:
             try:
                 self.weights(sampler_id, ())
-            except DataProtoError:
+            except BaseException:
                 del self._samplers[sampler_id]
                 raise
 
