@@ -2,14 +2,19 @@
 
 import asyncio
 import shutil
+import sqlite3
 import threading
 
 import pytest
 
 from helpers.fronts import Front, drive, take_in, until
 from helpers.vector_backend import ADAPTER_FILE, VectorBackend
+from recipes.serve.backend import Failure
+from recipes.serve.front import recovery
 from recipes.serve.front.futures import PROTOBUF
+from recipes.serve.front.service import DATABASE_FILE
 from recipes.serve.ledger import Run, directories
+from recipes.serve.link import CallFailed
 
 
 def test_a_snapshot_for_a_sampler_does_not_wait_for_the_passes_of_others(tmp_path):
@@ -269,15 +274,52 @@ def test_a_save_at_which_the_engine_ends_once_is_tried_again_by_the_next_engine(
 
 
 def test_a_missing_directory_of_a_sampler_fails_no_save_of_its_key(tmp_path):
-    async def before(front: Front):
-        await snapshot_of(front, 1)
-
-    drive(before, tmp_path, snapshot_steps=100).engine.listener.close()
-
-    async def after(front: Front):
-        run = front.service.catalogue.runs["r"]
-        shutil.rmtree(tmp_path / "runs/1/sampler-3")
-        saved = await front.result(await front.request(run, 4, "save", path="kept"))
+    async def work(front: Front):
+        shutil.rmtree(front.service.catalogue.place(await snapshot_of(front, 1)))
+        saved = await front.result(await front.request(front.service.catalogue.runs["r"], 4, "save", path="kept"))
         assert saved.get("path") == "tinker://r/weights/kept"
 
-    drive(after, tmp_path, snapshot_steps=100)
+    drive(work, tmp_path, snapshot_steps=100)
+
+
+def test_a_snapshot_that_a_failed_try_has_begun_is_written_before_the_engine_is_reset(tmp_path, monkeypatch):
+    """A reset drops the calls that wait: nobody would answer them."""
+
+    monkeypatch.setattr(recovery, "FIRST_PAUSE_SECONDS", 0.0)
+
+    async def before(front: Front):
+        a, b = await front.new_run("a"), await front.new_run("b")
+        await front.result(await front.submit(a, 1, 3))
+        await front.result(await front.submit(a, 2, None))
+        await front.result(await front.submit(b, 1, 3))
+
+    drive(before, tmp_path, snapshot_steps=100).engine.listener.close()
+    with sqlite3.connect(tmp_path / DATABASE_FILE) as db:
+        db.execute("UPDATE requests SET state = 'queued', result = NULL WHERE id = 'a:2'")
+        db.execute("UPDATE runs SET next_seq = 2 WHERE id = 'a'")
+
+    async def after(front: Front):
+        link, call, under_way, at_reset, failures = front.service.link, front.service.link.call, set(), [], [1]
+
+        async def noted(method, **arguments):
+            if method == "reset":
+                at_reset.append(set(under_way))
+            if method == "passes" and arguments["passes"][0].model_id == "b" and failures:
+                failures.clear()
+                raise CallFailed(Failure("out of memory", "server"))
+            if method != "save":
+                return await call(method, **arguments)
+            under_way.add(method)
+            try:
+                await asyncio.sleep(0.1)
+                return await call(method, **arguments)
+            finally:
+                under_way.discard(method)
+
+        monkeypatch.setattr(link, "call", noted)
+        run = front.service.catalogue.runs["b"]
+        assert "steps" in (await front.result(await front.submit(run, 2, None)))["metrics"]
+        assert at_reset == [set(), set()]
+        assert front.service.catalogue.runs["a"].snapshot_seq == 2
+
+    drive(after, tmp_path)

@@ -224,7 +224,7 @@ class Scheduler:
         return self._share.choose(waiting)
 
     async def _together(self, work: Mapping[str, Awaitable[None]]) -> None:
-        """Does work for several runs at the same time, at most one for each: one's files are written while the engine computes
+        """Does work for several runs at the same time, at most one for each: one's files are read while the engine computes
         for another.
         """
         parts = [self._contained(self.lanes[run], each) for run, each in work.items()]
