@@ -297,7 +297,8 @@ class Backend(Protocol):
         """Writes the adapter (peft's files) and the AdamW state (`OPTIMIZER_FILE`) to an empty directory, without gradients.
 
         Args:
-            later: may be given what writes the files, of the weights as they are now; other calls can come before it has ended.
+            later: gets the work of writing the files. The weights are copied before `save` returns, so other calls may follow
+                before the work is done.
 
         Raises:
             CheckpointError: a weight is not finite; names the model.

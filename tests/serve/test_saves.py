@@ -2,14 +2,19 @@
 
 import asyncio
 import shutil
+import sqlite3
 import threading
 
 import pytest
 
 from helpers.fronts import Front, drive, take_in, until
 from helpers.vector_backend import ADAPTER_FILE, VectorBackend
+from recipes.serve.backend import Failure
+from recipes.serve.front import recovery
 from recipes.serve.front.futures import PROTOBUF
-from recipes.serve.ledger import directories
+from recipes.serve.front.service import DATABASE_FILE
+from recipes.serve.ledger import Run, directories
+from recipes.serve.link import CallFailed
 
 
 def test_a_snapshot_for_a_sampler_does_not_wait_for_the_passes_of_others(tmp_path):
@@ -100,33 +105,221 @@ def test_a_snapshot_that_a_loss_of_power_has_damaged_is_written_again_as_it_was(
     drive(after, tmp_path, snapshot_steps=100)
 
 
-def test_a_run_has_no_snapshot_until_those_for_its_samplers_are_on_disk(tmp_path, monkeypatch):
-    """A replay that begins behind them could not write them again. A disk that fails is tried again."""
+async def stepped(front: Front, run: Run, seq: int) -> None:
+    """Behind a pass and an update."""
+    await front.result(await front.submit(run, seq, 7))
+    await front.result(await front.submit(run, seq + 1, None))
+
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """Snapshots for samplers reach the disk when it is told; the names of those that are on their way."""
     told, tried, sync = threading.Event(), [], directories.sync_directory
 
     def slowly(directory):
         tried.append(directory.name)
         assert told.wait(60)
-        if len(tried) == 1:
-            raise OSError("the disk does not answer")
         sync(directory)
 
     monkeypatch.setattr(directories, "sync_directory", slowly)
-    monkeypatch.setattr(directories, "RETRY_SECONDS", 0.01)
+    yield told, tried
+    told.set()
+
+
+def test_a_run_has_no_snapshot_until_those_for_its_samplers_are_on_disk(tmp_path, slow_disk):
+    """A replay that begins behind them could not write them again."""
+    told, tried = slow_disk
 
     async def work(front: Front):
         run = await front.new_run("r")
-        await front.result(await front.submit(run, 1, 7))
-        await front.result(await front.submit(run, 2, None))
+        await stepped(front, run, 1)
         await until(lambda: run.snapshot is not None)
         await front.result(await front.request(run, 3, "save_for_sampler", sampling_session_seq_id=1))
-        await front.result(await front.submit(run, 4, 7))
-        await front.result(await front.submit(run, 5, None))
+        await stepped(front, run, 4)
         await until(lambda: (front.state / "runs/1/snapshot-5").exists())
         await front.result(await front.submit(run, 6, 7))
         assert run.snapshot_seq == 2
         told.set()
         await until(lambda: run.snapshot_seq == 5)
-        assert tried == ["sampler-3"] * 2
+        assert tried == ["sampler-3"]
 
     drive(work, tmp_path)
+
+
+def test_a_run_has_no_snapshot_behind_a_disk_that_has_failed(tmp_path, monkeypatch):
+    """A second try would succeed and prove nothing. The journal keeps the requests, from which a replay writes the files."""
+    tried = []
+
+    def fails_once(directory):
+        tried.append(directory.name)
+        if len(tried) == 1:
+            raise OSError("input/output error")
+
+    monkeypatch.setattr(directories, "sync_directory", fails_once)
+
+    async def work(front: Front):
+        run = await front.new_run("r")
+        await stepped(front, run, 1)
+        await until(lambda: run.snapshot is not None)
+        await front.result(await front.request(run, 3, "save_for_sampler", sampling_session_seq_id=1))
+        await until(lambda: tried)
+        await stepped(front, run, 4)
+        await front.service.scheduler.settled()
+        assert (run.snapshot_seq, tried) == (2, ["sampler-3"])
+        weights = front.backend.models["r"].weights
+        (tmp_path / "runs/1/sampler-3" / ADAPTER_FILE).unlink()
+        fresh = await front.lose_engine()
+        await front.result(await front.submit(run, 6, 7))
+        assert (fresh.models["r"].weights == weights).all()
+        assert (tmp_path / "runs/1/sampler-3" / ADAPTER_FILE).exists()
+
+    drive(work, tmp_path)
+
+
+def test_a_replay_brings_snapshots_for_samplers_to_the_disk_before_the_run_gets_its_own(tmp_path, slow_disk):
+    """Those of a front process that was killed are whole in memory, and may not be on disk."""
+    told, tried = slow_disk
+
+    async def before(front: Front):
+        await snapshot_of(front, 1)
+        told.set()
+
+    drive(before, tmp_path, snapshot_steps=100).engine.listener.close()
+    told.clear()
+    tried.clear()
+
+    async def after(front: Front):
+        run = front.service.catalogue.runs["r"]
+        await stepped(front, run, 4)
+        await until(lambda: (tmp_path / "runs/1/snapshot-5").exists())
+        await front.result(await front.submit(run, 6, 7))
+        assert (run.snapshot, tried) == (None, ["sampler-3"])
+        told.set()
+        await until(lambda: run.snapshot_seq == 5)
+
+    drive(after, tmp_path)
+
+
+def test_a_server_stops_while_the_disk_is_slow_and_records_no_snapshot_behind_it(tmp_path, slow_disk):
+    told, _ = slow_disk
+
+    async def stop():
+        front = Front(tmp_path)
+        front.service.start()
+        run = await front.new_run("r")
+        await front.result(await front.request(run, 1, "save_for_sampler", sampling_session_seq_id=1))
+        await stepped(front, run, 2)
+        await until(lambda: (tmp_path / "runs/1/snapshot-3").exists())
+        try:
+            await asyncio.wait_for(front.service.stop(), 30)
+        finally:
+            told.set()
+        assert run.snapshot is None
+
+    asyncio.run(stop())
+
+
+def test_all_who_wait_for_the_disk_wait_until_its_end(tmp_path, slow_disk):
+    told, _ = slow_disk
+
+    async def work():
+        syncs = directories.Syncs()
+        syncs.begin("r", tmp_path)
+        waiting = [asyncio.create_task(syncs.done("r")) for _ in range(2)]
+        done, _ = await asyncio.wait(waiting, timeout=0.1)
+        assert not done
+        told.set()
+        await asyncio.gather(*waiting)
+
+    asyncio.run(work())
+
+
+def test_the_second_of_two_saves_does_not_wait_for_the_passes_of_others(tmp_path):
+    async def work(front: Front):
+        a, b = [await front.new_run(name) for name in "ab"]
+        front.backend.in_parts = True
+        front.backend.gate.clear()
+        passed = await front.submit(a, 1, 7)
+        assert await asyncio.to_thread(front.backend.entered.wait, 60)
+        saves = [await front.request(b, seq, "save", path=f"kept-{seq}") for seq in (1, 2)]
+        try:
+            for each in saves:
+                assert "path" in await asyncio.wait_for(front.result(each), 20)
+            assert front.backend.groups == []
+        finally:
+            front.backend.gate.set()
+        await front.result(passed)
+
+    drive(work, tmp_path, snapshot_steps=100)
+
+
+def test_a_save_at_which_the_engine_ends_once_is_tried_again_by_the_next_engine(tmp_path):
+    entered, told = threading.Event(), threading.Event()
+
+    async def work(front: Front):
+        run = await front.new_run("r")
+
+        def hangs(model_id, directory, later):
+            entered.set()
+            told.wait(60)
+
+        front.backend.save = hangs
+        saved = await front.request(run, 1, "save", path="kept")
+        assert await asyncio.to_thread(entered.wait, 60)
+        await front.lose_engine()
+        told.set()
+        assert (await front.result(saved)).get("path") == "tinker://r/weights/kept"
+
+    drive(work, tmp_path, snapshot_steps=100)
+
+
+def test_a_missing_directory_of_a_sampler_fails_no_save_of_its_key(tmp_path):
+    async def work(front: Front):
+        shutil.rmtree(front.service.catalogue.place(await snapshot_of(front, 1)))
+        saved = await front.result(await front.request(front.service.catalogue.runs["r"], 4, "save", path="kept"))
+        assert saved.get("path") == "tinker://r/weights/kept"
+
+    drive(work, tmp_path, snapshot_steps=100)
+
+
+def test_a_snapshot_that_a_failed_try_has_begun_is_written_before_the_engine_is_reset(tmp_path, monkeypatch):
+    """A reset drops the calls that wait: nobody would answer them."""
+
+    monkeypatch.setattr(recovery, "FIRST_PAUSE_SECONDS", 0.0)
+
+    async def before(front: Front):
+        a, b = await front.new_run("a"), await front.new_run("b")
+        await front.result(await front.submit(a, 1, 3))
+        await front.result(await front.submit(a, 2, None))
+        await front.result(await front.submit(b, 1, 3))
+
+    drive(before, tmp_path, snapshot_steps=100).engine.listener.close()
+    with sqlite3.connect(tmp_path / DATABASE_FILE) as db:
+        db.execute("UPDATE requests SET state = 'queued', result = NULL WHERE id = 'a:2'")
+        db.execute("UPDATE runs SET next_seq = 2 WHERE id = 'a'")
+
+    async def after(front: Front):
+        link, call, under_way, at_reset, failures = front.service.link, front.service.link.call, set(), [], [1]
+
+        async def noted(method, **arguments):
+            if method == "reset":
+                at_reset.append(set(under_way))
+            if method == "passes" and arguments["passes"][0].model_id == "b" and failures:
+                failures.clear()
+                raise CallFailed(Failure("out of memory", "server"))
+            if method != "save":
+                return await call(method, **arguments)
+            under_way.add(method)
+            try:
+                await asyncio.sleep(0.1)
+                return await call(method, **arguments)
+            finally:
+                under_way.discard(method)
+
+        monkeypatch.setattr(link, "call", noted)
+        run = front.service.catalogue.runs["b"]
+        assert "steps" in (await front.result(await front.submit(run, 2, None)))["metrics"]
+        assert at_reset == [set(), set()]
+        assert front.service.catalogue.runs["a"].snapshot_seq == 2
+
+    drive(after, tmp_path)

@@ -124,6 +124,24 @@ def test_a_sampler_of_a_snapshot_that_was_just_written_reads_no_file(path, tmp_p
         engine.open_sampler("damaged", "tiny", tmp_path / "new")
 
 
+def test_a_sampler_that_fails_to_open_for_want_of_memory_can_be_opened_again(path, tmp_path, monkeypatch):
+    engine = engine_of(path)
+    new_model(engine, "m")
+    data = rows(engine, "cross_entropy", seed=1)
+    (tmp_path / "new").mkdir()
+    engine.export("m", tmp_path / "new")
+
+    def fails(*given):
+        raise torch.OutOfMemoryError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(samplers, "read_adapter", fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.open_sampler("s", "tiny", tmp_path / "new")
+    engine.open_sampler("s", "tiny", tmp_path / "new")
+    assert sample(engine, "s", data[0].chunks).samples
+
+
 def test_scores_do_not_depend_on_whether_a_snapshot_of_the_samplers_precision_is_in_memory(path, tmp_path, monkeypatch):
     monkeypatch.setattr(BaseModel, "sampled_dtype", torch.bfloat16)  # as with vLLM on CUDA
     engine = engine_of(path)

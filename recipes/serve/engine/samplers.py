@@ -52,7 +52,8 @@ class Samplers:
         self._news: SimpleQueue[tuple[Written, Adapter]] = SimpleQueue()  # of threads that write files
 
     def writing(self, model_id: str, snapshot: Adapter) -> Callable[[Path], None]:
-        """Keeps a snapshot that a model writes: a sampler of its files, where they may move to, reads none of them.
+        """Keeps a snapshot that a model writes. A sampler that is opened on these files, also under another name, takes the
+        weights from memory.
 
         They count among those of ``max_samplers``, and replace those that the model wrote before.
 
@@ -91,7 +92,7 @@ class Samplers:
         if not is_checkpoint:
             try:
                 self.weights(sampler_id, ())
-            except DataProtoError:
+            except BaseException:
                 del self._samplers[sampler_id]
                 raise
 

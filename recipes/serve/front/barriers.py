@@ -7,7 +7,7 @@ import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -142,6 +142,8 @@ class Barriers:
             log.warning("snapshot %s is written again: %s", self.catalogue.name_of(directory), error)
             async with new_directory(directory) as temporary:
                 await self.link.call("export", model_id=run.id, directory=temporary, sampled=True)
+        else:  # as it is read: a kill of this process may have come before it was on disk
+            self.syncs.begin(run.id, directory)
 
     async def _invalid(self, run: Run, entry: Entry, body: bytes) -> Done:
         raise InvalidRequest(body.decode())
@@ -360,8 +362,9 @@ class Barriers:
     def _size_of_samplers(self, owner: str) -> int:
         own = {each.directory for each in self.catalogue.samplers.values() if each.owner == owner and each.own}
         for directory in own - self._sizes.keys():
-            self._sizes[directory] = directory_size(self.catalogue.place(str(directory)))
-        return sum(self._sizes[directory] for directory in own)
+            with suppress(FileNotFoundError):  # an absent one takes no room, and may come back
+                self._sizes[directory] = directory_size(self.catalogue.place(str(directory)))
+        return sum(self._sizes.get(directory, 0) for directory in own)
 
     async def snapshot(self, run: Run, seq: int) -> Path:
         """Writes the state of a run behind an update, and returns the directory."""

@@ -49,6 +49,8 @@ class Recovery:
                 return
             await asyncio.sleep(pause)
             pause *= 2
+            # a reset drops the call of a snapshot that has begun, which nobody would answer
+            await self.scheduler.settled()
             await self.link.call("reset")
 
     async def _all(self, last: bool) -> bool:

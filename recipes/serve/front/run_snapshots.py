@@ -31,6 +31,8 @@ class RunSnapshots:
         """Begins a snapshot behind the update ``seq`` if it is time, and none is being written."""
         lane.steps += 1
         due = lane.steps >= self.config.snapshot_steps
+        if self.barriers.syncs.failed(lane.run.id):  # none could be recorded
+            return
         if lane.run.id not in self._writing and (
             due or time.monotonic() - lane.last_snapshot >= self.config.snapshot_seconds
         ):
@@ -56,7 +58,8 @@ class RunSnapshots:
         steps, began = lane.steps, time.monotonic()
         try:
             directory = await self.barriers.snapshot(lane.run, seq)
-            await self.barriers.syncs.done(lane.run.id)  # those of samplers: a replay from here does not repair them
+            # snapshots for samplers must be on disk first: a replay that begins here would not write them again
+            await self.barriers.syncs.done(lane.run.id)
         except EngineLost:  # which is an OSError too
             return
         except (CallFailed, OSError):

@@ -230,11 +230,12 @@ class Samples:
 
     async def _send(self, request: str, flight: Flight) -> None:
         if flight.tries >= 3:
-            self.received(request, Failure("the engine ended 3 times at this request", "server"))
+            self._end(request, Failure("the engine ended 3 times at this request", "server"))
             return
         if flight.key not in self._open:
+            self._open[flight.key] = None  # the engine is asked once, also if this request is cancelled in the meantime
             opening = self._opening[flight.key] = asyncio.create_task(self._open_sampler(flight))
-            opening.add_done_callback(lambda _: self._opening.pop(flight.key, None))
+            opening.add_done_callback(lambda task: self._opened(flight.key, task))
             await asyncio.sleep(0)  # the engine is asked to open it before it gets the request
         if self.flights.get(request) is not flight:  # it was cancelled in the meantime
             return
@@ -242,6 +243,10 @@ class Samples:
         self._open[flight.key] = None
         flight.sent = True
         await self.link.post("submit", request=flight.call.request)
+
+    def _opened(self, key: str, opening: "asyncio.Task[None]") -> None:
+        if self._opening.get(key) is opening:
+            del self._opening[key]
 
     async def _open_sampler(self, flight: Flight) -> None:
         """Opens the sampler of a request. If it cannot be opened, the requests that were sent after it fail by that."""

@@ -182,6 +182,8 @@ class Scheduler:
         head = lane.head()
         if head is None or head.kind not in SAVES or lane.saving or not self._in_rounds:
             return
+        if not self.link.connected:  # it would count as a try
+            return
         if lane.not_before > time.monotonic():
             return
         lane.saving = True
@@ -196,6 +198,7 @@ class Scheduler:
             log.debug("%s is lost with the engine", entry.id)  # as the rounds see
         finally:
             lane.saving = False
+            self._begin_save(lane)  # the next one does not wait for the round either
             self._wake.set()
 
     async def _gather(self, lanes: Sequence[Lane]) -> None:
@@ -221,7 +224,7 @@ class Scheduler:
         return self._share.choose(waiting)
 
     async def _together(self, work: Mapping[str, Awaitable[None]]) -> None:
-        """Does work for several runs at the same time, at most one for each: one's files are written while the engine computes
+        """Does work for several runs at the same time, at most one for each: one's files are read while the engine computes
         for another.
         """
         parts = [self._contained(self.lanes[run], each) for run, each in work.items()]

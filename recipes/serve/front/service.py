@@ -70,8 +70,8 @@ class Service:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.link.close()
+        self.scheduler.barriers.syncs.close()  # a disk may take long; the journal keeps what is not there yet
         await self.scheduler.settled()
-        self.scheduler.barriers.syncs.close()
         self.database.close()
 
     async def capabilities(self) -> Capabilities:

@@ -21,7 +21,6 @@ log = logging.getLogger("dataproto.serve")
 MANIFEST = "manifest.json"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 TEMPORARY = ".new-"
-RETRY_SECONDS = 1.0  # between tries to bring a directory to the disk
 
 
 def checked_name(name: str) -> str:
@@ -80,35 +79,47 @@ def sync_directory(directory: Path) -> None:
 
 
 class Syncs:
-    """Directories on their way to the disk, by the runs that have written them."""
+    """Directories on their way to the disk, by the runs that have written them.
+
+    A failure stays: Linux tells of it once, and takes the pages for written, so a second try would prove nothing.
+    """
 
     def __init__(self) -> None:
         self._tasks: dict[str, set[asyncio.Task[None]]] = {}
+        self._failed: set[str] = set()
 
     def begin(self, run: str, directory: Path) -> None:
-        """Begins to bring a directory to the disk. It is tried again as long as that fails."""
-        task, tasks = asyncio.create_task(self._sync(directory)), self._tasks.setdefault(run, set())
+        """Begins to bring a directory to the disk."""
+        task, tasks = asyncio.create_task(self._sync(run, directory)), self._tasks.setdefault(run, set())
         tasks.add(task)
-        task.add_done_callback(tasks.discard)
+        task.add_done_callback(lambda task: self._ended(run, task))
 
-    async def _sync(self, directory: Path) -> None:
+    async def _sync(self, run: str, directory: Path) -> None:
         began = time.perf_counter()
-        while True:
-            try:
-                await asyncio.to_thread(sync_directory, directory)
-            except OSError:
-                log.exception("%s cannot be brought to the disk, and is tried again", directory)
-                await asyncio.sleep(RETRY_SECONDS)
-            else:
-                log.info("snapshot %s: synced %.3f s", directory, time.perf_counter() - began)
-                return
+        try:
+            await asyncio.to_thread(sync_directory, directory)
+        except OSError:
+            log.exception("%s cannot be brought to the disk: run %s gets no snapshot any more", directory, run)
+            raise
+        log.info("snapshot %s: synced %.3f s", directory, time.perf_counter() - began)
+
+    def _ended(self, run: str, task: asyncio.Task[None]) -> None:
+        self._tasks[run].discard(task)
+        if task.cancelled() or task.exception() is not None:
+            self._failed.add(run)
+
+    def failed(self, run: str) -> bool:
+        """Whether a directory of a run may not be on disk, and never will be known to be."""
+        return run in self._failed
 
     async def done(self, run: str) -> None:
-        """Returns when all directories of a run are on disk."""
-        await asyncio.gather(*self._tasks.pop(run, set()))
+        """Returns when all directories of a run are on disk. Raises `OSError` if one could not be brought there."""
+        await asyncio.gather(*self._tasks.get(run, ()), return_exceptions=True)
+        if self.failed(run):
+            raise OSError(f"a snapshot for samplers of run {run} may not be on disk")
 
     def close(self) -> None:
-        """Tries no longer."""
+        """Waits for none any longer: those under way count as failed."""
         for task in [each for tasks in self._tasks.values() for each in tasks]:
             task.cancel()
 

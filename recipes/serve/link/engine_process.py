@@ -37,7 +37,8 @@ class Calls:
     """Calls that wait: those for samples, those that write files, and the others; each kind in its order.
 
     What writes files comes before the others, and an adapter alone, from which a client may want to sample, before all that a run
-    has. So the front process calls for nothing else of a model until such a call is answered, or at least until it is sent.
+    has. Such a call overtakes others. So the front process sends no later call for the same model before it: behind a client's
+    save it waits for the answer, behind a snapshot of a run only until that is sent.
     """
 
     def __init__(self) -> None:
