@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rollout.vllm.weights.weight_loading import equal_in_fp8, reorders_experts, same_experts
+from rollout.vllm.weights.weight_loading import _held, equal_in_fp8, reorders_experts, same_experts
 
 GATE_AND_UP = torch.randn(3, 8, 6, generator=torch.Generator().manual_seed(0))
 CHANGED = {
@@ -54,3 +54,14 @@ def test_which_kernels_reorder_experts(device, kernel, expected, attribute):
     layer = nn.Linear(2, 2, device=device)
     layer.quant_method = SimpleNamespace(**{attribute: SimpleNamespace(name=kernel)})
     assert reorders_experts(layer) == expected
+
+
+def test_quantised_experts_are_held_with_a_scale_for_each_output_channel():
+    scale = GATE_AND_UP.abs().amax(-1, keepdim=True) / 448
+    layer = nn.Module()
+    layer.quant_method = SimpleNamespace(uses_meta_device=True)
+    layer.w13_weight = nn.Parameter((GATE_AND_UP / scale).to(torch.float8_e4m3fn), requires_grad=False)
+    layer.w13_weight_scale = nn.Parameter(scale)
+    held = _held(layer, "experts.w13_weight")
+    assert same_experts(held, GATE_AND_UP, equal_in_fp8, reordered=False)
+    assert not same_experts(held, CHANGED["gate and up"], equal_in_fp8, reordered=False)

@@ -142,7 +142,10 @@ def _within(model: nn.Module, path: str, kind: str) -> str:
 
 def _held(module: nn.Module, name: str) -> Tensor:
     """The weight that the module computes with. If it is only stored packed, it is computed as the product with the identity."""
-    parameter = getattr(module, name.rpartition(".")[2])
+    leaf = name.rpartition(".")[2]
+    parameter = getattr(module, leaf)
+    if is_quantized(module) and leaf in EXPERT_WEIGHTS.values():  # (experts, out, in)
+        return parameter.float() * cast(Tensor, getattr(module, f"{leaf}_scale")).reshape(len(parameter), -1, 1)
     if is_quantized(module) and name.endswith("weight"):
         return (parameter.float() * cast(Tensor, module.weight_scale).reshape(1, -1)).t()
     if parameter.numel():
