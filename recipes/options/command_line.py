@@ -144,9 +144,9 @@ def _chosen_preset(name: str | None, presets: Mapping[str, Recipe], given: Seque
         )
     preset = _preset(name or TINY, presets)
     engine = _take(given, ENGINE)[1]
-    if engine is None or engine == getattr(preset, "engine", engine):
+    if not getattr(preset, "engine_options", None) or engine in (None, getattr(preset, "engine", None)):
         return preset
-    return replace(preset, engine=engine, engine_options={})  # type: ignore[type-var]
+    return replace(preset, engine_options={})  # type: ignore[type-var]
 
 
 def _recorded(run_dir: str, presets: Mapping[str, Recipe], prog: str, given: Sequence[str]) -> Recipe:
