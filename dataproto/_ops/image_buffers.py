@@ -32,7 +32,7 @@ def pixels_of(image: Any) -> np.ndarray:
             return _own_memory(image)
         except ValueError:  # in several blocks, as in very large images
             pass
-    return memory_of(image.tobytes("raw", SHARED.get(image.mode, image.mode)))  # nobody else has these bytes
+    return memory_of(image.tobytes("raw", SHARED.get(image.mode, image.mode)))  # no other object holds these bytes
 
 
 def palette_of(image: Any) -> Palette:

@@ -49,7 +49,7 @@ class Recovery:
                 return
             await asyncio.sleep(pause)
             pause *= 2
-            # a reset drops the call of a snapshot that has begun, which nobody would answer
+            # a reset drops the call of a snapshot that has begun, which would then never be answered
             await self.scheduler.settled()
             await self.link.call("reset")
 
