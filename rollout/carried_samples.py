@@ -136,8 +136,8 @@ def continued(request: Request, token_ids: Sequence[int], family: VLMFamily) -> 
 
 
 def submitted_together(labels: Sequence[str]) -> Iterator[list[int]]:
-    """Places of samples, at least `SUBMITTED_AT_A_TIME` in each list but the last. The samples of a group stay in one list, and groups
-    are in the order of their first samples.
+    """Places of samples, at least `SUBMITTED_AT_A_TIME` in each list but the last. The samples of a group stay in one list, and
+    groups are in the order of their first samples.
 
     >>> list(submitted_together(["a", "b"] * 40 + ["c"]))[1]
     [80]
