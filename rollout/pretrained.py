@@ -147,5 +147,7 @@ def load_image_processor(path: str | os.PathLike[str]) -> Any:
 
         processor = Qwen2VLImageProcessorPil.from_pretrained(path)
     if getattr(processor, "backend", None) != IMAGE_BACKEND:
+        if (own := _own_processor(path)) is not None:  # some versions of transformers take torchvision's all the same
+            return own
         raise InvalidConfig(f"{path}: its image processor {type(processor).__name__} has no {IMAGE_BACKEND} backend")
     return processor
