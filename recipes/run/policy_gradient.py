@@ -179,7 +179,7 @@ def expected_setting(
     Args:
         loader: of the run; it stays where it is.
         mean_response: see `recipes.forecast.policy_gradient_batch`.
-        held_out: rows of an evaluation, by default as many as the options ask for; a small data set has fewer.
+        held_out: number of rows of an evaluation, by default that of the options; a small data set may have fewer.
     """
     model, kept = loader.builder.config, 0
     held_out = config.data.eval_rows if held_out is None else held_out

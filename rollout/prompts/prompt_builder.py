@@ -141,7 +141,7 @@ class PromptBuilder:
         return int(self.tokenizer.eos_token_id if pad is None else pad)
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> DataProto:
-        """The prompt batch of ``rows``, prepared in up to `MAX_THREADS` threads, at most as many as torch uses.
+        """The prompt batch of ``rows``. They are prepared in as many threads as torch uses, at most `MAX_THREADS`.
 
         Raises `InvalidRow` with the row's ``index`` (or its place, if that is no number).
         """

@@ -17,15 +17,21 @@ from recipes.serve.ledger import Run, directories
 from recipes.serve.link import CallFailed
 
 
+async def beside_a_pass(front: Front):
+    """A run, and the request of another run whose pass the engine has begun and does not end until ``gate`` is set."""
+    a, b = [await front.new_run(name) for name in "ab"]
+    front.backend.in_parts = True
+    front.backend.gate.clear()
+    passed = await front.submit(a, 1, 7)
+    assert await asyncio.to_thread(front.backend.entered.wait, 60)
+    return b, passed
+
+
 def test_a_snapshot_for_a_sampler_does_not_wait_for_the_passes_of_others(tmp_path):
     """Nor does a checkpoint, and nor does the snapshot's first sample."""
 
     async def work(front: Front):
-        a, b = [await front.new_run(name) for name in "ab"]
-        front.backend.in_parts = True
-        front.backend.gate.clear()
-        passed = await front.submit(a, 1, 7)
-        assert await asyncio.to_thread(front.backend.entered.wait, 60)
+        b, passed = await beside_a_pass(front)
         made = await front.result(await front.request(b, 1, "save_for_sampler", sampling_session_seq_id=0))
         saved = await front.result(await front.request(b, 2, "save", path="kept"))
         assert saved["path"] == "tinker://b/weights/kept"
@@ -236,11 +242,7 @@ def test_all_who_wait_for_the_disk_wait_until_its_end(tmp_path, slow_disk):
 
 def test_the_second_of_two_saves_does_not_wait_for_the_passes_of_others(tmp_path):
     async def work(front: Front):
-        a, b = [await front.new_run(name) for name in "ab"]
-        front.backend.in_parts = True
-        front.backend.gate.clear()
-        passed = await front.submit(a, 1, 7)
-        assert await asyncio.to_thread(front.backend.entered.wait, 60)
+        b, passed = await beside_a_pass(front)
         saves = [await front.request(b, seq, "save", path=f"kept-{seq}") for seq in (1, 2)]
         try:
             for each in saves:
@@ -283,7 +285,7 @@ def test_a_missing_directory_of_a_sampler_fails_no_save_of_its_key(tmp_path):
 
 
 def test_a_snapshot_that_a_failed_try_has_begun_is_written_before_the_engine_is_reset(tmp_path, monkeypatch):
-    """A reset drops the calls that wait: nobody would answer them."""
+    """A reset drops the calls that wait, which would never be answered."""
 
     monkeypatch.setattr(recovery, "FIRST_PAUSE_SECONDS", 0.0)
 
