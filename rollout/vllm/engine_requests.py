@@ -200,7 +200,7 @@ def vllm_params(sampling: SamplingParams, slot: int, stop_ids: Sequence[int]) ->
     from vllm import SamplingParams as Params
     from vllm.sampling_params import RequestOutputKind
 
-    from rollout.vllm.sampler import EXTRA_ARGUMENT
+    from rollout.vllm.policy.sampler import EXTRA_ARGUMENT
 
     scored = sampling.prompt_log_probs or sampling.top_prompt_log_probs > 0
     return Params(

@@ -25,6 +25,8 @@ CALLS = {
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._dummy_sampler_run": "sampling",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.profile_cudagraph_memory": "memory of graphs",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.capture_model": "CUDA graphs",
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner._dummy_sampler_run": "sampling",
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.capture_model": "CUDA graphs",
     "vllm.compilation.backends:VllmBackend.__call__": "compilation",
     "vllm.compilation.backends:CompilerManager.compile": "compilation",
 }

@@ -17,6 +17,7 @@ from rollout.vllm.versions import (
     AWAITING,
     POLICY_WORKER,
     check_version,
+    choose_runner,
     error_line,
     executor,
     import_vllm,
@@ -29,6 +30,7 @@ from rollout.vllm.versions import (
     search_plain_objects,
     set_environment,
     speculative_options,
+    takes_second_runner,
     untuned,
 )
 from rollout.vllm.whole_images import READ_WHOLE, check_reads_whole
@@ -135,7 +137,7 @@ def start_llm(
             llm = llm_class(model_path, **with_graph_sizes(defaults | options, speculate))
     except (OSError, ValueError, TypeError, ImportError, AssertionError) as error:
         raise InvalidConfig(f"vLLM does not start on {model_path}: {error_line(error)}") from error
-    from rollout.vllm.policy_worker import sampler_of
+    from rollout.vllm.policy.worker import sampler_of
     from rollout.vllm.prepared_media import use_training_positions
 
     llm.collective_rpc(use_training_positions)
@@ -180,6 +182,7 @@ def default_options(
             f"hf_overrides: models of type {family.model_type} have settings of their own there; put these into config.json"
         )
     check_speculation(speculate, family)
+    choose_runner(takes_second_runner(family, config, device, routed_experts, speculate))
     defaults: dict[str, Any] = {
         "distributed_executor_backend": executor(options["tensor_parallel_size"]),
         "enable_sleep_mode": on_cuda,

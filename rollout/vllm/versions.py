@@ -16,7 +16,6 @@ from dataproto.vlm.family import VLMFamily
 
 FORCED = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process, beside the actor
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # from 0.30 on the other runner has another kind of sampler
 }
 DEFAULTS = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -24,6 +23,11 @@ DEFAULTS = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # threads belong to training as well
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # nvcc would build it at the first start on a machine, and the policy's replaces it
 }
+
+RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+"""Chooses the second model runner, or the first with "0". The engine sets it at each start, see `takes_second_runner`."""
+FIRST_RUNNER_ASKED = os.environ.get(RUNNER_VARIABLE) == "0"
+"""Whether the user has asked for vLLM's first model runner."""
 
 JOINED_WEIGHTS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -44,13 +48,13 @@ EXPERT_WEIGHTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
 LATENT_EPS = 1e-6
 """Of the norms of compressed queries, keys and values in DeepSeek-V3's code, whatever ``rms_norm_eps`` is."""
 
-POLICY_WORKER = "rollout.vllm.policy_worker.PolicyWorker"
+POLICY_WORKER = "rollout.vllm.policy.worker.PolicyWorker"
 """vLLM's name for the worker whose sampler is the policy's."""
 
 RECORDING_WORKER = "rollout.vllm.routing.recording_worker.RecordingWorker"
 """vLLM's name for the worker that records experts."""
 
-DRAFTER = "rollout.vllm.drafter.SiblingDrafter"
+DRAFTER = "rollout.vllm.policy.drafter.SiblingDrafter"
 """vLLM's name for what drafts tokens."""
 
 QUANTIZATIONS = {"fp8": "fp8_per_channel"}
@@ -71,6 +75,27 @@ def set_environment() -> None:
     os.environ.update(FORCED)
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
+
+
+def takes_second_runner(
+    family: VLMFamily, config: Any, device: torch.device, routed_experts: bool, speculate: int
+) -> bool:
+    """Whether an engine runs on vLLM's second model runner (`rollout.vllm.policy.second_runner`), whose steps cost the host less.
+
+    It needs CUDA. It takes no recurrent layers whose states are shared by requests, records no experts, has no drafts of ours,
+    and computes causal attention within images.
+    """
+    plain = family.recurrent_mixers is None and family.mutual_images(config) is None
+    return device.type == "cuda" and plain and not routed_experts and not speculate and not FIRST_RUNNER_ASKED
+
+
+def choose_runner(second: bool) -> None:
+    """Has vLLM take its second model runner, or its first, for the engine that starts next."""
+    from vllm import envs
+
+    if hasattr(envs, "disable_envs_cache"):
+        envs.disable_envs_cache()  # an earlier engine of the process may have kept its values
+    os.environ[RUNNER_VARIABLE] = str(int(second))
 
 
 def allow_adapted_heads() -> None:

@@ -43,7 +43,7 @@ from rollout.vllm.whole_images import limit_of_images
 
 
 class VLLMEngine(StreamedWeights):
-    """Generates with vLLM; tokens are sampled by the policy's own function (see `rollout.vllm.sampler`)."""
+    """Generates with vLLM; tokens are sampled by the policy's own function (see `rollout.vllm.policy.sampler`)."""
 
     requests_type: ClassVar[type[RunningRequests]] = RunningRequests  # a subclass may change them
 

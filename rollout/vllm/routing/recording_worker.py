@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rollout.vllm.policy_worker import PolicyWorker
+from rollout.vllm.policy.worker import PolicyWorker
 from rollout.vllm.routing.expert_slots import ExpertSlots
 
 

@@ -4,9 +4,10 @@ from typing import Any
 
 import torch
 from vllm.distributed import parallel_state
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.platforms import current_platform
 
-from rollout.vllm.sampler import PolicySampler, install
+from rollout.vllm.policy.sampler import Float32Head, PolicySampler
 from rollout.vllm.versions import match_latent_attention, model_of
 
 if current_platform.is_cpu():
@@ -30,6 +31,29 @@ class PolicyWorker(Worker):
         super().load_model(*args, **kwargs)
         match_latent_attention(model_of(self))
         self.policy_sampler = install(self)
+
+
+def install(worker: Any) -> PolicySampler:
+    """Replaces a worker's sampler by the policy's, and its output projection by one in float32."""
+    for module in model_of(worker).modules():
+        half = isinstance(module, VocabParallelEmbedding) and module.weight.dtype in (torch.bfloat16, torch.float16)
+        if half and type(module.quant_method) is UnquantizedEmbeddingMethod:
+            module.quant_method = Float32Head()
+    sampler = _sampler_for(worker)
+    worker.model_runner.sampler = sampler
+    if sampler.drafts is not None:
+        worker.model_runner.rejection_sampler = sampler.verify
+        worker.model_runner.drafter.sampler = sampler
+    return sampler
+
+
+def _sampler_for(worker: Any) -> PolicySampler:
+    """The policy's sampler in the form that the worker's model runner calls."""
+    if not getattr(worker, "use_v2_model_runner", False):
+        return PolicySampler(worker.model_runner)
+    from rollout.vllm.policy.second_runner import SecondRunnerSampler  # its imports need Triton
+
+    return SecondRunnerSampler(worker.model_runner)
 
 
 def make_expert_group() -> None:

@@ -6,7 +6,7 @@ rank, and the random state of the process is not used. (With its own seeds vLLM 
 would wait for the tokens of each step before it prepares the next.) Log-probs stay on the device until their response is
 complete.
 
-With drafts (`rollout.vllm.drafter`) a step has several tokens of a row. Each of them is drawn from the row's own random stream,
+With drafts (`rollout.vllm.policy.drafter`) a step has several tokens of a row. Each is drawn from its row's random stream,
 in place of vLLM's rejection sampler, whose tokens have the same distribution but are others. A drafted token counts if it is the
 one that is drawn, so the tokens are those of a run without drafts.
 
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.sampler import Sampler
 
@@ -30,7 +30,7 @@ from rollout.drafts import Drafts
 from rollout.engine import SamplingParams, TopLogProbs
 from rollout.sampling import likeliest, policy_log_probs, project, sample, uniforms
 from rollout.vllm.routing import ExpertSlots
-from rollout.vllm.versions import batch_of, model_of
+from rollout.vllm.versions import batch_of
 
 EXTRA_ARGUMENT = "dataproto_request"
 """The argument of a vLLM request that holds its slot."""
@@ -88,6 +88,7 @@ class PolicySampler(Sampler):
         # Log-probs (slots, tokens). The first column is for tokens that vLLM discards, of prompts that are read in parts.
         self.found = torch.zeros(0, 1 + FIRST_COLUMNS, device=self.device)
         self._free: list[int] = []
+        self._rows = np.zeros(0, dtype=np.int64)  # the slots of the rows of a step
         self._names: list[str] = []
         self._name_of: dict[int, str] = {}  # vLLM's own names of the requests in slots
 
@@ -198,7 +199,7 @@ class PolicySampler(Sampler):
         if self.expert_slots is not None:
             self.expert_slots.record()
         if names != self._names:
-            self._set_rows(names)
+            self._set_names(names)
         if self.drafts is not None:
             for slot, skipped in zip(self._rows.tolist(), discarded.tolist(), strict=True):
                 if slot in self.slots and not skipped:
@@ -244,19 +245,23 @@ class PolicySampler(Sampler):
         tensor = torch.from_numpy(values)
         return tensor if self.side_stream is None else tensor.pin_memory().to(self.device, non_blocking=True)
 
-    def _set_rows(self, names: list[str]) -> None:
-        """Finds the slots of rows, and the rows that one call of `sample` can serve."""
+    def _set_names(self, names: list[str]) -> None:
+        """Finds the slots of rows by vLLM's names of their requests."""
         requests = self.runner.requests
         self._names = names
-        self._rows = np.array([requests[name].sampling_params.extra_args[EXTRA_ARGUMENT] for name in names])
+        self._set_slots(np.array([requests[name].sampling_params.extra_args[EXTRA_ARGUMENT] for name in names]))
         self._name_of |= zip(self._rows.tolist(), names, strict=True)
+
+    def _set_slots(self, rows: np.ndarray) -> None:
+        """Sets the slots ``(B,)`` of the rows of a step, and finds the rows that one call of `sample` can serve."""
+        self._rows = rows
         slots = [self.slots.get(row, CLOSED) for row in self._rows.tolist()]
         self._with_top = [(row, slot) for row, slot in enumerate(slots) if slot.sampling.top_log_probs]
         groups: dict[Any, list[int]] = {}
         for row, slot in enumerate(slots):
             groups.setdefault(slot.policy, []).append(row)
         self._groups = [(slots[rows[0]], rows) for rows in groups.values()]
-        self._parts, self._order = self._parts_of(np.arange(len(names)))
+        self._parts, self._order = self._parts_of(np.arange(len(rows)))
 
     def _parts_of(self, rows: np.ndarray) -> tuple[list[tuple[slice | Tensor, Slot]], Tensor | None]:
         """The places of ``rows (N,)`` in parts of at most `CHUNK_ROWS` for one call of `sample` each, and what sorts them."""
@@ -308,17 +313,3 @@ class Float32Head(UnquantizedEmbeddingMethod):
         """States ``(N, H)`` of any dtype to logits ``(N, V)`` float32."""
         logits = project(x, layer.weight)
         return logits if bias is None else logits + bias
-
-
-def install(worker: Any) -> PolicySampler:
-    """Replaces a worker's sampler by the policy's, and its output projection by one in float32."""
-    for module in model_of(worker).modules():
-        half = isinstance(module, VocabParallelEmbedding) and module.weight.dtype in (torch.bfloat16, torch.float16)
-        if half and type(module.quant_method) is UnquantizedEmbeddingMethod:
-            module.quant_method = Float32Head()
-    sampler = PolicySampler(worker.model_runner)
-    worker.model_runner.sampler = sampler
-    if sampler.drafts is not None:
-        worker.model_runner.rejection_sampler = sampler.verify
-        worker.model_runner.drafter.sampler = sampler
-    return sampler

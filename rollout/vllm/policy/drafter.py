@@ -1,6 +1,6 @@
 """Drafts for vLLM's speculative decoding: the n-grams of `rollout.drafts`; vLLM imports the class by its name.
 
-`rollout.vllm.sampler.PolicySampler` verifies them, and knows which requests are samples of one prompt.
+`rollout.vllm.policy.sampler.PolicySampler` verifies them, and knows which requests are samples of one prompt.
 """
 
 from collections.abc import Sequence
