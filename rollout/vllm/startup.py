@@ -182,7 +182,7 @@ def default_options(
             f"hf_overrides: models of type {family.model_type} have settings of their own there; put these into config.json"
         )
     check_speculation(speculate, family)
-    choose_runner(takes_second_runner(family, config, device, routed_experts, speculate))
+    choose_runner(takes_second_runner(import_vllm().__version__, family, config, device, routed_experts, speculate))
     defaults: dict[str, Any] = {
         "distributed_executor_backend": executor(options["tensor_parallel_size"]),
         "enable_sleep_mode": on_cuda,

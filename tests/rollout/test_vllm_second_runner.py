@@ -132,18 +132,20 @@ def test_prompts_are_scored_under_the_policy(runner: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "device", "routed", "speculate", "taken"),
+    ("version", "model_type", "device", "routed", "speculate", "taken"),
     [
-        ("qwen2_5_vl", "cuda", False, 0, True),
-        ("qwen2_5_vl", "cpu", False, 0, False),
-        ("qwen2_5_vl", "cuda", True, 0, False),
-        ("qwen2_5_vl", "cuda", False, 3, False),
-        ("qwen3_5", "cuda", False, 0, False),
-        ("gemma3", "cuda", False, 0, False),
+        ("0.24.0", "qwen2_5_vl", "cuda", False, 0, True),
+        ("0.29.1+cu130", "qwen2_5_vl", "cuda", False, 0, True),
+        ("0.32.0", "qwen2_5_vl", "cuda", False, 0, False),
+        ("0.24.0", "qwen2_5_vl", "cpu", False, 0, False),
+        ("0.24.0", "qwen2_5_vl", "cuda", True, 0, False),
+        ("0.24.0", "qwen2_5_vl", "cuda", False, 3, False),
+        ("0.24.0", "qwen3_5", "cuda", False, 0, False),
+        ("0.24.0", "gemma3", "cuda", False, 0, False),
     ],
 )
 def test_the_second_runner_is_for_plain_decoders_on_cuda(
-    model_type: str, device: str, routed: bool, speculate: int, taken: bool
+    version: str, model_type: str, device: str, routed: bool, speculate: int, taken: bool
 ) -> None:
     config = tiny_config(model_type)
-    assert takes_second_runner(family_of(config), config, torch.device(device), routed, speculate) is taken
+    assert takes_second_runner(version, family_of(config), config, torch.device(device), routed, speculate) is taken
