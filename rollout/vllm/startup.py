@@ -12,12 +12,12 @@ import torch
 
 from dataproto.errors import InvalidConfig
 from rollout.pretrained import architecture, check_in_vllm, check_speculation, family_and_config
+from rollout.vllm.policy.runners import choose_runner, takes_second_runner
 from rollout.vllm.start_timeline import StartTimeline
 from rollout.vllm.versions import (
     AWAITING,
     POLICY_WORKER,
     check_version,
-    choose_runner,
     error_line,
     executor,
     import_vllm,
@@ -30,7 +30,6 @@ from rollout.vllm.versions import (
     search_plain_objects,
     set_environment,
     speculative_options,
-    takes_second_runner,
     untuned,
 )
 from rollout.vllm.whole_images import READ_WHOLE, check_reads_whole

@@ -2,7 +2,6 @@
 
 import os
 import random
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -24,13 +23,6 @@ DEFAULTS = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # threads belong to training as well
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # nvcc would build it at the first start on a machine, and the policy's replaces it
 }
-
-RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
-"""Chooses the second model runner, or the first with "0". The engine sets it at each start, see `takes_second_runner`."""
-SECOND_RUNNER_UNTIL = 0, 30
-"""Later versions deal the rows of the second runner out over ranks, and their samplers need more than the policy's has."""
-FIRST_RUNNER_ASKED = os.environ.get(RUNNER_VARIABLE) == "0"
-"""Whether the user has asked for vLLM's first model runner."""
 
 JOINED_WEIGHTS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -78,30 +70,6 @@ def set_environment() -> None:
     os.environ.update(FORCED)
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
-
-
-def takes_second_runner(
-    version: str, family: VLMFamily, config: Any, device: torch.device, routed_experts: bool, speculate: int
-) -> bool:
-    """Whether an engine of this ``version`` of vLLM runs on the second model runner (`rollout.vllm.policy.second_runner`), whose
-    steps cost the host less.
-
-    It needs CUDA. It takes no recurrent layers whose states are shared by requests, records no experts, has no drafts of ours,
-    and computes causal attention within images.
-    """
-    number = re.match(r"(\d+)\.(\d+)", version)
-    known = number is not None and tuple(map(int, number.groups())) < SECOND_RUNNER_UNTIL and device.type == "cuda"
-    plain = family.recurrent_mixers is None and family.mutual_images(config) is None
-    return known and plain and not routed_experts and not speculate and not FIRST_RUNNER_ASKED
-
-
-def choose_runner(second: bool) -> None:
-    """Has vLLM take its second model runner, or its first, for the engine that starts next."""
-    from vllm import envs
-
-    if hasattr(envs, "disable_envs_cache"):
-        envs.disable_envs_cache()  # an earlier engine of the process may have kept its values
-    os.environ[RUNNER_VARIABLE] = str(int(second))
 
 
 def allow_adapted_heads() -> None:

@@ -1,7 +1,7 @@
 """The policy's sampler for vLLM's second model runner (``VLLM_USE_V2_MODEL_RUNNER``).
 
 vLLM's first runner prepares each row of a step in Python. The second one keeps what it knows of rows in arrays, so that a step of
-hundreds of rows costs the host less. It needs Triton, hence CUDA. `rollout.vllm.versions.takes_second_runner` says which models
+hundreds of rows costs the host less. It needs Triton, hence CUDA. `rollout.vllm.policy.runners` says which models
 and options run on it.
 """
 
