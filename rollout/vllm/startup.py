@@ -17,6 +17,7 @@ from rollout.vllm.start_timeline import StartTimeline
 from rollout.vllm.versions import (
     AWAITING,
     POLICY_WORKER,
+    SCHEDULER,
     check_version,
     error_line,
     executor,
@@ -187,6 +188,7 @@ def default_options(
         "enable_sleep_mode": on_cuda,
         "generation_config": "vllm",
         "worker_cls": POLICY_WORKER,
+        "scheduler_cls": SCHEDULER,
         "hf_overrides": needed,
     }
     if awaits_weights:

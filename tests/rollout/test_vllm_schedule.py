@@ -40,3 +40,18 @@ def test_half_precision_leaves_logits_whole(tmp_path):
     data = generate(setup, setup.vllm, GREEDY)
     equal = -math.log(len(head) - len(setup.vllm.banned_ids))
     assert float((data["rollout_log_probs"][data["response_mask"].bool()] - equal).min()) > 0.1
+
+
+def test_rows_that_decode_ask_for_a_block_when_theirs_is_full_and_for_no_images(tmp_path):
+    setup = start("qwen2_5_vl", tmp_path, block_size=32, max_num_batched_tokens=2048)
+    slots = setup.vllm.engine.engine_core.engine_core.scheduler.kv_cache_manager.allocate_slots
+    asked, own = [], slots._own
+    slots._own = lambda request, *rest, **options: asked.append(request) or own(request, *rest, **options)
+    sampling = SamplingParams(temperature=0.8, max_tokens=70, seed=1, ignore_eos=True)
+    ours, theirs = (generate(setup, engine, sampling) for engine in (setup.vllm, setup.hf))
+    assert torch.equal(ours["responses"], theirs["responses"])
+    rows = len(setup.prompts)
+    lengths = setup.prompts["attention_mask"].sum(1)
+    borders = int(((lengths + 69 - 1) // 32 - (lengths - 1) // 32).sum())
+    assert borders >= 2 * rows
+    assert len(asked) == rows + borders  # a prompt asks once, a response at each border of a block
