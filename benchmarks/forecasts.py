@@ -18,6 +18,12 @@ from recipes.forecast.devices import GIB  # noqa: E402
 from workers.model.model_config import ModelConfig, Unsharded  # noqa: E402
 from workers.ranks.layout import Layout  # noqa: E402
 
+H200 = DEVICES["h200"]
+HOST_BEFORE = 0.45
+"""`recipes.forecast.host_pace` of the hosts of 2026-11-21, inferred from one line: 256 rows of 3B with prompts of 361 tokens took
+6.5 ms a decoding step. How fast they ran Python was not measured then.
+"""
+
 
 @dataclass(frozen=True)
 class Update:
@@ -126,7 +132,7 @@ def whole_step_rows() -> dict[str, tuple[float, float]]:
         unsharded="gradients",
     )
     setting = Setting(
-        *(config, sizes, DEVICES["h200"], compute, Layout(dp=2)),
+        *(config, sizes, H200, compute, Layout(dp=2)),
         engine="vllm",
         engine_options={"memory_share": 0.4, "max_num_seqs": 320},
         minibatch=32,
@@ -162,9 +168,8 @@ def update_row(measured: Update) -> tuple[float, float]:
     for step in (3, 4, 5):
         data = make_batch(config, shape_of(measured.size), measured.prompts, measured.samples, seed=1000 * step)
         sizes = batch_sizes(data, config, measured.samples)
-        setting = Setting(
-            config, sizes, DEVICES["h200"], compute, Layout(dp=measured.dp, sp=measured.sp), engine=None, variation=0
-        )
+        layout = Layout(dp=measured.dp, sp=measured.sp)
+        setting = Setting(config, sizes, H200, compute, layout, engine=None, variation=0)
         phase = forecast(setting).phases[-1]
         actor = phase.roles[0] if measured.optimizer else replace(phase.roles[0], moments=0)
         seconds.append(phase.seconds)
@@ -178,7 +183,7 @@ def one_device_rows(measured: OnOneDevice) -> tuple[tuple[float, float], tuple[f
     compute = ModelConfig(token_budget=measured.budget, activation_checkpointing=measured.checkpointing, compile=True)
     data = make_batch(config, shape_of(measured.size), measured.prompts, measured.samples, seed=3000)
     sizes, found = batch_sizes(data, config, measured.samples), []
-    setting = Setting(config, sizes, DEVICES["h200"], compute, engine=None, old_log_probs=1.0, variation=0)
+    setting = Setting(config, sizes, H200, compute, engine=None, old_log_probs=1.0, variation=0)
     for phase in forecast(setting).phases:
         actor = phase.roles[0] if measured.size == "3b" else replace(phase.roles[0], moments=0)
         found.append((phase.seconds, actor.device / GIB))
@@ -193,11 +198,12 @@ def generation_row(measured: Generation) -> tuple[float, float, float]:
     sizes = BatchSizes(config, prompts, (measured.tokens,) * count)
     options = {"memory_share": measured.memory_share, "tensor_parallel": measured.parallel}
     layout = Layout(dp=measured.devices)
-    setting = Setting(config, sizes, DEVICES["h200"], layout=layout, engine="vllm", engine_options=options)
+    device = replace(H200, host=HOST_BEFORE)
+    setting = Setting(config, sizes, device, layout=layout, engine="vllm", engine_options=options)
     generating, updating = (forecast(setting).phases[place] for place in (0, -1))
     weights = generating.roles[0].weights  # copies and moments come with the first update
     awake, asleep = (
-        (weights + engine.device + DEVICES["h200"].context) / GIB
+        (weights + engine.device + H200.context) / GIB
         for engine in (phase.roles[-1] for phase in (generating, updating))
     )
     return count * measured.tokens / generating.seconds, awake, asleep

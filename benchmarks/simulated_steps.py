@@ -13,15 +13,16 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent), *(place for place in sys.path if Path(place or ".").resolve() != HERE)]
 
-from benchmarks.forecasts import batch_sizes  # noqa: E402
+from benchmarks.forecasts import H200, HOST_BEFORE, batch_sizes  # noqa: E402
 from benchmarks.workload import make_batch, model_config, shape_of  # noqa: E402
-from recipes.forecast import DEVICES, BatchSizes, PromptSizes, response_lengths  # noqa: E402
+from recipes.forecast import BatchSizes, PromptSizes, response_lengths  # noqa: E402
 from recipes.simulation import Choice, Cluster, Workload, simulate  # noqa: E402
 from recipes.simulation.measured_paces import PREPARING  # noqa: E402
 from workers.model.model_config import ModelConfig, Unsharded  # noqa: E402
 from workers.ranks.layout import Layout  # noqa: E402
 
 COMPILED = ModelConfig(token_budget=10_240, activation_checkpointing="selective", compile=True, unsharded="nothing")
+DEVICE = replace(H200, host=HOST_BEFORE)
 EAGER = ModelConfig(token_budget=16_384, activation_checkpointing="full", unsharded="nothing")
 
 
@@ -155,7 +156,7 @@ def step_rows(step: Step) -> Iterator[Row]:
     sizes = PromptSizes((step.prompt[0],), ((step.prompt[1],),)).repeated(step.prompts)
     workload = Workload(BatchSizes(config_of(step.size), sizes, step.responses, 5), step.minibatch, old_log_probs=1.0)
     choice = Choice(Layout(dp=step.devices), step.compute)
-    found = simulate(workload, Cluster(DEVICES["h200"], step.devices), choice)
+    found = simulate(workload, Cluster(DEVICE, step.devices), choice)
     seconds = {phase.name: phase.seconds for phase in found.phases}
     seconds["generation"] += seconds.pop("hand_over")
     for name, measured in step.seconds.items():
@@ -176,7 +177,7 @@ def update_row(update: Update) -> Row:
     for number in (3, 4, 5):
         data = make_batch(config, shape_of(update.size), update.prompts, 1, seed=1000 * number)
         workload = Workload(batch_sizes(data, config, 1), update.prompts, reference=False)
-        found = simulate(workload, Cluster(DEVICES["h200"], update.layout.world_size), Choice(update.layout, compute))
+        found = simulate(workload, Cluster(DEVICE, update.layout.world_size), Choice(update.layout, compute))
         seconds.append(found.phases[-1].seconds)
     return update.name, "update", sorted(seconds)[1], update.seconds
 
@@ -188,7 +189,7 @@ def rollout_row(rollout: Rollout) -> Row:
         BatchSizes(config_of(rollout.size), sizes, (rollout.tokens,) * prompts), prompts, reference=False
     )
     choice = Choice(Layout(dp=rollout.devices), COMPILED, rollout.parallel)
-    roomy = replace(DEVICES["h200"], memory=2 * DEVICES["h200"].memory)  # the benchmark's actor has no moments
+    roomy = replace(DEVICE, memory=2 * DEVICE.memory)  # the benchmark's actor has no moments
     found = simulate(workload, Cluster(roomy, rollout.devices), choice)
     seconds = next(phase.seconds for phase in found.phases if phase.name == "generation")
     seconds -= PREPARING * 361 * prompts / (rollout.devices // rollout.parallel)
@@ -198,7 +199,7 @@ def rollout_row(rollout: Rollout) -> Row:
 def hand_over_row(name: str, size: str, devices: int, measured: float) -> Row:
     sizes = PromptSizes((361,), (((1, 30, 30),),)).repeated(devices)
     workload = Workload(BatchSizes(config_of(size), sizes, (64,) * devices), devices, reference=False)
-    found = simulate(workload, Cluster(DEVICES["h200"], devices), Choice(Layout(dp=devices), COMPILED))
+    found = simulate(workload, Cluster(DEVICE, devices), Choice(Layout(dp=devices), COMPILED))
     return name, "hand-over", found.phases[0].seconds, measured
 
 

@@ -5,9 +5,11 @@ Nothing is loaded: parameters are counted on the meta device, images by their he
 
 from recipes.forecast.batch_sizes import (
     BatchSizes,
+    EpisodeSizes,
     PromptSizes,
     kept_image_bytes,
     measure_conversations,
+    measure_episode,
     measure_prompts,
     preparation_seconds,
     response_lengths,
@@ -15,7 +17,6 @@ from recipes.forecast.batch_sizes import (
 from recipes.forecast.calibration import calibrate_cpu, this_gpu
 from recipes.forecast.cpu_speed import this_cpu, this_device
 from recipes.forecast.devices import DEVICES, Device, device_named
-from recipes.forecast.episode_sizes import EpisodeSizes, measure_episode
 from recipes.forecast.forecast_table import beside_fact, compared, duration, forecast_lines
 from recipes.forecast.model_size import ModelSize, model_size
 from recipes.forecast.role_memory import RoleMemory

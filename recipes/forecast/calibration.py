@@ -18,6 +18,7 @@ from dataproto import DataProto
 from dataproto.vlm import VLMFamily, family_of
 from recipes.forecast.batch_sizes import BatchSizes, PromptSizes
 from recipes.forecast.devices import DEVICES, Device, Overheads
+from recipes.forecast.host_pace import host_pace
 from recipes.forecast.model_size import model_size
 from recipes.forecast.role_memory import held, updating
 from recipes.forecast.step_time import OPTIMIZER_BYTES
@@ -40,10 +41,21 @@ Clock = Callable[[], float]
 
 
 def this_gpu() -> Device:
-    """The machine's first GPU, with its own memory; one that the table does not have counts as an H100."""
+    """The machine's first GPU, with its own memory and host; one that the table does not have counts as an H100."""
     title = torch.cuda.get_device_name().lower()
-    known = next((each for each in DEVICES if each.split("-")[0] in title), "h100")
-    return replace(DEVICES[known], name=title, memory=torch.cuda.get_device_properties(0).total_memory)
+    memory = torch.cuda.get_device_properties(0).total_memory
+    return replace(DEVICES[_known(title) or "h100"], name=title, memory=memory, host=host_pace())
+
+
+def with_host(device: Device) -> Device:
+    """A device of the table with the pace of this machine's host, if the machine has such a GPU."""
+    here = torch.cuda.is_available() and _known(torch.cuda.get_device_name().lower()) == device.name
+    return replace(device, host=host_pace()) if here else device
+
+
+def _known(title: str) -> str | None:
+    """The name in the table of a GPU with this title."""
+    return next((each for each in DEVICES if each.split("-")[0] in title), None)
 
 
 def calibrate_cpu(batch: BatchSizes, clock: Clock = time.thread_time, tokens: int = TOKENS) -> Device:

@@ -33,9 +33,10 @@ class Device:
     language: float  # operations per second in decoder layers and head
     vision: float  # operations per second in the tower
     link: float = 0.0  # bytes per second between devices, of those that computation does not hide
-    decode_overhead: float = 0.0  # least seconds of a decoding step: those of the host
+    decode_overhead: float = 0.0  # seconds of the host for a decoding step, on a CPU
     launch: float = 0.0  # seconds of the host to start an operation, while the device computes; 0: see ``overheads``
     peak: float | None = None  # dense bfloat16 operations per second
+    host: float | None = None  # `host_pace` of its host; None: not measured, counts as 1
     on_cpu: bool = False
     context: int = 0  # bytes that the driver and its libraries take; on a CPU the interpreter and its libraries
     overheads: Overheads = Overheads()
@@ -54,7 +55,7 @@ LAUNCH = 30e-6
 
 def accelerator(name: str, memory: int, bandwidth: float, peak: float, link: float) -> Device:
     """A GPU that reaches what an H200 does of its peak (benchmarks/RESULTS.md): 0.55 in compiled layers, 0.44 in the tower."""
-    return Device(name, memory, bandwidth, 0.55 * peak, 0.44 * peak, link, 6.5e-3, LAUNCH, peak, context=GIB)
+    return Device(name, memory, bandwidth, 0.55 * peak, 0.44 * peak, link, launch=LAUNCH, peak=peak, context=GIB)
 
 
 DEVICES = {

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from recipes.forecast.devices import GIB
+from recipes.forecast.settings import Setting
 from recipes.forecast.step_forecast import StepForecast
 
 ACTIVITY = ("activations", "tower", "logits", "kv_cache", "features", "routes", "other")
@@ -21,6 +22,7 @@ def forecast_lines(found: StepForecast) -> list[str]:
     lines = [
         f"forecast: {setting.layout.world_size} x {setting.device.name} ({layout}), {count(setting.size.total)} parameters, "
         f"{count(setting.size.trained)} trained",
+        *host_lines(setting),
         "",
         f"{unit + ' on the fullest device':25}{''.join(f'{name:>12}' for name in columns)}",
     ]
@@ -43,6 +45,17 @@ def forecast_lines(found: StepForecast) -> list[str]:
         f"{found.checkpoint / GIB:.3g} GiB, {found.host / GIB:.3g} GiB of host memory a process",
     ]
     return [*lines, *(f"does not fit: {problem}" for problem in found.problems)]
+
+
+def host_lines(setting: Setting) -> list[str]:
+    """The host that vLLM's Python was forecast for, if there is some."""
+    if setting.engine != "vllm" or setting.device.on_cpu:
+        return []
+    if setting.device.host is None:
+        return ["host of vLLM: the reference one, as no such GPU is here; others took 0.4 to 1 of its time"]
+    return [
+        f"host of vLLM: this one, which takes {setting.device.host:.2f} of the time of the reference one (measured)"
+    ]
 
 
 def count(number: int) -> str:

@@ -12,13 +12,13 @@ from typing import Any
 from recipes.forecast.batch_sizes import (
     VARIATION,
     BatchSizes,
+    EpisodeSizes,
     MicroBatchSize,
     PromptSizes,
     patch_bytes,
     response_lengths,
 )
 from recipes.forecast.devices import Device
-from recipes.forecast.episode_sizes import EpisodeSizes
 from recipes.forecast.model_size import ModelSize, model_size
 from recipes.forecast.role_memory import exported_bytes, feature_bytes, moment_bytes, route_bytes, tower_bytes
 from rollout.engine import returns_experts

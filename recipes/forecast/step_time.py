@@ -10,6 +10,7 @@ from dataproto.vlm import family_of
 from dataproto.vlm.costs import logit_flops
 from recipes.forecast.batch_sizes import BatchSizes, MicroBatchSize
 from recipes.forecast.devices import EAGER, SHARED, Device
+from recipes.forecast.host_pace import decoding_step
 from recipes.forecast.launches import decoding_operations, learning_operations, scoring_operations
 from recipes.forecast.model_size import ModelSize
 from recipes.forecast.role_memory import kv_bytes
@@ -202,7 +203,7 @@ class Engine:
     parallel: int = 1  # devices
     sums: int = 0  # over its devices, in a pass
     summed_bytes: float = 0.0  # that a device receives in these sums, of a token
-    operations: int = 0  # that the host starts in a decoding step, beside what `Device.decode_overhead` covers
+    operations: int = 0  # that the host starts in a decoding step; 0: see `host_pace.decoding_step`
 
 
 def decoding_steps(responses: Sequence[int], rows: int, continuous: bool) -> list[int]:
@@ -250,8 +251,8 @@ def decoding_seconds(batch: BatchSizes, steps: Sequence[int], engine: Engine, de
     """Seconds of decoding steps with so many running rows.
 
     A step computes the running rows, or reads all weights if that takes longer, reads the rows' keys and values, and sums over
-    the engine's devices. Meanwhile the host prepares the next step, which takes `Device.decode_overhead` whatever the model, or
-    starts the operations of this one.
+    the engine's devices. Meanwhile the host prepares the next step (vLLM), or starts the operations of this one: whichever takes
+    longer counts.
     """
     lengths = zip(batch.lengths.tolist(), batch.responses, strict=True)
     keys = sum((length - response / 2) * response for length, response in lengths)
@@ -262,9 +263,12 @@ def decoding_seconds(batch: BatchSizes, steps: Sequence[int], engine: Engine, de
     fixed = keys * engine.kv_bytes / device.bandwidth / max(len(steps), 1) + engine.sums * ALL_REDUCE
     reading, computing = engine.weight_bytes / device.bandwidth, engine.flops / (device.language * INFERENCE)
     summing = engine.summed_bytes / device.link if device.link else 0.0
-    each = (max(reading, rows * computing) + fixed + rows * summing for rows in steps)
-    host = max(device.decode_overhead, engine.operations * device.launch)
-    return sum(max(seconds, host) for seconds in each)
+    pace = 1.0 if device.host is None else device.host
+    started = engine.operations * device.launch
+    return sum(
+        max(max(reading, rows * computing) + fixed + rows * summing, started or decoding_step(rows, pace))
+        for rows in steps
+    )
 
 
 def kept_rows(running: Sequence[int]) -> list[int]:

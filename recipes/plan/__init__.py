@@ -25,7 +25,7 @@ from recipes.forecast import (
     this_cpu,
     this_device,
 )
-from recipes.forecast.calibration import Clock
+from recipes.forecast.calibration import Clock, with_host
 from recipes.options import exit_status
 from recipes.plan.fitting import as_options, fit
 from recipes.run import policy_gradient, supervised
@@ -113,4 +113,4 @@ def chosen_device(
     name = asked.options.device
     if name is None and (asked.config.model_path is None or torch.cuda.is_available()):
         return this_device(batch, loader, token_budget, clock)
-    return this_cpu(batch, loader, token_budget, clock) if name == "cpu" else device_named(name or "h200")
+    return this_cpu(batch, loader, token_budget, clock) if name == "cpu" else with_host(device_named(name or "h200"))

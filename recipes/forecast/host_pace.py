@@ -1,0 +1,106 @@
+"""The host's part of vLLM's decoding, and how fast this host is beside the one where it was measured.
+
+vLLM schedules the rows, prepares their pass, samples and updates them in Python. It does so for a step while the device computes
+the step before, so a step takes as long as the slower of both: with many rows the host. Seconds of Python differ by more than two
+between hosts of the same GPU, so what a host takes is that of the reference host times `host_pace`.
+
+This file needs the standard library and NumPy alone: ``python benchmarks/host_speed.py`` runs it wherever these are.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
+
+STEP, ROW = 8e-3, 25e-6
+"""Seconds of the reference host for a decoding step, and further ones for each row that runs: 320 rows take 16 ms, as they did on
+the host of two H200 on 2026-11-23 (7B, vLLM 0.24; benchmarks/RESULTS.md). How they divide fits the other loads in docs/plan.md.
+"""
+REFERENCE = 20e-3
+"""Seconds of `python_work` on that host: 11e-3 on another one, whose vLLM takes 0.55 of its seconds. To be measured there.
+
+`STEP`, `ROW` and this belong to one host. Whoever measures another one sets all three, and nothing else.
+"""
+ROWS, STEPS, TIMES = 256, 96, 7  # of `python_work`, and how often it is timed
+BLOCK = 16  # tokens of a block of the cache
+
+
+@dataclass
+class _Row:
+    """What `python_work` keeps of a running row."""
+
+    name: str
+    limit: int
+    computed: int = 0
+    tokens: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+
+
+def python_work(rows: int = ROWS, steps: int = STEPS) -> int:
+    """Does what vLLM's Python does in decoding steps, in small, and returns the number of tokens that it has made.
+
+    >>> python_work(rows=4, steps=3)
+    12
+    """
+    running = [_Row(f"{number}-{number % 5}", limit=steps) for number in range(rows)]
+    known = {row.name: row for row in running}
+    places = {row.name: place for place, row in enumerate(running)}
+    table = np.zeros((rows, steps // BLOCK + 2), dtype=np.int32)
+    made = 0
+    for step in range(steps):
+        scheduled: dict[str, int] = {}
+        fresh: dict[str, tuple[int, ...]] = {}
+        for row in running:  # the scheduler
+            count = min(len(row.tokens) + 1 - row.computed, row.limit)
+            if row.computed % BLOCK == 0:
+                row.blocks.append(step * rows + len(scheduled))
+                fresh[row.name] = tuple(row.blocks[-1:])
+            if count > 0:
+                scheduled[row.name] = count
+        for name, blocks in fresh.items():  # the pass
+            table[places[name], step // BLOCK] = blocks[0]
+        counts = np.fromiter(scheduled.values(), dtype=np.int32, count=len(scheduled))
+        ends = np.cumsum(counts)
+        positions = np.arange(int(ends[-1])) - np.repeat(ends - counts, counts) + step
+        slots = table[np.repeat(np.arange(rows), counts), positions // BLOCK] * BLOCK + positions % BLOCK
+        sampled = (slots % 1000).tolist()
+        outputs: list[tuple[str, list[int], str | None]] = []
+        for place, name in enumerate(scheduled):  # the update
+            row = known[name]
+            row.computed += scheduled[name]
+            row.tokens.append(sampled[place])
+            finished = "length" if len(row.tokens) >= row.limit else "stop" if sampled[place] < 0 else None
+            outputs.append((name, row.tokens[-1:], finished))
+        made += sum(len(tokens) for _, tokens, _ in outputs)
+    return made
+
+
+def work_seconds(clock: Callable[[], float] = time.thread_time) -> float:
+    """Seconds of `python_work` on this host, in about a tenth of a second: the fastest of some times.
+
+    Args:
+        clock: returns seconds; by default those of the processor in this thread, so other programs hardly count.
+    """
+    taken = []
+    for _ in range(TIMES):
+        start = clock()
+        python_work()
+        taken.append(clock() - start)
+    return min(taken)
+
+
+@cache
+def host_pace() -> float:
+    """How many times as long as the reference host this one takes, measured once a process."""
+    return work_seconds() / REFERENCE
+
+
+def decoding_step(rows: int, pace: float = 1.0) -> float:
+    """Seconds of the host for a decoding step of vLLM with so many running rows, on a host of this pace.
+
+    >>> round(decoding_step(320), 6), round(decoding_step(320, pace=0.5), 6)
+    (0.016, 0.008)
+    """
+    return pace * (STEP + rows * ROW)
