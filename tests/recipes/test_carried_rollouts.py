@@ -393,6 +393,7 @@ def test_options_that_contradict_each_other_or_do_nothing_are_refused(options, m
 
 def test_options_that_fit_are_taken():
     assert parse([*EARLY.split(), "--algorithm.advantage", "gigpo"]).rollout.early_update
-    assert parse(["--rollout.over-ask", "1.25"]).rollout.staleness == 1
+    assert parse(["--rollout.over-ask", "1.25"]).rollout.staleness == 2
     config = parse([*APART.split(), "--rollout.over-ask", "1.25", "--algorithm.correction", "token"])
-    assert config.rollout.staleness == 2
+    assert config.rollout.staleness == 3
+    assert parse(APART.split()).rollout.staleness == 1
