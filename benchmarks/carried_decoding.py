@@ -5,8 +5,13 @@
 
 The prompts and the lengths of the responses are those of ``geo3k_step.py``: log-normal with mean 400, at most 2,048. Nothing
 learns, but before each step the engine gets its weights again, as after an update: what was cached is gone, and samples that go
-on are read anew. Taking the weights does not count. All values of ``--over-ask`` run through one engine, one after the other,
-with the same groups. The figures leave out the first step of each, in which no sample goes on.
+on are read anew. Taking the weights does not count. All values of ``--over-ask`` run through one engine, one after the other.
+
+What is compared is seconds of decoding a step, in the steady state. Each step gives the same number of whole groups, so these are
+also seconds a sample that is learned from. A run reaches that state after a few steps, once as many long samples are carried into
+a step as out of it. These ``--settling`` steps are not decoded: their samples get tokens that are made up, as many as they would
+have got. The engine itself is warmed up by responses of a few tokens. Without over-asking at most two steps are measured, since
+they hardly differ: each lasts as long as its longest response.
 """
 
 import argparse
@@ -19,9 +24,11 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, cast
 
 HERE = Path(__file__).resolve().parent
 # The folder of this file comes last: its dataproto.py is not the library.
@@ -31,12 +38,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import torch  # noqa: E402
-from geo3k_step import OF_DRAWN_LENGTHS, Steps, rows  # noqa: E402
+from geo3k_step import OF_DRAWN_LENGTHS, Steps, rest_of, rows  # noqa: E402
 
 from dataproto import DataProto  # noqa: E402
 from recipes.configs.shared.carrying_config import CarryingConfig  # noqa: E402
 from recipes.run.carried_rollouts import CarryingRollout, LookAhead  # noqa: E402
-from rollout.engine import SamplingParams, cpu_or_cuda, slots_for  # noqa: E402
+from rollout.carried_samples import BEGUN  # noqa: E402
+from rollout.engine import Completion, FinishReason, Request, SamplingParams, cpu_or_cuda, slots_for  # noqa: E402
 from rollout.prompts import PromptBuilder  # noqa: E402
 from workers.cluster.local_group import LocalGroup  # noqa: E402
 from workers.model.named_weights import named_weights  # noqa: E402
@@ -45,6 +53,9 @@ from workers.training.loading import checkpoint_family  # noqa: E402
 
 TARGET = 2 / 3
 """The largest share of the time without over-asking that is a third less."""
+
+WARM_TOKENS = 32
+"""The largest number of tokens of the responses that warm up the engine."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +67,7 @@ class DecodedStep:
     tokens: int  # sampled in their rows
     carried: int  # groups that have begun and go on
     polls: int  # decoding steps: tokens that one row can have sampled
+    read_again: int  # tokens that samples which go on had been given before
 
 
 def rollout_worker(path: str, engine: str, options: dict[str, Any]) -> RolloutWorker:
@@ -70,22 +82,40 @@ def rollout_worker(path: str, engine: str, options: dict[str, Any]) -> RolloutWo
 class Decoding:
     """Steps of a run that learns nothing."""
 
-    def __init__(self, worker: RolloutWorker, prompts: DataProto, sampling: SamplingParams, over_ask: float) -> None:
+    def __init__(
+        self,
+        worker: RolloutWorker,
+        prompts: DataProto,
+        sampling: SamplingParams,
+        over_ask: float,
+        max_staleness: int | None = None,
+    ) -> None:
         self.worker, self.sampling = worker, sampling
         self.done = 0
         self.carried: CarryingRollout | None = None
         self.rollout: Any = LocalGroup(worker)
         self.loader: Any = LookAhead(Steps(prompts))
         if over_ask > 1:
-            config = CarryingConfig(over_ask=over_ask)
+            config = CarryingConfig(over_ask=over_ask, max_staleness=max_staleness)
             self.carried = CarryingRollout(self.rollout, self.loader, config, lambda: self.done)
             self.rollout = self.loader = self.carried
+
+    def settle(self, steps: int) -> None:
+        """Makes steps whose tokens are made up, after which as many samples are carried into a step as out of it."""
+        engine: Any = self.worker.engine
+        self.worker.engine = cast(Any, MadeUpTokens())
+        try:
+            for _ in range(steps if self.carried else 0):
+                self.step()
+        finally:
+            self.worker.engine = engine
 
     def step(self) -> DecodedStep:
         """Decodes as many whole groups as there are prompts, with weights that the engine has just got."""
         self.worker.mark_stale()
         self.worker.refresh()
         prompts = next(self.loader)
+        read_again = self._begun_tokens()
         synchronize()
         with counted_polls(self.worker.engine) as polls:
             started = time.perf_counter()
@@ -94,7 +124,40 @@ class Decoding:
             seconds = time.perf_counter() - started
         self.done += 1
         carried = 0 if self.carried is None else sum(since > 0 for since in self.carried.samples.since.values())
-        return DecodedStep(seconds, len(set(data["uid"])), int(data["response_mask"].sum()), carried, len(polls))
+        tokens = int(data["response_mask"].sum())
+        return DecodedStep(seconds, len(set(data["uid"])), tokens, carried, len(polls), read_again)
+
+    def _begun_tokens(self) -> int:
+        """Tokens of the samples that go on."""
+        unfinished = None if self.carried is None else self.carried.samples.unfinished
+        turns = [] if unfinished is None else [turn for begun in unfinished[BEGUN] for turn in begun]
+        return sum(len(turn["token_ids"]) for turn in turns)
+
+
+class MadeUpTokens:
+    """An engine that samples nothing: each response has token 0 as often as it is long."""
+
+    def __init__(self) -> None:
+        self.left: dict[int, list[int]] = {}  # of each request the tokens so far, and those that are left
+        self.numbers = count()
+
+    def submit(self, request: Request, sampling: SamplingParams, keep: bool = False) -> int:
+        number = next(self.numbers)
+        self.left[number] = [0, rest_of(request.seed, request.drawn, sampling.max_tokens)]
+        return number
+
+    def poll(self) -> list[Completion]:
+        for lengths in self.left.values():
+            lengths[0] += 1
+            lengths[1] -= 1
+        return [self._ended(number, "length") for number in [each for each, (_, left) in self.left.items() if not left]]
+
+    def abort(self, number: int) -> Completion | None:
+        return self._ended(number, "abort") if number in self.left else None
+
+    def _ended(self, number: int, reason: FinishReason) -> Completion:
+        tokens, _ = self.left.pop(number)
+        return Completion(number, [0] * tokens, [0.0] * tokens, reason)
 
 
 @contextmanager
@@ -119,32 +182,39 @@ def synchronize() -> None:
 
 
 def table(found: dict[float, Sequence[DecodedStep]]) -> str:
-    """Means over the steps but the first, in Markdown, and each time as a share of the first one's.
+    """Means over the steps, in Markdown, and each time as a share of the first one's.
 
-    >>> print(table({1.0: [DecodedStep(9.0, 4, 100, 0, 20), DecodedStep(3.0, 4, 90, 0, 20)],
-    ...              1.25: [DecodedStep(9.0, 4, 80, 1, 12), DecodedStep(1.5, 4, 90, 1, 12)]}))
-    | over_ask | s a step | decoding steps | whole groups/s | tokens of them/s | groups that go on | time |
+    >>> print(table({1.0: [DecodedStep(3.0, 4, 90, 0, 20, 0)],
+    ...              1.25: [DecodedStep(1.0, 4, 80, 1, 12, 30), DecodedStep(2.0, 4, 100, 1, 14, 20)]}))
+    | over_ask | s a step | decoding steps | tokens read again | ms a sampled token | groups that go on | time |
     |---|---|---|---|---|---|---|
-    | 1 | 3.00 (3.0 to 3.0) | 20 | 1.33 | 30 | 0.0 | 1.000 |
-    | 1.25 | 1.50 (1.5 to 1.5) | 12 | 2.67 | 60 | 1.0 | 0.500, at least a third less |
+    | 1 | 3.00 | 20 | 0 | 33.333 | 0.0 | 1.000 |
+    | 1.25 | 1.50 (1.0 to 2.0) | 13 | 25 | 16.667 | 1.0 | 0.500, at least a third less |
     """
-    names = "over_ask", "s a step", "decoding steps", "whole groups/s", "tokens of them/s", "groups that go on", "time"
+    names = (
+        "over_ask",
+        "s a step",
+        "decoding steps",
+        "tokens read again",
+        "ms a sampled token",
+        "groups that go on",
+        "time",
+    )
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     first = None
     for over_ask, steps in found.items():
-        counted = steps[1:]
-        total = sum(step.seconds for step in counted)
-        mean = total / len(counted)
+        seconds = [step.seconds for step in steps]
+        mean = fmean(seconds)
+        spread = "" if len(steps) == 1 else f" ({min(seconds):.1f} to {max(seconds):.1f})"
+        verdict = "" if first is None else ", at least a third less" if mean <= TARGET * first else ", not a third less"
         first = first or mean
-        seconds = [step.seconds for step in counted]
-        verdict = "" if mean == first else ", at least a third less" if mean <= TARGET * first else ", not a third less"
         cells = [
             f"{over_ask:g}",
-            f"{mean:.2f} ({min(seconds):.1f} to {max(seconds):.1f})",
-            f"{sum(step.polls for step in counted) / len(counted):.0f}",
-            f"{sum(step.groups for step in counted) / total:.2f}",
-            f"{sum(step.tokens for step in counted) / total:,.0f}",
-            f"{sum(step.carried for step in counted) / len(counted):.1f}",
+            f"{mean:.2f}{spread}",
+            f"{fmean(step.polls for step in steps):.0f}",
+            f"{fmean(step.read_again for step in steps):,.0f}",
+            f"{1e3 * sum(seconds) / sum(step.tokens for step in steps):.3f}",
+            f"{fmean(step.carried for step in steps):.1f}",
             f"{mean / first:.3f}{verdict}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
@@ -158,15 +228,19 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=128)
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, default=2048)
-    parser.add_argument("--over-ask", type=float, nargs="+", default=[1.0, 1.25])
-    parser.add_argument("--steps", type=int, default=4, help="measured steps of each, after a first one (default: 4)")
+    parser.add_argument("--over-ask", type=float, nargs="+", default=[1.0, 1.25, 1.5])
+    parser.add_argument("--max-staleness", type=int, help="see --rollout.max-staleness")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps of each (default: 3)")
+    parser.add_argument(
+        "--settling", type=int, default=12, help="steps before them, which are not decoded (default: 12)"
+    )
     parser.add_argument("--rollout", default="{}", help="JSON: options of the engine, such as max_num_seqs")
     parser.add_argument(
         "--model", type=Path, default=Path("/tmp/random-checkpoints"), help="folder for the checkpoints"
     )
     arguments = parser.parse_args()
-    if arguments.steps < 1:
-        parser.error(f"--steps {arguments.steps}: must be at least 1")
+    if arguments.steps < 1 or arguments.settling < 0:
+        parser.error(f"--steps {arguments.steps} must be at least 1, and --settling {arguments.settling} at least 0")
     return arguments
 
 
@@ -188,10 +262,12 @@ def main() -> None:
     worker = rollout_worker(path, arguments.engine, options | json.loads(arguments.rollout))
     print(f"engine up: {time.perf_counter() - started:.0f} s", flush=True)
     sampling = SamplingParams(n=arguments.samples, max_tokens=arguments.max_tokens, ignore_eos=True)
+    Decoding(worker, prompts, replace(sampling, max_tokens=min(arguments.max_tokens, WARM_TOKENS)), 1.0).step()
     found: dict[float, Sequence[DecodedStep]] = {}
     for over_ask in arguments.over_ask:
-        decoding, steps = Decoding(worker, prompts, sampling, over_ask), []
-        for number in range(1 + arguments.steps):
+        decoding, steps = Decoding(worker, prompts, sampling, over_ask, arguments.max_staleness), []
+        decoding.settle(arguments.settling)
+        for number in range(1, 1 + (min(arguments.steps, 2) if over_ask == 1 else arguments.steps)):
             steps.append(decoding.step())
             print(f"over_ask {over_ask:g}, step {number}: {steps[-1]}", flush=True)
         found[over_ask] = steps

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dataproto.errors import DataProtoError, InvalidPrompt, MediaMismatch
 from dataproto.vlm import VLMFamily
 from rollout.continuation import continued_experts
 from rollout.engine import Completion, FinishReason, Request, RequestEngine, SamplingParams
@@ -86,7 +87,7 @@ class BegunTurn:
 
 
 class WholeGroups:
-    """Counts the groups of which all samples have finished.
+    """Counts the groups of which all samples have finished, until there are enough of them or the engine fails at a sample.
 
     >>> groups = WholeGroups(["a", "a", "b"], wanted=1)
     >>> groups.finish(0)
@@ -96,6 +97,9 @@ class WholeGroups:
     >>> groups.enough
     True
     """
+
+    failure: tuple[int, DataProtoError] | None = None
+    """The sample at which the engine failed, and its error."""
 
     def __init__(self, labels: Sequence[str], wanted: int, due: Collection[str] = ()) -> None:
         """``labels`` are the groups of the samples. ``wanted`` groups, and those that are ``due``, have to be whole."""
@@ -112,10 +116,14 @@ class WholeGroups:
             self._whole += 1
             self._due.discard(label)
 
+    def fail(self, sample: int, error: DataProtoError) -> None:
+        """Notes that the engine failed at a sample, which ends decoding."""
+        self.failure = self.failure or (sample, error)
+
     @property
     def enough(self) -> bool:
-        """Whether decoding may end."""
-        return self._whole >= self.wanted and not self._due
+        """Whether decoding ends."""
+        return self.failure is not None or (self._whole >= self.wanted and not self._due)
 
 
 def continued(request: Request, token_ids: Sequence[int], family: VLMFamily) -> Request:
@@ -164,16 +172,14 @@ def decode_groups(
     family: VLMFamily,
     weight_version: int,
 ) -> list[tuple[Tokens, FinishReason]]:
-    """Decodes until there are enough whole groups.
+    """Decodes until there are enough whole groups, or the engine fails at a sample: see ``groups.failure``.
 
     Args:
         begun: the first tokens of each response.
 
     Returns:
-        For each request all its tokens, and "abort" where they are not the whole response.
-
-    Raises:
-        DataProtoError: a request failed, e.g. `NonFiniteLogits`.
+        For each request all its tokens, and "abort" where they are not the whole response. Of the sample at which the engine
+        failed they are those of ``begun``.
     """
     found: list[tuple[Tokens, FinishReason]] = [(tokens, "abort") for tokens in begun]
     running: dict[int, int] = {}  # number in the engine -> place
@@ -185,11 +191,16 @@ def decode_groups(
     try:
         while (waiting or running) and not groups.enough:
             for place in waiting.popleft() if waiting else ():  # the engine reads the first ones meanwhile
-                running[engine.submit(*goes_on[place])] = place
-            for completion in engine.poll():
-                if completion.error is not None:
-                    raise completion.error
+                try:
+                    running[engine.submit(*goes_on[place])] = place
+                except (InvalidPrompt, MediaMismatch) as error:
+                    groups.fail(place, error)
+                    break
+            for completion in () if groups.enough else engine.poll():
                 place = running.pop(completion.request)
+                if completion.error is not None:
+                    groups.fail(place, completion.error)
+                    continue
                 found[place] = found[place][0] + Tokens.of(completion, weight_version), completion.finish_reason
                 groups.finish(place)
     finally:

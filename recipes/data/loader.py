@@ -5,14 +5,14 @@ epoch and with another number of workers.
 """
 
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from dataproto import DataProto
 from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig, InvalidRow
@@ -85,7 +85,7 @@ class PromptLoader:
             seed: seed of the order.
             shuffle: whether to shuffle each epoch.
             on_bad_row: ``stop`` or ``skip``.
-            num_workers: processes that decode and process images ahead; 0 does it in this process when a batch is read.
+            num_workers: processes that decode and process images ahead; 0 does it in threads when a batch is read.
 
         Raises:
             InvalidConfig: there are no rows, or an argument is out of range.
@@ -130,30 +130,40 @@ class PromptLoader:
         prompts: list[Prompt] = []
         drawn = self.drawn
         while len(prompts) < self.batch_size:
-            prepared = _unpack(next(self._stream))
-            drawn += 1
-            if isinstance(prepared, Prompt):
-                prompts.append(prepared)
-            else:
-                _reject(prepared, self.on_bad_row, self.skipped, _count(self.rows))
+            for prepared in self._next(self.batch_size - len(prompts)):
+                drawn += 1
+                if isinstance(prepared, Prompt):
+                    prompts.append(prepared)
+                else:
+                    _reject(prepared, self.on_bad_row, self.skipped, _count(self.rows))
         self.drawn = drawn
         return self.builder.collate(prompts)
 
     def _start(self) -> Iterator[Any]:
-        workers: dict[str, Any] = {}
-        if self.num_workers:
-            workers["prefetch_factor"] = max(2, -(-self.batch_size // self.num_workers))
-        builder = self.builder if may_recur(self.rows) else self.builder.without_cache()
+        """The draws from the present position on, or the prompts that processes prepare of them."""
+        drawn = _Draws(self.rows, self.seed, self.shuffle, self.drawn)
+        if not self.num_workers:
+            return iter(drawn)
         loader = DataLoader(
-            _Prepared(self.rows, builder),
+            self._prepared,
             batch_size=None,
-            sampler=_Draws(self.rows, self.seed, self.shuffle, self.drawn),
+            sampler=drawn,
             collate_fn=_identity,
             num_workers=self.num_workers,
+            prefetch_factor=max(2, -(-self.batch_size // self.num_workers)),
             generator=torch.Generator(),  # the default would draw from the global generator
-            **workers,
         )
         return iter(loader)
+
+    def _next(self, count: int) -> "list[Prompt | _BadRow]":
+        """What the next ``count`` draws give."""
+        assert self._stream is not None
+        drawn = [next(self._stream) for _ in range(count)]
+        return [pickle.loads(each) for each in drawn] if self.num_workers else self._prepared.in_threads(drawn)
+
+    @property
+    def _prepared(self) -> "_Prepared":
+        return _Prepared(self.rows, self.builder if may_recur(self.rows) else self.builder.without_cache())
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the loader, in values that JSON can represent."""
@@ -202,12 +212,13 @@ class EvaluationLoader:
     def __iter__(self) -> Iterator[DataProto]:
         prepared = _Prepared(self.rows, self.builder)
         prompts: list[Prompt] = []
-        for place in range(len(self.rows)):
-            one = prepared.prepare(f"val-{place}", place)
-            if isinstance(one, Prompt):
-                prompts.append(one)
-            else:
-                _reject(one, self.on_bad_row, self.skipped, len(self.rows))
+        places = iter(range(len(self.rows)))
+        while drawn := [(f"val-{place}", place, None) for place in islice(places, self.batch_size - len(prompts))]:
+            for one in prepared.in_threads(drawn):
+                if isinstance(one, Prompt):
+                    prompts.append(one)
+                else:
+                    _reject(one, self.on_bad_row, self.skipped, len(self.rows))
             if len(prompts) == self.batch_size:
                 yield self.builder.collate(prompts)
                 prompts = []
@@ -240,23 +251,36 @@ class _BadRow:
     reason: str
 
 
-class _Prepared(Dataset[Any]):
+class _Prepared(Dataset[bytes]):
     """Prepared prompts; a row that cannot be used becomes a `_BadRow`."""
 
     def __init__(self, rows: Any, builder: PromptBuilder) -> None:
         self.rows = rows
         self.builder = builder
 
-    def __getitem__(self, draw: Draw) -> Any:
-        prepared = self.prepare(*draw)
-        # Workers return bytes, because each tensor sent between processes uses a file descriptor.
-        return prepared if get_worker_info() is None else pickle.dumps(prepared, protocol=5)
+    def __getitem__(self, draw: Draw) -> bytes:
+        """For a process, which returns bytes because each tensor that it sends would use a file descriptor."""
+        return pickle.dumps(self.prepare(draw, self.read(draw)), protocol=5)
 
-    def prepare(self, occurrence: str, place: int, raw: Any = None) -> Prompt | _BadRow:
-        index = place
+    def in_threads(self, drawn: Sequence[Draw]) -> list[Prompt | _BadRow]:
+        """The rows of a batch, which are read one after another: their source need not work in several threads."""
+        return self.builder.in_threads(self.prepare, drawn, [self.read(draw) for draw in drawn])
+
+    def read(self, draw: Draw) -> Mapping[str, Any] | DataProtoError:
+        """The row of a draw, or why it cannot be read."""
+        _, place, raw = draw
         try:
-            row = self.rows[place] if raw is None else self.rows.read_row(raw, place)
-            index = row_number(row, place)
+            row: Mapping[str, Any] = self.rows[place] if raw is None else self.rows.read_row(raw, place)
+            return row
+        except DataProtoError as error:
+            return error
+
+    def prepare(self, draw: Draw, row: Mapping[str, Any] | DataProtoError) -> Prompt | _BadRow:
+        occurrence, index, _ = draw
+        try:
+            if isinstance(row, DataProtoError):
+                raise row
+            index = row_number(row, index)
             named = row["index"] if isinstance(row.get("index"), str) else index
             prompt = self.builder.prepare({**row, "index": named})
             return replace(prompt, columns={**prompt.columns, "uid": f"{occurrence}-{row_digest(prompt)}"})
@@ -284,10 +308,6 @@ def _count(rows: Any) -> int | None:
 
 def _identity(prepared: Any) -> Any:
     return prepared
-
-
-def _unpack(prepared: Any) -> Any:
-    return pickle.loads(prepared) if isinstance(prepared, bytes) else prepared
 
 
 def _check(rows: Any, batch_size: int, on_bad_row: str) -> None:

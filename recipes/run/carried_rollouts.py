@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dataproto import DataProto, object_array
+from dataproto.errors import DataProtoError
 from dataproto.packing import equally_wide
 from recipes.configs.shared.carrying_config import CarryingConfig
 from recipes.run.environment_roles import PlayingRollout
@@ -30,7 +31,7 @@ from rollout.environments import EpisodeLimits, MakeEnvironment
 from rollout.environments.held_episodes import EpisodePlan
 from rollout.responses import OCCURRENCE, number_occurrences
 from workers import Roles
-from workers.roles.carried_groups import DEALT, FINISHED, GROUPS
+from workers.roles.carried_groups import DEALT, FAILED, FINISHED, GROUPS, engine_error
 
 
 class LookAhead:
@@ -107,17 +108,22 @@ class CarriedSamples:
         self.places = np.flatnonzero(np.isin(self.unfinished["uid"].astype(str), chosen))
         return self.unfinished[self.places]
 
-    def update(self, found: DataProto) -> None:
-        """Takes what became of the samples of `begin`."""
+    def update(self, found: DataProto) -> DataProtoError | None:
+        """Takes what became of the samples of `begin`. Returns the error of the engine, if it failed at one of them."""
         assert self.unfinished is not None
         done = found[FINISHED].numpy()
         occurrences = self.unfinished[OCCURRENCE][self.places]
+        errors = [
+            engine_error(found[FAILED][place], self._name_of(self.places[place]))
+            for place in range(len(found))
+            if found[FAILED][place] is not None
+        ]
         for name in (BEGUN, DEALT):
             column = self.unfinished[name].copy()
             column[self.places] = found[name]
             self.unfinished[name] = column
         rows = found[np.flatnonzero(done)]
-        rows.pop([FINISHED], [BEGUN, DEALT])
+        rows.pop([FINISHED], [BEGUN, DEALT, FAILED])
         rows.meta_info.pop(GROUPS, None)
         rows[OCCURRENCE] = occurrences[done]
         if len(rows):
@@ -125,6 +131,15 @@ class CarriedSamples:
         left = np.setdiff1d(np.arange(len(self.unfinished)), self.places[done])
         self.unfinished = self.unfinished[left] if len(left) else None
         self.places = self.places[:0]
+        return errors[0] if errors else None
+
+    def _name_of(self, place: int) -> str:
+        """An unfinished sample, for messages."""
+        assert self.unfinished is not None
+        row, number = f"uid {self.unfinished['uid'][place]}", int(self.unfinished[OCCURRENCE][place])
+        if "index" in self.unfinished:
+            row = f"row {self.unfinished['index'][place]} ({row})"
+        return f"{row}, sample {number}"
 
     def take(self, groups: int) -> DataProto:
         """Removes the oldest whole groups and returns their rows, in order of groups and samples."""
@@ -181,12 +196,18 @@ class CarryingRollout:
         self.samples = CarriedSamples()
         self._future: Any = None  # of the samples that are being decoded
         self._has_next = False  # whether the samples of the loader's next batch have been added
+        self._added: DataProto | None = None  # the batch of a step that has begun; if it fails, it can be made again
+        self._error: DataProtoError | None = None  # of the engine at a sample, which the next step raises
 
     # The rollout role
 
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
-        """As many whole groups as there are prompts; see `workers.RolloutWorker.generate`."""
-        if prompts is not self.loader.current:
+        """As many whole groups as there are prompts; see `workers.RolloutWorker.generate`.
+
+        If the engine refuses or fails at a sample, the call raises its error, which names the uid and the sample. What has begun
+        is kept: the same call again, or that of a later step, goes on with it.
+        """
+        if not self._is_own(prompts):
             data: DataProto = self.group.generate(prompts, sampling)
             return data
         return self._groups(prompts, sampling, None)
@@ -204,10 +225,14 @@ class CarryingRollout:
     ) -> DataProto:
         """As many whole groups of episodes as there are prompts; see `workers.RolloutWorker.play`."""
         limits = EpisodeLimits(turns, tokens, seconds, last_pictures, memory_gib)
-        if prompts is not self.loader.current:
+        if not self._is_own(prompts):
             data: DataProto = self.group.play(prompts, make_environment, sampling, **vars(limits))
             return data
         return self._groups(prompts, sampling, EpisodePlan(make_environment, limits))
+
+    def _is_own(self, prompts: DataProto) -> bool:
+        """Whether these are the loader's prompts, or those of a step that is made again."""
+        return prompts is self.loader.current or prompts is self._added
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.group, name)
@@ -227,18 +252,20 @@ class CarryingRollout:
     ) -> Iterator[DataProto]:
         batch, updates = len(prompts), self.updates()
         at_a_time = ceil(self.config.over_ask * batch)
-        self._collect()
-        if not self._has_next:
+        self._collect_or_raise()
+        if not self._has_next and prompts is not self._added:  # else a call is made again
             self._fill(prompts, sampling.n)
-        self._has_next = False
+        self._has_next, self._added = False, prompts
         ends = [ceil(batch * part / count) for part in range(count + 1)]
         for part, (start, end) in enumerate(pairwise(ends), 1):
-            self._collect()
+            self._collect_or_raise()
             self._decode(at_a_time - start, end - start, self._due(updates, batch - end), sampling, plan)
-            self._collect()
+            self._collect_or_raise()
             data = self.samples.take(end - start)
             if self.config.carries and not self.corrected:
                 data["old_log_probs"] = data["rollout_log_probs"]
+            if part == count:
+                self._added = None
             if part < count:
                 following = ends[part + 1]
                 self._decode(at_a_time - end, following - end, self._due(updates, batch - following), sampling, plan)
@@ -275,7 +302,13 @@ class CarryingRollout:
     def _collect(self) -> None:
         if self._future is not None:
             future, self._future = self._future, None
-            self.samples.update(future.result())
+            self._error = self.samples.update(future.result())
+
+    def _collect_or_raise(self) -> None:
+        self._collect()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     # The loader
 

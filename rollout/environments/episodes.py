@@ -173,6 +173,8 @@ def play_episodes(
     everyone = WholeGroups([str(number) for number in range(len(starts))], wanted=len(starts))
     with EnvironmentHost(make_environment, limits.seconds, limits.memory_gib) as host:
         go_on(engine, renderer, episodes, host, sampling, limits, everyone, weight_version)
+    if everyone.failure is not None:
+        raise everyone.failure[1]
     return episodes
 
 
@@ -186,12 +188,14 @@ def go_on(
     groups: WholeGroups,
     weight_version: int,
 ) -> None:
-    """Plays episodes, begun or not, until there are enough whole groups. The others can go on later.
+    """Plays episodes, begun or not, until there are enough whole groups, or the engine fails at an episode: see
+    ``groups.failure``. The others can go on later, and so can that one, from its tokens before this call.
 
     The environment of an episode that goes on is the one that ``host`` holds. If it holds none, a new one gets the actions of
     ``Episode.repeated``; should it show something else than before, the episode ends as "invalid".
 
-    Raises: see `play_episodes`.
+    Raises:
+        InvalidConfig: see `play_episodes`.
     """
     play = _Play(engine, renderer, episodes, host, sampling, limits, groups, weight_version)
     with renderer.builder.one_batch():
@@ -456,9 +460,11 @@ class _Play:
     # From the engine
 
     def _completed(self, number: int, completion: Completion) -> None:
-        if completion.error is not None:
-            raise completion.error
         episode = self.episodes[number]
+        if completion.error is not None:
+            episode.partial = episode.partial or Tokens()  # its turn has begun
+            self.groups.fail(number, completion.error)
+            return
         tokens = (episode.partial or Tokens()) + Tokens.of(completion, self.weight_version)
         episode.partial = None
         episode.add_experts(tokens)

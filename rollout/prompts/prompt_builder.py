@@ -5,7 +5,7 @@ Letters: B rows, P tokens of the longest prompt.
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from copy import copy
@@ -13,7 +13,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from threading import Lock
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -46,6 +46,8 @@ IMAGE_CACHE_BYTES = 2 << 30
 
 MAX_THREADS = 16
 """Threads that prepare rows. Most of the time goes into copies of pixels, for which more threads find no memory bandwidth."""
+
+T = TypeVar("T")
 
 _TEXT = Lock()
 """Held where a chat template or a tokenizer works: neither promises to work in several threads."""
@@ -141,24 +143,37 @@ class PromptBuilder:
         return int(self.tokenizer.eos_token_id if pad is None else pad)
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> DataProto:
-        """The prompt batch of ``rows``. They are prepared in as many threads as torch uses, at most `MAX_THREADS`.
+        """The prompt batch of ``rows``, which are prepared `in_threads`.
 
         Raises `InvalidRow` with the row's ``index`` (or its place, if that is no number).
         """
-        batch: Batch = {}
 
         def prepare(place: int, row: Mapping[str, Any]) -> Prompt:
-            with self._processed.one_batch(batch):
-                try:
-                    return self.prepare(row)
-                except DataProtoError as error:
-                    raise invalid_row(row, place, str(error)) from error
+            try:
+                return self.prepare(row)
+            except DataProtoError as error:
+                raise invalid_row(row, place, str(error)) from error
 
-        threads = min(torch.get_num_threads(), MAX_THREADS, len(rows))
+        return self.collate(self.in_threads(prepare, count(), rows))
+
+    def in_threads(self, prepare: Callable[..., T], *rows: Iterable[Any]) -> list[T]:
+        """The results of ``prepare`` for the rows of a batch, as of ``map``, computed in as many threads as torch uses, at most
+        `MAX_THREADS`. Each distinct image is processed once.
+        """
+        batch: Batch = {}
+
+        def prepare_one(*row: Any) -> T:
+            with self._processed.one_batch(batch):
+                return prepare(*row)
+
+        arguments = list(zip(*rows, strict=False))
+        threads = min(torch.get_num_threads(), MAX_THREADS, len(arguments))
         if threads <= 1:
-            return self.collate([prepare(place, row) for place, row in enumerate(rows)])
+            return [prepare_one(*row) for row in arguments]
         with ThreadPoolExecutor(threads, "preparing") as pool:
-            return self.collate(list(pool.map(prepare, count(), rows)))  # after an error, it begins no further row
+            return list(
+                pool.map(prepare_one, *zip(*arguments, strict=True))
+            )  # after an error, it begins no further row
 
     def one_batch(self) -> AbstractContextManager[Batch]:
         """A context in which this thread processes each distinct image once, however small the cache is."""

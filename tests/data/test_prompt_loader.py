@@ -1,4 +1,5 @@
 import json
+import threading
 import tracemalloc
 from itertools import islice
 
@@ -12,6 +13,7 @@ from dataproto.errors import CheckpointError, InvalidConfig, InvalidRow
 from helpers.geo3k_files import drawing
 from helpers.tiny_prompts import tiny_builder
 from recipes.data.loader import EvaluationLoader, PromptLoader, drop_overlong, occurrences
+from rollout.prompts.image_processing import ImageCache
 
 BAD = {"prompt": "<image>Find x.", "images": [b"broken"]}
 
@@ -163,6 +165,57 @@ def test_workers_load_the_same_batches_and_resume():
     helped.load_state_dict(state)
     assert uids(helped, 3) == [batch["uid"].tolist() for batch in after]
     assert helped.state_dict() == alone.state_dict()
+
+
+class Drawn:
+    """Rows that are made when they are looked up; a list has the threads that did it. Images come twice, and never again."""
+
+    recurring = False
+
+    def __init__(self):
+        self.readers = []
+
+    def __len__(self):
+        return 9
+
+    def __getitem__(self, place):
+        self.readers.append(threading.current_thread())
+        return BAD if place == 4 else {"prompt": f"<image>Find {place}.", "images": [drawing(place // 2)]}
+
+
+def in_threads(monkeypatch, count, kind, **options):
+    """Two batches by ``count`` threads; names of threads that prepared rows, number of processed images, threads that read."""
+    names, processed, rows, builder = set(), [], Drawn(), tiny_builder()
+    prepare, process = type(builder).prepare, ImageCache._found_or_made
+
+    def noted(self, row):
+        names.add(threading.current_thread().name.partition("_")[0])
+        return prepare(self, row)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: count)
+        patch.setattr(type(builder), "prepare", noted)
+        patch.setattr(ImageCache, "_found_or_made", lambda *args: processed.append(1) or process(*args))
+        loader = kind(rows, builder, batch_size=4, on_bad_row="skip", **options)
+        batches = list(islice(loader, 2))
+    return batches, names, len(processed), set(rows.readers), loader
+
+
+@pytest.mark.parametrize(("kind", "options"), [(PromptLoader, {"seed": 2}), (EvaluationLoader, {})])
+def test_threads_prepare_the_same_batches(kind, options, monkeypatch):
+    one, other = (in_threads(monkeypatch, count, kind, **options) for count in (1, 3))
+    for alone, helped in zip(one[0], other[0], strict=True):
+        assert alone.batch.keys() == helped.batch.keys()
+        assert all(torch.equal(value, helped[name]) for name, value in alone.batch.items())
+        assert alone["uid"].tolist() == helped["uid"].tolist()
+        for row, same in zip(alone["multi_modal_inputs"], helped["multi_modal_inputs"], strict=True):
+            assert torch.equal(row["pixel_values"], same["pixel_values"])
+    assert one[1] == {threading.current_thread().name}
+    assert "preparing" in other[1]
+    assert one[2] == other[2] < 8  # images that come twice in a batch are processed once
+    assert other[3] == {threading.current_thread()}  # sources of rows need not work in several threads
+    assert one[4].skipped == other[4].skipped
+    assert list(one[4].skipped) == [4]
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Samples that go on after their step: which groups a step learns from, and that a sample stays the same under equal weights."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,11 +9,23 @@ import torch
 import workers
 from dataproto import DataProto, object_array
 from dataproto.errors import InvalidConfig
+from helpers.carried_runs import (
+    BATCH,
+    SAMPLING,
+    Corridor,
+    Run,
+    close,
+    generated,
+    loader_of,
+    played,
+    reread,
+    samples_of,
+    uninterrupted,
+)
 from helpers.checkpoints import write_checkpoint
-from helpers.episodes import RandomEngine, picture, renderer_of, starts_of
+from helpers.episodes import RandomEngine, renderer_of, starts_of
 from recipes.algorithms.penalties import KLController
 from recipes.configs.shared.carrying_config import CarryingConfig
-from recipes.data.loader import PromptLoader
 from recipes.geo3k_grpo import parse
 from recipes.grpo import GRPOConfig, grpo_step, grpo_step_in_parts
 from recipes.run.carried_rollouts import CarryingRollout, LookAhead, carry_samples
@@ -26,16 +37,11 @@ from rollout.environments import Episode, EpisodeLimits, Observation, play_episo
 from rollout.environments.environment_host import EnvironmentHost
 from rollout.environments.episodes import go_on
 from rollout.environments.held_episodes import EpisodePlan
-from rollout.prompts import PromptBuilder
 from workers.cluster.local_group import LocalGroup
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.reference import reference_worker
 from workers.roles.rollout_worker import RolloutConfig, RolloutWorker
 from workers.training.optimizer import OptimizerConfig
-
-BATCH = 2
-STOP = tuple(range(0, 250, 7))
-SAMPLING = SamplingParams(n=2, max_tokens=10, seed=3, stop_token_ids=STOP)
 
 
 @pytest.fixture(scope="module")
@@ -49,92 +55,6 @@ def groups(path) -> list[LocalGroup]:
     actor = ActorWorker(ActorConfig(path), torch.device("cpu"))
     config = RolloutConfig(path)
     return [LocalGroup(RolloutWorker(config, lambda dtype: actor.named_weights())) for _ in range(2)]
-
-
-class Rows:
-    """Prompts, every second one with a picture."""
-
-    def __len__(self) -> int:
-        return 40
-
-    def __getitem__(self, place: int) -> dict:
-        if place % 2:
-            return {"prompt": f"number {place}", "images": []}
-        return {"prompt": f"<image>number {place}", "images": [picture(16 + place, 24, place)]}
-
-
-def loader_of(path: str) -> LookAhead:
-    builder = PromptBuilder.from_pretrained(path, max_prompt_length=300)
-    return LookAhead(PromptLoader(Rows(), builder, BATCH, seed=1, shuffle=False))
-
-
-class Run:
-    """Steps of a run that learns nothing."""
-
-    def __init__(self, group: LocalGroup, path: str, config: CarryingConfig, done: int = 0) -> None:
-        self.done = done
-        self.rollout = CarryingRollout(group, loader_of(path), config, lambda: self.done)
-
-    def step(self, sample) -> DataProto:
-        data = sample(self.rollout, next(self.rollout))
-        self.done += 1
-        return data
-
-
-def generated(rollout, prompts) -> DataProto:
-    return rollout.generate(prompts, SAMPLING)
-
-
-class Corridor:
-    """As many steps as the seed and the actions say, with a picture each; it remembers all actions."""
-
-    def reset(self, row, seed):
-        self.left, self.said = 1 + seed % 3, ""
-        return Observation(["where to?", picture(16, 16, self.left)])
-
-    def step(self, action):
-        self.left -= 1
-        self.said += action
-        shown = picture(24, 16, len(self.said) % 5)
-        return Observation([shown, self.said[:8]], reward=0.5 + len(self.said), done=self.left < 0)
-
-
-def played(rollout, prompts) -> DataProto:
-    return rollout.play(prompts, Corridor, SAMPLING, turns=3, tokens=80)
-
-
-def samples_of(parts: list[DataProto]) -> dict[str, list[tuple]]:
-    """For each group, of each sample its tokens, log-probs to five digits, and score, in order."""
-    found: dict[str, list[tuple]] = {}
-    for data in parts:
-        for row, uid in enumerate(data["uid"]):
-            mask = data["attention_mask"][row, -data["responses"].shape[1] :].bool()
-            log_probs = np.round(data["rollout_log_probs"][row, mask].numpy().astype(float), 4).tolist()
-            score = data["score"][row] if "score" in data else None
-            found.setdefault(uid, []).append((data["responses"][row, mask].tolist(), log_probs, score))
-    return found
-
-
-def uninterrupted(group: LocalGroup, path: str, sample, uids) -> dict[str, list[tuple]]:
-    """The same samples, decoded to their end in one call for each batch."""
-    loader, parts = loader_of(path), []
-    while not set(uids) <= set(samples_of(parts)):
-        parts.append(sample(group, next(loader)))
-    return {uid: samples for uid, samples in samples_of(parts).items() if uid in uids}
-
-
-def close(found, expected) -> None:
-    assert found.keys() == expected.keys()
-    for uid, samples in expected.items():
-        assert [(ids, score) for ids, _, score in found[uid]] == [(ids, score) for ids, _, score in samples]
-        for (_, mine, _), (_, theirs, _) in zip(found[uid], samples, strict=True):
-            np.testing.assert_allclose(mine, theirs, atol=2e-4)
-
-
-def reread(state, tmp_path: Path):
-    """The state as a checkpoint holds it."""
-    torch.save(state, tmp_path / "state.pt")
-    return torch.load(tmp_path / "state.pt", weights_only=True)
 
 
 @pytest.mark.slow
@@ -302,6 +222,7 @@ class Group:
         found["end_reason"] = object_array(["done"] * len(samples))
         found["_begun"] = np.array([None] * len(samples), dtype=object)
         found["_dealt"] = np.full(len(samples), 7)
+        found["_failed"] = object_array([None] * len(samples))
         return SimpleNamespace(result=lambda: found)
 
     def generate(self, prompts, sampling):
@@ -472,6 +393,7 @@ def test_options_that_contradict_each_other_or_do_nothing_are_refused(options, m
 
 def test_options_that_fit_are_taken():
     assert parse([*EARLY.split(), "--algorithm.advantage", "gigpo"]).rollout.early_update
-    assert parse(["--rollout.over-ask", "1.25"]).rollout.staleness == 1
+    assert parse(["--rollout.over-ask", "1.25"]).rollout.staleness == 2
     config = parse([*APART.split(), "--rollout.over-ask", "1.25", "--algorithm.correction", "token"])
-    assert config.rollout.staleness == 2
+    assert config.rollout.staleness == 3
+    assert parse(APART.split()).rollout.staleness == 1

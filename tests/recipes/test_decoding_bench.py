@@ -85,25 +85,55 @@ def test_responses_of_the_hugging_face_engine_have_drawn_lengths(tmp_path):
     assert_drawn_lengths(engine, lambda: named_weights(engine.model), prompts)
 
 
-@pytest.mark.slow
-def test_steps_of_carried_samples_have_as_many_groups_in_fewer_decoding_steps(tmp_path):
-    path = write_checkpoint("qwen2_5_vl", tmp_path / "model")
+@pytest.fixture(scope="module")
+def worker_and_prompts(tmp_path_factory):
+    path = write_checkpoint("qwen2_5_vl", tmp_path_factory.mktemp("model"))
     prompts = PromptBuilder.from_pretrained(path, 300)([{"prompt": f"number {row}"} for row in range(4)])
-    worker = rollout_worker(path, "hf", {"max_num_seqs": 64})
+    return rollout_worker(path, "hf", {"max_num_seqs": 64}), prompts
+
+
+@pytest.mark.slow
+def test_steps_of_carried_samples_have_as_many_groups_in_fewer_decoding_steps(worker_and_prompts):
+    worker, prompts = worker_and_prompts
     found = {}
     for over_ask in (1.0, 1.5):
         decoding = Decoding(worker, prompts, SAMPLING, over_ask)
         found[over_ask] = [decoding.step() for _ in range(4)]
     assert {step.groups for steps in found.values() for step in steps} == {4}
     assert [step.carried for step in found[1.0]] == [0] * 4
+    assert [step.read_again for step in found[1.0]] == [0] * 4
     assert all(step.carried == 2 for step in found[1.5])
     assert all(step.polls > 1 for steps in found.values() for step in steps)
     assert sum(step.polls for step in found[1.5][1:]) < sum(step.polls for step in found[1.0][1:])
     assert "poll" not in vars(worker.engine)
 
 
+@pytest.mark.slow
+def test_steps_whose_tokens_are_made_up_leave_the_samples_of_steps_that_are_decoded(worker_and_prompts):
+    worker, prompts = worker_and_prompts
+    engine, decoded, settled = worker.engine, *(Decoding(worker, prompts, SAMPLING, 1.5) for _ in range(2))
+    steps = [decoded.step() for _ in range(3)]
+    settled.settle(3)
+    assert worker.engine is engine
+    assert settled.done == decoded.done == 3
+    assert lengths_begun(settled) == lengths_begun(decoded)
+    assert settled.carried.samples.since == decoded.carried.samples.since
+    assert steps[0].read_again == 0
+    following = settled.step()
+    assert following.read_again == sum(length for _, length in lengths_begun(decoded)) > 0
+    assert replace(following, seconds=0) == replace(decoded.step(), seconds=0)
+
+
+def lengths_begun(decoding):
+    """Of each sample that has not finished its uid and its tokens so far."""
+    samples = decoding.carried.samples.unfinished
+    return [
+        (uid, sum(len(turn["token_ids"]) for turn in turns)) for uid, turns in zip(samples["uid"], samples["_begun"])
+    ]
+
+
 def test_the_table_says_whether_a_third_is_saved():
-    steps = {1.0: [DecodedStep(5.0, 4, 90, 0, 20), DecodedStep(3.0, 4, 90, 0, 20)]}
-    cells = table(steps | {1.25: [DecodedStep(1.0, 4, 90, 1, 9), DecodedStep(2.0, 4, 90, 1, 9)]}).splitlines()
-    assert cells[-1] == "| 1.25 | 2.00 (2.0 to 2.0) | 9 | 2.00 | 45 | 1.0 | 0.667, at least a third less |"
-    assert "not a third less" in table(steps | {1.25: [DecodedStep(1.0, 4, 90, 1, 9), DecodedStep(2.1, 4, 90, 1, 9)]})
+    steps = {1.0: [DecodedStep(3.0, 4, 90, 0, 20, 0)]}
+    cells = table(steps | {1.25: [DecodedStep(1.5, 4, 90, 1, 9, 7), DecodedStep(2.5, 4, 110, 1, 10, 9)]}).splitlines()
+    assert cells[-1] == "| 1.25 | 2.00 (1.5 to 2.5) | 10 | 8 | 20.000 | 1.0 | 0.667, at least a third less |"
+    assert "not a third less" in table(steps | {1.25: [DecodedStep(2.1, 4, 90, 1, 9, 7)]})

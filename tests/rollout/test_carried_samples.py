@@ -8,8 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dataproto.errors import InvalidPrompt, NonFiniteLogits
 from dataproto.vlm import family_of
 from helpers.batches import prompt_batch
+from helpers.carried_runs import failing, refusing
 from helpers.engines import start
 from helpers.tiny_models import tiny_model
 from rollout import carried_samples
@@ -117,6 +119,40 @@ def test_a_mistake_in_a_later_request_is_found_before_anything_is_decoded(monkey
     assert engine.calls == []
 
 
+@pytest.mark.parametrize("error", [InvalidPrompt, NonFiniteLogits])
+def test_tokens_are_kept_where_the_engine_fails_at_a_sample(error, tmp_path, monkeypatch):
+    """Of five samples the fourth is refused when the others have a few tokens, or fails; then all go on."""
+    monkeypatch.setattr(carried_samples, "SUBMITTED_AT_A_TIME", 1)
+    tiny_model("qwen2_5_vl").save_pretrained(tmp_path)
+    engine = HFEngine(str(tmp_path), device=torch.device("cpu"))
+    sampling = replace(SAMPLED, n=1, max_tokens=12, ignore_eos=True, stop_token_ids=())
+    prompts = prompt_batch(engine.model.config, [[]] * 5, texts=[3, 4, 5, 6, 7])
+    requests = [replace(each, uid=str(place)) for place, each in enumerate(build_requests(prompts, sampling))]
+    begun = [Tokens()] * 5
+
+    def decoded(version):
+        groups = WholeGroups("abcde", wanted=5)
+        found = decode_groups(engine, requests, begun, sampling, groups, engine.family, version)
+        assert engine.unfinished == 0
+        return groups.failure, [tokens for tokens, _ in found], [reason for _, reason in found]
+
+    with monkeypatch.context() as patch:
+        if error is InvalidPrompt:
+            refusing(engine, patch, "3", submissions=4)
+        else:
+            failing(engine, patch, "3", polls=6)
+        (place, raised), begun, reasons = decoded(version=1)
+    assert (place, type(raised), reasons[3], len(begun[3])) == (3, error, "abort", 0)
+    assert all(len(begun[place]) for place in range(3))
+    assert {version for tokens in begun for version in tokens.weight_versions} == {1}
+    failure, found, reasons = decoded(version=2)
+    assert failure is None
+    whole = {each.request: each for each in engine.generate(requests, sampling)}
+    for place, tokens in enumerate(found):
+        assert tokens.token_ids == whole[place].token_ids
+        assert tokens.weight_versions == [1] * len(begun[place]) + [2] * (12 - len(begun[place]))
+
+
 @pytest.mark.vllm
 def test_slices_give_the_tokens_of_one_run_of_vllm(tmp_path, monkeypatch):
     setup = start("qwen2_5_vl", tmp_path, max_images=6)
@@ -128,6 +164,29 @@ def test_slices_give_the_tokens_of_one_run_of_vllm(tmp_path, monkeypatch):
     assert len(rendered) == 4  # once for the samples of a prompt
     for number in numbers:
         setup.vllm.abort(number)
+
+
+@pytest.mark.vllm
+def test_tokens_are_kept_where_vllm_refuses_a_prompt(tmp_path, monkeypatch):
+    """The second prompt is too long with what it has sampled, which vLLM finds when the first one is being decoded."""
+    monkeypatch.setattr(carried_samples, "SUBMITTED_AT_A_TIME", 1)
+    setup = start("qwen2_5_vl", tmp_path, max_images=6)
+    sampling = replace(SAMPLED, n=1, max_tokens=300, ignore_eos=True, stop_token_ids=())
+    requests = build_requests(setup.prompts, sampling)[:3]
+    long = replace(requests[1], input_ids=requests[1].input_ids.repeat(20)[:150], prompt_ids=[])
+    long = replace(long, token_types=torch.zeros(150, dtype=torch.int8), position_ids=torch.arange(150).expand(4, -1))
+    groups = WholeGroups("abc", wanted=3)
+    tried = [requests[0], long, requests[2]]
+    found = decode_groups(setup.vllm, tried, [Tokens()] * 3, sampling, groups, setup.builder.family, 1)
+    place, error = groups.failure
+    assert (place, type(error)) == (1, InvalidPrompt)
+    assert "max_model_len=400" in str(error)
+    (begun, _), *others = found
+    assert len(begun) > 0
+    assert [len(tokens) for tokens, _ in others] == [0, 0]
+    assert setup.vllm.unfinished == 0
+    (whole,) = setup.vllm.generate(requests[:1], sampling)
+    assert whole.token_ids[: len(begun)] == begun.token_ids
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=9), st.integers(0, 3), st.sets(st.sampled_from("abcd")))

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dataproto import DataProto, object_array
+from dataproto import DataProto, errors, object_array
 from dataproto.collation import pad_rows, ragged_rows
 from dataproto.columns import PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS, require
+from dataproto.errors import DataProtoError, RequestFailed
 from dataproto.vlm import VLMFamily
 from rollout.carried_samples import BEGUN, BegunTurn, Tokens
 from rollout.engine import Completion, FinishReason, SamplingParams
@@ -25,6 +26,8 @@ from workers.training.mini_batches import ROW
 
 FINISHED = "_finished"
 """The column that tells which samples have finished; what the other rows hold besides `BEGUN` has no meaning."""
+FAILED = "_failed"
+"""The column with the error of the engine at a row, as the name of its class and its message; ``None`` for other rows."""
 GROUP = "_group"
 """The column with the number of each row's group in the whole batch."""
 DEALT = "_dealt"
@@ -98,6 +101,7 @@ def share_of(samples: DataProto, wanted: int) -> int:
 def response_rows(
     samples: DataProto,
     found: Sequence[tuple[Tokens, FinishReason]],
+    failure: tuple[int, DataProtoError] | None,
     sampling: SamplingParams,
     family: VLMFamily,
     pad_token_id: int,
@@ -105,7 +109,7 @@ def response_rows(
 ) -> DataProto:
     """Rollout rows of the finished responses, with ``weight_version (B, R)``, and of the others what has begun.
 
-    ``no_experts (0, M, k)``: of an engine that records experts; the rows then have theirs.
+    ``failure``: see `with_begun`. ``no_experts (0, M, k)``: of an engine that records experts; the rows then have theirs.
     """
     whole = [reason != "abort" for _, reason in found]
     shown = [tokens if finished else Tokens() for (tokens, _), finished in zip(found, whole, strict=True)]
@@ -125,7 +129,7 @@ def response_rows(
         [BegunTurn(tokens)] if tokens and not finished else []
         for (tokens, _), finished in zip(found, whole, strict=True)
     ]
-    return with_begun(data, whole, begun)
+    return with_begun(data, whole, begun, failure)
 
 
 def shown_episodes(episodes: Sequence[Episode]) -> list[Episode]:
@@ -133,8 +137,29 @@ def shown_episodes(episodes: Sequence[Episode]) -> list[Episode]:
     return [episode if episode.ended else Episode(episode.start) for episode in episodes]
 
 
-def with_begun(data: DataProto, finished: Sequence[bool], begun: Sequence[Sequence[BegunTurn]]) -> DataProto:
-    """The rows with the columns `FINISHED` and `BEGUN`."""
+def with_begun(
+    data: DataProto,
+    finished: Sequence[bool],
+    begun: Sequence[Sequence[BegunTurn]],
+    failure: tuple[int, DataProtoError] | None,
+) -> DataProto:
+    """The rows with the columns `FINISHED`, `BEGUN` and `FAILED`. ``failure``: where the engine failed, and its error."""
     data[FINISHED] = torch.tensor(list(finished), dtype=torch.bool)
     data[BEGUN] = object_array([[turn.plain() for turn in turns] for turns in begun])
+    failed: list[list[str] | None] = [None] * len(data)
+    if failure is not None:
+        place, error = failure
+        failed[place] = [type(error).__name__, str(error)]
+    data[FAILED] = object_array(failed)
     return data
+
+
+def engine_error(failed: Sequence[str], row: str) -> DataProtoError:
+    """The error of a row of the column `FAILED`. ``row`` names it in the message.
+
+    >>> engine_error(["NonFiniteLogits", "request 5: the logits are not finite"], "row 3")
+    NonFiniteLogits('row 3: request 5: the logits are not finite')
+    """
+    name, message = failed
+    kind = getattr(errors, name, RequestFailed)  # also of an engine of one's own, with errors of its own
+    return kind(f"{row}: {message}")

@@ -12,10 +12,11 @@ from transformers import AutoTokenizer
 
 from dataproto import DataProto, object_array
 from dataproto.columns import ROUTED_EXPERTS
-from dataproto.errors import InvalidConfig
+from dataproto.errors import DataProtoError, InvalidConfig
 from dataproto.vlm import VLMFamily
 from rollout.carried_samples import BEGUN, BegunTurn, Tokens, WholeGroups, decode_groups
 from rollout.engine import (
+    RequestEngine,
     SamplingParams,
     awaits_weights,
     check_early_rewards,
@@ -24,7 +25,7 @@ from rollout.engine import (
     returns_experts,
 )
 from rollout.engine_ranks import drive
-from rollout.environments import EpisodeLimits, MakeEnvironment, TurnRenderer, play_episodes
+from rollout.environments import Episode, EpisodeLimits, MakeEnvironment, TurnRenderer, play_episodes
 from rollout.environments.episode_rows import episode_columns, episode_starts
 from rollout.environments.held_episodes import EpisodePlan, HeldEpisodes
 from rollout.pretrained import end_ids, generation_config
@@ -235,10 +236,8 @@ class RolloutWorker:
 
         Returns:
             A row for each sample with `FINISHED`. Rows that have finished are those of `generate` or `play`, with
-            ``weight_version (B, R)``; of the others only `BEGUN` has a meaning.
-
-        Raises:
-            NonFiniteLogits and others: as `generate` and `play`.
+            ``weight_version (B, R)``; of the others only `BEGUN` has a meaning. If the engine fails at a sample or refuses it,
+            its rank decodes no further, keeps what has begun, and tells the error in `FAILED`.
         """
         if GROUP not in samples:
             samples = number_groups(samples)
@@ -262,26 +261,23 @@ class RolloutWorker:
         begun = [BegunTurn.of(turns[0]).tokens if turns else Tokens() for turns in samples[BEGUN]]
         requests = build_requests(samples, sampling)
         found = decode_groups(self.engine, requests, begun, sampling, groups, self.family, weight_version)
-        return response_rows(samples, found, sampling, self.family, self.pad_token_id, self._no_experts)
+        rest = sampling, self.family, self.pad_token_id, self._no_experts
+        return response_rows(samples, found, groups.failure, *rest)
 
     def _advance_episodes(
         self, samples: DataProto, sampling: SamplingParams, groups: WholeGroups, weight_version: int, plan: EpisodePlan
     ) -> DataProto:
-        played = partial(
-            self._held.go_on,
-            renderer=self.renderer,
-            starts=episode_starts(samples, sampling),
-            begun=list(samples[BEGUN]),
-            plan=plan,
-            sampling=sampling,
-            groups=groups,
-            weight_version=weight_version,
-        )
-        episodes = drive(self.engine, self.engine_group, played)
+        starts, begun = episode_starts(samples, sampling), list(samples[BEGUN])
+
+        def played(engine: RequestEngine) -> tuple[list[Episode], tuple[int, DataProtoError] | None]:
+            rest = self.renderer, starts, begun, plan, sampling, groups, weight_version
+            return self._held.go_on(engine, *rest), groups.failure
+
+        episodes, failure = drive(self.engine, self.engine_group, played)
         most = plan.limits.most_tokens(sampling.max_tokens)
         data = episode_columns(samples, shown_episodes(episodes), self.renderer, most, self._no_experts)
         ended = [episode.ended is not None for episode in episodes]
-        return with_begun(data, ended, [[] if each.ended else each.begun for each in episodes])
+        return with_begun(data, ended, [[] if each.ended else each.begun for each in episodes], failure)
 
     @cached_property
     def renderer(self) -> TurnRenderer:

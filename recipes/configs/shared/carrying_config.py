@@ -19,7 +19,7 @@ class CarryingConfig:
     parts: int = 1  # a step's groups come in so many parts; with ahead, new weights come after the first one
     early_update: bool = False  # a part's gradients are computed while the next parts are decoded
     max_staleness: int | None = (
-        None  # updates after which a begun group is waited for; default: 1, or 2 if over-ask is above 1 with ahead
+        None  # updates after which a begun group is waited for; default: 2 with over-ask above 1, and 1 more with ahead
     )
     replay_routing: bool = True  # the actor uses the experts that the engine chose, with a mixture of experts
 
@@ -69,7 +69,9 @@ class CarryingConfig:
     @property
     def staleness(self) -> int:
         """The largest number of updates between the weights that sampled a token and those that learn from it."""
-        return self._least if self.max_staleness is None else self.max_staleness
+        # Over-asking by 1.5 saves little with one update: a step then lasts half of the longest response.
+        usual = self._least + int(self.over_ask > 1)
+        return usual if self.max_staleness is None else self.max_staleness
 
     def check(self, on: str, rollout_processes: int, reasons: Sequence[str], whole: Sequence[str]) -> None:
         """Raises `InvalidConfig` for a run that these options do not fit.

@@ -1,0 +1,144 @@
+"""Steps of runs that learn nothing and carry samples over, and engines that fail at a sample."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dataproto import DataProto
+from dataproto.errors import InvalidPrompt, NonFiniteLogits
+from helpers.episodes import picture
+from recipes.configs.shared.carrying_config import CarryingConfig
+from recipes.data.loader import PromptLoader
+from recipes.run.carried_rollouts import CarryingRollout, LookAhead
+from rollout.engine import Completion, SamplingParams
+from rollout.environments import Observation
+from rollout.prompts import PromptBuilder
+from workers.cluster.local_group import LocalGroup
+
+BATCH = 2
+STOP = tuple(range(0, 250, 7))
+SAMPLING = SamplingParams(n=2, max_tokens=10, seed=3, stop_token_ids=STOP)
+
+
+class Rows:
+    """Prompts, every second one with a picture."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, place: int) -> dict:
+        if place % 2:
+            return {"prompt": f"number {place}", "images": []}
+        return {"prompt": f"<image>number {place}", "images": [picture(16 + place, 24, place)]}
+
+
+def loader_of(path: str) -> LookAhead:
+    builder = PromptBuilder.from_pretrained(path, max_prompt_length=300)
+    return LookAhead(PromptLoader(Rows(), builder, BATCH, seed=1, shuffle=False))
+
+
+class Run:
+    """Steps of a run that learns nothing."""
+
+    def __init__(self, group: LocalGroup, path: str, config: CarryingConfig, done: int = 0) -> None:
+        self.done = done
+        self.rollout = CarryingRollout(group, loader_of(path), config, lambda: self.done)
+
+    def step(self, sample) -> DataProto:
+        data = sample(self.rollout, next(self.rollout))
+        self.done += 1
+        return data
+
+
+def generated(rollout, prompts) -> DataProto:
+    return rollout.generate(prompts, SAMPLING)
+
+
+class Corridor:
+    """As many steps as the seed and the actions say, with a picture each; it remembers all actions."""
+
+    def reset(self, row, seed):
+        self.left, self.said = 1 + seed % 3, ""
+        return Observation(["where to?", picture(16, 16, self.left)])
+
+    def step(self, action):
+        self.left -= 1
+        self.said += action
+        shown = picture(24, 16, len(self.said) % 5)
+        return Observation([shown, self.said[:8]], reward=0.5 + len(self.said), done=self.left < 0)
+
+
+def played(rollout, prompts) -> DataProto:
+    return rollout.play(prompts, Corridor, SAMPLING, turns=3, tokens=80)
+
+
+def samples_of(parts: list[DataProto]) -> dict[str, list[tuple]]:
+    """For each group, of each sample its tokens, log-probs to five digits, and score, in order."""
+    found: dict[str, list[tuple]] = {}
+    for data in parts:
+        for row, uid in enumerate(data["uid"]):
+            mask = data["attention_mask"][row, -data["responses"].shape[1] :].bool()
+            log_probs = np.round(data["rollout_log_probs"][row, mask].numpy().astype(float), 4).tolist()
+            score = data["score"][row] if "score" in data else None
+            found.setdefault(uid, []).append((data["responses"][row, mask].tolist(), log_probs, score))
+    return found
+
+
+def uninterrupted(group: LocalGroup, path: str, sample, uids) -> dict[str, list[tuple]]:
+    """The same samples, decoded to their end in one call for each batch."""
+    loader, parts = loader_of(path), []
+    while not set(uids) <= set(samples_of(parts)):
+        parts.append(sample(group, next(loader)))
+    return {uid: samples for uid, samples in samples_of(parts).items() if uid in uids}
+
+
+def close(found, expected) -> None:
+    assert found.keys() == expected.keys()
+    for uid, samples in expected.items():
+        assert [(ids, score) for ids, _, score in found[uid]] == [(ids, score) for ids, _, score in samples]
+        for (_, mine, _), (_, theirs, _) in zip(found[uid], samples, strict=True):
+            np.testing.assert_allclose(mine, theirs, atol=2e-4)
+
+
+def reread(state, tmp_path: Path):
+    """The state as a checkpoint holds it."""
+    torch.save(state, tmp_path / "state.pt")
+    return torch.load(tmp_path / "state.pt", weights_only=True)
+
+
+def refusing(engine, monkeypatch, uid, submissions=0):
+    """Has the engine refuse prompts whose uids begin with ``uid`` from its submission number ``submissions`` on."""
+    submit, calls = engine.submit, []
+
+    def checked(request, *args):
+        calls.append(request.uid)
+        if request.uid.startswith(uid) and len(calls) >= submissions:
+            raise InvalidPrompt("no room")
+        return submit(request, *args)
+
+    monkeypatch.setattr(engine, "submit", checked)
+
+
+def failing(engine, monkeypatch, uid, polls):
+    """Has the engine fail, once, at a sample that runs, of a prompt whose uid begins with ``uid``, from poll ``polls`` on."""
+    poll, submit, numbers, calls = engine.poll, engine.submit, [], []
+
+    def noted(request, *args):
+        number = submit(request, *args)
+        if request.uid.startswith(uid):
+            numbers.append(number)
+        return number
+
+    def failed():
+        done = poll()
+        calls.append(1)
+        while numbers and len(calls) >= polls:
+            number = numbers.pop()
+            if engine.abort(number) is not None:
+                numbers.clear()
+                return [*done, Completion(number, [], [], "error", error=NonFiniteLogits("NaN"))]
+        return done
+
+    monkeypatch.setattr(engine, "submit", noted)
+    monkeypatch.setattr(engine, "poll", failed)
