@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,12 +15,15 @@ from recipes.serve.serve_config import ServeConfig, parse
 
 KEEP_ALIVE_SECONDS = 75
 SHUTDOWN_SECONDS = 3
+SWITCH_SECONDS = 0.0005
+"""For which the event loop may keep other threads waiting: a commit takes the interpreter's lock many times. Python has 5 ms."""
 
 
 def main(arguments: Sequence[str], engine_socket: str, listener: int, parent_pipe: int) -> None:
     """Serves on a socket that listens already, which the process that started this one holds open across restarts."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     end_with_parent(parent_pipe)
+    sys.setswitchinterval(SWITCH_SECONDS)
     serve_front(parse(arguments), Path(engine_socket), listener)
 
 

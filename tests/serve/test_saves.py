@@ -9,7 +9,7 @@ import pytest
 
 from helpers.fronts import Front, drive, take_in, until
 from helpers.vector_backend import ADAPTER_FILE, VectorBackend
-from recipes.serve.backend import Failure
+from recipes.serve.backend import OPTIMIZER_FILE, Failure
 from recipes.serve.front import recovery
 from recipes.serve.front.futures import PROTOBUF
 from recipes.serve.front.service import DATABASE_FILE
@@ -182,26 +182,58 @@ def test_a_run_has_no_snapshot_behind_a_disk_that_has_failed(tmp_path, monkeypat
     drive(work, tmp_path)
 
 
-def test_a_replay_brings_snapshots_for_samplers_to_the_disk_before_the_run_gets_its_own(tmp_path, slow_disk):
-    """Those of a front process that was killed are whole in memory, and may not be on disk."""
-    told, tried = slow_disk
+@pytest.mark.parametrize("told", [True, False])
+def test_a_later_process_trusts_no_snapshot_for_samplers_that_may_not_be_on_disk(tmp_path, monkeypatch, told):
+    """The disk loses a file. Linux tells of it once at most, to a process that has ended, and then takes the file for written."""
+    lost, sync, sampler = set(), directories._sync, tmp_path / "runs/1/sampler-1"
+
+    def loses_the_first(path):
+        if path == sampler / ADAPTER_FILE and not lost:
+            lost.add(path.stat().st_ino)
+            if told:
+                raise OSError("input/output error")
+        sync(path)
+
+    monkeypatch.setattr(directories, "_sync", loses_the_first)
 
     async def before(front: Front):
-        await snapshot_of(front, 1)
-        told.set()
+        run = await front.new_run("r")
+        await front.result(await front.request(run, 1, "save_for_sampler", sampling_session_seq_id=1))
+        await until(lambda: lost)
+        await stepped(front, run, 2)
+        await front.service.scheduler.settled()
+        assert run.snapshot is None
 
-    drive(before, tmp_path, snapshot_steps=100).engine.listener.close()
-    told.clear()
-    tried.clear()
+    drive(before, tmp_path, snapshot_steps=1 if told else 100).engine.listener.close()
+    content = (sampler / ADAPTER_FILE).read_bytes()
 
     async def after(front: Front):
         run = front.service.catalogue.runs["r"]
         await stepped(front, run, 4)
-        await until(lambda: (tmp_path / "runs/1/snapshot-5").exists())
-        await front.result(await front.submit(run, 6, 7))
-        assert (run.snapshot, tried) == (None, ["sampler-3"])
-        told.set()
         await until(lambda: run.snapshot_seq == 5)
+        assert (sampler / ADAPTER_FILE).read_bytes() == content
+        assert (sampler / ADAPTER_FILE).stat().st_ino not in lost
+
+    drive(after, tmp_path)
+
+
+def test_a_run_has_no_snapshot_while_the_disk_refuses_a_copy_of_those_for_its_samplers(tmp_path, monkeypatch):
+    """The run itself goes on."""
+    drive(lambda front: snapshot_of(front, 1), tmp_path, snapshot_steps=100).engine.listener.close()
+    sync = directories._sync
+
+    def refuses_samplers(path):
+        if path.name == ADAPTER_FILE and not (path.parent / OPTIMIZER_FILE).exists():
+            raise OSError("input/output error")
+        sync(path)
+
+    monkeypatch.setattr(directories, "_sync", refuses_samplers)
+
+    async def after(front: Front):
+        run = front.service.catalogue.runs["r"]
+        await stepped(front, run, 4)
+        await front.service.scheduler.settled()
+        assert (run.state, run.snapshot) == ("live", None)
 
     drive(after, tmp_path)
 

@@ -9,10 +9,12 @@ import pytest
 
 from dataproto.errors import CheckpointError
 from helpers.fronts import Front, drive, take_in, until
-from recipes.serve.front import scheduler
+from recipes.serve.front import intake, scheduler
 from recipes.serve.front.futures import PROTOBUF
-from recipes.serve.ledger import directories
+from recipes.serve.front.scheduler import Scheduler
+from recipes.serve.ledger import directories, journal
 from recipes.serve.ledger.journal import Entry
+from recipes.serve.ledger.records import together
 from recipes.serve.refusals import InvalidRequest, Refused
 
 
@@ -57,7 +59,7 @@ def test_a_small_body_is_let_go_of_with_its_request_and_not_with_the_result(tmp_
 
 def test_clients_in_step_are_computed_in_one_batch(tmp_path, monkeypatch):
     """A pass waits for the other run, whose last one was just computed, and not for one that has never sent a pass."""
-    monkeypatch.setattr(scheduler, "MOST_GATHERING", 60.0)
+    monkeypatch.setattr(intake, "MOST_GATHERING", 60.0)
 
     async def work(front: Front):
         one, two, _ = [await front.new_run(name) for name in ("one", "two", "silent")]
@@ -74,6 +76,93 @@ def test_clients_in_step_are_computed_in_one_batch(tmp_path, monkeypatch):
         )  # an update waits for nobody
 
     assert drive(work, tmp_path).backend.groups == [["one"], ["two"], ["one", "two"]]
+
+
+def test_a_pass_waits_for_one_that_is_on_its_way_to_the_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(intake, "MOST_GATHERING", 60.0)
+    accept, held, told = journal.accept, [], asyncio.Event()
+
+    def noted(entry, digest):
+        job = accept(entry, digest)
+        if entry.id == "two:1":
+            held.append(job)
+        return job
+
+    async def work(front: Front):
+        one, two = [await front.new_run(name) for name in ("one", "two")]
+        run_of_database = front.service.database.run
+
+        async def run(job):
+            if job in held:
+                await told.wait()
+            return await run_of_database(job)
+
+        monkeypatch.setattr(journal, "accept", noted)
+        monkeypatch.setattr(front.service.database, "run", run)
+        late = asyncio.create_task(front.submit(two, 1, 7))
+        await until(lambda: held)
+        waiting = await front.submit(one, 1, 7)
+        assert not await asyncio.to_thread(front.backend.entered.wait, 0.2)
+        told.set()
+        for each in (waiting, await late):
+            await front.result(each)
+
+    assert drive(work, tmp_path).backend.groups == [["two", "one"]]
+
+
+async def updates_together(front: Front) -> list[str]:
+    """The updates of the runs a and b, behind passes that are computed together when the gate opens."""
+    a, b, other = [await front.new_run(name) for name in ("a", "b", "other")]
+    front.backend.gate.clear()
+    await front.submit(other, 1, 7)
+    assert await asyncio.to_thread(front.backend.entered.wait, 60)
+    for run in (a, b):
+        await front.submit(run, 1, 7)
+    return [await front.submit(run, 2, None) for run in (a, b)]
+
+
+def test_the_updates_of_a_round_are_begun_and_finished_in_one_commit_each(tmp_path, monkeypatch):
+    begun, finished, finish_all = [], [], Scheduler.finish_all
+
+    def noted(*jobs):
+        begun.append(sum("begin_round" in job.__qualname__ for job in jobs))
+        return together(*jobs)
+
+    async def note(self, results, *jobs):
+        finished.append([entry.id for entry, _ in results])
+        await finish_all(self, results, *jobs)
+
+    async def work(front: Front):
+        updates = await updates_together(front)
+        monkeypatch.setattr(scheduler, "together", noted)
+        monkeypatch.setattr(Scheduler, "finish_all", note)
+        front.backend.gate.set()
+        for each in updates:
+            assert (await front.result(each))["metrics"]["steps"] == 1
+
+    drive(work, tmp_path, snapshot_steps=100)
+    assert finished == [["other:1"], ["a:1", "b:1"], ["a:2", "b:2"]]
+    assert begun == [0, 1, 0, 2, 0]  # two rounds of passes, and the updates
+
+
+def test_an_update_that_cannot_be_read_now_delays_no_other_and_repeats_none(tmp_path, monkeypatch):
+    body, left = Scheduler._body, [OSError("input/output error")]
+
+    async def fails_once(self, entry):
+        if entry.id == "a:2" and left:
+            raise left.pop()
+        return await body(self, entry)
+
+    async def work(front: Front):
+        updates = await updates_together(front)
+        monkeypatch.setattr(Scheduler, "_body", fails_once)
+        front.backend.gate.set()
+        for each in reversed(updates):
+            assert (await front.result(each))["metrics"]["steps"] == 1
+        assert left == []
+        assert [front.backend.models[name].steps for name in "ab"] == [1, 1]
+
+    drive(work, tmp_path, snapshot_steps=100)
 
 
 def test_files_of_different_runs_are_written_at_the_same_time(tmp_path, monkeypatch):

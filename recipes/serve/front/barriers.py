@@ -18,6 +18,7 @@ from recipes.serve.ledger.directories import (
     Syncs,
     check_directory,
     checked_name,
+    copy_files,
     directory_size,
     new_directory,
     remove_directory,
@@ -133,17 +134,20 @@ class Barriers:
         return self.catalogue.run_directory(run) / f"sampler-{entry.seq}"
 
     async def _repair(self, run: Run, directory: Path) -> None:
-        """Writes a snapshot for samplers again, if a loss of power has damaged it before its files were on disk."""
+        """Brings a snapshot for samplers to the disk, of which nothing tells whether it is there: writes a copy of its files, or
+        the weights again if they are damaged.
+        """
         if self.catalogue.name_of(directory) not in self.catalogue.directories():
             return
         try:
-            await asyncio.to_thread(check_directory, directory)
+            async with new_directory(directory) as temporary:
+                await asyncio.to_thread(copy_files, directory, temporary)
         except CheckpointError as error:
             log.warning("snapshot %s is written again: %s", self.catalogue.name_of(directory), error)
             async with new_directory(directory) as temporary:
                 await self.link.call("export", model_id=run.id, directory=temporary, sampled=True)
-        else:  # as it is read: a kill of this process may have come before it was on disk
-            self.syncs.begin(run.id, directory)
+        except OSError as error:
+            self.syncs.give_up(run.id, directory, error)
 
     async def _invalid(self, run: Run, entry: Entry, body: bytes) -> Done:
         raise InvalidRequest(body.decode())

@@ -1,9 +1,10 @@
-"""Takes requests that train into the journal, each once."""
+"""Takes requests that train into the journal, each once, and lets those of clients in step come together."""
 
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 from recipes.serve.front.lanes import Lane
 from recipes.serve.ledger import journal
@@ -16,6 +17,9 @@ from recipes.serve.serve_config import LimitsConfig
 KEPT_BYTES = (
     8192  # of a body that stays in memory until its request is carried out; a larger one is read from disk again
 )
+MOST_GATHERING = 0.02  # seconds that a pass waits for those of other runs
+GATHERING_PART = 0.1  # of the last round's time: how long it waits at most for one that has not come yet
+RECENTLY = 60.0  # seconds in which a run has sent a pass whose next one is waited for
 
 
 class Intake:
@@ -51,6 +55,33 @@ class Intake:
             raise other_content(run, seq)
         await asyncio.shield(task)  # which goes on when this client has gone
         return request_id
+
+    async def gather(self, lanes: Sequence[Lane], pass_seconds: float, news: asyncio.Event) -> None:
+        """Waits a moment where passes are all that is due, so that clients in step are computed in one batch.
+
+        A request that is on its way to the disk is waited for longer than one that may not come.
+
+        Args:
+            pass_seconds: of the last round of passes.
+            news: is set when a request is entered into a lane.
+        """
+        began = time.monotonic()
+        while True:
+            heads = {lane.run.id: head.kind for lane in lanes if (head := lane.head()) is not None}
+            others = [lane for lane in lanes if lane.run.id not in heads]
+            arriving = {request.rpartition(":")[0] for request in self._accepting}
+            if any(lane.run.id in arriving for lane in others):
+                most = MOST_GATHERING
+            elif any(began - lane.last_pass < RECENTLY for lane in others):
+                most = min(MOST_GATHERING, GATHERING_PART * pass_seconds)
+            else:
+                return
+            left = began + most - time.monotonic()
+            if left <= 0 or set(heads.values()) != {"pass"}:
+                return
+            news.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(news.wait(), left)
 
     async def _take_in(self, run: Run, entry: Entry, digest: str) -> None:
         lane = self.lanes.get(run.id)

@@ -5,7 +5,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Literal, NoReturn
 
@@ -33,11 +32,6 @@ SAVES = ("save", "save_for_sampler", "save_external")
 MOST_TRIES = 3  # of a round at which the engine ends
 LOOK_SECONDS = 1.0  # between looks for gaps
 KEEP_SECONDS = 30.0  # between tries to write the checkpoint of an expired run
-MOST_GATHERING = (
-    0.02  # seconds that a pass waits for those of other runs, and at most this part of the last round's time:
-)
-GATHERING_PART = 0.1
-RECENTLY = 60.0  # seconds in which a run has sent a pass whose next one is waited for
 Results = list[PassResult | Failure]
 
 
@@ -64,7 +58,8 @@ class Scheduler:
         self.lanes: dict[str, Lane] = {}
         self.on_connected: Callable[[], Awaitable[None]]  # to an engine that holds no run
         self._round_number = database.run_now(journal.last_round)
-        self.accept = Intake(database, config.limits, self.lanes, self._enter).accept
+        self._intake = Intake(database, config.limits, self.lanes, self._enter)
+        self.accept = self._intake.accept
         self._share: FairShare[Entry] = FairShare()
         self._tries: Counter[tuple[str, ...]] = Counter()
         self._pass_seconds = 0.0  # of the last round of passes
@@ -162,12 +157,12 @@ class Scheduler:
             self._begin_save(lane)
         lanes = [lane for lane in self.lanes.values() if lane.not_before <= now and not lane.saving]
         await self._fail_gaps(lanes)
-        await self._gather(lanes)
+        await self._intake.gather(lanes, self._pass_seconds, self._wake)
         passes = self._share_of_each(lanes)
         for group in [[each] for each in passes] if any(each.alone for each in passes) else [passes]:
             await self._passes(group)
         steps = [head for lane in lanes if (head := lane.head()) is not None and head.kind == "optim_step"]
-        await self._together({entry.run: self.barrier(entry) for entry in steps})
+        await self._updates(steps)
         others = [
             head for lane in lanes if (head := lane.head()) is not None and head.kind in ("create", "load", "invalid")
         ]
@@ -200,19 +195,6 @@ class Scheduler:
             lane.saving = False
             self._begin_save(lane)  # the next one does not wait for the round either
             self._wake.set()
-
-    async def _gather(self, lanes: Sequence[Lane]) -> None:
-        """Waits a moment where passes are all that is due, so that clients in step are computed in one batch."""
-        began = time.monotonic()
-        deadline = began + min(MOST_GATHERING, GATHERING_PART * self._pass_seconds)
-        while (left := deadline - time.monotonic()) > 0:
-            heads = {lane.run.id: head.kind for lane in lanes if (head := lane.head()) is not None}
-            late = [lane for lane in lanes if lane.run.id not in heads and began - lane.last_pass < RECENTLY]
-            if set(heads.values()) != {"pass"} or not late:
-                return
-            self._wake.clear()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), left)
 
     def _share_of_each(self, lanes: Sequence[Lane]) -> list[Entry]:
         """The passes of the next round; of a client with several runs the one that has waited longest comes first."""
@@ -309,21 +291,33 @@ class Scheduler:
 
         Then its only request fails, and several are taken out of the round, to be computed alone.
         """
-        ids = tuple(entry.id for entry in entries)
-        self._tries[ids] += 1
-        if self._tries[ids] > MOST_TRIES:
-            if len(entries) == 1:
-                message = f"the engine or the server failed {MOST_TRIES} times at this request"
-                await self.finish(entries[0], failed(message, "server"))
-            else:
-                await self.dissolve([entry for entry in entries if entry.state == "queued"])
-            return False
-        if any(entry.round is None for entry in entries):
-            self._round_number = number = self._round_number + 1
-            await self.database.keep(journal.begin_round(number, ids))
+        return bool(await self._begin_each([entries]))
+
+    async def _begin_each(self, rounds: Sequence[Sequence[Entry]]) -> list[Sequence[Entry]]:
+        """Those of some rounds that `begin` begins, in one commit."""
+        begun = [entries for entries in rounds if await self._may_begin(entries)]
+        first = self._round_number + 1
+        new = list(enumerate((each for each in begun if any(entry.round is None for entry in each)), first))
+        if new:
+            self._round_number += len(new)
+            records = [journal.begin_round(number, [entry.id for entry in entries]) for number, entries in new]
+            await self.database.keep(together(*records))
+        for number, entries in new:
             for place, entry in enumerate(entries):
                 entry.round, entry.place = number, place
-        return True
+        return begun
+
+    async def _may_begin(self, entries: Sequence[Entry]) -> bool:
+        ids = tuple(entry.id for entry in entries)
+        self._tries[ids] += 1
+        if self._tries[ids] <= MOST_TRIES:
+            return True
+        if len(entries) == 1:
+            message = f"the engine or the server failed {MOST_TRIES} times at this request"
+            await self.finish(entries[0], failed(message, "server"))
+        else:
+            await self.dissolve([entry for entry in entries if entry.state == "queued"])
+        return False
 
     async def dissolve(self, entries: Sequence[Entry]) -> None:
         """Takes requests out of their round, to be computed alone: the journal then says how they were."""
@@ -341,25 +335,51 @@ class Scheduler:
 
     async def barrier(self, entry: Entry) -> None:
         """Carries out a request that is no pass."""
-        lane = self.lanes[entry.run]
-        if not await self.begin([entry]):
-            return
-        body = await self._body(entry)
+        if await self.begin([entry]):
+            await self._conclude([(entry, await self._carried_out(entry))])
+
+    async def _updates(self, entries: Sequence[Entry]) -> None:
+        """Carries out updates of different runs at the same time. One commit begins them, and one has their outcomes."""
+        begun = [entry for (entry,) in await self._begin_each([[entry] for entry in entries])]
+        ended: list[tuple[Entry, Done | Failure]] = []
+
+        async def carry_out(entry: Entry) -> None:
+            ended.append((entry, await self._carried_out(entry)))
+
         try:
-            done: Done = await self.barriers.carry_out(lane.run, entry, body)
+            await self._together({entry.run: carry_out(entry) for entry in begun})
+        finally:  # what the engine has done may not be done twice
+            await self._conclude(ended)
+
+    async def _carried_out(self, entry: Entry) -> Done | Failure:
+        """What a request came to, which is not written yet."""
+        run, body = self.lanes[entry.run].run, await self._body(entry)
+        try:
+            return await self.barriers.carry_out(run, entry, body)
         except CallFailed as error:
-            await self._failed_barrier(lane, entry, error.failure)
+            return error.failure
         except EngineLost:
             raise
         except Exception as error:
-            await self._failed_barrier(lane, entry, failure_of(error))
-        else:
+            return failure_of(error)
+
+    async def _conclude(self, ended: Sequence[tuple[Entry, Done | Failure]]) -> None:
+        """Writes what requests came to; then snapshots of their runs may begin."""
+        done = [(self.lanes[entry.run], entry, each) for entry, each in ended if isinstance(each, Done)]
+        if done:
+            jobs = [job for _, _, each in done for job in each.jobs]
             try:
-                await self.finish(entry, done.outcome(), *done.jobs)
-                done.after()
+                await self.finish_all([(entry, each.outcome()) for _, entry, each in done], *jobs)
+                for _, _, each in done:
+                    each.after()
             except Exception as error:  # what the engine has done may not be done twice
-                self.barriers.forget(lane.run)
+                for lane, _, _ in done:
+                    self.barriers.forget(lane.run)
                 await self._start_over(error)
+        for entry, result in ended:
+            if isinstance(result, Failure):
+                await self._failed_barrier(self.lanes[entry.run], entry, result)
+        for lane, entry, _ in done:
             if entry.kind == "optim_step":
                 await self.snapshots.after_step(lane, entry.seq)
             elif entry.kind == "load":

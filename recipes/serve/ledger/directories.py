@@ -81,7 +81,8 @@ def sync_directory(directory: Path) -> None:
 class Syncs:
     """Directories on their way to the disk, by the runs that have written them.
 
-    A failure stays: Linux tells of it once, and takes the pages for written, so a second try would prove nothing.
+    A failure stays: Linux tells of it once, and takes the pages for written, so a second try with the same files would prove
+    nothing. It is known in this process alone, so a later one trusts no files that may not be on disk; see `copy_files`.
     """
 
     def __init__(self) -> None:
@@ -98,8 +99,8 @@ class Syncs:
         began = time.perf_counter()
         try:
             await asyncio.to_thread(sync_directory, directory)
-        except OSError:
-            log.exception("%s cannot be brought to the disk: run %s gets no snapshot any more", directory, run)
+        except OSError as error:
+            self.give_up(run, directory, error)
             raise
         log.info("snapshot %s: synced %.3f s", directory, time.perf_counter() - began)
 
@@ -107,6 +108,11 @@ class Syncs:
         self._tasks[run].discard(task)
         if task.cancelled() or task.exception() is not None:
             self._failed.add(run)
+
+    def give_up(self, run: str, directory: Path, error: OSError) -> None:
+        """Records that a directory of a run cannot be brought to the disk."""
+        log.error("%s cannot be brought to the disk: run %s gets no snapshot any more", directory, run, exc_info=error)
+        self._failed.add(run)
 
     def failed(self, run: str) -> bool:
         """Whether a directory of a run may not be on disk, and never will be known to be."""
@@ -146,6 +152,24 @@ def check_directory(directory: Path) -> None:
         raise CheckpointError(f"the checkpoint is damaged: {error}") from error
     if wrong:
         raise CheckpointError(f"the checkpoint is damaged: {', '.join(wrong)} has changed")
+
+
+def copy_files(source: Path, target: Path) -> None:
+    """Copies the files of a directory, compared with its manifest, to an empty one.
+
+    After a failure to write files, or a kill before they were on disk, memory may still hold what the disk does not have, and
+    bringing the same files to the disk again would succeed. A copy is written anew.
+
+    Raises:
+        CheckpointError: a file is missing or has changed.
+    """
+    try:
+        for path in source.iterdir():
+            shutil.copyfile(path, target / path.name)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"the checkpoint is damaged: {error}") from error
+    check_directory(target)
+    (target / MANIFEST).unlink()
 
 
 def remove_directory(directory: Path) -> None:
