@@ -2,11 +2,14 @@
 
     python benchmarks/geo3k_step.py --gpus 4 --size 7b                  # 512 prompts x 5 samples, mini-batches of 128, KL
     python benchmarks/geo3k_step.py --gpus 2 --size tiny --engine hf --prompts 8 --minibatch 4 --max-tokens 32       # anywhere
+    python benchmarks/geo3k_step.py --gpus 2 --size qwen3.5-9b --prompts 32 --minibatch 32 --max-tokens 512 --whole-responses \
+        --compile --activation-checkpointing selective --token-budget 6144 --unsharded weights  # the step of verl#7203
 
 Prompts are about 350 tokens with one image; random weights never end a response, so its length is sampled: log-normal with mean
-400, at most 2,048, and in proportion with other ``--max-tokens``. With ``--over-ask 1.25`` a step does not wait for its longest
-responses; what that saves of decoding alone, on one GPU, ``carried_decoding.py`` tells. Weights, data and recipe are otherwise
-those of a real run: `recipes.grpo.grpo_step` over `launch(on="ray")`.
+400, at most 2,048, and in proportion with other ``--max-tokens``; with ``--whole-responses`` each has ``--max-tokens``. With
+``--over-ask 1.25`` a step does not wait for its longest responses; what that saves of decoding alone, on one GPU,
+``carried_decoding.py`` tells. Weights, data and recipe are otherwise those of a real run: `recipes.grpo.grpo_step` over
+`launch(on="ray")`.
 """
 
 import argparse
@@ -46,7 +49,7 @@ from workers.ranks.layout import Layout  # noqa: E402
 from workers.roles.rollout_worker import RolloutConfig  # noqa: E402
 
 MEAN_SHARE, LENGTH_SIGMA = 400 / 2048, 0.8  # mean length of a response, of the longest
-IMAGE = 420  # pixels; 15 x 15 tokens
+SIDE = 15  # of an image, in tokens
 
 
 def drawn_length(seed: int, limit: int) -> int:
@@ -106,13 +109,18 @@ def __getattr__(name: str) -> Any:
     return makers[name]()
 
 
-def rows(count: int) -> list[dict[str, Any]]:
-    """Rows for `PromptBuilder` with one image and about 120 tokens of text each."""
+def image_pixels(size: str) -> int:
+    """The side of an image of 15 x 15 tokens."""
+    return SIDE * (32 if "qwen3.5" in size else 28)
+
+
+def rows(count: int, side: int = 28 * SIDE) -> list[dict[str, Any]]:
+    """Rows for `PromptBuilder` with one image of ``side`` pixels and about 120 tokens of text each."""
     found = []
     for number in range(count):
         rng = random.Random(number)
-        picture = Image.new("RGB", (IMAGE, IMAGE), "white")
-        corners = [(rng.randrange(IMAGE), rng.randrange(IMAGE)) for _ in range(3)]
+        picture = Image.new("RGB", (side, side), "white")
+        corners = [(rng.randrange(side), rng.randrange(side)) for _ in range(3)]
         ImageDraw.Draw(picture).polygon(corners, outline="black", width=3)
         text = "<image>In the figure, find the length of the side. " + " ".join(
             str(rng.randrange(100)) for _ in range(30)
@@ -151,12 +159,13 @@ class Steps:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=2, help="processes; without GPUs they share the CPU")
-    parser.add_argument("--size", default="7b", choices=["tiny", "3b", "7b"])
+    parser.add_argument("--size", default="7b", choices=["tiny", "3b", "7b", "tiny-qwen3.5", "qwen3.5-9b"])
     parser.add_argument("--engine", default="vllm", choices=sorted(OF_DRAWN_LENGTHS))
     parser.add_argument("--prompts", type=int, default=512)
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--minibatch", type=int, default=128)
     parser.add_argument("--max-tokens", type=int, default=2048)
+    parser.add_argument("--whole-responses", action="store_true", help="each response has --max-tokens tokens")
     parser.add_argument("--token-budget", type=int, default=16_384)
     parser.add_argument("--activation-checkpointing", default="full", choices=["none", "selective", "full"])
     parser.add_argument("--compile", action="store_true")
@@ -181,7 +190,7 @@ def main() -> None:
     )
     builder = PromptBuilder.from_pretrained(path, 1024)
     started = time.perf_counter()
-    prompts = builder(rows(arguments.prompts))
+    prompts = builder(rows(arguments.prompts, image_pixels(arguments.size)))
     print(
         f"prompts: {time.perf_counter() - started:.1f} s, {prompts['attention_mask'].sum(1).float().mean():.0f} tokens",
         flush=True,
@@ -201,7 +210,9 @@ def main() -> None:
         actor=actor,
         reference=actor.frozen(),
         reward=load_reward("geo3k"),
-        rollout=RolloutConfig(path, OF_DRAWN_LENGTHS[arguments.engine], options),
+        rollout=RolloutConfig(
+            path, arguments.engine if arguments.whole_responses else OF_DRAWN_LENGTHS[arguments.engine], options
+        ),
         on="ray",
         layout=Layout(dp=arguments.gpus),
         timeout_s=500,

@@ -3,9 +3,12 @@
     OMP_NUM_THREADS=1 python benchmarks/pass_levers.py --device cpu --size tiny --prompts 4
     python benchmarks/pass_levers.py --size 3b --compile                                            # one H200
     torchrun --nproc-per-node 2 benchmarks/pass_levers.py --size 7b --compile --checkpointing full  # two
+    torchrun --nproc-per-node 2 benchmarks/pass_levers.py --size qwen3.5-9b --parts step --prompts 16 --compile \
+        --checkpointing selective --token-budget 6144 --unsharded weights  # 32 prompts x 5 samples, but for generation
 
 Rows are those of a Geometry3K step: prompts of 361 tokens with one image of 225, five samples of 512 tokens each, in four
-mini-batches. Weights are random. ``--parts scoring,update`` chooses. ``--trace FOLDER`` also prints how much of one more call
+mini-batches. Weights are random. ``--parts scoring,update`` chooses; ``step`` is what a step does after generation, with one
+mini-batch: the reference's log-probs and one update. ``--trace FOLDER`` also prints how much of one more call
 each device computes, communicates beside that or alone, and idles (`benchmarks/trace_summary.py`). MFU counts what a pass over
 the rows that it is given requires. A part that runs out of memory says so, and the others go on.
 """
@@ -30,17 +33,15 @@ import numpy as np
 import torch
 
 from benchmarks.train_step import Bench, common_parser, policy_loss, table
-from benchmarks.workload import Shape, make_batch, random_weights
+from benchmarks.workload import counted_recurrence, make_batch, random_weights, shape_of
 from dataproto import DataProto
 from dataproto.planning import cut_minibatches
-from workers.model.model_config import ModelConfig
+from workers.model.model_config import UNSHARDED, ModelConfig
 from workers.roles.actor import ActorWorker
 from workers.roles.model_worker import PolicyConfig, ReferenceWorker
 from workers.training.accounting import required_work, whole_work
 from workers.training.mini_batches import share_out
 
-STEP = Shape(text=(134, 134), images=(1, 1), side=(15, 15), response=(512, 512), typical_response=10**6)
-TINY_STEP = Shape(text=(13, 13), images=(1, 1), side=(4, 4), response=(50, 50), typical_response=10**6, total=410)
 MINIBATCHES = 4
 
 
@@ -48,7 +49,7 @@ class Levers(Bench):
     """One actor, whose options change between the lines of the table."""
 
     def rows(self) -> DataProto:
-        shape = TINY_STEP if self.arguments.size.startswith("tiny") else STEP
+        shape = shape_of(self.arguments.size, "geo3k")
         return make_batch(self.config, shape, self.arguments.prompts * self.world, self.arguments.samples, seed=1)
 
     def reference(self) -> ReferenceWorker:
@@ -110,6 +111,25 @@ class Levers(Bench):
             with changed(actor, unsharded=kept):
                 self.line(name, actor, rows, 3, lambda share: actor.update(share, policy_loss, entropy=True))
 
+    def step(self, actor: ActorWorker, rows: DataProto) -> None:
+        """What a step of GRPO does after generation, with one optimizer step: the update computes its old log-probs itself."""
+        before = len(self.figures)
+        self.minibatch = self.arguments.prompts * self.world
+        reference = self.reference()
+        with changed(reference, unsharded="scoring"):
+            self.line("reference", reference, rows, 1, reference.log_probs)
+        with changed(actor, unsharded=self.arguments.unsharded):
+            self.line(
+                "update, one optimizer step",
+                actor,
+                rows,
+                3,
+                lambda share: actor.update(share, policy_loss, entropy=True),
+            )
+        seconds = [figure["seconds"] for figure in self.figures[before:] if "seconds" in figure]
+        prompts = len(rows) // self.arguments.samples
+        self.say(f"{prompts} prompts x {self.arguments.samples} samples: {sum(seconds):.2f} s without generation")
+
 
 def later_rows(rows: DataProto, minibatch: int) -> DataProto:
     return rows[np.sort(np.concatenate(cut_minibatches(rows["uid"], minibatch)[1:]))]
@@ -154,15 +174,23 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=1, help="before them (default: 1)")
     parser.add_argument("--checkpointing", default="full", choices=["none", "selective", "full"])
     parser.add_argument("--compile", action="store_true")
-    fixed = {"layers": None, "optimizer": True, "freeze_vision": False}
-    fixed |= {"unsharded": "nothing", "scoring_token_budget": None}
+    parser.add_argument("--layers", type=int, help="decoder layers (default: those of the size)")
+    parser.add_argument(
+        "--unsharded", default="weights", choices=UNSHARDED, help="between micro-batches of part `step`"
+    )
+    fixed: dict[str, Any] = {"optimizer": True, "freeze_vision": False, "scoring_token_budget": None}
+    fixed |= {"lora_rank": 0, "load_in_4bit": False, "float8": False, "optimizer_kind": "adamw", "rows": "geo3k"}
     parser.set_defaults(**fixed)
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = arguments_of()
-    if arguments.size == "7b" and int(os.environ.get("WORLD_SIZE", 1)) == 1:
+    if (
+        arguments.size in ("7b", "qwen3.5-9b")
+        and arguments.layers is None
+        and int(os.environ.get("WORLD_SIZE", 1)) == 1
+    ):
         arguments.optimizer = False  # its state does not fit on one device
     bench = Levers(arguments)
     bench.minibatch = -(-arguments.prompts * bench.world // MINIBATCHES)
@@ -172,10 +200,12 @@ def main() -> None:
         bench.scoring(actor, rows)
     if "update" in arguments.parts:
         bench.update(actor, rows)
+    if "step" in arguments.parts:
+        bench.step(actor, rows)
     if bench.rank == 0:
         name = torch.cuda.get_device_name() if bench.device.type == "cuda" else "CPU"
         print(f"{bench.world} x {name}, torch {torch.__version__}: {vars(arguments)}")
-        print(table(bench.figures))
+        print("\n".join(filter(None, (table(bench.figures), counted_recurrence(bench.config)))))
     if bench.world > 1:
         torch.distributed.destroy_process_group()
 

@@ -1,18 +1,23 @@
-"""A Qwen2.5-VL checkpoint of a real size with random weights, tokenizer and image processor, for machines without a network.
+"""A Qwen2.5-VL or Qwen3.5 checkpoint of a real size with random weights, tokenizer and image processor, for machines without a
+network.
 
 python benchmarks/random_checkpoint.py 7b OUTPUT_DIRECTORY
+python benchmarks/random_checkpoint.py qwen3.5-9b OUTPUT_DIRECTORY
 """
 
 import sys
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent), *(place for place in sys.path if Path(place or ".").resolve() != HERE)]
 
 import torch  # noqa: E402
-from transformers import AutoImageProcessor, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration  # noqa: E402
+from transformers import AutoImageProcessor, Qwen2_5_VLConfig  # noqa: E402
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil  # noqa: E402
 
-from benchmarks.workload import TEXT, VISION, VOCABULARY  # noqa: E402
+from benchmarks.workload import TEXT, VISION, VOCABULARY, model_config  # noqa: E402
+from dataproto.vlm import family_of  # noqa: E402
 from recipes.tiny import make_tiny_model  # noqa: E402
 
 
@@ -23,30 +28,55 @@ def make(path: Path, size: str) -> Path:
     make_tiny_model(path)  # tokenizer, image processor, generation settings
     if size == "tiny":
         return path
-    processor = AutoImageProcessor.from_pretrained(path, use_fast=False)
-    processor.size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16_384}  # as published
-    processor.save_pretrained(path)
     tiny = Qwen2_5_VLConfig.from_pretrained(path)
-    text = tiny.text_config.to_dict() | TEXT[size]
-    text |= {"vocab_size": VOCABULARY[size], "tie_word_embeddings": size == "3b"}
-    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
-    text.pop("layer_types", None)
-    marks = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    config = Qwen2_5_VLConfig(
-        text_config=text,
-        vision_config=tiny.vision_config.to_dict() | VISION | {"out_hidden_size": text["hidden_size"]},
-        tie_word_embeddings=size == "3b",
-        **{name: getattr(tiny, name) for name in marks},
-    )
+    config = _qwen3_5(path, size, tiny) if "qwen3.5" in size else _qwen2_5_vl(path, size, tiny)
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         torch.set_default_dtype(torch.bfloat16)
-        model = Qwen2_5_VLForConditionalGeneration(config)
+        model = family_of(config).model_class().from_config(config)
         torch.set_default_dtype(torch.float32)
     for file in path.glob("*.safetensors"):
         file.unlink()
     model.save_pretrained(path)
     return path
+
+
+MARKS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+
+
+def _qwen2_5_vl(path: Path, size: str, tiny: Any) -> Any:
+    """The config, with the tokens of ``tiny``; writes the image processor's limits as published."""
+    processor = AutoImageProcessor.from_pretrained(path, use_fast=False)
+    processor.size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16_384}
+    processor.save_pretrained(path)
+    text = tiny.text_config.to_dict() | TEXT[size]
+    text |= {"vocab_size": VOCABULARY[size], "tie_word_embeddings": size == "3b"}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+    text.pop("layer_types", None)
+    return Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=tiny.vision_config.to_dict() | VISION | {"out_hidden_size": text["hidden_size"]},
+        tie_word_embeddings=size == "3b",
+        **{name: getattr(tiny, name) for name in MARKS},
+    )
+
+
+def _qwen3_5(path: Path, size: str, tiny: Any) -> Any:
+    """The config, with the tokens of ``tiny``; writes an image processor for its patches."""
+    config = model_config(size)
+    vision = config.vision_config
+    for name in MARKS:
+        setattr(config, name, getattr(tiny, name))
+    config.text_config.eos_token_id = tiny.get_text_config().eos_token_id
+    side = vision.patch_size * vision.spatial_merge_size
+    Qwen2VLImageProcessorPil(
+        patch_size=vision.patch_size,
+        merge_size=vision.spatial_merge_size,
+        temporal_patch_size=vision.temporal_patch_size,
+        min_pixels=4 * side**2,
+        max_pixels=16_384 * side**2,
+    ).save_pretrained(path)
+    return config
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import transformers
 
 from dataproto import DataProto
 from dataproto.vlm import family_of, media_grids
+from dataproto.vlm.families.qwen3_5 import CHUNK, recurrence_flops
 from recipes.simulation import PUBLISHED
 
 
@@ -138,8 +139,31 @@ def random_weights() -> Iterator[None]:
         yield
 
 
-def shape_of(size: str) -> Shape:
+STEP = Shape(text=(134, 134), images=(1, 1), side=(15, 15), response=(512, 512), typical_response=10**6)
+TINY_STEP = Shape(text=(13, 13), images=(1, 1), side=(4, 4), response=(50, 50), typical_response=10**6, total=410)
+
+
+def shape_of(size: str, rows: str = "mixed") -> Shape:
+    """The rows of a size: ``mixed``, or ``geo3k`` with prompts of 361 tokens with one image of 225, and responses of 512."""
+    if rows == "geo3k":
+        return TINY_STEP if size.startswith("tiny") else STEP
     return TINY if size.startswith("tiny") else Shape()
+
+
+def counted_recurrence(config: Any) -> str:
+    """How the operations of recurrent layers are counted; empty for a model without."""
+    family, text = family_of(config), config.get_text_config()
+    if family.recurrent_mixers is None:
+        return ""
+    rule, layers = recurrence_flops(text), range(int(text.num_hidden_layers))
+    recurrent = [layer for layer in layers if text.layer_types[layer] == "linear_attention"]
+    weights = 2 * sum(family.layer_weights(text, layer) for layer in layers)
+    share = len(recurrent) * rule / (weights + len(recurrent) * rule)
+    return (
+        f"operations of the delta rule: {rule / 1e6:.1f} million a token in each of {len(recurrent)} of {len(layers)} layers, as "
+        f"its form in chunks of {CHUNK} needs them (arXiv:2412.06464, section 3.3; `recurrence_flops`), {share:.1%} of the "
+        "decoder's with its weights; three times that with the backward pass, and nothing that is computed again"
+    )
 
 
 def model_config(size: str, layers: int | None = None) -> Any:

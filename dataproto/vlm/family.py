@@ -82,6 +82,10 @@ class VLMFamily(PromptLayout, ForwardCosts):
     """Pattern of the modules that mix tokens by a recurrence instead of attention. ``None``: all layers have attention."""
     numbered_layers: bool = False
     """The decoder looks up what it hands to a layer, such as rotary angles, by the layer's number in the whole model."""
+    layer_input_parts: tuple[str, ...] = ()
+    """Modules that make the inputs of `layer_inputs`. Only the first stage of a pipeline holds them."""
+    layer_input_method: str = ""
+    """Method ``(embeddings, inputs)`` of the language model that makes `layer_inputs`, which a pipeline stage gets made."""
     float32_weights: tuple[str, ...] = ()
     """Patterns of parameters that stay in float32 where the model computes in a narrower dtype."""
     unused_configs: tuple[str, ...] = ()
@@ -168,8 +172,9 @@ class VLMFamily(PromptLayout, ForwardCosts):
     def check_supported(self, config: Any) -> None:
         """Raises `InvalidConfig` for a model of this type that the family does not compute right. Default: none."""
 
-    def check_stages(self, config: Any) -> None:
-        """Raises `InvalidConfig` for a model whose layers cannot be split into pipeline stages. Default: none."""
+    def undivided_layers(self, config: Any) -> range:
+        """Decoder layers that have to be on one pipeline stage, since they share what stages do not send. Default: none."""
+        return range(0)
 
     def mutual_images(self, config: Any) -> Literal["all", "windowed"] | None:
         """In which decoder layers, causal otherwise, each token of an image sees all tokens of the image: in all of them, or in
@@ -235,6 +240,22 @@ class VLMFamily(PromptLayout, ForwardCosts):
     def dense_extras(self, levels: Tensor) -> dict[str, Any]:
         """Keywords of a part of the decoder (a pipeline stage) for ``levels (D, L, H)``, which are added to all L tokens after
         its first D layers. Only called if `deep_layers` is above 0.
+        """
+        return {}
+
+    def layer_inputs(self, model: Any, embeddings: Tensor, extras: Mapping[str, Tensor]) -> Tensor | None:
+        """``(layers, L, P)``: a vector of each token for each decoder layer beside the states, from what `merge` returns for one
+        sequence. The first stage of a pipeline makes them, and sends the others theirs. Default: ``None``.
+        """
+        return None
+
+    def layer_input_size(self, text: Any) -> int:
+        """The size P of `layer_inputs`, by the config ``text`` of the language model. Default: 0."""
+        return 0
+
+    def layer_input_extras(self, inputs: Tensor, before: int) -> dict[str, Tensor]:
+        """Keywords of a part of the decoder (a pipeline stage) for the `layer_inputs` of its layers and those after them, where
+        ``before`` layers lie before it. Only called if `layer_input_size` is above 0.
         """
         return {}
 

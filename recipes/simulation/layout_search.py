@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import family_of
@@ -76,7 +75,8 @@ def possible_layouts(workload: Workload, cluster: Cluster) -> Iterator[Layout]:
     text, devices = workload.config.get_text_config(), cluster.devices
     family, mixture = family_of(workload.config), workload.parts.experts > 0
     heads, experts = int(text.num_attention_heads), family.expert_count(text) if mixture else 0
-    stages = [each for each in DEGREES if each <= workload.parts.layers] if _takes_stages(workload.config) else [1]
+    most = int(text.num_hidden_layers) - len(family.undivided_layers(workload.config)[1:])
+    stages = [each for each in DEGREES if each <= most]
     for tp in (each for each in DEGREES if each <= cluster.node):
         for sp in (each for each in DEGREES if each <= cluster.node and heads % (each * tp) == 0):
             for pp in stages:
@@ -87,15 +87,6 @@ def possible_layouts(workload: Workload, cluster: Cluster) -> Iterator[Layout]:
                     for ep in DEGREES if mixture else (1,):
                         if (dp * sp // replicas) % ep == 0 and (not mixture or experts % (ep * tp) == 0):
                             yield Layout(dp=dp, tp=tp, pp=pp, sp=sp, ep=ep, replicas=replicas)
-
-
-def _takes_stages(config: Any) -> bool:
-    """Whether the layers of the model may be on the stages of a pipeline."""
-    try:
-        family_of(config).check_stages(config)
-    except InvalidConfig:
-        return False
-    return True
 
 
 def _divisors(number: int) -> Iterator[int]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from dataproto.vlm import family_of
 from dataproto.vlm.costs import attention_width, head_dim, of_layers
 from recipes.simulation.cluster_shape import Cluster, Traffic
 from recipes.simulation.workload import ModelParts
@@ -26,7 +27,7 @@ class LayoutTraffic:
         - tp gathers tokens before attention and MLP, and sums and splits their results.
         - sp exchanges queries, keys, values and results of attention (Ulysses).
         - ep gathers the tokens of all its ranks, and sums and splits their results (`workers.parallel.expert`).
-        - pp sends the states to the next stage.
+        - pp sends the states to the next stage, and the inputs that some families have for each later layer.
         """
         layout, text = self.layout, self.config.get_text_config()
         times, layers = 2 if learns else 1, int(text.num_hidden_layers) / layout.pp
@@ -37,7 +38,8 @@ class LayoutTraffic:
             found += 2 * layers * times * self.cluster.gather(group * mine / layout.tp * hidden, group)
         if layout.pp > 1:
             stride = layout.dp * layout.sp * layout.tp
-            found += times * self.cluster.send(mine * hidden / layout.tp, layout.pp, stride)
+            later = layers * (layout.pp - 1) * HALF * family_of(self.config).layer_input_size(text)
+            found += times * self.cluster.send(mine * (hidden + later) / layout.tp, layout.pp, stride)
         return found
 
     def _shared_layers(self, tokens: float, learns: bool, tp: int, sp: int) -> Traffic:

@@ -1,10 +1,11 @@
 """One packed forward and backward pass of a tiny model, in one process or over the ranks of a layout."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dataproto import DataProto
 from dataproto.vlm import family_of
@@ -14,10 +15,14 @@ from workers.model.model_config import ModelConfig
 from workers.model.named_weights import full_tensor
 from workers.model.packed_model import PackedVLM
 from workers.parallel import parallelize
+from workers.parallel.pipeline import PipelineParallel
+from workers.parallel.pipeline_stages import PassOptions
+from workers.parallel.transform import Transform
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import Ranks, init_ranks
 from workers.training.forward_pass import forward_rows
-from workers.training.micro_batches import common_lengths
+from workers.training.loss_sums import zero_loss
+from workers.training.micro_batches import MicroBatch, MicroBatchFeed, common_lengths, micro_batches
 
 CPU = torch.device("cpu")
 TEMPERATURE = 0.8
@@ -83,7 +88,8 @@ def run_pass(
     prepare: Callable[[PackedVLM], None] | None = None,
     **options: Any,
 ) -> Result:
-    """Log-probs, entropies and the full gradients of a weighted sum of both. With dp > 1 each rank has every dp-th row.
+    """Log-probs, entropies and the full gradients of a weighted sum of both. With dp > 1 each rank has every dp-th row, and with
+    pp > 1 they are two micro-batches or more.
 
     ``options`` are those of `ModelConfig`; ``prepare`` changes the model before it is parallelized.
     """
@@ -98,18 +104,56 @@ def run_pass(
     generator = torch.Generator().manual_seed(5)
     weights = torch.randn(2, *data["response_mask"].shape, generator=generator) * data["response_mask"]
     mine = np.arange(ranks.rank("dp"), len(data), ranks.size("dp"))
-    (length,) = common_lengths([data[mine]], module, ranks)
-    outputs = forward_rows(module, data[mine], CPU, entropy=True, tower=ranks.size("dp") > 1, length=length)
-    (outputs.log_probs * weights[0, mine] + 0.1 * outputs.entropy * weights[1, mine]).sum().backward()
+
+    def weighted(outputs: Any, rows: np.ndarray) -> Tensor:
+        return (outputs.log_probs * weights[0, rows] + 0.1 * outputs.entropy * weights[1, rows]).sum()
+
+    if ranks.size("pp") > 1:
+        scores = _over_stages(module, ranks, transforms, data[mine], lambda outputs, at: weighted(outputs, mine[at]))
+    else:
+        (length,) = common_lengths([data[mine]], module, ranks)
+        outputs = forward_rows(module, data[mine], CPU, entropy=True, tower=ranks.size("dp") > 1, length=length)
+        weighted(outputs, mine).backward()
+        scores = torch.stack([outputs.log_probs, outputs.entropy], 1).detach()
     for transform in transforms:
         transform.sum_gradients(module)
     gradients = {n: full_tensor(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}
     every = [np.arange(rank, len(data), ranks.size("dp")) for rank in range(ranks.size("dp"))]
     order = torch.from_numpy(np.concatenate(every)).argsort()
-    log_probs, entropy = (
-        torch.cat(ranks.all_gather(values.detach(), "dp"))[order] for values in (outputs.log_probs, outputs.entropy)
-    )
-    return {"log_probs": log_probs, "entropy": entropy, "gradients": gradients}
+    log_probs, entropy = torch.cat(ranks.all_gather(scores, "dp"))[order].unbind(1)
+    stages = ranks.all_gather(gradients, "pp")
+    return {
+        "log_probs": log_probs,
+        "entropy": entropy,
+        "gradients": {name: gradient for stage in stages for name, gradient in stage.items()},
+    }
+
+
+def _over_stages(
+    module: PackedVLM,
+    ranks: Ranks,
+    transforms: Sequence[Transform],
+    data: DataProto,
+    weighted: Callable[[Any, Any], Tensor],
+) -> Tensor:
+    """Log-probs and entropies ``(B, 2, R)`` of two micro-batches or more, and their gradients."""
+    found = torch.zeros(len(data), 2, data["response_mask"].shape[1])
+
+    def conclude(part: MicroBatch, outputs: Any) -> Tensor:
+        if part.inert:
+            return zero_loss(outputs)
+        found[part.index] = torch.stack([outputs.log_probs, outputs.entropy], 1).detach()
+        return weighted(outputs, part.index)
+
+    parts = micro_batches(data, module, 60 * ranks.size("sp"), ranks)
+    for transform in transforms:
+        transform.before_backward(module, last=False)
+    (pipeline,) = (transform for transform in transforms if isinstance(transform, PipelineParallel))
+    options = PassOptions(pipeline.options.pipeline_schedule, torch.float32, entropy=True, backward=True)
+    pipeline.run(MicroBatchFeed(module, parts, CPU, conclude), CPU, options)
+    for transform in transforms:
+        transform.reduce_gradients(module)
+    return ranks.broadcast_from_last({"found": found}, "pp")["found"]
 
 
 def differences(found: Result, expected: Result) -> list[str]:

@@ -14,8 +14,6 @@ PIPELINE_TYPES = ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_vl", "smolvlm"
 """Families of the tests of pipelines."""
 LAYOUT_TYPES = (*FURTHER_TYPES, "qwen2_vl", "internvl", "glm4v", "qwen3_5_moe", "idefics3", "gemma4")
 """Families that are left to the long tests in at least one layout."""
-WITHOUT_STAGES = ("gemma4+per_layer",)
-"""Families whose layers cannot be split into pipeline stages."""
 VLLM_TYPES = (
     *(
         "qwen3_vl_moe",
@@ -93,7 +91,7 @@ def layouts(model_type: str) -> str:
     alike = type_in_tests(model_type)
     every, extra = alike in LAYOUT_TYPES, family_of(alike).experts is not None
     found = [name for name in ("dp", "sp", "tp") if every or alike in MODEL_TYPES]
-    found += ["pp"] * ((every and alike not in WITHOUT_STAGES) or alike in PIPELINE_TYPES)
+    found += ["pp"] * (every or alike in PIPELINE_TYPES)
     found += ["ep"] * (extra and (every or alike == "qwen3_vl_moe"))
     return " ".join(found)
 

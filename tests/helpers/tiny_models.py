@@ -230,10 +230,10 @@ def _tiny_gemma3() -> Any:
 
 _GEMMA4_TEXT: dict[str, dict[str, Any]] = {
     "gemma4": {},
-    "gemma4+per_layer": {  # the last two of four layers have the keys and values of the first two
-        "num_hidden_layers": 4,
+    "gemma4+per_layer": {  # the last two of five layers have the keys and values of the two before them
+        "num_hidden_layers": 5,
         "num_kv_shared_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "layer_types": ["sliding_attention", *["sliding_attention", "full_attention"] * 2],
         "use_double_wide_mlp": True,
         "attention_k_eq_v": False,
         "num_global_key_value_heads": None,

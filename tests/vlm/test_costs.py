@@ -109,7 +109,8 @@ def test_counts_equal_those_of_the_counter(model_type):
     square = attention(everything) - attention(vision) - recurrent * rule
     attended = ours.language_attention - recurrent * length * (recurrence_flops(text) if recurrent else 0)
     if model_type in GEMMA4_TYPES:  # whose heads are wider in layers without a window
-        squares = [4 * 2 * size * text.num_hidden_layers // 2 for size in (32, 64)]
+        sizes = {"sliding_attention": 32, "full_attention": 64}
+        squares = [4 * 2 * size * text.layer_types.count(kind) for kind, size in sizes.items()]
         assert square == sum(squares) * length**2
         near = sum(min(place + 1, text.sliding_window) for place in range(length))
         assert attended == squares[0] * near + squares[1] * length * (length + 1) // 2

@@ -92,12 +92,17 @@ def test_keys_of_earlier_layers_are_those_of_hugging_face(checkpointing):
         assert (ours[name].grad - parameter.grad).norm() <= 1e-4 * parameter.grad.norm() + rounding(name), name
 
 
-def test_pipelines_refuse_keys_of_earlier_layers():
-    FAMILY.check_stages(CONFIG)
-    with pytest.raises(
-        InvalidConfig, match=r"layout.pp: the last layers of this model use the keys and values of earlier ones"
-    ):
-        FAMILY.check_stages(shared_keys())
+@pytest.mark.parametrize(
+    ("layers", "sharing", "expected"), [(35, 20, range(13, 35)), (42, 18, range(22, 42)), (6, 0, range(0))]
+)
+def test_layers_that_share_keys_begin_with_those_that_keep_them(layers, sharing, expected):
+    """Gemma-4-E2B and E4B, whose full layers are every fifth and every sixth, and a model without."""
+    config = tiny_config("gemma4+per_layer")
+    every = 5 if layers == 35 else 6
+    kinds = ["full_attention" if layer % every == every - 1 else "sliding_attention" for layer in range(layers)]
+    sizes = {"num_hidden_layers": layers, "num_kv_shared_layers": sharing, "layer_types": kinds}
+    config.text_config = type(config.text_config)(**config.text_config.to_dict() | sizes)
+    assert family_of(config).undivided_layers(config) == expected
 
 
 @pytest.mark.parametrize(

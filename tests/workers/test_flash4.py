@@ -82,8 +82,9 @@ def test_heads_are_padded_to_sizes_with_right_gradients(heads, key_heads, width,
     assert [each.shape for each in grad(out.sum(), (q, k, v))] == [q.shape, k.shape, v.shape]
 
 
-def test_short_segments_use_the_kernel_of_torch(monkeypatch):
+@pytest.mark.parametrize(("longest", "width"), [(64, 32), (400, 256)])
+def test_short_segments_and_wide_heads_use_the_kernel_of_torch(monkeypatch, longest, width):
     monkeypatch.setattr("workers.model.attention.torch_flash", lambda q, *args: q)
-    q = torch.zeros(128, 2, 32)
-    bounds = torch.tensor([0, 64, 128], dtype=torch.int32)
-    assert FLASH_KERNELS["fa4"](q, q, q, bounds, bounds, 64, 64, None, False) is q
+    q = torch.zeros(2 * longest, 2, width)
+    bounds = torch.tensor([0, longest, 2 * longest], dtype=torch.int32)
+    assert FLASH_KERNELS["fa4"](q, q, q, bounds, bounds, longest, longest, None, False) is q

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import distributed
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from dataproto.errors import InvalidConfig
@@ -21,7 +22,17 @@ from dataproto.packing import fill_up
 from dataproto.vlm import MediaSpans, family_of
 from helpers.batches import padded_log_probs
 from helpers.examples import at_most
-from helpers.layouts import CPU, TEMPERATURE, config_with_heads, joined, mixed_rows, text_rows, turn_rows
+from helpers.layouts import (
+    CPU,
+    TEMPERATURE,
+    config_with_heads,
+    differences,
+    joined,
+    mixed_rows,
+    run_pass,
+    text_rows,
+    turn_rows,
+)
 from helpers.processes import run_ranks
 from helpers.routes import with_routes
 from helpers.shown_models import PIPELINE_TYPES
@@ -163,6 +174,20 @@ def collectives_of_an_update(path, data, schedule):
     return found
 
 
+def gradients_over_stages(model_type, schedule="1f1b"):
+    """What differs from one process: log-probs by more than 1e-5, gradients by more than 1e-4 of their norm."""
+    config = config_with_heads(model_type, heads=4, key_value_heads=2)
+    if schedule == "interleaved":  # four stages, of which the last has the layers that share keys
+        text = config.get_text_config()
+        kinds = ["sliding_attention", "sliding_attention", *text.layer_types]
+        wide = {layer: {"head_dim": 64} for layer, kind in enumerate(kinds) if kind == "full_attention"}
+        layers = {"num_hidden_layers": len(kinds), "layer_types": kinds, "per_layer_config": wide}
+        config.text_config = type(text)(**text.to_dict() | layers)
+    data = mixed_rows(config)
+    found = run_pass(config, data, joined(PP2), pipeline_schedule=schedule)
+    return differences(found, run_pass(config, data)) if distributed.get_rank() == 0 else []
+
+
 def what_a_rank_holds(config):
     ranks = joined(PP2)
     module = PackedVLM(tiny_model(config.model_type, config=config), family_of(config), 1.0)
@@ -174,9 +199,17 @@ def refusals():
     """What is said to layouts that cannot be."""
     said = []
     layers = [{"pipeline_layers": given} for given in ((2, 1, 1), (2, 0))]
-    for options in ({"pipeline_schedule": "interleaved"}, *layers, {"freeze_language": True}):
-        config = tiny_config("qwen3_vl")
-        module = PackedVLM(tiny_model("qwen3_vl", config=config), family_of(config), 1.0)
+    shared = [{"pipeline_schedule": "interleaved"}, {"pipeline_layers": (3, 2)}]
+    cases = [
+        *(
+            ("qwen3_vl", options)
+            for options in ({"pipeline_schedule": "interleaved"}, *layers, {"freeze_language": True})
+        ),
+        *(("gemma4+per_layer", options) for options in shared),
+    ]
+    for model_type, options in cases:
+        config = tiny_config(model_type)
+        module = PackedVLM(tiny_model(model_type, config=config), family_of(config), 1.0)
         try:
             parallelize(module, joined(PP2), ModelConfig(**options))
         except InvalidConfig as error:
@@ -281,6 +314,9 @@ def outcomes(checkpoints, tmp_path_factory):
         "parts": partial(what_a_rank_holds, config_with_layers("qwen3_vl", tied=True)),
         "refusals": refusals,
         "both": partial(both_scores, *checkpoints["qwen3_vl"], PP2),
+        "inputs of layers": partial(gradients_over_stages, "gemma4+per_layer"),
+        "inputs of layers, interleaved": partial(gradients_over_stages, "gemma4+per_layer", "interleaved"),
+        "parts of Gemma 4": partial(what_a_rank_holds, tiny_config("gemma4+per_layer")),
         "saved": partial(learn, path, data, PP2, saved),
         "resumed": partial(learn, path, data, PP2, None, alone),
     }
@@ -439,11 +475,29 @@ def test_each_rank_holds_its_stages_alone(outcomes):
 
 def test_what_cannot_be_staged_is_named(outcomes):
     for said in outcomes["refusals"]:
-        assert len(said) == 4, said
+        assert len(said) == 6, said
         assert "makes 4 stages, but the model has 2 decoder layers" in said[0]
         assert "pipeline_layers=(2, 1, 1): must name at least one layer for each of 2 stages" in said[1]
         assert "pipeline_layers=(2, 0)" in said[2]
         assert "freeze_language=True trains the first stage alone" in said[3]
+        assert (
+            "makes 4 stages, but the model has 5 decoder layers; decoder layers 1 to 4 share keys and values" in said[4]
+        )
+        assert "use at most 2 stages, and dp, sp or tp beside them" in said[4]
+        assert "pipeline_layers=(3, 2): a stage ends before layer 3, but decoder layers 1 to 4 share keys" in said[5]
+
+
+@pytest.mark.parametrize("case", ["inputs of layers", "inputs of layers, interleaved"])
+def test_stages_send_the_inputs_of_later_layers(outcomes, case):
+    for outcome in outcomes[case]:
+        assert outcome == [], outcome
+
+
+def test_only_the_first_stage_makes_the_inputs_of_layers(outcomes):
+    made = {"embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"}
+    first, last = ({name.split(".")[-2] for name in names} for names in outcomes["parts of Gemma 4"])
+    assert made <= first
+    assert not made & last
 
 
 @pytest.mark.parametrize(
@@ -457,6 +511,10 @@ def test_what_cannot_be_staged_is_named(outcomes):
         (StageCosts([1] * 8, tower=20, head=1), 4, [1, 2, 3, 2]),  # one layer at least; the last has the head
         (StageCosts([5, 1, 1, 1, 1, 1]), 2, [1, 5]),
         (StageCosts([0.1] * 28, tower=0.7, head=0.1), 2, [11, 17]),  # sums of such fractions depend on their order
+        (StageCosts([1] * 42, undivided=range(22, 42)), 2, [21, 21]),  # Gemma-4-E4B, if not for the tower and the head
+        (StageCosts([1] * 42, undivided=range(22, 42)), 4, [7, 7, 8, 20]),
+        (StageCosts([1] * 6, undivided=range(1, 6)), 2, [1, 5]),
+        (StageCosts([1] * 6, undivided=range(1, 4)), 3, [1, 3, 2]),
     ],
 )
 def test_stages_are_split_by_cost(costs, stages, counts):
@@ -464,15 +522,24 @@ def test_stages_are_split_by_cost(costs, stages, counts):
 
 
 @settings(max_examples=at_most(50))
-@given(st.lists(st.integers(1, 9), min_size=3, max_size=8), st.integers(0, 30), st.integers(0, 30), st.integers(1, 3))
-def test_no_split_has_a_cheaper_costliest_stage(layers, tower, head, stages):
+@given(
+    st.lists(st.integers(1, 9), min_size=5, max_size=8),
+    st.integers(0, 30),
+    st.integers(0, 30),
+    st.integers(1, 3),
+    st.tuples(st.integers(0, 5), st.integers(0, 3)),
+)
+def test_no_split_has_a_cheaper_costliest_stage(layers, tower, head, stages, shared):
+    undivided = range(shared[0], min(sum(shared), len(layers)))
+
     def totals(ends):
         sums = [sum(layers[begin:end]) for begin, end in zip((0, *ends), ends)]
         sums[0], sums[-1] = sums[0] + tower, sums[-1] + head
         return max(sums), sum(each**2 for each in sums)
 
-    found = stage_layers(StageCosts(layers, tower, head), stages)
-    every = [(*inner, len(layers)) for inner in combinations(range(1, len(layers)), stages - 1)]
+    found = stage_layers(StageCosts(layers, tower, head, undivided), stages)
+    bounds = [each for each in range(1, len(layers)) if each not in undivided[1:]]
+    every = [(*inner, len(layers)) for inner in combinations(bounds, stages - 1)]
     assert totals([each.stop for each in found]) == min(map(totals, every))
 
 

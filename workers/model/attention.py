@@ -192,8 +192,9 @@ def _flash4_or_torch(
     causal: bool,
     window: int | None = None,
 ) -> Tensor:
-    """FlashAttention 4, or torch's kernel for short segments and sliding windows; see `FlashKernel`."""
-    if window is not None or max_q <= flash_attention4.MAX_TORCH_QUERIES:
+    """FlashAttention 4, or torch's kernel for short segments, sliding windows and wide heads; see `FlashKernel`."""
+    short, wide = max_q <= flash_attention4.MAX_TORCH_QUERIES, q.shape[-1] > flash_attention4.MAX_HEAD
+    if window is not None or short or wide:
         return torch_flash(q, k, v, cu_q, cu_k, max_q, max_k, scaling, causal, window)
     return flash_attention4.attend(q, k, v, cu_q, cu_k, max_q, max_k, scaling, causal)
 

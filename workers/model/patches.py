@@ -51,8 +51,8 @@ REASONS = {
         "which it has not summed over replicas."
     ),
     "workers.parallel.pipeline": (
-        "Models of transformers have no stages: a rank keeps some layers under their names, and only the last stage runs the "
-        "final norm."
+        "Models of transformers have no stages: a rank keeps some layers under their names, only the last stage runs the final "
+        "norm, and only the first one makes the inputs that Gemma 4 has for each layer."
     ),
     "workers.parallel.tensor": (
         "transformers' tensor parallelism replicates the tokens and the vision tower; split layers take the place of whole ones, "
@@ -85,6 +85,11 @@ def route_attention(part: nn.Module, name: str) -> None:
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     """Makes this instance compute with ``forward``; its parameters, their names and its hooks stay."""
     module.forward = forward
+
+
+def replace_method(module: nn.Module, name: str, method: Callable[..., Any]) -> None:
+    """Makes this instance call ``method``, which gets the arguments alone, instead of its class's method ``name``."""
+    setattr(module, name, method)
 
 
 def keep_on_module(module: nn.Module, name: str, value: object) -> None:

@@ -2,9 +2,10 @@
 
 Only the first stage holds vision tower and embedding, so pixels go nowhere else; only the last one holds final norm and head,
 and computes log-probs and loss. Stage i runs on rank ``i % pp``. Stages send each other, as one dense tensor, the states of the
-tokens and the deep vision features that later layers still add to them. The parts that a rank holds keep the names that they
-have in the whole model, so checkpoints and exported weights are those of any layout. Where head and embedding are one weight,
-first and last stage hold a copy each, and add up its gradient.
+tokens, deep vision features that later layers still add to them, and the inputs that some families make for each layer. Layers
+that share keys and values are on one stage. The parts that a rank holds keep the names that they have in the whole model, so
+checkpoints and exported weights are those of any layout. Where head and embedding are one weight, first and last stage hold a
+copy each, and add up its gradient.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
-from workers.model.patches import remove_submodule, replace_forward, replace_submodule
+from workers.model.patches import remove_submodule, replace_forward, replace_method, replace_submodule
 from workers.parallel.pipeline_stages import (
     Feed,
     PassOptions,
@@ -52,7 +53,6 @@ class PipelineParallel(Transform):
         """
         ranks, options, mesh = self.ranks, self.options, self.mesh("pp")
         model, family, size = module.model, module.family, mesh.size()
-        family.check_stages(model.config)
         chunks = options.pipeline_chunks if options.pipeline_schedule == "interleaved" else 1
         whole = model.get_submodule(family.decoder_layers)
         bounds = stage_layers(stage_costs(module, options), size * chunks, options.pipeline_layers)
@@ -60,6 +60,8 @@ class PipelineParallel(Transform):
         kept = [layer for number in numbers for layer in bounds[number]]
         layers = StageLayers(whole, kept, family.numbered_layers)
         replace_submodule(model, family.decoder_layers, layers)
+        if family.layer_input_method:
+            replace_method(model.get_submodule(family.language_model), family.layer_input_method, _made_already)
         self.tied = _remove_outer_parts(module, first=numbers[0] == 0, last=numbers[-1] == len(bounds) - 1)
         norm = model.get_submodule(family.final_norm)
         replace_forward(norm, partial(_after_last_layers, norm.forward, layers, bounds[-1]))
@@ -116,6 +118,8 @@ def _remove_outer_parts(module: PackedVLM, first: bool, last: bool) -> bool:
     if not first:
         if family.vision_tower is not None and family.vision_blocks is not None:
             _empty(model, (family.vision_tower, family.vision_blocks, *family.mergers))
+        for path in family.layer_input_parts:
+            remove_submodule(model, path)
         if not (tied and last):
             remove_submodule(model, family.embedding)
     if not last:
@@ -143,6 +147,11 @@ def _empty(model: nn.Module, paths: Sequence[str]) -> None:
             if _find(model, ".".join(names[:end])) is None:
                 replace_submodule(model, ".".join(names[:end]), nn.Module())
         replace_submodule(model, path, nn.Module())
+
+
+def _made_already(embeddings: Tensor, inputs: Tensor) -> Tensor:
+    """The inputs of layers, which the first stage has made."""
+    return inputs
 
 
 def _after_last_layers(forward: Callable[[Tensor], Tensor], layers: StageLayers, last: range, hidden: Tensor) -> Tensor:

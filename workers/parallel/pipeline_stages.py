@@ -36,6 +36,7 @@ class StageCosts:
     layers: Sequence[float]  # of the decoder, each
     tower: float = 0  # on the first stage
     head: float = 0  # on the last stage
+    undivided: range = range(0)  # layers that one stage has to hold
 
 
 def stage_costs(module: PackedVLM, options: ModelConfig) -> StageCosts:
@@ -62,6 +63,7 @@ def typical_costs(
         [passes * (2 * each * TYPICAL_TOKENS + mixing) for each in weights],
         tower * (1 if options.freeze_vision else passes),
         TYPICAL_LOGITS * logit_flops(text) * (4 if trains else 1) * makes_logits,
+        family.undivided_layers(config),
     )
 
 
@@ -75,16 +77,25 @@ def stage_layers(costs: StageCosts, stages: int, given: Sequence[int] | None = N
     ([range(0, 2), range(2, 4), range(4, 6)], [range(0, 1), range(1, 4), range(4, 6)])
     >>> stage_layers(even, 2, given=[1, 5])
     [range(0, 1), range(1, 6)]
+    >>> stage_layers(StageCosts([10] * 6, undivided=range(2, 6)), 3)
+    [range(0, 1), range(1, 2), range(2, 6)]
     """
-    layers = len(costs.layers)
-    if stages > layers:
+    layers, inside = len(costs.layers), costs.undivided[1:]
+    shared = f"decoder layers {costs.undivided.start} to {costs.undivided.stop - 1} share keys and values"
+    if stages > layers - len(inside):
+        told = f"; {shared}, and have to be on one stage" if inside else ""
         raise InvalidConfig(
-            f"layout.pp makes {stages} stages, but the model has {layers} decoder layers: use fewer stages"
+            f"layout.pp makes {stages} stages, but the model has {layers} decoder layers{told}: use at most "
+            f"{layers - len(inside)} stages, and dp, sp or tp beside them"
         )
     if given is not None:
         if len(given) != stages or sum(given) != layers or min(given) < 1:
             raise InvalidConfig(
                 f"pipeline_layers={tuple(given)}: must name at least one layer for each of {stages} stages, {layers} in all"
+            )
+        if cut := [end for end in accumulate(given) if end in inside]:
+            raise InvalidConfig(
+                f"pipeline_layers={tuple(given)}: a stage ends before layer {cut[0]}, but {shared}, and have to be on one stage"
             )
         return _ranges(list(accumulate(given)))
     most, _ = _best_split(costs, stages, max)
@@ -105,6 +116,7 @@ def _best_split(costs: StageCosts, stages: int, join: Callable[[float, float], f
                 if begin < end
             )
             for end in range(stage + 1, layers - (stages - stage - 1) + 1)
+            if end not in costs.undivided[1:] and any(begin < end for begin in best)
         }
     return best[layers]
 
@@ -168,17 +180,17 @@ class StagedForward:
         """The output of stage ``stage``.
 
         Args:
-            states: ``(levels, S, H)`` from the stage before, of `levels` levels; ``None`` for the first stage.
+            states: ``(S * width,)`` from the stage before, of `width`; ``None`` for the first stage.
             deep: levels of deep features that the decoder adds, 0 if no micro-batch has media.
             dtype: of the states for the next stage.
 
         Returns:
-            ``(levels, S, H)`` for the next stage, or what `PackedVLM.forward` returns.
+            ``(S * width,)`` for the next stage, or what `PackedVLM.forward` returns.
         """
         module, family = self.module, self.module.family
         mine, windows = module.tokens.rows(rows, spans)
-        begin, end = self.bounds[stage].start, self.bounds[stage].stop
-        further = self.levels(stage + 1, deep) - 1
+        here = self.bounds[stage]
+        further = max(0, deep - here.stop)
         if states is None:
             features, places = module.media_features(media, windows, rows.input_ids.device)
             hidden, extras = family.merge(module.model, mine.input_ids, features, places)
@@ -186,19 +198,45 @@ class StagedForward:
                 beyond = hidden.new_zeros(further, *hidden.shape[1:])
             else:
                 beyond = dense_levels(features[:, 1 + deep - further :], hidden.shape[1], places)
+            inputs = family.layer_inputs(module.model, hidden, extras)
         else:
-            hidden, levels = states[:1], states[1:]
+            hidden, levels, inputs = self._parts(states, stage, deep)
             extras = family.dense_extras(levels) if len(levels) else {}
-            beyond = levels[end - begin :]
-        self.layers.running = self.bounds[stage]
+            beyond = levels[len(here) :]
+        if inputs is not None:
+            extras = {**extras, **family.layer_input_extras(inputs, here.start)}
+        self.layers.running = here
         hidden = module.decode(hidden, extras, mine)
         if stage == len(self.bounds) - 1:
             return module.finish(hidden, mine, entropy)
-        return torch.cat([hidden.to(dtype), beyond.to(dtype)])
+        sent = [hidden, beyond] if inputs is None else [hidden, beyond, inputs[len(here) :]]
+        return torch.cat([each.to(dtype).flatten() for each in sent])
 
-    def levels(self, stage: int, deep: int) -> int:
-        """The first size of a stage's input: the states, and the deep features of layers from there on."""
-        return 1 + (max(0, deep - self.bounds[stage].start) if stage < len(self.bounds) else 0)
+    def width(self, stage: int, deep: int) -> int:
+        """Numbers of a token in a stage's input."""
+        return sum(count * size for count, size in self._sizes(stage, deep))
+
+    def _sizes(self, stage: int, deep: int) -> list[tuple[int, int]]:
+        """What a token has in a stage's input, each as a count and a size: states, and of the layers from there on deep features
+        and inputs of their own.
+        """
+        family, text = self.module.family, self.module.model.config.get_text_config()
+        begin, width = self.bounds[stage].start, int(text.hidden_size)
+        return [
+            (1, width),
+            (max(0, deep - begin), width),
+            (self.bounds[-1].stop - begin, family.layer_input_size(text)),
+        ]
+
+    def _parts(self, states: Tensor, stage: int, deep: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """States ``(1, S, H)``, deep features ``(D, S, H)`` and inputs of layers ``(layers, S, P)``, from a stage's input."""
+        sizes = self._sizes(stage, deep)
+        tokens = states.numel() // self.width(stage, deep)
+        parts = states.split([count * tokens * size for count, size in sizes])
+        hidden, levels, inputs = (
+            part.view(count, tokens, size) for part, (count, size) in zip(parts, sizes, strict=True)
+        )
+        return hidden, levels, inputs if sizes[-1][1] else None
 
 
 class Feed(Protocol):
@@ -243,15 +281,14 @@ def run_stages(
         return
     module, dtype, backward = staged.module, options.dtype, options.backward
     deep = module.family.deep_layers(module.model.config) if feed.has_media else 0
-    # The tokens that a rank of sp x tp holds, and the width of their states.
-    shape = (module.tokens.num_states(feed.length), module.model.config.get_text_config().hidden_size)
+    tokens = module.tokens.num_states(feed.length)  # that a rank of sp x tp holds
     stages: list[Any] = []
     for number in staged.numbers:
-        into, out = (
-            torch.empty(staged.levels(at, deep), *shape, dtype=dtype, device="meta", requires_grad=backward)
-            for at in (number, number + 1)
-        )
         last = number == len(staged.bounds) - 1
+        into, out = (
+            torch.empty(tokens * staged.width(at, deep), dtype=dtype, device="meta", requires_grad=backward)
+            for at in (number, number + (not last))
+        )
         stages.append(
             PipelineStage(
                 _Stage(feed, staged, number, {"entropy": options.entropy, "deep": deep, "dtype": dtype}),

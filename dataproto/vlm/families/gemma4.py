@@ -149,13 +149,10 @@ class Gemma4(VLMFamily):
         if names := [name for name, value in found.items() if value]:
             raise InvalidConfig(f"models of type gemma4 with {', '.join(names)} are not supported: use one without")
 
-    def check_stages(self, config: Any) -> None:
-        """Refuses keys that later layers share: they would have to travel between stages."""
-        if config.get_text_config().num_kv_shared_layers:
-            raise InvalidConfig(
-                "layout.pp: the last layers of this model use the keys and values of earlier ones, which stages do not send; use "
-                "dp, sp or tp instead of pp"
-            )
+    def undivided_layers(self, config: Any) -> range:
+        """The last layers, if they use keys and values of earlier ones: from the first of those on."""
+        modes = config.get_text_config().kv_sharing_modes
+        return range(modes.index("store"), len(modes)) if "store" in modes else range(0)
 
     def mutual_images(self, config: Any) -> Literal["windowed"] | None:
         """In layers with a sliding window, if the config says so."""
@@ -268,6 +265,12 @@ class Gemma4PerLayer(Gemma4):
     model_type = "gemma4+per_layer"
     published = ("Gemma-4-E2B", "Gemma-4-E4B")
     layer_embedding = "model.language_model.embed_tokens_per_layer"
+    layer_input_parts = (
+        layer_embedding,
+        "model.language_model.per_layer_model_projection",
+        "model.language_model.per_layer_projection_norm",
+    )
+    layer_input_method = "project_per_layer_inputs"
     tensor_plan = (*DECODER_PLAN, (layer_embedding, "vocabulary"))
 
     def merge(
@@ -283,6 +286,21 @@ class Gemma4PerLayer(Gemma4):
             ids
         )  # under tensor parallelism of this rank's part of the tokens
         return embeddings, extras | {"per_layer_inputs": found.unflatten(-1, (text.num_hidden_layers, -1))}
+
+    def layer_inputs(self, model: Any, embeddings: Tensor, extras: Mapping[str, Tensor]) -> Tensor:
+        """Embeddings of the tokens, and the projection of the first layer's input."""
+        decoder = model.get_submodule(self.language_model)
+        make = getattr(type(decoder), self.layer_input_method)  # of the class: a stage gets them made
+        found: Tensor = make(decoder, embeddings, extras["per_layer_inputs"])
+        return found[0].transpose(0, 1)
+
+    def layer_input_size(self, text: Any) -> int:
+        """P."""
+        return int(text.hidden_size_per_layer_input)
+
+    def layer_input_extras(self, inputs: Tensor, before: int) -> dict[str, Tensor]:
+        """``per_layer_inputs (1, L, layers, P)`` of the whole model; what lies before the stage is not read."""
+        return {"per_layer_inputs": pad(inputs.transpose(0, 1), (0, 0, before, 0))[None]}
 
     def layer_weights(self, text: Any, layer: int) -> int:
         """Besides a gate, a projection, and the layer's part of the projection of the first layer's input."""

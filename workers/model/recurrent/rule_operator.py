@@ -28,6 +28,8 @@ def delta_rule_along_rows(
 ) -> Tensor:
     """`packed_delta_rule` along the rows with these boundaries; see `Pieces.of`. Compiled code calls the operator."""
     if torch.compiler.is_compiling():
+        # The kernels want contiguous inputs: compiled code writes them so where it computes them, without a copy of its own.
+        query, key, value = (x.contiguous() for x in (query, key, value))
         found: Tensor = _rule(query, key, value, decay, rate, cu_seqlens, key_cu_seqlens, key_index)
         return found
     return packed_delta_rule(query, key, value, decay, rate, Pieces.of(cu_seqlens, key_cu_seqlens, key_index))
