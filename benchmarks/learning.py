@@ -10,7 +10,8 @@ drawn problems TRL's runs end after as many CPU seconds as GRPO's. The start is 
 model after supervised updates on true answers (see ``learning_starts.py``), made once in ``WORK/TASK/start``, or for a drawn
 level that of ``--start``; ``--starts`` makes them and ends, on a GPU if there is one. Each run is a run directory,
 ``WORK/TASK/ALGORITHM/STEPS_steps/seed_N``: a complete one is read and not run again, an interrupted one continues from its last
-checkpoint (TRL's begins again). Several processes can share WORK, one for each run.
+checkpoint (TRL's begins again). Several processes can share WORK, one for each run; ``--workers N`` starts as many, with one
+thread and no GPU each, and their output in ``WORK/logs``.
 
 Writes ``WORK/TASK.png`` (medians, and bands over the range of seeds) and ``WORK/table.md``. ``--draw`` does only that, with the
 complete runs of WORK and of the directories of ``--read``; of these it needs nothing but ``metrics.jsonl``. TRL's runs need its
@@ -25,11 +26,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from hashlib import blake2b
 from importlib.util import find_spec
 from itertools import pairwise
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,7 +41,7 @@ HERE = Path(__file__).resolve().parent
 # The folder of this file comes last: its dataproto.py is not the library.
 sys.path[:] = [str(HERE.parent), *(place for place in sys.path if Path(place or ".").resolve() != HERE), str(HERE)]
 
-from learning_starts import EVAL_ROWS, TASKS, drawn_start, easy_vqa_start, make_start  # noqa: E402
+from learning_starts import EVAL_ROWS, TASKS, answer_length, drawn_start, easy_vqa_start, make_start  # noqa: E402
 
 from recipes import easy_vqa, grpo, ppo  # noqa: E402
 from recipes.configs import easy_vqa_config  # noqa: E402
@@ -151,7 +154,8 @@ def arguments_of(this: Run, work: Path) -> list[str]:
     directory = this.directory(work)
     resume = ["--resume"] if (directory / "metrics.jsonl").exists() else []
     length = f"--steps {this.steps} --eval-every {this.eval_every} --seed {this.seed} --output-dir {directory}"
-    task = "" if this.task == "easy_vqa" else f"--level {this.task.removeprefix('level')}"
+    level = this.task.removeprefix("level")
+    task = "" if this.task == "easy_vqa" else f"--level {level} --max-response-length {answer_length(this.task)}"
     return [*f"{COMMON} {length} {task} {ALGORITHMS[this.algorithm]}".split(), *resume]
 
 
@@ -192,7 +196,7 @@ def train_trl(this: Run, work: Path, read: Sequence[Path]) -> None:
     else:
         level = int(this.task.removeprefix("level"))
         seconds = seconds_beside(this, work, read)
-        start, reward, config, tokens = this.checkpoint(work), geo3k_reward, grpo.TINY, 24
+        start, reward, config, tokens = this.checkpoint(work), geo3k_reward, grpo.TINY, answer_length(this.task)
         train, held_out = ProblemRows(level, this.seed), ProblemRows(level, 0, "test")[:EVAL_ROWS]
     task = TRLTask(start, train, held_out, reward, tokens, config.optimizer, shuffle=this.task == "easy_vqa")
     train_and_measure(task, this.directory(work), this.seed, this.steps, this.eval_every, PROMPTS, SAMPLES, seconds)
@@ -313,6 +317,35 @@ def train(this: Run, work: Path, read: Sequence[Path]) -> None:
         train_ours(this, work)
 
 
+def train_apart(this: Run, work: Path, read: Sequence[Path], log: Path) -> None:
+    """Runs a run, in a process that does nothing else, with its output in a file."""
+    with log.open("a") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    train(this, work, read)
+
+
+def train_in_processes(runs: Sequence[Run], work: Path, read: Sequence[Path], workers: int) -> list[Run]:
+    """Runs all runs, ``workers`` at a time, those of TRL last because they need GRPO's times. Returns those that failed."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # for the processes
+    (work / "logs").mkdir(exist_ok=True)
+    failed = []
+    with ProcessPoolExecutor(workers, get_context("spawn"), max_tasks_per_child=1) as pool:
+        for last in (False, True):
+            pending = {}
+            for this in runs:
+                if (this.algorithm == "trl") == last:
+                    log = work / "logs" / f"{this.task}_{this.algorithm}_{this.steps}_{this.seed}.txt"
+                    pending[pool.submit(train_apart, this, work, read, log)] = this, log
+            for done in as_completed(pending):
+                this, log = pending[done]
+                if done.exception() is not None:
+                    failed.append(this)
+                end = "ended" if done.exception() is None else f"failed, see {log}: {done.exception()!r}"
+                print(f"{this.name}, seed {this.seed}: {end}", flush=True)
+    return failed
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="directory of the runs and of the results")
@@ -321,6 +354,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--start", type=Path, help="a checkpoint, from which the runs of one drawn level start")
     parser.add_argument("--read", nargs="+", type=Path, default=[], help="further directories with complete runs")
+    parser.add_argument("--workers", type=int, default=0, help="runs at a time, a process each; 0: in this one")
     alone = parser.add_mutually_exclusive_group()
     alone.add_argument("--draw", action="store_true", help="draw and tabulate the complete runs, and run nothing")
     alone.add_argument("--starts", action="store_true", help="make the starts of the runs, and run nothing else")
@@ -348,14 +382,23 @@ def main() -> None:
             print(f"{task}, seed {seed}: {make_start(task, seed, options.work)}", flush=True)
         return
     left_out = [name for name in options.names if name.endswith("/trl")] if find_spec("trl") is None else []
+    missing = []
     for this in [this for this in runs if this.name not in left_out]:
         if complete_directory(this, (options.work, *options.read)) is not None:
             print(f"{this.name}, seed {this.seed}: is complete, and read", flush=True)
-            continue
-        print(f"{this.name}, seed {this.seed}: {options.steps} steps", flush=True)
-        train(this, options.work, options.read)
-        summarise(options.work, runs, options.steps, left_out, options.read)
+        else:
+            missing.append(this)
+    failed = []
+    if options.workers:
+        failed = train_in_processes(missing, options.work, options.read, options.workers)
+    else:
+        for this in missing:
+            print(f"{this.name}, seed {this.seed}: {options.steps} steps", flush=True)
+            train(this, options.work, options.read)
+            summarise(options.work, runs, options.steps, left_out, options.read)
     print(summarise(options.work, runs, options.steps, left_out, options.read))
+    if failed:
+        raise SystemExit(f"{len(failed)} runs failed")
 
 
 if __name__ == "__main__":

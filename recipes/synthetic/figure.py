@@ -139,8 +139,24 @@ def random_style(random: Random, *, turn: float, pen: float, font: float) -> Sty
     )
 
 
+@dataclass(frozen=True)
+class DrawnText:
+    """A `text` in a picture, and its middle in pixels from the left and from the top."""
+
+    text: str
+    x: float
+    y: float
+
+
 def draw_figure(figure: Figure, size: int, style: Style, unit: float | None = None) -> Image.Image:
-    """Draws `figure` into a square RGB picture of `size` pixels.
+    """Draws `figure` into a square RGB picture of `size` pixels; see `draw_with_texts`."""
+    return draw_with_texts(figure, size, style, unit)[0]
+
+
+def draw_with_texts(
+    figure: Figure, size: int, style: Style, unit: float | None = None
+) -> tuple[Image.Image, tuple[DrawnText, ...]]:
+    """Draws `figure` into a square RGB picture of `size` pixels. Returns it with its texts, in the order of the figure.
 
     `unit` is the number of pixels of length 1; if it is None, the figure is as large as the picture and its labels allow.
     The figure is rotated by `style.turn` and shifted within the free space by `style.shift`.
@@ -155,7 +171,7 @@ def draw_figure(figure: Figure, size: int, style: Style, unit: float | None = No
     pen = _Pen(size, style, unit, (low + high) / 2, middle)
     for shape in shapes:
         pen.put(shape)
-    return pen.image.reduce(SUPERSAMPLING)
+    return pen.image.reduce(SUPERSAMPLING), tuple(pen.texts)
 
 
 class _Pen:
@@ -168,6 +184,7 @@ class _Pen:
         self.width = max(1, round(style.pen * SUPERSAMPLING))
         self.font = _font(round(style.font * SUPERSAMPLING))
         self.height = style.font * SUPERSAMPLING
+        self.texts: list[DrawnText] = []
 
     def put(self, shape: Shape) -> None:
         """Draws one shape."""
@@ -262,6 +279,7 @@ class _Pen:
         y = min(max(y, (bottom - top) / 2 + 2), height - (bottom - top) / 2 - 2)
         corner = (x - (left + right) / 2, y - (top + bottom) / 2)
         self.pencil.text(corner, text, fill=self.style.accent, font=self.font, anchor="ls")
+        self.texts.append(DrawnText(text, x / SUPERSAMPLING, y / SUPERSAMPLING))
 
 
 @functools.lru_cache(maxsize=256)

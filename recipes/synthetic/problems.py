@@ -10,7 +10,7 @@ from PIL import Image
 
 from dataproto.errors import InvalidConfig
 from recipes.synthetic import level1, level2, level3, level4
-from recipes.synthetic.figure import draw_figure, random_style
+from recipes.synthetic.figure import DrawnText, draw_with_texts, random_style
 from recipes.synthetic.parts import Draft
 
 Split = Literal["train", "test"]
@@ -38,12 +38,13 @@ LEVELS: dict[int, Level] = {
 
 @dataclass(frozen=True)
 class Problem:
-    """A drawn problem; `kind` is the name of its template."""
+    """A drawn problem; `kind` is the name of its template, `shown` are the texts in its picture."""
 
     image: Image.Image
     text: str
     answer: str
     kind: str
+    shown: tuple[DrawnText, ...] = ()
 
 
 def make_problem(index: int, level: int = 1, seed: int = 0, split: Split = "train") -> Problem:
@@ -80,8 +81,8 @@ def _candidate(random: Random, level: Level) -> Problem:
     template = random.choice(level.templates)
     draft = template(random)
     style = random_style(random, turn=level.turn, pen=level.pen, font=level.font)
-    image = draw_figure(draft.figure, level.size, style, draft.unit)
-    return Problem(image, f"<image>{draft.text}", draft.answer, template.__name__)
+    image, shown = draw_with_texts(draft.figure, level.size, style, draft.unit)
+    return Problem(image, f"<image>{draft.text}", draft.answer, template.__name__, shown)
 
 
 def sample_texts(number: int = 50) -> list[str]:

@@ -20,7 +20,6 @@ from recipes.tiny.tokenizer import (
     train_tokenizer,
 )
 
-PATCH = 14  # pixels; a visual token covers 2 x 2 patches
 # These make white paper a zero input. With CLIP's mean and standard deviation GRPO learns nothing.
 WHITE, CONTRAST = (1.0, 1.0, 1.0), (0.5, 0.5, 0.5)
 
@@ -35,6 +34,9 @@ class TinyConfig:
     heads: int = 4
     vision_width: int = 64
     vision_depth: int = 2
+    vision_heads: int = 2
+    vision_mlp: int = 2  # width of the tower's MLPs, over its own
+    patch: int = 14  # pixels; a visual token covers 2 x 2 patches
     text_std: float = 0.02  # of the decoder's initial weights
     vision_std: float = 0.1  # of the vision tower's initial weights; with Hugging Face's 0.02 GRPO learns nothing
     min_pixels: int = 56 * 56
@@ -62,7 +64,11 @@ def make_tiny_model(
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     Qwen2VLImageProcessorPil(
-        min_pixels=config.min_pixels, max_pixels=config.max_pixels, image_mean=WHITE, image_std=CONTRAST
+        patch_size=config.patch,
+        min_pixels=config.min_pixels,
+        max_pixels=config.max_pixels,
+        image_mean=WHITE,
+        image_std=CONTRAST,
     ).save_pretrained(path)
     return path
 
@@ -107,9 +113,9 @@ def model_config(config: TinyConfig, tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLCon
         "depth": config.vision_depth,
         "hidden_size": config.vision_width,
         "out_hidden_size": config.hidden,
-        "intermediate_size": 2 * config.vision_width,
-        "num_heads": 2,
-        "patch_size": PATCH,
+        "intermediate_size": config.vision_mlp * config.vision_width,
+        "num_heads": config.vision_heads,
+        "patch_size": config.patch,
         "window_size": 112,
         "fullatt_block_indexes": [config.vision_depth - 1],
     }

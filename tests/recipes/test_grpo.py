@@ -6,7 +6,7 @@ import torch
 
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
-from recipes.grpo import GRPOConfig, policy_loss
+from recipes.grpo import GRPOConfig, parse, policy_loss
 from recipes.run.phases import accuracy
 from workers.model.packed_model import Outputs
 
@@ -40,6 +40,12 @@ def test_the_number_of_updates():
     assert GRPOConfig().updates(16) == 1
     assert GRPOConfig(minibatch=4).updates(16) == 4
     assert GRPOConfig(minibatch=5, epochs=2).updates(16) == 8
+
+
+def test_the_default_run_makes_several_updates_with_a_batch():
+    """So that its log-probs leave those of the rollout, and clipping has work."""
+    config = parse([])
+    assert config.algorithm.updates(config.data.batch_size) > 1
 
 
 @pytest.mark.parametrize(

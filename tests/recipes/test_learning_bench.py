@@ -5,13 +5,22 @@ import os
 import subprocess
 import sys
 from functools import partial
+from itertools import repeat
 from pathlib import Path
-from random import Random
 
 import pytest
 import torch
 
 from benchmarks import learning, learning_starts
+from benchmarks.label_reading import (
+    SIGNS,
+    Drawing,
+    LabelledPictures,
+    ReadingBatches,
+    as_tensors,
+    learn_to_read,
+    one_ahead,
+)
 from benchmarks.learning import (
     ALGORITHMS,
     Run,
@@ -23,23 +32,22 @@ from benchmarks.learning import (
     seconds_beside,
     spread,
     summarise,
+    train_in_processes,
 )
 from benchmarks.learning_starts import (
-    ALONE,
-    ANSWER,
     ANSWER_LENGTH,
     MODELS,
     AnsweredBatches,
-    Numbers,
     StartOptions,
     batch_of,
     make_start,
     make_start_model,
+    worked_answer,
 )
 from recipes import grpo, ppo
-from recipes.data import Answered, ProblemRows
+from recipes.rewards import compute_score
 from recipes.synthetic import make_problem
-from recipes.tiny import make_tiny_model
+from recipes.synthetic.figure import DrawnText
 from rollout.prompts import SupervisedBuilder
 
 ROOT = Path(__file__).parents[2]
@@ -140,61 +148,98 @@ def test_the_seconds_of_started_processes_count():
     assert taken >= 0.45  # the kernel counts in hundredths
 
 
-def test_a_start_learns_true_answers_in_the_form_of_the_warm_up():
-    row = Answered(ProblemRows(3, 0), ANSWER)[1]
-    assert [message["role"] for message in row["prompt"]] == ["user", "assistant"]
-    assert row["prompt"][1]["content"] == rf"<think>look</think> \boxed{{{row['reward_model']['ground_truth']}}}"
+@pytest.fixture(scope="module")
+def start_models(tmp_path_factory) -> dict[int, tuple[Path, SupervisedBuilder]]:
+    """Untrained, with what makes their batches."""
+    work = tmp_path_factory.mktemp("starts")
+    return {level: make_start_model(StartOptions(level, work / "start"), work / f"{level}") for level in MODELS}
 
 
-def test_a_batch_of_a_start_is_that_of_the_builder(tmp_path):
+@pytest.mark.parametrize("level", sorted(MODELS))
+def test_a_start_learns_true_answers_in_the_form_that_the_reward_asks_for(level, start_models):
+    row = AnsweredBatches(start_models[level][1], level, 8).row(5)
+    asked, answer = (turn["content"] for turn in row["prompt"])
+    problem = make_problem(5, level, 1000)
+    assert asked == problem.text  # as the runs ask
+    assert compute_score("synthetic", answer, problem.answer)["score"] == 1
+
+
+def test_an_answer_follows_the_texts_that_count():
+    kinds = {problem.kind: problem for problem in (make_problem(place, 4) for place in range(200))}
+    answers = {kind: worked_answer(problem).split("</think>")[0] for kind, problem in kinds.items()}
+    shown = {kind: [each.text for each in problem.shown] for kind, problem in kinds.items()}
+    assert answers["special_triangle"].removeprefix("<think>").split()[:2] == shown["special_triangle"][:2]
+    assert all(sum(text.count("x") for text in shown[kind]) == answers[kind].count("x") for kind in kinds)
+    assert not any(sign in text for text in answers.values() for sign in "°()" + SIGNS[-22:])
+
+
+@pytest.mark.parametrize("level", sorted(MODELS))
+def test_a_batch_of_a_start_is_that_of_the_builder(level, start_models):
     """Pixels come as bytes from another process, and are the image processor's to the last bits."""
-    builder = SupervisedBuilder.from_pretrained(make_tiny_model(tmp_path / "model"), 512)
-    batches = AnsweredBatches(builder, 2, 8, numbers=2)
+    builder = start_models[level][1]
+    batches = AnsweredBatches(builder, level, 4)
     made = batch_of(batches[2])
-    shown = [len(row["pixel_values"]) for row in made["multi_modal_inputs"]]
-    assert set(shown) == {16, 64}  # patches of a number and of level 2
-    chosen = Random("batch/2").choices(batches.sources, batches.later, k=8)
-    rows = [source[16 + place] for place, source in enumerate(chosen)]
-    expected = builder.collate([builder.prepare(row) for row in rows])
+    expected = builder.collate([builder.prepare(batches.row(place)) for place in range(8, 12)])
     for name, column in expected.batch.items():
         assert torch.equal(made[name], column), name
     for got, wanted in zip(made["multi_modal_inputs"], expected["multi_modal_inputs"], strict=True):
         assert torch.equal(got["image_grid_thw"], wanted["image_grid_thw"])
         torch.testing.assert_close(got["pixel_values"], wanted["pixel_values"], rtol=0, atol=1e-6)
-    assert {len(row["pixel_values"]) for row in batch_of(batches[1])["multi_modal_inputs"]} == {16}
 
 
-def test_half_of_the_questions_of_a_start_ask_for_the_answer_alone(tmp_path):
-    batches = AnsweredBatches(SupervisedBuilder.from_pretrained(make_tiny_model(tmp_path / "model"), 512), 3, 8, 2)
-    turns = [[turn["content"] for turn in source[5]["prompt"]] for source in batches.sources]
-    answers = [source[5]["reward_model"]["ground_truth"] for source in batches.sources]
-    alone, formed = turns[::2], turns[1::2]
-    assert [answer for _, answer in alone] == answers[::2]
-    assert [answer for _, answer in formed] == [ANSWER.format(answer=answer) for answer in answers[1::2]]
-    assert [question for question, _ in alone] == [f"{question} {ALONE}" for question, _ in formed]
-    assert formed[2][0] == ProblemRows(3, 1000)[5]["prompt"][0]["content"]  # as the runs ask
+@pytest.mark.parametrize(("level", "cells"), [(2, 8), (3, 12), (4, 14)])
+def test_a_visual_token_has_the_signs_of_the_text_in_its_part(level, cells, start_models):
+    """Pictures of level 4 are shown smaller than they are drawn."""
+    pictures = LabelledPictures(start_models[level][1], level, 0)
+    size = make_problem(0, level).image.size[0]
+    text = DrawnText("37", (cells - 1.5) * size / cells, 2.5 * size / cells)  # column cells - 2, row 2
+    shown, _, signs = pictures.tensors([Drawing(make_problem(0, level).image, [text])])
+    assert (len(shown), len(signs)) == (4 * cells**2, cells**2)
+    found = signs.view(cells, cells, -1)
+    assert found.any(-1).nonzero().tolist() == [[2, cells - 2]]
+    assert [SIGNS[sign - 1] for sign in found[2, cells - 2] if sign] == ["3", "7"]
 
 
-def test_a_number_is_anywhere_in_its_picture():
-    rows = [Numbers(5)[place] for place in range(64)]
-    assert {row["images"][0].size for row in rows} == {(56, 56)}
-    assert len({row["reward_model"]["ground_truth"] for row in rows}) > 40
-    places = {row["images"][0].convert("L").point(lambda value: value < 128, "1").getbbox() for row in rows}
-    assert len(places) > 40
-    assert Numbers(5)[3]["images"][0].tobytes() == rows[3]["images"][0].tobytes()
+def test_texts_of_a_crowded_picture_do_not_overlap(start_models):
+    drawing = LabelledPictures(start_models[4][1], 4, 0).crowd(3)
+    assert len(drawing.shown) > 20
+    ink = drawing.image.convert("L")
+    for text in drawing.shown:
+        box = (text.x - 4, text.y - 4, text.x + 4, text.y + 4)
+        assert min(ink.crop(tuple(map(round, box))).getdata()) < 128, text
+    apart = [abs(a.x - b.x) > 10 or abs(a.y - b.y) > 15 for a in drawing.shown for b in drawing.shown if a is not b]
+    assert all(apart)
+
+
+@pytest.mark.slow
+def test_a_tower_learns_to_read(tmp_path):
+    """Four pictures again and again, until it reads all their texts."""
+    path, builder = make_start_model(StartOptions(2, tmp_path / "start"), tmp_path / "model")
+    batch = ReadingBatches(LabelledPictures(builder, 2, 0), 4)[0]
+    before = (path / "model.safetensors").read_bytes()
+    read = learn_to_read(path, repeat(batch), as_tensors(batch), lr=3e-3, until=1.0, seconds=120, every=20)
+    assert read == 1
+    assert (path / "model.safetensors").read_bytes() != before
+
+
+def test_the_next_batch_is_made_ahead():
+    made = one_ahead(iter(range(10)), lambda number: number**2)
+    assert [next(made) for _ in range(4)] == [0, 1, 4, 9]
 
 
 @pytest.mark.parametrize("level", sorted(MODELS))
-def test_every_answer_fits_into_a_response(level, tmp_path):
-    tokenizer = make_start_model(StartOptions(level, tmp_path / "start"), tmp_path / "model")[1].tokenizer
-    answers = {make_problem(place, level).answer for place in range(500)}
-    assert max(len(tokenizer(ANSWER.format(answer=answer))["input_ids"]) for answer in answers) < ANSWER_LENGTH
+def test_every_answer_fits_into_a_response(level, start_models):
+    tokenizer = start_models[level][1].tokenizer
+    answers = {worked_answer(make_problem(place, level)) for place in range(500)}
+    assert max(len(tokenizer(answer)["input_ids"]) for answer in answers) < ANSWER_LENGTH
+    arguments = arguments_of(Run(f"level{level}", "grpo", 0, 10), Path("work"))
+    assert grpo.parse(arguments).data.max_response_length == ANSWER_LENGTH
 
 
 @pytest.mark.long
 def test_the_start_of_a_level_is_made_once(tmp_path, monkeypatch):
     """It ends after the first update, says how much is right, and is a checkpoint that loads."""
-    monkeypatch.setattr(learning_starts, "StartOptions", partial(StartOptions, batch_size=4, seconds=0))
+    monkeypatch.setattr(learning_starts, "StartOptions", partial(StartOptions, batch_size=4, seconds=0, read_seconds=0))
     made = make_start("level2", 0, tmp_path)
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in made.iterdir()}
     assert {path.name for path in made.parent.iterdir()} == {"checkpoint", "lock"}
@@ -207,6 +252,18 @@ def test_runs_start_from_a_given_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(learning, "drawn_start", lambda task, seed, work: work / "made")
     assert Run("level2", "grpo", 0, 4).checkpoint(tmp_path) == tmp_path / "made"
     assert Run("level2", "grpo", 0, 4, Path("given")).checkpoint(tmp_path) == Path("given")
+
+
+@pytest.mark.slow  # two processes that import all
+def test_runs_in_processes_are_told_apart_when_they_fail(tmp_path, capsys, monkeypatch):
+    """A start that is no checkpoint ends its runs, and names the file with the error."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))  # restored afterwards
+    runs = [Run("level2", name, 0, 2, tmp_path / "none") for name in ("grpo", "rloo")]
+    assert set(train_in_processes(runs, tmp_path, [], 2)) == set(runs)
+    printed = capsys.readouterr().out
+    for name in ("grpo", "rloo"):
+        assert f"level2/{name}, seed 0: failed, see {tmp_path}/logs/level2_{name}_2_0.txt" in printed
 
 
 @pytest.mark.parametrize("names", [["level2/*", "level3/grpo"], ["easy_vqa/grpo"]])
@@ -224,13 +281,14 @@ def test_a_complete_run_is_read_and_not_run_again(tmp_path):
     earlier.mkdir(parents=True)
     (earlier / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
     command = [sys.executable, "benchmarks/learning.py", "--work", str(tmp_path), "--algorithms", "level1/grpo"]
-    command += ["--seeds", "0", "--steps", "2"]
+    command += ["--seeds", "0", "--steps", "2", "--workers", "1"]
 
     def bench() -> str:
         environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
         return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
 
-    assert "level1/grpo, seed 0: 2 steps" in bench()
+    assert "level1/grpo, seed 0: ended" in bench()
+    assert (tmp_path / "logs" / "level1_grpo_2_0.txt").stat().st_size
     again = bench()
     assert "level1/grpo, seed 0: is complete, and read" in again
     assert "| grpo | 1 |" in again

@@ -24,6 +24,7 @@ from recipes.synthetic.figure import (
     SideLabel,
     WedgeLabel,
     draw_figure,
+    draw_with_texts,
     random_style,
 )
 from recipes.synthetic.parts import Draft
@@ -237,3 +238,17 @@ def test_side_labels_stay_inside_the_picture() -> None:
     picture = np.asarray(draw_figure(shapes, 140, style))
     assert (picture[:, 0] == 255).all()
     assert lost_ink(Draft("", "", shapes), 3, style) < 1
+
+
+@pytest.mark.parametrize("unit", [1.0, None])
+def test_texts_are_told_where_they_are_drawn(unit):
+    """The ink of a text alone in its picture is around the place that is told."""
+    style = replace(random_style(Random(4), turn=0, pen=1, font=14), turn=0.3)
+    shapes = [Label("88", 20 + 5j), Circle(0j, 200)] if unit else [Circle(0j, 1), Label("88", 0.5 - 0.4j)]
+    image, (text,) = draw_with_texts(shapes, 112, style, unit)
+    assert text.text == "88"
+    white = draw_figure([shape for shape in shapes if not isinstance(shape, Label)], 112, style, unit)
+    rows, columns = np.nonzero(np.abs(np.asarray(image, dtype=int) - np.asarray(white)).sum(-1) > 60)
+    middle = (columns.min() + columns.max() + 1) / 2, (rows.min() + rows.max() + 1) / 2
+    assert middle == pytest.approx((text.x, text.y), abs=1)
+    assert 8 <= np.ptp(rows) <= 14

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from recipes.synthetic import make_problem
-from recipes.tiny import make_tiny_model
+from recipes.tiny import TinyConfig, make_tiny_model
 from recipes.tiny.tokenizer import SPECIAL_TOKENS
 from rollout.prompts import PromptBuilder, load_image_processor
 
@@ -50,6 +50,18 @@ def test_equal_seeds_give_equal_files_and_other_seeds_other_files(checkpoint, tm
     weights = [(path / "model.safetensors").read_bytes() for path in (checkpoint, again, other)]
     assert weights[0] == weights[1] != weights[2]
     assert (checkpoint / "tokenizer.json").read_bytes() == (again / "tokenizer.json").read_bytes()
+
+
+def test_a_smaller_patch_gives_a_picture_more_tokens(tmp_path):
+    path = make_tiny_model(tmp_path / "model", config=TinyConfig(patch=7, vision_heads=4, vision_mlp=4))
+    prompt = PromptBuilder.from_pretrained(path, 256).prepare(
+        {"prompt": "<image>What?", "images": [Image.new("RGB", (112, 56), "white")]}
+    )
+    model = AutoModelForImageTextToText.from_pretrained(path)
+    media = prompt.images[0].inputs
+    features = model.model.visual(media["pixel_values"], grid_thw=media["image_grid_thw"]).pooler_output
+    assert len(features) == list(prompt.input_ids).count(model.config.image_token_id) == 8 * 4
+    assert model.config.vision_config.intermediate_size == 4 * 64
 
 
 def test_creating_a_model_does_not_change_the_global_random_state(tmp_path):
