@@ -115,8 +115,8 @@ def test_the_speed_of_a_cpu_is_measured_once_a_day(tmp_path, monkeypatch):
     for file in (tmp_path / "cache" / "dataproto" / "cpu_speed").iterdir():
         file.write_text("{")
     assert measured()[1]
-    for file in file.parent.iterdir():
-        os.utime(file, (0, file.stat().st_mtime - KEPT - 60))
+    for kept in file.parent.iterdir():
+        os.utime(kept, (0, kept.stat().st_mtime - KEPT - 60))
     assert measured()[1]
     apart, _ = measured(num_workers=1)  # other processes prepare the rows
     assert apart.overheads.preparation == 0.0
