@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,8 +25,11 @@ from recipes.forecast.step_time import OPTIMIZER_BYTES
 from rollout.engine import Request, SamplingParams
 from rollout.hf import HFEngine
 from workers.model.model_config import ModelConfig, OptimizerConfig
+from workers.model.named_weights import float32_weights
 from workers.model.packed_model import PackedVLM
+from workers.model.precision import Precision
 from workers.ranks.layout import Layout
+from workers.ranks.mesh import Ranks
 from workers.training.forward_pass import forward_rows
 from workers.training.memory.process_memory import begin_peak, peak_bytes
 from workers.training.optimizer import Optimizer
@@ -36,8 +39,10 @@ FLOPS = 3e10  # about, of a timed pass
 LARGEST = 300_000_000  # parameters of a model that is timed whole
 LAYERS = 4  # of the timed part of a larger one
 DECODED = 8  # timed steps of decoding
+LENGTHS = 12  # of rows in bfloat16 that fill the caches of kernels, see `recipes.KERNELS`
 CPU = torch.device("cpu")
 Clock = Callable[[], float]
+Dtype = Literal["auto", "float32", "bfloat16"]
 
 
 def this_gpu() -> Device:
@@ -58,15 +63,17 @@ def _known(title: str) -> str | None:
     return next((each for each in DEVICES if each.split("-")[0] in title), None)
 
 
-def calibrate_cpu(batch: BatchSizes, clock: Clock = time.thread_time, tokens: int = TOKENS) -> Device:
+def calibrate_cpu(
+    batch: BatchSizes, clock: Clock = time.thread_time, tokens: int = TOKENS, dtype: Dtype = "auto"
+) -> Device:
     """`timed_cpu`, with the memory that this process took beside what is forecast for the timed passes: that of the interpreter
     and of the libraries that a run uses, of what the allocator keeps, and of results that exist for a moment.
     """
     bandwidth = _bandwidth(clock)  # before memory counts: the 128 MiB that are copied for it are no part of a run
     begin_peak()
     with torch.random.fork_rng(devices=[]):  # a run that is to begin has its own random numbers
-        device = timed_cpu(batch, clock, bandwidth, tokens)
-    config, compute = _shortened(batch.config), ModelConfig()
+        device = timed_cpu(batch, clock, bandwidth, tokens, dtype)
+    config, compute = _shortened(batch.config), ModelConfig(dtype=dtype)
     rows, place = timed_rows(replace(batch, config=config), tokens), (compute, Layout(), device)
     size = model_size(config, compute)
     weights = replace(held("actor", size, *place, trains=True), moments=0)
@@ -77,12 +84,12 @@ def calibrate_cpu(batch: BatchSizes, clock: Clock = time.thread_time, tokens: in
     return replace(device, context=max(peak_bytes() - timed, 0))
 
 
-def timed_cpu(batch: BatchSizes, clock: Clock, bandwidth: float, tokens: int = TOKENS) -> Device:
+def timed_cpu(batch: BatchSizes, clock: Clock, bandwidth: float, tokens: int = TOKENS, dtype: Dtype = "auto") -> Device:
     """This CPU, with the operations per second that a model of these widths reaches on rows like these.
 
     Builds the model with random weights, of a large one the first decoder layers, and times forward and backward passes of text
     rows, of the tower, decoding steps of the engine and optimizer steps. ``clock`` returns seconds; ``bandwidth`` is that of the
-    memory in bytes per second; a pass has at most ``tokens``.
+    memory in bytes per second; a pass has at most ``tokens``, and computes in ``dtype``, see `ModelConfig.dtype`.
     """
     config = _shortened(batch.config)
     family = family_of(config)
@@ -91,8 +98,14 @@ def timed_cpu(batch: BatchSizes, clock: Clock, bandwidth: float, tokens: int = T
         model = family.new_model(config)
     decoding = _decoding_speed(model, batch, clock)
     module = PackedVLM(model, family, 1.0)
-    speed = _pass_speed(module, timed_rows(replace(batch, config=config), tokens), clock)
-    vision = _vision_rate(module, family, batch, config, clock)
+    exact = float32_weights(model, family)
+    precision = Precision(model, Ranks(), ModelConfig(dtype=dtype), "cpu", exact)
+    with precision.compute():
+        speed = _pass_speed(module, timed_rows(replace(batch, config=config), tokens), clock)
+        vision = _vision_rate(module, family, batch, config, clock)
+        if precision.half_weights is not None:
+            _compile_kernels(module, batch)
+    module.zero_grad()
     layers = batch.config.get_text_config().num_hidden_layers / config.get_text_config().num_hidden_layers
     return Device(
         "cpu",
@@ -130,6 +143,13 @@ def _shortened(config: Any) -> Any:
         if getattr(text, "layer_types", None):
             text.layer_types = text.layer_types[:LAYERS]
     return found
+
+
+def _compile_kernels(module: PackedVLM, batch: BatchSizes) -> None:
+    """Makes passes of `LENGTHS` lengths. A CPU compiles and keeps kernels for each in bfloat16, as it does for steps of a run."""
+    for length in range(LENGTHS):
+        row = BatchSizes(batch.config, PromptSizes((256 + 8 * length,), ((),)), (64 + length,))
+        forward_rows(module, text_rows(module, row), CPU).scores.sum().backward()
 
 
 def _fastest(call: Callable[[], object], clock: Clock, times: int = 2) -> float:

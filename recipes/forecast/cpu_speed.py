@@ -4,8 +4,8 @@ What is measured is the processor time of the calling thread, which takes part i
 have the processor do not count, so what a busy machine measures holds on a quiet one too.
 
 It is in ``dataproto/cpu_speed`` of the user's cache directory (``$XDG_CACHE_HOME`` or ``~/.cache``), one small file for each
-model, first rows, longest row, token budget, number of threads and release of PyTorch. The folder may be deleted at any time;
-what it held is measured again.
+model, first rows, longest row, token budget, dtype, number of threads and release of PyTorch. The folder may be deleted at any
+time; what it held is measured again.
 """
 
 import contextlib
@@ -25,9 +25,11 @@ from recipes.data.loader import PromptLoader
 from recipes.forecast.batch_sizes import BatchSizes, preparation_seconds
 from recipes.forecast.calibration import calibrate_cpu, cpu_memory, this_gpu, timed_rows
 from recipes.forecast.devices import Device, Overheads
+from workers.model.model_config import ModelConfig
+from workers.model.precision import compute_dtype
 
 KEPT = 86_400  # seconds
-MEASURED = "processor time of the calling thread, memory of the passes"
+MEASURED = "processor time of the calling thread, memory of the passes, with their kernels"
 """Part of a file's name: a release that measures otherwise has files of its own."""
 
 NO_SIZES = (
@@ -39,26 +41,26 @@ NO_SIZES = (
 
 
 def this_device(
-    batch: BatchSizes, loader: PromptLoader, token_budget: int, clock: Callable[[], float] = time.thread_time
+    batch: BatchSizes, loader: PromptLoader, compute: ModelConfig, clock: Callable[[], float] = time.thread_time
 ) -> Device:
     """The machine's GPU, or else its CPU; see `this_gpu` and `this_cpu`."""
-    return this_gpu() if torch.cuda.is_available() else this_cpu(batch, loader, token_budget, clock)
+    return this_gpu() if torch.cuda.is_available() else this_cpu(batch, loader, compute, clock)
 
 
 def this_cpu(
-    batch: BatchSizes, loader: PromptLoader, token_budget: int, clock: Callable[[], float] = time.thread_time
+    batch: BatchSizes, loader: PromptLoader, compute: ModelConfig, clock: Callable[[], float] = time.thread_time
 ) -> Device:
     """This CPU as an earlier call, here or in another process, has measured it for such rows; else measured now, and kept.
 
     Args:
         loader: of the run, whose first rows are prepared unless other processes do that; it stays where it is.
-        token_budget: tokens of a micro-batch; no more are timed together.
+        compute: no more tokens are timed together than its ``token_budget``, and they are computed in its ``dtype``.
         clock: returns seconds; by default those of the processor, see above.
     """
-    file = _file(batch, loader, token_budget)
+    file = _file(batch, loader, compute)
     if (kept := _read(file)) is not None:
         return replace(kept, memory=cpu_memory())
-    device = calibrate_cpu(batch, clock, token_budget)
+    device = calibrate_cpu(batch, clock, compute.token_budget, compute.dtype)
     if not loader.num_workers:
         overheads = replace(device.overheads, preparation=preparation_seconds(loader, clock))
         device = replace(device, overheads=overheads)
@@ -84,14 +86,15 @@ def _keep(device: Device, file: Path) -> None:
         draft.replace(file)
 
 
-def _file(batch: BatchSizes, loader: PromptLoader, token_budget: int) -> Path:
+def _file(batch: BatchSizes, loader: PromptLoader, compute: ModelConfig) -> Path:
     machine = (platform.node(), platform.machine(), os.cpu_count(), torch.get_num_threads(), torch.__version__)
-    timed = timed_rows(batch, token_budget)
+    timed = timed_rows(batch, compute.token_budget)
     longest = int(batch.lengths.max())
     rows = (timed.prompts, timed.responses, timed.samples, batch.prompts, longest)
     loading = (loader.batch_size, bool(loader.num_workers))
     model = _sizes(json.loads(batch.config.to_json_string()))
-    digest = hashlib.sha256(repr((MEASURED, machine, model, token_budget, rows, loading)).encode())
+    computed = compute.token_budget, compute_dtype(compute.dtype, "cpu")
+    digest = hashlib.sha256(repr((MEASURED, machine, model, *computed, rows, loading)).encode())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "dataproto" / "cpu_speed" / f"{digest.hexdigest()[:16]}.json"
 

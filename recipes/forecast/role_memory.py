@@ -22,6 +22,9 @@ from workers.ranks.layout import Layout
 ASLEEP = GIB  # of a sleeping vLLM engine, measured with 3B on an H200
 ENGINE_RESERVE = 4 * GIB  # of an awake one beside weights and cache: activations, graphs
 MOMENT_BYTES = {"adamw": 8.0, "adamw8bit": 2 * (1 + 4 / 256), "muon": 4.0}  # of each parameter that the kind steps
+MUON_KERNELS = (
+    32 * 2**20
+)  # that a CPU compiles for Muon's products in bfloat16; 24 of the small model's, by measurement
 FOUR_BIT_BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)  # of each number: with its share of the scales, and of their scales
 EXPANDED_BYTES = 14  # of each number of a weight of 4 bits while it is expanded: indices, halves and the result
 LOGIT_BYTES = {"cuda": 13, "cpu": 12}  # of each logit in a chunk and what is computed from it, with its gradient

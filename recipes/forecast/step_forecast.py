@@ -9,6 +9,7 @@ from recipes.forecast.devices import GIB, Device
 from recipes.forecast.role_memory import (
     ASLEEP,
     ENGINE_RESERVE,
+    MUON_KERNELS,
     RoleMemory,
     held,
     idle,
@@ -86,10 +87,11 @@ class StepForecast:
     def beside(self) -> int:
         """Bytes of the driver, or on a CPU of the process beside its roles, with pictures and the copy for ``save_behind``."""
         setting = self.setting
+        if not setting.device.on_cpu:
+            return setting.device.context
         copied = setting.saving if setting.save_behind else 0
-        return setting.device.context + (
-            setting.kept_images + setting.pictures + copied if setting.device.on_cpu else 0
-        )
+        kernels = MUON_KERNELS if "muon" in (setting.optimizer, setting.critic_optimizer) else 0
+        return setting.device.context + setting.kept_images + setting.pictures + copied + kernels
 
     def reserved(self, phase: Phase) -> int:
         """Bytes of a phase with the slack, which an engine's memory does not need."""

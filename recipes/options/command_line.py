@@ -18,6 +18,7 @@ from recipes.options.config_file import ONCE, file_arguments
 from recipes.options.help_text import help_text, show_help
 from recipes.options.idle_options import refuse_idle_options
 from recipes.options.option_table import TRUTH, options_of, refuse_unknown, with_plain_flags
+from recipes.options.peer_names import own_name
 from recipes.report.page import CONFIG_FILE, OPTIONS_FILE
 
 Config = TypeVar("Config")
@@ -232,10 +233,18 @@ def _parse(arguments: Sequence[str], default: Config, prog: str) -> Config:
     except SystemExit:
         lines = [line.strip("╭╮╰╯│─ ") for line in refusal.getvalue().splitlines()]
         text = "; ".join(line for line in lines[1:] if line)
-        text = LEFT_OVER.sub(r"\1: belongs to no option", PARSED.sub("", text)).replace(":; ", ": ")
+        text = LEFT_OVER.sub(_left_over, PARSED.sub("", text)).replace(":; ", ": ")
         raise InvalidConfig(text) from None
     given = _mappings(config)
     return _with_mappings(config, {place: mappings.get(place, {}) | values for place, values in given.items()})
+
+
+def _left_over(refusal: re.Match[str]) -> str:
+    """Words that belong to no option; those that are another framework's ``KEY=VALUE`` with the name that they have here."""
+    theirs = ((word, own_name(word)) for word in refusal[1].split(", ") if "=" in word)
+    named = "; ".join(f"{word} is {ours} here" for word, ours in theirs if ours)
+    hint = f": options are --NAME VALUE{f'; {named}' if named else ''} (docs/moving.md)" if "=" in refusal[1] else ""
+    return f"{refusal[1]}: belongs to no option{hint}"
 
 
 def _joined(arguments: Sequence[str], names: Sequence[str]) -> list[str]:

@@ -4,7 +4,7 @@ import inspect
 import io
 import tokenize
 from ast import AnnAssign, ClassDef, Name, parse
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -15,6 +15,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import tyro
 
 from dataproto.errors import InvalidConfig
+from recipes.options.peer_names import own_name
 
 TRUTH = {"true": True, "false": False}
 
@@ -152,7 +153,15 @@ def refuse_unknown(arguments: Sequence[str], options: Sequence[Option]) -> None:
         ):  # "---" is a value, e.g. of --rollout.stop
             near = _meant(name[2:], options) or get_close_matches(name[2:], names, 1, cutoff=0.8)
             hint = f"the nearest is --{' or --'.join(near)}" if near else "--help-all shows all"
+            if (ours := _peers(argument, known)) is not None:
+                hint = f"here it is {ours}"
             raise InvalidConfig(f"there is no option {name}: {hint}")
+
+
+def _peers(argument: str, known: Collection[str]) -> str | None:
+    """What an option of another framework is called here, if the command has that."""
+    ours = own_name(argument)
+    return ours if ours is not None and all(word in known for word in ours.split() if word.startswith("--")) else None
 
 
 def _meant(name: str, options: Sequence[Option]) -> list[str]:

@@ -36,6 +36,7 @@ from recipes.simulation import simulated, simulation_lines
 from recipes.tiny import make_tiny_model
 from recipes.walk import WALK
 from recipes.zoom import environment_of
+from workers.model.model_config import ModelConfig
 from workers.training.loading import checkpoint_family
 
 __all__ = ["PlanConfig", "PlanOptions", "as_options", "fit", "main", "plan"]
@@ -107,10 +108,10 @@ def drawn_environment(asked: PlanConfig) -> DrawnEnvironment | None:
 
 
 def chosen_device(
-    asked: PlanConfig, clock: Clock, batch: BatchSizes, loader: PromptLoader, token_budget: int
+    asked: PlanConfig, clock: Clock, batch: BatchSizes, loader: PromptLoader, compute: ModelConfig
 ) -> Device:
     """The named device; without a name the machine's GPU, and without one its CPU for the small model, an H200 for others."""
     name = asked.options.device
     if name is None and (asked.config.model_path is None or torch.cuda.is_available()):
-        return this_device(batch, loader, token_budget, clock)
-    return this_cpu(batch, loader, token_budget, clock) if name == "cpu" else with_host(device_named(name or "h200"))
+        return this_device(batch, loader, compute, clock)
+    return this_cpu(batch, loader, compute, clock) if name == "cpu" else with_host(device_named(name or "h200"))

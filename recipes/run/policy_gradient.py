@@ -49,13 +49,14 @@ from recipes.tiny import tiny_checkpoint
 from rollout.engine import returns_experts
 from rollout.prompts import PromptBuilder
 from workers import Roles, launch
+from workers.model.model_config import ModelConfig
 from workers.roles.actor import ActorConfig
 from workers.roles.critic import CriticConfig
 from workers.roles.rollout_worker import RolloutConfig, replays_routing
 
 AlgorithmStep = Callable[..., tuple[DataProto, dict[str, float]]]
 """``step(roles, prompts, config, sampling, progression, more)`` -> rollouts, metrics; as `recipes.grpo.grpo_step`."""
-ChooseDevice = Callable[[BatchSizes, PromptLoader, int], Device]
+ChooseDevice = Callable[[BatchSizes, PromptLoader, ModelConfig], Device]
 """The rows of an optimizer step, the loader, and the token budget -> the device that a forecast is for."""
 
 
@@ -191,7 +192,7 @@ def expected_setting(
         sizes = measure_episode(loader, played.make, played.limits, played.actions)
         batch = episode_batch(config, model, sizes, mean_response)
     trained = batch.part(config.algorithm.minibatch or len(batch.prompts.tokens))  # at a time
-    setting = policy_gradient_setting(config, batch, device(trained, loader, config.compute.token_budget))
+    setting = policy_gradient_setting(config, batch, device(trained, loader, config.compute))
     answered = min(held_out, answered_at_a_time(config))
     samples = config.data.eval_samples
     return replace(setting, kept_images=kept, eval_rows=held_out, answered=answered, eval_samples=samples)

@@ -96,7 +96,7 @@ def run_supervised(config: SupervisedConfig, make_task: Callable[[str], Supervis
 def expected_setting(config: SupervisedConfig, task: SupervisedTask, device: ChooseDevice = this_device) -> Setting:
     """What the forecast of a run depends on: its options, its first rows, and the device."""
     batch, loader = measure_conversations(task.loader), task.loader
-    setting = supervised_setting(config, batch, device(batch, loader, config.compute.token_budget), task.longest)
+    setting = supervised_setting(config, batch, device(batch, loader, config.compute), task.longest)
     drawn = config.run.steps * loader.batch_size
     return replace(setting, kept_images=kept_image_bytes(loader, batch.prompts, drawn, task.held_out))
 

@@ -37,6 +37,7 @@ from recipes.forecast import (
     Setting,
     beside_fact,
     calibrate_cpu,
+    calibration,
     forecast,
     forecast_lines,
     kept_image_bytes,
@@ -49,6 +50,7 @@ from recipes.forecast.calibration import step_seconds, text_rows, timed_rows
 from recipes.forecast.devices import GIB, Device, Overheads
 from recipes.forecast.model_size import mlp_width
 from recipes.forecast.role_memory import (
+    MUON_KERNELS,
     feature_bytes,
     held,
     kv_bytes,
@@ -404,6 +406,32 @@ def test_seconds_of_decoding_grow_with_the_keys_in_the_cache():
     mean_keys = (2 * 4 * (10 + 2) + 2 * 2 * (10 + 1)) / 12
     found = {phase.name: phase.seconds for phase in forecast(Setting(config, batch, device)).phases}
     assert found["gen"] == pytest.approx(0.05 + 4 * 0.5 + (4 + 4 + 2 + 2) * (1e-3 + mean_keys * 1e-4))
+
+
+def test_a_cpu_is_timed_in_the_numbers_of_the_run(monkeypatch):
+    """In bfloat16 the weights are copies while passes are timed, and the kernels of other lengths are compiled as well."""
+    config = tiny_config("qwen2_5_vl")
+    batch = BatchSizes(config, PromptSizes((10, 20), ((), ())), (3, 1, 2, 2), samples=2)
+    seen = []
+    compiled = calibration._compile_kernels
+    monkeypatch.setattr(
+        calibration,
+        "_compile_kernels",
+        lambda module, batch: (seen.append(module.model.lm_head.weight.dtype), compiled(module, batch)),
+    )
+    clock = iter(range(10**6))
+    for dtype in ("float32", "auto", "bfloat16"):
+        assert calibrate_cpu(batch, lambda: float(next(clock)), dtype=dtype).overheads.learning == 1.0
+    assert seen == [torch.bfloat16]
+
+
+def test_the_process_keeps_kernels_of_muon_on_a_cpu():
+    config = tiny_config("qwen2_5_vl")
+    batch = BatchSizes(config, PromptSizes((10, 20), ((), ())), (3, 1))
+    for device, kernels in ((CPU, MUON_KERNELS), (H200, 0)):
+        adamw = forecast(Setting(config, batch, device))
+        for name in ("optimizer", "critic_optimizer"):
+            assert forecast(Setting(config, batch, device, **{name: "muon"})).beside == adamw.beside + kernels
 
 
 def test_steps_of_a_padded_batch_are_timed_to_their_end():

@@ -86,7 +86,7 @@ def test_a_forecast_that_fails_is_one_line(capsys):
 
 def test_the_speed_of_a_cpu_is_measured_once_a_day(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        cpu_speed, "calibrate_cpu", lambda batch, clock, tokens: replace(H200, name="cpu", memory=cpu_memory())
+        cpu_speed, "calibrate_cpu", lambda batch, clock, tokens, dtype: replace(H200, name="cpu", memory=cpu_memory())
     )
     builder = PromptBuilder.from_pretrained(make_tiny_model(tmp_path / "model"), 256)
     loader = PromptLoader(ProblemRows(), builder, batch_size=2, shuffle=False)
@@ -97,19 +97,26 @@ def test_the_speed_of_a_cpu_is_measured_once_a_day(tmp_path, monkeypatch):
         ticks.append(None)
         return float(len(ticks))
 
-    def measured(**options):
+    def measured(dtype="auto", **options):
         ticks.clear()
-        found = this_cpu(batch, PromptLoader(loader.rows, builder, 2, shuffle=False, **options), 100, clock)
+        found = this_cpu(
+            batch,
+            PromptLoader(loader.rows, builder, 2, shuffle=False, **options),
+            ModelConfig(token_budget=100, dtype=dtype),
+            clock,
+        )
         return found, bool(ticks)
 
     device, fresh = measured()
     assert fresh
     assert device.overheads.preparation == 0.5  # one tick for both rows
-    assert measured() == (device, False)
-    (file,) = (tmp_path / "cache" / "dataproto" / "cpu_speed").iterdir()
-    file.write_text("{")
+    assert measured() == measured("float32") == (device, False)
+    assert measured("bfloat16")[1]  # other products
+    for file in (tmp_path / "cache" / "dataproto" / "cpu_speed").iterdir():
+        file.write_text("{")
     assert measured()[1]
-    os.utime(file, (0, file.stat().st_mtime - KEPT - 60))
+    for kept in file.parent.iterdir():
+        os.utime(kept, (0, kept.stat().st_mtime - KEPT - 60))
     assert measured()[1]
     apart, _ = measured(num_workers=1)  # other processes prepare the rows
     assert apart.overheads.preparation == 0.0
@@ -120,7 +127,7 @@ def test_seconds_in_which_other_processes_run_are_not_those_of_the_cpu(tmp_path,
     """While the thread waits, as it does when others have the processor, the clock stands still."""
     waited = []
 
-    def calibrate(batch, clock, tokens):
+    def calibrate(batch, clock, tokens, dtype):
         start, begun = clock(), time.perf_counter()
         threading.Event().wait(0.25)
         waited.append((clock() - start, time.perf_counter() - begun))
@@ -129,7 +136,7 @@ def test_seconds_in_which_other_processes_run_are_not_those_of_the_cpu(tmp_path,
     monkeypatch.setattr(cpu_speed, "calibrate_cpu", calibrate)
     builder = PromptBuilder.from_pretrained(make_tiny_model(tmp_path / "model"), 256)
     batch = BatchSizes(builder.config, PromptSizes((5, 7), ((), ())), (3, 3))
-    this_cpu(batch, PromptLoader(ProblemRows(), builder, batch_size=2, num_workers=1), 100)
+    this_cpu(batch, PromptLoader(ProblemRows(), builder, batch_size=2, num_workers=1), ModelConfig(token_budget=100))
     ((counted, passed),) = waited
     assert counted < 0.1 < passed
 

@@ -1,0 +1,67 @@
+"""What options of verl, EasyR1 and TRL are called here, for users who type the names that they know (docs/moving.md)."""
+
+PREFIXES = ("actor_rollout_ref.", "worker.")
+"""What verl's and EasyR1's names begin with, and docs/moving.md leaves out."""
+
+PEER_NAMES = {
+    "--preset any --model-path": "model model_name_or_path model.path actor.model.model_path",
+    "--data-path": "train_files train_dataset dataset_name dataset data.train_files",
+    "--eval-data-path": "val_files eval_dataset data.val_files",
+    "--batch-size": "train_batch_size rollout_batch_size generation_batch_size data.train_batch_size data.rollout_batch_size",
+    "--algorithm.minibatch": "ppo_mini_batch_size actor.ppo_mini_batch_size actor.global_batch_size",
+    "--token-budget": "per_device_train_batch_size gradient_accumulation_steps actor.ppo_micro_batch_size_per_gpu "
+    "actor.ppo_max_token_len_per_gpu actor.micro_batch_size_per_device_for_update",
+    "--algorithm.epochs": "ppo_epochs num_iterations actor.ppo_epochs",
+    "--max-prompt-length": "data.max_prompt_length",
+    "--max-response-length": "max_completion_length max_new_tokens data.max_response_length",
+    "--algorithm.n": "num_generations rollout.n",
+    "--algorithm.temperature": "rollout.temperature",
+    "--algorithm.top-p": "rollout.top_p",
+    "--algorithm.top-k": "rollout.top_k",
+    "--algorithm.advantage": "adv_estimator scale_rewards algorithm.adv_estimator",
+    "--algorithm.loss": "loss_type actor.policy_loss.loss_mode actor.loss_type",
+    "--algorithm.aggregation": "actor.loss_agg_mode actor.loss_avg_mode",
+    "--algorithm.clip LOW HIGH": "epsilon epsilon_high actor.clip_ratio_low actor.clip_ratio_high",
+    "--algorithm.kl-coef": "beta actor.kl_loss_coef actor.use_kl_loss",
+    "--algorithm.entropy-coef": "actor.entropy_coeff",
+    "--optimizer.lr": "learning_rate actor.optim.lr",
+    "--optimizer.schedule": "lr_scheduler_type actor.optim.lr_scheduler_type",
+    "--optimizer.max-grad-norm": "actor.optim.clip_grad actor.max_grad_norm",
+    "--activation-checkpointing full": "gradient_checkpointing enable_gradient_checkpointing "
+    "model.enable_gradient_checkpointing actor.model.enable_gradient_checkpointing",
+    "--compile": "torch_compile actor.use_torch_compile",
+    "--freeze-vision": "freeze_vision_tower actor.freeze_vision_tower actor.model.freeze_vision_tower",
+    "--lora-rank": "peft_config lora_r model.lora_rank actor.model.lora.rank",
+    "--engine vllm": "use_vllm vllm_mode rollout.name",
+    "--engine-options memory_share SHARE": "gpu_memory_utilization vllm_gpu_memory_utilization rollout.gpu_memory_utilization",
+    "--engine-options tensor_parallel N": "vllm_tensor_parallel_size rollout.tensor_model_parallel_size "
+    "rollout.tensor_parallel_size",
+    "--on ray --layout.dp N": "n_gpus_per_node nnodes num_gpus trainer.n_gpus_per_node trainer.nnodes",
+    "--layout.sp": "ulysses_size actor.ulysses_sequence_parallel_size actor.ulysses_size",
+    "--epochs": "num_train_epochs trainer.total_epochs",
+    "--steps": "max_steps trainer.total_training_steps trainer.max_steps",
+    "--eval-every": "test_freq val_freq eval_steps trainer.test_freq trainer.val_freq",
+    "--no-eval-first": "val_before_train eval_on_start trainer.val_before_train",
+    "--save-every": "save_freq save_steps trainer.save_freq",
+    "--keep-checkpoints": "save_total_limit save_limit trainer.save_limit trainer.max_actor_ckpt_to_keep",
+    "--resume": "resume_from_checkpoint resume_mode trainer.resume_mode trainer.find_last_checkpoint",
+    "--output-dir": "default_local_dir save_checkpoint_path trainer.default_local_dir trainer.save_checkpoint_path",
+    "--loggers": "report_to trainer.logger logger",
+    "--reward FILE.py:FUNCTION": "reward_funcs reward_function compute_score reward.custom_reward_function.path "
+    "reward.reward_function",
+}
+"""Ours, and the names of theirs that it stands for."""
+
+_ours = {name: ours for ours, names in PEER_NAMES.items() for name in names.split()}
+
+
+def own_name(argument: str) -> str | None:
+    """What a peer's option is called here; ``None`` if it is none.
+
+    >>> own_name("--learning-rate=1e-6"), own_name("actor_rollout_ref.rollout.n=8"), own_name("--steps")
+    ('--optimizer.lr', '--algorithm.n', None)
+    """
+    name = argument.partition("=")[0].lstrip("-+").replace("-", "_").lower()
+    for prefix in PREFIXES:
+        name = name.removeprefix(prefix)
+    return _ours.get(name)
