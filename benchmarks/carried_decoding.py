@@ -106,7 +106,8 @@ class Decoding:
         self.worker.engine = cast(Any, MadeUpTokens())
         try:
             for _ in range(steps if self.carried else 0):
-                self.step()
+                self.rollout.generate(next(self.loader), self.sampling)
+                self.done += 1
         finally:
             self.worker.engine = engine
 

@@ -64,13 +64,13 @@ def test_the_next_batch_is_decoded_before_the_update(given, one_process, tmp_pat
 
 @pytest.mark.long
 def test_samples_are_carried_over_and_a_resumed_run_makes_the_same_steps(given, tmp_path):
-    """Two engines; new weights come in the middle of a step, and groups are learned from at most two updates later."""
+    """Two engines; new weights come in the middle of a step, and groups are learned from at most three updates later."""
     carrying = "--rollout.ahead --rollout.over-ask 2 --rollout.parts 2 --eval-every 9"
     options = [*given, *APART, *carrying.split()]
     assert main([*options, "--output-dir", str(tmp_path / "run")]) == 0
     rows = rows_of(tmp_path / "run")[1:]
     assert rows[0]["training/staleness/max"] == 0
-    assert 1 <= max(row["training/staleness/max"] for row in rows) <= 2
+    assert 1 <= max(row["training/staleness/max"] for row in rows) <= 3
     assert any(row["training/carried_groups"] for row in rows)
     shutil.copytree(tmp_path / "run", tmp_path / "again")
     shutil.rmtree(tmp_path / "again" / "global_step_4")

@@ -68,7 +68,7 @@ def test_samples_that_are_carried_over_survive_the_process(tmp_path):
     assert_same_run(disturbed, whole)
     rows = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     assert any(row["training/carried_groups"] for row in rows)
-    assert max(row["training/staleness/max"] for row in rows) == 1
+    assert 1 <= max(row["training/staleness/max"] for row in rows) <= 2
 
 
 ENVIRONMENT = '''
