@@ -20,6 +20,7 @@ THREADS = "OMP_NUM_THREADS"
 WAIT_SECONDS = 15.0
 STACK_SECONDS = 60.0
 TAIL_BYTES = 1 << 14
+PROCESSES = ("front_process", "engine_process")
 
 
 def limit_threads() -> int:
@@ -114,11 +115,12 @@ def _started(process: "subprocess.Popen[str]", state: Path) -> Served:
     url = next((line.removeprefix(MARK).strip() for line in process.stdout if line.startswith(MARK)), None)
     if url is None:
         raise RuntimeError(f"the server ended with status {process.wait()} before it said how to use it")
-    children = {
-        name: child
-        for child in psutil.Process(process.pid).children()
-        for name in ("front_process", "engine_process")
-        if any(f"{name} import main" in word for word in child.cmdline())
-    }
+    children = dict[str, psutil.Process]()
+    while set(children) != set(PROCESSES):  # a child has its command line a moment after it began
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended with status {process.returncode} behind its start")
+        for child in psutil.Process(process.pid).children():
+            line = " ".join(child.cmdline())
+            children |= {name: child for name in PROCESSES if f"{name} import main" in line}
     key = (state / "api-key").read_text().strip()
     return Served(url, key, children["front_process"], children["engine_process"])

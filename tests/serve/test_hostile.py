@@ -158,7 +158,7 @@ def fuzzed_request(draw: random.Random, number: int, session: str, run: str, sam
 
 def test_three_hundred_fuzzed_requests_are_refused_and_the_server_lives(server, names):
     draw = random.Random(0)
-    before, refused, carried_out = memory(server), 0, 0
+    before, refused, failed, carried_out = memory(server), 0, 0, 0
     processes = [server.supervisor.front.process.pid, server.supervisor.engine.process.pid]
     for number in range(REQUESTS):
         endpoint, body = fuzzed_request(draw, number, *names)
@@ -167,12 +167,16 @@ def test_three_hundred_fuzzed_requests_are_refused_and_the_server_lives(server, 
         assert status < 500, (number, status, found)
         refused += status >= 400
         if status == 200 and "request_id" in json.loads(found):
-            # It has a place in the order, and fails in its turn or is valid.
-            asked = json.dumps({"request_id": json.loads(found)["request_id"]}).encode()
-            outcome = send(server, "/api/v1/retrieve_future", asked)
-            carried_out += outcome[0] == 200 and b'"error"' not in outcome[1]
+            # It has a place in the order, and fails in its turn, by its sender's fault, or is valid.
+            outcome = answer_of(server, json.loads(found)["request_id"])
+            if outcome.startswith(b'{"error"'):
+                assert json.loads(outcome)["category"] == "user", (number, outcome)
+                failed += 1
+            else:
+                carried_out += 1
     assert refused > REQUESTS / 3
-    assert carried_out < REQUESTS / 2
+    assert carried_out < REQUESTS / 10
+    print(f"{refused} refused at once, {failed} failed in their turn, {carried_out} were valid all the same")
     assert [server.supervisor.front.process.pid, server.supervisor.engine.process.pid] == processes
     assert memory(server) - before < 200 * MEGABYTE
     assert call(server, "session_heartbeat", session_id=names[0])[0] == 200
