@@ -24,9 +24,12 @@ from workers.training.optimizer import OptimizerConfig
 pytestmark = pytest.mark.long
 
 STAGED_TYPES = list(dict.fromkeys((*LAYOUT_TYPES, *PIPELINE_TYPES)))
-PRODUCTS = {"dp 2, pp 2": Layout(dp=2, pp=2), "sp 2, pp 2": Layout(sp=2, pp=2), "tp 2, pp 2": Layout(tp=2, pp=2)}
-PRODUCT_TYPES = ("gemma4+per_layer", "qwen3_5_moe", "kimi_k25")
-"""The stages of the first send each layer's inputs; the others stand for recurrent layers and mixtures."""
+WITH_EXPERTS = {"dp 2, pp 2, ep 2": Layout(dp=2, pp=2, ep=2)}
+PRODUCTS = {
+    "dp 2, pp 2": Layout(dp=2, pp=2),
+    "sp 2, pp 2": Layout(sp=2, pp=2),
+    "tp 2, pp 2": Layout(tp=2, pp=2),
+}
 RATES = {"gemma4+per_layer": 1e-4}
 """Learning rates where gradients that are zero but for rounding move weights too far; see `SLOWLY` in `test_pipeline.py`."""
 LAYOUTS = {
@@ -40,6 +43,12 @@ LAYOUTS = {
 
 def config_of(model_type):
     return config_with_heads(model_type, heads=4, key_value_heads=2)
+
+
+def products_of(model_type):
+    """The first stage of GLM-4.5V and Kimi K2.5 has a dense layer alone."""
+    sparse = family_of(tiny_config(model_type)).experts is not None
+    return [*PRODUCTS, *(WITH_EXPERTS if sparse else ())]
 
 
 def layouts_of(model_type):
@@ -148,15 +157,16 @@ def test_two_stages_compute_what_one_process_computes(outcomes, model_type):
 @pytest.fixture(scope="module")
 def products(tmp_path_factory):
     cases = {
-        (model_type, name): partial(equals_one_process, model_type, layout)
-        for model_type in PRODUCT_TYPES
-        for name, layout in PRODUCTS.items()
+        (model_type, name): partial(equals_one_process, model_type, (PRODUCTS | WITH_EXPERTS)[name])
+        for model_type in STAGED_TYPES
+        for name in products_of(model_type)
     }
     return run_ranks(4, cases, tmp_path_factory.mktemp("four"))
 
 
-@pytest.mark.parametrize("layout", PRODUCTS)
-@pytest.mark.parametrize("model_type", PRODUCT_TYPES)
+@pytest.mark.parametrize(
+    ("model_type", "layout"), [(each, name) for each in STAGED_TYPES for name in products_of(each)]
+)
 def test_four_ranks_with_stages_compute_what_one_computes(products, model_type, layout):
     for outcome in products[model_type, layout]:
         assert outcome == [], outcome

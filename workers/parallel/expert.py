@@ -47,7 +47,7 @@ class ExpertParallel(Transform):
         model, degree, tp = module.model, self.ranks.size("ep"), self.ranks.size("tp")
         mesh: DeviceMesh = self.ranks.expert_mesh["ep"]  # type: ignore[index]
         names = module.family.expert_layers(model)
-        if not names and degree > 1:
+        if module.family.experts is None and degree > 1:  # a pipeline stage may have dense layers alone
             raise InvalidConfig(f"layout.ep={degree}: {model.config.model_type} has no experts to split; use ep=1")
         experts = int(model.get_submodule(names[0]).num_experts) if names else 0  # type: ignore[arg-type]
         if names and experts % (degree * tp):
