@@ -6,6 +6,7 @@ predicts, through a linear layer that is dropped afterwards, the text whose midd
 is none. Half of the pictures are of the level, the others are crowded with random texts.
 """
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -153,6 +154,7 @@ def in_processes(batches: Dataset[Any], workers: int) -> Iterator[Any]:
 
     Batches of arrays come through pipes, tensors would through shared memory, of which containers often have little.
     """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # or each process warns that it was forked
     ahead: dict[str, Any] = {"num_workers": workers, "prefetch_factor": 4} if workers else {}
     return iter(DataLoader(batches, batch_size=None, sampler=count(), collate_fn=_unchanged, **ahead))  # type: ignore[arg-type]
 
