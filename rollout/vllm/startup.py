@@ -19,6 +19,7 @@ from rollout.vllm.versions import (
     POLICY_WORKER,
     SCHEDULER,
     check_version,
+    count_whole_images,
     error_line,
     executor,
     import_vllm,
@@ -35,8 +36,8 @@ from rollout.vllm.versions import (
 )
 from rollout.vllm.whole_images import READ_WHOLE, check_reads_whole
 
-UNPROFILED = ("smolvlm", "idefics3")
-"""Families whose placeholder image vLLM 0.24 processes to nothing, so that it cannot measure the memory of their tower."""
+TILED = ("smolvlm", "idefics3")
+"""Families that split images into tiles. vLLM 0.24 could not measure the memory of their tower."""
 
 DENSE_SIZES = 8
 """Batch sizes up to this one are recorded in powers of two."""
@@ -182,6 +183,8 @@ def default_options(
             f"hf_overrides: models of type {family.model_type} have settings of their own there; put these into config.json"
         )
     check_speculation(speculate, family)
+    if family.model_type in TILED:
+        count_whole_images()
     choose_runner(takes_second_runner(import_vllm().__version__, family, config, device, routed_experts, speculate))
     defaults: dict[str, Any] = {
         "distributed_executor_backend": executor(options["tensor_parallel_size"]),
@@ -199,7 +202,7 @@ def default_options(
         if family.mutual_images(config) is not None:
             check_reads_whole(options)
             defaults |= READ_WHOLE
-    elif family.model_type in UNPROFILED:
+    elif family.model_type in TILED:
         defaults["skip_mm_profiling"] = True
     if family.experts is None and options.get("quantization") is None:
         defaults |= untuned()

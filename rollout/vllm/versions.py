@@ -4,6 +4,7 @@ import os
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from importlib.util import find_spec
 from typing import Any
 
@@ -98,6 +99,19 @@ def search_plain_objects() -> None:
     except ImportError:
         return  # this version does not search
     dispatcher.vars = _attributes
+
+
+def count_whole_images() -> None:
+    """Has vLLM count an image of Idefics3 or SmolVLM that is not split as one tile.
+
+    transformers' image processor by Pillow counts none, and vLLM 0.24 then gives the vision tower nothing of the image.
+    """
+    import_vllm()
+    from vllm.model_executor.models.idefics3 import Idefics3ProcessingInfo
+
+    own = Idefics3ProcessingInfo.get_num_patches
+    if not hasattr(own, "__wrapped__"):
+        Idefics3ProcessingInfo.get_num_patches = wraps(own)(lambda info, **image: max(own(info, **image), 1))
 
 
 def _attributes(value: Any) -> Mapping[str, Any]:

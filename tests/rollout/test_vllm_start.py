@@ -18,7 +18,7 @@ from rollout.responses import build_requests
 from rollout.vllm import VLLMEngine
 from rollout.vllm.start_timeline import REST, StartTimeline, replaced
 from rollout.vllm.startup import check_options, default_options, graph_sizes, inspect_ahead, with_graph_sizes
-from rollout.vllm.versions import one_compile_thread
+from rollout.vllm.versions import count_whole_images, one_compile_thread
 from rollout.vllm.weights.model_state import model_state
 from rollout.vllm.whole_images import check_reads_whole
 from workers import ActorConfig, launch
@@ -280,3 +280,20 @@ def test_a_launched_engine_reads_no_weights_and_gets_the_actors_before_it_sample
         assert roles.rollout.differing_weights() == []
         data |= roles.actor.log_probs(data)
         torch.testing.assert_close(data["rollout_log_probs"], data["old_log_probs"], atol=1e-4, rtol=0)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(("found", "counted"), [((0, 0, 0), 1), ((5, 2, 2), 5)])
+def test_an_image_that_is_not_split_counts_as_one_tile(found: tuple[int, int, int], counted: int) -> None:
+    from vllm.model_executor.models.idefics3 import Idefics3ProcessingInfo
+
+    class Info(Idefics3ProcessingInfo):
+        def __init__(self) -> None:
+            pass
+
+        def _get_image_feature_grid_size(self, **_: object) -> tuple[int, int, int]:
+            return found
+
+    count_whole_images()
+    count_whole_images()  # as for a second engine
+    assert Info().get_num_patches(image_width=64, image_height=64, processor=None, mm_kwargs={}) == counted
