@@ -39,6 +39,8 @@ from workers.ranks.layout import Layout  # noqa: E402
 from workers.ranks.mesh import init_ranks  # noqa: E402
 
 ROUNDS = 3
+TRACED = 16
+"""Steps whose kernels are timed."""
 
 
 def synchronize() -> None:
@@ -192,6 +194,33 @@ class Ours:
             requests = build_requests(self.prompts, sampling)
             taken.append(median(self.seconds(partial(self.exhaust, requests, sampling)) for _ in range(ROUNDS)))
         self.say("decoding step", 1000 * (taken[1] - taken[0]) / (lengths[1] - lengths[0]), "ms")
+        if torch.cuda.is_available():
+            self.say("of it the device computes", 1000 * self.device_seconds(requests, sampling), "ms")
+
+    def device_seconds(self, requests: list[Any], sampling: SamplingParams) -> float:
+        """Seconds of the device's kernels in a step that decodes all requests, the mean of `TRACED` steps."""
+        completions = self.engine.generate(requests, sampling)
+        poll, done = self.engine.poll, 0
+        profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+
+        def traced() -> Any:
+            nonlocal done
+            found, done = poll(), done + 1
+            if done == sampling.max_tokens // 2:
+                synchronize()
+                profiler.start()
+            elif done == sampling.max_tokens // 2 + TRACED:
+                synchronize()
+                profiler.stop()
+            return found
+
+        self.engine.poll = traced
+        try:
+            for _ in completions:
+                pass
+        finally:
+            self.engine.poll = poll
+        return sum(event.self_device_time_total for event in profiler.key_averages()) / TRACED / 1e6
 
 
 def ours(path: str, arguments: argparse.Namespace) -> None:
