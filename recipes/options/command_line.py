@@ -17,7 +17,7 @@ from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig
 from recipes.options.config_file import ONCE, file_arguments
 from recipes.options.help_text import help_text, show_help
 from recipes.options.idle_options import refuse_idle_options
-from recipes.options.option_table import TRUTH, options_of, refuse_unknown, with_plain_flags
+from recipes.options.option_table import TRUTH, options_of, refuse_unknown, with_plain_flags, with_short_names
 from recipes.options.peer_names import own_name
 from recipes.report.page import CONFIG_FILE, OPTIONS_FILE
 
@@ -102,7 +102,7 @@ def parse_recipe(
     Raises:
         InvalidConfig: an unknown, ill-typed or idle option, or an impossible combination, in one line.
     """
-    rest, run_dir = _take_run_dir(arguments)
+    rest, run_dir = _take_run_dir(with_short_names(arguments, options_of(presets[TINY])))
     rest, preset = _take(rest, PRESET)
     if asks_for_help(arguments):
         print_help(arguments, _preset(preset or TINY, presets), description, prog, presets)
@@ -182,7 +182,7 @@ def parse_config(arguments: Sequence[str], default: Config, description: str | N
     if asks_for_help(arguments):
         print_help(arguments, default, description, prog)
     options = options_of(default)
-    rest, file = _take(arguments, CONFIG)
+    rest, file = _take(with_short_names(arguments, options), CONFIG)
     given = [*(file_arguments(Path(file), options) if file else ()), *with_plain_flags(rest, options)]
     given = [argument for argument in given if argument != TRACEBACK]
     refuse_unknown(given, options)

@@ -106,6 +106,25 @@ def _texts(config: type) -> dict[str, str]:
     return found
 
 
+def with_short_names(arguments: Sequence[str], options: Sequence[Option]) -> list[str]:
+    """Options written with the group that their configuration has in Python by their names on the command line.
+
+    >>> size = Option("batch-size", ("data", "batch_size"), int, 8, "")
+    >>> with_short_names(["--data.batch_size=4", "--data.batch-size", "8", "--seed", "1"], [size])
+    ['--batch-size=4', '--batch-size', '8', '--seed', '1']
+    """
+    named = [option for option in options if not option.positional]
+    whole = {f"--{option.path[0]}.{option.name}": option.name for option in named}  # groups within it are left out
+    whole |= {f"--{'.'.join(option.path).replace('_', '-')}": option.name for option in named}
+    parts = (argument.partition("=") for argument in arguments)
+    return [
+        f"--{whole[name.replace('_', '-')]}{equals}{value}"
+        if name.replace("_", "-") in whole
+        else name + equals + value
+        for name, equals, value in parts
+    ]
+
+
 def with_plain_flags(arguments: Sequence[str], options: Sequence[Option]) -> list[str]:
     """``--flag true`` as ``--flag``, and ``--flag false`` as ``--no-flag``; the same for ``--flag=true``.
 
@@ -165,13 +184,9 @@ def _peers(argument: str, known: Collection[str]) -> str | None:
 
 
 def _meant(name: str, options: Sequence[Option]) -> list[str]:
-    """Options that end in ``name``, or whose prefix is left out on the command line and is not in ``name``.
+    """Options that end in ``name``.
 
-    >>> size = Option("batch-size", ("data", "batch_size"), int, 8, "")
-    >>> other = Option("sft.batch-size", ("sft", "data", "batch_size"), int, 8, "")
-    >>> _meant("data.batch-size", [other, size]), _meant("data.n", [size])
-    (['batch-size'], [])
+    >>> _meant("lr", [Option("optimizer.lr", ("optimizer", "lr"), float, 1e-6, "")])
+    ['optimizer.lr']
     """
-    named = [option for option in options if not option.positional]
-    ends = [option.name for option in named if option.name.endswith(f".{name}")]
-    return ends or [option.name for option in named if ".".join(option.path).replace("_", "-") == name]
+    return [option.name for option in options if not option.positional and option.name.endswith(f".{name}")]

@@ -63,12 +63,6 @@ def test_a_plan_divides_its_options_from_those_of_the_recipe(tmp_path):
         (grpo_config.parse, "--optimizer.total-steps 5", "^total_steps=5 must be above warmup_steps=10"),
         (view_config.parse, "", "^Missing from dataproto view: RUN-DIR"),
         (grpo_config.parse, "--step 3", "^there is no option --step: the nearest is --steps$"),
-        (
-            easy_vqa_config.parse,
-            "--data.batch-size 64",
-            "^there is no option --data.batch-size: the nearest is --batch-size$",
-        ),
-        (easy_vqa_config.parse, "--run.steps=3", "^there is no option --run.steps: the nearest is --steps$"),
         (grpo_config.parse, "--kl_coef=0.1", "^there is no option --kl-coef: the nearest is --algorithm.kl-coef$"),
         (
             grpo_config.parse,
@@ -83,3 +77,9 @@ def test_a_plan_divides_its_options_from_those_of_the_recipe(tmp_path):
 def test_what_would_do_nothing_or_is_unknown_is_refused(parse, given, message):
     with pytest.raises(InvalidConfig, match=message):
         parse(given.split())
+
+
+def test_an_option_may_be_written_with_its_group() -> None:
+    config = grpo_config.parse(["--data.prompt-key", "question", "--data.batch_size=4", "--run.steps=3"])
+    assert (config.data.prompt_key, config.data.batch_size, config.run.steps) == ("question", 4, 3)
+    assert easy_vqa_config.parse(["--sft.data.batch-size", "4"]).sft.data.batch_size == 4
