@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dataproto.errors import InvalidConfig
-from recipes.configs import easy_vqa_config, export_config, grpo_config, parity_config, plan_config, view_config
+from recipes.configs import export_config, grpo_config, parity_config, plan_config, view_config
 from recipes.configs.grpo_config import TINY
 
 
@@ -80,6 +80,12 @@ def test_what_would_do_nothing_or_is_unknown_is_refused(parse, given, message):
 
 
 def test_an_option_may_be_written_with_its_group() -> None:
-    config = grpo_config.parse(["--data.prompt-key", "question", "--data.batch_size=4", "--run.steps=3"])
-    assert (config.data.prompt_key, config.data.batch_size, config.run.steps) == ("question", 4, 3)
-    assert easy_vqa_config.parse(["--sft.data.batch-size", "4"]).sft.data.batch_size == 4
+    config = grpo_config.parse(["--data.max-pixels", "9", "--data.batch_size=4", "--run.steps=3"])
+    assert (config.data.max_pixels, config.data.batch_size, config.run.steps) == (9, 4, 3)
+
+
+def test_a_column_may_be_named_with_the_group_of_the_data() -> None:
+    given = "--data.prompt-key question --data.image-key pictures --data.answer-key truth --data.data-path rows.parquet"
+    data = grpo_config.parse(given.split()).data
+    assert (data.keys.prompt_key, data.keys.image_key, data.keys.answer_key) == ("question", "pictures", "truth")
+    assert data.data_path == "rows.parquet"
