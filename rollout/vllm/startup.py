@@ -12,7 +12,7 @@ import torch
 
 from dataproto.errors import InvalidConfig
 from rollout.pretrained import architecture, check_in_vllm, check_speculation, family_and_config
-from rollout.vllm.policy.runners import choose_runner, takes_second_runner
+from rollout.vllm.policy import choose_runner, takes_second_runner
 from rollout.vllm.start_timeline import StartTimeline
 from rollout.vllm.versions import (
     AWAITING,

@@ -50,7 +50,7 @@ POLICY_WORKER = "rollout.vllm.policy.worker.PolicyWorker"
 RECORDING_WORKER = "rollout.vllm.routing.recording_worker.RecordingWorker"
 """vLLM's name for the worker that records experts."""
 
-SCHEDULER = "rollout.vllm.policy.scheduler.scheduler"
+SCHEDULER = "rollout.vllm.policy.decoding_scheduler.make_scheduler"
 """vLLM's name for what makes the scheduler."""
 
 DRAFTER = "rollout.vllm.policy.drafter.SiblingDrafter"

@@ -13,7 +13,7 @@ from dataproto.vlm import family_of
 from helpers.tiny_models import tiny_config
 from rollout.engine import SamplingParams
 from rollout.sampling import policy_log_probs, sample, uniforms
-from rollout.vllm.policy.runners import takes_second_runner
+from rollout.vllm.policy import takes_second_runner
 
 pytestmark = pytest.mark.vllm
 

@@ -1,1 +1,7 @@
-"""The policy inside vLLM: the worker that samples with it, and what drafts tokens for it. vLLM imports both by their names."""
+"""The policy inside vLLM: the worker that samples with it, the scheduler, and what drafts tokens. vLLM imports these by their
+names.
+"""
+
+from rollout.vllm.policy.runners import choose_runner, takes_second_runner
+
+__all__ = ["choose_runner", "takes_second_runner"]

@@ -1,4 +1,4 @@
-"""vLLM's scheduler with less work for rows that decode; vLLM calls `scheduler` by its name.
+"""vLLM's scheduler with less work for rows that decode; vLLM calls `make_scheduler` by its name.
 
 At each step vLLM asks for every running request which images it is to read and which blocks of the KV cache it needs. A request
 that decodes reads no images, and needs a block once in as many steps as a block has tokens. Both are known without asking, and a
@@ -12,7 +12,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 
-def scheduler(vllm_config: Any, kv_cache_config: Any, **options: Any) -> Scheduler:
+def make_scheduler(vllm_config: Any, kv_cache_config: Any, **options: Any) -> Scheduler:
     """The scheduler of an engine, in vLLM's asynchronous form or its other one, as the engine is configured."""
     kind = DecodingAsyncScheduler if vllm_config.scheduler_config.async_scheduling else DecodingScheduler
     return kind(vllm_config=vllm_config, kv_cache_config=kv_cache_config, **options)
