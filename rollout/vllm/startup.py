@@ -12,7 +12,7 @@ import torch
 
 from dataproto.errors import InvalidConfig
 from rollout.pretrained import architecture, check_in_vllm, check_speculation, family_and_config
-from rollout.vllm.policy import choose_runner, takes_second_runner
+from rollout.vllm.policy import runner_chosen, takes_second_runner
 from rollout.vllm.start_timeline import StartTimeline
 from rollout.vllm.versions import (
     AWAITING,
@@ -134,7 +134,10 @@ def start_llm(
         wait_for_inspection()
     try:
         defaults = default_options(model_path, device, options, routed_experts, awaits_weights, speculate)
-        with process_settings_kept(), one_compile_thread(), timeline.of_engine():
+        family, config = family_and_config(model_path)
+        version = import_vllm().__version__
+        second = takes_second_runner(version, family, config, device, routed_experts, speculate)
+        with process_settings_kept(), runner_chosen(second), one_compile_thread(), timeline.of_engine():
             llm = llm_class(model_path, **with_graph_sizes(defaults | options, speculate))
     except (OSError, ValueError, TypeError, ImportError, AssertionError) as error:
         raise InvalidConfig(f"vLLM does not start on {model_path}: {error_line(error)}") from error
@@ -185,7 +188,6 @@ def default_options(
     check_speculation(speculate, family)
     if family.model_type in TILED:
         count_whole_images()
-    choose_runner(takes_second_runner(import_vllm().__version__, family, config, device, routed_experts, speculate))
     defaults: dict[str, Any] = {
         "distributed_executor_backend": executor(options["tensor_parallel_size"]),
         "enable_sleep_mode": on_cuda,

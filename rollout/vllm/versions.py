@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
@@ -427,8 +428,8 @@ def error_line(error: BaseException) -> str:
     """The root cause of an error of vLLM's, in one line."""
     while error.__cause__ is not None:
         error = error.__cause__
-    lines = str(error).strip().splitlines()
-    line = lines[0] if lines else type(error).__name__
+    lines = [line for line in str(error).strip().splitlines() if not re.match(r"\d+ validation errors? for ", line)]
+    line = lines[0].strip().partition(" [type=")[0] if lines else type(error).__name__
     if "cached item" in line:
         line += "; its images are larger than vLLM's cache of processed images: raise mm_processor_cache_gb"
     return line

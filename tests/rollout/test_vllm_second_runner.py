@@ -1,6 +1,7 @@
 """The policy's sampler in the form that vLLM's second model runner calls, which itself needs CUDA."""
 
 import math
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from dataproto.vlm import family_of
 from helpers.tiny_models import tiny_config
 from rollout.engine import SamplingParams
 from rollout.sampling import policy_log_probs, sample, uniforms
-from rollout.vllm.policy import takes_second_runner
+from rollout.vllm.policy import runner_chosen, takes_second_runner
 
 pytestmark = pytest.mark.vllm
 
@@ -131,12 +132,30 @@ def test_prompts_are_scored_under_the_policy(runner: SimpleNamespace) -> None:
     torch.testing.assert_close(found.exp(), torch.tensor([[0.2, 0.8]]), rtol=0, atol=1e-6)
 
 
+def test_a_request_that_goes_on_after_it_was_put_off_draws_its_next_number(runner: SimpleNamespace) -> None:
+    """vLLM reads the prompt of 3 and the two tokens sampled before anew: in one step, or in two."""
+    from rollout.vllm.policy.second_runner import SecondRunnerSampler
+
+    sampler = SecondRunnerSampler(runner)
+    slot = begin(sampler, 1, seed=4, sampling=SamplingParams(max_tokens=9))
+    logits = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(3))
+
+    part = sampler(logits, batch_of([1], computed=[0], scheduled=[4], prefill=[5]))
+    whole = sampler(logits, batch_of([1], computed=[0], scheduled=[5], prefill=[5]))
+
+    assert part.num_sampled.tolist() == [0]
+    token, value = expected(logits[0], SamplingParams(max_tokens=9), 4, 2)
+    assert whole.sampled_token_ids.tolist() == [[token]]
+    assert sampler.log_probs(slot, 3)[2] == pytest.approx(value, abs=1e-6)
+
+
 @pytest.mark.parametrize(
     ("version", "model_type", "device", "routed", "speculate", "taken"),
     [
         ("0.24.0", "qwen2_5_vl", "cuda", False, 0, True),
-        ("0.29.1+cu130", "qwen2_5_vl", "cuda", False, 0, True),
-        ("0.32.0", "qwen2_5_vl", "cuda", False, 0, False),
+        ("0.24.1+cu130", "qwen2_5_vl", "cuda", False, 0, True),
+        ("0.25.0", "qwen2_5_vl", "cuda", False, 0, False),
+        ("0.1.dev7", "qwen2_5_vl", "cuda", False, 0, False),
         ("0.24.0", "qwen2_5_vl", "cpu", False, 0, False),
         ("0.24.0", "qwen2_5_vl", "cuda", True, 0, False),
         ("0.24.0", "qwen2_5_vl", "cuda", False, 3, False),
@@ -144,8 +163,28 @@ def test_prompts_are_scored_under_the_policy(runner: SimpleNamespace) -> None:
         ("0.24.0", "gemma3", "cuda", False, 0, False),
     ],
 )
-def test_the_second_runner_is_for_plain_decoders_on_cuda(
-    version: str, model_type: str, device: str, routed: bool, speculate: int, taken: bool
+def test_the_second_runner_is_for_plain_decoders_on_cuda_that_ask_for_it(
+    version: str,
+    model_type: str,
+    device: str,
+    routed: bool,
+    speculate: int,
+    taken: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = tiny_config(model_type)
-    assert takes_second_runner(version, family_of(config), config, torch.device(device), routed, speculate) is taken
+    given = version, family_of(config), config, torch.device(device), routed, speculate
+    for asked, found in (("1", taken), ("0", False)):
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", asked)
+        assert takes_second_runner(*given) is found
+
+
+def test_the_choice_of_a_runner_ends_with_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with runner_chosen(False):
+        assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
+    with pytest.raises(ValueError, match="stopped"), runner_chosen(True):
+        raise ValueError("stopped")
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in os.environ

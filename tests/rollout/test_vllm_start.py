@@ -18,7 +18,7 @@ from rollout.responses import build_requests
 from rollout.vllm import VLLMEngine
 from rollout.vllm.start_timeline import REST, StartTimeline, replaced
 from rollout.vllm.startup import check_options, default_options, graph_sizes, inspect_ahead, with_graph_sizes
-from rollout.vllm.versions import count_whole_images, one_compile_thread
+from rollout.vllm.versions import count_whole_images, error_line, one_compile_thread
 from rollout.vllm.weights.model_state import model_state
 from rollout.vllm.whole_images import check_reads_whole
 from workers import ActorConfig, launch
@@ -297,3 +297,10 @@ def test_an_image_that_is_not_split_counts_as_one_tile(found: tuple[int, int, in
     count_whole_images()
     count_whole_images()  # as for a second engine
     assert Info().get_num_patches(image_width=64, image_height=64, processor=None, mm_kwargs={}) == counted
+
+
+def test_a_refused_configuration_of_vllm_says_why() -> None:
+    refused = ValueError(
+        "1 validation error for VllmConfig\n  Value error, not supported: prompt embeds [type=value_error]"
+    )
+    assert error_line(refused) == "Value error, not supported: prompt embeds"

@@ -2,6 +2,6 @@
 names.
 """
 
-from rollout.vllm.policy.runners import choose_runner, takes_second_runner
+from rollout.vllm.policy.runners import runner_chosen, takes_second_runner
 
-__all__ = ["choose_runner", "takes_second_runner"]
+__all__ = ["runner_chosen", "takes_second_runner"]

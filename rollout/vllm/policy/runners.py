@@ -2,6 +2,8 @@
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,32 +11,38 @@ import torch
 from dataproto.vlm.family import VLMFamily
 
 RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
-"""Chooses the second model runner, or the first with "0". The engine sets it at each start, see `takes_second_runner`."""
-SECOND_RUNNER_UNTIL = 0, 30
-"""Later versions deal the rows of the second runner out over ranks, and their samplers need more than the policy's has."""
-FIRST_RUNNER_ASKED = os.environ.get(RUNNER_VARIABLE) == "0"
-"""Whether the user has asked for vLLM's first model runner."""
+"""With "1" it asks for the second model runner."""
+SECOND_RUNNER_VERSION = "0", "24"
+"""The version whose second runner has run with the policy's sampler. Others have other calls of a sampler."""
 
 
 def takes_second_runner(
     version: str, family: VLMFamily, config: Any, device: torch.device, routed_experts: bool, speculate: int
 ) -> bool:
-    """Whether an engine of this ``version`` of vLLM runs on the second model runner (`rollout.vllm.policy.second_runner`), whose
-    steps cost the host less.
+    """Whether an engine of this ``version`` of vLLM runs on the second model runner (`rollout.vllm.policy.second_runner`).
 
-    It needs CUDA. It takes no recurrent layers whose states are shared by requests, records no experts, has no drafts of ours,
-    and computes causal attention within images.
+    It does if `RUNNER_VARIABLE` asks for it, on CUDA. Models with recurrent layers, models with images whose tokens see each
+    other, engines that record experts and engines that draft tokens run on the first one all the same.
     """
     number = re.match(r"(\d+)\.(\d+)", version)
-    known = number is not None and tuple(map(int, number.groups())) < SECOND_RUNNER_UNTIL and device.type == "cuda"
+    asked = os.environ.get(RUNNER_VARIABLE) == "1" and device.type == "cuda"
     plain = family.recurrent_mixers is None and family.mutual_images(config) is None
-    return known and plain and not routed_experts and not speculate and not FIRST_RUNNER_ASKED
+    known = number is not None and number.groups() == SECOND_RUNNER_VERSION
+    return asked and known and plain and not routed_experts and not speculate
 
 
-def choose_runner(second: bool) -> None:
-    """Has vLLM take its second model runner, or its first, for the engine that starts next."""
+@contextmanager
+def runner_chosen(second: bool) -> Iterator[None]:
+    """Has vLLM take its second model runner, or its first, for an engine that starts within the block."""
     from vllm import envs
 
     if hasattr(envs, "disable_envs_cache"):
         envs.disable_envs_cache()  # an earlier engine of the process may have kept its values
+    asked = os.environ.get(RUNNER_VARIABLE)
     os.environ[RUNNER_VARIABLE] = str(int(second))
+    try:
+        yield
+    finally:
+        os.environ.pop(RUNNER_VARIABLE)
+        if asked is not None:
+            os.environ[RUNNER_VARIABLE] = asked

@@ -56,7 +56,7 @@ class SecondRunnerSampler(PolicySampler):
         slots = self._slot_at[batch.idx_mapping_np]
         if not self.slots or (slots == NO_SLOT).any():
             count = logits.new_ones(len(logits)).int()
-            return SamplerOutput(self._trial(logits), None, None, num_sampled=count, num_rejected=count - 1)
+            return SamplerOutput(self._trial(logits).long(), None, None, num_sampled=count, num_rejected=count - 1)
         if not np.array_equal(slots, self._rows):
             self._set_slots(slots)
         lengths = batch.num_computed_tokens_np + batch.num_scheduled_tokens
