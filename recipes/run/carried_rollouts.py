@@ -7,6 +7,7 @@ No group is learned from later than a given number of updates after it has begun
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import ceil
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dataproto import DataProto, object_array
-from dataproto.errors import DataProtoError
+from dataproto.errors import DataProtoError, InvalidConfig
 from dataproto.packing import equally_wide
 from recipes.configs.shared.carrying_config import CarryingConfig
 from recipes.run.environment_roles import PlayingRollout
@@ -197,6 +198,7 @@ class CarryingRollout:
         self._future: Any = None  # of the samples that are being decoded
         self._has_next = False  # whether the samples of the loader's next batch have been added
         self._added: DataProto | None = None  # the batch of a step that has begun; if it fails, it can be made again
+        self._given = 0  # parts of that batch
         self._error: DataProtoError | None = None  # of the engine at a sample, which the next step raises
 
     # The rollout role
@@ -240,7 +242,10 @@ class CarryingRollout:
     def in_parts(
         self, prompts: DataProto, sampling: SamplingParams, plan: EpisodePlan | None = None
     ) -> Iterator[DataProto]:
-        """As `generate`, or `play` with a ``plan``, in ``config.parts`` parts. The next one is decoded while one is used."""
+        """As `generate`, or `play` with a ``plan``, in ``config.parts`` parts. The next one is decoded while one is used.
+
+        If the call fails, it can be made again only while it has given no part; else it raises `InvalidConfig`.
+        """
         return self._parts(prompts, sampling, plan, self.config.parts)
 
     def _groups(self, prompts: DataProto, sampling: SamplingParams, plan: EpisodePlan | None) -> DataProto:
@@ -252,10 +257,15 @@ class CarryingRollout:
     ) -> Iterator[DataProto]:
         batch, updates = len(prompts), self.updates()
         at_a_time = ceil(self.config.over_ask * batch)
-        self._collect_or_raise()
+        if prompts is self._added and self._given:
+            raise InvalidConfig(
+                f"{self._given} of {count} parts of this step were given before it failed, and cannot be given again: resume "
+                "from the last checkpoint, or leave out rollout.early_update"
+            )
+        self._collect()  # its error is raised below, when it is known that these prompts have been added
         if not self._has_next and prompts is not self._added:  # else a call is made again
             self._fill(prompts, sampling.n)
-        self._has_next, self._added = False, prompts
+        self._has_next, self._added, self._given = False, prompts, 0
         ends = [ceil(batch * part / count) for part in range(count + 1)]
         for part, (start, end) in enumerate(pairwise(ends), 1):
             self._collect_or_raise()
@@ -264,6 +274,7 @@ class CarryingRollout:
             data = self.samples.take(end - start)
             if self.config.carries and not self.corrected:
                 data["old_log_probs"] = data["rollout_log_probs"]
+            self._given = part
             if part == count:
                 self._added = None
             if part < count:
@@ -330,6 +341,10 @@ class CarryingRollout:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        future, self._future, self._added, self._error = self._future, None, None, None
+        if future is not None:
+            with suppress(DataProtoError):  # what becomes of the samples that it replaces is of no use
+                future.result()
         self.loader.load_state_dict(state["loader"])
         self.samples.load_state_dict(state["samples"])
         self._has_next = bool(state["has_next"])

@@ -57,7 +57,7 @@ from workers.roles.rollout_worker import RolloutConfig, replays_routing
 AlgorithmStep = Callable[..., tuple[DataProto, dict[str, float]]]
 """``step(roles, prompts, config, sampling, progression, more)`` -> rollouts, metrics; as `recipes.grpo.grpo_step`."""
 ChooseDevice = Callable[[BatchSizes, PromptLoader, ModelConfig], Device]
-"""The rows of an optimizer step, the loader, and the token budget -> the device that a forecast is for."""
+"""The rows of an optimizer step, the loader, and the model's options -> the device that a forecast is for."""
 
 
 @dataclass(frozen=True)

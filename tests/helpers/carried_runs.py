@@ -1,11 +1,12 @@
 """Steps of runs that learn nothing and carry samples over, and engines that fail at a sample."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
-from dataproto import DataProto
+from dataproto import DataProto, object_array
 from dataproto.errors import InvalidPrompt, NonFiniteLogits
 from helpers.episodes import picture
 from recipes.configs.shared.carrying_config import CarryingConfig
@@ -142,3 +143,56 @@ def failing(engine, monkeypatch, uid, polls):
 
     monkeypatch.setattr(engine, "submit", noted)
     monkeypatch.setattr(engine, "poll", failed)
+
+
+# An engine that answers with the number of its weights
+
+
+class Numbers:
+    """Batches of prompts, by default of two: 0 and 1, 2 and 3, ..."""
+
+    def __init__(self, batch: int = 2) -> None:
+        self.drawn, self.batch = 0, batch
+        self.skipped: dict[int, str] = {}
+
+    def __next__(self) -> DataProto:
+        numbers = object_array([str(self.batch * self.drawn + number) for number in range(self.batch)])
+        self.drawn += 1
+        return DataProto.from_dict({"input_ids": torch.ones(self.batch, 1)}, {"uid": numbers})
+
+    def state_dict(self):
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state):
+        self.drawn = state["drawn"]
+
+
+class Group:
+    """Finishes the last groups first. Calls are answered at once, with the weights at that time."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int, tuple[str, ...]]] = []
+        self.first: dict[str, int] = {}  # the weights that each group began with
+
+    def submit(self, method, samples, sampling, wanted, weight_version, due, plan):
+        assert method == "advance"
+        self.calls.append((len(samples), wanted, due))
+        self.first = dict.fromkeys(samples["uid"], weight_version) | self.first
+        self.plan = plan
+        last = [uid for uid in samples["uid"] if uid not in due][::-1][: max(wanted - len(due), 0)]
+        done = torch.tensor([uid in (*last, *due) for uid in samples["uid"]])
+        found = samples[:]
+        ones = torch.ones(len(samples), 1)
+        for name in ("rollout_log_probs", "response_mask", "responses"):
+            found[name] = ones
+        found["weight_version"] = weight_version * ones
+        found["_finished"] = done
+        found["info"] = object_array([{}] * len(samples))
+        found["end_reason"] = object_array(["done"] * len(samples))
+        found["_begun"] = np.array([None] * len(samples), dtype=object)
+        found["_dealt"] = np.full(len(samples), 7)
+        found["_failed"] = object_array([None] * len(samples))
+        return SimpleNamespace(result=lambda: found)
+
+    def generate(self, prompts, sampling):
+        return prompts

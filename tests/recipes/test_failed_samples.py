@@ -5,9 +5,12 @@ from collections import Counter
 import pytest
 import torch
 
-from dataproto.errors import InvalidPrompt, NonFiniteLogits
+from dataproto import object_array
+from dataproto.errors import InvalidConfig, InvalidPrompt, NonFiniteLogits
 from helpers.carried_runs import (
     BATCH,
+    Group,
+    Numbers,
     Run,
     close,
     failing,
@@ -20,7 +23,9 @@ from helpers.carried_runs import (
 )
 from helpers.checkpoints import write_checkpoint
 from recipes.configs.shared.carrying_config import CarryingConfig
+from recipes.run.carried_rollouts import CarryingRollout, LookAhead
 from rollout import carried_samples
+from rollout.engine import SamplingParams
 from workers.cluster.local_group import LocalGroup
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.rollout_worker import RolloutConfig, RolloutWorker
@@ -81,3 +86,77 @@ def of_first_weights(parts) -> dict[str, int]:
         for uid, mask, versions in zip(data["uid"], data["response_mask"], data["weight_version"], strict=True):
             found[uid] += int((versions[mask.bool()] == 1).sum())
     return found
+
+
+class FailsAt(Group):
+    """Fails at the first sample of one call, by its number from 1."""
+
+    def __init__(self, call: int) -> None:
+        super().__init__()
+        self.call = call
+
+    def submit(self, *arguments):
+        answer = super().submit(*arguments)
+        if len(self.calls) == self.call:
+            found = answer.result()
+            found["_finished"] = torch.zeros(len(found), dtype=torch.bool)
+            found["_failed"] = object_array([["InvalidPrompt", "no room"], *[None] * (len(found) - 1)])
+        return answer
+
+
+def failing_at(call: int, config: CarryingConfig) -> CarryingRollout:
+    return CarryingRollout(FailsAt(call), LookAhead(Numbers()), config, lambda: 0)
+
+
+@pytest.mark.parametrize("repeated", [True, False])
+def test_no_prompt_is_lost_when_the_engine_fails_at_a_batch_that_it_decodes_ahead(repeated):
+    """The second step raises. It is made again, or the third one is made."""
+    rollout = failing_at(2, CarryingConfig(ahead=True))
+    assert rollout.generate(next(rollout), SamplingParams())["uid"].tolist() == ["0", "1"]
+    prompts = next(rollout)
+    with pytest.raises(InvalidPrompt, match=r"^uid 2, sample 0: no room"):
+        rollout.generate(prompts, SamplingParams())
+    found = [rollout.generate(prompts, SamplingParams())] if repeated else []
+    found += [rollout.generate(next(rollout), SamplingParams()) for _ in range(2)]
+    learned = {uid for data in found for uid in data["uid"]} | set(rollout.samples.since)
+    assert learned >= {str(number) for number in range(2, 8)}
+
+
+def test_a_step_in_parts_is_made_again_only_while_it_has_given_none():
+    config = CarryingConfig(early_update=True, parts=2)
+    rollout = failing_at(2, config)
+    prompts = next(rollout)
+    parts = rollout.in_parts(prompts, SamplingParams())
+    assert next(parts)["uid"].tolist() == ["1"]
+    with pytest.raises(InvalidPrompt, match=r"^uid 0, sample 0: no room"):
+        next(parts)
+    with pytest.raises(InvalidConfig, match=r"1 of 2 parts of this step were given .* resume from the last checkpoint"):
+        next(rollout.in_parts(prompts, SamplingParams()))
+    rollout = failing_at(1, config)
+    prompts = next(rollout)
+    with pytest.raises(InvalidPrompt):
+        next(rollout.in_parts(prompts, SamplingParams()))
+    assert sorted(uid for part in rollout.in_parts(prompts, SamplingParams()) for uid in part["uid"]) == ["0", "1"]
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_nothing_of_a_failed_step_is_left_behind_a_loaded_state(saved):
+    rollout = failing_at(2, CarryingConfig(ahead=True))
+    start = rollout.state_dict()
+    rollout.generate(next(rollout), SamplingParams())  # the second batch is being decoded, and fails
+    if saved:
+        rollout.state_dict()
+    rollout.load_state_dict(start)
+    assert rollout.generate(next(rollout), SamplingParams())["uid"].tolist() == ["0", "1"]
+    assert sorted(rollout.samples.since) == ["2", "3"]
+
+
+def test_a_loaded_state_begins_a_step_that_had_failed_before_from_its_prompts():
+    rollout = failing_at(1, CarryingConfig(early_update=True, parts=2))
+    start = rollout.state_dict()
+    prompts = next(rollout)
+    with pytest.raises(InvalidPrompt):
+        next(rollout.in_parts(prompts, SamplingParams()))
+    rollout.load_state_dict(start)
+    data = list(rollout.in_parts(prompts, SamplingParams()))
+    assert [uid for part in data for uid in part["uid"]] == ["1", "0"]

@@ -4,6 +4,7 @@ import asyncio
 import shutil
 import sqlite3
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -234,6 +235,32 @@ def test_a_run_has_no_snapshot_while_the_disk_refuses_a_copy_of_those_for_its_sa
         await stepped(front, run, 4)
         await front.service.scheduler.settled()
         assert (run.state, run.snapshot) == ("live", None)
+
+    drive(after, tmp_path)
+
+
+def test_a_snapshot_that_the_disk_cannot_read_is_written_again(tmp_path, monkeypatch):
+    drive(lambda front: snapshot_of(front, 1), tmp_path, snapshot_steps=100).engine.listener.close()
+    file = next(tmp_path.glob("runs/1/sampler-*")) / ADAPTER_FILE
+    content, unreadable = file.read_bytes(), file.stat().st_ino
+
+    def refusing(read):
+        def refuses(path, *arguments, **options):
+            if path == file and path.stat().st_ino == unreadable:
+                raise OSError("input/output error")
+            return read(path, *arguments, **options)
+
+        return refuses
+
+    monkeypatch.setattr(Path, "open", refusing(Path.open))
+    monkeypatch.setattr(shutil, "copyfile", refusing(shutil.copyfile))
+
+    async def after(front: Front):
+        run = front.service.catalogue.runs["r"]
+        await stepped(front, run, 4)
+        await front.service.scheduler.settled()
+        assert run.snapshot_seq == 5
+        assert (file.read_bytes(), file.stat().st_ino == unreadable) == (content, False)
 
     drive(after, tmp_path)
 

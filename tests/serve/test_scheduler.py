@@ -10,6 +10,7 @@ import pytest
 from dataproto.errors import CheckpointError
 from helpers.fronts import Front, drive, take_in, until
 from recipes.serve.front import intake, scheduler
+from recipes.serve.front.barriers import Barriers
 from recipes.serve.front.futures import PROTOBUF
 from recipes.serve.front.scheduler import Scheduler
 from recipes.serve.ledger import directories, journal
@@ -161,6 +162,37 @@ def test_an_update_that_cannot_be_read_now_delays_no_other_and_repeats_none(tmp_
             assert (await front.result(each))["metrics"]["steps"] == 1
         assert left == []
         assert [front.backend.models[name].steps for name in "ab"] == [1, 1]
+
+    drive(work, tmp_path, snapshot_steps=100)
+
+
+def test_a_server_stops_while_it_cannot_write_the_outcome_of_an_update(tmp_path, monkeypatch):
+    """One of two updates is done when it stops. The journal has both as unfinished."""
+    carry_out, done, tried = Barriers.carry_out, [], []
+
+    async def one_alone(self, run, entry, body):
+        if entry.id == "b:2":
+            await asyncio.Event().wait()
+        found = await carry_out(self, run, entry, body)
+        done.append(entry.id)
+        return found
+
+    async def cannot(self, finished, *jobs):
+        tried.extend(entry.id for entry, _ in finished)
+        raise OSError("input/output error")
+
+    async def work(front: Front):
+        await updates_together(front)
+        monkeypatch.setattr(Barriers, "carry_out", one_alone)
+        front.backend.gate.set()
+        await until(lambda: done == ["a:2"])
+        monkeypatch.setattr(Scheduler, "finish_all", cannot)
+        monkeypatch.setattr(scheduler, "LOOK_SECONDS", 0.01)
+        rounds = front.service._tasks[0]
+        rounds.cancel()
+        await asyncio.wait([rounds], timeout=10)
+        assert rounds.cancelled()
+        assert tried == ["a:2"]
 
     drive(work, tmp_path, snapshot_steps=100)
 

@@ -159,7 +159,13 @@ def engine_error(failed: Sequence[str], row: str) -> DataProtoError:
 
     >>> engine_error(["NonFiniteLogits", "request 5: the logits are not finite"], "row 3")
     NonFiniteLogits('row 3: request 5: the logits are not finite')
+    >>> engine_error(["InvalidRow", "row 0: no prompt"], "row 3")
+    RequestFailed('row 3: InvalidRow: row 0: no prompt')
     """
     name, message = failed
     kind = getattr(errors, name, RequestFailed)  # also of an engine of one's own, with errors of its own
-    return kind(f"{row}: {message}")
+    try:
+        error: DataProtoError = kind(f"{row}: {message}")
+    except TypeError:  # of a class that is not made of a message alone
+        return RequestFailed(f"{row}: {name}: {message}")
+    return error

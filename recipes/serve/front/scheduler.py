@@ -339,7 +339,9 @@ class Scheduler:
             await self._conclude([(entry, await self._carried_out(entry))])
 
     async def _updates(self, entries: Sequence[Entry]) -> None:
-        """Carries out updates of different runs at the same time. One commit begins them, and one has their outcomes."""
+        """Carries out updates of different runs at the same time. One commit begins them, and one has the outcomes of those
+        that were done; each failure has its own.
+        """
         begun = [entry for (entry,) in await self._begin_each([[entry] for entry in entries])]
         ended: list[tuple[Entry, Done | Failure]] = []
 
@@ -348,8 +350,13 @@ class Scheduler:
 
         try:
             await self._together({entry.run: carry_out(entry) for entry in begun})
-        finally:  # what the engine has done may not be done twice
-            await self._conclude(ended)
+        except BaseException:  # what the engine has done may not be done twice; a cancellation stays one
+            try:
+                await self._conclude(ended)
+            except Exception:
+                log.exception("the outcomes of updates are not written: the journal has them as unfinished")
+            raise
+        await self._conclude(ended)
 
     async def _carried_out(self, entry: Entry) -> Done | Failure:
         """What a request came to, which is not written yet."""

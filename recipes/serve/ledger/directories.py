@@ -161,13 +161,12 @@ def copy_files(source: Path, target: Path) -> None:
     bringing the same files to the disk again would succeed. A copy is written anew.
 
     Raises:
-        CheckpointError: a file is missing or has changed.
+        CheckpointError: a file is missing, has changed, or cannot be read.
+        OSError: the copy cannot be written.
     """
-    try:
-        for path in source.iterdir():
-            shutil.copyfile(path, target / path.name)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"the checkpoint is damaged: {error}") from error
+    check_directory(source)
+    for path in source.iterdir():
+        shutil.copyfile(path, target / path.name)
     check_directory(target)
     (target / MANIFEST).unlink()
 
