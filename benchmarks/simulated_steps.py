@@ -17,12 +17,10 @@ from benchmarks.forecasts import H200, HOST_BEFORE, batch_sizes  # noqa: E402
 from benchmarks.workload import make_batch, model_config, shape_of  # noqa: E402
 from recipes.forecast import BatchSizes, PromptSizes, response_lengths  # noqa: E402
 from recipes.simulation import Choice, Cluster, Workload, simulate  # noqa: E402
-from recipes.simulation.measured_paces import PREPARING  # noqa: E402
 from workers.model.model_config import ModelConfig, Unsharded  # noqa: E402
 from workers.ranks.layout import Layout  # noqa: E402
 
 COMPILED = ModelConfig(token_budget=10_240, activation_checkpointing="selective", compile=True, unsharded="nothing")
-DEVICE = replace(H200, host=HOST_BEFORE)
 EAGER = ModelConfig(token_budget=16_384, activation_checkpointing="full", unsharded="nothing")
 
 
@@ -156,7 +154,7 @@ def step_rows(step: Step) -> Iterator[Row]:
     sizes = PromptSizes((step.prompt[0],), ((step.prompt[1],),)).repeated(step.prompts)
     workload = Workload(BatchSizes(config_of(step.size), sizes, step.responses, 5), step.minibatch, old_log_probs=1.0)
     choice = Choice(Layout(dp=step.devices), step.compute)
-    found = simulate(workload, Cluster(DEVICE, step.devices), choice)
+    found = simulate(workload, Cluster(H200, step.devices), choice)
     seconds = {phase.name: phase.seconds for phase in found.phases}
     seconds["generation"] += seconds.pop("hand_over")
     for name, measured in step.seconds.items():
@@ -177,7 +175,7 @@ def update_row(update: Update) -> Row:
     for number in (3, 4, 5):
         data = make_batch(config, shape_of(update.size), update.prompts, 1, seed=1000 * number)
         workload = Workload(batch_sizes(data, config, 1), update.prompts, reference=False)
-        found = simulate(workload, Cluster(DEVICE, update.layout.world_size), Choice(update.layout, compute))
+        found = simulate(workload, Cluster(H200, update.layout.world_size), Choice(update.layout, compute))
         seconds.append(found.phases[-1].seconds)
     return update.name, "update", sorted(seconds)[1], update.seconds
 
@@ -189,17 +187,16 @@ def rollout_row(rollout: Rollout) -> Row:
         BatchSizes(config_of(rollout.size), sizes, (rollout.tokens,) * prompts), prompts, reference=False
     )
     choice = Choice(Layout(dp=rollout.devices), COMPILED, rollout.parallel)
-    roomy = replace(DEVICE, memory=2 * DEVICE.memory)  # the benchmark's actor has no moments
+    roomy = replace(H200, host=HOST_BEFORE, memory=2 * H200.memory)  # the benchmark's actor has no moments
     found = simulate(workload, Cluster(roomy, rollout.devices), choice)
     seconds = next(phase.seconds for phase in found.phases if phase.name == "generation")
-    seconds -= PREPARING * 361 * prompts / (rollout.devices // rollout.parallel)
     return rollout.name, "generation, tokens/s", prompts * rollout.tokens / seconds, rollout.rate
 
 
 def hand_over_row(name: str, size: str, devices: int, measured: float) -> Row:
     sizes = PromptSizes((361,), (((1, 30, 30),),)).repeated(devices)
     workload = Workload(BatchSizes(config_of(size), sizes, (64,) * devices), devices, reference=False)
-    found = simulate(workload, Cluster(DEVICE, devices), Choice(Layout(dp=devices), COMPILED))
+    found = simulate(workload, Cluster(H200, devices), Choice(Layout(dp=devices), COMPILED))
     return name, "hand-over", found.phases[0].seconds, measured
 
 

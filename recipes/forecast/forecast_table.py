@@ -52,7 +52,7 @@ def host_lines(setting: Setting) -> list[str]:
     if setting.engine != "vllm" or setting.device.on_cpu:
         return []
     if setting.device.host is None:
-        return ["host of vLLM: the reference one, as no such GPU is here; others took 0.4 to 1 of its time"]
+        return ["host of vLLM: the reference one, as no such GPU is here; others took 0.4 to 1.5 of its time"]
     return [
         f"host of vLLM: this one, which takes {setting.device.host:.2f} of the time of the reference one (measured)"
     ]

@@ -1,7 +1,7 @@
 """The host's part of vLLM's decoding, and how fast this host is beside the one where it was measured.
 
 vLLM schedules the rows, prepares their pass, samples and updates them in Python. It does so for a step while the device computes
-the step before, so a step takes as long as the slower of both: with many rows the host. Seconds of Python differ by more than two
+the step before, so a step takes as long as the slower of both. Seconds of Python differ by more than two
 between hosts of the same GPU, so what a host takes is that of the reference host times `host_pace`.
 
 This file needs the standard library and NumPy alone: ``python benchmarks/host_speed.py`` runs it wherever these are.
@@ -19,7 +19,8 @@ STEP, ROW = 8e-3, 25e-6
 the host of two H200 on 2026-11-23 (7B, vLLM 0.24; benchmarks/RESULTS.md). How they divide fits the other loads in docs/plan.md.
 """
 REFERENCE = 20e-3
-"""Seconds of `python_work` on that host: 11e-3 on another one, whose vLLM takes 0.55 of its seconds. To be measured there.
+"""Seconds of `python_work` on that host, which has not been timed. Two hosts bound it: one with 11e-3 takes 7.33 of the 16 ms of
+320 rows (0.46; a CPU's vLLM), which makes 24e-3, and one with 15.8e-3 generates about as fast, which makes 16e-3.
 
 `STEP`, `ROW` and this belong to one host. Whoever measures another one sets all three, and nothing else.
 """

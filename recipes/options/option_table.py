@@ -112,10 +112,17 @@ def with_short_names(arguments: Sequence[str], options: Sequence[Option]) -> lis
     >>> size = Option("batch-size", ("data", "batch_size"), int, 8, "")
     >>> with_short_names(["--data.batch_size=4", "--data.batch-size", "8", "--seed", "1"], [size])
     ['--batch-size=4', '--batch-size', '8', '--seed', '1']
+    >>> with_short_names(["--run.no-shuffle"], [Option("shuffle", ("run", "shuffle"), bool, True, "")])
+    ['--no-shuffle']
     """
     named = [option for option in options if not option.positional]
     whole = {f"--{option.path[0]}.{option.name}": option.name for option in named}  # groups within it are left out
     whole |= {f"--{'.'.join(option.path).replace('_', '-')}": option.name for option in named}
+    for flag in (option for option in named if option.kind is bool):
+        *groups, last = flag.path
+        no_flag = flag.no_flag.removeprefix("--")
+        whole |= {f"--{groups[0]}.{no_flag}": no_flag} if groups else {}
+        whole[f"--{'.'.join([*groups, f'no-{last}']).replace('_', '-')}"] = no_flag
     parts = (argument.partition("=") for argument in arguments)
     return [
         f"--{whole[name.replace('_', '-')]}{equals}{value}"

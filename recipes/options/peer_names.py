@@ -14,6 +14,8 @@ PEER_NAMES = {
     "--algorithm.epochs": "ppo_epochs num_iterations actor.ppo_epochs",
     "--max-prompt-length": "data.max_prompt_length",
     "--max-response-length": "max_completion_length max_new_tokens data.max_response_length",
+    "--instruction": "data.format_prompt",
+    "--template-arguments NAME VALUE": "chat_template_kwargs data.apply_chat_template_kwargs",
     "--algorithm.n": "num_generations rollout.n",
     "--algorithm.temperature": "rollout.temperature",
     "--algorithm.top-p": "rollout.top_p",
@@ -22,17 +24,26 @@ PEER_NAMES = {
     "--algorithm.loss": "loss_type actor.policy_loss.loss_mode actor.loss_type",
     "--algorithm.aggregation": "actor.loss_agg_mode actor.loss_avg_mode",
     "--algorithm.clip LOW HIGH": "epsilon epsilon_high actor.clip_ratio_low actor.clip_ratio_high",
-    "--algorithm.kl-coef": "beta actor.kl_loss_coef actor.use_kl_loss",
-    "--algorithm.entropy-coef": "actor.entropy_coeff",
+    "--algorithm.kl-coef": "beta actor.kl_loss_coef actor.use_kl_loss algorithm.use_kl_loss algorithm.kl_coef "
+    "algorithm.kl_ctrl.kl_coef",
+    "--algorithm.kl-in reward": "algorithm.use_kl_in_reward",
+    "--algorithm.kl": "kl_loss_type actor.kl_loss_type algorithm.kl_penalty",
+    "--algorithm.dual-clip": "clip_ratio_c delta actor.clip_ratio_c actor.clip_ratio_dual",
+    "--algorithm.entropy-coef": "entropy_coef actor.entropy_coeff",
+    "--algorithm.dynamic-sampling GENERATIONS": "algorithm.filter_groups.enable algorithm.online_filtering",
+    "--algorithm.correction": "vllm_importance_sampling_mode algorithm.rollout_correction.rollout_is",
     "--optimizer.lr": "learning_rate actor.optim.lr",
     "--optimizer.schedule": "lr_scheduler_type actor.optim.lr_scheduler_type",
-    "--optimizer.max-grad-norm": "actor.optim.clip_grad actor.max_grad_norm",
-    "--activation-checkpointing full": "gradient_checkpointing enable_gradient_checkpointing "
+    "--optimizer.warmup-steps": "lr_warmup_steps warmup_steps actor.optim.lr_warmup_steps",
+    "--optimizer.max-grad-norm": "max_grad_norm actor.optim.clip_grad actor.max_grad_norm",
+    "--activation-checkpointing none|full": "gradient_checkpointing enable_gradient_checkpointing "
     "model.enable_gradient_checkpointing actor.model.enable_gradient_checkpointing",
-    "--compile": "torch_compile actor.use_torch_compile",
-    "--freeze-vision": "freeze_vision_tower actor.freeze_vision_tower actor.model.freeze_vision_tower",
+    "--compile true|false": "torch_compile actor.use_torch_compile",
+    "--freeze-vision true|false": "freeze_vision_tower actor.freeze_vision_tower actor.model.freeze_vision_tower",
     "--lora-rank": "peft_config lora_r model.lora_rank actor.model.lora.rank",
-    "--engine vllm": "use_vllm vllm_mode rollout.name",
+    "--lora-alpha": "model.lora_alpha actor.model.lora.alpha",
+    "--offload true|false": "actor.fsdp_config.param_offload actor.offload.offload_params",
+    "--engine hf|vllm": "use_vllm vllm_mode rollout.name",
     "--engine-options memory_share SHARE": "gpu_memory_utilization vllm_gpu_memory_utilization rollout.gpu_memory_utilization",
     "--engine-options tensor_parallel N": "vllm_tensor_parallel_size rollout.tensor_model_parallel_size "
     "rollout.tensor_parallel_size",
@@ -41,7 +52,8 @@ PEER_NAMES = {
     "--epochs": "num_train_epochs trainer.total_epochs",
     "--steps": "max_steps trainer.total_training_steps trainer.max_steps",
     "--eval-every": "test_freq val_freq eval_steps trainer.test_freq trainer.val_freq",
-    "--no-eval-first": "val_before_train eval_on_start trainer.val_before_train",
+    "--eval-first true|false": "val_before_train eval_on_start trainer.val_before_train",
+    "--eval-samples": "num_generations_eval rollout.val_kwargs.n rollout.val_override_config.n",
     "--save-every": "save_freq save_steps trainer.save_freq",
     "--keep-checkpoints": "save_total_limit save_limit trainer.save_limit trainer.max_actor_ckpt_to_keep",
     "--resume": "resume_from_checkpoint resume_mode trainer.resume_mode trainer.find_last_checkpoint",
@@ -50,7 +62,7 @@ PEER_NAMES = {
     "--reward FILE.py:FUNCTION": "reward_funcs reward_function compute_score reward.custom_reward_function.path "
     "reward.reward_function",
 }
-"""Ours, and the names of theirs that it stands for."""
+"""Ours, and the names of theirs that it stands for. Where theirs takes a truth value, ours names what it takes instead."""
 
 _ours = {name: ours for ours, names in PEER_NAMES.items() for name in names.split()}
 

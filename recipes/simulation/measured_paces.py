@@ -9,7 +9,6 @@ EXPERT_LAYER = 36e-3
 Most of it was the host, which waited for the device in every layer. It no longer does, which has not been timed.
 """
 SCORING = 0.83  # speed of passes without gradients in a step, beside that of forward and backward pass together
-PREPARING = 42e-6  # seconds of the host for each token of a request's prompt, until an engine has taken it
 WEIGHT = 50e-6  # seconds to hand over one tensor of weights, however small
 HAND_OVER_LINK = 160e9  # bytes per second of weights that devices of a node gather for their engines
 WAKING = 0.28  # seconds of waking the engines and of their sleep

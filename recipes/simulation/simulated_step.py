@@ -25,7 +25,6 @@ from recipes.simulation.cluster_shape import Cluster, Traffic
 from recipes.simulation.measured_paces import (
     EXPERT_LAYER,
     HAND_OVER_LINK,
-    PREPARING,
     SCORING,
     WAKING,
     WEIGHT,
@@ -110,7 +109,7 @@ class _Step:
         return HALF * self.parts.size.total // self.choice.engine_parallel
 
     def generation(self) -> SimulatedPhase:
-        """The host prepares the requests, the engine reads the prompts, and decodes."""
+        """The engine reads the prompts and decodes; its host takes a part of each step."""
         parallel = self.choice.engine_parallel
         share = self.workload.share(self.workload.prompts, self.cluster.devices // parallel)
         engine = engine_of(self.workload.config, self.parts.size, "vllm", {"tensor_parallel": parallel}, self.device)
@@ -127,8 +126,7 @@ class _Step:
 
     def _generating(self, share: BatchSizes, engine: Engine) -> tuple[float, Traffic]:
         """Seconds, and the traffic of the states that the engine sums, of prompts and of responses."""
-        seconds = PREPARING * float(share.prompt_tokens.sum()) + generation_seconds(share, engine, self.device)
-        return seconds, Traffic(engine.summed_bytes * share.packed_tokens)
+        return generation_seconds(share, engine, self.device), Traffic(engine.summed_bytes * share.packed_tokens)
 
     # Passes
 

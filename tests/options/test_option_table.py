@@ -19,6 +19,7 @@ from recipes.configs import (
 )
 from recipes.configs.environments import walk_config, zoom_config
 from recipes.options import options_of, with_plain_flags
+from recipes.options.option_table import Option, with_short_names
 from recipes.parity import ParityConfig
 from recipes.serve.serve_config import ServeConfig
 
@@ -80,6 +81,13 @@ def test_flags_take_true_and_false():
         with_plain_flags(["--bare=maybe"], options)
     config = ppo.parse(["--algorithm.whiten", "false", "--compile", "true", "--algorithm.entropy_anneal=false"])
     assert (config.algorithm.whiten, config.compute.compile) == (False, True)
+
+
+def test_a_flag_is_switched_off_with_its_group():
+    for option in ("--run.no-eval-first", "--run.no_eval_first", "--no-eval-first", "--run.eval-first=false"):
+        assert not grpo.parse([option]).run.eval_first, option
+    nested = Option("fast", ("whole", "part", "fast"), bool, True, "")
+    assert with_short_names(["--whole.part.no-fast", "--whole.no-fast"], [nested]) == ["--no-fast", "--no-fast"]
 
 
 def shown(recipe, option, capsys):

@@ -32,6 +32,13 @@ PAGE = Path(__file__).parents[2] / "docs" / "moving.md"
             "nonsense=3",
             r"nonsense=3: belongs to no option: options are --NAME VALUE \(docs/moving.md\)$",
         ),
+        (
+            grpo_config.parse,
+            "trainer.val_before_train=False",
+            r"trainer.val_before_train=False is --eval-first true\|false here",
+        ),
+        (grpo_config.parse, "--vllm_mode colocate", r"here it is --engine hf\|vllm$"),
+        (grpo_config.parse, "algorithm.kl_coef=0.01", "algorithm.kl_coef=0.01 is --algorithm.kl-coef here"),
         (sft_config.parse, "--learning-rate 1e-6", "here it is --optimizer.lr$"),
         (sft_config.parse, "--num-generations 8", "^there is no option --num-generations: --help-all shows all$"),
     ],
@@ -39,6 +46,26 @@ PAGE = Path(__file__).parents[2] / "docs" / "moving.md"
 def test_a_peers_option_is_answered_with_its_name_here(parse, arguments, message):
     with pytest.raises(InvalidConfig, match=message):
         parse(arguments.split())
+
+
+@pytest.mark.parametrize(
+    ("theirs", "read"),
+    [
+        ("--val_before_train", lambda config: config.run.eval_first),
+        ("--gradient_checkpointing", lambda config: config.compute.activation_checkpointing == "full"),
+        ("--torch_compile", lambda config: config.compute.compile),
+        ("--use_vllm", lambda config: config.engine == "vllm"),
+    ],
+)
+@pytest.mark.parametrize("value", [True, False])
+def test_a_truth_value_keeps_its_meaning(theirs, read, value):
+    """Of the two values that the answer names, the one for true switches on what theirs switches on."""
+    with pytest.raises(InvalidConfig, match=r"here it is --[\w.-]+ \w+\|\w+$") as told:
+        grpo_config.parse([theirs, str(value).lower()])
+    ours, values = str(told.value).rsplit("here it is ")[-1].split()
+    on = {"true|false": "true", "none|full": "full", "hf|vllm": "vllm"}[values]
+    off = values.replace(on, "").strip("|")
+    assert read(grpo_config.parse([ours, on if value else off])) is value
 
 
 def test_every_name_of_ours_is_an_option_and_none_of_theirs_is():
@@ -49,17 +76,25 @@ def test_every_name_of_ours_is_an_option_and_none_of_theirs_is():
     assert ours <= known | {"--preset", "--resume"}
     theirs = [name for names in PEER_NAMES.values() for name in names.split()]
     assert len(theirs) == len(set(theirs))
-    assert not {f"--{name.replace('_', '-')}" for name in theirs} & known
+    same = {f"--{name.replace('_', '-')}" for name in theirs} & known
+    assert same == {"--algorithm.kl-coef"}  # EasyR1's algorithm.kl_coef=0.01, which has no dashes
 
 
 def test_the_page_says_the_same():
-    """A row of its table that has one of these keys names the option, if it names any."""
-    rows = [row for row in PAGE.read_text(encoding="utf-8").splitlines() if row.startswith("| ") and "--" in row]
-    compared = 0
-    for row in rows:
-        *theirs, here = row.strip("| ").split(" | ")
-        for key in re.findall(r"`([\w.]+)`", " ".join(theirs)):
-            if (ours := own_name(key)) is not None and "." in key:
-                compared += 1
-                assert any(word in here for word in ours.split() if word.startswith("--")), (key, ours, here)
-    assert compared > 40
+    """Every key of its table of options, of each framework, is answered with an option of a row that has the key."""
+    table = PAGE.read_text(encoding="utf-8").split("## Options")[1].split("\n## ")[0]
+    rows = [row.strip("| ").split(" | ") for row in table.splitlines() if row.startswith("| ") and "--" in row]
+    here: dict[str, str] = {}
+    for verl, easy_r1, trl, ours in rows:
+        keys = [key for key in re.findall(r"`([\w.]+)(?:=\w+)?`", f"{verl} {easy_r1}") if "." in key]
+        keys += [key for key in re.findall(r"`(\w+)(?:=\w+)?`", trl) if own_name(key) is not None]
+        here |= {key: here.get(key, "") + ours for key in keys}
+    for key in here:
+        answer = own_name(key)
+        assert answer is not None, key
+        assert any(f"`{word}" in here[key] for word in answer.split() if word.startswith("--")), (
+            key,
+            answer,
+            here[key],
+        )
+    assert len(here) > 90

@@ -485,6 +485,7 @@ def test_what_cannot_be_staged_is_named(outcomes):
         )
         assert "use at most 2 stages, and dp, sp or tp beside them" in said[4]
         assert "pipeline_layers=(3, 2): a stage ends before layer 3, but decoder layers 1 to 4 share keys" in said[5]
+        assert "have to be on one stage: begin it at layer 1 or earlier" in said[5]
 
 
 @pytest.mark.parametrize("case", ["inputs of layers", "inputs of layers, interleaved"])

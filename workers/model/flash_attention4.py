@@ -18,7 +18,10 @@ MAX_TORCH_QUERIES = 128
 """Torch's kernel is faster on segments of up to this number of queries, such as the 64 of a vision tower's window."""
 
 MAX_HEAD = 128
-"""The widest head whose gradients have been compared with torch's kernel (`benchmarks/attention.py`), which takes wider ones."""
+"""The widest head whose gradients have been compared with torch's kernel (`benchmarks/attention.py`).
+
+Torch's kernel takes wider heads.
+"""
 
 HEAD_MULTIPLE = 32
 """Heads are padded to a multiple of this size: version 4.0.0b36 returns wrong gradients of queries for sizes 72 and 80."""

@@ -95,7 +95,8 @@ def stage_layers(costs: StageCosts, stages: int, given: Sequence[int] | None = N
             )
         if cut := [end for end in accumulate(given) if end in inside]:
             raise InvalidConfig(
-                f"pipeline_layers={tuple(given)}: a stage ends before layer {cut[0]}, but {shared}, and have to be on one stage"
+                f"pipeline_layers={tuple(given)}: a stage ends before layer {cut[0]}, but {shared}, and have to be on one stage: "
+                f"begin it at layer {costs.undivided.start} or earlier"
             )
         return _ranges(list(accumulate(given)))
     most, _ = _best_split(costs, stages, max)
