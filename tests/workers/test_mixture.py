@@ -4,7 +4,7 @@ within 1e-5 of their norms.
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn.functional import linear, silu
@@ -30,6 +30,7 @@ def one_by_one(hidden, chosen, weights, gate_up, down):
 
 
 @settings(max_examples=at_most(25))
+@example(tokens=2, experts=1, choices=3, width=6, seed=274)  # whose terms cancel
 @given(
     tokens=st.integers(1, 9),
     experts=st.integers(1, 5),
@@ -56,7 +57,7 @@ def test_grouped_products_are_those_of_each_token(tokens, experts, choices, widt
     (found, ours), (expected, theirs) = results
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     for gradient, other in zip(ours, theirs, strict=True):
-        assert (gradient - other).norm() <= 1e-5 * other.norm() + 1e-6
+        assert (gradient - other).norm() <= 1e-5 * other.norm() + 2e-5  # terms of up to 30 may cancel
 
 
 @pytest.mark.parametrize("model_type", MOE_TYPES)
