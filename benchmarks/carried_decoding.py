@@ -9,7 +9,7 @@ on are read anew. Taking the weights does not count. All values of ``--over-ask`
 
 What is compared is seconds of decoding a step, in the steady state. Each step gives the same number of whole groups, so these are
 also seconds a sample that is learned from. A run reaches that state after a few steps, once as many long samples are carried into
-a step as out of it. These ``--settling`` steps are not decoded: their samples get tokens that are made up, as many as they would
+a step as out of it. These ``--settling`` steps are not decoded: their samples get made-up tokens, in the number that they would
 have got. The engine itself is warmed up by responses of a few tokens. Without over-asking at most two steps are measured, since
 they hardly differ: each lasts as long as its longest response.
 """

@@ -1,4 +1,4 @@
-"""The first phase of ``benchmarks/learning_starts.py``: a vision tower learns which text stands where in a drawing.
+"""The first phase of ``benchmarks/learning_starts.py``: a vision tower learns the texts of a drawing and their places.
 
 A model that learns from the answers alone has to find out at once where to look, what a digit looks like and what the question
 asks, and stays at random answers for thousands of updates. So the tower learns to read by itself first. Each visual token
@@ -35,7 +35,7 @@ from workers.model.attention import use_packed_attention
 from workers.model.patch_embedding import use_linear_patch_embedding
 
 NO_TEXT = 0.1  # weight of a visual token without a text
-SIGNS = f"0123456789x()°+-{LETTERS}"  # of all texts in drawings; 0 stands for no sign
+SIGNS = f"0123456789x()°+-{LETTERS}"  # of all texts in drawings; class 0 is "no sign"
 LONGEST = {2: 2, 3: 4, 4: 9}
 """Signs of the longest text in the pictures of a level."""
 

@@ -62,7 +62,9 @@ PEER_NAMES = {
     "--reward FILE.py:FUNCTION": "reward_funcs reward_function compute_score reward.custom_reward_function.path "
     "reward.reward_function",
 }
-"""Ours, and the names of theirs that it stands for. Where theirs takes a truth value, ours names what it takes instead."""
+"""Options of this library, and their names in other frameworks. Where another framework takes true or false, the entry names the
+values that the option takes here.
+"""
 
 _ours = {name: ours for ours, names in PEER_NAMES.items() for name in names.split()}
 
