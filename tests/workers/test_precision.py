@@ -10,6 +10,7 @@ from dataproto.vlm import family_of
 from helpers.batches import prompt_batch, with_responses
 from helpers.tiny_models import tiny_model
 from workers.model.packed_model import PackedVLM
+from workers.model.patch_embedding import use_linear_patch_embedding
 from workers.model.precision import HalfWeights
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.training.forward_pass import forward_rows
@@ -82,3 +83,13 @@ def test_an_actor_trains_in_half_precision(tmp_path):
     for name, weight in actor.named_weights():
         assert weight.dtype == torch.float32
         assert not torch.equal(weight, before[name]), name
+
+
+@pytest.mark.parametrize("kernel", [(2, 2), (1, 2, 2)])
+def test_patches_get_the_dtype_of_the_weights(kernel):
+    """Kimi's tower leaves that to its caller, who cannot know it: FSDP casts weights as it gathers them."""
+    convolution = {2: nn.Conv2d, 3: nn.Conv3d}[len(kernel)](3, 4, kernel, stride=kernel).bfloat16()
+    patches = torch.randn(5, 3, *kernel, generator=torch.Generator().manual_seed(0))
+    expected = convolution(patches.bfloat16())
+    use_linear_patch_embedding(nn.ModuleList([convolution]))
+    torch.testing.assert_close(convolution(patches), expected)

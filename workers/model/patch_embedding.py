@@ -11,14 +11,17 @@ from workers.model.patches import replace_forward
 
 
 def use_linear_patch_embedding(model: nn.Module) -> None:
-    """Replaces the forward function of each 3-D convolution that may process single patches, in place; weights do not change."""
+    """Replaces the forward function of each convolution that may process single patches, in place; weights do not change."""
     for module in model.modules():
-        if isinstance(module, nn.Conv3d) and module.stride == module.kernel_size and module.groups == 1:
+        if isinstance(module, (nn.Conv2d, nn.Conv3d)) and module.stride == module.kernel_size and module.groups == 1:
             replace_forward(module, LinearPatchEmbedding(module))
 
 
 class LinearPatchEmbedding:
     """The forward function of a convolution, as a matrix product if the input is as large as the kernel.
+
+    Pixels get the dtype of the weights, which Kimi's tower leaves to its caller. Only here it is known: FSDP casts weights as it
+    gathers them.
 
     >>> import torch
     >>> convolution, patches = nn.Conv3d(1, 2, (1, 2, 2)), torch.arange(12.0).view(3, 1, 1, 2, 2)
@@ -26,12 +29,14 @@ class LinearPatchEmbedding:
     True
     """
 
-    def __init__(self, convolution: nn.Conv3d) -> None:
+    def __init__(self, convolution: nn.Conv2d | nn.Conv3d) -> None:
         self.convolution = convolution
 
     def __call__(self, input: Tensor) -> Tensor:
-        """``(patches, C, time, height, width)`` to ``(patches, out, 1, 1, 1)``, as the convolution returns it."""
+        """``(patches, C, *kernel)`` to ``(patches, out, 1, ..)``, as the convolution returns it."""
         conv = self.convolution
-        if tuple(input.shape[2:]) != conv.kernel_size or conv.padding not in ("valid", (0, 0, 0)):
-            return type(conv).forward(conv, input)
-        return linear(input.flatten(1), conv.weight.flatten(1), conv.bias)[..., None, None, None]
+        input = input.to(conv.weight.dtype)
+        if tuple(input.shape[2:]) != conv.kernel_size or conv.padding not in ("valid", (0,) * len(conv.kernel_size)):
+            out: Tensor = type(conv).forward(conv, input)
+            return out
+        return linear(input.flatten(1), conv.weight.flatten(1), conv.bias)[(..., *[None] * len(conv.kernel_size))]

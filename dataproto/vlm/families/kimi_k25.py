@@ -158,6 +158,7 @@ class KimiK25(VLMFamily):
             found = grid_arguments(tower, grids)
             moved = {name: move(x, pixels.device) if isinstance(x, Tensor) else x for name, x in found.items()}
             vision_kwargs = moved | vision_kwargs
+        pixels = pixels.to(tower.patch_embed.proj.weight.dtype)
         features: Tensor = projector(tower(pixels, grid_thw=grids, **vision_kwargs).pooler_output).squeeze(1)
         return features
 
