@@ -20,7 +20,7 @@ from helpers.examples import at_most
 from helpers.tiny_models import tiny_config, tiny_model
 from workers.model.named_weights import float32_weights, named_weights
 from workers.model.precision import HalfWeights
-from workers.model.recurrent import check_recurrent_heads, use_packed_recurrence
+from workers.model.recurrent import check_recurrent_heads, packed_rule, use_packed_recurrence
 from workers.model.recurrent.delta_rule import gated_delta_rule
 from workers.model.recurrent.packed_rule import packed_convolution, packed_delta_rule
 from workers.model.recurrent.pieces import Pieces, previous_tokens
@@ -206,3 +206,17 @@ def test_weights_that_the_model_does_not_load_are_kept_by_an_export(tmp_path):
     written = load_file(tmp_path / "saved" / "huggingface" / "model.safetensors")
     assert written.keys() == load_file(source).keys()
     assert all(torch.equal(written[name], weight) for name, weight in ahead.items())
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "by_kernels"),
+    [
+        ("cuda", torch.bfloat16, True),
+        ("cuda", torch.float16, True),
+        ("cuda", torch.float32, False),  # they would compute its products in TF32
+        ("cpu", torch.bfloat16, False),
+    ],
+)
+def test_kernels_compute_half_precision_on_cuda_alone(monkeypatch, device, dtype, by_kernels):
+    monkeypatch.setattr(packed_rule, "has_fla", lambda: True)
+    assert (packed_rule._rule_for(device, dtype) is packed_rule._by_fla) == by_kernels

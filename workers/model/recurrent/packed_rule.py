@@ -60,7 +60,7 @@ def packed_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, 
     Returns:
         ``(T, H, E)`` in the dtype of ``value``.
     """
-    rule: Rule = _by_fla if query.device.type == "cuda" and has_fla() else _by_length
+    rule = _rule_for(query.device.type, value.dtype)
     if rule is _by_length and (repeats := value.shape[1] // key.shape[1]) > 1:
         query, key = (x.repeat_interleave(repeats, dim=1) for x in (query, key))
     inputs = query, key, value, decay, rate
@@ -80,6 +80,11 @@ def packed_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, 
     if len(levels) == 1:
         return outputs[0]
     return torch.empty_like(value).index_copy(0, _tokens(levels), torch.cat(outputs))
+
+
+def _rule_for(device_type: str, dtype: torch.dtype) -> Rule:
+    """The kernels for half precision on CUDA; they compute products of float32 in TF32, which keeps three digits."""
+    return _by_fla if device_type == "cuda" and dtype != torch.float32 and has_fla() else _by_length
 
 
 def _tokens(levels: list[Level]) -> Tensor:
