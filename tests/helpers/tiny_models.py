@@ -1,5 +1,6 @@
 """Tiny random models of the Hugging Face classes, one for each family."""
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from math import ceil
@@ -504,13 +505,14 @@ def gradient_tolerance(model_type: str) -> float:
 
 @contextmanager
 def token_by_token() -> Iterator[None]:
-    """Recurrent layers of Hugging Face compute token after token in here. Their rule by chunks takes differences of
-    sums of decays, which costs digits.
+    """Recurrent layers of Hugging Face compute token after token in here, in plain torch, also where kernels are installed. Their
+    rule by chunks takes differences of sums of decays, which costs digits.
     """
     with ExitStack() as stack:
         for module in (modeling_qwen3_5, modeling_qwen3_5_moe):
-            exact = module.torch_recurrent_gated_delta_rule
+            exact = inspect.unwrap(module.torch_recurrent_gated_delta_rule)
             stack.enter_context(mock.patch.object(module, "torch_chunk_gated_delta_rule", exact))
+            stack.enter_context(mock.patch.object(module, "causal_conv1d_fn", inspect.unwrap(module.causal_conv1d_fn)))
         yield
 
 
