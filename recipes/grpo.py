@@ -29,6 +29,7 @@ from recipes.run.phases import (
     policy_log_probs,
     rows_to_learn,
     shape_rewards,
+    whole_update,
 )
 from recipes.run.policy_gradient import AlgorithmStep, run
 from rollout.engine import SamplingParams
@@ -120,25 +121,27 @@ def grpo_step_in_parts(
     metrics: dict[str, float] = {}
     parts: list[DataProto] = []
     groups = roles.rollout.in_parts(prompts, replace(sampling, n=config.n))
-    while (part := next_part(groups, metrics)) is not None:
-        part = score_part(roles, part, config, metrics)
-        shaped, _ = shape_rewards(part, config, progression.kl, sampling.max_tokens)
-        shaped["advantages"] = outcome_advantage(config, shaped)
-        learned, _ = rows_to_learn(shaped, config, seed)
-        part[SEEN] = torch.zeros(part["response_mask"].shape)
+    with whole_update(roles.actor):
+        while (part := next_part(groups, metrics)) is not None:
+            part = score_part(roles, part, config, metrics)
+            shaped, _ = shape_rewards(part, config, progression.kl, sampling.max_tokens)
+            shaped["advantages"] = outcome_advantage(config, shaped)
+            learned, _ = rows_to_learn(shaped, config, seed)
+            part[SEEN] = torch.zeros(part["response_mask"].shape)
+            if len(learned):
+                with timed(metrics, "update_actor"):
+                    part[SEEN] = roles.actor.accumulate(learned, loss, aggregation=aggregation, entropy=True).scores
+            parts.append(part)
+        data = joined_parts(parts)
+        seen = data.pop([SEEN])[SEEN]
+        data, found = shape_rewards(data, config, progression.kl, sampling.max_tokens)
+        data["advantages"] = outcome_advantage(config, data)
+        learned, corrected = rows_to_learn(data, config, seed)
+        metrics |= found | corrected | {"actor/entropy_coeff": config.entropy_coef}
         if len(learned):
             with timed(metrics, "update_actor"):
-                part[SEEN] = roles.actor.accumulate(learned, loss, aggregation=aggregation, entropy=True).scores
-        parts.append(part)
-    data = joined_parts(parts)
-    seen = data.pop([SEEN])[SEEN]
-    data, found = shape_rewards(data, config, progression.kl, sampling.max_tokens)
-    data["advantages"] = outcome_advantage(config, data)
-    learned, corrected = rows_to_learn(data, config, seed)
-    metrics |= found | corrected | {"actor/entropy_coeff": config.entropy_coef}
+                metrics |= roles.actor.finish_update()
     if len(learned):
-        with timed(metrics, "update_actor"):
-            metrics |= roles.actor.finish_update()
         metrics |= engine_differences(learned, config, seen)
         add_actor_log_probs(data, learned, config, seen)
     roles.sync_weights()

@@ -4,6 +4,8 @@ Dimension letters: B rows, R response tokens.
 """
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -294,3 +296,15 @@ def accuracy(data: DataProto) -> float:
     column = data["acc"] if "acc" in data else data["score"]
     values = [float(value) for value in column if value is not None]
     return min(max(sum(values) / len(values), 0.0), 1.0) if values else 0.0
+
+
+@contextmanager
+def whole_update(actor: Any) -> Iterator[None]:
+    """The actor keeps nothing of an update in parts that an error ends in here, or that an interrupted step has left."""
+    actor.drop_update()
+    try:
+        yield
+    except Exception:
+        with suppress(Exception):  # of a group that the error has closed
+            actor.drop_update()
+        raise

@@ -7,7 +7,7 @@ import torch
 
 import workers
 from dataproto import DataProto
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, RequestFailed
 from helpers.carried_runs import (
     BATCH,
     SAMPLING,
@@ -169,6 +169,34 @@ def test_a_reference_scores_the_parts_of_an_early_update(path):
     assert data["ref_log_prob"].shape == data["responses"].shape
     assert after["actor/kl_loss"] == pytest.approx(before["actor/kl_loss"], rel=1e-3, abs=1e-6)
     assert after["actor/grad_norm"] == pytest.approx(before["actor/grad_norm"], rel=1e-4)
+
+
+class Lost:
+    """A rollout role whose engine is lost behind the first part of a batch."""
+
+    def __init__(self, group: LocalGroup) -> None:
+        self.group = group
+
+    def in_parts(self, prompts: DataProto, sampling: SamplingParams):
+        data = self.group.generate(prompts, sampling)
+        yield data[: len(data) // 2]
+        raise RequestFailed("the engine is lost")
+
+
+def test_a_failed_step_in_parts_leaves_nothing_in_the_actor(path):
+    algorithm = GRPOConfig(n=2, kl_coef=0.0)
+    _, expected, fresh = weights_after_a_step(path, grpo_step, algorithm, None)
+    roles = Roles(path, None)
+    group, roles.rollout = roles.rollout, Lost(roles.rollout)
+    with pytest.raises(RequestFailed, match="the engine is lost"):
+        grpo_step_in_parts(roles, roles.prompts, algorithm, SAMPLING)
+    assert all(weight.grad is None for weight in roles.actor.module.parameters())
+    with pytest.raises(InvalidConfig, match="call accumulate first"):
+        roles.actor.finish_update()
+    roles.rollout = group
+    _, metrics = grpo_step(roles, roles.prompts, algorithm, SAMPLING)
+    assert metrics["actor/grad_norm"] == expected["actor/grad_norm"]
+    assert all(torch.equal(weight, fresh[name]) for name, weight in roles.actor.named_weights())
 
 
 def test_an_update_that_nothing_was_added_to_is_refused(path):

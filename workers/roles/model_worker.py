@@ -107,6 +107,7 @@ class TrainedWorker(ModelWorker):
         entropy: bool = False,
     ) -> Updated:
         """`update`, which also returns the scores of the rows before the model learned from them, without a further pass."""
+        self.drop_update()
         try:
             with self.model.updating(data, minibatch, epochs, aggregation, entropy) as update:
                 for rows, sums in update.minibatches():
@@ -122,7 +123,8 @@ class TrainedWorker(ModelWorker):
         """Adds the gradients of a part of a batch; `finish_update` makes the step of all parts together.
 
         The step is that of `update` for the whole batch without ``minibatch``, up to the order of float addition. Arguments as
-        there, the same for all parts.
+        there, the same for all parts. If the batch is given up between two parts, `drop_update` drops those so far; `update` and
+        `load` do so too.
 
         Returns:
             The scores of the rows; metrics come with the step.
@@ -136,7 +138,7 @@ class TrainedWorker(ModelWorker):
         try:
             scores = update.add(data, loss_fn)
         except BaseException:
-            self.model.optimizer.clear_gradients()
+            self._drop(update)
             raise
         self._open_update = update
         return Updated({}, scores, np.asarray(data[ROW]) if ROW in data else None)
@@ -152,7 +154,22 @@ class TrainedWorker(ModelWorker):
         update, self._open_update = self._open_update, None
         if update is None:
             raise InvalidConfig("there is no update to finish: call accumulate first")
-        return update.finish()
+        try:
+            return update.finish()
+        except BaseException:
+            self._drop(update)
+            raise
+
+    @dispatch("all")
+    def drop_update(self) -> None:
+        """Drops the parts of `accumulate` and their gradients. Does nothing if there are none."""
+        update, self._open_update = self._open_update, None
+        self._drop(update)
+
+    def _drop(self, update: AccumulatedUpdate | None) -> None:
+        if update is not None:
+            self.module.forget_features()
+            self.model.drop_gradients()
 
     @dispatch("all")
     def forget_features(self) -> None:
@@ -183,6 +200,7 @@ class TrainedWorker(ModelWorker):
         Raises:
             CheckpointError: the checkpoint is missing, damaged, or of another model.
         """
+        self.drop_update()
         self.module.forget_features()
         self.model.load(directory)
 

@@ -289,11 +289,15 @@ class TrainingModel:
             yield
         except BaseException:
             if backward:
-                self.optimizer.clear_gradients()
-                for transform in self.transforms:
-                    transform.drop_gradients(self.module)
+                self.drop_gradients()
             self._reshard()
             raise
+
+    def drop_gradients(self) -> None:
+        """Drops the gradients that have added up since the last step, those that ranks have not reduced yet too."""
+        self.optimizer.clear_gradients()
+        for transform in self.transforms:
+            transform.drop_gradients(self.module)
 
     # Updates
 
