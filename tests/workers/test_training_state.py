@@ -3,6 +3,7 @@
 import io
 import pickle
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from dataproto.vlm import family_of
 from helpers.tiny_models import WITH_FURTHER_TYPES, tiny_model
 from workers.model.packed_model import PackedVLM
 from workers.ranks.mesh import Ranks
+from workers.roles.actor import ActorConfig, ActorWorker
+from workers.roles.model_worker import PolicyConfig, ReferenceWorker
 from workers.training import checkpoint_files
 from workers.training.checkpoint import Saving, load_training_state
 from workers.training.checkpoint_files import _Contents, read_state, write_state
@@ -157,6 +160,21 @@ def test_a_model_and_its_optimizer_go_on_to_the_last_bit(tmp_path, behind):
     assert other_optimizer.steps == 2
     for (name, mine), theirs in zip(module.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(mine, theirs), name
+
+
+def test_weights_that_were_trained_are_not_left_behind_by_a_model_that_does_not_train_them(tmp_path):
+    """They would be those from before their training."""
+    tiny_model("qwen2_5_vl").save_pretrained(tmp_path / "model")
+    config, cpu = ActorConfig(str(tmp_path / "model"), optimizer=SCHEDULED), torch.device("cpu")
+    ActorWorker(config, cpu).save(tmp_path / "trained")
+    frozen = ActorWorker(replace(config, freeze_vision=True), cpu)
+    frozen.save(tmp_path / "frozen")
+    frozen.load(tmp_path / "frozen")
+    with pytest.raises(
+        CheckpointError, match=r"'model\.model\.visual.*freeze_vision.*trained/huggingface as the model"
+    ):
+        frozen.load(tmp_path / "trained")
+    ReferenceWorker(PolicyConfig(config.model_path), cpu).model.load(tmp_path / "trained")  # reads all of them
 
 
 def test_what_goes_wrong_behind_is_told_when_waited_for(tmp_path):

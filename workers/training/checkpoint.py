@@ -178,11 +178,14 @@ def load_training_state(directory: Path, module: PackedVLM, optimizer: Optimizer
     Gradients are cleared: they belong to other weights.
 
     Raises:
-        CheckpointError: the checkpoint is missing, damaged, or of another model.
+        CheckpointError: the checkpoint is missing, damaged, of another model, or holds weights that are frozen here.
         RankFailure: another rank cannot read it.
     """
     with ranks.fail_together():
         stored = stored_names(directory / "training")
+    names = ranks.all_gather(list(get_model_state_dict(module, options=TRAINED_ALONE)), "pp")
+    with ranks.fail_together():
+        _check_none_is_frozen(directory, stored, {f"model.{name}" for mine in names for name in mine})
     with_state = {name.rpartition(".")[0] for name in stored}
     present = optimizer.moments
     moments: Moments = {
@@ -230,6 +233,20 @@ def _check_kind(readers: Sequence[MomentReader], stored: Collection[str], traini
         raise CheckpointError(
             f"{training} has another optimizer's state than optimizer.kind={kind!r} needs: it lacks {len(lacking)} tensors, "
             f"such as {lacking[0]!r}; continue with the kind that wrote it"
+        )
+
+
+def _check_none_is_frozen(directory: Path, stored: Collection[str], trained: Collection[str]) -> None:
+    """Raises `CheckpointError` if the checkpoint has weights that are not ``trained`` here.
+
+    They would have the values from before their training, here and in what this model saves.
+    """
+    left = sorted(name for name in stored if name.startswith("model.") and name not in trained)
+    if left:
+        raise CheckpointError(
+            f"{directory / 'training'} has {len(left)} weights that this model does not train, such as "
+            f"{left[0].removeprefix('model.')!r}: continue with the options that it was trained with (freeze_vision, "
+            f"freeze_language, lora_rank), or take {directory / 'huggingface'} as the model"
         )
 
 
