@@ -11,7 +11,7 @@ import torch
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
 from helpers.batches import prompt_batch, with_responses
-from helpers.tiny_models import tiny_config, tiny_model
+from helpers.tiny_models import FURTHER_TYPES, VLM_TYPES, tiny_config, tiny_model
 from workers import launch
 from workers.model.packed_model import TowerFeatures
 from workers.roles import model_worker
@@ -255,6 +255,25 @@ def test_features_are_kept_of_towers_that_are_not_trained_alone(checkpoint):
     assert torch.equal(frozen.log_probs(changed)["old_log_probs"], other)
     frozen.module.kept.max_bytes = 0
     torch.testing.assert_close(frozen.log_probs(data)["old_log_probs"], before, atol=1e-5, rtol=0)
+
+
+KEEPING = ["smolvlm", "minicpmv4_6", "gemma3"]
+"""Families whose rows say more of an image than the tower takes, and one that does not."""
+OTHERS = [each for each in (*VLM_TYPES, *FURTHER_TYPES) if each not in KEEPING]
+
+
+@pytest.mark.parametrize("model_type", [*KEEPING, *(pytest.param(each, marks=pytest.mark.long) for each in OTHERS)])
+def test_kept_features_of_every_family_are_those_of_its_tower(checkpoint, model_type):
+    config, data = ActorConfig(checkpoint(model_type), token_budget=25, freeze_vision=True), rows(model_type)
+    actor, plain = ActorWorker(config, CPU), ActorWorker(config, CPU)
+    plain.module.kept = None
+    expected = plain.log_probs(data)["old_log_probs"]
+    for part in ([0, 1, 2, 3, 4, 5], [4, 5], [0, 2, 5]):
+        found = actor.log_probs(data[part])["old_log_probs"]
+        torch.testing.assert_close(found, expected[part], atol=1e-5, rtol=0)
+    assert actor.module.kept._kept
+    ours, theirs = (each.update(data, pg_loss) for each in (actor, plain))
+    assert ours["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=1e-4)
 
 
 @pytest.mark.slow

@@ -16,15 +16,16 @@ Key = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Medium:
-    """The tensors of one kind, images or videos, of a mapping of media."""
+    """One kind, images or videos, of a mapping of media, without what the other kind has of it."""
 
-    inputs: Mapping[str, Tensor]
+    inputs: Mapping[str, Any]
+    names: tuple[str, ...]  # of the tensors that the tower takes
     count: int  # of its features
 
     @property
     def key(self) -> Key:
         """Equal for the same memory, also where a process has received it twice."""
-        return tuple(_place(value) for value in self.inputs.values())
+        return tuple(_place(self.inputs[name]) for name in self.names)
 
 
 def _place(value: Tensor) -> Key:
@@ -140,14 +141,15 @@ class KeptFeatures:
     def _media(self, rows: Sequence[RowMedia]) -> Iterator[Medium]:
         """Each distinct medium once, in the order of `VLMFamily.distinct_media`."""
         layout = self.family.media_layout
-        for kind in ("image", "video"):
+        for kind, other in (("image", "video"), ("video", "image")):
+            names, others = layout.names(kind), layout.names(other)
             seen: set[tuple[int, ...]] = set()
             for part in (part for row in rows for part in media_parts(row)):
-                inputs = {name: part[name] for name in layout.names(kind) if part.get(name) is not None}
-                objects = tuple(map(id, inputs.values()))
-                if inputs and objects not in seen:
+                objects = tuple(id(part[name]) for name in names if part.get(name) is not None)
+                if objects and objects not in seen:
                     seen.add(objects)
-                    yield Medium(inputs, int(layout.feature_counts(kind, inputs, self.config).sum()))
+                    inputs = {name: value for name, value in part.items() if name not in others}
+                    yield Medium(inputs, names, int(layout.feature_counts(kind, inputs, self.config).sum()))
 
 
 def keeps_features(model: torch.nn.Module, family: VLMFamily) -> bool:
