@@ -167,6 +167,17 @@ def test_pieces_are_made_once_for_all_layers():
     assert Pieces.of(bounds.clone(), None, None) is not Pieces.of(bounds, None, None)
 
 
+def test_pieces_outlast_those_of_later_micro_batches():
+    """A pipeline computes a layer again after other micro-batches; selective checkpointing raised where pieces were made anew."""
+    first, later = torch.tensor([0, 2, 5]), torch.tensor([0, 3])
+    pieces = Pieces.of(first, None, None)
+    assert Pieces.of(later, None, None) is not pieces
+    assert Pieces.of(first, None, None) is pieces
+    kept = len(Pieces._made)
+    del first, pieces
+    assert len(Pieces._made) == kept - 1
+
+
 def test_decays_stay_in_float32():
     model = tiny_model("qwen3_5")
     family = family_of(model)

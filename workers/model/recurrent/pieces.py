@@ -7,12 +7,13 @@ pieces: at each row's start, and where other rows branch off. A piece starts fro
 Letters: T packed tokens, S segments, K keys, P pieces.
 """
 
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from functools import cached_property
-from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from dataproto.errors import UnsupportedAttention
 
@@ -71,7 +72,7 @@ class Level:
 
 
 class Pieces:
-    """The pieces of a packed sequence. Made once for all layers of a forward pass: `of` keeps the last one."""
+    """The pieces of a packed sequence. Made once for all layers, and for what a backward pass computes again."""
 
     def __init__(self, previous: Tensor) -> None:
         """``previous``: see `previous_tokens`."""
@@ -80,15 +81,18 @@ class Pieces:
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, key_cu_seqlens: Tensor | None, key_index: Tensor | None) -> "Pieces":
-        """The pieces of segments with these boundaries and keys; the arguments of attention in the same forward pass."""
-        if cls._last is not None and cls._last[0]() is cu_seqlens and cls._last[1] == cu_seqlens._version:
-            return cls._last[2]
-        keys = cu_seqlens if key_cu_seqlens is None else key_cu_seqlens
-        pieces = cls(previous_tokens(cu_seqlens, keys, key_index))
-        cls._last = (ref(cu_seqlens), cu_seqlens._version, pieces)
+        """The pieces of segments with these boundaries and keys; the arguments of attention in the same forward pass.
+
+        They are kept as long as the boundaries: a pipeline runs other micro-batches between a forward pass and its backward pass.
+        """
+        version, pieces = cls._made.get(cu_seqlens, (None, None))
+        if pieces is None or version != cu_seqlens._version:
+            keys = cu_seqlens if key_cu_seqlens is None else key_cu_seqlens
+            pieces = cls(previous_tokens(cu_seqlens, keys, key_index))
+            cls._made[cu_seqlens] = cu_seqlens._version, pieces
         return pieces
 
-    _last: "tuple[ref[Tensor], int, Pieces] | None" = None
+    _made: "MutableMapping[Tensor, tuple[int, Pieces]]" = WeakTensorKeyDictionary()
 
     def taps(self, count: int) -> tuple[Tensor, Tensor]:
         """What a convolution over ``count`` tokens reads where a row does not lie in one piece.
