@@ -4,6 +4,8 @@ Towers of Hugging Face embed each image patch by a convolution whose kernel is a
 same result, several times faster in forward and backward pass.
 """
 
+from typing import Any
+
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
@@ -29,7 +31,7 @@ class LinearPatchEmbedding:
     True
     """
 
-    def __init__(self, convolution: nn.Conv2d | nn.Conv3d) -> None:
+    def __init__(self, convolution: Any) -> None:
         self.convolution = convolution
 
     def __call__(self, input: Tensor) -> Tensor:
