@@ -10,7 +10,7 @@ from dataproto.errors import InvalidConfig
 from helpers.episodes import RandomEngine, renderer_of, starts_of
 from rollout.carried_samples import WholeGroups
 from rollout.engine import SamplingParams
-from rollout.environments import EpisodeLimits, EpisodeStart, Observation, environment_host
+from rollout.environments import EpisodeLimits, EpisodeStart, Observation
 from rollout.environments.environment_host import EnvironmentHost
 from rollout.environments.held_episodes import EpisodePlan, HeldEpisodes
 
@@ -200,15 +200,3 @@ def test_a_time_longer_than_a_thread_can_wait_is_taken():
         host.reset("u", {}, 0)
         ((name, _),) = host.poll(None)
         assert name == "u"
-
-
-def test_the_time_between_two_calls_does_not_count(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(environment_host.time, "monotonic", lambda: now[0])
-    with EnvironmentHost(Door, seconds=5.0) as host:
-        host._working["u1"] = now[0]
-        now[0] = 2.0
-        host.pause()
-        now[0] = 1000.0
-        host.resume()
-        assert now[0] - host._working.pop("u1") == 2.0
