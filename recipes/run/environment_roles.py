@@ -8,7 +8,7 @@ from typing import Any, get_args
 import numpy as np
 
 from dataproto import DataProto
-from dataproto.columns import require
+from dataproto.columns import COLUMNS, require
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.function_files import load_named_function
 from recipes.algorithms.turn_advantages import uncut_tokens
@@ -62,7 +62,9 @@ class PlayingRollout:
     told: set[str] = field(default_factory=set)  # failures of environments that have been shown
 
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
-        """See `workers.RolloutWorker.play`; numbers in ``info``, such as ``acc``, become columns."""
+        """See `workers.RolloutWorker.play`; numbers in ``info``, such as ``acc``, become columns, but not under the names
+        of tensors in `dataproto.columns`.
+        """
         environment = self.played
         return self._taken(self.rollout.play(prompts, environment.make, sampling, **vars(environment.limits)))
 
@@ -97,9 +99,14 @@ def _with_numbers(played: DataProto) -> DataProto:
     infos = played["info"]
     numbers = [name for info in infos for name, value in info.items() if not isinstance(value, str)]
     for name in dict.fromkeys(numbers):
-        if name not in played:
+        if name not in played and not _is_tensor_column(name):
             played[name] = np.array([info.get(name) for info in infos], dtype=object)
     return played
+
+
+def _is_tensor_column(name: str) -> bool:
+    """Whether a worker may add a tensor of this name, such as ``values``, which could not be joined with objects."""
+    return name in COLUMNS and COLUMNS[name].dtype != "object"
 
 
 class EnvironmentReward:
