@@ -69,7 +69,7 @@ class PlayingRollout:
         return self._taken(self.rollout.play(prompts, environment.make, sampling, **vars(environment.limits)))
 
     def in_parts(self, prompts: DataProto, sampling: SamplingParams) -> Iterator[DataProto]:
-        """As `generate`; see `recipes.run.carried_rollouts.CarryingRollout.in_parts`."""
+        """As `generate`; see `recipes.run.carrying.CarryingRollout.in_parts`."""
         plan = EpisodePlan(self.played.make, self.played.limits)
         return map(self._taken, self.rollout.in_parts(prompts, sampling, plan))
 

@@ -42,7 +42,9 @@ class EpisodeLimits:
 
     turns: int  # of the policy
     tokens: int | None = None  # of a row behind the prompt, sampled ones and observations; None: no limit
-    seconds: float = 60.0  # that the environment may take, all its calls together; decoding does not count, see `EndReason`
+    seconds: float = (
+        60.0  # that the environment may take, all its calls together; decoding does not count, see `EndReason`
+    )
     last_pictures: int | None = None  # of the observations that a turn sees; None: all
     memory_gib: float | None = (
         None  # of the environment, in a process of its own; None: in a thread of this one, no limit

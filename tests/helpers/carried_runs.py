@@ -11,7 +11,7 @@ from dataproto.errors import InvalidPrompt, NonFiniteLogits
 from helpers.episodes import picture
 from recipes.configs.shared.carrying_config import CarryingConfig
 from recipes.data.loader import PromptLoader
-from recipes.run.carried_rollouts import CarryingRollout, LookAhead
+from recipes.run.carrying import CarryingRollout, LookAhead
 from rollout.engine import Completion, SamplingParams
 from rollout.environments import Observation
 from rollout.prompts import PromptBuilder

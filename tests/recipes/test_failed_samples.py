@@ -23,7 +23,7 @@ from helpers.carried_runs import (
 )
 from helpers.checkpoints import write_checkpoint
 from recipes.configs.shared.carrying_config import CarryingConfig
-from recipes.run.carried_rollouts import CarryingRollout, LookAhead
+from recipes.run.carrying import CarryingRollout, LookAhead
 from rollout import carried_samples
 from rollout.engine import SamplingParams
 from workers.cluster.local_group import LocalGroup

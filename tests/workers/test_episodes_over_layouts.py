@@ -1,5 +1,5 @@
-"""Episodes that `roles.rollout.play` returns, with images behind their prompts, over two, four and eight processes against Hugging
-Face's forward pass of each row alone, in float32: log-probs within 1e-5, gradients within 1e-4 of their norms.
+"""Episodes that `roles.rollout.play` returns, with images behind their prompts, over two, four and eight processes against
+Hugging Face's forward pass of each row alone, in float32: log-probs within 1e-5, gradients within 1e-4 of their norms.
 """
 
 from dataclasses import dataclass
