@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, MediaMismatch
 from helpers.episodes import RandomEngine, renderer_of, starts_of
 from rollout.carried_samples import WholeGroups
 from rollout.engine import SamplingParams
@@ -153,6 +153,37 @@ def test_an_episode_that_was_stopped_before_its_first_token_keeps_its_environmen
     (second,) = go_on(held, [stopped.start], [stopped.begun], wanted=1, make=FirstWaits)
     assert second is stopped
     assert (second.ended, len(Door.made)) == ("done", 2)
+
+
+class Refusing(RandomEngine):
+    """Fails at its first request by an error that is no limit of an episode."""
+
+    def submit(self, request, sampling, keep=False):
+        raise MediaMismatch("other tokens")
+
+
+def test_an_episode_goes_on_from_its_beginning_after_a_call_that_failed():
+    held, starts = HeldEpisodes(), named_starts(2)
+    first = go_on(held, starts, [[], []], wanted=1, make=TwoDoors)
+    begun = [[turn.plain() for turn in first[1].begun]]
+    Door.open.set()
+    with pytest.raises(MediaMismatch):
+        go_on(held, starts[1:], begun, wanted=1, make=TwoDoors, engine=Refusing)
+    assert held._host is None
+    (again,) = go_on(held, starts[1:], begun, wanted=1, make=TwoDoors)
+    assert (again.ended, len(again.turns)) == ("done", 2)
+    assert again.turns[0].token_ids == begun[0][0]["token_ids"].tolist()
+
+
+class TwoDoors(Door):
+    """The others have a second turn."""
+
+    def step(self, action):
+        if self.number > 0:
+            self.open.wait(60)
+            self.number = -1
+            return Observation(["on"])
+        return Observation(reward=1.0, done=True)
 
 
 class SlowStart(Door):

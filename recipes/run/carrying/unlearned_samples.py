@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dataproto import DataProto, object_array
-from dataproto.errors import DataProtoError
+from dataproto.errors import DataProtoError, RowCountMismatch
 from dataproto.packing import equally_wide
 from rollout.carried_samples import BEGUN
 from rollout.responses import OCCURRENCE, number_occurrences
@@ -95,8 +95,15 @@ class CarriedSamples:
         return f"{row}, sample {number}"
 
     def take(self, groups: int) -> DataProto:
-        """Removes the oldest whole groups and returns their rows, in order of groups and samples."""
-        assert self.finished is not None
+        """Removes the oldest whole groups and returns their rows, in order of groups and samples.
+
+        Raises:
+            RowCountMismatch: so many are not whole.
+        """
+        if len(self.whole) < groups or self.finished is None:
+            raise RowCountMismatch(
+                f"{len(self.whole)} groups are whole, but a step takes {groups}: a rollout worker has ended before its groups were"
+            )
         chosen = {uid: place for place, uid in enumerate(self.whole[:groups])}
         number = np.array([chosen.get(str(uid), -1) for uid in self.finished["uid"]])
         taken = np.flatnonzero(number >= 0)
