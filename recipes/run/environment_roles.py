@@ -59,7 +59,7 @@ class PlayingRollout:
 
     rollout: Any
     played: PlayedEnvironment
-    told: set[str] = field(default_factory=set)  # failures of environments that have been shown
+    told: set[str] = field(default_factory=set)  # failures that have been shown
 
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
         """See `workers.RolloutWorker.play`; numbers in ``info``, such as ``acc``, become columns, but not under the names
@@ -80,7 +80,14 @@ class PlayingRollout:
         return _with_numbers(data)
 
     def _tell_failures(self, data: DataProto) -> None:
-        """Shows each failure of an environment once, with the first row that has it."""
+        """Shows each failure of an environment once, with the first row that has it, and the first episode without a turn for
+        which the engine had no room.
+        """
+        for row in np.flatnonzero((data["turns"].numpy() == 0) & (data["end_reason"] == "tokens")):
+            if "tokens" not in self.told:
+                self.told.add("tokens")
+                message = f"row {row} (uid {data['uid'][row]}) has no turn, and further ones may not: {data['end_message'][row]}"
+                print(f"warning: the episode of {message}", file=sys.stderr)
         for row in np.flatnonzero([reason in FAILURES for reason in data["end_reason"]]):
             message = str(data["end_message"][row])
             if message not in self.told:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 from rollout.environments.environment import (
     EnvironmentFailed,
     MakeEnvironment,
@@ -77,6 +79,15 @@ class _Running:
     call: int = 0  # number of the last call; answers to other ones do not count
     future: "Future[Any] | None" = None  # of the last async call
     closed: bool = False
+
+
+def _own(value: Any) -> Any:
+    """A copy that an environment may change: the row of a prompt is that of all its samples."""
+    if isinstance(value, Mapping):
+        return {name: _own(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_own(each) for each in value]
+    return value.copy() if isinstance(value, np.ndarray) else value
 
 
 class EnvironmentHost:
@@ -157,7 +168,7 @@ class EnvironmentHost:
         running = self._running[episode] = _Running(self.seconds)
         running.thread = threading.Thread(target=self._serve, args=(episode, running), daemon=True)
         running.thread.start()
-        self._call(episode, "reset", row, seed)
+        self._call(episode, "reset", _own(row), seed)
 
     def step(self, episode: str, action: str) -> None:
         """Passes an action on."""

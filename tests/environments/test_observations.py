@@ -2,6 +2,8 @@
 
 import io
 import json
+import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +14,8 @@ from dataproto import DataProto
 from dataproto.errors import InvalidConfig, InvalidMedia, InvalidPrompt
 from helpers.episodes import RandomEngine, picture, prompts_of, renderer_of, starts_of
 from helpers.tiny_prompts import tiny_builder
-from recipes.run.environment_roles import PlayedEnvironment, PlayingRollout
+from recipes.run.environment_roles import EnvironmentReward, PlayedEnvironment, PlayingRollout
+from recipes.run.evaluation import evaluate_samples
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits, Observation, play_episodes
 from rollout.environments.episode_rows import episode_columns, episode_starts
@@ -191,11 +194,11 @@ def test_environments_may_show_one_file_that_was_not_read_before():
 
 
 class Rollouts:
-    def __init__(self, renderer):
-        self.renderer = renderer
+    def __init__(self, renderer, engine=RandomEngine):
+        self.renderer, self.engine = renderer, engine
 
     def play(self, prompts, make, sampling, **limits):
-        engine, starts = RandomEngine(self.renderer), episode_starts(prompts, sampling)
+        engine, starts = self.engine(self.renderer), episode_starts(prompts, sampling)
         episodes = play_episodes(engine, self.renderer, starts, make, sampling, EpisodeLimits(**limits))
         return episode_columns(prompts, episodes, self.renderer, 5)
 
@@ -215,6 +218,70 @@ def test_info_may_have_any_keys():
     assert data["speed"].tolist() == [0.5, 0.5]
     assert data["acc"].tolist() == [True, True]
     data |= DataProto.from_dict({"values": torch.ones(2, data["responses"].shape[1])})  # a critic's
+
+
+class Consuming:
+    """Takes its task out of the row, and counts its steps there."""
+
+    def reset(self, row, seed):
+        self.left = row.pop("extra_info")
+        self.left["steps"][0] -= 1
+        self.left["marks"][0] += 1
+        row["raw_prompt"][0]["content"] = "gone"
+        return Observation([str(self.left["steps"])])
+
+    def step(self, action):
+        return Observation(done=True, reward=float(10 * self.left["steps"][0] + self.left["marks"][0]))
+
+
+def test_an_environment_may_change_its_row():
+    renderer = renderer_of("qwen2_5_vl")
+    task = {"extra_info": {"steps": [3], "marks": np.array([0])}}
+    prompts = renderer.builder([{"prompt": "Go.", "uid": "u", **task}])
+    for _ in range(2):
+        data = Rollouts(renderer).play(prompts.repeat(3), Consuming, SAMPLING, turns=1)
+        assert data["end_reason"].tolist() == ["done"] * 3
+        assert data["score"].tolist() == [21.0] * 3
+    assert prompts["raw_prompt"][0][0]["content"] != "gone"
+
+
+class Flaky:
+    """Tells whether it was right, unless it breaks."""
+
+    def reset(self, row, seed):
+        self.breaks = str(row["uid"]) in ("u2", "u3")
+        return Observation(["go"])
+
+    def step(self, action):
+        if self.breaks:
+            raise RuntimeError("broken")
+        return Observation(done=True, reward=1.0, info={"acc": 1.0})
+
+
+def test_an_evaluation_keeps_its_accuracy_though_all_episodes_of_a_batch_fail(tmp_path):
+    renderer = renderer_of("qwen2_5_vl")
+    role = PlayingRollout(Rollouts(renderer), PlayedEnvironment(Flaky, EpisodeLimits(turns=1)))
+    roles = SimpleNamespace(rollout=role, reward=EnvironmentReward())
+    prompts = prompts_of(renderer.builder, 4)
+    metrics, _ = evaluate_samples(roles, [prompts[:2], prompts[2:]], SAMPLING, tmp_path, 1)
+    assert metrics["val-core//acc/mean@1"] == 1.0
+    assert metrics["val-core//reward/mean@1"] == 0.5
+
+
+class FullEngine(RandomEngine):
+    def submit(self, request, sampling, keep=False):
+        raise InvalidPrompt(f"{len(request.input_ids)} tokens are too many")
+
+
+def test_prompts_for_which_there_is_no_room_are_told_once(capsys):
+    renderer = renderer_of("qwen2_5_vl")
+    played = PlayedEnvironment(Flaky, EpisodeLimits(turns=1))
+    role = PlayingRollout(Rollouts(renderer, FullEngine), played)
+    for _ in range(2):
+        data = role.generate(prompts_of(renderer.builder, 3), SAMPLING)
+        assert data["end_reason"].tolist() == ["tokens"] * 3
+    (told,) = capsys.readouterr().err.splitlines()
+    assert re.match(r"warning: the episode of row 0 \(uid u0\) has no turn, .*: \d+ tokens are too many$", told)
 
 
 # Adapters

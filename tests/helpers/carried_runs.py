@@ -189,6 +189,7 @@ class Group:
         found["_finished"] = done
         found["info"] = object_array([{}] * len(samples))
         found["end_reason"] = object_array(["done"] * len(samples))
+        found["turns"] = torch.ones(len(samples), dtype=torch.int64)
         found["_begun"] = np.array([None] * len(samples), dtype=object)
         found["_dealt"] = np.full(len(samples), 7)
         found["_failed"] = object_array([None] * len(samples))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dataproto import object_array
-from dataproto.errors import InvalidConfig, InvalidPrompt, NonFiniteLogits, RowCountMismatch
+from dataproto.errors import InvalidConfig, InvalidPrompt, InvalidRow, NonFiniteLogits, RowCountMismatch
 from helpers.carried_runs import (
     BATCH,
     Group,
@@ -101,6 +101,19 @@ class Idle(Group):
 def test_a_worker_that_ends_too_early_makes_no_smaller_batch():
     rollout = CarryingRollout(Idle(), LookAhead(Numbers()), CarryingConfig(over_ask=2.0), lambda: 0)
     with pytest.raises(RowCountMismatch, match="0 groups are whole, but a step takes 2"):
+        rollout.generate(next(rollout), SamplingParams(n=1))
+
+
+@pytest.mark.parametrize(("uids", "row"), [(["0", "1", "2", "1"], 1), (["0", "0"], 1)])
+def test_two_groups_of_one_uid_are_refused(uids, row):
+    class Repeating(Numbers):
+        def __next__(self):
+            batch = super().__next__()
+            batch["uid"] = object_array([uids[int(uid)] for uid in batch["uid"]])
+            return batch
+
+    rollout = CarryingRollout(Group(), LookAhead(Repeating()), CarryingConfig(over_ask=2.0), lambda: 0)
+    with pytest.raises(InvalidRow, match=rf"row {row}: uid {uids[-1]} is that of another prompt"):
         rollout.generate(next(rollout), SamplingParams(n=1))
 
 

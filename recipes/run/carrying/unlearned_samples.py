@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dataproto import DataProto, object_array
-from dataproto.errors import DataProtoError, RowCountMismatch
+from dataproto.errors import DataProtoError, InvalidRow, RowCountMismatch
 from dataproto.packing import equally_wide
 from rollout.carried_samples import BEGUN
 from rollout.responses import OCCURRENCE, number_occurrences
@@ -34,12 +34,21 @@ class CarriedSamples:
     places: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # of the rows being decoded
 
     def add(self, prompts: DataProto, n: int) -> None:
-        """Adds ``n`` samples of each prompt, which wait."""
+        """Adds ``n`` samples of each prompt, which wait.
+
+        Raises:
+            InvalidRow: a prompt has the uid of another group.
+        """
+        for row, uid in enumerate(uids := [str(uid) for uid in prompts["uid"]]):
+            if uid in self.since or uid in uids[:row]:
+                raise InvalidRow(
+                    row, f"uid {uid} is that of another prompt, whose samples go on: each prompt needs a uid of its own"
+                )
         samples = number_occurrences(prompts.repeat(n, interleave=True))
         samples[BEGUN] = object_array([[] for _ in range(len(samples))])
         samples[DEALT] = np.full(len(samples), -1)
         self.unfinished = samples if self.unfinished is None else _joined([self.unfinished, samples])
-        self.since |= dict.fromkeys((str(uid) for uid in prompts["uid"]), 0)
+        self.since |= dict.fromkeys(uids, 0)
 
     @property
     def whole(self) -> list[str]:
@@ -102,7 +111,7 @@ class CarriedSamples:
         """
         if len(self.whole) < groups or self.finished is None:
             raise RowCountMismatch(
-                f"{len(self.whole)} groups are whole, but a step takes {groups}: a rollout worker has ended before its groups were"
+                f"{len(self.whole)} groups are whole, but a step takes {groups}: a rollout worker has ended too early"
             )
         chosen = {uid: place for place, uid in enumerate(self.whole[:groups])}
         number = np.array([chosen.get(str(uid), -1) for uid in self.finished["uid"]])
