@@ -40,7 +40,7 @@ from recipes.configs.shared.carrying_config import CarryingConfig  # noqa: E402
 from recipes.console.start_phases import start_lines  # noqa: E402
 from recipes.grpo import GRPOConfig, grpo_step  # noqa: E402
 from recipes.rewards import load_reward  # noqa: E402
-from recipes.run.carried_rollouts import LookAhead, carry_samples  # noqa: E402
+from recipes.run.carrying import LookAhead, carry_samples  # noqa: E402
 from recipes.run.phases import Progression  # noqa: E402
 from rollout.prompts import PromptBuilder  # noqa: E402
 from workers import ActorConfig, launch  # noqa: E402

@@ -144,7 +144,11 @@ def describe(failure: BaseException, file: str | None = None) -> str:
     ...     describe(error, half.__code__.co_filename).partition(" (")[0]
     'ZeroDivisionError: division by zero'
     """
-    message = " ".join(f"{type(failure).__name__}: {failure}".split())
+    try:
+        text = str(failure)
+    except Exception as error:  # of a class of one's own
+        text = f"(its message cannot be made: {type(error).__name__})"
+    message = " ".join(f"{type(failure).__name__}: {text}".split())
     if isinstance(failure, SyntaxError):  # its message has file and line
         return message
     frames = traceback.extract_tb(failure.__traceback__)

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import numpy as np
 
 from dataproto import DataProto
-from dataproto.columns import require
+from dataproto.columns import COLUMNS, require
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.function_files import load_named_function
 from recipes.algorithms.turn_advantages import uncut_tokens
@@ -59,15 +59,17 @@ class PlayingRollout:
 
     rollout: Any
     played: PlayedEnvironment
-    told: set[str] = field(default_factory=set)  # failures of environments that have been shown
+    told: set[str] = field(default_factory=set)  # failures that have been shown
 
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
-        """See `workers.RolloutWorker.play`; numbers in ``info``, such as ``acc``, become columns."""
+        """See `workers.RolloutWorker.play`; numbers in ``info``, such as ``acc``, become columns, but not under the names
+        of tensors in `dataproto.columns`.
+        """
         environment = self.played
         return self._taken(self.rollout.play(prompts, environment.make, sampling, **vars(environment.limits)))
 
     def in_parts(self, prompts: DataProto, sampling: SamplingParams) -> Iterator[DataProto]:
-        """As `generate`; see `recipes.run.carried_rollouts.CarryingRollout.in_parts`."""
+        """As `generate`; see `recipes.run.carrying.CarryingRollout.in_parts`."""
         plan = EpisodePlan(self.played.make, self.played.limits)
         return map(self._taken, self.rollout.in_parts(prompts, sampling, plan))
 
@@ -78,7 +80,14 @@ class PlayingRollout:
         return _with_numbers(data)
 
     def _tell_failures(self, data: DataProto) -> None:
-        """Shows each failure of an environment once, with the first row that has it."""
+        """Shows each failure of an environment once, with the first row that has it, and the first episode without a turn for
+        which the engine had no room.
+        """
+        for row in np.flatnonzero((data["turns"].numpy() == 0) & (data["end_reason"] == "tokens")):
+            if "tokens" not in self.told:
+                self.told.add("tokens")
+                message = f"row {row} (uid {data['uid'][row]}) has no turn, and further ones may not: {data['end_message'][row]}"
+                print(f"warning: the episode of {message}", file=sys.stderr)
         for row in np.flatnonzero([reason in FAILURES for reason in data["end_reason"]]):
             message = str(data["end_message"][row])
             if message not in self.told:
@@ -97,9 +106,14 @@ def _with_numbers(played: DataProto) -> DataProto:
     infos = played["info"]
     numbers = [name for info in infos for name, value in info.items() if not isinstance(value, str)]
     for name in dict.fromkeys(numbers):
-        if name not in played:
+        if name not in played and not _is_tensor_column(name):
             played[name] = np.array([info.get(name) for info in infos], dtype=object)
     return played
+
+
+def _is_tensor_column(name: str) -> bool:
+    """Whether a worker may add a tensor of this name, such as ``values``, which could not be joined with objects."""
+    return name in COLUMNS and COLUMNS[name].dtype != "object"
 
 
 class EnvironmentReward:

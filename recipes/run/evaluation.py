@@ -51,14 +51,17 @@ def evaluate_samples(
     firsts = (data[:: sampling.n] for data in batches)  # of each problem
     samples = [sample for data in firsts for sample in rollout_samples(data, REPORTED_ROLLOUTS)]
     save_rollouts(output_dir, step, samples[:REPORTED_ROLLOUTS])
-    columns = {name: [value for data in batches if name in data for value in data[name]] for name in ("acc", "format")}
+    columns = {
+        name: [value for data in batches for value in (data[name] if name in data else [None] * len(data))]
+        for name in ("acc", "format")
+        if any(name in data for data in batches)
+    }
     columns["reward"] = [value for data in batches for value in data["score"]]
     sources = [source for data in batches for source in data["data_source"]]
     uids = [uid for data in batches for uid in data["uid"]]
-    present = {name: values for name, values in columns.items() if len(values) == len(uids)}
     answers = [boxed_answer(text) for data in batches for text in data["response_text"]] if sampling.n > 1 else []
     voted = answers if any(answer is not None for answer in answers) else None
-    return metrics | validation_metrics(sources, uids, present, voted), batches
+    return metrics | validation_metrics(sources, uids, columns, voted), batches
 
 
 class BestStep:

@@ -38,7 +38,7 @@ from recipes.forecast import (
 from recipes.report.kept_rollouts import KeptRollouts
 from recipes.report.page import REPORT_FILE
 from recipes.rewards import RewardFunction, load_reward
-from recipes.run.carried_rollouts import LookAhead, carry_samples
+from recipes.run.carrying import LookAhead, carry_samples
 from recipes.run.environment_roles import PlayedEnvironment, with_environment
 from recipes.run.evaluation import Evaluate, held_out_evaluation
 from recipes.run.loop import attempts, train

@@ -1,11 +1,12 @@
 """What an environment is: text and images out, text in, no tokens."""
 
-import math
 import numbers
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any, Literal, Protocol
 
+import numpy as np
 from PIL import Image
 
 from dataproto.errors import DataProtoError, describe
@@ -53,6 +54,10 @@ class Environment(Protocol):
         ...
 
 
+_DECODING = Lock()  # Pillow decodes an image in its own object, which several environments may show
+MAX_REWARD = float(np.finfo(np.float32).max)
+"""The largest reward: rows hold rewards in float32."""
+
 MakeEnvironment = Callable[[], Environment]
 """Makes the environment of an episode; called once for each."""
 
@@ -83,13 +88,13 @@ def check_observation(value: Any, method: str) -> Observation:
     >>> check_observation(Observation(["go"], reward=float("nan")), "step")
     Traceback (most recent call last):
     ...
-    rollout.environments.environment.EnvironmentFailed: step returned the reward nan, not a finite number
+    rollout.environments.environment.EnvironmentFailed: step returned the reward nan, not a finite number of float32
     """
     if not isinstance(value, Observation):
         raise EnvironmentFailed("invalid", f"{method} returned a {type(value).__name__}, not an Observation")
     reward = value.reward
-    if isinstance(reward, bool) or not isinstance(reward, numbers.Real) or not math.isfinite(reward):
-        raise EnvironmentFailed("invalid", f"{method} returned the reward {reward!r}, not a finite number")
+    if isinstance(reward, bool) or not isinstance(reward, numbers.Real) or not abs(reward) <= MAX_REWARD:
+        raise EnvironmentFailed("invalid", f"{method} returned the reward {reward!r}, not a finite number of float32")
     if value.role not in ("user", "tool"):
         raise EnvironmentFailed("invalid", f"{method} returned the role {value.role!r}, not 'user' or 'tool'")
     for name, content in (("content", value.content), ("system", value.system)):
@@ -102,6 +107,17 @@ def check_observation(value: Any, method: str) -> Observation:
                 raise EnvironmentFailed(
                     "invalid", f"{method} returned a {type(part).__name__} as {name}[{place}], not text or an image"
                 )
+            if isinstance(part, Image.Image):
+                _decode(part, f"{method} returned as {name}[{place}]")
     if not isinstance(value.info, Mapping):
         raise EnvironmentFailed("invalid", f"{method} returned info that is a {type(value.info).__name__}, not a dict")
     return value
+
+
+def _decode(image: Image.Image, what: str) -> None:
+    """Decodes an image that was opened from a file, in the time of the environment. Raises `EnvironmentFailed` if it cannot."""
+    try:
+        with _DECODING:
+            image.load()
+    except Exception as error:  # Pillow's plugins raise errors of any class
+        raise EnvironmentFailed("invalid", f"{what} an image that cannot be read: {describe(error)}") from error

@@ -1,15 +1,19 @@
-"""Runs environments beside the engine: each in a thread of its own, ``async`` methods on one event loop."""
+"""Runs environments beside the engine: each in a thread of its own, ``async`` methods on the event loop of the process."""
 
 import asyncio
 import contextlib
 import inspect
+import os
 import queue
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
+
+import numpy as np
 
 from rollout.environments.environment import (
     EnvironmentFailed,
@@ -23,10 +27,45 @@ from rollout.environments.environment_process import ProcessEnvironment, in_proc
 CLOSING_S = 2.0
 """Seconds that the environments get to close at the end."""
 
+LOOP_S = 1.0
+"""Seconds in which an event loop answers unless a function blocks it."""
+
 RECENT = 0.1
 """Weight of the latest call in the typical time of calls."""
 
 Outcome = Observation | EnvironmentFailed
+
+
+class _EventLoop:
+    """The event loop of the process, in a thread of its own.
+
+    What environments share, such as an `asyncio.Lock` or the sessions of a client, belongs to a loop. So the environments of all
+    plays have this one.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._process = 0  # of the loop
+
+    def get(self) -> asyncio.AbstractEventLoop:
+        """The loop, or a new one if a function blocks it."""
+        with self._lock:
+            loop = self._loop if self._process == os.getpid() else None
+            if loop is None or not _answers(loop):
+                loop = asyncio.new_event_loop()
+                self._process, self._loop = os.getpid(), loop
+                threading.Thread(target=loop.run_forever, name="environments", daemon=True).start()
+            return loop
+
+
+def _answers(loop: asyncio.AbstractEventLoop) -> bool:
+    answered = threading.Event()
+    loop.call_soon_threadsafe(answered.set)
+    return answered.wait(LOOP_S)
+
+
+_EVENT_LOOP = _EventLoop()
 
 
 @dataclass
@@ -38,8 +77,17 @@ class _Running:
     thread: threading.Thread | None = None
     environment: Any = None
     call: int = 0  # number of the last call; answers to other ones do not count
-    pending: list[Any] = field(default_factory=list)  # the future of an async method that is running
+    future: "Future[Any] | None" = None  # of the last async call
     closed: bool = False
+
+
+def _own(value: Any) -> Any:
+    """A copy that an environment may change: the row of a prompt is that of all its samples."""
+    if isinstance(value, Mapping):
+        return {name: _own(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_own(each) for each in value]
+    return value.copy() if isinstance(value, np.ndarray) else value
 
 
 class EnvironmentHost:
@@ -51,7 +99,8 @@ class EnvironmentHost:
     def __init__(self, make_environment: MakeEnvironment, seconds: float, memory_gib: float | None = None) -> None:
         """
         Args:
-            seconds: the time that the environment of one episode may take, all its calls together.
+            seconds: the time that the environment of one episode may take, all its calls together. The time in which the engine
+                decodes, or in which an answer waits for it, does not count.
             memory_gib: of an environment in a process of its own, see `in_process`; ``None``: in a thread, no limit.
 
         Raises:
@@ -60,15 +109,13 @@ class EnvironmentHost:
         self.typical_s = 0.0  # that recent calls took
         self.seconds, self.memory_gib = seconds, memory_gib
         self.make_by(make_environment)
-        self._answers: queue.SimpleQueue[tuple[str, int, Outcome]] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[str, int, Outcome, float]] = queue.SimpleQueue()
         self._running: dict[str, _Running] = {}
         self._working: dict[str, float] = {}  # when the call of an episode began that has not been answered
         self._closing: list[threading.Thread] = []
         self._calls = 0
-        self._loop = asyncio.new_event_loop()
-        self._loop_thread = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
-        self._loop_thread.start()
-        self._paused: float | None = None
+        self._loop = _EVENT_LOOP.get()
+        self._clock: tuple[float | None, float] = (None, 0.0)  # when a pause began, and seconds of those before
 
     def make_by(self, make_environment: MakeEnvironment) -> None:
         """Makes further environments by this function. Raises `InvalidConfig`, see `in_process`."""
@@ -85,18 +132,12 @@ class EnvironmentHost:
         self.shut()
 
     def shut(self) -> None:
-        """Closes all environments and ends the event loop. Further calls do nothing."""
-        if self._loop.is_closed():
-            return
+        """Closes all environments. Further calls do nothing."""
         for episode in list(self._running):
             self.close(episode)
-        until = time.monotonic() + CLOSING_S
-        for thread in self._closing:
+        until, self._closing, closing = time.monotonic() + CLOSING_S, [], self._closing
+        for thread in closing:
             thread.join(max(until - time.monotonic(), 0.0))
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._loop_thread.join(CLOSING_S)
-        if not self._loop_thread.is_alive():
-            self._loop.close()
 
     def __contains__(self, episode: str) -> bool:
         """Whether there is an environment of this episode."""
@@ -108,21 +149,26 @@ class EnvironmentHost:
         return list(self._running)
 
     def pause(self) -> None:
-        """Stops the clock of calls that have not been answered. The environments go on."""
-        self._paused = time.monotonic()
+        """Stops the clock. The environments go on."""
+        self._clock = self._now(), self._clock[1]
 
     def resume(self) -> None:
         """Starts the clock again after `pause`."""
-        if self._paused is not None:
-            paused_s, self._paused = time.monotonic() - self._paused, None
-            self._working = {episode: since + paused_s for episode, since in self._working.items()}
+        stopped, _ = self._clock
+        if stopped is not None:
+            self._clock = None, time.monotonic() - stopped
+
+    def _now(self) -> float:
+        """Seconds on the clock of the environments, which `pause` stops."""
+        stopped, before = self._clock
+        return time.monotonic() - before if stopped is None else stopped
 
     def reset(self, episode: str, row: Mapping[str, Any], seed: int) -> None:
         """Makes the environment of an episode and resets it."""
         running = self._running[episode] = _Running(self.seconds)
         running.thread = threading.Thread(target=self._serve, args=(episode, running), daemon=True)
         running.thread.start()
-        self._call(episode, "reset", row, seed)
+        self._call(episode, "reset", _own(row), seed)
 
     def step(self, episode: str, action: str) -> None:
         """Passes an action on."""
@@ -139,6 +185,8 @@ class EnvironmentHost:
         if in_call and isinstance(running.environment, ProcessEnvironment):
             running.environment.kill()
             in_call = False
+        if in_call and running.future is not None:
+            in_call = not running.future.cancel()
         self._closing = [thread for thread in self._closing if thread.is_alive()]
         if not in_call and running.thread is not None:  # one in a call may hang
             self._closing.append(running.thread)
@@ -156,21 +204,21 @@ class EnvironmentHost:
         found: list[tuple[str, Outcome]] = []
         while self._working:
             try:
-                episode, call, outcome = self._next_answer(patience, bool(found))
+                episode, call, outcome, answered_at = self._next_answer(patience, bool(found))
             except queue.Empty:
                 found += self._late()
                 if found or patience is not None:
                     break
             else:
-                if self._answered(episode, call):
-                    found.append((episode, outcome))
+                if episode in self._working and self._running[episode].call == call:  # else it was given up
+                    found.append((episode, self._in_time(episode, outcome, answered_at)))
         return sorted(found, key=lambda each: each[0])
 
-    def _next_answer(self, patience: float | None, answered: bool) -> tuple[str, int, Outcome]:
+    def _next_answer(self, patience: float | None, answered: bool) -> tuple[str, int, Outcome, float]:
         """An answer; raises `queue.Empty` when no call is worth waiting for, or when one has taken too long."""
         with contextlib.suppress(queue.Empty):
             return self._answers.get_nowait()
-        now = time.monotonic()
+        now = self._now()
         ages = [(now - since, self._running[episode].seconds) for episode, since in self._working.items()]
         late = min(seconds - age for age, seconds in ages)
         worth = (0.0 if answered else late) if patience is None else max(patience - age for age, _ in ages)
@@ -180,32 +228,34 @@ class EnvironmentHost:
 
     def _late(self) -> list[tuple[str, Outcome]]:
         """Gives up the calls that have taken too long."""
-        now = time.monotonic()
+        now = self._now()
         found: list[tuple[str, Outcome]] = []
         for episode, since in list(self._working.items()):
             running = self._running[episode]
             if now - since >= running.seconds:
-                for future in running.pending:
-                    future.cancel()
                 message = f"its environment took {self.seconds:g} s in all and did not return from its last call"
                 found.append((episode, EnvironmentFailed("timeout", message)))
                 self.close(episode)
         return found
 
-    def _answered(self, episode: str, call: int) -> bool:
-        """Notes the end of a call; false for one that was given up."""
-        if episode not in self._working or self._running[episode].call != call:
-            return False
-        taken = time.monotonic() - self._working.pop(episode)
-        self._running[episode].seconds -= taken
+    def _in_time(self, episode: str, outcome: Outcome, answered_at: float) -> Outcome:
+        """Notes the end of a call, and returns the outcome if the environment had the time for it.
+
+        How long the answer waited for a poll does not count.
+        """
+        taken, running = answered_at - self._working.pop(episode), self._running[episode]
+        running.seconds -= taken
         self.typical_s += RECENT * (taken - self.typical_s)
-        return True
+        if running.seconds >= 0:
+            return outcome
+        took = self.seconds - running.seconds
+        return EnvironmentFailed("timeout", f"its environment took {took:.3g} s in all, more than {self.seconds:g} s")
 
     def _call(self, episode: str, *message: Any) -> None:
         running = self._running[episode]
         self._calls += 1
         running.call = self._calls
-        self._working[episode] = time.monotonic()
+        self._working[episode] = self._now()
         running.inbox.put((running.call, message[0], message[1:]))
 
     def _serve(self, episode: str, running: _Running) -> None:
@@ -218,7 +268,7 @@ class EnvironmentHost:
                     if running.closed:  # before there was a process to kill
                         break
                 answer: Outcome = check_observation(
-                    self._result(getattr(running.environment, method)(*arguments), running.pending), method
+                    self._result(getattr(running.environment, method)(*arguments), running), method
                 )
             except EnvironmentFailed as failure:
                 answer = failure
@@ -227,13 +277,13 @@ class EnvironmentHost:
             except BaseException as error:  # also SystemExit: an environment ends its episode, not the run
                 answer = EnvironmentFailed("error", raised(method, error, running.environment))
                 answer.__cause__ = error
-            self._answers.put((episode, call, answer))
+            self._answers.put((episode, call, answer, self._now()))
         if (close := getattr(running.environment, "close", None)) is not None:
             with contextlib.suppress(BaseException):  # the episode is over
-                self._result(close(), running.pending)
+                self._result(close())
 
-    def _result(self, value: Any, pending: list[Any]) -> Any:
-        """The value, or the result of a coroutine on the event loop."""
+    def _result(self, value: Any, running: _Running | None = None) -> Any:
+        """The value, or the result of a coroutine on the event loop, which is cancelled when ``running`` is closed."""
         if not inspect.isawaitable(value):
             return value
 
@@ -241,5 +291,8 @@ class EnvironmentHost:
             return await value
 
         future = asyncio.run_coroutine_threadsafe(wait(), self._loop)
-        pending[:] = [future]
+        if running is not None:
+            running.future = future
+            if running.closed:
+                future.cancel()
         return future.result()

@@ -247,9 +247,13 @@ def _objects(records: Sequence[_Record]) -> dict[str, list[Any]]:
 
 
 def _plain(info: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers and texts of a last ``info``."""
+    """The numbers and texts of a last ``info``, under names that are texts."""
     numbers = {name: value.item() if isinstance(value, np.generic) else value for name, value in info.items()}
-    return {name: value for name, value in numbers.items() if isinstance(value, bool | int | float | str)}
+    return {
+        name: value
+        for name, value in numbers.items()
+        if isinstance(name, str) and isinstance(value, bool | int | float | str)
+    }
 
 
 def _messages(episode: Episode) -> Any:

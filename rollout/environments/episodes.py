@@ -30,7 +30,9 @@ EndReason = Literal["done", "turns", "tokens", "length"] | Failure
 - ``done``: the environment said so.
 - ``turns``, ``tokens``: the limits of an episode; ``tokens`` also if the engine has no room for the next turn.
 - ``length``: a turn was cut at ``max_tokens``.
-- ``error``, ``timeout``, ``memory``, ``invalid``: the environment failed, see `Failure`.
+- ``error``, ``timeout``, ``memory``, ``invalid``: the environment failed, see `Failure`. The clock of ``timeout`` runs only while
+  the environment is called. A limit on the time of decoding would end an episode earlier on a slower machine, or in a larger
+  batch: ``turns``, ``tokens`` and ``max_tokens`` bound decoding.
 """
 
 
@@ -40,7 +42,9 @@ class EpisodeLimits:
 
     turns: int  # of the policy
     tokens: int | None = None  # of a row behind the prompt, sampled ones and observations; None: no limit
-    seconds: float = 60.0  # that the environment may take, all its calls together
+    seconds: float = (
+        60.0  # that the environment may take, all its calls together; decoding does not count, see `EndReason`
+    )
     last_pictures: int | None = None  # of the observations that a turn sees; None: all
     memory_gib: float | None = (
         None  # of the environment, in a process of its own; None: in a thread of this one, no limit
@@ -99,7 +103,9 @@ class Episode:
     message: str = ""  # of a failure
     info: dict[str, Any] = field(default_factory=dict)  # of the last observation
     state: str = ""  # digest of the last observation
-    observations: list[Observation] = field(default_factory=list)  # that were shown
+    observations: list[Observation] = field(
+        default_factory=list
+    )  # that were shown, if later turns may leave out pictures
     rows: list[EpisodeRow] = field(default_factory=list)
     request: Request | None = None  # of the last turn
     number: int | None = None  # of the last turn's request in the engine
@@ -293,8 +299,9 @@ class _Play:
         if outcome.done or len(episode.turns) == self.limits.turns:
             self._end(episode, outcome)
             return
-        episode.observations.append(outcome)
         try:
+            if self.limits.last_pictures is not None:
+                episode.observations.append(self.renderer.kept(outcome))
             shown, row = self._shown(episode, outcome), self._new_row(episode)
         except InvalidPrompt as error:
             episode.end("invalid", f"its observation cannot be shown: {error}")

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image
 
+from dataproto.errors import InvalidConfig
 from rollout.environments.environment import MakeEnvironment, Observation
 
 MAX_SEED = 2**31
@@ -53,6 +54,9 @@ class _GymnasiumEnvironment:
         self.inner.close()
 
     def _shown(self, seen: Any) -> str | Image.Image:
-        array = np.asarray(self.inner.render() if self.shows == "render" else seen)
+        shown = self.inner.render() if self.shows == "render" else seen
+        if shown is None:
+            raise InvalidConfig('render() returned None: make the environment with render_mode="rgb_array"')
+        array = np.asarray(shown)
         picture = array.dtype == np.uint8 and (array.ndim == 2 or (array.ndim == 3 and array.shape[-1] == 3))
         return Image.fromarray(array).convert("RGB") if picture else str(seen)

@@ -52,7 +52,7 @@ class HeldEpisodes:
 
         An episode that is held goes on in its environment. Another one that has ``begun``, in an earlier process, is played
         again with what was sampled then; see `rollout.environments.episodes.go_on`. Held episodes that are not among ``starts``
-        are dropped.
+        are dropped. If this raises, nothing is held: the episodes are somewhere between ``begun`` and what comes next.
         """
         turns = [[BegunTurn.of(turn) for turn in each] for each in begun]
         episodes = [self._taken(start, before) for start, before in zip(starts, turns, strict=True)]
@@ -63,7 +63,11 @@ class HeldEpisodes:
             if name not in held:
                 host.close(name)
         host.resume()
-        go_on(engine, renderer, episodes, host, sampling, plan.limits, groups, weight_version)
+        try:
+            go_on(engine, renderer, episodes, host, sampling, plan.limits, groups, weight_version)
+        except BaseException:
+            self.release()
+            raise
         host.pause()
         self._episodes = {each.start.trajectory: each for each in episodes if not each.ended}
         if not self._episodes:

@@ -62,7 +62,7 @@ class ToolEnvironment:
         try:
             calls = self.parse(action)
         except ValueError as error:
-            return Observation([f"Error: {error}"], role="tool")
+            return Observation([_text(f"Error: {error}")], role="tool")
         if not calls:
             return Observation(reward=self.answered(action), done=True)
         return Observation([part for name, arguments in calls for part in self._result(name, arguments)], role="tool")
@@ -77,9 +77,19 @@ class ToolEnvironment:
         try:
             found = self.tools[name](**arguments)
         except Exception as error:  # of the policy's arguments: it can try others
-            return [f"Error: {type(error).__name__}: {error}"]
+            return [_text(f"Error: {type(error).__name__}: {error}")]
         parts = found if isinstance(found, list | tuple) else [found]
-        return [part if isinstance(part, str | Image.Image) else json.dumps(part, default=str) for part in parts]
+        return [part if isinstance(part, Image.Image) else _text(part) for part in parts]
+
+
+def _text(part: Any) -> str:
+    """Text, or a value as JSON, with ``?`` for halves of characters, which the policy may have written as JSON's escapes.
+
+    >>> _text("no result for \\ud83d"), _text({"found": 1})
+    ('no result for ?', '{"found": 1}')
+    """
+    text = part if isinstance(part, str) else json.dumps(part, default=str)
+    return text.encode(errors="replace").decode()
 
 
 def with_tools(tools: Sequence[Tool], score: Score | None = None, parse: Parse = hermes_calls) -> MakeEnvironment:

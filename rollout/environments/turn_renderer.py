@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 from torch import Tensor
 
 from dataproto.columns import RowMedia
@@ -148,12 +148,19 @@ class TurnRenderer:
         return found.hexdigest()
 
     def _image(self, image: Image.Image) -> ProcessedImage:
-        if image.mode in ("P", "PA"):  # palette indices do not define the colours
-            image = image.convert("RGBA")
-        key = (image.mode, image.size, blake2b(image.tobytes(), digest_size=16).digest())
+        key = _image_key(image)
         if key not in self._images:
-            self._images[key] = self.builder.process_image(load_image(image))
+            shown = load_image(image)
+            own = _image_key(shown)
+            if own not in self._images:
+                self._images[own] = self.builder.process_image(shown)
+            self._images[key] = self._images[own]
         return self._images[key]
+
+    def kept(self, observation: Observation) -> Observation:
+        """The observation as it is now, to be shown again: an environment may draw on its picture, or add to its list."""
+        content = [part if isinstance(part, str) else self._image(part).image for part in observation.content]
+        return replace(observation, content=content)
 
     def media(self, media: Sequence[ProcessedImage | ProcessedVideo]) -> Mapping[str, Tensor]:
         """The model's inputs of a turn's media in their order; the same object for the same media, until `forget`."""
@@ -223,6 +230,15 @@ class TurnRenderer:
         if SECOND not in thinking:
             found.append("it strips thinking from answers that an observation follows: rows keep it")
         return found
+
+
+def _image_key(image: Image.Image) -> tuple[Any, ...]:
+    """A value that is equal for images which `load_image` makes equal pixels of."""
+    if image.mode in ("P", "PA"):  # palette indices do not define the colours
+        image = image.convert("RGBA")
+    turned = image.getexif().get(ExifTags.Base.Orientation) if "exif" in image.info else None
+    meaning = image.mode, image.size, image.format if image.mode == "I" else None, turned
+    return *meaning, repr(image.info.get("transparency")), blake2b(image.tobytes(), digest_size=16).digest()
 
 
 def _difference(one: str, other: str) -> str:

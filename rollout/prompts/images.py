@@ -102,6 +102,8 @@ def _opened(source: Any, root: str | os.PathLike[str] | None) -> Iterator[Image.
     image = found if isinstance(found, Image.Image) else _open(found, root, source)
     given = _GIVEN if image is found else nullcontext()
     try:
+        if not image.width * image.height:
+            raise InvalidMedia(f"image {_describe(source)} is empty: {image.width} x {image.height} pixels")
         if image.width * image.height > MAX_IMAGE_PIXELS:
             raise InvalidMedia(
                 f"image {_describe(source)} has {image.width} x {image.height} pixels, more than {MAX_IMAGE_PIXELS}"
@@ -203,4 +205,6 @@ def _describe(source: Any) -> str:
         return f"{source.get('path') or ''} ({len(source['bytes'])} bytes)".strip()
     if isinstance(source, (bytes, bytearray, memoryview)):
         return f"({len(source)} bytes)"
+    if isinstance(source, Image.Image):
+        return f"(mode {source.mode}, {source.width} x {source.height} pixels)"
     return _shorten(str(source) if isinstance(source, os.PathLike) else repr(source))

@@ -5,6 +5,7 @@ Letters: B rows, P tokens of the longest prompt.
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -41,6 +42,7 @@ from rollout.prompts.prepared_rows import (
 from rollout.prompts.template_arguments import check_template_arguments
 from rollout.prompts.videos import ProcessedVideo, process_frames, process_video
 
+_HALF = re.compile("[\ud800-\udfff]")  # of a character: a surrogate without the other one
 IMAGE_CACHE_BYTES = 2 << 30
 """The default size of a `PromptBuilder`'s cache of processed images."""
 
@@ -235,11 +237,17 @@ class PromptBuilder:
     # Parts of a row
 
     def check_content(self, conversation: Conversation) -> None:
-        """Raises `InvalidPrompt` if there are media that the model does not take, or the text contains media tokens."""
+        """Raises `InvalidPrompt` if there are media that the model does not take, or the text contains media tokens or is not
+        Unicode: half of a character, as JSON's ``"\\ud83d"`` is one.
+        """
         for kind, media in (("image", conversation.images), ("video", conversation.videos)):
             if media:
                 self.check_taken(kind)
         for text in conversation.texts():
+            if half := _HALF.search(text):
+                raise InvalidPrompt(
+                    f"the text has half of a character, {half[0]!a}, at place {half.start()}: it is not Unicode"
+                )
             for token in self._media_strings:
                 if token in text:
                     raise InvalidPrompt(f"the text contains {token}, which only the chat template may write")

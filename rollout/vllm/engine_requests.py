@@ -12,6 +12,7 @@ from dataproto.errors import DataProtoError, InvalidPrompt, NonFiniteLogits, Req
 from rollout.continuation import Media, continued_experts, shown_media
 from rollout.engine import FINISH_REASONS, Completion, FinishReason, Request, SamplingParams, TopLogProbs
 from rollout.sampling import check_sampled
+from rollout.stop_texts import completes_stop_text
 from rollout.vllm.prompt_rendering import RenderedAhead
 from rollout.vllm.versions import error_line, state_of
 
@@ -40,6 +41,7 @@ class EngineRequest:
     experts: Tensor | None = None  # (n, M, k) of its first tokens, if they are recorded
     drafts: tuple[int, int] | None = None  # drafted and accepted tokens, if any are drafted
     prompt: list[Mapping[int, Any] | None] | None = None  # vLLM's log-probs of the prompt
+    searched: int = 0  # tokens of its response, in this engine, among which none completes a stop text
 
     def add_experts(self, found: Tensor | None) -> None:
         """Adds the experts ``(n, M, k)`` of all its tokens that have been read. What is known stays as it was: a request that was
@@ -74,6 +76,18 @@ class EngineRequest:
         """All its tokens, with those of an earlier request that it goes on with, if ``token_ids`` are the last ones."""
         ids = self.request.input_ids
         return [*ids[len(ids) - self.request.drawn :].tolist(), *self.token_ids, *token_ids]
+
+    def stopped_at(self, token_ids: Sequence[int], tokenizer: Any) -> int | None:
+        """How many of ``token_ids``, sampled behind those it has, there are up to the first one that completes a stop text.
+
+        A step of vLLM adds several tokens where some were drafted.
+        """
+        first = max(self.searched - len(self.token_ids), 0) + 1
+        for count in range(first, len(token_ids) + 1):
+            if completes_stop_text(tokenizer, self.response(token_ids[:count]), self.sampling.stop):
+                return count
+        self.searched = len(self.token_ids) + len(token_ids)
+        return None
 
     def finished(self) -> FinishedRequest:
         """Its prompt and response, for requests that continue it."""
@@ -150,9 +164,9 @@ class RunningRequests:
         sampler.close(row.slot)
         return row
 
-    def interrupt(self, name: str) -> EngineRequest:
-        """Takes a request, with its tokens so far, from vLLM."""
-        row = self.end(name, self.tokens(name))
+    def interrupt(self, name: str, count: int | None = None) -> EngineRequest:
+        """Takes a request, with its tokens so far or the first ``count`` of them, from vLLM."""
+        row = self.end(name, self.tokens(name)[:count])
         self._engine.abort_request([name])
         return row
 

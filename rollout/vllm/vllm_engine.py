@@ -26,7 +26,6 @@ from rollout.engine import (
     row_name,
 )
 from rollout.pretrained import end_ids, generation_config
-from rollout.stop_texts import completes_stop_text
 from rollout.vllm.engine_requests import (
     ComingRun,
     EngineRequest,
@@ -359,10 +358,10 @@ class VLLMEngine(StreamedWeights):
 
     def _finish(self, output: Any) -> None:
         """Adds the completion of a request that vLLM has ended."""
-        row = self._running.end(output.request_id, list(output.outputs[0].token_ids))
-        row.prompt, reason = output.prompt_logprobs, output.outputs[0].finish_reason
-        if reason == "length" and row.sampling.stop and self._completes_stop_text(row, ()):
-            reason = "stop"
+        token_ids, reason = list(output.outputs[0].token_ids), output.outputs[0].finish_reason
+        stopped = self._stopped_at(output.request_id, token_ids)
+        row = self._running.end(output.request_id, token_ids[:stopped])
+        row.prompt, reason = output.prompt_logprobs, reason if stopped is None else "stop"
         error = failure(row, reason, self.banned_ids)
         if isinstance(error, NonFiniteLogits):
             self._kv_cache_is_finite = False
@@ -372,18 +371,19 @@ class VLLMEngine(StreamedWeights):
         self._done.append(row.completion(ended, output.num_cached_tokens or 0, error))
 
     def _stop_by_text(self, name: str) -> None:
-        """Ends a running request if its last token completes a stop text."""
-        token_ids = self._running.tokens(name)
-        if token_ids and self._completes_stop_text(self._running.rows[name], token_ids):
+        """Ends a running request at its first token that completes a stop text."""
+        stopped = self._stopped_at(name, self._running.tokens(name))
+        if stopped is not None:
             state = state_of(self.engine, name)
-            row = self._running.interrupt(name)
+            row = self._running.interrupt(name, stopped)
             row.prompt = state.logprobs_processor.prompt_logprobs
             if row.keep:
                 self._kept[row.number] = row.finished()
             self._done.append(row.completion("stop", state.num_cached_tokens or 0))
 
-    def _completes_stop_text(self, row: EngineRequest, token_ids: Sequence[int]) -> bool:
-        return completes_stop_text(self._tokenizer, row.response(token_ids), row.sampling.stop)
+    def _stopped_at(self, name: str, token_ids: Sequence[int]) -> int | None:
+        row = self._running.rows[name]
+        return row.stopped_at(token_ids, self._tokenizer) if row.sampling.stop else None  # most need no tokenizer
 
     def _clear_non_finite(self) -> None:
         """Removes NaN and infinity from the KV cache, where they would spread to other rows."""

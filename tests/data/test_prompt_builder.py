@@ -369,7 +369,7 @@ def test_text_cannot_smuggle_in_placeholders(token, typed):
         ({"prompt": "<image>", "images": [None]}, "missing"),
         ({"prompt": "<image>", "images": ["/nowhere.png"]}, "No such file"),
         ({"prompt": "<image>", "images": [Image.new("RGB", (401, 2))]}, "at most 200 times"),
-        ({"prompt": "<image>", "images": [Image.new("RGB", (0, 5))]}, "width 0"),
+        ({"prompt": "<image>", "images": [Image.new("RGB", (0, 5))]}, "is empty: 0 x 5 pixels"),
         ({"images": []}, "list of messages"),
         ({"prompt": "x" * 600}, "more than max_prompt_length=512"),
     ],

@@ -6,11 +6,11 @@ import weakref
 
 import pytest
 
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, MediaMismatch
 from helpers.episodes import RandomEngine, renderer_of, starts_of
 from rollout.carried_samples import WholeGroups
 from rollout.engine import SamplingParams
-from rollout.environments import EpisodeLimits, EpisodeStart, Observation, environment_host
+from rollout.environments import EpisodeLimits, EpisodeStart, Observation
 from rollout.environments.environment_host import EnvironmentHost
 from rollout.environments.held_episodes import EpisodePlan, HeldEpisodes
 
@@ -155,6 +155,37 @@ def test_an_episode_that_was_stopped_before_its_first_token_keeps_its_environmen
     assert (second.ended, len(Door.made)) == ("done", 2)
 
 
+class Refusing(RandomEngine):
+    """Fails at its first request by an error that is no limit of an episode."""
+
+    def submit(self, request, sampling, keep=False):
+        raise MediaMismatch("other tokens")
+
+
+def test_an_episode_goes_on_from_its_beginning_after_a_call_that_failed():
+    held, starts = HeldEpisodes(), named_starts(2)
+    first = go_on(held, starts, [[], []], wanted=1, make=TwoDoors)
+    begun = [[turn.plain() for turn in first[1].begun]]
+    Door.open.set()
+    with pytest.raises(MediaMismatch):
+        go_on(held, starts[1:], begun, wanted=1, make=TwoDoors, engine=Refusing)
+    assert held._host is None
+    (again,) = go_on(held, starts[1:], begun, wanted=1, make=TwoDoors)
+    assert (again.ended, len(again.turns)) == ("done", 2)
+    assert again.turns[0].token_ids == begun[0][0]["token_ids"].tolist()
+
+
+class TwoDoors(Door):
+    """The others have a second turn."""
+
+    def step(self, action):
+        if self.number > 0:
+            self.open.wait(60)
+            self.number = -1
+            return Observation(["on"])
+        return Observation(reward=1.0, done=True)
+
+
 class SlowStart(Door):
     def reset(self, row, seed):
         if seed:
@@ -200,15 +231,3 @@ def test_a_time_longer_than_a_thread_can_wait_is_taken():
         host.reset("u", {}, 0)
         ((name, _),) = host.poll(None)
         assert name == "u"
-
-
-def test_the_time_between_two_calls_does_not_count(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(environment_host.time, "monotonic", lambda: now[0])
-    with EnvironmentHost(Door, seconds=5.0) as host:
-        host._working["u1"] = now[0]
-        now[0] = 2.0
-        host.pause()
-        now[0] = 1000.0
-        host.resume()
-        assert now[0] - host._working.pop("u1") == 2.0

@@ -14,7 +14,7 @@ from helpers.engines import ROWS
 from helpers.episodes import DrawnEnvironment, prompts_of
 from helpers.routes import routes_in_one_pass, routes_of
 from helpers.tiny_models import MOE_TYPES, tiny_model
-from recipes.run.carried_rollouts import CarriedSamples
+from recipes.run.carrying import CarriedSamples
 from rollout.carried_samples import BEGUN, Tokens, WholeGroups, decode_groups
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits

@@ -11,7 +11,7 @@ from dataproto.errors import InvalidPrompt, NonFiniteLogits
 from helpers.episodes import picture
 from recipes.configs.shared.carrying_config import CarryingConfig
 from recipes.data.loader import PromptLoader
-from recipes.run.carried_rollouts import CarryingRollout, LookAhead
+from recipes.run.carrying import CarryingRollout, LookAhead
 from rollout.engine import Completion, SamplingParams
 from rollout.environments import Observation
 from rollout.prompts import PromptBuilder
@@ -189,6 +189,7 @@ class Group:
         found["_finished"] = done
         found["info"] = object_array([{}] * len(samples))
         found["end_reason"] = object_array(["done"] * len(samples))
+        found["turns"] = torch.ones(len(samples), dtype=torch.int64)
         found["_begun"] = np.array([None] * len(samples), dtype=object)
         found["_dealt"] = np.full(len(samples), 7)
         found["_failed"] = object_array([None] * len(samples))

@@ -32,10 +32,14 @@ Result = dict[str, Any]
 
 
 def config_with_heads(model_type: str, heads: int, key_value_heads: int, tied: bool = False) -> Any:
-    """`tiny_config` with another number of heads; the size of a head shrinks if the config has no option for it."""
-    config = tiny_config(model_type)
+    """`tiny_config` with another number of heads; see `with_heads`."""
+    return with_heads(tiny_config(model_type), heads, key_value_heads, tied)
+
+
+def with_heads(config: Any, heads: int, key_value_heads: int, tied: bool = False) -> Any:
+    """The config, changed to another number of heads; the size of a head shrinks if the config has no option for it."""
     text = config.get_text_config()
-    if model_type in GEMMA4_TYPES:  # whose layers have heads of their own
+    if config.model_type in GEMMA4_TYPES:  # whose layers have heads of their own
         counts = {"num_attention_heads": heads, "num_key_value_heads": key_value_heads}
         config.text_config = type(text)(**text.to_dict() | counts | {"tie_word_embeddings": tied})
         config.tie_word_embeddings = tied

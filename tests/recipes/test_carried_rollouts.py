@@ -29,7 +29,7 @@ from recipes.algorithms.penalties import KLController
 from recipes.configs.shared.carrying_config import CarryingConfig
 from recipes.geo3k_grpo import parse
 from recipes.grpo import GRPOConfig, grpo_step, grpo_step_in_parts
-from recipes.run.carried_rollouts import CarryingRollout, LookAhead, carry_samples
+from recipes.run.carrying import CarryingRollout, LookAhead, carry_samples
 from recipes.run.environment_roles import PlayedEnvironment, with_environment
 from recipes.run.phases import Progression
 from rollout.carried_samples import WholeGroups

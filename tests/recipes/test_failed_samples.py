@@ -1,12 +1,13 @@
 """Steps with carried samples whose engine fails at one of them."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dataproto import object_array
-from dataproto.errors import InvalidConfig, InvalidPrompt, NonFiniteLogits
+from dataproto.errors import InvalidConfig, InvalidPrompt, InvalidRow, NonFiniteLogits, RowCountMismatch
 from helpers.carried_runs import (
     BATCH,
     Group,
@@ -23,7 +24,7 @@ from helpers.carried_runs import (
 )
 from helpers.checkpoints import write_checkpoint
 from recipes.configs.shared.carrying_config import CarryingConfig
-from recipes.run.carried_rollouts import CarryingRollout, LookAhead
+from recipes.run.carrying import CarryingRollout, LookAhead
 from rollout import carried_samples
 from rollout.engine import SamplingParams
 from workers.cluster.local_group import LocalGroup
@@ -86,6 +87,34 @@ def of_first_weights(parts) -> dict[str, int]:
         for uid, mask, versions in zip(data["uid"], data["response_mask"], data["weight_version"], strict=True):
             found[uid] += int((versions[mask.bool()] == 1).sum())
     return found
+
+
+class Idle(Group):
+    """Finishes no group, and tells no error."""
+
+    def submit(self, *arguments):
+        found = super().submit(*arguments).result()
+        found["_finished"] = torch.zeros(len(found), dtype=torch.bool)
+        return SimpleNamespace(result=lambda: found)
+
+
+def test_a_worker_that_ends_too_early_makes_no_smaller_batch():
+    rollout = CarryingRollout(Idle(), LookAhead(Numbers()), CarryingConfig(over_ask=2.0), lambda: 0)
+    with pytest.raises(RowCountMismatch, match="0 groups are whole, but a step takes 2"):
+        rollout.generate(next(rollout), SamplingParams(n=1))
+
+
+@pytest.mark.parametrize(("uids", "row"), [(["0", "1", "2", "1"], 1), (["0", "0"], 1)])
+def test_two_groups_of_one_uid_are_refused(uids, row):
+    class Repeating(Numbers):
+        def __next__(self):
+            batch = super().__next__()
+            batch["uid"] = object_array([uids[int(uid)] for uid in batch["uid"]])
+            return batch
+
+    rollout = CarryingRollout(Group(), LookAhead(Repeating()), CarryingConfig(over_ask=2.0), lambda: 0)
+    with pytest.raises(InvalidRow, match=rf"row {row}: uid {uids[-1]} is that of another prompt"):
+        rollout.generate(next(rollout), SamplingParams(n=1))
 
 
 class FailsAt(Group):

@@ -48,6 +48,17 @@ def test_tokens_are_those_of_the_other_engine_without_drafts(setup, sampling):
     assert not setup.vllm.sampler.drafts._groups
 
 
+def test_a_stop_text_among_drafted_tokens_ends_a_response_with_it(setup):
+    whole, decode = generate(setup, setup.hf, COPIED), setup.builder.tokenizer.decode
+    lengths = whole["response_mask"].sum(1).tolist()
+    texts = [decode(whole["responses"][row][length // 2 :][:2]) for row, length in enumerate(lengths)]
+    sampling = replace(COPIED, stop=tuple({text for text in texts if text.strip() and "\ufffd" not in text}))
+    ours, theirs = (generate(setup, engine, sampling) for engine in (setup.vllm, setup.hf))
+    assert theirs["response_mask"].sum() < whole["response_mask"].sum()
+    assert_same(ours, theirs)
+    assert torch.equal(ours["truncated"], theirs["truncated"])
+
+
 def test_steps_fall_by_the_accepted_tokens(setup, monkeypatch):
     sampler, calls = setup.vllm.sampler, Counter()
     begin = sampler._begin_step

@@ -1,5 +1,5 @@
-"""Episodes that `roles.rollout.play` returns, with images behind their prompts, over two processes against Hugging Face's forward
-pass of each row alone, in float32: log-probs within 1e-5, gradients within 1e-4 of their norms.
+"""Episodes that `roles.rollout.play` returns, with images behind their prompts, over two, four and eight processes against
+Hugging Face's forward pass of each row alone, in float32: log-probs within 1e-5, gradients within 1e-4 of their norms.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from dataproto.columns import media_parts
 from helpers.batches import padded_log_probs
 from helpers.checkpoints import write_checkpoint
 from helpers.episodes import DrawnEnvironment, prompts_of
-from helpers.layouts import CPU, joined
+from helpers.layouts import CPU, joined, with_heads
 from helpers.processes import run_ranks
 from helpers.tiny_models import tiny_model
 from helpers.tiny_prompts import tiny_builder, tiny_prompt_config
@@ -36,7 +36,18 @@ PLAYED = {
     "qwen2_5_vl, the last two pictures": ("qwen2_5_vl", 2),  # episodes have several rows
     MOE: (MOE, None),
 }
-CASES = [(name, layout) for name in PLAYED for layout in (LAYOUTS | EXPERTS if name == MOE else LAYOUTS)]
+PRODUCTS = {
+    "sp 2 x tp 2": Layout(sp=2, tp=2),
+    "pp 2 x tp 2": Layout(pp=2, tp=2),
+    "pp 2 x sp 2": Layout(pp=2, sp=2),
+    "dp 2 x sp 2 x tp 2": Layout(dp=2, sp=2, tp=2),
+}
+IN_PRODUCTS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen2_5_vl, the last two pictures", MOE)
+EVERY = LAYOUTS | EXPERTS | PRODUCTS
+CASES = [
+    *((name, layout) for name in PLAYED for layout in (LAYOUTS | EXPERTS if name == MOE else LAYOUTS)),
+    *((name, layout) for name in IN_PRODUCTS for layout in PRODUCTS),
+]
 TOKEN_BUDGET = 250  # several micro-batches
 SAMPLING = SamplingParams(n=3, max_tokens=8, seed=3, stop_token_ids=tuple(range(0, 250, 2)))  # so that turns end
 
@@ -70,7 +81,7 @@ def score_and_learn(path: str, data: DataProto, layout: Layout) -> tuple[np.ndar
 
 def played(model_type: str, last_pictures: int | None, path: str) -> Episodes:
     write_checkpoint(model_type, path)
-    config = tiny_prompt_config(model_type)
+    config = with_heads(tiny_prompt_config(model_type), heads=4, key_value_heads=2)  # for products of two by two
     config.get_text_config().vocab_size += config.get_text_config().vocab_size % 2  # the words of two ranks
     model = tiny_model(model_type, config=config)
     model.save_pretrained(path)
@@ -96,11 +107,15 @@ def episodes(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def outcomes(episodes, tmp_path_factory):
-    cases = {
-        (name, layout): partial(score_and_learn, episodes[name].path, episodes[name].data, (LAYOUTS | EXPERTS)[layout])
-        for name, layout in CASES
-    }
-    return run_ranks(2, cases, tmp_path_factory.mktemp("ranks"))
+    found = {}
+    for ranks in sorted({layout.world_size for layout in EVERY.values()}):
+        cases = {
+            (name, layout): partial(score_and_learn, episodes[name].path, episodes[name].data, EVERY[layout])
+            for name, layout in CASES
+            if EVERY[layout].world_size == ranks
+        }
+        found |= run_ranks(ranks, cases, tmp_path_factory.mktemp("ranks"))
+    return found
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)

@@ -24,7 +24,9 @@ class EpisodesConfig:
     environment: str | None = None  # FILE.py:NAME of a class or function that makes one; the recipe's own by default
     turns: int = 6  # of an episode
     tokens: int | None = None  # of an episode behind its prompt, observations included; default: no limit
-    seconds: float = 60.0  # that the environment of an episode may take
+    seconds: float = (
+        60.0  # that the environment of an episode may take in all its calls; the time of decoding does not count
+    )
     last_pictures: int | None = None  # of the observations that a turn sees; default: all
     memory_gib: float | None = None  # of the environment, in a process of its own; default: a thread, no limit
     drop_cut: bool = False  # learn nothing from episodes that a limit cut: turns, tokens, or a turn's length

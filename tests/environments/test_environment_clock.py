@@ -1,0 +1,161 @@
+"""What counts as the time of an environment, and what becomes of environments whose time is over."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from helpers.episodes import RandomEngine, renderer_of, starts_of
+from rollout.engine import SamplingParams
+from rollout.environments import EpisodeLimits, Observation, environment_host, play_episodes
+from rollout.environments.environment_host import EnvironmentHost
+
+SAMPLING = SamplingParams(max_tokens=4)
+
+
+def play(make, count=1, engine=RandomEngine, **limits):
+    renderer = renderer_of("qwen2_5_vl")
+    played = EpisodeLimits(**{"turns": 3, "seconds": 60.0} | limits)
+    return play_episodes(engine(renderer), renderer, starts_of(count), make, SAMPLING, played)
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert condition()
+
+
+class Quick:
+    """Answers at once."""
+
+    def reset(self, row, seed):
+        return Observation(["go"])
+
+    def step(self, action):
+        return Observation(["on"])
+
+
+class SlowEngine(RandomEngine):
+    """A step takes longer than the environment of an episode may."""
+
+    def poll(self):
+        time.sleep(0.3)
+        return super().poll()
+
+
+def test_the_time_in_which_the_engine_decodes_does_not_count():
+    """Neither before an action nor while the environment's answer waits for the engine's step."""
+    found = play(Quick, 4, SlowEngine, turns=4, seconds=0.25)
+    assert [episode.ended for episode in found] == ["turns"] * 4
+
+
+class Late(Quick):
+    def step(self, action):
+        time.sleep(0.3)
+        return Observation(done=True, reward=1.0)
+
+
+@pytest.mark.parametrize("engine", [RandomEngine, SlowEngine])
+def test_an_answer_after_the_limit_is_too_late_however_busy_the_engine_is(engine):
+    (found,) = play(Late, engine=engine, seconds=0.2)
+    assert found.ended == "timeout"
+    assert "more than 0.2 s" in found.message or "did not return" in found.message
+
+
+def test_the_time_of_a_pause_does_not_count(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(environment_host.time, "monotonic", lambda: now[0])
+    with EnvironmentHost(Quick, seconds=5.0) as host:
+        for seconds in (2.0, 1000.0, 1000.0):
+            host.pause()
+            host.resume()
+            began = host._now()
+            now[0] += 1.0
+            host.pause()
+            now[0] += seconds
+            assert host._now() == began + 1.0  # also of an answer in the pause
+            host.resume()
+            now[0] += 1.0
+            assert host._now() == began + 2.0
+
+
+class Waiting:
+    """Waits for ever in its second step; says what was done to it."""
+
+    told = []
+
+    async def reset(self, row, seed):
+        return Observation(["go"])
+
+    async def step(self, action):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            Waiting.told.append("cancelled")
+
+    async def close(self):
+        await asyncio.sleep(0)
+        Waiting.told.append("closed")
+
+
+def environment_threads():
+    return [each for each in threading.enumerate() if getattr(each._target, "__name__", "") == "_serve"]
+
+
+def test_an_async_environment_that_hangs_is_cancelled_and_closed():
+    Waiting.told, before = [], environment_threads()
+    (found,) = play(Waiting, seconds=0.2)
+    assert found.ended == "timeout"
+    wait_until(lambda: Waiting.told == ["cancelled", "closed"])
+    wait_until(lambda: set(environment_threads()) <= set(before))
+
+
+def test_an_async_environment_is_cancelled_and_closed_when_its_host_is_shut_in_a_call():
+    Waiting.told, before = [], environment_threads()
+    with EnvironmentHost(Waiting, seconds=60.0) as host:
+        host.reset("u", {}, 0)
+        host.poll(None)
+        host.step("u", "on")
+        wait_until(lambda: host._running["u"].future is not None and not host._running["u"].future.done())
+    assert Waiting.told == ["cancelled", "closed"]
+    wait_until(lambda: set(environment_threads()) <= set(before))
+
+
+class Sharing(Quick):
+    """Environments of all plays wait for each other at a lock, which belongs to the event loop that it is first waited in."""
+
+    lock = asyncio.Lock()
+
+    async def step(self, action):
+        async with Sharing.lock:
+            await asyncio.sleep(0.02)
+        return Observation(done=True)
+
+
+def test_async_environments_of_several_plays_share_a_lock():
+    for _ in range(2):
+        assert [episode.ended for episode in play(Sharing, 4)] == ["done"] * 4
+
+
+class Blocking(Quick):
+    let_go = threading.Event()
+
+    async def step(self, action):
+        Blocking.let_go.wait(60)
+
+
+def test_a_method_that_blocks_the_event_loop_blocks_no_later_play(monkeypatch):
+    monkeypatch.setattr(environment_host, "LOOP_S", 0.2)
+    monkeypatch.setattr(environment_host, "CLOSING_S", 0.1)
+    try:
+        assert play(Blocking, seconds=0.2)[0].ended == "timeout"
+
+        class Async(Quick):
+            async def step(self, action):
+                return Observation(done=True)
+
+        assert play(Async, 2, seconds=5.0)[0].ended == "done"
+    finally:
+        Blocking.let_go.set()

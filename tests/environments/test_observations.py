@@ -1,0 +1,314 @@
+"""Observations that are no good end their episode with a reason, never the run; and those that environments change afterwards."""
+
+import io
+import json
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import ExifTags, Image
+
+from dataproto import DataProto
+from dataproto.errors import InvalidConfig, InvalidMedia, InvalidPrompt
+from helpers.episodes import RandomEngine, picture, prompts_of, renderer_of, starts_of
+from helpers.tiny_prompts import tiny_builder
+from recipes.run.environment_roles import EnvironmentReward, PlayedEnvironment, PlayingRollout
+from recipes.run.evaluation import evaluate_samples
+from rollout.engine import SamplingParams
+from rollout.environments import EpisodeLimits, Observation, play_episodes
+from rollout.environments.episode_rows import episode_columns, episode_starts
+from rollout.environments.gymnasium_environment import from_gymnasium
+from rollout.environments.tool_environment import with_tools
+from rollout.prompts.images import load_image
+
+SAMPLING = SamplingParams(max_tokens=5)
+
+
+def opened(image, cut=None, **options):
+    """An image that was opened from a file, perhaps from the first bytes of it."""
+    file = io.BytesIO()
+    image.save(file, "PNG", **options)
+    return Image.open(io.BytesIO(file.getvalue()[:cut]))
+
+
+def closed():
+    image = opened(picture(64, 64))
+    image.close()
+    return image
+
+
+class Wordless(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+def raise_wordless():
+    raise Wordless
+
+
+WRONG = {
+    "an error without a message": (raise_wordless, "error", "raised Wordless: (its message cannot be made"),
+    "a file that is cut": (lambda: Observation([opened(picture(64, 64), 800)]), "invalid", "content[0] an image that"),
+    "a file that is closed": (lambda: Observation(["so", closed()]), "invalid", "content[1] an image that cannot"),
+    "no width": (lambda: Observation([Image.new("RGB", (0, 5))]), "invalid", "is empty: 0 x 5 pixels"),
+    "no pixels": (lambda: Observation([Image.new("RGB", (0, 0))]), "invalid", "is empty: 0 x 0 pixels"),
+    "half of a character": (lambda: Observation(["a", "bc\ud83d"]), "invalid", r"half of a character, '\ud83d', at"),
+    "more than float32 holds": (lambda: Observation(reward=1e39), "invalid", "reward 1e+39, not a finite number"),
+    "a number without end": (lambda: Observation(reward=10**400), "invalid", "not a finite number of float32"),
+}
+
+
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_observation_ends_its_episode_alone(wrong, step):
+    make, reason, message = WRONG[wrong]
+
+    class Environment:
+        def reset(self, row, seed):
+            self.seed = seed
+            return make() if seed and not step else Observation(["go"])
+
+        def step(self, action):
+            return make() if self.seed else Observation(done=True, reward=1.0)
+
+    renderer = renderer_of("qwen2_5_vl")
+    limits = EpisodeLimits(turns=3, seconds=10.0)
+    first, second = play_episodes(RandomEngine(renderer), renderer, starts_of(2), Environment, SAMPLING, limits)
+    assert (first.ended, first.turns[0].reward) == ("done", 1.0)
+    assert second.ended == reason
+    assert message in second.message
+    assert " at 0x" not in second.message  # equal failures have equal messages, which are shown once
+
+
+def test_the_largest_reward_stays_finite_in_a_row():
+    class Rich:
+        def reset(self, row, seed):
+            return Observation(["go"])
+
+        def step(self, action):
+            return Observation(reward=-float(np.finfo(np.float32).max), done=True)
+
+    renderer = renderer_of("qwen2_5_vl")
+    prompts = prompts_of(renderer.builder, 1)
+    starts, limits = episode_starts(prompts, SAMPLING), EpisodeLimits(turns=1)
+    episodes = play_episodes(RandomEngine(renderer), renderer, starts, Rich, SAMPLING, limits)
+    assert episode_columns(prompts, episodes, renderer, 5)["token_level_rewards"].isfinite().all()
+
+
+def test_images_and_texts_of_data_sets_are_refused_alike():
+    with pytest.raises(InvalidMedia, match="is empty: 7 x 0 pixels"):
+        load_image(Image.new("L", (7, 0)))
+    with pytest.raises(InvalidPrompt, match="half of a character"):
+        tiny_builder("qwen2_5_vl", max_prompt_length=100).prepare({"prompt": "a \udc00"})
+
+
+# Environments that change what they have shown
+
+
+class Painter:
+    """Shows copies of its picture and of its list, or always the same ones, on which it goes on."""
+
+    copies, mode = True, "RGB"
+
+    def reset(self, row, seed):
+        self.canvas, self.seen, self.steps = Image.new(self.mode, (24, 24)), [], 0
+        return self._shown()
+
+    def step(self, action):
+        return self._shown()
+
+    def _shown(self):
+        self.steps += 1
+        self.canvas.paste((40 * self.steps, 9, 200), (0, 0, 4 * self.steps, 24))
+        self.seen[:] = [f"step {self.steps}", self.canvas]
+        return Observation(
+            [part if isinstance(part, str) else part.copy() for part in self.seen] if self.copies else self.seen
+        )
+
+
+class Repainter(Painter):
+    copies = False
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA"])
+def test_turns_show_again_what_was_shown_though_the_environment_has_drawn_on_it(mode, monkeypatch):
+    monkeypatch.setattr(Painter, "mode", mode)
+    rows = []
+    for make in (Painter, Repainter):
+        renderer, limits = renderer_of("qwen2_5_vl"), EpisodeLimits(turns=4, last_pictures=2)
+        prompts = prompts_of(renderer.builder, 1)
+        starts = episode_starts(prompts, SAMPLING)
+        episodes = play_episodes(RandomEngine(renderer), renderer, starts, make, SAMPLING, limits)
+        rows.append(episode_columns(prompts, episodes, renderer, 100))
+    assert len(rows[0]) == 3
+    assert torch.equal(rows[0]["input_ids"], rows[1]["input_ids"])
+    for one, other in zip(rows[0]["multi_modal_inputs"], rows[1]["multi_modal_inputs"], strict=True):
+        assert [part["pixel_values"].tolist() for part in one] == [part["pixel_values"].tolist() for part in other]
+    shown = [image for media in rows[1]["multi_modal_data"] for image in media["image"]]
+    assert len(set(map(id, shown))) == 4  # each picture is one object in all rows
+
+
+def test_pictures_that_differ_by_more_than_their_bytes_are_told_apart():
+    renderer, image = renderer_of("qwen2_5_vl"), picture(24, 24)
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 3
+    grey = Image.fromarray(np.tile(np.arange(24, dtype=np.uint8), (24, 1)))
+    for plain, other in (
+        (opened(image), opened(image, exif=exif)),
+        (opened(grey), opened(grey, transparency=3)),
+    ):
+        plain.load(), other.load()
+        assert plain.tobytes() == other.tobytes()
+        one, two = (renderer.turn(Observation([each]), True).media["pixel_values"] for each in (plain, other))
+        assert not one.equal(two)
+        assert renderer.digest(Observation([plain])) != renderer.digest(Observation([other]))
+
+
+def test_equal_pixels_in_other_files_are_one_state():
+    renderer, image = renderer_of("qwen2_5_vl"), Image.new("RGB", (16, 16), (255, 0, 0))
+    palette = image.convert("P", palette=Image.Palette.ADAPTIVE)
+    found = {renderer.digest(Observation([each])) for each in (image, opened(image), palette, image.convert("RGBA"))}
+    assert len(found) == 1
+    media = [renderer.turn(Observation([each]), True).media for each in (image, opened(image), palette)]
+    assert media[0] is media[1] is media[2]
+
+
+def test_environments_may_show_one_file_that_was_not_read_before():
+    file = opened(picture(1200, 1200))
+
+    class Album:
+        def reset(self, row, seed):
+            return Observation([file])
+
+        def step(self, action):
+            return Observation(done=True)
+
+    renderer = renderer_of("qwen2_5_vl", max_pixels=784)
+    found = play_episodes(RandomEngine(renderer), renderer, starts_of(32), Album, SAMPLING, EpisodeLimits(turns=1))
+    assert [episode.message for episode in found] == [""] * 32
+
+
+# What is told beside the content
+
+
+class Rollouts:
+    def __init__(self, renderer, engine=RandomEngine):
+        self.renderer, self.engine = renderer, engine
+
+    def play(self, prompts, make, sampling, **limits):
+        engine, starts = self.engine(self.renderer), episode_starts(prompts, sampling)
+        episodes = play_episodes(engine, self.renderer, starts, make, sampling, EpisodeLimits(**limits))
+        return episode_columns(prompts, episodes, self.renderer, 5)
+
+
+def test_info_may_have_any_keys():
+    class Telling:
+        def reset(self, row, seed):
+            return Observation(["go"])
+
+        def step(self, action):
+            return Observation(done=True, info={1: 2.0, None: "x", "values": 3.0, "acc": True, "speed": 0.5})
+
+    renderer = renderer_of("qwen2_5_vl")
+    role = PlayingRollout(Rollouts(renderer), PlayedEnvironment(Telling, EpisodeLimits(turns=1)))
+    data = role.generate(prompts_of(renderer.builder, 2), SAMPLING)
+    assert data["info"].tolist() == [{"values": 3.0, "acc": True, "speed": 0.5}] * 2
+    assert data["speed"].tolist() == [0.5, 0.5]
+    assert data["acc"].tolist() == [True, True]
+    data |= DataProto.from_dict({"values": torch.ones(2, data["responses"].shape[1])})  # a critic's
+
+
+class Consuming:
+    """Takes its task out of the row, and counts its steps there."""
+
+    def reset(self, row, seed):
+        self.left = row.pop("extra_info")
+        self.left["steps"][0] -= 1
+        self.left["marks"][0] += 1
+        row["raw_prompt"][0]["content"] = "gone"
+        return Observation([str(self.left["steps"])])
+
+    def step(self, action):
+        return Observation(done=True, reward=float(10 * self.left["steps"][0] + self.left["marks"][0]))
+
+
+def test_an_environment_may_change_its_row():
+    renderer = renderer_of("qwen2_5_vl")
+    task = {"extra_info": {"steps": [3], "marks": np.array([0])}}
+    prompts = renderer.builder([{"prompt": "Go.", "uid": "u", **task}])
+    for _ in range(2):
+        data = Rollouts(renderer).play(prompts.repeat(3), Consuming, SAMPLING, turns=1)
+        assert data["end_reason"].tolist() == ["done"] * 3
+        assert data["score"].tolist() == [21.0] * 3
+    assert prompts["raw_prompt"][0][0]["content"] != "gone"
+
+
+class Flaky:
+    """Tells whether it was right, unless it breaks."""
+
+    def reset(self, row, seed):
+        self.breaks = str(row["uid"]) in ("u2", "u3")
+        return Observation(["go"])
+
+    def step(self, action):
+        if self.breaks:
+            raise RuntimeError("broken")
+        return Observation(done=True, reward=1.0, info={"acc": 1.0})
+
+
+def test_an_evaluation_keeps_its_accuracy_though_all_episodes_of_a_batch_fail(tmp_path):
+    renderer = renderer_of("qwen2_5_vl")
+    role = PlayingRollout(Rollouts(renderer), PlayedEnvironment(Flaky, EpisodeLimits(turns=1)))
+    roles = SimpleNamespace(rollout=role, reward=EnvironmentReward())
+    prompts = prompts_of(renderer.builder, 4)
+    metrics, _ = evaluate_samples(roles, [prompts[:2], prompts[2:]], SAMPLING, tmp_path, 1)
+    assert metrics["val-core//acc/mean@1"] == 1.0
+    assert metrics["val-core//reward/mean@1"] == 0.5
+
+
+class FullEngine(RandomEngine):
+    def submit(self, request, sampling, keep=False):
+        raise InvalidPrompt(f"{len(request.input_ids)} tokens are too many")
+
+
+def test_prompts_for_which_there_is_no_room_are_told_once(capsys):
+    renderer = renderer_of("qwen2_5_vl")
+    played = PlayedEnvironment(Flaky, EpisodeLimits(turns=1))
+    role = PlayingRollout(Rollouts(renderer, FullEngine), played)
+    for _ in range(2):
+        data = role.generate(prompts_of(renderer.builder, 3), SAMPLING)
+        assert data["end_reason"].tolist() == ["tokens"] * 3
+    (told,) = capsys.readouterr().err.splitlines()
+    assert re.match(r"warning: the episode of row 0 \(uid u0\) has no turn, .*: \d+ tokens are too many$", told)
+
+
+# Adapters
+
+
+def test_what_the_policy_makes_a_tool_return_can_be_shown():
+    def search(query: str) -> str:
+        if query == "error":
+            raise KeyError("\ud83d")
+        return f"nothing about {query}"
+
+    environment = with_tools([search])()
+    environment.reset({}, 0)
+    for query, told in (("\ud83d", "nothing about ?"), ("error", "Error: KeyError: ")):
+        call = json.dumps({"name": "search", "arguments": {"query": query}})
+        (text,) = environment.step(f"<tool_call>{call}</tool_call>").content
+        assert text.startswith(told)
+        assert text.encode()
+
+
+def test_gymnasium_without_a_render_mode_is_refused():
+    class Dark:
+        def reset(self, seed, options):
+            return 0, {}
+
+        def render(self):
+            return None
+
+    with pytest.raises(InvalidConfig, match='render_mode="rgb_array"'):
+        from_gymnasium(Dark, {"left": 0})().reset({}, seed=1)
