@@ -63,12 +63,13 @@ class ExitStatus:
 
 
 @contextlib.contextmanager
-def exit_status(arguments: Sequence[str] | None = None) -> Iterator[ExitStatus]:
+def exit_status(arguments: Sequence[str] | None = None, resumes: bool = True) -> Iterator[ExitStatus]:
     """Sets the exit status of the block: 2 after a user's mistake, which is one line on stderr, and 130 after an interrupt.
 
     Args:
         arguments: of the command, by default those of this process; with ``--traceback`` among them a mistake is shown with its
             traceback.
+        resumes: whether the command has ``--resume``, which an interrupt then names.
     """
     status = ExitStatus(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -79,7 +80,11 @@ def exit_status(arguments: Sequence[str] | None = None) -> Iterator[ExitStatus]:
         print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
         status.code = 2
     except KeyboardInterrupt:
-        print("\ninterrupted: run the same command with --resume to continue from the last checkpoint", file=sys.stderr)
+        instead = " instead of --overwrite" if {"--overwrite", "--run.overwrite"} & {*status.arguments} else ""
+        way_on = (
+            f": run the same command with --resume{instead} to continue from the last checkpoint" if resumes else ""
+        )
+        print(f"\ninterrupted{way_on}", file=sys.stderr)
         status.code = 130
 
 
