@@ -40,6 +40,7 @@ TRACEBACK, PRESET, CONFIG, ENGINE = "--traceback", "--preset", "--config", "--en
 PARSED = re.compile(
     r"^Error parsing \w+: |; Argument helptext:.*"
 )  # beside the text of an error, to which it adds nothing
+NO_FORM = re.compile(r"no type matching (.+?) could be instantiated from \[(.*?)\].*")
 LEFT_OVER = re.compile(r"^Unrecognized options: (.*)")
 NAMES_OF_AN_ALGORITHM = ("--algorithm.loss", "--algorithm.advantage")
 TRACEBACK_TEXT = "show the whole traceback of an error"
@@ -238,10 +239,16 @@ def _parse(arguments: Sequence[str], default: Config, prog: str) -> Config:
     except SystemExit:
         lines = [line.strip("╭╮╰╯│─ ") for line in refusal.getvalue().splitlines()]
         text = "; ".join(line for line in lines[1:] if line)
-        text = LEFT_OVER.sub(_left_over, PARSED.sub("", text)).replace(":; ", ": ")
+        text = LEFT_OVER.sub(_left_over, NO_FORM.sub(_no_form, PARSED.sub("", text))).replace(":; ", ": ")
         raise InvalidConfig(text) from None
     given = _mappings(config)
     return _with_mappings(config, {place: mappings.get(place, {}) | values for place, values in given.items()})
+
+
+def _no_form(refusal: re.Match[str]) -> str:
+    """Values that no form of an option takes, without the parser's list of what each form lacks."""
+    forms, given = re.sub("[{}]", "", refusal[1]).replace("|", " or "), re.sub("[',]", "", refusal[2])
+    return f"{given} is not {forms}"
 
 
 def _left_over(refusal: re.Match[str]) -> str:
