@@ -87,9 +87,8 @@ def open_labelled(data: ClassifyDataConfig, seed: int) -> LabelledData:
     path = Path(data.data_path)
     if path.is_dir() and _has_images(path):
         return folder_data(path, data.eval_rows, seed, templates, data.exclude)
-    return table_data(
-        data.data_path, data.eval_rows, seed, templates, data.image_column, data.label_column, data.exclude
-    )
+    columns = (data.image_column, data.label_column)
+    return table_data(data.data_path, data.eval_rows, seed, templates, *columns, data.exclude, data.on_bad_row)
 
 
 def _has_images(path: Path) -> bool:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import Subset
+from torch.utils.data import ConcatDataset, Subset
 
 from dataproto.errors import InvalidConfig
 from recipes.configs.sft_config import PRESETS, TINY, SFTConfig, SFTDataConfig, parse
@@ -95,7 +95,8 @@ def open_data(data: SFTDataConfig, builder: SupervisedBuilder, seed: int) -> tup
     rows = Mixture(sources, weights) if len(sources) > 1 else sources[0]
     if data.eval_data_path:
         return rows, _first_rows(data.eval_data_path, data, builder)
-    return rows, [row for part in held_out for row in part] or None
+    held_out = [part for part in held_out if len(part)]
+    return rows, ConcatDataset(held_out) if held_out else None
 
 
 def _split(path: str, data: SFTDataConfig, builder: SupervisedBuilder) -> tuple[Any, Any]:
@@ -119,7 +120,7 @@ def _first_rows(path: str, data: SFTDataConfig, builder: SupervisedBuilder) -> A
 
 
 def _fitting(path: str, split: str, data: SFTDataConfig, builder: SupervisedBuilder) -> Any:
-    rows, dropped = drop_overlong(conversation_rows(path, split, data.keys), builder)
+    rows, dropped = drop_overlong(conversation_rows(path, split, data.keys), builder, data.on_bad_row)
     if dropped:
         print(f"{path}: {len(dropped)} rows of {split} exceed {builder.max_prompt_length} tokens and are left out")
     return rows

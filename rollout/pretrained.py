@@ -48,14 +48,19 @@ def generation_config(model_path: str, config: Any) -> Any:
         raise InvalidConfig(f"{file} cannot be read: {str(error).splitlines()[0]}") from error
 
 
-def end_ids(generation_config: Any) -> tuple[int, ...]:
-    """The model's end tokens.
+def end_ids(generation_config: Any, config: Any = None) -> tuple[int, ...]:
+    """The model's end tokens. Where the generation settings name none, they are those of the model's ``config``: without one
+    every response would run to its greatest length.
 
     >>> from types import SimpleNamespace
     >>> end_ids(SimpleNamespace(eos_token_id=7))
     (7,)
     """
+    from transformers import GenerationConfig
+
     end = generation_config.eos_token_id
+    if end is None and config is not None:
+        end = GenerationConfig.from_model_config(config).eos_token_id
     if end is None:
         return ()
     return tuple(end) if isinstance(end, (list, tuple)) else (int(end),)

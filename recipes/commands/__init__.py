@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from recipes.commands.import_warnings import silence
@@ -101,15 +101,22 @@ COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command that the first argument names, and returns its exit status; an unknown name is one line on stderr."""
-    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    try:
+        return _main(sys.argv[1:] if arguments is None else arguments)
+    except KeyboardInterrupt:  # while modules are imported; later a command says more
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+
+
+def _main(arguments: Sequence[str]) -> int:
+    name, *rest = arguments or ["--help"]
     if name in ("-h", "--help"):
         from recipes.options import show_help
 
         show_help(usage())
         return 0
     if name == "--version":
-        print(f"dataproto {version('dataproto-vlm')}")
-        return 0
+        return _show_version()
     if name not in COMMANDS:
         near = get_close_matches(name, COMMANDS, 1)
         hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(COMMANDS)}"
@@ -120,12 +127,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command.parse is not None:
         from recipes.options import exit_status  # which takes longer than the table above
 
-        with exit_status(rest) as status:
+        with exit_status(rest, resumes=False) as status:
             _named(command.parse)(rest)
         if status.code:
             return status.code
     code: int = _named(command.target)(rest)
     return code
+
+
+def _show_version() -> int:
+    try:
+        print(f"dataproto {version('dataproto-vlm')}")
+    except PackageNotFoundError:
+        print("error: the package dataproto-vlm is not installed, so its version is unknown", file=sys.stderr)
+        return 2
+    return 0
 
 
 def _named(name: str) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import tyro
 
 from dataproto.errors import InvalidConfig
+from recipes.configs.shared.run_config import check_seed
 from recipes.options import parse_config
 
 
@@ -56,6 +57,7 @@ class MakeVLMConfig:
     resume: bool = False  # continue the training of the checkpoint in --output-dir
 
     def __post_init__(self) -> None:
+        check_seed(self.seed)
         if self.num_workers < 0:
             raise InvalidConfig(f"num_workers={self.num_workers}: must be at least 0")
         if self.steps < 0 or self.steps == 1 or self.batch_size < 1:

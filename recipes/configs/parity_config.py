@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dataproto.errors import InvalidConfig
+from recipes.configs.shared.run_config import check_seed
 from recipes.options import parse_config
 from rollout.engine import ENGINES, check_engine_options
 
@@ -37,6 +38,7 @@ class ParityConfig:
         if self.engine not in ENGINES:
             raise InvalidConfig(f"engine {self.engine!r} is unknown: choose one of {', '.join(sorted(ENGINES))}")
         check_engine_options(self.engine, self.engine_options)
+        check_seed(self.seed)
         if self.rows < 1:
             raise InvalidConfig(f"rows={self.rows}: must be at least 1")
 

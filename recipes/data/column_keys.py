@@ -69,7 +69,7 @@ class ColumnKeys:
         """
         for table in tables:
             wanted, present = self.given(), dict[str, None]()
-            for columns in _columns(table) if wanted else ():
+            for columns in columns_of(table) if wanted else ():
                 present |= dict.fromkeys(columns)
                 wanted = {option: key for option, key in wanted.items() if key not in present}
                 if not wanted:
@@ -91,7 +91,7 @@ def with_markers(question: str, images: int, videos: int = 0) -> str:
     return question
 
 
-def _columns(table: Any) -> Iterator[Sequence[str]]:
+def columns_of(table: Any) -> Iterator[Sequence[str]]:
     """The columns of a table, or of each of its rows; of a stream those of the first row."""
     names = getattr(table, "column_names", None)
     if names is not None:

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 
 from dataproto.errors import InvalidConfig, InvalidRow
+from recipes.data.column_keys import OnBadRow, columns_of
 from recipes.data.drawn_rows import EPOCH_ROWS
 from recipes.data.tables import Table, open_tables
 from recipes.synthetic.classes import CLASSES, draw_class
 from recipes.synthetic.problems import Split
+from rollout.prompts.images import image_file, media_list
 
 IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 _SPLITS = {"train": ("train", "training"), "test": ("test", "val", "valid", "validation")}
@@ -135,27 +137,35 @@ def table_data(
     image_column: str = "image",
     label_column: str = "label",
     exclude: Sequence[str] = (),
+    on_bad_row: OnBadRow = "stop",
 ) -> LabelledData:
     """Opens a data set with a column of images and a column of labels (names, or numbers with names in its features).
 
-    If there is no test split, an eighth of each class is held out.
+    If there is no test split, an eighth of each class is held out. Paths of images start at the folder of their file.
 
     Raises:
-        InvalidConfig: the data set or a column does not exist.
+        InvalidConfig: the data set or a column does not exist, no row has a label, or the test split has a class that the
+            training rows lack.
+        InvalidRow: a row has no label; with ``on_bad_row="skip"`` it is left out.
     """
     tables, name = open_tables(source, "train")
     train = TablePairs(tables, image_column, label_column)
-    labels = train.labels
-    classes = train.names or tuple(dict.fromkeys(labels))
-    used = [place for place, label in enumerate(labels) if label not in exclude]
-    classes = tuple(label for label in classes if label not in exclude)
+    used = train.labelled(exclude, on_bad_row)
+    labels = [str(train.labels[place]) for place in used]
+    classes = tuple(label for label in train.names or dict.fromkeys(labels) if label not in exclude)
+    if not used:
+        raise InvalidConfig(f"{name} has no row with a label in {label_column!r}")
     test_tables = _test_tables(source)
     if test_tables is None:
-        kept, held_out = _hold_out([labels[place] for place in used], seed)
+        kept, held_out = _hold_out(labels, seed)
         parts = [used[place] for place in kept], train, [used[place] for place in held_out]
     else:
         test = TablePairs(test_tables, image_column, label_column)
-        parts = used, test, [place for place, label in enumerate(test.labels) if label not in exclude]
+        parts = used, test, test.labelled(exclude, on_bad_row)
+        if unknown := sorted({str(test.labels[place]) for place in parts[2]} - {*classes}):
+            raise InvalidConfig(
+                f"the test split of {name} has classes that are not in the training data: {unknown[:5]}"
+            )
     return _data(train, *parts, classes, templates, name, eval_rows, seed)
 
 
@@ -174,12 +184,19 @@ class TablePairs:
 
     def __init__(self, tables: Sequence[Table], image_column: str, label_column: str) -> None:
         self.tables = [table for table, _ in tables]
+        self.roots = [root for _, root in tables]
         for table in self.tables:
-            columns = getattr(table, "column_names", None)
-            for column in (image_column, label_column):
-                if columns is not None and column not in columns:
-                    raise InvalidConfig(f"no column {column!r}: the data set has {', '.join(columns)}")
-        self.image_column = image_column
+            columns: dict[str, None] = {}
+            for row in columns_of(table):  # rows of JSON Lines may differ
+                columns |= dict.fromkeys(row)
+                if {image_column, label_column} <= columns.keys():
+                    break
+            for option, column in (("image", image_column), ("label", label_column)):
+                if column not in columns:
+                    raise InvalidConfig(
+                        f"no column {column!r}: the data set has {', '.join(columns)}; name yours by --{option}-column"
+                    )
+        self.image_column, self.label_column = image_column, label_column
         features = getattr(self.tables[0], "features", None) or {}
         self.names: tuple[str, ...] = tuple(getattr(features.get(label_column), "names", None) or ())
         self.labels = [self._name(value) for table in self.tables for value in _column(table, label_column)]
@@ -193,17 +210,39 @@ class TablePairs:
         value = (row.to_pylist()[0] if hasattr(row, "to_pylist") else row).get(self.image_column)
         if value is None:
             raise InvalidRow(place, f"{self.image_column!r} is missing")
-        return value, self.labels[place]
+        images = media_list(value)
+        if len(images) != 1:
+            raise InvalidRow(place, f"{self.image_column!r} has {len(images)} images, but a label is of one")
+        root = self.roots[number]
+        file = None if root is None else image_file(images[0], root)
+        return images[0] if file is None else file, str(self.labels[place])
 
-    def _name(self, value: Any) -> str:
-        return self.names[value] if self.names and isinstance(value, int) else str(value).strip()
+    def labelled(self, exclude: Sequence[str], on_bad_row: OnBadRow) -> list[int]:
+        """The places of the rows that have a label, without those of the classes ``exclude``."""
+        if on_bad_row == "stop" and None in self.labels:
+            place = self.labels.index(None)
+            raise InvalidRow(place, f"no label in {self.label_column!r} (--on-bad-row skip leaves such rows out)")
+        return [place for place, label in enumerate(self.labels) if label is not None and label not in exclude]
+
+    def _name(self, value: Any) -> str | None:
+        if self.names and isinstance(value, int):
+            return self.names[value] if value >= 0 else None  # -1 is "no label" in data sets of the hub
+        return None if value is None or value != value else str(value).strip()  # NaN: what pandas writes for no label
 
 
 def _column(table: Any, name: str) -> Sequence[Any]:
     if hasattr(table, "select_columns"):
         found: Sequence[Any] = table.select_columns([name])[name]
         return found
-    return [row[name] for row in table]
+    return [_value(table, place, name) for place in range(len(table))]
+
+
+def _value(table: Any, place: int, name: str) -> Any:
+    """A value of a row of JSON Lines; `None` where the row lacks it, or is not JSON."""
+    try:
+        return table[place].get(name)
+    except InvalidRow:
+        return None
 
 
 def _data(

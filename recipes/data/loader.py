@@ -226,23 +226,37 @@ class EvaluationLoader:
             yield self.builder.collate(prompts)
 
 
-def drop_overlong(rows: Any, builder: PromptBuilder) -> "tuple[Subset[Any], list[int]]":
+def drop_overlong(rows: Any, builder: PromptBuilder, on_bad_row: OnBadRow = "skip") -> "tuple[Subset[Any], list[int]]":
     """The rows whose prompts fit into ``builder.max_prompt_length`` tokens, and the places of the others.
 
     Image tokens are counted from the headers of the images, without decoding pixels, and only once for rows from files (see
-    `prompt_lengths`). Rows whose length cannot be determined are kept, so that the loader handles them.
+    `prompt_lengths`). Rows whose length cannot be determined are kept with ``on_bad_row="skip"``, so that the loader skips them.
 
     Raises:
         InvalidConfig: no prompt fits.
+        InvalidRow: with ``on_bad_row="stop"``, the length of a row cannot be determined; names the first such row.
     """
     kept: list[int] = []
     dropped: list[int] = []
     for place, length in enumerate(prompt_lengths(rows, builder)):
+        if length is None and on_bad_row == "stop":
+            _check_readable(rows, place, builder)
         fits = length is None or length <= builder.max_prompt_length
         (kept if fits else dropped).append(place)
     if not kept:
         raise InvalidConfig(f"all {len(rows)} prompts are longer than max_prompt_length={builder.max_prompt_length}")
     return Subset(rows, kept), dropped
+
+
+def _check_readable(rows: Any, place: int, builder: PromptBuilder) -> None:
+    row: Mapping[str, Any] = {}
+    try:
+        row = rows[place]
+        builder.prompt_length(row)
+    except InvalidRow:
+        raise
+    except DataProtoError as error:
+        raise InvalidRow(row_number(row, place), f"{error} (--on-bad-row skip leaves such rows out)") from error
 
 
 @dataclass(frozen=True)

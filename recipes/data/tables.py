@@ -63,28 +63,33 @@ def read_one(read: ReadRow, raw: Any, place: int) -> dict[str, Any]:
 
 
 class JsonLines(Sequence[dict[str, Any]]):
-    """The rows of a JSON Lines file. Only the offsets of lines are in memory, and the types of values may vary by row."""
+    """The rows of a JSON Lines file, without its blank lines. Only the offsets of lines are in memory, and the types of values
+    may vary by row.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         with path.open("rb") as file:
-            ends = np.fromiter(accumulate(len(line) for line in file), dtype=np.int64)
-        self.starts = np.append(0, ends)
+            sizes = np.fromiter((len(line) if line.strip() else -len(line) for line in file), dtype=np.int64)
+        self.lines = np.flatnonzero(sizes > 0)
+        self.ends = np.cumsum(np.abs(sizes))[self.lines]
+        self.starts = self.ends - sizes[self.lines]
 
     def __len__(self) -> int:
-        return len(self.starts) - 1
+        return len(self.lines)
 
     def __getitem__(self, index: Any) -> Any:
         place = range(len(self))[index]
         with self.path.open("rb") as file:
             file.seek(int(self.starts[place]))
-            line = file.read(int(self.starts[place + 1] - self.starts[place]))
+            line = file.read(int(self.ends[place] - self.starts[place]))
+        named = f"line {self.lines[place] + 1} of {self.path}"
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise InvalidRow(place, f"line {place + 1} of {self.path} is not JSON: {error}") from error
+            raise InvalidRow(place, f"{named} is not JSON: {error}") from error
         if not isinstance(row, dict):
-            raise InvalidRow(place, f"line {place + 1} of {self.path} is not a JSON object")
+            raise InvalidRow(place, f"{named} is not a JSON object")
         return row
 
 
@@ -223,10 +228,23 @@ def _read_file(file: Path) -> Any:
         raise InvalidConfig(f"{file}: names of data files must end in {', '.join(READERS)}")
     if file.suffix == ".jsonl":
         return JsonLines(file)
+    if file.suffix == ".parquet" and not _parquet_rows(file):
+        raise InvalidConfig(f"{file} has no rows")
     try:
         return load_dataset(READERS[file.suffix], data_files=str(file), split="train")
     except Exception as error:  # datasets wraps the exceptions of its readers
         raise FileFormatError(f"{file} cannot be read as {READERS[file.suffix]}: {error.__cause__ or error}") from error
+
+
+def _parquet_rows(file: Path) -> int:
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        with ParquetFile(file) as opened:
+            return int(opened.metadata.num_rows)
+    except (ArrowException, OSError) as error:
+        raise FileFormatError(f"{file} cannot be read as parquet: {error}") from error
 
 
 def _download(name: str, split: str, streaming: bool = False) -> Any:

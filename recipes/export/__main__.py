@@ -12,7 +12,7 @@ from recipes.options import exit_status
 
 def main(arguments: Sequence[str]) -> int:
     """Parses the command line, exports, and returns the exit status; a user's mistake is one line on stderr."""
-    with exit_status(arguments) as status:
+    with exit_status(arguments, resumes=False) as status:
         config = parse(arguments)
         disable_progress_bar()
         print(f"model: {export.export_model(config)}")

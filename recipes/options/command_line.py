@@ -40,6 +40,7 @@ TRACEBACK, PRESET, CONFIG, ENGINE = "--traceback", "--preset", "--config", "--en
 PARSED = re.compile(
     r"^Error parsing \w+: |; Argument helptext:.*"
 )  # beside the text of an error, to which it adds nothing
+NO_FORM = re.compile(r"no type matching (.+?) could be instantiated from \[(.*?)\].*")
 LEFT_OVER = re.compile(r"^Unrecognized options: (.*)")
 NAMES_OF_AN_ALGORITHM = ("--algorithm.loss", "--algorithm.advantage")
 TRACEBACK_TEXT = "show the whole traceback of an error"
@@ -63,12 +64,13 @@ class ExitStatus:
 
 
 @contextlib.contextmanager
-def exit_status(arguments: Sequence[str] | None = None) -> Iterator[ExitStatus]:
+def exit_status(arguments: Sequence[str] | None = None, resumes: bool = True) -> Iterator[ExitStatus]:
     """Sets the exit status of the block: 2 after a user's mistake, which is one line on stderr, and 130 after an interrupt.
 
     Args:
         arguments: of the command, by default those of this process; with ``--traceback`` among them a mistake is shown with its
             traceback.
+        resumes: whether the command has ``--resume``, which an interrupt then names.
     """
     status = ExitStatus(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -79,7 +81,11 @@ def exit_status(arguments: Sequence[str] | None = None) -> Iterator[ExitStatus]:
         print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
         status.code = 2
     except KeyboardInterrupt:
-        print("\ninterrupted: run the same command with --resume to continue from the last checkpoint", file=sys.stderr)
+        instead = " instead of --overwrite" if {"--overwrite", "--run.overwrite"} & {*status.arguments} else ""
+        way_on = (
+            f": run the same command with --resume{instead} to continue from the last checkpoint" if resumes else ""
+        )
+        print(f"\ninterrupted{way_on}", file=sys.stderr)
         status.code = 130
 
 
@@ -233,10 +239,16 @@ def _parse(arguments: Sequence[str], default: Config, prog: str) -> Config:
     except SystemExit:
         lines = [line.strip("╭╮╰╯│─ ") for line in refusal.getvalue().splitlines()]
         text = "; ".join(line for line in lines[1:] if line)
-        text = LEFT_OVER.sub(_left_over, PARSED.sub("", text)).replace(":; ", ": ")
+        text = LEFT_OVER.sub(_left_over, NO_FORM.sub(_no_form, PARSED.sub("", text))).replace(":; ", ": ")
         raise InvalidConfig(text) from None
     given = _mappings(config)
     return _with_mappings(config, {place: mappings.get(place, {}) | values for place, values in given.items()})
+
+
+def _no_form(refusal: re.Match[str]) -> str:
+    """Values that no form of an option takes, without the parser's list of what each form lacks."""
+    forms, given = re.sub("[{}]", "", refusal[1]).replace("|", " or "), re.sub("[',]", "", refusal[2])
+    return f"{given} is not {forms}"
 
 
 def _left_over(refusal: re.Match[str]) -> str:

@@ -12,7 +12,7 @@ from recipes.options import exit_status
 
 def main(arguments: Sequence[str]) -> int:
     """Parses the command line, compares, prints, and returns the exit status."""
-    with exit_status(arguments) as status:
+    with exit_status(arguments, resumes=False) as status:
         config = parse(arguments)
         disable_progress_bar()
         found, differing = parity.compare_log_probs(config)

@@ -44,7 +44,7 @@ __all__ = ["PlanConfig", "PlanOptions", "as_options", "fit", "main", "plan"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the plan and returns the exit status: 1 if the run does not fit, 2 after a user's mistake."""
-    with exit_status(arguments) as status:
+    with exit_status(arguments, resumes=False) as status:
         asked = parse(status.arguments)
         disable_progress_bar()  # of the small model's files
         if isinstance(asked, SimulationConfig):

@@ -26,7 +26,7 @@ def main(arguments: Iterable[str]) -> int:
         print(write_report(paths[0]))
     except (DataProtoError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
     return 0
 
 

@@ -4,6 +4,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from dataproto.errors import RewardError
 from recipes.rewards.checking import AnswerChecker, default_checker
 from workers.roles.reward import RewardRow
@@ -41,14 +43,19 @@ def geo3k_reward(rows: Sequence[RewardRow], checker: AnswerChecker | None = None
         ``score``, ``acc`` and ``format`` of each row.
 
     Raises:
-        RewardError: a row has no ground truth.
+        RewardError: a row has no ground truth, or a list or mapping, with whose text no answer would agree.
     """
     from mathruler.grader import extract_boxed_content
 
     pairs = []
     for number, row in enumerate(rows):
         if row.ground_truth is None:
-            raise RewardError(f"row {number}: there is no ground truth to compare the answer with")
+            raise RewardError(f"row {number}{_uid(row)}: there is no ground truth to compare the answer with")
+        if isinstance(row.ground_truth, (Mapping, Sequence, np.ndarray)) and not isinstance(row.ground_truth, str):
+            raise RewardError(
+                f"row {number}{_uid(row)}: the ground truth {row.ground_truth!r} is not one answer, as text or a number; "
+                "for several right answers write a reward function of your own"
+            )
         pairs.append(without_unit(extract_boxed_content(row.solution_str), str(row.ground_truth)))
     boxed = [pair for pair in pairs if pair[0] != "None"]  # what mathruler returns for a response without a box
     correct = dict(zip(boxed, (checker or default_checker())(boxed), strict=True))
@@ -57,6 +64,10 @@ def geo3k_reward(rows: Sequence[RewardRow], checker: AnswerChecker | None = None
         acc, form = float(correct.get(pair, False)), format_score(row.solution_str)
         results.append({"score": (1 - FORMAT_WEIGHT) * acc + FORMAT_WEIGHT * form, "acc": acc, "format": form})
     return results
+
+
+def _uid(row: RewardRow) -> str:
+    return f" (uid {row.uid})" if row.uid else ""
 
 
 def without_unit(answer: str, truth: str) -> tuple[str, str]:

@@ -278,7 +278,10 @@ def _place(number: int, row: RewardRow) -> str:
 def _number(value: Any) -> float | None:
     if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:  # numpy's and torch's scalars
         value = value.item()
-    return float(value) if isinstance(value, (bool, int, float, np.number)) else None
+    try:
+        return float(value) if isinstance(value, (bool, int, float, np.number)) else None
+    except OverflowError:  # an int beyond the largest float
+        return math.inf if value > 0 else -math.inf
 
 
 def _name(function: Callable[..., Any]) -> str:

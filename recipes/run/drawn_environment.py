@@ -90,7 +90,9 @@ def name_departures(builder: PromptBuilder, model_path: str) -> None:
     Raises:
         InvalidConfig: it cannot show observations.
     """
-    for departure in TurnRenderer(builder, end_ids(generation_config(model_path, builder.config))).departures:
+    for departure in TurnRenderer(
+        builder, end_ids(generation_config(model_path, builder.config), builder.config)
+    ).departures:
         print(f"chat template: {departure}")
 
 

@@ -1,6 +1,7 @@
 """The loop around a step function: data, evaluation, checkpoints, resume, metrics."""
 
 import contextlib
+import pickle
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -357,7 +358,7 @@ def restore(
     if found is None:
         return None
     step, directory = found
-    state: Mapping[str, Any] = torch.load(directory / STATE_FILE, weights_only=True)
+    state = _read_state(directory / STATE_FILE)
     if state.get("step") != step:
         raise CheckpointError(f"{directory / STATE_FILE} is of step {state.get('step')}, not of step {step}")
     roles.actor.load(directory / "actor")
@@ -370,3 +371,14 @@ def restore(
         best.load_state_dict(state.get("best", {}))
     set_random_states(state["random"])
     return step
+
+
+def _read_state(file: Path) -> Mapping[str, Any]:
+    try:
+        state: Mapping[str, Any] = torch.load(file, weights_only=True)
+    except (EOFError, OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(
+            f"{file} cannot be read: {reason}; delete {file.parent} to resume from the checkpoint before it"
+        ) from error
+    return state

@@ -5,6 +5,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch.utils.data import Subset
 from transformers.utils.logging import disable_progress_bar
 
 from dataproto import DataProto
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, InvalidRow
 from dataproto.vlm import VLMFamily
 from recipes.algorithms.options import spelled_out
 from recipes.configs.shared.policy_gradient_config import Config, DataConfig, PolicyGradientConfig
@@ -37,7 +38,7 @@ from recipes.forecast import (
 )
 from recipes.report.kept_rollouts import KeptRollouts
 from recipes.report.page import REPORT_FILE
-from recipes.rewards import RewardFunction, load_reward
+from recipes.rewards import RewardFunction, geo3k_reward, load_reward
 from recipes.run.carrying import LookAhead, carry_samples
 from recipes.run.environment_roles import PlayedEnvironment, with_environment
 from recipes.run.evaluation import Evaluate, held_out_evaluation
@@ -144,6 +145,8 @@ def problems(config: PolicyGradientConfig) -> PolicyTask:
         builder = prompt_builder(data, model_path)
     with start_phase("reading data"):
         train_rows, test_rows = open_problems(config, builder)
+        if reward is geo3k_reward:
+            _check_ground_truth(train_rows)
         loader = prompt_loader(config, builder, train_rows, shuffle=data.data_path is not None)
     asked, config = config, replace(config, run=over_epochs(config.run, loader))
     config = open_task_directory(config, asked)
@@ -324,9 +327,23 @@ def open_data_set(data: DataConfig, builder: PromptBuilder) -> tuple[Any, Any]:
     return Subset(rows, range(kept)), Subset(rows, range(kept, len(rows)))
 
 
+def _check_ground_truth(rows: Any) -> None:
+    """Checks the first row, before anything is loaded: the reward would refuse it, and in most data sets all rows are alike."""
+    with suppress(InvalidRow):  # the loader reports it, or skips it
+        row = rows[0]
+        if (row["reward_model"] or {}).get("ground_truth") is None:
+            more = row["extra_info"] if isinstance(row["extra_info"], Mapping) else {}
+            columns = sorted(more.keys() - {"answer", "index", "question", "split"})  # which `read_row` adds
+            raise InvalidConfig(
+                f"row {row['index']} has no ground truth, with which the reward geo3k compares the answer: name its column by "
+                f"--answer-key, or give a --reward that needs none; its further columns are {', '.join(columns) or 'none'}"
+            )
+
+
 def fitting_rows(path: str, split: str, data: DataConfig, builder: PromptBuilder) -> Any:
     """The rows of a data set whose prompts are not too long; says how many were."""
-    rows, dropped = drop_overlong(load_rows(path, split, instruction=data.instruction, keys=data.keys), builder)
+    read = load_rows(path, split, instruction=data.instruction, keys=data.keys)
+    rows, dropped = drop_overlong(read, builder, data.on_bad_row)
     if dropped:
         print(f"{path}: {len(dropped)} prompts of {split} exceed {data.max_prompt_length} tokens and are left out")
     return rows

@@ -147,7 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line, serves until it is interrupted, and returns the exit status."""
-    with exit_status(arguments) as status:
+    with exit_status(arguments, resumes=False) as status:
         serve(parse(status.arguments))
     return status.code
 

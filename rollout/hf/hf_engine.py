@@ -84,7 +84,7 @@ class HFEngine:
             dtype = "bfloat16" if self.device.type == "cuda" else "float32"
         self.dtype: torch.dtype = getattr(torch, dtype)
         config = AutoConfig.from_pretrained(model_path)
-        self.end_ids = end_ids(generation_config(model_path, config))
+        self.end_ids = end_ids(generation_config(model_path, config), config)
         family = family_of(config)
         family.check_supported(config)
         check_speculation(speculate, family)

@@ -125,7 +125,7 @@ class VLLMEngine(StreamedWeights):
         self.dtype: torch.dtype = config.dtype
         self.family = family_of(config.hf_config)
         self.banned_ids = tuple(self.family.banned_ids(config.hf_config))
-        self.end_ids = end_ids(generation_config(model_path, config.hf_config))
+        self.end_ids = end_ids(generation_config(model_path, config.hf_config), config.hf_config)
         self.memory = EngineMemory(self.llm, self.device, sleep_level)
         self.memory.has_weights = not awaits_weights
         self._awaits_weights = awaits_weights

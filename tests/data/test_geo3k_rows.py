@@ -178,3 +178,20 @@ def test_the_answer_in_the_messages_becomes_the_ground_truth():
     row = read_row({"messages": messages}, index=0)
     assert row["prompt"] == messages[:1]
     assert row["reward_model"]["ground_truth"] == "4"
+
+
+def test_blank_lines_are_no_rows(tmp_path):
+    row = json.dumps({"problem": "Find x.", "answer": "9"})
+    (tmp_path / "a.jsonl").write_text(f"\n{row}\n\n  \n{row}\n[1]\n\n", encoding="utf-8")
+    rows = load_rows(tmp_path / "a.jsonl")
+    assert len(rows) == 3
+    assert rows[1]["reward_model"]["ground_truth"] == "9"
+    with pytest.raises(InvalidRow, match=r"row 2: line 6 of .*a.jsonl is not a JSON object"):
+        rows[2]
+
+
+def test_a_parquet_file_without_rows_is_named(tmp_path):
+    table = pyarrow.table({"problem": pyarrow.array([], pyarrow.string())})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(InvalidConfig, match=r"a\.parquet has no rows"):
+        load_rows(tmp_path / "a.parquet")

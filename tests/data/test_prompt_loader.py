@@ -282,3 +282,10 @@ def test_a_large_epoch_takes_eight_bytes_a_row():
         assert tracemalloc.get_traced_memory()[1] < 2**20 * 12
     finally:
         tracemalloc.stop()
+
+
+def test_a_row_that_cannot_be_read_stops_a_run_before_it_begins():
+    """Without this it was found when it was drawn, after the models were loaded, or after hours."""
+    with pytest.raises(InvalidRow, match=r"row 2: image \(6 bytes\) cannot be read.*--on-bad-row skip"):
+        drop_overlong(rows(4, bad={2}), tiny_builder(), on_bad_row="stop")
+    assert len(drop_overlong(rows(4), tiny_builder(), on_bad_row="stop")[0]) == 4

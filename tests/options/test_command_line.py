@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dataproto.errors import InvalidConfig
-from recipes.configs import export_config, grpo_config, parity_config, plan_config, view_config
+from recipes.configs import export_config, grpo_config, make_vlm_config, parity_config, plan_config, view_config
 from recipes.configs.grpo_config import TINY
 
 
@@ -89,3 +89,25 @@ def test_a_column_may_be_named_with_the_group_of_the_data() -> None:
     data = grpo_config.parse(given.split()).data
     assert (data.keys.prompt_key, data.keys.image_key, data.keys.answer_key) == ("question", "pictures", "truth")
     assert data.data_path == "rows.parquet"
+
+
+@pytest.mark.parametrize("parse", [grpo_config.parse, parity_config.parse, make_vlm_config.parse])
+@pytest.mark.parametrize("seed", ["-1", str(2**63)])
+def test_a_seed_that_no_generator_takes_is_refused(parse, seed):
+    with pytest.raises(InvalidConfig, match=f"seed={seed}: must be at least 0"):
+        parse([f"--seed={seed}"])
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("--algorithm.clip 0.2", "Error parsing --algorithm.clip: 0.2 is not None or FLOAT FLOAT"),
+        ("--algorithm.clip 0.2 x", "Error parsing --algorithm.clip: 0.2 x is not None or FLOAT FLOAT"),
+        ("--epochs many", "Error parsing --epochs: many is not None or INT"),
+    ],
+)
+def test_a_value_of_no_form_is_named_with_the_forms(given, says):
+    """The message had the parser's marks of bold letters, and the reasons of each form."""
+    with pytest.raises(InvalidConfig) as caught:
+        grpo_config.parse(given.split())
+    assert str(caught.value) == says

@@ -16,6 +16,7 @@ from recipes.data.labelled_pictures import Templates, folder_data, table_data
 from recipes.report.confusion import Confusion, confusion_picture, latest_confusion, save_confusion
 from recipes.report.metrics_file import read_metrics
 from recipes.synthetic.classes import CLASSES, draw_class
+from rollout.prompts.images import load_image
 
 COLOURS = {"red_ball": "red", "Blue": "blue", "green": "green"}
 
@@ -103,6 +104,67 @@ def test_a_missing_image_is_told_by_its_row(tmp_path):
     assert data.classes == ("0", "1")
     with pytest.raises(InvalidRow, match="'image' is missing"):
         data.train[0]
+
+
+def lines(path, *rows):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_paths_of_pictures_start_at_the_folder_of_the_file(tmp_path, monkeypatch):
+    """They started at the working directory."""
+    write_folder(tmp_path / "data", {"red_ball": 2, "Blue": 2})
+    pictures = [*(tmp_path / "data").glob("*/*.png")]
+    rows = [{"image": [str(each.relative_to(tmp_path / "data"))], "label": each.parent.name} for each in pictures]
+    data = table_data(lines(tmp_path / "data" / "rows.jsonl", *rows), 4, 0, Templates())
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    colours = {load_image(row["images"][0]).getpixel((0, 0)) for row in (*data.train, *data.held_out)}
+    assert colours == {(255, 0, 0), (0, 0, 255)}
+    data = table_data(
+        lines(tmp_path / "two.jsonl", *[row | {"image": row["image"] * 2} for row in rows]), 4, 0, Templates()
+    )
+    with pytest.raises(InvalidRow, match="'image' has 2 images, but a label is of one"):
+        data.train[0]
+
+
+def test_columns_that_rows_of_json_lines_lack_are_named(tmp_path):
+    with pytest.raises(
+        InvalidConfig, match="no column 'label': the data set has image, class; name yours by --label-column"
+    ):
+        table_data(lines(tmp_path / "rows.jsonl", {"image": "a.png", "class": "cat"}), 4, 0, Templates())
+
+
+@pytest.mark.parametrize("missing", [{"label": None}, {}, {"label": float("nan")}])
+def test_rows_without_a_label_are_no_class(tmp_path, missing):
+    """They were a class of the name "None"."""
+    rows = [{"image": "a.png", "label": i % 2} for i in range(6)]
+    path = lines(tmp_path / "rows.jsonl", *rows[:3], {"image": "a.png"} | missing, *rows[3:])
+    with pytest.raises(InvalidRow, match="row 3: no label in 'label'"):
+        table_data(path, 4, 0, Templates())
+    data = table_data(path, 4, 0, Templates(), on_bad_row="skip")
+    assert (data.classes, len(data.train) + len(data.held_out)) == (("0", "1"), 6)
+
+
+def test_the_number_for_no_label_is_not_the_last_class(tmp_path):
+    table = datasets.Dataset.from_dict(
+        {"image": ["a", "b", "c"], "label": [0, 1, -1]},
+        features=datasets.Features(
+            {"image": datasets.Value("string"), "label": datasets.ClassLabel(names=["even", "odd"])}
+        ),
+    )
+    table.to_parquet(tmp_path / "train.parquet")
+    with pytest.raises(InvalidRow, match="row 2: no label"):
+        table_data(str(tmp_path / "train.parquet"), 4, 0, Templates())
+
+
+def test_a_test_split_with_further_classes_is_refused(tmp_path):
+    """The first evaluation failed with a `KeyError`."""
+    for split, labels in (("train", "ab"), ("test", "abc")):
+        lines(tmp_path / f"{split}.jsonl", *[{"image": "a.png", "label": label} for label in labels])
+    with pytest.raises(InvalidConfig, match=r"not in the training data: \['c'\]"):
+        table_data(str(tmp_path), 4, 0, Templates())
 
 
 def test_question_and_answer_are_templates():

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 
 from recipes.commands import COMMANDS, main
 from recipes.commands.import_warnings import TORCHAO_ENUMS, silence
+from recipes.options import exit_status
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -85,7 +87,7 @@ def test_what_is_no_command_is_refused_with_the_nearest(capsys):
 
 
 def test_the_arguments_reach_the_command(tmp_path, capsys):
-    assert main(["report", str(tmp_path / "nowhere")]) == 1
+    assert main(["report", str(tmp_path / "nowhere")]) == 2
     assert "nowhere" in capsys.readouterr().err
 
 
@@ -150,3 +152,38 @@ def test_torchao_is_imported_without_a_word_on_a_cpu():
     program = "from recipes.commands.import_warnings import silence; silence(); import torchao"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stderr == ""
+
+
+def test_an_interrupt_while_modules_are_imported_is_one_line(monkeypatch, capsys):
+    def interrupted(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("recipes.commands.importlib.import_module", interrupted)
+    assert main(["report", "outputs/x"]) == 130
+    assert capsys.readouterr().err == "\ninterrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "resumes", "says"),
+    [
+        (["--steps", "3"], True, "with --resume to continue"),
+        (["--overwrite"], True, "with --resume instead of --overwrite to continue"),
+        ([], False, "interrupted\n"),
+    ],
+)
+def test_an_interrupt_says_how_to_go_on_where_that_is_possible(capsys, arguments, resumes, says):
+    with exit_status(arguments, resumes) as status:
+        raise KeyboardInterrupt
+    told = capsys.readouterr().err
+    assert status.code == 130
+    assert says in told
+    assert ("--resume" in told) == resumes
+
+
+def test_the_version_of_a_tree_that_is_not_installed_is_an_error_in_one_line(monkeypatch, capsys):
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("recipes.commands.version", missing)
+    assert main(["--version"]) == 2
+    assert "dataproto-vlm is not installed" in capsys.readouterr().err

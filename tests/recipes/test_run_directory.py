@@ -10,7 +10,7 @@ from dataproto.errors import CheckpointError, InvalidConfig
 from recipes import classify, geo3k_grpo, geo3k_ppo, grpo, sft
 from recipes.data import Mixture, PromptLoader
 from recipes.report.page import CONFIG_FILE
-from recipes.run.loop import RunConfig
+from recipes.run.loop import STATE_FILE, RunConfig, restore
 from recipes.run.run_directory import open_run_directory, over_epochs, with_schedules
 from recipes.sft import SFTConfig
 from recipes.tiny import make_tiny_model
@@ -189,3 +189,11 @@ def test_the_command_line_gives_epochs_or_steps():
     for recipe in (geo3k_grpo, sft):
         with pytest.raises(InvalidConfig, match="epochs without data_path"):
             recipe.parse(["--epochs", "3"])
+
+
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"PK\x03\x04"])
+def test_a_damaged_state_of_a_run_is_named_with_the_way_out(tmp_path, content):
+    (tmp_path / "global_step_4").mkdir()
+    (tmp_path / "global_step_4" / STATE_FILE).write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"trainer\.pt cannot be read: .*; delete .*global_step_4 to resume"):
+        restore(RunConfig(output_dir=tmp_path), None, None, None)

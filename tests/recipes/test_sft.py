@@ -4,15 +4,17 @@ import base64
 import io
 import json
 import shutil
+from dataclasses import replace
 from itertools import islice
 
 import pytest
 import torch
 from PIL import Image
 
+from dataproto.errors import InvalidRow
 from dataproto.planning import first_fit_decreasing
 from helpers.checkpoints import write_checkpoint
-from recipes.data.loader import PromptLoader
+from recipes.data.loader import EvaluationLoader, PromptLoader
 from recipes.report.metrics_file import read_metrics
 from recipes.run.supervised import exact_match, held_out_loss, launch_supervised, measure_rows, sft_step
 from recipes.sft import SFTConfig, SFTDataConfig, main, open_data, parse
@@ -93,6 +95,21 @@ def test_a_run_leaves_metrics_report_and_a_checkpoint_to_start_from(finished_run
     exported = finished_run / "global_step_4" / "actor" / "huggingface"
     assert main(arguments(str(exported), data_path, tmp_path / "next", "--steps", "1")) == 0
     assert read_metrics(tmp_path / "next" / "metrics.jsonl")[0]["val/loss"] == rows[-1]["val/loss"]
+
+
+def test_a_held_out_row_that_cannot_be_read_is_skipped(checkpoints, tmp_path):
+    """The held-out rows were read as the run began, so that a bad one ended it in spite of ``--on-bad-row skip``."""
+    path = tmp_path / "talks.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in talks(10)) + '{"messages"\n')
+    builder = SupervisedBuilder.from_pretrained(checkpoints["qwen2_5_vl"], 500)
+    data = SFTDataConfig(data_path=(str(path),), eval_rows=4, on_bad_row="skip")
+    train_rows, held_out = open_data(data, builder, seed=0)
+    assert (len(train_rows), len(held_out)) == (9, 2)
+    loader = EvaluationLoader(held_out, builder, 2, "skip")
+    assert [len(batch) for batch in loader] == [1]
+    assert list(loader.skipped) == [10]
+    with pytest.raises(InvalidRow, match="row 10: line 11"):
+        open_data(replace(data, on_bad_row="stop"), builder, seed=0)
 
 
 @pytest.mark.slow

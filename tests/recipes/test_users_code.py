@@ -1,5 +1,7 @@
 """Errors in users' own functions, by file and line, and a run that continues by its directory alone."""
 
+import json
+
 import pytest
 
 from helpers.checkpoints import write_checkpoint
@@ -95,3 +97,18 @@ def test_data_without_a_model_are_announced(tmp_path, capsys):
     assert sft.main(wrong) == 2
     told = capsys.readouterr().out.splitlines()[0]
     assert told.startswith(f"no --model-path: trains the small Qwen2.5-VL made on the spot on {tmp_path}/nowhere.jsonl")
+
+
+def test_data_without_a_ground_truth_stop_before_anything_is_loaded(given, tmp_path, capsys):
+    options, _ = given
+    rows = [{"problem": f"{n} + 1?", "label": str(n + 1)} for n in range(10)]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = [*options[: options.index("--reward")], "--data-path", str(data), "--output-dir", str(tmp_path / "out")]
+    assert main(own) == 2
+    told = capsys.readouterr()
+    assert "row 0 has no ground truth" in told.err
+    assert "--answer-key" in told.err
+    assert "its further columns are label" in told.err
+    assert "loading the actor" not in told.out
+    assert main([*own, "--answer-key", "label"]) == 0

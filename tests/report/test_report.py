@@ -224,7 +224,7 @@ def test_a_report_can_be_written_again_and_damage_is_told(tmp_path, capsys):
     assert main([str(run)]) == 0
     assert (run / "report.html").read_bytes() == first
     (run / "config.json").write_text("{")
-    assert main([str(run)]) == 1
+    assert main([str(run)]) == 2
     assert "config.json: not JSON" in capsys.readouterr().err
     assert (run / "report.html").read_bytes() == first
     assert main([]) == 2

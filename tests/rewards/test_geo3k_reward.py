@@ -1,5 +1,6 @@
 import re
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -95,3 +96,15 @@ def test_a_row_without_ground_truth_raises_an_error_that_names_it():
 def test_geo3k_is_a_name():
     assert load_reward("geo3k") is geo3k_reward
     assert geo3k_reward([]) == []
+
+
+@pytest.mark.parametrize("truth", [["9"], ("9", "8"), {"value": "9"}, np.array(["9"], dtype=object)])
+def test_a_ground_truth_that_is_no_single_answer_is_refused(truth):
+    """As text it would be "['9']", with which no answer agrees."""
+    with pytest.raises(RewardError, match=r"row 0 \(uid 0-3-ab\): the ground truth .* is not one answer"):
+        geo3k_reward([RewardRow(r"\boxed{9}", truth, uid="0-3-ab")])
+
+
+@pytest.mark.parametrize("truth", [9, 9.0, np.int64(9), "9"])
+def test_numbers_are_ground_truths(truth):
+    assert geo3k_reward([RewardRow(r"\boxed{9}", truth)])[0]["acc"] == 1.0

@@ -214,3 +214,11 @@ def test_a_file_that_cannot_be_imported(tmp_path):
     (tmp_path / "text.txt").write_text("hello")
     with pytest.raises(RewardError, match="not a Python file"):
         load_reward(f"{tmp_path / 'text.txt'}:f")
+
+
+def test_an_integer_beyond_all_floats_is_no_finite_score():
+    def compute_score(data_source, solution_str, ground_truth, extra_info):
+        return 10**400
+
+    with pytest.raises(RewardError, match=r"row 0 .*a score must be a finite number"):
+        from_verl(compute_score)(ROWS)

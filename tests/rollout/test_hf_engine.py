@@ -248,6 +248,15 @@ def test_without_generation_settings_both_engines_end_as_the_config_says(tmp_pat
     assert end_ids(generation_config(str(tmp_path), engine.model.config)) == engine.end_ids == (7,)
 
 
+def test_generation_settings_without_an_end_token_leave_that_of_the_config(tmp_path):
+    """Without an end token every response ran to its greatest length."""
+    config = tiny_config("qwen2_5_vl")
+    config.text_config.eos_token_id = 7
+    tiny_model("qwen2_5_vl", config=config).save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"num_beams": 4, "repetition_penalty": 5.0, "max_length": 5}')
+    assert HFEngine(str(tmp_path), device=CPU).end_ids == (7,)
+
+
 @pytest.mark.parametrize("text", ["{broken", "[]"])
 def test_damaged_generation_settings_are_named(tmp_path, text):
     tiny_model("qwen2_5_vl").save_pretrained(tmp_path)

@@ -50,6 +50,13 @@ def test_results_that_are_no_scores_are_refused(checkpoint, wrong):
         worker.score(responses(worker, "x"))
 
 
+@pytest.mark.parametrize("name", ["uid", "responses", "advantages"])
+def test_a_number_does_not_take_the_place_of_another_column(checkpoint, name):
+    worker = RewardWorker(lambda rows: [{"score": 1.0, "acc": 1.0}, {"score": 1.0, name: 3.0}], checkpoint)
+    with pytest.raises(RewardError, match=f"numbers named {name}; the batch has columns of that name"):
+        worker.score(responses(worker, "x", "y"))
+
+
 def test_no_rows_are_no_error(checkpoint):
     worker = RewardWorker(lambda rows: [], checkpoint)
     assert len(worker.score(responses(worker, "x")[:0])) == 0

@@ -49,6 +49,20 @@ def test_tensors_and_plain_values_come_back(tmp_path):
     assert (found["groups"], found["steps"]) == (state()["groups"], 3)
 
 
+@pytest.mark.parametrize("reads", [False, True])
+def test_an_interrupt_is_no_damaged_file(tmp_path, monkeypatch, reads):
+    """torch collects it with the errors of ranks, so that Ctrl-C ended a run as if its disk had failed."""
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    write_state(state(), tmp_path / "c")
+    writer, reader = checkpoint_files.FileByFile, checkpoint_files.PlainReader
+    monkeypatch.setattr(*((reader, "read_data") if reads else (writer, "write_data")), interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        read_state(zeros(), tmp_path / "c") if reads else write_state(state(), tmp_path / "d")
+
+
 def test_what_is_copied_to_be_written_is_let_go_of_file_by_file(tmp_path, monkeypatch):
     """Twenty views, which torch copies as it copies what is on a device; a file holds three of them."""
     views = {f"w{number}": torch.full((100, 2), float(number))[:, 0] for number in range(20)}

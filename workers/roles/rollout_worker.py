@@ -284,7 +284,7 @@ class RolloutWorker:
         """Renders prompts and observations of episodes."""
         path, options = self.config.model_path, {"max_prompt_length": NO_LIMIT} | self.config.prompts
         builder = PromptBuilder.from_pretrained(path, **options)
-        return TurnRenderer(builder, end_ids(generation_config(path, builder.config)))
+        return TurnRenderer(builder, end_ids(generation_config(path, builder.config), builder.config))
 
     @property
     def _no_experts(self) -> Tensor | None:

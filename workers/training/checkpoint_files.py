@@ -51,8 +51,16 @@ def write_state(state: dict[str, Any], directory: Path, group: ProcessGroup | No
                 no_dist=not distributed.is_initialized(),
             )
     except checkpoint.CheckpointException as error:  # not a subclass of `Exception` in torch
+        _raise_interrupt(error)
         causes = (f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items())
         raise CheckpointError(f"{directory} could not be written: {'; '.join(causes)}") from error
+
+
+def _raise_interrupt(error: checkpoint.CheckpointException) -> None:
+    """Raises the `KeyboardInterrupt` of a rank, which torch collects as if a file had failed."""
+    for cause, _ in error.failures.values():
+        if isinstance(cause, KeyboardInterrupt):
+            raise cause from error
 
 
 def write_state_behind(state: dict[str, Any], directory: Path) -> "Future[None]":
@@ -122,6 +130,8 @@ def _reading(directory: Path) -> Iterator[None]:
         OSError,
         EOFError,
     ) as error:
+        if isinstance(error, checkpoint.CheckpointException):
+            _raise_interrupt(error)
         reason = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
         raise CheckpointError(f"{directory} does not fit the model or is damaged: {reason.strip()}") from error
 
