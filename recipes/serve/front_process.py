@@ -30,7 +30,7 @@ def main(arguments: Sequence[str], engine_socket: str, listener: int, parent_pip
 
 def name_no_callers() -> None:
     """Lets records of the log be made without what their format leaves out: see "Optimization" in Python's logging how-to."""
-    logging._srcfile = None  # type: ignore[attr-defined]
+    logging._srcfile = None
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
 
 

@@ -87,7 +87,11 @@ async def _new_run(
             last_request=now,
         )
         catalogue.runs[run_id] = run
-        await catalogue.write(run)
+        try:
+            await catalogue.write(run)
+        except BaseException:  # such as a full disk: the request will come again
+            del catalogue.runs[run_id]
+            raise
     return await _accepted(call, run, 0, kind, call.body if body is None else body)
 
 
