@@ -28,6 +28,7 @@ POSTS: dict[str, Handler] = {  # they are compared with a path in this order: th
     "/create_session": sessions.create_session,
     "/sessions/{session}/finish": sessions.finish_session,
     "/telemetry": sessions.telemetry,
+    "/create_custom_loss": training.create_custom_loss,
     "/create_model": training.create_model,
     "/get_info": training.get_info,
     "/save_weights": training.save_weights,

@@ -113,6 +113,15 @@ class SessionOnly:
 
 
 @dataclass(frozen=True)
+class CreateCustomLoss:
+    session_id: str
+    custom_loss_seq_id: int
+    name: str
+    inputs: list[Metadata]
+    graph: Metadata
+
+
+@dataclass(frozen=True)
 class LoraBody:
     rank: int
     seed: int | None = None
