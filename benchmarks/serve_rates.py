@@ -6,7 +6,8 @@
 ``load``: the same requests go to an engine in this process, and by clients of the real Tinker SDK to ``dataproto serve``, in
 turn. Passes have eight rows with a picture of their own, which make the 3 MB; all passes and samples of a turn are in flight at
 once. ``tenants``: four adapters of the ranks 4, 8, 8, 16 with four losses and two rows each, beside one of rank 8 with all eight
-rows, in turn. A turn is a pass and an update of each.
+rows, in turn. A turn is a pass and an update of each. This is done with rows of three sizes: what a request costs by itself, in
+the clients too, weighs most where the rows are small. All clients are in this process, which counts in the wall clock.
 
 Both print wall-clock seconds and processor seconds. Where other programs run, compare processor seconds: on a quiet machine with
 a core for each process the server takes as long as the busier of its two processes. Torch has as many threads in this process as
@@ -48,6 +49,7 @@ from recipes.tiny import make_tiny_model  # noqa: E402
 
 MODEL, RANK, SESSIONS = "tiny", 8, 4
 ROWS, TEXT, PIXELS = 8, 96, 354  # a file of a noisy picture of this size has 3 / 8 MB
+TENANT_ROWS = ((96, 112), (384, 224), (1024, 448))  # tokens of text, and the side of the picture
 TENANTS = ((4, "cross_entropy"), (8, "importance_sampling"), (8, "ppo"), (16, "cispo"))
 Turn = dict[str, float]
 
@@ -62,11 +64,13 @@ def picture(number: int, size: int) -> bytes:
 class Row:
     """A row with a picture, as the engine and as the SDK take it."""
 
-    def __init__(self, engine: InProcessEngine, number: int, size: int, loss: str = "cross_entropy") -> None:
+    def __init__(
+        self, engine: InProcessEngine, number: int, size: int, loss: str = "cross_entropy", length: int = TEXT
+    ) -> None:
         random, image = np.random.default_rng(number), picture(number, size)
-        text = random.integers(0, 256, TEXT).tolist()
+        text = random.integers(0, 256, length).tolist()
         self.chunks = [EncodedTextChunk([5]), ImageChunk(image, "png"), EncodedTextChunk(text)]
-        count = len(engine.base(MODEL).rendered(ModelInput(self.chunks)))
+        self.tokens = count = len(engine.base(MODEL).rendered(ModelInput(self.chunks)))
         self.inputs: dict[str, Any] = {"target_tokens": random.integers(0, 256, count)}
         if loss == "cross_entropy":
             self.inputs["weights"] = np.ones(count, np.float32)
@@ -164,22 +168,44 @@ def heartbeats(server: Served, ended: threading.Event, spent: list[float]) -> No
 
 
 def measure_tenants(engine: InProcessEngine, server: Served, arguments: argparse.Namespace, directory: Path) -> Turn:
-    own = ROWS // len(TENANTS)
-    everything = [Row(engine, number, 112).sent for number in range(ROWS)]
-    shares = [[Row(engine, n * own + k, 112, loss).sent for k in range(own)] for n, (_, loss) in enumerate(TENANTS)]
+    """Prints a table with a line for each size of rows; the figures of the smallest."""
     alone = new_client(server, RANK, 0)
     tenants = [new_client(server, rank, seed) for seed, (rank, _) in enumerate(TENANTS)]
-    losses = [loss for _, loss in TENANTS]
     with ThreadPoolExecutor(len(TENANTS)) as pool:
+        found = [measure_size(engine, server, arguments, pool, alone, tenants, *size) for size in TENANT_ROWS]
+    heads = ["one, ms", "four, ms", "four / one, wall clock", "the same, server's CPU", "CPU of clients, ms"]
+    print(" | ".join(["| tokens of a row", *heads]) + " |\n" + "| --- " * (1 + len(heads)) + "|")
+    for turn in found:
+        one, four = (turn[f"{name} front"] + turn[f"{name} engine"] for name in ("first", "second"))
+        clients = " and ".join(f"{1000 * turn[f'{name} here']:.0f}" for name in ("first", "second"))
+        times = f"{1000 * turn['first']:.0f} | {1000 * turn['second']:.0f} | {1 / turn['ratio']:.2f}"
+        print(f"| {turn['tokens']:.0f} | {times} | {four / one:.2f} | {clients} |")
+    return found[0]
 
-        def together() -> int:
-            return sum(pool.map(update, tenants, shares, losses))
 
-        turns = [
-            alternate(server, lambda: update(alone, everything, "cross_entropy"), together, number < arguments.warmup)
-            for number in range(arguments.warmup + arguments.repeats)
-        ][arguments.warmup :]
-    return summary(turns)
+def measure_size(
+    engine: InProcessEngine,
+    server: Served,
+    arguments: argparse.Namespace,
+    pool: ThreadPoolExecutor,
+    alone: Any,
+    tenants: Sequence[Any],
+    text: int,
+    size: int,
+) -> Turn:
+    own, losses = ROWS // len(TENANTS), [loss for _, loss in TENANTS]
+    everything = [Row(engine, number, size, length=text) for number in range(ROWS)]
+    shares = [[Row(engine, n * own + k, size, loss, text).sent for k in range(own)] for n, loss in enumerate(losses)]
+    sent = [row.sent for row in everything]
+
+    def together() -> int:
+        return sum(pool.map(update, tenants, shares, losses))
+
+    turns = [
+        alternate(server, lambda: update(alone, sent, "cross_entropy"), together, number < arguments.warmup)
+        for number in range(arguments.warmup + arguments.repeats)
+    ][arguments.warmup :]
+    return summary(turns) | {"tokens": mean(row.tokens for row in everything)}
 
 
 def update(client: Any, data: Sequence[tinker.Datum], loss: str) -> int:

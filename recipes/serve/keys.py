@@ -19,7 +19,6 @@ KEY_FILE, SECRET_FILE = "api-key", "signing-secret"
 LINE = re.compile(r"([\w.-]{1,64}):\s*([0-9a-f]{64})", re.ASCII)
 OWNER = "local"  # whose key a server without a file of keys makes
 TOKEN_SECONDS = 3600
-TOKEN_HEAD = {"alg": "HS256", "typ": "JWT"}
 
 
 class Keys:
@@ -50,7 +49,7 @@ class Keys:
     def token(self, owner: str, now: float) -> str:
         """A JSON Web Token (RFC 7519) that is as good as a key of an owner for an hour, as long as the owner has a key."""
         claims = {"sub": owner, "org_id": OWNER, "iat": int(now), "exp": int(now) + TOKEN_SECONDS}
-        text = f"{_encoded(TOKEN_HEAD)}.{_encoded(claims)}"
+        text = f"{TOKEN_BEGINNING}{_encoded(claims)}"
         return f"{text}.{self._mark(text)}"
 
     def is_token(self, key: str) -> bool:
@@ -63,7 +62,7 @@ class Keys:
     def _claims(self, key: str) -> dict[str, Any] | None:
         """What a token of this server says; ``None`` for any other text."""
         text, _, mark = key.rpartition(".")
-        if not text.startswith(f"{_encoded(TOKEN_HEAD)}."):
+        if not text.startswith(TOKEN_BEGINNING):
             return None
         if not hmac.compare_digest(self._mark(text).encode(), mark.encode(errors="replace")):
             return None
@@ -87,6 +86,9 @@ def _encoded(value: dict[str, Any]) -> str:
 
 def _base64(data: bytes) -> str:
     return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+
+
+TOKEN_BEGINNING = f"{_encoded({'alg': 'HS256', 'typ': 'JWT'})}."
 
 
 def read_keys(file: Path | None, state: Path) -> Keys:

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from dataproto.errors import CheckpointError
-from recipes.serve.ledger import Database, Entry, Outcome, Run, journal
+from recipes.serve.ledger import Database, Entry, NotWritten, Outcome, Run, journal
 from recipes.serve.ledger.directories import check_directory, checked_name, link_files, new_directory, remove_unfinished
 from recipes.serve.ledger.records import everything, put
 from recipes.serve.refusals import InvalidRequest
@@ -72,7 +72,7 @@ def test_a_caller_that_has_gone_leaves_the_database_at_work(database):
     assert len(asyncio.run(asyncio.wait_for(drive(), 60))) == 200
 
 
-def test_a_write_error_at_which_sqlite_rolls_back_fails_the_whole_commit_and_the_next_one_works(database):
+def test_a_write_error_at_which_sqlite_rolls_back_fails_its_own_function_alone(database):
     busy = threading.Event()
 
     def roll_back(db):
@@ -87,11 +87,48 @@ def test_a_write_error_at_which_sqlite_rolls_back_fails_the_whole_commit_and_the
         await asyncio.sleep(0)  # the three are in one commit
         busy.set()
         found = await asyncio.gather(*jobs, return_exceptions=True)
-        assert [str(each) for each in found] == ["database or disk is full"] * 3
+        assert [None if each is None else type(each) for each in found[1:2]] == [sqlite3.OperationalError]
+        assert not any(isinstance(each, Exception) for each in (found[0], found[2]))
         await database.run(put(run_of("d", 4)))
 
     asyncio.run(asyncio.wait_for(drive(), 60))
-    assert [run.id for run in database.run_now(everything(Run))] == ["d"]
+    assert [run.id for run in database.run_now(everything(Run))] == ["a", "c", "d"]
+
+
+def full_until(room):
+    def write(job):
+        def function(db):
+            if not room.is_set():
+                raise sqlite3.OperationalError("database or disk is full")
+            return job(db)
+
+        return function
+
+    return write
+
+
+def test_a_write_that_may_not_be_lost_fails_by_name_after_a_time_and_then_at_once(database):
+    room, database.disk_seconds = threading.Event(), 0.3
+    write = full_until(room)
+
+    async def drive():
+        began = time.monotonic()
+        with pytest.raises(NotWritten, match=r"for 0.3 s \(--disk-seconds\): database or disk is full"):
+            await database.keep(write(put(run_of("a", 1))))
+        assert 0.3 <= time.monotonic() - began < 5
+        database.disk_seconds = 1e9
+        database._failing_since = -1e9 - 1  # it has failed for so long
+        with pytest.raises(NotWritten):
+            await database.keep(write(put(run_of("b", 2))))
+        database.owe(write(put(run_of("owed", 3))))
+        await database.run(put(run_of("c", 4)))
+        assert [run.id for run in await database.run(everything(Run))] == ["c"]
+        room.set()
+        await database.keep(write(put(run_of("d", 5))))
+        assert sorted(run.id for run in await database.run(everything(Run))) == ["c", "d", "owed"]
+        assert (database._failing_since, database._owed) == (None, [])
+
+    asyncio.run(asyncio.wait_for(drive(), 60))
 
 
 def test_a_database_larger_than_its_disk_fails_writes_and_lives(database):

@@ -11,7 +11,7 @@ import pytest
 from helpers.fronts import Front, drive, take_in, until
 from helpers.vector_backend import ADAPTER_FILE, VectorBackend
 from recipes.serve.backend import OPTIMIZER_FILE, Failure
-from recipes.serve.front import recovery
+from recipes.serve.front import barriers, recovery
 from recipes.serve.front.futures import PROTOBUF
 from recipes.serve.front.service import DATABASE_FILE
 from recipes.serve.ledger import Run, directories
@@ -384,3 +384,34 @@ def test_a_snapshot_that_a_failed_try_has_begun_is_written_before_the_engine_is_
         assert front.service.catalogue.runs["a"].snapshot_seq == 2
 
     drive(after, tmp_path)
+
+
+def test_an_engine_that_is_lost_costs_no_copies_of_snapshots_that_this_process_has_written(tmp_path, monkeypatch):
+    copied, copy = [], barriers.copy_files
+
+    def counted(source, target):
+        copied.append(source.name)
+        copy(source, target)
+
+    monkeypatch.setattr(barriers, "copy_files", counted)
+
+    async def lost(front: Front, run):
+        await front.lose_engine()
+        await front.result(await front.submit(run, run.next_seq, 7))
+
+    async def before(front: Front):
+        run = await front.new_run("r")
+        for seq in (1, 4, 7):
+            await stepped(front, run, seq)
+            await front.result(await front.request(run, seq + 2, "save_for_sampler", sampling_session_seq_id=seq))
+        await lost(front, run)
+        assert copied == []
+
+    async def after(front: Front):
+        run = front.service.catalogue.runs["r"]
+        for _ in range(2):
+            await lost(front, run)
+        assert copied == ["sampler-3", "sampler-6", "sampler-9"]  # once, of an earlier process
+
+    drive(before, tmp_path, snapshot_steps=100).engine.listener.close()
+    drive(after, tmp_path, snapshot_steps=100)

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
 import tinker
 from tinker.lib.api_future_impl import QueueState
@@ -40,6 +41,10 @@ def loss(data: Any, logprobs: Any) -> Any:
 
 def own_loss(logprobs: Any) -> Any:
     return -logprobs.sum(), {}
+
+
+def another_loss(logprobs: Any) -> Any:
+    return -logprobs.sum(), {"custom/tokens:sum": (logprobs == logprobs).sum()}
 
 
 def rest_calls(rest: Any, client: Any, session: str, sampler: str) -> dict[str, Callable[[], Any]]:
@@ -170,6 +175,64 @@ def test_every_public_method_answers(tiny_server, tiny_path, monkeypatch):
     for name, message in NOT_HERE.items():
         assert told(refused[name]).startswith(message)
     assert [name for name, error in refused.items() if not is_user_error(error)] == ["RestClient.whoami"]
+
+
+def test_an_uploaded_loss_is_refused_by_name_and_runs_in_the_client(tiny_server, monkeypatch):
+    """Two ways to compute it on the server, which the SDK takes where ``client/config`` says so: an upload, and its number."""
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    with tinker.ServiceClient(base_url=tiny_server.url, api_key=tiny_server.key) as service:
+        run = service.create_lora_training_client(MODEL, rank=2).result()
+        flags = service.holder.get_client_config()
+        assert not flags.custom_loss_server_side
+        upload = flags.model_copy(update={"custom_loss_server_side": True})
+        monkeypatch.setattr(service.holder, "get_client_config", lambda: upload)
+        with pytest.raises(tinker.RequestFailedError, match="does not compute the custom loss 'own_loss'") as refused:
+            service.create_custom_loss(own_loss, {"logprobs": 1}).result(SECONDS)
+        assert refused.value.category == tinker.types.RequestErrorCategory.User
+        monkeypatch.undo()
+        with pytest.raises(tinker.RequestFailedError, match="'custom'") as refused:
+            run.forward_backward([DATUM], "custom", {"loss_id": "1"}).result(SECONDS)
+        assert refused.value.category == tinker.types.RequestErrorCategory.User
+        handle = service.create_custom_loss(another_loss, {"logprobs": 1}).result(SECONDS)
+        found = run.forward_backward_custom([DATUM], handle).result(SECONDS)
+        assert found.metrics["custom/tokens:sum"] == 3
+
+
+CHECKPOINT = "training_runs/r/checkpoints/weights/n"
+TABLE = {  # of the endpoints that recipes, the REST client and the command need
+    "POST": "client/config client/dynamic_config auth/token create_session session_heartbeat sessions/s/finish telemetry "
+    "create_model get_info forward_backward optim_step save_weights save_weights_for_sampler load_weights "
+    "create_sampling_session asample retrieve_future cancel_future weights_info save_weights_external copy_weights "
+    f"join_sampling_session retrieve_futures create_custom_loss {CHECKPOINT}/publish",
+    "GET": "samplers/s training_runs/r get_server_capabilities training_runs checkpoints training_runs/r/checkpoints sessions "
+    "sessions/s training_runs/r/checkpoints/external_weights/n/external_weights_urls healthz",
+    "DELETE": f"{CHECKPOINT} training_runs/r/checkpoints/sampler_weights/n training_runs/r/checkpoints/external_weights/n "
+    f"{CHECKPOINT}/publish",
+    "PUT": f"{CHECKPOINT}/ttl",
+}
+ELSEWHERE = {"POST": "sessions/search trace_export", "GET": "billing audit auth/apikey/me", "PUT": "sessions/s/project"}
+
+
+def answered(server: Any, method: str, path: str, key: str | None) -> tuple[int, str]:
+    headers = {} if key is None else {"X-API-Key": key}
+    found = httpx.request(method, f"{server.url}/api/v1/{path}", headers=headers, timeout=SECONDS)
+    return found.status_code, str(found.json().get("detail") if found.content else "")
+
+
+def test_every_endpoint_of_the_table_is_here_and_needs_a_key(tiny_server):
+    """An empty request is answered, or the refusal says what is wrong with it, and not that nothing is there."""
+    for method, paths in TABLE.items():
+        for path in paths.split():
+            status, detail = answered(tiny_server, method, path, tiny_server.key)
+            assert "this server has no" not in detail, (method, path, status, detail)
+            assert status < 500, (method, path, status, detail)
+            assert (status == 404) == detail.startswith("there is no"), (method, path, status, detail)
+            assert path == "healthz" or answered(tiny_server, method, path, None)[0] == 401, (method, path)
+    for method, paths in ELSEWHERE.items():
+        for path in paths.split():
+            assert answered(tiny_server, method, path, tiny_server.key)[1].startswith(f"this server has no {method}"), (
+                path
+            )
 
 
 def test_a_token_stands_for_its_key(tiny_server, monkeypatch):

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -54,11 +55,13 @@ class Done:
         answer: the JSON that the client gets.
         jobs: writes that belong into the same commit.
         after: is called when that is on disk.
+        undo: is called if it could not be written.
     """
 
     answer: dict[str, Any]
     jobs: Sequence[Job] = ()
     after: Callable[[], None] = lambda: None
+    undo: Callable[[], None] = lambda: None
 
     def outcome(self) -> Outcome:
         return Outcome(json.dumps(self.answer).encode())
@@ -127,15 +130,15 @@ class Barriers:
         """Brings the engine to where it was behind a request that was carried out before."""
         if entry.kind in ("create", "load", "optim_step"):
             await self.kinds[entry.kind](run, entry, body)
-        elif entry.kind == "save_for_sampler":
+        elif entry.kind == "save_for_sampler" and not self.syncs.trusted(run.id, self._sampler_directory(run, entry)):
             await self._repair(run, self._sampler_directory(run, entry))
 
     def _sampler_directory(self, run: Run, entry: Entry) -> Path:
         return self.catalogue.run_directory(run) / f"sampler-{entry.seq}"
 
     async def _repair(self, run: Run, directory: Path) -> None:
-        """Brings a snapshot for samplers to the disk, of which nothing tells whether it is there: writes a copy of its files, or
-        the weights again if they are damaged.
+        """Brings a snapshot for samplers to the disk, of which nothing tells whether it is there: an earlier process has written
+        it. Writes a copy of its files, or the weights again if they are damaged.
         """
         if self.catalogue.name_of(directory) not in self.catalogue.directories():
             return
@@ -146,8 +149,11 @@ class Barriers:
             log.warning("snapshot %s is written again: %s", self.catalogue.name_of(directory), error)
             async with new_directory(directory) as temporary:
                 await self.link.call("export", model_id=run.id, directory=temporary, sampled=True)
+            self.syncs.trust(run.id, directory)
         except OSError as error:
             self.syncs.give_up(run.id, directory, error)
+        else:
+            self.syncs.trust(run.id, directory)
 
     async def _invalid(self, run: Run, entry: Entry, body: bytes) -> Done:
         raise InvalidRequest(body.decode())
@@ -269,17 +275,19 @@ class Barriers:
             if sampler.moving and each.moving and each.run == sampler.run
         ]
         left = {each.directory for each in earlier if each.directory != sampler.directory}
-        for each in earlier:
-            each.directory = sampler.directory
+        moved = [replace(each, directory=sampler.directory) for each in earlier]
 
         def after() -> None:
+            for each in earlier:
+                each.directory = sampler.directory
             self.catalogue.samplers[sampler.id] = sampler
             for directory in left:
                 self.uses.retire(str(directory))
             log.info("snapshot %s: waited %.3f s, written %.3f s, named %.3f s", sampler.directory, *stages)
 
         answer = {"sampling_session_id": sampler.id, "type": "save_weights_for_sampler"}
-        return Done(answer, [put(sampler), *map(put, earlier)], after)
+        directory = self.catalogue.place(str(sampler.directory))
+        return Done(answer, [put(sampler), *map(put, moved)], after, partial(remove_directory, directory))
 
     async def _checkpoint(
         self,
@@ -324,7 +332,7 @@ class Barriers:
         answer = {"path": checkpoint.path, "type": SAVED[kind]}
         if kind == "external_weights":
             answer["size_bytes"] = checkpoint.size  # type: ignore[assignment]
-        return Done(answer, [*map(drop, gone), put(checkpoint)], after)
+        return Done(answer, [*map(drop, gone), put(checkpoint)], after, partial(remove_directory, directory))
 
     def _beyond(self, run: Run, kind: str, name: str) -> list[Checkpoint]:
         """The oldest unpublished checkpoints of a kind, where there are more than ``--keep-last`` with a new one."""

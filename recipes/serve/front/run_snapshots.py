@@ -2,13 +2,14 @@
 
 import asyncio
 import logging
+import sqlite3
 import time
 
 from recipes.serve.front.barriers import Barriers
 from recipes.serve.front.lanes import Lane
 from recipes.serve.ledger import journal
 from recipes.serve.ledger.catalogue import Catalogue
-from recipes.serve.ledger.database import Database
+from recipes.serve.ledger.database import Database, NotWritten
 from recipes.serve.ledger.directories import remove_directory
 from recipes.serve.ledger.records import Run, together
 from recipes.serve.link import CallFailed, EngineLost
@@ -66,7 +67,12 @@ class RunSnapshots:
             log.exception("no snapshot of %s: the journal keeps its requests", lane.run.id)
             return
         old, name = lane.run.snapshot, self.catalogue.name_of(directory)
-        await self.database.keep(journal.snapshot_taken(lane.run.id, seq, name))
+        try:
+            await self.database.keep(journal.snapshot_taken(lane.run.id, seq, name))
+        except NotWritten as error:
+            log.error("no snapshot of %s: %s", lane.run.id, error)
+            await asyncio.to_thread(remove_directory, directory)
+            return
         lane.run.snapshot, lane.run.snapshot_seq = name, seq
         lane.steps, lane.last_snapshot = lane.steps - steps, began
         if old is not None:
@@ -81,6 +87,11 @@ class RunSnapshots:
         except (CallFailed, OSError) as error:
             log.exception("no checkpoint of the expired run %s", run.id)
             return isinstance(error, CallFailed) and error.failure.category == "user"  # its weights cannot be saved
-        await self.database.run(together(*done.jobs))
+        try:
+            await self.database.run(together(*done.jobs))
+        except sqlite3.OperationalError:
+            log.exception("the checkpoint of the expired run %s cannot be recorded", run.id)
+            await asyncio.to_thread(done.undo)
+            return False
         done.after()
         return True

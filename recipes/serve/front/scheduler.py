@@ -18,7 +18,7 @@ from recipes.serve.front.lanes import Lane
 from recipes.serve.front.run_snapshots import RunSnapshots
 from recipes.serve.ledger import journal
 from recipes.serve.ledger.catalogue import Catalogue
-from recipes.serve.ledger.database import Database
+from recipes.serve.ledger.database import Database, NotWritten
 from recipes.serve.ledger.journal import Entry, Outcome
 from recipes.serve.ledger.records import Job, put, together
 from recipes.serve.link import CallFailed, EngineLink, EngineLost, failure_of
@@ -301,7 +301,12 @@ class Scheduler:
         if new:
             self._round_number += len(new)
             records = [journal.begin_round(number, [entry.id for entry in entries]) for number, entries in new]
-            await self.database.keep(together(*records))
+            try:
+                await self.database.keep(together(*records))
+            except NotWritten as error:
+                self._fail_unwritten([entry for _, entries in new for entry in entries], error)
+                mine = [id(entries) for _, entries in new]
+                return [each for each in begun if id(each) not in mine]
         for number, entries in new:
             for place, entry in enumerate(entries):
                 entry.round, entry.place = number, place
@@ -321,7 +326,11 @@ class Scheduler:
 
     async def dissolve(self, entries: Sequence[Entry]) -> None:
         """Takes requests out of their round, to be computed alone: the journal then says how they were."""
-        await self.database.keep(journal.withdraw([entry.id for entry in entries]))
+        try:
+            await self.database.keep(journal.withdraw([entry.id for entry in entries]))
+        except NotWritten as error:
+            self._fail_unwritten(entries, error)
+            return
         for entry in entries:
             if (waiting := self.waiting(entry)) is not None:
                 waiting.round, waiting.place, waiting.alone = None, None, True
@@ -379,6 +388,11 @@ class Scheduler:
                 await self.finish_all([(entry, each.outcome()) for _, entry, each in done], *jobs)
                 for _, _, each in done:
                     each.after()
+            except EngineLost:
+                for lane, _, each in done:
+                    each.undo()
+                    self.barriers.forget(lane.run)
+                raise
             except Exception as error:  # what the engine has done may not be done twice
                 for lane, _, _ in done:
                     self.barriers.forget(lane.run)
@@ -412,6 +426,7 @@ class Scheduler:
         for directory in await self.catalogue.drop_samplers(lambda each: each.run == run.id):
             self.barriers.uses.retire(directory)
         await self.link.call("release", model_id=run.id)
+        self.barriers.syncs.end(run.id)
         await asyncio.to_thread(remove_run_files, self.catalogue.run_directory(run))
 
     async def finish(self, entry: Entry, outcome: Outcome, *jobs: Job) -> None:
@@ -419,18 +434,50 @@ class Scheduler:
         await self.finish_all([(entry, outcome)], *jobs)
 
     async def finish_all(self, finished: Sequence[tuple[Entry, Outcome]], *jobs: Job) -> None:
-        """Writes outcomes in one commit, and gives them to who waits for them."""
+        """Writes outcomes in one commit, and gives them to who waits for them.
+
+        Raises:
+            EngineLost: what the engine has done could not be written. Its requests have failed, and the engine was left.
+        """
         now = time.time()
-        outcomes = [journal.finish(entry.id, entry.run, entry.seq + 1, outcome, now) for entry, outcome in finished]
-        await self.database.keep(together(*jobs, *outcomes))
+        outcomes = [_record(entry, outcome, now) for entry, outcome in finished]
+        try:
+            await self.database.keep(together(*jobs, *outcomes))
+        except NotWritten as error:
+            lost = [entry for entry, outcome in finished if not outcome.failed]
+            self._fail_unwritten(lost, error)
+            if lost:  # the others are tried again
+                await self._start_over(error)
+            self.database.owe(together(*jobs, *outcomes))
         for entry, outcome in finished:
-            if (lane := self.lanes.get(entry.run)) is not None:
-                lane.run.last_request = now
-                lane.done(entry)
-                self._begin_save(lane)
-                if lane.run.state not in ("new", "live") and not lane.entries:
-                    self.lanes.pop(lane.run.id, None)
-            for ids in [each for each in self._tries if entry.id in each]:
-                del self._tries[ids]
-            self.counters.add("failed_requests" if outcome.failed else "finished_requests")
-            self.futures.resolve(entry.id, outcome)
+            self._ended(entry, outcome, now)
+
+    def _fail_unwritten(self, entries: Sequence[Entry], error: NotWritten) -> None:
+        """Fails requests whose place in the journal cannot be written. That they have failed is written as soon as there is room:
+        a kill before that lets them be carried out after all.
+        """
+        outcome, now = failed(str(error), "server"), time.time()
+        for entry in entries:
+            if entry.seq == 0:  # which makes the run
+                run = self.catalogue.runs[entry.run]
+                run.state = "failed"
+                self.database.owe(put(run))
+            self.database.owe(_record(entry, outcome, now))
+            self._ended(entry, outcome, now)
+
+    def _ended(self, entry: Entry, outcome: Outcome, now: float) -> None:
+        """Takes a request out of its run, and gives its outcome to who waits for it."""
+        if (lane := self.lanes.get(entry.run)) is not None:
+            lane.run.last_request = now
+            lane.done(entry)
+            self._begin_save(lane)
+            if lane.run.state not in ("new", "live") and not lane.entries:
+                self.lanes.pop(lane.run.id, None)
+        for ids in [each for each in self._tries if entry.id in each]:
+            del self._tries[ids]
+        self.counters.add("failed_requests" if outcome.failed else "finished_requests")
+        self.futures.resolve(entry.id, outcome)
+
+
+def _record(entry: Entry, outcome: Outcome, now: float) -> Job:
+    return journal.finish(entry.id, entry.run, entry.seq + 1, outcome, now)

@@ -6,13 +6,14 @@ import os
 import queue
 import sqlite3
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dataproto.errors import FileFormatError
+from dataproto.errors import DataProtoError, FileFormatError
 
 log = logging.getLogger("dataproto.serve")
 Result = TypeVar("Result")
@@ -41,14 +42,25 @@ CREATE TABLE samplers (
 """
 
 
+class NotWritten(DataProtoError):
+    """The database could not be written for some time: its disk is full, or fails."""
+
+
 class Database:
     """Runs functions of a connection in the order in which they come; each sees the writes of those before it.
 
     A function that raises changes nothing. `run` returns when what the function wrote is on disk.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Opens or makes the database. Raises `FileFormatError` for one of another version."""
+    def __init__(self, path: Path, disk_seconds: float = 30.0) -> None:
+        """Opens or makes the database. Raises `FileFormatError` for one of another version.
+
+        Args:
+            disk_seconds: for which `keep` tries to write.
+        """
+        self.disk_seconds = disk_seconds
+        self._failing_since: float | None = None
+        self._owed: list[Callable[[sqlite3.Connection], Any]] = []
         self._jobs: queue.Queue[Job | None] = queue.Queue()
         self._later: deque[Job] = deque()
         ready: Future[None] = Future()
@@ -61,13 +73,31 @@ class Database:
         return await asyncio.wrap_future(self._submit(function))
 
     async def keep(self, function: Callable[[sqlite3.Connection], Any]) -> None:
-        """Runs a function that writes what may not be lost: it is tried again as long as the disk is full, or fails."""
+        """Runs a function that writes what may not be lost: it is tried again for some time if the disk is full, or fails.
+
+        Raises:
+            NotWritten: nothing of this kind could be written for that time.
+        """
         while True:
             try:
-                return await self.run(function)
-            except sqlite3.OperationalError:
-                log.exception("the database cannot be written, and is tried again")
-                await asyncio.sleep(RETRY_SECONDS)
+                await self.run(function)
+                self._failing_since = None
+                return
+            except sqlite3.OperationalError as error:
+                now = time.monotonic()
+                if self._failing_since is None:
+                    self._failing_since = now
+                if now >= self._failing_since + self.disk_seconds:
+                    raise NotWritten(
+                        f"the server could not write to its disk for {self.disk_seconds:g} s (--disk-seconds): {error}; "
+                        "make room, or repair the disk of --state, and send the request again"
+                    ) from error
+                log.warning("the database cannot be written, and is tried again: %s", error)
+                await asyncio.sleep(min(RETRY_SECONDS, self.disk_seconds))
+
+    def owe(self, function: Callable[[sqlite3.Connection], Any]) -> None:
+        """Runs a function in each commit, before those that are given to the other methods, until it is written once."""
+        self._owed.append(function)
 
     def run_now(self, function: Callable[[sqlite3.Connection], Result]) -> Result:
         """The same for callers without an event loop."""
@@ -101,7 +131,11 @@ class Database:
         ready.set_result(None)
         try:
             while (jobs := self._next()) is not None:
-                _commit(connection, jobs)
+                owed: list[Job] = [(function, Future()) for function in self._owed]
+                _commit(connection, [*owed, *jobs])
+                for function, done in owed:
+                    if done.exception() is None:
+                        self._owed.remove(function)
         except BaseException:
             log.critical(
                 "the database thread failed: the process ends, and its supervisor starts it again", exc_info=True
@@ -141,14 +175,12 @@ def _open(path: Path) -> sqlite3.Connection:
 
 
 def _commit(connection: sqlite3.Connection, jobs: list[Job]) -> None:
+    """Writes jobs together. If that fails, each is written alone: those that read, or for which there is room, do not fail."""
     for _, done in jobs:
         done.set_running_or_notify_cancel()  # it can no longer be cancelled
-    try:
-        answers = _written(connection, jobs)
-    except sqlite3.Error as error:  # a full disk, say
-        if connection.in_transaction:  # SQLite rolls back by itself at some errors
-            connection.execute("ROLLBACK")
-        answers = [(None, error)] * len(jobs)
+    answers = _tried(connection, jobs)
+    if answers is None:
+        answers = [answer for job in jobs for answer in _tried(connection, [job], alone=True) or ()]
     for (_, done), (result, problem) in zip(jobs, answers):
         if done.cancelled():  # its function has run all the same
             continue
@@ -156,6 +188,18 @@ def _commit(connection: sqlite3.Connection, jobs: list[Job]) -> None:
             done.set_exception(problem)
         else:
             done.set_result(result)
+
+
+def _tried(
+    connection: sqlite3.Connection, jobs: list[Job], alone: bool = False
+) -> list[tuple[Any, BaseException | None]] | None:
+    """What `_written` returns. If nothing could be written: ``None``, or the error of a job that is ``alone``."""
+    try:
+        return _written(connection, jobs)
+    except sqlite3.Error as error:  # a full disk, say
+        if connection.in_transaction:  # SQLite rolls back by itself at some errors
+            connection.execute("ROLLBACK")
+        return [(None, error)] if alone else None
 
 
 def _written(connection: sqlite3.Connection, jobs: list[Job]) -> list[tuple[Any, BaseException | None]]:

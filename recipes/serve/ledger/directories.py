@@ -88,9 +88,23 @@ class Syncs:
     def __init__(self) -> None:
         self._tasks: dict[str, set[asyncio.Task[None]]] = {}
         self._failed: set[str] = set()
+        self._known: dict[str, set[Path]] = {}
+
+    def trust(self, run: str, directory: Path) -> None:
+        """Records that this process has written a directory, and will know if it cannot be brought to the disk."""
+        self._known.setdefault(run, set()).add(directory)
+
+    def trusted(self, run: str, directory: Path) -> bool:
+        """Whether this process has written a directory, and knows of no failure: a replay has no reason to write it again."""
+        return directory in self._known.get(run, ())
+
+    def end(self, run: str) -> None:
+        """Forgets the directories of a run, which no replay reaches any more."""
+        self._known.pop(run, None)
 
     def begin(self, run: str, directory: Path) -> None:
         """Begins to bring a directory to the disk."""
+        self.trust(run, directory)
         task, tasks = asyncio.create_task(self._sync(run, directory)), self._tasks.setdefault(run, set())
         tasks.add(task)
         task.add_done_callback(lambda task: self._ended(run, task))
@@ -113,6 +127,7 @@ class Syncs:
         """Records that a directory of a run cannot be brought to the disk."""
         log.error("%s cannot be brought to the disk: run %s gets no snapshot any more", directory, run, exc_info=error)
         self._failed.add(run)
+        self._known.get(run, set()).discard(directory)
 
     def failed(self, run: str) -> bool:
         """Whether a directory of a run may not be on disk, and never will be known to be."""

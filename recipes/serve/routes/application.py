@@ -16,28 +16,29 @@ from recipes.serve.routes.gate import Handler, gated
 
 API = "/api/v1"
 CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"
-POSTS: dict[str, Handler] = {
+POSTS: dict[str, Handler] = {  # they are compared with a path in this order: those that come most often first
+    "/retrieve_future": training.retrieve_future,
+    "/forward_backward": training.forward_backward,
+    "/optim_step": training.optim_step,
+    "/asample": sampling.asample,
+    "/session_heartbeat": sessions.heartbeat,
     "/client/config": sessions.client_config,
     "/client/dynamic_config": sessions.dynamic_config,
     "/auth/token": sessions.auth_token,
     "/create_session": sessions.create_session,
-    "/session_heartbeat": sessions.heartbeat,
     "/sessions/{session}/finish": sessions.finish_session,
     "/telemetry": sessions.telemetry,
+    "/create_custom_loss": training.create_custom_loss,
     "/create_model": training.create_model,
     "/get_info": training.get_info,
-    "/forward_backward": training.forward_backward,
-    "/optim_step": training.optim_step,
     "/save_weights": training.save_weights,
     "/save_weights_for_sampler": training.save_weights_for_sampler,
     "/save_weights_external": training.save_weights_external,
     "/load_weights": training.load_weights,
-    "/retrieve_future": training.retrieve_future,
     "/retrieve_futures": training.retrieve_futures,
     "/cancel_future": training.cancel_future,
     "/create_sampling_session": sampling.create_sampling_session,
     "/join_sampling_session": sampling.join_sampling_session,
-    "/asample": sampling.asample,
     "/weights_info": checkpoints.weights_info,
     "/copy_weights": checkpoints.copy_weights,
     f"{CHECKPOINT}/publish": checkpoints.publish,
@@ -63,11 +64,11 @@ OTHERS: list[tuple[str, str, Handler]] = [
 def application(service: Service) -> Starlette:
     """The server of a service, which starts and stops with it."""
     routes: list[BaseRoute] = [
+        *(gated("POST", f"{API}{path}", handler) for path, handler in POSTS.items()),
         gated("GET", f"{API}/healthz", sessions.healthz, public=True),
         gated("GET", "/files/{run}/{kind}/{name}/{file}", checkpoints.download, public=True),
         gated("GET", "/metrics", run_page.metrics, page=True),
         gated("GET", "/", run_page.page, page=True),
-        *(gated("POST", f"{API}{path}", handler) for path, handler in POSTS.items()),
         *(gated("GET", f"{API}{path}", handler) for path, handler in GETS.items()),
         *(gated(method, f"{API}{path}", handler) for method, path, handler in OTHERS),
         *(gated(method, "/{rest:path}", sessions.not_here, public=True) for method in ("GET", "POST", "PUT", "DELETE")),

@@ -5,6 +5,7 @@ import base64
 import binascii
 import io
 import logging
+import sqlite3
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -102,6 +103,11 @@ async def _answered(
         return refusal(error.status, str(error), page), owner
     except InvalidRequest as error:
         return refusal(404 if isinstance(error, NotFound) else 400, str(error)), owner
+    except sqlite3.OperationalError as error:  # clients repeat what has this status, more and more seldom
+        log.error("the database cannot be written: %s", error)
+        return refusal(
+            429, f"the server cannot write to its disk: {error}; make room, or repair the disk of --state"
+        ), owner
     except asyncio.CancelledError:  # the server stops: clients repeat what has this status
         return refusal(429, "the server is stopping"), owner
     except ClientDisconnect:

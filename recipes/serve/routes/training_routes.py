@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from recipes.serve.front.futures import ACTIVE, PAUSED
+from recipes.serve.front.futures import ACTIVE, PAUSED, failed
 from recipes.serve.front.service import Service
 from recipes.serve.ledger import journal
 from recipes.serve.ledger.journal import Outcome
@@ -17,6 +17,7 @@ from recipes.serve.refusals import InvalidRequest, Refused
 from recipes.serve.routes.gate import Call, answer, answer_outcome
 from recipes.serve.wire import read, read_header
 from recipes.serve.wire.json_requests import (
+    CreateCustomLoss,
     CreateModel,
     LoadWeights,
     ModelOnly,
@@ -29,6 +30,10 @@ from recipes.serve.wire.json_requests import (
     SaveWeights,
 )
 
+NO_CUSTOM_LOSS = (
+    "this server does not compute the custom loss {name!r}: client/config says custom_loss_server_side=false, with which "
+    "forward_backward_custom computes it in the client"
+)
 LARGE_RESULT = 1 << 18  # bytes of a result whose size is told before it is sent
 
 
@@ -87,8 +92,23 @@ async def _new_run(
             last_request=now,
         )
         catalogue.runs[run_id] = run
-        await catalogue.write(run)
+        try:
+            await catalogue.write(run)
+        except BaseException:  # such as a full disk: the request will come again
+            del catalogue.runs[run_id]
+            raise
     return await _accepted(call, run, 0, kind, call.body if body is None else body)
+
+
+async def create_custom_loss(call: Call) -> Response:
+    """Fails the upload of a client's own loss, which names no public formula: the client computes it."""
+    asked = await call.read(CreateCustomLoss)
+    session = call.service.catalogue.live_session(asked.session_id, call.owner)
+    request_id, futures = f"{session.id}:custom_loss:{asked.custom_loss_seq_id}", call.service.futures
+    call.notes["request"] = request_id
+    futures.open(request_id, call.owner)
+    futures.resolve(request_id, failed(NO_CUSTOM_LOSS.format(name=asked.name[:200]), "user"))
+    return answer({"request_id": request_id})
 
 
 async def forward_backward(call: Call) -> Response:

@@ -42,48 +42,56 @@ def read(kind: type[Body], value: Any, name: str = "") -> Body:
     if not isinstance(value, Mapping):
         raise InvalidRequest(f"{name or 'the body'} is a {type(value).__name__}: expected an object")
     prefix = f"{name}." if name else ""
-    hints = _hints(kind)  # type: ignore[arg-type]
+    known = _fields(kind)  # type: ignore[arg-type]
     for given in value:
-        if given not in hints and given != "type":
+        if given not in known and given != "type":
             raise InvalidRequest(f"{prefix}{given} is not known to this server")
     found = {}
-    for each in fields(kind):  # type: ignore[arg-type]
-        if each.name in value:
-            found[each.name] = _checked(hints[each.name], value[each.name], f"{prefix}{each.name}")
-        elif each.default is MISSING and each.default_factory is MISSING:
-            raise InvalidRequest(f"{prefix}{each.name} is missing")
+    for each, (options, needed) in known.items():
+        if each in value:
+            found[each] = _checked(options, value[each], prefix, each)
+        elif needed:
+            raise InvalidRequest(f"{prefix}{each} is missing")
     return kind(**found)
 
 
 @cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
+def _fields(kind: type) -> dict[str, tuple[tuple[Any, ...], bool]]:
+    """The types that each field may have, and whether it must be given."""
+    hints = get_type_hints(kind)
+    return {
+        each.name: (_options(hints[each.name]), each.default is MISSING and each.default_factory is MISSING)
+        for each in fields(kind)
+    }
 
 
-def _checked(hint: Any, value: Any, name: str) -> Any:
-    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+def _options(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _checked(options: tuple[Any, ...], value: Any, prefix: str, name: str) -> Any:
     for option in options:
-        if is_dataclass(option) and isinstance(value, Mapping):
-            return read(option, value, name)  # type: ignore[arg-type]
+        if isinstance(value, Mapping) and is_dataclass(option):
+            return read(option, value, f"{prefix}{name}")  # type: ignore[arg-type]
         if _fits(option, value):
             return float(value) if option is float else value
-    raise InvalidRequest(f"{name} is a {type(value).__name__}: expected {' or '.join(map(_spelled, options))}")
+    raise InvalidRequest(f"{prefix}{name} is a {type(value).__name__}: expected {' or '.join(map(_spelled, options))}")
 
 
 def _fits(hint: Any, value: Any) -> bool:
+    if hint is float:
+        return type(value) in (int, float)
+    if hint is int:
+        return type(value) is int and abs(value) < 2**63
+    if type(hint) is type:  # before the look for parts of a type, which takes longer
+        return type(value) is hint
     if hint is Any:
         return True
     if get_origin(hint) is Literal:
         return value in get_args(hint)
     if get_origin(hint) is list:
         return isinstance(value, list) and all(_fits(get_args(hint)[0], each) for each in value)
-    if get_origin(hint) is dict:
-        return isinstance(value, dict)
-    if hint is float:
-        return type(value) in (int, float)
-    if hint is int:
-        return type(value) is int and abs(value) < 2**63
-    return type(value) is hint
+    return get_origin(hint) is dict and isinstance(value, dict)
 
 
 def _spelled(hint: Any) -> str:
@@ -102,6 +110,15 @@ class CreateSession:
 @dataclass(frozen=True)
 class SessionOnly:
     session_id: str
+
+
+@dataclass(frozen=True)
+class CreateCustomLoss:
+    session_id: str
+    custom_loss_seq_id: int
+    name: str
+    inputs: list[Metadata]
+    graph: Metadata
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,118 @@
+"""A disk that cannot be written: requests fail by name in a bounded time, and all goes on when there is room again."""
+
+import asyncio
+import json
+import time
+
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+
+from helpers.fronts import Front, drive
+from recipes.serve.routes import application
+
+NAMED = "the server could not write to its disk for 0.3 s (--disk-seconds): attempt to write a readonly database"
+FULL = {"disk_seconds": 0.3, "snapshot_steps": 100}
+
+
+def fill(front: Front, full: bool = True) -> None:
+    """Lets all writes of the database fail, as on a full disk, until it is called with ``False``."""
+    front.service.database.run_now(lambda db: db.execute(f"PRAGMA query_only = {int(full)}"))
+
+
+async def failure_of(front: Front, request: str) -> dict:
+    found = await front.result(request)
+    assert found["error"].startswith(NAMED), found
+    return found
+
+
+def files(front: Front) -> list:
+    return [path for path in (front.state / "runs").rglob("*") if path.is_file()]
+
+
+async def stepped(front: Front, run, seq: int, token: int = 7) -> dict:
+    await front.result(await front.submit(run, seq, token))
+    return (await front.result(await front.submit(run, seq + 1, None)))["metrics"]
+
+
+def test_results_that_cannot_be_written_fail_and_count_for_nothing(tmp_path):
+    async def before(front: Front):
+        run, other = await front.new_run("r"), await front.new_run("q")
+        await stepped(front, run, 1)
+        await stepped(front, other, 1)
+        front.backend.gate.clear()
+        requests = [await front.submit(run, 3, 8), await front.submit(run, 4, None), await front.submit(run, 5, 9)]
+        fill(front)
+        front.backend.gate.set()
+        began = time.monotonic()
+        assert [(await failure_of(front, each))["category"] for each in requests] == ["server"] * 3
+        assert time.monotonic() - began < 20
+        fill(front, False)
+        found = await stepped(front, run, 6)
+        assert found["steps"] == 2 == (await stepped(front, other, 3))["steps"]
+        weights.append(front.backend.models["r"].weights.copy())
+
+    async def after(front: Front):
+        run = front.service.catalogue.runs["r"]
+        assert (await stepped(front, run, 8))["steps"] == 3
+        weights.append(front.backend.models["r"].weights.copy())
+
+    weights: list[np.ndarray] = []
+    drive(before, tmp_path, **FULL).engine.listener.close()
+    drive(after, tmp_path, **FULL).engine.listener.close()  # what has failed has failed here too
+
+    async def undisturbed(front: Front):
+        run = await front.new_run("r")
+        for seq in (1, 3, 5):
+            await stepped(front, run, seq)
+            weights.append(front.backend.models["r"].weights.copy())
+
+    (tmp_path / "other").mkdir()
+    drive(undisturbed, tmp_path / "other", **FULL)
+    disturbed, others = weights[:2], weights[2:]
+    assert all(np.array_equal(a, b) for a, b in zip(disturbed, others[1:], strict=True))
+
+
+@pytest.mark.parametrize("kind", ["save", "save_for_sampler"])
+def test_a_checkpoint_that_cannot_be_recorded_leaves_no_files(tmp_path, kind):
+    fields = {"path": "one"} if kind == "save" else {"sampling_session_seq_id": 1}
+
+    async def work(front: Front):
+        run = await front.new_run("r")
+        await stepped(front, run, 1)
+        method = "save" if kind == "save" else "export"
+        write = getattr(front.backend, method)
+
+        def and_fill(*arguments, **options):
+            fill(front)
+            return write(*arguments, **options)
+
+        setattr(front.backend, method, and_fill)
+        await failure_of(front, await front.request(run, 3, kind, **fields))
+        while files(front):  # a moment behind the answer
+            await asyncio.sleep(0.01)
+        fill(front, False)
+        delattr(front.backend, method)
+        found = await front.result(await front.request(run, 4, kind, **fields))
+        assert "error" not in found
+        assert files(front)
+
+    drive(work, tmp_path, **FULL)
+
+
+def test_a_run_that_cannot_be_recorded_is_no_run_and_clients_are_told_to_try_again(tmp_path):
+    front = Front(tmp_path, **FULL)
+    key = {"X-API-Key": (tmp_path / "api-key").read_text().strip()}
+    with TestClient(application(front.service), headers=key) as client:
+        session = client.post("/api/v1/create_session", json={"tags": [], "sdk_version": "0.38.0"}).json()["session_id"]
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny/vector", "lora_config": {"rank": 4}}
+        fill(front)
+        refused = client.post("/api/v1/create_model", json=body)
+        assert (refused.status_code, refused.json()["detail"][:38]) == (429, "the server cannot write to its disk: a")
+        assert client.post("/api/v1/session_heartbeat", json={"session_id": session}).status_code == 200
+        assert front.service.catalogue.runs == {}
+        fill(front, False)
+        request = client.post("/api/v1/create_model", json=body).json()["request_id"]
+        found = client.post("/api/v1/retrieve_future", json={"request_id": request})
+        assert json.loads(found.content)["model_id"] == f"{session}:train:0"
+    front.engine.listener.close()
