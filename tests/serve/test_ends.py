@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from helpers.fronts import Front, drive, until
-from recipes.serve.front import scheduler
+from recipes.serve.front.rounds import scheduler
 from recipes.serve.ledger.directories import check_directory
 from recipes.serve.ledger.records import Run, Sampler, everything, put
 from recipes.serve.refusals import Refused

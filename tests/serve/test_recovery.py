@@ -9,7 +9,8 @@ import pytest
 from dataproto.errors import CheckpointError, InvalidConfig
 from helpers.fronts import Front, Recording, drive, until
 from recipes.serve.backend import LoraSpec
-from recipes.serve.front import recovery, scheduler
+from recipes.serve.front import recovery
+from recipes.serve.front.rounds import round_journal, scheduler
 from recipes.serve.front.service import DATABASE_FILE
 from recipes.serve.ledger import database
 from recipes.serve.link import EngineLost
@@ -21,6 +22,7 @@ POISON = "ppo"  # the loss of a pass at which a call fails as a whole
 def _at_once(monkeypatch):
     monkeypatch.setattr(recovery, "FIRST_PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(scheduler, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(round_journal, "PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(database, "RETRY_SECONDS", 0.0)
 
 
@@ -386,7 +388,7 @@ def test_what_was_computed_counts_once_when_its_result_cannot_be_written(tmp_pat
             await front.result(await front.submit(run, 1, 7))
         front.backend.gate.clear()
         run_of_database, left = front.service.database.run, [error, error]
-        finishing = type(front.service.scheduler).finish_all
+        finishing = round_journal.RoundJournal.finish_all
 
         async def finish_all(self, *arguments):
             async def full(job):
@@ -400,7 +402,7 @@ def test_what_was_computed_counts_once_when_its_result_cannot_be_written(tmp_pat
             finally:
                 monkeypatch.setattr(front.service.database, "run", run_of_database)
 
-        monkeypatch.setattr(scheduler.Scheduler, "finish_all", finish_all)
+        monkeypatch.setattr(round_journal.RoundJournal, "finish_all", finish_all)
         front.backend.gate.set()
         requests = [await front.submit(run, 1, 7)] if kind == "pass" else []
         requests.append(await front.submit(run, 2, None))

@@ -11,8 +11,9 @@ import pytest
 from helpers.fronts import Front, drive, take_in, until
 from helpers.vector_backend import ADAPTER_FILE, VectorBackend
 from recipes.serve.backend import OPTIMIZER_FILE, Failure
-from recipes.serve.front import barriers, recovery
+from recipes.serve.front import recovery
 from recipes.serve.front.futures import PROTOBUF
+from recipes.serve.front.rounds import barriers
 from recipes.serve.front.service import DATABASE_FILE
 from recipes.serve.ledger import Run, directories
 from recipes.serve.link import CallFailed

@@ -9,10 +9,11 @@ import pytest
 
 from dataproto.errors import CheckpointError
 from helpers.fronts import Front, drive, take_in, until
-from recipes.serve.front import intake, scheduler
-from recipes.serve.front.barriers import Barriers
 from recipes.serve.front.futures import PROTOBUF
-from recipes.serve.front.scheduler import Scheduler
+from recipes.serve.front.rounds import intake, round_journal
+from recipes.serve.front.rounds.barriers import Barriers
+from recipes.serve.front.rounds.round_journal import RoundJournal
+from recipes.serve.front.rounds.scheduler import Scheduler
 from recipes.serve.ledger import directories, journal
 from recipes.serve.ledger.journal import Entry
 from recipes.serve.ledger.records import together
@@ -123,7 +124,7 @@ async def updates_together(front: Front) -> list[str]:
 
 
 def test_the_updates_of_a_round_are_begun_and_finished_in_one_commit_each(tmp_path, monkeypatch):
-    begun, finished, finish_all = [], [], Scheduler.finish_all
+    begun, finished, finish_all = [], [], RoundJournal.finish_all
 
     def noted(*jobs):
         begun.append(sum("begin_round" in job.__qualname__ for job in jobs))
@@ -135,8 +136,8 @@ def test_the_updates_of_a_round_are_begun_and_finished_in_one_commit_each(tmp_pa
 
     async def work(front: Front):
         updates = await updates_together(front)
-        monkeypatch.setattr(scheduler, "together", noted)
-        monkeypatch.setattr(Scheduler, "finish_all", note)
+        monkeypatch.setattr(round_journal, "together", noted)
+        monkeypatch.setattr(RoundJournal, "finish_all", note)
         front.backend.gate.set()
         for each in updates:
             assert (await front.result(each))["metrics"]["steps"] == 1
@@ -186,8 +187,8 @@ def test_a_server_stops_while_it_cannot_write_the_outcome_of_an_update(tmp_path,
         monkeypatch.setattr(Barriers, "carry_out", one_alone)
         front.backend.gate.set()
         await until(lambda: done == ["a:2"])
-        monkeypatch.setattr(Scheduler, "finish_all", cannot)
-        monkeypatch.setattr(scheduler, "LOOK_SECONDS", 0.01)
+        monkeypatch.setattr(RoundJournal, "finish_all", cannot)
+        monkeypatch.setattr(round_journal, "PAUSE_SECONDS", 0.01)
         rounds = front.service._tasks[0]
         rounds.cancel()
         await asyncio.wait([rounds], timeout=10)

@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 
 from recipes.serve.front.futures import Futures
+from recipes.serve.front.rounds.scheduler import Scheduler
 from recipes.serve.front.sample_queue import Samples
-from recipes.serve.front.scheduler import Scheduler
 from recipes.serve.ledger import journal
 from recipes.serve.ledger.catalogue import Catalogue
 from recipes.serve.ledger.directories import remove_directory, remove_unfinished

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from recipes.serve.backend import Failure, Pass
-from recipes.serve.front.barriers import Barriers
 from recipes.serve.front.futures import failed, pass_outcome
-from recipes.serve.front.scheduler import Results, Scheduler
+from recipes.serve.front.rounds.barriers import Barriers
+from recipes.serve.front.rounds.scheduler import Results, Scheduler
 from recipes.serve.ledger import journal
 from recipes.serve.ledger.journal import Entry
 from recipes.serve.ledger.records import Run, put
@@ -62,7 +62,9 @@ class Recovery:
                 return False
         rounds = await self.database.run(journal.rounds_to_replay)
         for entries in rounds:
-            needed = [entry for entry in entries if entry.state == "done" or self.scheduler.waiting(entry) is not None]
+            needed = [
+                entry for entry in entries if entry.state == "done" or self.scheduler.rounds.waiting(entry) is not None
+            ]
             changed = [entry.run for entry in needed if entry.state == "queued" or self._is_behind(entry)]
             if changed and not await self._done(changed, self._repeated(needed, last), last):
                 return False
@@ -97,7 +99,7 @@ class Recovery:
         self.database.owe(put(lane.run))
         for entry in list(lane.entries.values()):
             message = f"the run cannot be restored{tries}: {failure.message}"
-            await self.scheduler.finish(entry, failed(message, "server"))
+            await self.scheduler.rounds.finish(entry, failed(message, "server"))
         self.scheduler.lanes.pop(run_id, None)
         await self.link.call("release", model_id=run_id)
 
@@ -124,14 +126,14 @@ class Recovery:
             return await self._barrier(first)
         if queued:
             try:
-                if await self.scheduler.begin(entries):
+                if await self.scheduler.rounds.begin(entries):
                     return await self._passes(entries, last)
             except CallFailed:
-                await self.scheduler.dissolve(queued)
+                await self.scheduler.rounds.dissolve(queued)
         return await self._repeated_passes([entry for entry in entries if entry.state == "done"], last)
 
     async def _barrier(self, entry: Entry) -> Mapping[str, Failure]:
-        waiting = self.scheduler.waiting(entry)
+        waiting = self.scheduler.rounds.waiting(entry)
         if waiting is not None:
             await self.scheduler.barrier(waiting)
             return {}
@@ -184,7 +186,7 @@ class Recovery:
         found = [(entry, next(computed) if isinstance(each, Pass) else each) for entry, each in zip(entries, read)]
         new = [(entry, result) for entry, result in found if entry.state == "queued" and result is not None]
         if new:
-            await self.scheduler.finish_all([(entry, pass_outcome(result)) for entry, result in new])
+            await self.scheduler.rounds.finish_all([(entry, pass_outcome(result)) for entry, result in new])
         return {entry.run: result for entry, result in found if self._is_behind(entry) and isinstance(result, Failure)}
 
     async def _read(self, entry: Entry, stand_ins: dict[str, str | None], last: bool) -> Pass | Failure | None:

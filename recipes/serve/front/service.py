@@ -4,13 +4,13 @@ import asyncio
 from pathlib import Path
 
 from recipes.serve.backend import Capabilities, ModelInfo
-from recipes.serve.front.barriers import Barriers
 from recipes.serve.front.counters import Counters
 from recipes.serve.front.futures import Futures
 from recipes.serve.front.lifecycle import Lifecycle
 from recipes.serve.front.recovery import Recovery
+from recipes.serve.front.rounds.barriers import Barriers
+from recipes.serve.front.rounds.scheduler import Scheduler
 from recipes.serve.front.sample_queue import Samples
-from recipes.serve.front.scheduler import Scheduler
 from recipes.serve.keys import Keys, read_keys
 from recipes.serve.ledger.catalogue import Catalogue
 from recipes.serve.ledger.database import Database

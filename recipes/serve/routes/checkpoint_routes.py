@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from starlette.responses import FileResponse, Response
 
-from recipes.serve.front.barriers import check_ttl
+from recipes.serve.front.rounds.barriers import check_ttl
 from recipes.serve.ledger.catalogue import Catalogue
 from recipes.serve.ledger.directories import MANIFEST, checked_name, link_files, new_directory
 from recipes.serve.ledger.records import KINDS, Checkpoint, Run, text

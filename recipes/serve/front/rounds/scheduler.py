@@ -3,23 +3,23 @@
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal, NoReturn
+from typing import Literal
 
 from recipes.serve.backend import Failure, Pass, PassResult
-from recipes.serve.front.barriers import Barriers, Done, remove_run_files
 from recipes.serve.front.counters import Counters
 from recipes.serve.front.fair_share import FairShare
 from recipes.serve.front.futures import Futures, failed, pass_outcome
-from recipes.serve.front.intake import Intake
-from recipes.serve.front.lanes import Lane
-from recipes.serve.front.run_snapshots import RunSnapshots
+from recipes.serve.front.rounds.barriers import Barriers, Done, remove_run_files
+from recipes.serve.front.rounds.intake import Intake
+from recipes.serve.front.rounds.lanes import Lane
+from recipes.serve.front.rounds.round_journal import RoundJournal
+from recipes.serve.front.rounds.run_snapshots import RunSnapshots
 from recipes.serve.ledger import journal
 from recipes.serve.ledger.catalogue import Catalogue
-from recipes.serve.ledger.database import Database, NotWritten
-from recipes.serve.ledger.journal import Entry, Outcome
+from recipes.serve.ledger.database import Database
+from recipes.serve.ledger.journal import Entry
 from recipes.serve.ledger.records import Job, put, together
 from recipes.serve.link import CallFailed, EngineLink, EngineLost, failure_of
 from recipes.serve.refusals import InvalidRequest
@@ -29,7 +29,6 @@ from recipes.serve.wire import read_pass
 log = logging.getLogger("dataproto.serve")
 ROUND_BYTES = 32 << 20  # of the bodies of a round's passes, of each run
 SAVES = ("save", "save_for_sampler", "save_external")
-MOST_TRIES = 3  # of a round at which the engine ends
 LOOK_SECONDS = 1.0  # between looks for gaps
 KEEP_SECONDS = 30.0  # between tries to write the checkpoint of an expired run
 Results = list[PassResult | Failure]
@@ -57,11 +56,10 @@ class Scheduler:
         self.snapshots = RunSnapshots(database, catalogue, barriers, config)
         self.lanes: dict[str, Lane] = {}
         self.on_connected: Callable[[], Awaitable[None]]  # to an engine that holds no run
-        self._round_number = database.run_now(journal.last_round)
+        self.rounds = RoundJournal(link, database, catalogue, futures, counters, self.lanes, self._begin_save)
         self._intake = Intake(database, config.limits, self.lanes, self._enter)
         self.accept = self._intake.accept
         self._share: FairShare[Entry] = FairShare()
-        self._tries: Counter[tuple[str, ...]] = Counter()
         self._pass_seconds = 0.0  # of the last round of passes
         self._wake = asyncio.Event()
         self._in_rounds = False
@@ -132,16 +130,9 @@ class Scheduler:
             except EngineLost:
                 raise
             except Exception as error:  # a request at which this repeats fails after some tries
-                await self._start_over(error)
+                await self.rounds.start_over(error)
             finally:
                 self._in_rounds = False
-
-    async def _start_over(self, error: Exception) -> NoReturn:
-        """Leaves the engine, which is then brought to where the journal is: what it has computed may not be written."""
-        log.error("a round failed and is tried again from the journal", exc_info=error)
-        await asyncio.sleep(LOOK_SECONDS)
-        await self.link.close()
-        raise EngineLost("the engine is ahead of the journal") from error
 
     async def _rest(self) -> None:
         try:
@@ -235,7 +226,7 @@ class Scheduler:
                 f"request {missing} of {lane.run.id} has not come within {self.config.gap_seconds:g} s (--gap-seconds)"
             )
             outcomes = [failed(f"{message}: request {seq} waited for it", "user") for seq in late]
-            await self.finish_all([(lane.entries[seq], each) for seq, each in zip(late, outcomes)])
+            await self.rounds.finish_all([(lane.entries[seq], each) for seq, each in zip(late, outcomes)])
 
     # Passes
 
@@ -247,16 +238,16 @@ class Scheduler:
                 ready.append(entry)
             elif isinstance(found, Exception):
                 failure = failure_of(found)
-                await self.finish(entry, failed(failure.message, failure.category))
+                await self.rounds.finish(entry, failed(failure.message, failure.category))
             else:
                 raise found
-        if not ready or not await self.begin(ready):
+        if not ready or not await self.rounds.begin(ready):
             return
         began = time.monotonic()
         try:
             results = await self.results(passes)
         except CallFailed:  # each is computed alone, so that only the guilty one fails
-            await self.dissolve(ready)
+            await self.rounds.dissolve(ready)
             return
         now = time.monotonic()
         self._pass_seconds = now - began
@@ -266,7 +257,7 @@ class Scheduler:
         self.counters.add("pass_rounds", 1)
         self.counters.add("passes", len(passes))
         self.counters.add("pass_rows", sum(len(each.data) for each in passes))
-        await self.finish_all([(entry, pass_outcome(result)) for entry, result in zip(ready, results)])
+        await self.rounds.finish_all([(entry, pass_outcome(result)) for entry, result in zip(ready, results)])
 
     async def _read(self, entry: Entry) -> Pass:
         if self.lanes[entry.run].run.state != "live":
@@ -286,72 +277,18 @@ class Scheduler:
             return [error.failure]
         return found
 
-    async def begin(self, entries: Sequence[Entry]) -> bool:
-        """Records a round before it is computed; ``False`` if the engine has ended at it too often.
-
-        Then its only request fails, and several are taken out of the round, to be computed alone.
-        """
-        return bool(await self._begin_each([entries]))
-
-    async def _begin_each(self, rounds: Sequence[Sequence[Entry]]) -> list[Sequence[Entry]]:
-        """Those of some rounds that `begin` begins, in one commit."""
-        begun = [entries for entries in rounds if await self._may_begin(entries)]
-        first = self._round_number + 1
-        new = list(enumerate((each for each in begun if any(entry.round is None for entry in each)), first))
-        if new:
-            self._round_number += len(new)
-            records = [journal.begin_round(number, [entry.id for entry in entries]) for number, entries in new]
-            try:
-                await self.database.keep(together(*records))
-            except NotWritten as error:
-                self._fail_unwritten([entry for _, entries in new for entry in entries], error)
-                mine = [id(entries) for _, entries in new]
-                return [each for each in begun if id(each) not in mine]
-        for number, entries in new:
-            for place, entry in enumerate(entries):
-                entry.round, entry.place = number, place
-        return begun
-
-    async def _may_begin(self, entries: Sequence[Entry]) -> bool:
-        ids = tuple(entry.id for entry in entries)
-        self._tries[ids] += 1
-        if self._tries[ids] <= MOST_TRIES:
-            return True
-        if len(entries) == 1:
-            message = f"the engine or the server failed {MOST_TRIES} times at this request"
-            await self.finish(entries[0], failed(message, "server"))
-        else:
-            await self.dissolve([entry for entry in entries if entry.state == "queued"])
-        return False
-
-    async def dissolve(self, entries: Sequence[Entry]) -> None:
-        """Takes requests out of their round, to be computed alone: the journal then says how they were."""
-        try:
-            await self.database.keep(journal.withdraw([entry.id for entry in entries]))
-        except NotWritten as error:
-            self._fail_unwritten(entries, error)
-            return
-        for entry in entries:
-            if (waiting := self.waiting(entry)) is not None:
-                waiting.round, waiting.place, waiting.alone = None, None, True
-
-    def waiting(self, entry: Entry) -> Entry | None:
-        """The request as it waits in its run, or ``None`` if it does not."""
-        lane = self.lanes.get(entry.run)
-        return None if lane is None else lane.entries.get(entry.seq)
-
     # All other requests
 
     async def barrier(self, entry: Entry) -> None:
         """Carries out a request that is no pass."""
-        if await self.begin([entry]):
+        if await self.rounds.begin([entry]):
             await self._conclude([(entry, await self._carried_out(entry))])
 
     async def _updates(self, entries: Sequence[Entry]) -> None:
         """Carries out updates of different runs at the same time. One commit begins them, and one has the outcomes of those
         that were done; each failure has its own.
         """
-        begun = [entry for (entry,) in await self._begin_each([[entry] for entry in entries])]
+        begun = [entry for (entry,) in await self.rounds.begin_each([[entry] for entry in entries])]
         ended: list[tuple[Entry, Done | Failure]] = []
 
         async def carry_out(entry: Entry) -> None:
@@ -385,7 +322,7 @@ class Scheduler:
         if done:
             jobs = [job for _, _, each in done for job in each.jobs]
             try:
-                await self.finish_all([(entry, each.outcome()) for _, entry, each in done], *jobs)
+                await self.rounds.finish_all([(entry, each.outcome()) for _, entry, each in done], *jobs)
                 for _, _, each in done:
                     each.after()
             except EngineLost:
@@ -396,7 +333,7 @@ class Scheduler:
             except Exception as error:  # what the engine has done may not be done twice
                 for lane, _, _ in done:
                     self.barriers.forget(lane.run)
-                await self._start_over(error)
+                await self.rounds.start_over(error)
         for entry, result in ended:
             if isinstance(result, Failure):
                 await self._failed_barrier(self.lanes[entry.run], entry, result)
@@ -411,7 +348,7 @@ class Scheduler:
         if lane.run.state == "new":  # it could not be created
             lane.run.state = "failed"
             jobs.append(put(lane.run))
-        await self.finish(entry, failed(failure.message, failure.category), *jobs)
+        await self.rounds.finish(entry, failed(failure.message, failure.category), *jobs)
 
     async def _end(self, lane: Lane) -> None:
         run = lane.run
@@ -428,56 +365,3 @@ class Scheduler:
         await self.link.call("release", model_id=run.id)
         self.barriers.syncs.end(run.id)
         await asyncio.to_thread(remove_run_files, self.catalogue.run_directory(run))
-
-    async def finish(self, entry: Entry, outcome: Outcome, *jobs: Job) -> None:
-        """Writes an outcome, and gives it to who waits for it."""
-        await self.finish_all([(entry, outcome)], *jobs)
-
-    async def finish_all(self, finished: Sequence[tuple[Entry, Outcome]], *jobs: Job) -> None:
-        """Writes outcomes in one commit, and gives them to who waits for them.
-
-        Raises:
-            EngineLost: what the engine has done could not be written. Its requests have failed, and the engine was left.
-        """
-        now = time.time()
-        outcomes = [_record(entry, outcome, now) for entry, outcome in finished]
-        try:
-            await self.database.keep(together(*jobs, *outcomes))
-        except NotWritten as error:
-            lost = [entry for entry, outcome in finished if not outcome.failed]
-            self._fail_unwritten(lost, error)
-            if lost:  # the others are tried again
-                await self._start_over(error)
-            self.database.owe(together(*jobs, *outcomes))
-        for entry, outcome in finished:
-            self._ended(entry, outcome, now)
-
-    def _fail_unwritten(self, entries: Sequence[Entry], error: NotWritten) -> None:
-        """Fails requests whose place in the journal cannot be written. That they have failed is written as soon as there is room:
-        a kill before that lets them be carried out after all.
-        """
-        outcome, now = failed(str(error), "server"), time.time()
-        for entry in entries:
-            if entry.seq == 0:  # which makes the run
-                run = self.catalogue.runs[entry.run]
-                run.state = "failed"
-                self.database.owe(put(run))
-            self.database.owe(_record(entry, outcome, now))
-            self._ended(entry, outcome, now)
-
-    def _ended(self, entry: Entry, outcome: Outcome, now: float) -> None:
-        """Takes a request out of its run, and gives its outcome to who waits for it."""
-        if (lane := self.lanes.get(entry.run)) is not None:
-            lane.run.last_request = now
-            lane.done(entry)
-            self._begin_save(lane)
-            if lane.run.state not in ("new", "live") and not lane.entries:
-                self.lanes.pop(lane.run.id, None)
-        for ids in [each for each in self._tries if entry.id in each]:
-            del self._tries[ids]
-        self.counters.add("failed_requests" if outcome.failed else "finished_requests")
-        self.futures.resolve(entry.id, outcome)
-
-
-def _record(entry: Entry, outcome: Outcome, now: float) -> Job:
-    return journal.finish(entry.id, entry.run, entry.seq + 1, outcome, now)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-from recipes.serve.front.lanes import Lane
+from recipes.serve.front.rounds.lanes import Lane
 from recipes.serve.ledger import journal
 from recipes.serve.ledger.database import Database
 from recipes.serve.ledger.journal import Entry

@@ -5,8 +5,8 @@ import logging
 import sqlite3
 import time
 
-from recipes.serve.front.barriers import Barriers
-from recipes.serve.front.lanes import Lane
+from recipes.serve.front.rounds.barriers import Barriers
+from recipes.serve.front.rounds.lanes import Lane
 from recipes.serve.ledger import journal
 from recipes.serve.ledger.catalogue import Catalogue
 from recipes.serve.ledger.database import Database, NotWritten
