@@ -265,7 +265,7 @@ def test_two_runs_that_save_at_the_same_time_share_the_room_of_their_key(tmp_pat
         assert "--max-checkpoint-gb" in str(found[refused])
         assert len(list(tmp_path.glob("runs/*/weights/*"))) == 1
         assert found[done].answer["path"] == f"tinker://{runs[done].id}/weights/x"
-        barriers.forget(runs[done])  # as when its record cannot be written
+        barriers.room.forget(runs[done])  # as when its record cannot be written
         await save(runs[refused])
 
     drive(work, tmp_path, max_checkpoint_gb=1e-9)

@@ -182,7 +182,7 @@ async def copy_weights(call: Call) -> Response:
         public=0,
         expires=None if asked.ttl_seconds is None else now + asked.ttl_seconds,
     )
-    with service.scheduler.barriers.reserved(run, source.size), service.samples.hold(source.directory):
+    with service.scheduler.barriers.room.reserved(run, source.size), service.samples.hold(source.directory):
         async with new_directory(directory) as temporary:
             await asyncio.to_thread(link_files, service.catalogue.place(source.directory), temporary)
         await service.catalogue.write(run, copy)

@@ -6,14 +6,15 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from dataproto.errors import CheckpointError
+from recipes.serve.front.rounds.checkpoint_room import CheckpointRoom
 from recipes.serve.ledger.catalogue import Catalogue
 from recipes.serve.ledger.directories import (
     Syncs,
@@ -42,7 +43,6 @@ from recipes.serve.wire.json_requests import (
 from workers.model.model_config import AdamParams
 
 log = logging.getLogger("dataproto.serve")
-MILLIARD = 1_000_000_000
 EXPIRED, EXPIRED_SECONDS = "_expired", 86400
 SHORTEST_TTL, LONGEST_TTL = 1, 10 * 365 * 86400
 
@@ -87,9 +87,8 @@ class Barriers:
 
     def __init__(self, link: EngineLink, catalogue: Catalogue, config: ServeConfig, uses: Uses) -> None:
         self.link, self.catalogue, self.config, self.uses = link, catalogue, config, uses
-        self._sizes: dict[str | None, int] = {}  # of the directories of samplers
+        self.room = CheckpointRoom(catalogue, config.limits)
         self.syncs = Syncs()
-        self._writing: dict[str, tuple[str, int]] = {}  # owner and bytes of what no record names yet, by run
         self.kinds: dict[str, Callable[[Run, Entry, bytes], Any]] = {
             "create": self._create,
             "load": self._load,
@@ -113,18 +112,14 @@ class Barriers:
         try:
             done: Done = await self.kinds[entry.kind](run, entry, body)
         except BaseException:
-            self.forget(run)
+            self.room.forget(run)
             raise
 
         def after() -> None:
             done.after()
-            self.forget(run)
+            self.room.forget(run)
 
         return replace(done, after=after)
-
-    def forget(self, run: Run) -> None:
-        """Counts what a run has written no more, unless a record names it."""
-        self._writing.pop(run.id, None)
 
     async def repeat(self, run: Run, entry: Entry, body: bytes) -> None:
         """Brings the engine to where it was behind a request that was carried out before."""
@@ -243,7 +238,7 @@ class Barriers:
         moving = asked.kind == "inflight"
         directory = self._sampler_directory(run, entry)
         waited, began = time.time() - entry.created, time.perf_counter()
-        async with self._limited(run, directory, synced=False) as temporary:
+        async with self.room.limited(run, directory, synced=False) as temporary:
             await self.link.call("export", model_id=run.id, directory=temporary, sampled=True)
             written = time.perf_counter()
         stages = waited, written - began, time.perf_counter() - written
@@ -305,7 +300,7 @@ class Barriers:
             raise InvalidRequest(f"there is a checkpoint {kind}/{name} already: choose another name, or overwrite it")
         check_ttl(ttl)
         directory = self.catalogue.run_directory(run) / kind / f"{name}-{uuid.uuid4().hex[:8]}"
-        async with self._limited(run, directory) if limited else new_directory(directory) as temporary:
+        async with self.room.limited(run, directory) if limited else new_directory(directory) as temporary:
             await self.link.call("save" if kind == "weights" else "export", model_id=run.id, directory=temporary)
         now = time.time()
         checkpoint = Checkpoint(
@@ -340,43 +335,6 @@ class Barriers:
             return []
         others = [each for each in self.catalogue.checkpoints_of(run=run.id) if each.kind == kind and each.name != name]
         return [each for each in others[: max(0, len(others) + 1 - self.config.keep_last)] if not each.public]
-
-    @asynccontextmanager
-    async def _limited(self, run: Run, directory: Path, *, synced: bool = True) -> AsyncIterator[Path]:
-        """`new_directory` within the room of the key. Raises as `check_room`: another run may take the rest meanwhile."""
-        self.check_room(run.owner)
-        async with new_directory(directory, synced=synced) as temporary:
-            yield temporary
-            self.check_room(run.owner)
-            self._writing[run.id] = run.owner, directory_size(temporary)
-
-    @contextmanager
-    def reserved(self, run: Run, size: int) -> Iterator[None]:
-        """Counts bytes that are written in the block, and recorded at its end. Raises as `check_room`."""
-        self.check_room(run.owner)
-        self._writing[run.id] = run.owner, size
-        try:
-            yield
-        finally:
-            self.forget(run)
-
-    def check_room(self, owner: str) -> None:
-        """Raises `InvalidRequest` if the checkpoints and samplers of a key take all that they may."""
-        most = self.config.limits.max_checkpoint_gb
-        used = sum(each.size for each in self.catalogue.checkpoints_of(owner)) + self._size_of_samplers(owner)
-        used += sum(size for writer, size in self._writing.values() if writer == owner)
-        if used >= most * MILLIARD:
-            raise InvalidRequest(
-                f"the checkpoints and samplers of this key take {used / MILLIARD:.1f} GB: at most {most} "
-                "(--max-checkpoint-gb)"
-            )
-
-    def _size_of_samplers(self, owner: str) -> int:
-        own = {each.directory for each in self.catalogue.samplers.values() if each.owner == owner and each.own}
-        for directory in own - self._sizes.keys():
-            with suppress(FileNotFoundError):  # an absent one takes no room, and may come back
-                self._sizes[directory] = directory_size(self.catalogue.place(str(directory)))
-        return sum(self._sizes.get(directory, 0) for directory in own)
 
     async def snapshot(self, run: Run, seq: int) -> Path:
         """Writes the state of a run behind an update, and returns the directory."""

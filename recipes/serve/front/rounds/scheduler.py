@@ -328,11 +328,11 @@ class Scheduler:
             except EngineLost:
                 for lane, _, each in done:
                     each.undo()
-                    self.barriers.forget(lane.run)
+                    self.barriers.room.forget(lane.run)
                 raise
             except Exception as error:  # what the engine has done may not be done twice
                 for lane, _, _ in done:
-                    self.barriers.forget(lane.run)
+                    self.barriers.room.forget(lane.run)
                 await self.rounds.start_over(error)
         for entry, result in ended:
             if isinstance(result, Failure):
