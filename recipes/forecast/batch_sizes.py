@@ -20,8 +20,8 @@ from recipes.data.loader import PromptLoader, draws, may_recur
 from rollout.engine import SamplingParams
 from rollout.environments import EnvironmentFailed, EpisodeLimits, MakeEnvironment, Observation, TurnRenderer
 from rollout.environments.environment_host import EnvironmentHost
-from rollout.environments.episode_rows import episode_starts
-from rollout.environments.turn_renderer import RenderedTurn
+from rollout.environments.episodes.episode_rows import episode_starts
+from rollout.environments.episodes.turn_renderer import RenderedTurn
 from rollout.prompts import PromptBuilder, SupervisedBuilder
 from rollout.prompts.images import image_size
 from rollout.prompts.prepared_rows import conversation_of

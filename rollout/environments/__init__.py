@@ -6,11 +6,12 @@ from dataproto.extras import lazy_names
 
 if TYPE_CHECKING:
     from rollout.environments.environment import Environment, EnvironmentFailed, MakeEnvironment, Observation
-    from rollout.environments.episodes import Episode, EpisodeLimits, EpisodeStart, play_episodes
+    from rollout.environments.episodes.episode import Episode, EpisodeLimits, EpisodeStart
+    from rollout.environments.episodes.episode_loop import play_episodes
+    from rollout.environments.episodes.turn_renderer import TurnRenderer
     from rollout.environments.gymnasium_environment import from_gymnasium
     from rollout.environments.tool_environment import ToolEnvironment, hermes_calls, with_tools
     from rollout.environments.trl_environment import from_trl, trl_tools
-    from rollout.environments.turn_renderer import TurnRenderer
     from rollout.environments.vagen_environment import from_vagen
 
 __all__ = [

@@ -12,7 +12,7 @@ from rollout.carried_samples import WholeGroups
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits, EpisodeStart, Observation
 from rollout.environments.environment_host import EnvironmentHost
-from rollout.environments.held_episodes import EpisodePlan, HeldEpisodes
+from rollout.environments.episodes.held_episodes import EpisodePlan, HeldEpisodes
 
 
 def wait_until(condition):

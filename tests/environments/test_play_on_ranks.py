@@ -16,7 +16,7 @@ from recipes.walk import main
 from rollout.carried_samples import BEGUN
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits, Observation
-from rollout.environments.held_episodes import EpisodePlan
+from rollout.environments.episodes.held_episodes import EpisodePlan
 from rollout.hf import HFEngine
 from rollout.prompts import PromptBuilder
 from rollout.responses import number_occurrences

@@ -13,8 +13,8 @@ from rollout.carried_samples import Tokens, WholeGroups, decode_groups
 from rollout.engine import SamplingParams
 from rollout.environments import Episode, EpisodeLimits, TurnRenderer, play_episodes
 from rollout.environments.environment_host import EnvironmentHost
-from rollout.environments.episode_rows import episode_columns
-from rollout.environments.episodes import go_on
+from rollout.environments.episodes.episode_loop import go_on
+from rollout.environments.episodes.episode_rows import episode_columns
 from rollout.hf import HFEngine
 
 pytestmark = pytest.mark.vllm

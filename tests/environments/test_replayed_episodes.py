@@ -18,7 +18,7 @@ from recipes.run.carrying import CarriedSamples
 from rollout.carried_samples import BEGUN, Tokens, WholeGroups, decode_groups
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits
-from rollout.environments.held_episodes import EpisodePlan
+from rollout.environments.episodes.held_episodes import EpisodePlan
 from rollout.prompts import PromptBuilder
 from rollout.responses import build_requests
 from workers.roles.actor import ActorConfig, ActorWorker

@@ -36,8 +36,8 @@ from rollout.carried_samples import WholeGroups
 from rollout.engine import SamplingParams
 from rollout.environments import Episode, EpisodeLimits, Observation, play_episodes
 from rollout.environments.environment_host import EnvironmentHost
-from rollout.environments.episodes import go_on
-from rollout.environments.held_episodes import EpisodePlan
+from rollout.environments.episodes.episode_loop import go_on
+from rollout.environments.episodes.held_episodes import EpisodePlan
 from workers.cluster.local_group import LocalGroup
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.reference import reference_worker

@@ -31,7 +31,7 @@ from recipes.synthetic.digit_zoom import (
 from recipes.zoom import environment_of, main
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits, Observation, TurnRenderer, play_episodes
-from rollout.environments.episode_rows import episode_columns, episode_starts
+from rollout.environments.episodes.episode_rows import episode_columns, episode_starts
 from rollout.prompts import PromptBuilder
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM

@@ -26,8 +26,8 @@ from rollout.engine import (
 )
 from rollout.engine_ranks import drive
 from rollout.environments import Episode, EpisodeLimits, MakeEnvironment, TurnRenderer, play_episodes
-from rollout.environments.episode_rows import episode_columns, episode_starts
-from rollout.environments.held_episodes import EpisodePlan, HeldEpisodes
+from rollout.environments.episodes.episode_rows import episode_columns, episode_starts
+from rollout.environments.episodes.held_episodes import EpisodePlan, HeldEpisodes
 from rollout.pretrained import end_ids, generation_config
 from rollout.prompts import PromptBuilder
 from rollout.responses import OCCURRENCE, attach_responses, build_requests, number_occurrences, prompt_names

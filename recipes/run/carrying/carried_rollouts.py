@@ -22,7 +22,7 @@ from recipes.run.metrics import Measure, measure_rollouts
 from recipes.run.phases import Progression
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits, MakeEnvironment
-from rollout.environments.held_episodes import EpisodePlan
+from rollout.environments.episodes.held_episodes import EpisodePlan
 from workers import Roles
 
 

@@ -1,159 +1,22 @@
 """Episodes: turns of policy and environment on one engine, each at its own pace."""
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from collections.abc import Sequence
+from dataclasses import replace
 
-import torch
-from torch import Tensor
-
-from dataproto.columns import media_parts
-from dataproto.errors import InvalidConfig, InvalidPrompt
-from rollout.carried_samples import BegunTurn, Tokens, WholeGroups, continued
-from rollout.continuation import continued_experts
+from dataproto.errors import InvalidPrompt
+from rollout.carried_samples import Tokens, WholeGroups, continued
 from rollout.engine import Completion, FinishReason, Request, RequestEngine, SamplingParams
-from rollout.environments.environment import EnvironmentFailed, Failure, MakeEnvironment, Observation
+from rollout.environments.environment import EnvironmentFailed, MakeEnvironment, Observation
 from rollout.environments.environment_host import EnvironmentHost, Outcome
-from rollout.environments.shown_history import EpisodeRow, last_pictures
-from rollout.environments.turn_renderer import RenderedTurn, TurnRenderer
-from rollout.prompts import Prompt
-from rollout.prompts.prepared_rows import in_prompt_order, media_objects
+from rollout.environments.episodes.episode import Episode, EpisodeLimits, EpisodeStart, Turn
+from rollout.environments.episodes.shown_history import EpisodeRow
+from rollout.environments.episodes.turn_renderer import RenderedTurn, TurnRenderer
+from rollout.environments.episodes.turn_requests import TurnRequests
 from rollout.sampling import turn_seed
 
 WORTH_WAITING = 0.1
 """Part of the engine's last step that it waits for environments which usually answer sooner."""
-
-EndReason = Literal["done", "turns", "tokens", "length"] | Failure
-"""Why an episode ended.
-
-- ``done``: the environment said so.
-- ``turns``, ``tokens``: the limits of an episode; ``tokens`` also if the engine has no room for the next turn.
-- ``length``: a turn was cut at ``max_tokens``.
-- ``error``, ``timeout``, ``memory``, ``invalid``: the environment failed, see `Failure`. The clock of ``timeout`` runs only while
-  the environment is called. A limit on the time of decoding would end an episode earlier on a slower machine, or in a larger
-  batch: ``turns``, ``tokens`` and ``max_tokens`` bound decoding.
-"""
-
-
-@dataclass(frozen=True)
-class EpisodeLimits:
-    """How long an episode may be, and what the policy sees of it."""
-
-    turns: int  # of the policy
-    tokens: int | None = None  # of a row behind the prompt, sampled ones and observations; None: no limit
-    seconds: float = (
-        60.0  # that the environment may take, all its calls together; decoding does not count, see `EndReason`
-    )
-    last_pictures: int | None = None  # of the observations that a turn sees; None: all
-    memory_gib: float | None = (
-        None  # of the environment, in a process of its own; None: in a thread of this one, no limit
-    )
-
-    def __post_init__(self) -> None:
-        if self.turns < 1 or (self.tokens is not None and self.tokens < 1):
-            raise InvalidConfig(f"turns={self.turns}, tokens={self.tokens} must be at least 1")
-        if not 0 < self.seconds < float("inf"):
-            raise InvalidConfig(f"seconds={self.seconds}: must be a finite number above 0")
-        if self.last_pictures is not None and self.last_pictures < 1:
-            raise InvalidConfig(f"last_pictures={self.last_pictures}: must be at least 1, or None for all")
-        if self.memory_gib is not None and not self.memory_gib > 0:
-            raise InvalidConfig(f"memory_gib={self.memory_gib}: must be above 0, or None for no limit")
-
-    def most_tokens(self, most_of_turn: int) -> int:
-        """The largest number of sampled tokens, or of tokens behind the prompt if those are limited."""
-        return self.turns * most_of_turn if self.tokens is None else self.tokens
-
-    def room(self, used: int) -> float:
-        """The number of tokens that are left behind ``used`` ones."""
-        return float("inf") if self.tokens is None else self.tokens - used
-
-
-@dataclass(frozen=True)
-class EpisodeStart:
-    """What an episode begins from."""
-
-    row: Mapping[str, Any]  # of the prompt; ``raw_prompt`` are its messages
-    seed: int  # of the sample's random stream
-    environment_seed: int
-    uid: str = ""
-    trajectory: str = ""  # its name: the uid, and the sample's number among those of the uid
-
-
-@dataclass(frozen=True)
-class Turn:
-    """What the policy sampled in a turn, and the observation that follows if there is a next turn."""
-
-    token_ids: list[int]
-    log_probs: list[float]
-    reward: float = 0.0
-    shown: RenderedTurn | None = None
-    weight_versions: list[int] = field(default_factory=list)  # of the weights that sampled each token
-    state: str = ""  # digest of the observation that it answers
-
-
-@dataclass
-class Episode:
-    """An episode that is being played, and its record afterwards."""
-
-    start: EpisodeStart
-    prompt: Prompt | None = None
-    turns: list[Turn] = field(default_factory=list)
-    ended: EndReason | None = None
-    message: str = ""  # of a failure
-    info: dict[str, Any] = field(default_factory=dict)  # of the last observation
-    state: str = ""  # digest of the last observation
-    observations: list[Observation] = field(
-        default_factory=list
-    )  # that were shown, if later turns may leave out pictures
-    rows: list[EpisodeRow] = field(default_factory=list)
-    request: Request | None = None  # of the last turn
-    number: int | None = None  # of the last turn's request in the engine
-    partial: Tokens | None = None  # of a turn that was stopped
-    repeated: list[BegunTurn] = field(default_factory=list)  # turns of an earlier process, which are played again
-
-    @property
-    def begun(self) -> list[BegunTurn]:
-        """What was sampled so far, for an episode that goes on later."""
-        if self.prompt is None:
-            return list(self.repeated)
-        befores = [turn.shown.ids.tolist() if turn.shown else [] for turn in self.turns]  # before the next turn
-        befores.insert(0, self.prompt.input_ids.tolist())
-        for row in self.rows:
-            befores[row.first] = row.begins.input_ids.tolist()
-        sampled = [Tokens(turn.token_ids, turn.log_probs, turn.weight_versions) for turn in self.turns]
-        turns = [BegunTurn(tokens, True, before) for tokens, before in zip(sampled, befores, strict=False)]
-        if self.partial:  # one that was stopped before its first token has not begun
-            turns.append(BegunTurn(self.partial, False, befores[len(self.turns)]))
-        if turns and not self.repeated:  # the last turn tells the experts of the whole row
-            last = replace(turns[-1].tokens, experts=self.rows[-1].experts)
-            turns[-1] = replace(turns[-1], tokens=last)
-        return [*turns, *self.repeated]
-
-    @property
-    def failed(self) -> bool:
-        """Whether the environment failed, so that the reward says nothing about the policy."""
-        return self.ended in get_args(Failure)
-
-    @property
-    def length(self) -> int:
-        """Number of tokens behind the prompt, in the row that grows."""
-        if self.prompt is None:
-            return 0
-        row, before = self.rows[-1], len(self.prompt.input_ids)
-        added = (
-            len(turn.token_ids) + (0 if turn.shown is None else len(turn.shown.ids)) for turn in self.turns[row.first :]
-        )
-        return len(row.begins.input_ids) - before + sum(added)
-
-    def add_experts(self, tokens: Tokens) -> None:
-        """Takes the experts of the present row, which come with the tokens that were sampled last."""
-        row = self.rows[-1]
-        row.experts = continued_experts(row.experts, tokens.experts)
-
-    def end(self, reason: EndReason, message: str = "") -> None:
-        """Ends the episode."""
-        self.ended, self.message = reason, message
 
 
 def play_episodes(
@@ -231,7 +94,7 @@ class _Play:
         self.groups, self.weight_version = groups, weight_version
         self.requests: dict[int, int] = {}  # number of a request -> of its episode
         self.names = [episode.start.trajectory or str(number) for number, episode in enumerate(episodes)]
-        self.first: dict[Any, tuple[Prompt, Request]] = {}  # by row and content: samples share their tensors
+        self.turn_requests = TurnRequests(renderer, limits)
 
     def run(self) -> None:
         host, numbers = self.host, {name: number for number, name in enumerate(self.names)}
@@ -302,7 +165,7 @@ class _Play:
         try:
             if self.limits.last_pictures is not None:
                 episode.observations.append(self.renderer.kept(outcome))
-            shown, row = self._shown(episode, outcome), self._new_row(episode)
+            shown, row = self._shown(episode, outcome), self.turn_requests.new_row(episode)
         except InvalidPrompt as error:
             episode.end("invalid", f"its observation cannot be shown: {error}")
             return
@@ -314,7 +177,7 @@ class _Play:
         elif self.limits.room(episode.length + len(shown.ids)) < 1:
             episode.end("tokens")
         else:
-            self._submit(number, self._next_request(episode, shown), shown)
+            self._submit(number, self.turn_requests.next_request(episode, shown), shown)
 
     def _end(self, episode: Episode, observation: Observation) -> None:
         if not episode.turns:
@@ -326,33 +189,11 @@ class _Play:
         """The observation as tokens behind the last turn; the first one becomes the prompt of the episode."""
         if episode.turns:
             return self.renderer.turn(observation, ended=episode.turns[-1].token_ids[-1] in self.renderer.end_ids)
-        episode.prompt, request = self._first_turn(episode.start, observation)
+        episode.prompt, request = self.turn_requests.first_turn(episode.start, observation)
         episode.request = replace(request, seed=turn_seed(episode.start.seed, 0), uid=episode.start.uid)
         experts = episode.repeated[-1].tokens.experts if episode.repeated else None
         episode.rows = [EpisodeRow(0, episode.request, episode.request, experts=experts)]
         return None
-
-    def _first_turn(self, start: EpisodeStart, observation: Observation) -> tuple[Prompt, Request]:
-        """The prompt of an episode that begins with this observation, and its first request, without a seed."""
-        key = (id(start.row), observation.role, *self.renderer.content_key(observation))
-        if key not in self.first:
-            prompt = self.renderer.prompt(start.row, observation)
-            self.first[key] = prompt, self._first_request(prompt, observation)
-        return self.first[key]
-
-    def _new_row(self, episode: Episode) -> EpisodeRow | None:
-        """The row in which the episode goes on if it has to leave out pictures that its present row shows."""
-        if self.limits.last_pictures is None or not episode.turns:
-            return None
-        (first, *others), omitted = last_pictures(episode.observations, self.limits.last_pictures)
-        if omitted == episode.rows[-1].omitted:
-            return None
-        _, request = self._first_turn(episode.start, first)
-        for turn, observation in zip(episode.turns, others, strict=True):
-            shown = self.renderer.turn(observation, ended=turn.token_ids[-1] in self.renderer.end_ids)
-            request = self._continued(request, turn.token_ids, shown)
-        request = replace(request, seed=turn_seed(episode.start.seed, len(episode.turns)), uid=episode.start.uid)
-        return EpisodeRow(len(episode.turns), request, request, omitted)
 
     def _begin_row(self, number: int, row: EpisodeRow) -> None:
         """Starts the next turn in a new row."""
@@ -409,55 +250,6 @@ class _Play:
         if shown is not None:
             episode.turns[-1] = replace(episode.turns[-1], shown=shown)
 
-    # Requests
-
-    def _first_request(self, prompt: Prompt, observation: Observation) -> Request:
-        media = list(in_prompt_order(prompt.conversation, prompt.images, prompt.videos))
-        shown = sum(not isinstance(part, str) for part in observation.content)
-        # Media of the task and of the observation are apart, so that rows that do not show the latter share the former.
-        cut = len(media) if self.limits.last_pictures is None else len(media) - shown
-        parts = tuple(self.renderer.media(part) for part in (media[:cut], media[cut:]) if part)
-        return Request(
-            prompt.raw_ids,
-            torch.from_numpy(prompt.input_ids),
-            torch.from_numpy(prompt.token_types),
-            self.renderer.positions(prompt.token_types, parts),
-            multi_modal_data=media_objects(prompt.images, prompt.videos),
-            multi_modal_inputs=parts,
-        )
-
-    def _next_request(self, episode: Episode, shown: RenderedTurn) -> Request:
-        assert episode.request is not None
-        request = self._continued(episode.request, episode.turns[-1].token_ids, shown)
-        return replace(request, seed=turn_seed(episode.start.seed, len(episode.turns)), uid=episode.start.uid)
-
-    def _continued(self, earlier: Request, token_ids: Sequence[int], shown: RenderedTurn) -> Request:
-        """The request behind an earlier one, what was sampled for it, and an observation."""
-        sampled = torch.tensor(token_ids)
-        types = torch.zeros_like(sampled, dtype=torch.int8)
-        data = dict(earlier.multi_modal_data)
-        for kind, objects in media_objects(shown.images).items():
-            data[kind] = [*data.get(kind, ()), *objects]
-        request = Request(
-            [*earlier.prompt_ids, *sampled.tolist(), *shown.raw_ids],
-            torch.cat([earlier.input_ids, sampled, torch.from_numpy(shown.ids)]),
-            torch.cat([earlier.token_types, types, torch.from_numpy(shown.token_types)]),
-            self._positions(earlier.position_ids, len(sampled), shown.position_ids),
-            multi_modal_data=data,
-            multi_modal_inputs=(*media_parts(earlier.multi_modal_inputs), *([shown.media] if shown.media else [])),
-        )
-        check_growth(earlier, sampled, request)
-        return request
-
-    def _positions(self, earlier: Tensor, sampled: int, shown: Tensor) -> Tensor:
-        """Positions of a row that goes on with sampled tokens and an observation, whose own positions begin at 0.
-
-        They continue from the largest position of the row so far.
-        """
-        mask = torch.ones(1, earlier.shape[-1], dtype=torch.int64)
-        following = self.renderer.builder.family.extend_positions(earlier[None], mask, sampled + 1)[0]
-        return torch.cat([earlier, following[..., :sampled], following[..., sampled:] + shown], dim=-1)
-
     def _sampling(self, episode: Episode, shown: RenderedTurn | None, begun: int) -> SamplingParams:
         """Of the next turn: at most as many tokens as the episode has left. ``begun`` of them have been sampled."""
         used = episode.length + (0 if shown is None else len(shown.ids))
@@ -488,18 +280,3 @@ class _Play:
             return
         tokenizer = self.renderer.builder.tokenizer
         self.host.step(self.names[number], tokenizer.decode(tokens.token_ids, skip_special_tokens=True))
-
-
-def check_growth(earlier: Request, sampled: Tensor, later: Request) -> None:
-    """The law of turns: the later request's ids begin with those of the earlier one and what was sampled.
-
-    Raises:
-        InvalidPrompt: they do not; names the first token that differs.
-    """
-    expected = torch.cat([earlier.input_ids, sampled])
-    found = later.input_ids[: len(expected)]
-    if not torch.equal(found, expected):
-        both = min(len(found), len(expected))
-        wrong = (found[:both] != expected[:both]).nonzero()
-        place = int(wrong[0]) if len(wrong) else both
-        raise InvalidPrompt(f"the turn's tokens differ from those of the turn before from token {place} on")

@@ -18,9 +18,9 @@ from dataproto.columns import PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS, RowMedia, m
 from dataproto.packing import MAX_TOKENS, PAD_TOKEN
 from dataproto.vlm import media_grids
 from rollout.engine import SamplingParams
-from rollout.environments.episodes import Episode, EpisodeStart
-from rollout.environments.shown_history import EpisodeRow
-from rollout.environments.turn_renderer import TurnRenderer
+from rollout.environments.episodes.episode import Episode, EpisodeStart
+from rollout.environments.episodes.shown_history import EpisodeRow
+from rollout.environments.episodes.turn_renderer import TurnRenderer
 from rollout.responses import OCCURRENCE, expert_columns, number_occurrences, prompt_names
 from rollout.sampling import derive_seed
 

@@ -10,8 +10,9 @@ from rollout.carried_samples import BegunTurn, WholeGroups
 from rollout.engine import RequestEngine, SamplingParams
 from rollout.environments.environment import MakeEnvironment
 from rollout.environments.environment_host import EnvironmentHost
-from rollout.environments.episodes import Episode, EpisodeLimits, EpisodeStart, go_on
-from rollout.environments.turn_renderer import TurnRenderer
+from rollout.environments.episodes.episode import Episode, EpisodeLimits, EpisodeStart
+from rollout.environments.episodes.episode_loop import go_on
+from rollout.environments.episodes.turn_renderer import TurnRenderer
 
 
 @dataclass(frozen=True)
