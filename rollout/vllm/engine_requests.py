@@ -14,7 +14,8 @@ from rollout.engine import FINISH_REASONS, Completion, FinishReason, Request, Sa
 from rollout.sampling import check_sampled
 from rollout.stop_texts import completes_stop_text
 from rollout.vllm.prompt_rendering import RenderedAhead
-from rollout.vllm.versions import error_line, state_of
+from rollout.vllm.versions.running_engine import state_of
+from rollout.vllm.versions.start_options import error_line
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from rollout.adapters import Adapter, AdapterConfig, AdapterRequest, write_adapt
 from rollout.adapters.adapter import UP
 from rollout.adapters.adapter_files import PREFIX
 from rollout.engine import Request
-from rollout.vllm.versions import allow_adapted_heads, set_environment
+from rollout.vllm.versions.process_settings import set_environment
+from rollout.vllm.versions.vllm_patches import allow_adapted_heads
 from rollout.vllm.vllm_engine import VLLMEngine
 
 log = logging.getLogger(__name__)

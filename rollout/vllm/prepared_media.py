@@ -17,7 +17,7 @@ from dataproto.vlm.family import VLMFamily
 from dataproto.vlm.mrope import IMAGE, VIDEO
 from rollout.continuation import Media, shown_media
 from rollout.engine import Request
-from rollout.vllm.versions import model_of
+from rollout.vllm.versions.running_engine import model_of
 
 KINDS = {"image": IMAGE, "video": VIDEO}
 

@@ -13,7 +13,7 @@ from dataproto.errors import InvalidPrompt, MediaMismatch
 from dataproto.vlm.family import VLMFamily
 from rollout.engine import Request, SamplingParams
 from rollout.vllm.prepared_media import prepared_prompt
-from rollout.vllm.versions import error_line
+from rollout.vllm.versions.start_options import error_line
 from rollout.vllm.whole_images import longest_run
 
 MAX_REPORTED_ROWS = 5

@@ -14,26 +14,27 @@ from dataproto.errors import InvalidConfig
 from rollout.pretrained import architecture, check_in_vllm, check_speculation, family_and_config
 from rollout.vllm.policy import runner_chosen, takes_second_runner
 from rollout.vllm.start_timeline import StartTimeline
-from rollout.vllm.versions import (
+from rollout.vllm.versions.process_settings import (
+    import_vllm,
+    one_compile_thread,
+    process_settings_kept,
+    set_environment,
+)
+from rollout.vllm.versions.start_options import (
     AWAITING,
     POLICY_WORKER,
     SCHEDULER,
     check_version,
-    count_whole_images,
     error_line,
     executor,
-    import_vllm,
     normalized_pixels,
-    one_compile_thread,
     prefixes_within_blocks,
-    process_settings_kept,
     recording_options,
     register_awaiting_loader,
-    search_plain_objects,
-    set_environment,
     speculative_options,
     untuned,
 )
+from rollout.vllm.versions.vllm_patches import count_whole_images, search_plain_objects
 from rollout.vllm.whole_images import READ_WHOLE, check_reads_whole
 
 TILED = ("smolvlm", "idefics3")

@@ -36,7 +36,8 @@ from rollout.vllm.engine_requests import (
 )
 from rollout.vllm.prompt_rendering import MAX_REPORTED_ROWS, PromptRenderer, RenderedAhead, for_each_prompt
 from rollout.vllm.startup import inspect_ahead, processor_options, start_llm
-from rollout.vllm.versions import clear_kv_cache, quantization_options, state_of
+from rollout.vllm.versions.running_engine import clear_kv_cache, state_of
+from rollout.vllm.versions.start_options import quantization_options
 from rollout.vllm.weights import EngineMemory, StreamedWeights
 from rollout.vllm.whole_images import limit_of_images
 

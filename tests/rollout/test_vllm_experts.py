@@ -15,7 +15,8 @@ from rollout.engine import SamplingParams, create_engine
 from rollout.hf.hf_engine import HFEngine
 from rollout.prompts import PromptBuilder
 from rollout.responses import attach_responses, build_requests
-from rollout.vllm.versions import prefixes_within_blocks, recording_options, set_environment
+from rollout.vllm.versions.process_settings import set_environment
+from rollout.vllm.versions.start_options import prefixes_within_blocks, recording_options
 from workers.roles.actor import ActorConfig, ActorWorker
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]

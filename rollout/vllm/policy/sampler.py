@@ -30,7 +30,7 @@ from rollout.drafts import Drafts
 from rollout.engine import SamplingParams, TopLogProbs
 from rollout.sampling import likeliest, policy_log_probs, project, sample, uniforms
 from rollout.vllm.routing import ExpertSlots
-from rollout.vllm.versions import batch_of
+from rollout.vllm.versions.running_engine import batch_of
 
 EXTRA_ARGUMENT = "dataproto_request"
 """The argument of a vLLM request that holds its slot."""

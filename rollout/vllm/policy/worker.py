@@ -8,7 +8,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.platforms import current_platform
 
 from rollout.vllm.policy.sampler import Float32Head, PolicySampler
-from rollout.vllm.versions import match_latent_attention, model_of
+from rollout.vllm.versions.running_engine import model_of
+from rollout.vllm.versions.weight_forms import match_latent_attention
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker

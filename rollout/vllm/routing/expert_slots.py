@@ -14,7 +14,7 @@ from torch import Tensor
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import family_of
 from rollout.engine import expert_dtype
-from rollout.vllm.versions import attention_group, model_of, slots_of_request, slots_of_step
+from rollout.vllm.versions.running_engine import attention_group, model_of, slots_of_request, slots_of_step
 
 
 class ExpertSlots:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from dataproto.errors import DataProtoError, InvalidConfig
-from rollout.vllm.versions import error_line
+from rollout.vllm.versions.start_options import error_line
 from rollout.vllm.weights.model_state import State, copied_state, differing_buffers, restore_state
 from rollout.vllm.weights.weight_loading import Weights, differing_parameters, load_parameters
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollout.vllm.versions import model_of
+from rollout.vllm.versions.running_engine import model_of
 
 State = Mapping[str, Tensor | None]
 """Copies on the host by name; ``None``: all bytes are zero, as those of scratch memory between steps."""

@@ -8,7 +8,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from rollout.vllm.versions import (
+from rollout.vllm.versions.running_engine import model_of
+from rollout.vllm.versions.weight_forms import (
     COMPUTED_WEIGHTS,
     EXPERT_WEIGHTS,
     EXPERTS_MODULE,
@@ -16,7 +17,6 @@ from rollout.vllm.versions import (
     is_packed,
     is_quantized,
     loading,
-    model_of,
     renamed,
     takes_transposed,
 )

@@ -1,0 +1,89 @@
+"""What an engine of vLLM sets in its process: variables, random states, threads."""
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+FORCED = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process, beside the actor
+}
+
+DEFAULTS = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # threads belong to training as well
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # nvcc would build it at the first start on a machine, and the policy's replaces it
+}
+
+CHANGED_VARIABLES = ("LD_PRELOAD", "TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS", "TRITON_CACHE_DIR")
+"""What an engine sets for itself: other models of the process are compiled by as many threads, into folders of their own."""
+
+
+def set_environment() -> None:
+    """Sets the variables that vLLM reads when it is imported and when an engine starts."""
+    os.environ.update(FORCED)
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
+
+
+def import_vllm() -> Any:
+    """The package, imported.
+
+    It sets `TORCHINDUCTOR_COMPILE_THREADS` to 1, because Inductor once forked its processes. They are started afresh since torch
+    2.6, so Inductor reads the variable before: all of the cores build kernels for the actor's layers. For vLLM's own see
+    `one_compile_thread`.
+    """
+    import torch._inductor.config  # noqa: F401
+
+    with variables_kept():
+        import vllm
+    return vllm
+
+
+@contextmanager
+def process_settings_kept() -> Iterator[None]:
+    """Restores what the start of an engine changes in the process: random states, default dtype, number of threads, and
+    environment variables (`CHANGED_VARIABLES`).
+    """
+    threads, set_threads, dtype = torch.get_num_threads(), torch.set_num_threads, torch.get_default_dtype()
+    states = random.getstate(), np.random.get_state()  # noqa: NPY002
+    on_cuda = list(range(torch.cuda.device_count()))
+    try:
+        with variables_kept(), torch.random.fork_rng(devices=on_cuda):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        torch.set_num_threads = set_threads  # its CPU worker replaces this function
+        torch.set_num_threads(threads)
+        torch.set_default_dtype(dtype)
+
+
+@contextmanager
+def variables_kept() -> Iterator[None]:
+    """Restores `CHANGED_VARIABLES` after the block."""
+    before = {name: os.environ.get(name) for name in CHANGED_VARIABLES}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def one_compile_thread() -> Iterator[None]:
+    """Lets Inductor compile in this process within the block, as vLLM means it: its start hung beside a pool of processes (vLLM's
+    issues 10480 and 10619).
+    """
+    from torch._inductor import config
+
+    with config.patch(compile_threads=1):
+        yield
