@@ -1,4 +1,7 @@
-"""Prepared rows: what `PromptBuilder` makes of a row of a data set, and the columns and names that it shares with others."""
+"""Prepared rows: what `PromptBuilder` makes of a row of a data set, and the batch of several.
+
+Letters: B rows, P tokens of the longest prompt.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,9 +10,13 @@ from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from dataproto.errors import InvalidRow
+from dataproto import DataProto, object_array
+from dataproto.errors import InvalidPrompt, InvalidRow
+from dataproto.vlm import media_grids
+from dataproto.vlm.family import VLMFamily
 from rollout.prompts.image_processing import ProcessedImage
 from rollout.prompts.images import media_list
 from rollout.prompts.messages import Conversation, read_conversation
@@ -66,6 +73,42 @@ def media_objects(images: Sequence[ProcessedImage], videos: Sequence[ProcessedVi
     """The ``multi_modal_data`` of a row or of a turn."""
     data = {"image": [image.image for image in images], "video": [(video.frames, video.metadata) for video in videos]}
     return {kind: media for kind, media in data.items() if media}
+
+
+def prompt_batch(prompts: Sequence[Prompt], pad_token_id: int, family: VLMFamily, config: Any) -> DataProto:
+    """The batch of prepared rows without their ``uid``; see `PromptBuilder.collate`."""
+    if not prompts:
+        raise InvalidPrompt("a prompt batch needs at least one row")
+    width = max(len(prompt.input_ids) for prompt in prompts)
+    input_ids = _pad_left([prompt.input_ids for prompt in prompts], width, pad_token_id, np.int64)
+    mask = _pad_left([np.ones_like(prompt.input_ids) for prompt in prompts], width, 0, np.int64)
+    types = _pad_left([prompt.token_types for prompt in prompts], width, 0, np.int8)
+    data, inputs = share_media(prompts)
+    positions = family.position_ids(types, mask, **media_grids(inputs), config=config)
+    objects: dict[str, list[Any]] = {
+        "raw_prompt_ids": [prompt.raw_ids for prompt in prompts],
+        "multi_modal_data": data,
+        "multi_modal_inputs": inputs,
+        "raw_prompt": [
+            prompt.conversation.with_media(media.get("image", ()), media.get("video", ()))
+            for prompt, media in zip(prompts, data)
+        ],
+        **row_columns(prompts),
+    }
+    tensors = {
+        "input_ids": input_ids,
+        "attention_mask": mask,
+        "position_ids": positions,
+        "mm_token_type_ids": types,
+    }
+    return DataProto.from_dict(tensors, non_tensors={name: object_array(values) for name, values in objects.items()})
+
+
+def _pad_left(rows: Sequence[np.ndarray], width: int, value: int, dtype: Any) -> Tensor:
+    padded = np.full((len(rows), width), value, dtype=dtype)
+    for target, row in zip(padded, rows):
+        target[width - len(row) :] = row
+    return torch.from_numpy(padded)
 
 
 def share_media(prompts: Sequence[Prompt]) -> tuple[list[dict[str, Any]], list[dict[str, Tensor]]]:

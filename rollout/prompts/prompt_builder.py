@@ -1,7 +1,4 @@
-"""Rows of a data set to prompt columns: chat template, tokenizer, image processor, the family's placeholder expansion.
-
-Letters: B rows, P tokens of the longest prompt.
-"""
+"""Rows of a data set to prompt columns: chat template, tokenizer, image processor, the family's placeholder expansion."""
 
 import json
 import os
@@ -16,15 +13,13 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, Self, TypeVar
 
-import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from dataproto import DataProto, object_array
 from dataproto.errors import DataProtoError, InvalidConfig, InvalidPrompt
-from dataproto.vlm import family_of, media_grids
+from dataproto.vlm import family_of
 from rollout.pretrained import load_prompt_parts
 from rollout.prompts.image_processing import Batch, ImageCache, ProcessedImage, process_image
 from rollout.prompts.images import image_size, load_image
@@ -35,9 +30,8 @@ from rollout.prompts.prepared_rows import (
     conversation_of,
     in_prompt_order,
     invalid_row,
-    row_columns,
+    prompt_batch,
     row_digest,
-    share_media,
 )
 from rollout.prompts.template_arguments import check_template_arguments
 from rollout.prompts.videos import ProcessedVideo, process_frames, process_video
@@ -373,34 +367,9 @@ class PromptBuilder:
 
         Rows with the same images share tensors and PIL objects.
         """
-        if not prompts:
-            raise InvalidPrompt("a prompt batch needs at least one row")
-        width = max(len(prompt.input_ids) for prompt in prompts)
-        input_ids = _pad_left([prompt.input_ids for prompt in prompts], width, self.pad_token_id, np.int64)
-        mask = _pad_left([np.ones_like(prompt.input_ids) for prompt in prompts], width, 0, np.int64)
-        types = _pad_left([prompt.token_types for prompt in prompts], width, 0, np.int8)
-        data, inputs = share_media(prompts)
-        positions = self.family.position_ids(types, mask, **media_grids(inputs), config=self.config)
-        objects: dict[str, list[Any]] = {
-            "raw_prompt_ids": [prompt.raw_ids for prompt in prompts],
-            "multi_modal_data": data,
-            "multi_modal_inputs": inputs,
-            "raw_prompt": [
-                prompt.conversation.with_media(media.get("image", ()), media.get("video", ()))
-                for prompt, media in zip(prompts, data)
-            ],
-            **row_columns(prompts),
-            "uid": self.uids(prompts),
-        }
-        tensors = {
-            "input_ids": input_ids,
-            "attention_mask": mask,
-            "position_ids": positions,
-            "mm_token_type_ids": types,
-        }
-        return DataProto.from_dict(
-            tensors, non_tensors={name: object_array(values) for name, values in objects.items()}
-        )
+        batch = prompt_batch(prompts, self.pad_token_id, self.family, self.config)
+        batch["uid"] = object_array(self.uids(prompts))
+        return batch
 
     def uids(self, prompts: Sequence[Prompt]) -> list[Any]:
         """Each row's ``uid``. A row without one gets ``"<occurrence>-<digest of the row>"``, unique within this builder.
@@ -414,10 +383,3 @@ class PromptBuilder:
                 uids[place] = f"{self.occurrences}-{row_digest(prompt, worker.seed if worker else None)}"
                 self.occurrences += 1
         return uids
-
-
-def _pad_left(rows: Sequence[np.ndarray], width: int, value: int, dtype: Any) -> Tensor:
-    padded = np.full((len(rows), width), value, dtype=dtype)
-    for target, row in zip(padded, rows):
-        target[width - len(row) :] = row
-    return torch.from_numpy(padded)
