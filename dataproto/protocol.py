@@ -33,6 +33,7 @@ from dataproto._collectives.batch_messages import exchange_batches
 from dataproto._collectives.byte_exchange import Call
 from dataproto._ops import column_ops as columnwise
 from dataproto._ops import describe, folding
+from dataproto._ops.column_checks import validate
 from dataproto._ops.column_ops import Column
 from dataproto._ops.indexing import Index, as_positions, as_row, as_slice
 from dataproto._ops.merging import concat_meta_info, union_meta_info, union_numpy_dict, union_tensor_dict
@@ -45,7 +46,7 @@ from dataproto._verl.verl_conversion import (
     serialize_tensordict,
 )
 from dataproto._verl.verl_dispatch import BatchData, DataProtoFuture, _padding_size_key
-from dataproto.columns import COLUMNS, missing_message, validate
+from dataproto.columns import COLUMNS, missing_message
 from dataproto.errors import (
     ColumnConflict,
     IndivisibleBatch,
