@@ -14,7 +14,7 @@ from dataproto.vlm import family_of
 from helpers.layouts import CPU, config_with_heads, differences, joined, mixed_rows, run_pass, text_rows
 from helpers.processes import run_ranks
 from helpers.routes import with_routes
-from helpers.tiny_models import tiny_config, tiny_model
+from helpers.tiny_models import MOE_TYPES, tiny_config, tiny_model
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.parallel import parallelize
@@ -33,8 +33,8 @@ MOE = "qwen3_vl_moe"
 # What all ranks run
 
 
-def equals_one_process(layout, rows=mixed_rows, prepare=None, **options):
-    config = config_with_heads(MOE, heads=4, key_value_heads=2)
+def equals_one_process(layout, rows=mixed_rows, prepare=None, model_type=MOE, **options):
+    config = config_with_heads(model_type, heads=4, key_value_heads=2)
     data = rows(config)
     found = run_pass(config, data, joined(layout), prepare, **options)
     return differences(found, run_pass(config, data, prepare=prepare)) if distributed.get_rank() == 0 else []
@@ -138,6 +138,15 @@ TWO = {
     ),
     "a rank without tokens": partial(equals_one_process, Layout(dp=2, ep=2), prepare=partial(send_all_to, [3, 2])),
 }
+AGAIN = {
+    (model_type, mode): partial(
+        equals_one_process, Layout(dp=2, ep=2), model_type=model_type, activation_checkpointing=mode
+    )
+    for model_type in MOE_TYPES
+    for mode in ("selective", "full")
+}
+BEHIND = [("kimi_k25", "selective"), ("gemma4+moe", "selective")]
+"""Whose layers go on behind their experts, so that a layer is computed again before FSDP's backward pass reaches them."""
 FOUR = {
     "dp 4, ep 2": partial(equals_one_process, Layout(dp=4, ep=2)),
     "sp 2 x dp 2, ep 2": partial(equals_one_process, Layout(sp=2, dp=2, ep=2)),
@@ -175,7 +184,7 @@ def alone(checkpoint):
 def outcomes(checkpoint, tmp_path_factory):
     # Ranks along sp share their rows, so that both are given all of them.
     learning = partial(learn, *checkpoint, Layout(sp=2, ep=2), tmp_path_factory.mktemp("saved"))
-    cases = TWO | CHECKS | {"refusals": refusals, "learning": learning}
+    cases = TWO | CHECKS | {each: AGAIN[each] for each in BEHIND} | {"refusals": refusals, "learning": learning}
     cases["reference"] = partial(base_and_adapted, *checkpoint, Layout(dp=2, ep=2))
     return run_ranks(2, cases, tmp_path_factory.mktemp("two"))
 
@@ -190,6 +199,17 @@ def outcomes_of_four(checkpoint, saved, tmp_path_factory):
 @pytest.mark.parametrize("case", TWO)
 def test_two_ranks_equal_one_process(outcomes, case):
     assert outcomes[case] == [[]] * 2
+
+
+@pytest.mark.parametrize("case", BEHIND)
+def test_layers_that_go_on_behind_their_experts_are_computed_again(outcomes, case):
+    assert outcomes[case] == [[]] * 2
+
+
+@pytest.mark.long
+def test_every_family_is_computed_again(tmp_path):
+    outcomes = run_ranks(2, AGAIN, tmp_path)
+    assert outcomes == {case: [[]] * 2 for case in AGAIN}
 
 
 @pytest.mark.parametrize("case", FOUR)

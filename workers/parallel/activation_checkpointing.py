@@ -6,10 +6,11 @@ a split layer gathers, which would be the whole sequence on every rank, are gath
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -65,12 +66,43 @@ class Checkpointed:
         self.forward = forward
         self.options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         if selective:
-            self.options["context_fn"] = partial(create_selective_checkpoint_contexts, keep_costly)
+            self.options["context_fn"] = selective_contexts
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         return checkpoint(self.forward, *args, **self.options, **kwargs)
+
+
+def selective_contexts() -> tuple[Any, Any]:
+    """The contexts of a layer's forward pass, which keeps the results of `costly_operators`, and of its recomputation."""
+    keeping, looking_up = create_selective_checkpoint_contexts(keep_costly)
+    return keeping, KeptResults(looking_up)
+
+
+class KeptResults(TorchDispatchMode):
+    """Looks up the results of `costly_operators`, and computes any other operator, whether the forward pass had it or not.
+
+    torch's own mode refuses operators that the forward pass did not have. Hooks of FSDP have such: where a layer goes on behind
+    its split experts (shared experts, a norm), its recomputation begins before FSDP's backward pass reaches the experts. FSDP
+    then takes the experts for the root of a new forward pass, and records that for the profiler.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, looking_up: Any) -> None:
+        super().__init__()
+        self.looking_up = looking_up
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """As torch's own mode: compiled parts of a layer stay compiled."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in costly_operators():
+            return self.looking_up.__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
 
 
 def keep_costly(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

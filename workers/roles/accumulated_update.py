@@ -4,6 +4,7 @@ A gradient is a sum over tokens, divided by the denominator of the whole batch. 
 divided when the denominator is known: the step is that of the whole batch, up to the order of float addition.
 """
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -17,7 +18,7 @@ from workers.training.aggregation import denominator, token_weights
 from workers.training.forward_pass import LossFn
 from workers.training.loss_sums import LossSums, joined_means
 from workers.training.row_checks import check_rows, check_update
-from workers.training.training_model import TrainingModel
+from workers.training.training_model import TrainingModel, names_of_rows
 
 
 class AccumulatedUpdate:
@@ -30,6 +31,8 @@ class AccumulatedUpdate:
         self._name = f"{model.role}/loss"
         self._denominator = 0
         self._longest: int | None = None
+        self._rows = 0
+        self._not_finite: list[str] = []  # this rank's rows whose loss or scores are not finite
         self._sums: list[tuple[float, Mapping[str, float]]] = []  # of each part and data-parallel rank
 
     def add(self, data: DataProto, loss_fn: LossFn) -> Tensor:
@@ -51,6 +54,8 @@ class AccumulatedUpdate:
         model.run(data, loss_fn, sums, self.entropy)
         self._denominator += sum(model.ranks.all_gather(int(denominator(mask, self.aggregation)), "dp"))
         self._sums += sums.gathered(model.ranks)
+        self._not_finite += names_of_rows(data, ~sums.finite, self._rows)
+        self._rows += len(data)
         assert sums.scores is not None
         return sums.scores.cpu()
 
@@ -66,5 +71,7 @@ class AccumulatedUpdate:
         gradients = [weight.grad for weight in model.optimizer.parameters if weight.grad is not None]
         torch._foreach_div_([local_part(gradient) for gradient in gradients], total)
         stepped = model.step()
+        if not math.isfinite(stepped["grad_norm"]):
+            model.report_skip(stepped["grad_norm"], self._not_finite)
         means = joined_means(self._sums, self._name, total)
         return means | {f"{model.role}/{name}": value for name, value in stepped.items()}

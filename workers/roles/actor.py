@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from dataproto import DataProto
 from dataproto.columns import require
+from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily
 from workers.model.packed_model import PackedVLM
 from workers.ranks.dispatch_modes import dispatch, split_rows
@@ -67,7 +68,12 @@ class ActorWorker(TrainedWorker, PolicyWorker):
 
     @dispatch(split=split_rows, join=join_passes)
     def forward_backward(self, data: DataProto, loss_fn: LossFn, per_token: bool = False) -> PassOutput:
-        """The loss, whose gradients are added to those of earlier calls. Arguments and errors as `forward`."""
+        """The loss, whose gradients are added to those of earlier calls. Arguments and errors as `forward`.
+
+        Raises:
+            InvalidConfig: the parts of an update are open (`accumulate`); they stay as they are.
+        """
+        self._refuse_open_update("forward_backward")
         return self._pass(data, loss_fn, per_token, backward=True)
 
     @dispatch(split=split_rows, join=join_tensors)
@@ -92,7 +98,11 @@ class ActorWorker(TrainedWorker, PolicyWorker):
 
         Args:
             params: of this step; without them the configured ones and their schedule.
+
+        Raises:
+            InvalidConfig: the parts of an update are open (`accumulate`); they stay as they are.
         """
+        self._refuse_open_update("optim_step")
         self.module.forget_features()
         return self.model.step(params)
 
@@ -105,6 +115,15 @@ class ActorWorker(TrainedWorker, PolicyWorker):
     def load_state(self, directory: Path) -> None:
         """Reads what `save_state` wrote, to the last bit, and clears the gradients."""
         self.load(directory)
+
+    def _refuse_open_update(self, call: str) -> None:
+        """All ranks raise it, since all have made the same calls of `accumulate`."""
+        with self.model.ranks.fail_together():
+            if self._open_update is not None:
+                raise InvalidConfig(
+                    f"{call} would mix its gradients with those of an update in parts, which is open: "
+                    "finish_update makes its step, and drop_update drops its parts"
+                )
 
     def _pass(self, data: DataProto, loss_fn: LossFn, per_token: bool, backward: bool) -> PassOutput:
         model = self.model

@@ -59,6 +59,12 @@ class SkippedStep:
         return f"optimizer step {self.step} skipped, gradient norm {self.grad_norm}; {cause}"
 
 
+def names_of_rows(data: DataProto, chosen: Tensor, first: int = 0) -> list[str]:
+    """The uids of the rows that ``chosen (B,)`` bool marks; without uids their numbers, counted from ``first``."""
+    rows = chosen.nonzero().squeeze(1).tolist()
+    return [str(data["uid"][row]) if "uid" in data else f"row {first + row}" for row in rows]
+
+
 class TrainingModel:
     """A packed model, or this rank's part of it, with its transforms, precision, optimizer and checkpoints.
 
@@ -299,6 +305,13 @@ class TrainingModel:
         for transform in self.transforms:
             transform.drop_gradients(self.module)
 
+    def report_skip(self, grad_norm: float, rows: Sequence[str]) -> None:
+        """Records that the last step was skipped, and logs it; ``rows`` are this rank's with values that are not finite."""
+        every = dict.fromkeys(name for names in self.ranks.all_gather(list(rows), "dp") for name in names)
+        self.skipped.append(SkippedStep(self.optimizer.steps - 1, grad_norm, tuple(every)))
+        if self.ranks.is_first:
+            log.warning("%s", self.skipped[-1])
+
     # Updates
 
     @contextmanager
@@ -445,14 +458,5 @@ class Update:
         stepped = self.model.step()
         metrics = sums.means(self.model.ranks)
         if not math.isfinite(stepped["grad_norm"]):
-            self._report_skip(rows, stepped["grad_norm"], sums.finite)
+            self.model.report_skip(stepped["grad_norm"], names_of_rows(rows, ~sums.finite))
         return metrics | {f"{self.model.role}/{name}": value for name, value in stepped.items()}
-
-    def _report_skip(self, data: DataProto, grad_norm: float, finite: Tensor) -> None:
-        model = self.model
-        bad = (~finite).nonzero().squeeze(1).tolist()
-        mine = [str(data["uid"][row]) if "uid" in data else f"row {row}" for row in bad]
-        rows = dict.fromkeys(name for names in model.ranks.all_gather(mine, "dp") for name in names)
-        model.skipped.append(SkippedStep(model.optimizer.steps - 1, grad_norm, tuple(rows)))
-        if model.ranks.is_first:
-            log.warning("%s", model.skipped[-1])

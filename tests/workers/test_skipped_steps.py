@@ -1,0 +1,154 @@
+"""A gradient that is not finite on one rank: every rank skips the step, keeps weights and moments to the last bit, names the rows
+and goes on.
+"""
+
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import distributed
+
+from dataproto import DataProto
+from dataproto.errors import InvalidConfig
+from dataproto.packing import MAX_TOKENS
+from helpers.layouts import CPU, config_with_heads, joined, mixed_rows
+from helpers.processes import check_all_passed, run_ranks, shared_folder, sharing
+from helpers.tiny_models import tiny_model
+from workers.ranks.autograd_collectives import local_part
+from workers.ranks.layout import Layout
+from workers.ranks.mesh import raised_on_all_ranks
+from workers.roles.actor import ActorConfig, ActorWorker
+from workers.training.mini_batches import share_out
+from workers.training.optimizer import OptimizerConfig
+
+MODEL = "qwen3_vl_moe"
+LAYOUTS = {
+    "dp": (Layout(dp=2), {}),
+    "dp, unsharded": (Layout(dp=2), {"unsharded": "gradients"}),
+    "sp": (Layout(sp=2), {}),
+    "tp": (Layout(tp=2), {}),
+    "pp": (Layout(pp=2), {}),
+    "ep": (Layout(dp=2, ep=2), {}),
+}
+WAYS = ("update", "parts", "passes")
+
+
+def worker(layout: Layout, options: dict) -> ActorWorker:
+    optimizer = OptimizerConfig(lr=1e-3, max_grad_norm=0.1)
+    config = ActorConfig(str(shared_folder() / MODEL), token_budget=60, optimizer=optimizer, **options)
+    return ActorWorker(config, CPU, joined(layout))
+
+
+def rows_of(actor: ActorWorker) -> DataProto:
+    data = mixed_rows(actor.module.model.config)
+    data["advantages"] = torch.randn(data["response_mask"].shape, generator=torch.Generator().manual_seed(3))
+    data["uid"] = np.array([f"row-{row}" for row in range(len(data))], dtype=object)
+    data.meta_info[MAX_TOKENS] = 6
+    return share_out(data, 2)[actor.model.ranks.rank("dp")] if actor.model.ranks.size("dp") > 1 else data
+
+
+def pg_loss(outputs, data):
+    return -outputs.log_probs * data["advantages"], {}
+
+
+def step(actor: ActorWorker, way: str, data: DataProto) -> float:
+    """The norm of the gradient of a step."""
+    if way == "update":
+        return actor.update(data, pg_loss)["actor/grad_norm"]
+    if way == "parts":
+        actor.accumulate(data[:1], pg_loss)
+        actor.accumulate(data[1:], pg_loss)
+        return actor.finish_update()["actor/grad_norm"]
+    actor.forward_backward(data, pg_loss)
+    return actor.optim_step()["grad_norm"]
+
+
+def state_of(actor: ActorWorker) -> list[torch.Tensor]:
+    """This rank's part of weights and moments."""
+    moments = [value for state in actor.model.optimizer.moments.values() for value in state.values()]
+    return [local_part(each.detach()).clone() for each in (*actor.module.model.parameters(), *moments)]
+
+
+def is_skipped(actor: ActorWorker, way: str, data: DataProto) -> None:
+    """The step is skipped and leaves this rank's state as it was."""
+    before, skipped = state_of(actor), actor.model.optimizer.skipped_steps
+    assert not math.isfinite(step(actor, way, data)), way
+    assert actor.model.optimizer.skipped_steps == skipped + 1
+    assert all(map(torch.equal, state_of(actor), before)), way
+
+
+def rows_that_are_not_finite(layout: Layout, options: dict) -> None:
+    """A row of one data-parallel rank has an advantage that is no number, in each way to make a step."""
+    actor = worker(layout, options)
+    good, bad = rows_of(actor), rows_of(actor)
+    chosen = torch.from_numpy(bad["uid"] == "row-3")
+    for way, value in zip(WAYS, (math.nan, math.inf, -math.inf), strict=True):
+        assert math.isfinite(step(actor, way, good)), way
+        bad["advantages"][chosen] = value
+        is_skipped(actor, way, bad)
+        if way != "passes":
+            assert actor.model.skipped[-1].rows == ("row-3",), way
+    assert [skip.step for skip in actor.model.skipped] == [1, 3]
+    assert math.isfinite(step(actor, "update", good))
+
+
+def gradients_of_one_rank(layout: Layout, options: dict) -> None:
+    """An element of each kind of gradient in turn becomes no number on rank 1 alone, behind a finite loss."""
+    actor = worker(layout, options)
+    data, second = rows_of(actor), distributed.get_rank() == 1
+    step(actor, "update", data)
+    clean = actor.model.step
+    for number in range(len(actor.model.optimizer.groups)):
+
+        def broken(params=None, number=number):
+            held = [local_part(each.grad) for each in actor.model.optimizer.groups[number] if each.grad is not None]
+            if second:
+                next(each for each in held if each.numel()).view(-1)[0] = math.inf
+            return clean(params)
+
+        actor.model.step = broken
+        for way in WAYS:
+            is_skipped(actor, way, data)
+        assert actor.model.skipped[-1].rows == ()
+    actor.model.step = clean
+    assert math.isfinite(step(actor, "update", data))
+
+
+def an_open_update_is_not_mixed(layout: Layout, options: dict) -> None:
+    """Step-by-step calls are refused on all ranks, and the parts make the step that they would have made."""
+    actor, other = worker(layout, options), worker(layout, options)
+    data = rows_of(actor)
+    expected = step(other, "parts", data)
+    actor.accumulate(data[:1], pg_loss)
+    for call in (lambda: actor.forward_backward(data, pg_loss), actor.optim_step):
+        with pytest.raises(
+            InvalidConfig, match="finish_update makes its step, and drop_update drops its parts"
+        ) as error:
+            call()
+        assert raised_on_all_ranks(error.value)
+    actor.accumulate(data[1:], pg_loss)
+    assert actor.finish_update()["actor/grad_norm"] == pytest.approx(expected, rel=1e-5)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(state_of(actor), state_of(other), strict=True))
+    actor.accumulate(data, pg_loss)
+    actor.drop_update()
+    assert math.isfinite(step(actor, "passes", data))
+
+
+CHECKS = (rows_that_are_not_finite, gradients_of_one_rank, an_open_update_is_not_mixed)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    with sharing(tmp_path_factory.mktemp("shared")) as folder:
+        config = config_with_heads(MODEL, 4, 2)
+        tiny_model(MODEL, config=config).save_pretrained(folder / MODEL)
+        cases = {(name, check): partial(check, *each) for name, each in LAYOUTS.items() for check in CHECKS}
+        return run_ranks(2, cases, tmp_path_factory.mktemp("two"))
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_on_all_ranks(outcomes, name, check):
+    check_all_passed(outcomes[name, check])
