@@ -4,7 +4,10 @@ Where verl raises `AssertionError`, `ValueError` or `KeyError`, the class here i
 clauses work. Messages name the row, column, shape or rank, and what to do.
 """
 
+import contextlib
 import traceback
+from collections.abc import Iterator
+from pathlib import Path
 
 
 class DataProtoError(Exception):
@@ -99,6 +102,10 @@ class CheckpointError(DataProtoError, ValueError):
     """A checkpoint is missing, incomplete, or of another kind of run."""
 
 
+class FileNotWritten(DataProtoError, OSError):
+    """A file of a run could not be written: the disk is full, say. Names the file and the way out."""
+
+
 class RewardError(DataProtoError, ValueError):
     """A reward function is missing or malformed, or did not return a score."""
 
@@ -131,6 +138,26 @@ class WorkerFailed(DataProtoError, RuntimeError):
 
 
 # What others raise
+
+
+WAY_OUT = "; make room or lift the limit there, and continue with --resume, or choose another --output-dir"
+"""What to do when a run cannot write its files."""
+
+
+@contextlib.contextmanager
+def writing(path: Path, draft: Path | None = None) -> Iterator[None]:
+    """A block that writes a file: names the file if the system does not let it, and removes its ``draft`` then.
+
+    Raises:
+        FileNotWritten: the block raised an `OSError`.
+    """
+    try:
+        yield
+    except OSError as error:
+        if draft is not None:
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
+        raise FileNotWritten(f"{path} could not be written: {error.strerror or error}{WAY_OUT}") from error
 
 
 def describe(failure: BaseException, file: str | None = None) -> str:

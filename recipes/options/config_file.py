@@ -7,7 +7,7 @@ from typing import Any, get_origin
 
 import yaml
 
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, writing
 from recipes.options.option_table import Option, options_of
 from recipes.report.page import OPTIONS_FILE
 
@@ -19,7 +19,8 @@ ONCE = ("resume", "overwrite")
 def write_options(directory: Path, config: Any) -> Path:
     """Writes ``config.yaml``, the options of a configuration, into a directory, and returns the file's path."""
     path = directory / OPTIONS_FILE
-    path.write_text(config_as_yaml(config), encoding="utf-8")
+    with writing(path):
+        path.write_text(config_as_yaml(config), encoding="utf-8")
     return path
 
 

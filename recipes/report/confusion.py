@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dataproto.errors import FileFormatError
+from dataproto.errors import FileFormatError, writing
 from recipes.report.charts import safe_text
 
 FOLDER = "confusion"
@@ -64,8 +64,9 @@ def save_confusion(directory: Path, step: int, confusion: Confusion) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{step}.json"
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(vars(confusion)), encoding="utf-8")
-    return temporary.replace(path)
+    with writing(path, temporary):
+        temporary.write_text(json.dumps(vars(confusion)), encoding="utf-8")
+        return temporary.replace(path)
 
 
 def latest_confusion(directory: Path) -> tuple[int, Confusion] | None:

@@ -21,7 +21,7 @@ import numpy as np
 
 from dataproto import DataProto
 from dataproto.columns import COLUMNS
-from dataproto.errors import FileFormatError, InvalidConfig
+from dataproto.errors import FileFormatError, InvalidConfig, writing
 from recipes.report.samples import FOLDER, pictures_of, prompt_text, save_image
 
 if TYPE_CHECKING:
@@ -288,8 +288,9 @@ def _lines(rows: Sequence[Mapping[str, Any]]) -> bytes:
 
 def _replace(path: Path, content: bytes) -> None:
     temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_bytes(content)
-    temporary.replace(path)
+    with writing(path, temporary):
+        temporary.write_bytes(content)
+        temporary.replace(path)
 
 
 def _number(value: Any) -> float | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import SupportsFloat
 
-from dataproto.errors import FileFormatError, InvalidConfig
+from dataproto.errors import FileFormatError, InvalidConfig, writing
 from recipes.report.samples import RolloutSample
 
 METRICS_FILE = "metrics.jsonl"
@@ -43,11 +43,12 @@ def truncate_after(path: str | Path, step: int) -> None:
     path = Path(path)
     kept = [row for row in read_metrics(path) if row["step"] <= step]
     replacement = path.with_name(path.name + ".tmp")
-    with replacement.open("wb") as file:
-        file.writelines(_line(row) for row in kept)
-        file.flush()
-        os.fsync(file.fileno())
-    replacement.replace(path)
+    with writing(path, replacement):
+        with replacement.open("wb") as file:
+            file.writelines(_line(row) for row in kept)
+            file.flush()
+            os.fsync(file.fileno())
+        replacement.replace(path)
 
 
 class MetricsLog:
@@ -87,19 +88,32 @@ class MetricsLog:
             )
         rows = read_metrics(self.path)
         self._last = int(rows[-1]["step"]) if rows else -1
-        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        with writing(self.path):
+            self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def log(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
         """Appends a step's row; NaN and infinity become null.
 
         Raises:
             InvalidConfig: the step is not above the last one written.
+            FileNotWritten: the disk is full, say; the file then holds the rows before this one.
         """
         if step <= self._last:
             raise InvalidConfig(f"metrics of step {step} after those of step {self._last}: each step is written once")
         numbers = {name: value if isinstance(value, int) else float(value) for name, value in metrics.items()}
-        os.write(self._file, _line({"step": step, **numbers}))
+        with writing(self.path):
+            self._append(_line({"step": step, **numbers}))
         self._last = step
+
+    def _append(self, line: bytes) -> None:
+        """Appends a whole line or nothing: a full disk takes the part that fits, and says so at the next write only."""
+        size, left = os.fstat(self._file).st_size, line
+        try:
+            while left:
+                left = left[os.write(self._file, left) :]
+        except OSError:
+            os.ftruncate(self._file, size)
+            raise
 
     def log_rollouts(self, step: int, rows: Sequence[RolloutSample]) -> None:
         """Keeps none: rollouts have files of their own."""

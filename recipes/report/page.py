@@ -18,7 +18,7 @@ from typing import Any
 
 from PIL import Image
 
-from dataproto.errors import FileFormatError
+from dataproto.errors import FileFormatError, writing
 from recipes.report.charts import COLOURS, Series, format_seconds, line_chart, number, safe_text
 from recipes.report.confusion import MOST, Confusion, confusion_picture, latest_confusion
 from recipes.report.metrics_file import METRICS_FILE, read_metrics
@@ -103,6 +103,7 @@ def write_report(run_dir: str | Path) -> Path:
 
     Raises:
         FileFormatError: the directory is missing, or a file in it is damaged.
+        FileNotWritten: the disk is full, say.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
@@ -127,8 +128,9 @@ def write_report(run_dir: str | Path) -> Path:
         body="\n".join(filter(None, body)),
     )
     path, temporary = run_dir / REPORT_FILE, run_dir / f"{REPORT_FILE}.tmp"
-    temporary.write_text(page, encoding="utf-8", errors="replace")
-    return temporary.replace(path)
+    with writing(path, temporary):
+        temporary.write_text(page, encoding="utf-8", errors="replace")
+        return temporary.replace(path)
 
 
 def curves(rows: Rows) -> str:

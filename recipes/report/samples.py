@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
-from dataproto.errors import FileFormatError
+from dataproto.errors import FileFormatError, writing
 
 if TYPE_CHECKING:
     from dataproto import DataProto
@@ -116,8 +116,9 @@ def save_rollouts(directory: str | Path, step: int, rows: Iterable[RolloutSample
         lines.append(json.dumps(fields | {"images": names}) + "\n")
     path = folder / f"step_{step}.jsonl"
     temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(lines), encoding="utf-8")
-    return temporary.replace(path)
+    with writing(path, temporary):
+        temporary.write_text("".join(lines), encoding="utf-8")
+        return temporary.replace(path)
 
 
 def rollout_steps(directory: str | Path) -> list[int]:
@@ -156,8 +157,9 @@ def save_image(folder: Path, image: Image.Image) -> str:
     name = hashlib.sha256(repr(small.size).encode() + small.tobytes()).hexdigest()[:16] + ".png"
     if not (folder / name).exists():
         temporary = folder / f"{name}.tmp"
-        small.save(temporary, format="PNG", optimize=True)
-        temporary.replace(folder / name)
+        with writing(folder / name, temporary):
+            small.save(temporary, format="PNG", optimize=True)
+            temporary.replace(folder / name)
     return name
 
 

@@ -1,6 +1,7 @@
 """The loop around a step function: data, evaluation, checkpoints, resume, metrics."""
 
 import contextlib
+import io
 import pickle
 import sys
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,7 @@ import torch
 
 from dataproto import DataProto
 from dataproto.columns import require
-from dataproto.errors import CheckpointError, WorkerFailed
+from dataproto.errors import CheckpointError, WorkerFailed, writing
 from recipes.configs.shared.run_config import RunConfig
 from recipes.console import LearningSignals, Progress, start_metrics, start_phase
 from recipes.loggers import LoggedRun, RunLoggers, open_loggers
@@ -100,7 +101,8 @@ def train(
         measure, kept: see `AroundSteps`.
 
     Raises:
-        MissingColumn, CheckpointError: a batch has no ``uid``; a checkpoint is damaged or could not be written.
+        MissingColumn, CheckpointError, FileNotWritten: a batch has no ``uid``; a checkpoint is damaged; a file could not be
+            written.
     """
     progression, best = progression or Stateless(), BestStep(run.keep_best)
     done = begin_or_restore(run, roles, loader, progression, best)
@@ -302,8 +304,12 @@ class Checkpoints:
             for name, group in self.models.items():
                 group.save(directory / name, behind=self.run.save_behind)
             if self.builder is not None:
-                self.builder.save_pretrained(directory / "actor" / "huggingface")
-            torch.save(state, directory / STATE_FILE)
+                with writing(directory / "actor" / "huggingface"):
+                    self.builder.save_pretrained(directory / "actor" / "huggingface")
+            encoded = io.BytesIO()  # a full disk then is an `OSError`, not one of torch's own
+            torch.save(state, encoded)
+            with writing(directory / STATE_FILE):
+                (directory / STATE_FILE).write_bytes(encoded.getvalue())
             if self.run.save_behind:
                 self._open, self._writing = stack.pop_all(), True
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
-from dataproto.errors import CheckpointError, InvalidConfig
+from dataproto.errors import CheckpointError, FileNotWritten, InvalidConfig
 from recipes.configs.shared.run_config import RunConfig
 from recipes.console import show_summary
 from recipes.console.summary import Compare
@@ -134,7 +135,13 @@ def reported(directory: Path, started: float | None = None, compared: Compare | 
     try:
         yield directory
     finally:
-        write_report(directory)
+        failed = sys.exc_info()[0] is not None
+        try:
+            write_report(directory)
+        except FileNotWritten as error:
+            if not failed:
+                raise
+            print(f"no report: {error}", file=sys.stderr)  # the error that ended the run says more
         show_summary(directory, time.monotonic() - started, compared=compared)
 
 

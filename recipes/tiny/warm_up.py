@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor
 
 from dataproto import DataProto
+from dataproto.errors import FileNotWritten
 from recipes.synthetic.problems import Problem, make_problem
 from recipes.tiny.tiny_model import TinyConfig, make_tiny_model
 from rollout.engine import Completion, SamplingParams
@@ -53,6 +55,9 @@ def tiny_checkpoint(
         seed: seed of the initial weights and of the warm-up.
         cache: directory of these checkpoints; by default ``dataproto`` in the user's cache directory.
         phase: is called with the name of each phase, and gives a context manager for its time.
+
+    Raises:
+        FileNotWritten: the disk is full, say.
     """
     model, settings = TinyConfig(), WarmUpConfig()
     root = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dataproto"
@@ -72,6 +77,11 @@ def tiny_checkpoint(
             shutil.rmtree(path)
         with contextlib.suppress(OSError):  # another process was faster; its checkpoint is equal
             draft.rename(path)
+    except (OSError, SafetensorError) as error:
+        raise FileNotWritten(
+            f"the tiny model could not be written into {root}: {error}; make room or lift the limit there, set XDG_CACHE_HOME "
+            "to another directory, or give a checkpoint as --model-path"
+        ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return path

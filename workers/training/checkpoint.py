@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
-from dataproto.errors import CheckpointError
+from dataproto.errors import CheckpointError, writing
 from workers.model.lora import base_name
 from workers.model.packed_model import PackedVLM
 from workers.ranks.failures import raise_first
@@ -111,7 +111,8 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Writes plain values; others, such as paths, as their text."""
-    path.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
+    with writing(path):
+        path.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
 
 
 def _flush(directory: Path) -> None:

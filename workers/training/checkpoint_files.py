@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils._pytree import tree_map
 
-from dataproto.errors import CheckpointError
+from dataproto.errors import WAY_OUT, CheckpointError
 
 FILE_BYTES = 1 << 30
 """Of a file of a training state."""
@@ -53,7 +53,7 @@ def write_state(state: dict[str, Any], directory: Path, group: ProcessGroup | No
     except checkpoint.CheckpointException as error:  # not a subclass of `Exception` in torch
         _raise_interrupt(error)
         causes = (f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items())
-        raise CheckpointError(f"{directory} could not be written: {'; '.join(causes)}") from error
+        raise CheckpointError(f"{directory} could not be written: {'; '.join(causes)}{WAY_OUT}") from error
 
 
 def _raise_interrupt(error: checkpoint.CheckpointException) -> None:

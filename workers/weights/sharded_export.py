@@ -23,7 +23,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from dataproto.errors import CheckpointError
+from dataproto.errors import WAY_OUT, CheckpointError
 from dataproto.vlm import VLMFamily
 from workers.model.lora import base_name
 from workers.model.named_weights import meta_copy, named_buffers, named_weights
@@ -194,7 +194,7 @@ class ShardedExport:
         outcomes = self._gather((self._error, {}), group)
         failed = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(outcomes) if error is not None]
         if failed:
-            raise CheckpointError(f"{self.directory} could not be written: {'; '.join(failed)}")
+            raise CheckpointError(f"{self.directory} could not be written: {'; '.join(failed)}{WAY_OUT}")
 
     def _stage(self) -> StageWeights:
         """The weights of this rank's pipeline stage; the last one writes those that the model does not use as well."""
