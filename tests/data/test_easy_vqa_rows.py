@@ -85,6 +85,13 @@ def test_what_is_no_wheel_of_easy_vqa_is_refused(tmp_path):
         archive.writestr("easy_vqa/data/train/questions.json", '[["what?", "this", 3]]')
     with pytest.raises(FileFormatError, match="no picture 3"):
         open_easy_vqa(tmp_path / "other.whl")
+    with zipfile.ZipFile(tmp_path / "damaged.whl", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("easy_vqa/data/train/questions.json", '[["what?", "this", 3]]' * 99)
+    content = bytearray((tmp_path / "damaged.whl").read_bytes())
+    content[30 + len("easy_vqa/data/train/questions.json")] = 0xFF  # of the compressed stream
+    (tmp_path / "damaged.whl").write_bytes(content)
+    with pytest.raises(FileFormatError, match=r"damaged\.whl is not a wheel of easy-vqa"):
+        open_easy_vqa(tmp_path / "damaged.whl")
 
 
 @pytest.mark.slow

