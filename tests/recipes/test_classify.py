@@ -237,6 +237,7 @@ def test_a_run_on_a_folder_measures_accuracy_before_and_after(caltech, tmp_path)
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)  # of wall clock: minutes alone, a multiple of that on shared cores
 def test_the_small_model_learns_its_drawn_classes(tmp_path):
     begun = time.monotonic()
     assert main(["--output-dir", str(tmp_path / "run")]) == 0
