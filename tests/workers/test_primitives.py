@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dataproto import DataProto
-from dataproto.errors import InvalidColumn
+from dataproto.errors import InvalidColumn, InvalidConfig
 from dataproto.vlm import family_of
 from helpers.batches import prompt_batch, with_responses
 from helpers.checkpoints import write_checkpoint
@@ -176,6 +176,22 @@ def test_passes_equal_an_update_and_leave_the_weights_alone():
     other.update(data, loss_fn, aggregation="token-mean")
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("call", ["update", "accumulate"])
+def test_an_update_is_not_mixed_with_passes_that_wait_for_their_step(call):
+    data, worker, other = rows(), actor(), actor()
+    expected = two_passes_and_a_step(other, data[:2], data[2:], data)
+    worker.forward_backward(data[:2], loss_fn)
+    with pytest.raises(InvalidConfig, match=f"{call} would mix .*optim_step.*drop_update"):
+        getattr(worker, call)(data, loss_fn)
+    worker.forward_backward(data[2:], loss_fn)  # the gradients so far are as they were
+    assert expected[1] == worker.optim_step(STEP)
+    worker.forward_backward(data, loss_fn)
+    worker.drop_update()
+    other.update(data, loss_fn)
+    worker.update(data, loss_fn)
+    assert all(torch.equal(a, b) for a, b in zip(worker.module.parameters(), other.module.parameters(), strict=True))
 
 
 def hugging_faces_log_probs(data):

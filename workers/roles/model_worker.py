@@ -91,7 +91,7 @@ class TrainedWorker(ModelWorker):
         Raises:
             MissingColumn, InvalidColumn, MediaMismatch: see `check_rows`; also a mini-batch without any response token. Nothing
                 has been learned then.
-            InvalidConfig: impossible arguments.
+            InvalidConfig: impossible arguments, or gradients of ``forward_backward`` without a step.
             RankFailure: another rank's rows were refused.
         """
         return self.update_and_score(data, loss_fn, minibatch, epochs, aggregation, entropy).metrics
@@ -107,6 +107,7 @@ class TrainedWorker(ModelWorker):
         entropy: bool = False,
     ) -> Updated:
         """`update`, which also returns the scores of the rows before the model learned from them, without a further pass."""
+        self._refuse_open_passes("update")
         self.drop_update()
         try:
             with self.model.updating(data, minibatch, epochs, aggregation, entropy) as update:
@@ -131,8 +132,10 @@ class TrainedWorker(ModelWorker):
 
         Raises:
             MissingColumn, InvalidColumn, MediaMismatch, RankFailure: see `update`. The parts so far are dropped.
-            InvalidConfig: impossible arguments, or parts without a common ``max_tokens`` in ``meta_info``.
+            InvalidConfig: impossible arguments, parts without a common ``max_tokens`` in ``meta_info``, or gradients of
+                ``forward_backward`` without a step.
         """
+        self._refuse_open_passes("accumulate")
         open_update, self._open_update = self._open_update, None
         update = open_update or AccumulatedUpdate(self.model, aggregation, entropy)
         try:
@@ -162,14 +165,23 @@ class TrainedWorker(ModelWorker):
 
     @dispatch("all")
     def drop_update(self) -> None:
-        """Drops the parts of `accumulate` and their gradients. Does nothing if there are none."""
+        """Drops the gradients of `accumulate`, or of ``forward_backward``, that no step has used. Does nothing if there are none."""
         update, self._open_update = self._open_update, None
         self._drop(update)
 
     def _drop(self, update: AccumulatedUpdate | None) -> None:
-        if update is not None:
+        if update is not None or self.model.has_passes:
             self.module.forget_features()
             self.model.drop_gradients()
+
+    def _refuse_open_passes(self, call: str) -> None:
+        """All ranks raise it, since all have made the same calls of ``forward_backward``."""
+        with self.model.ranks.fail_together():
+            if self.model.has_passes:
+                raise InvalidConfig(
+                    f"{call} would mix its gradients with those of forward_backward, which no step has used: "
+                    "optim_step makes their step, and drop_update drops them"
+                )
 
     @dispatch("all")
     def forget_features(self) -> None:

@@ -100,6 +100,7 @@ class TrainingModel:
         self.accounting = Accounting(self.device, self.ranks)
         self.saving = Saving()
         self.skipped: list[SkippedStep] = []
+        self.has_passes = False  # whether single passes have added gradients since the last step
         self._optimizer = None if optimizer is None else self._new_optimizer(optimizer)
         half = self.precision.half_weights
         drop = (lambda: None) if half is None else half.drop
@@ -301,6 +302,7 @@ class TrainingModel:
 
     def drop_gradients(self) -> None:
         """Drops the gradients that have added up since the last step, those that ranks have not reduced yet too."""
+        self.has_passes = False
         self.optimizer.clear_gradients()
         for transform in self.transforms:
             transform.drop_gradients(self.module)
@@ -350,6 +352,7 @@ class TrainingModel:
 
     def step(self, params: AdamParams | None = None) -> dict[str, float]:
         """One optimizer step with the gradients of all ranks; see `Optimizer.step`."""
+        self.has_passes = False
         with self.residence.using(moments=True, changes=True):
             for transform in self.transforms:
                 transform.sum_gradients(self.module)
@@ -394,6 +397,7 @@ class TrainingModel:
             CheckpointError: the checkpoint is missing, damaged, or of another model.
             RankFailure: another rank cannot read it.
         """
+        self.has_passes = False
         with self.residence.using(moments=True, changes=True, loads=True):
             self.residence.wait_for_moments()
             if self._optimizer is None:
