@@ -9,10 +9,17 @@ import pytest
 from starlette.testclient import TestClient
 
 from helpers.fronts import Front, drive
+from recipes.serve.ledger import database
 from recipes.serve.routes import application
 
-NAMED = "the server could not write to its disk for 0.3 s (--disk-seconds): attempt to write a readonly database"
-FULL = {"disk_seconds": 0.3, "snapshot_steps": 100}
+NAMED = "the server could not write to its disk for 0.3 s: attempt to write a readonly database"
+FULL = {"snapshot_steps": 100}
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr(database, "DISK_SECONDS", 0.3)
+    monkeypatch.setattr(database, "RETRY_SECONDS", 0.1)
 
 
 def fill(front: Front, full: bool = True) -> None:

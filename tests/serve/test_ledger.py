@@ -107,16 +107,28 @@ def full_until(room):
     return write
 
 
-def test_a_write_that_may_not_be_lost_fails_by_name_after_a_time_and_then_at_once(database):
-    room, database.disk_seconds = threading.Event(), 0.3
+@pytest.fixture
+def seconds(monkeypatch):
+    """Sets for how long a write is tried."""
+
+    def set_seconds(value: float) -> None:
+        monkeypatch.setattr("recipes.serve.ledger.database.DISK_SECONDS", value)
+
+    monkeypatch.setattr("recipes.serve.ledger.database.RETRY_SECONDS", 0.1)
+    set_seconds(0.3)
+    return set_seconds
+
+
+def test_a_write_that_may_not_be_lost_fails_by_name_after_a_time_and_then_at_once(database, seconds):
+    room = threading.Event()
     write = full_until(room)
 
     async def drive():
         began = time.monotonic()
-        with pytest.raises(NotWritten, match=r"for 0.3 s \(--disk-seconds\): database or disk is full"):
+        with pytest.raises(NotWritten, match=r"for 0.3 s: database or disk is full"):
             await database.keep(write(put(run_of("a", 1))))
         assert 0.3 <= time.monotonic() - began < 5
-        database.disk_seconds = 1e9
+        seconds(1e9)
         database._failing_since = -1e9 - 1  # it has failed for so long
         with pytest.raises(NotWritten):
             await database.keep(write(put(run_of("b", 2))))

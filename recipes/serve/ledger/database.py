@@ -21,6 +21,7 @@ Job = tuple[Callable[[sqlite3.Connection], Any], "Future[Any]"]
 VERSION = 3
 PAGE_BYTES = 16_384  # bodies of some megabytes take half the time that they take in pages of the default size
 RETRY_SECONDS = 1.0  # between tries to write
+DISK_SECONDS = 30.0  # for which `Database.keep` tries
 SCHEMA = """
 CREATE TABLE sessions (
     id TEXT PRIMARY KEY, owner TEXT, created REAL, state TEXT, project TEXT, display_name TEXT, metadata TEXT, tags TEXT);
@@ -52,13 +53,8 @@ class Database:
     A function that raises changes nothing. `run` returns when what the function wrote is on disk.
     """
 
-    def __init__(self, path: Path, disk_seconds: float = 30.0) -> None:
-        """Opens or makes the database. Raises `FileFormatError` for one of another version.
-
-        Args:
-            disk_seconds: for which `keep` tries to write.
-        """
-        self.disk_seconds = disk_seconds
+    def __init__(self, path: Path) -> None:
+        """Opens or makes the database. Raises `FileFormatError` for one of another version."""
         self._failing_since: float | None = None
         self._owed: list[Callable[[sqlite3.Connection], Any]] = []
         self._jobs: queue.Queue[Job | None] = queue.Queue()
@@ -87,13 +83,13 @@ class Database:
                 now = time.monotonic()
                 if self._failing_since is None:
                     self._failing_since = now
-                if now >= self._failing_since + self.disk_seconds:
+                if now >= self._failing_since + DISK_SECONDS:
                     raise NotWritten(
-                        f"the server could not write to its disk for {self.disk_seconds:g} s (--disk-seconds): {error}; "
+                        f"the server could not write to its disk for {DISK_SECONDS:g} s: {error}; "
                         "make room, or repair the disk of --state, and send the request again"
                     ) from error
                 log.warning("the database cannot be written, and is tried again: %s", error)
-                await asyncio.sleep(min(RETRY_SECONDS, self.disk_seconds))
+                await asyncio.sleep(RETRY_SECONDS)
 
     def owe(self, function: Callable[[sqlite3.Connection], Any]) -> None:
         """Runs a function in each commit, before those that are given to the other methods, until it is written once."""
