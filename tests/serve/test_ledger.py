@@ -145,15 +145,35 @@ def test_a_write_that_may_not_be_lost_fails_by_name_after_a_time_and_then_at_onc
         database._last_failure = time.monotonic()
         with pytest.raises(NotWritten):
             await database.keep(write(put(run_of("b", 2))))
-        database.owe(write(put(run_of("owed", 3))))
+        database.write_eventually(write(put(run_of("late", 3))))
         await database.run(put(run_of("c", 4)))
         assert [run.id for run in await database.run(everything(Run))] == ["c"]
         room.set()
         await database.keep(write(put(run_of("d", 5))))
-        assert sorted(run.id for run in await database.run(everything(Run))) == ["c", "d", "owed"]
-        assert (database._failing_since, database._owed) == (None, [])
+        assert sorted(run.id for run in await database.run(everything(Run))) == ["c", "d", "late"]
+        assert (database._failing_since, database._unwritten) == (None, [])
 
     asyncio.run(asyncio.wait_for(drive(), 60))
+
+
+def test_what_is_to_be_written_eventually_is_tried_while_nothing_else_is(database, seconds, tmp_path):
+    room = threading.Event()
+    database.write_eventually(full_until(room)(put(run_of("late", 1))))
+    time.sleep(0.3)
+    room.set()
+    with sqlite3.connect(tmp_path / "db") as other:
+        while not other.execute("SELECT id FROM runs").fetchall():
+            time.sleep(0.01)
+
+
+def test_what_cannot_be_written_on_any_disk_is_dropped_with_a_word_in_the_log(database, seconds, caplog):
+    database.write_eventually(lambda db: db.execute("DELETE FROM absent"))
+    database.run_now(put(run_of("a", 1)))
+    database.run_now(everything(Run))
+    assert database._unwritten == []
+    assert [(each.message, "no such table" in str(each.exc_info[1])) for each in caplog.records] == [
+        ("a write fails, and is not tried again", True)
+    ]
 
 
 def test_a_write_for_which_there_is_no_room_fails_while_others_succeed(database, seconds):

@@ -73,7 +73,7 @@ class Database:
         """Opens or makes the database. Raises `FileFormatError` for one of another version."""
         self._failing_since: float | None = None  # no write has succeeded since
         self._last_failure = -inf
-        self._owed: list[Callable[[sqlite3.Connection], Any]] = []
+        self._unwritten: list[Callable[[sqlite3.Connection], Any]] = []
         self._jobs: queue.Queue[Job | None] = queue.Queue()
         self._later: deque[Job] = deque()
         ready: Future[None] = Future()
@@ -108,9 +108,13 @@ class Database:
                 log.warning("the database cannot be written, and is tried again: %s", error)
                 await asyncio.sleep(RETRY_SECONDS)
 
-    def owe(self, function: Callable[[sqlite3.Connection], Any]) -> None:
-        """Runs a function in each commit, before those that are given to the other methods, until it is written once."""
-        self._owed.append(function)
+    def write_eventually(self, function: Callable[[sqlite3.Connection], Any]) -> None:
+        """Tries a function in each later commit, and every `RETRY_SECONDS`, until it has succeeded once.
+
+        One that fails by an error that is not of the disk is dropped.
+        """
+        self._unwritten.append(function)
+        self.post(lambda connection: None)
 
     def run_now(self, function: Callable[[sqlite3.Connection], Result]) -> Result:
         """The same for callers without an event loop."""
@@ -144,14 +148,18 @@ class Database:
         ready.set_result(None)
         try:
             while (jobs := self._next()) is not None:
-                owed: list[Job] = [(function, Future()) for function in self._owed]
-                together = [*owed, *jobs]
+                again: list[Job] = [(function, Future()) for function in self._unwritten]
+                together = [*again, *jobs]
                 answers = _commit(connection, together)
                 self._note(answers)
                 _tell(together, answers)
-                for function, done in owed:
-                    if done.exception() is None:
-                        self._owed.remove(function)
+                for function, done in again:
+                    problem = done.exception()
+                    if problem is not None and is_of_disk(problem):
+                        continue
+                    self._unwritten.remove(function)
+                    if problem is not None:
+                        log.error("a write fails, and is not tried again", exc_info=problem)
         except BaseException:
             log.critical(
                 "the database thread failed: the process ends, and its supervisor starts it again", exc_info=True
@@ -171,8 +179,11 @@ class Database:
             self._last_failure = now
 
     def _next(self) -> list[Job] | None:
-        """All jobs that wait, at least one; ``None`` at the end."""
-        first = self._jobs.get()
+        """All jobs that wait, at least one unless something unwritten is to be tried again; ``None`` at the end."""
+        try:
+            first = self._jobs.get(timeout=RETRY_SECONDS if self._unwritten else None)
+        except queue.Empty:
+            return []
         if first is None:
             return None
         jobs = [self._later.popleft() for _ in range(len(self._later))]

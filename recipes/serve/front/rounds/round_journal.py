@@ -121,7 +121,7 @@ class RoundJournal:
             self._fail_unwritten(lost, error)
             if lost:  # the others are tried again
                 await self.start_over(error)
-            self.database.owe(together(*jobs, *outcomes))
+            self.database.write_eventually(together(*jobs, *outcomes))
         for entry, outcome in finished:
             self._ended(entry, outcome, now)
 
@@ -134,8 +134,8 @@ class RoundJournal:
             if entry.seq == 0:  # which makes the run
                 run = self.catalogue.runs[entry.run]
                 run.state = "failed"
-                self.database.owe(put(run))
-            self.database.owe(_record(entry, outcome, now))
+                self.database.write_eventually(put(run))
+            self.database.write_eventually(_record(entry, outcome, now))
             self._ended(entry, outcome, now)
 
     def _ended(self, entry: Entry, outcome: Outcome, now: float) -> None:
