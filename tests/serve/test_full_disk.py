@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 
 from helpers.fronts import Front, drive
 from recipes.serve.ledger import database
-from recipes.serve.routes import application
+from recipes.serve.routes import application, gate
 
 NAMED = "the server could not write to its disk for 0.3 s: attempt to write a readonly database"
 FULL = {"snapshot_steps": 100}
@@ -105,6 +105,19 @@ def test_a_checkpoint_that_cannot_be_recorded_leaves_no_files(tmp_path, kind):
         assert files(front)
 
     drive(work, tmp_path, **FULL)
+
+
+def test_an_error_of_the_database_that_is_not_of_the_disk_is_an_incident(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(gate, "ERROR_SECONDS", 0)
+    front = Front(tmp_path, **FULL)
+    key = {"X-API-Key": (tmp_path / "api-key").read_text().strip()}
+    with TestClient(application(front.service), headers=key) as client:
+        front.service.database.run_now(lambda db: db.execute("ALTER TABLE sessions RENAME TO others"))
+        found = client.post("/api/v1/create_session", json={"tags": [], "sdk_version": "0.38.0"})
+    assert (found.status_code, found.json()["detail"][:28]) == (500, "the server failed, incident ")
+    (said,) = [each for each in caplog.records if each.message.startswith("incident")]
+    assert "no such table" in str(said.exc_info[1])
+    front.engine.listener.close()
 
 
 def test_a_run_that_cannot_be_recorded_is_no_run_and_clients_are_told_to_try_again(tmp_path):
