@@ -2,13 +2,15 @@
 
 import asyncio
 import json
+import threading
 import time
 
 import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from helpers.fronts import Front, drive
+from helpers.fronts import Front, drive, until
+from recipes.serve.front.rounds import barriers
 from recipes.serve.ledger import database
 from recipes.serve.routes import application, gate
 
@@ -80,6 +82,42 @@ def test_results_that_cannot_be_written_fail_and_count_for_nothing(tmp_path):
     assert all(np.array_equal(a, b) for a, b in zip(disturbed, others[1:], strict=True))
 
 
+def filling(front: Front, write):
+    """What lets the disk be full from now on, and then writes."""
+
+    def and_fill(*arguments, **options):
+        fill(front)
+        return write(*arguments, **options)
+
+    return and_fill
+
+
+@pytest.mark.parametrize("kind", ["save", "save_for_sampler", "save_external"])
+def test_a_checkpoint_that_cannot_be_recorded_leaves_the_engine_to_the_others(tmp_path, monkeypatch, kind):
+    fields = {"sampling_session_seq_id": 1} if kind == "save_for_sampler" else {"path": "one"}
+    threads = []
+    remove = barriers.remove_directory
+    monkeypatch.setattr(barriers, "remove_directory", lambda path: (threads.append(threading.get_ident()), remove(path)))
+
+    async def work(front: Front):
+        run, other = await front.new_run("r"), await front.new_run("q")
+        await stepped(front, run, 1)
+        await stepped(front, other, 1)
+        models = dict(front.backend.models)
+        method = "save" if kind == "save" else "export"
+        monkeypatch.setattr(front.backend, method, filling(front, getattr(front.backend, method)))
+        await failure_of(front, await front.request(run, 3, kind, **fields))
+        await until(lambda: threads and not files(front))
+        monkeypatch.undo()
+        fill(front, False)
+        assert (await stepped(front, run, 4))["steps"] == 2 == (await stepped(front, other, 3))["steps"]
+        assert all(front.backend.models[name] is models[name] for name in models)
+        assert "engine_losses" not in front.service.counters.sums
+        assert threading.get_ident() not in threads  # large files are not removed on the event loop
+
+    drive(work, tmp_path, **FULL)
+
+
 @pytest.mark.parametrize("kind", ["save", "save_for_sampler"])
 def test_a_checkpoint_that_cannot_be_recorded_leaves_no_files(tmp_path, kind):
     fields = {"path": "one"} if kind == "save" else {"sampling_session_seq_id": 1}
@@ -88,13 +126,7 @@ def test_a_checkpoint_that_cannot_be_recorded_leaves_no_files(tmp_path, kind):
         run = await front.new_run("r")
         await stepped(front, run, 1)
         method = "save" if kind == "save" else "export"
-        write = getattr(front.backend, method)
-
-        def and_fill(*arguments, **options):
-            fill(front)
-            return write(*arguments, **options)
-
-        setattr(front.backend, method, and_fill)
+        setattr(front.backend, method, filling(front, getattr(front.backend, method)))
         await failure_of(front, await front.request(run, 3, kind, **fields))
         while files(front):  # a moment behind the answer
             await asyncio.sleep(0.01)

@@ -43,6 +43,8 @@ from recipes.serve.wire.json_requests import (
 from workers.model.model_config import AdamParams
 
 log = logging.getLogger("dataproto.serve")
+SAVES = ("save", "save_for_sampler", "save_external")
+"""The kinds that write files, and change nothing in the engine."""
 EXPIRED, EXPIRED_SECONDS = "_expired", 86400
 SHORTEST_TTL, LONGEST_TTL = 1, 10 * 365 * 86400
 
