@@ -184,7 +184,7 @@ def test_a_write_for_which_there_is_no_room_fails_while_others_succeed(database,
                 await asyncio.sleep(0.02)
 
         busy = asyncio.create_task(others())
-        with pytest.raises(NotWritten, match="for 0.3 s: database or disk is full"):
+        with pytest.raises(NotWritten, match=r"for 0.3 s: database or disk is full"):
             await asyncio.wait_for(database.keep(full_until(threading.Event())(put(run_of("big", -1)))), 20)
         busy.cancel()
 

@@ -26,7 +26,7 @@ from recipes.serve.ledger.directories import (
     remove_directory,
 )
 from recipes.serve.ledger.journal import Entry, Outcome
-from recipes.serve.ledger.records import Checkpoint, Job, Run, Sampler, drop, put, text
+from recipes.serve.ledger.records import Checkpoint, Job, Run, Sampler, change, drop, put, text
 from recipes.serve.link import CallFailed, EngineLink
 from recipes.serve.refusals import InvalidRequest
 from recipes.serve.serve_config import ServeConfig
@@ -272,7 +272,7 @@ class Barriers:
             if sampler.moving and each.moving and each.run == sampler.run
         ]
         left = {each.directory for each in earlier if each.directory != sampler.directory}
-        moved = [replace(each, directory=sampler.directory) for each in earlier]
+        moved = [change(each, directory=sampler.directory) for each in earlier]
 
         def after() -> None:
             for each in earlier:
@@ -284,7 +284,7 @@ class Barriers:
 
         answer = {"sampling_session_id": sampler.id, "type": "save_weights_for_sampler"}
         directory = self.catalogue.place(str(sampler.directory))
-        return Done(answer, [put(sampler), *map(put, moved)], after, partial(remove_directory, directory))
+        return Done(answer, [put(sampler), *moved], after, partial(remove_directory, directory))
 
     async def _checkpoint(
         self,
