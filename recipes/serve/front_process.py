@@ -44,7 +44,6 @@ def serve_front(config: ServeConfig, engine_socket: Path, listener: int) -> None
         access_log=False,
         log_level="warning",
         server_header=False,
-        proxy_headers=False,
         ws="none",
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
