@@ -127,7 +127,7 @@ class Barriers:
         """Brings the engine to where it was behind a request that was carried out before."""
         if entry.kind in ("create", "load", "optim_step"):
             await self.kinds[entry.kind](run, entry, body)
-        elif entry.kind == "save_for_sampler" and not self.syncs.trusted(run.id, self._sampler_directory(run, entry)):
+        elif entry.kind == "save_for_sampler" and not self.syncs.wrote(run.id, self._sampler_directory(run, entry)):
             await self._repair(run, self._sampler_directory(run, entry))
 
     def _sampler_directory(self, run: Run, entry: Entry) -> Path:
@@ -146,11 +146,11 @@ class Barriers:
             log.warning("snapshot %s is written again: %s", self.catalogue.name_of(directory), error)
             async with new_directory(directory) as temporary:
                 await self.link.call("export", model_id=run.id, directory=temporary, sampled=True)
-            self.syncs.trust(run.id, directory)
+            self.syncs.mark_written(run.id, directory)
         except OSError as error:
             self.syncs.give_up(run.id, directory, error)
         else:
-            self.syncs.trust(run.id, directory)
+            self.syncs.mark_written(run.id, directory)
 
     async def _invalid(self, run: Run, entry: Entry, body: bytes) -> Done:
         raise InvalidRequest(body.decode())
