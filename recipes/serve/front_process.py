@@ -24,11 +24,11 @@ def main(arguments: Sequence[str], engine_socket: str, listener: int, parent_pip
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     end_with_parent(parent_pipe)
     sys.setswitchinterval(SWITCH_SECONDS)
-    name_no_callers()
+    slim_log_records()
     serve_front(parse(arguments), Path(engine_socket), listener)
 
 
-def name_no_callers() -> None:
+def slim_log_records() -> None:
     """Lets records of the log be made without what their format leaves out: see "Optimization" in Python's logging how-to."""
     logging._srcfile = None
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
@@ -44,7 +44,6 @@ def serve_front(config: ServeConfig, engine_socket: Path, listener: int) -> None
         access_log=False,
         log_level="warning",
         server_header=False,
-        proxy_headers=False,
         ws="none",
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,

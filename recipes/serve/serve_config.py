@@ -63,9 +63,6 @@ class ServeConfig:
     snapshot_steps: int = 8  # updates of a run between snapshots; after a kill at most so many are computed again
     snapshot_seconds: float = 60.0  # the same in time
     poll_seconds: float = 25.0  # a request for a result is answered after this time even if there is none
-    disk_seconds: float = (
-        30.0  # requests fail whose place in the journal cannot be written for so long: the disk is full
-    )
     gap_seconds: float = 60.0  # requests wait so long for an earlier one of their run that has not come
     session_seconds: float = 300.0  # a client that is silent for so long has ended
     on: Literal["local", "ray"] = "local"  # the engine: in a process of this machine, or in one of a Ray cluster
@@ -86,8 +83,8 @@ class ServeConfig:
             raise InvalidConfig(
                 f"snapshot_steps={self.snapshot_steps} must be at least 1, and keep_last={self.keep_last} at least 0"
             )
-        if min(self.snapshot_seconds, self.disk_seconds, self.gap_seconds, self.session_seconds) <= 0:
-            raise InvalidConfig("snapshot_seconds, disk_seconds, gap_seconds and session_seconds must be above 0")
+        if min(self.snapshot_seconds, self.gap_seconds, self.session_seconds) <= 0:
+            raise InvalidConfig("snapshot_seconds, gap_seconds and session_seconds must be above 0")
         self._check_ray()
 
     def _check_ray(self) -> None:

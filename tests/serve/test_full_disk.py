@@ -2,17 +2,29 @@
 
 import asyncio
 import json
+import sqlite3
+import threading
 import time
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from helpers.fronts import Front, drive
-from recipes.serve.routes import application
+from helpers.fronts import Front, drive, until
+from recipes.serve.front.rounds import barriers
+from recipes.serve.ledger import Checkpoint, Session, catalogue, database
+from recipes.serve.routes import application, gate
+from recipes.serve.routes.training_routes import create_model
 
-NAMED = "the server could not write to its disk for 0.3 s (--disk-seconds): attempt to write a readonly database"
-FULL = {"disk_seconds": 0.3, "snapshot_steps": 100}
+NAMED = "the server could not write to its disk for 0.3 s: attempt to write a readonly database"
+FULL = {"snapshot_steps": 100}
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr(database, "DISK_SECONDS", 0.3)
+    monkeypatch.setattr(database, "RETRY_SECONDS", 0.1)
 
 
 def fill(front: Front, full: bool = True) -> None:
@@ -73,6 +85,44 @@ def test_results_that_cannot_be_written_fail_and_count_for_nothing(tmp_path):
     assert all(np.array_equal(a, b) for a, b in zip(disturbed, others[1:], strict=True))
 
 
+def filling(front: Front, write):
+    """What lets the disk be full from now on, and then writes."""
+
+    def and_fill(*arguments, **options):
+        fill(front)
+        return write(*arguments, **options)
+
+    return and_fill
+
+
+@pytest.mark.parametrize("kind", ["save", "save_for_sampler", "save_external"])
+def test_a_checkpoint_that_cannot_be_recorded_leaves_the_engine_to_the_others(tmp_path, monkeypatch, kind):
+    fields = {"sampling_session_seq_id": 1} if kind == "save_for_sampler" else {"path": "one"}
+    threads = []
+    remove = barriers.remove_directory
+    monkeypatch.setattr(
+        barriers, "remove_directory", lambda path: (threads.append(threading.get_ident()), remove(path))
+    )
+
+    async def work(front: Front):
+        run, other = await front.new_run("r"), await front.new_run("q")
+        await stepped(front, run, 1)
+        await stepped(front, other, 1)
+        models = dict(front.backend.models)
+        method = "save" if kind == "save" else "export"
+        monkeypatch.setattr(front.backend, method, filling(front, getattr(front.backend, method)))
+        await failure_of(front, await front.request(run, 3, kind, **fields))
+        await until(lambda: threads and not files(front))
+        monkeypatch.undo()
+        fill(front, False)
+        assert (await stepped(front, run, 4))["steps"] == 2 == (await stepped(front, other, 3))["steps"]
+        assert all(front.backend.models[name] is models[name] for name in models)
+        assert "engine_losses" not in front.service.counters.sums
+        assert threading.get_ident() not in threads  # large files are not removed on the event loop
+
+    drive(work, tmp_path, **FULL)
+
+
 @pytest.mark.parametrize("kind", ["save", "save_for_sampler"])
 def test_a_checkpoint_that_cannot_be_recorded_leaves_no_files(tmp_path, kind):
     fields = {"path": "one"} if kind == "save" else {"sampling_session_seq_id": 1}
@@ -81,13 +131,7 @@ def test_a_checkpoint_that_cannot_be_recorded_leaves_no_files(tmp_path, kind):
         run = await front.new_run("r")
         await stepped(front, run, 1)
         method = "save" if kind == "save" else "export"
-        write = getattr(front.backend, method)
-
-        def and_fill(*arguments, **options):
-            fill(front)
-            return write(*arguments, **options)
-
-        setattr(front.backend, method, and_fill)
+        setattr(front.backend, method, filling(front, getattr(front.backend, method)))
         await failure_of(front, await front.request(run, 3, kind, **fields))
         while files(front):  # a moment behind the answer
             await asyncio.sleep(0.01)
@@ -98,6 +142,19 @@ def test_a_checkpoint_that_cannot_be_recorded_leaves_no_files(tmp_path, kind):
         assert files(front)
 
     drive(work, tmp_path, **FULL)
+
+
+def test_an_error_of_the_database_that_is_not_of_the_disk_is_an_incident(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(gate, "ERROR_SECONDS", 0)
+    front = Front(tmp_path, **FULL)
+    key = {"X-API-Key": (tmp_path / "api-key").read_text().strip()}
+    with TestClient(application(front.service), headers=key) as client:
+        front.service.database.run_now(lambda db: db.execute("ALTER TABLE sessions RENAME TO others"))
+        found = client.post("/api/v1/create_session", json={"tags": [], "sdk_version": "0.38.0"})
+    assert (found.status_code, found.json()["detail"][:28]) == (500, "the server failed, incident ")
+    (said,) = [each for each in caplog.records if each.message.startswith("incident")]
+    assert "no such table" in str(said.exc_info[1])
+    front.engine.listener.close()
 
 
 def test_a_run_that_cannot_be_recorded_is_no_run_and_clients_are_told_to_try_again(tmp_path):
@@ -116,3 +173,61 @@ def test_a_run_that_cannot_be_recorded_is_no_run_and_clients_are_told_to_try_aga
         found = client.post("/api/v1/retrieve_future", json={"request_id": request})
         assert json.loads(found.content)["model_id"] == f"{session}:train:0"
     front.engine.listener.close()
+
+
+def test_what_cannot_be_written_is_in_memory_as_on_disk(tmp_path):
+    front = Front(tmp_path, **FULL)
+    key, catalogue = {"X-API-Key": (tmp_path / "api-key").read_text().strip()}, front.service.catalogue
+    owner = front.service.keys.owner(key["X-API-Key"])
+    with TestClient(application(front.service), headers=key) as client:
+        session = client.post("/api/v1/create_session", json={"tags": [], "sdk_version": "0.38.0"}).json()["session_id"]
+        body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny/vector"}
+        sampler = client.post("/api/v1/create_sampling_session", json=body).json()["sampling_session_id"]
+        values = {"created": 0.0, "expires": None, "public": 0, "size": 0, "metadata": "{}"}
+        made = Checkpoint(run="r", kind="weights", name="a", owner=owner, directory="runs/9/weights/a", **values)
+        client.portal.call(catalogue.write, made)
+        catalogue.checkpoints["r", "weights", "a"] = made
+        place = "/api/v1/training_runs/r/checkpoints/weights/a"
+        calls = {
+            "publish": lambda: client.post(f"{place}/publish"),
+            "ttl": lambda: client.put(f"{place}/ttl", json={"ttl_seconds": 100}),
+            "join": lambda: client.post("/api/v1/join_sampling_session", json={"sampling_session_id": sampler}),
+            "finish": lambda: client.post(f"/api/v1/sessions/{session}/finish", json={"reason": {"type": "success"}}),
+            "delete": lambda: client.delete(place),
+        }
+        fill(front)
+        assert {name: each().status_code for name, each in calls.items()} == dict.fromkeys(calls, 429)
+        fill(front, False)
+        assert catalogue.checkpoints == {("r", "weights", "a"): made}
+        assert (made.public, made.expires) == (0, None)
+        assert (catalogue.sessions[session].state, list(catalogue.samplers)) == ("live", [sampler])
+        found = {name: each() for name, each in calls.items()}
+        assert [each.status_code for each in found.values()] == [204, 204, 200, 200, 204]
+        assert found["join"].json()["client_counter"] == 1
+        assert (made.public, made.expires is not None, catalogue.checkpoints) == (1, True, {})
+        assert (catalogue.sessions[session].state, catalogue.samplers) == ("finished", {})
+    front.engine.listener.close()
+
+
+def test_a_request_for_a_run_that_comes_again_waits_for_the_first_one(tmp_path):
+    async def work(front: Front):
+        made = Session(id="s", owner="ann", created=0.0)
+        front.service.catalogue.sessions["s"] = made
+        await front.service.catalogue.write(made)
+        given = {"session_id": "s", "model_seq_id": 0, "base_model": "tiny/vector", "lora_config": {"rank": 4}}
+        busy = threading.Event()
+        front.service.database.post(lambda db: busy.wait())
+        fails = Mock(side_effect=sqlite3.OperationalError("database or disk is full"))
+        with patch.object(catalogue, "put", lambda record: fails):
+            first = asyncio.create_task(create_model(front.call(**given)))
+            await asyncio.sleep(0.05)
+        again = asyncio.create_task(create_model(front.call(**given)))
+        await asyncio.sleep(0.05)
+        busy.set()
+        with pytest.raises(sqlite3.OperationalError):
+            await first
+        request = json.loads((await again).body)["request_id"]
+        assert (await front.result(request))["model_id"] == "s:train:0"
+        assert front.service.catalogue.runs["s:train:0"].state == "live"
+
+    drive(work, tmp_path, **FULL)

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import json
 import socket
 import threading
 import urllib.error
@@ -113,3 +114,22 @@ def test_the_bodies_of_samples_count_too(tmp_path):
         take_in(3, 100_000)
 
     drive(work, tmp_path, max_queued_mb=1)
+
+
+@pytest.mark.slow
+def test_addresses_of_files_are_those_of_a_proxy_on_this_machine(server):
+    def done(name: str, **fields) -> dict:
+        status, found = call(server, name, **fields)
+        assert status == 200, found
+        return call(server, "retrieve_future", request_id=found["request_id"])[1]
+
+    session = call(server, "create_session", tags=[], sdk_version="0.38.0")[1]["session_id"]
+    model = {"session_id": session, "model_seq_id": 0, "base_model": "tiny/vector", "lora_config": {"rank": 4}}
+    run = done("create_model", **model)["model_id"]
+    assert "path" in done("save_weights_external", model_id=run, seq_id=1, path="out")
+    path = f"/api/v1/training_runs/{run}/checkpoints/external_weights/out/external_weights_urls"
+    for proxied, scheme in (({"X-Forwarded-Proto": "https"}, "https"), ({}, "http")):
+        request = urllib.request.Request(server.url + path, headers={"X-API-Key": server.key, **proxied})
+        urls = json.loads(urllib.request.urlopen(request, timeout=60).read())["urls"]
+        assert urls
+        assert all(each.startswith(f"{scheme}://127.0.0.1:") for each in urls.values()), urls

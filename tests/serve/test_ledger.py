@@ -1,6 +1,7 @@
 """What is on disk: commits, whole directories, and what a replay finds."""
 
 import asyncio
+import itertools
 import os
 import sqlite3
 import threading
@@ -77,7 +78,7 @@ def test_a_write_error_at_which_sqlite_rolls_back_fails_its_own_function_alone(d
 
     def roll_back(db):
         db.execute("ROLLBACK")  # as SQLite does by itself when the disk is full
-        raise sqlite3.OperationalError("database or disk is full")
+        raise disk_full()
 
     async def drive():
         database.post(lambda db: busy.wait())
@@ -95,11 +96,22 @@ def test_a_write_error_at_which_sqlite_rolls_back_fails_its_own_function_alone(d
     assert [run.id for run in database.run_now(everything(Run))] == ["a", "c", "d"]
 
 
+def disk_full() -> sqlite3.OperationalError:
+    """SQLite's own error."""
+    with sqlite3.connect(":memory:") as small:
+        small.execute("PRAGMA max_page_count = 1")
+        try:
+            small.execute("CREATE TABLE a (b)")
+        except sqlite3.OperationalError as error:
+            return error
+    raise AssertionError("there was room")
+
+
 def full_until(room):
     def write(job):
         def function(db):
             if not room.is_set():
-                raise sqlite3.OperationalError("database or disk is full")
+                raise disk_full()
             return job(db)
 
         return function
@@ -107,28 +119,101 @@ def full_until(room):
     return write
 
 
-def test_a_write_that_may_not_be_lost_fails_by_name_after_a_time_and_then_at_once(database):
-    room, database.disk_seconds = threading.Event(), 0.3
+@pytest.fixture
+def seconds(monkeypatch):
+    """Sets for how long a write is tried."""
+
+    def set_seconds(value: float) -> None:
+        monkeypatch.setattr("recipes.serve.ledger.database.DISK_SECONDS", value)
+
+    monkeypatch.setattr("recipes.serve.ledger.database.RETRY_SECONDS", 0.1)
+    set_seconds(0.3)
+    return set_seconds
+
+
+def test_a_write_that_may_not_be_lost_fails_by_name_after_a_time_and_then_at_once(database, seconds):
+    room = threading.Event()
     write = full_until(room)
 
     async def drive():
         began = time.monotonic()
-        with pytest.raises(NotWritten, match=r"for 0.3 s \(--disk-seconds\): database or disk is full"):
+        with pytest.raises(NotWritten, match=r"for 0.3 s: database or disk is full"):
             await database.keep(write(put(run_of("a", 1))))
         assert 0.3 <= time.monotonic() - began < 5
-        database.disk_seconds = 1e9
-        database._failing_since = -1e9 - 1  # it has failed for so long
+        seconds(1e9)
+        database._failing_since = -1e9 - 1  # nothing could be written for so long
+        database._last_failure = time.monotonic()
         with pytest.raises(NotWritten):
             await database.keep(write(put(run_of("b", 2))))
-        database.owe(write(put(run_of("owed", 3))))
+        database.write_eventually(write(put(run_of("late", 3))))
         await database.run(put(run_of("c", 4)))
         assert [run.id for run in await database.run(everything(Run))] == ["c"]
         room.set()
         await database.keep(write(put(run_of("d", 5))))
-        assert sorted(run.id for run in await database.run(everything(Run))) == ["c", "d", "owed"]
-        assert (database._failing_since, database._owed) == (None, [])
+        assert sorted(run.id for run in await database.run(everything(Run))) == ["c", "d", "late"]
+        assert (database._failing_since, database._unwritten) == (None, [])
 
     asyncio.run(asyncio.wait_for(drive(), 60))
+
+
+def test_what_is_to_be_written_eventually_is_tried_while_nothing_else_is(database, seconds, tmp_path):
+    room = threading.Event()
+    database.write_eventually(full_until(room)(put(run_of("late", 1))))
+    time.sleep(0.3)
+    room.set()
+    with sqlite3.connect(tmp_path / "db") as other:
+        while not other.execute("SELECT id FROM runs").fetchall():
+            time.sleep(0.01)
+
+
+def test_what_cannot_be_written_on_any_disk_is_dropped_with_a_word_in_the_log(database, seconds, caplog):
+    database.write_eventually(lambda db: db.execute("DELETE FROM absent"))
+    database.run_now(put(run_of("a", 1)))
+    database.run_now(everything(Run))
+    assert database._unwritten == []
+    assert [(each.message, "no such table" in str(each.exc_info[1])) for each in caplog.records] == [
+        ("a write fails, and is not tried again", True)
+    ]
+
+
+def test_a_write_for_which_there_is_no_room_fails_while_others_succeed(database, seconds):
+    async def drive():
+        async def others():
+            for number in itertools.count():
+                await database.keep(put(run_of(f"r{number}", number)))
+                await asyncio.sleep(0.02)
+
+        busy = asyncio.create_task(others())
+        with pytest.raises(NotWritten, match=r"for 0.3 s: database or disk is full"):
+            await asyncio.wait_for(database.keep(full_until(threading.Event())(put(run_of("big", -1)))), 20)
+        busy.cancel()
+
+    asyncio.run(drive())
+
+
+@pytest.mark.parametrize("between", ["writes", "nothing"])
+def test_an_outage_that_is_over_leaves_later_writes_all_their_time(database, seconds, between):
+    seconds(1.0)
+
+    async def drive():
+        with pytest.raises(NotWritten):
+            await database.keep(full_until(threading.Event())(put(run_of("a", 1))))
+        if between == "writes":
+            await database.run(put(run_of("b", 2)))
+        else:
+            await asyncio.sleep(1.1)
+        room = threading.Event()
+        asyncio.get_running_loop().call_later(0.3, room.set)
+        await database.keep(full_until(room)(put(run_of("c", 3))))  # fails at its first try
+
+    asyncio.run(asyncio.wait_for(drive(), 60))
+    assert "c" in [run.id for run in database.run_now(everything(Run))]
+
+
+def test_an_error_that_is_not_of_the_disk_is_raised_at_once(database, monkeypatch):
+    monkeypatch.setattr("recipes.serve.ledger.database.DISK_SECONDS", 1e9)
+    with pytest.raises(sqlite3.OperationalError, match="no such table"):
+        asyncio.run(asyncio.wait_for(database.keep(lambda db: db.execute("DELETE FROM absent")), 20))
 
 
 def test_a_database_larger_than_its_disk_fails_writes_and_lives(database):

@@ -11,7 +11,7 @@ from recipes.serve.front.sample_queue import Samples
 from recipes.serve.ledger import journal
 from recipes.serve.ledger.catalogue import Catalogue
 from recipes.serve.ledger.directories import remove_directory, remove_unfinished
-from recipes.serve.ledger.records import Checkpoint, Session, drop
+from recipes.serve.ledger.records import Checkpoint, Sampler, Session, change, drop
 from recipes.serve.serve_config import ServeConfig
 
 log = logging.getLogger("dataproto.serve")
@@ -28,6 +28,7 @@ class Lifecycle:
     ) -> None:
         self.catalogue, self.scheduler, self.samples = catalogue, scheduler, samples
         self.futures, self.config = futures, config
+        self._ending = asyncio.Lock()
 
     def begin(self) -> None:
         """Removes what a kill left, and goes on with ends that it interrupted. Sessions count as seen now."""
@@ -79,17 +80,26 @@ class Lifecycle:
 
     async def end_session(self, session: Session, state: str) -> None:
         """Ends a session, its samplers and, when their work is done, its runs."""
-        session.state = state
-        await self.catalogue.write(session)
+
+        def its_own(sampler: Sampler) -> bool:
+            return sampler.session == session.id
+
+        async with self._ending:  # of two that end a session at the same time the second has nothing to do
+            if session.state != "live":
+                return
+            gone = await self.catalogue.drop_samplers(its_own, change(session, state=state))
+            session.state = state
         self.samples.cancel_session(session.id)
         for run in self.catalogue.runs.values():
             if run.session == session.id:
                 self.scheduler.end(run.id, "kept" if state == "expired" else "dropped")
-        for directory in await self.catalogue.drop_samplers(lambda each: each.session == session.id):
+        for directory in gone | await self.catalogue.drop_samplers(its_own):  # with those that have come meanwhile
             self.samples.retire(directory)
 
     async def delete_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Deletes a checkpoint; requests for samples of it that are in flight still end."""
-        self.catalogue.checkpoints.pop((checkpoint.run, checkpoint.kind, checkpoint.name), None)
         await self.catalogue.database.run(drop(checkpoint))
+        key = checkpoint.run, checkpoint.kind, checkpoint.name
+        if self.catalogue.checkpoints.get(key) is checkpoint:  # another one may have taken its name
+            del self.catalogue.checkpoints[key]
         self.samples.retire(checkpoint.directory)

@@ -96,7 +96,7 @@ class Recovery:
         tries = f" in {MOST_REPLAYS} tries" if failure.category == "server" else ""
         log.error("run %s cannot be restored%s: %s", run_id, tries, failure.message)
         lane.run.state = "failed"
-        self.database.owe(put(lane.run))
+        self.database.write_eventually(put(lane.run))
         for entry in list(lane.entries.values()):
             message = f"the run cannot be restored{tries}: {failure.message}"
             await self.scheduler.rounds.finish(entry, failed(message, "server"))

@@ -37,7 +37,7 @@ class Service:
         self.keys: Keys = read_keys(config.api_keys, state)
         self.counters = Counters()
         self.futures = Futures(config.limits.max_queued_mb << 20)
-        self.database = Database(state / DATABASE_FILE, config.disk_seconds)
+        self.database = Database(state / DATABASE_FILE)
         self.catalogue = Catalogue(self.database, state)
         self.link = EngineLink(socket, lambda request, result: self.samples.received(request, result))
         self.samples = Samples(self.link, self.catalogue, self.futures, config, self.counters)

@@ -1,13 +1,27 @@
 """Sessions, runs, samplers and checkpoints in memory, as on disk, and who may see them."""
 
+import asyncio
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from recipes.serve.ledger.database import Database
-from recipes.serve.ledger.records import KINDS, Checkpoint, Run, Sampler, Session, drop, everything, put, together
+from recipes.serve.ledger.records import (
+    KINDS,
+    Checkpoint,
+    Job,
+    Run,
+    Sampler,
+    Session,
+    change,
+    drop,
+    everything,
+    put,
+    together,
+)
 from recipes.serve.refusals import NotFound, Refused
 
 PATH = re.compile(rf"tinker://([^/]{{1,300}})/({'|'.join(KINDS)})/([^/]{{1,128}})")
@@ -24,6 +38,7 @@ class Catalogue:
         self.samplers: dict[str, Sampler] = {each.id: each for each in database.run_now(everything(Sampler))}
         checkpoints = database.run_now(everything(Checkpoint))
         self.checkpoints: dict[tuple[str, str, str], Checkpoint] = {(e.run, e.kind, e.name): e for e in checkpoints}
+        self.making: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # of each key: it makes one run at a time
         self._numbers = max((run.number for run in self.runs.values()), default=0)
 
     def next_number(self) -> int:
@@ -32,9 +47,14 @@ class Catalogue:
         return self._numbers
 
     async def write(self, *records: Any) -> None:
-        """Writes changed records."""
-        for record in records:
-            await self.database.run(put(record))
+        """Writes new records, all or none."""
+        await self.database.run(together(*map(put, records)))
+
+    async def change(self, record: Any, **values: Any) -> None:
+        """Changes fields of a record: in memory when that is on disk, so that it is as before if it cannot be written."""
+        await self.database.run(change(record, **values))
+        for name, value in values.items():
+            setattr(record, name, value)
 
     def session(self, session_id: str, owner: str) -> Session:
         found = self.sessions.get(session_id)
@@ -91,12 +111,12 @@ class Catalogue:
         run = self.runs[checkpoint.run]
         return run.base_model, None if run.lora is None else json.loads(run.lora)
 
-    async def drop_samplers(self, which: Callable[[Sampler], bool]) -> set[str]:
-        """Forgets samplers, and returns their directories."""
+    async def drop_samplers(self, which: Callable[[Sampler], bool], *jobs: Job) -> set[str]:
+        """Forgets samplers, and returns their directories. ``jobs`` are writes that belong into the same commit."""
         gone = [each for each in self.samplers.values() if which(each)]
+        await self.database.run(together(*jobs, *map(drop, gone)))
         for each in gone:
-            del self.samplers[each.id]
-        await self.database.run(together(*map(drop, gone)))
+            self.samplers.pop(each.id, None)
         return {each.directory for each in gone if each.directory is not None}
 
     def place(self, directory: str) -> Path:

@@ -8,10 +8,11 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from math import inf
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from dataproto.errors import DataProtoError, FileFormatError
 
@@ -20,7 +21,9 @@ Result = TypeVar("Result")
 Job = tuple[Callable[[sqlite3.Connection], Any], "Future[Any]"]
 VERSION = 3
 PAGE_BYTES = 16_384  # bodies of some megabytes take half the time that they take in pages of the default size
+OF_THE_DISK = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN)
 RETRY_SECONDS = 1.0  # between tries to write
+DISK_SECONDS = 30.0  # for which `Database.keep` tries
 SCHEMA = """
 CREATE TABLE sessions (
     id TEXT PRIMARY KEY, owner TEXT, created REAL, state TEXT, project TEXT, display_name TEXT, metadata TEXT, tags TEXT);
@@ -42,8 +45,22 @@ CREATE TABLE samplers (
 """
 
 
+class Answer(NamedTuple):
+    """What a function has returned or raised, and whether it has changed anything."""
+
+    result: Any = None
+    problem: BaseException | None = None
+    written: bool = False
+
+
 class NotWritten(DataProtoError):
     """The database could not be written for some time: its disk is full, or fails."""
+
+
+def is_of_disk(error: BaseException | None) -> bool:
+    """Whether the disk is why SQLite failed. Any other error is a fault of the program."""
+    code: int | None = getattr(error, "sqlite_errorcode", None)
+    return code is not None and code & 0xFF in OF_THE_DISK  # the primary code, without what details it
 
 
 class Database:
@@ -52,15 +69,11 @@ class Database:
     A function that raises changes nothing. `run` returns when what the function wrote is on disk.
     """
 
-    def __init__(self, path: Path, disk_seconds: float = 30.0) -> None:
-        """Opens or makes the database. Raises `FileFormatError` for one of another version.
-
-        Args:
-            disk_seconds: for which `keep` tries to write.
-        """
-        self.disk_seconds = disk_seconds
-        self._failing_since: float | None = None
-        self._owed: list[Callable[[sqlite3.Connection], Any]] = []
+    def __init__(self, path: Path) -> None:
+        """Opens or makes the database. Raises `FileFormatError` for one of another version."""
+        self._failing_since: float | None = None  # no write has succeeded since
+        self._last_failure = -inf
+        self._unwritten: list[Callable[[sqlite3.Connection], Any]] = []
         self._jobs: queue.Queue[Job | None] = queue.Queue()
         self._later: deque[Job] = deque()
         ready: Future[None] = Future()
@@ -76,28 +89,32 @@ class Database:
         """Runs a function that writes what may not be lost: it is tried again for some time if the disk is full, or fails.
 
         Raises:
-            NotWritten: nothing of this kind could be written for that time.
+            NotWritten: it, or anything at all, could not be written for that time.
         """
+        began = time.monotonic()
         while True:
             try:
                 await self.run(function)
-                self._failing_since = None
                 return
             except sqlite3.OperationalError as error:
-                now = time.monotonic()
-                if self._failing_since is None:
-                    self._failing_since = now
-                if now >= self._failing_since + self.disk_seconds:
+                if not is_of_disk(error):
+                    raise
+                since = self._failing_since
+                if time.monotonic() - (began if since is None else min(began, since)) >= DISK_SECONDS:
                     raise NotWritten(
-                        f"the server could not write to its disk for {self.disk_seconds:g} s (--disk-seconds): {error}; "
+                        f"the server could not write to its disk for {DISK_SECONDS:g} s: {error}; "
                         "make room, or repair the disk of --state, and send the request again"
                     ) from error
                 log.warning("the database cannot be written, and is tried again: %s", error)
-                await asyncio.sleep(min(RETRY_SECONDS, self.disk_seconds))
+                await asyncio.sleep(RETRY_SECONDS)
 
-    def owe(self, function: Callable[[sqlite3.Connection], Any]) -> None:
-        """Runs a function in each commit, before those that are given to the other methods, until it is written once."""
-        self._owed.append(function)
+    def write_eventually(self, function: Callable[[sqlite3.Connection], Any]) -> None:
+        """Tries a function in each later commit, and every `RETRY_SECONDS`, until it has succeeded once.
+
+        One that fails by an error that is not of the disk is dropped.
+        """
+        self._unwritten.append(function)
+        self.post(lambda connection: None)
 
     def run_now(self, function: Callable[[sqlite3.Connection], Result]) -> Result:
         """The same for callers without an event loop."""
@@ -131,11 +148,18 @@ class Database:
         ready.set_result(None)
         try:
             while (jobs := self._next()) is not None:
-                owed: list[Job] = [(function, Future()) for function in self._owed]
-                _commit(connection, [*owed, *jobs])
-                for function, done in owed:
-                    if done.exception() is None:
-                        self._owed.remove(function)
+                again: list[Job] = [(function, Future()) for function in self._unwritten]
+                together = [*again, *jobs]
+                answers = _commit(connection, together)
+                self._note(answers)
+                _tell(together, answers)
+                for function, done in again:
+                    problem = done.exception()
+                    if problem is not None and is_of_disk(problem):
+                        continue
+                    self._unwritten.remove(function)
+                    if problem is not None:
+                        log.error("a write fails, and is not tried again", exc_info=problem)
         except BaseException:
             log.critical(
                 "the database thread failed: the process ends, and its supervisor starts it again", exc_info=True
@@ -143,9 +167,23 @@ class Database:
             os._exit(1)  # without this thread all requests would wait for ever
         connection.close()
 
+    def _note(self, answers: Sequence[Answer]) -> None:
+        """Notes whether anything was written, and whether the disk failed. A failure long ago says nothing of a new one."""
+        written, failed = any(each.written for each in answers), any(is_of_disk(each.problem) for each in answers)
+        now = time.monotonic()
+        if written:
+            self._failing_since = None
+        elif failed and (self._failing_since is None or now - self._last_failure > DISK_SECONDS):
+            self._failing_since = now
+        if failed:
+            self._last_failure = now
+
     def _next(self) -> list[Job] | None:
-        """All jobs that wait, at least one; ``None`` at the end."""
-        first = self._jobs.get()
+        """All jobs that wait, at least one unless something unwritten is to be tried again; ``None`` at the end."""
+        try:
+            first = self._jobs.get(timeout=RETRY_SECONDS if self._unwritten else None)
+        except queue.Empty:
+            return []
         if first is None:
             return None
         jobs = [self._later.popleft() for _ in range(len(self._later))]
@@ -174,47 +212,52 @@ def _open(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _commit(connection: sqlite3.Connection, jobs: list[Job]) -> None:
+def _commit(connection: sqlite3.Connection, jobs: list[Job]) -> list[Answer]:
     """Writes jobs together. If that fails, each is written alone: those that read, or for which there is room, do not fail."""
     for _, done in jobs:
         done.set_running_or_notify_cancel()  # it can no longer be cancelled
     answers = _tried(connection, jobs)
     if answers is None:
         answers = [answer for job in jobs for answer in _tried(connection, [job], alone=True) or ()]
-    for (_, done), (result, problem) in zip(jobs, answers):
+    return answers
+
+
+def _tell(jobs: Sequence[Job], answers: Sequence[Answer]) -> None:
+    """Gives answers to who waits for them."""
+    for (_, done), answer in zip(jobs, answers):
         if done.cancelled():  # its function has run all the same
             continue
-        if problem is not None:
-            done.set_exception(problem)
+        if answer.problem is not None:
+            done.set_exception(answer.problem)
         else:
-            done.set_result(result)
+            done.set_result(answer.result)
 
 
-def _tried(
-    connection: sqlite3.Connection, jobs: list[Job], alone: bool = False
-) -> list[tuple[Any, BaseException | None]] | None:
+def _tried(connection: sqlite3.Connection, jobs: list[Job], alone: bool = False) -> list[Answer] | None:
     """What `_written` returns. If nothing could be written: ``None``, or the error of a job that is ``alone``."""
     try:
         return _written(connection, jobs)
     except sqlite3.Error as error:  # a full disk, say
         if connection.in_transaction:  # SQLite rolls back by itself at some errors
             connection.execute("ROLLBACK")
-        return [(None, error)] if alone else None
+        return [Answer(problem=error)] if alone else None
 
 
-def _written(connection: sqlite3.Connection, jobs: list[Job]) -> list[tuple[Any, BaseException | None]]:
+def _written(connection: sqlite3.Connection, jobs: list[Job]) -> list[Answer]:
     """The result or error of each function, after the commit. Raises `sqlite3.Error` if nothing could be written."""
-    answers: list[tuple[Any, BaseException | None]] = []
+    answers: list[Answer] = []
     connection.execute("BEGIN")
     for function, _ in jobs:
         connection.execute("SAVEPOINT job")
+        changes = connection.total_changes
         try:
-            answers.append((function(connection), None))
+            result = function(connection)
+            answers.append(Answer(result, written=connection.total_changes > changes))
         except BaseException as error:
             if not connection.in_transaction:  # the writes of the functions before this one are lost too
                 raise
             connection.execute("ROLLBACK TO job")
-            answers.append((None, error))
+            answers.append(Answer(problem=error))
         connection.execute("RELEASE job")
     connection.execute("COMMIT")
     return answers

@@ -90,11 +90,11 @@ class Syncs:
         self._failed: set[str] = set()
         self._known: dict[str, set[Path]] = {}
 
-    def trust(self, run: str, directory: Path) -> None:
+    def mark_written(self, run: str, directory: Path) -> None:
         """Records that this process has written a directory, and will know if it cannot be brought to the disk."""
         self._known.setdefault(run, set()).add(directory)
 
-    def trusted(self, run: str, directory: Path) -> bool:
+    def wrote(self, run: str, directory: Path) -> bool:
         """Whether this process has written a directory, and knows of no failure: a replay has no reason to write it again."""
         return directory in self._known.get(run, ())
 
@@ -104,7 +104,7 @@ class Syncs:
 
     def begin(self, run: str, directory: Path) -> None:
         """Begins to bring a directory to the disk."""
-        self.trust(run, directory)
+        self.mark_written(run, directory)
         task, tasks = asyncio.create_task(self._sync(run, directory)), self._tasks.setdefault(run, set())
         tasks.add(task)
         task.add_done_callback(lambda task: self._ended(run, task))

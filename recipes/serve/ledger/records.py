@@ -62,7 +62,7 @@ class Sampler:
     digest: str
     created: float
     moving: int = 0  # follows the inflight saves of its run
-    joined: int = 0  # clients that joined
+    joined: int = 0  # clients that joined, as of its start: see `join`
 
 
 @dataclass(kw_only=True)
@@ -112,13 +112,35 @@ def everything(kind: type[Record]) -> Callable[[sqlite3.Connection], list[Record
     return lambda db: [kind(**dict(row)) for row in db.execute(sql)]
 
 
+def change(record: Any, **values: Any) -> Job:
+    """Writes some fields of a record, unless it has been removed. Other fields stay as they are on disk."""
+    changes, (condition, keys) = ", ".join(f"{name} = ?" for name in values), _place(record)
+    sql = f"UPDATE {TABLES[type(record)]} SET {changes} WHERE {condition}"
+    return lambda db: db.execute(sql, [*values.values(), *keys])
+
+
+def join(sampler: Sampler) -> Callable[[sqlite3.Connection], int | None]:
+    """Counts a client that joins, and returns its number; ``None`` if the sampler has been removed."""
+
+    def run(db: sqlite3.Connection) -> int | None:
+        row = db.execute(
+            "UPDATE samplers SET joined = joined + 1 WHERE id = ? RETURNING joined", [sampler.id]
+        ).fetchone()
+        return None if row is None else row["joined"]
+
+    return run
+
+
 def drop(record: Any) -> Job:
     """Removes a record."""
-    keys = ("run", "kind", "name") if isinstance(record, Checkpoint) else ("id",)
-    condition = " AND ".join(f"{key} = ?" for key in keys)
-    return lambda db: db.execute(
-        f"DELETE FROM {TABLES[type(record)]} WHERE {condition}", [getattr(record, key) for key in keys]
-    )
+    condition, keys = _place(record)
+    return lambda db: db.execute(f"DELETE FROM {TABLES[type(record)]} WHERE {condition}", keys)
+
+
+def _place(record: Any) -> tuple[str, list[str]]:
+    """The condition that finds a record's row, and its values."""
+    names = ("run", "kind", "name") if isinstance(record, Checkpoint) else ("id",)
+    return " AND ".join(f"{name} = ?" for name in names), [getattr(record, name) for name in names]
 
 
 def text(value: Mapping[str, Any] | list[Any] | None) -> str:

@@ -126,17 +126,15 @@ async def unpublish(call: Call) -> Response:
 
 
 async def _publish(call: Call, public: int) -> Response:
-    checkpoint = _checkpoint(call)
-    checkpoint.public = public
-    await call.service.catalogue.write(checkpoint)
+    await call.service.catalogue.change(_checkpoint(call), public=public)
     return Response(status_code=204)
 
 
 async def set_ttl(call: Call) -> Response:
-    checkpoint, ttl = _checkpoint(call), (await call.read(SetTtl)).ttl_seconds
+    ttl = (await call.read(SetTtl)).ttl_seconds
+    checkpoint = _checkpoint(call)
     check_ttl(ttl)
-    checkpoint.expires = None if ttl is None else time.time() + ttl
-    await call.service.catalogue.write(checkpoint)
+    await call.service.catalogue.change(checkpoint, expires=None if ttl is None else time.time() + ttl)
     return Response(status_code=204)
 
 

@@ -5,7 +5,6 @@ import base64
 import binascii
 import io
 import logging
-import sqlite3
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -18,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from recipes.serve.front.service import Service
+from recipes.serve.ledger.database import is_of_disk
 from recipes.serve.ledger.journal import Outcome
 from recipes.serve.refusals import InvalidRequest, NotFound, Refused
 from recipes.serve.wire import parse_json, read
@@ -103,16 +103,15 @@ async def _answered(
         return refusal(error.status, str(error), page), owner
     except InvalidRequest as error:
         return refusal(404 if isinstance(error, NotFound) else 400, str(error)), owner
-    except sqlite3.OperationalError as error:  # clients repeat what has this status, more and more seldom
-        log.error("the database cannot be written: %s", error)
-        return refusal(
-            429, f"the server cannot write to its disk: {error}; make room, or repair the disk of --state"
-        ), owner
     except asyncio.CancelledError:  # the server stops: clients repeat what has this status
         return refusal(429, "the server is stopping"), owner
     except ClientDisconnect:
         return Response(status_code=499), owner
-    except Exception:
+    except Exception as error:
+        if is_of_disk(error):  # clients repeat what has this status, more and more seldom
+            log.error("the database cannot be written: %s", error)
+            message = f"the server cannot write to its disk: {error}; make room, or repair the disk of --state"
+            return refusal(429, message), owner
         incident = uuid.uuid4().hex[:8]
         logging.getLogger("dataproto.serve").exception("incident %s", incident)
         await asyncio.sleep(ERROR_SECONDS)

@@ -11,7 +11,7 @@ from dataproto.errors import CheckpointError
 from recipes.serve.front.futures import failed
 from recipes.serve.front.sample_queue import engine_key
 from recipes.serve.ledger.directories import check_directory
-from recipes.serve.ledger.records import Sampler
+from recipes.serve.ledger.records import Sampler, join
 from recipes.serve.refusals import InvalidRequest, Refused
 from recipes.serve.routes.gate import Call, answer
 from recipes.serve.routes.training_routes import identity_of
@@ -87,10 +87,11 @@ async def get_sampler(call: Call) -> Response:
 
 async def join_sampling_session(call: Call) -> Response:
     """A number for a client that shares a sampling session, so that its requests have numbers of their own."""
-    sampler = call.service.catalogue.sampler((await call.read(SamplerOnly)).sampling_session_id, call.owner)
-    sampler.joined += 1
-    await call.service.catalogue.write(sampler)
-    return answer({"type": "join_sampling_session", "client_counter": sampler.joined})
+    catalogue, asked = call.service.catalogue, (await call.read(SamplerOnly)).sampling_session_id
+    number = await catalogue.database.run(join(catalogue.sampler(asked, call.owner)))
+    if number is None:
+        raise Refused(404, f"sampling session {asked!r} has ended")
+    return answer({"type": "join_sampling_session", "client_counter": number})
 
 
 async def asample(call: Call) -> Response:

@@ -93,8 +93,7 @@ async def finish_session(call: Call) -> Response:
     asked = await call.read(FinishSession)
     session = call.service.catalogue.session(call.path("session"), call.owner)
     call.notes["reason"] = asked.reason.type
-    if session.state == "live":
-        await call.service.lifecycle.end_session(session, "finished")
+    await call.service.lifecycle.end_session(session, "finished")
     return answer({"status": "finished"})
 
 

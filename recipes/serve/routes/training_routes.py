@@ -12,7 +12,7 @@ from recipes.serve.front.futures import ACTIVE, PAUSED, failed
 from recipes.serve.front.service import Service
 from recipes.serve.ledger import journal
 from recipes.serve.ledger.journal import Outcome
-from recipes.serve.ledger.records import Run, text
+from recipes.serve.ledger.records import Run, drop, text
 from recipes.serve.refusals import InvalidRequest, Refused
 from recipes.serve.routes.gate import Call, answer, answer_outcome
 from recipes.serve.wire import read, read_header
@@ -72,31 +72,30 @@ async def _new_run(
 ) -> Response:
     """Makes a run, and takes in its first request, number 0."""
     catalogue = call.service.catalogue
-    session = catalogue.live_session(session_id, call.owner)
-    run_id = f"{session.id}:train:{number}"
-    run = catalogue.runs.get(run_id)
-    if run is None:
-        most = call.service.config.limits.max_runs
-        if kind != "invalid" and len(catalogue.live_runs(call.owner)) >= most:
-            kind, body = "invalid", f"this key has {most} runs in training: finish a session (--max-runs)".encode()
-        now = time.time()
-        run = Run(
-            id=run_id,
-            number=catalogue.next_number(),
-            session=session.id,
-            owner=call.owner,
-            base_model=base_model,
-            lora=None if lora is None else text(lora),
-            metadata=text(metadata),
-            created=now,
-            last_request=now,
-        )
-        catalogue.runs[run_id] = run
-        try:
+    run_id = f"{catalogue.live_session(session_id, call.owner).id}:train:{number}"
+    async with catalogue.making[call.owner]:  # the same request may come again while the run is being written
+        run = catalogue.runs.get(run_id)
+        if run is None:
+            most = call.service.config.limits.max_runs
+            if kind != "invalid" and len(catalogue.live_runs(call.owner)) >= most:
+                kind, body = "invalid", f"this key has {most} runs in training: finish a session (--max-runs)".encode()
+            now = time.time()
+            run = Run(
+                id=run_id,
+                number=catalogue.next_number(),
+                session=session_id,
+                owner=call.owner,
+                base_model=base_model,
+                lora=None if lora is None else text(lora),
+                metadata=text(metadata),
+                created=now,
+                last_request=now,
+            )
             await catalogue.write(run)
-        except BaseException:  # such as a full disk: the request will come again
-            del catalogue.runs[run_id]
-            raise
+            if catalogue.sessions[session_id].state != "live":  # it has ended meanwhile, with the runs that it had
+                await catalogue.database.run(drop(run))
+                catalogue.live_session(session_id, call.owner)
+            catalogue.runs[run_id] = run
     return await _accepted(call, run, 0, kind, call.body if body is None else body)
 
 

@@ -26,7 +26,7 @@ from recipes.serve.ledger.directories import (
     remove_directory,
 )
 from recipes.serve.ledger.journal import Entry, Outcome
-from recipes.serve.ledger.records import Checkpoint, Job, Run, Sampler, drop, put, text
+from recipes.serve.ledger.records import Checkpoint, Job, Run, Sampler, change, drop, put, text
 from recipes.serve.link import CallFailed, EngineLink
 from recipes.serve.refusals import InvalidRequest
 from recipes.serve.serve_config import ServeConfig
@@ -43,6 +43,8 @@ from recipes.serve.wire.json_requests import (
 from workers.model.model_config import AdamParams
 
 log = logging.getLogger("dataproto.serve")
+SAVES = ("save", "save_for_sampler", "save_external")
+"""The kinds that write files, and change nothing in the engine."""
 EXPIRED, EXPIRED_SECONDS = "_expired", 86400
 SHORTEST_TTL, LONGEST_TTL = 1, 10 * 365 * 86400
 
@@ -125,7 +127,7 @@ class Barriers:
         """Brings the engine to where it was behind a request that was carried out before."""
         if entry.kind in ("create", "load", "optim_step"):
             await self.kinds[entry.kind](run, entry, body)
-        elif entry.kind == "save_for_sampler" and not self.syncs.trusted(run.id, self._sampler_directory(run, entry)):
+        elif entry.kind == "save_for_sampler" and not self.syncs.wrote(run.id, self._sampler_directory(run, entry)):
             await self._repair(run, self._sampler_directory(run, entry))
 
     def _sampler_directory(self, run: Run, entry: Entry) -> Path:
@@ -144,11 +146,11 @@ class Barriers:
             log.warning("snapshot %s is written again: %s", self.catalogue.name_of(directory), error)
             async with new_directory(directory) as temporary:
                 await self.link.call("export", model_id=run.id, directory=temporary, sampled=True)
-            self.syncs.trust(run.id, directory)
+            self.syncs.mark_written(run.id, directory)
         except OSError as error:
             self.syncs.give_up(run.id, directory, error)
         else:
-            self.syncs.trust(run.id, directory)
+            self.syncs.mark_written(run.id, directory)
 
     async def _invalid(self, run: Run, entry: Entry, body: bytes) -> Done:
         raise InvalidRequest(body.decode())
@@ -270,7 +272,7 @@ class Barriers:
             if sampler.moving and each.moving and each.run == sampler.run
         ]
         left = {each.directory for each in earlier if each.directory != sampler.directory}
-        moved = [replace(each, directory=sampler.directory) for each in earlier]
+        moved = [change(each, directory=sampler.directory) for each in earlier]
 
         def after() -> None:
             for each in earlier:
@@ -282,7 +284,7 @@ class Barriers:
 
         answer = {"sampling_session_id": sampler.id, "type": "save_weights_for_sampler"}
         directory = self.catalogue.place(str(sampler.directory))
-        return Done(answer, [put(sampler), *map(put, moved)], after, partial(remove_directory, directory))
+        return Done(answer, [put(sampler), *moved], after, partial(remove_directory, directory))
 
     async def _checkpoint(
         self,

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from recipes.serve.front.counters import Counters
 from recipes.serve.front.futures import Futures, failed
+from recipes.serve.front.rounds.barriers import SAVES
 from recipes.serve.front.rounds.lanes import Lane
 from recipes.serve.ledger import journal
 from recipes.serve.ledger.catalogue import Catalogue
@@ -67,8 +68,8 @@ class RoundJournal:
                 await self.database.keep(together(*records))
             except NotWritten as error:
                 self._fail_unwritten([entry for _, entries in new for entry in entries], error)
-                mine = [id(entries) for _, entries in new]
-                return [each for each in begun if id(each) not in mine]
+                unwritten = [id(entries) for _, entries in new]
+                return [each for each in begun if id(each) not in unwritten]
         for number, entries in new:
             for place, entry in enumerate(entries):
                 entry.round, entry.place = number, place
@@ -111,17 +112,20 @@ class RoundJournal:
 
         Raises:
             EngineLost: what the engine has done could not be written. Its requests have failed, and the engine was left.
+            NotWritten: the same of requests that change nothing in the engine, which goes on.
         """
         now = time.time()
         outcomes = [_record(entry, outcome, now) for entry, outcome in finished]
         try:
             await self.database.keep(together(*jobs, *outcomes))
         except NotWritten as error:
-            lost = [entry for entry, outcome in finished if not outcome.failed]
-            self._fail_unwritten(lost, error)
-            if lost:  # the others are tried again
+            unwritten = [entry for entry, outcome in finished if not outcome.failed]
+            self._fail_unwritten(unwritten, error)
+            if any(entry.kind not in SAVES for entry in unwritten):  # the others are tried again
                 await self.start_over(error)
-            self.database.owe(together(*jobs, *outcomes))
+            if unwritten:
+                raise
+            self.database.write_eventually(together(*jobs, *outcomes))
         for entry, outcome in finished:
             self._ended(entry, outcome, now)
 
@@ -134,8 +138,8 @@ class RoundJournal:
             if entry.seq == 0:  # which makes the run
                 run = self.catalogue.runs[entry.run]
                 run.state = "failed"
-                self.database.owe(put(run))
-            self.database.owe(_record(entry, outcome, now))
+                self.database.write_eventually(put(run))
+            self.database.write_eventually(_record(entry, outcome, now))
             self._ended(entry, outcome, now)
 
     def _ended(self, entry: Entry, outcome: Outcome, now: float) -> None:

@@ -11,14 +11,14 @@ from recipes.serve.backend import Failure, Pass, PassResult
 from recipes.serve.front.counters import Counters
 from recipes.serve.front.fair_share import FairShare
 from recipes.serve.front.futures import Futures, failed, pass_outcome
-from recipes.serve.front.rounds.barriers import Barriers, Done, remove_run_files
+from recipes.serve.front.rounds.barriers import SAVES, Barriers, Done, remove_run_files
 from recipes.serve.front.rounds.intake import Intake
 from recipes.serve.front.rounds.lanes import Lane
 from recipes.serve.front.rounds.round_journal import RoundJournal
 from recipes.serve.front.rounds.run_snapshots import RunSnapshots
 from recipes.serve.ledger import journal
 from recipes.serve.ledger.catalogue import Catalogue
-from recipes.serve.ledger.database import Database
+from recipes.serve.ledger.database import Database, NotWritten
 from recipes.serve.ledger.journal import Entry
 from recipes.serve.ledger.records import Job, put, together
 from recipes.serve.link import CallFailed, EngineLink, EngineLost, failure_of
@@ -28,7 +28,6 @@ from recipes.serve.wire import read_pass
 
 log = logging.getLogger("dataproto.serve")
 ROUND_BYTES = 32 << 20  # of the bodies of a round's passes, of each run
-SAVES = ("save", "save_for_sampler", "save_external")
 LOOK_SECONDS = 1.0  # between looks for gaps
 KEEP_SECONDS = 30.0  # between tries to write the checkpoint of an expired run
 Results = list[PassResult | Failure]
@@ -325,11 +324,12 @@ class Scheduler:
                 await self.rounds.finish_all([(entry, each.outcome()) for _, entry, each in done], *jobs)
                 for _, _, each in done:
                     each.after()
-            except EngineLost:
+            except (EngineLost, NotWritten) as error:
                 for lane, _, each in done:
-                    each.undo()
+                    await asyncio.to_thread(each.undo)
                     self.barriers.room.forget(lane.run)
-                raise
+                if isinstance(error, EngineLost):
+                    raise
             except Exception as error:  # what the engine has done may not be done twice
                 for lane, _, _ in done:
                     self.barriers.room.forget(lane.run)
