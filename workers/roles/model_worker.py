@@ -165,7 +165,7 @@ class TrainedWorker(ModelWorker):
 
     @dispatch("all")
     def drop_update(self) -> None:
-        """Drops the gradients of `accumulate`, or of ``forward_backward``, that no step has used. Does nothing if there are none."""
+        """Drops the gradients of `accumulate` or ``forward_backward`` that no step has used. Does nothing if there are none."""
         update, self._open_update = self._open_update, None
         self._drop(update)
 
