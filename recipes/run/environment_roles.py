@@ -62,7 +62,7 @@ class PlayingRollout:
     told: set[str] = field(default_factory=set)  # failures and renamed columns that have been shown
 
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
-        """See `workers.RolloutWorker.play`; numbers in ``info`` become columns: ``acc`` under this name, and ``turns``, whose name
+        """See `workers.RolloutWorker.play`; numbers of ``info`` are columns: ``acc`` under this name, and ``turns``, whose name
         is taken (see `dataproto.columns.taken_names`), as ``info_turns``, told once.
         """
         environment = self.played
