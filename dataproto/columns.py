@@ -4,7 +4,7 @@ Dimension letters: B rows, P prompt tokens, R response tokens, L = P + R tokens.
 the letter n is ragged: its rows have n tokens each, without padding; M layers with experts, k experts of a token.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -296,6 +296,27 @@ def require(data: HasColumns, *names: str) -> None:
     present = data.names()
     if absent := [name for name in names if name not in present]:
         raise MissingColumn(missing_message(absent, present))
+
+
+SCORED_NUMBERS = ("score", "acc")
+"""The columns of the table that are numbers of a reward function."""
+
+
+_FREE = ("index", "turns")  # no reader takes a batch for another one because of these
+
+
+def taken_names(names: Iterable[str], present: Iterable[str]) -> list[str]:
+    """Those of ``names`` that further numbers of rows, from a reward function or an environment, cannot have.
+
+    They are the ``present`` columns, and names of the table, except `SCORED_NUMBERS`: the library writes such columns into the
+    batch later, or takes it for an episode or a chunk where it finds them. ``index`` and ``turns`` are free where absent.
+
+    >>> taken_names(["acc", "turns", "values", "speed"], present=["responses"])
+    ['values']
+    >>> taken_names(["acc", "turns", "values", "speed"], present=["responses", "turns"])
+    ['turns', 'values']
+    """
+    return sorted({*names} & ((COLUMNS.keys() - {*SCORED_NUMBERS, *_FREE}) | {*present}))
 
 
 def missing_message(absent: list[str], present: list[str]) -> str:

@@ -146,7 +146,7 @@ def table_data(
     Raises:
         InvalidConfig: the data set or a column does not exist, no row has a label, or the test split has a class that the
             training rows lack.
-        InvalidRow: a row has no label; with ``on_bad_row="skip"`` it is left out.
+        InvalidRow: a row has no label, or an empty one, or cannot be read; with ``on_bad_row="skip"`` it is left out.
     """
     tables, name = open_tables(source, "train")
     train = TablePairs(tables, image_column, label_column)
@@ -199,7 +199,9 @@ class TablePairs:
         self.image_column, self.label_column = image_column, label_column
         features = getattr(self.tables[0], "features", None) or {}
         self.names: tuple[str, ...] = tuple(getattr(features.get(label_column), "names", None) or ())
-        self.labels = [self._name(value) for table in self.tables for value in _column(table, label_column)]
+        values = [value for table in self.tables for value in _column(table, label_column)]
+        self.unread = {place: value for place, value in enumerate(values) if isinstance(value, InvalidRow)}
+        self.labels = [self._name(value) for value in values]
         self.ends = np.cumsum([len(table) for table in self.tables])
 
     def __getitem__(self, place: int) -> tuple[Any, str]:
@@ -218,16 +220,20 @@ class TablePairs:
         return images[0] if file is None else file, str(self.labels[place])
 
     def labelled(self, exclude: Sequence[str], on_bad_row: OnBadRow) -> list[int]:
-        """The places of the rows that have a label, without those of the classes ``exclude``."""
+        """The places of the rows that have a label, without those of the classes ``exclude``. Raises `InvalidRow`."""
         if on_bad_row == "stop" and None in self.labels:
             place = self.labels.index(None)
+            if (error := self.unread.get(place)) is not None:
+                raise InvalidRow(place, f"{error.reason} (--on-bad-row skip leaves such rows out)") from error
             raise InvalidRow(place, f"no label in {self.label_column!r} (--on-bad-row skip leaves such rows out)")
         return [place for place, label in enumerate(self.labels) if label is not None and label not in exclude]
 
     def _name(self, value: Any) -> str | None:
         if self.names and isinstance(value, int):
             return self.names[value] if value >= 0 else None  # -1 is "no label" in data sets of the hub
-        return None if value is None or value != value else str(value).strip()  # NaN: what pandas writes for no label
+        if value is None or value != value or isinstance(value, InvalidRow):  # NaN: what pandas writes for no label
+            return None
+        return str(value).strip() or None
 
 
 def _column(table: Any, name: str) -> Sequence[Any]:
@@ -238,11 +244,11 @@ def _column(table: Any, name: str) -> Sequence[Any]:
 
 
 def _value(table: Any, place: int, name: str) -> Any:
-    """A value of a row of JSON Lines; `None` where the row lacks it, or is not JSON."""
+    """A value of a row of JSON Lines; `None` where the row lacks it, and the error where the row cannot be read."""
     try:
         return table[place].get(name)
-    except InvalidRow:
-        return None
+    except InvalidRow as error:
+        return error
 
 
 def _data(

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import numpy as np
 
 from dataproto import DataProto
-from dataproto.columns import COLUMNS, require
+from dataproto.columns import require, taken_names
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.function_files import load_named_function
 from recipes.algorithms.turn_advantages import uncut_tokens
@@ -59,11 +59,11 @@ class PlayingRollout:
 
     rollout: Any
     played: PlayedEnvironment
-    told: set[str] = field(default_factory=set)  # failures that have been shown
+    told: set[str] = field(default_factory=set)  # failures and renamed columns that have been shown
 
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
-        """See `workers.RolloutWorker.play`; numbers in ``info``, such as ``acc``, become columns, but not under the names
-        of tensors in `dataproto.columns`.
+        """See `workers.RolloutWorker.play`; numbers of ``info`` are columns: ``acc`` under this name, and ``turns``, whose name
+        is taken (see `dataproto.columns.taken_names`), as ``info_turns``, told once.
         """
         environment = self.played
         return self._taken(self.rollout.play(prompts, environment.make, sampling, **vars(environment.limits)))
@@ -77,7 +77,30 @@ class PlayingRollout:
         self._tell_failures(data)
         if self.played.drop_cut:
             data["response_mask"] = uncut_tokens(data["response_mask"], data["end_reason"])
-        return _with_numbers(data)
+        return self._with_numbers(data)
+
+    def _with_numbers(self, played: DataProto) -> DataProto:
+        infos, present = played["info"], played.names()
+        numbers = {name for info in infos for name, value in info.items() if not isinstance(value, str)}
+        taken = taken_names(numbers, present)
+        for name in sorted(numbers):
+            column = name
+            if name in taken:
+                column = f"info_{name}"
+                while column in numbers or column in present:
+                    column = f"info_{column}"
+                self._tell_renamed(name, column)
+            played[column] = np.array([info.get(name) for info in infos], dtype=object)
+        return played
+
+    def _tell_renamed(self, name: str, column: str) -> None:
+        if column not in self.told:
+            self.told.add(column)
+            print(
+                f"warning: {name} in the environment's info is the column {column}: {name} is a column of the library or of the "
+                "data (docs/columns.md)",
+                file=sys.stderr,
+            )
 
     def _tell_failures(self, data: DataProto) -> None:
         """Shows each failure of an environment once, with the first row that has it, and the first episode without a turn for
@@ -100,20 +123,6 @@ class PlayingRollout:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.rollout, name)
-
-
-def _with_numbers(played: DataProto) -> DataProto:
-    infos = played["info"]
-    numbers = [name for info in infos for name, value in info.items() if not isinstance(value, str)]
-    for name in dict.fromkeys(numbers):
-        if name not in played and not _is_tensor_column(name):
-            played[name] = np.array([info.get(name) for info in infos], dtype=object)
-    return played
-
-
-def _is_tensor_column(name: str) -> bool:
-    """Whether a worker may add a tensor of this name, such as ``values``, which could not be joined with objects."""
-    return name in COLUMNS and COLUMNS[name].dtype != "object"
 
 
 class EnvironmentReward:

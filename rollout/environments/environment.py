@@ -117,7 +117,13 @@ def check_observation(value: Any, method: str) -> Observation:
 def _decode(image: Image.Image, what: str) -> None:
     """Decodes an image that was opened from a file, in the time of the environment. Raises `EnvironmentFailed` if it cannot."""
     try:
-        with _DECODING:
-            image.load()
+        decoded(image)
     except Exception as error:  # Pillow's plugins raise errors of any class
         raise EnvironmentFailed("invalid", f"{what} an image that cannot be read: {describe(error)}") from error
+
+
+def decoded(image: Image.Image) -> Image.Image:
+    """The image, with its pixels in memory, whichever threads ask for them. Raises what Pillow raises."""
+    with _DECODING:
+        image.load()
+    return image

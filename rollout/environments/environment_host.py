@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import inspect
+import logging
 import os
 import queue
 import threading
@@ -14,21 +15,26 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+from PIL import Image
+from torch import Tensor
 
 from rollout.environments.environment import (
     EnvironmentFailed,
     MakeEnvironment,
     Observation,
     check_observation,
+    decoded,
     raised,
 )
 from rollout.environments.environment_process import ProcessEnvironment, in_process
 
+log = logging.getLogger(__name__)
+
 CLOSING_S = 2.0
 """Seconds that the environments get to close at the end."""
 
-LOOP_S = 1.0
-"""Seconds in which an event loop answers unless a function blocks it."""
+LOOP_S = 30.0
+"""Seconds in which an event loop answers unless a function blocks it for ever; one that computes is busy for a while."""
 
 RECENT = 0.1
 """Weight of the latest call in the typical time of calls."""
@@ -53,6 +59,12 @@ class _EventLoop:
         with self._lock:
             loop = self._loop if self._process == os.getpid() else None
             if loop is None or not _answers(loop):
+                if loop is not None:
+                    log.warning(
+                        "a method of an environment blocks the event loop for over %g s: environments of later plays have a new "
+                        "loop, and cannot share an asyncio.Lock or a client with those of earlier ones",
+                        LOOP_S,
+                    )
                 loop = asyncio.new_event_loop()
                 self._process, self._loop = os.getpid(), loop
                 threading.Thread(target=loop.run_forever, name="environments", daemon=True).start()
@@ -81,13 +93,35 @@ class _Running:
     closed: bool = False
 
 
-def _own(value: Any) -> Any:
-    """A copy that an environment may change: the row of a prompt is that of all its samples."""
+def _copied(value: Any, pictures: dict[int, Image.Image]) -> Any:
+    """A copy that an environment may change: the row of a prompt is that of all its samples.
+
+    Mappings, sequences, sets, arrays, tensors and pictures are copied, other objects are not.
+
+    Args:
+        pictures: copies by the `id` of the picture. One that stands in several places of a row is copied once.
+    """
+    if isinstance(value, Image.Image):
+        if id(value) not in pictures:
+            pictures[id(value)] = value
+            with contextlib.suppress(Exception):  # one that cannot be read, which the environment may not need
+                pictures[id(value)] = decoded(value).copy()
+        return pictures[id(value)]
     if isinstance(value, Mapping):
-        return {name: _own(each) for name, each in value.items()}
+        return {name: _copied(each, pictures) for name, each in value.items()}
+    if isinstance(value, tuple):
+        parts = [_copied(part, pictures) for part in value]
+        return value._make(parts) if hasattr(value, "_make") else tuple(parts)
     if isinstance(value, list):
-        return [_own(each) for each in value]
-    return value.copy() if isinstance(value, np.ndarray) else value
+        return [_copied(each, pictures) for each in value]
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        objects = np.empty(value.shape, dtype=object)
+        for place, part in np.ndenumerate(value):
+            objects[place] = _copied(part, pictures)
+        return objects
+    if isinstance(value, Tensor):
+        return value.clone()
+    return value.copy() if isinstance(value, np.ndarray | set) else value
 
 
 class EnvironmentHost:
@@ -168,7 +202,7 @@ class EnvironmentHost:
         running = self._running[episode] = _Running(self.seconds)
         running.thread = threading.Thread(target=self._serve, args=(episode, running), daemon=True)
         running.thread.start()
-        self._call(episode, "reset", _own(row), seed)
+        self._call(episode, "reset", row, seed)
 
     def step(self, episode: str, action: str) -> None:
         """Passes an action on."""
@@ -267,6 +301,9 @@ class EnvironmentHost:
                     running.environment = self.make_environment()
                     if running.closed:  # before there was a process to kill
                         break
+                if method == "reset":  # here, beside the other environments and the engine
+                    row, seed = arguments
+                    arguments = _copied(row, {}), seed
                 answer: Outcome = check_observation(
                     self._result(getattr(running.environment, method)(*arguments), running), method
                 )

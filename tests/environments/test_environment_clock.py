@@ -1,8 +1,10 @@
 """What counts as the time of an environment, and what becomes of environments whose time is over."""
 
 import asyncio
+import logging
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -38,16 +40,33 @@ class Quick:
 
 
 class SlowEngine(RandomEngine):
-    """A step takes longer than the environment of an episode may."""
+    """A step takes longer than the environment of an episode may: ten minutes on the clock of `leaping`."""
+
+    hosts, leapt = set(), 0.0
 
     def poll(self):
-        time.sleep(0.3)
+        wait_until(lambda: all(host._answers.qsize() >= host.working for host in SlowEngine.hosts))
+        SlowEngine.leapt += 600.0
         return super().poll()
 
 
-def test_the_time_in_which_the_engine_decodes_does_not_count():
+@pytest.fixture
+def leaping(monkeypatch):
+    """Environments have a clock that goes on with each step of a `SlowEngine`, so that a busy machine is no part of the test."""
+
+    def call(host, *message, original=EnvironmentHost._call):
+        SlowEngine.hosts.add(host)
+        original(host, *message)
+
+    monkeypatch.setattr(SlowEngine, "hosts", set())
+    monkeypatch.setattr(EnvironmentHost, "_call", call)
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + SlowEngine.leapt)
+    monkeypatch.setattr(environment_host, "time", clock)
+
+
+def test_the_time_in_which_the_engine_decodes_does_not_count(leaping):
     """Neither before an action nor while the environment's answer waits for the engine's step."""
-    found = play(Quick, 4, SlowEngine, turns=4, seconds=0.25)
+    found = play(Quick, 4, SlowEngine, turns=4, seconds=60.0)
     assert [episode.ended for episode in found] == ["turns"] * 4
 
 
@@ -58,7 +77,7 @@ class Late(Quick):
 
 
 @pytest.mark.parametrize("engine", [RandomEngine, SlowEngine])
-def test_an_answer_after_the_limit_is_too_late_however_busy_the_engine_is(engine):
+def test_an_answer_after_the_limit_is_too_late_however_busy_the_engine_is(engine, leaping):
     (found,) = play(Late, engine=engine, seconds=0.2)
     assert found.ended == "timeout"
     assert "more than 0.2 s" in found.message or "did not return" in found.message
@@ -139,6 +158,36 @@ def test_async_environments_of_several_plays_share_a_lock():
         assert [episode.ended for episode in play(Sharing, 4)] == ["done"] * 4
 
 
+class Busy(Sharing):
+    """Computes on the event loop while it holds the lock."""
+
+    begun = threading.Event()
+
+    async def reset(self, row, seed):
+        async with Sharing.lock:
+            if row:
+                Busy.begun.set()
+                time.sleep(1.5)
+            await asyncio.sleep(0.02)
+        return Observation(["go"])
+
+
+def test_environments_of_plays_share_a_lock_though_the_event_loop_is_busy():
+    """A loop that was busy for a second got another one beside it, in which the lock of the first was waited for without end."""
+    with EnvironmentHost(Busy, seconds=60.0) as host:
+        for number in range(3):
+            host.reset(f"first {number}", {"computes": True} if not number else {}, 0)
+        assert Busy.begun.wait(60)
+        with EnvironmentHost(Busy, seconds=60.0) as later:  # while the loop is busy
+            for number in range(2):
+                later.reset(f"later {number}", {}, 0)
+            for each, count in ((host, 3), (later, 2)):
+                answers = []
+                while len(answers) < count:
+                    answers += each.poll(None)
+                assert [outcome.content for _, outcome in answers] == [["go"]] * count
+
+
 class Blocking(Quick):
     let_go = threading.Event()
 
@@ -146,7 +195,7 @@ class Blocking(Quick):
         Blocking.let_go.wait(60)
 
 
-def test_a_method_that_blocks_the_event_loop_blocks_no_later_play(monkeypatch):
+def test_a_method_that_blocks_the_event_loop_blocks_no_later_play(monkeypatch, caplog):
     monkeypatch.setattr(environment_host, "LOOP_S", 0.2)
     monkeypatch.setattr(environment_host, "CLOSING_S", 0.1)
     try:
@@ -156,6 +205,9 @@ def test_a_method_that_blocks_the_event_loop_blocks_no_later_play(monkeypatch):
             async def step(self, action):
                 return Observation(done=True)
 
-        assert play(Async, 2, seconds=5.0)[0].ended == "done"
+        with caplog.at_level(logging.WARNING, environment_host.__name__):
+            assert play(Async, 2, seconds=5.0)[0].ended == "done"
+        (warned,) = caplog.messages
+        assert "blocks the event loop for over 0.2 s" in warned
     finally:
         Blocking.let_go.set()

@@ -18,6 +18,7 @@ from recipes.run.environment_roles import EnvironmentReward, PlayedEnvironment, 
 from recipes.run.evaluation import evaluate_samples
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits, Observation, play_episodes
+from rollout.environments.environment_host import EnvironmentHost
 from rollout.environments.episodes.episode_rows import episode_columns, episode_starts
 from rollout.environments.gymnasium_environment import from_gymnasium
 from rollout.environments.tool_environment import with_tools
@@ -203,20 +204,31 @@ class Rollouts:
         return episode_columns(prompts, episodes, self.renderer, 5)
 
 
-def test_info_may_have_any_keys():
+INFO = {"values": 3.0, "acc": True, "speed": 0.5, "score": 9.0, "turns": 7, "info_turns": 8}
+
+
+def test_info_may_have_any_keys(capsys):
+    """Numbers under names of the library's columns were left out without a word."""
+
     class Telling:
         def reset(self, row, seed):
             return Observation(["go"])
 
         def step(self, action):
-            return Observation(done=True, info={1: 2.0, None: "x", "values": 3.0, "acc": True, "speed": 0.5})
+            return Observation(done=True, reward=1.0, info=INFO | {1: 2.0, None: "x"})
 
     renderer = renderer_of("qwen2_5_vl")
     role = PlayingRollout(Rollouts(renderer), PlayedEnvironment(Telling, EpisodeLimits(turns=1)))
-    data = role.generate(prompts_of(renderer.builder, 2), SAMPLING)
-    assert data["info"].tolist() == [{"values": 3.0, "acc": True, "speed": 0.5}] * 2
-    assert data["speed"].tolist() == [0.5, 0.5]
-    assert data["acc"].tolist() == [True, True]
+    for _ in range(2):
+        data = role.generate(prompts_of(renderer.builder, 2), SAMPLING)
+    assert data["info"].tolist() == [INFO] * 2
+    assert data["score"].tolist() == [1.0, 1.0]
+    renamed = {"values": "info_values", "score": "info_score", "turns": "info_info_turns"}
+    for name, value in INFO.items():
+        assert data[renamed.get(name, name)].tolist() == [value] * 2
+    told = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[1].split()[0] for line in told] == sorted(renamed)
+    assert "turns in the environment's info is the column info_info_turns" in told[1]
     data |= DataProto.from_dict({"values": torch.ones(2, data["responses"].shape[1])})  # a critic's
 
 
@@ -243,6 +255,36 @@ def test_an_environment_may_change_its_row():
         assert data["end_reason"].tolist() == ["done"] * 3
         assert data["score"].tolist() == [21.0] * 3
     assert prompts["raw_prompt"][0][0]["content"] != "gone"
+
+
+class Drawing:
+    """Draws on the pictures of its row, and says which values it found there."""
+
+    def reset(self, row, seed):
+        pictures = [row["images"][0], row["shown"][1], row["grid"][0]["picture"], row["opened"].item()]
+        found = [each.getpixel((0, 0)) for each in pictures] + [len(row["seen"]), int(row["marks"][0])]
+        same = row["images"][0] is row["shown"][1]
+        for each in pictures[1:]:
+            each.putpixel((0, 0), each.getpixel((0, 0)) + 1)
+        row["seen"].add(2), row["marks"].add_(1), row["grid"][0].clear()
+        return Observation([f"{found} {same}"])
+
+
+def test_an_environment_may_draw_on_the_pictures_of_its_row():
+    """Pictures, and what tuples and arrays of objects hold, were those of the other samples."""
+    one, other = Image.new("L", (4, 4), 7), Image.new("L", (4, 4), 8)
+    grid, file = np.empty(1, dtype=object), np.empty((), dtype=object)
+    grid[0], file[()] = {"picture": other}, opened(Image.new("L", (64, 64), 9))
+    row = {"images": [one], "shown": ("a", one), "grid": grid, "opened": file}
+    row |= {"seen": {1}, "marks": torch.tensor([5]), "broken": opened(picture(64, 64), 800)}
+    with EnvironmentHost(Drawing, seconds=60.0) as host:
+        for number in range(8):
+            host.reset(str(number), row, 0)
+        answers = []
+        while len(answers) < 8:
+            answers += host.poll(None)
+    assert [outcome.content for _, outcome in answers] == [["[7, 7, 8, 9, 1, 5] True"]] * 8
+    assert (one.getpixel((0, 0)), other.getpixel((0, 0)), list(grid[0])) == (7, 8, ["picture"])
 
 
 class Flaky:

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import time
+from pathlib import Path
 
 import datasets
 import pytest
@@ -136,7 +137,7 @@ def test_columns_that_rows_of_json_lines_lack_are_named(tmp_path):
         table_data(lines(tmp_path / "rows.jsonl", {"image": "a.png", "class": "cat"}), 4, 0, Templates())
 
 
-@pytest.mark.parametrize("missing", [{"label": None}, {}, {"label": float("nan")}])
+@pytest.mark.parametrize("missing", [{"label": None}, {}, {"label": float("nan")}, {"label": ""}, {"label": " "}])
 def test_rows_without_a_label_are_no_class(tmp_path, missing):
     """They were a class of the name "None"."""
     rows = [{"image": "a.png", "label": i % 2} for i in range(6)]
@@ -144,6 +145,17 @@ def test_rows_without_a_label_are_no_class(tmp_path, missing):
     with pytest.raises(InvalidRow, match="row 3: no label in 'label'"):
         table_data(path, 4, 0, Templates())
     data = table_data(path, 4, 0, Templates(), on_bad_row="skip")
+    assert (data.classes, len(data.train) + len(data.held_out)) == (("0", "1"), 6)
+
+
+def test_a_line_that_is_not_json_is_told_by_file_and_line(tmp_path):
+    """It was told as a row without a label."""
+    rows = [{"image": "a.png", "label": i % 2} for i in range(6)]
+    path = Path(lines(tmp_path / "rows.jsonl", *rows))
+    path.write_text(path.read_text() + '\n{"image"\n')
+    with pytest.raises(InvalidRow, match=rf"row 6: line 8 of {path} is not JSON: .*--on-bad-row skip"):
+        table_data(str(path), 4, 0, Templates())
+    data = table_data(str(path), 4, 0, Templates(), on_bad_row="skip")
     assert (data.classes, len(data.train) + len(data.held_out)) == (("0", "1"), 6)
 
 

@@ -50,11 +50,24 @@ def test_results_that_are_no_scores_are_refused(checkpoint, wrong):
         worker.score(responses(worker, "x"))
 
 
-@pytest.mark.parametrize("name", ["uid", "responses", "advantages"])
+@pytest.mark.parametrize(
+    "name", ["uid", "responses", "advantages", "truncated", "reward_model", "trajectory", "actions"]
+)
 def test_a_number_does_not_take_the_place_of_another_column(checkpoint, name):
     worker = RewardWorker(lambda rows: [{"score": 1.0, "acc": 1.0}, {"score": 1.0, name: 3.0}], checkpoint)
-    with pytest.raises(RewardError, match=f"numbers named {name}; the batch has columns of that name"):
+    with pytest.raises(RewardError, match=f"numbers named {name}; the batch has columns of that name, or the lib"):
         worker.score(responses(worker, "x", "y"))
+
+
+@pytest.mark.parametrize("name", ["turns", "index"])
+def test_a_number_may_have_the_name_of_a_column_of_other_batches(checkpoint, name):
+    """They were refused as if the batch had such columns."""
+    worker = RewardWorker(lambda rows: [{"score": 1.0, name: 3.0} for _ in rows], checkpoint)
+    data = responses(worker, "x", "y")
+    assert (data | worker.score(data))[name].tolist() == [3.0, 3.0]
+    data[name] = np.array(["the library's", "own"], dtype=object)
+    with pytest.raises(RewardError, match=f"numbers named {name}; the batch has"):
+        worker.score(data)
 
 
 def test_no_rows_are_no_error(checkpoint):

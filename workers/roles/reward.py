@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from dataproto import DataProto
-from dataproto.columns import COLUMNS, require
+from dataproto.columns import COLUMNS, SCORED_NUMBERS, require, taken_names
 from dataproto.errors import RewardError
 from workers.ranks.dispatch_modes import dispatch
 from workers.ranks.mesh import Ranks
@@ -19,8 +19,6 @@ from workers.roles.critic import CriticConfig, FrozenCriticWorker
 
 EARLY_RESULTS = "_early_results"
 """The column with what the reward function has returned for a row while others were decoded, or ``None``."""
-_WRITTEN = {"score", "acc"}
-"""Columns of the table that are numbers of a reward function."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +56,14 @@ class RewardWorker:
         Raises:
             MissingColumn: a required column is absent.
             RewardError: the function did not return one finite score for each row, and names the row; or it returned a number
-                under the name of another column of the batch.
+                under a name that is taken, see `dataproto.columns.taken_names`.
         """
         with self.ranks.fail_together():
             require(data, "responses", "response_mask")
             texts = self.decode(data)
         results = self._all_results(data, texts)
         check_results(results, len(data))
-        check_names(results)
+        check_names(results, data)
         scores = torch.tensor([float(result["score"]) for result in results], dtype=torch.float32)
         names = sorted({name for result in results for name in result})
         numbers = {name: np.array([result.get(name) for result in results], dtype=object) for name in names}
@@ -167,11 +165,11 @@ def check_results(results: Sequence[Any], rows: int) -> None:
             )
 
 
-def check_names(results: Sequence[Mapping[str, float]]) -> None:
-    """Numbers become columns, which must not take the place of those that others write. Raises `RewardError`."""
-    taken = sorted({name for result in results for name in result} & (COLUMNS.keys() - _WRITTEN))
-    if taken:
+def check_names(results: Sequence[Mapping[str, float]], data: DataProto) -> None:
+    """Numbers become columns, which must not take the place of those of the library. Raises `RewardError`."""
+    present = [name for name in data.names() if name in COLUMNS and name not in SCORED_NUMBERS]
+    if taken := taken_names({name for result in results for name in result}, present):
         raise RewardError(
-            f"the reward function returned numbers named {', '.join(taken)}; the batch has columns of that name for other "
-            "values: give the numbers other names"
+            f"the reward function returned numbers named {', '.join(taken)}; the batch has columns of that name, or the library "
+            "would take them for its own (docs/columns.md): give the numbers other names"
         )
