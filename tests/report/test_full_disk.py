@@ -3,7 +3,6 @@
 import os
 import re
 import resource
-import shutil
 import subprocess
 import sys
 from contextlib import ExitStack, contextmanager
@@ -13,6 +12,7 @@ import pytest
 from PIL import Image
 
 from dataproto.errors import FileNotWritten, InvalidConfig
+from helpers.checkpoints import write_checkpoint
 from recipes.configs.shared.run_config import RunConfig
 from recipes.options.config_file import write_options
 from recipes.report.kept_rollouts import _replace
@@ -20,7 +20,6 @@ from recipes.report.metrics_file import MetricsLog, read_metrics
 from recipes.report.page import write_report
 from recipes.report.samples import RolloutSample, save_image, save_rollouts
 from recipes.run.run_directory import RecordedRun, recorded_run
-from recipes.tiny.warm_up import tiny_checkpoint
 from workers.training.checkpoint import write_json
 
 SAYS = r"could not be written: File too large; make room .*--resume"
@@ -75,23 +74,24 @@ def test_a_report_that_cannot_be_written_hides_no_other_error(tmp_path, capsys):
     assert "no report: " in capsys.readouterr().err
 
 
+GIVEN = "--preset any --steps 1 --batch-size 2 --algorithm.n 2 --eval-every 0 --max-prompt-length 500 --max-response-length 4"
+
+
 @pytest.mark.slow
-def test_a_run_under_a_limit_of_file_sizes_names_the_file_and_the_way_out(tmp_path):
-    """Each run ends by itself: its model cannot be made; the model is there, and its checkpoint cannot be written."""
-    command = [
-        sys.executable,
-        "-c",
-        "import sys; from recipes.commands import main; sys.exit(main())",
-        "grpo",
-        "--steps",
-        "1",
-    ]
-    command += ["--batch-size", "2", "--algorithm.n", "2", "--eval-every", "0", "--output-dir", str(tmp_path / "run")]
-    limited = ["bash", "-c", 'ulimit -f 200; exec "$@"', "bash", *command]
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("--preset tiny --steps 1", "the tiny model could not be written"),
+        (f"{GIVEN} --model-path MODEL", r"global_step_1.* could not be written: .*--resume"),
+    ],
+    ids=["the tiny model", "the checkpoint"],
+)
+def test_a_run_under_a_limit_of_file_sizes_names_the_file_and_the_way_out(given, says, tmp_path):
+    model = write_checkpoint("qwen2_5_vl", tmp_path / "model")
+    command = "import sys; from recipes.commands import main; sys.exit(main())"
+    options = [*given.replace("MODEL", model).split(), "--output-dir", str(tmp_path / "run")]
+    limited = ["bash", "-c", 'ulimit -f 100; exec "$@"', "bash", sys.executable, "-c", command, "grpo", *options]
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    for says in ("the tiny model could not be written", r"global_step_1.* could not be written: .*--resume"):
-        done = subprocess.run(limited, capture_output=True, text=True, timeout=120, check=False, env=environment)
-        assert done.returncode == 2
-        assert re.match(rf"error: .*{says}", done.stderr.splitlines()[-1])
-        tiny_checkpoint(cache=tmp_path / "cache" / "dataproto")
-        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+    done = subprocess.run(limited, capture_output=True, text=True, timeout=250, check=False, env=environment)
+    assert done.returncode == 2, done.stderr
+    assert re.match(rf"error: .*{says}", done.stderr.splitlines()[-1]), done.stderr
