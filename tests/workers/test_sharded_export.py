@@ -209,8 +209,8 @@ def test_two_ranks(outcomes, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("behind", FULL)
 def test_a_rank_that_cannot_write_is_named_on_all(outcomes, behind):
-    message = "/huggingface could not be written: rank 1: OSError: no space left"
-    assert outcomes[f"full {behind}"] == [message, message]
+    told = "/huggingface could not be written: rank 1: OSError: no space left; make room"
+    assert [message.startswith(told) for message in outcomes[f"full {behind}"]] == [True, True]
 
 
 @pytest.mark.slow

@@ -133,6 +133,7 @@ class ActorWorker(TrainedWorker, PolicyWorker):
             if per_token:
                 data, loss_fn = every_target(data, self.module), own_targets(loss_fn)
         model.run(data, loss_fn, sums, backward=backward)
-        model.has_passes |= backward
+        if backward:
+            model.note_pass()
         metrics = {LOSS_SUM: 0.0} | sums.sums(model.ranks)
         return PassOutput(metrics, None if sums.scores is None else sums.scores.cpu())

@@ -300,6 +300,10 @@ class TrainingModel:
             self._reshard()
             raise
 
+    def note_pass(self) -> None:
+        """Notes that a single pass has added gradients, which wait for a step."""
+        self.has_passes = True
+
     def drop_gradients(self) -> None:
         """Drops the gradients that have added up since the last step, those that ranks have not reduced yet too."""
         self.has_passes = False
