@@ -99,7 +99,7 @@ def _copied(value: Any, pictures: dict[int, Image.Image]) -> Any:
     Mappings, sequences, sets, arrays, tensors and pictures are copied, other objects are not.
 
     Args:
-        pictures: copies by the `id` of the picture. One that stands in several places of a row is copied once.
+        pictures: the copies so far, by `id` of the original, so that a picture is copied once for the whole row.
     """
     if isinstance(value, Image.Image):
         if id(value) not in pictures:
