@@ -3,18 +3,15 @@
 from functools import partial
 
 import pytest
-import torch
 
 from dataproto import DataProto
-from dataproto.packing import MAX_TOKENS
-from helpers.layouts import CPU, config_with_heads, joined, mixed_rows
+from helpers.layouts import config_with_heads
 from helpers.metrics import learned
 from helpers.processes import check_all_passed, run_ranks, shared_folder, sharing
+from helpers.rank_actors import actor_of, rows_of
 from helpers.tiny_models import tiny_model
 from workers.ranks.layout import Layout
-from workers.roles.actor import ActorConfig, ActorWorker
-from workers.training.mini_batches import share_out
-from workers.training.optimizer import OptimizerConfig
+from workers.roles.actor import ActorWorker
 
 MODEL = "qwen2_5_vl"
 DP = Layout(dp=2)
@@ -25,19 +22,6 @@ LAYOUTS = {
     "pp": (Layout(pp=2), {}),
     "tp": (Layout(tp=2), {}),
 }
-
-
-def worker(layout: Layout, options: dict) -> ActorWorker:
-    optimizer = OptimizerConfig(lr=1e-3, max_grad_norm=0.1)
-    config = ActorConfig(str(shared_folder() / MODEL), token_budget=60, optimizer=optimizer, **options)
-    return ActorWorker(config, CPU, joined(layout))
-
-
-def rows_of(actor: ActorWorker) -> DataProto:
-    data = mixed_rows(actor.module.model.config)
-    data["advantages"] = torch.randn(data["response_mask"].shape, generator=torch.Generator().manual_seed(3))
-    data.meta_info[MAX_TOKENS] = 6
-    return share_out(data, 2)[actor.model.ranks.rank("dp")] if actor.model.ranks.size("dp") > 1 else data
 
 
 def pg_loss(outputs, data):
@@ -59,7 +43,7 @@ def left_to_the_update(actor: ActorWorker) -> None:
 
 def given_up(layout: Layout, options: dict) -> None:
     """Parts, given up in several ways, and the update behind them."""
-    fresh = worker(layout, options)
+    fresh = actor_of(MODEL, layout, options)
     folder = shared_folder() / str((layout, sorted(options)))
     fresh.save(folder)
     rows = rows_of(fresh)
@@ -71,7 +55,7 @@ def given_up(layout: Layout, options: dict) -> None:
         "update": (left_to_the_update, whole),
     }
     for name, (give_up, update) in ways.items():
-        actor = worker(layout, options)
+        actor = actor_of(MODEL, layout, options)
         rows = rows_of(actor)
         actor.accumulate(rows, pg_loss)
         actor.accumulate(rows, pg_loss)

@@ -5,23 +5,20 @@ and goes on.
 import math
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from torch import distributed
 
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
-from dataproto.packing import MAX_TOKENS
-from helpers.layouts import CPU, config_with_heads, joined, mixed_rows
-from helpers.processes import check_all_passed, run_ranks, shared_folder, sharing
+from helpers.layouts import config_with_heads
+from helpers.processes import check_all_passed, run_ranks, sharing
+from helpers.rank_actors import actor_of, rows_of
 from helpers.tiny_models import tiny_model
 from workers.ranks.autograd_collectives import local_part
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import raised_on_all_ranks
-from workers.roles.actor import ActorConfig, ActorWorker
-from workers.training.mini_batches import share_out
-from workers.training.optimizer import OptimizerConfig
+from workers.roles.actor import ActorWorker
 
 MODEL = "qwen3_vl_moe"
 LAYOUTS = {
@@ -33,20 +30,6 @@ LAYOUTS = {
     "ep": (Layout(dp=2, ep=2), {}),
 }
 WAYS = ("update", "parts", "passes")
-
-
-def worker(layout: Layout, options: dict) -> ActorWorker:
-    optimizer = OptimizerConfig(lr=1e-3, max_grad_norm=0.1)
-    config = ActorConfig(str(shared_folder() / MODEL), token_budget=60, optimizer=optimizer, **options)
-    return ActorWorker(config, CPU, joined(layout))
-
-
-def rows_of(actor: ActorWorker) -> DataProto:
-    data = mixed_rows(actor.module.model.config)
-    data["advantages"] = torch.randn(data["response_mask"].shape, generator=torch.Generator().manual_seed(3))
-    data["uid"] = np.array([f"row-{row}" for row in range(len(data))], dtype=object)
-    data.meta_info[MAX_TOKENS] = 6
-    return share_out(data, 2)[actor.model.ranks.rank("dp")] if actor.model.ranks.size("dp") > 1 else data
 
 
 def pg_loss(outputs, data):
@@ -81,7 +64,7 @@ def is_skipped(actor: ActorWorker, way: str, data: DataProto) -> None:
 
 def rows_that_are_not_finite(layout: Layout, options: dict) -> None:
     """A row of one data-parallel rank has an advantage that is no number, in each way to make a step."""
-    actor = worker(layout, options)
+    actor = actor_of(MODEL, layout, options)
     good, bad = rows_of(actor), rows_of(actor)
     chosen = torch.from_numpy(bad["uid"] == "row-3")
     for way, value in zip(WAYS, (math.nan, math.inf, -math.inf), strict=True):
@@ -96,7 +79,7 @@ def rows_that_are_not_finite(layout: Layout, options: dict) -> None:
 
 def gradients_of_one_rank(layout: Layout, options: dict) -> None:
     """An element of each kind of gradient in turn becomes no number on rank 1 alone, behind a finite loss."""
-    actor = worker(layout, options)
+    actor = actor_of(MODEL, layout, options)
     data, second = rows_of(actor), distributed.get_rank() == 1
     step(actor, "update", data)
     clean = actor.model.step
@@ -118,7 +101,7 @@ def gradients_of_one_rank(layout: Layout, options: dict) -> None:
 
 def an_open_update_is_not_mixed(layout: Layout, options: dict) -> None:
     """Step-by-step calls are refused on all ranks, and the parts make the step that they would have made."""
-    actor, other = worker(layout, options), worker(layout, options)
+    actor, other = actor_of(MODEL, layout, options), actor_of(MODEL, layout, options)
     data = rows_of(actor)
     expected = step(other, "parts", data)
     actor.accumulate(data[:1], pg_loss)
