@@ -6,6 +6,7 @@ The rows are those of benchmarks/train_step.py, whose memory is torch's peak of 
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -124,7 +125,9 @@ class WholeStep:
     old_log_prob: float | None = None  # None: the update scores the rows itself
     devices: int = 1
     minibatch: int = 128
-    compute: ModelConfig = ModelConfig(token_budget=8192, activation_checkpointing="selective", compile=True)
+    compute: ModelConfig = field(
+        default_factory=partial(ModelConfig, token_budget=8192, activation_checkpointing="selective", compile=True)
+    )
     engine: Mapping[str, float] = field(default_factory=lambda: {"memory_share": 0.3})
 
 

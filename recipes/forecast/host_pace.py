@@ -16,12 +16,12 @@ import numpy as np
 
 STEP, ROW = 8e-3, 9e-6
 """Seconds of the reference host for a decoding step, and further ones for each row that runs. Taken from two hosts of H200 on
-2026-11-23 (7B, vLLM 0.24; benchmarks/RESULTS.md): one of pace 0.82 was busy for 8.8 of the 13.3 ms of a step with 320 rows, in which
-the device computed for 12.0 ms; one of pace 0.75 took 6.6 ms a step with 58 rows in the mean, in which the device has less to do.
+2026-11-23 (7B, vLLM 0.24; benchmarks/RESULTS.md): one of pace 0.82 was busy for 8.8 of the 13.3 ms of a step with 320 rows, in
+which the device computed for 12.0 ms; one of pace 0.75 took 6.6 ms a step with 58 rows in the mean.
 """
 REQUEST = 4e-3
-"""Seconds of the reference host to take a request. 320 of them, five for a prompt with an image, took the host of pace 0.82 1.7 s, of
-which the device computed the prompts for about 0.7 s.
+"""Seconds of the reference host to take a request. 320 of them, five for a prompt with an image, took the host of pace 0.82
+1.7 s, of which the device computed the prompts for about 0.7 s.
 """
 REFERENCE = 20e-3
 """Seconds of `python_work` on the reference host. Five hosts of H200 took 15.0 to 16.6 ms, 0.75 to 0.83 of it.
