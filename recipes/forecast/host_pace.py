@@ -24,7 +24,7 @@ REQUEST = 4e-3
 1.7 s, of which the device computed the prompts for about 0.7 s.
 """
 REFERENCE = 20e-3
-"""Seconds of `python_work` on the reference host. Five hosts of H200 took 15.0 to 16.6 ms, 0.75 to 0.83 of it.
+"""Seconds of `python_work` on the reference host. Four hosts of H200 took 15.0 to 16.6 ms, 0.75 to 0.83 of it.
 
 `STEP`, `ROW`, `REQUEST` and this belong together. Whoever measures another host sets all four, and nothing else.
 """

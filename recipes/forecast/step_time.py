@@ -23,7 +23,7 @@ ALL_REDUCE = 15e-6  # seconds of a sum over an engine's devices, however small; 
 INFERENCE = 1.25  # speed of an engine's products beside those of forward and backward pass
 DECODED_ROW = 12e-6
 """Seconds of an H200 for a row in a decoding step besides its products and its keys: float32 logits, norms, activations, and the
-gaps between some hundred kernels. 320 rows of 7B take 13.3 ms, of which products and keys account for 9.0 (benchmarks/RESULTS.md).
+gaps between some hundred kernels. 320 rows of 7B take 13.3 ms, products and keys 9.0 of them (benchmarks/RESULTS.md).
 """
 OPTIMIZER_BYTES = 30  # read and written for each trained parameter: weight, gradient, moments, clipping, the copy
 GRADIENT_BYTES = 10  # read and written for each trained parameter when a micro-batch's gradient is added
@@ -238,8 +238,8 @@ def decoding_steps(responses: Sequence[int], rows: int, continuous: bool) -> lis
 def generation_seconds(batch: BatchSizes, engine: Engine, device: Device) -> float:
     """Seconds to answer the prompts: a pass over them, once for all samples, and the decoding steps.
 
-    vLLM's host also takes each request. An engine whose operations the host starts one by one reads the prompts of as many rows as
-    it generates at a time.
+    vLLM's host also takes each request. An engine whose operations the host starts one by one reads the prompts of as many rows
+    as it generates at a time.
 
     Args:
         batch: the rows of one engine.
