@@ -1,7 +1,9 @@
-"""What rollouts read from a checkpoint besides its weights: generation settings, tokenizer, image processor and config."""
+"""What rollouts read from a checkpoint: the model, generation settings, tokenizer, image processor and config."""
 
 import os
 from typing import Any
+
+import torch
 
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily, family_of
@@ -23,6 +25,26 @@ def architecture(model_path: str) -> str:
     family, config = family_and_config(model_path)
     names = family.rollout_config(config).get("architectures") or config.architectures
     return str(names[0]) if names else ""
+
+
+def load_model(family: VLMFamily, model_path: str, dtype: torch.dtype) -> Any:
+    """The model of a checkpoint, on the host, in ``dtype``; `VLMFamily.float32_weights` are in float32 whatever it is.
+
+    transformers keeps weights in float32 by an attribute of the model's class, so these models are of a subclass with its name.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model_path)
+    model_class = family.model_class()
+    if family.float32_weights and dtype != torch.float32:
+        with torch.device("meta"):
+            named = type(family.new_model(config))
+        kept = [*(named._keep_in_fp32_modules_strict or ()), *family.float32_weights]
+        attributes = {"__module__": named.__module__, "_keep_in_fp32_modules_strict": kept}
+        model_class = type(named.__name__, (named,), attributes)
+    return model_class.from_pretrained(
+        model_path, config=family.used_config(config), dtype=dtype, attn_implementation="sdpa"
+    )
 
 
 def generation_config(model_path: str, config: Any) -> Any:

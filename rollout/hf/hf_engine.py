@@ -36,7 +36,7 @@ from rollout.hf.kept_prefixes import KeptPrefixes, Prefix
 from rollout.hf.open_requests import OpenRequest
 from rollout.hf.route_recorder import RouteRecorder
 from rollout.hf.speculation import DraftPlaces, Speculation, matching, padded_drafts
-from rollout.pretrained import check_speculation, end_ids, generation_config
+from rollout.pretrained import check_speculation, end_ids, generation_config, load_model
 from rollout.sampling import check_sampled, likeliest, policy_log_probs, project, score_prompt
 from rollout.stop_texts import completes_stop_text
 
@@ -88,9 +88,7 @@ class HFEngine:
         family = family_of(config)
         family.check_supported(config)
         check_speculation(speculate, family)
-        model = family.model_class().from_pretrained(
-            model_path, config=family.used_config(config), dtype=self.dtype, attn_implementation="sdpa"
-        )
+        model = load_model(family, model_path, self.dtype)
         self._path = model_path
         self._begin(model.to(self.device), max_num_seqs, kept_bytes, token_budget, routed_experts, speculate)
 

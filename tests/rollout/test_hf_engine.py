@@ -23,6 +23,7 @@ from rollout.pretrained import end_ids, generation_config
 from rollout.responses import attach_responses, build_requests, order_completions
 from rollout.sampling import policy_log_probs, project, sample
 from workers.model.logprobs import token_log_probs
+from workers.model.named_weights import float32_weights
 
 CPU = torch.device("cpu")
 
@@ -289,3 +290,22 @@ def test_lost_and_doubled_completions_are_named_by_their_rows():
         order_completions([done[2], done[2]], TWO_ROWS, sampling)
     with pytest.raises(RowCountMismatch, match="request 4, but there are 4"):
         order_completions([Completion(4, [1], [0.0], "stop")], TWO_ROWS, sampling)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5", "minicpmv4_6"])
+def test_weights_that_are_used_in_float32_are_not_rounded(model_type, tmp_path):
+    """In bfloat16 transformers rounds the decays of recurrent layers, which the actor keeps: their policies would differ."""
+    model = tiny_model(model_type)
+    exact = float32_weights(model, family_of(model.config))
+    for weight in exact:
+        torch.nn.init.normal_(weight)
+    model.save_pretrained(tmp_path)
+    engine = HFEngine(str(tmp_path), dtype="bfloat16", device=CPU)
+    kept = {name: weight for name, weight in engine.model.named_parameters() if weight.dtype == torch.float32}
+    assert len(kept) == len(exact) == 2
+    assert all(torch.equal(weight, model.get_parameter(name)) for name, weight in kept.items())
+    trained = {name: weight + 1e-4 for name, weight in model.named_parameters()}
+    engine.load_weights(trained.items())
+    assert all(torch.equal(weight, trained[name]) for name, weight in kept.items())
+    assert type(engine.model).__name__ == type(model).__name__
+    assert generate(engine, SamplingParams(temperature=0, max_tokens=3))["responses"].shape[1] == 3

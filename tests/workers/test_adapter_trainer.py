@@ -8,6 +8,7 @@ from rollout.adapters import AdapterConfig
 from rollout.prompts import PlacedSequence
 from workers.adapters import AdapterTrainer, ScoredRow
 from workers.adapters.adapted_logprobs import adapted_log_probs
+from workers.model.named_weights import float32_weights
 
 VOCABULARY, HIDDEN = 50, 8
 
@@ -97,3 +98,13 @@ def test_layers_that_are_computed_again_have_the_adapters_of_the_rows(path, trai
         found.append([gradient for adapter in (one, two) for gradient in gradients[adapter]])
     for again, kept in zip(*found, strict=True):
         torch.testing.assert_close(again, kept, atol=1e-6, rtol=1e-5)
+
+
+def test_weights_that_are_used_in_float32_are_not_rounded(tmp_path, monkeypatch):
+    """On CUDA, where the base computes in bfloat16: decays of recurrent layers are those of the actor and of vLLM."""
+    monkeypatch.setattr("workers.adapters.adapter_trainer.compute_dtype", lambda *_: torch.bfloat16)
+    base = AdapterTrainer(write_checkpoint("qwen3_5", tmp_path), torch.device("cpu"))
+    exact = {id(weight) for weight in float32_weights(base.model, base.family)}
+    assert len(exact) == 2
+    for weight in base.model.parameters():
+        assert weight.dtype == (torch.float32 if id(weight) in exact else torch.bfloat16)

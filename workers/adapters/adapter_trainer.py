@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
 from rollout.adapters import Adapter, AdapterConfig, AdapterRouter, PromptScores, new_adapter
 from rollout.image_features import ImageFeatures
+from rollout.pretrained import load_model
 from rollout.prompts import PlacedSequence
 from workers.adapters.adapted_logprobs import adapted_log_probs
 from workers.adapters.full_weights import FullWeights
@@ -79,13 +79,7 @@ class AdapterTrainer:
         self.token_budget = token_budget
         self.family = checkpoint_family(model_path)
         dtype = torch.float32 if trains_weights else compute_dtype("auto", self.device.type)
-        model = self.family.model_class().from_pretrained(
-            model_path,
-            config=self.family.used_config(AutoConfig.from_pretrained(model_path)),
-            dtype=dtype,
-            attn_implementation="sdpa",
-        )
-        self.model = model.to(self.device).eval().requires_grad_(False)
+        self.model = load_model(self.family, model_path, dtype).to(self.device).eval().requires_grad_(False)
         self.weights = FullWeights(self.model, self.family) if trains_weights else None
         self.packed = PackedVLM(self.model, self.family, temperature=1.0)
         self.router = AdapterRouter(self.model, self.family)
