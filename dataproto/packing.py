@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from dataproto.columns import COLUMNS, HasColumns, RowMedia, media_parts
 from dataproto.errors import InvalidColumn
+from dataproto.transfer import move
 
 MAX_TOKENS = "max_tokens"
 """The key in ``meta_info`` for the longest response that sampling allowed; R is the length of the longest response there is."""
@@ -56,7 +57,7 @@ class PackedRows:
 
     def to(self, device: torch.device | str) -> "PackedRows":
         """The same rows on another device."""
-        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        moved = {name: move(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **moved)  # type: ignore[arg-type]
 
 

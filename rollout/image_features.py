@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from dataproto.transfer import move
 from dataproto.vlm import MediaSpans, VLMFamily
 
 
@@ -42,7 +43,8 @@ class ImageFeatures:
             return found
         # Grids stay on the host, which computes bounds of windows from them.
         inputs = {
-            name: value.to(self.device) if value.is_floating_point() else value for name, value in image.inputs.items()
+            name: move(value, self.device) if value.is_floating_point() else value
+            for name, value in image.inputs.items()
         }
         with torch.inference_mode(False), torch.no_grad():  # training reads what a sampler has computed
             found = self.family.features(self.model, inputs)
