@@ -277,7 +277,8 @@ class Backend(Protocol):
     def passes(self, passes: Sequence[Pass], *, between: Callable[[], None] = nothing) -> list[PassResult | Failure]:
         """Computes passes of any models in one packed batch; the gradients of a model add up until its `optim_step`.
 
-        A pass that fails adds no gradient and does not fail the others. If the call raises, none has added any.
+        A pass that fails adds no gradient and does not fail the others; one whose gradient is not finite fails, and names a row,
+        unless it is ``replayed``. If the call raises, none has added any.
 
         Args:
             between: is called between the parts of the batch, and calls methods that sample (`open_sampler`, `close_sampler`,
@@ -286,7 +287,7 @@ class Backend(Protocol):
         ...
 
     def optim_step(self, model_id: str, adam: AdamParams) -> Mapping[str, float]:
-        """Makes a step of AdamW on the gradients of a model, and forgets them.
+        """Makes a step of AdamW on the gradients of a model, and forgets them. None is made if their norm is not finite.
 
         Returns:
             metrics, ``grad_norm`` before clipping among them.

@@ -18,6 +18,7 @@ from recipes.serve.link.engine_process import EngineProcess
 from recipes.serve.routes.gate import Call
 from recipes.serve.serve_config import LimitsConfig, ServeConfig
 from recipes.serve.wire import SampleCall
+from recipes.serve.wire.arrays import FLOAT32
 from recipes.serve.wire.protobuf_messages import ForwardBackwardOutput, ForwardBackwardRequest
 
 LORA = json.dumps({"rank": 4, "seed": 1})
@@ -98,15 +99,28 @@ class Front:
         return run
 
     async def submit(
-        self, run: Run, seq: int, token: int | None, *, tokens: int = 1, rows: int = 1, loss: str = "cross_entropy"
+        self,
+        run: Run,
+        seq: int,
+        token: int | None,
+        *,
+        tokens: int = 1,
+        rows: int = 1,
+        loss: str = "cross_entropy",
+        weight: float | None = None,
     ) -> str:
-        """A pass over rows of a token, or an update. The pass counts as ``tokens``."""
+        """A pass over rows of a token, or an update. The pass counts as ``tokens``, and each token of it as ``weight``."""
         if token is None:
             body = json.dumps({"model_id": run.id, "seq_id": seq, "adam_params": {"learning_rate": 0.1}}).encode()
             return await self.service.scheduler.accept(run, seq, "optim_step", body)
         message = ForwardBackwardRequest(model_id=run.id, seq_id=seq, loss_fn=loss)
         for _ in range(rows):
-            message.data.add().model_input.add().encoded_text.tokens = np.array([token], np.int32).tobytes()
+            datum = message.data.add()
+            datum.model_input.add().encoded_text.tokens = np.array([token], np.int32).tobytes()
+            if weight is not None:
+                given = datum.loss_fn_inputs["weights"]
+                given.dense, given.dtype = np.array([weight], np.float32).tobytes(), FLOAT32
+                given.shape.append(1)
         return await self.service.scheduler.accept(run, seq, "pass", message.SerializeToString(), tokens)
 
     async def request(self, run: Run, seq: int, kind: str, **fields) -> str:

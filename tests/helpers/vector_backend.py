@@ -107,10 +107,15 @@ class VectorBackend:
     def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
         model = self.models[model_id]
         gradient = np.zeros_like(model.weights) if model.gradient is None else model.gradient
+        with np.errstate(over="ignore"):
+            norm = float(np.linalg.norm(gradient))
+        if not np.isfinite(norm):
+            model.gradient = None
+            return {"grad_norm": norm, "steps": float(model.steps)}
         model.moments = np.float32(0.9) * model.moments + np.float32(0.1) * gradient
         model.weights = model.weights - np.float32(adam.learning_rate) * model.moments
         model.steps, model.gradient = model.steps + 1, None
-        return {"grad_norm": float(np.linalg.norm(gradient)), "steps": float(model.steps)}
+        return {"grad_norm": norm, "steps": float(model.steps)}
 
     def save(self, model_id: str, directory: Path, *, later=at_once) -> None:
         model = self.models[model_id]

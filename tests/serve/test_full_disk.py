@@ -5,6 +5,8 @@ import json
 import sqlite3
 import threading
 import time
+from contextlib import closing
+from functools import partial
 from unittest.mock import Mock, patch
 
 import numpy as np
@@ -13,6 +15,7 @@ from starlette.testclient import TestClient
 
 from helpers.fronts import Front, drive, until
 from recipes.serve.front.rounds import barriers
+from recipes.serve.front.service import DATABASE_FILE
 from recipes.serve.ledger import Checkpoint, Session, catalogue, database
 from recipes.serve.routes import application, gate
 from recipes.serve.routes.training_routes import create_model
@@ -142,6 +145,42 @@ def test_a_checkpoint_that_cannot_be_recorded_leaves_no_files(tmp_path, kind):
         assert files(front)
 
     drive(work, tmp_path, **FULL)
+
+
+def test_another_program_that_holds_the_database_delays_an_update_and_is_named_to_clients(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(database, "DISK_SECONDS", 60)
+    front = Front(tmp_path, **FULL)
+    key = {"X-API-Key": (tmp_path / "api-key").read_text().strip()}
+    sent = {"tags": [], "sdk_version": "0.38.0"}
+    with TestClient(application(front.service), headers=key) as client:
+        submit, stepped_here = client.portal.call, partial(client.portal.call, stepped, front)
+        run = submit(front.new_run, "r")
+        assert stepped_here(run, 1)["steps"] == 1
+        requests = [submit(front.submit, run, 3, 7)]
+        submit(front.result, requests[0])
+        front.service.database.run_now(lambda db: db.execute("PRAGMA busy_timeout=100"))
+        front.backend.gate.clear()
+        front.backend.entered.clear()
+        waiting = submit(front.submit, run, 4, 8)
+        assert front.backend.entered.wait(60)
+        with closing(sqlite3.connect(tmp_path / DATABASE_FILE, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            front.backend.gate.set()
+            refused = client.post("/api/v1/create_session", json=sent)
+            assert (refused.status_code, refused.json()["detail"]) == (
+                429,
+                "the server cannot write to its database: another program holds it (database is locked); end that program",
+            )
+            while "is tried again: database is locked" not in caplog.text:  # the result of the pass
+                time.sleep(0.01)
+            other.execute("ROLLBACK")
+        assert "error" not in submit(front.result, waiting)
+        assert stepped_here(run, 5)["steps"] == 2
+        assert client.post("/api/v1/create_session", json=sent).status_code == 200
+        assert "engine_losses" not in front.service.counters.sums
+    front.engine.listener.close()
 
 
 def test_an_error_of_the_database_that_is_not_of_the_disk_is_an_incident(tmp_path, monkeypatch, caplog):

@@ -6,6 +6,7 @@ import os
 import sqlite3
 import threading
 import time
+from contextlib import closing, contextmanager, suppress
 
 import pytest
 
@@ -191,6 +192,72 @@ def test_a_write_for_which_there_is_no_room_fails_while_others_succeed(database,
         busy.cancel()
 
     asyncio.run(drive())
+
+
+@contextmanager
+def held(path):
+    """Another program has changed something in the database, and has not committed it."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        yield other
+        if other.in_transaction:
+            other.execute("ROLLBACK")
+
+
+def test_writes_wait_once_for_another_program_and_fail_by_name_while_reads_do_not(
+    database, seconds, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("recipes.serve.ledger.database.HELD_SECONDS", 0.5)
+    database.run_now(lambda db: db.execute("PRAGMA busy_timeout=500"))
+
+    async def drive():
+        with held(tmp_path / "db"):
+            began = time.monotonic()
+            writes = [database.run(put(run_of(f"r{number}", number))) for number in range(20)]
+            *problems, found = await asyncio.gather(*writes, database.run(everything(Run)), return_exceptions=True)
+            assert time.monotonic() - began < 5  # not 20 times
+            assert {str(each) for each in problems} == {"database is locked"}
+            assert found == []
+            told = r"to its database for 0.3 s: another program holds it \(database is locked\); end that program, and send"
+            with pytest.raises(NotWritten, match=told):
+                await database.keep(put(run_of("a", 1)))
+        assert await database.run(everything(Run)) == []
+
+    asyncio.run(asyncio.wait_for(drive(), 60))
+
+
+def test_a_write_that_may_not_be_lost_waits_for_another_program(database, seconds, tmp_path, caplog):
+    seconds(60)
+
+    async def drive():
+        with held(tmp_path / "db") as other:
+            write = asyncio.create_task(database.keep(put(run_of("a", 1))))
+            while "tried again" not in caplog.text:
+                await asyncio.sleep(0.01)
+            other.execute("ROLLBACK")
+            await write
+        assert [run.id for run in await database.run(everything(Run))] == ["a"]
+
+    asyncio.run(asyncio.wait_for(drive(), 60))
+
+
+def test_what_another_program_has_written_behind_a_read_does_not_fail_a_write(database, tmp_path):
+    """Both are in one commit, which would see the database as it was at the read."""
+    with closing(sqlite3.connect(tmp_path / "db", isolation_level=None, timeout=0.1, check_same_thread=False)) as other:
+
+        def read_and_let_other_write(db):
+            found = db.execute("SELECT * FROM runs").fetchall()
+            with suppress(sqlite3.OperationalError):
+                other.execute("DELETE FROM runs WHERE id = 'absent'")
+                other.execute("INSERT INTO bodies VALUES ('other', NULL)")
+            return found
+
+        hold = threading.Event()
+        database.post(lambda db: hold.wait())
+        database.post(read_and_let_other_write)
+        written = database._submit(put(run_of("a", 1)))
+        hold.set()
+        written.result()
 
 
 @pytest.mark.parametrize("between", ["writes", "nothing"])

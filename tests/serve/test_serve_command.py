@@ -165,11 +165,15 @@ def test_the_front_process_loads_no_torch():
     assert done.returncode == 0, done.stderr
 
 
+def with_this_source() -> dict[str, str]:
+    """The environment of a process that finds these packages in any working directory, whether or not they are installed."""
+    path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(path)}
+
+
 @pytest.mark.long
 def test_without_arguments_it_serves_a_small_model_and_prints_a_program_that_works(tmp_path):
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    }
+    environment = with_this_source()
     code = "import sys; from recipes.commands import main; sys.exit(main(['serve', '--port', '0']))"
     command = [sys.executable, "-c", code]
     server = subprocess.Popen(
@@ -205,7 +209,7 @@ def test_without_arguments_it_serves_a_small_model_and_prints_a_program_that_wor
 def test_a_missing_checkpoint_is_told_in_one_line(tmp_path):
     code = "import sys; from recipes.commands import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "serve", "--model", f"a={tmp_path}/nothing"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=tmp_path, env=with_this_source(), capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr.strip()) == (
         2,
         f"error: model a={tmp_path}/nothing: there is no checkpoint, which would have a config.json",

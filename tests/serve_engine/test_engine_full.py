@@ -105,6 +105,15 @@ def models_in_memory(directory):
     return sum(isinstance(each, BaseModel) and Path(each.path).parent == directory for each in gc.get_objects())
 
 
+def test_a_row_whose_gradient_is_not_finite_fails_its_pass_by_name(engine):
+    prompt, (fine,) = data_of(engine)
+    bad = Datum(prompt, fine.inputs | {"weights": np.full(length(engine, prompt), 1e30, np.float32)})
+    (failed,) = engine.passes([Pass("full", [fine, bad], "cross_entropy")])
+    assert failed.message.startswith("row 1: its gradient is not finite")
+    run_pass(engine, "full", [fine])
+    assert engine.optim_step("full", ADAM)["skipped_steps"] == 0
+
+
 @pytest.mark.slow
 def test_two_samplers_of_all_weights_are_in_memory(engine, snapshots, tmp_path, monkeypatch):
     """The last used ones; another one is read again, and gives the same."""

@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.served_models import (
+    ADAM,
     chunks,
     gradients,
     length,
@@ -101,6 +102,73 @@ def test_a_model_that_is_not_finite_fails_by_name(engine):
     failed, fine = engine.passes([Pass("m", data, "cross_entropy"), Pass("other", data, "cross_entropy")])
     assert "logits of the model are not finite" in failed.message
     assert math.isfinite(fine.metrics["loss:sum"])
+
+
+def overflowing(engine, *weights: float) -> list[Datum]:
+    """Rows with these weights of all tokens. From about 1e19 on the norm of the gradient is infinite, and the loss is not."""
+    prompt = chunks(engine, "abcdef")
+    targets = np.arange(5, 5 + length(engine, prompt))
+    return [
+        Datum(prompt, {"target_tokens": targets, "weights": np.full(len(targets), weight, np.float32)})
+        for weight in weights
+    ]
+
+
+def test_a_row_whose_gradient_is_not_finite_fails_its_pass_by_name_and_no_other(engine):
+    for name in ("m", "other", "m alone", "other alone"):
+        new_model(engine, name)
+    fine, mine = overflowing(engine, 1, 2), rows(engine, "cross_entropy", seed=1)
+    bad = overflowing(engine, 1, 1, 1, 1e30, 1)
+    given = [("m", fine), ("m", bad), ("other", mine)]
+    first, failed, last = engine.passes([Pass(name, data, "cross_entropy") for name, data in given])
+    assert failed.category == "user"
+    assert failed.message.startswith("row 3: its gradient is not finite, so the pass adds none; check logprobs")
+    alone = engine.passes([Pass("m alone", fine, "cross_entropy"), Pass("other alone", mine, "cross_entropy")])
+    assert (first.metrics, last.metrics) == (alone[0].metrics, alone[1].metrics)
+    for name in ("m", "other"):
+        expected = gradients(engine, f"{name} alone")
+        for place, gradient in gradients(engine, name).items():
+            assert (gradient is None) == (expected[place] is None)
+            assert gradient is None or torch.equal(gradient, expected[place])
+    assert engine.optim_step("m", ADAM)["skipped_steps"] == 0
+
+
+def test_rows_whose_gradients_are_not_finite_together_fail_their_pass(engine):
+    new_model(engine, "m")
+    run_pass(engine, "m", overflowing(engine, 1))
+    most = 1.5e19 / engine.optim_step("m", ADAM)["grad_norm"]  # the norm of one row
+    (failed,) = engine.passes([Pass("m", overflowing(engine, most, most), "cross_entropy")])
+    assert failed.message.startswith("the gradient of rows 0 to 1 together is not finite")
+    assert all(gradient is None for gradient in gradients(engine, "m").values())
+    before = [matrix.clone() for matrix in engine._models["m"].trained.matrices.values()]
+    for _ in range(2):  # each pass could be a step
+        run_pass(engine, "m", overflowing(engine, most))
+    skipped = engine.optim_step("m", ADAM)
+    assert (skipped["grad_norm"], skipped["skipped_steps"]) == (math.inf, 1)
+    assert all(map(torch.equal, before, engine._models["m"].trained.matrices.values()))
+
+
+def test_a_pass_that_is_computed_again_is_not_checked_for_its_gradient(engine):
+    """On a GPU its sum may be a little larger than the first time; what has been done is done again."""
+    new_model(engine, "m")
+    run_pass(engine, "m", overflowing(engine, 1e30), replayed=True)
+    assert engine.optim_step("m", ADAM)["skipped_steps"] == 1
+
+
+def test_a_loss_that_is_not_finite_fails_its_pass_by_the_row(engine):
+    new_model(engine, "m")
+    prompt = chunks(engine, "abcdef")
+    inputs = {
+        old: {
+            "target_tokens": np.arange(5, 5 + length(engine, prompt)),
+            "logprobs": np.full(length(engine, prompt), old, np.float32),
+            "advantages": np.ones(length(engine, prompt), np.float32),
+        }
+        for old in (-5, -500)
+    }
+    data = [Datum(prompt, inputs[old]) for old in (-5, -5, -500, -5)]
+    (failed,) = engine.passes([Pass("m", data, "importance_sampling")])
+    assert failed.message == "the loss of rows [2] is not finite; check logprobs, advantages and weights"
 
 
 def test_a_pass_that_cannot_be_computed_is_the_servers_fault(engine, monkeypatch):

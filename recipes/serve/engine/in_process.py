@@ -173,7 +173,7 @@ class InProcessEngine:
         return [results[number] for number in range(len(passes))]
 
     def optim_step(self, model_id: str, adam: AdamParams) -> Mapping[str, float]:
-        """See `Backend.optim_step`; ``lr`` and ``skipped_steps``, those with a gradient that was not finite, are also metrics."""
+        """See `Backend.optim_step`; ``lr`` and ``skipped_steps``, those that were not made, are also metrics."""
         return self._model(model_id).trained.step(adam)
 
     def save(self, model_id: str, directory: Path, *, later: Later = at_once) -> None:

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from dataproto.chunks import ModelInput
 from dataproto.errors import DataProtoError, InvalidRow, NonFiniteLogits
@@ -33,6 +34,7 @@ class OpenPass:
     options: Mapping[str, float]
     backward: bool
     adapter: Adapter | None  # None: all weights are trained
+    replayed: bool = False  # it was computed before, and its gradient was finite
     sequences: list[TokenSequence] = field(default_factory=list)
     inputs: list[DatumInputs] = field(default_factory=list)
     log_probs: dict[int, Tensor] = field(default_factory=dict)  # of a row's targets (M,)
@@ -42,6 +44,11 @@ class OpenPass:
     def clear(self) -> None:
         """Forgets what was computed."""
         self.log_probs, self.total = {}, 0.0
+
+    def part(self, rows: Sequence[int]) -> "OpenPass":
+        """A pass of some of its rows, of which nothing has been computed."""
+        sequences, inputs = [self.sequences[row] for row in rows], [self.inputs[row] for row in rows]
+        return replace(self, sequences=sequences, inputs=inputs, log_probs={}, total=0.0)
 
     def result(self) -> PassResult:
         """Log-probs of all targets, 0 for those that have none, and the sum of the loss."""
@@ -61,7 +68,7 @@ def open_pass(number: int, given: Pass, base: BaseModel, adapter: Adapter | None
     """
     options = loss_options(given.loss, given.loss_config)
     columns = DATUM_LOSSES[given.loss][1]
-    opened = OpenPass(number, given.loss, options, not given.forward_only, adapter)
+    opened = OpenPass(number, given.loss, options, not given.forward_only, adapter, given.replayed)
     room = max_targets
     for place, datum in enumerate(given.data):
         try:
@@ -93,6 +100,8 @@ def run_passes(base: BaseModel, passes: Sequence[OpenPass], between: Between) ->
     while left:
         try:
             gradients = _attempt(base, left, between)
+            if all(each.error is None for each in left):
+                _check_gradients(base, left, gradients, between)
         except Exception as error:  # such as too little memory
             if len(left) > 1:
                 return _one_by_one(base, left, between, failed)
@@ -149,6 +158,46 @@ def _attempt(base: BaseModel, passes: Sequence[OpenPass], between: Between) -> G
     return base.trainer.run(scored, loss_of, any(each.backward for each in passes), between)
 
 
+def _check_gradients(base: BaseModel, passes: Sequence[OpenPass], gradients: Gradients, between: Between) -> None:
+    """Gives an ``error`` to each pass whose own gradient has a norm that is not finite: no update could be made with it.
+
+    Passes that are computed again are left alone: their gradients were finite.
+    """
+    overflown = _overflown(gradients)
+    for each in passes:
+        if each.backward and not each.replayed and (each.adapter or base.trainer.weights) in overflown:
+            each.error = _gradient_error(base, each, between)
+
+
+def _overflown(gradients: Gradients) -> list[Trainable]:
+    """Whose gradients have a norm that is not finite. Waits for the device once."""
+    given = {source: [each for each in found if each is not None] for source, found in gradients.items()}
+    norms = {source: get_total_norm(found) for source, found in given.items() if found}
+    finite = torch.stack(list(norms.values())).isfinite().tolist() if norms else []
+    return [source for source, good in zip(norms, finite, strict=True) if not good]
+
+
+def _gradient_error(base: BaseModel, opened: OpenPass, between: Between) -> NonFiniteLogits | None:
+    """Names a row whose gradient is not finite, found by halves, or all rows together; ``None`` if that of the pass is."""
+
+    def overflows(rows: Sequence[int]) -> bool:
+        return bool(_overflown(_attempt(base, [opened.part(rows)], between)))
+
+    def guilty(rows: Sequence[int]) -> int | None:
+        if len(rows) == 1:
+            return rows[0]
+        middle = len(rows) // 2
+        halves = [half for half in (rows[:middle], rows[middle:]) if overflows(half)]
+        return next((row for half in halves if (row := guilty(half)) is not None), None)
+
+    rows = range(len(opened.inputs))
+    if not overflows(rows):
+        return None
+    row = guilty(rows)
+    named = f"the gradient of rows 0 to {rows[-1]} together" if row is None else f"row {row}: its gradient"
+    return NonFiniteLogits(f"{named} is not finite, so the pass adds none; check logprobs, advantages and weights")
+
+
 def _loss(opened: OpenPass, log_probs: Mapping[int, Tensor]) -> Tensor:
     """The sum () of the loss over the tokens of some rows, which is added to the total of the pass.
 
@@ -168,12 +217,15 @@ def _loss(opened: OpenPass, log_probs: Mapping[int, Tensor]) -> Tensor:
     learned = torch.cat([each.learned for each in inputs]).to(device)
     policy = torch.cat(list(log_probs.values())).where(learned, 0.0)
     tokens = formula(policy, *(joined(READ_BY_LOSS[column]) for column in columns), **{**opened.options, **given})
-    total = tokens.where(learned, 0.0).sum()
+    tokens = tokens.where(learned, 0.0)
+    total = tokens.sum()
     for row, values in opened.log_probs.items():
         if row in log_probs and not bool(values.isfinite().all()):
             raise NonFiniteLogits(f"row {row}: the logits of the model are not finite; load an earlier checkpoint")
     value = float(total.detach())
     if not math.isfinite(value):
-        raise NonFiniteLogits(f"the loss of rows {sorted(log_probs)} is not finite; check logprobs and advantages")
+        parts = zip(log_probs, tokens.split([len(values) for values in log_probs.values()]), strict=True)
+        wrong = [row for row, part in parts if not bool(part.sum().isfinite())] or list(log_probs)
+        raise NonFiniteLogits(f"the loss of rows {sorted(wrong)} is not finite; check logprobs, advantages and weights")
     opened.total += value
     return total

@@ -103,8 +103,12 @@ class Catalogue:
         return sorted(found, key=lambda each: each.created)
 
     def live_runs(self, owner: str) -> list[Run]:
-        """The runs of a key that are in training."""
-        return [run for run in self.runs.values() if run.owner == owner and run.state in ("new", "live")]
+        """The runs of a key that are in training, or may come to it: a request that was refused for now may come again."""
+        mine = [run for run in self.runs.values() if run.owner == owner]
+        return [run for run in mine if run.state == "live" or (run.state == "new" and self._is_live(run.session))]
+
+    def _is_live(self, session_id: str) -> bool:
+        return self.sessions[session_id].state == "live"
 
     def spec_of(self, checkpoint: Checkpoint) -> tuple[str, dict[str, Any] | None]:
         """Base model and LoRA options of the run that wrote a checkpoint."""

@@ -22,6 +22,8 @@ Job = tuple[Callable[[sqlite3.Connection], Any], "Future[Any]"]
 VERSION = 3
 PAGE_BYTES = 16_384  # bodies of some megabytes take half the time that they take in pages of the default size
 OF_THE_DISK = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN)
+HELD = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+HELD_SECONDS = 1.0  # for which a commit waits while another program holds the database
 RETRY_SECONDS = 1.0  # between tries to write
 DISK_SECONDS = 30.0  # for which `Database.keep` tries
 SCHEMA = """
@@ -54,13 +56,30 @@ class Answer(NamedTuple):
 
 
 class NotWritten(DataProtoError):
-    """The database could not be written for some time: its disk is full, or fails."""
+    """The database could not be written for some time: its disk is full or fails, or another program holds it."""
 
 
-def is_of_disk(error: BaseException | None) -> bool:
-    """Whether the disk is why SQLite failed. Any other error is a fault of the program."""
+class Obstacle(NamedTuple):
+    """What the server cannot write to, why, and what helps."""
+
+    place: str
+    reason: str
+    way_out: str
+
+
+def obstacle(error: BaseException | None) -> Obstacle | None:
+    """Why SQLite failed, if it is the disk or another program. Any other error is a fault of this program.
+
+    >>> obstacle(ValueError("of a fault")) is None
+    True
+    """
     code: int | None = getattr(error, "sqlite_errorcode", None)
-    return code is not None and code & 0xFF in OF_THE_DISK  # the primary code, without what details it
+    primary = None if code is None else code & 0xFF  # without what details it
+    if primary in OF_THE_DISK:
+        return Obstacle("its disk", str(error), "make room, or repair the disk of --state")
+    if primary in HELD:
+        return Obstacle("its database", f"another program holds it ({error})", "end that program")
+    return None
 
 
 class Database:
@@ -86,7 +105,8 @@ class Database:
         return await asyncio.wrap_future(self._submit(function))
 
     async def keep(self, function: Callable[[sqlite3.Connection], Any]) -> None:
-        """Runs a function that writes what may not be lost: it is tried again for some time if the disk is full, or fails.
+        """Runs a function that writes what may not be lost: it is tried again for some time if the disk is full or fails,
+        or if another program holds the database.
 
         Raises:
             NotWritten: it, or anything at all, could not be written for that time.
@@ -97,13 +117,14 @@ class Database:
                 await self.run(function)
                 return
             except sqlite3.OperationalError as error:
-                if not is_of_disk(error):
+                found = obstacle(error)
+                if found is None:
                     raise
                 since = self._failing_since
                 if time.monotonic() - (began if since is None else min(began, since)) >= DISK_SECONDS:
                     raise NotWritten(
-                        f"the server could not write to its disk for {DISK_SECONDS:g} s: {error}; "
-                        "make room, or repair the disk of --state, and send the request again"
+                        f"the server could not write to {found.place} for {DISK_SECONDS:g} s: {found.reason}; "
+                        f"{found.way_out}, and send the request again"
                     ) from error
                 log.warning("the database cannot be written, and is tried again: %s", error)
                 await asyncio.sleep(RETRY_SECONDS)
@@ -111,7 +132,7 @@ class Database:
     def write_eventually(self, function: Callable[[sqlite3.Connection], Any]) -> None:
         """Tries a function in each later commit, and every `RETRY_SECONDS`, until it has succeeded once.
 
-        One that fails by an error that is not of the disk is dropped.
+        One that fails by a fault of the program is dropped.
         """
         self._unwritten.append(function)
         self.post(lambda connection: None)
@@ -155,7 +176,7 @@ class Database:
                 _tell(together, answers)
                 for function, done in again:
                     problem = done.exception()
-                    if problem is not None and is_of_disk(problem):
+                    if obstacle(problem) is not None:
                         continue
                     self._unwritten.remove(function)
                     if problem is not None:
@@ -168,8 +189,9 @@ class Database:
         connection.close()
 
     def _note(self, answers: Sequence[Answer]) -> None:
-        """Notes whether anything was written, and whether the disk failed. A failure long ago says nothing of a new one."""
-        written, failed = any(each.written for each in answers), any(is_of_disk(each.problem) for each in answers)
+        """Notes whether anything was written, and whether anything could not be. A failure long ago says nothing of a new one."""
+        written = any(each.written for each in answers)
+        failed = any(obstacle(each.problem) is not None for each in answers)
         now = time.monotonic()
         if written:
             self._failing_since = None
@@ -209,7 +231,13 @@ def _open(path: Path) -> sqlite3.Connection:
         raise FileFormatError(f"{path} was written by another version of this program: choose another --state")
     if version == 0:
         connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version={VERSION}; COMMIT;")
+    _wait_at_most(connection, HELD_SECONDS)
     return connection
+
+
+def _wait_at_most(connection: sqlite3.Connection, seconds: float) -> None:
+    """Sets how long a statement waits while another program holds the database."""
+    connection.execute(f"PRAGMA busy_timeout={round(1000 * seconds)}")
 
 
 def _commit(connection: sqlite3.Connection, jobs: list[Job]) -> list[Answer]:
@@ -245,8 +273,27 @@ def _tried(connection: sqlite3.Connection, jobs: list[Job], alone: bool = False)
 
 def _written(connection: sqlite3.Connection, jobs: list[Job]) -> list[Answer]:
     """The result or error of each function, after the commit. Raises `sqlite3.Error` if nothing could be written."""
+    if _begun(connection):
+        return _results(connection, jobs)
+    _wait_at_most(connection, 0)  # functions that write fail, without a wait for each, and others do not
+    try:
+        connection.execute("BEGIN")
+        return _results(connection, jobs)
+    finally:
+        _wait_at_most(connection, HELD_SECONDS)
+
+
+def _begun(connection: sqlite3.Connection) -> bool:
+    """Begins with the right to write, for which it waits; ``False`` if it cannot be had."""
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+    except sqlite3.OperationalError:
+        return False
+    return True
+
+
+def _results(connection: sqlite3.Connection, jobs: list[Job]) -> list[Answer]:
     answers: list[Answer] = []
-    connection.execute("BEGIN")
     for function, _ in jobs:
         connection.execute("SAVEPOINT job")
         changes = connection.total_changes

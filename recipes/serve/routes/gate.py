@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from recipes.serve.front.service import Service
-from recipes.serve.ledger.database import is_of_disk
+from recipes.serve.ledger.database import obstacle
 from recipes.serve.ledger.journal import Outcome
 from recipes.serve.refusals import InvalidRequest, NotFound, Refused
 from recipes.serve.wire import parse_json, read
@@ -108,10 +108,9 @@ async def _answered(
     except ClientDisconnect:
         return Response(status_code=499), owner
     except Exception as error:
-        if is_of_disk(error):  # clients repeat what has this status, more and more seldom
+        if (found := obstacle(error)) is not None:  # clients repeat what has this status, more and more seldom
             log.error("the database cannot be written: %s", error)
-            message = f"the server cannot write to its disk: {error}; make room, or repair the disk of --state"
-            return refusal(429, message), owner
+            return refusal(429, f"the server cannot write to {found.place}: {found.reason}; {found.way_out}"), owner
         incident = uuid.uuid4().hex[:8]
         logging.getLogger("dataproto.serve").exception("incident %s", incident)
         await asyncio.sleep(ERROR_SECONDS)

@@ -73,12 +73,13 @@ async def _new_run(
     """Makes a run, and takes in its first request, number 0."""
     catalogue = call.service.catalogue
     run_id = f"{catalogue.live_session(session_id, call.owner).id}:train:{number}"
+    sent = kind, call.body if body is None else body
     async with catalogue.making[call.owner]:  # the same request may come again while the run is being written
-        run = catalogue.runs.get(run_id)
+        run, most = catalogue.runs.get(run_id), call.service.config.limits.max_runs
+        others = sum(each.id != run_id for each in catalogue.live_runs(call.owner))
+        if kind != "invalid" and others >= most:
+            kind, body = "invalid", f"this key has {most} runs in training: finish a session (--max-runs)".encode()
         if run is None:
-            most = call.service.config.limits.max_runs
-            if kind != "invalid" and len(catalogue.live_runs(call.owner)) >= most:
-                kind, body = "invalid", f"this key has {most} runs in training: finish a session (--max-runs)".encode()
             now = time.time()
             run = Run(
                 id=run_id,
@@ -96,7 +97,7 @@ async def _new_run(
                 await catalogue.database.run(drop(run))
                 catalogue.live_session(session_id, call.owner)
             catalogue.runs[run_id] = run
-    return await _accepted(call, run, 0, kind, call.body if body is None else body)
+    return await _accepted(call, run, 0, kind, call.body if body is None else body, sent=sent)
 
 
 async def create_custom_loss(call: Call) -> Response:
@@ -159,9 +160,17 @@ def _numbered(seq: int) -> int:
     return seq
 
 
-async def _accepted(call: Call, run: Run, seq: int, kind: str, body: bytes, tokens: int = 0) -> Response:
+async def _accepted(
+    call: Call,
+    run: Run,
+    seq: int,
+    kind: str,
+    body: bytes,
+    tokens: int = 0,
+    sent: tuple[str, bytes] | None = None,
+) -> Response:
     call.notes |= {"run": run.id, "seq": seq}
-    request_id = await call.service.scheduler.accept(run, seq, kind, body, tokens)
+    request_id = await call.service.scheduler.accept(run, seq, kind, body, tokens, sent)
     return answer({"request_id": request_id, "model_id": run.id})
 
 

@@ -45,6 +45,10 @@ from workers.model.model_config import AdamParams
 log = logging.getLogger("dataproto.serve")
 SAVES = ("save", "save_for_sampler", "save_external")
 """The kinds that write files, and change nothing in the engine."""
+NO_UPDATE = (
+    "no update was made, and the gradients are dropped: together they have the norm {norm}, though those of each pass are "
+    "finite; check logprobs, advantages and weights"
+)
 EXPIRED, EXPIRED_SECONDS = "_expired", 86400
 SHORTEST_TTL, LONGEST_TTL = 1, 10 * 365 * 86400
 
@@ -217,6 +221,10 @@ class Barriers:
         if not all(map(math.isfinite, params.values())):
             raise InvalidRequest(f"adam_params {params}: must be finite")
         metrics = await self.link.call("optim_step", model_id=run.id, adam=AdamParams(**params))
+        if not math.isfinite(
+            metrics["grad_norm"]
+        ):  # the engine has dropped the gradients: the journal has that as done
+            return Done({"error": NO_UPDATE.format(norm=metrics["grad_norm"]), "category": "user"})
         return Done({"metrics": metrics, "type": "optim_step"})
 
     async def _save(self, run: Run, entry: Entry, body: bytes) -> Done:

@@ -35,16 +35,20 @@ class Intake:
         self.database, self.limits, self.lanes, self.enter = database, limits, lanes, enter
         self._accepting: dict[str, tuple[str, asyncio.Task[None]]] = {}
 
-    async def accept(self, run: Run, seq: int, kind: str, body: bytes, tokens: int = 0) -> str:
+    async def accept(
+        self, run: Run, seq: int, kind: str, body: bytes, tokens: int = 0, sent: tuple[str, bytes] | None = None
+    ) -> str:
         """Takes in a request, and returns its id as soon as it is on disk. One that came before has the same id.
 
         Args:
             tokens: of a pass.
+            sent: kind and body as the client sent them, by which a request that comes again is known, if they are others.
 
         Raises:
             Refused: another request has this number, or too much waits.
         """
-        request_id, digest = f"{run.id}:{seq}", hashlib.sha256(kind.encode() + b"\0" + body).hexdigest()
+        known_by, content = sent or (kind, body)
+        request_id, digest = f"{run.id}:{seq}", hashlib.sha256(known_by.encode() + b"\0" + content).hexdigest()
         if request_id not in self._accepting:
             entry = Entry(request_id, run.id, seq, kind, body, len(body), time.time(), tokens=tokens)
             task = asyncio.create_task(self._take_in(run, entry, digest))

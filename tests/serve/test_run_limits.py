@@ -1,0 +1,77 @@
+"""How many runs a key may have in training, and requests for runs that come again."""
+
+import json
+from unittest.mock import patch
+
+import pytest
+
+from helpers.fronts import Front, drive
+from recipes.serve.ledger import Session
+from recipes.serve.refusals import Refused
+from recipes.serve.routes.training_routes import create_model, retrieve_future
+
+ONE = {"max_runs": 1}
+FULL = "this key has 1 runs in training: finish a session (--max-runs)"
+
+
+async def new_session(front: Front, name: str) -> None:
+    made = Session(id=name, owner="ann", created=0.0)
+    front.service.catalogue.sessions[name] = made
+    await front.service.catalogue.write(made)
+
+
+async def create(front: Front, session: str, number: int, rank: int = 4) -> dict:
+    """What a client gets that asks for a run."""
+    given = {"session_id": session, "model_seq_id": number, "base_model": "tiny/vector", "lora_config": {"rank": rank}}
+    request = json.loads((await create_model(front.call(**given))).body)["request_id"]
+    return json.loads((await retrieve_future(front.call(request_id=request))).body)
+
+
+def test_a_run_beyond_the_limit_is_refused_by_the_same_words_when_its_request_comes_again(tmp_path):
+    async def work(front: Front):
+        await new_session(front, "s")
+        assert (await create(front, "s", 0))["model_id"] == "s:train:0"
+        for _ in range(2):
+            assert await create(front, "s", 1) == {"error": FULL, "category": "user"}
+        with pytest.raises(Refused, match="with another content"):
+            await create(front, "s", 1, rank=8)
+        assert (await create(front, "s", 0))["model_id"] == "s:train:0"
+
+    async def after(front: Front):  # by another process
+        assert await create(front, "s", 1) == {"error": FULL, "category": "user"}
+
+    drive(work, tmp_path, **ONE).engine.listener.close()
+    drive(after, tmp_path, **ONE).engine.listener.close()
+
+
+def nothing_fits(front: Front):
+    """No request can be taken in."""
+    refused = Refused(429, "too much waits")
+    return patch.object(front.service.scheduler._intake, "_check_room", side_effect=refused)
+
+
+async def refused_at_first(front: Front, session: str, number: int) -> None:
+    with nothing_fits(front), pytest.raises(Refused, match="too much waits"):
+        await create(front, session, number)
+
+
+def test_the_limit_holds_for_a_request_that_comes_again_because_too_much_waited(tmp_path):
+    async def work(front: Front):
+        await new_session(front, "s")
+        assert (await create(front, "s", 0))["model_id"] == "s:train:0"
+        await refused_at_first(front, "s", 1)
+        assert await create(front, "s", 1) == {"error": FULL, "category": "user"}
+
+    drive(work, tmp_path, **ONE)
+
+
+def test_a_run_whose_request_never_came_again_does_not_count_when_its_session_has_ended(tmp_path):
+    async def work(front: Front):
+        await new_session(front, "s")
+        await new_session(front, "t")
+        await refused_at_first(front, "s", 0)
+        assert await create(front, "t", 0) == {"error": FULL, "category": "user"}  # it may still come
+        await front.service.lifecycle.end_session(front.service.catalogue.sessions["s"], "finished")
+        assert (await create(front, "t", 1))["model_id"] == "t:train:1"
+
+    drive(work, tmp_path, **ONE)

@@ -1,0 +1,61 @@
+"""Updates that are not made, because the gradient is not finite: clients are told, and the run goes on."""
+
+import numpy as np
+import pytest
+import tinker
+from tinker import RequestFailedError
+
+from helpers.fronts import Front, drive
+
+LARGE = 1e38  # the square of a gradient is infinite
+
+
+def test_an_update_that_is_not_made_says_so_and_is_left_out_of_a_replay_too(tmp_path):
+    async def work(front: Front):
+        run = await front.new_run("r")
+        first = front.backend.models["r"].weights.copy()
+        for seq in (1, 2):
+            await front.result(await front.submit(run, seq, 7, weight=LARGE))
+        told = await front.result(await front.submit(run, 3, None))
+        assert told["category"] == "user"
+        assert told["error"].startswith(
+            "no update was made, and the gradients are dropped: together they have the norm inf"
+        )
+        assert (front.backend.models["r"].weights == first).all()
+        await front.result(await front.submit(run, 4, 7))
+        found = (await front.result(await front.submit(run, 5, None)))["metrics"]
+        weights = front.backend.models["r"].weights
+        assert found["steps"] == 1
+        fresh = await front.lose_engine()
+        await front.result(await front.submit(run, 6, 7))
+        assert (fresh.models["r"].weights == weights).all()
+        assert (weights != first).any()
+
+    drive(work, tmp_path, snapshot_steps=100)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_sdk_raises_what_is_wrong_with_a_gradient_and_trains_on(tiny_server, monkeypatch):
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+
+    def datum(weight: float) -> tinker.Datum:
+        inputs = {"target_tokens": [6, 7, 8, 9], "weights": np.full(4, weight, np.float32)}
+        return tinker.Datum(model_input=tinker.ModelInput.from_ints([5, 6, 7, 8]), loss_fn_inputs=inputs)
+
+    with tinker.ServiceClient(base_url=tiny_server.url, api_key=tiny_server.key) as service:
+        client = service.create_lora_training_client("tiny", rank=4, seed=1).result()
+
+        def stepped(*weights: float) -> dict[str, float]:
+            passes = [client.forward_backward([datum(each)], "cross_entropy") for each in weights]
+            update = client.optim_step(tinker.AdamParams(learning_rate=1e-3))
+            for each in passes:
+                each.result(timeout=60)
+            return update.result(timeout=60).metrics
+
+        most = 1.5e19 / stepped(1)["grad_norm"]
+        with pytest.raises(RequestFailedError, match="row 1: its gradient is not finite"):
+            client.forward_backward([datum(1), datum(1e30)], "cross_entropy").result(timeout=60)
+        with pytest.raises(RequestFailedError, match="no update was made"):
+            stepped(most, most)
+        assert stepped(1)["skipped_steps"] == 1
