@@ -280,6 +280,29 @@ def test_info_may_have_any_keys(capsys):
     data |= DataProto.from_dict({"values": torch.ones(2, data["responses"].shape[1])})  # a critic's
 
 
+def test_info_may_be_a_number_in_one_episode_and_a_text_in_another(tmp_path):
+    """An evaluation, its report and its metrics raised for a text, and for an integer that float does not hold."""
+
+    class Telling:
+        def reset(self, row, seed):
+            self.uid = row["uid"]
+            return Observation(["go"])
+
+        def step(self, action):
+            told = {"u0": {"acc": 1, "n": 10**5000}, "u1": {"acc": "yes"}}[self.uid]
+            return Observation(done=True, reward=0.5, info=told)
+
+    renderer = renderer_of("qwen2_5_vl")
+    role = PlayingRollout(Rollouts(renderer), PlayedEnvironment(Telling, EpisodeLimits(turns=1)))
+    prompts = prompts_of(renderer.builder, 2)
+    prompts["data_source"] = np.array(["told"] * 2, dtype=object)
+    roles = SimpleNamespace(rollout=role, reward=EnvironmentReward())
+    metrics, (data,) = evaluate_samples(roles, [prompts], SAMPLING, tmp_path, 0)
+    assert data["acc"].tolist() == [1, None]
+    assert data["info"].tolist() == [{"acc": 1}, {"acc": "yes"}]
+    assert metrics["val-core/told/acc/mean@1"] == 1.0
+
+
 class Consuming:
     """Takes its task out of the row, and counts its steps there."""
 
