@@ -101,7 +101,9 @@ def check_observation(value: Any, method: str) -> Observation:
         raise EnvironmentFailed("invalid", f"{method} returned done={value.done!r}, not True or False")
     if not isinstance(value.info, Mapping):
         raise EnvironmentFailed("invalid", f"{method} returned info that is a {type(value.info).__name__}, not a dict")
-    content, system = (_parts(each, name, method) for name, each in (("content", value.content), ("system", value.system)))
+    content, system = (
+        _parts(each, name, method) for name, each in (("content", value.content), ("system", value.system))
+    )
     return Observation(content, float(reward), bool(value.done), dict(value.info), value.role, system)
 
 

@@ -131,7 +131,7 @@ def test_tools_are_shown_in_the_templates_own_form():
         first = builder.prepare({"prompt": messages}).input_ids.tolist()
         action = call("crop", left=0, right=16)
         seen = environment.step(action)
-        turn = renderer.turn(seen, ended=True)
+        turn = renderer.turn(seen)
         ids = [*first, *builder.encode_text(action), tokenizer.eos_token_id, *turn.ids.tolist()]
         shown = {"role": "tool", "content": [{"type": "image", "image": seen.content[0]}]}
         whole = builder.prepare({"prompt": [*messages, {"role": "assistant", "content": action}, shown]})

@@ -87,9 +87,17 @@ WRONG = {
     "half of a character": (lambda: Observation(["a", "bc\ud83d"]), "invalid", r"half of a character, '\ud83d', at"),
     "more than float32 holds": (lambda: Observation(reward=1e39), "invalid", "reward 1e+39, not a finite number"),
     "a number without end": (lambda: Observation(reward=10**400), "invalid", "not a finite number of float32"),
-    "an end for each of two": (lambda: Observation(done=np.array([True, False])), "invalid", "done=array([ True, False])"),
+    "an end for each of two": (
+        lambda: Observation(done=np.array([True, False])),
+        "invalid",
+        "done=array([ True, False])",
+    ),
     "an end in words": (lambda: Observation(done="False"), "invalid", "done='False', not True or False"),
-    "info that cannot be read": (lambda: Observation(["go"], info=Lazy()), "error", "raised RuntimeError: not computed"),
+    "info that cannot be read": (
+        lambda: Observation(["go"], info=Lazy()),
+        "error",
+        "raised RuntimeError: not computed",
+    ),
 }
 
 
@@ -210,7 +218,7 @@ def test_pictures_that_differ_by_more_than_their_bytes_are_told_apart():
     ):
         plain.load(), other.load()
         assert plain.tobytes() == other.tobytes()
-        one, two = (renderer.turn(Observation([each]), True).media["pixel_values"] for each in (plain, other))
+        one, two = (renderer.turn(Observation([each])).media["pixel_values"] for each in (plain, other))
         assert not one.equal(two)
         assert renderer.digest(Observation([plain])) != renderer.digest(Observation([other]))
 
@@ -220,7 +228,7 @@ def test_equal_pixels_in_other_files_are_one_state():
     palette = image.convert("P", palette=Image.Palette.ADAPTIVE)
     found = {renderer.digest(Observation([each])) for each in (image, opened(image), palette, image.convert("RGBA"))}
     assert len(found) == 1
-    media = [renderer.turn(Observation([each]), True).media for each in (image, opened(image), palette)]
+    media = [renderer.turn(Observation([each])).media for each in (image, opened(image), palette)]
     assert media[0] is media[1] is media[2]
 
 

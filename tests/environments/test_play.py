@@ -370,7 +370,7 @@ def test_pictures_with_a_palette_are_told_apart():
     red, blue = (Image.new("P", (16, 16)) for _ in range(2))
     red.putpalette([255, 0, 0])
     blue.putpalette([0, 0, 255])
-    one, other, again = (renderer.turn(Observation([image]), True).media["pixel_values"] for image in (red, blue, red))
+    one, other, again = (renderer.turn(Observation([image])).media["pixel_values"] for image in (red, blue, red))
     assert not one.equal(other)
     assert one is again
 
