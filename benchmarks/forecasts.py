@@ -4,8 +4,9 @@ The rows are those of benchmarks/train_step.py, whose memory is torch's peak of 
 """
 
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -15,14 +16,15 @@ from benchmarks.workload import make_batch, model_config, shape_of  # noqa: E402
 from dataproto import DataProto  # noqa: E402
 from recipes.forecast import DEVICES, BatchSizes, PromptSizes, Setting, forecast  # noqa: E402
 from recipes.forecast.devices import GIB  # noqa: E402
+from recipes.forecast.step_time import prefill_seconds  # noqa: E402
 from workers.model.model_config import ModelConfig, Unsharded  # noqa: E402
 from workers.ranks.layout import Layout  # noqa: E402
 
 H200 = DEVICES["h200"]
-HOST_BEFORE = 0.45
-"""`recipes.forecast.host_pace` of the hosts of 2026-11-21, inferred from one line: 256 rows of 3B with prompts of 361 tokens took
-6.5 ms a decoding step. How fast they ran Python was not measured then.
-"""
+HOST_BEFORE = 0.7
+"""`recipes.forecast.host_pace` of the hosts of 2026-11-21, which was not measured."""
+HOST = 0.8
+"""The same of the hosts of 2026-11-23, which were timed at 0.75 to 0.83."""
 
 
 @dataclass(frozen=True)
@@ -105,38 +107,61 @@ GENERATIONS = (
 
 @dataclass(frozen=True)
 class WholeStep:
-    """A GRPO step of `recipes.grpo` with 7B on two devices: 128 prompts x 5 samples of 512 tokens, four updates, a reference.
+    """A GRPO step of `recipes.grpo`: 128 prompts x 5 samples, four updates or one, a reference; compiled, selective.
 
-    Compiled, selective checkpointing, 6,144 tokens a micro-batch and 32,768 where log-probs are scored, weights and gradients
-    unsharded. The first mini-batch scores itself. Memory is what torch allocated, without the engine's.
+    Memory is what torch allocated, without the engine's.
     """
 
-    gen: float = 9.62  # seconds, with waking the engine and the hand-over of weights
-    old_log_prob: float = 3.69
-    ref: float = 4.87
-    update_actor: float = 18.46
-    scoring_gib: float = 77.0
-    updating_gib: float = 128.5
-
-
-def whole_step_rows() -> dict[str, tuple[float, float]]:
-    """Forecast seconds of each phase, and GiB of all roles but the engine in it."""
-    config = model_config("7b")
-    prompts = PromptSizes((361,), (((1, 30, 30),),)).repeated(128)
-    sizes = BatchSizes(config, prompts, (512,) * 640, 5)
-    compute = ModelConfig(
-        token_budget=6144,
-        scoring_token_budget=32_768,
-        activation_checkpointing="selective",
-        compile=True,
-        unsharded="gradients",
+    name: str
+    size: str
+    tokens: int  # of a response
+    prompt: tuple[int, int]  # tokens, and patches along a side of the image
+    host: float  # `recipes.forecast.host_pace`
+    gen: float  # seconds, with waking the engine and the hand-over of weights
+    ref: float
+    update_actor: float
+    updating_gib: float
+    scoring_gib: float
+    old_log_prob: float | None = None  # None: the update scores the rows itself
+    devices: int = 1
+    minibatch: int = 128
+    compute: ModelConfig = field(
+        default_factory=partial(ModelConfig, token_budget=8192, activation_checkpointing="selective", compile=True)
     )
+    engine: Mapping[str, float] = field(default_factory=lambda: {"memory_share": 0.3})
+
+
+WHOLE_STEPS = (
+    WholeStep(
+        "7B, two devices",
+        *("7b", 512, (361, 30), HOST),
+        *(9.62, 4.87, 18.46, 128.5, 77.0, 3.69),
+        devices=2,
+        minibatch=32,  # the first mini-batch scores itself
+        compute=ModelConfig(
+            token_budget=6144,
+            scoring_token_budget=32_768,
+            activation_checkpointing="selective",
+            compile=True,
+            unsharded="gradients",
+        ),
+        engine={"memory_share": 0.4, "max_num_seqs": 320},
+    ),
+    WholeStep("3B, one device", "3b", 2041, (312, 28), 0.75, 45.84, 16.61, 66.46, 89.7, 58.2),
+)
+
+
+def whole_step_rows(step: WholeStep) -> dict[str, tuple[float, float]]:
+    """Forecast seconds of each phase, and GiB of all roles but the engine in it."""
+    config, (tokens, side) = model_config(step.size), step.prompt
+    prompts = PromptSizes((tokens,), (((1, side, side),),)).repeated(128)
+    sizes = BatchSizes(config, prompts, (step.tokens,) * 640, 5)
     setting = Setting(
-        *(config, sizes, H200, compute, Layout(dp=2)),
+        *(config, sizes, replace(H200, host=step.host), step.compute, Layout(dp=step.devices)),
         engine="vllm",
-        engine_options={"memory_share": 0.4, "max_num_seqs": 320},
-        minibatch=32,
-        old_log_probs=0.75,
+        engine_options=step.engine,
+        minibatch=step.minibatch,
+        old_log_probs=0.0 if step.old_log_prob is None else 0.75,
         reference=True,
         variation=0,
     )
@@ -192,7 +217,10 @@ def one_device_rows(measured: OnOneDevice) -> tuple[tuple[float, float], tuple[f
 
 
 def generation_row(measured: Generation) -> tuple[float, float, float]:
-    """Forecast tokens per second, and GiB of a device with the engine awake and asleep."""
+    """Forecast tokens per second, and GiB of a device with the engine awake and asleep.
+
+    The benchmark generates for the same prompts again, whose keys the engine still has: it reads them once, before it counts.
+    """
     config, (tokens, side), count = model_config(measured.size), measured.prompt, 256 * measured.devices
     prompts = PromptSizes((tokens,), (((1, side, side),),)).repeated(count)
     sizes = BatchSizes(config, prompts, (measured.tokens,) * count)
@@ -206,7 +234,13 @@ def generation_row(measured: Generation) -> tuple[float, float, float]:
         (weights + engine.device + H200.context) / GIB
         for engine in (phase.roles[-1] for phase in (generating, updating))
     )
-    return count * measured.tokens / generating.seconds, awake, asleep
+    seconds = generating.seconds - reading_seconds(sizes, measured.devices, measured.parallel)
+    return count * measured.tokens / seconds, awake, asleep
+
+
+def reading_seconds(sizes: BatchSizes, devices: int, parallel: int) -> float:
+    """Forecast seconds in which engines over ``parallel`` devices each read these prompts."""
+    return prefill_seconds(sizes.part(len(sizes.prompts.tokens) * parallel // devices), H200) / parallel
 
 
 def lines() -> Iterator[str]:
@@ -227,18 +261,19 @@ def lines() -> Iterator[str]:
         yield line(f"{name}, generation, tokens/s", rate, awake, one.tokens_per_second, one.gib)
         if one.asleep is not None:
             yield line(f"{name}, engine asleep", None, asleep, None, one.asleep)
-    yield from whole_step_lines()
+    for step in WHOLE_STEPS:
+        yield from whole_step_lines(step)
 
 
-def whole_step_lines() -> Iterator[str]:
-    """The rows of the whole step."""
-    fact, found = WholeStep(), whole_step_rows()
-    memory = {"old_log_prob": fact.scoring_gib, "ref": fact.scoring_gib, "update_actor": fact.updating_gib}
-    for phase in ("gen", "old_log_prob", "ref", "update_actor"):
-        yield line(f"7B, two devices, whole step: {phase}", *found[phase], getattr(fact, phase), memory.get(phase))
+def whole_step_lines(step: WholeStep) -> Iterator[str]:
+    """The rows of a whole step."""
+    found = whole_step_rows(step)
+    memory = dict.fromkeys(("old_log_prob", "ref"), step.scoring_gib) | {"update_actor": step.updating_gib}
+    for phase, forecast_of in found.items():
+        yield line(f"{step.name}, whole step: {phase}", *forecast_of, getattr(step, phase), memory.get(phase))
     phases = sum(seconds for seconds, _ in found.values())
-    measured = fact.gen + fact.old_log_prob + fact.ref + fact.update_actor
-    yield line("7B, two devices, whole step: these four", phases, None, measured, None)
+    measured = sum(getattr(step, phase) for phase in found)
+    yield line(f"{step.name}, whole step: all of these", phases, None, measured, None)
 
 
 def line(

@@ -71,6 +71,8 @@ class VLMFamily(PromptLayout, ForwardCosts):
     """The list of the tower's repeated layers."""
     gated_tower: bool = False
     """The tower's MLP multiplies two products, of which an activation gates one."""
+    tower_indexes_grids: bool = False
+    """The tower looks up the grid of each patch on its device, beside what `grid_arguments` computes from the grids."""
     mergers: tuple[str, ...] = ("model.visual.merger",)
     """Modules, inside or outside of the tower, that join patches into features."""
     language_model: str = "model.language_model"
@@ -221,6 +223,8 @@ class VLMFamily(PromptLayout, ForwardCosts):
             found = grid_arguments(tower, grids)
             moved = {name: move(x, pixels.device) if isinstance(x, Tensor) else x for name, x in found.items()}
             vision_kwargs = moved | vision_kwargs
+        if self.tower_indexes_grids:
+            grids = move(grids, pixels.device)
         return tower(pixels, grid_thw=grids, **vision_kwargs)
 
     def deep_features(self, output: Any) -> Sequence[Any]:

@@ -14,15 +14,19 @@ from functools import cache
 
 import numpy as np
 
-STEP, ROW = 8e-3, 25e-6
-"""Seconds of the reference host for a decoding step, and further ones for each row that runs: 320 rows take 16 ms, as they did on
-the host of two H200 on 2026-11-23 (7B, vLLM 0.24; benchmarks/RESULTS.md). How they divide fits the other loads in docs/plan.md.
+STEP, ROW = 8e-3, 9e-6
+"""Seconds of the reference host for a decoding step, and further ones for each row that runs. Taken from two hosts of H200 on
+2026-11-23 (7B, vLLM 0.24; benchmarks/RESULTS.md): one of pace 0.82 was busy for 8.8 of the 13.3 ms of a step with 320 rows, in
+which the device computed for 12.0 ms; one of pace 0.75 took 6.6 ms a step with 58 rows in the mean.
+"""
+REQUEST = 4e-3
+"""Seconds of the reference host to take a request. 320 of them, five for a prompt with an image, took the host of pace 0.82
+1.7 s, of which the device computed the prompts for about 0.7 s.
 """
 REFERENCE = 20e-3
-"""Seconds of `python_work` on that host, which has not been timed. Two hosts bound it: one with 11e-3 takes 7.33 of the 16 ms of
-320 rows (0.46; a CPU's vLLM), which makes 24e-3, and one with 15.8e-3 generates about as fast, which makes 16e-3.
+"""Seconds of `python_work` on the reference host. Four hosts of H200 took 15.0 to 16.6 ms, 0.75 to 0.83 of it.
 
-`STEP`, `ROW` and this belong to one host. Whoever measures another one sets all three, and nothing else.
+`STEP`, `ROW`, `REQUEST` and this belong together. Whoever measures another host sets all four, and nothing else.
 """
 ROWS, STEPS, TIMES = 256, 96, 7  # of `python_work`, and how often it is timed
 BLOCK = 16  # tokens of a block of the cache
@@ -102,6 +106,6 @@ def decoding_step(rows: int, pace: float = 1.0) -> float:
     """Seconds of the host for a decoding step of vLLM with so many running rows, on a host of this pace.
 
     >>> round(decoding_step(320), 6), round(decoding_step(320, pace=0.5), 6)
-    (0.016, 0.008)
+    (0.01088, 0.00544)
     """
     return pace * (STEP + rows * ROW)

@@ -10,7 +10,7 @@ from dataproto.vlm import family_of
 from dataproto.vlm.costs import logit_flops
 from recipes.forecast.batch_sizes import BatchSizes, MicroBatchSize
 from recipes.forecast.devices import EAGER, SHARED, Device
-from recipes.forecast.host_pace import decoding_step
+from recipes.forecast.host_pace import REQUEST, decoding_step
 from recipes.forecast.launches import decoding_operations, learning_operations, scoring_operations
 from recipes.forecast.model_size import ModelSize
 from recipes.forecast.role_memory import kv_bytes
@@ -21,6 +21,10 @@ from workers.ranks.layout import Layout
 
 ALL_REDUCE = 15e-6  # seconds of a sum over an engine's devices, however small; assumed
 INFERENCE = 1.25  # speed of an engine's products beside those of forward and backward pass
+DECODED_ROW = 12e-6
+"""Seconds of an H200 for a row in a decoding step besides its products and its keys: float32 logits, norms, activations, and the
+gaps between some hundred kernels. 320 rows of 7B take 13.3 ms, products and keys 9.0 of them (benchmarks/RESULTS.md).
+"""
 OPTIMIZER_BYTES = 30  # read and written for each trained parameter: weight, gradient, moments, clipping, the copy
 GRADIENT_BYTES = 10  # read and written for each trained parameter when a micro-batch's gradient is added
 RECOMPUTED = {"none": 0.0, "selective": 0.03, "full": 1 / 3}
@@ -232,8 +236,10 @@ def decoding_steps(responses: Sequence[int], rows: int, continuous: bool) -> lis
 
 
 def generation_seconds(batch: BatchSizes, engine: Engine, device: Device) -> float:
-    """Seconds to answer the prompts: a pass over them, once for all samples, and the decoding steps. An engine whose operations
-    the host starts one by one reads the prompts of as many rows as it generates at a time.
+    """Seconds to answer the prompts: a pass over them, once for all samples, and the decoding steps.
+
+    vLLM's host also takes each request. An engine whose operations the host starts one by one reads the prompts of as many rows
+    as it generates at a time.
 
     Args:
         batch: the rows of one engine.
@@ -244,15 +250,17 @@ def generation_seconds(batch: BatchSizes, engine: Engine, device: Device) -> flo
         times = -(-len(batch.responses) // engine.rows)
         operations = scoring_operations(batch.config, ModelConfig(), batch.tower_flops > 0)
         read = max(read, times * operations * device.launch)
+    elif not device.on_cpu:
+        read += len(batch.responses) * REQUEST * _pace(device)
     return read + decoding_seconds(batch, steps, engine, device)
 
 
 def decoding_seconds(batch: BatchSizes, steps: Sequence[int], engine: Engine, device: Device) -> float:
     """Seconds of decoding steps with so many running rows.
 
-    A step computes the running rows, or reads all weights if that takes longer, reads the rows' keys and values, and sums over
-    the engine's devices. Meanwhile the host prepares the next step (vLLM), or starts the operations of this one: whichever takes
-    longer counts.
+    A step computes the running rows, or reads all weights if that takes longer, reads the rows' keys and values, samples from
+    their logits, and sums over the engine's devices. Meanwhile the host prepares the next step (vLLM), or starts the operations
+    of this one: whichever takes longer counts.
     """
     lengths = zip(batch.lengths.tolist(), batch.responses, strict=True)
     keys = sum((length - response / 2) * response for length, response in lengths)
@@ -262,13 +270,17 @@ def decoding_seconds(batch: BatchSizes, steps: Sequence[int], engine: Engine, de
         return len(kept) * device.decode_overhead + sum(kept) * row
     fixed = keys * engine.kv_bytes / device.bandwidth / max(len(steps), 1) + engine.sums * ALL_REDUCE
     reading, computing = engine.weight_bytes / device.bandwidth, engine.flops / (device.language * INFERENCE)
-    summing = engine.summed_bytes / device.link if device.link else 0.0
-    pace = 1.0 if device.host is None else device.host
+    each = DECODED_ROW + (engine.summed_bytes / device.link if device.link else 0.0)
+    pace = _pace(device)
     started = engine.operations * device.launch
     return sum(
-        max(max(reading, rows * computing) + fixed + rows * summing, started or decoding_step(rows, pace))
+        max(max(reading, rows * computing) + fixed + rows * each, started or decoding_step(rows, pace))
         for rows in steps
     )
+
+
+def _pace(device: Device) -> float:
+    return 1.0 if device.host is None else device.host
 
 
 def kept_rows(running: Sequence[int]) -> list[int]:

@@ -13,11 +13,24 @@ import pytest
 import torch
 
 from benchmarks import host_speed
+from benchmarks.workload import model_config
 from helpers.tiny_models import tiny_config
 from recipes.forecast import DEVICES, BatchSizes, PromptSizes, Setting, forecast, forecast_lines, this_gpu
 from recipes.forecast import host_pace as module
 from recipes.forecast.calibration import with_host
-from recipes.forecast.host_pace import REFERENCE, ROW, STEP, decoding_step, host_pace, python_work, work_seconds
+from recipes.forecast.host_pace import (
+    REFERENCE,
+    REQUEST,
+    ROW,
+    STEP,
+    decoding_step,
+    host_pace,
+    python_work,
+    work_seconds,
+)
+from recipes.forecast.model_size import model_size
+from recipes.forecast.step_time import decoding_seconds, engine_of
+from workers.model.model_config import ModelConfig
 
 H200 = DEVICES["h200"]
 
@@ -34,23 +47,28 @@ def generation(setting):
 
 
 def test_a_host_that_is_slower_than_the_device_decides(setting):
-    host = 3 * STEP + (2 + 2 + 1) * ROW
+    host = 2 * REQUEST + 3 * STEP + (2 + 2 + 1) * ROW
     assert generation(setting) == pytest.approx(host, rel=1e-2)
     for pace in (0.5, 2.0):
         assert generation(replace(setting, device=replace(H200, host=pace))) == pytest.approx(pace * host, rel=1e-2)
 
 
 def test_a_device_that_is_slower_than_the_host_decides(setting):
-    """The host of a step prepares it while the device computes the one before, so its seconds are not added."""
+    """The host of a step prepares it while the device computes the one before, so only its seconds for the requests are added."""
     slow = replace(H200, bandwidth=1e6)
     assert generation(replace(setting, device=slow)) > 10 * generation(setting)
     fast_host, slow_host = (generation(replace(setting, device=replace(slow, host=pace))) for pace in (0.1, 1.0))
-    assert fast_host == slow_host
+    assert slow_host - fast_host == pytest.approx(0.9 * 2 * REQUEST)
 
 
-def test_320_rows_of_the_reference_host_take_what_they_did():
-    """640 samples of 512 tokens on two engines, 20,000 tokens a second each."""
-    assert decoding_step(320) == pytest.approx(320 / 20_000, rel=0.01)
+def test_320_rows_of_7b_take_what_benchmarks_results_reports():
+    """On a host of pace 0.82, busy for 8.8 of the 13.3 ms of a step; rows have 361 tokens and half of 512 in the mean."""
+    assert decoding_step(320, pace=0.82) == pytest.approx(8.8e-3, rel=0.02)
+    config = model_config("7b")
+    batch = BatchSizes(config, PromptSizes((361,) * 320, ((),) * 320), (512,) * 320)
+    device = replace(H200, host=0.82)
+    engine = engine_of(config, model_size(config, ModelConfig()), "vllm", {"max_num_seqs": 320}, device)
+    assert decoding_seconds(batch, [320] * 512, engine, device) / 512 == pytest.approx(13.3e-3, rel=0.05)
 
 
 def test_the_engine_of_hugging_face_has_its_launches_instead(setting):

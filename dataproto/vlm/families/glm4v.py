@@ -49,6 +49,7 @@ class GLM4V(VLMFamily):
     published: tuple[str, ...] = ("GLM-4.1V-9B", "GLM-4.6V-Flash")
     media_layout = _ImageGrids()
     gated_tower = True
+    tower_indexes_grids = True
     mergers = ("model.visual.downsample", "model.visual.merger")
     tensor_plan = (
         *(entry for entry in DECODER_PLAN if not entry[0].endswith((".gate_proj", ".up_proj"))),
