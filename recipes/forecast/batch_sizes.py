@@ -369,13 +369,13 @@ def measure_episode(
         prompt = renderer.prompt(start.row, first)
         turns: list[RenderedTurn] = []
         if not actions:
-            turns = [renderer.turn(first, ended=True)] * (limits.turns - 1)
+            turns = [renderer.turn(first)] * (limits.turns - 1)
         for number, action in enumerate(actions[: limits.turns], 1):
             host.step(name, action)
             shown = _answer(host)
             if shown.done or number == limits.turns:
                 break
-            turns.append(renderer.turn(shown, ended=True))
+            turns.append(renderer.turn(shown))
     played = actions[: len(turns) + 1]
     return EpisodeSizes(
         PromptSizes((len(prompt.input_ids),), (_shown_grids(builder, prompt.images),)),

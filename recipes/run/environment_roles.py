@@ -80,8 +80,8 @@ class PlayingRollout:
         return self._with_numbers(data)
 
     def _with_numbers(self, played: DataProto) -> DataProto:
-        infos, present = played["info"], played.names()
-        numbers = {name for info in infos for name, value in info.items() if not isinstance(value, str)}
+        infos = [{name: each for name, each in info.items() if not isinstance(each, str)} for info in played["info"]]
+        numbers, present = {name for info in infos for name in info}, played.names()
         taken = taken_names(numbers, present)
         for name in sorted(numbers):
             column = name

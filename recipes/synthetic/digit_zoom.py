@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from PIL import Image, ImageDraw, ImageFont
 
@@ -162,7 +162,7 @@ class DigitZoomByTool(ToolEnvironment):
 
     def step(self, action: str) -> Observation:
         """Answers calls, or scores the answer."""
-        shown = super().step(action)
+        shown = cast(Observation, super().step(action))  # its tool is a plain function
         return Observation(shown.content, shown.reward, shown.done, {"acc": shown.reward}, shown.role)
 
     def crop(self, left: int, top: int, right: int, bottom: int) -> Image.Image:

@@ -80,7 +80,7 @@ def raised(method: str, error: BaseException, environment: object) -> str:
 
 
 def check_observation(value: Any, method: str) -> Observation:
-    """The value that ``method`` returned, if it is an observation.
+    """The value that ``method`` returned, if it is an observation, in plain lists, numbers and dicts of its own.
 
     Raises:
         EnvironmentFailed: it is something else, or a part of it is; names the part.
@@ -97,21 +97,29 @@ def check_observation(value: Any, method: str) -> Observation:
         raise EnvironmentFailed("invalid", f"{method} returned the reward {reward!r}, not a finite number of float32")
     if value.role not in ("user", "tool"):
         raise EnvironmentFailed("invalid", f"{method} returned the role {value.role!r}, not 'user' or 'tool'")
-    for name, content in (("content", value.content), ("system", value.system)):
-        if isinstance(content, str) or not isinstance(content, Sequence):
-            raise EnvironmentFailed(
-                "invalid", f"{method} returned {name} that is a {type(content).__name__}, not a list"
-            )
-        for place, part in enumerate(content):
-            if not isinstance(part, str | Image.Image):
-                raise EnvironmentFailed(
-                    "invalid", f"{method} returned a {type(part).__name__} as {name}[{place}], not text or an image"
-                )
-            if isinstance(part, Image.Image):
-                _decode(part, f"{method} returned as {name}[{place}]")
+    if not isinstance(value.done, bool | np.bool_ | numbers.Real):
+        raise EnvironmentFailed("invalid", f"{method} returned done={value.done!r}, not True or False")
     if not isinstance(value.info, Mapping):
         raise EnvironmentFailed("invalid", f"{method} returned info that is a {type(value.info).__name__}, not a dict")
-    return value
+    content, system = (
+        _parts(each, name, method) for name, each in (("content", value.content), ("system", value.system))
+    )
+    return Observation(content, float(reward), bool(value.done), dict(value.info), value.role, system)
+
+
+def _parts(content: Any, name: str, method: str) -> list[str | Image.Image]:
+    """The parts of ``content``, decoded. Raises `EnvironmentFailed` for one that is neither text nor an image."""
+    if isinstance(content, str) or not isinstance(content, Sequence):
+        raise EnvironmentFailed("invalid", f"{method} returned {name} that is a {type(content).__name__}, not a list")
+    parts = list(content)
+    for place, part in enumerate(parts):
+        if not isinstance(part, str | Image.Image):
+            raise EnvironmentFailed(
+                "invalid", f"{method} returned a {type(part).__name__} as {name}[{place}], not text or an image"
+            )
+        if isinstance(part, Image.Image):
+            _decode(part, f"{method} returned as {name}[{place}]")
+    return parts
 
 
 def _decode(image: Image.Image, what: str) -> None:

@@ -190,4 +190,4 @@ def _sendable(observation: Observation) -> Observation:
     kept = {
         name: value for name, value in observation.info.items() if isinstance(value, numbers.Number | str | np.generic)
     }
-    return replace(observation, content=list(observation.content), system=list(observation.system), info=kept)
+    return replace(observation, info=kept)

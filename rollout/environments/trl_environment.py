@@ -1,7 +1,7 @@
 """Environments of TRL's ``environment_factory`` (1.16): public methods are tools, ``get_reward`` is the reward."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from PIL import Image
@@ -16,8 +16,9 @@ def from_trl(environment_factory: Callable[[], Any], parse: Parse = hermes_calls
     """Adapts an environment factory. An action that calls no tool ends the episode, with ``get_reward()`` as its reward if there
     is one.
 
-    ``reset`` gets the columns of the row as keywords. Its text, or its list of parts, follows the prompt. `trl_tools` are the
-    functions for the chat template.
+    ``reset`` gets the columns of the row as keywords, or those that it names if it takes no others. Its text, or its list of
+    parts, follows the prompt. Tools and ``get_reward`` may be ``async``, and tools may return parts of a message,
+    ``{"type": "image", "image": ...}``. `trl_tools` are the functions for the chat template.
     """
     return lambda: _TRLEnvironment(environment_factory(), parse)
 
@@ -40,12 +41,25 @@ class _TRLEnvironment(ToolEnvironment):
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
         """What the environment's own ``reset`` returns."""
-        shown = self.inner.reset(**{"prompt": row.get("raw_prompt"), **row})
+        shown = self.inner.reset(**_taken(self.inner.reset, {"prompt": row.get("raw_prompt"), **row}))
         return Observation() if shown is None else Observation(_content(shown))
 
-    def answered(self, answer: str) -> float:
+    def answered(self, answer: str) -> float | Awaitable[float]:
         """The environment's own reward."""
-        return float(self.inner.get_reward()) if hasattr(self.inner, "get_reward") else 0.0
+        reward: float | Awaitable[float] = self.inner.get_reward() if hasattr(self.inner, "get_reward") else 0.0
+        return reward
+
+
+def _taken(reset: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns that ``reset`` takes: rows have more than those of the data set here.
+
+    >>> _taken(lambda number: None, {"number": 3, "uid": "a"}), _taken(lambda **row: None, {"number": 3, "uid": "a"})
+    ({'number': 3}, {'number': 3, 'uid': 'a'})
+    """
+    parameters = inspect.signature(reset).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return dict(columns)
+    return {name: columns[name] for name in parameters if name in columns}
 
 
 def _content(shown: Any) -> Content:

@@ -33,7 +33,7 @@ from rollout.hf.batch import Batch
 from rollout.hf.decoder import Decoder, Read
 from rollout.hf.drawing import draw
 from rollout.hf.kept_prefixes import KeptPrefixes, Prefix
-from rollout.hf.open_requests import OpenRequest
+from rollout.hf.open_requests import OpenRequest, check_room
 from rollout.hf.route_recorder import RouteRecorder
 from rollout.hf.speculation import DraftPlaces, Speculation, matching, padded_drafts
 from rollout.pretrained import check_speculation, end_ids, generation_config, load_model
@@ -112,6 +112,7 @@ class HFEngine:
         """Sets what depends on the model."""
         self.family, self.model = family_of(model), model
         self._cap = self.family.logit_cap(model.config)
+        self._positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.model.eval().requires_grad_(False)
         self.max_num_seqs = max_num_seqs
         self.banned_ids = tuple(self.family.banned_ids(self.model.config))  # masked in the policy
@@ -138,10 +139,12 @@ class HFEngine:
 
     def submit(self, request: Request, sampling: SamplingParams, keep: bool = False) -> int:
         """Adds a request. See `RequestEngine.submit`; the prompt is read by a later poll."""
+        check_room(request, sampling, self._positions)
         return self._add(request, sampling, keep)
 
     def fork(self, number: int, request: Request, sampling: SamplingParams, keep: bool = False) -> int:
         """Adds a request that continues the finished request ``number``. See `RequestEngine.fork`."""
+        check_room(request, sampling, self._positions)
         return self._add(request, sampling, keep, self._kept.continued_by(request, number))
 
     def _add(

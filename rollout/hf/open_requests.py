@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dataproto.errors import DataProtoError
+from dataproto.errors import DataProtoError, InvalidPrompt
 from rollout.continuation import shown_media
 from rollout.engine import Completion, FinishReason, Request, SamplingParams, TopLogProbs
 from rollout.hf.kept_prefixes import Prefix
@@ -97,4 +97,16 @@ class OpenRequest:
             error=error,
             drafted_tokens=self.drafts[0] if self.drafts else None,
             accepted_tokens=self.drafts[1] if self.drafts else None,
+        )
+
+
+def check_room(request: Request, sampling: SamplingParams, positions: int | None) -> None:
+    """Raises `InvalidPrompt` for a request that is longer, with its response, than the model has positions.
+
+    An environment may show any amount of text, and reading it could take for ever.
+    """
+    length = len(request.input_ids)
+    if positions is not None and length + sampling.max_tokens > positions:
+        raise InvalidPrompt(
+            f"{length} prompt tokens and max_tokens={sampling.max_tokens} exceed the {positions} positions of the model"
         )

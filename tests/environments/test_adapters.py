@@ -131,7 +131,7 @@ def test_tools_are_shown_in_the_templates_own_form():
         first = builder.prepare({"prompt": messages}).input_ids.tolist()
         action = call("crop", left=0, right=16)
         seen = environment.step(action)
-        turn = renderer.turn(seen, ended=True)
+        turn = renderer.turn(seen)
         ids = [*first, *builder.encode_text(action), tokenizer.eos_token_id, *turn.ids.tolist()]
         shown = {"role": "tool", "content": [{"type": "image", "image": seen.content[0]}]}
         whole = builder.prepare({"prompt": [*messages, {"role": "assistant", "content": action}, shown]})
@@ -174,6 +174,50 @@ def test_trl():
     end = environment.step("Found it.")
     assert (end.done, end.reward) == (True, 0.5)
     assert [tool.__name__ for tool in trl_tools(Guess)] == ["guess"]
+
+
+class Screen:
+    """Asynchronous, shows pictures as TRL's tools do, and names the one column that it takes."""
+
+    def reset(self, number: int):
+        self.number = number
+        return [{"type": "text", "text": "Look."}, {"type": "image", "image": picture(16, 16)}]
+
+    async def look(self, place: int) -> list:
+        """Looks.
+
+        Args:
+            place: where.
+        """
+        await asyncio.sleep(0)
+        return [{"type": "image", "image": picture(8, 8, place)}, {"type": "text", "text": f"at {[0, 1][place]}"}]
+
+    def count(self) -> str:
+        """Counts."""
+        return str(self.number)
+
+    async def get_reward(self):
+        await asyncio.sleep(0)
+        return 0.25
+
+
+def test_pictures_and_coroutines_of_trl():
+    """Pictures in parts of messages, and coroutines, were shown to the policy as Python and JSON write them."""
+    with EnvironmentHost(from_trl(Screen), seconds=10) as host:
+
+        def answer():
+            ((_, found),) = host.poll(None)
+            return found
+
+        host.reset(0, {"number": 3, "raw_prompt": [], "uid": "a"}, 1)
+        assert [type(part) for part in answer().content] == [str, Image.Image]
+        host.step(0, call("look", place=1) + call("count") + call("look", place=2))
+        shown, *texts = answer().content
+        assert shown.tobytes() == picture(8, 8, 1).tobytes()
+        assert texts == ["at 1", "3", "Error: IndexError: list index out of range"]
+        host.step(0, "Done.")
+        end = answer()
+        assert (end.done, end.reward) == (True, 0.25)
 
 
 # VAGEN

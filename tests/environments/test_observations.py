@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -49,6 +50,34 @@ def raise_wordless():
     raise Wordless
 
 
+class Lazy(Mapping):
+    """Fails when it is read."""
+
+    def __iter__(self):
+        raise RuntimeError("not computed")
+
+    def __getitem__(self, name):
+        raise RuntimeError("not computed")
+
+    def __len__(self):
+        return 1
+
+
+class Fickle(Sequence):
+    """A text when it is read first, and a number later."""
+
+    read = 0
+
+    def __getitem__(self, place):
+        if place:
+            raise IndexError
+        self.read += 1
+        return "go" if self.read == 1 else 7
+
+    def __len__(self):
+        return 1
+
+
 WRONG = {
     "an error without a message": (raise_wordless, "error", "raised Wordless: (its message cannot be made"),
     "a file that is cut": (lambda: Observation([opened(picture(64, 64), 800)]), "invalid", "content[0] an image that"),
@@ -58,6 +87,17 @@ WRONG = {
     "half of a character": (lambda: Observation(["a", "bc\ud83d"]), "invalid", r"half of a character, '\ud83d', at"),
     "more than float32 holds": (lambda: Observation(reward=1e39), "invalid", "reward 1e+39, not a finite number"),
     "a number without end": (lambda: Observation(reward=10**400), "invalid", "not a finite number of float32"),
+    "an end for each of two": (
+        lambda: Observation(done=np.array([True, False])),
+        "invalid",
+        "done=array([ True, False])",
+    ),
+    "an end in words": (lambda: Observation(done="False"), "invalid", "done='False', not True or False"),
+    "info that cannot be read": (
+        lambda: Observation(["go"], info=Lazy()),
+        "error",
+        "raised RuntimeError: not computed",
+    ),
 }
 
 
@@ -81,6 +121,22 @@ def test_a_wrong_observation_ends_its_episode_alone(wrong, step):
     assert second.ended == reason
     assert message in second.message
     assert " at 0x" not in second.message  # equal failures have equal messages, which are shown once
+
+
+def test_a_list_that_changes_is_read_once():
+    class Environment:
+        def reset(self, row, seed):
+            return Observation(Fickle())
+
+        def step(self, action):
+            return Observation(["on"], done=np.True_, reward=np.float32(0.5))
+
+    renderer = renderer_of("qwen2_5_vl")
+    (found,) = play_episodes(
+        RandomEngine(renderer), renderer, starts_of(1), Environment, SAMPLING, EpisodeLimits(turns=3)
+    )
+    assert (found.ended, found.turns[0].reward) == ("done", 0.5)
+    assert renderer.builder.tokenizer.decode(found.prompt.input_ids).count("go") == 1
 
 
 def test_the_largest_reward_stays_finite_in_a_row():
@@ -162,7 +218,7 @@ def test_pictures_that_differ_by_more_than_their_bytes_are_told_apart():
     ):
         plain.load(), other.load()
         assert plain.tobytes() == other.tobytes()
-        one, two = (renderer.turn(Observation([each]), True).media["pixel_values"] for each in (plain, other))
+        one, two = (renderer.turn(Observation([each])).media["pixel_values"] for each in (plain, other))
         assert not one.equal(two)
         assert renderer.digest(Observation([plain])) != renderer.digest(Observation([other]))
 
@@ -172,7 +228,7 @@ def test_equal_pixels_in_other_files_are_one_state():
     palette = image.convert("P", palette=Image.Palette.ADAPTIVE)
     found = {renderer.digest(Observation([each])) for each in (image, opened(image), palette, image.convert("RGBA"))}
     assert len(found) == 1
-    media = [renderer.turn(Observation([each]), True).media for each in (image, opened(image), palette)]
+    media = [renderer.turn(Observation([each])).media for each in (image, opened(image), palette)]
     assert media[0] is media[1] is media[2]
 
 
@@ -230,6 +286,29 @@ def test_info_may_have_any_keys(capsys):
     assert [line.split(":")[1].split()[0] for line in told] == sorted(renamed)
     assert "turns in the environment's info is the column info_info_turns" in told[1]
     data |= DataProto.from_dict({"values": torch.ones(2, data["responses"].shape[1])})  # a critic's
+
+
+def test_info_may_be_a_number_in_one_episode_and_a_text_in_another(tmp_path):
+    """An evaluation, its report and its metrics raised for a text, and for an integer that float does not hold."""
+
+    class Telling:
+        def reset(self, row, seed):
+            self.uid = row["uid"]
+            return Observation(["go"])
+
+        def step(self, action):
+            told = {"u0": {"acc": 1, "n": 10**5000}, "u1": {"acc": "yes"}}[self.uid]
+            return Observation(done=True, reward=0.5, info=told)
+
+    renderer = renderer_of("qwen2_5_vl")
+    role = PlayingRollout(Rollouts(renderer), PlayedEnvironment(Telling, EpisodeLimits(turns=1)))
+    prompts = prompts_of(renderer.builder, 2)
+    prompts["data_source"] = np.array(["told"] * 2, dtype=object)
+    roles = SimpleNamespace(rollout=role, reward=EnvironmentReward())
+    metrics, (data,) = evaluate_samples(roles, [prompts], SAMPLING, tmp_path, 0)
+    assert data["acc"].tolist() == [1, None]
+    assert data["info"].tolist() == [{"acc": 1}, {"acc": "yes"}]
+    assert metrics["val-core/told/acc/mean@1"] == 1.0
 
 
 class Consuming:

@@ -329,6 +329,33 @@ def test_an_engine_without_room_ends_an_episode():
     assert not engine.kept
 
 
+class Verbose(Corridor):
+    """Says more than the model has positions for, after the first turn of every second prompt."""
+
+    def reset(self, row, seed):
+        self.words = 2000 if row["uid"] == "b" else 1
+        return super().reset(row, seed)
+
+    def step(self, action):
+        seen = super().step(action)
+        return replace(seen, content=["x " * self.words])
+
+
+def test_an_observation_longer_than_the_model_has_positions_ends_its_episode(roles):
+    """Reading it took as long as its author liked: no limit of tokens is set by default."""
+    _, rollout, builder = roles
+    prompts = builder([{"prompt": "Walk.", "uid": "a"}, {"prompt": "Run, please.", "uid": "b"}])
+    data = rollout.play(prompts, Verbose, replace(SAMPLING, n=4), turns=3)
+    of_a, of_b = (set(data["end_reason"][data["uid"] == uid]) for uid in "ab")
+    assert "tokens" in of_b
+    assert "done" not in of_b
+    assert "done" in of_a
+    assert "tokens" not in of_a
+    messages = [message for message in data["end_message"] if message]
+    assert all("no room for the next turn" in each and "exceed the 1024 positions" in each for each in messages)
+    assert data["attention_mask"].sum(1).max() < 300
+
+
 class SmallHFEngine(HFEngine):
     """Has room for some requests only."""
 
@@ -370,7 +397,7 @@ def test_pictures_with_a_palette_are_told_apart():
     red, blue = (Image.new("P", (16, 16)) for _ in range(2))
     red.putpalette([255, 0, 0])
     blue.putpalette([0, 0, 255])
-    one, other, again = (renderer.turn(Observation([image]), True).media["pixel_values"] for image in (red, blue, red))
+    one, other, again = (renderer.turn(Observation([image])).media["pixel_values"] for image in (red, blue, red))
     assert not one.equal(other)
     assert one is again
 

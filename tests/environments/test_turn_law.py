@@ -1,5 +1,7 @@
 """The ids of a turn begin with those of the turn before and what was sampled, for chat templates of several families."""
 
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from helpers.tiny_prompts import tiny_builder
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits, Observation, TurnRenderer, play_episodes
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "smolvlm", "internvl")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "smolvlm", "internvl", "gemma3")
 EPISODES = 200
 
 
@@ -60,7 +62,7 @@ def test_rows_are_what_the_template_makes_of_the_whole_conversation(model_type):
                 messages = [{"role": "user", "content": [{"type": "text", "text": "Go."}, *parts(shown)]}]
             else:
                 answer = ["up", "to the left", "{}"][rng.integers(3)]
-                turn = renderer.turn(shown, ended=True)
+                turn = renderer.turn(shown)
                 end = [builder.tokenizer.eos_token_id]
                 ids = np.concatenate([ids, builder.encode_text(lead + answer), end, turn.ids])
                 types = np.concatenate([types, np.zeros(len(ids) - len(types) - len(turn.ids), int), turn.token_types])
@@ -79,18 +81,25 @@ def parts(observation):
 
 def test_an_answer_without_end_token_gets_the_templates():
     renderer = renderer_of("qwen2_5_vl")
-    cut, ended = (renderer.turn(Observation(["go"]), ended).ids.tolist() for ended in (False, True))
+    cut, ended = (renderer.turn(Observation(["go"]), last).ids.tolist() for last in (5, None))
     assert cut == [renderer.builder.tokenizer.eos_token_id, *ended]
 
 
-def with_template(change, model_type="qwen2_5_vl"):
-    builder = tiny_builder(model_type)
+@contextmanager
+def renderer_with(change, ends=("<|im_end|>",)):
+    """A renderer whose template is changed while it is used."""
+    builder = tiny_builder("qwen2_5_vl")
     tokenizer = builder.tokenizer
     kept, tokenizer.chat_template = tokenizer.chat_template, change(tokenizer.chat_template)
     try:
-        return TurnRenderer(builder, [tokenizer.eos_token_id])
+        yield TurnRenderer(builder, tokenizer.convert_tokens_to_ids(list(ends)))
     finally:
         tokenizer.chat_template = kept
+
+
+def with_template(change):
+    with renderer_with(change) as renderer:
+        return renderer
 
 
 def test_the_newline_behind_the_end_token_is_named():
@@ -112,6 +121,70 @@ def test_a_prompt_that_begins_the_thinking_is_named():
     ask = "{%- if add_generation_prompt -%}<|im_start|>assistant\n<think>\n"
     found = with_template(lambda template: template.replace(ask.removesuffix("<think>\n"), ask)).departures
     assert any(r"it begins an answer with '<think>\n'" in each for each in found)
+
+
+def glm(template):
+    """Thinking in each earlier answer, as in GLM's templates."""
+    head = "<|im_start|>{{ message['role'] }}\n"
+    return template.replace(head, f"{head}{{{{ '<think></think>\\n' if message['role'] == 'assistant' }}}}")
+
+
+def test_what_is_written_before_earlier_answers_is_named_and_left_out():
+    with renderer_with(glm) as renderer:
+        assert any(r"it writes '<think></think>\n' before an answer" in each for each in renderer.departures)
+        engine, limits = RandomEngine(renderer), EpisodeLimits(turns=3)
+        (found,) = play_episodes(engine, renderer, starts_of(1), DrawnEnvironment, SamplingParams(max_tokens=6), limits)
+        assert len(found.turns) > 1
+        assert "think" not in renderer.builder.tokenizer.decode(engine.requests[-1].input_ids)
+
+
+def test_an_end_that_begins_the_next_message_stays_behind_another_end():
+    """As in GLM's templates: an answer ends with the beginning of the user's message, or with the end of the text."""
+
+    def begun(template):
+        return template.replace("<|im_end|>\n", "").replace("{{ message['role'] }}\n", "{{ message['role'][0] }}\n")
+
+    with renderer_with(begun, ends=("<|im_start|>", "<|endoftext|>")) as renderer:
+        tokenizer = renderer.builder.tokenizer
+        start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|endoftext|>"])
+        shown = Observation(["go"])
+        assert renderer.turn(shown, start).ids.tolist() == renderer.turn(shown).ids.tolist()
+        assert renderer.turn(shown, end).ids.tolist() == [start, *renderer.turn(shown).ids.tolist()]
+
+
+ONLY_USERS = "{%- for message in messages if message['role'] != 'tool' -%}"
+
+
+def test_a_template_that_leaves_out_tools_ends_the_episode():
+    """As Gemma 4's does where no message before it calls a tool: the policy would have been asked again without the answer."""
+
+    class Tool:
+        def reset(self, row, seed):
+            return Observation(["go"])
+
+        def step(self, action):
+            return Observation(["found 7"], role="tool")
+
+    with renderer_with(lambda template: template.replace("{%- for message in messages -%}", ONLY_USERS)) as renderer:
+        sampling = SamplingParams(max_tokens=5)
+        (found,) = play_episodes(RandomEngine(renderer), renderer, starts_of(1), Tool, sampling, EpisodeLimits(turns=3))
+    assert found.ended == "invalid"
+    assert "leaves out messages of the role 'tool' behind an answer: show it in another role" in found.message
+
+
+def test_the_text_of_a_tool_is_a_string_for_templates_that_write_parts_as_python_does():
+    parts = "{%- for part in message['content'] -%}"
+    as_python = f"{{%- if message['role'] == 'tool' -%}}{{{{ message['content'] }}}}{{%- else -%}}{parts}"
+
+    def change(template):
+        assert template.count(parts) == template.count("{%- endfor -%}\n{%- endif -%}") == 1
+        closed = template.replace("{%- endfor -%}\n{%- endif -%}", "{%- endfor -%}{%- endif -%}\n{%- endif -%}")
+        return closed.replace(parts, as_python)
+
+    with renderer_with(change) as renderer:
+        turn = renderer.turn(Observation(["found ", "7"], role="tool"))
+        text = renderer.builder.tokenizer.decode(turn.ids)
+    assert "tool\nfound 7<|im_end|>" in text
 
 
 def test_a_template_without_history_is_refused():

@@ -188,7 +188,7 @@ class _Play:
     def _shown(self, episode: Episode, observation: Observation) -> RenderedTurn | None:
         """The observation as tokens behind the last turn; the first one becomes the prompt of the episode."""
         if episode.turns:
-            return self.renderer.turn(observation, ended=episode.turns[-1].token_ids[-1] in self.renderer.end_ids)
+            return self.renderer.turn(observation, episode.turns[-1].token_ids[-1])
         episode.prompt, request = self.turn_requests.first_turn(episode.start, observation)
         episode.request = replace(request, seed=turn_seed(episode.start.seed, 0), uid=episode.start.uid)
         experts = episode.repeated[-1].tokens.experts if episode.repeated else None

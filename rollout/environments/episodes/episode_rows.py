@@ -5,6 +5,7 @@ A row that goes on with an episode has its history between the prompt and the fi
 Letters: B rows, P prompt tokens, R response tokens, L = P + R.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -247,13 +248,17 @@ def _objects(records: Sequence[_Record]) -> dict[str, list[Any]]:
 
 
 def _plain(info: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers and texts of a last ``info``, under names that are texts."""
-    numbers = {name: value.item() if isinstance(value, np.generic) else value for name, value in info.items()}
-    return {
-        name: value
-        for name, value in numbers.items()
-        if isinstance(name, str) and isinstance(value, bool | int | float | str)
-    }
+    """The numbers and texts of a last ``info``, under names that are texts. Integers that float does not hold are left out.
+
+    >>> _plain({"acc": np.True_, "note": "fell", "map": [[0, 1]], 3: 4, "n": 10**400})
+    {'acc': True, 'note': 'fell'}
+    """
+    values = {name: value.item() if isinstance(value, np.generic) else value for name, value in info.items()}
+    return {name: value for name, value in values.items() if isinstance(name, str) and _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, float | str) or (isinstance(value, int) and abs(value) <= sys.float_info.max)
 
 
 def _messages(episode: Episode) -> Any:

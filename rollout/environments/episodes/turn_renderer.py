@@ -28,6 +28,8 @@ Ids = npt.NDArray[np.int64]
 SENTINEL, SECOND = "8412906735", "5390718264"
 """Answers that stand for any other. They are digits: no template strips, escapes or splits them."""
 THOUGHTS = f"<think>\n{SECOND}\n</think>\n\n"
+NO_END = -1
+"""In the place of an end token, of an answer without one."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class TurnRenderer:
         ] = {}  # without media: those of equal texts and image sizes are alike
         self._images: dict[tuple[Any, ...], ProcessedImage] = {}
         self._media: dict[tuple[bytes, ...], Mapping[str, Tensor]] = {}
+        self._joins: dict[str, bool] = {}  # by role: whether its texts are joined to a string
         self.departures = tuple(self._departures())
 
     # Prompts
@@ -81,6 +84,7 @@ class TurnRenderer:
         if observation.system:
             messages.insert(0, {"role": "system", "content": _parts(observation.system, pixels=True)})
         if observation.content:
+            self._check_shown(observation)
             shown = _parts(observation.content, pixels=True)
             if messages and messages[-1]["role"] == observation.role:
                 content = messages[-1]["content"]
@@ -93,11 +97,12 @@ class TurnRenderer:
 
     # Turns
 
-    def turn(self, observation: Observation, ended: bool) -> RenderedTurn:
+    def turn(self, observation: Observation, last: int | None = None) -> RenderedTurn:
         """What follows an answer.
 
         Args:
-            ended: whether the answer's last token is an end token; else the template's own end comes first.
+            last: the answer's last token. Unless it is the template's own end, that comes first, since it may begin the next
+                message too. By default the answer has the template's own end.
 
         Raises:
             InvalidPrompt: the observation cannot be shown, e.g. text with a media token or an image that the model does not take.
@@ -109,16 +114,17 @@ class TurnRenderer:
                 "observation alone"
             )
         shape = [part if isinstance(part, str) else part.size for part in observation.content]
-        key = (ended, observation.role, *shape)
+        end = last if last is None or last in self.end_ids else NO_END
+        key = (end, observation.role, *shape)
         if key not in self._turns:
-            self._turns[key] = self._turn(observation, images, ended)
+            self._turns[key] = self._turn(observation, images, end)
         return replace(self._turns[key], images=images, media=self.media(images) if images else {})
 
-    def _turn(self, observation: Observation, images: Sequence[ProcessedImage], ended: bool) -> RenderedTurn:
+    def _turn(self, observation: Observation, images: Sequence[ProcessedImage], end: int | None) -> RenderedTurn:
         """The turn without its media."""
         builder, config = self.builder, self.builder.config
         ids = builder.encode_text(self._text(observation))
-        if ended and ids and ids[0] in self.end_ids:
+        if ids and ids[0] in self.end_ids and end in (None, ids[0]):
             ids = ids[1:]
         placeholder = builder.family.image_placeholder(config)
         if placeholder is not None and ids.count(placeholder) != len(images):
@@ -176,12 +182,36 @@ class TurnRenderer:
 
     def _text(self, observation: Observation) -> str:
         """The text behind the sentinel."""
-        message = {"role": observation.role, "content": _parts(observation.content)}
+        self._check_shown(observation)
+        message: dict[str, Any] = {"role": observation.role, "content": _parts(observation.content)}
         images = [part for part in observation.content if not isinstance(part, str)]
         self.builder.check_content(Conversation([message], images, []))
-        return self._behind([_user("?"), _assistant(SENTINEL)], message)
+        if self._joins[observation.role] and not images:
+            message["content"] = "".join(map(str, observation.content))
+        return self._behind(ANSWERED, message)
 
-    def _behind(self, messages: list[dict[str, Any]], message: dict[str, Any]) -> str:
+    def _check_shown(self, observation: Observation) -> None:
+        """Finds out how the template takes messages of this role. Raises `InvalidPrompt` if it leaves out their text.
+
+        Many templates take the text of a tool as a string alone, and write a list of parts as Python does.
+        """
+        role = observation.role
+        if role in self._joins:
+            return
+        joins = role == "tool" and self._shows_string(role)
+        if not joins and SECOND not in self._behind(ANSWERED, {"role": role, "content": _parts([SECOND])}):
+            raise InvalidPrompt(
+                f"the chat template leaves out messages of the role {role!r} behind an answer: show it in another role"
+            )
+        self._joins[role] = joins
+
+    def _shows_string(self, role: str) -> bool:
+        try:
+            return SECOND in self._behind(ANSWERED, {"role": role, "content": SECOND})
+        except InvalidPrompt:
+            return False
+
+    def _behind(self, messages: Sequence[dict[str, Any]], message: dict[str, Any]) -> str:
         """What the template writes behind the sentinel, which the last of the messages is."""
         text = self.builder.render([*messages, message], add_generation_prompt=True)
         if text.count(SENTINEL) != 1:
@@ -212,7 +242,9 @@ class TurnRenderer:
                 "an observation follows: rows keep the first"
             )
         elif before[len(asked) :].strip():
-            raise InvalidPrompt(f"it writes {before[len(asked) :]!r} before an answer that an observation follows")
+            found.append(
+                f"it writes {before[len(asked) :]!r} before an answer once an observation follows: rows do not have it"
+            )
         earlier = [_user("?"), _assistant(SECOND), _user("?"), _assistant(SENTINEL)]
         if self._behind(earlier, shown) != behind:
             raise InvalidPrompt("what it writes behind an answer depends on the turns before")
@@ -271,3 +303,7 @@ def _user(text: str) -> dict[str, Any]:
 
 def _assistant(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": [{"type": "text", "text": text}]}
+
+
+ANSWERED = (_user("?"), _assistant(SENTINEL))
+"""Messages that an observation follows."""

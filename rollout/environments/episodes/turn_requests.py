@@ -43,7 +43,7 @@ class TurnRequests:
             return None
         _, request = self.first_turn(episode.start, first)
         for turn, observation in zip(episode.turns, others, strict=True):
-            shown = self.renderer.turn(observation, ended=turn.token_ids[-1] in self.renderer.end_ids)
+            shown = self.renderer.turn(observation, turn.token_ids[-1])
             request = self._continued(request, turn.token_ids, shown)
         request = replace(request, seed=turn_seed(episode.start.seed, len(episode.turns)), uid=episode.start.uid)
         return EpisodeRow(len(episode.turns), request, request, omitted)
