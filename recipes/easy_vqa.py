@@ -15,8 +15,10 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
+from dataproto.errors import InvalidConfig
 from recipes.configs.easy_vqa_config import EasyVQAConfig, parse
 from recipes.configs.shared.policy_gradient_config import PolicyGradientConfig
+from recipes.configs.shared.run_config import RunConfig
 from recipes.configs.shared.supervised_config import SupervisedConfig
 from recipes.console import start_phase
 from recipes.data.easy_vqa_rows import Answered, Conversations, EasyVQA, EasyVQARows, open_easy_vqa
@@ -24,6 +26,7 @@ from recipes.data.loader import EvaluationLoader, PromptLoader
 from recipes.data.mixture import Mixture
 from recipes.grpo import step_for
 from recipes.options import exit_status
+from recipes.report.metrics_file import METRICS_FILE
 from recipes.rewards import RewardFunction, ShuffledScores, load_reward, short_answer_reward
 from recipes.run.evaluation import Evaluate, evaluate_samples
 from recipes.run.policy_gradient import (
@@ -35,7 +38,7 @@ from recipes.run.policy_gradient import (
     run,
 )
 from recipes.run.supervised import SupervisedTask, held_out_loss, run_supervised
-from recipes.tiny import TinyConfig, make_tiny_model
+from recipes.tiny import TinyConfig, make_tiny_model, model_of_run
 from rollout.prompts import PromptBuilder, SupervisedBuilder
 from workers import Roles
 from workers.training.checkpoint import latest_checkpoint
@@ -64,8 +67,24 @@ def easy_vqa_task(config: EasyVQAConfig) -> PolicyTask:
         rows = open_easy_vqa(config.data.data_path)
     reward = load_reward(config.reward) if config.reward else short_answer_reward
     reward = ShuffledScores(reward) if config.shuffled_rewards else reward
+    refuse_earlier_phase(config.run)
     config = open_task_directory(config)
     return policy_task(config, rows, str(supervised_checkpoint(config, rows)), reward)
+
+
+def refuse_earlier_phase(run: RunConfig) -> None:
+    """Raises `InvalidConfig` if a new run would find the supervised phase of an earlier one, before anything is written.
+
+    The earlier run may have ended before GRPO, so that its own directory has no metrics; its options may be others.
+    """
+    phase = run.output_dir / SFT
+    metrics = phase / METRICS_FILE
+    began = (metrics.is_file() and metrics.stat().st_size) or latest_checkpoint(phase) is not None
+    if began and not run.resume and not run.overwrite:
+        raise InvalidConfig(
+            f"{run.output_dir} holds an earlier run, of which the supervised phase is in {phase}: --resume it, "
+            "--overwrite it, or choose another --output-dir"
+        )
 
 
 def supervised_checkpoint(config: EasyVQAConfig, rows: EasyVQA) -> Path:
@@ -76,8 +95,8 @@ def supervised_checkpoint(config: EasyVQAConfig, rows: EasyVQA) -> Path:
     found = latest_checkpoint(directory.absolute() / SFT)
     if found is None or found[0] < config.sft.steps:
         print(f"supervised phase: {config.sft.steps} steps of {config.sft.batch_size} answered questions")
-        model_path = config.model_path or str(tiny_reader(directory / MODEL, config.run.seed, rows))
         resume = config.run.resume and (directory / SFT).exists()
+        model_path = config.model_path or str(tiny_reader(directory / MODEL, config.run.seed, rows, resume))
         phase = SupervisedConfig(
             preset=config.preset,
             model_path=model_path,
@@ -95,7 +114,6 @@ def supervised_checkpoint(config: EasyVQAConfig, rows: EasyVQA) -> Path:
                 epochs=None,
                 eval_every=0,
                 eval_first=False,
-                save_every=0,
                 keep_best=None,
                 resume=resume,
                 overwrite=False,
@@ -106,12 +124,14 @@ def supervised_checkpoint(config: EasyVQAConfig, rows: EasyVQA) -> Path:
     return directory.absolute() / SFT / f"global_step_{config.sft.steps}" / "actor" / "huggingface"
 
 
-def tiny_reader(path: Path, seed: int, rows: EasyVQA) -> Path:
-    """A small Qwen2.5-VL with random weights whose tokenizer has the words of easy-VQA; made if it does not exist yet."""
-    if not (path / "config.json").is_file():
+def tiny_reader(path: Path, seed: int, rows: EasyVQA, resumed: bool = False) -> Path:
+    """A small Qwen2.5-VL with random weights whose tokenizer has the words of easy-VQA, made unless a resumed run has it."""
+
+    def make(draft: Path) -> None:
         with start_phase("making the tiny model"):
-            make_tiny_model(path, seed, TINY_MODEL, rows.texts())
-    return path
+            make_tiny_model(draft, seed, TINY_MODEL, rows.texts())
+
+    return model_of_run(path, resumed, make)
 
 
 def supervised_task(config: EasyVQAConfig, rows: EasyVQA, model_path: str) -> SupervisedTask:

@@ -58,7 +58,9 @@ class DistilRunConfig(PolicyGradientConfig):
                 "distillation needs a teacher: give --teacher CHECKPOINT, such as one that grpo has trained"
             )
         from rollout.prompts import PromptBuilder
+        from workers.training.loading import checkpoint_family
 
+        checkpoint_family(self.teacher)
         student, teacher = (
             PromptBuilder.from_pretrained(path, self.data.max_prompt_length) for path in (model_path, self.teacher)
         )

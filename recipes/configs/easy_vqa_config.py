@@ -39,17 +39,32 @@ class SFTPhaseConfig:
 
 
 @dataclass(frozen=True)
-class EasyVQAConfig(GRPORunConfig):
-    """A run of both phases. ``data.data_path`` is the wheel of easy-vqa; by default pip fetches it."""
+class EasyVQADataConfig(DataConfig):
+    """Questions about pictures, which are those of easy-VQA."""
 
+    data_path: str | None = None  # wheel of easy-vqa 1.0, or a ZIP file of its layout; by default pip fetches it
+    eval_data_path: str | None = None  # leave it out: easy-VQA has its own test questions
+    level: int = 1  # leave it out: the questions of easy-VQA have no level
+
+    def __post_init__(self) -> None:
+        if self.eval_data_path or self.keys.given():
+            raise InvalidConfig("easy-VQA has its own test questions and columns: leave out --eval-data-path and keys")
+        super().__post_init__()
+
+
+@dataclass(frozen=True)
+class EasyVQAConfig(GRPORunConfig):
+    """A run of both phases."""
+
+    # FILE.py:FUNCTION in verl's, EasyR1's or TRL's form, classifier:MODEL, or a URL; 1 for a right answer by default
+    reward: str | None = None
+    data: tyro.conf.OmitArgPrefixes[EasyVQADataConfig] = field(default_factory=EasyVQADataConfig)
     sft: SFTPhaseConfig = field(default_factory=SFTPhaseConfig)
     shuffled_rewards: bool = False  # a control: permute the rewards of each batch at random, so that they say nothing
     run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=lambda: RunConfig(output_dir=OUTPUT_DIR))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.data.eval_data_path or self.data.keys.given():
-            raise InvalidConfig("easy-VQA has its own test questions and columns: leave out --eval-data-path and keys")
         if not self.sft.steps and self.model_path is None:
             raise InvalidConfig("sft.steps=0 needs --model-path: the small model has random weights")
         if self.run.epochs is not None:
@@ -62,12 +77,12 @@ TINY = EasyVQAConfig(
     sft=SFTPhaseConfig(
         steps=1500, optimizer=OptimizerConfig(lr=1.5e-3, betas=(0.9, 0.95), schedule="cosine", warmup_steps=20)
     ),
-    data=DataConfig(batch_size=64, eval_rows=512, max_prompt_length=128, max_response_length=4, instruction=""),
+    data=EasyVQADataConfig(batch_size=64, eval_rows=512, max_prompt_length=128, max_response_length=4, instruction=""),
     algorithm=GRPOConfig(n=8, entropy_coef=0.02),
     optimizer=OptimizerConfig(lr=3e-4, betas=(0.9, 0.95), warmup_steps=10),
     run=RunConfig(steps=100, eval_every=25, save_every=50, output_dir=OUTPUT_DIR),
 )
-ANY = EasyVQAConfig(data=DataConfig(batch_size=64, eval_rows=512, max_prompt_length=512, max_response_length=16))
+ANY = EasyVQAConfig(data=EasyVQADataConfig(batch_size=64, eval_rows=512, max_prompt_length=512, max_response_length=16))
 PRESETS = {"tiny": TINY, "any": ANY}
 """The defaults of ``--preset``."""
 

@@ -37,6 +37,7 @@ EASY_VQA = Wheel(
     url="https://pypi.org/project/easy-vqa/",
 )
 SOURCE = "easy_vqa"
+WAY_OUT = f"give the path of {EASY_VQA.file} as --data-path, or leave it out to fetch it through pip"
 DAMAGED = (zlib.error, EOFError, RuntimeError, LookupError, ValueError, TypeError)
 """What a damaged or encrypted member of a ZIP file raises, or one with another content."""
 
@@ -204,9 +205,15 @@ def open_easy_vqa(wheel: str | Path | None = None) -> EasyVQA:
         InvalidConfig: the wheel cannot be fetched, or the file does not exist.
         FileFormatError: the file has another layout.
     """
-    path = fetch_easy_vqa() if wheel is None else Path(wheel)
+    if wheel is None:
+        try:
+            path = fetch_easy_vqa()
+        except InvalidConfig as error:
+            raise InvalidConfig(f"{error}, or give its path as --data-path") from error
+    else:
+        path = Path(wheel)
     if not path.is_file():
-        raise InvalidConfig(f"easy-VQA: there is no file {path}")
+        raise InvalidConfig(f"easy-VQA: there is no file {path}: {WAY_OUT}")
     try:
         with zipfile.ZipFile(path) as archive:
             return EasyVQA(_read_split(archive, "train"), _read_split(archive, "test"))
@@ -220,7 +227,7 @@ def open_easy_vqa(wheel: str | Path | None = None) -> EasyVQA:
         ValueError,
         TypeError,
     ) as error:
-        raise FileFormatError(f"{path} is not a wheel of easy-vqa: {error}") from error
+        raise FileFormatError(f"{path} is not a wheel of easy-vqa: {error}; {WAY_OUT}") from error
 
 
 def _read_split(archive: zipfile.ZipFile, split: Split) -> EasyVQARows:
@@ -248,9 +255,6 @@ def fetch_easy_vqa(cache: Path | None = None) -> Path:
     Raises:
         InvalidConfig: pip could not download it.
     """
-    try:
-        path = fetch(EASY_VQA, cache)
-    except InvalidConfig as error:
-        raise InvalidConfig(f"{error}, or give its path as --data-path") from error
+    path = fetch(EASY_VQA, cache)
     print(f"easy-VQA: {path}; {EASY_VQA.notice}")
     return path

@@ -126,6 +126,10 @@ def folder_data(
             raise InvalidConfig(f"{parts['test']} has classes that are not in the training data: {unknown[:5]}")
         return _data(train, range(len(train)), test, range(len(test)), classes, templates, source, eval_rows, seed)
     kept, held_out = _hold_out([label for _, label in train], seed)
+    if not held_out:
+        raise InvalidConfig(
+            f"{path} has one image of each class, so none can be held out: add images, or a folder {path / 'test'}"
+        )
     return _data(train, kept, train, held_out, classes, templates, source, eval_rows, seed)
 
 
@@ -158,6 +162,8 @@ def table_data(
     test_tables = _test_tables(source)
     if test_tables is None:
         kept, held_out = _hold_out(labels, seed)
+        if not held_out:
+            raise InvalidConfig(f"{name} has one row of each class, so none can be held out: add rows, or a test split")
         parts = [used[place] for place in kept], train, [used[place] for place in held_out]
     else:
         test = TablePairs(test_tables, image_column, label_column)

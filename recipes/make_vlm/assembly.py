@@ -4,10 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import GenerationConfig, SmolVLMConfig, SmolVLMForConditionalGeneration
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
+from dataproto.errors import WAY_OUT, FileNotWritten
 from recipes.configs.make_vlm_config import TowerConfig
 from recipes.make_vlm.text_model import END_OF_TEXT, END_OF_TURN, IMAGE
 from rollout.prompts import PromptBuilder
@@ -28,17 +30,23 @@ def assemble(path: Path, text_model: Any, tokenizer: Any, tower: TowerConfig, se
 
     Tower and connector are random. New rows of the embedding, which is the output projection too, are the mean of the others
     with a little noise, so that no new token is likely at first. All other weights are the text model's own.
+
+    Raises:
+        FileNotWritten: the disk is full, say.
     """
     model = join(text_model, tokenizer, tower, seed)
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.convert_tokens_to_ids([END_OF_TURN, END_OF_TEXT]),
         pad_token_id=tokenizer.pad_token_id,
     )
-    model.save_pretrained(path)
     # A white image is not zero with these means: Hugging Face and vLLM take zeros for padding.
     side, half = {"longest_edge": tower.image_size}, [0.5, 0.5, 0.5]
     images = SmolVLMImageProcessorPil(size=side, max_image_size=side, image_mean=half, image_std=half)
-    PromptBuilder(tokenizer, images, model.config, max_prompt_length=1).save_pretrained(path)
+    try:
+        model.save_pretrained(path)
+        PromptBuilder(tokenizer, images, model.config, max_prompt_length=1).save_pretrained(path)
+    except (OSError, SafetensorError) as error:
+        raise FileNotWritten(f"the checkpoint could not be written to {path}: {error}{WAY_OUT}") from error
     return path
 
 

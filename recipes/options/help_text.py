@@ -20,6 +20,7 @@ COMMON = {
     "overwrite", "seed", "output-dir", "token-budget", "activation-checkpointing", "compile", "lora-rank",
     "algorithm.n", "algorithm.minibatch", "algorithm.loss", "algorithm.advantage", "algorithm.kl-coef",
     "optimizer.lr", "optimizer.schedule", "optimizer.warmup-steps", "critic-optimizer.lr",
+    "sft.steps", "sft.batch-size", "sft.optimizer.lr", "shuffled-rewards",
 }  # fmt: skip
 """The options that most runs set."""
 INDENT = 30

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from recipes.run.policy_gradient import (
     prompt_builder,
     prompt_loader,
 )
-from recipes.tiny import TinyConfig, make_tiny_model
+from recipes.tiny import TinyConfig, make_tiny_model, model_of_run
 from recipes.tiny.warm_up import negative_log_probs
 from rollout.environments import MakeEnvironment, TurnRenderer
 from rollout.pretrained import end_ids, generation_config
@@ -62,7 +63,7 @@ def episode_task(config: EpisodeRunConfig, drawn: DrawnEnvironment) -> PolicyTas
         load_environment(config.episodes.environment)
     config = open_task_directory(config)
     model_path = config.model_path or str(
-        demonstrated_model(config.run.output_dir / MODEL, config.run.seed, drawn, config.warm_up)
+        demonstrated_model(config.run.output_dir / MODEL, config.run.seed, drawn, config.warm_up, config.run.resume)
     )
     builder, played = open_environment(config, drawn, model_path)
     name_departures(builder, model_path)
@@ -121,14 +122,18 @@ def controlled_evaluation(config: EpisodeRunConfig, held_out: Sequence[Any], bui
     return evaluate
 
 
-def demonstrated_model(path: Path, seed: int, drawn: DrawnEnvironment, config: WarmUpPhaseConfig) -> Path:
+def demonstrated_model(
+    path: Path, seed: int, drawn: DrawnEnvironment, config: WarmUpPhaseConfig, resumed: bool = False
+) -> Path:
     """A small Qwen2.5-VL that knows the words of the environment and has learned from its demonstrations.
 
-    It is made if it does not exist yet.
+    It is made unless a resumed run has it.
     """
-    if (path / "config.json").is_file():
-        return path
-    draft = path.with_name(f".{path.name}")
+    return model_of_run(path, resumed, partial(_demonstrate, seed=seed, drawn=drawn, config=config))
+
+
+def _demonstrate(draft: Path, seed: int, drawn: DrawnEnvironment, config: WarmUpPhaseConfig) -> None:
+    """Makes the model and trains it in the directory ``draft``."""
     with start_phase("making the tiny model"):
         make_tiny_model(draft, seed, drawn.model, drawn.texts)
     with start_phase("warming up the tiny model"):
@@ -141,6 +146,4 @@ def demonstrated_model(path: Path, seed: int, drawn: DrawnEnvironment, config: W
         for _ in range(config.steps):
             loss = actor.update(next(shown), negative_log_probs)["actor/loss"]
         actor.module.model.save_pretrained(draft)
-    draft.rename(path)
     print(f"tiny model: {config.steps} updates on demonstrations; cross-entropy {loss:.3f} nats per token")
-    return path

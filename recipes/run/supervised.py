@@ -25,7 +25,7 @@ from recipes.run.metrics import speed_metrics, timed
 from recipes.run.policy_gradient import ChooseDevice
 from recipes.run.run_directory import open_run_directory, over_epochs, over_the_run, reported, with_schedules
 from recipes.run.run_forecast import RunForecast
-from recipes.tiny import make_tiny_model
+from recipes.tiny import make_tiny_model, model_of_run
 from rollout.prompts import PromptBuilder
 from workers import Roles, launch
 from workers.model.packed_model import Outputs
@@ -68,7 +68,7 @@ def run_supervised(config: SupervisedConfig, make_task: Callable[[str], Supervis
         config = replace(config, run=over_epochs(config.run, task.loader))
     config = with_schedules(config.run, config, optimizer=1)
     directory = open_run_directory(config.run, config, asked)
-    model_path = config.model_path or str(tiny_model(directory, config.run.seed))
+    model_path = config.model_path or str(tiny_model(directory, config.run.seed, config.run.resume))
     if task is None:
         with start_phase("reading data"):
             task = make_task(model_path)
@@ -101,13 +101,14 @@ def expected_setting(config: SupervisedConfig, task: SupervisedTask, device: Cho
     return replace(setting, kept_images=kept_image_bytes(loader, batch.prompts, drawn, task.held_out))
 
 
-def tiny_model(directory: Path, seed: int) -> Path:
-    """The path of a run's small model, made with random weights if it does not exist yet."""
-    path = directory / TINY_MODEL
-    if not (path / "config.json").is_file():
+def tiny_model(directory: Path, seed: int, resumed: bool = False) -> Path:
+    """The path of a run's small model, made with random weights unless a resumed run has it."""
+
+    def make(path: Path) -> None:
         with start_phase("making the tiny model"):
             make_tiny_model(path, seed)
-    return path
+
+    return model_of_run(directory / TINY_MODEL, resumed, make)
 
 
 def launch_supervised(

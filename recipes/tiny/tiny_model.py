@@ -1,14 +1,18 @@
 """A small Qwen2.5-VL of the Hugging Face class, with tokenizer and image processor, saved as an ordinary checkpoint."""
 
-from collections.abc import Iterable
+import json
+import shutil
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import GenerationConfig, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from dataproto.errors import WAY_OUT, FileNotWritten
 from recipes.synthetic import sample_texts
 from recipes.tiny.tokenizer import (
     END_OF_TEXT,
@@ -22,6 +26,8 @@ from recipes.tiny.tokenizer import (
 
 # These make white paper a zero input. With CLIP's mean and standard deviation GRPO learns nothing.
 WHITE, CONTRAST = (1.0, 1.0, 1.0), (0.5, 0.5, 0.5)
+WEIGHTS, FILES = "model.safetensors", ("config.json", "tokenizer.json", "preprocessor_config.json")
+"""Files without which a checkpoint of `make_tiny_model` cannot be loaded."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,43 @@ def make_tiny_model(
         image_mean=WHITE,
         image_std=CONTRAST,
     ).save_pretrained(path)
+    return path
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a directory has all files of a checkpoint of `make_tiny_model`, none of them cut."""
+    try:
+        for name in FILES:
+            json.loads((path / name).read_text(encoding="utf-8"))
+        with safe_open(path / WEIGHTS, framework="pt"):
+            return True
+    except (OSError, ValueError, SafetensorError):
+        return False
+
+
+def model_of_run(path: Path, keep: bool, make: Callable[[Path], object]) -> Path:
+    """The small model of a run at ``path``, made whole or not at all.
+
+    Args:
+        keep: leave the one that is there, if it is whole: the run is resumed. A new run makes its own, since an earlier attempt
+            may have had another seed.
+        make: writes a checkpoint to the directory that it gets.
+
+    Raises:
+        FileNotWritten: the disk is full, say.
+    """
+    if keep and is_whole(path):
+        return path
+    draft = path.with_name(f".{path.name}.partial")
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        make(draft)
+        shutil.rmtree(path, ignore_errors=True)
+        draft.rename(path)
+    except (OSError, SafetensorError) as error:
+        raise FileNotWritten(f"the small model could not be written to {path}: {error}{WAY_OUT}") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
     return path
 
 

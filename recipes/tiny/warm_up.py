@@ -20,7 +20,7 @@ from torch import Tensor
 from dataproto import DataProto
 from dataproto.errors import FileNotWritten
 from recipes.synthetic.problems import Problem, make_problem
-from recipes.tiny.tiny_model import TinyConfig, make_tiny_model
+from recipes.tiny.tiny_model import TinyConfig, is_whole, make_tiny_model
 from rollout.engine import Completion, SamplingParams
 from rollout.prompts import PromptBuilder
 from rollout.responses import attach_responses
@@ -62,7 +62,7 @@ def tiny_checkpoint(
     model, settings = TinyConfig(), WarmUpConfig()
     root = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dataproto"
     path = root / f"tiny-{fingerprint(model, settings)}-seed{seed}"
-    if (path / "config.json").is_file():
+    if is_whole(path):
         print(f"tiny model: found in {path}")
         return path
     draft = path.with_name(f".{path.name}.{os.getpid()}")
@@ -73,7 +73,7 @@ def tiny_checkpoint(
         with phase("warming up the tiny model"):
             loss = warm_up(draft, seed, settings)
         print(f"tiny model: cross-entropy {loss:.3f} nats per token; saved in {path}")
-        if path.exists() and not (path / "config.json").is_file():
+        if path.exists() and not is_whole(path):
             shutil.rmtree(path)
         with contextlib.suppress(OSError):  # another process was faster; its checkpoint is equal
             draft.rename(path)

@@ -76,10 +76,12 @@ def test_open_questions_and_the_others_are_all_rows(easy_vqa):
 
 
 def test_what_is_no_wheel_of_easy_vqa_is_refused(tmp_path):
-    with pytest.raises(InvalidConfig, match="no file"):
+    with pytest.raises(
+        InvalidConfig, match=r"no file .*: give the path of easy_vqa-1.0-py3-none-any.whl as --data-path"
+    ):
         open_easy_vqa(tmp_path / "missing.whl")
     (tmp_path / "text.whl").write_text("no archive")
-    with pytest.raises(FileFormatError, match=r"text\.whl is not a wheel of easy-vqa"):
+    with pytest.raises(FileFormatError, match=r"text\.whl is not a wheel of easy-vqa: .*; give the path of"):
         open_easy_vqa(tmp_path / "text.whl")
     with zipfile.ZipFile(tmp_path / "other.whl", "w") as archive:
         archive.writestr("easy_vqa/data/train/questions.json", '[["what?", "this", 3]]')
@@ -98,9 +100,13 @@ def test_what_is_no_wheel_of_easy_vqa_is_refused(tmp_path):
 def test_without_an_index_the_error_names_the_way_out(tmp_path, monkeypatch):
     """pip itself runs, with an index that does not exist."""
     monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(InvalidConfig, match=r"pip could not download easy-vqa==1\.0 .*--data-path"):
-        fetch_easy_vqa(tmp_path)
-    assert list(tmp_path.iterdir()) == []
+        open_easy_vqa()
+    assert list((tmp_path / "dataproto").iterdir()) == []
+    with pytest.raises(InvalidConfig, match=r"pip could not download easy-vqa==1\.0") as error:
+        fetch_easy_vqa(tmp_path)  # for a command without --data-path
+    assert "--data-path" not in str(error.value)
 
 
 def test_a_damaged_wheel_in_the_cache_is_not_used(tmp_path, monkeypatch):

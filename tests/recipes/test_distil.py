@@ -89,6 +89,12 @@ def test_a_teacher_that_reads_other_tokens_or_images_is_refused(checkpoints, tmp
     with pytest.raises(InvalidConfig, match="give --teacher CHECKPOINT"):
         DistilRunConfig().check_models(student)
     DistilRunConfig(teacher=checkpoints["qwen3", 1]).check_models(student)
+    weights = tmp_path / "run" / "global_step_2" / "actor" / "huggingface"
+    shutil.copytree(checkpoints["qwen3", 1], weights)
+    (tmp_path / "run" / "config.json").write_text("{}")  # that of a run
+    for folder in (tmp_path / "run", tmp_path / "run" / "global_step_2"):
+        with pytest.raises(InvalidConfig, match=f"holds no checkpoint: it is part of a run; give {weights}"):
+            DistilRunConfig(teacher=str(folder)).check_models(student)
     other = write_checkpoint("qwen3", tmp_path / "other")
     tokenizer = AutoTokenizer.from_pretrained(other)
     tokenizer.add_tokens(["<extra>"])

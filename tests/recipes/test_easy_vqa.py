@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from dataproto.errors import InvalidConfig
 from helpers.easy_vqa_files import write_easy_vqa
 from helpers.geo3k_runs import assert_same_run, rows_of
 from recipes.configs.easy_vqa_config import TINY, parse
@@ -101,7 +102,7 @@ def test_the_small_model_has_a_token_for_each_answer(tmp_path: Path, wheel: Path
     for answer in {asked.answer for asked in rows.train.questions}:
         assert len(tokenizer(answer)["input_ids"]) == 1
     stamp = (path / "config.json").stat().st_mtime_ns
-    assert tiny_reader(path, 0, rows) == path
+    assert tiny_reader(path, 0, rows, resumed=True) == path
     assert (path / "config.json").stat().st_mtime_ns == stamp
 
 
@@ -133,6 +134,18 @@ def test_options_over_the_small_models_defaults(tmp_path: Path) -> None:
     config = parse(["--sft.steps", "7", "--shuffled-rewards", "--steps", "9", "--output-dir", str(tmp_path)])
     assert (config.sft.steps, config.shuffled_rewards, config.run.steps) == (7, True, 9)
     assert config.data.batch_size == TINY.data.batch_size
+
+
+def test_help_tells_of_its_own_data_and_phases(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "130")
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--data-path TEXT wheel of easy-vqa 1.0" in shown
+    assert "--sft.steps INT" in shown
+    assert "Geo3K" not in shown
+    with pytest.raises(InvalidConfig, match="easy-VQA has its own test questions"):
+        parse(["--eval-data-path", "mine.parquet"])
 
 
 @pytest.mark.parametrize("wrong", ["--epochs 1", "--eval-data-path x --data-path y", "--sft.steps 0"])

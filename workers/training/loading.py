@@ -1,6 +1,7 @@
 """Checkpoints into packed models, whole or spread over ranks."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from workers.ranks.mesh import Ranks
 from workers.weights import CheckpointFiles, WeightSources, all_tensors, fill, hollow_model, make_room, stand_ins
 from workers.weights.stored_tensors import whole
 
+WITHIN_RUNS = ("", "actor/", "global_step_*/actor/")
+"""Where exported weights lie below a role's folder, a checkpoint and a run's directory."""
 Wrap = Callable[[PreTrainedModel, VLMFamily], PackedVLM]
 
 
@@ -145,7 +148,9 @@ def checkpoint_family(model_path: str) -> VLMFamily:
     try:
         config = AutoConfig.from_pretrained(model_path)
     except (OSError, ValueError) as error:
-        raise InvalidConfig(f"model path {model_path!r} holds no checkpoint: {str(error).splitlines()[0]}") from error
+        within = [file for depth in WITHIN_RUNS for file in Path(model_path).glob(f"{depth}huggingface/config.json")]
+        reason = f"it is part of a run; give {within[-1].parent}" if within else str(error).splitlines()[0]
+        raise InvalidConfig(f"model path {model_path!r} holds no checkpoint: {reason}") from error
     family = family_of(config)
     family.check_supported(config)
     return family
