@@ -38,7 +38,8 @@ from recipes.run.policy_gradient import (
     run,
 )
 from recipes.run.supervised import SupervisedTask, held_out_loss, run_supervised
-from recipes.tiny import TinyConfig, make_tiny_model, model_of_run
+from recipes.tiny import TinyConfig, make_tiny_model
+from recipes.tiny.tiny_model import model_of_run
 from rollout.prompts import PromptBuilder, SupervisedBuilder
 from workers import Roles
 from workers.training.checkpoint import latest_checkpoint

@@ -21,7 +21,8 @@ from recipes.run.policy_gradient import (
     prompt_builder,
     prompt_loader,
 )
-from recipes.tiny import TinyConfig, make_tiny_model, model_of_run
+from recipes.tiny import TinyConfig, make_tiny_model
+from recipes.tiny.tiny_model import model_of_run
 from recipes.tiny.warm_up import negative_log_probs
 from rollout.environments import MakeEnvironment, TurnRenderer
 from rollout.pretrained import end_ids, generation_config

@@ -25,7 +25,8 @@ from recipes.run.metrics import speed_metrics, timed
 from recipes.run.policy_gradient import ChooseDevice
 from recipes.run.run_directory import open_run_directory, over_epochs, over_the_run, reported, with_schedules
 from recipes.run.run_forecast import RunForecast
-from recipes.tiny import make_tiny_model, model_of_run
+from recipes.tiny import make_tiny_model
+from recipes.tiny.tiny_model import model_of_run
 from rollout.prompts import PromptBuilder
 from workers import Roles, launch
 from workers.model.packed_model import Outputs

@@ -15,7 +15,8 @@ from recipes.configs.environments.episodes_config import WarmUpPhaseConfig
 from recipes.data import open_easy_vqa
 from recipes.run.drawn_environment import demonstrated_model
 from recipes.run.supervised import tiny_model
-from recipes.tiny import make_tiny_model, model_of_run, tiny_checkpoint
+from recipes.tiny import make_tiny_model, tiny_checkpoint
+from recipes.tiny.tiny_model import model_of_run
 from recipes.walk import WALK
 
 SMALL = "--steps 1 --batch-size 2 --algorithm.n 2 --eval-rows 2 --eval-first false --sft.steps 4 --sft.batch-size 2"
