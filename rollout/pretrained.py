@@ -31,10 +31,14 @@ def load_model(family: VLMFamily, model_path: str, dtype: torch.dtype) -> Any:
     """The model of a checkpoint, on the host, in ``dtype``; `VLMFamily.float32_weights` are in float32 whatever it is.
 
     transformers keeps weights in float32 by an attribute of the model's class, so these models are of a subclass with its name.
+
+    Raises:
+        InvalidConfig: the weights are quantized.
     """
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model_path)
+    check_not_quantized(model_path, config)
     model_class = family.model_class()
     if family.float32_weights and dtype != torch.float32:
         with torch.device("meta"):
@@ -45,6 +49,20 @@ def load_model(family: VLMFamily, model_path: str, dtype: torch.dtype) -> Any:
     return model_class.from_pretrained(
         model_path, config=family.used_config(config), dtype=dtype, attn_implementation="sdpa"
     )
+
+
+def check_not_quantized(model_path: str, config: Any) -> None:
+    """Raises `InvalidConfig` if the ``config`` of a checkpoint, or that of a part of its model, says that weights are quantized.
+
+    The tensors of quantized weights have other names, so the weights would count as absent and be initialised.
+    """
+    parts = {"": config} | {name: getattr(config, name, None) for name in config.sub_configs}
+    for name, part in parts.items():
+        if getattr(part, "quantization_config", None) is not None:
+            place = f" ({name} of its config says so)" if name else ""
+            raise InvalidConfig(
+                f"{model_path} holds quantized weights{place}, which cannot be trained: name the checkpoint in bfloat16"
+            )
 
 
 def generation_config(model_path: str, config: Any) -> Any:

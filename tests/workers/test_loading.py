@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from dataproto.errors import CheckpointError, InvalidConfig
 from helpers.tiny_models import CLASSES, tiny_config, tiny_model
+from rollout.hf import HFEngine
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.ranks.mesh import Ranks
@@ -159,6 +160,7 @@ def test_what_is_not_used_is_said(tmp_path, caplog):
         ("no file", CheckpointError, r"lacks \['model-1.safetensors'\]"),
         ("shape", CheckpointError, r"its weight lm_head.weight is \(3, 64\), and .* is \(256, 64\)"),
         ("quantized", InvalidConfig, "quantized"),
+        ("float8", InvalidConfig, r"model.layers.0.mlp.up_proj.weight is of torch.float8_e4m3fn, and its scale"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_loaded_is_named(tmp_path, damage, error, message):
@@ -174,8 +176,30 @@ def test_a_checkpoint_that_cannot_be_loaded_is_named(tmp_path, damage, error, me
         (path / "model.safetensors.index.json").write_text(json.dumps(index))
     elif damage == "shape":
         change(path, lambda found: found | {"lm_head.weight": torch.zeros(3, 64)})
+    elif damage == "float8":
+        name = "model.layers.0.mlp.up_proj.weight"
+        change(
+            path, lambda found: found | {name: found[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1)}
+        )
     else:
         config = json.loads((path / "config.json").read_text())
         (path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
     with pytest.raises(error, match=message):
         loaded(path)
+
+
+@pytest.mark.parametrize("read", [loaded, lambda path: HFEngine(str(path), device=CPU)], ids=["actor", "engine"])
+def test_a_checkpoint_with_a_quantized_part_is_refused(tmp_path, read):
+    """As Kimi K2.5 is published. All of its projections were initialised, with a warning."""
+    path = write("kimi_k25", tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    config["text_config"]["quantization_config"] = {"quant_method": "compressed-tensors"}
+    (path / "config.json").write_text(json.dumps(config))
+    change(
+        path,
+        lambda found: {name.replace("_proj.weight", "_proj.weight_packed"): value for name, value in found.items()},
+    )
+    with pytest.raises(
+        InvalidConfig, match=r"quantized weights \(text_config of its config says so\), which cannot be trained"
+    ):
+        read(path)

@@ -13,7 +13,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from dataproto.errors import CheckpointError, InvalidConfig
 from dataproto.vlm import VLMFamily
-from rollout.pretrained import generation_config
+from rollout.pretrained import check_not_quantized, generation_config
 from workers.model.lora import base_name
 from workers.model.patches import keep_value, place_buffer, place_parameter
 from workers.weights.stored_tensors import CheckpointFiles, Range, StoredTensor, whole
@@ -35,10 +35,7 @@ def hollow_model(model_path: str, family: VLMFamily) -> tuple[PreTrainedModel, C
         InvalidConfig: the weights are quantized.
     """
     config = AutoConfig.from_pretrained(model_path)
-    if getattr(config, "quantization_config", None) is not None:
-        raise InvalidConfig(
-            f"{model_path} holds quantized weights, which cannot be trained: name the checkpoint in bfloat16"
-        )
+    check_not_quantized(model_path, config)
     files = CheckpointFiles(model_path)
     if not files.names:
         raise CheckpointError(f"{model_path} holds no weights: neither safetensors files nor pytorch_model.bin")
@@ -167,6 +164,7 @@ def fill(module: nn.Module, prefix: str, files: CheckpointFiles, sources: Weight
 
     Raises:
         CheckpointError: a file is damaged.
+        InvalidConfig: the weights are quantized.
     """
     todo: dict[int, tuple[Tensor, StoredTensor]] = {}
     for name, tensor in all_tensors(module):
@@ -177,7 +175,13 @@ def fill(module: nn.Module, prefix: str, files: CheckpointFiles, sources: Weight
         local, part = local_part(tensor)
         if local.numel():
             with files.opened():
-                local.copy_(stored.read(part).to(local.device))
+                found = stored.read(part)
+                if local.is_floating_point() and not (found.is_floating_point() and found.itemsize > 1):
+                    raise InvalidConfig(
+                        f"{files.source} holds quantized weights: {stored.names[0]} is of {found.dtype}, and its scale would be "
+                        "left out; name the checkpoint in bfloat16"
+                    )
+                local.copy_(found.to(local.device))
 
 
 def all_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
