@@ -1,6 +1,7 @@
 """One packed forward and backward pass of a tiny model, in one process or over the ranks of a layout."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -175,6 +176,9 @@ def differences(found: Result, expected: Result) -> list[str]:
     return wrong
 
 
+@cache
 def joined(layout: Layout) -> Ranks:
-    """The calling rank's `Ranks` in ``layout``, on the CPU."""
+    """The calling rank's `Ranks` in ``layout``, on the CPU; the same in each call, since each process group has threads that
+    wait as long as the process lives.
+    """
     return init_ranks(layout, CPU)
