@@ -9,7 +9,7 @@ from dataproto import DataProto, RaggedTensor, object_array, pad_inert
 from dataproto.collation import collate_supervised
 from dataproto.errors import InvalidColumn, RowCountMismatch
 from helpers.batches import prompt_batch, with_responses
-from helpers.tiny_models import WITH_FURTHER_TYPES, tiny_config
+from helpers.tiny_models import EACH_TYPE, tiny_config
 
 
 def rollout(model_type="qwen2_5_vl"):
@@ -38,7 +38,7 @@ def mini(**columns):
     return DataProto.from_dict(tensors, arrays)
 
 
-@pytest.mark.parametrize("model_type", WITH_FURTHER_TYPES)
+@pytest.mark.parametrize("model_type", EACH_TYPE)
 def test_rollouts_prompts_and_their_parts_are_valid(model_type):
     data = rollout(model_type)
     parts = [data, data[1:], data.repeat(2), pad_inert(data, 2), data[:0]]

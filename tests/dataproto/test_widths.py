@@ -10,7 +10,7 @@ from dataproto.errors import ColumnConflict
 from dataproto.packing import equally_wide, token_widths, widen
 from dataproto.vlm import family_of
 from helpers.batches import prompt_batch
-from helpers.tiny_models import WITH_FURTHER_TYPES, tiny_config
+from helpers.tiny_models import EACH_TYPE, tiny_config
 from rollout.engine import Completion, SamplingParams
 from rollout.responses import attach_responses
 from workers.ranks.dispatch_modes import join_rows
@@ -27,7 +27,7 @@ def rollout(config, prompts, lengths, max_tokens=6):
     return attach_responses(prompts, done, SamplingParams(max_tokens=max_tokens), family_of(config), pad_token_id=PAD)
 
 
-@pytest.mark.parametrize("model_type", WITH_FURTHER_TYPES)
+@pytest.mark.parametrize("model_type", EACH_TYPE)
 def test_parts_are_joined_as_if_they_had_been_generated_together(model_type):
     config = tiny_config(model_type)
     prompts = prompt_batch(config, [[(4, 6)], [], [(6, 6), (4, 4)]], texts=[4, 3, 5])

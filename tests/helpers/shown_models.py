@@ -4,15 +4,18 @@
 """
 
 from dataproto.vlm import family_of
-from helpers.tiny_models import FURTHER_TYPES, GEMMA4_TYPES, MODEL_TYPES, TEXT_TYPES
+from helpers.tiny_models import ALL_TYPES, FURTHER_TYPES, GEMMA4_TYPES, MODEL_TYPES, TEXT_TYPES
 
-HF_ENGINE_TYPES = (*MODEL_TYPES, *FURTHER_TYPES)
-"""Families whose tokens from the HF engine are compared with a loop without a cache. Of the language models one is compared."""
+HF_ENGINE_TYPES = tuple(each for each in ALL_TYPES if each != "idefics3")
+"""Families whose tokens from the HF engine are compared with a loop without a cache."""
 TILED_TYPES = ("smolvlm", "idefics3")
 """Families whose greedy tokens, from images in files, are compared with those of Hugging Face's ``generate``."""
 PIPELINE_TYPES = ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_vl", "smolvlm", "gemma3", "gemma4", "qwen3")
 """Families of the tests of pipelines."""
-LAYOUT_TYPES = (*FURTHER_TYPES, "qwen2_vl", "internvl", "glm4v", "qwen3_5_moe", "idefics3", "gemma4")
+LAYOUT_TYPES = (
+    *(*FURTHER_TYPES, "qwen2_vl", "internvl", "glm4v", "qwen3_5_moe", "idefics3", "gemma4"),
+    *(each for each in TEXT_TYPES if each not in MODEL_TYPES),
+)
 """Families that are left to the long tests in at least one layout."""
 VLLM_TYPES = (
     *(
@@ -76,23 +79,17 @@ def models_table() -> list[str]:
     return lines
 
 
-def type_in_tests(model_type: str) -> str:
-    """The family that the tests run for it; one text-only model represents the others."""
-    return "qwen3" if model_type in TEXT_TYPES else model_type
-
-
 def in_hf_engine(model_type: str) -> str:
     """Whether tests compare its tokens."""
-    return "yes" if type_in_tests(model_type) in (*HF_ENGINE_TYPES, *TILED_TYPES) else "not tested"
+    return "yes" if model_type in (*HF_ENGINE_TYPES, *TILED_TYPES) else "not tested"
 
 
 def layouts(model_type: str) -> str:
     """The degrees of parallelism that tests compare with one process."""
-    alike = type_in_tests(model_type)
-    every, extra = alike in LAYOUT_TYPES, family_of(alike).experts is not None
-    found = [name for name in ("dp", "sp", "tp") if every or alike in MODEL_TYPES]
-    found += ["pp"] * (every or alike in PIPELINE_TYPES)
-    found += ["ep"] * (extra and (every or alike == "qwen3_vl_moe"))
+    every, extra = model_type in LAYOUT_TYPES, family_of(model_type).experts is not None
+    found = [name for name in ("dp", "sp", "tp") if every or model_type in MODEL_TYPES]
+    found += ["pp"] * (every or model_type in PIPELINE_TYPES)
+    found += ["ep"] * (extra and (every or model_type == "qwen3_vl_moe"))
     return " ".join(found)
 
 

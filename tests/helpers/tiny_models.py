@@ -32,7 +32,9 @@ FURTHER_TYPES = (
     *("gemma4+per_layer", "gemma4+moe"),
 )
 """Families close to others, whose costly checks are left to the long tests."""
-WITH_FURTHER_TYPES = (*MODEL_TYPES, *(pytest.param(each, marks=pytest.mark.long) for each in FURTHER_TYPES))
+ALL_TYPES = tuple(dict.fromkeys((*MODEL_TYPES, *FURTHER_TYPES, "idefics3", *TEXT_TYPES)))
+EACH_TYPE = tuple(each if each in MODEL_TYPES else pytest.param(each, marks=pytest.mark.long) for each in ALL_TYPES)
+"""All families; costly checks of those beside `MODEL_TYPES` are left to the long tests."""
 TILED = ("internvl", "internvl+qwen3_moe", "smolvlm", "idefics3")
 VOCABULARY = 256
 IMAGE, VIDEO, START, END = 250, 251, 252, 253

@@ -25,7 +25,7 @@ from benchmarks.forecasts import (
 from benchmarks.workload import TINY, make_batch, model_config
 from dataproto.errors import InvalidConfig, NonFiniteLogits
 from dataproto.vlm import family_of
-from helpers.tiny_models import FURTHER_TYPES, VLM_TYPES, WITH_FURTHER_TYPES, tiny_config, tiny_model
+from helpers.tiny_models import EACH_TYPE, FURTHER_TYPES, VLM_TYPES, tiny_config, tiny_model
 from recipes.configs import plan_config
 from recipes.data.drawn_rows import ProblemRows
 from recipes.data.loader import PromptLoader, draws
@@ -83,7 +83,7 @@ H200 = DEVICES["h200"]
 CPU = Device("cpu", 10**9, math.inf, math.inf, math.inf, on_cpu=True)  # an operation takes no time
 
 
-@pytest.mark.parametrize("model_type", WITH_FURTHER_TYPES)
+@pytest.mark.parametrize("model_type", EACH_TYPE)
 def test_parameters_are_those_of_the_built_model(model_type):
     model, size = tiny_model(model_type), model_size(tiny_config(model_type), ModelConfig())
     assert size.total == size.trained == sum(weight.numel() for weight in model.parameters())

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from dataproto.errors import InvalidConfig, InvalidPrompt, MediaMismatch, NonFiniteLogits
 from helpers.batches import prompt_batch
 from helpers.checkpoints import write_checkpoint
-from helpers.tiny_models import MODEL_TYPES, WITH_FURTHER_TYPES, forward_inputs, tiny_model
+from helpers.tiny_models import EACH_TYPE, MODEL_TYPES, forward_inputs, tiny_model
 from helpers.turns import finish, next_turn
 from rollout.engine import Request, SamplingParams
 from rollout.hf import HFEngine
@@ -32,7 +32,7 @@ def engine_of(model_type, tmp_path_factory):
     return HFEngine(str(path), device=CPU)
 
 
-@pytest.fixture(scope="module", params=WITH_FURTHER_TYPES)
+@pytest.fixture(scope="module", params=EACH_TYPE)
 def any_engine(request, tmp_path_factory):
     return engine_of(request.param, tmp_path_factory)
 

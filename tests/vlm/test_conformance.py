@@ -15,14 +15,13 @@ from dataproto.errors import MediaMismatch
 from dataproto.packing import pack_rows
 from dataproto.vlm import family_of, media_grids, media_spans
 from helpers.tiny_models import (
+    ALL_TYPES,
     END,
     FURTHER_TYPES,
     GEMMA4_TYPES,
     IMAGE,
-    MODEL_TYPES,
     MOE_TYPES,
     START,
-    TEXT_TYPES,
     TILED,
     VIDEO,
     VLM_TYPES,
@@ -44,9 +43,7 @@ from workers.model.recurrent import recurrent_mixers, use_packed_recurrence
 from workers.model.segments.image_blocks import image_blocks
 
 model_of = cache(tiny_model)
-every_type = pytest.mark.parametrize(
-    "model_type", dict.fromkeys((*MODEL_TYPES, *FURTHER_TYPES, "idefics3", *TEXT_TYPES))
-)
+every_type = pytest.mark.parametrize("model_type", ALL_TYPES)
 with_a_tower = pytest.mark.parametrize("model_type", [*VLM_TYPES, *FURTHER_TYPES, "idefics3"])
 
 GRIDS = ([(4, 6), (8, 4)], [(2, 2)], [(6, 2)])

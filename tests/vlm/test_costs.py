@@ -10,8 +10,8 @@ from dataproto.planning import split_by_budget
 from dataproto.vlm import family_of, media_grids, media_spans
 from dataproto.vlm.families.qwen3_5 import CHUNK, recurrence_flops
 from helpers.tiny_models import (
+    EACH_TYPE,
     GEMMA4_TYPES,
-    WITH_FURTHER_TYPES,
     expand,
     forward_positions,
     image_inputs,
@@ -69,7 +69,7 @@ def counts_of(counter):
     return {str(name): count for name, count in counts.get("Global", {}).items()} | {"rotary": sum(rotary)}
 
 
-@pytest.mark.parametrize("model_type", WITH_FURTHER_TYPES)
+@pytest.mark.parametrize("model_type", EACH_TYPE)
 def test_counts_equal_those_of_the_counter(model_type):
     model = tiny_model(model_type)
     model.set_attn_implementation("eager")  # plain products, which the counter knows, unlike fused ones on a CPU
@@ -142,7 +142,7 @@ def media_rows(config):
     return [pictures, {}, pictures, video, image_inputs(config, (6, 6), seed=1) | video]
 
 
-@pytest.mark.parametrize("model_type", WITH_FURTHER_TYPES)
+@pytest.mark.parametrize("model_type", EACH_TYPE)
 def test_costs_by_row_add_up_to_those_of_the_batch(model_type):
     config = tiny_config(model_type)
     family, lengths, media = family_of(model_type), [40, 7, 30, 25, 0], media_rows(config)
@@ -156,7 +156,7 @@ def test_costs_by_row_add_up_to_those_of_the_batch(model_type):
     assert family.row_flops(config, [], []).tolist() == []
 
 
-@pytest.mark.parametrize("model_type", WITH_FURTHER_TYPES)
+@pytest.mark.parametrize("model_type", EACH_TYPE)
 def test_a_part_costs_its_first_row_whole_and_of_others_what_they_do_not_share(model_type):
     """Three samples of one prompt with images, then a text row: attention of a response also pays for the prompt's keys."""
     config, family = tiny_config(model_type), family_of(model_type)

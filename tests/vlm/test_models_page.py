@@ -5,8 +5,21 @@ from pathlib import Path
 
 import pytest
 
+from dataproto.vlm import family_of
 from dataproto.vlm.family_registry import _SHIPPED
-from helpers.shown_models import FIELD, LAYOUT_TYPES, MEASURED_ON_H200, layouts, models_table, type_in_tests
+from helpers.shown_models import (
+    FIELD,
+    HF_ENGINE_TYPES,
+    LAYOUT_TYPES,
+    MEASURED_ON_H200,
+    TILED_TYPES,
+    VLLM_HALF_TYPES,
+    VLLM_TYPES,
+    VLLM_WINDOWED_TYPES,
+    layouts,
+    models_table,
+)
+from helpers.tiny_models import ALL_TYPES, MOE_TYPES
 from workers.ranks.layout import Layout
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +46,7 @@ def tests_of_layouts():
         "pp": "test_pipeline",
         "ep": "test_expert_parallel",
         "families": "test_family_layouts",
+        "products": "test_layout_products",
     }
     return {degree: loaded(ROOT / "tests" / "workers" / f"{name}.py") for degree, name in names.items()}
 
@@ -61,7 +75,22 @@ def compared(model_type, tests):
 
 def test_layouts_of_the_table_are_those_that_tests_compare(tests_of_layouts):
     for model_type in _SHIPPED:
-        assert set(layouts(model_type).split()) == compared(type_in_tests(model_type), tests_of_layouts), model_type
+        assert set(layouts(model_type).split()) == compared(model_type, tests_of_layouts), model_type
+
+
+def test_every_family_is_in_the_lists_of_the_tests(tests_of_layouts):
+    """A family that is in none of them would be left out in silence."""
+    every, families = set(_SHIPPED), tests_of_layouts["families"]
+    assert set(ALL_TYPES) == every
+    assert set(MOE_TYPES) == {each for each in every if family_of(each).experts is not None}
+    assert set(families.STAGED_TYPES) == every
+    assert {*HF_ENGINE_TYPES, *TILED_TYPES} == every
+    in_vllm = {*VLLM_TYPES, *VLLM_HALF_TYPES, *VLLM_WINDOWED_TYPES}
+    assert in_vllm == {each for each in every if not family_of(each).not_in_vllm}
+    products = tests_of_layouts["products"]
+    wanted = {(each, name) for each in every for name in products.LAYOUTS}
+    wanted |= {(each, name) for each in MOE_TYPES for name in products.WITH_EXPERTS}
+    assert wanted <= {tuple(case.split(", ", 1)) for case in products.CASES}
 
 
 def test_what_was_measured_stands_in_the_results():

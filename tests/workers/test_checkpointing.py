@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dataproto.vlm import family_of
 from helpers.batches import prompt_batch, with_responses
-from helpers.tiny_models import WITH_FURTHER_TYPES, tiny_model
+from helpers.tiny_models import EACH_TYPE, tiny_model
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.parallel import activation_checkpointing as checkpointing
@@ -43,7 +43,7 @@ def in_mode(model, mode):
     return module
 
 
-@pytest.mark.parametrize("model_type", WITH_FURTHER_TYPES)
+@pytest.mark.parametrize("model_type", EACH_TYPE)
 def test_the_same_numbers_and_names(model_type):
     model = tiny_model(model_type)
     data = select_rows(model)

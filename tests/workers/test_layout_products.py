@@ -1,4 +1,4 @@
-"""Sequence and tensor parallelism and FSDP2 together, over four processes, against one process in float32: log-probs and
+"""Sequence, tensor and expert parallelism and FSDP2 together, over four processes, against one process in float32: log-probs and
 entropies within 1e-5 absolute, each parameter's gradient within 1e-4 of its norm. All cases run in one start of the processes.
 """
 
@@ -22,7 +22,7 @@ from helpers.layouts import (
     turn_rows,
 )
 from helpers.processes import run_ranks
-from helpers.tiny_models import MODEL_TYPES, tiny_model
+from helpers.tiny_models import ALL_TYPES, MOE_TYPES, tiny_model
 from workers.ranks.layout import Layout
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.training.optimizer import OptimizerConfig
@@ -33,6 +33,14 @@ LAYOUTS = {
     "sp 2 x tp 2": Layout(sp=2, tp=2),
     "dp 2 x tp 2": Layout(dp=2, tp=2),
     "dp 2 x sp 2": Layout(dp=2, sp=2),
+}
+WITH_EXPERTS = {
+    "dp 2 x tp 2, ep 2": Layout(dp=2, tp=2, ep=2),
+    "sp 2 x tp 2, ep 2": Layout(sp=2, tp=2, ep=2),
+    "dp 2 x sp 2, ep 2": Layout(dp=2, sp=2, ep=2),
+    "dp 2 x sp 2, ep 4": Layout(dp=2, sp=2, ep=4),
+    "dp 4, ep 2, 2 replicas": Layout(dp=4, ep=2, replicas=2),
+    "sp 2 x pp 2, ep 2": Layout(sp=2, pp=2, ep=2),
 }
 CLIPPED = OptimizerConfig(lr=1e-3, max_grad_norm=0.1)
 
@@ -95,8 +103,13 @@ def actor_metrics(metrics):
 CASES = {
     **{
         f"{model_type}, {name}": partial(equals_one_process, model_type, layout, mixed_rows)
-        for model_type in MODEL_TYPES
+        for model_type in ALL_TYPES
         for name, layout in LAYOUTS.items()
+    },
+    **{
+        f"{model_type}, {name}": partial(equals_one_process, model_type, layout, mixed_rows)
+        for model_type in MOE_TYPES
+        for name, layout in WITH_EXPERTS.items()
     },
     **{
         f"{model_type}, images in later turns, {name}": partial(equals_one_process, model_type, layout, turn_rows)

@@ -10,7 +10,7 @@ from dataproto.errors import InvalidConfig
 from dataproto.vlm import family_of
 from helpers.batches import padded_log_probs, prompt_batch, with_responses
 from helpers.processes import run_ranks
-from helpers.tiny_models import CLASSES, MOE_TYPES, TEXT_TYPES, WITH_FURTHER_TYPES, tiny_config, tiny_model
+from helpers.tiny_models import CLASSES, EACH_TYPE, MOE_TYPES, TEXT_TYPES, tiny_config, tiny_model
 from workers.model.lora import add_adapters
 from workers.model.model_config import ModelConfig
 from workers.ranks.layout import Layout
@@ -36,7 +36,7 @@ def pg_loss(outputs, rows):
     return -outputs.log_probs * rows["advantages"], {}
 
 
-@pytest.fixture(scope="module", params=WITH_FURTHER_TYPES)
+@pytest.fixture(scope="module", params=EACH_TYPE)
 def model_type(request):
     return request.param
 

@@ -15,12 +15,12 @@ from dataproto.vlm import family_of, media_grids
 from helpers.batches import padded_log_probs, prompt_batch, with_responses
 from helpers.layouts import text_rows
 from helpers.tiny_models import (
+    EACH_TYPE,
     END,
     IMAGE,
     START,
     VIDEO,
     VLM_TYPES,
-    WITH_FURTHER_TYPES,
     expand,
     image_inputs,
     takes_video,
@@ -68,7 +68,7 @@ def mixed_rows(model_type):
     return with_responses(config, prompts, lengths=[4, 2, 3, 5, 1, 2, 3, 2][: len(prompts)], width=5)
 
 
-@pytest.mark.parametrize("model_type", WITH_FURTHER_TYPES)
+@pytest.mark.parametrize("model_type", EACH_TYPE)
 def test_any_split_gives_the_log_probs_of_each_row_alone(model_type):
     module, data = packed_of(model_type), mixed_rows(model_type)
     with torch.no_grad():

@@ -10,7 +10,7 @@ from dataproto.errors import InvalidColumn, MissingColumn
 from dataproto.vlm import family_of
 from helpers.batches import padded_log_probs, prompt_batch, with_responses
 from helpers.metrics import learned
-from helpers.tiny_models import TILED, WITH_FURTHER_TYPES, gradient_tolerance, rounding, tiny_model
+from helpers.tiny_models import EACH_TYPE, TEXT_TYPES, TILED, gradient_tolerance, rounding, tiny_model
 from workers.model.packed_model import PackedVLM, select_rows
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.model_worker import PolicyConfig, ReferenceWorker
@@ -19,7 +19,7 @@ from workers.training.forward_pass import forward_rows, infer_token_types, prepa
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=WITH_FURTHER_TYPES)
+@pytest.fixture(scope="module", params=EACH_TYPE)
 def model(request):
     return tiny_model(request.param)
 
@@ -65,7 +65,7 @@ def test_a_prompt_with_several_samples_is_computed_once(model):
     assert packed.input_ids.shape[1] == int(prompts.sum() + responses.sum() - prompts[shared].sum())
     grids = family_of(model.config).grids(media, model.config)
     model_type = model.config.model_type
-    other = {"qwen3": 0, "minicpmv4_6": 5}.get(model_type, 3)  # images, one of which has two slices
+    other = 0 if model_type in TEXT_TYPES else 5 if model_type == "minicpmv4_6" else 3  # an image of it has two slices
     assert len(grids) == (7 if model_type in TILED else other)
 
 
@@ -178,9 +178,10 @@ def test_a_missing_column_is_named(checkpoint):
 
 
 @pytest.mark.slow
-def test_saving_and_loading_continues_to_the_bit(checkpoint, tmp_path):
-    data = training_batch(tiny_model("qwen2_5_vl"))
-    actor, other = (ActorWorker(ActorConfig(checkpoint), CPU) for _ in range(2))
+def test_saving_and_loading_continues_to_the_bit(model, tmp_path):
+    model.save_pretrained(tmp_path / "model")
+    data = training_batch(model)
+    actor, other = (ActorWorker(ActorConfig(str(tmp_path / "model")), CPU) for _ in range(2))
     actor.update(data, pg_loss)
     actor.save(tmp_path)
     other.load(tmp_path)

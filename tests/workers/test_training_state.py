@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from dataproto.errors import CheckpointError
 from dataproto.vlm import family_of
-from helpers.tiny_models import WITH_FURTHER_TYPES, tiny_model
+from helpers.tiny_models import EACH_TYPE, tiny_model
 from workers.model.packed_model import PackedVLM
 from workers.ranks.mesh import Ranks
 from workers.roles.actor import ActorConfig, ActorWorker
@@ -203,7 +203,7 @@ def test_what_goes_wrong_behind_is_told_when_waited_for(tmp_path):
     saving.finish()
 
 
-@pytest.mark.parametrize("model_type", WITH_FURTHER_TYPES)
+@pytest.mark.parametrize("model_type", EACH_TYPE)
 def test_the_exported_model_is_the_trained_one_to_the_bit(tmp_path, model_type):
 
     model = tiny_model(model_type)
