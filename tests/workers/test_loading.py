@@ -160,7 +160,7 @@ def test_what_is_not_used_is_said(tmp_path, caplog):
         ("no file", CheckpointError, r"lacks \['model-1.safetensors'\]"),
         ("shape", CheckpointError, r"its weight lm_head.weight is \(3, 64\), and .* is \(256, 64\)"),
         ("quantized", InvalidConfig, "quantized"),
-        ("float8", InvalidConfig, r"model.layers.0.mlp.up_proj.weight is of torch.float8_e4m3fn, and its scale"),
+        ("float8", InvalidConfig, r"model.layers.0.mlp.up_proj.weight is of type F8_E4M3, and its scale"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_loaded_is_named(tmp_path, damage, error, message):

@@ -16,7 +16,7 @@ from dataproto.vlm import VLMFamily
 from rollout.pretrained import check_not_quantized, generation_config
 from workers.model.lora import base_name
 from workers.model.patches import keep_value, place_buffer, place_parameter
-from workers.weights.stored_tensors import CheckpointFiles, Range, StoredTensor, whole
+from workers.weights.stored_tensors import PLAIN_NUMBERS, CheckpointFiles, Range, StoredTensor, whole
 from workers.weights.weight_sources import WeightSources
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ def hollow_model(model_path: str, family: VLMFamily) -> tuple[PreTrainedModel, C
     if model.can_generate():
         model.generation_config = generation_config(model_path, config)
     sources = WeightSources.of(model, family, files)
+    _check_numbers(model, files, sources)
     _untie_different(model, files, sources)
     if absent := absent_weights(model, sources):
         log.warning("%s lacks weights, which are initialised: %s", model_path, ", ".join(absent))
@@ -51,6 +52,19 @@ def hollow_model(model_path: str, family: VLMFamily) -> tuple[PreTrainedModel, C
         log.warning("%s has weights that are not used: %s", model_path, ", ".join(sources.unexpected))
     initialise(model, absent)
     return model.eval(), files, sources
+
+
+def _check_numbers(model: PreTrainedModel, files: CheckpointFiles, sources: WeightSources) -> None:
+    """Raises `InvalidConfig` for weights in float8 or whole numbers: their scales, which have other names, would be left out."""
+    shown = model.state_dict()
+    with files.opened():
+        for name, stored in sources.stored.items():
+            for each in stored.names if shown[name].is_floating_point() else ():
+                if (kind := files.kind(each)) not in PLAIN_NUMBERS.values():
+                    raise InvalidConfig(
+                        f"{files.source} holds quantized weights: {each} is of type {kind}, and its scale would be left out; name "
+                        "the checkpoint in bfloat16"
+                    )
 
 
 def _untie_different(model: PreTrainedModel, files: CheckpointFiles, sources: WeightSources) -> None:
@@ -164,7 +178,6 @@ def fill(module: nn.Module, prefix: str, files: CheckpointFiles, sources: Weight
 
     Raises:
         CheckpointError: a file is damaged.
-        InvalidConfig: the weights are quantized.
     """
     todo: dict[int, tuple[Tensor, StoredTensor]] = {}
     for name, tensor in all_tensors(module):
@@ -175,13 +188,7 @@ def fill(module: nn.Module, prefix: str, files: CheckpointFiles, sources: Weight
         local, part = local_part(tensor)
         if local.numel():
             with files.opened():
-                found = stored.read(part)
-                if local.is_floating_point() and not (found.is_floating_point() and found.itemsize > 1):
-                    raise InvalidConfig(
-                        f"{files.source} holds quantized weights: {stored.names[0]} is of {found.dtype}, and its scale would be "
-                        "left out; name the checkpoint in bfloat16"
-                    )
-                local.copy_(found.to(local.device))
+                local.copy_(stored.read(part).to(local.device))
 
 
 def all_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -26,6 +26,9 @@ from transformers.utils import (
 
 from dataproto.errors import CheckpointError
 
+PLAIN_NUMBERS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+"""Types of numbers that need no scale, and their names in safetensors files."""
+
 Range = tuple[slice, ...]
 """A part of a tensor: for each dimension a slice with start and stop."""
 
@@ -104,6 +107,13 @@ class CheckpointFiles:
         stored: Any = handle[name] if isinstance(handle, dict) else handle.get_slice(name)
         found: Tensor = stored[part]
         return found
+
+    def kind(self, name: str) -> str:
+        """The type of a tensor's numbers by its name in safetensors files, such as ``BF16``; call within `opened`."""
+        handle = self._handle(self.files[name])
+        if isinstance(handle, dict):
+            return PLAIN_NUMBERS.get(handle[name].dtype, str(handle[name].dtype))
+        return str(handle.get_slice(name).get_dtype())
 
     def _shape(self, name: str) -> tuple[int, ...]:
         handle = self._handle(self.files[name])
