@@ -62,8 +62,8 @@ def _check_numbers(model: PreTrainedModel, files: CheckpointFiles, sources: Weig
             for each in stored.names if shown[name].is_floating_point() else ():
                 if (kind := files.kind(each)) not in PLAIN_NUMBERS.values():
                     raise InvalidConfig(
-                        f"{files.source} holds quantized weights: {each} is of type {kind}, and its scale would be left out; name "
-                        "the checkpoint in bfloat16"
+                        f"{files.source} holds quantized weights: {each} is of type {kind}, and its scale would be left out; "
+                        "name the checkpoint in bfloat16"
                     )
 
 
