@@ -8,7 +8,7 @@ import torch
 from dataproto import DataProto, object_array
 from dataproto.columns import media_parts
 from dataproto.vlm import family_of, media_grids
-from helpers.tiny_models import expand, forward_inputs, image_inputs, placeholder, token_by_token
+from helpers.tiny_models import END, START, VIDEO, expand, forward_inputs, image_inputs, placeholder, token_by_token
 
 
 def prompt_batch(config: Any, grids_of_rows: list[list[tuple[int, int]]], texts: list[int], seed: int = 0) -> DataProto:
@@ -49,6 +49,25 @@ def prompt_batch(config: Any, grids_of_rows: list[list[tuple[int, int]]], texts:
             "multi_modal_inputs": inputs,
             "uid": np.array([f"prompt-{row}" for row in range(len(rows))], dtype=object),
         },
+    )
+
+
+def film_prompt(config: Any, width: int) -> DataProto:
+    """A prompt with a video of three time steps, left-padded to ``width``."""
+    clip = image_inputs(config, (3, 4, 4), kind="video", seed=4)
+    if config.model_type == "qwen2_5_vl":
+        clip["second_per_grid_ts"] = torch.tensor([1.5])
+    ids, types = expand(config, [10, 20, START, VIDEO, END, 21], clip=clip, seconds=[[0.5, 2.0, 3.5]])
+    padded, kinds, mask = torch.zeros(3, 1, width, dtype=torch.int64)
+    for row, values in ((padded, ids), (kinds, types), (mask, np.ones_like(ids))):
+        row[0, width - len(ids) :] = torch.as_tensor(np.asarray(values).astype(np.int64))
+    kinds = kinds.to(torch.int8)
+    positions = family_of(config).position_ids(kinds, mask, **media_grids([clip]), config=config)
+    inputs = np.empty(1, dtype=object)
+    inputs[0] = clip
+    return DataProto.from_dict(
+        {"input_ids": padded, "attention_mask": mask, "mm_token_type_ids": kinds, "position_ids": positions},
+        non_tensors={"multi_modal_inputs": inputs, "uid": np.array(["clip"], dtype=object)},
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dataproto import DataProto
 from dataproto.vlm import family_of
-from helpers.batches import prompt_batch, with_responses, with_turns
+from helpers.batches import film_prompt, prompt_batch, with_responses, with_turns
 from helpers.tiny_models import GEMMA4_TYPES, rounding, tiny_config, tiny_model
 from workers.model.model_config import ModelConfig
 from workers.model.named_weights import full_tensor
@@ -61,6 +61,13 @@ def mixed_rows(config: Any) -> DataProto:
     grids = [[(4, 6), (8, 4)], [(6, 6)], [], [(6, 6)]]
     prompts = prompt_batch(config, grids, texts=[4, 7, 5, 3])[[0, 0, 1, 2, 2, 3, 0]]
     return with_responses(config, prompts, lengths=[5, 4, 1, 6, 2, 3, 0], width=6)
+
+
+def film_rows(config: Any) -> DataProto:
+    """Rows with a video and with two images in turn, and one of text: two data-parallel ranks have one kind of media each."""
+    prompts = prompt_batch(config, [[(4, 6), (8, 4)], []], texts=[24, 5])
+    prompts = DataProto.concat([prompts, film_prompt(config, prompts["input_ids"].shape[1])])
+    return with_responses(config, prompts[[0, 2, 0, 2, 1]], lengths=[4, 2, 3, 5, 1], width=5)
 
 
 def text_rows(config: Any) -> DataProto:

@@ -12,10 +12,10 @@ from torch import distributed
 
 from dataproto.vlm import family_of
 from helpers import layouts
-from helpers.layouts import CPU, TEMPERATURE, config_with_heads, differences, joined, mixed_rows, run_pass
+from helpers.layouts import CPU, TEMPERATURE, config_with_heads, differences, film_rows, joined, mixed_rows, run_pass
 from helpers.processes import run_ranks
 from helpers.shown_models import LAYOUT_TYPES, PIPELINE_TYPES
-from helpers.tiny_models import MODEL_TYPES, tiny_config, tiny_model
+from helpers.tiny_models import ALL_TYPES, MODEL_TYPES, takes_video, tiny_config, tiny_model
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import Ranks
 from workers.roles.actor import ActorConfig, ActorWorker
@@ -30,6 +30,8 @@ PRODUCTS = {
     "sp 2, pp 2": Layout(sp=2, pp=2),
     "tp 2, pp 2": Layout(tp=2, pp=2),
 }
+FILM_LAYOUTS = {"dp 2": Layout(dp=2), "sp 2": Layout(sp=2), "tp 2": Layout(tp=2), "pp 2": Layout(pp=2)}
+VIDEO_TYPES = [each for each in ALL_TYPES if takes_video(each)]
 RATES = {"gemma4+per_layer": 1e-4}
 """Learning rates where gradients that are zero but for rounding move weights too far; see `SLOWLY` in `test_pipeline.py`."""
 LAYOUTS = {
@@ -61,9 +63,9 @@ def layouts_of(model_type):
 # What all ranks run
 
 
-def equals_one_process(model_type, layout):
+def equals_one_process(model_type, layout, rows=mixed_rows):
     config = config_of(model_type)
-    data = mixed_rows(config)
+    data = rows(config)
     found = run_pass(config, data, joined(layout))
     return differences(found, run_pass(config, data)) if distributed.get_rank() == 0 else []
 
@@ -138,6 +140,11 @@ def outcomes(checkpoints, tmp_path_factory):
         (model_type, "gradients, pp 2"): partial(equals_one_process, model_type, Layout(pp=2))
         for model_type in STAGED_TYPES
     }
+    cases |= {
+        (model_type, f"videos, {name}"): partial(equals_one_process, model_type, layout, film_rows)
+        for model_type in VIDEO_TYPES
+        for name, layout in FILM_LAYOUTS.items()
+    }
     cases |= {"float64": partial(parts_in_float64, "gemma4")}
     return run_ranks(2, cases, tmp_path_factory.mktemp("two"))
 
@@ -145,6 +152,13 @@ def outcomes(checkpoints, tmp_path_factory):
 @pytest.mark.parametrize(("model_type", "layout"), [(each, name) for each in LAYOUT_TYPES for name in layouts_of(each)])
 def test_two_ranks_compute_what_one_computes(outcomes, model_type, layout):
     for outcome in outcomes[model_type, layout]:
+        assert outcome == [], outcome
+
+
+@pytest.mark.parametrize("layout", FILM_LAYOUTS)
+@pytest.mark.parametrize("model_type", VIDEO_TYPES)
+def test_two_ranks_compute_what_one_computes_of_videos(outcomes, model_type, layout):
+    for outcome in outcomes[model_type, f"videos, {layout}"]:
         assert outcome == [], outcome
 
 

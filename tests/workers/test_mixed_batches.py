@@ -11,18 +11,13 @@ import torch
 from dataproto import DataProto
 from dataproto.errors import InvalidColumn, InvalidConfig, MediaMismatch, NonFiniteLogits
 from dataproto.packing import token_widths, widen
-from dataproto.vlm import family_of, media_grids
-from helpers.batches import padded_log_probs, prompt_batch, with_responses
+from dataproto.vlm import family_of
+from helpers.batches import film_prompt, padded_log_probs, prompt_batch, with_responses
 from helpers.layouts import text_rows
 from helpers.tiny_models import (
     EACH_TYPE,
-    END,
     IMAGE,
-    START,
-    VIDEO,
     VLM_TYPES,
-    expand,
-    image_inputs,
     takes_video,
     tiny_config,
     tiny_model,
@@ -37,25 +32,6 @@ from workers.training.training_model import Update
 
 CPU = torch.device("cpu")
 packed_of = cache(lambda model_type: PackedVLM(tiny_model(model_type), family_of(model_type), 1.0))
-
-
-def film_prompt(config, width):
-    """A prompt with a video of three time steps, left-padded to ``width``."""
-    clip = image_inputs(config, (3, 4, 4), kind="video", seed=4)
-    if config.model_type == "qwen2_5_vl":
-        clip["second_per_grid_ts"] = torch.tensor([1.5])
-    ids, types = expand(config, [10, 20, START, VIDEO, END, 21], clip=clip, seconds=[[0.5, 2.0, 3.5]])
-    padded, kinds, mask = torch.zeros(3, 1, width, dtype=torch.int64)
-    for row, values in ((padded, ids), (kinds, types), (mask, np.ones_like(ids))):
-        row[0, width - len(ids) :] = torch.as_tensor(np.asarray(values).astype(np.int64))
-    kinds = kinds.to(torch.int8)
-    positions = family_of(config).position_ids(kinds, mask, **media_grids([clip]), config=config)
-    inputs = np.empty(1, dtype=object)
-    inputs[0] = clip
-    return DataProto.from_dict(
-        {"input_ids": padded, "attention_mask": mask, "mm_token_type_ids": kinds, "position_ids": positions},
-        non_tensors={"multi_modal_inputs": inputs, "uid": np.array(["clip"], dtype=object)},
-    )
 
 
 def mixed_rows(model_type):
