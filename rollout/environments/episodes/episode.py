@@ -12,6 +12,7 @@ from rollout.environments.environment import Failure, Observation
 from rollout.environments.episodes.shown_history import EpisodeRow
 from rollout.environments.episodes.turn_renderer import RenderedTurn
 from rollout.prompts import Prompt
+from rollout.prompts.made_images import Made
 
 EndReason = Literal["done", "turns", "tokens", "length"] | Failure
 """Why an episode ended.
@@ -67,6 +68,7 @@ class EpisodeStart:
     environment_seed: int
     uid: str = ""
     trajectory: str = ""  # its name: the uid, and the sample's number among those of the uid
+    images: Made = field(default_factory=dict)  # of the row, processed before
 
 
 @dataclass(frozen=True)

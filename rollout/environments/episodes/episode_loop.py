@@ -13,6 +13,7 @@ from rollout.environments.episodes.episode import Episode, EpisodeLimits, Episod
 from rollout.environments.episodes.shown_history import EpisodeRow
 from rollout.environments.episodes.turn_renderer import RenderedTurn, TurnRenderer
 from rollout.environments.episodes.turn_requests import TurnRequests
+from rollout.prompts.made_images import batch_of
 from rollout.sampling import turn_seed
 
 WORTH_WAITING = 0.1
@@ -67,7 +68,8 @@ def go_on(
         InvalidConfig: see `play_episodes`.
     """
     play = _Play(engine, renderer, episodes, host, sampling, limits, groups, weight_version)
-    with renderer.builder.one_batch():
+    made = {key: inputs for episode in episodes for key, inputs in episode.start.images.items()}
+    with renderer.builder.one_batch(batch_of(made)):
         try:
             play.run()
         finally:
