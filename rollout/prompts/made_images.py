@@ -40,7 +40,8 @@ def made_images(row: Mapping[str, Any]) -> Made:
     >>> made_images({"image_keys": keys, "multi_modal_inputs": {"pixel_values": torch.tensor([1, 2, 3])}})
     {b'a': {'pixel_values': tensor([1])}, b'b': {'pixel_values': tensor([2, 3])}}
     """
-    keys, inputs = row.get(IMAGE_KEYS) or (), row.get("multi_modal_inputs") or {}
+    keys: Sequence[tuple[bytes, dict[str, int]]] = row.get(IMAGE_KEYS) or ()
+    inputs = row.get("multi_modal_inputs") or {}
     if not isinstance(inputs, Mapping):
         return {}
     names = dict.fromkeys(name for _, lengths in keys for name in lengths)

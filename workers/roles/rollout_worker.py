@@ -169,6 +169,7 @@ class RolloutWorker:
         seconds: float = 60.0,
         last_pictures: int | None = None,
         memory_gib: float | None = None,
+        wall_clock: float | None = None,
     ) -> DataProto:
         """``sampling.n`` episodes for each prompt row, next to each other, one row each, with the columns of `episode_columns`.
 
@@ -182,12 +183,12 @@ class RolloutWorker:
             prompts: with ``raw_prompt``, the messages that the environment's first observation follows.
             make_environment: makes the environment of an episode in this process.
             sampling: of each turn; ``max_tokens`` limits a turn.
-            turns, tokens, seconds, last_pictures, memory_gib: see `EpisodeLimits`.
+            turns, tokens, seconds, last_pictures, memory_gib, wall_clock: see `EpisodeLimits`.
 
         Raises:
             InvalidConfig: the chat template cannot show observations.
         """
-        limits = EpisodeLimits(turns, tokens, seconds, last_pictures, memory_gib)
+        limits = EpisodeLimits(turns, tokens, seconds, last_pictures, memory_gib, wall_clock)
         self._calls += 1
         with self.sharding as sharding:
             with self.ranks.fail_together():

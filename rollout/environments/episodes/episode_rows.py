@@ -113,7 +113,7 @@ def _tensors(records: Sequence["_Record"], builder: Any) -> dict[str, Tensor]:
     mask = torch.cat([prompt_mask, filled.to(torch.int64)], dim=1)
     prompt_types = _pad_left([record.prompt_types for record in records], 0)
     types = torch.cat([prompt_types, padded("types")], dim=1).to(torch.int8)
-    cut = [record.is_last and record.episode.ended in ("length", "tokens") for record in records]
+    cut = [record.is_last and record.episode.ended in ("length", "tokens", "clock") for record in records]
     return {
         "prompts": prompt_ids,
         "responses": responses,
