@@ -8,16 +8,21 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from dataproto.columns import ROUTED_EXPERTS
 from dataproto.errors import InvalidConfig
+from helpers.checkpoints import write_checkpoint
 from helpers.episodes import RandomEngine, prompts_of, renderer_of, starts_of
 from rollout.carried_samples import WholeGroups
 from rollout.engine import Completion, SamplingParams
-from rollout.environments import EpisodeLimits, Observation, environment_host, play_episodes
+from rollout.environments import EpisodeLimits, Observation, TurnRenderer, environment_host, play_episodes
 from rollout.environments.environment_host import EnvironmentHost
 from rollout.environments.episodes import episode_loop
 from rollout.environments.episodes.episode_rows import episode_columns
 from rollout.environments.episodes.held_episodes import EpisodePlan, HeldEpisodes
+from rollout.hf import HFEngine
+from rollout.prompts import PromptBuilder
 
 SAMPLING = SamplingParams(max_tokens=4)
 
@@ -322,6 +327,42 @@ def test_the_wall_clock_of_an_episode_stands_still_between_steps(counting):
     assert Endless.now == 10_000.0 + 500.0
     before = sum(len(turn["token_ids"]) for turn in begun)
     assert before < len(again.turns[0].token_ids) <= before + 500 - played
+
+
+class SteppedEngine(HFEngine):
+    """A step takes a second on the clock of `counting`."""
+
+    def poll(self):
+        Endless.now += 1.0
+        return super().poll()
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl_moe"])
+def test_a_turn_that_the_wall_clock_cut_has_the_tokens_of_one_that_goes_on(counting, tmp_path, model_type):
+    builder = PromptBuilder.from_pretrained(write_checkpoint(model_type, tmp_path), max_prompt_length=300)
+    renderer = TurnRenderer(builder, [builder.tokenizer.eos_token_id])
+    routed = {"routed_experts": True} if model_type == "qwen3_vl_moe" else {}
+    engine = SteppedEngine(str(tmp_path), device=torch.device("cpu"), **routed)
+    sampling, prompts = SamplingParams(max_tokens=12, seed=3, ignore_eos=True), prompts_of(builder, 2)
+
+    def rows(**limits):
+        Endless.now = 0.0
+        found = play_episodes(engine, renderer, starts_of(2), Quick, sampling, EpisodeLimits(turns=1, **limits))
+        return found, episode_columns(prompts, found, renderer, 12, getattr(engine, "no_experts", None))
+
+    whole, expected = rows()
+    cut, data = rows(wall_clock=6.0)
+    assert [episode.ended for episode in whole] == ["length"] * 2
+    assert [episode.ended for episode in cut] == ["clock"] * 2
+    lengths = data["response_mask"].sum(1).tolist()
+    assert 0 < max(lengths) < 12
+    for row, length in enumerate(lengths):
+        assert data["responses"][row, :length].equal(expected["responses"][row, :length])
+        log_probs = (each["rollout_log_probs"][row, :length] for each in (data, expected))
+        torch.testing.assert_close(*log_probs, atol=1e-5, rtol=0)
+        if routed:
+            assert len(data[ROUTED_EXPERTS][row]) == length
+            assert data[ROUTED_EXPERTS][row][: length - 1].equal(expected[ROUTED_EXPERTS][row][: length - 1])
 
 
 def test_the_wall_clock_must_be_a_time():

@@ -186,8 +186,9 @@ class RolloutWorker:
             turns, tokens, seconds, last_pictures, memory_gib, wall_clock: see `EpisodeLimits`.
 
         Raises:
-            InvalidConfig: the chat template cannot show observations.
+            InvalidConfig: the chat template cannot show observations, or ``sampling`` asks for further log-probs.
         """
+        sampling.check_sampled_alone("episodes")
         limits = EpisodeLimits(turns, tokens, seconds, last_pictures, memory_gib, wall_clock)
         self._calls += 1
         with self.sharding as sharding:
@@ -240,6 +241,7 @@ class RolloutWorker:
             ``weight_version (B, R)``; of the others only `BEGUN` has a meaning. If the engine fails at a sample or refuses it,
             its rank decodes no further, keeps what has begun, and tells the error in `FAILED`.
         """
+        sampling.check_sampled_alone("samples that go on later")
         if GROUP not in samples:
             samples = number_groups(samples)
         sampling = replace(sampling, n=1)
