@@ -148,6 +148,9 @@ class PackedVLM(nn.Module):
     makes_logits = True
     """Whether the head computes logits over the vocabulary; a critic's does not."""
 
+    float32_parts: tuple[str, ...] = ()
+    """Paths of modules beside ``model`` whose weights are used in float32 whatever the model computes in."""
+
     def __init__(self, model: PreTrainedModel, family: VLMFamily, temperature: float) -> None:
         super().__init__()
         use_packed_attention(model)
