@@ -264,8 +264,9 @@ class Samples:
             log.info("sampler %s: opened %.3f s", flight.directory or flight.base_model, time.perf_counter() - began)
 
     async def _close_unused(self) -> None:
-        """Closes samplers without requests: the retired ones, and the oldest beyond `MOST_OPEN`. Requests are sent while files are
-        removed.
+        """Closes samplers without requests: the retired ones, and the oldest beyond `MOST_OPEN`.
+
+        Requests are sent while files are removed.
         """
         gone: list[str] = []
         async with self._sending:
