@@ -3,6 +3,8 @@
 import ast
 import importlib
 import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -80,3 +82,17 @@ def test_the_files_and_modules_that_a_document_names_exist(document: Path) -> No
     modules = {path.with_suffix("").as_posix().removesuffix("/__init__").replace("/", ".") for path in MODULES}
     dotted = re.findall(rf"(?:python -m |from )((?:{'|'.join(PACKAGES)})(?:\.\w+)*)", text)
     assert [name for name in dotted if name not in modules and name != "recipes.NAME"] == []
+
+
+@pytest.mark.slow
+def test_two_folders_of_tests_with_settings_are_collected_in_one_command(tmp_path: Path) -> None:
+    """The settings of both are modules of one name, `conftest`."""
+    folders = [tmp_path / name for name in ("one", "another")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "conftest.py").touch()
+        (folder / f"test_{folder.name}.py").write_text("def test_it():\n    pass\n")
+    options = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path), "-p", "no:cacheprovider", "-q"]
+    command = [sys.executable, "-m", "pytest", *options, *map(str, folders)]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "2 passed" in found.stdout, found.stdout

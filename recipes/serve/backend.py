@@ -294,12 +294,15 @@ class Backend(Protocol):
         """
         ...
 
-    def save(self, model_id: str, directory: Path, *, later: Later = at_once) -> None:
+    def save(
+        self, model_id: str, directory: Path, *, later: Later = at_once, between: Callable[[], None] = nothing
+    ) -> None:
         """Writes the adapter (peft's files) and the AdamW state (`OPTIMIZER_FILE`) to an empty directory, without gradients.
 
         Args:
             later: gets the work of writing the files. The weights are copied before `save` returns, so other calls may follow
                 before the work is done.
+            between: may be called between the parts in which the weights are copied. It changes no model.
 
         Raises:
             CheckpointError: a weight is not finite; names the model.

@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
 """Of dtypes in a safetensors file."""
 PART_BYTES = 8 << 20  # that are digested and written at a time
+COPIED_BYTES = 64 << 20  # that `pack_by_kind` copies at a time
 ALIGNMENT = 8  # of the first tensor in a file
 
 
@@ -53,8 +55,8 @@ def pack(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Pac
     count = sum(shape.numel() for shape in shapes.values())
     flat = torch.empty(count, dtype=dtype or first.dtype, device=first.device)
     packed = PackedTensors(shapes, flat)
-    for name, place in packed.tensors().items():
-        place.copy_(tensors[name].detach())
+    with torch.no_grad():  # one call: on a device, a kernel for each of many small matrices takes longer than they do
+        torch._foreach_copy_(list(packed.tensors().values()), list(tensors.values()))
     if not flat.is_cuda:
         return packed
     filled = torch.cuda.Event()
@@ -62,12 +64,24 @@ def pack(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Pac
     return replace(packed, filled=filled)
 
 
-def pack_by_kind(tensors: Mapping[str, Tensor]) -> list[PackedTensors]:
-    """Copies in host memory of tensors of any dtypes and devices."""
-    kinds: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
+def pack_by_kind(tensors: Mapping[str, Tensor], between: Callable[[], None] = lambda: None) -> list[PackedTensors]:
+    """Copies in host memory of tensors of any dtypes and devices, each of about `COPIED_BYTES`.
+
+    Args:
+        between: is called between two copies. The tensors must stay as they are meanwhile.
+    """
+    groups: dict[tuple[torch.dtype, torch.device, int], dict[str, Tensor]] = {}
+    sizes: Counter[tuple[torch.dtype, torch.device]] = Counter()
     for name, tensor in tensors.items():
-        kinds.setdefault((tensor.dtype, tensor.device), {})[name] = tensor
-    return [pack(group).on_host() for group in kinds.values()]
+        kind = tensor.dtype, tensor.device
+        groups.setdefault((*kind, sizes[kind] // COPIED_BYTES), {})[name] = tensor
+        sizes[kind] += tensor.nbytes
+    found: list[PackedTensors] = []
+    for group in groups.values():
+        if found:
+            between()
+        found.append(pack(group).on_host())
+    return found
 
 
 def write_packed(packs: Sequence[PackedTensors], file: Path, metadata: Mapping[str, str] | None = None) -> str:

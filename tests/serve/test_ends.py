@@ -34,6 +34,7 @@ def test_a_state_directory_can_be_moved(tmp_path):
         run = await trained(front, "r")
         await front.result(await front.request(run, 3, "save", path="a"))
         await front.result(await front.request(run, 4, "save_for_sampler", sampling_session_seq_id=1))
+        await until(lambda: run.snapshot is not None)
 
     front = drive(before, old)
     front.engine.listener.close()
@@ -85,7 +86,7 @@ def test_an_engine_that_ends_while_an_expired_run_is_written_loses_nothing(tmp_p
         weights, first = front.backend.models["r"].weights, front.backend
         saving, gone = threading.Event(), threading.Event()
 
-        def save(model_id, directory, later):
+        def save(model_id, directory, **options):
             saving.set()
             gone.wait()
 
@@ -112,11 +113,11 @@ def test_an_expired_run_is_kept_when_the_disk_has_room_again_and_beyond_the_quot
         save = front.backend.save
         tries = []
 
-        def full_at_first(model_id, directory, later):
+        def full_at_first(model_id, directory, **options):
             tries.append(model_id)
             if len(tries) < 3:
                 raise OSError("no space left on device")
-            save(model_id, directory, later=later)
+            save(model_id, directory, **options)
 
         await front.result(await front.request(run, 3, "save", path="a"))
         refused = await front.result(await front.request(run, 4, "save", path="b"))

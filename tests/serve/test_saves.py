@@ -53,7 +53,7 @@ def test_the_rounds_go_on_while_the_snapshot_of_a_run_is_written(tmp_path):
     """It has the state behind its update, though the run goes on, and a replay starts from it."""
     told, writing = threading.Event(), threading.Event()
 
-    def slowly(backend, model_id, directory, *, later):
+    def slowly(backend, model_id, directory, *, later, between):
         def write(work):
             writing.set()
             assert told.wait(60)
@@ -321,7 +321,7 @@ def test_a_save_at_which_the_engine_ends_once_is_tried_again_by_the_next_engine(
     async def work(front: Front):
         run = await front.new_run("r")
 
-        def hangs(model_id, directory, later):
+        def hangs(model_id, directory, **options):
             entered.set()
             told.wait(60)
 

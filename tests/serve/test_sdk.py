@@ -223,7 +223,6 @@ def test_what_this_server_lacks_is_refused_and_nothing_hangs(rest):
         lambda: rest.assign_session_project("s", "p"),
         lambda: rest.search_sessions("x"),
         lambda: rest.get_billing_usage(),
-        lambda: rest.whoami(),
     ):
         with pytest.raises(Exception):  # noqa: B017
             call().result(timeout=60)

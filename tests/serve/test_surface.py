@@ -11,6 +11,7 @@ from tinker.lib.api_future_impl import QueueState
 from tinker.lib.telemetry import is_user_error
 
 from helpers.served_models import png
+from helpers.servers import OTHER_KEY
 from helpers.servers import call as post
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -19,14 +20,13 @@ SECONDS = 60
 PROMPT = tinker.ModelInput.from_ints([1, 2, 3])
 IMAGE = tinker.types.ImageChunk(data=png(28, 28), format="png", expected_tokens=1)
 DATUM = tinker.Datum(model_input=PROMPT, loss_fn_inputs={"target_tokens": [2, 3, 4], "weights": [1.0] * 3})
-NOT_HERE = {  # what the hosted service alone has, and what the error says; to the SDK all but the last are errors of the user
+NOT_HERE = {  # what the hosted service alone has, and what the error says; to the SDK they are errors of the user
     "RestClient.assign_session_project": "404: this server has no PUT /api/v1/sessions/",
     "RestClient.export_session_trace": "404: this server has no GET /api/v1/sessions/",
     "RestClient.get_audit_log": "404: this server has no GET /api/v1/audit",
     "RestClient.get_billing_usage": "404: this server has no GET /api/v1/billing",
     "RestClient.get_current_checkpoint_storage_usage": "404: this server has no GET /api/v1/",
     "RestClient.search_sessions": "404: this server has no POST /api/v1/sessions/search",
-    "RestClient.whoami": "whoami requires JWT auth, but the server has it disabled",  # by the SDK itself
 }
 
 
@@ -174,7 +174,7 @@ def test_every_public_method_answers(tiny_server, tiny_path, monkeypatch):
     assert refused.keys() == NOT_HERE.keys(), refused
     for name, message in NOT_HERE.items():
         assert told(refused[name]).startswith(message)
-    assert [name for name, error in refused.items() if not is_user_error(error)] == ["RestClient.whoami"]
+    assert [name for name, error in refused.items() if not is_user_error(error)] == []
 
 
 def test_an_uploaded_loss_is_refused_by_name_and_runs_in_the_client(tiny_server, monkeypatch):
@@ -239,11 +239,32 @@ def test_a_token_stands_for_its_key(tiny_server, monkeypatch):
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     status, found = post(tiny_server, "auth/token")
     assert status == 200
-    assert post(tiny_server, "auth/token", key=found["jwt"])[0] == 403
+    assert post(tiny_server, "auth/token", key=found["jwt"]) == (200, found)  # it makes no later one
     with tinker.ServiceClient(base_url=tiny_server.url, api_key=found["jwt"]) as service:
         run = service.create_lora_training_client(MODEL, rank=2).result()
         rest = tinker.RestClient(base_url=tiny_server.url, api_key=tiny_server.key)
         assert rest.get_training_run(run.model_id).result().lora_rank == 2
+
+
+def test_a_client_knows_whose_key_it_has(tiny_server, monkeypatch):
+    """`whoami` reads the token for which the client exchanges its key, and a token says the same."""
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    token = post(tiny_server, "auth/token")[1]["jwt"]
+    for key, name in ((tiny_server.key, "ann"), (token, "ann"), (OTHER_KEY, "bob")):
+        rest = tinker.RestClient(base_url=tiny_server.url, api_key=key)
+        found = rest.whoami().result(SECONDS)
+        assert (found.user_urn, found.org_urn, found.email) == (name, "tml:organization:local", None)
+
+
+def test_a_client_whose_token_is_refused_exchanges_its_key_again(tiny_server, monkeypatch):
+    """As behind a change of the secret that signs tokens."""
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    with tinker.ServiceClient(base_url=tiny_server.url, api_key=tiny_server.key) as service:
+        token = service.holder._default_auth._token
+        for wrong in (token[:-4] + "AAAA", token.rpartition(".")[0] + "."):
+            service.holder._default_auth._token = wrong
+            assert service.create_sampling_client(base_model=MODEL).get_base_model() == MODEL
+            assert service.holder._default_auth._token != wrong
 
 
 def test_what_cannot_be_carried_out_names_the_limit(tiny_server, monkeypatch):

@@ -29,6 +29,10 @@ def at_once(work: Callable[[], None]) -> None:
     work()
 
 
+def nothing() -> None:
+    """Does nothing."""
+
+
 class Trainable(Protocol):
     """Matrices by their names, which may be trained."""
 
@@ -86,12 +90,21 @@ class TrainedMatrices(ABC):
         """One AdamW step; see `Optimizer.step`. Without gradients nothing changes."""
         return self.optimizer.step(params)
 
-    def save(self, directory: Path, base_model: str, optimizer_file: str, later: Later = at_once) -> None:
+    def save(
+        self,
+        directory: Path,
+        base_model: str,
+        optimizer_file: str,
+        later: Later = at_once,
+        between: Callable[[], None] = nothing,
+    ) -> None:
         """Writes the matrices and the AdamW state, without gradients.
 
         Args:
             later: gets what writes the files of the weights as they are now. Adapters use it; all weights of a model are written
                 before `save` returns.
+            between: is called between the parts in which an adapter is copied. It may not change the matrices or the AdamW
+                state.
         """
         self.write(directory, base_model)
         tensors = {name: value.detach().cpu() for name, value in self.state().items()}
@@ -160,9 +173,18 @@ class TrainedAdapter(TrainedMatrices):
         """See `write_adapter`."""
         write_adapter(self.adapter, directory, base_model)
 
-    def save(self, directory: Path, base_model: str, optimizer_file: str, later: Later = at_once) -> None:
+    def save(
+        self,
+        directory: Path,
+        base_model: str,
+        optimizer_file: str,
+        later: Later = at_once,
+        between: Callable[[], None] = nothing,
+    ) -> None:
         """See `TrainedMatrices.save`. The weights are copied to host memory now, and written later."""
-        matrices, state = self.adapter.packed().on_host(), pack_by_kind(self.state())
+        matrices = self.adapter.packed().on_host()
+        between()
+        state = pack_by_kind(self.state(), between)
 
         def write() -> None:
             write_packed_adapter(self.adapter.config, matrices, directory, base_model)

@@ -176,10 +176,12 @@ class InProcessEngine:
         """See `Backend.optim_step`; ``lr`` and ``skipped_steps``, those that were not made, are also metrics."""
         return self._model(model_id).trained.step(adam)
 
-    def save(self, model_id: str, directory: Path, *, later: Later = at_once) -> None:
+    def save(
+        self, model_id: str, directory: Path, *, later: Later = at_once, between: Callable[[], None] = nothing
+    ) -> None:
         """See `Backend.save`; a file of digests is added, which `load` compares."""
         model = self._finite(model_id)
-        model.trained.save(directory, model.base_model, OPTIMIZER_FILE, later)
+        model.trained.save(directory, model.base_model, OPTIMIZER_FILE, later, between)
 
     def load(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
         """See `Backend.load`."""

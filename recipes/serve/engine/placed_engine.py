@@ -108,7 +108,9 @@ class PlacedEngine:
         metrics: Mapping[str, float] = self._call("optim_step", model_id=model_id, adam=adam)
         return metrics
 
-    def save(self, model_id: str, directory: Path, *, later: Later = at_once) -> None:
+    def save(
+        self, model_id: str, directory: Path, *, later: Later = at_once, between: Callable[[], None] = nothing
+    ) -> None:
         """See `Backend.save`. The files are written when it returns."""
         self._call("save", model_id=model_id, directory=directory)
 

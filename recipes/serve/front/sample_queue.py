@@ -264,7 +264,11 @@ class Samples:
             log.info("sampler %s: opened %.3f s", flight.directory or flight.base_model, time.perf_counter() - began)
 
     async def _close_unused(self) -> None:
-        """Closes samplers without requests: the retired ones, and the oldest beyond `MOST_OPEN`."""
+        """Closes samplers without requests: the retired ones, and the oldest beyond `MOST_OPEN`.
+
+        Requests are sent while files are removed.
+        """
+        gone: list[str] = []
         async with self._sending:
             used = {each.key for each in self.flights.values()}
             idle = [key for key in self._open if key not in used]
@@ -279,7 +283,9 @@ class Samples:
                 self._retired.discard(directory)
                 if directory in self.catalogue.directories():  # the end of the last sampling session retires it again
                     continue
-                await asyncio.to_thread(remove_directory, self.catalogue.place(directory))
+                gone.append(directory)
+        for directory in gone:
+            await asyncio.to_thread(remove_directory, self.catalogue.place(directory))
 
     async def _post(self, method: str, **arguments: Any) -> None:
         try:

@@ -10,6 +10,7 @@ import shutil
 import time
 import uuid
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -21,6 +22,7 @@ log = logging.getLogger("dataproto.serve")
 MANIFEST = "manifest.json"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 TEMPORARY = ".new-"
+SYNCING = 8  # directories that are brought to the disk at a time
 
 
 def checked_name(name: str) -> str:
@@ -83,9 +85,12 @@ class Syncs:
 
     A failure stays: Linux tells of it once, and takes the pages for written, so a second try with the same files would prove
     nothing. It is known in this process alone, so a later one trusts no files that may not be on disk; see `copy_files`.
+
+    They have threads of their own: those of the event loop name the directories that clients wait for.
     """
 
     def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(SYNCING, "sync")
         self._tasks: dict[str, set[asyncio.Task[None]]] = {}
         self._failed: set[str] = set()
         self._known: dict[str, set[Path]] = {}
@@ -112,7 +117,7 @@ class Syncs:
     async def _sync(self, run: str, directory: Path) -> None:
         began = time.perf_counter()
         try:
-            await asyncio.to_thread(sync_directory, directory)
+            await asyncio.get_running_loop().run_in_executor(self._threads, sync_directory, directory)
         except OSError as error:
             self.give_up(run, directory, error)
             raise
@@ -143,6 +148,7 @@ class Syncs:
         """Waits for none any longer: those under way count as failed."""
         for task in [each for tasks in self._tasks.values() for each in tasks]:
             task.cancel()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _write_manifest(directory: Path) -> None:

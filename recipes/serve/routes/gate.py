@@ -95,12 +95,12 @@ async def _answered(
     owner = service.keys.owner(given_key(request, page))
     try:
         if owner is None and not public:
-            raise Refused(401, "the API key is missing or unknown: give it as X-API-Key (TINKER_API_KEY)")
+            return not_let_in(given_key(request, page), page), owner
         body = b"" if owner is None else await read_body(request, service.config.limits.max_body_mb << 20)
         notes["bytes"] = len(body)
         return await handler(Call(service, request, owner or "", body, notes)), owner
     except Refused as error:
-        return refusal(error.status, str(error), page), owner
+        return refusal(error.status, str(error)), owner
     except InvalidRequest as error:
         return refusal(404 if isinstance(error, NotFound) else 400, str(error)), owner
     except asyncio.CancelledError:  # the server stops: clients repeat what has this status
@@ -117,10 +117,18 @@ async def _answered(
         return refusal(500, f"the server failed, incident {incident}: its log has more"), owner
 
 
-def refusal(status: int, message: str, page: bool = False) -> Response:
-    """An error as the SDK reads it; on a page, the browser asks for the key."""
-    headers = {"WWW-Authenticate": 'Basic realm="dataproto serve"'} if page and status == 401 else None
-    return JSONResponse({"detail": message}, status, headers)
+def refusal(status: int, message: str) -> Response:
+    """An error as the SDK reads it."""
+    return JSONResponse({"detail": message}, status)
+
+
+def not_let_in(key: str | None, page: bool) -> Response:
+    """The refusal of a missing or unknown key: on a page the browser asks for the key, and the SDK exchanges its key for another
+    token if this one is refused (RFC 6750).
+    """
+    message = "the API key is missing or unknown: give it as X-API-Key (TINKER_API_KEY)"
+    way = 'Basic realm="dataproto serve"' if page else 'Bearer error="invalid_token"' if key else None
+    return JSONResponse({"detail": message}, 401, None if way is None else {"WWW-Authenticate": way})
 
 
 def given_key(request: Request, page: bool) -> str | None:
