@@ -50,6 +50,7 @@ from recipes.tiny import tiny_checkpoint
 from rollout.engine import returns_experts
 from rollout.prompts import PromptBuilder
 from workers import Roles, launch
+from workers.cluster.launcher import check_extras
 from workers.model.model_config import ModelConfig
 from workers.roles.actor import ActorConfig
 from workers.roles.critic import CriticConfig
@@ -108,6 +109,7 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[An
     """
     started = time.monotonic()
     disable_progress_bar()  # of transformers; a run shows its own
+    check_extras(config.engine, config.on, config.ray.address)  # before anything is written or loaded
     task = (prepare or problems)(config)
     config, builder, ahead = task.config, task.builder, LookAhead(task.loader)
     kept = KeptRollouts(config.run.output_dir, config.keep_rollouts, builder.tokenizer)
