@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
-from dataproto.errors import CheckpointError, FileNotWritten, InvalidConfig
+from dataproto.errors import CheckpointError, FileNotWritten, InvalidConfig, writing
 from recipes.configs.shared.run_config import RunConfig
 from recipes.console import show_summary
 from recipes.console.summary import Compare
@@ -161,7 +161,7 @@ def open_run_directory(run: RunConfig, config: Any = None, asked: Any = None) ->
     config = RecordedRun(run) if config is None else config
     directory = run.output_dir
     if directory.exists() and not directory.is_dir():
-        raise InvalidConfig(f"output_dir {directory} is a file")
+        raise InvalidConfig(f"output_dir {directory} is a file: choose another --output-dir")
     if run.overwrite:
         _remove_run(directory)
     elif run.resume:
@@ -170,7 +170,8 @@ def open_run_directory(run: RunConfig, config: Any = None, asked: Any = None) ->
         raise InvalidConfig(
             f"{directory} holds an earlier run: --resume it, --overwrite it, or choose another --output-dir"
         )
-    directory.mkdir(parents=True, exist_ok=True)
+    with writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
     write_json(directory / CONFIG_FILE, asdict(config))
     write_options(directory, config if asked is None else asked)
     write_json(directory / ENVIRONMENT_FILE, environment())
