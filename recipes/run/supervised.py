@@ -23,7 +23,14 @@ from recipes.run.evaluation import Evaluate
 from recipes.run.loop import attempts, train
 from recipes.run.metrics import speed_metrics, timed
 from recipes.run.policy_gradient import ChooseDevice
-from recipes.run.run_directory import open_run_directory, over_epochs, over_the_run, reported, with_schedules
+from recipes.run.run_directory import (
+    check_run_directory,
+    open_run_directory,
+    over_epochs,
+    over_the_run,
+    reported,
+    with_schedules,
+)
 from recipes.run.run_forecast import RunForecast
 from recipes.tiny import make_tiny_model
 from recipes.tiny.tiny_model import model_of_run
@@ -62,6 +69,7 @@ def run_supervised(config: SupervisedConfig, make_task: Callable[[str], Supervis
     started = time.monotonic()
     disable_progress_bar()  # of transformers; a run shows its own
     check_extras(config.engine, config.on, config.ray.address)  # before anything is written or loaded
+    check_run_directory(config.run)
     if config.model_path is not None:
         checkpoint_family(config.model_path)  # refuses an unknown model before anything is written
     asked, task = config, None
