@@ -104,3 +104,11 @@ def test_the_server_without_its_extra_ends_with_one_line(tmp_path):
         2,
         "error: dataproto serve needs starlette, uvicorn, zstandard: pip install 'dataproto-vlm[serve]'",
     )
+
+
+def test_the_server_without_its_sampler_ends_before_anything_is_made(tmp_path):
+    arguments = ["serve", "--sampler", "vllm", "--state", str(tmp_path / "state")]
+    done = run_without("vllm", f"from recipes.commands import main; sys.exit(main({arguments!r}))")
+    needs = "error: --sampler vllm needs vllm: pip install 'dataproto-vlm[vllm]'"
+    assert (done.returncode, done.stderr.strip()) == (2, needs)
+    assert not (tmp_path / "state").exists()
