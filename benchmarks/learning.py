@@ -284,7 +284,10 @@ def draw(task: str, curves: Curves, path: Path) -> None:
             common = min(map(len, runs))  # TRL's runs may end at different steps
             accuracy = np.array([[point["accuracy"] for point in points[:common]] for points in runs])
             where = np.median([[point[unit] for point in points[:common]] for points in runs], axis=0)
-            style = {"color": "black", "linestyle": "--"} if name == "trl" else {"color": f"C{number}"}
+            lap = "-" if number < 10 else ":"  # matplotlib has ten colours
+            style = (
+                {"color": "black", "linestyle": "--"} if name == "trl" else {"color": f"C{number}", "linestyle": lap}
+            )
             axes.plot(where, np.median(accuracy, axis=0), label=name, **style)
             axes.fill_between(where, accuracy.min(axis=0), accuracy.max(axis=0), alpha=0.15, color=style["color"])
         axes.set(xlabel={"seconds": "CPU seconds"}.get(unit, unit), ylim=(0, 1))

@@ -56,7 +56,7 @@ from workers.ranks.layout import Layout
 from workers.ranks.mesh import AXES, init_ranks
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.training.accounting import peak_flops, required_work, whole_work
-from workers.training.forward_pass import prepare_rows, to_device
+from workers.training.forward_pass import prepare_rows
 from workers.training.micro_batches import micro_batches
 from workers.training.mini_batches import share_out
 from workers.training.optimizer import OptimizerConfig
@@ -176,7 +176,7 @@ class Bench:
         packs = []
         for part in micro_batches(batch, module, self.arguments.token_budget):
             rows, _, _ = prepare_rows(module, part.rows)
-            packs.append(replace(rows, **to_device(vars(rows), self.device)))
+            packs.append(rows.to(self.device))
 
         def step() -> None:
             with worker.model.precision.compute():

@@ -76,7 +76,7 @@ class Column:
         return f"{self.inert}-{row}" if isinstance(self.inert, str) else type(self.inert)(self.inert)
 
 
-MEDIA_INPUTS = "multi_modal_inputs"
+MEDIA_INPUTS, IMAGE_KEYS = "multi_modal_inputs", "image_keys"
 PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS = "prompt_routed_experts", "routed_experts"
 _DATA, _ENGINE, _PLAY = "PromptBuilder", "RolloutWorker.generate", "RolloutWorker.play"
 _ACTOR, _CHUNKS = "ActorWorker", "ChunkRenderer.rows"
@@ -255,6 +255,16 @@ COLUMNS: dict[str, Column] = {
             "actor, reference, critic",
             "pixel values and grids; of an episode a tuple of them, one for each turn that shows media",
             {},
+        ),
+        Column(
+            IMAGE_KEYS,
+            "object",
+            "B",
+            _DATA,
+            _PLAY,
+            "list of (digest, lengths) an image of the prompt: of its pixels and of all that its inputs depend on, and its "
+            "share of each of them, so that episodes do not process it again",
+            [],
         ),
         Column("raw_prompt", "object", "B", "the data set", "reports, agent loops", "chat messages"),
         Column("data_source", "object", "B", "the data set", "rewards, reports", "where the row comes from"),

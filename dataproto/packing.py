@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from dataproto.columns import COLUMNS, HasColumns, RowMedia, media_parts
 from dataproto.errors import InvalidColumn
-from dataproto.transfer import move
+from dataproto.transfer import move, move_readable
 
 MAX_TOKENS = "max_tokens"
 """The key in ``meta_info`` for the longest response that sampling allowed; R is the length of the longest response there is."""
@@ -26,6 +26,7 @@ PAD_TOKEN = "pad_token_id"
 _TOKEN_COLUMNS = ("prompts", "responses", "input_ids")
 _ROW_COLUMNS = ("attention_mask", "input_ids", "position_ids", "mm_token_type_ids")  # (B, L)
 _RESPONSE_COLUMNS = ("response_mask", "responses")  # (B, R)
+_READ_ON_HOST = ("token_types", "cu_seqlens", "key_index", "key_cu_seqlens", "predictors")  # fields of packed rows
 
 Batch = TypeVar("Batch", bound=HasColumns)
 
@@ -56,8 +57,14 @@ class PackedRows:
     routed: Tensor | None = None  # (T,) bool, false on tokens that only fill up the sequence; None: there are none
 
     def to(self, device: torch.device | str) -> "PackedRows":
-        """The same rows on another device."""
-        moved = {name: move(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        """The same rows on another device. `dataproto.transfer.on_host` reads what sizes and places are computed from, such as
+        boundaries, without waiting for that device.
+        """
+        moved = {
+            name: (move_readable if name in _READ_ON_HOST else move)(value, device)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
         return replace(self, **moved)  # type: ignore[arg-type]
 
 

@@ -1,8 +1,11 @@
 """Moves tensors to a device, and between ranks."""
 
+from collections.abc import MutableMapping
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 all_gather_equal = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
 """``all_gather_into_tensor`` of equal parts."""
@@ -15,3 +18,32 @@ def move(tensor: Tensor, device: torch.device | str) -> Tensor:
     if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+_originals: MutableMapping[Tensor, tuple[int, Tensor]] = WeakTensorKeyDictionary()
+
+
+def move_readable(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """As `move`, and `on_host` then reads the result without waiting for the device. ``tensor`` stays as long as the result does,
+    and nobody writes into it any more. In inference mode tensors do not tell whether they have changed: there it is `move` alone.
+    """
+    moved = move(tensor, device)
+    if tensor.device.type == "cpu" and moved is not tensor and not moved.is_inference():
+        _originals[moved] = moved._version, tensor
+    return moved
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """The tensor on the host. If `move_readable` has not moved it, or its numbers have changed since, the host waits for the
+    device, but not again in the next call.
+
+    >>> on_host(torch.tensor([1, 2]))
+    tensor([1, 2])
+    """
+    if tensor.device.type == "cpu" or tensor.is_inference():
+        return tensor.cpu()
+    version, original = _originals.get(tensor, (None, None))
+    if original is None or version != tensor._version:
+        original = tensor.cpu()
+        _originals[tensor] = tensor._version, original
+    return original

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dataproto.errors import MediaMismatch
-from dataproto.transfer import move
+from dataproto.transfer import move, move_readable
 from dataproto.vlm.costs import ForwardCosts
 from dataproto.vlm.media import MediaSpans, place
 from dataproto.vlm.prompt_layout import PromptLayout
@@ -84,6 +84,10 @@ class VLMFamily(PromptLayout, ForwardCosts):
     """Pattern of the modules that mix tokens by a recurrence instead of attention. ``None``: all layers have attention."""
     numbered_layers: bool = False
     """The decoder looks up what it hands to a layer, such as rotary angles, by the layer's number in the whole model."""
+    deep_method: str = ""
+    """Method ``(states, mask, level)`` of the language model that adds a level of deep features after a layer. The packed model
+    replaces it: the mask is then what `placed_extras` gives.
+    """
     layer_input_parts: tuple[str, ...] = ()
     """Modules that make the inputs of `layer_inputs`. Only the first stage of a pipeline holds them."""
     layer_input_method: str = ""
@@ -221,7 +225,7 @@ class VLMFamily(PromptLayout, ForwardCosts):
         grids = torch.cat([media[name] for name in ("image_grid_thw", "video_grid_thw") if name in media])
         if grids.device != pixels.device:
             found = grid_arguments(tower, grids)
-            moved = {name: move(x, pixels.device) if isinstance(x, Tensor) else x for name, x in found.items()}
+            moved = {name: move_readable(x, pixels.device) if isinstance(x, Tensor) else x for name, x in found.items()}
             vision_kwargs = moved | vision_kwargs
         if self.tower_indexes_grids:
             grids = move(grids, pixels.device)
@@ -241,9 +245,15 @@ class VLMFamily(PromptLayout, ForwardCosts):
         """
         return {}
 
+    def placed_extras(self, extras: Mapping[str, Tensor], spans: MediaSpans) -> dict[str, Tensor]:
+        """The `extras` of one sequence with the places of media tokens instead of a mask, which the device would have to search.
+        Default: the same.
+        """
+        return dict(extras)
+
     def dense_extras(self, levels: Tensor) -> dict[str, Any]:
-        """Keywords of a part of the decoder (a pipeline stage) for ``levels (D, L, H)``, which are added to all L tokens after
-        its first D layers. Only called if `deep_layers` is above 0.
+        """Keywords of a part of the packed decoder (a pipeline stage) for ``levels (D, L, H)``, which are added to all L tokens
+        after its first D layers. Only called if `deep_layers` is above 0.
         """
         return {}
 

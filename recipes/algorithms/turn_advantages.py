@@ -25,7 +25,7 @@ from torch import Tensor
 from dataproto.errors import RowCountMismatch
 from recipes.algorithms.advantages import gae, group_advantage, whiten
 
-CUT = ("turns", "tokens", "length")
+CUT = ("turns", "tokens", "length", "clock")
 """The values of ``end_reason`` of an episode that a limit cut."""
 
 

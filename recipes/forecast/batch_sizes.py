@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dataproto.errors import DataProtoError, InvalidConfig
 from dataproto.vlm import family_of
+from dataproto.vlm.costs import Flops
 from recipes.data.loader import PromptLoader, draws, may_recur
 from rollout.engine import SamplingParams
 from rollout.environments import EnvironmentFailed, EpisodeLimits, MakeEnvironment, Observation, TurnRenderer
@@ -147,12 +148,24 @@ class BatchSizes:
         costs = family_of(self.config).vision_flops(self.config, grids).sum(1)
         return torch.stack([part.sum() for part in costs.split(counts)])
 
-    @cached_property
+    @property
     def language_flops(self) -> int:
         """Operations of a forward pass through decoder layers and head; shared prompts once, logits of responses."""
-        family, responses = family_of(self.config), sum(self.responses)
-        rows = family.flops(self.config, self.lengths, logit_tokens=responses)
-        return rows.language - family.flops(self.config, self.shared, logit_tokens=0).language
+        whole, shared = self._row_flops
+        return whole.language - shared.language
+
+    @property
+    def attention_flops(self) -> int:
+        """Of `language_flops`, those between queries and keys."""
+        whole, shared = self._row_flops
+        return whole.language_attention - shared.language_attention
+
+    @cached_property
+    def _row_flops(self) -> tuple[Flops, Flops]:
+        """Of all rows, and of the prompts that rows have from the row before them."""
+        family = family_of(self.config)
+        whole = family.flops(self.config, self.lengths, logit_tokens=sum(self.responses))
+        return whole, family.flops(self.config, self.shared, logit_tokens=0)
 
     def part(self, prompts: int) -> "BatchSizes":
         """The rows of the first prompts."""

@@ -30,11 +30,14 @@ class Device:
     name: str
     memory: int  # bytes
     bandwidth: float  # bytes per second, of its memory
-    language: float  # operations per second in decoder layers and head
+    language: float  # operations per second in the products of decoder layers and head
     vision: float  # operations per second in the tower
     link: float = 0.0  # bytes per second between devices, of those that computation does not hide
     decode_overhead: float = 0.0  # seconds of the host for a decoding step, on a CPU
     launch: float = 0.0  # seconds of the host to start an operation, while the device computes; 0: see ``overheads``
+    attention: float = (
+        0.0  # operations per second between queries and keys; 0: ``language`` is that of the whole decoder
+    )
     peak: float | None = None  # dense bfloat16 operations per second
     host: float | None = None  # `host_pace` of its host; None: not measured, counts as 1
     on_cpu: bool = False
@@ -53,9 +56,21 @@ LAUNCH = 30e-6
 """
 
 
+PRODUCTS, ATTENTION, TOWER = 0.74, 0.22, 0.44
+"""What an H200 reaches of its peak in products of compiled layers, in torch's attention, and in the tower as a whole; forward and
+backward pass together (docs/performance.md, "Time by kind of kernel").
+"""
+
+
 def accelerator(name: str, memory: int, bandwidth: float, peak: float, link: float) -> Device:
-    """A GPU that reaches what an H200 does of its peak (benchmarks/RESULTS.md): 0.55 in compiled layers, 0.44 in the tower."""
-    return Device(name, memory, bandwidth, 0.55 * peak, 0.44 * peak, link, launch=LAUNCH, peak=peak, context=GIB)
+    """A GPU that reaches what an H200 does of its peak."""
+    return Device(
+        *(name, memory, bandwidth, PRODUCTS * peak, TOWER * peak, link),
+        launch=LAUNCH,
+        attention=ATTENTION * peak,
+        peak=peak,
+        context=GIB,
+    )
 
 
 DEVICES = {

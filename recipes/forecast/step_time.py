@@ -20,10 +20,14 @@ from workers.parallel.pipeline_stages import stage_layers, typical_costs
 from workers.ranks.layout import Layout
 
 ALL_REDUCE = 15e-6  # seconds of a sum over an engine's devices, however small; assumed
-INFERENCE = 1.25  # speed of an engine's products beside those of forward and backward pass
+DECODING = 0.93  # speed of the products of a decoding step beside those of forward and backward pass
 DECODED_ROW = 12e-6
 """Seconds of an H200 for a row in a decoding step besides its products and its keys: float32 logits, norms, activations, and the
 gaps between some hundred kernels. 320 rows of 7B take 13.3 ms, products and keys 9.0 of them (benchmarks/RESULTS.md).
+"""
+MOVED = 250
+"""Bytes that norms, rotary embeddings, activations and sums read and write in a forward pass, for each token, layer and number of
+its state. They take a fifth of the time of 3B on an H200, and a sixth of 7B (docs/performance.md).
 """
 OPTIMIZER_BYTES = 30  # read and written for each trained parameter: weight, gradient, moments, clipping, the copy
 GRADIENT_BYTES = 10  # read and written for each trained parameter when a micro-batch's gradient is added
@@ -38,6 +42,8 @@ class Passes:
     language: float
     vision: float
     head: float = 0.0  # of ``language``, in the head, which has no layers that compute activations again
+    attention: float = 0.0  # of ``language``, between queries and keys
+    moved: float = 0.0  # bytes that norms, activations and sums of decoder layers read and write
 
     @property
     def total(self) -> float:
@@ -50,22 +56,45 @@ def update_flops(batch: BatchSizes, size: ModelSize, compute: ModelConfig, tower
     ``tower`` is the share of the media that the tower reads: features of the others are kept from an earlier pass.
     """
     decoder, vision = 2 if compute.lora_rank else 3, 3 if size.tower_trained else 1
-    return Passes(decoder * batch.language_flops, vision * tower * batch.tower_flops, decoder * _head_flops(batch))
+    once = scoring_flops(batch, tower)
+    return Passes(
+        decoder * once.language,
+        vision * once.vision,
+        decoder * once.head,
+        decoder * once.attention,
+        decoder * once.moved,
+    )
 
 
 def scoring_flops(batch: BatchSizes, tower: float = 1.0) -> Passes:
     """Operations of a pass without gradients; for ``tower`` see `update_flops`."""
-    return Passes(batch.language_flops, tower * batch.tower_flops, _head_flops(batch))
-
-
-def _head_flops(batch: BatchSizes) -> float:
-    return float(sum(batch.responses) * logit_flops(batch.config.get_text_config()))
+    text = batch.config.get_text_config()
+    head = float(sum(batch.responses) * logit_flops(text))
+    moved = MOVED * batch.packed_tokens * int(text.num_hidden_layers) * int(text.hidden_size)
+    return Passes(batch.language_flops, tower * batch.tower_flops, head, batch.attention_flops, moved)
 
 
 def recomputing(passes: Passes, compute: ModelConfig) -> Passes:
     """The passes of an update with the activations that it computes again."""
     again = RECOMPUTED[compute.activation_checkpointing]
-    return Passes(passes.language + again * (passes.language - passes.head), passes.vision * (1 + again), passes.head)
+    return Passes(
+        passes.language + again * (passes.language - passes.head),
+        passes.vision * (1 + again),
+        passes.head,
+        passes.attention * (1 + again),
+        passes.moved * (1 + again),
+    )
+
+
+def language_seconds(passes: Passes, device: Device) -> float:
+    """Seconds of one device for the language model: products, attention, and what only reads and writes memory.
+
+    A CPU is timed with whole layers: the speed of its products counts all three.
+    """
+    if not device.attention:
+        return passes.language / device.language
+    products = (passes.language - passes.attention) / device.language
+    return products + passes.attention / device.attention + passes.moved / device.bandwidth
 
 
 def pass_seconds(
@@ -83,13 +112,15 @@ def pass_seconds(
 
     >>> from recipes.forecast.devices import accelerator
     >>> device = accelerator("one", 0, 1e12, 100e12, 1e12)
-    >>> pass_seconds(Passes(55e12, 44e12), ModelConfig(compile=True), Layout(), device)
+    >>> pass_seconds(Passes(74e12, 44e12), ModelConfig(compile=True), Layout(), device)
     2.0
+    >>> pass_seconds(Passes(96e12, 44e12, attention=22e12, moved=1e12), ModelConfig(compile=True), Layout(), device)
+    4.0
     """
     pace = 1.0 if compute.compile or device.on_cpu else EAGER
     for axis, factor in SHARED.items():
         pace *= factor if getattr(layout, axis) > 1 else 1
-    seconds = (passes.language / device.language + passes.vision / device.vision) / (pace * layout.world_size)
+    seconds = (language_seconds(passes, device) + passes.vision / device.vision) / (pace * layout.world_size)
     return seconds * pipeline_stretch(passes, compute, layout.pp, device, config, parts) if layout.pp > 1 else seconds
 
 
@@ -103,7 +134,7 @@ def pipeline_stretch(
     """
     layers = int(config.get_text_config().num_hidden_layers)
     tower, head = passes.vision / device.vision, passes.head / device.language
-    layer = (passes.language - passes.head) / device.language / layers
+    layer = (language_seconds(passes, device) - head) / layers
     filled = len(parts) * max(part.tokens for part in parts) / sum(part.tokens for part in parts)
     taken = [count * layer * filled for count in _stage_counts(config, compute, stages)]
     taken[0], taken[-1] = taken[0] + tower, taken[-1] + head
@@ -269,7 +300,7 @@ def decoding_seconds(batch: BatchSizes, steps: Sequence[int], engine: Engine, de
         row = device.overheads.decoded_row + mean_keys * device.overheads.decoded_key
         return len(kept) * device.decode_overhead + sum(kept) * row
     fixed = keys * engine.kv_bytes / device.bandwidth / max(len(steps), 1) + engine.sums * ALL_REDUCE
-    reading, computing = engine.weight_bytes / device.bandwidth, engine.flops / (device.language * INFERENCE)
+    reading, computing = engine.weight_bytes / device.bandwidth, engine.flops / (device.language * DECODING)
     each = DECODED_ROW + (engine.summed_bytes / device.link if device.link else 0.0)
     pace = _pace(device)
     started = engine.operations * device.launch
@@ -301,7 +332,7 @@ def prefill_seconds(batch: BatchSizes, device: Device) -> float:
     given = replace(batch, responses=(0,) * len(batch.responses))
     if device.overheads.scoring:
         return scoring_seconds(given, ModelConfig(compile=True), Layout(), device, [MicroBatchSize(0, 0, 0)])
-    return pass_seconds(scoring_flops(given), ModelConfig(compile=True), Layout(), device) / INFERENCE
+    return pass_seconds(scoring_flops(given), ModelConfig(compile=True), Layout(), device)
 
 
 def engine_of(config: Any, size: ModelSize, name: str, options: Mapping[str, Any], device: Device) -> Engine:

@@ -25,7 +25,6 @@ from recipes.simulation.cluster_shape import Cluster, Traffic
 from recipes.simulation.measured_paces import (
     EXPERT_LAYER,
     HAND_OVER_LINK,
-    SCORING,
     WAKING,
     WEIGHT,
 )
@@ -135,7 +134,7 @@ class _Step:
         shares = {"old_log_probs": self.workload.old_log_probs, "reference": float(self.workload.reference)}
         parts = self.workload.micro_batches(self.layout, self.compute, learns=False)
         passes = self.workload.forward
-        computed = self._pass_seconds(passes, parts) / SCORING + len(parts) * self._expert_seconds / 3
+        computed = self._pass_seconds(passes, parts) + len(parts) * self._expert_seconds / 3
         gathers = 1 if self.compute.leaves_unsharded("scoring") else len(parts)
         weights = gathers * self.traffic.gathered_weights()
         states = self.traffic.activations(self._tokens, learns=False)

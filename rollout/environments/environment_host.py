@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import math
 import os
 import queue
 import threading
@@ -230,33 +231,35 @@ class EnvironmentHost:
         """Number of calls that have not been answered."""
         return len(self._working)
 
-    def poll(self, patience: float | None) -> list[tuple[str, Outcome]]:
+    def poll(self, patience: float | None, most: float = math.inf) -> list[tuple[str, Outcome]]:
         """The answers since the last poll, by episode.
 
-        It waits for each call until the call is ``patience`` seconds old. With ``None`` it waits until something is answered.
+        It waits for each call until the call is ``patience`` seconds old. With ``None`` it waits until something is answered. It
+        waits ``most`` seconds in all.
         """
         found: list[tuple[str, Outcome]] = []
+        until = self._now() + most
         while self._working:
             try:
-                episode, call, outcome, answered_at = self._next_answer(patience, bool(found))
+                episode, call, outcome, answered_at = self._next_answer(patience, bool(found), until)
             except queue.Empty:
                 found += self._late()
-                if found or patience is not None:
+                if found or patience is not None or self._now() >= until:
                     break
             else:
                 if episode in self._working and self._running[episode].call == call:  # else it was given up
                     found.append((episode, self._in_time(episode, outcome, answered_at)))
         return sorted(found, key=lambda each: each[0])
 
-    def _next_answer(self, patience: float | None, answered: bool) -> tuple[str, int, Outcome, float]:
-        """An answer; raises `queue.Empty` when no call is worth waiting for, or when one has taken too long."""
+    def _next_answer(self, patience: float | None, answered: bool, until: float) -> tuple[str, int, Outcome, float]:
+        """An answer; raises `queue.Empty` when no call is worth waiting for, when one has taken too long, or at ``until``."""
         with contextlib.suppress(queue.Empty):
             return self._answers.get_nowait()
         now = self._now()
         ages = [(now - since, self._running[episode].seconds) for episode, since in self._working.items()]
         late = min(seconds - age for age, seconds in ages)
         worth = (0.0 if answered else late) if patience is None else max(patience - age for age, _ in ages)
-        if (wait := min(worth, late)) <= 0:
+        if (wait := min(worth, late, until - now)) <= 0:
             raise queue.Empty
         return self._answers.get(timeout=min(wait, threading.TIMEOUT_MAX))
 

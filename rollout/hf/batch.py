@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache
 
+from dataproto.transfer import move
 from rollout.hf.kept_prefixes import Prefix
 from rollout.hf.layer_caches import (
     LayerCache,
@@ -52,7 +53,7 @@ class Batch:
 
     def running_rows(self) -> Tensor:
         """Indices of the rows that have not finished."""
-        return torch.from_numpy(np.flatnonzero(self.running)).to(self.hidden.device)
+        return move(torch.from_numpy(np.flatnonzero(self.running)), self.hidden.device)
 
     def finish(self, number: int) -> OpenRequest | None:
         """Ends the row of a request, if it runs in this batch."""
@@ -117,5 +118,5 @@ def stack_prefixes(prefixes: list[Prefix], config: Any, device: torch.device) ->
     for number, layers in enumerate(zip(*caches, strict=True)):
         fill_layer(cache, number, layers, length)
     places = torch.arange(length, device=device)
-    starts = torch.tensor([length - prefix.cached_tokens for prefix in prefixes], device=device)
+    starts = move(torch.tensor([length - prefix.cached_tokens for prefix in prefixes]), device)
     return cache, (places >= starts[:, None]).long()

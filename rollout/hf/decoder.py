@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from dataproto.transfer import move
 from dataproto.vlm import MediaSpans, media_spans
 from dataproto.vlm.costs import attention_window
 from dataproto.vlm.family import VLMFamily
@@ -83,7 +84,7 @@ class Decoder:
             cache, earlier = stack_prefixes(prefixes, self._cached_config, self.device)
         else:
             cache, earlier = DynamicCache(config=self._cached_config), torch.zeros(len(parts), 0, dtype=torch.int64)
-        hidden, mask, following = self.run(parts, cache, earlier.to(self.device))
+        hidden, mask, following = self.run(parts, cache, move(earlier, self.device))
         if self.recorder is not None:
             experts = self.recorder.take(len(parts))
             for row, prompt in zip(requests, prompts, strict=True):
@@ -153,9 +154,10 @@ class Decoder:
         if positions.ndim == 3:
             positions, following = positions.transpose(0, 1), following.transpose(0, 1)
 
-        ids, positions = ids.to(self.device), positions.to(self.device)
-        whole = torch.cat([earlier, mask.to(self.device)], dim=1)
-        known = torch.cat([torch.zeros_like(earlier), types.to(earlier)], dim=1)  # images of a prefix end in it
+        ids, positions = move(ids, self.device), move(positions, self.device)
+        whole = torch.cat([earlier, move(mask, self.device)], dim=1)
+        shown_types = move(types.to(earlier.dtype), self.device)
+        known = torch.cat([torch.zeros_like(earlier), shown_types], dim=1)  # images of a prefix end in it
         features, spans = self.media(types, parts)
         together = self.family.mutual_images(self.model.config) is not None
         budget = self.token_budget if len(parts) == 1 else length
@@ -167,12 +169,12 @@ class Decoder:
                 embeddings, extras = self.family.merge(self.model, ids[:, start:stop], features, own)
                 shown = self.family.decoder_masks(self.model, embeddings, whole[:, :end], known[:, :end], cache)
                 hidden.append(self._decode(embeddings, positions[..., start:stop], extras, shown, cache))
-        return torch.cat(hidden, dim=1), whole, following.to(self.device)
+        return torch.cat(hidden, dim=1), whole, move(following, self.device)
 
     def media(self, types: Tensor, parts: Sequence[Unread]) -> tuple[Tensor | None, MediaSpans | None]:
         """Features ``(F, levels, H)`` of the media of the parts, and where they are in the tokens ``(prompts, L)``."""
         media = self.family.distinct_media([part.media for part in parts], self.model.config)
-        inputs = {name: tensor.to(self.device) for name, tensor in media.inputs.items()}
+        inputs = {name: move(tensor, self.device) for name, tensor in media.inputs.items()}
         spans = media_spans(types, media).to(self.device)
         return self.family.features(self.model, inputs) if inputs else None, spans
 
@@ -189,7 +191,7 @@ class Decoder:
         following: Tensor,
         hidden: Tensor,
     ) -> Batch:
-        index = torch.tensor(prompts, device=self.device)
+        index = move(torch.tensor(prompts), self.device)
         for layer in cache.layers:
             select_rows(layer, index)
         return Batch(list(requests), cache, mask[index], following[..., index, :], hidden[index])
@@ -229,7 +231,7 @@ class Decoder:
 
     def go_on(self, batch: Batch, read: ReadAhead, taken: np.ndarray) -> None:
         """Goes on behind the sampled token of each row and the ``taken (W,)`` drafted ones; the others are forgotten."""
-        counts = torch.from_numpy(taken).to(self.device)
+        counts = move(torch.from_numpy(taken), self.device)
         length = read.hidden.shape[1]
         batch.attention_mask[:, read.first :] = torch.arange(length, device=self.device) <= counts[:, None]
         batch.hidden = read.hidden[torch.arange(len(taken), device=self.device), counts]

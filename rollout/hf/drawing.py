@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dataproto.transfer import move
 from rollout.hf.open_requests import OpenRequest
 from rollout.sampling import sample, uniforms
 
@@ -24,7 +25,7 @@ def draw(
         drawn: ``(N,)``, which number of its request's random stream each place draws with.
     """
     seeds = np.array([row.request.seed for row in rows], dtype=np.uint64)
-    numbers = torch.from_numpy(uniforms(seeds, drawn)).to(logits.device)
+    numbers = move(torch.from_numpy(uniforms(seeds, drawn)), logits.device)
     groups: dict[tuple[float, float, int, float], list[int]] = {}
     for place, row in enumerate(rows):
         groups.setdefault(row.policy, []).append(place)

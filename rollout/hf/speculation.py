@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dataproto.transfer import move
 from rollout.drafts import Drafts
 from rollout.hf.batch import Batch
 from rollout.hf.open_requests import OpenRequest
@@ -73,7 +74,7 @@ def padded_drafts(first: Tensor, drafts: Sequence[Sequence[int]]) -> tuple[Tenso
     ids = torch.tensor([[*draft, *[0] * (longest - len(draft))] for draft in drafts], dtype=torch.int64)
     lengths = torch.tensor([1 + len(draft) for draft in drafts])
     filled = torch.arange(1 + longest) < lengths[:, None]
-    return torch.cat([first[:, None], ids.to(first.device)], dim=1), filled.to(first.device)
+    return torch.cat([first[:, None], move(ids, first.device)], dim=1), move(filled, first.device)
 
 
 def matching(places: DraftPlaces, drawn: np.ndarray, rows: int) -> np.ndarray:

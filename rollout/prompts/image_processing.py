@@ -8,13 +8,16 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeVar
 
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from dataproto.errors import InvalidMedia
+from dataproto.vlm.media_layout import MediaLayout
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -33,13 +36,13 @@ def process_image(
     image: Image.Image,
     processor: Any,
     options: Mapping[str, Any],
-    inputs_of: Callable[[Mapping[str, Any]], dict[str, Tensor]],
+    layout: MediaLayout,
     cache: "ImageCache",
 ) -> ProcessedImage:
     """An RGB image with the model's inputs, from the cache if it holds them.
 
     Args:
-        inputs_of: the model's inputs, from the outputs of the image processor (`MediaLayout.image_inputs`).
+        layout: of the model's inputs, which it takes from the outputs of the image processor.
 
     Raises:
         InvalidMedia: the image processor refuses the image.
@@ -48,12 +51,16 @@ def process_image(
 
     def make() -> dict[str, Tensor]:
         try:
-            return inputs_of(processor(images=[image], return_tensors="pt", **options))
+            return layout.image_inputs(processor(images=[image], return_tensors="pt", **options))
         except ValueError as error:
             raise InvalidMedia(f"the image processor refuses an image of {image.size} pixels: {error}") from error
 
-    inputs = cache.inputs(key, make)
-    return ProcessedImage(key, image, inputs)
+    return ProcessedImage(key, image, cache.inputs(inputs_key(key, layout), make))
+
+
+def inputs_key(key: bytes, layout: MediaLayout) -> bytes:
+    """Identifies the inputs of an image with this key: they also depend on how the model takes them from the processor."""
+    return key + f" {type(layout).__module__}.{type(layout).__qualname__}".encode()
 
 
 def _image_key(image: Image.Image, processor: Any, options: Mapping[str, Any]) -> bytes:
@@ -64,8 +71,8 @@ def _image_key(image: Image.Image, processor: Any, options: Mapping[str, Any]) -
     return digest.digest()
 
 
-Batch = dict[bytes, "Future[dict[str, Tensor]]"]
-"""The inputs of the images of a batch by key, of those too that a thread is making."""
+Batch = dict[bytes, "Future[Any]"]
+"""The inputs of the images of a batch, and decoded images, by key; of those too that a thread is making."""
 
 
 class ImageCache:
@@ -91,8 +98,8 @@ class ImageCache:
 
     @contextmanager
     def one_batch(self, batch: Batch | None = None) -> Iterator[Batch]:
-        """Within this context, `inputs` makes each image once, whatever its size. Threads that work on one batch enter it with
-        the same ``batch``.
+        """Within this context, `inputs` and `once` make each image once, whatever its size. Threads that work on one batch enter
+        it with the same ``batch``, which may hold images that were made before.
         """
         outer = getattr(self._thread, "batch", None)
         self._thread.batch = {} if batch is None else batch
@@ -103,18 +110,22 @@ class ImageCache:
 
     def inputs(self, key: bytes, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """The inputs under this key, from the batch, the cache, or ``make()``, whose error it raises."""
+        return dict(self.once(key, lambda: self._found_or_made(key, make)))
+
+    def once(self, key: bytes, make: Callable[[], T]) -> T:
+        """What the batch holds under this key, or ``make()``, whose error it raises. Outside of a batch nothing is kept."""
         batch: Batch | None = getattr(self._thread, "batch", None)
         if batch is None:
-            return self._found_or_made(key, make)
-        made: Future[dict[str, Tensor]] = Future()
-        found = batch.setdefault(key, made)  # atomic: one thread makes them, and the others wait for it
+            return make()
+        made: Future[T] = Future()
+        found: Future[T] = batch.setdefault(key, made)  # atomic: one thread makes it, and the others wait for it
         if found is made:
             try:
-                made.set_result(self._found_or_made(key, make))
+                made.set_result(make())
             except BaseException as error:
                 batch.pop(key)
                 made.set_exception(error)
-        return dict(found.result())
+        return found.result()
 
     def _found_or_made(self, key: bytes, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         inputs = self.get(key)

@@ -68,6 +68,22 @@ def load_image(source: Any, root: str | os.PathLike[str] | None = None) -> Image
             raise InvalidMedia(f"image {_describe(source)} is broken: {_reason(error)}") from error
 
 
+def encoded_image(source: Any, root: str | os.PathLike[str] | None = None) -> bytes | None:
+    """The bytes that `load_image` would decode; `None` for a PIL image. Raises `InvalidMedia` as `load_image` does.
+
+    >>> encoded_image({"bytes": b"...", "path": None}), encoded_image(Image.new("RGB", (2, 1)))
+    (b'...', None)
+    """
+    found = _unwrap(source)
+    if isinstance(found, Image.Image):
+        return None
+    file = _file_of(found, root)
+    try:
+        return file.read_bytes() if isinstance(file, Path) else file.getvalue()
+    except OSError as error:
+        raise InvalidMedia(f"image {_describe(source)} cannot be read: {_reason(error)}") from error
+
+
 def image_size(source: Any, root: str | os.PathLike[str] | None = None) -> tuple[int, int]:
     """Height and width of the result of `load_image`, read from the header. Pixels are not decoded.
 

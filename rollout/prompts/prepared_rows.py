@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from dataproto import DataProto, object_array
+from dataproto.columns import IMAGE_KEYS
 from dataproto.errors import InvalidPrompt, InvalidRow
 from dataproto.vlm import media_grids
 from dataproto.vlm.family import VLMFamily
 from rollout.prompts.image_processing import ProcessedImage
 from rollout.prompts.images import media_list
+from rollout.prompts.made_images import image_keys
 from rollout.prompts.messages import Conversation, read_conversation
 from rollout.prompts.videos import ProcessedVideo, join_inputs
 
@@ -89,6 +91,10 @@ def prompt_batch(prompts: Sequence[Prompt], pad_token_id: int, family: VLMFamily
         "raw_prompt_ids": [prompt.raw_ids for prompt in prompts],
         "multi_modal_data": data,
         "multi_modal_inputs": inputs,
+        IMAGE_KEYS: [
+            image_keys(in_prompt_order(each.conversation, each.images, each.videos), family.media_layout)
+            for each in prompts
+        ],
         "raw_prompt": [
             prompt.conversation.with_media(media.get("image", ()), media.get("video", ()))
             for prompt, media in zip(prompts, data)

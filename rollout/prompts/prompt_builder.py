@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from copy import copy
 from functools import partial
+from hashlib import blake2b
 from itertools import count
 from pathlib import Path
 from threading import Lock
@@ -22,7 +23,7 @@ from dataproto.errors import DataProtoError, InvalidConfig, InvalidPrompt
 from dataproto.vlm import family_of
 from rollout.pretrained import load_prompt_parts
 from rollout.prompts.image_processing import Batch, ImageCache, ProcessedImage, process_image
-from rollout.prompts.images import image_size, load_image
+from rollout.prompts.images import encoded_image, image_size, load_image
 from rollout.prompts.messages import Conversation, as_parts, joined_texts
 from rollout.prompts.prepared_rows import (
     CONSUMED_COLUMNS,
@@ -54,7 +55,7 @@ class PromptBuilder:
 
     A row is a mapping with ``prompt`` (messages or a string), ``images`` and ``videos`` (if the messages have markers for them),
     and optionally ``media_root`` (the folder of relative paths). All other values become object columns. Within a call each
-    distinct image is processed once. If the cache is large enough, later epochs find all images there.
+    distinct image is decoded and processed once. If the cache is large enough, later epochs find all images there.
 
     A row's ``uid`` identifies one occurrence of the prompt: its samples form a group, and their random streams derive from the
     uid. A row without a uid gets a new one at each occurrence, and the same one in every run that passes the same rows in the
@@ -173,9 +174,11 @@ class PromptBuilder:
                 pool.map(prepare_one, *zip(*arguments, strict=True))
             )  # after an error, it begins no further row
 
-    def one_batch(self) -> AbstractContextManager[Batch]:
-        """A context in which this thread processes each distinct image once, however small the cache is."""
-        return self._processed.one_batch()
+    def one_batch(self, batch: Batch | None = None) -> AbstractContextManager[Batch]:
+        """A context in which this thread processes each distinct image once, however small the cache is, and none of
+        ``batch``.
+        """
+        return self._processed.one_batch(batch)
 
     def without_cache(self) -> Self:
         """This builder with a cache that keeps nothing, for rows whose images never come back."""
@@ -318,8 +321,16 @@ class PromptBuilder:
         self, conversation: Conversation, root: Any, frames: tuple[ProcessedVideo, ...] = ()
     ) -> tuple[tuple[ProcessedImage, ...], tuple[ProcessedVideo, ...]]:
         """The conversation's images and videos, decoded and processed; ``frames`` are those of `read_frames`."""
-        images = tuple(self.process_image(load_image(source, root)) for source in conversation.images)
+        images = tuple(self.process_image(self._decoded(source, root)) for source in conversation.images)
         return images, frames or tuple(self._process_video(source, root) for source in conversation.videos)
+
+    def _decoded(self, source: Any, root: Any) -> Image.Image:
+        """As `load_image`; within a batch, images of equal bytes are decoded once."""
+        encoded = encoded_image(source, root)
+        if encoded is None:
+            return load_image(source, root)
+        key = blake2b(encoded, digest_size=32).digest()
+        return self._processed.once(key, lambda: load_image(source, root))
 
     def read_frames(self, conversation: Conversation, root: Any) -> tuple[ProcessedVideo, ...]:
         """The videos, if the prompt shows their frames as images: its text depends on them."""
@@ -349,8 +360,8 @@ class PromptBuilder:
         Args:
             options: of the image processor, by default those of the builder's limits.
         """
-        inputs_of, options = self.family.media_layout.image_inputs, options or self.image_options
-        return process_image(image, self.image_processor, options, inputs_of, self._processed)
+        layout, options = self.family.media_layout, options or self.image_options
+        return process_image(image, self.image_processor, options, layout, self._processed)
 
     def other_columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The values of a row except its messages and media."""

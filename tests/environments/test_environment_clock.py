@@ -4,14 +4,25 @@ import asyncio
 import logging
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from helpers.episodes import RandomEngine, renderer_of, starts_of
-from rollout.engine import SamplingParams
-from rollout.environments import EpisodeLimits, Observation, environment_host, play_episodes
+from dataproto.columns import ROUTED_EXPERTS
+from dataproto.errors import InvalidConfig
+from helpers.checkpoints import write_checkpoint
+from helpers.episodes import RandomEngine, prompts_of, renderer_of, starts_of
+from rollout.carried_samples import WholeGroups
+from rollout.engine import Completion, SamplingParams
+from rollout.environments import EpisodeLimits, Observation, TurnRenderer, environment_host, play_episodes
 from rollout.environments.environment_host import EnvironmentHost
+from rollout.environments.episodes import episode_loop
+from rollout.environments.episodes.episode_rows import episode_columns
+from rollout.environments.episodes.held_episodes import EpisodePlan, HeldEpisodes
+from rollout.hf import HFEngine
+from rollout.prompts import PromptBuilder
 
 SAMPLING = SamplingParams(max_tokens=4)
 
@@ -211,3 +222,150 @@ def test_a_method_that_blocks_the_event_loop_blocks_no_later_play(monkeypatch, c
         assert "blocks the event loop for over 0.2 s" in warned
     finally:
         Blocking.let_go.set()
+
+
+# The wall clock of a whole episode
+
+
+class Endless(RandomEngine):
+    """Gives each request a token a step, which takes a second on the clock of `counting`, and never an end."""
+
+    now = 0.0
+
+    def __init__(self, renderer):
+        super().__init__(renderer)
+        self.given = {}
+
+    def poll(self):
+        Endless.now += 1.0
+        for number in self.waiting:
+            self.given.setdefault(number, []).append(int(self.tokens[0]))
+        return []
+
+    def abort(self, number):
+        running, tokens = number in self.waiting, self.given.pop(number, [])
+        super().abort(number)
+        return Completion(number, tokens, [-1.0] * len(tokens), "abort") if running else None
+
+
+class OthersEnd(Endless):
+    """Ends the turns of the episodes "other" alone."""
+
+    def poll(self):
+        super().poll()
+        return [self._complete(number) for number in list(self.waiting) if self.requests[number].uid == "other"]
+
+
+@pytest.fixture
+def counting(monkeypatch):
+    """Episodes have the clock of `Endless`, so that a busy machine is no part of the test."""
+    monkeypatch.setattr(Endless, "now", 0.0)
+    monkeypatch.setattr(episode_loop, "time", SimpleNamespace(monotonic=lambda: Endless.now))
+
+
+LONG = SamplingParams(max_tokens=10**6)
+
+
+def test_the_wall_clock_of_an_episode_counts_decoding(counting):
+    renderer = renderer_of("qwen2_5_vl")
+    engine, limits = Endless(renderer), EpisodeLimits(turns=3, wall_clock=20.0)
+    found = play_episodes(engine, renderer, starts_of(2), Quick, LONG, limits)
+    assert Endless.now == 20.0
+    assert not engine.waiting
+    assert [episode.ended for episode in found] == ["clock"] * 2
+    assert not any(episode.failed for episode in found)
+    lengths = [sum(len(turn.token_ids) for turn in episode.turns) for episode in found]
+    assert max(lengths) == 20
+    data = episode_columns(prompts_of(renderer.builder, 2), found, renderer, 10**6)
+    assert data["response_mask"].sum(1).tolist() == lengths
+    assert data["truncated"].all()
+
+
+def test_the_wall_clock_of_an_episode_counts_its_environment():
+    """Also where neither decoding nor another call wakes the loop."""
+    Waiting.told, began = [], time.monotonic()
+    (found,) = play(Waiting, seconds=600.0, wall_clock=0.3)
+    assert found.ended == "clock"
+    assert [turn.reward for turn in found.turns] == [0.0]
+    assert time.monotonic() - began < 300
+    wait_until(lambda: Waiting.told == ["cancelled", "closed"])
+
+
+def test_an_episode_whose_environment_has_not_begun_when_its_time_is_over_has_no_turn():
+    class Never(Waiting):
+        async def reset(self, row, seed):
+            return await self.step("")
+
+    renderer = renderer_of("qwen2_5_vl")
+    limits = EpisodeLimits(turns=3, wall_clock=0.1)
+    found = play_episodes(RandomEngine(renderer), renderer, starts_of(1), Never, SAMPLING, limits)
+    assert [(episode.ended, episode.turns) for episode in found] == [("clock", [])]
+    data = episode_columns(prompts_of(renderer.builder, 1), found, renderer, 10)
+    assert not data["response_mask"].any()
+
+
+def test_the_wall_clock_of_an_episode_stands_still_between_steps(counting):
+    renderer, held = renderer_of("qwen2_5_vl"), HeldEpisodes()
+    one, other = (
+        replace(starts_of(1)[0], uid=uid, trajectory=f"{uid}/0", environment_seed=0) for uid in ("one", "other")
+    )
+
+    def go_on(starts, engine, begun):
+        groups = WholeGroups([each.uid for each in starts], wanted=1)
+        plan = EpisodePlan(Quick, EpisodeLimits(turns=3, wall_clock=500.0))
+        return held.go_on(engine, renderer, starts, begun, plan, LONG, groups, 1)
+
+    episode, ended = go_on([one, other], OthersEnd(renderer), [[], []])
+    played = Endless.now
+    assert (episode.ended, ended.ended) == (None, "turns")
+    assert 3.0 <= played == episode.elapsed < 500.0
+    begun = [turn.plain() for turn in episode.begun]
+    Endless.now += 10_000.0
+    (again,) = go_on([one], Endless(renderer), [begun])
+    assert again is episode
+    assert again.ended == "clock"
+    assert Endless.now == 10_000.0 + 500.0
+    before = sum(len(turn["token_ids"]) for turn in begun)
+    assert before < len(again.turns[0].token_ids) <= before + 500 - played
+
+
+class SteppedEngine(HFEngine):
+    """A step takes a second on the clock of `counting`."""
+
+    def poll(self):
+        Endless.now += 1.0
+        return super().poll()
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl_moe"])
+def test_a_turn_that_the_wall_clock_cut_has_the_tokens_of_one_that_goes_on(counting, tmp_path, model_type):
+    builder = PromptBuilder.from_pretrained(write_checkpoint(model_type, tmp_path), max_prompt_length=300)
+    renderer = TurnRenderer(builder, [builder.tokenizer.eos_token_id])
+    routed = {"routed_experts": True} if model_type == "qwen3_vl_moe" else {}
+    engine = SteppedEngine(str(tmp_path), device=torch.device("cpu"), **routed)
+    sampling, prompts = SamplingParams(max_tokens=12, seed=3, ignore_eos=True), prompts_of(builder, 2)
+
+    def rows(**limits):
+        Endless.now = 0.0
+        found = play_episodes(engine, renderer, starts_of(2), Quick, sampling, EpisodeLimits(turns=1, **limits))
+        return found, episode_columns(prompts, found, renderer, 12, getattr(engine, "no_experts", None))
+
+    whole, expected = rows()
+    cut, data = rows(wall_clock=6.0)
+    assert [episode.ended for episode in whole] == ["length"] * 2
+    assert [episode.ended for episode in cut] == ["clock"] * 2
+    lengths = data["response_mask"].sum(1).tolist()
+    assert 0 < max(lengths) < 12
+    for row, length in enumerate(lengths):
+        assert data["responses"][row, :length].equal(expected["responses"][row, :length])
+        log_probs = (each["rollout_log_probs"][row, :length] for each in (data, expected))
+        torch.testing.assert_close(*log_probs, atol=1e-5, rtol=0)
+        if routed:
+            assert len(data[ROUTED_EXPERTS][row]) == length
+            assert data[ROUTED_EXPERTS][row][: length - 1].equal(expected[ROUTED_EXPERTS][row][: length - 1])
+
+
+def test_the_wall_clock_must_be_a_time():
+    for seconds in (0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(InvalidConfig, match="wall_clock="):
+            EpisodeLimits(turns=1, wall_clock=seconds)

@@ -101,6 +101,16 @@ def test_the_actor_scores_episodes_as_the_engine_does(roles, last_pictures):
     assert float((log_probs - data["rollout_log_probs"])[mask].abs().max()) < 1e-5
 
 
+@pytest.mark.parametrize("asked", ["top_log_probs", "prompt_log_probs", "top_prompt_log_probs"])
+def test_log_probs_that_episodes_do_not_have_are_refused(roles, asked):
+    _, rollout, builder = roles
+    sampling, prompts = replace(SAMPLING, **{asked: 1}), builder([{"prompt": "Walk.", "uid": "a"}])
+    with pytest.raises(InvalidConfig, match=rf"asks for {asked}, and episodes .* RolloutWorker\.generate"):
+        rollout.play(prompts, Corridor, sampling, turns=3)
+    with pytest.raises(InvalidConfig, match=f"asks for {asked}, and samples that go on later"):
+        rollout.advance(prompts, sampling, wanted=1, weight_version=1)
+
+
 def test_an_episode_does_not_depend_on_its_batch(roles):
     _, rollout, builder = roles
     rows = [{"prompt": f"Walk {row}.", "uid": f"u{row}"} for row in range(3)]
@@ -296,9 +306,9 @@ def test_the_engine_hardly_waits_for_environments_while_it_has_requests(monkeypa
     renderer, given = renderer_of("smolvlm"), []
     engine, poll = TwoAtATime(renderer), EnvironmentHost.poll
 
-    def recorded(host, patience):
+    def recorded(host, patience, most):
         given.append((patience, engine.unfinished))
-        return poll(host, patience)
+        return poll(host, patience, most)
 
     monkeypatch.setattr(EnvironmentHost, "poll", recorded)
     monkeypatch.setattr(Paced, "pause", 0.02)  # shorter than a step

@@ -2,8 +2,8 @@
 
 PyTorch for CPUs has one device, so code that mixes the model's device with the host passes every test there. Within
 `second_device` a tensor can be made on `DEVICE` and moved there and back. An operation on tensors of both raises `MixedDevices`,
-except what a GPU takes too: copies, and numbers and indices on the host. What only runs where ``device.type`` is ``"cuda"``,
-such as variable-length flash attention, does not run here.
+except what a GPU takes too: copies, and numbers and indices on the host. It notes where the host would wait for a GPU. What only
+runs where ``device.type`` is ``"cuda"``, such as variable-length flash attention, does not run here.
 """
 
 import sys
@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 DEVICE = torch.device("maia", 0)  # a type that torch knows, and nothing here has code for
-PACKAGES = ("dataproto", "rollout", "workers", "recipes")
+PACKAGES = ("dataproto", "rollout", "workers", "recipes", "transformers")
+MOVES = "dataproto.transfer"  # the module whose copies to the device the host does not wait for
 
 _aten = torch.ops.aten
 _COPIES = {_aten.copy_.default, _aten._to_copy.default, _aten.copy.default}
@@ -89,16 +90,18 @@ class _Devices(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result, waited = _computed(op, args, kwargs or {})
-        if waited:
+        if waited and not (waited == "copy" and _caller() == MOVES):
             self.waits.append(_caller())
         return result
 
 
 @contextmanager
 def second_device() -> Iterator[list[str]]:
-    """Within it there is a second device. Yields the modules of ours whose calls the host would wait for, in their order.
+    """Within it there is a second device. Yields the modules of `PACKAGES` whose calls the host would wait for, in their order,
+    each as often as it waits; "" is none of them, such as a backward pass.
 
-    Copies from the host to the device are not among them: `dataproto.transfer.move` makes them without waiting on CUDA alone.
+    The host waits for numbers, for sizes that depend on numbers, and for copies in both directions, except those to the device by
+    `dataproto.transfer.move`.
     """
     devices, before = _Devices(), torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)  # so that `torch.tensor(numbers, device=DEVICE)` is a copy from the host
@@ -109,8 +112,8 @@ def second_device() -> Iterator[list[str]]:
         torch._C._set_only_lift_cpu_tensors(before)
 
 
-def _computed(op: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, bool]:
-    """The result of an operation, and whether a GPU's would let the host wait."""
+def _computed(op: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, str]:
+    """The result of an operation, and why the host would wait for a GPU's: for ``"numbers"``, a ``"copy"`` there, or not ("")."""
     tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
     there = [each for each in tensors if isinstance(each, OnSecondDevice)]
     device = kwargs.get("device")
@@ -118,7 +121,7 @@ def _computed(op: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, bool]:
         device = torch.device(device)
         device = DEVICE if device.type == "meta" else device
     if not there and (device is None or device.type != DEVICE.type):
-        return op(*args, **kwargs), False
+        return op(*args, **kwargs), ""
     if there and op not in _COPIES:
         _check(op, args, tensors)
     stays = bool(there) if device is None else device.type == DEVICE.type
@@ -134,7 +137,7 @@ def _computed(op: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, bool]:
             return value
         return given.get(id(value)) if id(value) in given else OnSecondDevice(value) if stays else value
 
-    return tree_map(wrapped, result), bool(there) and _waits(op, args, kwargs, stays)
+    return tree_map(wrapped, result), _waits(op, args, kwargs, stays)
 
 
 def _held(value: Any) -> Any:
@@ -151,13 +154,19 @@ def _check(op: Any, args: Any, tensors: list[Tensor]) -> None:
         raise MixedDevices(f"{op}: " + ", ".join(f"{tuple(each.shape)} on {each.device}" for each in tensors))
 
 
-def _waits(op: Any, args: Any, kwargs: dict[str, Any], stays: bool) -> bool:
+def _waits(op: Any, args: Any, kwargs: dict[str, Any], stays: bool) -> str:
+    tensors = [each for each in args if isinstance(each, Tensor)]
+    if op in _COPIES:
+        here = not isinstance(tensors[-1], OnSecondDevice)
+        return "copy" if here and stays else "" if here or stays else "numbers"
     if op in _INDEXED:
-        indices = [each for each in args[1] if isinstance(each, OnSecondDevice)]
-        return any(each.dtype in (torch.bool, torch.uint8) for each in indices)
+        indices = [each for each in args[1] if isinstance(each, Tensor)]
+        if not all(isinstance(each, OnSecondDevice) for each in (args[0], *indices)):
+            return "copy"
+        return "numbers" if any(each.dtype in (torch.bool, torch.uint8) for each in indices) else ""
     if op is _aten.repeat_interleave.Tensor:
-        return kwargs.get("output_size") is None
-    return op._schema.name.removeprefix("aten::") in _WAIT or (op in _COPIES and not stays)
+        return "numbers" if kwargs.get("output_size") is None else ""
+    return "numbers" if op._schema.name.removeprefix("aten::") in _WAIT else ""
 
 
 def _caller() -> str:

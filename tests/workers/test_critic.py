@@ -231,10 +231,47 @@ def over_tp() -> None:
     equals_one_process(Layout(tp=2))
 
 
+def in_bfloat16(layout: Layout) -> None:
+    """FSDP rounded the head to bfloat16 with the model's other weights: an update below its third digit changed no value."""
+    data, ranks = rows(), init_ranks(layout, CPU)
+    worker = critic(folder() / "qwen2_5_vl", ranks, dtype="bfloat16", optimizer=OptimizerConfig(lr=1e-4))
+    seen = []
+    worker.module.value_head.register_forward_hook(lambda head, states, values: seen.append((states[0], values)))
+    part = share_out(data, layout.dp)[ranks.rank("dp")]
+    for _ in range(2):
+        weight = full_tensor(worker.module.value_head.weight).detach().clone()
+        assert not torch.equal(weight, weight.bfloat16().float())
+        seen.clear()
+        worker.values(part)
+        assert seen
+        for states, values in seen:
+            assert torch.equal(values, states.float() @ weight[0])
+        worker.update(part, vf_loss)
+        assert not torch.equal(full_tensor(worker.module.value_head.weight), weight)
+
+
+def dp_in_bfloat16() -> None:
+    in_bfloat16(Layout(dp=2))
+
+
+def sp_in_bfloat16() -> None:
+    in_bfloat16(Layout(sp=2))
+
+
+def tp_in_bfloat16() -> None:
+    in_bfloat16(Layout(tp=2))
+
+
 def test_two_processes_equal_one(checkpoints, tmp_path, monkeypatch):
     monkeypatch.setenv("TEST_CRITIC_FOLDER", str(checkpoints))
     found = run_ranks(2, {"dp": over_dp, "sp": over_sp, "tp": over_tp}, tmp_path)
     assert found == {name: [None, None] for name in ("dp", "sp", "tp")}
+
+
+def test_two_processes_keep_the_head_in_float32(checkpoints, tmp_path, monkeypatch):
+    monkeypatch.setenv("TEST_CRITIC_FOLDER", str(checkpoints))
+    checks = {"dp": dp_in_bfloat16, "sp": sp_in_bfloat16, "tp": tp_in_bfloat16}
+    assert run_ranks(2, checks, tmp_path) == {name: [None, None] for name in checks}
 
 
 def test_roles_hold_a_critic_when_one_is_launched(checkpoints):

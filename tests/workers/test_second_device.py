@@ -9,31 +9,36 @@ import pytest
 import torch
 
 from dataproto.errors import InvalidConfig
+from dataproto.transfer import move, move_readable, on_host
 from dataproto.vlm import family_of
 from helpers.layouts import TEMPERATURE, mixed_rows
-from helpers.second_device import DEVICE, MixedDevices, second_device
+from helpers.routes import with_routes
+from helpers.second_device import DEVICE, MOVES, MixedDevices, second_device
 from helpers.tiny_models import (
     FURTHER_TYPES,
     GEMMA4_TYPES,
-    HYBRID_TYPES,
     MODEL_TYPES,
     TEXT_TYPES,
     rounding,
     tiny_config,
     tiny_model,
 )
+from workers.model.kept_features import KeptFeatures
 from workers.model.packed_model import PackedVLM
-from workers.training.forward_pass import forward_rows, rows_to_device
+from workers.model.recurrent.pieces import Pieces
+from workers.model.segments.image_blocks import image_blocks
+from workers.model.segments.segment_attention import equal_lengths
+from workers.parallel.tokens import SplitTokens
+from workers.ranks.autograd_collectives import Peers
+from workers.training.forward_pass import PreparedRows, forward_rows, needs_tower, rows_to_device
 from workers.training.loss_sums import LossSums
 
 CPU = torch.device("cpu")
-CPU_KERNEL = "workers.model.segments.segment_attention"  # groups segments by their lengths; a GPU's kernels do not
-WAITING = {
-    **dict.fromkeys(HYBRID_TYPES, "workers.model.recurrent.pieces"),
-    **dict.fromkeys(("gemma3", *GEMMA4_TYPES), "workers.model.segments.image_blocks"),
+TOWER_WAITS = {
+    **dict.fromkeys(GEMMA4_TYPES, 2),  # the pooler selects patches by a mask, and so does its gradient
+    "minicpmv4_6": 8,  # copies of places and bounds to the device, the longest image, and bounds for the kernel of the CPU
 }
-"""The module of ours that makes the host wait, in each micro-batch."""
-WAITING_IN_TRANSFORMERS = ("qwen3_vl", "qwen3_vl_moe", "minicpmv4_6", *GEMMA4_TYPES)  # for selections by masks
+"""How often the host waits in a micro-batch: within the vision towers of transformers alone."""
 TYPES = list(dict.fromkeys((*MODEL_TYPES, *FURTHER_TYPES, "idefics3", *TEXT_TYPES)))
 
 
@@ -81,20 +86,90 @@ def test_a_pass_on_a_device_is_that_on_the_host(model_type):
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_the_host_waits_for_the_device_in_known_places_alone(model_type):
+def test_the_host_waits_for_the_device_within_towers_of_transformers_alone(model_type):
     """Where it waits in each micro-batch, it cannot prepare the next one meanwhile."""
     waits = passes(model_type)[2]
-    assert CPU_KERNEL in waits
-    ours = {each for each in waits if each.startswith("workers.")} - {CPU_KERNEL}
-    assert ours <= {WAITING.get(model_type)}
-    others = {each for each in waits if not each.startswith("workers.")}
-    assert not others or model_type in WAITING_IN_TRANSFORMERS
+    assert len(waits) <= TOWER_WAITS.get(model_type, 0), waits
+    assert all(each in ("", MOVES) or each.startswith("transformers.") for each in waits)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_moe", "gemma3", "qwen3_vl_moe"])
+def test_the_host_waits_neither_for_filled_up_rows_nor_for_recorded_experts_nor_for_kept_features(model_type):
+    config = tiny_config(model_type)
+    family, data = family_of(config), mixed_rows(config)
+    module = PackedVLM(tiny_model(model_type, config=config), family, TEMPERATURE)
+    module.kept = KeptFeatures(family, config, torch.float32)
+    if module.routing_shape[0]:
+        data, module.replays_routing = with_routes(config, data), True
+    with second_device() as waits, torch.no_grad():
+        module.to(DEVICE)
+        waits.clear()
+        needs_tower(module, [data])
+        passes = [forward_rows(module, data, DEVICE, length=length).log_probs for length in (0, 400)]
+        assert not waits
+        assert module.kept._kept  # the second pass has used them
+        torch.testing.assert_close(passes[1].cpu(), passes[0].cpu(), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5", "gemma3"])
+def test_the_host_waits_for_no_rows_that_ranks_share(model_type):
+    """Rows are filled up where they lie on the host, so that their boundaries are known there."""
+    config = tiny_config(model_type)
+    module = PackedVLM(tiny_model(model_type, config=config), family_of(config), TEMPERATURE)
+    module.tokens = SplitTokens(Peers("", 5, 1), Peers("", 7, 0))
+    prepared = PreparedRows(module, mixed_rows(config))
+    spans = prepared.media(module, CPU)[1]
+    with second_device() as waits:
+        rows = prepared.tokens(module, DEVICE)
+        mine, _ = module.tokens.rows(rows, spans)
+        assert mine.cu_seqlens is rows.cu_seqlens
+        assert mine.input_ids.shape[-1] * 5 == rows.input_ids.shape[-1] > prepared.packed.input_ids.shape[-1]
+        pieces = Pieces.of(mine.cu_seqlens, mine.key_cu_seqlens, mine.key_index)
+        blocks = image_blocks(mine)
+        assert pieces.taps(4)[0].device == pieces.levels[0].tokens.device == blocks.queries.device == DEVICE
+        assert waits == []
+
+
+def test_what_was_moved_is_read_without_a_wait_until_it_changes():
+    with second_device() as waits:
+        here = torch.arange(3)
+        there, other = move_readable(here, DEVICE), move(here, DEVICE)
+        assert on_host(there) is here is on_host(here)
+        assert waits == []
+        first = on_host(other)
+        assert on_host(other) is first
+        assert waits == [MOVES]  # once
+        there.mul_(2)
+        assert on_host(there).tolist() == [0, 2, 4]
+        assert waits == [MOVES] * 2
+        assert here.tolist() == first.tolist() == [0, 1, 2]
+
+
+@torch.inference_mode()
+def test_bounds_are_read_in_inference_mode():
+    """Tensors of inference mode have no version, and raise where it is asked for."""
+    assert on_host(move_readable(torch.arange(3), CPU)).tolist() == [0, 1, 2]
+    assert move_readable(torch.arange(3), "meta").shape == (3,)
+    bounds = torch.tensor([0, 2, 3])
+    assert [group[:2] for group in equal_lengths(bounds, bounds)] == [(1, 1), (2, 2)]
+
+
+def test_segments_are_grouped_once_until_their_bounds_change():
+    bounds, keys = torch.tensor([0, 2, 3]), torch.tensor([0, 4, 5])
+    found = equal_lengths(bounds, keys)
+    assert equal_lengths(bounds, keys) is found
+    assert [group[:2] for group in equal_lengths(bounds, bounds)] == [(1, 1), (2, 2)]
+    bounds[1] = 1
+    assert [(*group[:2], group[2].tolist(), group[3].tolist()) for group in equal_lengths(bounds, keys)] == [
+        (1, 4, [0], [0, 1, 2, 3]),
+        (2, 1, [1, 2], [4]),
+    ]
 
 
 def test_mixed_devices_are_refused_as_by_a_gpu():
     with second_device() as waits:
-        here, there = torch.arange(3.0), torch.arange(3.0).to(DEVICE)
-        places = torch.tensor([2, 0], device=DEVICE)
+        here, there = torch.arange(3.0), move(torch.arange(3.0), DEVICE)
+        places = move(torch.tensor([2, 0]), DEVICE)
         assert there.device == places.device == torch.ones(2, device=DEVICE).device == (there + 1).device == DEVICE
         for mixed in (lambda: here + there, lambda: here[places], lambda: torch.cat([here, there]), there.numpy):
             with pytest.raises((MixedDevices, TypeError)):
@@ -103,5 +178,8 @@ def test_mixed_devices_are_refused_as_by_a_gpu():
         assert (there * torch.tensor(2.0))[places.cpu()].cpu().tolist() == [4.0, 0.0]  # numbers and indices may be here
         assert there[there > 0].tolist() == [1.0, 2.0]
         assert float(there.sum()) == 3.0
-        assert len(waits) == 5  # three copies to the host, the size of a selection, a number
+        assert len(waits) == 6  # three copies to the host, indices from there, the size of a selection, a number
+        assert torch.tensor(2.0, device=DEVICE).device == here.to(DEVICE).device == there[torch.tensor([0])].device
+        there.copy_(here)
+        assert len(waits) == 10  # copies to the device
         assert torch.zeros(3).copy_(there).tolist() == [0.0, 1.0, 2.0]

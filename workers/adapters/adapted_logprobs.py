@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dataproto.transfer import move
 from rollout.adapters.router import add_head
 from rollout.sampling import project
 from workers.model.logprobs import chunk_size
@@ -47,7 +48,7 @@ def adapted_log_probs(
     size = chunk_size(len(weight), states.device, chunk_elements)
     starts = torch.arange(0, len(states), size)
     bounds = [*torch.searchsorted(places, starts).tolist(), len(places)]
-    places, targets = places.to(states.device), targets.to(states.device)
+    places, targets = move(places, states.device), move(targets, states.device)
     down, up = pair or (None, None)
     found: Tensor = _AdaptedLogProbs.apply(states, weight, places, targets, down, up, scaling, size, bounds)
     return found
@@ -59,7 +60,7 @@ def _once_each(
     """`adapted_log_probs` for places in any order: each target of a place is computed once, in their order."""
     keys, which = torch.unique(places * len(weight) + targets.cpu(), return_inverse=True)
     found = adapted_log_probs(states, weight, keys // len(weight), keys % len(weight), pair, *settings)
-    return select_rows(found[:, None], which.to(found.device)).squeeze(1)
+    return select_rows(found[:, None], move(which, found.device)).squeeze(1)
 
 
 class _AdaptedLogProbs(torch.autograd.Function):

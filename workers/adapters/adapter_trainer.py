@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dataproto.transfer import move
 from rollout.adapters import Adapter, AdapterConfig, AdapterRouter, PromptScores, new_adapter
 from rollout.image_features import ImageFeatures
 from rollout.pretrained import load_model
@@ -143,7 +144,7 @@ class AdapterTrainer:
             states = self._states(part)
             for each, places in zip(part.rows, part.places, strict=True):
                 logits_of = partial(self._logits_of, each.adapter)
-                own = states[places.to(states.device)]
+                own = states[move(places, states.device)]
                 each.scores.fill(each.rendered.input_ids, each.rendered.token_types, own, logits_of)
 
     def _logits_of(self, adapter: Adapter | None, states: Tensor) -> Tensor:
@@ -155,7 +156,7 @@ class AdapterTrainer:
         features, spans = self.features.placed(packed.token_types, part.images)
         packed = packed.to(self.device)
         where = None if features is None else spans
-        embeddings, extras = self.family.merge(self.model, packed.input_ids, features, where)
+        embeddings, extras = self.packed.merge(packed.input_ids, features, where)
         with self.router.routed(part.runs):
             states: Tensor = self.packed.decode(embeddings, extras, packed)[0]
         return states

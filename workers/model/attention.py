@@ -132,8 +132,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, at: Segments, scaling: float | None
         out, _ = block_attention(q, k, v, cu_q, cu_k, *at.blocks[:5], *longest, scale, at.window)
         return cast(Tensor, out)[..., :width]
     ahead = None if at.blocks is None else at.blocks.ahead
-    attend = segment_attention if torch.compiler.is_compiling() else segment_sdpa
-    return cast(Tensor, attend(q, k, v, at.cu_q, at.cu_k, scaling, at.causal, at.window, ahead))
+    if torch.compiler.is_compiling():
+        return cast(Tensor, segment_attention(q, k, v, at.cu_q, at.cu_k, scaling, at.causal, at.window, ahead))
+    return segment_sdpa(q, k, v, at.cu_q, at.cu_k, scaling, at.causal, at.window, ahead, (at.max_q, at.max_k))
 
 
 def as_wide_as(value: Tensor, key: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dataproto.transfer import move
 from rollout.sampling import BANNED_LOGIT, project
 from workers.model.precision import in_autocast_dtype
 
@@ -50,7 +51,7 @@ def token_log_probs(
     """
     hidden = in_autocast_dtype(hidden)
     size = chunk_size(head_weight.shape[0], hidden.device, chunk_elements)
-    banned = _on_device(tuple(banned_ids), hidden.device) if banned_ids else None
+    banned = ids_on(tuple(banned_ids), hidden.device) if banned_ids else None
     with torch.autocast(hidden.device.type, enabled=False):
         log_probs, entropies = _TokenLogProbs.apply(
             hidden, head_weight, targets, temperature, banned, entropy, size, compiled, cap
@@ -205,9 +206,9 @@ def _logit_gradient(
 
 
 @cache
-def _on_device(ids: tuple[int, ...], device: torch.device) -> Tensor:
-    """The ids as a tensor, cached so that a step does not wait for the copy to the device."""
-    return torch.tensor(ids, device=device)
+def ids_on(ids: tuple[int, ...], device: torch.device) -> Tensor:
+    """The ids as an int64 tensor, which is kept."""
+    return move(torch.tensor(ids, dtype=torch.int64), device)
 
 
 @cache

@@ -14,6 +14,7 @@ from dataproto.packing import PackedRows
 from dataproto.transfer import move
 from dataproto.vlm import MediaSpans, VLMFamily
 from workers.model.attention import use_packed_attention
+from workers.model.deep_features import use_placed_levels
 from workers.model.kept_features import HeldFeatures, KeptFeatures, Wanted
 from workers.model.logprobs import token_log_probs
 from workers.model.mixture import use_packed_experts
@@ -63,13 +64,17 @@ class TokenShare:
         """The number of hidden states between layers that this process has for a sequence of ``tokens``."""
         return tokens
 
+    def filled(self, tokens: int) -> int:
+        """How long `rows` makes a sequence of ``tokens``; on the host, sequences are filled up without a wait."""
+        return tokens
+
     def attention(self) -> dict[str, Any]:
         """Additional keyword arguments for the attention function of the language model."""
         return {}
 
     def states(self, hidden: Tensor, rows: PackedRows) -> tuple[Tensor, Tensor]:
         """The states ``(n, H)`` that predict response tokens, of this process's ``(S, H)``, and their targets ``(n,)``."""
-        return select_rows(hidden, move(rows.predictors, hidden.device)), rows.targets
+        return select_rows(hidden, rows.predictors), rows.targets
 
     def join(self, values: Tensor, rows: PackedRows) -> Tensor:
         """Joins values ``(n,)`` of this process's targets to those ``(N,)`` of all targets."""
@@ -148,10 +153,14 @@ class PackedVLM(nn.Module):
     makes_logits = True
     """Whether the head computes logits over the vocabulary; a critic's does not."""
 
+    float32_parts: tuple[str, ...] = ()
+    """Paths of modules beside ``model`` whose weights are used in float32 whatever the model computes in."""
+
     def __init__(self, model: PreTrainedModel, family: VLMFamily, temperature: float) -> None:
         super().__init__()
         use_packed_attention(model)
         use_packed_recurrence(model, family)
+        use_placed_levels(model, family)
         self.routing_shape = use_packed_experts(model, family)
         use_linear_patch_embedding(model)
         self.model = model
@@ -178,7 +187,7 @@ class PackedVLM(nn.Module):
         """
         mine, windows = self.tokens.rows(rows, spans)
         features, places = self.media_features(media, windows, rows.input_ids.device, wanted)
-        embeddings, extras = self.family.merge(self.model, mine.input_ids, features, places)
+        embeddings, extras = self.merge(mine.input_ids, features, places)
         return self.finish(self.decode(embeddings, extras, mine), mine, entropy)
 
     def media_features(
@@ -196,6 +205,13 @@ class PackedVLM(nn.Module):
             return None, windows[self.features.rank].to(device)
         features, places = self.features.deliver(held, windows)
         return features, places.to(device)
+
+    def merge(
+        self, input_ids: Tensor, features: Tensor | None, places: MediaSpans | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Embeddings ``(1, S, H)`` of this process's tokens, and the decoder's keywords for further levels of the features."""
+        embeddings, extras = self.family.merge(self.model, input_ids, features, places)
+        return embeddings, extras if places is None else self.family.placed_extras(extras, places)
 
     def forget_features(self) -> None:
         """Forgets kept features; called where a step ends, and where the weights of the tower may change."""

@@ -15,6 +15,7 @@ REASONS = {
         "The attention function is chosen by name in each part's config. transformers checks names that contain 'flash' for an "
         "installed package, and only under such names does a vision tower make one variable-length call a layer."
     ),
+    "workers.model.deep_features": "Decoders of transformers take a mask of media tokens, not their places.",
     "workers.model.lora": (
         "Fused experts have no linear layers that peft could wrap, and peft's own way to adapt parameters uses one matrix for "
         "all experts, which cannot be split by expert. peft's own way to turn adapters off also changes which are trained."

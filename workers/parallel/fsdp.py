@@ -7,7 +7,7 @@ Groups that are gathered together: each decoder layer, each vision block, the re
 mergers), and with the root the remaining weights: embedding, final norm and head. The root stays gathered from the beginning of
 the forward pass to the end of the backward pass, so ``lm_head.weight`` can be used as a plain weight, and tied weights are in one
 group. Split experts (`workers.parallel.expert`) form separate groups, over fewer ranks, and so do the projections of recurrent
-layers and the rest of such a mixer, which stays in float32. The tower's group is gathered by the
+layers and what stays in float32: the rest of such a mixer, and a critic's value head. The tower's group is gathered by the
 tower's forward, so text-only batches never touch it.
 
 Gradients are summed over ranks, not averaged: each rank's loss is its rows' share of the loss of the mini-batch. `Unsharded` says
@@ -67,10 +67,13 @@ class FullySharded(Transform):
                 reshard_after_forward=True,
                 shard_placement_fn=partial(even_shards, here=experts.here, holders=holders.size(-1)),
             )
+        exact = partial(shard, mp_policy=mixed_precision("float32", mesh.device_type), reshard_after_forward=True)
         for mixer in recurrent_mixers(module.model, module.family).values():
             projections = [part for name, part in mixer.named_children() if "proj" in name]
             shard(projections, reshard_after_forward=True)
-            shard(mixer, mp_policy=mixed_precision("float32", mesh.device_type), reshard_after_forward=True)
+            exact(mixer)
+        for path in module.float32_parts:
+            exact(module.get_submodule(path))
         tower = module.family.vision_tower
         towers = () if tower is None else (module.model.get_submodule(tower),)
         for block in (*repeated_layers(module), *towers):

@@ -194,7 +194,7 @@ class StagedForward:
         further = max(0, deep - here.stop)
         if states is None:
             features, places = module.media_features(media, windows, rows.input_ids.device)
-            hidden, extras = family.merge(module.model, mine.input_ids, features, places)
+            hidden, extras = module.merge(mine.input_ids, features, places)
             if features is None:
                 beyond = hidden.new_zeros(further, *hidden.shape[1:])
             else:

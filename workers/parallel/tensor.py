@@ -190,7 +190,7 @@ class VocabularyEmbedding(nn.Module):
         embeddings = _sum_tokens(torch.where(inside[..., None], found, 0.0), self.peers)
         if self.scale == 1.0:
             return embeddings
-        scale = torch.tensor(self.scale, dtype=embeddings.dtype, device=embeddings.device)
+        scale = torch.full((), self.scale, dtype=embeddings.dtype, device=embeddings.device)
         return embeddings * in_autocast_dtype(scale).to(embeddings.dtype)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dataproto.packing import PackedRows, fill_up
-from dataproto.transfer import move
+from dataproto.transfer import move, on_host
 from dataproto.vlm import MediaSpans
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM, TokenShare, select_rows
@@ -90,16 +90,16 @@ class SplitTokens(TokenShare):
     def rows(self, rows: PackedRows, spans: MediaSpans) -> tuple[SlicedRows, Sequence[MediaSpans]]:
         """The rows with this rank's slice of ``input_ids`` and ``position_ids``, and the media spans in the part of each rank.
 
-        ``spans`` and ``rows.predictors`` are read on the host.
+        ``spans`` lie on the host.
         """
         (sp, sp_size), (tp, tp_size) = self._place(self.sp), self._place(self.tp)
         part = self.num_states(rows.input_ids.shape[-1])
         length = part * tp_size
         start = length * sp
-        whole = fill_up(rows, length * sp_size)
+        whole = fill_up(rows, self.filled(rows.input_ids.shape[-1]))
         first = start + part * tp
         experts, routed = whole.routed_experts, whole.routed
-        share = None if self.sp is None else StateShare.of(rows.predictors.cpu(), length, sp_size, sp)
+        share = None if self.sp is None else StateShare.of(on_host(rows.predictors), length, sp_size, sp)
         sliced = {
             "input_ids": whole.input_ids[..., start : start + length],
             "position_ids": whole.position_ids[..., start : start + length],
@@ -111,6 +111,9 @@ class SplitTokens(TokenShare):
 
     def num_states(self, tokens: int) -> int:
         return -(-tokens // (self._place(self.sp)[1] * self._place(self.tp)[1]))
+
+    def filled(self, tokens: int) -> int:
+        return self.num_states(tokens) * self._place(self.sp)[1] * self._place(self.tp)[1]
 
     def attention(self) -> dict[str, Any]:
         return {} if self.sp is None else {"peers": self.sp}

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from rollout.sampling import BANNED_LOGIT, project
-from workers.model.logprobs import accumulate_matmul, chunk_size, compiled_once
+from workers.model.logprobs import accumulate_matmul, chunk_size, compiled_once, ids_on
 from workers.model.precision import in_autocast_dtype
 from workers.ranks.autograd_collectives import Peers, all_gather_tensor, all_reduce
 
@@ -38,11 +38,11 @@ def split_token_log_probs(
     weight = cast(DTensor, head_weight).to_local()
     hidden = in_autocast_dtype(hidden)
     first = peers.rank * len(weight)
-    banned = torch.tensor([i - first for i in banned_ids if 0 <= i - first < len(weight)], device=hidden.device)
+    banned = ids_on(tuple(i - first for i in banned_ids if 0 <= i - first < len(weight)), hidden.device)
     size = chunk_size(len(weight), hidden.device, chunk_elements)
     with torch.autocast(hidden.device.type, enabled=False):
         log_probs, entropies = _SplitLogProbs.apply(
-            hidden, weight, targets - first, temperature, banned.long(), entropy, size, compiled, peers, cap
+            hidden, weight, targets - first, temperature, banned, entropy, size, compiled, peers, cap
         )
     return log_probs, entropies if entropy else None
 

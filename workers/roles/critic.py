@@ -39,29 +39,37 @@ class Values:
         return self.values
 
 
+class ValueHead(nn.Linear):
+    """From states ``(n, H)`` to values ``(n,)``: their products with one vector, in float32 whatever the model computes in."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        with torch.autocast(states.device.type, enabled=False):
+            return states.float() @ self.weight[0]
+
+
 class PackedCritic(PackedVLM):
-    """The packed model with a value in place of logits: the product of a state and one vector, in float32.
+    """The packed model with a value in place of logits: the product of a state and one vector.
 
     The vector starts at zero, and so does every value: the first advantages are the rewards to come.
     """
 
     outputs = Values
     makes_logits = False
+    float32_parts = ("value_head",)
 
     def __init__(self, model: PreTrainedModel, family: VLMFamily) -> None:
         """Removes the language-model head from ``model``; tied embeddings stay."""
         super().__init__(model, family, temperature=1.0)
         head = family.lm_head(model)
         remove_submodule(model, family.head)
-        self.value_head = nn.Linear(head.weight.shape[1], 1, bias=False, device=head.weight.device)
+        self.value_head = ValueHead(head.weight.shape[1], 1, bias=False, device=head.weight.device, dtype=torch.float32)
         nn.init.zeros_(self.value_head.weight)
 
     def head(self, states: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, None]:
         """Values ``(n,)`` of the states ``(n, H)``; the next tokens do not matter."""
         if entropy:
             raise InvalidConfig("a critic has no entropy")
-        with torch.autocast(states.device.type, enabled=False):
-            return states.float() @ self.value_head.weight[0].float(), None
+        return self.value_head(states), None
 
 
 class ValueWorker(ModelWorker):

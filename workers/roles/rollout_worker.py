@@ -169,6 +169,7 @@ class RolloutWorker:
         seconds: float = 60.0,
         last_pictures: int | None = None,
         memory_gib: float | None = None,
+        wall_clock: float | None = None,
     ) -> DataProto:
         """``sampling.n`` episodes for each prompt row, next to each other, one row each, with the columns of `episode_columns`.
 
@@ -182,12 +183,13 @@ class RolloutWorker:
             prompts: with ``raw_prompt``, the messages that the environment's first observation follows.
             make_environment: makes the environment of an episode in this process.
             sampling: of each turn; ``max_tokens`` limits a turn.
-            turns, tokens, seconds, last_pictures, memory_gib: see `EpisodeLimits`.
+            turns, tokens, seconds, last_pictures, memory_gib, wall_clock: see `EpisodeLimits`.
 
         Raises:
-            InvalidConfig: the chat template cannot show observations.
+            InvalidConfig: the chat template cannot show observations, or ``sampling`` asks for further log-probs.
         """
-        limits = EpisodeLimits(turns, tokens, seconds, last_pictures, memory_gib)
+        sampling.check_sampled_alone("episodes")
+        limits = EpisodeLimits(turns, tokens, seconds, last_pictures, memory_gib, wall_clock)
         self._calls += 1
         with self.sharding as sharding:
             with self.ranks.fail_together():
@@ -239,6 +241,7 @@ class RolloutWorker:
             ``weight_version (B, R)``; of the others only `BEGUN` has a meaning. If the engine fails at a sample or refuses it,
             its rank decodes no further, keeps what has begun, and tells the error in `FAILED`.
         """
+        sampling.check_sampled_alone("samples that go on later")
         if GROUP not in samples:
             samples = number_groups(samples)
         sampling = replace(sampling, n=1)

@@ -3,7 +3,7 @@
 Batches go to the device without waiting for it: the host prepares the next micro-batch while the device computes.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -79,7 +79,9 @@ class PreparedRows:
 
     def tokens(self, module: PackedVLM, device: torch.device, length: int = 0) -> PackedRows:
         """The packed rows on ``device``, filled up to ``length`` tokens, which is the same in every call."""
-        found = self._made_once("tokens", lambda: self._filled(device, length), lambda made: vars(made).values())
+        found = self._made_once(
+            "tokens", lambda: self._filled(module, device, length), lambda made: vars(made).values()
+        )
         return found if module.replays_routing else replace(found, routed_experts=None)
 
     def media(
@@ -108,11 +110,9 @@ class PreparedRows:
         inputs = inputs or dummy_media(module, tower)
         return (module.features.share(config, inputs, device) if inputs else None), spans, wanted
 
-    def _filled(self, device: torch.device, length: int) -> PackedRows:
+    def _filled(self, module: PackedVLM, device: torch.device, length: int) -> PackedRows:
         packed = fill_up(self.packed, length)
-        # Like spans and grids, predictors stay on the host, which computes from them what each rank sends.
-        moved = {name: value for name, value in vars(packed).items() if name != "predictors"}
-        return replace(packed, **to_device(moved, device))
+        return fill_up(packed, module.tokens.filled(packed.input_ids.shape[-1])).to(device)
 
     def _made_once(self, name: str, make: Callable[[], Made], tensors: Callable[[Made], Iterable[Any]]) -> Made:
         found: Made | None = self._kept.get(name)
@@ -235,11 +235,6 @@ def infer_token_types(module: PackedVLM, rows: DataProto) -> Tensor:
     return types
 
 
-def to_device(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The values with tensors moved to ``device``; from the host to a CUDA device in the order of its stream."""
-    return {name: move(value, device) if isinstance(value, Tensor) else value for name, value in values.items()}
-
-
 def index_on(index: slice | Tensor, device: torch.device) -> slice | Tensor:
     """An index of rows for tensors on ``device``."""
     return move(index, device) if isinstance(index, Tensor) else index
@@ -247,7 +242,7 @@ def index_on(index: slice | Tensor, device: torch.device) -> slice | Tensor:
 
 def rows_to_device(rows: DataProto, device: torch.device) -> DataProto:
     """A batch with its dense columns on ``device``; the others are shared with ``rows``."""
-    if device.type != "cuda" or rows.batch is None:
+    if device.type == "cpu" or rows.batch is None:
         return rows.to(device)
     moved = rows[:]
     moved.batch = rows.batch.apply(lambda column: move(column, device), device=device)

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from dataproto.errors import InvalidConfig, InvalidMedia, MediaMismatch
-from dataproto.transfer import move
+from dataproto.transfer import move, move_readable
 from dataproto.vlm.costs import causal_pairs
 from dataproto.vlm.family import DECODER_PLAN, VLMFamily
 from dataproto.vlm.media import MediaSpans
@@ -188,7 +188,7 @@ class Gemma4(VLMFamily):
         ends = (
             torch.stack([lengths, torch.full_like(lengths, longest)], 1) + torch.arange(len(lengths))[:, None] * longest
         )
-        bounds = move(pad(ends.flatten(), (1, 0)).int(), pixels.device)
+        bounds = move_readable(pad(ends.flatten(), (1, 0)).int(), pixels.device)
         segments = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
         found = tower(pixel_values=batch[0], pixel_position_ids=batch[1], **segments, **vision_kwargs)
         features: Tensor = embedder(inputs_embeds=found.last_hidden_state)

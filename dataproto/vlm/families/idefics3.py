@@ -197,7 +197,12 @@ class Idefics3(VLMFamily):
         """
         tower, connector = (model.get_submodule(path) for path in (self.vision_tower, *self.mergers))
         pixels = media["pixel_values"].flatten(0, 1).to(next(tower.parameters()).dtype)
-        features: Tensor = connector(tower(pixels, **vision_kwargs).last_hidden_state).flatten(0, 1)
+        size = int(model.config.vision_config.patch_size)
+        sides = [side // size for side in pixels.shape[2:]]
+        # The tower would make this mask on the host, and wait for its copy.
+        mask = torch.ones(len(pixels), *sides, dtype=torch.bool, device=pixels.device)
+        states = tower(pixels, patch_attention_mask=mask, **vision_kwargs).last_hidden_state
+        features: Tensor = connector(states).flatten(0, 1)
         return features
 
     def processor_files(self, config: Any) -> dict[str, dict[str, Any]]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dataproto.errors import InvalidConfig, InvalidMedia
-from dataproto.transfer import move
+from dataproto.transfer import move_readable
 from dataproto.vlm.costs import causal_pairs, frame_pairs, tower_flops
 from dataproto.vlm.families.glm4v import GLM4VMoe
 from dataproto.vlm.family import TensorPlan, VLMFamily
@@ -156,7 +156,7 @@ class KimiK25(VLMFamily):
         pixels, grids = media["pixel_values"], media["image_grid_thw"]
         if grids.device != pixels.device:
             found = grid_arguments(tower, grids)
-            moved = {name: move(x, pixels.device) if isinstance(x, Tensor) else x for name, x in found.items()}
+            moved = {name: move_readable(x, pixels.device) if isinstance(x, Tensor) else x for name, x in found.items()}
             vision_kwargs = moved | vision_kwargs
         pixels = pixels.to(tower.patch_embed.proj.weight.dtype)
         features: Tensor = projector(tower(pixels, grid_thw=grids, **vision_kwargs).pooler_output).squeeze(1)

@@ -2,7 +2,7 @@
 ("DeepStack", arXiv 2406.04334) are added to the hidden states after the first decoder layers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ class Qwen3VL(VLMFamily):
     published: tuple[str, ...] = ("Qwen3-VL",)
     mergers = ("model.visual.merger", "model.visual.deepstack_merger_list")
     videos_by_frame = True
+    deep_method = "_deepstack_process"
 
     def video_pieces(self, grids: Tensor, seconds: Tensor | Sequence[float] | None, config: Any) -> Pieces:
         """Each frame is a piece. ``seconds`` are not used: the text before a frame states its time."""
@@ -46,10 +47,13 @@ class Qwen3VL(VLMFamily):
         deep = features[:, 1:].index_select(0, spans.features)
         return {"visual_pos_masks": mask, "deepstack_visual_embeds": deep.transpose(0, 1)}
 
+    def placed_extras(self, extras: Mapping[str, Tensor], spans: MediaSpans) -> dict[str, Tensor]:
+        """The places ``(M,)`` instead of the mask."""
+        return {**extras, "visual_pos_masks": spans.positions} if extras else {}
+
     def dense_extras(self, levels: Tensor) -> dict[str, Any]:
-        """The same keywords, with a mask that is true everywhere."""
-        everywhere = torch.ones(1, levels.shape[1], dtype=torch.bool, device=levels.device)
-        return {"visual_pos_masks": everywhere, "deepstack_visual_embeds": levels}
+        """The levels of all tokens, and no places."""
+        return {"deepstack_visual_embeds": levels}
 
     def vision_flops(self, config: Any, grids: Tensor) -> Tensor:
         """Full attention within a frame, an MLP of two layers, and one more merger for each deep level."""

@@ -29,13 +29,16 @@ class EpisodesConfig:
     )
     last_pictures: int | None = None  # of the observations that a turn sees; default: all
     memory_gib: float | None = None  # of the environment, in a process of its own; default: a thread, no limit
-    drop_cut: bool = False  # learn nothing from episodes that a limit cut: turns, tokens, or a turn's length
+    wall_clock: float | None = None  # seconds of an episode, decoding included; not reproducible; default: no limit
+    drop_cut: bool = False  # learn nothing from episodes that a limit cut: turns, tokens, time, or a turn's length
 
     def limits(self) -> "EpisodeLimits":
         """The limits of an episode. Raises `InvalidConfig`."""
         from rollout.environments import EpisodeLimits
 
-        return EpisodeLimits(self.turns, self.tokens, self.seconds, self.last_pictures, self.memory_gib)
+        return EpisodeLimits(
+            self.turns, self.tokens, self.seconds, self.last_pictures, self.memory_gib, self.wall_clock
+        )
 
 
 @dataclass(frozen=True)

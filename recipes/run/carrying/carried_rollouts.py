@@ -116,9 +116,10 @@ class CarryingRollout:
         seconds: float = 60.0,
         last_pictures: int | None = None,
         memory_gib: float | None = None,
+        wall_clock: float | None = None,
     ) -> DataProto:
         """As many whole groups of episodes as there are prompts; see `workers.RolloutWorker.play`."""
-        limits = EpisodeLimits(turns, tokens, seconds, last_pictures, memory_gib)
+        limits = EpisodeLimits(turns, tokens, seconds, last_pictures, memory_gib, wall_clock)
         if not self._is_own(prompts):
             data: DataProto = self.group.play(prompts, make_environment, sampling, **vars(limits))
             return data

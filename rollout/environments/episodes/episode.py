@@ -12,16 +12,18 @@ from rollout.environments.environment import Failure, Observation
 from rollout.environments.episodes.shown_history import EpisodeRow
 from rollout.environments.episodes.turn_renderer import RenderedTurn
 from rollout.prompts import Prompt
+from rollout.prompts.made_images import Made
 
-EndReason = Literal["done", "turns", "tokens", "length"] | Failure
+EndReason = Literal["done", "turns", "tokens", "length", "clock"] | Failure
 """Why an episode ended.
 
 - ``done``: the environment said so.
 - ``turns``, ``tokens``: the limits of an episode; ``tokens`` also if the engine has no room for the next turn.
 - ``length``: a turn was cut at ``max_tokens``.
+- ``clock``: the limit of an episode's wall clock, decoding and waiting included. It comes earlier on a slower machine and in a
+  larger batch: what it cuts is not the same again.
 - ``error``, ``timeout``, ``memory``, ``invalid``: the environment failed, see `Failure`. The clock of ``timeout`` runs only while
-  the environment is called. A limit on the time of decoding would end an episode earlier on a slower machine, or in a larger
-  batch: ``turns``, ``tokens`` and ``max_tokens`` bound decoding.
+  the environment is called.
 """
 
 
@@ -38,6 +40,7 @@ class EpisodeLimits:
     memory_gib: float | None = (
         None  # of the environment, in a process of its own; None: in a thread of this one, no limit
     )
+    wall_clock: float | None = None  # seconds from the episode's begin, decoding included; None: no limit
 
     def __post_init__(self) -> None:
         if self.turns < 1 or (self.tokens is not None and self.tokens < 1):
@@ -46,6 +49,8 @@ class EpisodeLimits:
             raise InvalidConfig(f"seconds={self.seconds}: must be a finite number above 0")
         if self.last_pictures is not None and self.last_pictures < 1:
             raise InvalidConfig(f"last_pictures={self.last_pictures}: must be at least 1, or None for all")
+        if self.wall_clock is not None and not 0 < self.wall_clock < float("inf"):
+            raise InvalidConfig(f"wall_clock={self.wall_clock}: must be a finite number above 0, or None for no limit")
         if self.memory_gib is not None and not self.memory_gib > 0:
             raise InvalidConfig(f"memory_gib={self.memory_gib}: must be above 0, or None for no limit")
 
@@ -67,6 +72,7 @@ class EpisodeStart:
     environment_seed: int
     uid: str = ""
     trajectory: str = ""  # its name: the uid, and the sample's number among those of the uid
+    images: Made = field(default_factory=dict)  # of the row, processed before
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,7 @@ class Episode:
     rows: list[EpisodeRow] = field(default_factory=list)
     request: Request | None = None  # of the last turn
     number: int | None = None  # of the last turn's request in the engine
+    elapsed: float = 0.0  # seconds that it was played before it waited for a later step
     partial: Tokens | None = None  # of a turn that was stopped
     repeated: list[BegunTurn] = field(default_factory=list)  # turns of an earlier process, which are played again
 

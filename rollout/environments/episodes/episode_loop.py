@@ -1,5 +1,6 @@
 """Episodes: turns of policy and environment on one engine, each at its own pace."""
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ from rollout.environments.episodes.episode import Episode, EpisodeLimits, Episod
 from rollout.environments.episodes.shown_history import EpisodeRow
 from rollout.environments.episodes.turn_renderer import RenderedTurn, TurnRenderer
 from rollout.environments.episodes.turn_requests import TurnRequests
+from rollout.prompts.made_images import batch_of
 from rollout.sampling import turn_seed
 
 WORTH_WAITING = 0.1
@@ -67,7 +69,8 @@ def go_on(
         InvalidConfig: see `play_episodes`.
     """
     play = _Play(engine, renderer, episodes, host, sampling, limits, groups, weight_version)
-    with renderer.builder.one_batch():
+    made = {key: inputs for episode in episodes for key, inputs in episode.start.images.items()}
+    with renderer.builder.one_batch(batch_of(made)):
         try:
             play.run()
         finally:
@@ -95,6 +98,7 @@ class _Play:
         self.requests: dict[int, int] = {}  # number of a request -> of its episode
         self.names = [episode.start.trajectory or str(number) for number, episode in enumerate(episodes)]
         self.turn_requests = TurnRequests(renderer, limits)
+        self.began = time.monotonic()
 
     def run(self) -> None:
         host, numbers = self.host, {name: number for number, name in enumerate(self.names)}
@@ -102,11 +106,13 @@ class _Play:
             self._begin(number)
         step_s = 0.0  # of the engine's last step
         while (host.working or self.requests) and not self.groups.enough:
+            if (left := self._time_left()) <= 0:
+                continue
             # Environments that answer at once have their next turns together. The engine never waits long for that: a turn that
             # begins a step later costs it nothing.
             patience = step_s * WORTH_WAITING
             patience = patience if host.typical_s < patience else 0.0
-            answered = host.poll(patience if self.requests else None)
+            answered = host.poll(patience if self.requests else None, left)
             for name, outcome in sorted(answered, key=lambda each: numbers[each[0]]):
                 self._observe(numbers[name], outcome)
                 self._free_ended(numbers[name])
@@ -141,13 +147,43 @@ class _Play:
     def stop(self) -> None:
         """Takes the tokens of turns that are not finished, and frees what the engine holds of episodes that have not ended."""
         for episode in self.episodes:
-            if episode.number is not None and not episode.ended:
-                stopped = self.engine.abort(episode.number)
-                if episode.number in self.requests:
-                    tokens = Tokens() if stopped is None else Tokens.of(stopped, self.weight_version)
-                    episode.partial = (episode.partial or Tokens()) + tokens
-                    episode.add_experts(tokens)
-                episode.number = None
+            if not episode.ended:
+                self._take_tokens(episode)
+                episode.elapsed += time.monotonic() - self.began
+
+    def _take_tokens(self, episode: Episode) -> None:
+        """Stops the episode's request. The tokens of a turn that is decoded become its partial turn."""
+        if episode.number is not None:
+            stopped = self.engine.abort(episode.number)
+            if self.requests.pop(episode.number, None) is not None:
+                tokens = Tokens() if stopped is None else Tokens.of(stopped, self.weight_version)
+                episode.partial = (episode.partial or Tokens()) + tokens
+                episode.add_experts(tokens)
+            episode.number = None
+
+    def _time_left(self) -> float:
+        """Seconds until the wall clock of an episode is over. Those for which it is over now are ended; then 0."""
+        if self.limits.wall_clock is None:
+            return math.inf
+        played, left = time.monotonic() - self.began, math.inf
+        for number, episode in enumerate(self.episodes):
+            if episode.ended:
+                continue
+            rest = self.limits.wall_clock - episode.elapsed - played
+            left = min(left, max(rest, 0.0))
+            if rest <= 0:
+                self._cut(number)
+        return left
+
+    def _cut(self, number: int) -> None:
+        """Ends an episode whose wall clock is over, with the tokens so far of a turn that is decoded."""
+        episode = self.episodes[number]
+        self._take_tokens(episode)
+        tokens, episode.partial = episode.partial, None
+        if tokens:
+            episode.turns.append(self._turn(episode, tokens))
+        episode.end("clock")
+        self._free_ended(number)
 
     # From an environment
 
@@ -272,11 +308,13 @@ class _Play:
     def _sampled(self, number: int, tokens: Tokens, reason: FinishReason) -> None:
         """Adds a turn and, unless the episode ends with it, passes its action on."""
         episode = self.episodes[number]
-        turn = Turn(tokens.token_ids, tokens.log_probs, weight_versions=tokens.weight_versions, state=episode.state)
-        episode.turns.append(turn)
+        episode.turns.append(self._turn(episode, tokens))
         if reason != "stop":
             whole = self.limits.room(episode.length) > 0
             episode.end("length" if whole else "tokens")
             return
         tokenizer = self.renderer.builder.tokenizer
         self.host.step(self.names[number], tokenizer.decode(tokens.token_ids, skip_special_tokens=True))
+
+    def _turn(self, episode: Episode, tokens: Tokens) -> Turn:
+        return Turn(tokens.token_ids, tokens.log_probs, weight_versions=tokens.weight_versions, state=episode.state)

@@ -15,17 +15,26 @@ from torch import Tensor
 
 from dataproto import DataProto, RaggedTensor, object_array
 from dataproto.collation import pad_rows, ragged_rows
-from dataproto.columns import PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS, RowMedia, media_parts, require
+from dataproto.columns import (
+    IMAGE_KEYS,
+    MEDIA_INPUTS,
+    PROMPT_ROUTED_EXPERTS,
+    ROUTED_EXPERTS,
+    RowMedia,
+    media_parts,
+    require,
+)
 from dataproto.packing import MAX_TOKENS, PAD_TOKEN
 from dataproto.vlm import media_grids
 from rollout.engine import SamplingParams
 from rollout.environments.episodes.episode import Episode, EpisodeStart
 from rollout.environments.episodes.shown_history import EpisodeRow
 from rollout.environments.episodes.turn_renderer import TurnRenderer
+from rollout.prompts.made_images import made_images
 from rollout.responses import OCCURRENCE, expert_columns, number_occurrences, prompt_names
 from rollout.sampling import derive_seed
 
-NOT_SHOWN = ("raw_prompt_ids", "multi_modal_inputs", "multi_modal_data")
+NOT_SHOWN = ("raw_prompt_ids", MEDIA_INPUTS, "multi_modal_data", IMAGE_KEYS)
 """Object columns of prompts that environments do not get."""
 
 
@@ -42,10 +51,11 @@ def episode_starts(prompts: DataProto, sampling: SamplingParams, call: int = 0) 
     starts = []
     for place, uid in enumerate(prompt_names(prompts)):
         row = {name: prompts[name][place] for name in names}
+        images = made_images({name: prompts[name][place] for name in (IMAGE_KEYS, MEDIA_INPUTS) if name in prompts})
         first = int(occurrences[place]) * sampling.n
         same = (*source, "environment", uid) if uid else (*source, "environment", int(occurrences[place]))
         starts += [
-            EpisodeStart(row, derive_seed(*source, uid, sample), derive_seed(*same), uid, f"{uid}/{sample}")
+            EpisodeStart(row, derive_seed(*source, uid, sample), derive_seed(*same), uid, f"{uid}/{sample}", images)
             for sample in range(first, first + sampling.n)
         ]
     return starts
@@ -103,7 +113,7 @@ def _tensors(records: Sequence["_Record"], builder: Any) -> dict[str, Tensor]:
     mask = torch.cat([prompt_mask, filled.to(torch.int64)], dim=1)
     prompt_types = _pad_left([record.prompt_types for record in records], 0)
     types = torch.cat([prompt_types, padded("types")], dim=1).to(torch.int8)
-    cut = [record.is_last and record.episode.ended in ("length", "tokens") for record in records]
+    cut = [record.is_last and record.episode.ended in ("length", "tokens", "clock") for record in records]
     return {
         "prompts": prompt_ids,
         "responses": responses,

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import conv1d, embedding, pad
 from torch.nn.utils.rnn import pad_sequence
 
+from dataproto.transfer import move
 from workers.model.recurrent.delta_rule import gated_delta_rule
 from workers.model.recurrent.pieces import Level, Pieces
 
@@ -109,7 +110,7 @@ def _by_length(
         if first is None:
             state = torch.zeros(len(members), *shape, dtype=torch.float32, device=value.device)
         else:
-            state = first[torch.tensor(members, device=value.device)]
+            state = first[move(torch.tensor(members), value.device)]
         out, final = gated_delta_rule(q, k, v, g, b, state)
         for row, piece in enumerate(members):
             outputs[piece], finals[piece] = out[row, : lengths[piece]], final[row]

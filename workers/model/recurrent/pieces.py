@@ -3,6 +3,7 @@
 Attention of a row that shares its prompt reads the keys of the row whose prompt it is (`dataproto.packing.PackedRows`). A
 recurrence has one state instead of keys, so the row goes on from the state behind that prompt. For this the sequence is cut into
 pieces: at each row's start, and where other rows branch off. A piece starts from the final state of another piece, or from zero.
+All of this is computed on the host, and then moved to the device of the tokens.
 
 Letters: T packed tokens, S segments, K keys, P pieces.
 """
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dataproto.errors import UnsupportedAttention
+from dataproto.transfer import move, on_host
 
 
 def previous_tokens(cu_seqlens: Tensor, key_cu_seqlens: Tensor, key_index: Tensor | None) -> Tensor:
@@ -68,16 +70,16 @@ class Level:
     @cached_property
     def bounds_on_device(self) -> Tensor:
         """`bounds` on the device of the tokens."""
-        return self.bounds.to(self.tokens.device)
+        return move(self.bounds, self.tokens.device)
 
 
 class Pieces:
     """The pieces of a packed sequence. Made once for all layers, and for what a backward pass computes again."""
 
-    def __init__(self, previous: Tensor) -> None:
-        """``previous``: see `previous_tokens`."""
+    def __init__(self, previous: Tensor, device: torch.device | str = "cpu") -> None:
+        """``previous``: see `previous_tokens`, on the host; the tokens of the sequence lie on ``device``."""
         self.previous = previous
-        self.device = previous.device
+        self.device = device
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, key_cu_seqlens: Tensor | None, key_index: Tensor | None) -> "Pieces":
@@ -87,8 +89,10 @@ class Pieces:
         """
         version, pieces = cls._made.get(cu_seqlens, (None, None))
         if pieces is None or version != cu_seqlens._version:
-            keys = cu_seqlens if key_cu_seqlens is None else key_cu_seqlens
-            pieces = cls(previous_tokens(cu_seqlens, keys, key_index))
+            bounds = on_host(cu_seqlens)
+            keys = bounds if key_cu_seqlens is None else on_host(key_cu_seqlens)
+            previous = previous_tokens(bounds, keys, None if key_index is None else on_host(key_index))
+            pieces = cls(previous, cu_seqlens.device)
             cls._made[cu_seqlens] = cu_seqlens._version, pieces
         return pieces
 
@@ -103,14 +107,14 @@ class Pieces:
         """
         total = len(self.previous)
         if count not in self._taps:
-            places = torch.arange(total, device=self.device)
+            places = torch.arange(total)
             steps = [places]
             for _ in range(count - 1):
                 steps.append(torch.where(steps[-1] < 0, -1, self.previous[steps[-1].clamp_min(0)]))
             read = torch.stack(steps[::-1], dim=1)
-            plain = places[:, None] + torch.arange(1 - count, 1, device=self.device)
+            plain = places[:, None] + torch.arange(1 - count, 1)
             chosen = (read != plain.clamp_min(-1)).any(1).nonzero().squeeze(1)
-            self._taps[count] = chosen, read[chosen]
+            self._taps[count] = move(chosen, self.device), move(read[chosen], self.device)
         return self._taps[count]
 
     @cached_property
@@ -120,7 +124,7 @@ class Pieces:
     @cached_property
     def levels(self) -> list[Level]:
         """The pieces, level by level."""
-        previous = self.previous.cpu()
+        previous = self.previous
         total = len(previous)
         places = torch.arange(total)
         jumps = (previous != places - 1).nonzero().squeeze(1)  # where a piece begins because its row does
@@ -141,7 +145,8 @@ class Pieces:
             tokens = torch.cat([torch.arange(int(begins[piece]), int(finishes[piece])) for piece in mine])
             starts = torch.tensor([rank[int(parents[piece])] for piece in mine]) if level else None
             lengths = [int(finishes[piece] - begins[piece]) for piece in mine]
-            found.append(Level(tokens.to(self.device), lengths, None if starts is None else starts.to(self.device)))
+            starts = None if starts is None else move(starts, self.device)
+            found.append(Level(move(tokens, self.device), lengths, starts))
         return found
 
     @staticmethod

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dataproto.packing import PackedRows
+from dataproto.transfer import move, on_host
 from dataproto.vlm.mrope import IMAGE
 from workers.model.segments.segment_attention import empty_gradients, empty_output
 
@@ -42,7 +43,7 @@ class ImageBlocks(NamedTuple):
 
 
 def image_blocks(rows: PackedRows, windowed: bool = False) -> ImageBlocks | None:
-    """The blocks of images in packed rows, ``None`` without images.
+    """The blocks of images in packed rows, ``None`` without images. They are computed on the host, and lie where the rows do.
 
     >>> from dataproto.packing import pack_rows
     >>> ones, types = torch.ones(1, 5, dtype=torch.int64), torch.tensor([[0, 1, 1, 1, 0]])
@@ -50,26 +51,26 @@ def image_blocks(rows: PackedRows, windowed: bool = False) -> ImageBlocks | None
     >>> blocks.ahead.tolist(), blocks.queries.tolist(), blocks.keys.tolist(), blocks.cu_seqlens.tolist()
     ([0, 2, 1, 0, 0], [1, 2], [2, 3], [0, 2])
     """
-    types = rows.token_types[0]
-    if rows.key_index is not None:
-        types = types[rows.key_index]
-    image, places = types == IMAGE, torch.arange(len(types), device=types.device)
+    types, cu_seqlens, key_cu_seqlens = map(on_host, (rows.token_types, rows.cu_seqlens, rows.key_cu_seqlens))
+    types = types[0] if rows.key_index is None else types[0, on_host(rows.key_index)]
+    image, places = types == IMAGE, torch.arange(len(types))
     first = torch.zeros_like(image)  # of a row
-    first[rows.key_cu_seqlens[:-1].long()] = True
+    first[key_cu_seqlens[:-1].long()] = True
     joins = image[1:] & image[:-1] & ~first[1:]  # the block of the key before goes on
     ends = pad(~joins, (0, 1), value=True)
     last = torch.where(ends, places, len(types)).flip(0).cummin(0).values.flip(0)
     ahead = torch.where(image, last - places, 0)
-    lengths = rows.cu_seqlens.diff().long()
-    shift = (rows.key_cu_seqlens[1:] - rows.cu_seqlens[1:]).long().repeat_interleave(lengths)
-    own = torch.arange(len(shift), device=types.device) + shift  # the key of each query
+    shift = (key_cu_seqlens[1:] - cu_seqlens[1:]).long().repeat_interleave(cu_seqlens.diff().long())
+    own = torch.arange(len(shift)) + shift  # the key of each query
     queries = (ahead[own] > 0).nonzero().squeeze(1)
     if not len(queries):
         return None
     keys = own[queries] + 1
     begins = pad(keys.diff() != 1, (1, 0), value=True)  # the last token of a block sees no later key, so there is a gap
     bounds = pad(begins.nonzero().squeeze(1), (0, 1), value=len(keys)).int()
-    return ImageBlocks(ahead, queries, keys, bounds, int(bounds.diff().max()), windowed)
+    longest = int(bounds.diff().max())
+    ahead, queries, keys, bounds = (move(each, rows.cu_seqlens.device) for each in (ahead, queries, keys, bounds))
+    return ImageBlocks(ahead, queries, keys, bounds, longest, windowed)
 
 
 def joined_forward(

@@ -1,10 +1,17 @@
 """Scaled-dot-product attention within segments, and the same as one operator with its gradient for compiled layers."""
 
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from dataproto.transfer import move, on_host
+
+Group = tuple[int, int, Tensor, Tensor]
+"""Segments of the same lengths: the length in queries, the length in keys, and the indices of all their queries and keys."""
 
 
 def segment_sdpa(
@@ -17,6 +24,7 @@ def segment_sdpa(
     causal: bool,
     window: int | None = None,
     ahead: Tensor | None = None,
+    longest: tuple[int | None, int | None] = (None, None),
 ) -> Tensor:
     """Attention within segments, by one call of scaled-dot-product attention for all segments of the same lengths.
 
@@ -27,12 +35,16 @@ def segment_sdpa(
         causal: each query sees the keys up to its own; the last key of a segment belongs to its last query.
         window: number of keys up to its own that each query of a causal segment sees; ``None`` is all.
         ahead: ``(K,)`` how many keys after its own the query of each key sees, in causal segments; ``None`` is none.
+        longest: the lengths of the longest segment in queries and in keys, if they are known.
 
     Returns:
         ``(T, H, E)``; zero where no segment lies.
     """
-    groups = _equal_lengths(cu_q, cu_k)
-    if len(groups) == 1 and len(q) == groups[0][0] * (len(cu_q) - 1):
+    count, (most_q, most_k) = len(cu_q) - 1, longest
+    if most_q and most_k and (len(q), len(k)) == (count * most_q, count * most_k):
+        return _attend_equal(q, k, v, most_q, most_k, scaling, causal, window, ahead)
+    groups = equal_lengths(cu_q, cu_k)
+    if len(groups) == 1 and len(q) == groups[0][0] * count:
         length_q, length_k = groups[0][:2]
         return _attend_equal(q, k, v, length_q, length_k, scaling, causal, window, ahead)
     if not groups:
@@ -53,20 +65,32 @@ def _output_like(q: Tensor, v: Tensor) -> Tensor:
     return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
-def _equal_lengths(cu_q: Tensor, cu_k: Tensor) -> list[tuple[int, int, Tensor, Tensor]]:
-    """Groups the segments that have queries by their lengths.
+def equal_lengths(cu_q: Tensor, cu_k: Tensor) -> list[Group]:
+    """The segments that have queries, grouped by their lengths on the host, once for all layers."""
+    if cu_q.is_inference() or cu_k.is_inference():  # these do not tell whether they have changed
+        return _grouped(on_host(cu_q), on_host(cu_k), cu_q.device)
+    known = _groups.setdefault(cu_q, WeakTensorKeyDictionary())
+    version, groups = known.get(cu_k, (None, []))
+    if version != (cu_q._version, cu_k._version):
+        groups = _grouped(on_host(cu_q), on_host(cu_k), cu_q.device)
+        known[cu_k] = (cu_q._version, cu_k._version), groups
+    return groups
 
-    Returns:
-        For each group the length in queries, the length in keys, and the indices of all its queries and of all its keys.
-    """
-    lengths = torch.stack([cu_q[1:] - cu_q[:-1], cu_k[1:] - cu_k[:-1]], dim=1).long()
+
+_groups: MutableMapping[Tensor, MutableMapping[Tensor, tuple[tuple[int, int], list[Group]]]] = WeakTensorKeyDictionary()
+
+
+def _grouped(cu_q: Tensor, cu_k: Tensor, device: torch.device) -> list[Group]:
+    lengths = torch.stack([cu_q.diff(), cu_k.diff()], dim=1).long()
     groups = []
     for length_q, length_k in lengths.unique(dim=0).tolist():
         if length_q:
             chosen = ((lengths[:, 0] == length_q) & (lengths[:, 1] == length_k)).nonzero().squeeze(1)
-            q_index = cu_q[chosen].long()[:, None] + torch.arange(length_q, device=cu_q.device)
-            k_index = cu_k[chosen].long()[:, None] + torch.arange(length_k, device=cu_q.device)
-            groups.append((length_q, length_k, q_index.flatten(), k_index.flatten()))
+            q_index, k_index = (
+                (cu[chosen].long()[:, None] + torch.arange(length)).flatten()
+                for cu, length in ((cu_q, length_q), (cu_k, length_k))
+            )
+            groups.append((length_q, length_k, move(q_index, device), move(k_index, device)))
     return groups
 
 
@@ -147,7 +171,7 @@ def _segment_attention_backward(
     """
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     grad_q, grad_k, grad_v = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    for length_q, length_k, q_index, k_index in _equal_lengths(cu_q, cu_k):
+    for length_q, length_k, q_index, k_index in equal_lengths(cu_q, cu_k):
         heads = (-1, length_q, k.shape[1], q.shape[1] // k.shape[1])
         queries, grad_out = (x[q_index].view(*heads, x.shape[2]) for x in (q, grad))
         keys, values = (x[k_index].unflatten(0, (-1, length_k)) for x in (k, v))
