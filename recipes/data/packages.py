@@ -94,7 +94,7 @@ def fetch(package: Package, cache: Path | None = None) -> Path:
         InvalidConfig: it could not be downloaded, or the directory not be written.
     """
     root = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dataproto"
-    elsewhere = f"{'set XDG_CACHE_HOME to' if cache is None else 'choose as cache'} a directory that can be written"
+    elsewhere = f"{'set XDG_CACHE_HOME to' if cache is None else 'choose as --cache'} a directory that can be written"
     path = root / package.file
     try:
         damaged = path.is_file()
