@@ -14,12 +14,11 @@ from recipes.configs.classify_config import PRESETS, TINY, ClassifyConfig, Class
 from recipes.configs.shared.run_config import announce_small_model
 from recipes.data.conversation_rows import Questions
 from recipes.data.labelled_pictures import IMAGES, LabelledData, drawn_data, folder_data, table_data
-from recipes.data.loader import EvaluationLoader, PromptLoader
+from recipes.data.loader import EvaluationLoader, PromptLoader, check_row
 from recipes.options import exit_status
 from recipes.report.confusion import Confusion, save_confusion
 from recipes.run.evaluation import evaluate_answers
-from recipes.run.supervised import SupervisedTask, held_out_loss, run_supervised
-from rollout.prompts import PromptBuilder, SupervisedBuilder
+from recipes.run.supervised import SupervisedTask, held_out_loss, run_supervised, supervised_builders
 from workers import Roles
 
 __all__ = [
@@ -47,9 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def classification_task(config: ClassifyConfig, labelled: LabelledData, model_path: str) -> SupervisedTask:
     """Questions about labelled pictures, and the evaluation: the loss, greedy answers, and their confusion."""
     data = config.data
-    limits = (data.max_length, data.min_pixels, data.max_pixels)
-    builder = SupervisedBuilder.from_pretrained(model_path, *limits, template_arguments=data.template_arguments)
-    questions = PromptBuilder.from_pretrained(model_path, *limits, template_arguments=data.template_arguments)
+    builder, questions = supervised_builders(data, model_path)
+    if data.on_bad_row == "stop":  # before a model is loaded: in most data sets all rows are alike
+        check_row(labelled.train, 0, builder)
     loader = PromptLoader(
         labelled.train,
         builder,

@@ -18,12 +18,12 @@ from recipes.configs.sft_config import PRESETS, TINY, SFTConfig, SFTDataConfig, 
 from recipes.configs.shared.run_config import announce_small_model
 from recipes.data.conversation_rows import Questions, conversation_rows, conversation_stream
 from recipes.data.drawn_rows import DrawnSums, DrawnTalks
-from recipes.data.loader import EvaluationLoader, PromptLoader, drop_overlong
+from recipes.data.loader import EvaluationLoader, PromptLoader, check_row, drop_overlong
 from recipes.data.mixture import Mixture
 from recipes.options import exit_status
 from recipes.run.evaluation import evaluate_answers
-from recipes.run.supervised import SupervisedTask, held_out_loss, run_supervised
-from rollout.prompts import PromptBuilder, SupervisedBuilder
+from recipes.run.supervised import SupervisedTask, held_out_loss, run_supervised, supervised_builders
+from rollout.prompts import SupervisedBuilder
 from workers import Roles
 
 __all__ = ["PRESETS", "TINY", "SFTConfig", "SFTDataConfig", "conversation_task", "main", "open_data", "parse"]
@@ -45,12 +45,11 @@ def conversation_task(config: SFTConfig, model_path: str, rows: tuple[Any, Any] 
         rows: conversations to train on and held-out ones, by default those that the options name.
     """
     data = config.data
-    limits = (data.max_length, data.min_pixels, data.max_pixels)
-    builder = SupervisedBuilder.from_pretrained(
-        model_path, *limits, template_arguments=data.template_arguments
-    ).learning(data.turns)
-    questions = PromptBuilder.from_pretrained(model_path, *limits, template_arguments=data.template_arguments)
+    builder, questions = supervised_builders(data, model_path)
+    builder.learning(data.turns)
     train_rows, held_out = rows or open_data(data, builder, config.run.seed)
+    if held_out and not data.data_path and data.on_bad_row == "stop":  # drawn, and not counted one by one
+        check_row(held_out, 0, builder)
     loader = PromptLoader(
         train_rows,
         builder,

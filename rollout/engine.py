@@ -257,15 +257,21 @@ PASSES_OPTIONS_ON = {"vllm"}
 """Engines that hand options that they do not know to another library, which refuses unknown ones itself."""
 
 
+def check_engine_installed(name: str) -> None:
+    """Raises `MissingPackage` for an engine whose extra is not installed, without importing it."""
+    if name in ENGINE_EXTRAS:
+        extra, package = ENGINE_EXTRAS[name]
+        require_extra(extra, f"engine {name!r}", package)
+
+
 def create_engine(name: str, model_path: str, **options: Any) -> RolloutEngine:
     """Creates the engine registered under ``name``, or a user's own, named as ``module:class``.
 
     Raises:
         InvalidConfig: there is no engine of this name.
+        MissingPackage: its extra is not installed.
     """
-    if name in ENGINE_EXTRAS:  # before its module is imported, which needs the package too
-        extra, package = ENGINE_EXTRAS[name]
-        require_extra(extra, f"engine {name!r}", package)
+    check_engine_installed(name)  # before its module is imported, which needs the package too
     engine: RolloutEngine = _engine_class(name)(model_path, **options)
     return engine
 

@@ -72,6 +72,24 @@ def test_a_run_on_ray_without_ray_names_the_extra(monkeypatch):
         launch(actor=ActorConfig("nowhere"), on="ray")
 
 
+@pytest.mark.parametrize("recipe", ["grpo", "sft"])
+def test_a_run_without_its_engine_ends_before_anything_is_written_or_loaded(recipe, tmp_path):
+    arguments = [recipe, "--engine", "vllm", "--output-dir", str(tmp_path / "out")]
+    done = run_without("vllm", f"from recipes.commands import main; sys.exit(main({arguments!r}))")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.strip() == "error: engine 'vllm' needs vllm: pip install 'dataproto-vlm[vllm]'"
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_running_cluster_may_have_an_engine_that_the_driver_lacks(monkeypatch):
+    from workers.cluster.launcher import check_extras
+
+    monkeypatch.setattr("dataproto.extras.find_spec", lambda name: None if name == "vllm" else name)
+    check_extras("vllm", "ray", address="auto")
+    with pytest.raises(MissingPackage, match="needs vllm"):
+        check_extras("vllm", "ray")
+
+
 def test_a_recipe_without_its_extra_ends_with_one_line():
     done = run_without("tyro,rich", "import runpy; runpy._run_module_as_main('recipes.geo3k_grpo')")
     assert done.returncode == 1
@@ -86,3 +104,11 @@ def test_the_server_without_its_extra_ends_with_one_line(tmp_path):
         2,
         "error: dataproto serve needs starlette, uvicorn, zstandard: pip install 'dataproto-vlm[serve]'",
     )
+
+
+def test_the_server_without_its_sampler_ends_before_anything_is_made(tmp_path):
+    arguments = ["serve", "--sampler", "vllm", "--state", str(tmp_path / "state")]
+    done = run_without("vllm", f"from recipes.commands import main; sys.exit(main({arguments!r}))")
+    needs = "error: --sampler vllm needs vllm: pip install 'dataproto-vlm[vllm]'"
+    assert (done.returncode, done.stderr.strip()) == (2, needs)
+    assert not (tmp_path / "state").exists()

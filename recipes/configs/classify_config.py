@@ -32,7 +32,7 @@ class ClassifyDataConfig(RowsConfig):
     question: str = Templates.question  # {classes} becomes the list of all classes
     answer: str = Templates.answer  # {label} becomes the name of the class
     drawn_rows: int = 2**20  # how many pictures are drawn before they repeat
-    max_length: int = 2048  # tokens, image tokens included
+    max_length: int = 2048  # tokens, image tokens included; a longer row is unusable, see --on-bad-row
     max_response_length: int = 32  # tokens of an answer to a held-out question
 
     def __post_init__(self) -> None:

@@ -240,19 +240,20 @@ def drop_overlong(rows: Any, builder: PromptBuilder, on_bad_row: OnBadRow = "ski
     dropped: list[int] = []
     for place, length in enumerate(prompt_lengths(rows, builder)):
         if length is None and on_bad_row == "stop":
-            _check_readable(rows, place, builder)
+            check_row(rows, place, builder)
         fits = length is None or length <= builder.max_prompt_length
         (kept if fits else dropped).append(place)
     if not kept:
-        raise InvalidConfig(f"all {len(rows)} prompts are longer than max_prompt_length={builder.max_prompt_length}")
+        raise InvalidConfig(f"all {len(rows)} prompts are longer than {builder.limit_name}={builder.max_prompt_length}")
     return Subset(rows, kept), dropped
 
 
-def _check_readable(rows: Any, place: int, builder: PromptBuilder) -> None:
+def check_row(rows: Any, place: int, builder: PromptBuilder) -> None:
+    """Raises `InvalidRow` for a row that cannot be read, or whose prompt is too long, without decoding its images."""
     row: Mapping[str, Any] = {}
     try:
         row = rows[place]
-        builder.prompt_length(row)
+        builder.check_length(builder.prompt_length(row))
     except InvalidRow:
         raise
     except DataProtoError as error:

@@ -12,7 +12,6 @@ from tempfile import TemporaryDirectory
 
 from dataproto.errors import InvalidConfig
 
-ELSEWHERE = "XDG_CACHE_HOME to a directory that can be written"
 LOST = re.compile(r"after connection broken by '(?:.*: )?(.+?)[\"')]*: /")
 """pip's line about a connection that it tries again, and what was wrong with it."""
 
@@ -95,6 +94,7 @@ def fetch(package: Package, cache: Path | None = None) -> Path:
         InvalidConfig: it could not be downloaded, or the directory not be written.
     """
     root = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dataproto"
+    elsewhere = f"{'set XDG_CACHE_HOME to' if cache is None else 'choose as --cache'} a directory that can be written"
     path = root / package.file
     try:
         damaged = path.is_file()
@@ -106,7 +106,7 @@ def fetch(package: Package, cache: Path | None = None) -> Path:
             if reason:
                 there = f"{path} is damaged, and " if damaged else ""
                 full = os.strerror(errno.ENOSPC) in reason
-                way_out = f"make room in {root}, set {ELSEWHERE}" if full else "connect to a package index"
+                way_out = f"make room in {root}, {elsewhere}" if full else "connect to a package index"
                 raise InvalidConfig(
                     f"{there}{package.tool} could not download {package.name}=={package.version} ({reason}): "
                     f"{way_out}, or put {package.file} into {root}"
@@ -114,7 +114,7 @@ def fetch(package: Package, cache: Path | None = None) -> Path:
             Path(folder, package.file).replace(path)
     except OSError as error:
         raise InvalidConfig(
-            f"{path} can be neither used nor replaced ({error.strerror or error}): set {ELSEWHERE}, or put {package.file} into "
+            f"{path} can be neither used nor replaced ({error.strerror or error}): {elsewhere}, or put {package.file} into "
             f"{root}"
         ) from error
     return path

@@ -226,10 +226,12 @@ def _read_file(file: Path) -> Any:
 
     if file.suffix not in READERS:
         raise InvalidConfig(f"{file}: names of data files must end in {', '.join(READERS)}")
-    if file.suffix == ".jsonl":
-        return JsonLines(file)
-    if file.suffix == ".parquet" and not _parquet_rows(file):
+    lines = JsonLines(file) if file.suffix == ".jsonl" else None
+    empty = not file.stat().st_size if lines is None else not len(lines)
+    if empty or (file.suffix == ".parquet" and not _parquet_rows(file)):
         raise InvalidConfig(f"{file} has no rows")
+    if lines is not None:
+        return lines
     try:
         return load_dataset(READERS[file.suffix], data_files=str(file), split="train")
     except Exception as error:  # datasets wraps the exceptions of its readers

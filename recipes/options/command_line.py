@@ -41,6 +41,7 @@ PARSED = re.compile(
     r"^Error parsing \w+: |; Argument helptext:.*"
 )  # beside the text of an error, to which it adds nothing
 NO_FORM = re.compile(r"no type matching (.+?) could be instantiated from \[(.*?)\].*")
+HOME = re.compile(r"^(--[\w.-]+=|)~(?=/|$)")
 LEFT_OVER = re.compile(r"^Unrecognized options: (.*)")
 NAMES_OF_AN_ALGORITHM = ("--algorithm.loss", "--algorithm.advantage")
 TRACEBACK_TEXT = "show the whole traceback of an error"
@@ -108,7 +109,7 @@ def parse_recipe(
     Raises:
         InvalidConfig: an unknown, ill-typed or idle option, or an impossible combination, in one line.
     """
-    rest, run_dir = _take_run_dir(with_short_names(arguments, options_of(presets[TINY])))
+    rest, run_dir = _take_run_dir(with_short_names(_at_home(arguments), options_of(presets[TINY])))
     rest, preset = _take(rest, PRESET)
     if asks_for_help(arguments):
         print_help(arguments, _preset(preset or TINY, presets), description, prog, presets)
@@ -188,7 +189,7 @@ def parse_config(arguments: Sequence[str], default: Config, description: str | N
     if asks_for_help(arguments):
         print_help(arguments, default, description, prog)
     options = options_of(default)
-    rest, file = _take(with_short_names(arguments, options), CONFIG)
+    rest, file = _take(with_short_names(_at_home(arguments), options), CONFIG)
     given = [*(file_arguments(Path(file), options) if file else ()), *with_plain_flags(rest, options)]
     given = [argument for argument in given if argument != TRACEBACK]
     refuse_unknown(given, options)
@@ -233,7 +234,7 @@ def _parse(arguments: Sequence[str], default: Config, prog: str) -> Config:
     try:
         with contextlib.redirect_stderr(refusal), _unwrapped():
             joined = _joined(
-                arguments, [f"--{option.name}" for option in options_of(default) if option.path in mappings]
+                _at_home(arguments), [f"--{option.name}" for option in options_of(default) if option.path in mappings]
             )
             config = tyro.cli(type(default), args=joined, default=empty, prog=prog, add_help=False)
     except SystemExit:
@@ -243,6 +244,13 @@ def _parse(arguments: Sequence[str], default: Config, prog: str) -> Config:
         raise InvalidConfig(text) from None
     given = _mappings(config)
     return _with_mappings(config, {place: mappings.get(place, {}) | values for place, values in given.items()})
+
+
+def _at_home(arguments: Sequence[str]) -> list[str]:
+    """The arguments with ``~/``, at the start of a value, replaced by the home directory: a shell replaces it neither in
+    ``--name=~/path`` nor in quotes, and nobody in a file.
+    """
+    return [HOME.sub(lambda found: f"{found[1]}{Path.home()}", argument) for argument in arguments]
 
 
 def _no_form(refusal: re.Match[str]) -> str:

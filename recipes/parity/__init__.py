@@ -15,6 +15,7 @@ from recipes.tiny import tiny_checkpoint
 from rollout.engine import SamplingParams
 from rollout.prompts import PromptBuilder
 from workers import Roles, launch
+from workers.cluster.launcher import check_extras
 from workers.roles.actor import ActorConfig
 from workers.roles.rollout_worker import RolloutConfig
 
@@ -25,6 +26,7 @@ MARKER = "<image>"
 
 def compare_log_probs(config: ParityConfig) -> tuple[dict[str, Differences], list[str]]:
     """The differences over all rows, over rows with images and over rows without, and the names of weights that differ."""
+    check_extras(config.engine)  # before anything is loaded
     path = str(tiny_checkpoint(config.seed)) if config.model_path is None else config.model_path
     builder = PromptBuilder.from_pretrained(path, config.max_prompt_length)
     prompts = builder([_with_uid(row, number) for number, row in enumerate(prompt_rows(config))])

@@ -44,12 +44,20 @@ from recipes.run.environment_roles import PlayedEnvironment, with_environment
 from recipes.run.evaluation import Evaluate, held_out_evaluation
 from recipes.run.loop import attempts, train
 from recipes.run.phases import Progression
-from recipes.run.run_directory import open_run_directory, over_epochs, over_the_run, reported, with_schedules
+from recipes.run.run_directory import (
+    check_run_directory,
+    open_run_directory,
+    over_epochs,
+    over_the_run,
+    reported,
+    with_schedules,
+)
 from recipes.run.run_forecast import RunForecast
 from recipes.tiny import tiny_checkpoint
 from rollout.engine import returns_experts
 from rollout.prompts import PromptBuilder
 from workers import Roles, launch
+from workers.cluster.launcher import check_extras
 from workers.model.model_config import ModelConfig
 from workers.roles.actor import ActorConfig
 from workers.roles.critic import CriticConfig
@@ -108,6 +116,8 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[An
     """
     started = time.monotonic()
     disable_progress_bar()  # of transformers; a run shows its own
+    check_extras(config.engine, config.on, config.ray.address)  # before anything is written or loaded
+    check_run_directory(config.run)
     task = (prepare or problems)(config)
     config, builder, ahead = task.config, task.builder, LookAhead(task.loader)
     kept = KeptRollouts(config.run.output_dir, config.keep_rollouts, builder.tokenizer)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
-from dataproto.errors import CheckpointError, FileNotWritten, InvalidConfig
+from dataproto.errors import CheckpointError, FileNotWritten, InvalidConfig, writing
 from recipes.configs.shared.run_config import RunConfig
 from recipes.console import show_summary
 from recipes.console.summary import Compare
@@ -160,29 +160,42 @@ def open_run_directory(run: RunConfig, config: Any = None, asked: Any = None) ->
     """
     config = RecordedRun(run) if config is None else config
     directory = run.output_dir
-    if directory.exists() and not directory.is_dir():
-        raise InvalidConfig(f"output_dir {directory} is a file")
-    if run.overwrite:
-        _remove_run(directory)
+    check_run_directory(run)
+    if run.overwrite and _holds_something(directory):
+        shutil.rmtree(directory)
     elif run.resume:
         _check_same(directory, config)
-    elif (directory / METRICS_FILE).exists() and (directory / METRICS_FILE).stat().st_size:
-        raise InvalidConfig(
-            f"{directory} holds an earlier run: --resume it, --overwrite it, or choose another --output-dir"
-        )
-    directory.mkdir(parents=True, exist_ok=True)
+    with writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
     write_json(directory / CONFIG_FILE, asdict(config))
     write_options(directory, config if asked is None else asked)
     write_json(directory / ENVIRONMENT_FILE, environment())
     return directory
 
 
-def _remove_run(directory: Path) -> None:
-    if not directory.exists() or not any(directory.iterdir()):
+def check_run_directory(run: RunConfig) -> None:
+    """Checks what can be told of ``run.output_dir`` before anything is read or loaded, and changes nothing.
+
+    Raises:
+        InvalidConfig: it is a file, holds an earlier run, or ``overwrite`` would delete what is no run.
+    """
+    directory = run.output_dir
+    if directory.exists() and not directory.is_dir():
+        raise InvalidConfig(f"output_dir {directory} is a file: choose another --output-dir")
+    if run.resume:
         return
-    if not (directory / ENVIRONMENT_FILE).is_file() or "run" not in _read(directory):
-        raise InvalidConfig(f"{directory} does not hold a run, so it is not overwritten")
-    shutil.rmtree(directory)
+    metrics = directory / METRICS_FILE
+    if not run.overwrite and metrics.exists() and metrics.stat().st_size:
+        raise InvalidConfig(
+            f"{directory} holds an earlier run: --resume it, --overwrite it, or choose another --output-dir"
+        )
+    is_run = (directory / ENVIRONMENT_FILE).is_file() and "run" in _read(directory)
+    if run.overwrite and _holds_something(directory) and not is_run:
+        raise InvalidConfig(f"{directory} does not hold a run, so it is not overwritten: choose another --output-dir")
+
+
+def _holds_something(directory: Path) -> bool:
+    return directory.exists() and any(directory.iterdir())
 
 
 def _check_same(directory: Path, config: Any) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from dataproto import DataProto
-from recipes.configs.shared.supervised_config import SupervisedConfig
+from recipes.configs.shared.supervised_config import RowsConfig, SupervisedConfig
 from recipes.console import announce_start, start_phase
 from recipes.data.loader import PromptLoader
 from recipes.forecast import Setting, kept_image_bytes, measure_conversations, supervised_setting, this_device
@@ -23,12 +23,20 @@ from recipes.run.evaluation import Evaluate
 from recipes.run.loop import attempts, train
 from recipes.run.metrics import speed_metrics, timed
 from recipes.run.policy_gradient import ChooseDevice
-from recipes.run.run_directory import open_run_directory, over_epochs, over_the_run, reported, with_schedules
+from recipes.run.run_directory import (
+    check_run_directory,
+    open_run_directory,
+    over_epochs,
+    over_the_run,
+    reported,
+    with_schedules,
+)
 from recipes.run.run_forecast import RunForecast
 from recipes.tiny import make_tiny_model
 from recipes.tiny.tiny_model import model_of_run
-from rollout.prompts import PromptBuilder
+from rollout.prompts import PromptBuilder, SupervisedBuilder
 from workers import Roles, launch
+from workers.cluster.launcher import check_extras
 from workers.model.packed_model import Outputs
 from workers.roles.actor import ActorConfig
 from workers.roles.reward import RewardRow
@@ -60,6 +68,8 @@ def run_supervised(config: SupervisedConfig, make_task: Callable[[str], Supervis
     """
     started = time.monotonic()
     disable_progress_bar()  # of transformers; a run shows its own
+    check_extras(config.engine, config.on, config.ray.address)  # before anything is written or loaded
+    check_run_directory(config.run)
     if config.model_path is not None:
         checkpoint_family(config.model_path)  # refuses an unknown model before anything is written
     asked, task = config, None
@@ -92,6 +102,15 @@ def run_supervised(config: SupervisedConfig, make_task: Callable[[str], Supervis
                     kept=KeptRollouts(config.run.output_dir, config.keep_rows, builder.tokenizer),
                 )
     return directory / REPORT_FILE
+
+
+def supervised_builders(data: RowsConfig, model_path: str) -> tuple[SupervisedBuilder, PromptBuilder]:
+    """The builder of conversations to learn, and that of held-out questions."""
+    limits = (data.max_length, data.min_pixels, data.max_pixels)
+    builder = SupervisedBuilder.from_pretrained(model_path, *limits, template_arguments=data.template_arguments)
+    questions = PromptBuilder.from_pretrained(model_path, *limits, template_arguments=data.template_arguments)
+    builder.limit_name = questions.limit_name = "max_length"
+    return builder, questions
 
 
 def expected_setting(config: SupervisedConfig, task: SupervisedTask, device: ChooseDevice = this_device) -> Setting:

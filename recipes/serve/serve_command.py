@@ -61,6 +61,8 @@ def serve(config: ServeConfig, arguments: Sequence[str]) -> None:
         InvalidConfig: the port is taken, the state directory is in use, or a process cannot start.
     """
     os.umask(0o077)
+    if config.engine.sampler == "vllm" and (config.on == "local" or config.ray.address is None):
+        require_extra("vllm", "--sampler vllm", "vllm")  # a running cluster may have it where this Python lacks it
     models: dict[str, str | None] = config.models or {name: str(tiny_model(config.state)) for name in TINY_NAMES}
     for name, path in models.items():
         if path is not None and not (Path(path) / "config.json").exists():
@@ -78,7 +80,13 @@ def serve(config: ServeConfig, arguments: Sequence[str]) -> None:
 
 
 def made(directory: Path) -> Path:
-    directory.mkdir(parents=True, exist_ok=True)
+    """The state directory. Raises `InvalidConfig` if it is a file or may not be made."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidConfig(
+            f"--state {directory} cannot be made: {error.strerror}; choose another directory"
+        ) from error
     return directory
 
 

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from dataproto.errors import DataProtoError, InvalidConfig
+from dataproto.errors import DataProtoError, FileFormatError, InvalidConfig
 from recipes.configs.view_config import ViewConfig, parse
 from recipes.options import exit_status
+from recipes.report.metrics_file import METRICS_FILE
+from recipes.report.page import CONFIG_FILE
 from recipes.report.style import STYLE
 from recipes.view.run_files import RunFiles
 
@@ -158,11 +160,24 @@ def serve(config: ViewConfig) -> None:
     Raises:
         FileFormatError, InvalidConfig: see `ViewerServer`.
     """
-    with ViewerServer(config.run_dir, config.port) as server:
+    with ViewerServer(check_run(config.run_dir), config.port) as server:
         print(f"{config.run_dir}: {server.url} (Ctrl-C ends)", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
     print()
+
+
+def check_run(directory: Path) -> Path:
+    """The directory, if a run has written there; raises `FileFormatError` otherwise, and names runs that are in it."""
+    if not _is_run(directory):
+        inside = [each for each in sorted(directory.glob("*/")) if _is_run(each)]
+        there = f", but has {', '.join(map(str, inside[:5]))}" if inside else f", which would have a {CONFIG_FILE}"
+        raise FileFormatError(f"{directory} is not the directory of a run{there}")
+    return directory
+
+
+def _is_run(directory: Path) -> bool:
+    return any((directory / name).is_file() for name in (CONFIG_FILE, METRICS_FILE))
 
 
 def _whole(name: str, text: str) -> int:

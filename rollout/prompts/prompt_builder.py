@@ -102,6 +102,8 @@ class PromptBuilder:
         written = [*media_tokens, *self.family.image_text, *self.family.processor_tokens]
         self._media_strings = tuple(str(token) for token in written if token)
         self._text_lengths: dict[str, int] = {"": 0}
+        self.limit_name = "max_prompt_length"
+        """What an error calls the limit, for instance the name of a recipe's option."""
         self.occurrences = 0
         """Number of prompts that have been given a uid."""
         self._processed = ImageCache(image_cache_bytes)
@@ -313,7 +315,7 @@ class PromptBuilder:
     def check_length(self, length: int) -> None:
         """Raises `InvalidPrompt` if this number of tokens exceeds ``max_prompt_length``."""
         if length > self.max_prompt_length:
-            raise InvalidPrompt(f"the prompt has {length} tokens, more than max_prompt_length={self.max_prompt_length}")
+            raise InvalidPrompt(f"the prompt has {length} tokens, more than {self.limit_name}={self.max_prompt_length}")
 
     def process_media(
         self, conversation: Conversation, root: Any, frames: tuple[ProcessedVideo, ...] = ()

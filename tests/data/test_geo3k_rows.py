@@ -9,6 +9,7 @@ from datasets import load_dataset
 from dataproto.errors import FileFormatError, InvalidConfig, InvalidRow
 from helpers.geo3k_files import drawing, geometry3k, png, write_geometry3k
 from helpers.tiny_prompts import tiny_builder
+from recipes.data.column_keys import ColumnKeys
 from recipes.data.problem_rows import INSTRUCTION, load_rows, read_row
 
 
@@ -195,3 +196,10 @@ def test_a_parquet_file_without_rows_is_named(tmp_path):
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(InvalidConfig, match=r"a\.parquet has no rows"):
         load_rows(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+def test_an_empty_file_is_named_before_its_columns(name, tmp_path):
+    (tmp_path / name).touch()
+    with pytest.raises(InvalidConfig, match=rf"{name} has no rows"):
+        load_rows(tmp_path / name, keys=ColumnKeys(prompt_key="question"))

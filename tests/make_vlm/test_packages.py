@@ -60,10 +60,16 @@ def test_a_damaged_file_without_a_network_is_named(wheel, tmp_path, monkeypatch)
         fetch(wheel, tmp_path / "cache")
 
 
-def test_a_cache_that_cannot_be_written_is_named(wheel, tmp_path):
+def test_a_cache_that_cannot_be_written_is_named_with_what_chose_it(wheel, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    with pytest.raises(InvalidConfig, match=r"file/cache/some_words.* neither used nor replaced .*XDG_CACHE_HOME"):
+    with pytest.raises(
+        InvalidConfig, match=r"file/cache/some_words.* neither used .*: choose as --cache a directory"
+    ) as one:
         fetch(wheel, tmp_path / "file" / "cache")
+    assert "XDG_CACHE_HOME" not in str(one.value)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(InvalidConfig, match=r"neither used nor replaced .*: set XDG_CACHE_HOME to a directory"):
+        fetch(wheel)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +77,7 @@ def test_a_cache_that_cannot_be_written_is_named(wheel, tmp_path):
     [
         (
             "ERROR: Exception:\nTraceback ...\nOSError: [Errno 28] No space left on device",
-            r"No space left on device\): make room in .*cache, set XDG_CACHE_HOME",
+            r"No space left on device\): make room in .*cache, choose as --cache a directory",
         ),
         ("/bin/python: No module named pip", "no pip: python -m ensurepip installs it"),
     ],

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dataproto.errors import InvalidConfig
+from dataproto.errors import CheckpointError, InvalidConfig
 from recipes.configs import export_config, grpo_config, make_vlm_config, parity_config, plan_config, view_config
 from recipes.configs.grpo_config import TINY
 
@@ -111,3 +111,16 @@ def test_a_value_of_no_form_is_named_with_the_forms(given, says):
     with pytest.raises(InvalidConfig) as caught:
         grpo_config.parse(given.split())
     assert str(caught.value) == says
+
+
+def test_a_path_in_the_home_directory_is_one_however_it_is_given(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.yaml").write_text("data-path: ~/rows.jsonl\nreward: ~/mine.py:score")
+    config = grpo_config.parse(["--config", "~/mine.yaml", "--output-dir=~/out", "--instruction", "about ~/ you"])
+    assert config.data.data_path == f"{tmp_path}/rows.jsonl"
+    assert config.reward == f"{tmp_path}/mine.py:score"
+    assert config.run.output_dir == tmp_path / "out"
+    assert config.data.instruction == "about ~/ you"
+    assert view_config.parse(["~/out"]).run_dir == tmp_path / "out"
+    with pytest.raises(CheckpointError, match=f"--resume {tmp_path}/out: there is no run"):
+        grpo_config.parse(["--resume", "~/out"])

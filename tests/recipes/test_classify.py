@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from PIL import Image
 
 from dataproto.errors import InvalidConfig, InvalidRow
 from helpers.checkpoints import write_checkpoint
+from recipes import sft
 from recipes.classify import ClassifyDataConfig, main, open_labelled
 from recipes.data.labelled_pictures import Templates, folder_data, table_data
 from recipes.report.confusion import Confusion, confusion_picture, latest_confusion, save_confusion
@@ -61,6 +63,15 @@ def test_train_and_test_folders_are_taken_as_they_are(tmp_path):
     write_folder(tmp_path / "test", {"green": 1})
     with pytest.raises(InvalidConfig, match=r"not in the training data: .'green'"):
         folder_data(tmp_path, 10, 0, Templates())
+
+
+def test_a_row_that_is_too_long_is_told_before_a_model_is_loaded_by_the_option_of_its_limit(tmp_path, capsys):
+    for command in (main, sft.main):
+        assert command(["--max-length", "3", "--output-dir", str(tmp_path / command.__module__)]) == 2
+        told = capsys.readouterr()
+        assert re.search(r"row 0: the prompt has \d+ tokens, more than max_length=3 \(--on-bad-row skip", told.err)
+        assert "max_prompt_length" not in told.err
+        assert "loading the actor" not in told.out
 
 
 def test_a_folder_without_classes_is_refused(tmp_path):

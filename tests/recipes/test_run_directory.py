@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dataproto.errors import CheckpointError, InvalidConfig
+from dataproto.errors import CheckpointError, FileNotWritten, InvalidConfig
 from recipes import classify, geo3k_grpo, geo3k_ppo, grpo, sft
 from recipes.data import Mixture, PromptLoader
 from recipes.report.page import CONFIG_FILE
@@ -197,3 +197,22 @@ def test_a_damaged_state_of_a_run_is_named_with_the_way_out(tmp_path, content):
     (tmp_path / "global_step_4" / STATE_FILE).write_bytes(content)
     with pytest.raises(CheckpointError, match=r"trainer\.pt cannot be read: .*; delete .*global_step_4 to resume"):
         restore(RunConfig(output_dir=tmp_path), None, None, None)
+
+
+def test_a_directory_that_cannot_be_made_is_named_with_the_way_out(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(FileNotWritten, match=r"file/run could not be written: Not a directory.*"):
+        open_run_directory(RunConfig(output_dir=tmp_path / "file" / "run"))
+
+
+@pytest.mark.parametrize("recipe", [grpo, sft, classify])
+def test_a_directory_with_a_run_is_refused_before_data_are_read(recipe, tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert recipe.main(["--output-dir", str(tmp_path)]) == 2
+    told = capsys.readouterr()
+    assert "holds an earlier run: --resume it, --overwrite it" in told.err
+    assert recipe.main(["--output-dir", str(tmp_path), "--overwrite"]) == 2
+    told_also = capsys.readouterr()
+    assert "does not hold a run, so it is not overwritten" in told_also.err
+    assert told.out + told_also.out == ""
+    assert (tmp_path / "metrics.jsonl").exists()

@@ -250,7 +250,9 @@ def test_drawn_conversations_come_with_and_without_pictures_and_held_out_ones_ap
         (["--engine", "none"], "'none' is unknown"),
         (["--layout.dp", "2"], "--on ray"),
         (["--data-path", "no/such.jsonl"], "no such file or folder"),
-        (["--preset", "any", "--model-path", "no/such/model"], "holds no checkpoint"),
+        (["--preset", "any", "--model-path", "no/such/model"], "holds no checkpoint: there is no such directory"),
+        (["--preset", "any", "--model-path", "/no/model"], "holds no checkpoint: there is no such directory"),
+        (["--preset", "any", "--model-path", "."], "holds no checkpoint: the directory has no config.json"),
         (["--stepz", "1"], "stepz"),
     ],
 )

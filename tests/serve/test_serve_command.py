@@ -18,6 +18,7 @@ import pytest
 
 from dataproto.errors import InvalidConfig
 from recipes.serve.keys import Keys, read_keys
+from recipes.serve.serve_command import made
 from recipes.serve.serve_config import LimitsConfig, ServeConfig, parse
 from recipes.serve.supervisor import ENGINE, Child, listening
 from workers.cluster.ray_config import RayConfig
@@ -214,3 +215,10 @@ def test_a_missing_checkpoint_is_told_in_one_line(tmp_path):
         2,
         f"error: model a={tmp_path}/nothing: there is no checkpoint, which would have a config.json",
     )
+
+
+def test_a_state_directory_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    for state in (tmp_path / "file", tmp_path / "file" / "state"):
+        with pytest.raises(InvalidConfig, match=rf"--state {state} cannot be made: .*; choose another directory"):
+            made(state)

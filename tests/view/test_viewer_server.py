@@ -223,6 +223,11 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path, capsys):
         assert process.wait(20) == 0
     assert main([str(tmp_path / "absent")]) == 2
     assert "absent is not the directory of a run" in capsys.readouterr().err
+    assert main([str(tmp_path)]) == 2
+    assert f"is not the directory of a run, but has {run}" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert main([str(tmp_path / "empty")]) == 2
+    assert "empty is not the directory of a run, which would have a config.json" in capsys.readouterr().err
 
 
 def test_a_missing_directory_and_a_taken_port_are_refused(tmp_path):

@@ -10,6 +10,7 @@ import torch
 
 from dataproto.errors import InvalidConfig
 from dataproto.extras import require_extra
+from rollout.engine import check_engine_installed
 from workers.cluster.role_groups import LaunchPlan, Phase, Roles, engine_phase, timed_phase
 from workers.ranks.layout import Layout
 from workers.roles.actor import ActorConfig
@@ -65,11 +66,26 @@ def launch(
     if isinstance(rollout, str):
         rollout = RolloutConfig(actor.model_path, engine=rollout)
     plan = LaunchPlan(actor, reference, reward, rollout, layout or Layout(), critic, may_shrink)
+    check_extras(rollout.engine, on, options.get("address"))
     seconds: dict[str, float] = {}
     roles: Roles = _function(BACKENDS, on)(plan, timed_phase(phase, seconds), **options)
     engine = engine_phase(rollout.engine)
     parts = {f"{engine}/{name}": found for name, found in roles.rollout.start_seconds().items()}
     return replace(roles, start_seconds=seconds | parts)
+
+
+def check_extras(engine: str, on: str = "local", address: str | None = None) -> None:
+    """Checks that the packages of a backend and of an engine are installed, without importing them.
+
+    A running cluster at ``address`` may have an engine that this Python lacks.
+
+    Raises:
+        MissingPackage: names the missing package and its extra.
+    """
+    if on == "ray":
+        require_extra("ray", "on='ray'", "ray")
+    if address is None:
+        check_engine_installed(engine)
 
 
 def launch_worker(

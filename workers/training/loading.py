@@ -148,9 +148,21 @@ def checkpoint_family(model_path: str) -> VLMFamily:
     try:
         config = AutoConfig.from_pretrained(model_path)
     except (OSError, ValueError) as error:
-        within = [file for depth in WITHIN_RUNS for file in Path(model_path).glob(f"{depth}huggingface/config.json")]
-        reason = f"it is part of a run; give {within[-1].parent}" if within else str(error).splitlines()[0]
-        raise InvalidConfig(f"model path {model_path!r} holds no checkpoint: {reason}") from error
+        raise InvalidConfig(
+            f"model path {model_path!r} holds no checkpoint: {_no_checkpoint(model_path, error)}"
+        ) from error
     family = family_of(config)
     family.check_supported(config)
     return family
+
+
+def _no_checkpoint(model_path: str, error: Exception) -> str:
+    """Why a path or hub name holds no checkpoint; what the hub's client says of one that is no name of it helps nobody."""
+    path = Path(model_path)
+    if within := [file for depth in WITHIN_RUNS for file in path.glob(f"{depth}huggingface/config.json")]:
+        return f"it is part of a run; give {within[-1].parent}"
+    if path.is_dir() and not (path / "config.json").exists():
+        return "the directory has no config.json"
+    if not path.exists() and (path.is_absolute() or model_path.startswith(".") or model_path.count("/") > 1):
+        return "there is no such directory"
+    return str(error).splitlines()[0]
