@@ -11,6 +11,7 @@ import uvicorn
 from recipes.serve.front import Service
 from recipes.serve.link.engine_process import end_with_parent
 from recipes.serve.routes import application
+from recipes.serve.routes.joined_writes import JoiningProtocol
 from recipes.serve.serve_config import ServeConfig, parse
 
 KEEP_ALIVE_SECONDS = 75
@@ -41,6 +42,7 @@ def serve_front(config: ServeConfig, engine_socket: Path, listener: int) -> None
     uvicorn.run(
         app,
         fd=listener,
+        http=JoiningProtocol,
         access_log=False,
         log_level="warning",
         server_header=False,

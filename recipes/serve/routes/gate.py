@@ -79,7 +79,7 @@ def gated(method: str, path: str, handler: Handler, *, public: bool = False, pag
         response, owner = await _answered(service, request, handler, public, page, notes)
         spent = time.monotonic() - began
         details = "".join(f" {name}={value}" for name, value in notes.items())
-        line = f"{owner or '-'} {method} {request.url.path} {response.status_code} {1000 * spent:.0f} ms{details}"
+        line = f"{owner or '-'} {method} {request.scope['path']} {response.status_code} {1000 * spent:.0f} ms{details}"
         log.info("%s", line.encode("unicode_escape").decode())  # a client's text stays in its line
         route = path.removeprefix("/api/v1/")
         service.counters.add("http_requests", route=route, status=response.status_code)
