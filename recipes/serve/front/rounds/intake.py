@@ -14,9 +14,8 @@ from recipes.serve.ledger.records import Run
 from recipes.serve.refusals import Refused
 from recipes.serve.serve_config import LimitsConfig
 
-KEPT_BYTES = (
-    8192  # of a body that stays in memory until its request is carried out; a larger one is read from disk again
-)
+KEPT_BYTES = 8192  # of a body that stays in memory until its request is carried out
+KEPT_BYTES_IN_ALL = 16 << 20  # of larger bodies that stay too; all others are read from disk again
 MOST_GATHERING = 0.02  # seconds that a pass waits for those of other runs
 GATHERING_PART = 0.1  # of the last round's time: how long it waits at most for one that has not come yet
 RECENTLY = 60.0  # seconds in which a run has sent a pass whose next one is waited for
@@ -101,9 +100,12 @@ class Intake:
                 raise Refused(400, f"request {entry.seq} of {run.id} comes too late: the run is at {run.next_seq}")
         self._check_room(run.owner, entry.size)
         await self.database.run(journal.accept(entry, digest))
-        if entry.size > KEPT_BYTES:
+        if entry.size > KEPT_BYTES and self._kept() + entry.size > KEPT_BYTES_IN_ALL:
             entry.body = None  # it is on disk
         self.enter(entry)
+
+    def _kept(self) -> int:
+        return sum(len(e.body) for lane in self.lanes.values() for e in lane.entries.values() if e.body is not None)
 
     def _check_room(self, owner: str, size: int) -> None:
         waiting = [e.size for lane in self.lanes.values() if lane.run.owner == owner for e in lane.entries.values()]

@@ -29,6 +29,7 @@ from recipes.serve.wire import read_pass
 log = logging.getLogger("dataproto.serve")
 ROUND_BYTES = 32 << 20  # of the bodies of a round's passes, of each run
 LOOK_SECONDS = 1.0  # between looks for gaps
+LARGE_BYTES = 1 << 18  # of the bodies of a round's passes that are read beside the event loop
 KEEP_SECONDS = 30.0  # between tries to write the checkpoint of an expired run
 Results = list[PassResult | Failure]
 
@@ -231,15 +232,13 @@ class Scheduler:
 
     async def _passes(self, entries: Sequence[Entry]) -> None:
         passes, ready = [], []
-        for entry, found in zip(entries, await asyncio.gather(*map(self._read, entries), return_exceptions=True)):
+        for entry, found in zip(entries, await self._read_all(entries), strict=True):
             if isinstance(found, Pass):
                 passes.append(found)
                 ready.append(entry)
-            elif isinstance(found, Exception):
+            else:
                 failure = failure_of(found)
                 await self.rounds.finish(entry, failed(failure.message, failure.category))
-            else:
-                raise found
         if not ready or not await self.rounds.begin(ready):
             return
         began = time.monotonic()
@@ -258,10 +257,28 @@ class Scheduler:
         self.counters.add("pass_rows", sum(len(each.data) for each in passes))
         await self.rounds.finish_all([(entry, pass_outcome(result)) for entry, result in zip(ready, results)])
 
-    async def _read(self, entry: Entry) -> Pass:
-        if self.lanes[entry.run].run.state != "live":
-            raise InvalidRequest(f"run {entry.run} is not in training")
-        return await asyncio.to_thread(read_pass, await self._body(entry), self.config.limits)
+    async def _read_all(self, entries: Sequence[Entry]) -> list[Pass | Exception]:
+        """The passes of some requests, or why one cannot be read."""
+        bodies: list[bytes | Exception] = []
+        for entry in entries:
+            try:
+                if self.lanes[entry.run].run.state != "live":
+                    raise InvalidRequest(f"run {entry.run} is not in training")
+                bodies.append(await self._body(entry))
+            except Exception as error:
+                bodies.append(error)
+        if sum(len(body) for body in bodies if isinstance(body, bytes)) > LARGE_BYTES:
+            return await asyncio.to_thread(self._parsed, bodies)
+        return self._parsed(bodies)
+
+    def _parsed(self, bodies: Sequence[bytes | Exception]) -> list[Pass | Exception]:
+        found: list[Pass | Exception] = []
+        for body in bodies:
+            try:
+                found.append(read_pass(body, self.config.limits) if isinstance(body, bytes) else body)
+            except Exception as error:
+                found.append(error)
+        return found
 
     async def _body(self, entry: Entry) -> bytes:
         return await self.database.run(journal.body_of(entry.id)) if entry.body is None else entry.body

@@ -1,0 +1,149 @@
+"""What the front process writes, sends and reads at once rather than in parts."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from helpers.fronts import Front, drive
+from recipes.serve.front.rounds import intake, scheduler
+from recipes.serve.link import EngineLink, EngineLost
+from recipes.serve.link.frames import SIZES, frame_sizes, unpack
+from recipes.serve.routes.joined_writes import JoinedWrites
+
+
+class Transport:
+    """Notes the calls of a transport."""
+
+    def __init__(self) -> None:
+        self.calls: list[object] = []
+        self.closing = False
+
+    def writelines(self, parts) -> None:
+        self.calls.append(b"".join(parts))
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def close(self) -> None:
+        self.calls.append("close")
+        self.closing = True
+
+
+def test_the_head_and_the_body_of_an_answer_are_written_together():
+    async def work() -> list[object]:
+        transport = Transport()
+        joined = JoinedWrites(transport)
+        joined.write(b"head ")
+        joined.write(b"body")
+        await asyncio.sleep(0)
+        joined.write(b"")
+        joined.write(b"the last")
+        joined.close()
+        await asyncio.sleep(0)
+        joined.write(b"to nobody")
+        await asyncio.sleep(0)
+        return transport.calls
+
+    assert asyncio.run(work()) == [b"head body", b"the last", "close"]
+
+
+class Writer:
+    """Notes the writes of a stream."""
+
+    def __init__(self) -> None:
+        self.writes: list[bytes] = []
+
+    def writelines(self, parts) -> None:
+        self.writes.append(b"".join(parts))
+
+    async def drain(self) -> None:
+        await asyncio.sleep(0)
+
+    def close(self) -> None:
+        pass
+
+
+def methods(frames: bytes) -> list[str]:
+    """The methods of some calls, in the order of their frames."""
+    found = []
+    while frames:
+        header, body = frame_sizes(frames[: SIZES.size])
+        end = SIZES.size + header + body
+        found.append(unpack(frames[SIZES.size : SIZES.size + header], frames[SIZES.size + header : end])["method"])
+        frames = frames[end:]
+    return found
+
+
+def test_messages_of_a_moment_are_sent_together_in_their_order(tmp_path):
+    async def work() -> list[bytes]:
+        link = EngineLink(tmp_path / "socket", lambda request, result: None)
+        link._writer = writer = Writer()
+        await asyncio.gather(*(link.post(name) for name in ("a", "b", "c")))
+        await link.post("d")
+        return writer.writes
+
+    together, later = asyncio.run(work())
+    assert methods(together) == ["a", "b", "c"]
+    assert methods(later) == ["d"]
+
+
+def test_a_message_to_a_lost_engine_is_not_sent_to_the_next_one(tmp_path):
+    async def work() -> list[bytes]:
+        link = EngineLink(tmp_path / "socket", lambda request, result: None)
+        link._writer = Writer()
+        call = asyncio.create_task(link.call("optim_step"))
+        await asyncio.sleep(0)  # it waits to be sent
+        link._lose()
+        link._writer = following = Writer()
+        with pytest.raises(EngineLost):
+            await call
+        await link.post("reset")
+        return following.writes
+
+    (only,) = asyncio.run(work())
+    assert methods(only) == ["reset"]
+
+
+@pytest.mark.parametrize(("kept", "read_again"), [(1 << 20, 0), (0, 2)])
+def test_large_bodies_stay_in_memory_as_long_as_there_is_room(tmp_path, monkeypatch, kept, read_again):
+    reads = []
+    body_of = scheduler.journal.body_of
+    monkeypatch.setattr(intake, "KEPT_BYTES_IN_ALL", kept)
+    journal = SimpleNamespace(**vars(scheduler.journal))
+    journal.body_of = lambda request: (reads.append(request), body_of(request))[1]
+    monkeypatch.setattr(scheduler, "journal", journal)
+
+    async def work(front: Front) -> None:
+        run = await front.new_run("a")
+        for seq in (1, 2):
+            await front.result(await front.submit(run, seq, 5, rows=1000))
+        entries = [entry for lane in front.service.scheduler.lanes.values() for entry in lane.entries.values()]
+        assert entries == []
+
+    drive(work, tmp_path)
+    assert len(reads) == read_again
+
+
+def test_a_body_that_cannot_be_read_fails_its_own_pass_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(intake, "KEPT_BYTES_IN_ALL", 0)
+    body_of = scheduler.journal.body_of
+    journal = SimpleNamespace(**vars(scheduler.journal))
+
+    def damaged(request):
+        def fail(connection):
+            raise OSError("of the disk")
+
+        return fail if request == "a:1" else body_of(request)
+
+    journal.body_of = damaged
+    monkeypatch.setattr(scheduler, "journal", journal)
+
+    async def work(front: Front) -> None:
+        runs = [await front.new_run(name) for name in ("a", "b")]
+        requests = await asyncio.gather(*(front.submit(run, 1, 5, rows=1000) for run in runs))
+        first, second = [await front.result(each) for each in requests]
+        assert first["category"] == "server"
+        assert "loss:sum" in second
+
+    drive(work, tmp_path)
