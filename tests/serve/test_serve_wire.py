@@ -237,6 +237,17 @@ def test_a_broken_pass_is_refused_by_name(change, told):
         read_pass(broken_pass(change), LIMITS)
 
 
+@pytest.mark.parametrize("body", [rb'{"a": "\ud800"}', rb'{"\uDfff": 1}', b'{"a": "\xed\xa0\x80"}'])
+def test_text_that_no_file_can_hold_is_refused(body):
+    with pytest.raises(Refused, match="surrogate|no JSON") as refused:
+        parse_json(body)
+    assert refused.value.status == 400
+
+
+def test_a_whole_surrogate_pair_is_text():
+    assert parse_json(rb'{"a": "\ud83d\ude00 \\ud800"}') == {"a": "\U0001f600 \\ud800"}
+
+
 def sparse_targets(counts: list[int]) -> dict:
     """Rows of so many tokens, in sparse form."""
     crow = [0, *np.cumsum(counts).tolist()]
@@ -256,6 +267,8 @@ def sparse_targets(counts: list[int]) -> dict:
         ),
         ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1.5]}]}}, "list of numbers of int64"),
         ({"prompt": {"chunks": [7]}}, "chunk 0 is of type 'int'"),
+        ({"prompt": {"chunks": [{"type": "image", "data": "AAAA", "format": ["png"]}]}}, "data in base64 and a format"),
+        ({"prompt": {"chunks": [{"type": "image", "data": "\u00e9", "format": "png"}]}}, r"chunk 0 \(image\): "),
         ({"sampling_params": {"top_p": 0}}, "top_p=0.0"),
         ({"sampling_params": {"temperature": float("nan")}}, "temperature=nan"),
         ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k is not supported"),
@@ -284,6 +297,8 @@ def test_json_is_read_strictly():
         asked(sampling_params={"top_k": 1.5})
     with pytest.raises(InvalidRequest, match="seq_id is missing"):
         read(SampleBody, {"sampling_session_id": "s", "prompt": {"chunks": []}, "sampling_params": {}})
+    with pytest.raises(InvalidRequest, match="sampling_params.temperature is a int: expected float"):
+        asked(sampling_params={"temperature": 10**400})  # no float
     for body in (b"[]", b"{", b"\xff", b"[" * 100_000):
         with pytest.raises(Refused):
             parse_json(body)

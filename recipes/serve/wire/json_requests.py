@@ -4,6 +4,7 @@ Names are those of the API. `dataclasses.fields` without a default must be given
 """
 
 import json
+import re
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
@@ -14,12 +15,17 @@ from recipes.serve.refusals import InvalidRequest, Refused
 
 Body = TypeVar("Body")
 Metadata = dict[str, Any]
+ESCAPED_HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # of a surrogate pair
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body. Raises `Refused` if it is none."""
+    """The JSON object of a body. Raises `Refused` if it is none, or has text that UTF-8 cannot hold."""
     try:
-        found = json.loads(body or b"{}")
+        found = json.loads(body.decode() or "{}")
+        if ESCAPED_HALF.search(body):
+            json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise Refused(400, "the body has half of a surrogate pair, which is no text: escape both halves") from error
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"the body is no JSON: {error}") from error
     if not isinstance(found, dict):
@@ -79,9 +85,7 @@ def _checked(options: tuple[Any, ...], value: Any, prefix: str, name: str) -> An
 
 
 def _fits(hint: Any, value: Any) -> bool:
-    if hint is float:
-        return type(value) in (int, float)
-    if hint is int:
+    if hint is int or (hint is float and type(value) is int):
         return type(value) is int and abs(value) < 2**63
     if type(hint) is type:  # before the look for parts of a type, which takes longer
         return type(value) is hint

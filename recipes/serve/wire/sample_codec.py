@@ -1,7 +1,6 @@
 """Requests for samples as the Tinker SDK sends them, in JSON, and their results, in protobuf."""
 
 import base64
-import binascii
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -112,11 +111,11 @@ def _read_chunk(value: Any, number: int) -> Chunk:
         if kind == "encoded_text":
             return EncodedTextChunk(cast(Sequence[int], json_numbers(value.get("tokens"), np.dtype(np.int64))))
         if kind == "image":
-            data, tokens = value.get("data"), value.get("expected_tokens")
-            if not isinstance(data, str) or not (tokens is None or type(tokens) is int):
-                raise InvalidRequest("an image has data in base64, and expected_tokens is a whole number")
-            return ImageChunk(base64.b64decode(data, validate=True), value.get("format"), tokens)
-    except (InvalidChunk, InvalidRequest, binascii.Error) as error:
+            data, form, tokens = value.get("data"), value.get("format"), value.get("expected_tokens")
+            if not isinstance(data, str) or not isinstance(form, str) or not (tokens is None or type(tokens) is int):
+                raise InvalidRequest("an image has data in base64 and a format, and expected_tokens is a whole number")
+            return ImageChunk(base64.b64decode(data, validate=True), form, tokens)
+    except (InvalidChunk, InvalidRequest, ValueError) as error:
         raise InvalidRequest(f"chunk {number} ({kind}): {error}") from error
     raise InvalidRequest(
         f"chunk {number} is of type {kind!r}, which is not supported: there are encoded_text and image"
