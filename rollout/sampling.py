@@ -80,6 +80,7 @@ def restrict(log_probs: Tensor, top_p: float = 1.0, top_k: int = 0, min_p: float
         ordered, order = probs.sort(dim=-1, descending=True, stable=True)
         ordered = ordered / ordered.sum(-1, keepdim=True)
         dropped = ordered.cumsum(-1) - ordered >= top_p  # the token that crosses top_p stays
+        dropped[..., 0] = False  # also where top_p is 0 in float32
         probs = probs.masked_fill(dropped.gather(-1, order.argsort(-1)), 0.0)
     if min_p > 0:
         probs = probs.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), 0.0)

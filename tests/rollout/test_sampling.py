@@ -22,6 +22,7 @@ def test_top_k_and_top_p_keep_the_right_tokens():
     assert (restrict(log_probs, top_p=0.7) > 0).tolist() == [[False, True, False, True]]
     assert (restrict(log_probs, top_p=0.71) > 0).tolist() == [[False, True, True, True]]
     assert (restrict(log_probs, top_p=1e-9) > 0).tolist() == [[False, True, False, False]]
+    assert (restrict(log_probs, top_p=1e-46) > 0).tolist() == [[False, True, False, False]]  # 0 in float32
     assert (restrict(log_probs, top_k=3, top_p=0.5) > 0).tolist() == [[False, True, False, True]]
     assert (restrict(log_probs, min_p=0.6) > 0).tolist() == [[False, True, False, True]]  # at least 0.24
     assert (restrict(log_probs, min_p=1.0) > 0).tolist() == [[False, True, False, False]]
