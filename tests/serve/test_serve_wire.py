@@ -271,6 +271,7 @@ def sparse_targets(counts: list[int]) -> dict:
         ({"prompt": {"chunks": [{"type": "image", "data": "\u00e9", "format": "png"}]}}, r"chunk 0 \(image\): "),
         ({"sampling_params": {"top_p": 0}}, "top_p=0.0"),
         ({"sampling_params": {"temperature": float("nan")}}, "temperature=nan"),
+        ({"sampling_params": {"temperature": 1e-40}}, "temperature=1e-40: must be 0, .* or at least 1e-30"),
         ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k is not supported"),
         ({"prompt_logprobs_last_n": 2}, "needs prompt_logprobs"),
         ({"target_prompt_logprobs": {"data": [1], "dtype": "int64"}}, "int64 array .prompt - 1, K."),

@@ -138,6 +138,10 @@ class OptimizerConfig:
             raise InvalidConfig(f"total_steps={self.total_steps} must be above warmup_steps={self.warmup_steps}")
 
 
+SMALLEST_EPS = 2.0**-126
+"""The smallest number that float32 holds in full precision."""
+
+
 @dataclass(frozen=True)
 class AdamParams:
     """Settings of one step, for training step by step; names and defaults are those of the ``tinker`` package."""
@@ -152,6 +156,11 @@ class AdamParams:
     def __post_init__(self) -> None:
         if self.learning_rate < 0 or self.grad_clip_norm < 0 or self.eps < 0 or self.weight_decay < 0:
             raise InvalidConfig(f"{self}: no number may be negative")
+        if self.eps < SMALLEST_EPS:
+            raise InvalidConfig(
+                f"eps={self.eps}: must be at least {SMALLEST_EPS:g}, as AdamW divides 0 by eps where a weight has had no gradient; "
+                "an adapter's first step would leave NaN"
+            )
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
             raise InvalidConfig(f"beta1={self.beta1} and beta2={self.beta2}: must be at least 0 and below 1")
 

@@ -18,6 +18,7 @@ from recipes.serve.wire.json_requests import SampleBody, SamplingBody
 from recipes.serve.wire.protobuf_messages import SampleResponse
 
 MOST_TARGETS = 1 << 22  # of a request, after the rows are filled up to the longest
+LEAST_TEMPERATURE = 1e-30  # by which float32 can divide logits
 STOP_REASONS = {"stop": 0, "length": 1}
 
 
@@ -78,8 +79,10 @@ def read_sampling(body: SamplingBody) -> Sampling:
     """Sampling parameters, after a check of their ranges."""
     if body.max_tokens is not None and body.max_tokens < 1:
         raise InvalidRequest(f"max_tokens={body.max_tokens}: must be at least 1")
-    if not (0 <= body.temperature < float("inf")):
-        raise InvalidRequest(f"temperature={body.temperature}: must be at least 0")
+    if not (body.temperature == 0 or LEAST_TEMPERATURE <= body.temperature < float("inf")):
+        raise InvalidRequest(
+            f"temperature={body.temperature}: must be 0, which takes the most probable token, or at least {LEAST_TEMPERATURE:g}"
+        )
     if not 0 < body.top_p <= 1:
         raise InvalidRequest(f"top_p={body.top_p}: must be above 0 and at most 1")
     if body.top_k != -1 and body.top_k < 1:
