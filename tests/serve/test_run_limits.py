@@ -1,5 +1,6 @@
-"""How many runs a key may have in training, and requests for runs that come again."""
+"""How many runs a key may have in training, requests for runs that come again, and how many requests may wait."""
 
+import asyncio
 import json
 from unittest.mock import patch
 
@@ -75,3 +76,19 @@ def test_a_run_whose_request_never_came_again_does_not_count_when_its_session_ha
         assert (await create(front, "t", 1))["model_id"] == "t:train:1"
 
     drive(work, tmp_path, **ONE)
+
+
+@pytest.mark.parametrize(("limit", "taken"), [({"max_queued_requests": 2}, 2), ({"max_queued_mb": 1}, 3)])
+def test_requests_that_come_at_the_same_time_count_before_they_are_on_disk(tmp_path, limit, taken):
+    async def work(front: Front):
+        run = await front.new_run("r")  # whose request 1 never comes
+        body = b"{" + b" " * 300_000 + b"}"
+        sent = (front.service.scheduler.accept(run, seq, "optim_step", body) for seq in range(2, 8))
+        found = await asyncio.gather(*sent, return_exceptions=True)
+        refusals = [each for each in found if not isinstance(each, str)]
+        assert len(found) - len(refusals) == taken
+        assert all(isinstance(each, Refused) and each.status == 429 for each in refusals)
+        (lane,) = front.service.scheduler.lanes.values()
+        assert len(lane.entries) == taken
+
+    drive(work, tmp_path, **limit)

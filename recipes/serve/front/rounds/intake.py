@@ -33,6 +33,7 @@ class Intake:
         """
         self.database, self.limits, self.lanes, self.enter = database, limits, lanes, enter
         self._accepting: dict[str, tuple[str, asyncio.Task[None]]] = {}
+        self._unwritten: dict[str, tuple[str, int]] = {}  # owner and bytes of requests that are on their way to the disk
 
     async def accept(
         self, run: Run, seq: int, kind: str, body: bytes, tokens: int = 0, sent: tuple[str, bytes] | None = None
@@ -99,7 +100,11 @@ class Intake:
             if entry.seq < run.next_seq:
                 raise Refused(400, f"request {entry.seq} of {run.id} comes too late: the run is at {run.next_seq}")
         self._check_room(run.owner, entry.size)
-        await self.database.run(journal.accept(entry, digest))
+        self._unwritten[entry.id] = run.owner, entry.size
+        try:
+            await self.database.run(journal.accept(entry, digest))
+        finally:
+            del self._unwritten[entry.id]
         if entry.size > KEPT_BYTES and self._kept() + entry.size > KEPT_BYTES_IN_ALL:
             entry.body = None  # it is on disk
         self.enter(entry)
@@ -109,6 +114,7 @@ class Intake:
 
     def _check_room(self, owner: str, size: int) -> None:
         waiting = [e.size for lane in self.lanes.values() if lane.run.owner == owner for e in lane.entries.values()]
+        waiting += [taken for other, taken in self._unwritten.values() if other == owner]
         if len(waiting) >= self.limits.max_queued_requests:
             raise Refused(429, f"{len(waiting)} requests of this key wait (--max-queued-requests)")
         if sum(waiting) + size > self.limits.max_queued_mb << 20:
