@@ -6,6 +6,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from dataproto.errors import InvalidConfig
 from dataproto.extras import require_extra
@@ -91,12 +92,15 @@ def made(directory: Path) -> Path:
 
 
 def tiny_model(state: Path) -> Path:
-    """The checkpoint of the small model below the state directory, made once."""
+    """The checkpoint of the small model below the state directory, made once. It is whole or absent: a start may be interrupted."""
     path = made(state) / "tiny-model"
     if not (path / "config.json").exists():
         from recipes.tiny import make_tiny_model  # which loads torch
 
-        make_tiny_model(path)
+        with TemporaryDirectory(dir=state, prefix=".tiny-model-") as temporary:
+            whole = Path(temporary) / path.name
+            make_tiny_model(whole)
+            whole.rename(path)
     return path.resolve()
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from dataproto.errors import InvalidConfig
 from recipes.serve.keys import Keys, read_keys
-from recipes.serve.serve_command import made
+from recipes.serve.serve_command import made, tiny_model
 from recipes.serve.serve_config import LimitsConfig, ServeConfig, parse
 from recipes.serve.supervisor import ENGINE, Child, listening
 from workers.cluster.ray_config import RayConfig
@@ -222,3 +222,20 @@ def test_a_state_directory_that_cannot_be_made_is_named(tmp_path):
     for state in (tmp_path / "file", tmp_path / "file" / "state"):
         with pytest.raises(InvalidConfig, match=rf"--state {state} cannot be made: .*; choose another directory"):
             made(state)
+
+
+def test_the_small_model_is_whole_or_absent(tmp_path, monkeypatch):
+    def interrupted(path: Path) -> None:
+        path.mkdir()
+        (path / "config.json").write_text("{}")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("recipes.tiny.make_tiny_model", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            tiny_model(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    path = tiny_model(tmp_path)
+    assert path == tmp_path / "tiny-model"
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in path.iterdir()}
+    assert list(tmp_path.iterdir()) == [path]
