@@ -92,7 +92,7 @@ def made(directory: Path) -> Path:
 
 
 def tiny_model(state: Path) -> Path:
-    """The checkpoint of the small model below the state directory, made once. It is whole or absent: a start may be interrupted."""
+    """The checkpoint of the small model below the state directory, made once: it is whole or absent, as a start may be killed."""
     path = made(state) / "tiny-model"
     if not (path / "config.json").exists():
         from recipes.tiny import make_tiny_model  # which loads torch

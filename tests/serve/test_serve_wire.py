@@ -239,7 +239,7 @@ def test_a_broken_pass_is_refused_by_name(change, told):
 
 @pytest.mark.parametrize("body", [rb'{"a": "\ud800"}', rb'{"\uDfff": 1}', b'{"a": "\xed\xa0\x80"}'])
 def test_text_that_no_file_can_hold_is_refused(body):
-    with pytest.raises(Refused, match="surrogate|no JSON") as refused:
+    with pytest.raises(Refused, match=r"surrogate|no JSON") as refused:
         parse_json(body)
     assert refused.value.status == 400
 
@@ -298,7 +298,9 @@ def test_json_is_read_strictly():
         asked(sampling_params={"top_k": 1.5})
     with pytest.raises(InvalidRequest, match="seq_id is missing"):
         read(SampleBody, {"sampling_session_id": "s", "prompt": {"chunks": []}, "sampling_params": {}})
-    with pytest.raises(InvalidRequest, match="sampling_params.temperature is a int: expected float"):
+    with pytest.raises(
+        InvalidRequest, match=r"sampling_params.temperature is a number of over 63 bits: expected float"
+    ):
         asked(sampling_params={"temperature": 10**400})  # no float
     for body in (b"[]", b"{", b"\xff", b"[" * 100_000):
         with pytest.raises(Refused):

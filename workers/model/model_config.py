@@ -158,8 +158,8 @@ class AdamParams:
             raise InvalidConfig(f"{self}: no number may be negative")
         if self.eps < SMALLEST_EPS:
             raise InvalidConfig(
-                f"eps={self.eps}: must be at least {SMALLEST_EPS:g}, as AdamW divides 0 by eps where a weight has had no gradient; "
-                "an adapter's first step would leave NaN"
+                f"eps={self.eps}: must be at least {SMALLEST_EPS:g}, as AdamW divides 0 by eps where a weight has had no "
+                "gradient; an adapter's first step would leave NaN"
             )
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
             raise InvalidConfig(f"beta1={self.beta1} and beta2={self.beta2}: must be at least 0 and below 1")

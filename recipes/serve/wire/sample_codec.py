@@ -114,10 +114,11 @@ def _read_chunk(value: Any, number: int) -> Chunk:
         if kind == "encoded_text":
             return EncodedTextChunk(cast(Sequence[int], json_numbers(value.get("tokens"), np.dtype(np.int64))))
         if kind == "image":
-            data, form, tokens = value.get("data"), value.get("format"), value.get("expected_tokens")
-            if not isinstance(data, str) or not isinstance(form, str) or not (tokens is None or type(tokens) is int):
+            data, tokens = value.get("data"), value.get("expected_tokens")
+            texts = isinstance(data, str) and isinstance(value.get("format"), str)
+            if not texts or not (tokens is None or type(tokens) is int):
                 raise InvalidRequest("an image has data in base64 and a format, and expected_tokens is a whole number")
-            return ImageChunk(base64.b64decode(data, validate=True), form, tokens)
+            return ImageChunk(base64.b64decode(data, validate=True), value["format"], tokens)
     except (InvalidChunk, InvalidRequest, ValueError) as error:
         raise InvalidRequest(f"chunk {number} ({kind}): {error}") from error
     raise InvalidRequest(

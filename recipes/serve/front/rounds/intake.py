@@ -33,7 +33,9 @@ class Intake:
         """
         self.database, self.limits, self.lanes, self.enter = database, limits, lanes, enter
         self._accepting: dict[str, tuple[str, asyncio.Task[None]]] = {}
-        self._unwritten: dict[str, tuple[str, int]] = {}  # owner and bytes of requests that are on their way to the disk
+        self._unwritten: dict[
+            str, tuple[str, int]
+        ] = {}  # owner and bytes of requests that are on their way to the disk
 
     async def accept(
         self, run: Run, seq: int, kind: str, body: bytes, tokens: int = 0, sent: tuple[str, bytes] | None = None
