@@ -258,7 +258,7 @@ def check_rows(loader: PromptLoader, draws: int | None = None) -> None:
     count = _count(loader.rows)
     if count is None:
         return
-    places = range(count)
+    places: Sequence[int] = range(count)
     if draws is not None and draws < count:
         coming = occurrences(count, loader.seed, loader.shuffle, loader.drawn)
         places = sorted({place for _, place in islice(coming, draws)})
