@@ -110,9 +110,9 @@ def counted(engine: Any, found: Played) -> Iterator[None]:
         found.polls += 1
         return poll_engine()
 
-    def wait(host: Any, patience: float | None) -> Any:
+    def wait(host: Any, *limits: float | None) -> Any:
         began = time.perf_counter()
-        answers = poll_host(host, patience)
+        answers = poll_host(host, *limits)
         found.idle += time.perf_counter() - began
         return answers
 

@@ -263,7 +263,7 @@ COLUMNS: dict[str, Column] = {
             _DATA,
             _PLAY,
             "list of (digest, lengths) an image of the prompt: of its pixels and of all that its inputs depend on, and its "
-            "share of each of them, so that episodes do not process it again",
+            "share of each of them, so that episodes do not process it again; remove it if you change multi_modal_inputs",
             [],
         ),
         Column("raw_prompt", "object", "B", "the data set", "reports, agent loops", "chat messages"),

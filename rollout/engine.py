@@ -65,6 +65,10 @@ class SamplingParams:
             raise InvalidConfig(f"stop={self.stop!r}: must be a tuple of texts that are not empty")
         if self.top_log_probs < 0 or self.top_prompt_log_probs < 0:
             raise InvalidConfig("top_log_probs and top_prompt_log_probs: must be 0 (none) or more")
+        if self.temperature == 0 and self.n > 1:
+            raise InvalidConfig(
+                f"n={self.n} greedy samples of one prompt would all be the same: set n=1 or temperature>0"
+            )
 
     def check_sampled_alone(self, what: str) -> None:
         """Raises `InvalidConfig` for log-probs beside those of the sampled tokens, which ``what`` does not return."""
@@ -73,10 +77,6 @@ class SamplingParams:
             raise InvalidConfig(
                 f"sampling asks for {', '.join(asked)}, and {what} have the log-probs of sampled tokens alone: leave it out, or "
                 "use RolloutWorker.generate"
-            )
-        if self.temperature == 0 and self.n > 1:
-            raise InvalidConfig(
-                f"n={self.n} greedy samples of one prompt would all be the same: set n=1 or temperature>0"
             )
 
 

@@ -1,6 +1,7 @@
 """What rollouts read from a checkpoint: the model, generation settings, tokenizer, image processor and config."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,9 +47,29 @@ def load_model(family: VLMFamily, model_path: str, dtype: torch.dtype) -> Any:
         kept = [*(named._keep_in_fp32_modules_strict or ()), *family.float32_weights]
         attributes = {"__module__": named.__module__, "_keep_in_fp32_modules_strict": kept}
         model_class = type(named.__name__, (named,), attributes)
-    return model_class.from_pretrained(
+    model = model_class.from_pretrained(
         model_path, config=family.used_config(config), dtype=dtype, attn_implementation="sdpa"
     )
+    _check_stored_numbers(model_path)
+    return model
+
+
+def _check_stored_numbers(model_path: str) -> None:
+    """Raises `InvalidConfig` for weights in float8 or bytes, whose scales transformers leaves out if the config does not name
+    them. Called when the files of a hub name are on this machine.
+    """
+    from safetensors import safe_open
+    from transformers.utils import cached_file
+
+    for file in sorted(Path(str(cached_file(model_path, "config.json"))).parent.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in sorted(tensors.keys()):
+                kind = str(tensors.get_slice(name).get_dtype())
+                if kind.startswith(("F8", "F6", "F4", "I8", "U8")):
+                    raise InvalidConfig(
+                        f"{model_path} holds quantized weights: {name} is of type {kind}, and its scale would be left out; "
+                        "name the checkpoint in bfloat16"
+                    )
 
 
 def check_not_quantized(model_path: str, config: Any) -> None:
@@ -61,7 +82,7 @@ def check_not_quantized(model_path: str, config: Any) -> None:
         if getattr(part, "quantization_config", None) is not None:
             place = f" ({name} of its config says so)" if name else ""
             raise InvalidConfig(
-                f"{model_path} holds quantized weights{place}, which cannot be trained: name the checkpoint in bfloat16"
+                f"{model_path} holds quantized weights{place}, which are not read: name the checkpoint in bfloat16"
             )
 
 

@@ -26,8 +26,8 @@ DECODED_ROW = 12e-6
 gaps between some hundred kernels. 320 rows of 7B take 13.3 ms, products and keys 9.0 of them (benchmarks/RESULTS.md).
 """
 MOVED = 250
-"""Bytes that norms, rotary embeddings, activations and sums read and write in a forward pass, for each token, layer and number of
-its state. They take a fifth of the time of 3B on an H200, and a sixth of 7B (docs/performance.md).
+"""Bytes that norms, rotary embeddings, activations and smaller kernels read and write in a forward pass, for each token, layer
+and number of its state. They take a fifth of the time of 3B on an H200, and a sixth of 7B (docs/performance.md).
 """
 OPTIMIZER_BYTES = 30  # read and written for each trained parameter: weight, gradient, moments, clipping, the copy
 GRADIENT_BYTES = 10  # read and written for each trained parameter when a micro-batch's gradient is added
@@ -43,7 +43,7 @@ class Passes:
     vision: float
     head: float = 0.0  # of ``language``, in the head, which has no layers that compute activations again
     attention: float = 0.0  # of ``language``, between queries and keys
-    moved: float = 0.0  # bytes that norms, activations and sums of decoder layers read and write
+    moved: float = 0.0  # bytes that norms, activations and smaller kernels of decoder layers read and write
 
     @property
     def total(self) -> float:

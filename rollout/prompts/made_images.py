@@ -4,10 +4,11 @@ A prompt batch says it in the column `IMAGE_KEYS`. It travels with the batch: wh
 process that plays.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dataproto.columns import IMAGE_KEYS
@@ -56,6 +57,31 @@ def made_images(row: Mapping[str, Any]) -> Made:
         made[key] = {name: inputs[name][ends[name] : ends[name] + length] for name, length in lengths.items()}
         ends = {name: end + lengths.get(name, 0) for name, end in ends.items()}
     return made
+
+
+def joined(parts: Iterable[Made]) -> Made:
+    """The images of several rows. One whose inputs differ between rows, because they were changed in some, is left out.
+
+    >>> import torch
+    >>> one, other = {"pixel_values": torch.tensor([1])}, {"pixel_values": torch.tensor([0])}
+    >>> joined([{b"a": one, b"b": one}, {b"a": other}])
+    {b'b': {'pixel_values': tensor([1])}}
+    """
+    found: Made = {}
+    changed = set()
+    for part in parts:
+        for key, inputs in part.items():
+            if not _equal(found.setdefault(key, inputs), inputs):
+                changed.add(key)
+    return {key: inputs for key, inputs in found.items() if key not in changed}
+
+
+def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    if one is other:
+        return True
+    return one.keys() == other.keys() and all(
+        tensor is other[name] or torch.equal(tensor, other[name]) for name, tensor in one.items()
+    )
 
 
 def batch_of(made: Mapping[bytes, dict[str, Tensor]]) -> Batch:

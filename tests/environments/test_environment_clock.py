@@ -14,7 +14,7 @@ from dataproto.columns import ROUTED_EXPERTS
 from dataproto.errors import InvalidConfig
 from helpers.checkpoints import write_checkpoint
 from helpers.episodes import RandomEngine, prompts_of, renderer_of, starts_of
-from rollout.carried_samples import WholeGroups
+from rollout.carried_samples import BegunTurn, Tokens, WholeGroups
 from rollout.engine import Completion, SamplingParams
 from rollout.environments import EpisodeLimits, Observation, TurnRenderer, environment_host, play_episodes
 from rollout.environments.environment_host import EnvironmentHost
@@ -369,3 +369,51 @@ def test_the_wall_clock_must_be_a_time():
     for seconds in (0, -1.0, float("nan"), float("inf")):
         with pytest.raises(InvalidConfig, match="wall_clock="):
             EpisodeLimits(turns=1, wall_clock=seconds)
+
+
+class Slow(Quick):
+    """Each of its steps takes ten seconds."""
+
+    async def step(self, action):
+        Endless.now += 10.0
+        return Observation(["on"])
+
+
+def test_an_episode_that_is_played_again_keeps_its_turns_and_has_its_time_again(counting):
+    renderer, (start,) = renderer_of("qwen2_5_vl"), starts_of(1)
+    start = replace(start, uid="one", trajectory="one/0")
+
+    def go_on(begun, make, engine, **limits):
+        groups = WholeGroups(["one"], wanted=1)
+        plan = EpisodePlan(make, EpisodeLimits(**limits))
+        return HeldEpisodes().go_on(engine, renderer, [start], [begun], plan, SAMPLING, groups, 1)[0]
+
+    first = go_on([], Quick, RandomEngine(renderer), turns=3)
+    before = [first.prompt.input_ids, *(turn.shown.ids for turn in first.turns[:-1])]
+    sampled = [(turn.token_ids, turn.log_probs, turn.weight_versions) for turn in first.turns]
+    begun = [BegunTurn(Tokens(*each), True, ids.tolist()).plain() for each, ids in zip(sampled, before, strict=True)]
+    again = go_on(begun, Slow, Endless(renderer), turns=4, wall_clock=15.0)
+    assert again.ended == "clock"
+    assert [turn.token_ids for turn in again.turns[:3]] == [turn.token_ids for turn in first.turns]
+    assert Endless.now == 3 * 10.0 + 5.0  # the last step and five of the engine are behind what it repeats
+
+
+def test_an_observation_that_no_engine_has_read_has_experts(counting, tmp_path):
+    """Two of three episodes wait for room in the engine when the time is over."""
+
+    class Ticking(HFEngine):
+        def poll(self):
+            Endless.now += 1.0
+            return super().poll()
+
+    builder = PromptBuilder.from_pretrained(write_checkpoint("qwen3_vl_moe", tmp_path), max_prompt_length=300)
+    renderer = TurnRenderer(builder, [builder.tokenizer.eos_token_id])
+    engine = Ticking(str(tmp_path), device=torch.device("cpu"), max_num_seqs=1, routed_experts=True)
+    ends = SamplingParams(max_tokens=12, seed=3, stop_token_ids=tuple(range(len(builder.tokenizer))))
+    limits = EpisodeLimits(turns=3, wall_clock=5.0)
+    episodes = play_episodes(engine, renderer, starts_of(3), Quick, ends, limits)
+    assert any(episode.turns and episode.turns[-1].shown for episode in episodes)
+    data = episode_columns(prompts_of(builder, 3), episodes, renderer, 12, engine.no_experts)
+    experts, mask = data[ROUTED_EXPERTS], data["attention_mask"]
+    for row, episode in enumerate(episodes):
+        assert len(experts[row]) == int(mask[row, data["prompts"].shape[1] :].sum()), episode.ended

@@ -149,6 +149,25 @@ def test_replaced_inputs_are_not_taken_for_those_of_the_pictures(rollout, checkp
     assert len(processed) == 2
 
 
+class Asking:
+    def reset(self, row, seed):
+        return Observation(["and?"])
+
+    def step(self, action):
+        return Observation(done=True)
+
+
+def test_inputs_that_were_changed_in_one_row_are_not_those_of_others(rollout, checkpoint):
+    """Rows "a" and "b" have one picture; the tensors of "b" alone are replaced."""
+    prompts = PromptBuilder.from_pretrained(checkpoint, 300)(rows()[:2])
+    inputs = prompts["multi_modal_inputs"]
+    inputs[1] = inputs[1] | {"pixel_values": torch.zeros_like(inputs[1]["pixel_values"])}
+    prompts["multi_modal_inputs"] = inputs
+    played = rollout().play(prompts, Asking, SAMPLING, turns=1)
+    for row in played["multi_modal_inputs"]:
+        assert torch.equal(row["pixel_values"], inputs[0]["pixel_values"])
+
+
 def test_a_picture_of_several_rows_is_decoded_once_a_batch(checkpoint, decoded):
     builder = PromptBuilder.from_pretrained(checkpoint, 300)
     batch = builder(rows())

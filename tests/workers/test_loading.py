@@ -200,6 +200,14 @@ def test_a_checkpoint_with_a_quantized_part_is_refused(tmp_path, read):
         lambda found: {name.replace("_proj.weight", "_proj.weight_packed"): value for name, value in found.items()},
     )
     with pytest.raises(
-        InvalidConfig, match=r"quantized weights \(text_config of its config says so\), which cannot be trained"
+        InvalidConfig, match=r"quantized weights \(text_config of its config says so\), which are not read"
     ):
         read(path)
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.int8])
+def test_an_engine_refuses_weights_whose_scales_it_would_leave_out(tmp_path, stored):
+    path, name = write("qwen3", tmp_path), "model.layers.0.mlp.up_proj.weight"
+    change(path, lambda found: found | {name: found[name].to(stored), f"{name}_scale_inv": torch.ones(1)})
+    with pytest.raises(InvalidConfig, match=rf"{name} is of type (F8_E4M3|I8), and its scale"):
+        HFEngine(str(path), device=CPU)

@@ -57,7 +57,8 @@ def test_only_a_reward_function_has_processes_of_its_own(reward, processes):
 
 
 @pytest.mark.parametrize(("parallel", "apart"), [(4, 0), (0, 0), (4, 6)])
-def test_engines_that_do_not_divide_their_processes_are_refused_before_ray_starts(parallel, apart):
+def test_engines_that_do_not_divide_their_processes_are_refused_before_ray_starts(monkeypatch, parallel, apart):
+    monkeypatch.setattr("rollout.engine.ENGINE_EXTRAS", {})  # as if vLLM were installed
     rollout = RolloutConfig("model", "vllm", {"tensor_parallel": parallel})
     with pytest.raises(InvalidConfig, match=f"tensor_parallel={parallel}"):
         launch(ActorConfig("model"), rollout=rollout, on="ray", layout=Layout(dp=6), rollout_processes=apart)

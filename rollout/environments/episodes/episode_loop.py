@@ -14,7 +14,7 @@ from rollout.environments.episodes.episode import Episode, EpisodeLimits, Episod
 from rollout.environments.episodes.shown_history import EpisodeRow
 from rollout.environments.episodes.turn_renderer import RenderedTurn, TurnRenderer
 from rollout.environments.episodes.turn_requests import TurnRequests
-from rollout.prompts.made_images import batch_of
+from rollout.prompts.made_images import batch_of, joined
 from rollout.sampling import turn_seed
 
 WORTH_WAITING = 0.1
@@ -69,8 +69,7 @@ def go_on(
         InvalidConfig: see `play_episodes`.
     """
     play = _Play(engine, renderer, episodes, host, sampling, limits, groups, weight_version)
-    made = {key: inputs for episode in episodes for key, inputs in episode.start.images.items()}
-    with renderer.builder.one_batch(batch_of(made)):
+    with renderer.builder.one_batch(batch_of(joined(episode.start.images for episode in episodes))):
         try:
             play.run()
         finally:
@@ -162,12 +161,15 @@ class _Play:
             episode.number = None
 
     def _time_left(self) -> float:
-        """Seconds until the wall clock of an episode is over. Those for which it is over now are ended; then 0."""
+        """Seconds until the wall clock of an episode is over. Those for which it is over now are ended; then 0.
+
+        The clock of an episode that is played again begins behind what it repeats.
+        """
         if self.limits.wall_clock is None:
             return math.inf
         played, left = time.monotonic() - self.began, math.inf
         for number, episode in enumerate(self.episodes):
-            if episode.ended:
+            if episode.ended or episode.repeated:
                 continue
             rest = self.limits.wall_clock - episode.elapsed - played
             left = min(left, max(rest, 0.0))
@@ -250,6 +252,8 @@ class _Play:
         assert request is not None
         if episode.repeated:
             turn = episode.repeated.pop(0)
+            if not episode.repeated:
+                episode.elapsed = self.began - time.monotonic()
             if turn.before != (request.input_ids if shown is None else shown.ids).tolist():
                 episode.end(
                     "invalid", f"its environment did not repeat what it showed before turn {len(episode.turns)}"

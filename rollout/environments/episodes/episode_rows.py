@@ -222,7 +222,8 @@ def _experts(records: Sequence[_Record], no_experts: Tensor) -> tuple[RaggedTens
     """The experts of the tokens of rows.
 
     A row without a turn, of which no engine tells experts, has those of another row for a prompt that they share, and expert 0
-    for all else.
+    for all else. A last observation that no engine read, because the wall clock was over, has the experts of the token before it:
+    no sampled token follows it.
     """
     owners = [(record.episode.start.uid, record.prompt_ids.tobytes()) for record in records]
     rows = [record.row.experts if record.row is not None and record.actions else None for record in records]
@@ -236,6 +237,9 @@ def _experts(records: Sequence[_Record], no_experts: Tensor) -> tuple[RaggedTens
                 no_experts.new_zeros(len(ids), *no_experts.shape[1:]) for ids in (record.prompt_ids, record.ids)
             )
             rows[place] = torch.cat([known.get(owner, prompt)[: len(prompt)], rest])
+        elif record.is_last and record.episode.ended == "clock" and (row := rows[place]) is not None:
+            unread = len(record.prompt_ids) + len(record.ids) - len(row)
+            rows[place] = torch.cat([row, row[-1:].expand(unread, *row.shape[1:])])
     lengths = [len(record.prompt_ids) for record in records], [len(record.ids) for record in records]
     return expert_columns(rows, *lengths, owners)
 
