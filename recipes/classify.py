@@ -14,7 +14,7 @@ from recipes.configs.classify_config import PRESETS, TINY, ClassifyConfig, Class
 from recipes.configs.shared.run_config import announce_small_model
 from recipes.data.conversation_rows import Questions
 from recipes.data.labelled_pictures import IMAGES, LabelledData, drawn_data, folder_data, table_data
-from recipes.data.loader import EvaluationLoader, PromptLoader, check_row
+from recipes.data.loader import EvaluationLoader, PromptLoader, check_row, check_rows
 from recipes.options import exit_status
 from recipes.report.confusion import Confusion, save_confusion
 from recipes.run.evaluation import evaluate_answers
@@ -47,8 +47,6 @@ def classification_task(config: ClassifyConfig, labelled: LabelledData, model_pa
     """Questions about labelled pictures, and the evaluation: the loss, greedy answers, and their confusion."""
     data = config.data
     builder, questions = supervised_builders(data, model_path)
-    if data.on_bad_row == "stop":  # before a model is loaded: in most data sets all rows are alike
-        check_row(labelled.train, 0, builder)
     loader = PromptLoader(
         labelled.train,
         builder,
@@ -58,6 +56,8 @@ def classification_task(config: ClassifyConfig, labelled: LabelledData, model_pa
         on_bad_row=data.on_bad_row,
         num_workers=data.num_workers,
     )
+    if data.on_bad_row == "stop":  # before a model is loaded
+        _check_pictures(config, loader, labelled)
     answers = {data.templates().answer.replace("{label}", label).strip(): label for label in labelled.classes}
 
     def evaluate(roles: Roles, step: int) -> dict[str, float]:
@@ -76,6 +76,16 @@ def classification_task(config: ClassifyConfig, labelled: LabelledData, model_pa
         return metrics | {"data/skipped_eval_rows": len(rows.skipped)}
 
     return SupervisedTask(builder, loader, evaluate, data.max_length + data.max_response_length, data.eval_rows)
+
+
+def _check_pictures(config: ClassifyConfig, loader: PromptLoader, labelled: LabelledData) -> None:
+    """Checks the files of all pictures that a run will read; drawn ones are alike, so the first is enough."""
+    if config.data.data_path is None:
+        check_row(labelled.train, 0, loader.builder)
+        return
+    check_rows(loader, None if config.run.epochs else config.run.steps * config.data.batch_size)
+    for place in range(len(labelled.held_out)):
+        check_row(labelled.held_out, place, loader.builder)
 
 
 def open_labelled(data: ClassifyDataConfig, seed: int) -> LabelledData:

@@ -126,8 +126,7 @@ def left_out_lines():
 
 
 def lacks_its_tracker(item):
-    marker = item.get_closest_marker("tracker")
-    return marker is not None and find_spec(marker.args[0]) is None
+    return any(find_spec(marker.args[0]) is None for marker in item.iter_markers("tracker"))
 
 
 LONG_FAMILIES = {

@@ -5,7 +5,8 @@ shows it some answers, and lets GRPO go on from there, on the CPU within minutes
 reward compares the text. With ``--preset any`` and ``--model-path`` the same two phases train any checkpoint of a known family.
 
 The run's directory is that of GRPO; its folder ``sft`` is that of the supervised phase. Each evaluation also measures two
-controls: the same questions with other rows' pictures, and without pictures.
+controls: the same questions with other rows' pictures, and without pictures. ``--shuffled-control`` adds a third: GRPO once more,
+from the same start, with rewards that say nothing about the answers, in the folder ``shuffled``.
 """
 
 from collections.abc import Sequence
@@ -61,10 +62,13 @@ class EasyVQAConfig(GRPORunConfig):
     data: tyro.conf.OmitArgPrefixes[EasyVQADataConfig] = field(default_factory=EasyVQADataConfig)
     sft: SFTPhaseConfig = field(default_factory=SFTPhaseConfig)
     shuffled_rewards: bool = False  # a control: permute the rewards of each batch at random, so that they say nothing
+    shuffled_control: bool = False  # after the run, in its folder shuffled: its GRPO phase again with such rewards
     run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=lambda: RunConfig(output_dir=OUTPUT_DIR))
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.shuffled_rewards and self.shuffled_control:
+            raise InvalidConfig("--shuffled-rewards makes the run its own control: leave out --shuffled-control")
         if not self.sft.steps and self.model_path is None:
             raise InvalidConfig("sft.steps=0 needs --model-path: the small model has random weights")
         if self.run.epochs is not None:

@@ -20,6 +20,8 @@ from recipes.data.column_keys import OnBadRow
 from recipes.data.prompt_lengths import prompt_lengths
 from rollout.prompts import Prompt, PromptBuilder, row_digest, row_number
 
+WAY_OUT = "(--on-bad-row skip leaves such rows out)"
+
 Occurrence = tuple[int, int]
 """Epoch, and place of the row."""
 Draw = tuple[str, int, Any]
@@ -248,6 +250,22 @@ def drop_overlong(rows: Any, builder: PromptBuilder, on_bad_row: OnBadRow = "ski
     return Subset(rows, kept), dropped
 
 
+def check_rows(loader: PromptLoader, draws: int | None = None) -> None:
+    """Raises `InvalidRow` for the first row, of those that the next ``draws`` give or of all, that `check_row` refuses.
+
+    Rows without a length, those of streams and mixtures, are not checked: they are read as they are drawn.
+    """
+    count = _count(loader.rows)
+    if count is None:
+        return
+    places: Sequence[int] = range(count)
+    if draws is not None and draws < count:
+        coming = occurrences(count, loader.seed, loader.shuffle, loader.drawn)
+        places = sorted({place for _, place in islice(coming, draws)})
+    for place in places:
+        check_row(loader.rows, place, loader.builder)
+
+
 def check_row(rows: Any, place: int, builder: PromptBuilder) -> None:
     """Raises `InvalidRow` for a row that cannot be read, or whose prompt is too long, without decoding its images."""
     row: Mapping[str, Any] = {}
@@ -257,7 +275,7 @@ def check_row(rows: Any, place: int, builder: PromptBuilder) -> None:
     except InvalidRow:
         raise
     except DataProtoError as error:
-        raise InvalidRow(row_number(row, place), f"{error} (--on-bad-row skip leaves such rows out)") from error
+        raise InvalidRow(row_number(row, place), f"{error} {WAY_OUT}") from error
 
 
 @dataclass(frozen=True)
@@ -336,7 +354,7 @@ def _check(rows: Any, batch_size: int, on_bad_row: str) -> None:
 
 def _reject(bad: _BadRow, on_bad_row: OnBadRow, skipped: dict[int, str], rows: int | None) -> None:
     if on_bad_row == "stop":
-        raise InvalidRow(bad.index, bad.reason)
+        raise InvalidRow(bad.index, f"{bad.reason} {WAY_OUT}")
     skipped[bad.index] = bad.reason
     if len(skipped) == rows:
         raise InvalidRow(bad.index, f"{bad.reason}; none of the {rows} rows can be used")

@@ -3,6 +3,7 @@
 Reading a file runs no code. Relative paths in a file start at its folder.
 """
 
+import contextlib
 import json
 import re
 from bisect import bisect_right
@@ -233,9 +234,26 @@ def _read_file(file: Path) -> Any:
     if lines is not None:
         return lines
     try:
-        return load_dataset(READERS[file.suffix], data_files=str(file), split="train")
+        with _quiet():
+            return load_dataset(READERS[file.suffix], data_files=str(file), split="train")
     except Exception as error:  # datasets wraps the exceptions of its readers
         raise FileFormatError(f"{file} cannot be read as {READERS[file.suffix]}: {error.__cause__ or error}") from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps `datasets` from drawing bars and logging errors beside the one line that an error of ours has."""
+    from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars, logging
+
+    verbosity, shows_bars = logging.get_verbosity(), not are_progress_bars_disabled()
+    disable_progress_bars()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if shows_bars:
+            enable_progress_bars()
 
 
 def _parquet_rows(file: Path) -> int:

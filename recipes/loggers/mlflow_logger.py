@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import mlflow
@@ -19,7 +20,8 @@ MOST_METRICS, MOST_PARAMS, LONGEST_PARAM = 1000, 100, 6000  # MLflow's limits of
 class MlflowLogger:
     """Metrics by step, options as parameters, rollouts as a table with images for each evaluation.
 
-    MLflow's names have no ``@``: ``acc/mean@1`` becomes ``acc/mean_at_1``, as in verl. A resumed run continues its MLflow run.
+    MLflow's names have no ``@``: ``acc/mean@1`` becomes ``acc/mean_at_1``, as in verl; see `free_name`. A resumed run
+    continues its MLflow run.
     """
 
     def __init__(self, run: LoggedRun) -> None:
@@ -31,6 +33,7 @@ class MlflowLogger:
         self.run_id = run.saved_id("mlflow") or self._create(run)
         run.save_id("mlflow", self.run_id)
         self.client.update_run(self.run_id, status="RUNNING")
+        self.names = set(self.client.get_run(self.run_id).data.metrics)
 
     def _create(self, run: LoggedRun) -> str:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", EXPERIMENT)
@@ -44,7 +47,11 @@ class MlflowLogger:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        entries = [Metric(name.replace("@", "_at_"), value, now, step) for name, value in finite(metrics).items()]
+        entries = []
+        for name, value in sorted(finite(metrics).items()):  # a name comes before those within it
+            free = free_name(name.replace("@", "_at_"), self.names)
+            self.names.add(free)
+            entries.append(Metric(free, value, now, step))
         for start in range(0, len(entries), MOST_METRICS):
             self.client.log_batch(self.run_id, metrics=entries[start : start + MOST_METRICS])
 
@@ -56,3 +63,16 @@ class MlflowLogger:
 
     def close(self) -> None:
         self.client.set_terminated(self.run_id)
+
+
+def free_name(name: str, used: AbstractSet[str]) -> str:
+    """The name of a metric in MLflow, whose files cannot hold a name and others within it.
+
+    >>> free_name("timing_s/step/read", {"timing_s/step"}), free_name("timing_s/step", {"timing_s/step/read"})
+    ('timing_s/step.read', 'timing_s/step/all')
+    """
+    parts = name.split("/")
+    for end in range(1, len(parts)):
+        if (outer := "/".join(parts[:end])) in used:
+            return f"{outer}.{'/'.join(parts[end:])}"
+    return f"{name}/all" if any(each.startswith(f"{name}/") for each in used) else name

@@ -40,6 +40,7 @@ TRACEBACK, PRESET, CONFIG, ENGINE = "--traceback", "--preset", "--config", "--en
 PARSED = re.compile(
     r"^Error parsing \w+: |; Argument helptext:.*"
 )  # beside the text of an error, to which it adds nothing
+NO_NUMBER = re.compile(r"(invalid literal for int\(\) with base 10|could not convert string to float): ('.*')")
 NO_FORM = re.compile(r"no type matching (.+?) could be instantiated from \[(.*?)\].*")
 HOME = re.compile(r"^(--[\w.-]+=|)~(?=/|$)")
 LEFT_OVER = re.compile(r"^Unrecognized options: (.*)")
@@ -240,7 +241,8 @@ def _parse(arguments: Sequence[str], default: Config, prog: str) -> Config:
     except SystemExit:
         lines = [line.strip("╭╮╰╯│─ ") for line in refusal.getvalue().splitlines()]
         text = "; ".join(line for line in lines[1:] if line)
-        text = LEFT_OVER.sub(_left_over, NO_FORM.sub(_no_form, PARSED.sub("", text))).replace(":; ", ": ")
+        text = NO_FORM.sub(_no_form, NO_NUMBER.sub(_no_number, PARSED.sub("", text)))
+        text = LEFT_OVER.sub(_left_over, text).replace(":; ", ": ")
         raise InvalidConfig(text) from None
     given = _mappings(config)
     return _with_mappings(config, {place: mappings.get(place, {}) | values for place, values in given.items()})
@@ -257,6 +259,11 @@ def _no_form(refusal: re.Match[str]) -> str:
     """Values that no form of an option takes, without the parser's list of what each form lacks."""
     forms, given = re.sub("[{}]", "", refusal[1]).replace("|", " or "), re.sub("[',]", "", refusal[2])
     return f"{given} is not {forms}"
+
+
+def _no_number(refusal: re.Match[str]) -> str:
+    """A value that Python does not convert to the number that an option takes."""
+    return f"{refusal[2]} is not a {'whole ' if 'int' in refusal[1] else ''}number"
 
 
 def _left_over(refusal: re.Match[str]) -> str:

@@ -1,6 +1,7 @@
 """Sampled answers for the report: a few prompts, images, answers and rewards of an evaluation, in the run's directory."""
 
 import hashlib
+import io
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 FOLDER = "rollouts"
 MAX_FRAMES = 8  # of a video, evenly spaced
 MAX_SIDE = 448  # pixels; larger pictures are stored smaller
+LARGEST_PNG = 2**16  # bytes; of larger ones a JPEG is stored
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,8 @@ def prompt_text(messages: Any) -> str:
 
 
 def save_rollouts(directory: str | Path, step: int, rows: Iterable[RolloutSample]) -> Path:
-    """Writes ``<directory>/rollouts/step_<step>.jsonl``, and each distinct picture once, as ``rollouts/images/<hash>.png``."""
+    """Writes ``<directory>/rollouts/step_<step>.jsonl``, and each distinct picture once, in ``rollouts/images``
+    (see `save_image`)."""
     folder = Path(directory) / FOLDER
     (folder / "images").mkdir(parents=True, exist_ok=True)
     lines = []
@@ -152,14 +155,25 @@ def _cell(data: "DataProto", name: str, row: int, default: Any) -> Any:
 
 
 def save_image(folder: Path, image: Image.Image) -> str:
+    """Writes a picture, smaller if it is large, under the name of its content, and returns the name.
+
+    It is a PNG, but a JPEG where the PNG is above `LARGEST_PNG`, as of photographs.
+    """
     small = image.convert("RGB")
     small.thumbnail((MAX_SIDE, MAX_SIDE))
-    name = hashlib.sha256(repr(small.size).encode() + small.tobytes()).hexdigest()[:16] + ".png"
-    if not (folder / name).exists():
-        temporary = folder / f"{name}.tmp"
-        with writing(folder / name, temporary):
-            small.save(temporary, format="PNG", optimize=True)
-            temporary.replace(folder / name)
+    content = hashlib.sha256(repr(small.size).encode() + small.tobytes()).hexdigest()[:16]
+    for name in (f"{content}.png", f"{content}.jpg"):
+        if (folder / name).exists():
+            return name
+    name, buffer = f"{content}.png", io.BytesIO()
+    small.save(buffer, format="PNG", optimize=True)
+    if buffer.tell() > LARGEST_PNG:
+        name, buffer = f"{content}.jpg", io.BytesIO()
+        small.save(buffer, format="JPEG", quality=90)
+    temporary = folder / f"{name}.tmp"
+    with writing(folder / name, temporary):
+        temporary.write_bytes(buffer.getvalue())
+        temporary.replace(folder / name)
     return name
 
 

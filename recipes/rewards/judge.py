@@ -16,6 +16,7 @@ import httpx
 
 from dataproto.errors import RewardError
 from recipes.rewards.prompt_text import prompt_images, text_turns
+from recipes.rewards.reward_servers import check_reachable
 from rollout.prompts.images import load_image
 from workers.roles.reward import RewardRow
 
@@ -77,6 +78,10 @@ class Judge:
             raise RewardError(
                 "full_score of a judge must not be 0; concurrency, attempts and timeout_s must be above 0"
             )
+
+    def check(self) -> None:
+        """Raises `RewardError` if the server cannot be reached."""
+        check_reachable(self.url)
 
     def __call__(self, rows: Sequence[RewardRow]) -> list[dict[str, float]]:
         """``score`` of each row.

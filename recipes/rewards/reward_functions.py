@@ -2,49 +2,49 @@
 
 import asyncio
 import inspect
-import itertools
-import json
 import math
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
-from urllib.error import HTTPError, URLError
-from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
 
 import numpy as np
 
 from dataproto.errors import RewardError, describe
 from recipes.algorithms.function_files import load_named_function, source_file
 from recipes.rewards.geometry3k import geo3k_reward
+from recipes.rewards.reward_servers import RewardServer
 from recipes.rewards.sequence_classifier import SequenceClassifier
-from workers.roles.reward import RewardFunction, RewardRow
+from workers.roles.reward import RewardFunction, RewardRow, check_ready
 
 SIGNATURES = (
     "compute_score(data_source, solution_str, ground_truth, extra_info) as in verl, "
     "compute_score(reward_inputs) or compute_score(reward_input) as in EasyR1, "
     "reward_func(prompts, completions, **columns) as in TRL, or score_rows(rows) of RewardRow"
 )
-ATTEMPTS = 3
-"""Requests to a server that cannot be reached, or fails, before a run stops."""
 SHOWN = 200
 """Characters of a response that an error message shows."""
-PAUSE_S = 1.0
-"""Seconds before the second attempt; doubled before the third."""
 
 
-def load_reward(name: str) -> RewardFunction:
+def load_reward(name: str, here: bool = False) -> RewardFunction:
     """The reward function that a command line names.
 
     Args:
         name: ``geo3k``, ``FILE.py:FUNCTION`` with one of the known signatures (see `as_reward_function`), the URL of a server
             (see `remote_reward`), or ``classifier:MODEL`` (see `SequenceClassifier`).
+        here: whether this process will call it, so that it can be checked now (see `check_ready`).
 
     Raises:
-        RewardError: the file or the function does not exist, or its signature is unknown.
+        RewardError: the file or the function does not exist, or its signature is unknown; or its server cannot be reached.
     """
+    reward = _named_reward(name)
+    if here:
+        check_ready(reward)
+    return reward
+
+
+def _named_reward(name: str) -> RewardFunction:
     if name.startswith(("http://", "https://")):
         return remote_reward(name)
     if name.startswith("classifier:"):
@@ -71,7 +71,7 @@ def as_reward_function(function: Callable[..., Any]) -> RewardFunction:
     if _easyr1_type(function, names) is not None:
         return from_easyr1(function)
     if "rows" in names:
-        return _from_rows(function)
+        return _FromRows(function)
     raise RewardError(f"{_name(function)}({', '.join(names)}) is not a reward function: expected {SIGNATURES}")
 
 
@@ -173,31 +173,14 @@ def from_trl(function: Callable[..., Any]) -> RewardFunction:
     return score_rows
 
 
-def remote_reward(url: str, timeout_s: float = 120.0) -> RewardFunction:
-    """A reward function that a server computes over HTTP.
-
-    The request is ``POST url`` with ``{"rows": [...]}``, each with the fields of a `RewardRow`. The server must answer with
-    ``{"results": [{"score": float, ...}]}``, one for each row. If it cannot be reached, or fails with a status 5xx, the request
-    is repeated, up to `ATTEMPTS` in total.
+def remote_reward(url: str, timeout_s: float = 120.0) -> RewardServer:
+    """A reward function that a server computes over HTTP; see `RewardServer`.
 
     Raises:
         RewardError: ``url`` is not an HTTP address; when called, the server rejects the request, cannot be reached, or
             returns another answer.
     """
-    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
-        raise RewardError(f"{url!r} is not the address of a reward server: use http://host:port/path")
-
-    def score_rows(rows: Sequence[RewardRow]) -> list[Mapping[str, float]]:
-        if not rows:
-            return []
-        body = json.dumps({"rows": [vars(row) for row in rows]}, default=str).encode()
-        answer = _ask(url, body, timeout_s)
-        results = answer.get("results") if isinstance(answer, dict) else None
-        if not isinstance(results, list):
-            raise RewardError(f"{url} returned an answer without a list 'results'")
-        return results
-
-    return score_rows
+    return RewardServer(url, timeout_s)
 
 
 def read_score(result: Any, place: str, function: Callable[..., Any]) -> dict[str, float]:
@@ -213,12 +196,18 @@ def read_score(result: Any, place: str, function: Callable[..., Any]) -> dict[st
     return numbers
 
 
-def _from_rows(function: Callable[..., Any]) -> RewardFunction:
-    def score_rows(rows: Sequence[RewardRow]) -> list[dict[str, float]]:
-        (results,) = _call_all(function, [{"rows": rows}], [f"rows 0 to {len(rows) - 1}"])
-        return _read_all(results, rows, function)
+@dataclass(frozen=True)
+class _FromRows:
+    """A user's function of all rows, whose results are checked."""
 
-    return score_rows
+    function: Callable[..., Any]
+
+    def check(self) -> None:
+        check_ready(self.function)
+
+    def __call__(self, rows: Sequence[RewardRow]) -> list[dict[str, float]]:
+        (results,) = _call_all(self.function, [{"rows": rows}], [f"rows 0 to {len(rows) - 1}"])
+        return _read_all(results, rows, self.function)
 
 
 def _read_all(results: Any, rows: Sequence[RewardRow], function: Callable[..., Any]) -> list[dict[str, float]]:
@@ -286,18 +275,3 @@ def _number(value: Any) -> float | None:
 
 def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
-
-
-def _ask(url: str, body: bytes, timeout_s: float) -> Any:
-    for attempt in itertools.count(1):
-        try:
-            request = Request(url, body, {"Content-Type": "application/json"})
-            with urlopen(request, timeout=timeout_s) as response:
-                return json.load(response)
-        except json.JSONDecodeError as error:
-            raise RewardError(f"{url} returned an answer that is not JSON: {error}") from error
-        except (HTTPError, URLError, TimeoutError, ConnectionError) as error:
-            rejected = isinstance(error, HTTPError) and error.code < 500
-            if rejected or attempt == ATTEMPTS:
-                raise RewardError(f"{url} did not score the rows ({attempt} attempts): {error}") from error
-        time.sleep(PAUSE_S * 2 ** (attempt - 1))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workers.roles.reward import RewardFunction, RewardRow
+from workers.roles.reward import RewardFunction, RewardRow, check_ready
 
 
 def normalised(text: str) -> str:
@@ -42,6 +42,10 @@ class ShuffledScores:
     """
 
     reward: RewardFunction
+
+    def check(self) -> None:
+        """As that of ``reward``."""
+        check_ready(self.reward)
 
     def __call__(self, rows: Sequence[RewardRow]) -> list[Mapping[str, float]]:
         results = list(self.reward(rows))

@@ -147,7 +147,7 @@ def problems(config: PolicyGradientConfig) -> PolicyTask:
         InvalidConfig, CheckpointError: see `run`.
     """
     announce_small_model(config.model_path, config.data.data_path)
-    reward = load_reward(config.reward or "geo3k")
+    reward = load_reward(config.reward or "geo3k", here=config.on == "local")
     model_path = config.model_path or str(tiny_checkpoint(config.run.seed, phase=start_phase))
     config.check_models(model_path)  # before anything is written
     data = config.data

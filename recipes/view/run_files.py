@@ -18,7 +18,7 @@ from recipes.view.rollout_filter import fields_of, in_order, matching
 Row = dict[str, Any]
 
 PREVIEW = 160  # characters of a response in the list
-PICTURE = re.compile(r"[0-9a-f]{16}\.png")
+PICTURE = re.compile(r"[0-9a-f]{16}\.(png|jpg)")
 
 
 class RunFiles:

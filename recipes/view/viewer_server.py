@@ -79,7 +79,7 @@ class ViewerServer(ThreadingHTTPServer):
             return STYLE.encode(), "text/css"
         if path.startswith("/images/"):
             picture = self.files.picture(path.removeprefix("/images/"))
-            return None if picture is None else (picture, "image/png")
+            return None if picture is None else (picture, "image/jpeg" if path.endswith(".jpg") else "image/png")
         if path == "/api/curves":
             return self.files.curves().encode(errors="replace"), "text/html"
         found = self._found(path, asked)

@@ -65,8 +65,11 @@ class SupervisedBuilder(PromptBuilder):
         return TrainingRow(ids, types, raw_ids, conversation, images, videos, self.other_columns(row), mask)
 
     def prompt_length(self, row: Mapping[str, Any]) -> int:
-        """Number of tokens of the row's conversation, read from the headers of its images. Raises `InvalidPrompt`."""
+        """Number of tokens of the row's conversation, read from the headers of its images. Raises `InvalidPrompt`, also
+        for images whose files are cut.
+        """
         conversation = conversation_of(row)
+        self.check_files(conversation, row.get("media_root"))
         raw_ids = [token for ids, _ in self._pieces(self.shown(conversation)) for token in ids]
         return self.length(conversation, raw_ids, row.get("media_root"))
 

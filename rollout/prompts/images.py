@@ -32,6 +32,13 @@ _GIVEN = (
     Lock()
 )  # held while an image that the caller has opened is read: Pillow decodes it in its own object, at its first use
 _FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
+_ENDS = {
+    "PNG": b"\0\0\0\0IEND\xaeB`\x82",
+    "JPEG": b"\xff\xd9",
+    "MPO": b"\xff\xd9",
+    "GIF": b";",
+}
+"""The last bytes of a whole file."""
 _SIXTEEN_BIT_FORMATS = ("PNG", "PPM")  # images that Pillow reads from these in mode "I" have 16 bits
 _SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 _PAYLOADS = ("bytes", "image", "image_url", "url", "path")
@@ -95,6 +102,22 @@ def image_size(source: Any, root: str | os.PathLike[str] | None = None) -> tuple
         if "exif" in image.info and image.getexif().get(ExifTags.Base.Orientation) in _SIDEWAYS:
             width, height = height, width
         return height, width
+
+
+def check_whole(source: Any, root: str | os.PathLike[str] | None = None) -> None:
+    """Raises `InvalidMedia` for a PNG, JPEG or GIF that is cut, as `load_image` does.
+
+    Only a file that does not end as its format does is decoded: such a file may have bytes behind its image.
+    """
+    with _opened(source, root) as image:
+        end, file = _ENDS.get(image.format or ""), getattr(image, "fp", None)
+        if end is None or file is None or isinstance(_unwrap(source), Image.Image):
+            return
+        file.seek(0, os.SEEK_END)
+        file.seek(max(file.tell() - len(end), 0))
+        whole = file.read(len(end)) == end
+    if not whole:
+        load_image(source, root)
 
 
 def image_file(source: Any, root: str | os.PathLike[str] | None = None) -> Path | None:

@@ -23,7 +23,7 @@ from dataproto.errors import DataProtoError, InvalidConfig, InvalidPrompt
 from dataproto.vlm import family_of
 from rollout.pretrained import load_prompt_parts
 from rollout.prompts.image_processing import Batch, ImageCache, ProcessedImage, process_image
-from rollout.prompts.images import encoded_image, image_size, load_image
+from rollout.prompts.images import check_whole, encoded_image, image_size, load_image
 from rollout.prompts.messages import Conversation, as_parts, joined_texts
 from rollout.prompts.prepared_rows import (
     CONSUMED_COLUMNS,
@@ -200,9 +200,10 @@ class PromptBuilder:
 
     def prompt_length(self, row: Mapping[str, Any]) -> int:
         """Number of tokens of the row's prompt with placeholders expanded, read from the headers of its images. Raises
-        `InvalidPrompt`.
+        `InvalidPrompt`, also for images whose files are cut.
         """
         conversation = conversation_of(row)
+        self.check_files(conversation, row.get("media_root"))
         return self.length(conversation, self._encode(self.shown(conversation)), row.get("media_root"))
 
     def prepare(self, row: Mapping[str, Any]) -> Prompt:
@@ -250,6 +251,11 @@ class PromptBuilder:
             for token in self._media_strings:
                 if token in text:
                     raise InvalidPrompt(f"the text contains {token}, which only the chat template may write")
+
+    def check_files(self, conversation: Conversation, root: Any) -> None:
+        """Raises `InvalidPrompt` if the file of an image is cut; see `check_whole`."""
+        for source in conversation.images:
+            check_whole(source, root)
 
     def check_taken(self, kind: str) -> None:
         """Raises `InvalidPrompt` if the model takes no media of this kind, ``"image"`` or ``"video"``."""

@@ -4,7 +4,8 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from datasets import load_dataset
+from datasets import Dataset, load_dataset
+from datasets.utils import are_progress_bars_disabled
 
 from dataproto.errors import FileFormatError, InvalidConfig, InvalidRow
 from helpers.geo3k_files import drawing, geometry3k, png, write_geometry3k
@@ -143,6 +144,23 @@ def test_loading_errors_are_one_line(tmp_path):
         load_rows(tmp_path / "broken.parquet")
     with pytest.raises(InvalidConfig, match="no data set given"):
         load_rows([])
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.parquet"])
+def test_a_broken_file_is_told_without_the_lines_of_its_reader(name, tmp_path, capfd, caplog):
+    """``datasets`` drew a bar of no rows, and logged the error, before the one line that tells it."""
+    good = Dataset.from_dict({"problem": ["Find x."] * 2, "answer": ["9", "3"]})
+    good.to_json(tmp_path / "a.json", lines=False) if name == "a.json" else good.to_parquet(tmp_path / name)
+    whole = (tmp_path / name).read_bytes()
+    capfd.readouterr()
+    assert len(load_rows(tmp_path / name)) == 2
+    half = len(whole) // 2
+    (tmp_path / name).write_bytes(whole[:half] if name == "a.json" else b"PAR1" + bytes(half) + whole[4 + half :])
+    with pytest.raises(FileFormatError, match="cannot be read as"):
+        load_rows(tmp_path / name)
+    assert capfd.readouterr().err == ""
+    assert not caplog.records
+    assert not are_progress_bars_disabled()
 
 
 def test_a_hub_name_is_loaded_with_datasets(monkeypatch):

@@ -9,7 +9,7 @@ from PIL import ExifTags, Image, ImageFile
 
 from dataproto.errors import InvalidMedia
 from rollout.prompts import images as media
-from rollout.prompts.images import image_size, load_image
+from rollout.prompts.images import check_whole, image_size, load_image
 
 
 def picture(width=6, height=4, seed=0):
@@ -215,3 +215,25 @@ def test_postscript_is_not_run():
     assert Image.open(io.BytesIO(eps)).format == "EPS"  # Pillow alone would hand it to Ghostscript
     with pytest.raises(InvalidMedia, match="cannot be read"):
         load_image(eps)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF"])
+@pytest.mark.parametrize("in_file", [True, False])
+def test_a_cut_file_is_told_by_its_end_without_decoding_whole_ones(kind, in_file, tmp_path, monkeypatch):
+    whole = encoded(picture(60, 40), kind)
+
+    def source(content: bytes):
+        (tmp_path / "image").write_bytes(content)
+        return tmp_path / "image" if in_file else {"bytes": content, "path": None}
+
+    assert image_size(source(whole[: len(whole) // 2])) == (40, 60)  # the header is good
+    with pytest.raises(InvalidMedia, match="is broken"):
+        check_whole(source(whole[: len(whole) // 2]))
+    check_whole(source(whole + b"a comment"))  # which Pillow reads
+    monkeypatch.setattr(media, "load_image", lambda *_: pytest.fail("decoded"))
+    check_whole(source(whole))
+
+
+def test_images_of_other_formats_and_open_ones_are_not_checked_for_their_end():
+    check_whole(encoded(picture(60, 40), "BMP")[:500])
+    check_whole(Image.open(io.BytesIO(encoded(picture(60, 40))[:500])))

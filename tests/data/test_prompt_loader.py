@@ -1,3 +1,4 @@
+import io
 import json
 import threading
 import tracemalloc
@@ -7,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import ImageFile
+from PIL import Image, ImageFile
 
 from dataproto.errors import CheckpointError, InvalidConfig, InvalidRow
 from helpers.geo3k_files import drawing
 from helpers.tiny_prompts import tiny_builder
-from recipes.data.loader import EvaluationLoader, PromptLoader, drop_overlong, occurrences
+from recipes.data.loader import EvaluationLoader, PromptLoader, check_rows, drop_overlong, occurrences
 from rollout.prompts.image_processing import ImageCache
 
 BAD = {"prompt": "<image>Find x.", "images": [b"broken"]}
@@ -289,3 +290,29 @@ def test_a_row_that_cannot_be_read_stops_a_run_before_it_begins():
     with pytest.raises(InvalidRow, match=r"row 2: image \(6 bytes\) cannot be read.*--on-bad-row skip"):
         drop_overlong(rows(4, bad={2}), tiny_builder(), on_bad_row="stop")
     assert len(drop_overlong(rows(4), tiny_builder(), on_bad_row="stop")[0]) == 4
+
+
+def test_a_picture_whose_file_is_cut_is_a_bad_row_before_and_in_the_run():
+    """Its header is good, so that it was found when it was drawn."""
+    buffer = io.BytesIO()
+    Image.effect_noise((40, 40), 50).save(buffer, "PNG")
+    cut = rows(4)
+    cut[2]["images"] = [buffer.getvalue()[:900]]
+    with pytest.raises(InvalidRow, match=r"row 2: image \(900 bytes\) is broken: .*--on-bad-row skip"):
+        drop_overlong(cut, tiny_builder(), on_bad_row="stop")
+    kept, _ = drop_overlong(cut, tiny_builder(), on_bad_row="skip")
+    loader = PromptLoader(kept, tiny_builder(), batch_size=3, shuffle=False, on_bad_row="skip")
+    assert [next(loader)["index"].tolist(), [*loader.skipped]] == [[0, 1, 3], [2]]
+
+
+def test_only_the_rows_that_a_run_reads_are_checked():
+    for bad in range(4):
+        loader = PromptLoader(rows(4, bad={bad}), tiny_builder(), batch_size=1, seed=3)
+        drawn = [place for _, place in islice(occurrences(4, 3), 2)]
+        if bad in drawn:
+            with pytest.raises(InvalidRow, match=f"row {bad}: image .* cannot be read"):
+                check_rows(loader, draws=2)
+        else:
+            check_rows(loader, draws=2)
+        with pytest.raises(InvalidRow, match=f"row {bad}: "):
+            check_rows(loader)

@@ -168,3 +168,62 @@ def test_swanlab_writes_offline_runs_with_all_pictures(directory, monkeypatch):
     assert b"val-core/geo/acc/mean@1" in content
     sizes = sorted(Image.open(path).size for path in files if path.suffix == ".png")
     assert sizes == [(5, 9), (8, 6)] or sizes == [(5, 9), (5, 9), (8, 6)]
+
+
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")
+NAMES = ("timing_s/step", "timing_s/step/read", "perf/memory_gb/gen/left", "perf/memory_gb/gen")
+"""Metrics of a run: some have others within them."""
+
+
+OWN = """
+class Own:
+    def __init__(self, run):
+        self.calls = []
+
+    def log(self, step, metrics):
+        self.calls.append((step, metrics))
+
+    def log_rollouts(self, step, rows):
+        self.calls.append((step, [len(row.images) for row in rows]))
+
+    def close(self):
+        self.calls.append("closed")
+"""
+
+
+@pytest.mark.tracker("wandb")
+@pytest.mark.tracker("mlflow")
+@pytest.mark.tracker("trackio")
+@pytest.mark.tracker("swanlab")
+@pytest.mark.slow
+def test_all_trackers_take_all_metrics_of_a_run_at_once(directory, tmp_path, monkeypatch, capsys):
+    """MLflow's files cannot hold ``timing_s/step`` beside ``timing_s/step/read``, and so it got nothing of a real run."""
+    import mlflow
+
+    for name, value in (("WANDB_MODE", "offline"), ("WANDB_SILENT", "true"), ("SWANLAB_MODE", "offline")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WANDB_DATA_DIR", "")
+    monkeypatch.delenv("WANDB_DATA_DIR")  # the logger sets it, and this removes it after the test
+    monkeypatch.setenv("SWANLAB_SAVE_DIR", str(directory / "settings"))
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    own_file = tmp_path / "own.py"
+    own_file.write_text(OWN)
+    for first in (0, 2):
+        names = [*TRACKERS, f"{own_file}:Own"]
+        with open_loggers(names, LoggedRun(directory, resume_after=first - 1 if first else None)) as loggers:
+            own = list(loggers.trackers.values())[-1]
+            for step in (first, first + 1):
+                loggers.log(
+                    step, {name: step + place / 10 for place, name in enumerate(NAMES)} if step else {NAMES[2]: 0.2}
+                )
+                loggers.log_rollouts(step, ROLLOUTS)
+            assert len(loggers.trackers) == len(TRACKERS) + 1, capsys.readouterr().out
+        assert own.calls[-2:] == [(first + 1, [2, 1]), "closed"]
+    client = mlflow.MlflowClient(tracking_uri=(directory / "mlruns").as_uri())
+    (run,) = client.search_runs([client.get_experiment_by_name("dataproto").experiment_id])
+    assert run.data.metrics == {
+        "timing_s/step": 3.0,
+        "timing_s/step.read": 3.1,
+        "perf/memory_gb/gen/left": 3.2,
+        "perf/memory_gb/gen/all": 3.3,
+    }

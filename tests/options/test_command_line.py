@@ -70,7 +70,9 @@ def test_a_plan_divides_its_options_from_those_of_the_recipe(tmp_path):
             "^there is no option --critic-optimizer.lr: --help-all shows all$",
         ),
         (grpo_config.parse, "--xyz", "^there is no option --xyz: --help-all shows all$"),
-        (grpo_config.parse, "--steps three", "^Error parsing --steps: invalid literal .*'three'$"),
+        (grpo_config.parse, "--steps three", "^Error parsing --steps: 'three' is not a whole number$"),
+        (grpo_config.parse, "--steps 1.5", "^Error parsing --steps: '1.5' is not a whole number$"),
+        (grpo_config.parse, "--optimizer.lr small", "^Error parsing --optimizer.lr: 'small' is not a number$"),
         (grpo_config.parse, "--compile maybe", "^maybe: belongs to no option$"),
     ],
 )

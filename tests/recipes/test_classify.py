@@ -74,6 +74,30 @@ def test_a_row_that_is_too_long_is_told_before_a_model_is_loaded_by_the_option_o
         assert "loading the actor" not in told.out
 
 
+@pytest.mark.parametrize(
+    ("broken", "says"), [("missing", "cannot be read: No such file"), ("cut", "is broken"), ("held out", "is broken")]
+)
+def test_a_later_picture_that_cannot_be_read_is_told_before_a_model_is_loaded(broken, says, tmp_path, capsys):
+    """Only the first row was checked, by its header."""
+    folder = write_folder(tmp_path / "pets", {"red_ball": 8, "Blue": 8})
+    chosen = folder_data(folder, 100, 0, Templates())
+    row = (chosen.held_out if broken == "held out" else chosen.train)[-1]
+    path = Path(row["images"][0])
+    noise = Image.effect_noise((60, 60), 50)
+    noise.save(path)
+    if broken == "missing":
+        rows = [{"image": str(each), "label": each.parent.name} for each in sorted(folder.glob("*/*"))]
+        path.unlink()
+        folder = lines(tmp_path / "rows.jsonl", *rows)
+    else:
+        path.write_bytes(path.read_bytes()[:1500])
+    given = ["--data-path", str(folder), "--steps", "40", "--batch-size", "4", "--max-length", "500"]
+    assert main([*given, "--output-dir", str(tmp_path / "run")]) == 2
+    told = capsys.readouterr()
+    assert re.fullmatch(rf"error: row \d+: image .*{path.name} {says}.*--on-bad-row skip.*\n", told.err)
+    assert "loading the actor" not in told.out
+
+
 def test_a_folder_without_classes_is_refused(tmp_path):
     with pytest.raises(InvalidConfig, match="at least two classes"):
         folder_data(write_folder(tmp_path, {"red_ball": 2}), 10, 0, Templates())

@@ -1,5 +1,7 @@
 """SFT, then GRPO, on questions about pictures, as users run it; see tests/data/test_easy_vqa_rows.py for the rows."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -85,6 +87,27 @@ def test_an_interrupted_run_continues_as_if_it_had_not_been(
 
 
 @pytest.mark.slow
+def test_the_control_with_shuffled_rewards_starts_where_the_run_does(
+    wheel: Path, finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    directory = tmp_path / "controlled"
+    assert main(arguments(wheel, directory, "--shuffled-control")) == 0
+    assert capsys.readouterr().out.count("supervised phase: ") == 1
+    run, control = rows_of(directory), rows_of(directory / "shuffled")
+    assert [row["critic/score/mean"] for row in run[1:]] == [
+        row["critic/score/mean"] for row in rows_of(finished_run)[1:]
+    ]
+    assert [row["step"] for row in control] == [0, 1, 2, 3]
+    assert all(control[0][f"{name}/acc/mean@1"] == run[0][f"{name}/acc/mean@1"] for name in ACCURACIES)
+    assert not (directory / "shuffled" / "sft").exists()
+    options = json.loads((directory / "shuffled" / "config.json").read_text())
+    assert (options["shuffled_rewards"], options["shuffled_control"]) == (True, False)
+    shutil.rmtree(directory / "shuffled")
+    assert main(arguments(wheel, directory, "--shuffled-control", "--resume")) == 0  # interrupted before its control
+    assert rows_of(directory / "shuffled")[3]["critic/score/mean"] == control[3]["critic/score/mean"]
+
+
+@pytest.mark.slow
 def test_an_earlier_run_is_not_overwritten_unasked(
     wheel: Path, finished_run: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -148,7 +171,10 @@ def test_help_tells_of_its_own_data_and_phases(capsys: pytest.CaptureFixture, mo
         parse(["--eval-data-path", "mine.parquet"])
 
 
-@pytest.mark.parametrize("wrong", ["--epochs 1", "--eval-data-path x --data-path y", "--sft.steps 0"])
+@pytest.mark.parametrize(
+    "wrong",
+    ["--epochs 1", "--eval-data-path x --data-path y", "--sft.steps 0", "--shuffled-rewards --shuffled-control"],
+)
 def test_options_that_do_not_fit_are_refused(wrong: str, capsys: pytest.CaptureFixture) -> None:
     assert main(wrong.split()) == 2
     assert capsys.readouterr().err.startswith("error: ")

@@ -1,6 +1,8 @@
 """A reward over HTTP with a local server."""
 
 import json
+import re
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -8,8 +10,10 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from dataproto.errors import RewardError
-from recipes.rewards import RewardRow, load_reward
-from recipes.rewards import reward_functions as module
+from recipes.grpo import main
+from recipes.rewards import Judge, RewardRow, ShuffledScores, load_reward, remote_reward
+from recipes.rewards import reward_servers as module
+from workers.roles.reward import RewardWorker
 
 ROWS = [RewardRow("four", "4", "drawn", {"hint": 1}), RewardRow("five", "4")]
 
@@ -72,6 +76,34 @@ def test_invalid_answers_raise_an_error(address, path, reason):
 
 def test_invalid_addresses_and_unreachable_servers_raise_an_error():
     with pytest.raises(RewardError, match="is not the address"):
-        module.remote_reward("ftp://somewhere")
+        remote_reward("ftp://somewhere")
     with pytest.raises(RewardError, match="3 attempts"):
-        module.remote_reward("http://127.0.0.1:9/", timeout_s=1)(ROWS)
+        remote_reward("http://127.0.0.1:9/", timeout_s=1)(ROWS)
+
+
+@pytest.mark.parametrize("answer", ["yes", "none"])
+def test_a_server_that_answers_anything_can_be_reached(address, answer, monkeypatch):
+    """Servers of rewards answer POST alone."""
+    if answer == "yes":
+        load_reward(f"{address}/score", here=True)
+        return
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(module, "KNOCK_S", 0.2)
+        load_reward(f"http://127.0.0.1:{silent.getsockname()[1]}/", here=True)
+
+
+def test_a_server_that_refuses_connections_is_told_at_the_start(tmp_path, capsys):
+    """It was told at the first evaluation, after the models were loaded."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}/score"
+    file = tmp_path / "judging.py"
+    file.write_text(f"from recipes.rewards import Judge\n\nreward = Judge({url!r}, model='m')\n")
+    for name in (url, f"{file}:reward"):
+        assert main(["--reward", name, "--steps", "1", "--output-dir", str(tmp_path / "run")]) == 2
+        told = capsys.readouterr()
+        assert re.search(rf"^error: the reward's server at {url} cannot be reached \(3 attempts\)", told.err, re.M)
+        assert "loading" not in told.out
+    assert not (tmp_path / "run").exists()
+    for reward in (remote_reward(url), ShuffledScores(remote_reward(url)), Judge(url, "m")):
+        with pytest.raises(RewardError, match="cannot be reached"):
+            RewardWorker(reward, "nowhere")

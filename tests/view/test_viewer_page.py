@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -37,10 +38,9 @@ def is_wrong(message):
     return message.type == "error" and "400 (Bad Request)" not in message.text
 
 
-@pytest.fixture
-def opened(browser, tmp_path):
-    """A run and the page that shows it, which must log no error and ask no other server."""
-    run = write_run(tmp_path / "run")
+@contextmanager
+def shown(browser, run):
+    """The page that shows a run, which must log no error and ask no other server."""
     complaints, addresses = [], set()
     with ViewerServer(run) as server:
         thread = threading.Thread(target=server.serve_forever, args=[0.05], daemon=True)
@@ -51,12 +51,20 @@ def opened(browser, tmp_path):
         page.on("request", lambda request: addresses.add(request.url.split("/")[2]))
         page.goto(server.url)
         page.wait_for_selector(".tokens span")
-        yield run, page
+        yield page
         assert complaints == []
         assert addresses == {server.url.split("/")[2]}
         page.close()
         server.shutdown()
         thread.join()
+
+
+@pytest.fixture
+def opened(browser, tmp_path):
+    """A run and its page."""
+    run = write_run(tmp_path / "run")
+    with shown(browser, run) as page:
+        yield run, page
 
 
 def until(page, condition):
@@ -81,6 +89,11 @@ def colours(page, sample):
     )
     values = [[float(value) for value in re.findall(r"[\d.]+", colour)] for colour in found]
     return [value if len(value) == 4 else [*value, 1.0] for value in values]
+
+
+def first_paint(page):
+    """Milliseconds from the request of the page until something is seen."""
+    return page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
 
 
 def test_the_first_screen_shows_the_group_with_coloured_tokens(opened, tmp_path):
@@ -112,8 +125,7 @@ def test_the_first_screen_shows_the_group_with_coloured_tokens(opened, tmp_path)
     greenish, reddish = (green > red + 25) & (green > blue + 10), (red > green + 25) & (red > blue + 10)
     assert greenish.sum() > 300
     assert reddish.sum() > 300
-    first_paint = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
-    print(f"first paint after {first_paint:.0f} ms, {path}")
+    print(f"first paint after {first_paint(page):.0f} ms, {path}")
 
 
 def test_tokens_take_the_colour_of_the_number_that_is_asked_for(opened):
@@ -201,6 +213,45 @@ def test_rollouts_of_all_steps_are_sorted(opened):
     assert rewards == sorted(rewards, reverse=True)
     page.click("#order")
     until(page, "document.querySelector('#list li').innerText.startsWith('reward 0 ')")
+
+
+SORTED = {
+    "reward": r"reward ([\d.]+)",
+    "length": r"(\d+) tokens",
+    "mismatch": r"mismatch ([\d.]+)",
+    "uid": r"· (prompt-\d+)$",
+}
+"""What an entry of the list says of a field."""
+
+
+def test_a_thousand_rollouts_are_painted_within_a_second_and_sorted_by_each_field(browser, tmp_path):
+    run = write_run(tmp_path / "run", steps=4, groups=25, samples=10)
+    with shown(browser, run) as page:
+        times = [first_paint(page)]
+        while min(times) >= 1000 and len(times) < 3:  # other work on the machine takes time too
+            page.reload()
+            page.wait_for_selector(".tokens span")
+            times.append(first_paint(page))
+        assert min(times) < 1000
+        page.select_option("#step", "all")
+        until(page, "document.querySelector('#count').innerText === '1000 rollouts'")
+        for field, pattern in SORTED.items():
+            page.select_option("#sort", field)
+            falling = listed(page, pattern)
+            page.click("#order")
+            rising = listed(page, pattern)
+            falling, rising = (rising, falling) if page.inner_text("#order") == "↓" else (falling, rising)
+            assert falling == sorted(falling, reverse=True)
+            assert rising == sorted(rising)
+            assert falling[0] > rising[0]
+
+
+def listed(page, pattern):
+    """What the entries of the list say, once they are there."""
+    page.wait_for_load_state("networkidle")
+    page.wait_for_timeout(300)
+    found = [re.search(pattern, each.text_content()) for each in page.query_selector_all("#list li")]
+    return [each[1] if each[1].startswith("prompt") else float(each[1]) for each in found]
 
 
 def test_new_steps_appear_by_themselves_and_their_text_stays_text(opened):

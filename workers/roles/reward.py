@@ -38,11 +38,20 @@ class RewardRow:
 RewardFunction = Callable[[Sequence[RewardRow]], Sequence[Mapping[str, float]]]
 
 
+def check_ready(reward: Callable[..., Any]) -> None:
+    """Calls the method ``check`` of a reward function that has one: it raises if the function cannot score, as when its server
+    cannot be reached.
+    """
+    if callable(check := getattr(reward, "check", None)):
+        check()
+
+
 class RewardWorker:
     """Decodes responses and scores them with a function."""
 
     def __init__(self, score_rows: RewardFunction, model_path: str, ranks: Ranks | None = None) -> None:
         """``model_path`` is the directory of the responses' tokenizer; ``ranks`` score together, as those of a model do."""
+        check_ready(score_rows)
         self.score_rows = score_rows
         self.ranks = ranks or Ranks()
         self.tokenizer = AutoTokenizer.from_pretrained(model_path)
