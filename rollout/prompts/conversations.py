@@ -69,8 +69,8 @@ class SupervisedBuilder(PromptBuilder):
         for images whose files are cut.
         """
         conversation = conversation_of(row)
-        self.check_files(conversation, row.get("media_root"))
         raw_ids = [token for ids, _ in self._pieces(self.shown(conversation)) for token in ids]
+        self.check_files(conversation, row.get("media_root"))
         return self.length(conversation, raw_ids, row.get("media_root"))
 
     def collate(self, prompts: Sequence[Prompt]) -> DataProto:

@@ -236,7 +236,12 @@ def _reason(error: Exception) -> str:
 
 
 def _shorten(text: str) -> str:
-    return text if len(text) <= 100 else f"{text[:97]}..."
+    """At most 200 characters of it. The end is kept, which is a file's name.
+
+    >>> len(_shorten("x" * 500)), _shorten("folder/" * 100 + "7.png")[-12:]
+    (200, 'folder/7.png')
+    """
+    return text if len(text) <= 200 else f"{text[:98]}...{text[-99:]}"
 
 
 def _describe(source: Any) -> str:

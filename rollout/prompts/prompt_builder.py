@@ -203,8 +203,9 @@ class PromptBuilder:
         `InvalidPrompt`, also for images whose files are cut.
         """
         conversation = conversation_of(row)
+        raw_ids = self._encode(self.shown(conversation))
         self.check_files(conversation, row.get("media_root"))
-        return self.length(conversation, self._encode(self.shown(conversation)), row.get("media_root"))
+        return self.length(conversation, raw_ids, row.get("media_root"))
 
     def prepare(self, row: Mapping[str, Any]) -> Prompt:
         """Prepares one row: images are decoded and processed. Raises `InvalidPrompt`; for a prompt that is too long, before
