@@ -1,5 +1,6 @@
 """Starting vLLM in this process, with the policy as its sampler."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -127,6 +128,7 @@ def start_llm(
     check_in_vllm(model_path)
     check_options(options)
     set_environment()
+    collect_old_engines()
     timeline = StartTimeline()
     with timeline.phase("importing vLLM"):
         llm_class = import_vllm().LLM
@@ -148,6 +150,16 @@ def start_llm(
     llm.collective_rpc(use_training_positions)
     (sampler,) = llm.collective_rpc(sampler_of)
     return llm, sampler, timeline.seconds
+
+
+def collect_old_engines() -> None:
+    """Frees engines that nothing refers to any more but themselves.
+
+    vLLM ends an engine when Python frees it, and then ends the process groups of whichever engine this process has. It also
+    freezes what exists when an engine starts, so an old one could be freed at any time later.
+    """
+    gc.unfreeze()
+    gc.collect()
 
 
 def check_options(options: Mapping[str, Any]) -> None:

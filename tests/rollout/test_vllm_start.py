@@ -1,5 +1,6 @@
 """How the vLLM engine starts: without the checkpoint's weights, with few recorded batch sizes; the seconds of its phases."""
 
+import gc
 import os
 import sys
 from contextlib import ExitStack, contextmanager
@@ -86,6 +87,19 @@ def test_a_start_tunes_the_kernels_of_experts(tmp_path, model_type, tunes):
     options = {"dtype": "auto", "kv_cache_memory_bytes": None, "tensor_parallel_size": 1}
     found = default_options(path, torch.device("cuda"), options, False, False, 0)
     assert found.get("enable_flashinfer_autotune", True) == tunes
+
+
+@pytest.mark.vllm
+def test_an_old_engine_that_nothing_refers_to_does_not_end_a_new_one(tmp_path):
+    """It used to be freed whenever Python looked for cycles, and took the process groups of the new engine with it."""
+    old = start("qwen2_5_vl", tmp_path / "old")
+    old.vllm.itself = old.vllm
+    del old
+    gc.freeze()  # as vLLM does when an engine starts
+    new = start("qwen2_5_vl", tmp_path / "new")
+    gc.unfreeze()  # as vLLM does when another engine ends
+    gc.collect()
+    assert len(generate(new, new.vllm, GREEDY)) == len(ROWS)
 
 
 @pytest.mark.vllm
