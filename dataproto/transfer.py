@@ -24,8 +24,10 @@ _originals: MutableMapping[Tensor, tuple[int, Tensor]] = WeakTensorKeyDictionary
 
 
 def move_readable(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """As `move`, and `on_host` then reads the result without waiting for the device. ``tensor`` stays as long as the result does,
-    and nobody writes into it any more. In inference mode tensors do not tell whether they have changed: there it is `move` alone.
+    """As `move`, and `on_host` then reads the result without waiting for the device.
+
+    ``tensor`` is kept as long as the result is, and must not be changed. Tensors made in inference mode are only moved, since
+    PyTorch does not count changes to them.
     """
     moved = move(tensor, device)
     if tensor.device.type == "cpu" and moved is not tensor and not moved.is_inference():

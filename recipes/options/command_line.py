@@ -249,8 +249,8 @@ def _parse(arguments: Sequence[str], default: Config, prog: str) -> Config:
 
 
 def _at_home(arguments: Sequence[str]) -> list[str]:
-    """The arguments with ``~/``, at the start of a value, replaced by the home directory: a shell replaces it neither in
-    ``--name=~/path`` nor in quotes, and nobody in a file.
+    """The arguments with ``~/`` at the start of a value replaced by the home directory. A shell does not replace it in
+    ``--name=~/path`` or in quotes, and files of options are not read by a shell.
     """
     return [HOME.sub(lambda found: f"{found[1]}{Path.home()}", argument) for argument in arguments]
 

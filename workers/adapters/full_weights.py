@@ -1,6 +1,6 @@
 """All weights of a language model, trained in the place of an adapter by one model alone."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dataproto.errors import CheckpointError
 from dataproto.vlm import VLMFamily, family_of
 from rollout.adapters.adapter_files import check_digests, read_tensors, write_digests
-from workers.adapters.trained_adapter import TrainedMatrices
+from workers.adapters.trained_adapter import Later, TrainedMatrices, at_once, nothing
 from workers.ranks.mesh import Ranks
 from workers.weights.sharded_export import ShardedExport
 
@@ -55,11 +55,19 @@ class TrainedWeights(TrainedMatrices):
         export.finish()
         self.processors.save_pretrained(directory)
 
-    def write(self, directory: Path, base_model: str) -> None:
-        """See `TrainedMatrices.write`."""
-        tensors = {name: matrix.detach().cpu().contiguous() for name, matrix in self.matrices.items()}
-        save_file(tensors, directory / WEIGHTS_FILE)
-        write_digests(directory, WEIGHTS_FILE)
+    def save(
+        self,
+        directory: Path,
+        base_model: str,
+        optimizer_file: str,
+        later: Later = at_once,
+        between: Callable[[], None] = nothing,
+    ) -> None:
+        """See `TrainedMatrices.save`."""
+        for file, found in ((WEIGHTS_FILE, self.matrices), (optimizer_file, self.state())):
+            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}
+            save_file(tensors, directory / file)
+            write_digests(directory, file)
 
     def read(self, directory: Path) -> Mapping[str, Tensor]:
         """See `TrainedMatrices.read`."""

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Protocol, cast
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
@@ -57,12 +56,8 @@ class TrainedMatrices(ABC):
         """Writes what a sampler loads to a directory, which exists."""
 
     @abstractmethod
-    def write(self, directory: Path, base_model: str) -> None:
-        """Writes the matrices as `read` reads them."""
-
-    @abstractmethod
     def read(self, directory: Path) -> Mapping[str, Tensor]:
-        """The matrices that `write` wrote.
+        """The matrices that `save` wrote.
 
         Raises:
             CheckpointError: a file is missing, damaged, or of another model or configuration.
@@ -90,6 +85,7 @@ class TrainedMatrices(ABC):
         """One AdamW step; see `Optimizer.step`. Without gradients nothing changes."""
         return self.optimizer.step(params)
 
+    @abstractmethod
     def save(
         self,
         directory: Path,
@@ -106,10 +102,6 @@ class TrainedMatrices(ABC):
             between: is called between the parts in which an adapter is copied. It may not change the matrices or the AdamW
                 state.
         """
-        self.write(directory, base_model)
-        tensors = {name: value.detach().cpu() for name, value in self.state().items()}
-        save_file(tensors, directory / optimizer_file)
-        write_digests(directory, optimizer_file)
 
     def state(self) -> dict[str, Tensor]:
         """The AdamW state by the names of its file."""
@@ -166,10 +158,6 @@ class TrainedAdapter(TrainedMatrices):
         self.adapter, self.model, self.family = adapter, model, family
 
     def export(self, directory: Path, base_model: str) -> None:
-        """See `write_adapter`."""
-        write_adapter(self.adapter, directory, base_model)
-
-    def write(self, directory: Path, base_model: str) -> None:
         """See `write_adapter`."""
         write_adapter(self.adapter, directory, base_model)
 

@@ -157,7 +157,7 @@ def checkpoint_family(model_path: str) -> VLMFamily:
 
 
 def _no_checkpoint(model_path: str, error: Exception) -> str:
-    """Why a path or hub name holds no checkpoint; what the hub's client says of one that is no name of it helps nobody."""
+    """Why a path or hub name holds no checkpoint. For a path, the hub client would only say what form hub names have."""
     path = Path(model_path)
     if within := [file for depth in WITHIN_RUNS for file in path.glob(f"{depth}huggingface/config.json")]:
         return f"it is part of a run; give {within[-1].parent}"
