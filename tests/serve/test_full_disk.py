@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sqlite3
 import threading
 import time
@@ -42,7 +43,8 @@ async def failure_of(front: Front, request: str) -> dict:
 
 
 def files(front: Front) -> list:
-    return [path for path in (front.state / "runs").rglob("*") if path.is_file()]
+    """Of all runs. A directory can be removed meanwhile, which `Path.rglob` takes for an error."""
+    return [name for _, _, names in os.walk(front.state / "runs") for name in names]
 
 
 async def stepped(front: Front, run, seq: int, token: int = 7) -> dict:
