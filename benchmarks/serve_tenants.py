@@ -9,14 +9,12 @@ a response. Both train adapters of the same rank on the same layers, those of th
 together and take snapshots together, so that the phases compare with those of the loop. Warm-up steps, in which engines start,
 are not counted. Each side is a process of its own, one after the other: ``--first server`` begins with the server.
 
-Each phase is printed when it ends, and the last line of the server's log every 15 s until the first step. Every minute until then
-both sides write the stacks of their threads, the server to its log. ``--output`` gets the
+Each phase is printed when it ends, and the last line of the server's log every 15 s until the first step. ``--output`` gets the
 steps of both sides as they come, the log of the server and the tables; the second one says where the seconds from the request of
 a snapshot to the first sample of it went.
 """
 
 import argparse
-import faulthandler
 import io
 import json
 import logging
@@ -43,7 +41,7 @@ ENVIRONMENT = {
 }
 os.environ.update(ENVIRONMENT)
 
-from benchmarks.served_processes import STACK_SECONDS, served, told  # noqa: E402
+from benchmarks.served_processes import served, told  # noqa: E402
 from benchmarks.snapshot_stages import Stage, StageLog, stages_table  # noqa: E402
 
 TENANTS, RANK = 8, 16
@@ -108,7 +106,6 @@ def measure_loop(arguments: argparse.Namespace) -> None:
         }
     config = GRPOConfig(n=arguments.samples)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s loop %(levelname)s %(message)s")
-    faulthandler.dump_traceback_later(STACK_SECONDS, repeat=True)  # until the first step
     rollout = RolloutConfig(path, arguments.sampler, options)
     with launch(
         actor, reward=lambda rows: [{"score": float(number % 2)} for number in range(len(rows))], rollout=rollout
@@ -121,7 +118,6 @@ def measure_loop(arguments: argparse.Namespace) -> None:
             step, sampling = seconds["timing_s/step"], metrics["timing_s/gen"]
             tokens = {"sampled": int(data["response_mask"].sum()), "trained": int(data["attention_mask"].sum())}
             keep(arguments, number, {"step": step, "sampling": sampling, "training": step - sampling} | tokens)
-            faulthandler.cancel_dump_traceback_later()
 
 
 # The server
@@ -227,7 +223,7 @@ def measure_server(arguments: argparse.Namespace) -> None:
         def tenant(number: int) -> Tenant:
             return Tenant(server.url, server.key, number, arguments, prompts[number::TENANTS])
 
-        with told("server: the first step is to come", arguments.output / "server.log", server.engine, say):
+        with told("server: the first step is to come", arguments.output / "server.log", say):
             first = tenant(0)  # which waits for the engines
             tenants = [first, *pool.map(tenant, range(1, TENANTS))]
             log = StageLog(arguments.output / "server.log")

@@ -1,14 +1,12 @@
 """``dataproto serve`` for benchmarks: a running server with its address, its key and the processor seconds of its processes."""
 
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +16,6 @@ ROOT = Path(__file__).resolve().parent.parent
 MARK = "export TINKER_BASE_URL="
 THREADS = "OMP_NUM_THREADS"
 WAIT_SECONDS = 15.0
-STACK_SECONDS = 60.0
 TAIL_BYTES = 1 << 14
 PROCESSES = ("front_process", "engine_process")
 
@@ -42,24 +39,13 @@ def last_line(log: Path) -> str:
 
 
 @contextmanager
-def told(
-    waiting: str, log: Path, engine: psutil.Process, say: Callable[[str], None], seconds: float = WAIT_SECONDS
-) -> Iterator[None]:
-    """Says every few seconds of the block what it waits for, with the last line of a log, to which an engine process writes.
-
-    Every minute the engine writes its stacks to the log too, so that they are there if its start hangs.
-    """
+def told(waiting: str, log: Path, say: Callable[[str], None], seconds: float = WAIT_SECONDS) -> Iterator[None]:
+    """Says every few seconds of the block what it waits for, with the last line of a log."""
     ended = threading.Event()
-    stacked = time.monotonic()
 
     def tell() -> None:
-        nonlocal stacked
         while not ended.wait(seconds):
             say(f"{waiting}; the last line of {log.name}: {last_line(log)}")
-            if time.monotonic() - stacked >= STACK_SECONDS:
-                stacked = time.monotonic()
-                with suppress(psutil.NoSuchProcess):
-                    engine.send_signal(signal.SIGUSR1)
 
     thread = threading.Thread(target=tell, daemon=True)
     thread.start()

@@ -3,7 +3,6 @@
 import os
 import threading
 
-import psutil
 import pytest
 
 pytest.importorskip("psutil")
@@ -30,7 +29,7 @@ def test_who_waits_says_the_last_line_of_the_log_again_and_again(tmp_path):
         if len(said) == 2:
             twice.set()
 
-    with told("tenant 0 waits", log, psutil.Process(), say, seconds=0.01):
+    with told("tenant 0 waits", log, say, seconds=0.01):
         assert twice.wait(60)
     assert set(said) == {"tenant 0 waits; the last line of server.log: loading: 50 %"}
     log.write_text("")
