@@ -77,15 +77,40 @@ def test_every_mode_can_be_compiled(model_type, mode):
     check_compiled(model_type, mode)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("model_type", [*(each for each in MOE_TYPES if each != "qwen3_vl_moe"), "gemma4+per_layer"])
-def test_further_families_are_traced_without_graph_breaks(model_type, monkeypatch):
-    """Their graphs run as they are: to translate them to C++ takes minutes for each family."""
+@pytest.fixture
+def traced(monkeypatch):
+    """Graphs run as they are: to translate them to C++ takes minutes for each family."""
     compile_ = torch.compile
     monkeypatch.setattr(
         torch, "compile", lambda forward, options=None, **kw: compile_(forward, backend="aot_eager", **kw)
     )
-    check_compiled(model_type, "none")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model_type", [*(each for each in MOE_TYPES if each != "qwen3_vl_moe"), "gemma4+per_layer"])
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_further_families_are_traced_without_graph_breaks(traced, model_type, mode):
+    check_compiled(model_type, mode)
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_layers_that_tell_their_routers_of_padding_are_traced_with_checkpoints(traced, mode):
+    check_compiled("qwen3_vl_moe", mode)  # torch 2.11 and 2.12 refuse to trace attributes that a checkpoint sets
+
+
+def test_a_part_that_is_not_compiled_is_told_once_with_its_reason(traced, caplog):
+    def forward(x):
+        torch._dynamo.graph_break(msg="for a reason")
+        return x + 1
+
+    torch._dynamo.reset()
+    counters.clear()
+    for _ in range(2):
+        assert compiling.Compiled(forward)(torch.zeros(3)).tolist() == [1, 1, 1]
+    (said,) = (record.getMessage() for record in caplog.records if record.name == compiling.__name__)
+    assert said.startswith("torch.compile left a part of a layer uncompiled, which is slower: ")
+    assert "for a reason" in said
+    counters.clear()
 
 
 @pytest.mark.long

@@ -42,7 +42,8 @@ REASONS = {
     ),
     "workers.parallel.compiling": (
         "`nn.Module.compile` compiles hooks too, those of FSDP2 among them, and marks no dynamic sizes. "
-        "torch's limit of recompilations is too low for the variants of a layer."
+        "torch's limit of recompilations is too low for the variants of a layer. Without a setting of its own torch compiles no "
+        "checkpointed function that sets an attribute, as the layers of a mixture do for their routers."
     ),
     "workers.parallel.expert": (
         "transformers splits experts only together with its own tensor parallelism; this rank's experts take the place of all."
@@ -178,3 +179,12 @@ def call_before_forward(module: nn.Module, hook: Callable[..., Any]) -> None:
 def allow_recompilations(count: int) -> None:
     """Lets torch compile one function at least ``count`` times, for all modules of the process."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, count)
+
+
+def trace_checkpoints_that_set_attributes() -> None:
+    """Lets torch compile a checkpointed function that sets attributes of its objects, for all modules of the process.
+
+    Compiled code reads what was set in the same call, in the forward pass and where the backward pass computes it again; the
+    backward pass does not set the attributes.
+    """
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True

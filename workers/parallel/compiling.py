@@ -4,6 +4,7 @@ Layers are compiled one by one; all layers of a kind share the compiled code. Si
 segments, keys) are dynamic from the start, so a new length compiles nothing. Code around the layers stays eager.
 """
 
+import logging
 import os
 from collections.abc import Callable
 from functools import partial
@@ -13,12 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from dataproto.errors import InvalidConfig
 from workers.model.mixture import fused_module
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
-from workers.model.patches import allow_recompilations, replace_forward
+from workers.model.patches import allow_recompilations, replace_forward, trace_checkpoints_that_set_attributes
+from workers.parallel.activation_checkpointing import Checkpointed
 from workers.parallel.expert import split_experts
 from workers.parallel.transform import Transform, repeated_layers
 from workers.ranks.mesh import Ranks
@@ -28,6 +31,10 @@ VARIANTS = 32
 
 # Widths that are no multiple of 8, such as the 3,420 of Qwen2.5-VL's tower, keep matrix products from the fast kernels.
 OPTIONS: dict[str, Any] = {"force_shape_pad": True}
+
+TOLD: set[str] = set()  # reasons of which the log has told
+
+log = logging.getLogger(__name__)
 
 
 class CompiledLayers(Transform):
@@ -45,8 +52,15 @@ class CompiledLayers(Transform):
         """
         check_compiler(next(module.parameters()).device)
         keep_compiled_code()
+        trace_checkpoints_that_set_attributes()
         for layer in repeated_layers(module):
-            replace_forward(layer, Compiled(layer.forward))
+            forward = layer.forward
+            if isinstance(forward, Checkpointed) and any(
+                split_experts(layer)
+            ):  # code with a break cannot hold a checkpoint
+                replace_forward(layer, Checkpointed(Compiled(forward.forward), forward.selective))
+            else:
+                replace_forward(layer, Compiled(forward))
         for experts in split_experts(module):  # which run outside of their layer's code
             fused = fused_module(experts)
             replace_forward(fused, Compiled(fused.forward))
@@ -54,7 +68,10 @@ class CompiledLayers(Transform):
 
 
 class Compiled:
-    """A layer's forward function, compiled for any number of tokens and segments."""
+    """A layer's forward function, compiled for any number of tokens and segments.
+
+    Where torch cannot compile a part of it, that part runs as it is, and the log says why, once for each reason.
+    """
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         allow_recompilations(VARIANTS)
@@ -65,7 +82,21 @@ class Compiled:
             for each in value if isinstance(value, tuple) else (value,):
                 if isinstance(each, Tensor):
                     mark_sizes(each)
-        return self.forward(*args, **kwargs)
+        before = len(counters["graph_break"])
+        result = self.forward(*args, **kwargs)
+        if len(counters["graph_break"]) > before:
+            tell_of_breaks()
+        return result
+
+
+def tell_of_breaks() -> None:
+    """Warns of reasons for which torch left a part of a layer uncompiled, but for those that are meant."""
+    for reason in list(counters["graph_break"]):
+        if "torch.compiler.disable" not in reason and reason not in TOLD:
+            TOLD.add(reason)
+            log.warning(
+                "torch.compile left a part of a layer uncompiled, which is slower: %s", " ".join(reason.split())
+            )
 
 
 def mark_sizes(tensor: Tensor) -> None:
