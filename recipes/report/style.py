@@ -18,7 +18,8 @@ h2 { font-size: 19px; margin: 40px 0 4px; }
 h3 { font-size: 14px; margin: 0; }
 p { margin: 0; } .soft { color: var(--soft); }
 .grid { display: grid; gap: 16px; margin-top: 16px; }
-.tiles { display: flex; flex-wrap: wrap; } .tile { flex: 1 1 150px; } .tile.wide { flex-basis: 260px; }
+.tiles { display: flex; flex-wrap: wrap; }
+.tiles .tile { flex: 1 1 150px; min-width: min-content; } .tile.wide { flex-basis: 260px; }
 .charts { grid-template-columns: repeat(auto-fill, minmax(min(360px, 100%), 1fr)); }
 .cards { grid-template-columns: repeat(auto-fill, minmax(min(380px, 100%), 1fr)); }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 12px; padding: 16px; min-width: 0; }
