@@ -33,13 +33,13 @@ class Allocations(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for made in tree_leaves(out):
             if isinstance(made, torch.Tensor) and made.is_floating_point() and made.ndim:
-                width = made.shape[-1]
-                self.tokens[width] = max(self.tokens.get(width, 0), made.numel() // max(width, 1))
-                self._count(made.untyped_storage())
+                self._count(made)
         return out
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        if storage not in self._seen:
+    def _count(self, made: torch.Tensor) -> None:
+        storage, width = made.untyped_storage(), made.shape[-1]
+        if storage not in self._seen:  # no view
+            self.tokens[width] = max(self.tokens.get(width, 0), made.numel() // max(width, 1))
             self._seen[storage] = size = storage.nbytes()
             weakref.finalize(storage, self._free, size)
             self.live += size
@@ -89,7 +89,8 @@ def allocated(model_type: str, layout: Layout) -> Found:
 
 def check_share(found: Found, whole: Found, size: int) -> None:
     """A rank has its part of the states and of the logits, and not much more of the peak, in which gathered weights are whole."""
-    assert found.tokens == whole.tokens
-    assert found.states <= whole.states / size + 1
-    assert found.logits <= whole.logits / size + 1
-    assert found.peak <= whole.peak / size + 2.5e6
+    assert 0 <= found.tokens - whole.tokens < 4  # as many for all of four ranks
+    share = found.tokens / whole.tokens / size
+    assert found.states <= whole.states * share + 1
+    assert found.logits <= whole.logits * share + 1
+    assert found.peak <= whole.peak * share + 2.5e6

@@ -13,7 +13,12 @@ from helpers.layouts import differences, joined, run_pass
 from helpers.processes import run_ranks
 from workers.ranks.layout import Layout
 
-MODELS = ("qwen2_5_vl", "qwen3_vl", "internvl")  # with plain features, with deep ones, and with tiles
+MODELS = (
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "internvl",
+    "gemma4",
+)  # with plain features, with deep ones, with tiles, with wide heads
 
 
 def equals_one_process(model_type: str, layout: Layout) -> list[str]:

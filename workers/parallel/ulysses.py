@@ -6,6 +6,7 @@ positions. Around attention an all-to-all turns "my tokens, all heads" into "all
 prompts and kernels are the same as in one process. Heads are shared by sp x tp, so tensor parallelism uses these functions too.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from math import gcd
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dataproto.errors import InvalidConfig
-from workers.model.attention import FLASH_KERNELS, as_wide_as, packed_attention, set_attention
+from workers.model.attention import FLASH_KERNELS, packed_attention, set_attention
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.model.precision import in_autocast_dtype
@@ -65,20 +66,24 @@ def ulysses_attention(
     """
     # half the traffic, and one dtype: some families norm queries in float32
     query, key, value = (in_autocast_dtype(x) for x in (query, key, value))
-    heads, width, value = query.shape[1], value.shape[-1], as_wide_as(value, key)
-    repeats = key_value_repeats(heads, key.shape[1], peers.size)
+    repeats = key_value_repeats(query.shape[1], key.shape[1], peers.size)
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    shares = [heads // peers.size, *[key.shape[1] // peers.size] * 2]
-    parts = [
-        x[0].unflatten(0, (peers.size, share)) for x, share in zip((query, key, value), shares, strict=True)
-    ]  # (size, h, S, D)
-    sent = torch.cat(parts, dim=1).transpose(1, 2)  # (size, S, h_q + 2 h_kv, D), one message for all three
-    whole = exchange(sent, peers).flatten(0, 1).transpose(0, 1)[None]  # (1, h_q + 2 h_kv, T, D)
-    query, key, value = whole.split(shares, dim=1)
-    value = value[..., :width]
+    states = query, key, value
+    received = exchange(_by_rank(states, peers.size), peers).flatten(
+        0, 1
+    )  # (T, F); what was sent is freed before attention
+    features = received.split([x.shape[1] // peers.size * x.shape[-1] for x in states], dim=-1)
+    query, key, value = (
+        mine.unflatten(-1, (-1, x.shape[-1])).transpose(0, 1)[None] for mine, x in zip(features, states, strict=True)
+    )
     out, _ = packed_attention(module, query, key, value, attention_mask, **kwargs)  # (1, T, h_q, D)
     return exchange(out[0].unflatten(0, (peers.size, -1)), peers).transpose(0, 1).flatten(1, 2)[None], None
+
+
+def _by_rank(states: Sequence[Tensor], size: int) -> Tensor:
+    """``(size, S, F)``: for each rank the features of its heads, of all states ``(1, H, S, D)`` one after another."""
+    return torch.cat([x[0].unflatten(0, (size, -1)).transpose(1, 2).flatten(2) for x in states], dim=-1)
 
 
 def check_heads(heads: int, sp: int, tp: int) -> None:
