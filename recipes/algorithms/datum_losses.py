@@ -16,6 +16,7 @@ from torch import Tensor
 from dataproto import DataProto
 from dataproto.columns import require
 from dataproto.errors import InvalidConfig
+from workers.model.model_config import LARGEST_FLOAT32
 from workers.model.packed_model import Outputs
 from workers.training.forward_pass import LossFn
 
@@ -89,7 +90,7 @@ def loss_options(name: str, config: Mapping[str, Any]) -> dict[str, float]:
     """The options of the loss ``name``, as numbers.
 
     Raises:
-        InvalidConfig: the loss or an option is unknown, or an option is no finite number.
+        InvalidConfig: the loss or an option is unknown, or an option is no finite number of float32.
 
     >>> loss_options("dro", {"beta": 1})
     {'beta': 1.0}
@@ -104,6 +105,10 @@ def loss_options(name: str, config: Mapping[str, Any]) -> dict[str, float]:
             raise InvalidConfig(f"loss {name!r} has no option {option!r}: it has {', '.join(options) or 'none'}")
         if isinstance(value, str) or not math.isfinite(value):
             raise InvalidConfig(f"loss {name!r}: {option}={value!r} is not a finite number")
+        if abs(value) > LARGEST_FLOAT32:
+            raise InvalidConfig(
+                f"loss {name!r}: {option}={value!r} is beyond {LARGEST_FLOAT32:g}, the largest number of float32"
+            )
     return {option: float(value) for option, value in config.items()}
 
 

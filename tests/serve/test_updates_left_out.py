@@ -59,3 +59,31 @@ def test_the_sdk_raises_what_is_wrong_with_a_gradient_and_trains_on(tiny_server,
         with pytest.raises(RequestFailedError, match="no update was made"):
             stepped(most, most)
         assert stepped(1)["skipped_steps"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_settings_that_float32_does_not_hold_are_refused_and_change_nothing(tiny_server, monkeypatch):
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    inputs = {"target_tokens": [6, 7, 8, 9], "weights": [1.0] * 4}
+    data = [tinker.Datum(model_input=tinker.ModelInput.from_ints([5, 6, 7, 8]), loss_fn_inputs=inputs)]
+    wrong = (
+        ({"learning_rate": 1e300}, r"learning_rate=1e\+300: must be at most 3.40282e\+38"),
+        ({"learning_rate": 1e38}, r"learning_rate=1e\+38, eps=1e-12 and weight_decay=0 would leave numbers in"),
+        ({"eps": 1e300}, r"eps=1e\+300: must be at most"),
+        ({"weight_decay": 1e300}, r"weight_decay=1e\+300: must be at most"),
+        ({"learning_rate": 1e30, "weight_decay": 1e30}, "float32 does not hold"),
+        ({"learning_rate": float("inf")}, "adam_params.learning_rate is null"),
+    )
+    with tinker.ServiceClient(base_url=tiny_server.url, api_key=tiny_server.key) as service:
+        found = []
+        for mistakes in (wrong, ()):
+            client = service.create_lora_training_client("tiny", rank=4, seed=1).result()
+            client.forward_backward(data, "cross_entropy").result(timeout=60)
+            for settings, message in mistakes:
+                with pytest.raises(RequestFailedError, match=message) as refused:
+                    client.optim_step(tinker.AdamParams(**settings)).result(timeout=60)
+                assert refused.value.category.value == "user"
+            stepped = client.optim_step(tinker.AdamParams(learning_rate=1e-2)).result(timeout=60).metrics
+            found.append((stepped, client.forward(data, "cross_entropy").result(timeout=60).metrics))
+        assert found[0] == found[1]

@@ -30,6 +30,8 @@ WRONG = [
     ("hinge", {}, {}, "'hinge' is unknown: choose one of cross_entropy"),
     ("dro", {"kl_coeff": 1.0}, {}, "has no option 'kl_coeff': it has beta"),
     ("dro", {"beta": "much"}, {}, "beta='much' is not a finite number"),
+    ("dro", {"beta": 1e300}, {}, "beta=1e+300 is beyond 3.40282e+38, the largest number of float32"),
+    ("ppo", {"clip_high_threshold": 1e300}, {}, "clip_high_threshold=1e+300 is beyond 3.40282e+38"),
     ("ppo", {"clip_low_threshold": 2.0}, {}, "must be 0 <= low <= high"),
     (
         "ppo",

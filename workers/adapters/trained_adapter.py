@@ -15,6 +15,7 @@ from dataproto.vlm import VLMFamily
 from rollout.adapters import Adapter, read_adapter, write_adapter
 from rollout.adapters.adapter_files import check_digests, read_tensors, write_digests, write_packed_adapter
 from rollout.adapters.packed_tensors import pack_by_kind, write_packed
+from workers.adapters.step_check import StepCheck
 from workers.model.model_config import AdamParams, OptimizerConfig
 from workers.training.optimizer import Optimizer, new_moments
 
@@ -50,6 +51,7 @@ class TrainedMatrices(ABC):
         self.matrices = dict(source.named_parameters())
         # Its settings come with each step.
         self.optimizer = Optimizer(cast(Iterable[nn.Parameter], self.matrices.values()), OptimizerConfig())
+        self._check = StepCheck(self.matrices)
 
     @abstractmethod
     def export(self, directory: Path, base_model: str) -> None:
@@ -82,7 +84,12 @@ class TrainedMatrices(ABC):
                 matrix.grad.add_(gradient)
 
     def step(self, params: AdamParams) -> dict[str, float]:
-        """One AdamW step; see `Optimizer.step`. Without gradients nothing changes."""
+        """One AdamW step; see `Optimizer.step`. Without gradients nothing changes.
+
+        Raises:
+            InvalidConfig: see `StepCheck`. Nothing has changed, and the gradients are kept.
+        """
+        self._check(params, self.optimizer.moments)
         return self.optimizer.step(params)
 
     @abstractmethod
@@ -133,6 +140,7 @@ class TrainedMatrices(ABC):
         with torch.no_grad():
             for name, matrix in self.matrices.items():
                 matrix.copy_(saved[name])
+        self._check.forget()
         self.optimizer.restore(moments, **counts)
 
     def _moments(self, tensors: dict[str, Tensor], file: Path) -> Mapping[Tensor, dict[str, Tensor]]:

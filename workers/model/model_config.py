@@ -3,6 +3,7 @@
 Imports no torch, so that a command shows its options at once.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -134,10 +135,13 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         if self.lr < 0 or self.max_grad_norm <= 0:
             raise InvalidConfig(f"lr={self.lr} must be at least 0 and max_grad_norm={self.max_grad_norm} above 0")
+        if not self.lr <= LARGEST_FLOAT32:
+            raise InvalidConfig(f"lr={self.lr}: must be at most {LARGEST_FLOAT32:g}, the largest number of float32")
         if self.schedule != "constant" and self.total_steps is not None and self.total_steps <= self.warmup_steps:
             raise InvalidConfig(f"total_steps={self.total_steps} must be above warmup_steps={self.warmup_steps}")
 
 
+LARGEST_FLOAT32 = (2 - 2.0**-23) * 2.0**127
 SMALLEST_EPS = 2.0**-126
 """The smallest number that float32 holds in full precision."""
 
@@ -154,6 +158,14 @@ class AdamParams:
     grad_clip_norm: float = 0.0  # 0: gradients are not clipped
 
     def __post_init__(self) -> None:
+        for name in ("learning_rate", "eps", "weight_decay"):
+            if not getattr(self, name) <= LARGEST_FLOAT32:
+                raise InvalidConfig(
+                    f"{name}={getattr(self, name)}: must be at most {LARGEST_FLOAT32:g}, the largest number of float32, in which "
+                    "AdamW computes"
+                )
+        if math.isnan(self.grad_clip_norm):
+            raise InvalidConfig("grad_clip_norm=nan: must be a number, 0 for gradients that are not clipped")
         if self.learning_rate < 0 or self.grad_clip_norm < 0 or self.eps < 0 or self.weight_decay < 0:
             raise InvalidConfig(f"{self}: no number may be negative")
         if self.eps < SMALLEST_EPS:

@@ -187,10 +187,16 @@ def clip_by_global_norm(
     if not norms:
         return 0.0
     norm = norms[0] if len(norms) == 1 else math.hypot(*norms)
-    if max_norm < norm < math.inf:
+    scale = clipping(norm, max_norm)
+    if scale is not None:
         for group in gradients:
-            torch._foreach_mul_([local_part(gradient) for gradient in group], max_norm / (norm + 1e-6))
+            torch._foreach_mul_([local_part(gradient) for gradient in group], scale)
     return norm
+
+
+def clipping(norm: float, max_norm: float) -> float | None:
+    """The factor of gradients of this norm, if they are scaled; a ``max_norm`` of 0 is none."""
+    return max_norm / (norm + 1e-6) if 0 < max_norm < norm < math.inf else None
 
 
 def group_norm(gradients: Sequence[Tensor]) -> Tensor:

@@ -81,8 +81,10 @@ def _checked(options: tuple[Any, ...], value: Any, prefix: str, name: str) -> An
             return read(option, value, f"{prefix}{name}")  # type: ignore[arg-type]
         if _fits(option, value):
             return float(value) if option is float else value
-    found = "number of over 63 bits" if type(value) is int and abs(value) >= 2**63 else type(value).__name__
-    raise InvalidRequest(f"{prefix}{name} is a {found}: expected {' or '.join(map(_spelled, options))}")
+    found = "a number of over 63 bits" if type(value) is int and abs(value) >= 2**63 else f"a {type(value).__name__}"
+    if value is None:  # as clients also write numbers that are not finite
+        found = "null"
+    raise InvalidRequest(f"{prefix}{name} is {found}: expected {' or '.join(map(_spelled, options))}")
 
 
 def _fits(hint: Any, value: Any) -> bool:
