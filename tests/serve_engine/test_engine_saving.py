@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,17 +10,18 @@ import torch
 
 from dataproto.errors import CheckpointError
 from helpers.served_models import (
-    ADAM,
     chunks,
     engine_of,
+    length,
     new_model,
+    random_inputs,
     rows,
     run_pass,
     sample,
     train,
     weights,
 )
-from recipes.serve.backend import OPTIMIZER_FILE, LoraSpec
+from recipes.serve.backend import OPTIMIZER_FILE, Datum, LoraSpec
 from recipes.serve.engine import samplers
 from recipes.serve.engine.base_model import BaseModel
 from recipes.serve.link import failure_of
@@ -95,6 +97,35 @@ def test_a_snapshot_does_not_follow_its_model(path, tmp_path):
     assert not np.allclose(found[0], found[1], atol=1e-3)
     again = sample(engine, "0", prompt, prompt_logprobs=True).prompt_logprobs[1:]  # read from its files again
     np.testing.assert_array_equal(again, found[0])
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+def test_a_snapshot_in_memory_does_not_follow_its_model(path, tmp_path, sampled):
+    """All that a sampler answers comes from its own weights, also while the model trains on."""
+    engine = engine_of(path)
+    new_model(engine, "m", 8)
+    prompt = chunks(engine, "see", (24, 16), "and", (40, 32))
+    count, data = length(engine, prompt), rows(engine, "cross_entropy", seed=1)
+    train(engine, "m", data)
+    engine.export("m", tmp_path, sampled=sampled)
+    engine.open_sampler("s", "tiny", tmp_path)
+    wanted = {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "topk_sample_logprobs": 2}
+    targets = np.arange(count - 1)[:, None]
+
+    def answers() -> list[np.ndarray]:
+        one = sample(engine, "s", prompt, target_prompt_logprobs=targets, **wanted)
+        (drawn,) = one.samples
+        top = (*one.topk_prompt_logprobs, *drawn.topk)
+        return [one.prompt_logprobs, one.target_prompt_logprobs, drawn.tokens, drawn.logprobs, *top]
+
+    before = answers()
+    train(engine, "m", data)
+    after = answers()
+    assert all(map(partial(np.array_equal, equal_nan=True), before, after))
+    moved = run_pass(engine, "m", [Datum(prompt, random_inputs(count, "cross_entropy"))], forward_only=True)
+    targets = random_inputs(count, "cross_entropy")["target_tokens"][:-1, None]
+    own = sample(engine, "s", prompt, target_prompt_logprobs=targets).target_prompt_logprobs[:, 0]
+    assert np.abs(moved.outputs[0]["logprobs"][:-1] - own).max() > 1e-3
 
 
 def test_a_sampler_of_a_snapshot_that_was_just_written_reads_no_file(path, tmp_path, monkeypatch):
