@@ -25,7 +25,7 @@ from rollout.adapters.adapter_files import WEIGHTS_FILE
 
 pytestmark = pytest.mark.vllm
 
-OPTIONS = {"max_lora_rank": 16, "max_context_length": 128, "max_num_seqs": 16, "max_samplers": 1}
+OPTIONS = {"max_lora_rank": 16, "max_context_length": 400, "max_num_seqs": 16, "max_samplers": 1}
 RANKS = {"small": 4, "large": 16}
 
 
@@ -131,6 +131,32 @@ def test_stops_and_greedy_answers_are_those_of_the_other_engine(served):
         assert [one.stop_reason for one in found] == [one.stop_reason for one in expected]
 
 
+def test_a_prefix_that_vllm_keeps_belongs_to_one_adapter(served, monkeypatch):
+    """A prompt of several of its blocks, with images, is read once for each adapter and once for the base."""
+    engine, other, *_ = served
+    vllm = engine.base("tiny").sampler
+    block, poll = vllm.engine.vllm_config.cache_config.block_size, vllm.poll
+    parts = chunks(other, "a long way to go " * (2 * block // 17 + 1), (40, 32), " x")
+    assert 2 * block < length(other, parts) < 390
+    kept: list[int] = []
+
+    def noted():
+        done = poll()
+        kept.extend(each.cached_tokens for each in done)
+        return done
+
+    monkeypatch.setattr(vllm, "poll", noted)
+    for name in [each for each in (*RANKS, "base") for _ in range(2)]:
+        found, expected = (
+            sample(each, name, parts, sampling={"max_tokens": 4, "seed": 3, "stop": []}).samples[0]
+            for each in (engine, other)
+        )
+        assert found.tokens.tolist() == expected.tokens.tolist()
+        np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-4, rtol=0)
+    assert kept[::2] == [0, 0, 0]
+    assert min(kept[1::2]) >= 2 * block
+
+
 def test_vllm_takes_an_adapter_from_memory(served, tmp_path):
     """Its file is gone when vLLM loads it, and when vLLM loads it again behind another one."""
     engine, _, _, prompt, directory = served
@@ -157,5 +183,5 @@ def test_requests_are_aborted_and_mistakes_named(served):
     ((name, failed),) = until_done(engine, 1)
     assert name == "long"
     assert isinstance(failed, Failure)
-    assert "exceed the model's context of 128 tokens" in failed.message
+    assert "exceed the model's context of 400 tokens" in failed.message
     assert engine.poll() == []
