@@ -5,7 +5,8 @@ import pytest
 import tinker
 from tinker import RequestFailedError
 
-from helpers.fronts import Front, drive
+from dataproto.errors import InvalidConfig
+from helpers.fronts import Front, Recording, drive
 
 LARGE = 1e38  # the square of a gradient is infinite
 
@@ -30,6 +31,37 @@ def test_an_update_that_is_not_made_says_so_and_is_left_out_of_a_replay_too(tmp_
         await front.result(await front.submit(run, 6, 7))
         assert (fresh.models["r"].weights == weights).all()
         assert (weights != first).any()
+
+    drive(work, tmp_path, snapshot_steps=100)
+
+
+def test_gradients_of_an_update_that_was_refused_stay_also_in_a_replay(tmp_path, monkeypatch):
+    """By the front process, which reads the settings, and by the engine."""
+
+    def step(self, model_id, adam, steps=Recording.optim_step):
+        if adam.learning_rate > 1:
+            raise InvalidConfig("float32 does not hold it")
+        return steps(self, model_id, adam)
+
+    monkeypatch.setattr(Recording, "optim_step", step)
+
+    async def work(front: Front):
+        run = await front.new_run("r")
+        await front.result(await front.submit(run, 1, 7))
+        for seq, rate in ((2, 1e300), (3, 1e38)):
+            told = await front.result(await front.request(run, seq, "optim_step", adam_params={"learning_rate": rate}))
+            assert told["category"] == "user"
+            assert "float32" in told["error"]
+        await front.result(await front.submit(run, 4, 8))
+        found = (await front.result(await front.submit(run, 5, None)))["metrics"]
+        twin = await front.new_run("twin")
+        for seq, token in ((1, 7), (2, 8)):
+            await front.result(await front.submit(twin, seq, token))
+        assert (await front.result(await front.submit(twin, 3, None)))["metrics"] == found
+        weights = front.backend.models["r"].weights
+        fresh = await front.lose_engine()
+        await front.result(await front.submit(run, 6, 7))
+        assert (fresh.models["r"].weights == weights).all()
 
     drive(work, tmp_path, snapshot_steps=100)
 
