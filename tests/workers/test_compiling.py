@@ -45,9 +45,9 @@ def check_compiled(model_type, mode, recorded=False):
     torch._dynamo.reset()
     counters.clear()
     graphs = []
-    batches = (
+    batches = (  # longest segments differ: under checkpoints torch 2.11 compiles for one, and at the second for any
         ([[(4, 6), (8, 4)], [], [(6, 6)]], [5, 1, 6]),
-        ([[(8, 8)], [(4, 4)], []], [3, 9, 4]),
+        ([[(8, 8)], [(4, 4)], []], [3, 10, 4]),
         ([[(4, 10)], [], [], [(6, 4)]], [2, 7, 3, 1]),
     )
     for grids, lengths in batches:

@@ -89,7 +89,7 @@ def test_what_is_copied_to_be_written_is_let_go_of_file_by_file(tmp_path, monkey
 def test_a_hostile_table_of_contents_runs_nothing(tmp_path):
     write_state(state(), tmp_path / "c")
     (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
-    with pytest.raises(CheckpointError, match=r"asks for pathlib"):
+    with pytest.raises(CheckpointError, match=r"damaged: the table of contents asks for pathlib\.\w+(\.\w+)?$"):
         read_state(zeros(), tmp_path / "c")
     assert not (tmp_path / "exploded").exists()
 

@@ -112,7 +112,7 @@ def stored_names(directory: Path) -> frozenset[str]:
         CheckpointError: the checkpoint is missing, damaged or hostile.
     """
     with _reading(directory):
-        return frozenset(PlainReader(directory).read_metadata().state_dict_metadata)
+        return frozenset(_read_contents(directory).state_dict_metadata)
 
 
 @contextlib.contextmanager
@@ -130,9 +130,12 @@ def _reading(directory: Path) -> Iterator[None]:
         OSError,
         EOFError,
     ) as error:
+        cause: BaseException = error
         if isinstance(error, checkpoint.CheckpointException):
             _raise_interrupt(error)
-        reason = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
+            causes = (cause for cause, _ in error.failures.values() if isinstance(cause, _UnreadableContents))
+            cause = next(causes, error)
+        reason = next((line for line in reversed(str(cause).splitlines()) if line.strip()), type(error).__name__)
         raise CheckpointError(f"{directory} does not fit the model or is damaged: {reason.strip()}") from error
 
 
@@ -140,7 +143,7 @@ def missing_parts(directory: Path) -> list[str]:
     """Names of files that a complete checkpoint has in ``directory`` and that are absent."""
     if not (directory / ".metadata").is_file():
         return [".metadata"]
-    parts = {str(part.relative_path) for part in (PlainReader(directory).read_metadata().storage_data or {}).values()}
+    parts = {str(part.relative_path) for part in (_read_contents(directory).storage_data or {}).values()}
     return sorted(part for part in parts if not (directory / part).is_file())
 
 
@@ -188,14 +191,26 @@ class PlainReader(FileSystemReader):
     """Reads a table of contents that holds only the classes that such tables consist of."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
-            found = _Contents(file).load()
-        if not isinstance(found, Metadata):
-            raise pickle.UnpicklingError(f"the table of contents is a {type(found).__name__}")
+        try:
+            found = _read_contents(Path(self.path))
+        except Exception as error:
+            raise _UnreadableContents(str(error) or type(error).__name__) from error
         if found.storage_meta is None:
             found.storage_meta = StorageMeta()
         found.storage_meta.load_id = self.load_id
         return found
+
+
+class _UnreadableContents(BaseException):
+    """No `Exception`: torch drops those, looks for a table of the rank, and (torch 2.11) says only that it found none."""
+
+
+def _read_contents(directory: Path) -> Metadata:
+    with open(directory / ".metadata", "rb") as file:
+        found = _Contents(file).load()
+    if not isinstance(found, Metadata):
+        raise pickle.UnpicklingError(f"the table of contents is a {type(found).__name__}")
+    return found
 
 
 _HARMLESS = {
