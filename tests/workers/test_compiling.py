@@ -98,6 +98,20 @@ def test_layers_that_tell_their_routers_of_padding_are_traced_with_checkpoints(t
     check_compiled("qwen3_vl_moe", mode)  # torch 2.11 and 2.12 refuse to trace attributes that a checkpoint sets
 
 
+def test_code_is_compiled_for_all_lengths_of_segments_at_once(traced):
+    def forward(x, max_length_q):
+        return x * max_length_q
+
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = compiling.Compiled(forward)
+    found = [
+        compiled(torch.ones(rows, 2), max_length_q=length).sum().item() for rows, length in ((2, 3), (4, 5), (3, 3))
+    ]
+    assert found == [12, 40, 18]
+    assert counters["stats"]["unique_graphs"] == 1
+
+
 def test_a_part_that_is_not_compiled_is_told_once_with_its_reason(traced, caplog):
     def forward(x):
         torch._dynamo.graph_break(msg="for a reason")

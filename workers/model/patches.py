@@ -43,7 +43,8 @@ REASONS = {
     "workers.parallel.compiling": (
         "`nn.Module.compile` compiles hooks too, those of FSDP2 among them, and marks no dynamic sizes. "
         "torch's limit of recompilations is too low for the variants of a layer. Without a setting of its own torch compiles no "
-        "checkpointed function that sets an attribute, as the layers of a mixture do for their routers."
+        "checkpointed function that sets an attribute, as the layers of a mixture do for their routers, and takes an integer for "
+        "a constant until a second value comes."
     ),
     "workers.parallel.expert": (
         "transformers splits experts only together with its own tensor parallelism; this rank's experts take the place of all."
@@ -188,3 +189,10 @@ def trace_checkpoints_that_set_attributes() -> None:
     backward pass does not set the attributes.
     """
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+
+
+def take_as_sizes(pattern: str) -> None:
+    """Lets torch compile code for any value of the integers whose names match, for all modules of the process."""
+    known = torch.compiler.config.dynamic_sources
+    if pattern not in known.split(","):
+        torch.compiler.config.dynamic_sources = f"{known},{pattern}".removeprefix(",")

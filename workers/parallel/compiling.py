@@ -20,7 +20,12 @@ from dataproto.errors import InvalidConfig
 from workers.model.mixture import fused_module
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
-from workers.model.patches import allow_recompilations, replace_forward, trace_checkpoints_that_set_attributes
+from workers.model.patches import (
+    allow_recompilations,
+    replace_forward,
+    take_as_sizes,
+    trace_checkpoints_that_set_attributes,
+)
 from workers.parallel.activation_checkpointing import Checkpointed
 from workers.parallel.expert import split_experts
 from workers.parallel.transform import Transform, repeated_layers
@@ -31,6 +36,8 @@ VARIANTS = 32
 
 # Widths that are no multiple of 8, such as the 3,420 of Qwen2.5-VL's tower, keep matrix products from the fast kernels.
 OPTIONS: dict[str, Any] = {"force_shape_pad": True}
+
+LENGTHS = r".*max_(length|seqlen)"  # of segments, by the names of torch's arguments
 
 TOLD: set[str] = set()  # reasons of which the log has told
 
@@ -52,7 +59,6 @@ class CompiledLayers(Transform):
         """
         check_compiler(next(module.parameters()).device)
         keep_compiled_code()
-        trace_checkpoints_that_set_attributes()
         for layer in repeated_layers(module):
             forward = layer.forward
             if isinstance(forward, Checkpointed) and any(
@@ -75,6 +81,8 @@ class Compiled:
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         allow_recompilations(VARIANTS)
+        trace_checkpoints_that_set_attributes()
+        take_as_sizes(LENGTHS)
         self.forward = torch.compile(forward, options=OPTIONS)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
