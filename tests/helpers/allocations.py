@@ -89,7 +89,7 @@ def allocated(model_type: str, layout: Layout) -> Found:
 
 def check_share(found: Found, whole: Found, size: int) -> None:
     """A rank has its part of the states and of the logits, and not much more of the peak, in which gathered weights are whole."""
-    assert 0 <= found.tokens - whole.tokens < 4  # as many for all of four ranks
+    assert 0 <= found.tokens - whole.tokens < 4  # they fill up to a multiple of the ranks
     share = found.tokens / whole.tokens / size
     assert found.states <= whole.states * share + 1
     assert found.logits <= whole.logits * share + 1

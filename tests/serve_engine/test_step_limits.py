@@ -44,8 +44,19 @@ def test_settings_beyond_float32_are_refused_by_name(name, value):
     AdamParams(grad_clip_norm=1e300)  # no gradient is clipped
     with pytest.raises(InvalidConfig, match="grad_clip_norm=nan"):
         AdamParams(grad_clip_norm=math.nan)
-    with pytest.raises(InvalidConfig, match=r"lr=1e\+300: must be at most"):
-        OptimizerConfig(lr=1e300)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"lr": 1e300}, r"^lr=1e\+300: must be at most"),
+        ({"weight_decay": 1e300}, r"^weight_decay=1e\+300: must be at most"),
+        ({"max_grad_norm": math.nan}, "max_grad_norm=nan above 0"),
+    ],
+)
+def test_options_of_a_run_beyond_float32_are_refused_by_their_own_names(settings, said):
+    with pytest.raises(InvalidConfig, match=said):
+        OptimizerConfig(**settings)
 
 
 @pytest.mark.parametrize("settings", TOO_LARGE)
@@ -153,6 +164,12 @@ def test_the_bound_holds_for_the_largest_gradients_and_any_settings():
             assert float(matrix.detach().abs().max()) <= bound * (1 + 1e-5)
             assert all(bool(each.isfinite().all()) for each in optimizer.moments[matrix].values())
     assert made > 100
+
+
+def test_weights_that_are_not_finite_are_named_as_such():
+    weight = torch.nn.Parameter(torch.tensor([1.0, math.nan]))
+    with pytest.raises(InvalidConfig, match="the weights are not finite already"):
+        StepCheck({"w": weight})(ADAM, {})
 
 
 def test_a_step_without_gradients_fits():

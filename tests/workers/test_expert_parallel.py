@@ -2,6 +2,7 @@
 each parameter's gradient within 1e-4 of its norm. All cases of a number of processes run in one start of them.
 """
 
+import logging
 from functools import partial
 from unittest.mock import patch
 
@@ -19,7 +20,7 @@ from helpers.routes import with_routes
 from helpers.tiny_models import MOE_TYPES, tiny_config, tiny_model
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
-from workers.parallel import parallelize
+from workers.parallel import compiling, expert, parallelize
 from workers.ranks.autograd_collectives import local_part
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import Ranks
@@ -88,18 +89,37 @@ def refusals():
 
 
 def compiled_graphs(mode):
-    """What differs from one process in a pass with compiled layers, and how many graphs torch has taken from them.
+    """What differs from one process in a pass with compiled layers, the number of graphs, how often tokens were gathered, the
+    warnings, and the bytes kept for the backward pass.
 
     The graphs run as they are: to translate them to C++ takes a minute.
     """
+    kept, gathered, said = [], [], []
+    gather = expert.gather_split
+
+    def counted(*arguments):
+        gathered.append(1)
+        return gather(*arguments)
+
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger(compiling.__name__).addHandler(handler)
     torch._dynamo.reset()
     counters.clear()
     compile_ = torch.compile
-    with patch.object(
-        torch, "compile", lambda forward, options=None, **kw: compile_(forward, backend="aot_eager", **kw)
+    with (
+        patch.object(
+            torch, "compile", lambda forward, options=None, **kw: compile_(forward, backend="aot_eager", **kw)
+        ),
+        patch.object(expert, "gather_split", counted),
+        torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x.nbytes), x)[1], lambda x: x),
     ):
-        wrong = equals_one_process(Layout(dp=2, ep=2), activation_checkpointing=mode, compile=True)
-    return wrong, counters["stats"]["unique_graphs"]
+        config = config_with_heads(MOE, heads=4, key_value_heads=2)
+        data = mixed_rows(config)
+        found = run_pass(config, data, joined(Layout(dp=2, ep=2)), activation_checkpointing=mode, compile=True)
+    graphs = counters["stats"]["unique_graphs"]
+    wrong = differences(found, run_pass(config, data)) if distributed.get_rank() == 0 else []
+    return wrong, graphs, len(gathered), said, sum(kept)
 
 
 def pg_loss(outputs, rows):
@@ -287,7 +307,12 @@ def test_compiled_layers_with_split_experts_equal_one_process(tmp_path):
 
 
 def test_layers_with_split_experts_are_compiled_in_parts_and_computed_again(tmp_path):
-    counted = run_ranks(2, {mode: partial(compiled_graphs, mode) for mode in ("none", "selective", "full")}, tmp_path)
-    for wrong, graphs in (each for mode in counted.values() for each in mode):
-        assert wrong == []
-        assert graphs == counted["none"][0][1] > 6  # those of towers and of scores alone are 6 or fewer
+    modes = {"none": 4, "selective": 4, "full": 8}  # two layers gather states and weights, once or again
+    found = run_ranks(2, {mode: partial(compiled_graphs, mode) for mode in modes}, tmp_path)
+    for mode, gathers in modes.items():
+        for wrong, graphs, gathered, said, _ in found[mode]:
+            assert wrong == [] == said
+            assert graphs == found["none"][0][1] > 6  # those of towers and of scores alone are 6 or fewer
+            assert gathered == gathers
+    none, selective, full = (found[mode][0][-1] for mode in modes)
+    assert full < selective < none

@@ -13,12 +13,8 @@ from helpers.layouts import differences, joined, run_pass
 from helpers.processes import run_ranks
 from workers.ranks.layout import Layout
 
-MODELS = (
-    "qwen2_5_vl",
-    "qwen3_vl",
-    "internvl",
-    "gemma4",
-)  # with plain features, with deep ones, with tiles, with wide heads
+# With plain features, with deep ones, with tiles, and with heads that are wider than the states.
+MODELS = ("qwen2_5_vl", "qwen3_vl", "internvl", "gemma4")
 
 
 def equals_one_process(model_type: str, layout: Layout) -> list[str]:

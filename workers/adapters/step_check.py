@@ -38,7 +38,12 @@ class StepCheck:
         """
         bound = bound_after(self._bound, params)
         if not bound <= ROOM:
-            bound = bound_after(self._measured(), params)
+            largest = self._measured()
+            if not math.isfinite(largest):
+                raise InvalidConfig(
+                    "the weights are not finite already, so no update was made: load an earlier checkpoint"
+                )
+            bound = bound_after(largest, params)
         if not bound <= ROOM:
             self._bound = math.inf
             return self._try(params, moments)
@@ -62,7 +67,7 @@ class StepCheck:
                 raise InvalidConfig(
                     f"learning_rate={params.learning_rate:g}, eps={params.eps:g} and weight_decay={params.weight_decay:g} would "
                     f"leave numbers in {name} that float32 does not hold: no update was made, and the gradients are kept for "
-                    "one with a smaller learning_rate"
+                    "one with smaller values"
                 )
 
 

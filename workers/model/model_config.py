@@ -133,10 +133,13 @@ class OptimizerConfig:
     max_grad_norm: float = 1.0  # gradients with a larger norm are scaled down to it
 
     def __post_init__(self) -> None:
-        if self.lr < 0 or self.max_grad_norm <= 0:
+        if self.lr < 0 or not self.max_grad_norm > 0:
             raise InvalidConfig(f"lr={self.lr} must be at least 0 and max_grad_norm={self.max_grad_norm} above 0")
-        if not self.lr <= LARGEST_FLOAT32:
-            raise InvalidConfig(f"lr={self.lr}: must be at most {LARGEST_FLOAT32:g}, the largest number of float32")
+        for name, value in (("lr", self.lr), ("weight_decay", self.weight_decay)):
+            if not abs(value) <= LARGEST_FLOAT32:
+                raise InvalidConfig(
+                    f"{name}={value}: must be at most {LARGEST_FLOAT32:g}, the largest number of float32"
+                )
         if self.schedule != "constant" and self.total_steps is not None and self.total_steps <= self.warmup_steps:
             raise InvalidConfig(f"total_steps={self.total_steps} must be above warmup_steps={self.warmup_steps}")
 

@@ -42,9 +42,9 @@ REASONS = {
     ),
     "workers.parallel.compiling": (
         "`nn.Module.compile` compiles hooks too, those of FSDP2 among them, and marks no dynamic sizes. "
-        "torch's limit of recompilations is too low for the variants of a layer. Without a setting of its own torch compiles no "
-        "checkpointed function that sets an attribute, as the layers of a mixture do for their routers, and takes an integer for "
-        "a constant until a second value comes."
+        "torch's limit of recompilations is too low for the variants of a layer. Without settings torch 2.11 and 2.12 compile no "
+        "checkpointed function that sets an attribute, as the layers of a mixture do for their routers, and torch takes an "
+        "integer for a constant until a second value comes."
     ),
     "workers.parallel.expert": (
         "transformers splits experts only together with its own tensor parallelism; this rank's experts take the place of all."

@@ -17,11 +17,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from workers.model.mixture import fused_module
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.model.patches import replace_forward
-from workers.parallel.expert import split_experts
 from workers.parallel.transform import Transform, repeated_layers
 from workers.ranks.mesh import Ranks
 
@@ -56,18 +54,9 @@ class ActivationCheckpointing(Transform):
         return options.activation_checkpointing != "none"
 
     def apply(self, module: PackedVLM) -> None:
-        """Replaces ``forward`` of each layer instance: hooks of FSDP stay outside, torch.compile sees the checkpoint inside.
-
-        A layer with split experts is compiled in parts. With ``selective`` these have no checkpoint around them: compiled code
-        chooses by itself what it keeps, which is about the same, and only the experts have one of their own.
-        """
-        selective = self.options.activation_checkpointing == "selective"
+        """Replaces ``forward`` of each layer instance: hooks of FSDP stay outside, torch.compile sees the checkpoint inside."""
         for layer in repeated_layers(module):
-            experts = (
-                [fused_module(each) for each in split_experts(layer)] if self.options.compile and selective else []
-            )
-            for part in experts or [layer]:
-                replace_forward(part, Checkpointed(part.forward, selective))
+            replace_forward(layer, Checkpointed(layer.forward, self.options.activation_checkpointing == "selective"))
 
 
 class Checkpointed:

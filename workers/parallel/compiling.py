@@ -6,14 +6,16 @@ segments, keys) are dynamic from the start, so a new length compiles nothing. Co
 
 import logging
 import os
-from collections.abc import Callable
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from shutil import which
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from dataproto.errors import InvalidConfig
@@ -39,7 +41,11 @@ OPTIONS: dict[str, Any] = {"force_shape_pad": True}
 
 LENGTHS = r".*max_(length|seqlen)"  # of segments, by the names of torch's arguments
 
-TOLD: set[str] = set()  # reasons of which the log has told
+# Split experts and the hooks of FSDP say so themselves.
+MEANT = re.compile(r"torch\.compiler\.disable|torch\._dynamo\.decorators, qualname: disable")
+WITHOUT_REASON = "it gives no reason here; TORCH_LOGS=graph_breaks prints it"
+
+_told: set[str] = set()
 
 log = logging.getLogger(__name__)
 
@@ -60,17 +66,32 @@ class CompiledLayers(Transform):
         check_compiler(next(module.parameters()).device)
         keep_compiled_code()
         for layer in repeated_layers(module):
-            forward = layer.forward
-            if isinstance(forward, Checkpointed) and any(
-                split_experts(layer)
-            ):  # code with a break cannot hold a checkpoint
-                replace_forward(layer, Checkpointed(Compiled(forward.forward), forward.selective))
+            if experts := [fused_module(each) for each in split_experts(layer)]:
+                compile_in_parts(layer, experts)
             else:
-                replace_forward(layer, Compiled(forward))
-        for experts in split_experts(module):  # which run outside of their layer's code
-            fused = fused_module(experts)
-            replace_forward(fused, Compiled(fused.forward))
+                replace_forward(layer, Compiled(layer.forward))
         module.score = partial(module.score, compiled=True)
+
+
+def compile_in_parts(layer: nn.Module, experts: Sequence[nn.Module]) -> None:
+    """Compiles a layer around its split experts, which exchange tokens outside of compiled code, and the experts themselves.
+
+    torch runs all of a checkpointed function uncompiled if a part of it cannot be compiled. So a checkpoint of the whole layer
+    goes around the compiled parts. In place of a selective one each module of experts has its own. The other parts keep what
+    their compiled code chooses, and the tokens that ranks gather for the experts are kept; without torch.compile they are
+    gathered again.
+    """
+    around = layer.forward
+    if not isinstance(around, Checkpointed):
+        replace_forward(layer, Compiled(around))
+    elif around.selective:
+        replace_forward(layer, Compiled(around.forward))
+        for each in experts:
+            replace_forward(each, Checkpointed(each.forward, selective=True))
+    else:
+        replace_forward(layer, Checkpointed(Compiled(around.forward), selective=False))
+    for each in experts:
+        replace_forward(each, Compiled(each.forward))
 
 
 class Compiled:
@@ -90,21 +111,25 @@ class Compiled:
             for each in value if isinstance(value, tuple) else (value,):
                 if isinstance(each, Tensor):
                     mark_sizes(each)
-        before = len(counters["graph_break"])
+        breaks, skipped = Counter(counters["graph_break"]), skipped_frames()
         result = self.forward(*args, **kwargs)
-        if len(counters["graph_break"]) > before:
-            tell_of_breaks()
+        new = Counter(counters["graph_break"]) - breaks
+        for reason in new or [WITHOUT_REASON] * (skipped_frames() > skipped):
+            tell_of(reason)
         return result
 
 
-def tell_of_breaks() -> None:
-    """Warns of reasons for which torch left a part of a layer uncompiled, but for those that are meant."""
-    for reason in list(counters["graph_break"]):
-        if "torch.compiler.disable" not in reason and reason not in TOLD:
-            TOLD.add(reason)
-            log.warning(
-                "torch.compile left a part of a layer uncompiled, which is slower: %s", " ".join(reason.split())
-            )
+def skipped_frames() -> int:
+    """How many functions torch has left uncompiled in this process; of some it counts no break."""
+    return counters["frames"]["total"] - counters["frames"]["ok"]
+
+
+def tell_of(reason: str) -> None:
+    """Warns that a part of a layer is not compiled, once for each reason, unless that is meant."""
+    if reason not in _told and not MEANT.search(reason):
+        _told.add(reason)
+        first_lines = " ".join(line.strip() for line in reason.splitlines()[:2])
+        log.warning("torch.compile left a part of a layer uncompiled, which is slower: %s", first_lines)
 
 
 def mark_sizes(tensor: Tensor) -> None:

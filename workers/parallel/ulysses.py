@@ -70,9 +70,8 @@ def ulysses_attention(
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     states = query, key, value
-    received = exchange(_by_rank(states, peers.size), peers).flatten(
-        0, 1
-    )  # (T, F); what was sent is freed before attention
+    # The message itself is freed before attention.
+    received = exchange(_by_rank(states, peers.size), peers).flatten(0, 1)  # (T, F)
     features = received.split([x.shape[1] // peers.size * x.shape[-1] for x in states], dim=-1)
     query, key, value = (
         mine.unflatten(-1, (-1, x.shape[-1])).transpose(0, 1)[None] for mine, x in zip(features, states, strict=True)
