@@ -19,8 +19,8 @@ import numpy as np
 from torch import Tensor
 
 from dataproto.chunks import Datum, read_model_input
-from dataproto.errors import InvalidConfig
 from recipes.algorithms.datum_losses import datum_loss
+from recipes.serve.engine.sample_requests import stops
 from rollout.engine import SamplingParams
 from rollout.prompts import ChunkRenderer, token_values
 from workers import Roles
@@ -138,11 +138,12 @@ class TrainingClient:
         """Samples responses to a prompt.
 
         Args:
-            sampling_params: a ``tinker.SamplingParams``, or any object with some of its attributes.
+            sampling_params: a ``tinker.SamplingParams``, any object with some of its attributes, or a `rollout.SamplingParams`.
+                Texts and tokens of ``stop`` end a response in place of the model's own end tokens; with ``stop=[]`` nothing does.
 
         Raises:
             InvalidRow: the prompt cannot be rendered.
-            InvalidConfig: impossible parameters; a stop sequence of several tokens, or an empty list of them.
+            InvalidConfig: impossible parameters, such as an empty stop text.
         """
         sampling = self._sampling(sampling_params, num_samples)
         self._samplings += 1
@@ -158,30 +159,22 @@ class TrainingClient:
     def _sampling(self, params: Any, num_samples: int) -> SamplingParams:
         temperature = float(getattr(params, "temperature", 1.0))
         seed = getattr(params, "seed", None)
+        if isinstance(params, SamplingParams):
+            texts, tokens, ignore_eos = params.stop, params.stop_token_ids, params.ignore_eos
+        else:
+            stop = getattr(params, "stop", None)
+            (texts, tokens), ignore_eos = stops(stop), stop is not None
         return SamplingParams(
             n=num_samples if temperature else 1,
             temperature=temperature,
             top_p=float(getattr(params, "top_p", 1.0)),
             top_k=max(int(getattr(params, "top_k", -1)), 0),
             max_tokens=getattr(params, "max_tokens", None) or DEFAULT_MAX_TOKENS,
-            stop_token_ids=self._stop_tokens(getattr(params, "stop", None)),
+            stop=texts,
+            stop_token_ids=tokens,
+            ignore_eos=ignore_eos,
             seed=self._samplings if seed is None else int(seed),
         )
-
-    def _stop_tokens(self, stop: Any) -> tuple[int, ...]:
-        """The stop tokens in addition to the model's own."""
-        if stop is None:
-            return ()
-        stops = [stop] if isinstance(stop, str) else list(stop)
-        if not stops:
-            raise InvalidConfig("stop=[]: the model's own end tokens always end an answer")
-        tokens = []
-        for one in stops:
-            ids = self.renderer.builder.encode_text(one) if isinstance(one, str) else [int(one)]
-            if len(ids) != 1:
-                raise InvalidConfig(f"stop sequence {one!r} is {len(ids)} tokens: only single tokens end an answer")
-            tokens += ids
-        return tuple(tokens)
 
     def save_state(self, path: str | Path) -> None:
         """Writes weights, optimizer and the number of `sample` calls to a directory."""

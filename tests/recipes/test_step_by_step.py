@@ -16,6 +16,7 @@ from dataproto.errors import InvalidConfig, InvalidRow
 from helpers.checkpoints import write_checkpoint
 from recipes.run.supervised import SupervisedConfig, launch_supervised, next_token_loss
 from recipes.serve.training_client import TrainingClient
+from rollout.engine import SamplingParams
 from rollout.prompts import ChunkRenderer, PromptBuilder
 from workers.model.model_config import ModelConfig
 
@@ -158,8 +159,25 @@ def test_any_end_token_stops_an_answer_even_as_its_last_token(client, path, tmp_
     own.save_pretrained(copy)
     with client_of(str(copy)) as other:
         ended = other.sample(asked, sampling_params=greedy)[0]
-    assert ended.tokens == cut.tokens
-    assert ended.stop_reason == "stop"
+        whole = other.sample(asked, sampling_params=greedy.model_copy(update={"max_tokens": 5, "stop": []}))[0]
+        ours = other.sample(asked, sampling_params=SamplingParams(temperature=0, max_tokens=5))[0]
+    assert ended.tokens == ours.tokens == cut.tokens
+    assert ended.stop_reason == ours.stop_reason == "stop"
+    assert (whole.tokens[:3], len(whole.tokens), whole.stop_reason) == (cut.tokens, 5, "length")  # nothing ends it
+
+
+@pytest.mark.parametrize("spelled", ["tokens", "text", "of the engine"])
+def test_stops_that_are_given_end_an_answer(client, spelled):
+    asked, greedy = prompt(client, "which?"), tinker.SamplingParams(max_tokens=3, temperature=0)
+    tokens = client.sample(asked, sampling_params=greedy)[0].tokens
+    text = client.renderer.builder.tokenizer.decode(tokens[:2])
+    params = {
+        "tokens": greedy.model_copy(update={"stop": [tokens[1]]}),
+        "text": greedy.model_copy(update={"stop": [text]}),
+        "of the engine": SamplingParams(temperature=0, max_tokens=3, stop_token_ids=(tokens[1],)),
+    }
+    (ended,) = client.sample(asked, sampling_params=params[spelled])
+    assert (ended.tokens, ended.stop_reason) == (tokens[:2], "stop")
 
 
 def test_cross_entropy_is_the_sum_that_a_loop_over_hugging_face_gives(client, path):
@@ -321,7 +339,5 @@ def test_what_cannot_be_done_is_refused(client):
     with pytest.raises(InvalidRow, match="row 0: chunk 1"):
         wrong = tinker.types.ImageChunk(data=png((16, 16)), format="png", expected_tokens=9)
         client.sample(tinker.ModelInput(chunks=[tinker.EncodedTextChunk(tokens=[1]), wrong]))
-    with pytest.raises(InvalidConfig, match="only single tokens end an answer"):
-        client.sample(asked, 1, tinker.SamplingParams(max_tokens=2, stop=["two words"]))
-    with pytest.raises(InvalidConfig, match=r"stop=\[\]"):
-        client.sample(asked, 1, tinker.SamplingParams(max_tokens=2, stop=[]))
+    with pytest.raises(InvalidConfig, match="at least one character"):
+        client.sample(asked, 1, tinker.SamplingParams(max_tokens=2, stop=[""]))
