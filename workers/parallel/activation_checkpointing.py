@@ -2,7 +2,8 @@
 
 ``full`` keeps only a layer's input and computes the layer again (a third more work). ``selective`` also keeps the results of
 matrix products, attention and other ranks, so that only norms, activations and rotary embeddings are computed again. Tokens that
-a split layer gathers, which would be the whole sequence on every rank, are gathered again (arXiv:2205.05198).
+a split layer gathers, which would be the whole sequence on every rank, are gathered again (arXiv:2205.05198), but for compiled
+layers with split experts: see `workers.parallel.compiling.compile_in_parts`.
 """
 
 from collections.abc import Callable

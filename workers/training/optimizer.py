@@ -75,7 +75,7 @@ class Optimizer:
         ``params`` replace the configuration and its schedule for this step.
         """
         params = params or self._scheduled()
-        norm = clip_by_global_norm(self.groups, params.grad_clip_norm or math.inf, self.stages, self.repeated)
+        norm = clip_by_global_norm(self.groups, params.grad_clip_norm, self.stages, self.repeated)
         lr = params.learning_rate
         betas, eps, decay = (params.beta1, params.beta2), params.eps, params.weight_decay
         for group in (group for rule in self.rules for group in rule.param_groups):
@@ -174,6 +174,7 @@ def clip_by_global_norm(
 
     Args:
         groups: see `group_by_layout`; parameters without gradient are skipped.
+        max_norm: 0 for no limit.
         stages: ranks that hold other parameters of the same model.
         repeated: ids of parameters that are scaled here, and counted by another stage.
     """
@@ -195,7 +196,7 @@ def clip_by_global_norm(
 
 
 def clipping(norm: float, max_norm: float) -> float | None:
-    """The factor of gradients of this norm, if they are scaled; a ``max_norm`` of 0 is none."""
+    """The factor that scales gradients of this norm down to ``max_norm``, or `None` if they stay. 0 stands for no limit."""
     return max_norm / (norm + 1e-6) if 0 < max_norm < norm < math.inf else None
 
 

@@ -81,9 +81,12 @@ def _checked(options: tuple[Any, ...], value: Any, prefix: str, name: str) -> An
             return read(option, value, f"{prefix}{name}")  # type: ignore[arg-type]
         if _fits(option, value):
             return float(value) if option is float else value
-    found = "a number of over 63 bits" if type(value) is int and abs(value) >= 2**63 else f"a {type(value).__name__}"
     if value is None:  # as clients also write numbers that are not finite
         found = "null"
+    elif type(value) is int and abs(value) >= 2**63:
+        found = "a number of over 63 bits"
+    else:
+        found = f"a {type(value).__name__}"
     raise InvalidRequest(f"{prefix}{name} is {found}: expected {' or '.join(map(_spelled, options))}")
 
 
