@@ -13,23 +13,24 @@ from workers.model.model_config import LARGEST_FLOAT32, AdamParams
 from workers.training.optimizer import Moments, clipping, new_moments
 
 LARGEST_GRADIENT = math.sqrt(LARGEST_FLOAT32)
-"""Of a number in gradients whose norm float32 holds, and so in their means."""
+"""The largest number in gradients whose norm float32 holds, and so in their means."""
 ROOM = LARGEST_FLOAT32 / 2  # the other half is for rounding
 
 
 class StepCheck:
-    """Knows a bound of the numbers in some matrices. A step that may take them beyond float32 is tried on copies first."""
+    """Keeps a bound of the numbers in some matrices, and tries a step that may take them beyond float32 on copies first."""
 
     def __init__(self, matrices: Mapping[str, Tensor]) -> None:
         self.matrices = matrices
         self._bound = math.inf  # not known yet
 
     def forget(self) -> None:
-        """Other numbers are in the matrices."""
+        """Has the matrices measured again before the next step, after other numbers were loaded into them."""
         self._bound = math.inf
 
     def __call__(self, params: AdamParams, moments: Moments) -> None:
-        """
+        """Checks the step that AdamW would make with the gradients of the matrices.
+
         Args:
             moments: of the matrices before the step.
 
@@ -53,11 +54,11 @@ class StepCheck:
         return float(get_total_norm([matrix.detach() for matrix in self.matrices.values()], math.inf))
 
     def _try(self, params: AdamParams, moments: Moments) -> None:
-        """Takes memory for the copies of one matrix."""
+        """Makes the step on copies, one matrix after another."""
         gradients = {name: matrix.grad for name, matrix in self.matrices.items() if matrix.grad is not None}
         norm = float(get_total_norm(list(gradients.values()))) if gradients else 0.0
         if not math.isfinite(norm):
-            return  # it is no step
+            return  # the optimizer skips such a step
         scale = clipping(norm, params.grad_clip_norm)
         for name, gradient in gradients.items():
             matrix = self.matrices[name]
@@ -67,7 +68,7 @@ class StepCheck:
                 raise InvalidConfig(
                     f"learning_rate={params.learning_rate:g}, eps={params.eps:g} and weight_decay={params.weight_decay:g} would "
                     f"leave numbers in {name} that float32 does not hold: no update was made, and the gradients are kept for "
-                    "one with smaller values"
+                    "another step with smaller settings"
                 )
 
 
