@@ -11,6 +11,8 @@ LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) .*?\b(?:snapshot|sa
 STAGE = re.compile(r"(\w+) (\d+\.\d{3}) s")
 STAGES = {
     "waited": "until its turn",
+    "copied": "of these until the engine has a copy of its own",
+    "filed": "of these until the copy is in its files",
     "written": "in the engine, until its files are written",
     "named": "until they have their name",
     "opened": "until the engine has opened the sampler",

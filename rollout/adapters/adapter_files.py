@@ -36,7 +36,7 @@ def write_adapter(adapter: Adapter, directory: Path, base_model: str, dtype: tor
 def write_packed_adapter(config: AdapterConfig, matrices: PackedTensors, directory: Path, base_model: str) -> None:
     """`write_adapter` for what `Adapter.packed` has copied, on any device."""
     names = [name.removesuffix(DOWN) for name in matrices.shapes if name.endswith(DOWN)]
-    named = replace(matrices.on_host(), shapes={PREFIX + name: shape for name, shape in matrices.shapes.items()})
+    named = replace(matrices, shapes={PREFIX + name: shape for name, shape in matrices.shapes.items()})
     digest = write_packed([named], directory / WEIGHTS_FILE, {"format": "pt"})
     settings = {
         "peft_type": "LORA",

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -43,6 +44,10 @@ class PackedTensors:
         with torch.cuda.stream(torch.cuda.Stream(self.flat.device)):
             self.filled.wait()
             return replace(self, flat=self.flat.cpu(), filled=None)
+
+    def is_finite(self) -> bool:
+        """Whether all numbers are finite. Waits for the device once."""
+        return bool(self.flat.isfinite().all())
 
     def in_float32(self) -> "PackedTensors":
         """The same in float32, for the thread that has packed them."""
@@ -85,9 +90,10 @@ def pack_by_kind(tensors: Mapping[str, Tensor], between: Callable[[], None] = la
 
 
 def write_packed(packs: Sequence[PackedTensors], file: Path, metadata: Mapping[str, str] | None = None) -> str:
-    """Writes tensors in host memory as a safetensors file, and returns the SHA-256 of it, which is computed on the way.
+    """Writes tensors as a safetensors file, and returns the SHA-256 of it, which is computed at the same time.
 
-    Neither the digest nor the writing holds Python's lock: several threads write several files at the same time.
+    Neither the copies from a device, nor the digest, nor the writing holds Python's lock: several threads write several files at
+    once.
     """
     packs = sorted(packs, key=lambda each: -each.flat.element_size())  # so that all tensors are aligned
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -102,16 +108,33 @@ def write_packed(packs: Sequence[PackedTensors], file: Path, metadata: Mapping[s
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     digest = hashlib.sha256()
-    with file.open("wb") as opened:
+    with file.open("wb") as opened, ThreadPoolExecutor(1) as beside:
         for part in _parts(len(text).to_bytes(8, "little") + text, packs):
-            digest.update(part)
+            digested = beside.submit(digest.update, part)
             opened.write(part)
+            digested.result()
     return digest.hexdigest()
 
 
 def _parts(start: bytes, packs: Sequence[PackedTensors]) -> Iterable[bytes | memoryview]:
+    """The bytes of a file. Each part is valid until the next is asked for."""
     yield start
     for each in packs:
-        data: memoryview = each.flat.view(torch.uint8).numpy().data
-        for place in range(0, len(data), PART_BYTES):
-            yield data[place : place + PART_BYTES]
+        parts = each.flat.view(torch.uint8).split(PART_BYTES)
+        for part in parts if each.filled is None else _staged(parts, each.filled):
+            yield part.cpu().numpy().data
+
+
+def _staged(parts: Sequence[Tensor], filled: torch.cuda.Event) -> Iterable[Tensor]:
+    """Parts of what a device holds, one after the other in the same pinned memory.
+
+    A copy into other memory is slow, and meanwhile no other thread can use the device.
+    """
+    stream = torch.cuda.Stream(parts[0].device)
+    staging = torch.empty(PART_BYTES, dtype=torch.uint8, pin_memory=True)
+    filled.wait(stream)
+    for part in parts:
+        with torch.cuda.stream(stream):
+            staged = staging[: part.numel()].copy_(part, non_blocking=True)
+        stream.synchronize()
+        yield staged

@@ -82,6 +82,15 @@ def test_weights_that_are_not_finite_are_not_saved(engine, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_numbers_beyond_the_dtype_of_samplers_are_not_saved_for_them(engine, tmp_path, monkeypatch):
+    new_model(engine, "m", 8)
+    next(iter(engine._models["m"].trained.matrices.values())).data.fill_(torch.finfo(torch.float32).max)
+    monkeypatch.setattr(BaseModel, "sampled_dtype", torch.bfloat16)
+    with pytest.raises(CheckpointError, match=r"model 'm' has numbers beyond torch\.bfloat16"):
+        engine.export("m", tmp_path, sampled=True)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_snapshot_does_not_follow_its_model(path, tmp_path):
     engine = engine_of(path, max_samplers=1)
     new_model(engine, "m", 8)

@@ -1,6 +1,8 @@
 """`InProcessEngine`: the backend of the server that computes in this process, on its CPU or its first CUDA device."""
 
 import json
+import logging
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +38,8 @@ from rollout.adapters.adapter import unpacked
 from rollout.adapters.adapter_files import write_packed_adapter
 from workers.adapters import TrainedAdapter, TrainedMatrices, TrainedWeights
 from workers.model.model_config import AdamParams
+
+log = logging.getLogger("dataproto.serve.engine")
 
 Polled = list[SampleResult | tuple[str, Failure]]
 """What `Backend.poll` returns."""
@@ -189,17 +193,25 @@ class InProcessEngine:
 
     def export(self, model_id: str, directory: Path, *, sampled: bool = False, later: Later = at_once) -> None:
         """See `Backend.export`."""
-        model = self._finite(model_id)
+        began, model = time.perf_counter(), self._model(model_id)
         if model.adapter is None:
+            self._finite(model_id)
             return model.trained.export(directory, model.base_model)
         config, base = model.adapter.config, model.base_model
-        matrices = model.adapter.packed(model.base.sampled_dtype if sampled else torch.float32)
+        dtype = model.base.sampled_dtype if sampled else torch.float32
+        matrices = model.adapter.packed(dtype)
+        if not matrices.is_finite():  # of all at once: a look at each of them would take longer than the copy
+            self._finite(model_id)
+            raise CheckpointError(f"model {model_id!r} has numbers beyond {dtype}: take smaller steps")
         written = self._samplers.writing(model_id, unpacked(config, matrices)) if sampled else None
+        copied = time.perf_counter()
 
         def write() -> None:
             write_packed_adapter(config, matrices, directory, base)
             if written is not None:
                 written(directory)
+            stages = copied - began, time.perf_counter() - copied
+            log.info("adapter %s: copied %.3f s, filed %.3f s", model_id, *stages)
 
         later(write)
 
