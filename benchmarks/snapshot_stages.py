@@ -17,7 +17,6 @@ STAGES = {
     "named": "until they have their name",
     "opened": "until the engine has opened the sampler",
     "loaded": "until vLLM has its adapter",
-    "synced": "until its files are on disk, beside the others",
 }
 """What the server logs of each snapshot, in this order; a sampler that is part of the engine loads nothing."""
 

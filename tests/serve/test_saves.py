@@ -300,6 +300,25 @@ def test_all_who_wait_for_the_disk_wait_until_its_end(tmp_path, slow_disk):
     asyncio.run(work())
 
 
+def test_snapshots_of_many_runs_are_answered_before_the_first_is_brought_to_the_disk(tmp_path, monkeypatch):
+    """A commit waits for what is being brought to the disk."""
+    monkeypatch.setattr(directories, "SYNC_AFTER_SECONDS", 3600.0)
+    synced = []
+    monkeypatch.setattr(directories, "sync_directory", synced.append)
+
+    async def work(front: Front):
+        runs = [await front.new_run(name) for name in "abcd"]
+        asked = [await front.request(run, 1, "save_for_sampler", sampling_session_seq_id=1) for run in runs]
+        answers = [await front.result(each) for each in asked]
+        assert all("sampling_session_id" in each for each in answers)
+        assert not synced
+        monkeypatch.setattr(directories, "SYNC_AFTER_SECONDS", 0.0)
+        await front.result(await front.request(runs[0], 2, "save_for_sampler", sampling_session_seq_id=2))
+        await until(lambda: [each.name for each in synced] == ["sampler-2"])
+
+    drive(work, tmp_path, snapshot_steps=100)
+
+
 def test_the_second_of_two_saves_does_not_wait_for_the_passes_of_others(tmp_path):
     async def work(front: Front):
         b, passed = await beside_a_pass(front)

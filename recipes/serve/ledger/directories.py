@@ -23,6 +23,9 @@ MANIFEST = "manifest.json"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 TEMPORARY = ".new-"
 SYNCING = 8  # directories that are brought to the disk at a time
+SYNC_AFTER_SECONDS = 0.5
+"""So long others that write at the same time have for their answers: a commit of the database beside a directory that is brought
+to the disk takes as long as that."""
 
 
 def checked_name(name: str) -> str:
@@ -108,13 +111,14 @@ class Syncs:
         self._known.pop(run, None)
 
     def begin(self, run: str, directory: Path) -> None:
-        """Begins to bring a directory to the disk."""
+        """Begins to bring a directory to the disk, `SYNC_AFTER_SECONDS` from now."""
         self.mark_written(run, directory)
         task, tasks = asyncio.create_task(self._sync(run, directory)), self._tasks.setdefault(run, set())
         tasks.add(task)
         task.add_done_callback(lambda task: self._ended(run, task))
 
     async def _sync(self, run: str, directory: Path) -> None:
+        await asyncio.sleep(SYNC_AFTER_SECONDS)
         began = time.perf_counter()
         try:
             await asyncio.get_running_loop().run_in_executor(self._threads, sync_directory, directory)
