@@ -2,17 +2,20 @@
 
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
+from torch import Tensor
 
 from rollout.adapters import Adapter, AdapterConfig, AdapterRequest, write_adapter
-from rollout.adapters.adapter import UP
+from rollout.adapters.adapter import DOWN
 from rollout.adapters.adapter_files import PREFIX
 from rollout.engine import Request
+from rollout.vllm.lora_slots import SlotWrites
 from rollout.vllm.versions.process_settings import set_environment
 from rollout.vllm.versions.vllm_patches import allow_adapted_heads
 from rollout.vllm.vllm_engine import VLLMEngine
@@ -85,7 +88,9 @@ def hand_over(worker: Any, handed: Handed) -> None:
     """
     manager = worker.model_runner.lora_manager
     manager._lora_model_cls = from_memory(manager._lora_model_cls, handed)
-    add = manager.add_adapter
+    slots = manager._adapter_manager
+    writes = SlotWrites(slots.modules.values())
+    add, activate = manager.add_adapter, slots.activate_adapter
 
     def added(request: Any) -> bool:
         known = request.lora_int_id in manager.list_adapters()
@@ -95,11 +100,22 @@ def hand_over(worker: Any, handed: Handed) -> None:
             log.info("adapter %s: loaded %.3f s", request.lora_name, time.perf_counter() - began)
         return loaded
 
-    manager.add_adapter = added
+    def activated(number: int) -> bool:
+        try:
+            new: bool = activate(number)
+        finally:
+            writes.write()
+        return new
+
+    manager.add_adapter, slots.activate_adapter = added, activated
 
 
 def from_memory(kind: Any, handed: Handed) -> Any:
     """vLLM's class of adapters, with one that is ``handed`` over in place of its files."""
+    from vllm.lora.lora_weights import LoRALayerWeights
+    from vllm.lora.utils import parse_fine_tuned_lora_name
+
+    modules: dict[str, str] = {}  # the model's layers, by the names in adapters
 
     class AdapterFromMemory(kind):
         @classmethod
@@ -107,18 +123,31 @@ def from_memory(kind: Any, handed: Handed) -> Any:
             cls, lora_dir: str, expected_lora_modules: set[str], peft_helper: Any, **options: Any
         ) -> Any:
             adapter = handed.get(options["lora_model_id"])
-            named = {} if adapter is None else dict(adapter.named_parameters())
-            unknown = [name for name in named if name.split(".")[-3] not in expected_lora_modules]
-            if not named or unknown:  # which vLLM refuses
+            names = () if adapter is None else tuple(adapter.pairs)
+            unknown = [name for name in names if name.rpartition(".")[-1] not in expected_lora_modules]
+            if adapter is None or not names or unknown:  # which vLLM refuses
                 return super().from_local_checkpoint(lora_dir, expected_lora_modules, peft_helper, **options)
-            taken = ("lora_model_id", "model_vocab_size", "weights_mapper", "skip_prefixes")
-            dtype = options["dtype"]
-            return cls.from_lora_tensors(
-                tensors={PREFIX + name: each.to(dtype, copy=name.endswith(UP)) for name, each in named.items()},
-                peft_helper=peft_helper,
-                device=str(next(iter(named.values())).device),
-                dtype=dtype,
-                **{name: options[name] for name in taken if name in options},
-            )
+            for name in names:
+                if name not in modules:
+                    modules[name], _ = parse_fine_tuned_lora_name(PREFIX + name + DOWN, options.get("weights_mapper"))
+            config, dtype = adapter.config, options["dtype"]
+            _, downs = _rounded([down for down, _ in adapter.pairs.values()], dtype)
+            flat, ups = _rounded([up for _, up in adapter.pairs.values()], dtype)
+            flat.mul_(config.scaling)  # as vLLM would, matrix by matrix
+            layers = {
+                modules[name]: LoRALayerWeights(modules[name], config.rank, config.alpha, down, up, scaling=1)
+                for name, down, up in zip(names, downs, ups, strict=True)
+            }
+            return cls(options["lora_model_id"], config.rank, layers)
 
     return AdapterFromMemory
+
+
+@torch.no_grad()
+def _rounded(matrices: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    """Copies of matrices, rounded to a dtype: one after the other, and each. `pack` does the same for what has names."""
+    sizes = [each.numel() for each in matrices]
+    flat = torch.empty(sum(sizes), dtype=dtype, device=matrices[0].device)
+    copies = [part.view(each.shape) for part, each in zip(flat.split(sizes), matrices, strict=True)]
+    torch._foreach_copy_(copies, list(matrices))
+    return flat, copies
