@@ -138,6 +138,7 @@ class Tenant:
         self.client = service.create_lora_training_client(MODEL, rank=RANK, seed=number, train_unembed=False).result()
         say(f"server: tenant {number} has its adapter")
         self.data: list[Any] = []
+        self.apart = 0.0  # of the last update, see `apart`
         self.snapshot()
         say(f"server: tenant {number} has its first sample")
 
@@ -162,7 +163,7 @@ class Tenant:
         """An update on the data; the number of their tokens."""
         passed = self.client.forward_backward(self.data, "importance_sampling")
         stepped = self.client.optim_step(self.adam)
-        passed.result()
+        self.apart = apart(self.data, passed.result().loss_fn_outputs)
         stepped.result()
         return sum(each.model_input.length for each in self.data)
 
@@ -180,6 +181,17 @@ def datum(prompt: Any, sequence: Any, number: int) -> Any:
     }
     whole = prompt.append(tinker.EncodedTextChunk(tokens=answer[:-1])) if len(answer) > 1 else prompt
     return tinker.Datum(model_input=whole, loss_fn_inputs=inputs)
+
+
+def apart(data: Sequence[Any], outputs: Sequence[Mapping[str, Any]]) -> float:
+    """The mean distance of the trainer's log-probs of sampled tokens from the sampler's, in nats."""
+    import numpy as np
+
+    found = []
+    for each, output in zip(data, outputs, strict=True):
+        sampled, advantages = (each.loss_fn_inputs[name].to_numpy() for name in ("logprobs", "advantages"))
+        found.append(np.abs(output["logprobs"].to_numpy() - sampled)[advantages != 0])
+    return float(np.concatenate(found).mean())
 
 
 def model_inputs(path: Path, count: int) -> list[Any]:
@@ -255,6 +267,7 @@ def server_step(pool: ThreadPoolExecutor, tenants: Sequence[Tenant], log: StageL
         "snapshot": alone,
         "saved": saved,
         "all_saved": max(each for each, _ in snapshots),
+        "apart": max(each.apart for each in tenants),
         "stages": {name: {stage: asdict(each) for stage, each in found.items()} for name, found in stages.items()},
     }
 
@@ -302,9 +315,10 @@ def report(steps: Mapping[str, Sequence[Step]]) -> str:
         (alone, "snapshot"),
         ("of these until the snapshot is there, s", "saved"),
         (f"the slowest of {TENANTS} at once, s", "snapshots"),
+        ("sampler and trainer apart, nats a token, largest of all tenants", "apart"),
     ):
         found = median([step[key] for step in steps["server"]] or [float("nan")])
-        lines.append(f"| {name} |  | {found:.3f} |  |")
+        lines.append(f"| {name} |  | {found:.4f} |  |")
     return "\n".join([*lines, *report_snapshots(steps["server"])])
 
 
@@ -332,7 +346,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-num-seqs", type=int, default=256, help="responses that are decoded at the same time")
     parser.add_argument("--token-budget", type=int, default=8192)
     parser.add_argument("--memory-share", type=float, default=0.35, help="of the GPU, for vLLM")
-    parser.add_argument("--learning-rate", type=float, default=1e-5)
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="high, so that adapters differ")
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--model", type=Path, default=Path(tempfile.gettempdir()) / "random-checkpoints")
