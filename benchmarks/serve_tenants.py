@@ -15,6 +15,7 @@ a snapshot to the first sample of it went.
 """
 
 import argparse
+import gc
 import io
 import json
 import logging
@@ -239,6 +240,8 @@ def measure_server(arguments: argparse.Namespace) -> None:
         with told("server: the first step is to come", arguments.output / "server.log", say):
             first = tenant(0)  # which waits for the engines
             tenants = [first, *pool.map(tenant, range(1, TENANTS))]
+            gc.collect()
+            gc.freeze()  # of this program, whose clients would stop while it searches what it has imported
             log = StageLog(arguments.output / "server.log")
             keep(arguments, 0, server_step(pool, tenants, log))
         for number in range(1, arguments.warmup + arguments.steps):

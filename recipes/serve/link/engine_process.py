@@ -7,6 +7,7 @@ samples that are taken in, and by decoding steps, until these have taken as long
 """
 
 import faulthandler
+import gc
 import importlib
 import logging
 import os
@@ -315,5 +316,7 @@ def main(factory: str, options: str, path: str, parent_pipe: int) -> None:
     module, _, name = factory.partition(":")
     backend: Backend = getattr(importlib.import_module(module), name)(options)
     backend.start()
+    gc.collect()
+    gc.freeze()  # a search of all that has been made by now takes more than 0.1 s, in which nobody is served
     log.info("the engine has started in %.1f s", time.perf_counter() - began)
     EngineProcess(backend, Path(path)).run()
