@@ -16,6 +16,7 @@ NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", tor
 """Of dtypes in a safetensors file."""
 PART_BYTES = 8 << 20  # that are digested and written at a time
 COPIED_BYTES = 64 << 20  # that `pack_by_kind` copies at a time
+SPARE_BYTES = 4 << 30  # of a device, for others than copies that are to be written
 ALIGNMENT = 8  # of the first tensor in a file
 
 
@@ -45,6 +46,16 @@ class PackedTensors:
             self.filled.wait()
             return replace(self, flat=self.flat.cpu(), filled=None)
 
+    def out_of_the_way(self) -> "PackedTensors":
+        """The same, for a thread that writes it: on its device if that has plenty of room, or else in host memory.
+
+        The copy there keeps all threads from the device for as long as it takes: 49 ms for 60 MB on an H200.
+        """
+        if self.filled is None:
+            return self.on_host()
+        free, _ = torch.cuda.mem_get_info(self.flat.device)
+        return self if free > SPARE_BYTES + self.flat.nbytes else self.on_host()
+
     def is_finite(self) -> bool:
         """Whether all numbers are finite. Waits for the device once."""
         return bool(self.flat.isfinite().all())
@@ -70,7 +81,7 @@ def pack(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Pac
 
 
 def pack_by_kind(tensors: Mapping[str, Tensor], between: Callable[[], None] = lambda: None) -> list[PackedTensors]:
-    """Copies in host memory of tensors of any dtypes and devices, each of about `COPIED_BYTES`.
+    """Copies of tensors of any dtypes and devices, each of about `COPIED_BYTES`; see `PackedTensors.out_of_the_way`.
 
     Args:
         between: is called between two copies. The tensors must stay as they are meanwhile.
@@ -85,7 +96,7 @@ def pack_by_kind(tensors: Mapping[str, Tensor], between: Callable[[], None] = la
     for group in groups.values():
         if found:
             between()
-        found.append(pack(group).on_host())
+        found.append(pack(group).out_of_the_way())
     return found
 
 

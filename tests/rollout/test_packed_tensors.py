@@ -1,6 +1,7 @@
 """Packed tensors and the files that are written of them."""
 
 import hashlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollout.adapters import packed_tensors
-from rollout.adapters.packed_tensors import PART_BYTES, pack, pack_by_kind, write_packed
+from rollout.adapters.packed_tensors import PART_BYTES, SPARE_BYTES, PackedTensors, pack, pack_by_kind, write_packed
 
 LARGE = PART_BYTES // 4 + 7  # numbers of more than one part
 
@@ -70,3 +71,11 @@ def test_what_was_packed_does_not_follow_its_tensors(dtype):
     for tensor in weights.values():
         tensor.zero_()
     assert all(torch.equal(tensor, before[name]) for name, tensor in packed.on_host().tensors().items())
+
+
+@pytest.mark.parametrize(("free", "stays"), [(SPARE_BYTES + 13, True), (SPARE_BYTES + 12, False)])
+def test_copies_that_are_to_be_written_stay_on_a_device_that_has_room(monkeypatch, free, stays):
+    on_device, on_host = replace(pack({"a": torch.ones(3)}), filled=object()), pack({"a": torch.ones(3)})
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 0))
+    monkeypatch.setattr(PackedTensors, "on_host", lambda self: on_host)
+    assert on_device.out_of_the_way() is (on_device if stays else on_host)

@@ -177,8 +177,8 @@ class TrainedAdapter(TrainedMatrices):
         later: Later = at_once,
         between: Callable[[], None] = nothing,
     ) -> None:
-        """See `TrainedMatrices.save`. The weights are copied to host memory now, and written later."""
-        matrices = self.adapter.packed().on_host()
+        """See `TrainedMatrices.save`. The weights are copied now, and written later."""
+        matrices = self.adapter.packed().out_of_the_way()
         between()
         state = pack_by_kind(self.state(), between)
 
