@@ -11,14 +11,14 @@ LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) .*?\b(?:snapshot|sa
 STAGE = re.compile(r"(\w+) (\d+\.\d{3}) s")
 STAGES = {
     "waited": "until its turn",
-    "copied": "of these until the engine has a copy of its own",
-    "filed": "of these until the copy is in its files",
     "written": "in the engine, until its files are written",
+    "copied": "of these until the engine has a copy of its own",
+    "filed": "of these from there until the copy is in its files",
     "named": "until they have their name",
     "opened": "until the engine has opened the sampler",
     "loaded": "until vLLM has its adapter",
 }
-"""What the server logs of each snapshot, in this order; a sampler that is part of the engine loads nothing."""
+"""What the server logs of each snapshot until its first sample; a sampler that is part of the engine loads nothing."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", tor
 """Of dtypes in a safetensors file."""
 PART_BYTES = 8 << 20  # that are digested and written at a time
 COPIED_BYTES = 64 << 20  # that `pack_by_kind` copies at a time
-SPARE_BYTES = 4 << 30  # of a device, for others than copies that are to be written
+SPARE = 1 / 4  # of a device's memory, for others than copies that are to be written
 ALIGNMENT = 8  # of the first tensor in a file
 
 
@@ -47,14 +47,14 @@ class PackedTensors:
             return replace(self, flat=self.flat.cpu(), filled=None)
 
     def out_of_the_way(self) -> "PackedTensors":
-        """The same, for a thread that writes it: on its device if that has plenty of room, or else in host memory.
+        """The same, for a thread that writes it: on its device if more than `SPARE` of that is free, or else in host memory.
 
-        The copy there keeps all threads from the device for as long as it takes: 49 ms for 60 MB on an H200.
+        A copy to host memory keeps all threads from the device for as long as it takes: 49 ms for 60 MB on an H200.
         """
         if self.filled is None:
             return self.on_host()
-        free, _ = torch.cuda.mem_get_info(self.flat.device)
-        return self if free > SPARE_BYTES + self.flat.nbytes else self.on_host()
+        free, total = torch.cuda.mem_get_info(self.flat.device)  # what the allocator keeps for itself is not free
+        return self if free > SPARE * total else self.on_host()
 
     def is_finite(self) -> bool:
         """Whether all numbers are finite. Waits for the device once."""

@@ -82,7 +82,8 @@ class VLLMAdapterEngine(VLLMEngine):
 
 
 def hand_over(worker: Any, handed: Handed) -> None:
-    """Lets a worker take the adapters that are in ``handed`` when it needs them, and log how long each takes to load.
+    """Lets a worker take the adapters that are in ``handed`` when it needs them, write each into its slot by few calls, and log how
+    long it takes to load.
 
     Reading the files of an adapter, it would copy each matrix into pinned memory of its own.
     """
@@ -103,15 +104,19 @@ def hand_over(worker: Any, handed: Handed) -> None:
     def activated(number: int) -> bool:
         try:
             new: bool = activate(number)
-        finally:
-            writes.write()
+        except BaseException:
+            writes.drop()
+            raise
+        writes.write()
         return new
 
     manager.add_adapter, slots.activate_adapter = added, activated
 
 
 def from_memory(kind: Any, handed: Handed) -> Any:
-    """vLLM's class of adapters, with one that is ``handed`` over in place of its files."""
+    """vLLM's class of adapters, with one that is ``handed`` over in place of its files. Such a one has no layers that vLLM would
+    skip (its ``skip_prefixes``): they are the decoder's and the head.
+    """
     from vllm.lora.lora_weights import LoRALayerWeights
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
@@ -135,7 +140,7 @@ def from_memory(kind: Any, handed: Handed) -> Any:
             flat, ups = _rounded([up for _, up in adapter.pairs.values()], dtype)
             flat.mul_(config.scaling)  # as vLLM would, matrix by matrix
             layers = {
-                modules[name]: LoRALayerWeights(modules[name], config.rank, config.alpha, down, up, scaling=1)
+                modules[name]: LoRALayerWeights(modules[name], config.rank, config.rank, down, up, scaling=1)
                 for name, down, up in zip(names, downs, ups, strict=True)
             }
             return cls(options["lora_model_id"], config.rank, layers)

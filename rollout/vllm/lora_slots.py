@@ -22,8 +22,7 @@ class SlotWrites:
         from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
         from vllm.lora.layers.column_parallel_linear import MergedColumnParallelLinearWithLoRA
 
-        self._zeroed: list[Tensor] = []
-        self._copied: dict[bool, tuple[list[Tensor], list[Tensor]]] = {True: ([], []), False: ([], [])}  # to, from
+        self.drop()
         plain = BaseLinearLayerWithLoRA.set_lora, MergedColumnParallelLinearWithLoRA.set_lora
         for layer in layers:
             if type(layer).set_lora in plain and layer.tp_size == 1:
@@ -51,13 +50,17 @@ class SlotWrites:
                 places.append(place)
                 matrices.append(matrix)
 
+    def drop(self) -> None:
+        """Forgets what is kept."""
+        self._zeroed: list[Tensor] = []
+        self._copied: dict[bool, tuple[list[Tensor], list[Tensor]]] = {True: ([], []), False: ([], [])}  # to, from
+
     def write(self) -> None:
         """Writes what is kept. Places with gaps are apart: one of them would make the others' copies slow."""
-        if self._zeroed:
-            torch._foreach_zero_(self._zeroed)
-            self._zeroed.clear()
-        for places, matrices in self._copied.values():
+        zeroed, copied = self._zeroed, self._copied
+        self.drop()  # also what cannot be written, which is of one adapter
+        if zeroed:
+            torch._foreach_zero_(zeroed)
+        for places, matrices in copied.values():
             if places:
                 torch._foreach_copy_(places, matrices, non_blocking=True)
-            places.clear()
-            matrices.clear()

@@ -78,3 +78,14 @@ def test_layers_that_do_more_than_copy_write_for_themselves(layer):
     SlotWrites([layer])
     layer.reset_lora(0)
     assert not any(bool(slots[0].any()) for slots in (*layer.lora_a_stacked, *layer.lora_b_stacked))
+
+
+@pytest.mark.parametrize("layer", [(SIZES[0],)], indirect=True)
+def test_what_cannot_be_written_is_not_tried_again(layer):
+    writes, (down, up) = SlotWrites([layer]), pairs(RANK, SIZES[:1])
+    layer.set_lora(0, torch.randn(RANK + 1, INPUTS), up)
+    with pytest.raises(RuntimeError):
+        writes.write()
+    layer.set_lora(1, down, up)
+    writes.write()
+    assert torch.equal(layer.lora_b_stacked[0][1, 0], up)

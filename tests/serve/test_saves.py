@@ -130,6 +130,7 @@ def slow_disk(monkeypatch):
         sync(directory)
 
     monkeypatch.setattr(directories, "sync_directory", slowly)
+    monkeypatch.setattr(directories, "SYNC_AFTER_SECONDS", 0.0)
     yield told, tried
     told.set()
 
@@ -146,6 +147,7 @@ def test_a_run_has_no_snapshot_until_those_for_its_samplers_are_on_disk(tmp_path
         await stepped(front, run, 4)
         await until(lambda: (front.state / "runs/1/snapshot-5").exists())
         await front.result(await front.submit(run, 6, 7))
+        await until(lambda: tried)
         assert run.snapshot_seq == 2
         told.set()
         await until(lambda: run.snapshot_seq == 5)
@@ -266,16 +268,24 @@ def test_a_snapshot_that_the_disk_cannot_read_is_written_again(tmp_path, monkeyp
     drive(after, tmp_path)
 
 
-def test_a_server_stops_while_the_disk_is_slow_and_records_no_snapshot_behind_it(tmp_path, slow_disk):
-    told, _ = slow_disk
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_server_stops_while_the_disk_is_slow_and_records_no_snapshot_behind_it(
+    tmp_path, slow_disk, monkeypatch, begun
+):
+    told, tried = slow_disk
+    if not begun:
+        monkeypatch.setattr(directories, "SYNC_AFTER_SECONDS", 3600.0)
 
     async def stop():
         front = Front(tmp_path)
         front.service.start()
         run = await front.new_run("r")
         await front.result(await front.request(run, 1, "save_for_sampler", sampling_session_seq_id=1))
-        await stepped(front, run, 2)
-        await until(lambda: (tmp_path / "runs/1/snapshot-3").exists())
+        if begun:
+            await stepped(front, run, 2)
+            await until(lambda: (tmp_path / "runs/1/snapshot-3").exists())
+            await until(lambda: tried)
+        assert bool(tried) == begun
         try:
             await asyncio.wait_for(front.service.stop(), 30)
         finally:
@@ -285,13 +295,30 @@ def test_a_server_stops_while_the_disk_is_slow_and_records_no_snapshot_behind_it
     asyncio.run(stop())
 
 
+def test_a_sync_begins_at_once_when_somebody_waits_for_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(directories, "SYNC_AFTER_SECONDS", 3600.0)
+
+    async def work():
+        syncs = directories.Syncs()
+        for _ in range(2):
+            syncs.begin("r", tmp_path)
+            await asyncio.wait_for(syncs.done("r"), 30)
+        syncs.begin("r", tmp_path)
+        await asyncio.sleep(0.1)  # nobody waits for this one
+        assert syncs._tasks["r"]
+        syncs.close()
+
+    asyncio.run(work())
+
+
 def test_all_who_wait_for_the_disk_wait_until_its_end(tmp_path, slow_disk):
-    told, _ = slow_disk
+    told, tried = slow_disk
 
     async def work():
         syncs = directories.Syncs()
         syncs.begin("r", tmp_path)
         waiting = [asyncio.create_task(syncs.done("r")) for _ in range(2)]
+        await until(lambda: tried)
         done, _ = await asyncio.wait(waiting, timeout=0.1)
         assert not done
         told.set()

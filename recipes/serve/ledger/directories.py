@@ -24,8 +24,8 @@ NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 TEMPORARY = ".new-"
 SYNCING = 8  # directories that are brought to the disk at a time
 SYNC_AFTER_SECONDS = 0.5
-"""So long others that write at the same time have for their answers: a commit of the database beside a directory that is brought
-to the disk takes as long as that."""
+"""A directory is brought to the disk this much later, so that requests of the same moment are answered first: a commit of the
+database waits for all that is being brought to the disk."""
 
 
 def checked_name(name: str) -> str:
@@ -97,6 +97,7 @@ class Syncs:
         self._tasks: dict[str, set[asyncio.Task[None]]] = {}
         self._failed: set[str] = set()
         self._known: dict[str, set[Path]] = {}
+        self._awaited: dict[str, asyncio.Event] = {}
 
     def mark_written(self, run: str, directory: Path) -> None:
         """Records that this process has written a directory, and will know if it cannot be brought to the disk."""
@@ -109,16 +110,18 @@ class Syncs:
     def end(self, run: str) -> None:
         """Forgets the directories of a run, which no replay reaches any more."""
         self._known.pop(run, None)
+        self._awaited.pop(run, None)
 
     def begin(self, run: str, directory: Path) -> None:
-        """Begins to bring a directory to the disk, `SYNC_AFTER_SECONDS` from now."""
+        """Begins to bring a directory to the disk, `SYNC_AFTER_SECONDS` from now or when somebody waits for it."""
         self.mark_written(run, directory)
         task, tasks = asyncio.create_task(self._sync(run, directory)), self._tasks.setdefault(run, set())
         tasks.add(task)
         task.add_done_callback(lambda task: self._ended(run, task))
 
     async def _sync(self, run: str, directory: Path) -> None:
-        await asyncio.sleep(SYNC_AFTER_SECONDS)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._awaited.setdefault(run, asyncio.Event()).wait(), SYNC_AFTER_SECONDS)
         began = time.perf_counter()
         try:
             await asyncio.get_running_loop().run_in_executor(self._threads, sync_directory, directory)
@@ -144,7 +147,9 @@ class Syncs:
 
     async def done(self, run: str) -> None:
         """Returns when all directories of a run are on disk. Raises `OSError` if one could not be brought there."""
+        self._awaited.setdefault(run, asyncio.Event()).set()
         await asyncio.gather(*self._tasks.get(run, ()), return_exceptions=True)
+        self._awaited.pop(run, None)
         if self.failed(run):
             raise OSError(f"a snapshot for samplers of run {run} may not be on disk")
 
