@@ -82,8 +82,8 @@ class VLLMAdapterEngine(VLLMEngine):
 
 
 def hand_over(worker: Any, handed: Handed) -> None:
-    """Lets a worker take the adapters that are in ``handed`` when it needs them, write each into its slot by few calls, and log how
-    long it takes to load.
+    """Lets a worker take the adapters that are in ``handed`` when it needs them, write each into its slot by few calls, and log
+    how long each takes to load.
 
     Reading the files of an adapter, it would copy each matrix into pinned memory of its own.
     """
