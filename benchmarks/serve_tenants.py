@@ -139,7 +139,7 @@ class Tenant:
         self.client = service.create_lora_training_client(MODEL, rank=RANK, seed=number, train_unembed=False).result()
         say(f"server: tenant {number} has its adapter")
         self.data: list[Any] = []
-        self.apart = 0.0  # of the last update, see `apart`
+        self.difference = 0.0  # of the last update, see `log_prob_difference`
         self.snapshot()
         say(f"server: tenant {number} has its first sample")
 
@@ -164,7 +164,7 @@ class Tenant:
         """An update on the data; the number of their tokens."""
         passed = self.client.forward_backward(self.data, "importance_sampling")
         stepped = self.client.optim_step(self.adam)
-        self.apart = apart(self.data, passed.result().loss_fn_outputs)
+        self.difference = log_prob_difference(self.data, passed.result().loss_fn_outputs)
         stepped.result()
         return sum(each.model_input.length for each in self.data)
 
@@ -184,8 +184,8 @@ def datum(prompt: Any, sequence: Any, number: int) -> Any:
     return tinker.Datum(model_input=whole, loss_fn_inputs=inputs)
 
 
-def apart(data: Sequence[Any], outputs: Sequence[Mapping[str, Any]]) -> float:
-    """The mean distance of the trainer's log-probs of sampled tokens from the sampler's, in nats."""
+def log_prob_difference(data: Sequence[Any], outputs: Sequence[Mapping[str, Any]]) -> float:
+    """The mean absolute difference between the trainer's and the sampler's log-probs of sampled tokens, in nats."""
     import numpy as np
 
     found = []
@@ -241,7 +241,7 @@ def measure_server(arguments: argparse.Namespace) -> None:
             first = tenant(0)  # which waits for the engines
             tenants = [first, *pool.map(tenant, range(1, TENANTS))]
             gc.collect()
-            gc.freeze()  # of this program, whose clients would stop while it searches what it has imported
+            gc.freeze()  # the collector would stop the clients for 0.2 s to look through all that is imported
             log = StageLog(arguments.output / "server.log")
             keep(arguments, 0, server_step(pool, tenants, log))
         for number in range(1, arguments.warmup + arguments.steps):
@@ -270,7 +270,7 @@ def server_step(pool: ThreadPoolExecutor, tenants: Sequence[Tenant], log: StageL
         "snapshot": alone,
         "saved": saved,
         "all_saved": max(each for each, _ in snapshots),
-        "apart": max(each.apart for each in tenants),
+        "difference": max(each.difference for each in tenants),
         "stages": {name: {stage: asdict(each) for stage, each in found.items()} for name, found in stages.items()},
     }
 
@@ -318,7 +318,7 @@ def report(steps: Mapping[str, Sequence[Step]]) -> str:
         (alone, "snapshot"),
         ("of these until the snapshot is there, s", "saved"),
         (f"the slowest of {TENANTS} at once, s", "snapshots"),
-        ("sampler and trainer apart, nats a token, largest of all tenants", "apart"),
+        ("log-probs of sampler and trainer differ by, nats a token, the largest of all tenants", "difference"),
     ):
         found = median([step[key] for step in steps["server"]] or [float("nan")])
         lines.append(f"| {name} |  | {found:.4f} |  |")

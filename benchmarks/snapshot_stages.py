@@ -13,7 +13,7 @@ STAGES = {
     "waited": "until its turn",
     "written": "in the engine, until its files are written",
     "copied": "of these until the engine has a copy of its own",
-    "filed": "of these from there until the copy is in its files",
+    "filed": "then until the copy is in its files",
     "named": "until they have their name",
     "opened": "until the engine has opened the sampler",
     "loaded": "until vLLM has its adapter",

@@ -16,7 +16,7 @@ NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", tor
 """Of dtypes in a safetensors file."""
 PART_BYTES = 8 << 20  # that are digested and written at a time
 COPIED_BYTES = 64 << 20  # that `pack_by_kind` copies at a time
-SPARE = 1 / 4  # of a device's memory, for others than copies that are to be written
+SPARE = 1 / 4  # of a device's memory that copies for files leave free
 ALIGNMENT = 8  # of the first tensor in a file
 
 
@@ -46,10 +46,11 @@ class PackedTensors:
             self.filled.wait()
             return replace(self, flat=self.flat.cpu(), filled=None)
 
-    def out_of_the_way(self) -> "PackedTensors":
-        """The same, for a thread that writes it: on its device if more than `SPARE` of that is free, or else in host memory.
+    def for_writing(self) -> "PackedTensors":
+        """The same for a thread that writes it to a file: on its device if more than `SPARE` of its memory is free, otherwise in
+        host memory.
 
-        A copy to host memory keeps all threads from the device for as long as it takes: 49 ms for 60 MB on an H200.
+        `on_host` blocks the device for all threads: for 49 ms with 60 MB on an H200.
         """
         if self.filled is None:
             return self.on_host()
@@ -81,7 +82,7 @@ def pack(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Pac
 
 
 def pack_by_kind(tensors: Mapping[str, Tensor], between: Callable[[], None] = lambda: None) -> list[PackedTensors]:
-    """Copies of tensors of any dtypes and devices, each of about `COPIED_BYTES`; see `PackedTensors.out_of_the_way`.
+    """Copies of tensors of any dtypes and devices, each of about `COPIED_BYTES`; see `PackedTensors.for_writing`.
 
     Args:
         between: is called between two copies. The tensors must stay as they are meanwhile.
@@ -96,7 +97,7 @@ def pack_by_kind(tensors: Mapping[str, Tensor], between: Callable[[], None] = la
     for group in groups.values():
         if found:
             between()
-        found.append(pack(group).out_of_the_way())
+        found.append(pack(group).for_writing())
     return found
 
 
@@ -119,16 +120,16 @@ def write_packed(packs: Sequence[PackedTensors], file: Path, metadata: Mapping[s
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     digest = hashlib.sha256()
-    with file.open("wb") as opened, ThreadPoolExecutor(1) as beside:
+    with file.open("wb") as opened, ThreadPoolExecutor(1) as hashing:
         for part in _parts(len(text).to_bytes(8, "little") + text, packs):
-            digested = beside.submit(digest.update, part)
+            digested = hashing.submit(digest.update, part)
             opened.write(part)
             digested.result()
     return digest.hexdigest()
 
 
 def _parts(start: bytes, packs: Sequence[PackedTensors]) -> Iterable[bytes | memoryview]:
-    """The bytes of a file. Each part is valid until the next is asked for."""
+    """The bytes of a file, in parts. Each part is valid until the next is asked for."""
     yield start
     for each in packs:
         parts = each.flat.view(torch.uint8).split(PART_BYTES)
@@ -137,9 +138,9 @@ def _parts(start: bytes, packs: Sequence[PackedTensors]) -> Iterable[bytes | mem
 
 
 def _staged(parts: Sequence[Tensor], filled: torch.cuda.Event) -> Iterable[Tensor]:
-    """Parts of what a device holds, one after the other in the same pinned memory.
+    """Copies parts from a device to pinned host memory, each to the same place: a part is valid until the next is asked for.
 
-    A copy into other memory is slow, and meanwhile no other thread can use the device.
+    A copy to ordinary host memory is 35 times slower (H200), and blocks the device for all threads.
     """
     stream = torch.cuda.Stream(parts[0].device)
     staging = torch.empty(PART_BYTES, dtype=torch.uint8, pin_memory=True)

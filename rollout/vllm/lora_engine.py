@@ -2,18 +2,17 @@
 
 import logging
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
-from torch import Tensor
 
 from rollout.adapters import Adapter, AdapterConfig, AdapterRequest, write_adapter
 from rollout.adapters.adapter import DOWN
 from rollout.adapters.adapter_files import PREFIX
+from rollout.adapters.packed_tensors import pack
 from rollout.engine import Request
 from rollout.vllm.lora_slots import SlotWrites
 from rollout.vllm.versions.process_settings import set_environment
@@ -136,23 +135,16 @@ def from_memory(kind: Any, handed: Handed) -> Any:
                 if name not in modules:
                     modules[name], _ = parse_fine_tuned_lora_name(PREFIX + name + DOWN, options.get("weights_mapper"))
             config, dtype = adapter.config, options["dtype"]
-            _, downs = _rounded([down for down, _ in adapter.pairs.values()], dtype)
-            flat, ups = _rounded([up for _, up in adapter.pairs.values()], dtype)
-            flat.mul_(config.scaling)  # as vLLM would, matrix by matrix
+            downs = pack({name: down for name, (down, _) in adapter.pairs.items()}, dtype).tensors()
+            packed = pack({name: up for name, (_, up) in adapter.pairs.items()}, dtype)
+            packed.flat.mul_(config.scaling)  # vLLM would scale each matrix by itself
+            ups = packed.tensors()
             layers = {
-                modules[name]: LoRALayerWeights(modules[name], config.rank, config.rank, down, up, scaling=1)
-                for name, down, up in zip(names, downs, ups, strict=True)
+                modules[name]: LoRALayerWeights(
+                    modules[name], config.rank, config.rank, downs[name], ups[name], scaling=1
+                )
+                for name in names
             }
             return cls(options["lora_model_id"], config.rank, layers)
 
     return AdapterFromMemory
-
-
-@torch.no_grad()
-def _rounded(matrices: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-    """Copies of matrices, rounded to a dtype: one after the other, and each. `pack` does the same for what has names."""
-    sizes = [each.numel() for each in matrices]
-    flat = torch.empty(sum(sizes), dtype=dtype, device=matrices[0].device)
-    copies = [part.view(each.shape) for part, each in zip(flat.split(sizes), matrices, strict=True)]
-    torch._foreach_copy_(copies, list(matrices))
-    return flat, copies

@@ -81,4 +81,4 @@ def test_copies_that_are_to_be_written_stay_on_a_device_that_has_room(monkeypatc
     on_device, on_host = replace(pack({"a": torch.ones(3)}), filled=object()), pack({"a": torch.ones(3)})
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 1000))
     monkeypatch.setattr(PackedTensors, "on_host", lambda self: on_host)
-    assert on_device.out_of_the_way() is (on_device if stays else on_host)
+    assert on_device.for_writing() is (on_device if stays else on_host)

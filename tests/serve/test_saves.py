@@ -304,7 +304,7 @@ def test_a_sync_begins_at_once_when_somebody_waits_for_it(tmp_path, monkeypatch)
             syncs.begin("r", tmp_path)
             await asyncio.wait_for(syncs.done("r"), 30)
         syncs.begin("r", tmp_path)
-        await asyncio.sleep(0.1)  # nobody waits for this one
+        await asyncio.sleep(0.1)  # without a call of `done` it does not begin
         assert syncs._tasks["r"]
         syncs.close()
 

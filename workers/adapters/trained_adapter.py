@@ -178,7 +178,7 @@ class TrainedAdapter(TrainedMatrices):
         between: Callable[[], None] = nothing,
     ) -> None:
         """See `TrainedMatrices.save`. The weights are copied now, and written later."""
-        matrices = self.adapter.packed().out_of_the_way()
+        matrices = self.adapter.packed().for_writing()
         between()
         state = pack_by_kind(self.state(), between)
 

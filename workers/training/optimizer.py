@@ -196,7 +196,10 @@ def clip_by_global_norm(
 
 
 def clipping(norm: float, max_norm: float) -> float | None:
-    """The factor that scales gradients of this norm down to ``max_norm``, or `None` if they stay. 0 stands for no limit."""
+    """The factor that scales gradients of norm ``norm`` down to ``max_norm``, or `None` if they are not scaled.
+
+    A ``max_norm`` of 0 means no limit. Gradients whose norm is not finite are not scaled.
+    """
     return max_norm / (norm + 1e-6) if 0 < max_norm < norm < math.inf else None
 
 

@@ -24,8 +24,8 @@ NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 TEMPORARY = ".new-"
 SYNCING = 8  # directories that are brought to the disk at a time
 SYNC_AFTER_SECONDS = 0.5
-"""A directory is brought to the disk this much later, so that requests of the same moment are answered first: a commit of the
-database waits for all that is being brought to the disk."""
+"""A directory is brought to the disk this many seconds after it is written, unless somebody waits for it. Requests of the same
+moment are answered first: their commit to the database would wait for the disk."""
 
 
 def checked_name(name: str) -> str:
@@ -97,7 +97,7 @@ class Syncs:
         self._tasks: dict[str, set[asyncio.Task[None]]] = {}
         self._failed: set[str] = set()
         self._known: dict[str, set[Path]] = {}
-        self._awaited: dict[str, asyncio.Event] = {}
+        self._awaited: dict[str, asyncio.Event] = {}  # set while somebody waits for the directories of a run
 
     def mark_written(self, run: str, directory: Path) -> None:
         """Records that this process has written a directory, and will know if it cannot be brought to the disk."""

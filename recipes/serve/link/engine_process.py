@@ -317,6 +317,6 @@ def main(factory: str, options: str, path: str, parent_pipe: int) -> None:
     backend: Backend = getattr(importlib.import_module(module), name)(options)
     backend.start()
     gc.collect()
-    gc.freeze()  # a search of all that has been made by now takes more than 0.1 s, in which nobody is served
+    gc.freeze()  # the collector would stop the engine for 0.1 s or more to look through all that is loaded
     log.info("the engine has started in %.1f s", time.perf_counter() - began)
     EngineProcess(backend, Path(path)).run()
