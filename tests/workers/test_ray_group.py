@@ -21,7 +21,7 @@ from dataproto.errors import InvalidColumn, InvalidConfig, RankFailure, WorkerFa
 from workers.cluster.host import Host
 from workers.cluster.placement import Placement
 from workers.cluster.ray_config import RayConfig
-from workers.cluster.ray_group import RayBlobs, RayGroup, new_step_blobs, running_ray
+from workers.cluster.ray_group import RayBlobs, RayGroup, RayHost, new_step_blobs, running_ray
 from workers.cluster.ray_pool import RayPool, share_cores
 from workers.cluster.step_blobs import StepBlobs
 from workers.ranks.dispatch_modes import dispatch
@@ -119,6 +119,17 @@ class Worker:
             time.sleep(1000)
 
 
+class WhereCUDAIs(RayHost):
+    """As on a machine with CUDA devices, of which Ray has reserved ``gpus`` for this process."""
+
+    def __init__(self, gpus: list[int]) -> None:
+        with patch("torch.cuda.is_available", lambda: True), patch("ray.get_gpu_ids", lambda: gpus):
+            super().__init__(monitor=None)
+
+    def device_name(self) -> str:
+        return str(self.device)
+
+
 class Hanging(Worker):
     """Never finishes `refresh`."""
 
@@ -153,6 +164,13 @@ def start(layout: Layout | None = None, kind: type[Worker] = Worker, **options: 
     pool = RayPool(layout or Layout(dp=2), RayConfig(**options), new_step_blobs())
     pool.connect()
     return pool.build("worker", kind)
+
+
+@pytest.mark.parametrize(("gpus", "device"), [([], "cpu"), ([3], "cuda:0")])
+def test_a_process_uses_a_device_only_if_it_has_reserved_one(gpus, device):
+    host = ray.remote(num_cpus=0)(WhereCUDAIs).remote(gpus)
+    assert ray.get(host.device_name.remote()) == device
+    ray.kill(host)
 
 
 BUNDLES: list[Placement] = []  # of the processes of `group`, in the order of Ray's bundles

@@ -37,13 +37,17 @@ class PhaseMonitor:
 class Host:
     """The workers of one rank by role, and the connections of the rank to others."""
 
-    def __init__(self, report: Callable[[str], None] = lambda phase: None) -> None:
-        """``report`` is called with the name of each phase before the rank begins it."""
+    def __init__(self, report: Callable[[str], None] = lambda phase: None, device: torch.device | None = None) -> None:
+        """
+        Args:
+            report: is called with the name of each phase before the rank begins it.
+            device: the first CUDA device, or the CPU, if ``None``.
+        """
         self.rank = 0  # until `init_distributed`
         self.roles: dict[str, Any] = {}
         self.ranks = Ranks()
         self.channel: WeightChannel | None = None
-        self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        self.device = device or (torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
         self.report = report
         self.desynced_by: str | None = None  # the call that failed on this rank, but perhaps not on all ranks
         self._listener: socket.socket | None = None

@@ -191,7 +191,8 @@ class RayHost(Host):
     """A `Host` that returns results through the object store."""
 
     def __init__(self, monitor: Any) -> None:
-        super().__init__(lambda phase: monitor.report.remote(self.rank, phase))
+        device = None if ray.get_gpu_ids() else torch.device("cpu")  # Ray shows all GPUs to who has reserved none
+        super().__init__(lambda phase: monitor.report.remote(self.rank, phase), device)
         log_progress()
 
     def placement(self) -> Placement:

@@ -28,6 +28,7 @@ from workers.training.forward_pass import LossFn, PreparedRows, forward_rows, in
 from workers.training.loading import Wrap, load_packed
 from workers.training.loss_sums import LossSums, Updated, averages, zero_loss
 from workers.training.memory import Residence
+from workers.training.memory.allocation import expandable_segments
 from workers.training.memory.phase_memory import PHASES, SCORES
 from workers.training.micro_batches import (
     Conclude,
@@ -159,6 +160,7 @@ class TrainingModel:
         with (
             PHASES.phase(SCORES.get(into, into)),
             torch.no_grad(),
+            expandable_segments(self.device),
             self.residence.using(),
             self.precision.compute(),
             self._resharded(),
@@ -204,6 +206,7 @@ class TrainingModel:
 
         with (
             torch.set_grad_enabled(backward),
+            expandable_segments(self.device),
             self.residence.using(),
             self.precision.compute(),
             self._clear_gradients_on_error(backward),
@@ -349,6 +352,7 @@ class TrainingModel:
         with (
             PHASES.phase(f"update_{self.role}"),
             self.accounting.recording(),
+            expandable_segments(self.device),
             self.residence.using(moments=True, changes=True),
         ):
             yield update
@@ -357,7 +361,7 @@ class TrainingModel:
     def step(self, params: AdamParams | None = None) -> dict[str, float]:
         """One optimizer step with the gradients of all ranks; see `Optimizer.step`."""
         self.has_passes = False
-        with self.residence.using(moments=True, changes=True):
+        with expandable_segments(self.device), self.residence.using(moments=True, changes=True):
             for transform in self.transforms:
                 transform.sum_gradients(self.module)
             self.residence.wait_for_moments()

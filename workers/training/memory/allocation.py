@@ -1,0 +1,42 @@
+"""How torch takes the memory of a CUDA device while a model is trained or scores."""
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Where users configure torch's allocator; what they say holds."""
+
+_lock = threading.Lock()
+_open = 0  # blocks of `expandable_segments` that this process is in
+
+
+@contextmanager
+def expandable_segments(device: torch.device) -> Iterator[None]:
+    """Memory that is allocated in here comes in segments that grow and shrink by pages. Blocks may be nested.
+
+    An update allocates what outlasts it, such as the optimizer's first state, among its activations. In segments of fixed size
+    each such tensor keeps a whole segment, and an engine on the same device cannot have the rest of it. Outside of these blocks
+    segments have fixed sizes: CUDA's handles between processes and vLLM's memory pool allow no others.
+
+    Does nothing on a CPU, or if an environment variable configures torch's allocator (`VARIABLES`).
+    """
+    if device.type != "cuda" or any(os.environ.get(name) for name in VARIABLES):
+        yield
+        return
+    _count(1)
+    try:
+        yield
+    finally:
+        _count(-1)
+
+
+def _count(change: int) -> None:
+    global _open
+    with _lock:
+        before, _open = _open, _open + change
+        if bool(before) != bool(_open):
+            torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{bool(_open)}")
