@@ -9,6 +9,7 @@ from helpers.batches import prompt_batch, with_responses
 from helpers.tiny_models import tiny_config, tiny_model
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.training import training_model
+from workers.training.memory import HostCopies
 from workers.training.memory.allocation import VARIABLES, expandable_segments
 from workers.training.optimizer import Optimizer
 from workers.training.training_model import TrainingModel
@@ -42,6 +43,22 @@ def test_segments_expand_until_the_outermost_block_ends(said):
 def test_an_error_ends_a_block_too(said):
     with pytest.raises(ArithmeticError), expandable_segments(CUDA):
         raise ArithmeticError
+    assert said == ["expandable_segments:True", "expandable_segments:False"]
+
+
+def test_what_torch_refuses_is_tried_again_in_the_next_block(said, monkeypatch):
+    recorded = torch._C._accelerator_setAllocatorSettings
+
+    def refused(settings):
+        raise ValueError(settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch._C, "_accelerator_setAllocatorSettings", refused)
+        with pytest.raises(ValueError, match="expandable_segments:True"), expandable_segments(CUDA):
+            pass
+    assert torch._C._accelerator_setAllocatorSettings is recorded
+    with expandable_segments(CUDA):
+        pass
     assert said == ["expandable_segments:True", "expandable_segments:False"]
 
 
@@ -82,17 +99,24 @@ def test_passes_steps_and_updates_allocate_in_such_blocks(tmp_path, monkeypatch)
 
     tiny_model("qwen2_5_vl").save_pretrained(tmp_path)
     config = tiny_config("qwen2_5_vl")
-    worker = ActorWorker(ActorConfig(str(tmp_path)), torch.device("cpu"))
+    worker = ActorWorker(ActorConfig(str(tmp_path), offload_idle=True), torch.device("cpu"))
     data = with_responses(config, prompt_batch(config, [[(4, 6)]], texts=[4]), lengths=[2], width=4)
     monkeypatch.setattr(training_model, "expandable_segments", counted)
     noted(TrainingModel, "_outputs")
     noted(Optimizer, "step")
+    noted(HostCopies, "fetch")
     worker.log_probs(data)
     worker.update(data, loss)
     worker.forward_backward(data, loss)
     worker.optim_step()
-    assert [name for name, _ in seen] == ["_outputs", "_outputs", "step", "_outputs", "step"]
-    assert all(inside for _, inside in seen)
+    assert all(inside for _, inside in seen)  # what comes from the host too
+    assert [each for each in seen if each[0] != "fetch"] == [
+        ("_outputs", 1),
+        ("_outputs", 2),  # in an update
+        ("step", 2),
+        ("_outputs", 1),
+        ("step", 1),
+    ]
     assert depth == [0]
 
 

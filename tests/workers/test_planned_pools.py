@@ -53,7 +53,9 @@ def test_only_a_reward_function_has_processes_of_its_own(reward, processes):
     config = RayConfig(gpus=1.0, reward_processes=3, reward_timeout_s=7.0)
     pools = planned_pools(plan_of(Layout(), reward=reward), config)
     assert planned_bundles(plan_of(Layout(), reward=reward), config)[1:] == [{"CPU": 1.0}] * processes
-    assert [pool.config.timeout_s for name, pool in pools.items() if name == "scorers"] == [7.0] * (processes > 0)
+    scorers = [(str(pool.device), pool.config.timeout_s) for name, pool in pools.items() if name == "scorers"]
+    assert scorers == [("cpu", 7.0)] * (processes > 0)
+    assert pools["models"].device is None
 
 
 @pytest.mark.parametrize(("parallel", "apart"), [(4, 0), (0, 0), (4, 6)])

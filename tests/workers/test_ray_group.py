@@ -120,11 +120,11 @@ class Worker:
 
 
 class WhereCUDAIs(RayHost):
-    """As on a machine with CUDA devices, of which Ray has reserved ``gpus`` for this process."""
+    """As on a machine with GPUs."""
 
-    def __init__(self, gpus: list[int]) -> None:
-        with patch("torch.cuda.is_available", lambda: True), patch("ray.get_gpu_ids", lambda: gpus):
-            super().__init__(monitor=None)
+    def __init__(self, device: torch.device | None) -> None:
+        with patch("torch.cuda.is_available", lambda: True):
+            super().__init__(None, device)
 
     def device_name(self) -> str:
         return str(self.device)
@@ -166,10 +166,10 @@ def start(layout: Layout | None = None, kind: type[Worker] = Worker, **options: 
     return pool.build("worker", kind)
 
 
-@pytest.mark.parametrize(("gpus", "device"), [([], "cpu"), ([3], "cuda:0")])
-def test_a_process_uses_a_device_only_if_it_has_reserved_one(gpus, device):
-    host = ray.remote(num_cpus=0)(WhereCUDAIs).remote(gpus)
-    assert ray.get(host.device_name.remote()) == device
+@pytest.mark.parametrize(("device", "name"), [(torch.device("cpu"), "cpu"), (None, "cuda:0")])
+def test_a_process_takes_a_gpu_that_ray_shows_unless_it_is_told_otherwise(device, name):
+    host = ray.remote(num_cpus=0)(WhereCUDAIs).remote(device)
+    assert ray.get(host.device_name.remote()) == name
     ray.kill(host)
 
 

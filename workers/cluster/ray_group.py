@@ -190,8 +190,7 @@ def _media_limit_bytes() -> int:
 class RayHost(Host):
     """A `Host` that returns results through the object store."""
 
-    def __init__(self, monitor: Any) -> None:
-        device = None if ray.get_gpu_ids() else torch.device("cpu")  # Ray shows all GPUs to who has reserved none
+    def __init__(self, monitor: Any, device: torch.device | None = None) -> None:
         super().__init__(lambda phase: monitor.report.remote(self.rank, phase), device)
         log_progress()
 
@@ -220,11 +219,14 @@ class RayHost(Host):
             return ray.put(result)
 
 
-def start_hosts(processes: int, config: RayConfig, together: int = 1) -> tuple[list[Any], Any, PlacementGroup]:
+def start_hosts(
+    processes: int, config: RayConfig, together: int = 1, device: torch.device | None = None
+) -> tuple[list[Any], Any, PlacementGroup]:
     """Starts a `RayHost` for each process, a `PhaseMonitor` that they report to, and the placement group that holds them.
 
     Args:
         together: so many processes share a node, again and again.
+        device: of each process: its first GPU, or the CPU, if ``None``. Ray shows all GPUs to a process that has reserved none.
 
     Raises:
         InvalidConfig: the cluster has too few CPUs or GPUs.
@@ -238,7 +240,7 @@ def start_hosts(processes: int, config: RayConfig, together: int = 1) -> tuple[l
             num_gpus=gpus_per_process(config),
             scheduling_strategy=PlacementGroupSchedulingStrategy(reserved, process // together),
         )
-        .remote(monitor)
+        .remote(monitor, device)
         for process in range(processes)
     ]
     return hosts, monitor, reserved

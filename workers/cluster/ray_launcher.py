@@ -97,11 +97,15 @@ def with_absolute_paths(plan: LaunchPlan) -> LaunchPlan:
 
 @dataclass(frozen=True)
 class PlannedPool:
-    """The processes of a pool before they start; so many ``together``, with consecutive ranks, share a node."""
+    """The processes of a pool before they start; so many ``together``, with consecutive ranks, share a node.
+
+    ``device``: of each, its first GPU, or the CPU, if ``None``.
+    """
 
     layout: Layout
     config: RayConfig
     together: int = 1
+    device: torch.device | None = None
 
     @property
     def bundles(self) -> list[dict[str, float]]:
@@ -122,7 +126,8 @@ def planned_pools(plan: LaunchPlan, config: RayConfig) -> dict[str, PlannedPool]
         pools["engines"] = PlannedPool(Layout(dp=apart), config, parallel)
     if plan.reward is not None and not isinstance(plan.reward, ModelReward):
         without_device = replace(config, gpus=0.0, timeout_s=config.reward_timeout_s)
-        pools["scorers"] = PlannedPool(Layout(dp=config.reward_processes), without_device)
+        scorers = Layout(dp=config.reward_processes)
+        pools["scorers"] = PlannedPool(scorers, without_device, device=torch.device("cpu"))
     return pools
 
 
@@ -207,7 +212,7 @@ def _start_pools(plan: LaunchPlan, config: RayConfig, stack: ExitStack) -> Pools
     """Starts all processes at once, and waits for them."""
     blobs, pools = new_step_blobs(), {}
     for name, planned in planned_pools(plan, config).items():
-        pools[name] = RayPool(planned.layout, planned.config, blobs, planned.together)
+        pools[name] = RayPool(planned.layout, planned.config, blobs, planned.together, planned.device)
         stack.callback(pools[name].close)
     for pool in pools.values():
         pool.connect()

@@ -35,11 +35,19 @@ log = logging.getLogger(__name__)
 class RayPool:
     """The processes of one layout. The roles built on it share them and their devices."""
 
-    def __init__(self, layout: Layout, config: RayConfig, blobs: StepBlobs, together: int = 1) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        config: RayConfig,
+        blobs: StepBlobs,
+        together: int = 1,
+        device: torch.device | None = None,
+    ) -> None:
         """Starts the processes; `connect` waits for them.
 
         Args:
             together: so many consecutive ranks share a node; those of a tp group always do.
+            device: see `start_hosts`.
 
         Raises:
             InvalidConfig: the cluster has too few CPUs or GPUs.
@@ -47,7 +55,7 @@ class RayPool:
         self.layout, self.config, self.blobs = layout, config, blobs
         self.closed_reason: str | None = None  # why no more calls are possible
         self.hosts, self.monitor, self.placement_group = start_hosts(
-            layout.world_size, config, lcm(layout.tp, together)
+            layout.world_size, config, lcm(layout.tp, together), device
         )
         self.placements = [Placement("", "", (), 1)] * layout.world_size
 

@@ -20,9 +20,10 @@ def expandable_segments(device: torch.device) -> Iterator[None]:
 
     An update allocates what outlasts it, such as the optimizer's first state, among its activations. In segments of fixed size
     each such tensor keeps a whole segment, and an engine on the same device cannot have the rest of it. Outside of these blocks
-    segments have fixed sizes: CUDA's handles between processes and vLLM's memory pool allow no others.
+    segments have fixed sizes: vLLM's memory pool and the all-reduce of its graphs do not work with others.
 
-    Does nothing on a CPU, or if an environment variable configures torch's allocator (`VARIABLES`).
+    Does nothing on a CPU, or if an environment variable configures torch's allocator (`VARIABLES`). What a program has told the
+    allocator since it started does not last: torch resets some other settings with this one.
     """
     if device.type != "cuda" or any(os.environ.get(name) for name in VARIABLES):
         yield
@@ -37,6 +38,7 @@ def expandable_segments(device: torch.device) -> Iterator[None]:
 def _count(change: int) -> None:
     global _open
     with _lock:
-        before, _open = _open, _open + change
-        if bool(before) != bool(_open):
-            torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{bool(_open)}")
+        found = _open + change
+        if bool(found) != bool(_open):
+            torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{bool(found)}")
+        _open = found
