@@ -7,6 +7,7 @@ With no arguments it draws problems, makes a small Qwen2.5-VL and trains it on t
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,10 +23,11 @@ from recipes.run.phases import (
     Progression,
     add_actor_log_probs,
     add_first_log_probs,
-    add_later_log_probs,
     engine_differences,
     entropy_coefficient,
+    finish_scoring,
     generate_and_score,
+    log_probs_for_update,
     policy_log_probs,
     rows_to_learn,
     shape_rewards,
@@ -80,8 +82,8 @@ def grpo_step(
     sampling.
     """
     progression = progression or Progression(config.kl_controller())
-    data, metrics = generate_and_score(roles, prompts, config, sampling, more)  # config.n rows for each prompt
-    data |= policy_log_probs(roles, data, config, metrics)
+    compare = partial(log_probs_for_update, roles, config)  # while a reward function scores
+    data, metrics = generate_and_score(roles, prompts, config, sampling, more, compare)  # config.n rows for each prompt
     with timed(metrics, "adv"):
         data, shaped = shape_rewards(data, config, progression.kl, sampling.max_tokens)
         data["advantages"] = outcome_advantage(config, data)
@@ -89,7 +91,6 @@ def grpo_step(
     metrics |= shaped | corrected | {"actor/entropy_coeff": entropy_coefficient(data, config)}
     if len(learned):
         loss, aggregation = policy_loss(config, metrics["actor/entropy_coeff"]), config.settings.aggregation
-        add_later_log_probs(roles, learned, config, metrics)
         with timed(metrics, "update_actor"):
             updated = roles.actor.update_and_score(
                 learned, loss, config.minibatch, config.epochs, aggregation, entropy=True
@@ -158,11 +159,8 @@ def next_part(parts: Iterator[DataProto], metrics: dict[str, float]) -> DataProt
 def score_part(roles: Roles, data: DataProto, config: AlgorithmConfig, metrics: dict[str, float]) -> DataProto:
     """The rows with rewards, and with the log-probs that one update needs."""
     with timed(metrics, "reward"):
-        data |= roles.reward.score(data)
-    if config.skip_old_log_probs and "old_log_probs" not in data:
-        data["old_log_probs"] = data["rollout_log_probs"]
-    data |= policy_log_probs(roles, data, config, metrics)
-    return data
+        scoring = roles.reward.submit("score", data)
+    return finish_scoring(data, scoring, config, metrics, partial(policy_log_probs, roles, config))
 
 
 def step_for(config: PolicyGradientConfig) -> AlgorithmStep:

@@ -20,13 +20,14 @@ from recipes.options import exit_status
 from recipes.run.dynamic_sampling import More
 from recipes.run.metrics import merge_updates, timed
 from recipes.run.phases import (
+    Metrics,
     Progression,
     add_actor_log_probs,
     add_first_log_probs,
-    add_later_log_probs,
     engine_differences,
     entropy_coefficient,
     generate_and_score,
+    log_probs_for_update,
     policy_log_probs,
     rows_to_learn,
     shape_rewards,
@@ -63,10 +64,15 @@ def ppo_step(
     returns further prompts, for dynamic sampling.
     """
     progression = progression or Progression(config.kl_controller())
-    data, metrics = generate_and_score(roles, prompts, config, sampling, more)  # config.n rows for each prompt
-    data |= policy_log_probs(roles, data, config, metrics)
-    with timed(metrics, "values"):
-        data |= roles.critic.values(data)
+    policy_learns = progression.steps >= config.critic_warmup
+    log_probs = log_probs_for_update if policy_learns else policy_log_probs
+
+    def compare(data: DataProto, metrics: Metrics) -> DataProto:
+        columns = log_probs(roles, config, data, metrics)
+        with timed(metrics, "values"):
+            return columns | roles.critic.values(data)
+
+    data, metrics = generate_and_score(roles, prompts, config, sampling, more, compare)  # config.n rows for each prompt
     with timed(metrics, "adv"):
         data, shaped = shape_rewards(data, config, progression.kl, sampling.max_tokens)
         add_advantages(data, config)
@@ -77,11 +83,10 @@ def ppo_step(
             found = roles.critic.update(learned, critic_loss(config), config.minibatch, config.critic_epochs)
         metrics = merge_updates(metrics, found)
     progression.steps += 1
-    if progression.steps > config.critic_warmup:
+    if policy_learns:
         metrics["actor/entropy_coeff"] = entropy_coefficient(data, config)
         if len(learned):
             loss, aggregation = policy_loss(config, metrics["actor/entropy_coeff"]), config.settings.aggregation
-            add_later_log_probs(roles, learned, config, metrics)
             with timed(metrics, "update_actor"):
                 updated = roles.actor.update_and_score(
                     learned, loss, config.minibatch, config.epochs, aggregation, entropy=True

@@ -17,6 +17,8 @@ from rollout.environments import EpisodeLimits, MakeEnvironment
 from rollout.environments.environment import Failure
 from rollout.environments.episodes.held_episodes import EpisodePlan
 from workers import Roles
+from workers.cluster.local_group import LocalGroup
+from workers.ranks.dispatch_modes import dispatch
 
 FAILURES = get_args(Failure)
 
@@ -49,7 +51,7 @@ def with_environment(roles: Roles, played: PlayedEnvironment) -> Roles:
 
     So every recipe that samples and scores trains on episodes.
     """
-    optional = {**roles.optional, "reward": EnvironmentReward()}
+    optional = {**roles.optional, "reward": LocalGroup(EnvironmentReward())}
     return replace(roles, rollout=PlayingRollout(roles.rollout, played), optional=optional)
 
 
@@ -126,8 +128,9 @@ class PlayingRollout:
 
 
 class EnvironmentReward:
-    """A reward role for rows that have their rewards."""
+    """A reward worker for rows that have their rewards."""
 
+    @dispatch("dp")
     def score(self, data: DataProto) -> DataProto:
         """Nothing to add. Raises `MissingColumn` for rows that were not played."""
         require(data, "token_level_rewards", "score", "response_text")

@@ -4,10 +4,10 @@ Dimension letters: B rows, R response tokens.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -27,6 +27,13 @@ from workers import Roles
 from workers.roles.reward import EARLY_RESULTS, place_on_last_token
 
 Metrics = dict[str, float]
+Meanwhile: TypeAlias = Callable[[DataProto, Metrics], DataProto]
+"""Computes columns of sampled rows that need no rewards, and adds its metrics."""
+
+
+def no_columns(data: DataProto, metrics: Metrics) -> DataProto:
+    """Nothing to compute."""
+    return DataProto()
 
 
 @dataclass
@@ -44,7 +51,12 @@ class Progression:
 
 
 def generate_and_score(
-    roles: Roles, prompts: DataProto, config: AlgorithmConfig, sampling: SamplingParams, more: More | None = None
+    roles: Roles,
+    prompts: DataProto,
+    config: AlgorithmConfig,
+    sampling: SamplingParams,
+    more: More | None = None,
+    meanwhile: Meanwhile = no_columns,
 ) -> tuple[DataProto, Metrics]:
     """Samples ``config.n`` responses to each prompt and scores them.
 
@@ -54,17 +66,19 @@ def generate_and_score(
 
     Args:
         more: returns further prompts; dynamic sampling needs it.
+        meanwhile: what other roles compute of the sampled rows, while a reward function scores them in processes of its own.
+            Dynamic sampling chooses the rows by their scores first.
 
     Raises:
         InvalidConfig: dynamic sampling without ``more``.
     """
     metrics: Metrics = {}
 
-    def sample(prompts: DataProto) -> DataProto:
+    def sample(prompts: DataProto, meanwhile: Meanwhile = no_columns) -> DataProto:
         with timed(metrics, "gen"):
             data: DataProto = roles.rollout.generate(prompts, replace(sampling, n=config.n))
         with timed(metrics, "reward"):
-            data |= roles.reward.score(data)
+            scoring = roles.reward.submit("score", data)
         if EARLY_RESULTS in data:
             metrics["reward/early_ratio"] = sum(each is not None for each in data[EARLY_RESULTS]) / len(data)
             data.pop(non_tensor_batch_keys=[EARLY_RESULTS])
@@ -75,24 +89,34 @@ def generate_and_score(
                 scores: Tensor = roles.reward.score(greedy)["token_level_rewards"].sum(-1)
             metrics["reward/greedy_baseline"] = float(scores.mean())
             data["reward_baselines"] = scores.repeat_interleave(config.n)
-        return data
+        return finish_scoring(data, scoring, config, metrics, meanwhile)
 
-    if generations := config.settings.dynamic_sampling:
-        if more is None:
-            raise InvalidConfig("dynamic sampling needs further prompts: pass the step a function `more`")
-        data, found = sample_informative_groups(sample, prompts, more, generations, config.filter_metric)
-        metrics |= found
-    else:
-        data = sample(prompts)
+    generations = config.settings.dynamic_sampling
+    if not generations:
+        return sample(prompts, meanwhile), metrics
+    if more is None:
+        raise InvalidConfig("dynamic sampling needs further prompts: pass the step a function `more`")
+    data, found = sample_informative_groups(sample, prompts, more, generations, config.filter_metric)
+    metrics |= found
+    return data | meanwhile(data, metrics), metrics
+
+
+def finish_scoring(
+    data: DataProto, scoring: Any, config: AlgorithmConfig, metrics: Metrics, meanwhile: Meanwhile
+) -> DataProto:
+    """The rows with what ``meanwhile`` computes of them, and then with the result of ``scoring``, a reward role's future."""
     if config.skip_old_log_probs and "old_log_probs" not in data:
         data["old_log_probs"] = data["rollout_log_probs"]
-    return data, metrics
+    data |= meanwhile(data, metrics)
+    with timed(metrics, "reward"):
+        data |= scoring.result()
+    return data
 
 
-def policy_log_probs(roles: Roles, data: DataProto, config: AlgorithmConfig, metrics: Metrics) -> DataProto:
+def policy_log_probs(roles: Roles, config: AlgorithmConfig, data: DataProto, metrics: Metrics) -> DataProto:
     """The columns ``old_log_probs`` and ``ref_log_prob`` ``(B, R)``, where the step needs them of all rows and ``data`` has none.
 
-    Rows that the actor and the reference score are prepared once. What only the update reads is left to `add_later_log_probs`.
+    Rows that the actor and the reference score are prepared once. What only the update reads is left to `later_log_probs`.
     """
     needs_old = config.needs_old_log_probs and "old_log_probs" not in data
     if needs_old and config.needs_reference:
@@ -104,6 +128,43 @@ def policy_log_probs(roles: Roles, data: DataProto, config: AlgorithmConfig, met
         with timed(metrics, "ref"):
             return roles.reference.log_probs(data, into="ref_log_prob")
     return DataProto()
+
+
+def later_log_probs(roles: Roles, config: AlgorithmConfig, data: DataProto, metrics: Metrics) -> DataProto:
+    """The columns that only the update reads: ``old_log_probs (B, R)`` if several mini-batches need it, and ``ref_log_prob (B,
+    R)`` if it has waited for that.
+
+    The update meets its first mini-batch with the policy that is still the old one, so the loss takes the log-probs of its own
+    pass there, and ``old_log_probs`` is NaN in these rows. Both are NaN in rows that the update leaves out.
+    """
+    if "old_log_probs" in data or config.minibatch is None:
+        return DataProto()
+    rows = rows_with_tokens(data, config.minibatch)
+    learned = data[rows]
+    later = cut_minibatches(learned["uid"], config.minibatch)[1:] if len(rows) else []
+    waits = config.reference_waits and "ref_log_prob" not in data and len(rows) > 0
+    if later and waits:
+        found = _both_log_probs(roles, learned, metrics, config.minibatch)
+    elif later:
+        chosen = np.sort(np.concatenate(later))
+        with timed(metrics, "old_log_prob"):
+            found = roles.actor.log_probs(learned[chosen], into="old_log_probs")
+        rows = rows[chosen]
+    elif waits:
+        with timed(metrics, "ref"):
+            found = roles.reference.log_probs(learned, into="ref_log_prob")
+    else:
+        return DataProto()
+    columns = {name: torch.full(data["response_mask"].shape, torch.nan) for name in found.names()}
+    for name, column in columns.items():
+        column[torch.from_numpy(rows)] = found[name]
+    return DataProto.from_dict(columns)
+
+
+def log_probs_for_update(roles: Roles, config: AlgorithmConfig, data: DataProto, metrics: Metrics) -> DataProto:
+    """The columns of `policy_log_probs` and `later_log_probs`."""
+    columns = policy_log_probs(roles, config, data, metrics)
+    return columns | later_log_probs(roles, config, data | columns, metrics)
 
 
 def _both_log_probs(roles: Roles, data: DataProto, metrics: Metrics, minibatch: int | None = None) -> DataProto:
@@ -182,20 +243,21 @@ def rows_to_learn(data: DataProto, config: AlgorithmConfig, seed: tuple[int, int
             kept = kept_tokens(old, engine, mask, config.rejection, config.rejection_bounds)
             learned["response_mask"] = kept
         metrics = correction_metrics(old, engine, mask, weights, kept) | difference_metrics(data, old)
-    learned = _without_empty_minibatches(learned, config.minibatch)
+    learned = learned[rows_with_tokens(learned, config.minibatch)]
     add_loss_columns(config, learned, seed)
     return learned, metrics
 
 
-def _without_empty_minibatches(data: DataProto, minibatch: int | None) -> DataProto:
-    """Removes the rows of mini-batches (of ``minibatch`` prompts each) in which no token is left."""
-    while len(data):
-        parts = [np.arange(len(data))] if minibatch is None else cut_minibatches(data["uid"], minibatch)
-        alive = [rows for rows in parts if bool(data["response_mask"][rows].any())]
+def rows_with_tokens(data: DataProto, minibatch: int | None) -> np.ndarray:
+    """The rows ``(N,)`` int64 without those of mini-batches (of ``minibatch`` prompts each) in which no token is left."""
+    rows, names, has_token = np.arange(len(data)), np.asarray(data["uid"]), data["response_mask"].any(1).numpy()
+    while len(rows):
+        parts = [np.arange(len(rows))] if minibatch is None else cut_minibatches(names[rows], minibatch)
+        alive = [part for part in parts if has_token[rows[part]].any()]
         if len(alive) == len(parts):
             break
-        data = data[np.sort(np.concatenate([*alive, np.zeros(0, dtype=np.int64)]))]
-    return data
+        rows = rows[np.sort(np.concatenate([*alive, np.zeros(0, dtype=np.int64)]))]
+    return rows
 
 
 def entropy_coefficient(data: DataProto, config: AlgorithmConfig) -> float:
@@ -203,44 +265,22 @@ def entropy_coefficient(data: DataProto, config: AlgorithmConfig) -> float:
     return config.entropy_coef * (1 - accuracy(data) if config.entropy_anneal else 1)
 
 
-def add_later_log_probs(roles: Roles, learned: DataProto, config: AlgorithmConfig, metrics: Metrics) -> None:
-    """Adds the column ``old_log_probs (B, R)`` if several mini-batches need it: NaN in the rows of the first one.
-
-    The update meets these with the policy that is still the old one, so the loss takes the log-probs of its own pass there.
-    Adds ``ref_log_prob (B, R)`` too, if it has waited.
-    """
-    if "old_log_probs" in learned or config.minibatch is None:
-        return
-    later = cut_minibatches(learned["uid"], config.minibatch)[1:]
-    waits = config.reference_waits and "ref_log_prob" not in learned
-    if later and waits:
-        learned.union(_both_log_probs(roles, learned, metrics, config.minibatch))
-    elif later:
-        rows = np.sort(np.concatenate(later))
-        with timed(metrics, "old_log_prob"):
-            found = roles.actor.log_probs(learned[rows], into="old_log_probs")["old_log_probs"]
-        old = torch.full(learned["response_mask"].shape, torch.nan)
-        old[torch.from_numpy(rows)] = found
-        learned["old_log_probs"] = old
-    elif waits:
-        with timed(metrics, "ref"):
-            learned.union(roles.reference.log_probs(learned, into="ref_log_prob"))
-
-
 def add_first_log_probs(data: DataProto, learned: DataProto, seen: Tensor) -> None:
-    """Completes the column ``old_log_probs`` that `add_later_log_probs` has begun.
+    """Completes the column ``old_log_probs`` that `later_log_probs` has begun.
 
-    If both batches have the same rows, ``data`` gets the columns of that function.
+    If both batches have the same rows, ``data`` gets the columns too; else it loses those that have no values for some rows.
 
     Args:
         seen: ``(B, R)``, the log-probs that the update computed before it changed the policy.
     """
-    if "old_log_probs" in learned and "old_log_probs" not in data:
+    if "old_log_probs" in learned:
         old: Tensor = learned["old_log_probs"]
         learned["old_log_probs"] = old.where(~old.isnan().all(1, keepdim=True), seen)
     for name in ("old_log_probs", "ref_log_prob"):
-        if name in learned and name not in data and len(learned) == len(data):
+        if name in learned and len(learned) == len(data):
             data[name] = learned[name]
+        elif name in data and bool(data[name].isnan().all(1).any()):
+            data.pop([name])
 
 
 def before_update(data: DataProto, config: AlgorithmConfig, seen: Tensor) -> tuple[Tensor, np.ndarray]:

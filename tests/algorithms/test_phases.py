@@ -1,5 +1,6 @@
 """Dynamic sampling and reward shaping on hand-made rollouts; no model takes part."""
 
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,8 +12,20 @@ from dataproto.errors import InvalidColumn, InvalidConfig, MissingColumn
 from recipes.algorithms.options import AlgorithmConfig
 from recipes.algorithms.penalties import KLController
 from recipes.run.dynamic_sampling import sample_informative_groups, verdicts
-from recipes.run.phases import Progression, accuracy, entropy_coefficient, generate_and_score, shape_rewards
+from recipes.run.phases import (
+    Progression,
+    accuracy,
+    add_first_log_probs,
+    entropy_coefficient,
+    generate_and_score,
+    log_probs_for_update,
+    rows_to_learn,
+    rows_with_tokens,
+    shape_rewards,
+)
 from rollout.engine import SamplingParams
+from workers.cluster.local_group import LocalGroup
+from workers.ranks.dispatch_modes import dispatch
 
 
 def prompts(*names, width=2):
@@ -122,19 +135,21 @@ def test_one_format_miss_does_not_keep_a_group_that_is_all_wrong():
 class Group:
     """Answers with as many rows as are asked for; greedy ones score 0.25 less than the first sample."""
 
+    @dispatch("dp")
     def generate(self, prompts, sampling):
         data = prompts.repeat(sampling.n, interleave=True)
         data["greedy"] = torch.full((len(data),), sampling.temperature == 0)
         return data
 
+    @dispatch("dp")
     def score(self, data):
         worth = torch.tensor([float(len(name)) for name in data["uid"]]) - 0.25 * data["greedy"].float()
         return DataProto.from_dict({"token_level_rewards": worth[:, None] * torch.tensor([[0.0, 1.0]])})
 
 
 def test_remax_asks_for_one_greedy_response_a_prompt():
-    roles, group = SimpleNamespace(), Group()
-    roles.rollout = roles.reward = group
+    group = LocalGroup(Group())
+    roles = SimpleNamespace(rollout=group, reward=group)
     config = AlgorithmConfig(n=2, advantage="remax")
     data, metrics = generate_and_score(roles, prompts("x", "yy"), config, SamplingParams(temperature=0.7))
     assert data["greedy"].tolist() == [False] * 4
@@ -144,9 +159,119 @@ def test_remax_asks_for_one_greedy_response_a_prompt():
     assert "reward_baselines" not in plain
 
 
+class Coming(Future):
+    """Rewards that somebody else is computing."""
+
+    def result(self):
+        assert self.done(), "nothing was computed meanwhile"
+        return super().result()
+
+
+def test_other_roles_compute_while_the_rewards_are_on_their_way():
+    coming, asked = Coming(), []
+
+    def score(method, data):
+        asked.append((method, data["uid"].tolist()))
+        return coming
+
+    def compare(data, metrics):
+        metrics["timing_s/ref"] = 2.0
+        assert not coming.done()
+        coming.set_result(Group().score(data))
+        return DataProto.from_dict({"ref_log_prob": torch.zeros(len(data), 2)})
+
+    roles = SimpleNamespace(rollout=LocalGroup(Group()), reward=SimpleNamespace(submit=score))
+    data, metrics = generate_and_score(roles, prompts("x"), AlgorithmConfig(n=2), SamplingParams(), None, compare)
+    assert asked == [("score", ["x", "x"])]
+    assert data["token_level_rewards"].tolist() == [[0.0, 1.0]] * 2
+    assert data["ref_log_prob"].shape == (2, 2)
+    assert list(metrics) == ["timing_s/gen", "timing_s/reward", "timing_s/ref"]
+
+
+def test_dynamic_sampling_chooses_rows_before_others_compute():
+    class Graded(Group):
+        """Groups of short names are all alike."""
+
+        @dispatch("dp")
+        def score(self, data):
+            found = super().score(data)
+            found["score"] = np.array(
+                [float(row % 2 and len(name) > 1) for row, name in enumerate(data["uid"])], object
+            )
+            return found
+
+    compared = []
+
+    def compare(data, metrics):
+        compared.append((data["uid"].tolist(), "score" in data))
+        return DataProto()
+
+    group = LocalGroup(Graded())
+    generate_and_score(
+        SimpleNamespace(rollout=group, reward=group),
+        prompts("x", "yy"),
+        AlgorithmConfig(n=2, dynamic_sampling=2),
+        SamplingParams(),
+        lambda reason: prompts("zz"),
+        compare,
+    )
+    assert compared == [(["yy", "yy", "zz", "zz"], True)]
+
+
 def test_dynamic_sampling_without_a_source_of_prompts_says_so():
     with pytest.raises(InvalidConfig, match="further prompts"):
         generate_and_score(None, prompts("a"), AlgorithmConfig(n=2, dynamic_sampling=2), SamplingParams())
+
+
+def sampled(*tokens):
+    """Two rows a prompt, with so many response tokens each."""
+    data = prompts(*(str(row // 2) for row in range(len(tokens))))
+    data["response_mask"] = (torch.arange(3) < torch.tensor(tokens)[:, None]).long()
+    return data
+
+
+@pytest.mark.parametrize(
+    ("tokens", "minibatch", "kept"),
+    [
+        ((1, 0, 0, 0, 2, 3), 1, [0, 1, 4, 5]),
+        ((1, 0, 0, 0, 2, 3), 2, [0, 1, 2, 3, 4, 5]),
+        ((0, 0, 0, 0, 0, 1), 2, [4, 5]),
+        ((0, 0, 1, 0), None, [0, 1, 2, 3]),
+        ((0, 0, 0, 0), None, []),
+        ((0, 0, 0, 0), 1, []),
+    ],
+)
+def test_minibatches_without_tokens_are_left_out(tokens, minibatch, kept):
+    assert rows_with_tokens(sampled(*tokens), minibatch).tolist() == kept
+
+
+def test_log_probs_for_the_update_are_those_of_its_later_minibatches():
+    """Prompts 0 to 3 in mini-batches of one; no episode of prompt 1 is whole, so the update leaves it out."""
+
+    class Actor:
+        @dispatch("dp")
+        def log_probs(self, data, into):
+            return DataProto.from_dict({into: data["number"][:, None].float().expand(-1, 3).clone()})
+
+    data = sampled(1, 2, 0, 0, 3, 1, 2, 2)
+    data["number"] = torch.arange(8)
+    roles, config, metrics = SimpleNamespace(actor=LocalGroup(Actor())), AlgorithmConfig(n=2, minibatch=1), {}
+    data |= log_probs_for_update(roles, config, data, metrics)
+    first_or_left_out = [True] * 4 + [False] * 4
+    assert data["old_log_probs"].isnan().all(1).tolist() == first_or_left_out
+    assert data["old_log_probs"][4:, 0].tolist() == [4, 5, 6, 7]
+    assert list(metrics) == ["timing_s/old_log_prob"]
+    learned, _ = rows_to_learn(data, config, seed=(0, 0))
+    assert learned["number"].tolist() == [0, 1, 4, 5, 6, 7]
+    seen = torch.full((6, 3), -1.0)
+    add_first_log_probs(data, learned, seen)
+    assert learned["old_log_probs"][:, 0].tolist() == [-1, -1, 4, 5, 6, 7]
+    assert "old_log_probs" not in data  # some of its rows have none
+
+
+def test_a_batch_without_tokens_asks_for_no_log_probs():
+    config = AlgorithmConfig(n=2, minibatch=1)
+    assert not log_probs_for_update(SimpleNamespace(), config, sampled(0, 0, 0, 0), {}).names()
 
 
 def scored(**columns):

@@ -1,6 +1,9 @@
 """The old log-probs of the first mini-batch are the update's own: fewer rows to score, and the same step."""
 
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -110,6 +113,37 @@ def test_which_rows_are_scored(roles, prompts, options, rows):
         data, _ = step(roles, prompts, GRPOConfig(n=4, **options))
     assert scored == rows
     assert "old_log_probs" not in data or data["old_log_probs"].isfinite().all()
+
+
+def test_rows_are_scored_before_their_rewards_come(roles, prompts):
+    config = GRPOConfig(n=4, minibatch=1)
+    with counted(roles) as scored:
+
+        class Rewards(Future):
+            def result(self):
+                assert scored == [8]
+                return super().result()
+
+        def submit(method, data):
+            coming = Rewards()
+            coming.set_result(roles.reward.score(data))
+            return coming
+
+        slow = replace(roles, optional={**roles.optional, "reward": SimpleNamespace(submit=submit)})
+        data, _ = step(slow, prompts, config)
+    assert data["old_log_probs"].isfinite().all()
+
+
+@pytest.mark.parametrize(("warmup", "rows"), [(0, [8]), (1, [])])
+def test_nothing_is_scored_for_an_update_that_does_not_come(checkpoint, prompts, warmup, rows):
+    config = PPOConfig(n=4, minibatch=1, critic_warmup=warmup)
+    with (
+        launch(ActorConfig(checkpoint), None, reward, critic=CriticConfig(checkpoint)) as roles,
+        counted(roles) as scored,
+    ):
+        data, _ = step(roles, prompts, config, ppo_step)
+    assert scored == rows
+    assert ("old_log_probs" in data) == bool(rows)
 
 
 @pytest.mark.slow
