@@ -119,7 +119,8 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[An
     check_extras(config.engine, config.on, config.ray.address)  # before anything is written or loaded
     check_run_directory(config.run)
     task = (prepare or problems)(config)
-    config, builder, ahead = task.config, task.builder, LookAhead(task.loader)
+    config, builder = task.config, task.builder
+    ahead = LookAhead(task.loader, background=config.on == "ray")  # where models do not wait for this process's threads
     kept = KeptRollouts(config.run.output_dir, config.keep_rollouts, builder.tokenizer)
     setting = partial(expected_setting, config, task.loader, task.played, held_out=task.held_out)
     expected = RunForecast(setting, config.on == "local")

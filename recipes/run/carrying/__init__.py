@@ -3,7 +3,8 @@
 See `recipes.run.carrying.carried_rollouts`.
 """
 
-from recipes.run.carrying.carried_rollouts import CarryingRollout, LookAhead, carry_samples, staleness
+from recipes.run.carrying.carried_rollouts import CarryingRollout, carry_samples, staleness
+from recipes.run.carrying.look_ahead import LookAhead
 from recipes.run.carrying.unlearned_samples import CarriedSamples
 
 __all__ = ["CarriedSamples", "CarryingRollout", "LookAhead", "carry_samples", "staleness"]

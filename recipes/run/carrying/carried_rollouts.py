@@ -15,6 +15,7 @@ from typing import Any
 from dataproto import DataProto
 from dataproto.errors import DataProtoError, InvalidConfig
 from recipes.configs.shared.carrying_config import CarryingConfig
+from recipes.run.carrying.look_ahead import LookAhead
 from recipes.run.carrying.unlearned_samples import CarriedSamples
 from recipes.run.environment_roles import PlayingRollout
 from recipes.run.loop import Loader
@@ -24,40 +25,6 @@ from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits, MakeEnvironment
 from rollout.environments.episodes.held_episodes import EpisodePlan
 from workers import Roles
-
-
-class LookAhead:
-    """A loader that can show its next batch early. Its saved position counts only the batches that it has returned."""
-
-    def __init__(self, loader: Loader) -> None:
-        self.loader = loader
-        self.current: DataProto | None = None
-        self._next: DataProto | None = None
-        self._position = loader.state_dict()
-
-    @property
-    def skipped(self) -> dict[int, str]:
-        return self.loader.skipped
-
-    def peek(self) -> DataProto:
-        """The next batch, which the next call of ``next`` returns."""
-        if self._next is None:
-            self._position = self.loader.state_dict()
-            self._next = next(self.loader)
-        return self._next
-
-    def __next__(self) -> DataProto:
-        self.current, self._next = self.peek(), None
-        self._position = self.loader.state_dict()
-        return self.current
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._position
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.loader.load_state_dict(state)
-        self.current = self._next = None
-        self._position = self.loader.state_dict()
 
 
 class CarryingRollout:

@@ -1,0 +1,91 @@
+"""The next batch, looked at early or prepared by a thread: the same batches, positions and errors."""
+
+import threading
+
+import pytest
+import torch
+
+from dataproto import DataProto
+from dataproto.errors import InvalidRow
+from recipes.run.carrying import LookAhead, look_ahead
+
+
+class Numbers:
+    """Batches of one number; every third draw is skipped, and those of `bad` raise."""
+
+    def __init__(self, bad=()):
+        self.drawn, self.skipped, self.bad, self.threads = 0, {}, bad, []
+
+    def __next__(self):
+        self.threads.append(threading.current_thread().name)
+        if self.drawn in self.bad:
+            raise InvalidRow(self.drawn, "bad")
+        if self.drawn % 3 == 2:
+            self.skipped[self.drawn] = "a third"
+            self.drawn += 1
+        self.drawn += 1
+        return DataProto.from_dict({"x": torch.tensor([self.drawn - 1])})
+
+    def state_dict(self):
+        return {"drawn": self.drawn, "skipped": sorted(self.skipped)}
+
+    def load_state_dict(self, state):
+        self.drawn, self.skipped = state["drawn"], dict.fromkeys(state["skipped"], "a third")
+
+
+def number(batch):
+    return batch["x"].item()
+
+
+def wait_for_next(loader):
+    """Until the thread has prepared the next batch, or failed."""
+    if loader._coming is not None:
+        loader._wanted.set()
+        loader._coming.exception()
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_batches_positions_and_skipped_rows_are_those_of_the_loader(background):
+    plain, ahead = Numbers(), LookAhead(Numbers(), background)
+    assert ahead.state_dict() == plain.state_dict()
+    for step in range(8):
+        assert number(next(ahead)) == number(next(plain))
+        wait_for_next(ahead)
+        if step % 2:
+            ahead.peek()
+        assert ahead.state_dict() == plain.state_dict()
+        assert ahead.skipped == plain.skipped
+    assert set(ahead.loader.threads[1:]) == {"next batch" if background else "MainThread"}
+    assert len(ahead.loader.threads) == 9  # one more than was returned
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_restored_position_forgets_what_was_prepared(background):
+    ahead = LookAhead(Numbers(), background)
+    before = [number(next(ahead)) for _ in range(2)]
+    saved = ahead.state_dict()
+    rest = [number(next(ahead)) for _ in range(4)]
+    ahead.load_state_dict(saved)
+    assert ahead.skipped == {}
+    assert [number(next(ahead)) for _ in range(4)] == rest
+    assert (before, rest) == ([0, 1], [3, 4, 6, 7])
+
+
+def test_a_batch_is_prepared_while_nobody_asks_for_it(monkeypatch):
+    monkeypatch.setattr(look_ahead, "DELAY_S", 0.01)
+    ahead = LookAhead(Numbers(), background=True)
+    next(ahead)
+    assert number(ahead._coming.result(timeout=60)) == 1
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_an_error_comes_when_its_batch_is_asked_for(background):
+    ahead = LookAhead(Numbers(bad=(1,)), background)
+    first = next(ahead)
+    wait_for_next(ahead)
+    assert (number(first), ahead.state_dict()["drawn"]) == (0, 1)
+    for _ in range(2):  # it stays
+        with pytest.raises(InvalidRow, match="row 1"):
+            next(ahead)
+    ahead.load_state_dict({"drawn": 0, "skipped": []})
+    assert number(next(ahead)) == 0
