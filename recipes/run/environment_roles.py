@@ -17,8 +17,6 @@ from rollout.environments import EpisodeLimits, MakeEnvironment
 from rollout.environments.environment import Failure
 from rollout.environments.episodes.held_episodes import EpisodePlan
 from workers import Roles
-from workers.cluster.local_group import LocalGroup
-from workers.ranks.dispatch_modes import dispatch
 
 FAILURES = get_args(Failure)
 
@@ -51,7 +49,7 @@ def with_environment(roles: Roles, played: PlayedEnvironment) -> Roles:
 
     So every recipe that samples and scores trains on episodes.
     """
-    optional = {**roles.optional, "reward": LocalGroup(EnvironmentReward())}
+    optional = {**roles.optional, "reward": EnvironmentReward()}
     return replace(roles, rollout=PlayingRollout(roles.rollout, played), optional=optional)
 
 
@@ -128,9 +126,8 @@ class PlayingRollout:
 
 
 class EnvironmentReward:
-    """A reward worker for rows that have their rewards."""
+    """A reward role for rows that have their rewards."""
 
-    @dispatch("dp")
     def score(self, data: DataProto) -> DataProto:
         """Nothing to add. Raises `MissingColumn` for rows that were not played."""
         require(data, "token_level_rewards", "score", "response_text")

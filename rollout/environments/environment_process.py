@@ -17,10 +17,9 @@ import resource
 import signal
 import sys
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import replace
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +47,7 @@ Answer = Observation | tuple[Failure, str]
 """Of a call: an observation, or the reason and the message of a failure."""
 
 _starting = threading.Lock()
+"""Held while a process starts, and while one is asked how it ended: of each, only one thread is told."""
 
 
 def in_process(make_environment: MakeEnvironment, memory_gib: float) -> MakeEnvironment:
@@ -122,13 +122,12 @@ class ProcessEnvironment:
 
     def _end(self, patience: float) -> str:
         """Waits for the end of the process, or kills it; returns how it ended."""
-        until = time.monotonic() + patience
-        while self.process.is_alive() and time.monotonic() < until:
-            self.process.join(0.05)
-        self.process.kill()
-        with _starting:
+        wait([self.process.sentinel], patience)
+        with _starting:  # `start` asks all processes how they ended, and only who asks first is told
+            if self.process.is_alive():
+                self.process.kill()
             self.process.join(CLOSING_S)
-        code = self.process.exitcode or 0
+            code = self.process.exitcode or 0
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit status {code}"
         return f"its process, which may have {self.memory / GIB:g} GiB, was ended {how}"
 

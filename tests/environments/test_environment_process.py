@@ -1,5 +1,6 @@
 """Environments in processes of their own: what they do there is what they do here, and their memory is bounded."""
 
+import multiprocessing
 import os
 import threading
 import time
@@ -7,11 +8,11 @@ import time
 import pytest
 
 from dataproto.errors import InvalidConfig
-from helpers.environments import Drawing, Greedy, Hanging, Misbehaving, Slow
+from helpers.environments import Drawing, Greedy, Hanging, Leaving, Misbehaving, Slow
 from helpers.episodes import RandomEngine, renderer_of, starts_of
 from recipes.algorithms.function_files import load_named_function
 from rollout.engine import SamplingParams
-from rollout.environments import EnvironmentFailed, EpisodeLimits, play_episodes
+from rollout.environments import EnvironmentFailed, EpisodeLimits, environment_process, play_episodes
 from rollout.environments.environment_host import EnvironmentHost
 from rollout.environments.environment_process import in_process
 
@@ -135,3 +136,25 @@ def test_the_limits_of_turns_and_tokens_end_an_episode():
     assert {episode.ended for episode in found} <= {"tokens", "done"}
     found = play_episodes(RandomEngine(renderer), renderer, starts_of(20), Drawing, SAMPLING, EpisodeLimits(turns=2))
     assert {(episode.ended, len(episode.turns)) for episode in found if episode.ended != "done"} == {("turns", 2)}
+
+
+@pytest.mark.slow
+def test_how_a_process_ended_is_told_while_others_look_for_ended_ones():
+    """The start of a process asks all others whether they have ended, and of each only one thread learns how."""
+    ended = threading.Event()
+
+    def look():
+        while not ended.is_set():
+            with environment_process._starting:
+                multiprocessing.active_children()
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    make = in_process(Leaving, 1.0)
+    try:
+        for _ in range(8):
+            with pytest.raises(EnvironmentFailed, match="exit status 4"):
+                make().reset({}, 0)
+    finally:
+        ended.set()
+        looking.join()

@@ -39,7 +39,6 @@ from rollout.environments.environment_host import EnvironmentHost
 from rollout.environments.episodes.episode_loop import go_on
 from rollout.environments.episodes.held_episodes import EpisodePlan
 from workers.cluster.local_group import LocalGroup
-from workers.ranks.dispatch_modes import dispatch
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.reference import reference_worker
 from workers.roles.rollout_worker import RolloutConfig, RolloutWorker
@@ -119,20 +118,17 @@ class Roles:
         loader = loader_of(path)
         self.rollout = group if config is None else CarryingRollout(group, loader, config, lambda: 0)
         self.prompts = next(loader)
-        self.reward = LocalGroup(RewardOfIds())
+        self.reward = SimpleNamespace(score=scored)
 
     def sync_weights(self) -> None:
         self.rollout.mark_stale()
 
 
-class RewardOfIds:
+def scored(data: DataProto) -> DataProto:
     """Rewards tokens by their ids."""
-
-    @dispatch("dp")
-    def score(self, data: DataProto) -> DataProto:
-        mask = data["response_mask"]
-        rewards = (data["responses"] % 11) * mask.float()
-        return DataProto.from_dict({"token_level_rewards": rewards}, {"score": rewards.sum(1).numpy().astype(object)})
+    mask = data["response_mask"]
+    rewards = (data["responses"] % 11) * mask.float()
+    return DataProto.from_dict({"token_level_rewards": rewards}, {"score": rewards.sum(1).numpy().astype(object)})
 
 
 def weights_after_a_step(path: str, make, algorithm: GRPOConfig, config: CarryingConfig | None):
