@@ -23,15 +23,16 @@ from recipes.run.phases import (
     Progression,
     add_actor_log_probs,
     add_first_log_probs,
+    begin_scores,
     engine_differences,
     entropy_coefficient,
-    finish_scoring,
     generate_and_score,
     log_probs_for_update,
     policy_log_probs,
     rows_to_learn,
     shape_rewards,
     whole_update,
+    with_scores,
 )
 from recipes.run.policy_gradient import AlgorithmStep, run
 from rollout.engine import SamplingParams
@@ -82,8 +83,8 @@ def grpo_step(
     sampling.
     """
     progression = progression or Progression(config.kl_controller())
-    compare = partial(log_probs_for_update, roles, config)  # while a reward function scores
-    data, metrics = generate_and_score(roles, prompts, config, sampling, more, compare)  # config.n rows for each prompt
+    log_probs = partial(log_probs_for_update, roles, config)  # computed while a reward function scores
+    data, metrics = generate_and_score(roles, prompts, config, sampling, more, log_probs)  # config.n rows a prompt
     with timed(metrics, "adv"):
         data, shaped = shape_rewards(data, config, progression.kl, sampling.max_tokens)
         data["advantages"] = outcome_advantage(config, data)
@@ -158,9 +159,8 @@ def next_part(parts: Iterator[DataProto], metrics: dict[str, float]) -> DataProt
 
 def score_part(roles: Roles, data: DataProto, config: AlgorithmConfig, metrics: dict[str, float]) -> DataProto:
     """The rows with rewards, and with the log-probs that one update needs."""
-    with timed(metrics, "reward"):
-        scoring = roles.reward.submit("score", data)
-    return finish_scoring(data, scoring, config, metrics, partial(policy_log_probs, roles, config))
+    log_probs = partial(policy_log_probs, roles, config)
+    return with_scores(data, begin_scores(roles, data, metrics), config, metrics, log_probs)
 
 
 def step_for(config: PolicyGradientConfig) -> AlgorithmStep:

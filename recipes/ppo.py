@@ -67,12 +67,12 @@ def ppo_step(
     policy_learns = progression.steps >= config.critic_warmup
     log_probs = log_probs_for_update if policy_learns else policy_log_probs
 
-    def compare(data: DataProto, metrics: Metrics) -> DataProto:
+    def model_columns(data: DataProto, metrics: Metrics) -> DataProto:
         columns = log_probs(roles, config, data, metrics)
         with timed(metrics, "values"):
             return columns | roles.critic.values(data)
 
-    data, metrics = generate_and_score(roles, prompts, config, sampling, more, compare)  # config.n rows for each prompt
+    data, metrics = generate_and_score(roles, prompts, config, sampling, more, model_columns)  # config.n rows a prompt
     with timed(metrics, "adv"):
         data, shaped = shape_rewards(data, config, progression.kl, sampling.max_tokens)
         add_advantages(data, config)

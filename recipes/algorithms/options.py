@@ -254,9 +254,9 @@ class AlgorithmConfig:
         return self.settings.kl_coef > 0 or ADVANTAGES.find(self.settings.advantage).takes("ref_log_prob")
 
     @property
-    def reference_waits(self) -> bool:
-        """Whether the reference's log-probs can be computed with the actor's of the rows of the update: only the loss reads them,
-        and mini-batches after the first need old log-probs.
+    def reference_in_update_only(self) -> bool:
+        """Whether only the loss reads the reference's log-probs, and mini-batches after the first need old log-probs: actor and
+        reference then score the rows of the update together.
         """
         read_before = self.kl_in_reward or ADVANTAGES.find(self.settings.advantage).takes("ref_log_prob")
         return self.needs_reference and not read_before and not self.needs_old_log_probs and self.minibatch is not None

@@ -16,7 +16,7 @@ from recipes.algorithms.function_files import load_named_function, source_file
 from recipes.rewards.geometry3k import geo3k_reward
 from recipes.rewards.reward_servers import RewardServer
 from recipes.rewards.sequence_classifier import SequenceClassifier
-from workers.roles.reward import RewardFunction, RewardRow, check_ready
+from workers.roles.reward import RewardFunction, RewardRow, check_ready, uses_device
 
 SIGNATURES = (
     "compute_score(data_source, solution_str, ground_truth, extra_info) as in verl, "
@@ -55,11 +55,18 @@ def _named_reward(name: str) -> RewardFunction:
 def as_reward_function(function: Callable[..., Any]) -> RewardFunction:
     """Adapts a function according to the names of its arguments: verl's, EasyR1's, TRL's, or one function of all rows.
 
-    A function in a module that has ``REWARD_TYPE`` is EasyR1's, whatever its argument is named.
+    A function in a module that has ``REWARD_TYPE`` is EasyR1's, whatever its argument is named. An attribute ``uses_device`` of
+    the function stays.
 
     Raises:
         RewardError: the signature is unknown.
     """
+    found = _adapted(function)
+    vars(found).update(uses_device=uses_device(function))
+    return found
+
+
+def _adapted(function: Callable[..., Any]) -> RewardFunction:
     try:
         names = inspect.signature(function).parameters
     except (TypeError, ValueError) as error:

@@ -52,6 +52,11 @@ class SequenceClassifier:
                 raise RewardError(f"row {number}: {self.model_path} gives the score {score}")
         return [{"score": score} for score in scores]
 
+    @property
+    def uses_device(self) -> bool:
+        """Whether it may share a GPU with models, which then wait for its scores."""
+        return self.device != "cpu"
+
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_loaded": None}  # another process loads its own
 

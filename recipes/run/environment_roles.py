@@ -50,7 +50,7 @@ def with_environment(roles: Roles, played: PlayedEnvironment) -> Roles:
     So every recipe that samples and scores trains on episodes.
     """
     optional = {**roles.optional, "reward": EnvironmentReward()}
-    return replace(roles, rollout=PlayingRollout(roles.rollout, played), optional=optional)
+    return replace(roles, rollout=PlayingRollout(roles.rollout, played), optional=optional, scores_apart=False)
 
 
 @dataclass(frozen=True)

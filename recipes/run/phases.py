@@ -5,6 +5,7 @@ Dimension letters: B rows, R response tokens.
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -27,13 +28,8 @@ from workers import Roles
 from workers.roles.reward import EARLY_RESULTS, place_on_last_token
 
 Metrics = dict[str, float]
-Meanwhile: TypeAlias = Callable[[DataProto, Metrics], DataProto]
+ModelColumns: TypeAlias = Callable[[DataProto, Metrics], DataProto]
 """Computes columns of sampled rows that need no rewards, and adds its metrics."""
-
-
-def no_columns(data: DataProto, metrics: Metrics) -> DataProto:
-    """Nothing to compute."""
-    return DataProto()
 
 
 @dataclass
@@ -56,7 +52,7 @@ def generate_and_score(
     config: AlgorithmConfig,
     sampling: SamplingParams,
     more: More | None = None,
-    meanwhile: Meanwhile = no_columns,
+    model_columns: ModelColumns | None = None,
 ) -> tuple[DataProto, Metrics]:
     """Samples ``config.n`` responses to each prompt and scores them.
 
@@ -66,57 +62,84 @@ def generate_and_score(
 
     Args:
         more: returns further prompts; dynamic sampling needs it.
-        meanwhile: what other roles compute of the sampled rows, while a reward function scores them in processes of its own.
-            Dynamic sampling chooses the rows by their scores first.
+        model_columns: columns to add, such as `log_probs_for_update`. A reward function in processes of its own scores the rows
+            meanwhile; dynamic sampling chooses them by their scores first.
 
     Raises:
         InvalidConfig: dynamic sampling without ``more``.
     """
     metrics: Metrics = {}
 
-    def sample(prompts: DataProto, meanwhile: Meanwhile = no_columns) -> DataProto:
+    def sample(prompts: DataProto, model_columns: ModelColumns | None = None) -> DataProto:
         with timed(metrics, "gen"):
             data: DataProto = roles.rollout.generate(prompts, replace(sampling, n=config.n))
-        with timed(metrics, "reward"):
-            scoring = roles.reward.submit("score", data)
+        scores, baselines = begin_scores(roles, data, metrics), None
         if EARLY_RESULTS in data:
             metrics["reward/early_ratio"] = sum(each is not None for each in data[EARLY_RESULTS]) / len(data)
             data.pop(non_tensor_batch_keys=[EARLY_RESULTS])
         if config.needs_greedy:
             with timed(metrics, "gen"):
                 greedy: DataProto = roles.rollout.generate(prompts, replace(sampling, n=1, temperature=0.0))
+            baselines = begin_scores(roles, greedy, metrics)
+        data = with_scores(data, scores, config, metrics, model_columns)
+        if baselines is not None:
             with timed(metrics, "reward"):
-                scores: Tensor = roles.reward.score(greedy)["token_level_rewards"].sum(-1)
-            metrics["reward/greedy_baseline"] = float(scores.mean())
-            data["reward_baselines"] = scores.repeat_interleave(config.n)
-        return finish_scoring(data, scoring, config, metrics, meanwhile)
+                found: Tensor = baselines.result()["token_level_rewards"].sum(-1)
+            metrics["reward/greedy_baseline"] = float(found.mean())
+            data["reward_baselines"] = found.repeat_interleave(config.n)
+        return data
 
     generations = config.settings.dynamic_sampling
     if not generations:
-        return sample(prompts, meanwhile), metrics
+        return sample(prompts, model_columns), metrics
     if more is None:
         raise InvalidConfig("dynamic sampling needs further prompts: pass the step a function `more`")
     data, found = sample_informative_groups(sample, prompts, more, generations, config.filter_metric)
     metrics |= found
-    return data | meanwhile(data, metrics), metrics
+    return data if model_columns is None else data | model_columns(data, metrics), metrics
 
 
-def finish_scoring(
-    data: DataProto, scoring: Any, config: AlgorithmConfig, metrics: Metrics, meanwhile: Meanwhile
+def begin_scores(roles: Roles, data: DataProto, metrics: Metrics) -> "Future[DataProto]":
+    """The future of the rows' scores, which is done unless a reward function scores in processes of its own."""
+    with timed(metrics, "reward"):
+        if roles.scores_apart:
+            coming: Future[DataProto] = roles.reward.submit("score", data)
+            return coming
+        done: Future[DataProto] = Future()
+        done.set_result(roles.reward.score(data))
+        return done
+
+
+def with_scores(
+    data: DataProto,
+    scores: "Future[DataProto]",
+    config: AlgorithmConfig,
+    metrics: Metrics,
+    model_columns: ModelColumns | None,
 ) -> DataProto:
-    """The rows with what ``meanwhile`` computes of them, and then with the result of ``scoring``, a reward role's future."""
+    """The rows with their scores, and with what ``model_columns`` computes of them until the scores are there."""
+
+    def join() -> None:
+        with timed(metrics, "reward"):
+            data.union(scores.result())
+
+    data = data[:]
+    known = scores.done()  # an error of the reward is raised before models work in vain
+    if known:
+        join()
     if config.skip_old_log_probs and "old_log_probs" not in data:
         data["old_log_probs"] = data["rollout_log_probs"]
-    data |= meanwhile(data, metrics)
-    with timed(metrics, "reward"):
-        data |= scoring.result()
+    if model_columns is not None:
+        data.union(model_columns(data, metrics))
+    if not known:
+        join()
     return data
 
 
 def policy_log_probs(roles: Roles, config: AlgorithmConfig, data: DataProto, metrics: Metrics) -> DataProto:
     """The columns ``old_log_probs`` and ``ref_log_prob`` ``(B, R)``, where the step needs them of all rows and ``data`` has none.
 
-    Rows that the actor and the reference score are prepared once. What only the update reads is left to `later_log_probs`.
+    Rows that the actor and the reference score are prepared once. What only the update reads is left to `minibatch_log_probs`.
     """
     needs_old = config.needs_old_log_probs and "old_log_probs" not in data
     if needs_old and config.needs_reference:
@@ -124,15 +147,15 @@ def policy_log_probs(roles: Roles, config: AlgorithmConfig, data: DataProto, met
     if needs_old:
         with timed(metrics, "old_log_prob"):
             return roles.actor.log_probs(data, into="old_log_probs")
-    if config.needs_reference and not (config.reference_waits and "old_log_probs" not in data):
+    if config.needs_reference and not (config.reference_in_update_only and "old_log_probs" not in data):
         with timed(metrics, "ref"):
             return roles.reference.log_probs(data, into="ref_log_prob")
     return DataProto()
 
 
-def later_log_probs(roles: Roles, config: AlgorithmConfig, data: DataProto, metrics: Metrics) -> DataProto:
-    """The columns that only the update reads: ``old_log_probs (B, R)`` if several mini-batches need it, and ``ref_log_prob (B,
-    R)`` if it has waited for that.
+def minibatch_log_probs(roles: Roles, config: AlgorithmConfig, data: DataProto, metrics: Metrics) -> DataProto:
+    """The columns that only the update reads: ``old_log_probs (B, R)`` of the mini-batches after the first, and ``ref_log_prob
+    (B, R)`` where the actor scores the same rows.
 
     The update meets its first mini-batch with the policy that is still the old one, so the loss takes the log-probs of its own
     pass there, and ``old_log_probs`` is NaN in these rows. Both are NaN in rows that the update leaves out.
@@ -142,15 +165,15 @@ def later_log_probs(roles: Roles, config: AlgorithmConfig, data: DataProto, metr
     rows = rows_with_tokens(data, config.minibatch)
     learned = data[rows]
     later = cut_minibatches(learned["uid"], config.minibatch)[1:] if len(rows) else []
-    waits = config.reference_waits and "ref_log_prob" not in data and len(rows) > 0
-    if later and waits:
+    both = config.reference_in_update_only and "ref_log_prob" not in data and len(rows) > 0
+    if later and both:
         found = _both_log_probs(roles, learned, metrics, config.minibatch)
     elif later:
         chosen = np.sort(np.concatenate(later))
         with timed(metrics, "old_log_prob"):
             found = roles.actor.log_probs(learned[chosen], into="old_log_probs")
         rows = rows[chosen]
-    elif waits:
+    elif both:
         with timed(metrics, "ref"):
             found = roles.reference.log_probs(learned, into="ref_log_prob")
     else:
@@ -162,9 +185,9 @@ def later_log_probs(roles: Roles, config: AlgorithmConfig, data: DataProto, metr
 
 
 def log_probs_for_update(roles: Roles, config: AlgorithmConfig, data: DataProto, metrics: Metrics) -> DataProto:
-    """The columns of `policy_log_probs` and `later_log_probs`."""
+    """The columns of `policy_log_probs` and `minibatch_log_probs`."""
     columns = policy_log_probs(roles, config, data, metrics)
-    return columns | later_log_probs(roles, config, data | columns, metrics)
+    return columns | minibatch_log_probs(roles, config, data | columns, metrics)
 
 
 def _both_log_probs(roles: Roles, data: DataProto, metrics: Metrics, minibatch: int | None = None) -> DataProto:
@@ -266,7 +289,7 @@ def entropy_coefficient(data: DataProto, config: AlgorithmConfig) -> float:
 
 
 def add_first_log_probs(data: DataProto, learned: DataProto, seen: Tensor) -> None:
-    """Completes the column ``old_log_probs`` that `later_log_probs` has begun.
+    """Completes the column ``old_log_probs`` that `minibatch_log_probs` has begun.
 
     If both batches have the same rows, ``data`` gets the columns too; else it loses those that have no values for some rows.
 

@@ -5,7 +5,7 @@
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -120,11 +120,13 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[An
     check_run_directory(config.run)
     task = (prepare or problems)(config)
     config, builder = task.config, task.builder
-    ahead = LookAhead(task.loader, background=config.on == "ray")  # where models do not wait for this process's threads
+    ahead = LookAhead(
+        task.loader, background=config.on == "ray"
+    )  # where models do not wait for threads of this process
     kept = KeptRollouts(config.run.output_dir, config.keep_rollouts, builder.tokenizer)
     setting = partial(expected_setting, config, task.loader, task.played, held_out=task.held_out)
     expected = RunForecast(setting, config.on == "local")
-    with reported(config.run.output_dir, started, expected.compared) as directory:
+    with reported(config.run.output_dir, started, expected.compared) as directory, closing(ahead):
         expected.begin()
         config = replace(config, compute=expected.resolved(config.compute, config.layout))
         for attempt in attempts(config.run, ahead, config.max_restarts):

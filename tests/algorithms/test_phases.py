@@ -149,7 +149,7 @@ class Group:
 
 def test_remax_asks_for_one_greedy_response_a_prompt():
     group = LocalGroup(Group())
-    roles = SimpleNamespace(rollout=group, reward=group)
+    roles = SimpleNamespace(rollout=group, reward=group, scores_apart=False)
     config = AlgorithmConfig(n=2, advantage="remax")
     data, metrics = generate_and_score(roles, prompts("x", "yy"), config, SamplingParams(temperature=0.7))
     assert data["greedy"].tolist() == [False] * 4
@@ -180,12 +180,49 @@ def test_other_roles_compute_while_the_rewards_are_on_their_way():
         coming.set_result(Group().score(data))
         return DataProto.from_dict({"ref_log_prob": torch.zeros(len(data), 2)})
 
-    roles = SimpleNamespace(rollout=LocalGroup(Group()), reward=SimpleNamespace(submit=score))
+    roles = SimpleNamespace(rollout=LocalGroup(Group()), reward=SimpleNamespace(submit=score), scores_apart=True)
     data, metrics = generate_and_score(roles, prompts("x"), AlgorithmConfig(n=2), SamplingParams(), None, compare)
     assert asked == [("score", ["x", "x"])]
     assert data["token_level_rewards"].tolist() == [[0.0, 1.0]] * 2
     assert data["ref_log_prob"].shape == (2, 2)
     assert list(metrics) == ["timing_s/gen", "timing_s/reward", "timing_s/ref"]
+
+
+def test_an_error_of_the_reward_is_raised_before_models_work():
+    class Failing(Group):
+        @dispatch("dp")
+        def score(self, data):
+            raise KeyError("mine")
+
+    def columns(data, metrics):
+        raise AssertionError("in vain")
+
+    failed = Future()
+    failed.set_exception(KeyError("mine"))
+    for reward, apart in ((LocalGroup(Failing()), False), (SimpleNamespace(submit=lambda *call: failed), True)):
+        roles = SimpleNamespace(rollout=LocalGroup(Group()), reward=reward, scores_apart=apart)
+        with pytest.raises(KeyError, match="mine"):
+            generate_and_score(roles, prompts("x"), AlgorithmConfig(n=2), SamplingParams(), None, columns)
+
+
+def test_greedy_responses_are_scored_meanwhile_too():
+    coming = []
+
+    def submit(method, data):
+        coming.append((Coming(), data))
+        return coming[-1][0]
+
+    def columns(data, metrics):
+        for future, rows in coming:
+            future.set_result(Group().score(rows))
+        return DataProto()
+
+    group, config = LocalGroup(Group()), AlgorithmConfig(n=2, advantage="remax")
+    roles = SimpleNamespace(rollout=group, reward=SimpleNamespace(submit=submit), scores_apart=True)
+    data, metrics = generate_and_score(roles, prompts("x", "yy"), config, SamplingParams(), None, columns)
+    assert [len(rows) for _, rows in coming] == [4, 2]
+    assert data["reward_baselines"].tolist() == [0.75, 0.75, 1.75, 1.75]
+    assert metrics["reward/greedy_baseline"] == 1.25
 
 
 def test_dynamic_sampling_chooses_rows_before_others_compute():
@@ -208,7 +245,7 @@ def test_dynamic_sampling_chooses_rows_before_others_compute():
 
     group = LocalGroup(Graded())
     generate_and_score(
-        SimpleNamespace(rollout=group, reward=group),
+        SimpleNamespace(rollout=group, reward=group, scores_apart=False),
         prompts("x", "yy"),
         AlgorithmConfig(n=2, dynamic_sampling=2),
         SamplingParams(),

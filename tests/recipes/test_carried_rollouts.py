@@ -118,7 +118,7 @@ class Roles:
         loader = loader_of(path)
         self.rollout = group if config is None else CarryingRollout(group, loader, config, lambda: 0)
         self.prompts = next(loader)
-        self.reward = SimpleNamespace(score=scored)
+        self.reward, self.scores_apart = SimpleNamespace(score=scored), False
 
     def sync_weights(self) -> None:
         self.rollout.mark_stale()
@@ -159,7 +159,7 @@ def test_an_early_update_is_the_update_of_the_whole_batch(path, aggregation):
 def test_a_reference_scores_the_parts_of_an_early_update(path):
     """Also where a mini-batch is the batch, whose reference waits for the rows of the update in a step that is not in parts."""
     algorithm = GRPOConfig(n=2, kl_coef=0.1, minibatch=BATCH)
-    assert algorithm.reference_waits
+    assert algorithm.reference_in_update_only
     found = []
     for make, config in ((grpo_step, None), (grpo_step_in_parts, CarryingConfig(early_update=True, parts=2))):
         roles = Roles(path, config)

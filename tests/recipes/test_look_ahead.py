@@ -7,6 +7,10 @@ import torch
 
 from dataproto import DataProto
 from dataproto.errors import InvalidRow
+from helpers.tiny_prompts import tiny_builder
+from recipes.data.loader import PromptLoader
+from recipes.grpo import grpo_step, parse
+from recipes.run import policy_gradient
 from recipes.run.carrying import LookAhead, look_ahead
 
 
@@ -39,9 +43,9 @@ def number(batch):
 
 def wait_for_next(loader):
     """Until the thread has prepared the next batch, or failed."""
-    if loader._coming is not None:
-        loader._wanted.set()
-        loader._coming.exception()
+    if loader._preparing is not None:
+        loader._preparing._begins.set()
+        loader._preparing.batch.exception()
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -75,7 +79,74 @@ def test_a_batch_is_prepared_while_nobody_asks_for_it(monkeypatch):
     monkeypatch.setattr(look_ahead, "DELAY_S", 0.01)
     ahead = LookAhead(Numbers(), background=True)
     next(ahead)
-    assert number(ahead._coming.result(timeout=60)) == 1
+    assert number(ahead._preparing.batch.result(timeout=60)) == 1
+
+
+def test_closing_ends_a_thread_that_has_not_begun_and_waits_for_one_that_has():
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow(Numbers):
+        def __next__(self):
+            if self.drawn:
+                begun.set()
+                go_on.wait()
+            return super().__next__()
+
+    for asked in (False, True):
+        ahead = LookAhead(Slow(), background=True)
+        next(ahead)
+        thread = ahead._preparing._thread
+        if asked:
+            ahead._preparing._begins.set()
+            begun.wait()
+            threading.Timer(0.1, go_on.set).start()
+        ahead.close()
+        assert not thread.is_alive()
+        assert ahead.loader.drawn == 1 + asked
+
+
+def test_an_interrupted_wait_leaves_the_thread_at_work(monkeypatch):
+    ahead = LookAhead(Numbers(), background=True)
+    next(ahead)
+    preparing, result = ahead._preparing, ahead._preparing.result
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(preparing, "result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(ahead)
+    monkeypatch.setattr(preparing, "result", result)
+    assert number(next(ahead)) == 1
+
+
+def test_batches_of_a_real_loader_are_those_without_a_thread():
+    def loader():
+        rows = [{"prompt": [{"role": "user", "content": f"Number {row}"}], "images": []} for row in range(5)]
+        return PromptLoader(rows, tiny_builder("qwen2_5_vl"), 2, seed=1)
+
+    plain, ahead = loader(), LookAhead(loader(), background=True)
+    for _ in range(4):
+        one, other = next(plain), next(ahead)
+        assert one["uid"].tolist() == other["uid"].tolist()
+        assert torch.equal(one["input_ids"], other["input_ids"])
+        assert plain.state_dict() == ahead.state_dict()
+    ahead.close()
+
+
+@pytest.mark.parametrize(("on", "background"), [("local", False), ("ray", True)])
+def test_a_thread_prepares_batches_where_models_are_in_other_processes(tmp_path, monkeypatch, on, background):
+    class Made(Exception):
+        pass
+
+    def made(loader, background=False):
+        raise Made(background)
+
+    monkeypatch.setattr(policy_gradient, "LookAhead", made)
+    options = ["--on", on, "--eval-rows", "2", "--output-dir", str(tmp_path)]
+    with pytest.raises(Made) as caught:
+        policy_gradient.run(parse(options), grpo_step)
+    assert caught.value.args == (background,)
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -120,8 +120,11 @@ def test_rows_are_scored_before_their_rewards_come(roles, prompts):
     with counted(roles) as scored:
 
         class Rewards(Future):
+            def done(self):
+                return scored == [8]
+
             def result(self):
-                assert scored == [8]
+                assert self.done()
                 return super().result()
 
         def submit(method, data):
@@ -129,7 +132,7 @@ def test_rows_are_scored_before_their_rewards_come(roles, prompts):
             coming.set_result(roles.reward.score(data))
             return coming
 
-        slow = replace(roles, optional={**roles.optional, "reward": SimpleNamespace(submit=submit)})
+        slow = replace(roles, optional={**roles.optional, "reward": SimpleNamespace(submit=submit)}, scores_apart=True)
         data, _ = step(slow, prompts, config)
     assert data["old_log_probs"].isfinite().all()
 
@@ -164,7 +167,7 @@ def test_rows_of_actor_and_reference_go_out_together(checkpoint, prompts, epochs
 
 
 def test_a_reference_that_only_the_loss_reads_waits_for_the_rows_of_the_update():
-    assert GRPOConfig(kl_coef=0.1, minibatch=2).reference_waits
+    assert GRPOConfig(kl_coef=0.1, minibatch=2).reference_in_update_only
     for options in (
         {"kl_coef": 0.0, "minibatch": 2},
         {"kl_coef": 0.1},
@@ -172,7 +175,7 @@ def test_a_reference_that_only_the_loss_reads_waits_for_the_rows_of_the_update()
         {"kl_coef": 0.1, "minibatch": 2, "epochs": 2},
         {"kl_coef": 0.1, "minibatch": 2, "correction": "token"},
     ):
-        assert not GRPOConfig(**options).reference_waits, options
+        assert not GRPOConfig(**options).reference_in_update_only, options
 
 
 def test_a_reference_scores_alone_where_the_update_is_one_step(checkpoint, prompts):

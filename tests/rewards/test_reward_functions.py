@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from dataproto.errors import RewardError
-from recipes.rewards import RewardRow, as_reward_function, from_trl, from_verl, load_reward
+from recipes.rewards import RewardRow, SequenceClassifier, as_reward_function, from_trl, from_verl, load_reward
+from workers.roles.reward import uses_device
 
 MESSAGES = [{"role": "user", "content": "<image>Find x."}]
 ROWS = [
@@ -222,3 +223,27 @@ def test_an_integer_beyond_all_floats_is_no_finite_score():
 
     with pytest.raises(RewardError, match=r"row 0 .*a score must be a finite number"):
         from_verl(compute_score)(ROWS)
+
+
+def verl_form(data_source, solution_str, ground_truth, extra_info):
+    return 0.0
+
+
+def trl_form(prompts, completions, **columns):
+    return [0.0] * len(completions)
+
+
+def form_of_rows(rows):
+    return [{"score": 0.0} for _ in rows]
+
+
+@pytest.mark.parametrize("function", [verl_form, trl_form, form_of_rows])
+def test_a_function_that_computes_on_a_device_says_so_in_every_form(function, monkeypatch):
+    assert not uses_device(as_reward_function(function))
+    monkeypatch.setattr(function, "uses_device", True, raising=False)
+    assert uses_device(as_reward_function(function))
+
+
+def test_a_classifier_uses_a_device_unless_it_is_kept_off():
+    assert uses_device(SequenceClassifier("MODEL"))
+    assert not uses_device(SequenceClassifier("MODEL", device="cpu"))

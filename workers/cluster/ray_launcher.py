@@ -6,7 +6,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, fields, replace
 from math import ceil, gcd, lcm
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -30,7 +30,7 @@ from workers.ranks.layout import Layout
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.roles.reference import reference_worker
-from workers.roles.reward import ModelReward, ModelRewardWorker, RewardWorker
+from workers.roles.reward import ModelReward, ModelRewardWorker, RewardFunction, RewardWorker, uses_device
 from workers.roles.rollout_worker import RolloutWorker
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,9 @@ def launch_ray(plan: LaunchPlan, phase: Phase = nullcontext, **options: Any) -> 
             transfer_weights()
 
         devices = _num_devices(model_processes, gpus_per_process(config))
-        return Roles(actor, engines, optional, stack.pop_all().close, after_sync, engines.release, devices)
+        apart = pools.scorers is not None and not uses_device(cast(RewardFunction, plan.reward))
+        ends = stack.pop_all().close
+        return Roles(actor, engines, optional, ends, after_sync, engines.release, devices, scores_apart=apart)
 
 
 def with_absolute_paths(plan: LaunchPlan) -> LaunchPlan:

@@ -46,6 +46,11 @@ def check_ready(reward: Callable[..., Any]) -> None:
         check()
 
 
+def uses_device(reward: Callable[..., Any]) -> bool:
+    """Whether a reward function says, by its attribute ``uses_device``, that it computes on a device that models may use too."""
+    return bool(getattr(reward, "uses_device", False))
+
+
 class RewardWorker:
     """Decodes responses and scores them with a function."""
 

@@ -11,17 +11,49 @@ from recipes.run.loop import Loader
 DELAY_S = 1.0
 """Seconds before a thread begins with the next batch, unless that is asked for: a step first sends its own to the engines."""
 
+CLOSING_S = 60.0
+"""Seconds that `LookAhead.close` waits for a batch that is being prepared."""
+
+
+class Preparing:
+    """A batch that a thread prepares."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader, self.batch = loader, Future[DataProto]()
+        self._begins, self._dropped = Event(), False
+        self._thread = Thread(target=self._prepare, name="next batch", daemon=True)
+        self._thread.start()
+
+    def result(self) -> DataProto:
+        """The batch, or what the loader raised, as soon as it is there."""
+        self._begins.set()
+        return self.batch.result()
+
+    def drop(self) -> None:
+        """Ends the thread: without the batch if it has not begun."""
+        self._dropped = True
+        self._begins.set()
+        self._thread.join(CLOSING_S)
+
+    def _prepare(self) -> None:
+        self._begins.wait(DELAY_S)
+        if self._dropped:
+            return
+        try:
+            self.batch.set_result(next(self.loader))
+        except BaseException as error:  # for the caller of `result`
+            self.batch.set_exception(error)
+
 
 class LookAhead:
     """A loader that can show its next batch early. Its saved position counts only the batches that it has returned."""
 
     def __init__(self, loader: Loader, background: bool = False) -> None:
-        """``background``: a thread prepares the next batch while the caller uses one."""
+        """``background``: a thread prepares the next batch while the caller uses one; `close` ends it."""
         self.loader, self.background = loader, background
         self.current: DataProto | None = None
         self._next: DataProto | None = None
-        self._coming: Future[DataProto] | None = None  # the next batch, which a thread prepares
-        self._wanted = Event()
+        self._preparing: Preparing | None = None
         self._note_position()
 
     @property
@@ -32,25 +64,21 @@ class LookAhead:
     def peek(self) -> DataProto:
         """The next batch, which the next call of ``next`` returns."""
         if self._next is None:
-            coming, self._coming = self._coming, None
-            self._wanted.set()
-            self._next = next(self.loader) if coming is None else coming.result()
+            self._next = next(self.loader) if self._preparing is None else self._prepared(self._preparing)
         return self._next
+
+    def _prepared(self, preparing: Preparing) -> DataProto:
+        with suppress(Exception):  # an interrupt leaves the thread at work
+            preparing.result()
+        self._preparing = None
+        return preparing.result()
 
     def __next__(self) -> DataProto:
         self.current, self._next = self.peek(), None
         self._note_position()
         if self.background:
-            self._coming, self._wanted = Future(), Event()
-            Thread(target=self._prepare, args=[self._coming, self._wanted], name="next batch", daemon=True).start()
+            self._preparing = Preparing(self.loader)
         return self.current
-
-    def _prepare(self, coming: "Future[DataProto]", wanted: Event) -> None:
-        wanted.wait(DELAY_S)
-        try:
-            coming.set_result(next(self.loader))
-        except BaseException as error:  # for the caller of `peek`
-            coming.set_exception(error)
 
     def _note_position(self) -> None:
         self._position, self._skipped = self.loader.state_dict(), dict(self.loader.skipped)
@@ -59,10 +87,13 @@ class LookAhead:
         return self._position
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._coming is not None:
-            self._wanted.set()
-            with suppress(Exception):
-                self._coming.result()  # else its thread would go on from the new position
+        self.close()
         self.loader.load_state_dict(state)
-        self.current = self._next = self._coming = None
+        self.current = self._next = None
         self._note_position()
+
+    def close(self) -> None:
+        """Ends the thread. A batch that it has prepared is lost, so `load_state_dict` comes next, if anything."""
+        if self._preparing is not None:
+            self._preparing.drop()
+            self._preparing = None
