@@ -117,14 +117,18 @@ def with_scores(
     metrics: Metrics,
     model_columns: ModelColumns | None,
 ) -> DataProto:
-    """The rows with their scores, and with what ``model_columns`` computes of them until the scores are there."""
+    """The rows with their scores and the columns of ``model_columns``, which are computed before it waits for the scores.
+
+    Raises:
+        Exception: an error of the reward; if it is known already, before ``model_columns`` is called.
+    """
 
     def join() -> None:
         with timed(metrics, "reward"):
             data.union(scores.result())
 
     data = data[:]
-    known = scores.done()  # an error of the reward is raised before models work in vain
+    known = scores.done()
     if known:
         join()
     if config.skip_old_log_probs and "old_log_probs" not in data:

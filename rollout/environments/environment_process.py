@@ -47,7 +47,7 @@ Answer = Observation | tuple[Failure, str]
 """Of a call: an observation, or the reason and the message of a failure."""
 
 _starting = threading.Lock()
-"""Held while a process starts, and while one is asked how it ended: of each, only one thread is told."""
+"""Held while a process starts and while an exit status is read: both read exit statuses, and each can be read once."""
 
 
 def in_process(make_environment: MakeEnvironment, memory_gib: float) -> MakeEnvironment:
@@ -123,7 +123,7 @@ class ProcessEnvironment:
     def _end(self, patience: float) -> str:
         """Waits for the end of the process, or kills it; returns how it ended."""
         wait([self.process.sentinel], patience)
-        with _starting:  # `start` asks all processes how they ended, and only who asks first is told
+        with _starting:  # an exit status can be read once, and `start` of another process reads all that there are
             if self.process.is_alive():
                 self.process.kill()
             self.process.join(CLOSING_S)

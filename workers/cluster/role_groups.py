@@ -89,7 +89,7 @@ class Roles:
     release: Callable[[], Any] = lambda: None  # closes the environments that the processes of `close` hold
     devices: int = 1  # GPUs (processes where there are none) that hold models, those of separate engines included
     start_seconds: dict[str, float] = field(default_factory=dict)  # of the phases of the start; see `launch`
-    scores_apart: bool = False  # a reward function has processes of its own, and none of the devices
+    scores_apart: bool = False  # whether a reward function scores in processes of its own, on no device of the models
 
     @property
     def reference(self) -> Any:

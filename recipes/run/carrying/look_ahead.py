@@ -9,13 +9,13 @@ from dataproto import DataProto
 from recipes.run.loop import Loader
 
 DELAY_S = 1.0
-"""Seconds before a thread begins with the next batch, unless that is asked for: a step first sends its own to the engines."""
+"""Seconds that a thread waits before it prepares the next batch, unless that is asked for: the step first sends its own batch."""
 
 CLOSING_S = 60.0
 """Seconds that `LookAhead.close` waits for a batch that is being prepared."""
 
 
-class Preparing:
+class BackgroundBatch:
     """A batch that a thread prepares."""
 
     def __init__(self, loader: Loader) -> None:
@@ -53,7 +53,7 @@ class LookAhead:
         self.loader, self.background = loader, background
         self.current: DataProto | None = None
         self._next: DataProto | None = None
-        self._preparing: Preparing | None = None
+        self._preparing: BackgroundBatch | None = None
         self._note_position()
 
     @property
@@ -67,7 +67,7 @@ class LookAhead:
             self._next = next(self.loader) if self._preparing is None else self._prepared(self._preparing)
         return self._next
 
-    def _prepared(self, preparing: Preparing) -> DataProto:
+    def _prepared(self, preparing: BackgroundBatch) -> DataProto:
         with suppress(Exception):  # an interrupt leaves the thread at work
             preparing.result()
         self._preparing = None
@@ -77,7 +77,7 @@ class LookAhead:
         self.current, self._next = self.peek(), None
         self._note_position()
         if self.background:
-            self._preparing = Preparing(self.loader)
+            self._preparing = BackgroundBatch(self.loader)
         return self.current
 
     def _note_position(self) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Where users configure torch's allocator; what they say holds."""
+"""Environment variables that configure torch's allocator. If one is set, nothing is changed here."""
 
 _lock = threading.Lock()
 _open = 0  # blocks of `expandable_segments` that this process is in
@@ -22,8 +22,8 @@ def expandable_segments(device: torch.device) -> Iterator[None]:
     each such tensor keeps a whole segment, and an engine on the same device cannot have the rest of it. Outside of these blocks
     segments have fixed sizes: vLLM's memory pool and the all-reduce of its graphs do not work with others.
 
-    Does nothing on a CPU, or if an environment variable configures torch's allocator (`VARIABLES`). What a program has told the
-    allocator since it started does not last: torch resets some other settings with this one.
+    Does nothing on a CPU, or if an environment variable configures torch's allocator (`VARIABLES`). Settings that a program has
+    made at run time are lost, because torch resets some others with this one.
     """
     if device.type != "cuda" or any(os.environ.get(name) for name in VARIABLES):
         yield
