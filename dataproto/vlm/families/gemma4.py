@@ -152,8 +152,12 @@ class Gemma4(VLMFamily):
 
     def undivided_layers(self, config: Any) -> range:
         """The last layers, if they use keys and values of earlier ones: from the first of those on."""
-        modes = config.get_text_config().kv_sharing_modes
-        return range(modes.index("store"), len(modes)) if "store" in modes else range(0)
+        text = config.get_text_config()
+        own = text.layer_types[: text.num_hidden_layers - text.num_kv_shared_layers]  # with keys and values of their own
+        if not 0 < len(own) < text.num_hidden_layers:
+            return range(0)
+        read = {kind: layer for layer, kind in enumerate(own)}  # the last of each kind: later ones of the kind read it
+        return range(min(read.values()), text.num_hidden_layers)
 
     def mutual_images(self, config: Any) -> Literal["windowed"] | None:
         """In layers with a sliding window, if the config says so."""
