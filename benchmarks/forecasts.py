@@ -147,6 +147,28 @@ WHOLE_STEPS = (
         ),
         engine={"memory_share": 0.4, "max_num_seqs": 320},
     ),
+    WholeStep(
+        "3B, one device, responses of 512",
+        *("3b", 512, (361, 30), 0.79),
+        *(14.44, 4.74, 17.28, 95.9, 59.1, 3.60),
+        minibatch=32,
+        compute=ModelConfig(
+            token_budget=10_240,
+            scoring_token_budget=32_768,
+            activation_checkpointing="selective",
+            compile=True,
+            unsharded="gradients",
+        ),
+        engine={"memory_share": 0.5, "max_num_seqs": 640},
+    ),
+    WholeStep(
+        "3B, one device, responses of 512, none, budget 6,144",
+        *("3b", 512, (361, 30), 0.79),
+        *(13.40, 4.77, 19.40, 95.4, 59.1, 3.59),
+        minibatch=32,
+        compute=ModelConfig(token_budget=6144, scoring_token_budget=32_768, compile=True, unsharded="gradients"),
+        engine={"memory_share": 0.5, "max_num_seqs": 640},
+    ),
     WholeStep("3B, one device", "3b", 2041, (312, 28), 0.75, 45.84, 16.61, 66.46, 89.7, 58.2),
 )
 

@@ -2,8 +2,8 @@
 
 Needs the standard library, NumPy and the repository; no GPU. A host whose vLLM has been measured may become the
 reference: its seconds are `STEP` and `ROW`, and the first line here is `REFERENCE`, all in `recipes/forecast/host_pace.py`.
-``benchmarks/rollout.py --side ours --requests 32`` and ``--requests 256`` print the milliseconds of a decoding step with so many
-rows; where the device is faster than the host, `ROW` is their difference by rows, and `STEP` what is left.
+``benchmarks/rollout.py --side ours --requests 32`` and ``--requests 640`` print the milliseconds of a decoding step with so many
+rows; where the device is faster than the host, the first is `STEP`, and the second, divided by its rows, `ROW`.
 """
 
 import platform
@@ -14,7 +14,7 @@ from typing import Any
 
 MODULE = Path(__file__).resolve().parents[1] / "recipes" / "forecast" / "host_pace.py"
 ROUNDS = 5
-ROWS = (1, 64, 256, 320)
+ROWS = (1, 64, 256, 320, 640)
 
 
 def lines(module: dict[str, Any], rounds: int = ROUNDS) -> list[str]:

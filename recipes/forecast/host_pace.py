@@ -14,10 +14,11 @@ from functools import cache
 
 import numpy as np
 
-STEP, ROW = 8e-3, 9e-6
-"""Seconds of the reference host for a decoding step, and further ones for each row that runs. Taken from two hosts of H200 on
-2026-11-23 (7B, vLLM 0.24; benchmarks/RESULTS.md): one of pace 0.82 was busy for 8.8 of the 13.3 ms of a step with 320 rows, in
-which the device computed for 12.0 ms; one of pace 0.75 took 6.6 ms a step with 58 rows in the mean.
+STEP, ROW = 8.5e-3, 33.5e-6
+"""Seconds of the reference host for a decoding step, at least, and for each row that runs: the larger one counts. Taken from
+hosts of H200 with vLLM 0.24 (benchmarks/RESULTS.md). 7B on 2026-11-23: one of pace 0.75 took 6.6 ms a step with 58 rows in the
+mean; one of pace 0.82 was busy for 8.8 of the 13.3 ms of a step with 320 rows, in which the device computed for 12.0 ms. 3B on
+2026-11-24: one of pace 0.79 took 17 to 18 ms a step with 640 rows, in which the device computes for 10.3 ms.
 """
 REQUEST = 4e-3
 """Seconds of the reference host to take a request. 320 of them, five for a prompt with an image, took the host of pace 0.82
@@ -106,6 +107,6 @@ def decoding_step(rows: int, pace: float = 1.0) -> float:
     """Seconds of the host for a decoding step of vLLM with so many running rows, on a host of this pace.
 
     >>> round(decoding_step(320), 6), round(decoding_step(320, pace=0.5), 6)
-    (0.01088, 0.00544)
+    (0.01072, 0.00536)
     """
-    return pace * (STEP + rows * ROW)
+    return pace * max(STEP, rows * ROW)

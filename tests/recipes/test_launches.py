@@ -13,7 +13,7 @@ from dataproto.vlm import family_of
 from helpers.tiny_models import tiny_config
 from recipes.forecast import DEVICES, BatchSizes, PromptSizes, Setting, forecast
 from recipes.forecast.calibration import step_seconds, text_rows
-from recipes.forecast.host_pace import REQUEST, ROW, STEP
+from recipes.forecast.host_pace import REQUEST, STEP
 from recipes.forecast.launches import BLOCK, DECODED_BESIDES, DECODED_LAYER, LAYER
 from rollout.hf import HFEngine
 from workers.model.model_config import ModelConfig
@@ -122,7 +122,7 @@ def test_seconds_of_launches_worked_by_hand():
     joined = forecast(replace(setting, compute=replace(compute, compile=True)))
     assert joined.phases[-1].seconds == pytest.approx(4 * (0.3 * (learnt - 180) + 180) * 1e-3, rel=1e-3)
     graphs = forecast(replace(setting, engine="vllm"))
-    assert graphs.phases[0].seconds == pytest.approx(4 * REQUEST + 5 * STEP + 8 * ROW, rel=1e-3)  # 2, 2, 2, 1 and 1 run
+    assert graphs.phases[0].seconds == pytest.approx(4 * REQUEST + 5 * STEP, rel=1e-3)
 
 
 def smol(prompts, samples, minibatch=None, old_log_probs=0.0):
