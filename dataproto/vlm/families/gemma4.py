@@ -153,7 +153,7 @@ class Gemma4(VLMFamily):
     def undivided_layers(self, config: Any) -> range:
         """The last layers, if they use keys and values of earlier ones: from the first of those on."""
         text = config.get_text_config()
-        own = text.layer_types[: text.num_hidden_layers - text.num_kv_shared_layers]  # with keys and values of their own
+        own = text.layer_types[: text.num_hidden_layers - text.num_kv_shared_layers]  # of their own keys
         if not 0 < len(own) < text.num_hidden_layers:
             return range(0)
         read = {kind: layer for layer, kind in enumerate(own)}  # the last of each kind: later ones of the kind read it
