@@ -3,7 +3,7 @@
 Needs the standard library, NumPy and the repository; no GPU. A host whose vLLM has been measured may become the
 reference: its seconds are `STEP` and `ROW`, and the first line here is `REFERENCE`, all in `recipes/forecast/host_pace.py`.
 ``benchmarks/rollout.py --side ours --requests 32`` and ``--requests 640`` print the milliseconds of a decoding step with so many
-rows; where the device is faster than the host, the first is `STEP`, and the second, divided by its rows, `ROW`.
+rows; where the device is faster than the host, the first is about `STEP`, and the second, divided by its rows, `ROW`.
 """
 
 import platform

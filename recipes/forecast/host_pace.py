@@ -18,14 +18,15 @@ STEP, ROW = 8.5e-3, 33.5e-6
 """Seconds of the reference host for a decoding step, at least, and for each row that runs: the larger one counts. Taken from
 hosts of H200 with vLLM 0.24 (benchmarks/RESULTS.md). 7B on 2026-11-23: one of pace 0.75 took 6.6 ms a step with 58 rows in the
 mean; one of pace 0.82 was busy for 8.8 of the 13.3 ms of a step with 320 rows, in which the device computed for 12.0 ms. 3B on
-2026-11-24: one of pace 0.79 took 17 to 18 ms a step with 640 rows, in which the device computes for 10.3 ms.
+2026-11-24: one of pace 0.79 took 17 to 18 ms a step with 640 rows, in which the device computes for 10.3 ms. The day before, one
+of 0.75 took 11.8 to 14.3 ms with as many, less than these constants give (16.1).
 """
 REQUEST = 4e-3
 """Seconds of the reference host to take a request. 320 of them, five for a prompt with an image, took the host of pace 0.82
 1.7 s, of which the device computed the prompts for about 0.7 s.
 """
 REFERENCE = 20e-3
-"""Seconds of `python_work` on the reference host. Four hosts of H200 took 15.0 to 16.6 ms, 0.75 to 0.83 of it.
+"""Seconds of `python_work` on the reference host. Six hosts of H200 took 15.0 to 18.3 ms, 0.75 to 0.91 of it.
 
 `STEP`, `ROW`, `REQUEST` and this belong together. Whoever measures another host sets all four, and nothing else.
 """

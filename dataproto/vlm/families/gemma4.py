@@ -153,10 +153,10 @@ class Gemma4(VLMFamily):
     def undivided_layers(self, config: Any) -> range:
         """The last layers, if they use keys and values of earlier ones: from the first of those on."""
         text = config.get_text_config()
-        own = text.layer_types[: text.num_hidden_layers - text.num_kv_shared_layers]  # of their own keys
+        own = text.layer_types[: text.num_hidden_layers - text.num_kv_shared_layers]
         if not 0 < len(own) < text.num_hidden_layers:
             return range(0)
-        read = {kind: layer for layer, kind in enumerate(own)}  # the last of each kind: later ones of the kind read it
+        read = {kind: layer for layer, kind in enumerate(own)}  # of each kind the last, which later ones read
         return range(min(read.values()), text.num_hidden_layers)
 
     def mutual_images(self, config: Any) -> Literal["windowed"] | None:
