@@ -135,13 +135,16 @@ def with_short_names(arguments: Sequence[str], options: Sequence[Option]) -> lis
 def with_plain_flags(arguments: Sequence[str], options: Sequence[Option]) -> list[str]:
     """``--flag true`` as ``--flag``, and ``--flag false`` as ``--no-flag``; the same for ``--flag=true``.
 
-    Among the values of an option ``NAME VALUE ...``, ``true`` and ``false`` are made those that tyro reads as such.
+    Among the values of an option ``NAME VALUE ...`` that are not all texts, ``true`` and ``false`` are made those that tyro reads
+    as such.
 
     Raises:
         InvalidConfig: ``--flag=VALUE`` with another value.
     """
     flags = {f"--{option.name}": option for option in options if option.kind is bool}
-    mappings = {f"--{option.name}" for option in options if get_origin(option.kind) is dict}
+    mappings = {
+        f"--{option.name}" for option in options if get_origin(option.kind) is dict and option.kind != dict[str, str]
+    }
     found: list[str] = []
     given = list(arguments)
     while given:

@@ -1,6 +1,7 @@
 """Options from a YAML file, from a preset and from a run's directory, and those that would do nothing."""
 
 import json
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from recipes import classify, geo3k_grpo, grpo, ppo, sft
 from recipes.algorithms.options import spelled_out
 from recipes.configs import distil_config, easy_vqa_config, make_vlm_config
 from recipes.configs.environments import walk_config, zoom_config
+from recipes.options import write_options
 from recipes.run.run_directory import open_run_directory, with_schedules
 from recipes.serve import serve_config
 from workers.ranks.layout import Layout
@@ -55,6 +57,17 @@ instruction: "--think,
         ("compile: 3", "compile=3 must be true or false"),
         ("[1, 2]", "not a list of options"),
         ("a: [", "is not YAML"),
+        ("algorithm: {n: 3}\nsteps: 7\nalgorithm: {kl-coef: 0.5}", "'algorithm' stands in line 1 and again in line 3"),
+        ("{steps: 3, steps: 4}", "'steps' stands in line 1 and again in line 1"),
+        ("steps: 3\nrun: {steps: 4}", "steps stands twice, under several of its names"),
+        ("algorithm: {kl-coef: 0.1, kl_coef: 0.2}", "algorithm.kl-coef stands twice"),
+        ("engine-options: {max_num_seqs: 4, max_num_seqs: 5}", "'max_num_seqs' stands in line 1"),
+        ("compile: yes", "compile=yes must be true or false"),
+        ("template-arguments: {thinking: no}", "template-arguments: thinking=no: write true or false, or, .* quotes"),
+        ("template-arguments: {thinking: null}", "template-arguments: thinking=None must be a number, a text"),
+        ("rollout: {stop: [[a]]}", r"rollout.stop: \['a'\] must be a number, a text"),
+        ("rollout: {stop: ['--seed', '5']}", "rollout.stop: '--seed' begins as an option does"),
+        ("seed: 12:30", "'12:30' is not a whole number"),
     ],
 )
 def test_a_wrong_file_is_named_with_its_key(text, message, tmp_path):
@@ -62,6 +75,35 @@ def test_a_wrong_file_is_named_with_its_key(text, message, tmp_path):
         grpo.parse(written(tmp_path / "mine.yaml", text))
     with pytest.raises(InvalidConfig, match=r"nowhere\.yaml cannot be read"):
         grpo.parse(["--config", "nowhere.yaml"])
+
+
+def test_a_value_is_read_as_the_command_line_reads_it(tmp_path):
+    """Not as YAML 1.1, which makes True of yes and on, 750 of 12:30, and 8 of 010."""
+    text = """
+on: ray
+ray: {env-vars: {SEEN: true, DEPTH: 010, yes: no}}
+rollout: {stop: [yes, 12:30, 010, 2024-01-01, true, .inf, 'null']}
+prompt-key: no
+seed: 010
+steps: 1_000
+data-path: x.jsonl
+template-arguments: {thinking: false, reasoning: "on", at: 12:30}
+algorithm: {correction: token, correction-limit: .inf}
+"""
+    config = grpo.parse(written(tmp_path / "mine.yaml", text))
+    assert config.on == "ray"
+    assert config.ray.env_vars == {"SEEN": "true", "DEPTH": "010", "yes": "no"}
+    assert config.rollout.stop == ("yes", "12:30", "010", "2024-01-01", "true", ".inf", "null")
+    assert (config.data.keys.prompt_key, config.run.seed, config.run.steps) == ("no", 10, 1000)
+    assert config.data.template_arguments == {"thinking": False, "reasoning": "on", "at": "12:30"}
+    assert config.algorithm.correction_limit == math.inf
+    assert grpo.parse(["--on", "ray", "--ray.env-vars", "SEEN", "true"]).ray.env_vars == {"SEEN": "true"}
+
+
+def test_texts_that_look_like_other_values_come_back_from_the_file_of_a_run(tmp_path):
+    texts = ("yes", "12:30", "010", "1e3", "true", ".inf", "null", " ")
+    began = replace(grpo.TINY, rollout=replace(grpo.TINY.rollout, stop=texts))
+    assert grpo.parse(["--config", str(write_options(tmp_path, began))]) == began
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
