@@ -7,12 +7,14 @@ from dataproto.extras import lazy_names
 if TYPE_CHECKING:
     from recipes.console.learning_signals import LearningSignals, Thresholds, learning_problems
     from recipes.console.progress import Progress
+    from recipes.console.speed_signals import SpeedSignals
     from recipes.console.start_phases import announce_start, start_metrics, start_phase
     from recipes.console.summary import run_summary, show_summary
 
 __all__ = [
     "LearningSignals",
     "Progress",
+    "SpeedSignals",
     "Thresholds",
     "announce_start",
     "learning_problems",

@@ -17,7 +17,7 @@ from dataproto import DataProto
 from dataproto.columns import require
 from dataproto.errors import CheckpointError, WorkerFailed, writing
 from recipes.configs.shared.run_config import RunConfig
-from recipes.console import LearningSignals, Progress, start_metrics, start_phase
+from recipes.console import LearningSignals, Progress, SpeedSignals, start_metrics, start_phase
 from recipes.loggers import LoggedRun, RunLoggers, open_loggers
 from recipes.report.kept_rollouts import KeptRollouts
 from recipes.run.dynamic_sampling import More
@@ -145,7 +145,7 @@ class StepReports:
     def __init__(self, loggers: RunLoggers, progress: Progress, start: Mapping[str, float] | None = None) -> None:
         """``start``: metrics of the start of the roles, which the first report gets too."""
         self.loggers, self.progress = loggers, progress
-        self.signals = LearningSignals()
+        self.signals, self.speed = LearningSignals(), SpeedSignals()
         self._start = dict(start or {})
 
     def report(self, number: int, metrics: Mapping[str, float], evaluated: bool) -> None:
@@ -157,9 +157,11 @@ class StepReports:
         self.progress.update(number, metrics)
 
     def note_signs(self, metrics: Mapping[str, float]) -> None:
-        """Shows problems that appear with the metrics of a step."""
+        """Shows problems that appear with the metrics of a step, in what is learned and in how long it takes."""
         for problem in self.signals.new_problems(metrics):
             self.progress.note(f"warning: {problem}")
+        for sign in self.speed.new_signs(metrics):
+            self.progress.note(sign)
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,6 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[An
     expected = RunForecast(setting, config.on == "local")
     with reported(config.run.output_dir, started, expected.compared) as directory, closing(ahead):
         expected.begin()
-        config = replace(config, compute=expected.resolved(config.compute, config.layout))
         for attempt in attempts(config.run, ahead, config.max_restarts):
             progression = Progression(config.algorithm.kl_controller())
             bound = partial(step, config=config.algorithm, sampling=config.sampling(), progression=progression)

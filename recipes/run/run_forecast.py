@@ -6,16 +6,11 @@ cannot be made is told in one line and ends nothing.
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from statistics import median
-
-import torch
 
 from recipes.forecast import Setting, StepForecast, compared, forecast, forecast_lines
 from recipes.forecast.devices import GIB
 from recipes.forecast.forecast_table import figures
-from workers.model.model_config import ModelConfig
-from workers.ranks.layout import Layout
 from workers.training.memory.process_memory import begin_peak, resident_bytes
 
 MEMORY = "perf/memory_gb/"  # metrics of `workers.training.memory.phase_memory`
@@ -39,17 +34,6 @@ class RunForecast:
             self.found = forecast(self.make_setting())
             print("\n".join(forecast_lines(self.found)))
         begin_peak(anew=True)
-
-    def resolved(self, compute: ModelConfig, layout: Layout) -> ModelConfig:
-        """The options with what stays unsharded as the forecast chooses it; they stay open on a CPU and without a forecast."""
-        if (
-            compute.unsharded != "auto"
-            or layout.dp * layout.sp == 1
-            or self.found is None
-            or not torch.cuda.is_available()
-        ):
-            return compute
-        return replace(compute, unsharded=self.found.setting.compute.unsharded)
 
     def compared(self, rows: Sequence[Mapping[str, float]]) -> list[tuple[str, str, str]]:
         """What was expected and what came, by name, for the table at the end of the run; see `recipes.forecast.compared`."""

@@ -88,7 +88,6 @@ def run_supervised(config: SupervisedConfig, make_task: Callable[[str], Supervis
     expected = RunForecast(partial(expected_setting, config, task), config.on == "local")
     with reported(directory, started, expected.compared):
         expected.begin()
-        config = replace(config, compute=expected.resolved(config.compute, config.layout))
         for attempt in attempts(config.run, loader, config.max_restarts):
             with attempt, launch_supervised(config, model_path, limits, attempt.restarted) as roles:
                 train(

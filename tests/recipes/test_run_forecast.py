@@ -7,7 +7,6 @@ import time
 from dataclasses import replace
 
 import pytest
-import torch
 
 from dataproto.errors import InvalidConfig
 from helpers.checkpoints import write_checkpoint
@@ -22,7 +21,6 @@ from recipes.run.run_forecast import RunForecast
 from recipes.tiny import make_tiny_model
 from rollout.prompts import PromptBuilder
 from workers.model.model_config import ModelConfig
-from workers.ranks.layout import Layout
 
 CONFIG = tiny_config("qwen2_5_vl")
 H200 = DEVICES["h200"]
@@ -55,20 +53,6 @@ def test_a_forecast_is_printed_and_compared(capsys):
     spread = RunForecast(lambda: setting(replace(H200, on_cpu=True)), local=False)
     spread.begin()
     assert spread.compared(rows)[-1][0] == "tokens of a step"
-
-
-def test_what_stays_unsharded_is_chosen_where_a_gpu_is_known(monkeypatch):
-    """The option that a user sets stays; so does an open one on a CPU, alone, and without a forecast."""
-    open_, two = ModelConfig(), Layout(dp=2)
-    expected = RunForecast(lambda: setting(layout=two, engine=None))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert expected.resolved(open_, two) == open_
-    expected.begin()
-    assert expected.resolved(open_, two).unsharded == "gradients"
-    assert expected.resolved(open_, Layout(tp=2)) == open_
-    assert expected.resolved(ModelConfig(unsharded="weights"), two).unsharded == "weights"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert expected.resolved(open_, two) == open_
 
 
 def test_a_forecast_that_fails_is_one_line(capsys):

@@ -218,4 +218,5 @@ def test_an_updates_figures_are_those_of_all_ranks(module, tmp_path):
             "perf/throughput/actor": pytest.approx(work.tokens / 2.0 / 2),  # two seconds, two devices
             "perf/mfu/actor": pytest.approx(work.total / (2.0 * 2e12)),
             "perf/mfu/actor/language": pytest.approx(work.language / (2.0 * 2e12)),
+            "perf/compilations": 0,
         }, name

@@ -19,7 +19,8 @@ Unsharded = Literal["auto", "nothing", "scoring", "weights", "gradients"]
 - ``scoring``: in passes without gradients, weights are gathered once a call.
 - ``weights``: in updates, weights are gathered once an optimizer step.
 - ``gradients``: they add up unsharded, in float32, and are reduced once an optimizer step.
-- ``auto``: recipes choose by their forecast of the device's memory; elsewhere ``nothing``.
+- ``auto``: on CUDA the most that leaves a device some room, by the memory that the second update and the second call that
+  scores took with nothing unsharded. If a device runs out of memory later, less. On a CPU ``nothing``.
 """
 UNSHARDED: tuple[Unsharded, ...] = ("nothing", "scoring", "weights", "gradients")
 
@@ -44,7 +45,7 @@ class ModelConfig:
         False  # with compile, on Hopper or newer: the decoder's large products in float8 (the extra "torchao")
     )
     flash_attention: Literal["torch", "fa4"] = "torch"  # on CUDA: torch's kernel, or FlashAttention 4 (the extra "fa4")
-    # what stays unsharded on every rank of dp x sp from one micro-batch to the next; "auto": the most that fits, by the forecast
+    # what stays unsharded on every rank of dp x sp from one micro-batch to the next; "auto": the most that leaves room
     unsharded: Unsharded = "auto"
     offload: bool = False  # keep sharded weights, gradients and optimizer in host memory
     # keep weights and optimizer in host memory between the calls that use them, while another role or the engine works

@@ -16,6 +16,7 @@ what stays unsharded from one micro-batch to the next.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -140,6 +141,27 @@ class FullySharded(Transform):
             module.set_requires_all_reduce(True)  # type: ignore[operator]
             for group in weight_groups(module):
                 drop_sum_within_replica(group)
+
+
+@dataclass(frozen=True)
+class GatheredBytes:
+    """Bytes that a rank takes for what stays unsharded, in addition to its shards."""
+
+    weights: int
+    gradients: int
+
+
+def gathered_bytes(module: nn.Module) -> GatheredBytes:
+    """What gathered weights and float32 gradients take on a rank, in addition to its shards."""
+    weights = gradients = 0
+    for group in weight_groups(module):
+        ranks = group.mesh_info.shard_mesh_size
+        for weight in group.fsdp_params:
+            shard = weight.sharded_param
+            size = weight.sharded_size.numel()
+            weights += size * ranks * (group.mp_policy.param_dtype or shard.dtype).itemsize
+            gradients += 4 * size * (ranks - 1) * shard.requires_grad
+    return GatheredBytes(weights, gradients)
 
 
 def even_shards(weight: nn.Parameter, here: int, holders: int) -> Shard:

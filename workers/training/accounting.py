@@ -9,9 +9,10 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+from torch._dynamo.utils import counters
 
 from dataproto import DataProto
 from dataproto.columns import media_parts
@@ -118,6 +119,18 @@ class Figures:
     phases: Mapping[str, float]  # seconds
     peak: float | None  # operations per second of its device, if known
     memory: Mapping[str, float]  # metric to bytes
+    incidents: Mapping[str, int] = field(default_factory=dict)  # metric to how often it happened
+
+
+def retries(device: torch.device) -> dict[str, int]:
+    """How often a CUDA device had no memory left, so that torch waited for it and freed its cache, since this process began."""
+    return {"perf/allocator_retries": torch.cuda.memory_stats(device).get("num_alloc_retries", 0)}
+
+
+def incidents(device: torch.device) -> dict[str, int]:
+    """What slows a step down without an error: `retries`, and the graphs that ``torch.compile`` has compiled."""
+    compiled = {"perf/compilations": counters["stats"]["unique_graphs"]}
+    return compiled | (retries(device) if device.type == "cuda" else {})
 
 
 def joined_metrics(figures: Sequence[Figures], role: str) -> dict[str, float]:
@@ -130,14 +143,18 @@ def joined_metrics(figures: Sequence[Figures], role: str) -> dict[str, float]:
     - ``perf/max_memory_allocated_gb`` and ``perf/max_memory_reserved_gb``: of the fullest device, in GiB.
     - ``perf/memory_gb/<phase>`` and ``perf/memory_gb/<phase>/left``: the peak of a phase and what it left, of the fullest device,
       or on CPUs of the largest process, in GiB; of the phases that ended since the last update, itself not included.
+    - ``perf/compilations`` since the last update and ``perf/allocator_retries`` in this one: of the rank with the most; see
+      `incidents`.
 
-    >>> ranks = [Figures(Work(1e12, 3e12, 100), 2.0, {"forward": 1.0}, 4e12, {}), Figures(Work(), 1.0, {}, 4e12, {})]
+    >>> ranks = [Figures(Work(1e12, 3e12, 100), 2.0, {"forward": 1.0}, 4e12, {}, {"perf/compilations": 2})]
+    >>> ranks.append(Figures(Work(), 1.0, {}, 4e12, {}))
     >>> for name, value in joined_metrics(ranks, "actor").items():
     ...     print(name, value)
     timing_s/update_actor/forward 1.0
     perf/throughput/actor 25.0
     perf/mfu/actor 0.25
     perf/mfu/actor/language 0.1875
+    perf/compilations 2
     """
     work, seconds = sum((each.work for each in figures), Work()), max(each.seconds for each in figures)
     found: dict[str, float] = {}
@@ -152,6 +169,8 @@ def joined_metrics(figures: Sequence[Figures], role: str) -> dict[str, float]:
         found[f"perf/mfu/{role}/language"] = work.language / (seconds * sum(peaks))
     for name in figures[0].memory:
         found[name] = max(each.memory.get(name, 0.0) for each in figures) / 2**30
+    for name in figures[0].incidents:
+        found[name] = max(each.incidents.get(name, 0) for each in figures)
     return found
 
 
@@ -163,7 +182,7 @@ class Accounting:
     ...     with accounting.phase("forward"):
     ...         accounting.add(Work(vision=1e9, language=3e9, tokens=100))
     ...     sorted(accounting.metrics("actor"))
-    ['perf/throughput/actor', 'timing_s/update_actor/forward']
+    ['perf/compilations', 'perf/throughput/actor', 'timing_s/update_actor/forward']
     """
 
     def __init__(self, device: torch.device, ranks: Ranks | None = None) -> None:
@@ -171,6 +190,7 @@ class Accounting:
         self.device, self.ranks = device, ranks or Ranks()
         self.peak = peak_flops(device)
         self._forget()
+        self._incidents = incidents(device)
         PHASES.taken()  # those of an earlier run in this process
 
     def _forget(self) -> None:
@@ -187,6 +207,7 @@ class Accounting:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             self.before = DeviceMemory.of(self.device)
+            self._incidents |= retries(self.device)
         try:
             yield
         finally:
@@ -225,5 +246,7 @@ class Accounting:
         for name, begin, end in self.events:
             self.seconds[name] += begin.elapsed_time(end) / 1e3
         counts = all(self.ranks.rank(axis) == 0 for axis in ("pp", "sp", "tp"))  # others have the same rows
-        mine = Figures(self.work if counts else Work(), seconds, dict(self.seconds), self.peak, memory)
+        before, self._incidents = self._incidents, incidents(self.device)
+        happened = {name: max(number - before[name], 0) for name, number in self._incidents.items()}
+        mine = Figures(self.work if counts else Work(), seconds, dict(self.seconds), self.peak, memory, happened)
         return joined_metrics(self.ranks.all_gather(mine, *AXES), role)

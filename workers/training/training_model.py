@@ -15,12 +15,14 @@ from torch import Tensor
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
 from dataproto.packing import MAX_TOKENS
+from workers.model.model_config import UNSHARDED, Unsharded
 from workers.model.named_weights import all_named_weights, float32_weights
 from workers.model.precision import Precision
+from workers.parallel.fsdp import FullySharded, gathered_bytes
 from workers.parallel.pipeline import PipelineParallel
 from workers.parallel.pipeline_stages import PassOptions
 from workers.parallel.transform import repeated_layers
-from workers.ranks.mesh import Ranks
+from workers.ranks.mesh import AXES, Ranks
 from workers.training.accounting import Accounting, required_work, whole_work
 from workers.training.aggregation import denominator, token_weights
 from workers.training.checkpoint import Saving, load_model_weights, load_training_state
@@ -30,6 +32,7 @@ from workers.training.loss_sums import LossSums, Updated, averages, zero_loss
 from workers.training.memory import Residence
 from workers.training.memory.allocation import expandable_segments
 from workers.training.memory.phase_memory import PHASES, SCORES
+from workers.training.memory.unsharding import Unsharding, device_share
 from workers.training.micro_batches import (
     Conclude,
     MicroBatch,
@@ -106,6 +109,24 @@ class TrainingModel:
         half = self.precision.half_weights
         drop = (lambda: None) if half is None else half.drop
         self.residence = Residence(self.module, self._moments, self.device, config.offload_idle, drop)
+        is_open = config.unsharded == "auto" and self.device.type == "cuda"
+        sharded = any(isinstance(each, FullySharded) for each in self.transforms)
+        self._unsharding = Unsharding(self.device, gathered_bytes(self.module)) if is_open and sharded else None
+        if self._unsharding is not None:
+            self._leave_unsharded("nothing")
+
+    def _choose_unsharded(self, learns: bool) -> None:
+        """At the end of a call: chooses what stays unsharded in the next ones, where the options leave that open."""
+        if self._unsharding is not None and self._unsharding.is_due(learns):
+            fullest = max(self.ranks.all_gather(device_share(self.device), *AXES))
+            self._leave_unsharded(self._unsharding.choose(fullest, learns))
+
+    def _leave_unsharded(self, kept: Unsharded) -> None:
+        if self.config.unsharded not in (kept, "auto"):
+            log.info("%s: FSDP leaves unsharded between micro-batches: %s", self.role, kept)
+        self.config = replace(self.config, unsharded=kept)
+        for transform in self.transforms:
+            transform.options = self.config
 
     def _moments(self) -> Iterator[Tensor]:
         """The optimizer's state, except numbers of steps."""
@@ -175,6 +196,7 @@ class TrainingModel:
             for number, part in enumerate(parts):
                 prepared = None if shared is None else shared.prepared(number, self.module)
                 keep(part, self._outputs(part, entropy, prepared))
+            self._choose_unsharded(learns=False)
         on_host = found.cpu()  # once a call: the host prepares micro-batches while the device computes
         columns = self.ranks.broadcast_from_last(dict(zip(names, on_host, strict=True)), "pp")
         with self.ranks.fail_together():
@@ -356,7 +378,16 @@ class TrainingModel:
             self.residence.using(moments=True, changes=True),
         ):
             yield update
+            self._choose_unsharded(learns=True)
             update.finish()
+
+    def measured(self) -> dict[str, float]:
+        """What the accounting has recorded of an update; every rank calls it."""
+        metrics = self.accounting.metrics(self.role)
+        if self._unsharding is not None:
+            self._leave_unsharded(self._unsharding.after_update(metrics))
+            metrics[f"perf/unsharded/{self.role}"] = float(UNSHARDED.index(self.config.unsharded))
+        return metrics
 
     def step(self, params: AdamParams | None = None) -> dict[str, float]:
         """One optimizer step with the gradients of all ranks; see `Optimizer.step`."""
@@ -446,7 +477,7 @@ class Update:
 
     def finish(self) -> None:
         """Makes the result, with the times and operations that the model has recorded."""
-        measured = self.model.accounting.metrics(self.model.role) if self._steps else {}
+        measured = self.model.measured() if self._steps else {}
         rows_of_caller = np.asarray(self.data[ROW]) if ROW in self.data else None
         self._result = Updated(averages(self._steps) | measured, self._scores, rows_of_caller)
 
