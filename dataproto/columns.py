@@ -4,7 +4,7 @@ Dimension letters: B rows, P prompt tokens, R response tokens, L = P + R tokens.
 the letter n is ragged: its rows have n tokens each, without padding; M layers with experts, k experts of a token.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -21,6 +21,18 @@ def media_parts(row: RowMedia) -> Sequence[Mapping[str, Any]]:
     (({'pixel_values': 1},), ({'pixel_values': 1}, {'pixel_values': 2}))
     """
     return (row,) if isinstance(row, Mapping) else row
+
+
+def media_identity(row: RowMedia) -> Hashable:
+    """Equal for rows that show the same objects, in the same parts.
+
+    >>> one, equal = [1], [1]
+    >>> media_identity({"pixel_values": one}) == media_identity(({"pixel_values": one}, {}))
+    True
+    >>> media_identity({"pixel_values": one}) == media_identity({"pixel_values": equal})
+    False
+    """
+    return tuple(tuple(sorted((name, id(value)) for name, value in part.items())) for part in media_parts(row) if part)
 
 
 class HasColumns(Protocol):

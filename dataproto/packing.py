@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dataproto.columns import COLUMNS, HasColumns, RowMedia, media_parts
+from dataproto.columns import COLUMNS, HasColumns, RowMedia, media_identity
 from dataproto.errors import InvalidColumn
 from dataproto.transfer import move, move_readable
 
@@ -230,12 +230,7 @@ def prompt_sharing(
         part = column[..., :prompt].flatten(1)
         same &= (part[1:] == part[:-1]).all(1)
     same &= token_types[1:, prompt - 1] == 0
-    objects = [
-        None
-        if row is None
-        else [{name: id(value) for name, value in part.items()} for part in media_parts(row) if part]
-        for row in media
-    ]
+    objects = [None if row is None else media_identity(row) for row in media]
     shared[1:] = same & torch.tensor([a is not None and a == b for a, b in pairwise(objects)], dtype=torch.bool)
     return shared
 

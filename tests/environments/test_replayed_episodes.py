@@ -11,13 +11,13 @@ from dataproto.columns import PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS
 from dataproto.errors import InvalidConfig, InvalidRow
 from helpers.checkpoints import write_checkpoint
 from helpers.engines import ROWS
-from helpers.episodes import DrawnEnvironment, prompts_of
+from helpers.episodes import DrawnEnvironment, picture, prompts_of
 from helpers.routes import routes_in_one_pass, routes_of
 from helpers.tiny_models import MOE_TYPES, tiny_model
 from recipes.run.carrying import CarriedSamples
 from rollout.carried_samples import BEGUN, Tokens, WholeGroups, decode_groups
 from rollout.engine import SamplingParams
-from rollout.environments import EpisodeLimits
+from rollout.environments import EpisodeLimits, Observation
 from rollout.environments.episodes.held_episodes import EpisodePlan
 from rollout.prompts import PromptBuilder
 from rollout.responses import build_requests
@@ -73,6 +73,26 @@ def test_rows_of_episodes_have_the_experts_of_all_their_turns(roles, last_pictur
         assert len(data[PROMPT_ROUTED_EXPERTS].storage) == int(
             data["attention_mask"][::2, : data["prompts"].shape[1]].sum()
         )
+
+
+class LivePage:
+    """Shows each sample of a prompt another picture of one size."""
+
+    number = 0
+
+    def reset(self, row, seed):
+        LivePage.number += 1
+        return Observation(["look", picture(64, 64, LivePage.number)])
+
+    def step(self, action):
+        return Observation(["again", picture(64, 64)])
+
+
+def test_samples_with_other_first_pictures_have_their_own_experts(roles):
+    data = roles.worker().play(prompts_of(roles.builder, 1), LivePage, replace(SAMPLING, n=3), **vars(LIMITS))
+    prompts = data["prompts"]
+    assert prompts.equal(prompts[:1].expand_as(prompts))  # the tokens do not tell the pictures
+    roles.check(data)
 
 
 @pytest.mark.long

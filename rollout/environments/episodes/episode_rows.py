@@ -6,7 +6,7 @@ Letters: B rows, P prompt tokens, R response tokens, L = P + R.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -21,6 +21,7 @@ from dataproto.columns import (
     PROMPT_ROUTED_EXPERTS,
     ROUTED_EXPERTS,
     RowMedia,
+    media_identity,
     media_parts,
     require,
 )
@@ -30,6 +31,7 @@ from rollout.engine import SamplingParams
 from rollout.environments.episodes.episode import Episode, EpisodeStart
 from rollout.environments.episodes.shown_history import EpisodeRow
 from rollout.environments.episodes.turn_renderer import TurnRenderer
+from rollout.prompts import PromptBuilder
 from rollout.prompts.made_images import made_images
 from rollout.responses import OCCURRENCE, expert_columns, number_occurrences, prompt_names
 from rollout.sampling import derive_seed
@@ -216,6 +218,17 @@ class _Record:
         self.rewards[len(history) + np.cumsum(own + shown) - shown - 1] = [turn.reward for turn in turns]
         decode = renderer.builder.tokenizer.decode
         self.actions = [decode(turn.token_ids, skip_special_tokens=True) for turn in turns]
+        self.prompt_key = self._prompt_key(renderer.builder)
+
+    def _prompt_key(self, builder: PromptBuilder) -> Hashable:
+        """Equal for rows whose prompt training computes once; see `dataproto.packing.prompt_sharing`."""
+        shown: RowMedia = self.media
+        if self.types.any():
+            split = builder.family.split_media(self.media, torch.from_numpy(self.prompt_types), builder.config)
+            if split is None:
+                return id(self)
+            shown = split[0]
+        return self.episode.start.uid, self.prompt_ids.tobytes(), media_identity(shown)
 
 
 def _experts(records: Sequence[_Record], no_experts: Tensor) -> tuple[RaggedTensor, RaggedTensor]:
@@ -225,7 +238,7 @@ def _experts(records: Sequence[_Record], no_experts: Tensor) -> tuple[RaggedTens
     for all else. A last observation that no engine read, because the wall clock was over, has the experts of the token before it:
     no sampled token follows it.
     """
-    owners = [(record.episode.start.uid, record.prompt_ids.tobytes()) for record in records]
+    owners = [record.prompt_key for record in records]
     rows = [record.row.experts if record.row is not None and record.actions else None for record in records]
     known: dict[Any, Tensor] = {}
     for owner, row in zip(owners, rows, strict=True):
