@@ -64,7 +64,7 @@ class ToolEnvironment:
         """The results of the action's calls, or the end."""
         try:
             calls = self.parse(action)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # a policy may repeat a bracket without end
             return Observation([_text(f"Error: {error}")], role="tool")
         if not calls:
             reward = self.answered(action)
@@ -135,7 +135,10 @@ def _text(part: Any) -> str:
     >>> _text("no result for \\ud83d"), _text({"found": 1})
     ('no result for ?', '{"found": 1}')
     """
-    text = part if isinstance(part, str) else json.dumps(part, default=str)
+    try:
+        text = part if isinstance(part, str) else json.dumps(part, default=str)
+    except Exception as error:  # of a value that JSON does not have
+        text = _failure(error)
     return text.encode(errors="replace").decode()
 
 

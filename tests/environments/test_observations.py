@@ -408,6 +408,35 @@ def test_prompts_for_which_there_is_no_room_are_told_once(capsys):
 # Adapters
 
 
+def look(what: list) -> dict:
+    """Shows its argument."""
+    return {"seen": what}
+
+
+@pytest.mark.parametrize("argument", ["[" * 2000, "[" * 400 + "]" * 400, "[" * 985 + "]" * 985])
+def test_a_policy_that_nests_its_call_without_end_is_told_so(argument):
+    """It ends no episode: a reward and a next turn follow."""
+    environment = with_tools([look], lambda row, answer: 0.5)()
+    environment.reset({}, 0)
+    (told,) = environment.step(
+        f'<tool_call>{{"name": "look", "arguments": {{"what": {argument}}}}}</tool_call>'
+    ).content
+    assert told.startswith(("Error: ", '{"seen": [['))
+    assert environment.step("I do not know.").reward == 0.5
+
+
+def test_a_value_that_json_does_not_have_is_told():
+    def loop() -> list:
+        found: list = []
+        found.append({"found": found})
+        return found[0]
+
+    environment = with_tools([loop])()
+    environment.reset({}, 0)
+    (told,) = environment.step('<tool_call>{"name": "loop"}</tool_call>').content
+    assert told == "Error: ValueError: Circular reference detected"
+
+
 def test_what_the_policy_makes_a_tool_return_can_be_shown():
     def search(query: str) -> str:
         if query == "error":
