@@ -99,7 +99,9 @@ def image_size(source: Any, root: str | os.PathLike[str] | None = None) -> tuple
     """
     with _opened(source, root) as image:
         width, height = image.size
-        if "exif" in image.info and image.getexif().get(ExifTags.Base.Orientation) in _SIDEWAYS:
+        # Pillow turns a TIFF by itself. The method of a PNG's own class would decode its pixels.
+        exif = {} if image.format == "TIFF" else Image.Image.getexif(image)
+        if exif.get(ExifTags.Base.Orientation) in _SIDEWAYS:
             width, height = height, width
         return height, width
 

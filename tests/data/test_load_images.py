@@ -147,6 +147,13 @@ def test_the_size_from_the_header_is_the_size_of_the_upright_picture(width, heig
     assert sorted(loaded.size) == sorted((width, height))
 
 
+def test_the_size_is_that_of_a_picture_which_xmp_turns():
+    """Some editors write the orientation into XMP only; what turns the picture reads it there too."""
+    xmp = b'<x:xmpmeta><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+    data = encoded(picture(), "JPEG", xmp=xmp)
+    assert image_size(data) == load_image(data).size[::-1] == (6, 4)
+
+
 def test_orientation_turns_the_picture():
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = 6  # the camera was turned: rows are columns

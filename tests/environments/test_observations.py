@@ -223,6 +223,21 @@ def test_pictures_that_differ_by_more_than_their_bytes_are_told_apart():
         assert renderer.digest(Observation([plain])) != renderer.digest(Observation([other]))
 
 
+def test_a_picture_that_exif_turns_does_not_take_the_place_of_an_upright_one():
+    """Both have one size in their files; 24 x 56 pixels make other grids than 56 x 24, and here other positions."""
+    renderer, image = renderer_of("qwen2_5_vl"), picture(56, 84)
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    turns = [renderer.turn(Observation([each])) for each in (opened(image), opened(image, exif=exif))]
+    upright, turned = (turn.media["image_grid_thw"][0].tolist() for turn in turns)
+    assert upright == [turned[0], turned[2], turned[1]]
+    assert upright[1] != upright[2]
+    for turn, shown in zip(turns, (image, image.transpose(Image.Transpose.ROTATE_270)), strict=True):
+        alone = renderer_of("qwen2_5_vl").turn(Observation([shown]))
+        assert turn.position_ids.equal(alone.position_ids)
+        assert turn.media["pixel_values"].equal(alone.media["pixel_values"])
+
+
 def test_equal_pixels_in_other_files_are_one_state():
     renderer, image = renderer_of("qwen2_5_vl"), Image.new("RGB", (16, 16), (255, 0, 0))
     palette = image.convert("P", palette=Image.Palette.ADAPTIVE)

@@ -113,7 +113,7 @@ class TurnRenderer:
                 f"models of type {self.builder.family.model_type} number the images of a prompt: show images in the first "
                 "observation alone"
             )
-        shape = [part if isinstance(part, str) else part.size for part in observation.content]
+        shape = [part if isinstance(part, str) else self._image(part).image.size for part in observation.content]
         end = last if last is None or last in self.end_ids else NO_END
         key = (end, observation.role, *shape)
         if key not in self._turns:
@@ -268,9 +268,10 @@ def _image_key(image: Image.Image) -> tuple[Any, ...]:
     """A value that is equal for images which `load_image` makes equal pixels of."""
     if image.mode in ("P", "PA"):  # palette indices do not define the colours
         image = image.convert("RGBA")
-    turned = image.getexif().get(ExifTags.Base.Orientation) if "exif" in image.info else None
+    pixels = blake2b(image.tobytes(), digest_size=16).digest()  # first: what is told of the pixels may follow them
+    turned = image.getexif().get(ExifTags.Base.Orientation)
     meaning = image.mode, image.size, image.format if image.mode == "I" else None, turned
-    return *meaning, repr(image.info.get("transparency")), blake2b(image.tobytes(), digest_size=16).digest()
+    return *meaning, repr(image.info.get("transparency")), pixels
 
 
 def _difference(one: str, other: str) -> str:
