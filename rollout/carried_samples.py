@@ -64,6 +64,7 @@ class BegunTurn:
     tokens: Tokens
     whole: bool = False  # its action was passed on to the environment
     before: list[int] = field(default_factory=list)  # tokens of the prompt or the observation that precedes it
+    state: str = ""  # digest of that observation, whose pictures the tokens do not tell
 
     def plain(self) -> dict[str, Any]:
         """As plain values and tensors, which a file can hold."""
@@ -75,6 +76,7 @@ class BegunTurn:
             "weight_versions": torch.tensor(tokens.weight_versions, dtype=torch.int64),
             "whole": self.whole,
             "before": torch.tensor(self.before, dtype=torch.int64),
+            "state": self.state,
         } | experts
 
     @classmethod
@@ -83,7 +85,9 @@ class BegunTurn:
         ids, log_probs, versions, before = (
             plain[name].tolist() for name in ("token_ids", "log_probs", "weight_versions", "before")
         )
-        return cls(Tokens(ids, log_probs, versions, plain.get("experts")), bool(plain["whole"]), before)
+        return cls(
+            Tokens(ids, log_probs, versions, plain.get("experts")), bool(plain["whole"]), before, plain.get("state", "")
+        )
 
 
 class WholeGroups:

@@ -24,7 +24,7 @@ from helpers.carried_runs import (
     uninterrupted,
 )
 from helpers.checkpoints import write_checkpoint
-from helpers.episodes import RandomEngine, renderer_of, starts_of
+from helpers.episodes import RandomEngine, picture, renderer_of, starts_of
 from recipes.algorithms.penalties import KLController
 from recipes.configs.shared.carrying_config import CarryingConfig
 from recipes.geo3k_grpo import parse
@@ -97,12 +97,20 @@ class Forgetful:
         return Observation([f"visit {self.number}"])
 
 
-def test_an_environment_that_does_not_repeat_itself_ends_its_episode():
+class OtherPictures(Forgetful):
+    """Shows another picture of one size each time: the tokens of its observations are the same."""
+
+    def step(self, action):
+        return Observation([picture(16, 16, self.number)])
+
+
+@pytest.mark.parametrize("make", [Forgetful, OtherPictures])
+def test_an_environment_that_does_not_repeat_itself_ends_its_episode(make):
     renderer, limits, sampling = renderer_of("qwen2_5_vl"), EpisodeLimits(turns=2), SamplingParams(max_tokens=5)
-    (played,) = play_episodes(RandomEngine(renderer), renderer, starts_of(1), Forgetful, sampling, limits)
+    (played,) = play_episodes(RandomEngine(renderer), renderer, starts_of(1), make, sampling, limits)
     assert played.ended == "turns"
     again = Episode(played.start, repeated=played.begun)
-    with EnvironmentHost(Forgetful, 60.0) as host:
+    with EnvironmentHost(make, 60.0) as host:
         go_on(RandomEngine(renderer), renderer, [again], host, sampling, limits, WholeGroups(["a"], 1), 1)
     assert again.ended == "invalid"
     assert again.message == "its environment did not repeat what it showed before turn 1"

@@ -201,7 +201,7 @@ def test_decoding_ends_with_the_first_sample_that_makes_enough_groups_whole(labe
 
 
 def test_what_has_begun_survives_a_file(tmp_path):
-    turn = BegunTurn(Tokens([5, 7], [-0.1, -2.5], [1, 3]), True, [4, 4])
+    turn = BegunTurn(Tokens([5, 7], [-0.1, -2.5], [1, 3]), True, [4, 4], "a1")
     torch.save([turn.plain()], tmp_path / "turns")
     (plain,) = torch.load(tmp_path / "turns", weights_only=True)
     assert BegunTurn.of(plain) == turn

@@ -118,9 +118,10 @@ class Episode:
         for row in self.rows:
             befores[row.first] = row.begins.input_ids.tolist()
         sampled = [Tokens(turn.token_ids, turn.log_probs, turn.weight_versions) for turn in self.turns]
-        turns = [BegunTurn(tokens, True, before) for tokens, before in zip(sampled, befores, strict=False)]
+        states = [turn.state for turn in self.turns]
+        turns = [BegunTurn(tokens, True, *shown) for tokens, *shown in zip(sampled, befores, states, strict=False)]
         if self.partial:  # one that was stopped before its first token has not begun
-            turns.append(BegunTurn(self.partial, False, befores[len(self.turns)]))
+            turns.append(BegunTurn(self.partial, False, befores[len(self.turns)], self.state))
         if turns and not self.repeated:  # the last turn tells the experts of the whole row
             last = replace(turns[-1].tokens, experts=self.rows[-1].experts)
             turns[-1] = replace(turns[-1], tokens=last)

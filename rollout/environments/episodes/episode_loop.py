@@ -254,7 +254,8 @@ class _Play:
             turn = episode.repeated.pop(0)
             if not episode.repeated:
                 episode.elapsed = self.began - time.monotonic()
-            if turn.before != (request.input_ids if shown is None else shown.ids).tolist():
+            same = turn.before == (request.input_ids if shown is None else shown.ids).tolist()
+            if not same or turn.state not in ("", episode.state):
                 episode.end(
                     "invalid", f"its environment did not repeat what it showed before turn {len(episode.turns)}"
                 )
