@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from dataproto.columns import media_identity
 from dataproto.errors import DataProtoError, InvalidConfig
 from dataproto.extras import require_extra
 
@@ -101,6 +102,12 @@ class Request:
     drawn: int = (
         0  # numbers already drawn from the random stream: a response that goes on after ``drawn`` of its tokens
     )
+
+    @property
+    def prompt_key(self) -> Hashable:
+        """Equal for requests whose prompts are one, which is read once: they share its tensor of ids and its media."""
+        objects = tuple((kind, *map(id, media)) for kind, media in self.multi_modal_data.items())
+        return id(self.input_ids), objects, media_identity(self.multi_modal_inputs)
 
 
 def row_name(number: int, uid: str, sampling: SamplingParams) -> str:

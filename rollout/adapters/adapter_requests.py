@@ -1,6 +1,6 @@
 """Requests of engines that sample from many adapters, and the scores of their prompts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -79,3 +79,8 @@ class AdapterRequest(Request):
     adapter: Adapter | None = None  # None: the base model
     images: Sequence[KeyedImage] = ()  # for engines that read features; others read `multi_modal_data`
     scores: PromptScores | None = field(default=None, compare=False)  # filled once; samples of a prompt share it
+
+    @property
+    def prompt_key(self) -> Hashable:
+        """See `Request.prompt_key`; each adapter reads a prompt on its own."""
+        return super().prompt_key, self.adapter, tuple(image.key for image in self.images)

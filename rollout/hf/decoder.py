@@ -273,7 +273,7 @@ def prompt_pieces(token_types: Sequence[int], budget: int, whole_images: bool) -
 
 def _prompt_key(row: OpenRequest) -> Hashable:
     """Equal for requests whose prompts are read once for all of them."""
-    return id(row.request.input_ids), id(row.prefix), id(row) if row.token_ids else 0
+    return row.request.prompt_key, id(row.prefix), id(row) if row.token_ids else 0
 
 
 def _pad_left(values: Tensor, length: int) -> Tensor:

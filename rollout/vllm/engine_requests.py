@@ -202,9 +202,9 @@ def first_samples_first(requests: Sequence[Request], window: int) -> list[int]:
     vLLM caches images twice, where prompts are rendered, one after another, and where they are computed, and sends only those
     that the first cache lacks. Both forget the same images only if requests come in the order in which they were rendered.
     """
-    first = {id(request.input_ids): place for place, request in reversed(list(enumerate(requests)))}
+    first = {request.prompt_key: place for place, request in reversed(list(enumerate(requests)))}
     later = [
-        first[id(request.input_ids)] != place and not any(request.multi_modal_data.values())
+        first[request.prompt_key] != place and not any(request.multi_modal_data.values())
         for place, request in enumerate(requests)
     ]
     return sorted(range(len(requests)), key=lambda place: (place // window, later[place]))

@@ -1,6 +1,6 @@
 """Requests to vLLM's form of prompts, checked before anything is generated."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -31,11 +31,13 @@ class PromptRenderer:
     processor_options: Mapping[str, Any]
     longest_image: int | None = None
     """Tokens of an image above which vLLM computes causal attention within it, unlike the model. ``None``: no limit."""
-    last: list[tuple[Tensor, Any]] = field(default_factory=list)
-    """The prompt that was rendered last, for the next samples of it: its ``input_ids``, and vLLM's form. At most one."""
+    last: list[tuple[Request, Any]] = field(default_factory=list)
+    """The request that was rendered last, for the next samples of its prompt, and vLLM's form. At most one."""
 
-    def render(self, requests: Sequence[Request], sampling: SamplingParams, names: Sequence[str]) -> dict[int, Any]:
-        """vLLM's form of each distinct prompt, by the identity of its ``input_ids``. ``names`` of the requests are for messages.
+    def render(
+        self, requests: Sequence[Request], sampling: SamplingParams, names: Sequence[str]
+    ) -> dict[Hashable, Any]:
+        """vLLM's form of each distinct prompt, by its `Request.prompt_key`. ``names`` of the requests are for messages.
 
         Raises:
             InvalidPrompt: prompts cannot be used; names them.
@@ -69,14 +71,14 @@ class PromptRenderer:
     def render_one(self, request: Request, sampling: SamplingParams) -> Any:
         """vLLM's form of one prompt."""
         self.check(request, sampling)
-        if self.last and self.last[0][0] is request.input_ids:
+        if self.last and self.last[0][0].prompt_key == request.prompt_key:
             return self.last[0][1]
         media = request.multi_modal_data
         if media.get("video") or (media.get("image") and self.family.rollout_modality):
             rendered = prepared_prompt(self.llm, self.family, request)
         else:
             rendered = self._expanded(request, list(media.get("image", ())))
-        self.last[:] = [(request.input_ids, rendered)]
+        self.last[:] = [(request, rendered)]
         return rendered
 
     def _expanded(self, request: Request, images: Sequence[Image.Image]) -> Any:
@@ -91,23 +93,25 @@ class PromptRenderer:
         return rendered
 
 
-def for_each_prompt(requests: Sequence[Request], names: Sequence[str], do: Callable[[Request], Any]) -> dict[int, Any]:
-    """What ``do`` returns for each distinct prompt, by the identity of its ``input_ids``. ``names`` are for messages.
+def for_each_prompt(
+    requests: Sequence[Request], names: Sequence[str], do: Callable[[Request], Any]
+) -> dict[Hashable, Any]:
+    """What ``do`` returns for each distinct prompt, by its `Request.prompt_key`. ``names`` are for messages.
 
     Raises:
         InvalidPrompt: ``do`` raised for some prompts; names them.
     """
-    found: dict[int, Any] = {}
+    found: dict[Hashable, Any] = {}
     errors: list[str] = []
     for name, request in zip(names, requests, strict=True):
-        if id(request.input_ids) in found:
+        if request.prompt_key in found:
             continue
         try:
-            found[id(request.input_ids)] = do(request)
+            found[request.prompt_key] = do(request)
         except MemoryError:
             raise
         except Exception as error:  # vLLM and image processors raise errors of any class
-            found[id(request.input_ids)] = None
+            found[request.prompt_key] = None
             errors.append(f"{name}: {error_line(error)}")
     if errors:
         more = f" (and {len(errors) - MAX_REPORTED_ROWS} more rows)" if len(errors) > MAX_REPORTED_ROWS else ""
@@ -130,10 +134,10 @@ class RenderedAhead:
         self._requests, self._names, self._step_tokens = requests, names, step_tokens
         self._pool = ThreadPoolExecutor(1, "rendering")
         own = replace(renderer, last=[])
-        distinct = {id(request.input_ids): request for request in reversed(requests)}
+        distinct = {request.prompt_key: request for request in reversed(requests)}
         self._found = {key: self._pool.submit(own.render_one, distinct[key], sampling) for key in reversed(distinct)}
         self._steps = self._tokens = 0
-        self._known: set[int] = set()  # identities of the prompts among the first requests
+        self._known: set[Hashable] = set()  # keys of the prompts among the first requests
         self.taken = 0  # requests
 
     def due(self) -> int:
@@ -144,9 +148,9 @@ class RenderedAhead:
         self._steps += 1
         count, wanted = self.taken, prompt_tokens_of(self._steps, self._step_tokens)
         while count < len(self._requests) and self._tokens < wanted:
-            ids = self._requests[count].input_ids
-            self._tokens += SHARED_TOKENS if id(ids) in self._known else len(ids)
-            self._known.add(id(ids))
+            request = self._requests[count]
+            self._tokens += SHARED_TOKENS if request.prompt_key in self._known else len(request.input_ids)
+            self._known.add(request.prompt_key)
             count += 1
         return count - self.taken
 
@@ -159,11 +163,11 @@ class RenderedAhead:
         request = self._requests[self.taken]
         self.taken += 1
         try:
-            return self._found[id(request.input_ids)].result()
+            return self._found[request.prompt_key].result()
         except MemoryError:
             raise
         except Exception:
-            for_each_prompt(self._requests, self._names, lambda each: self._found[id(each.input_ids)].result())
+            for_each_prompt(self._requests, self._names, lambda each: self._found[each.prompt_key].result())
             raise
 
     @property

@@ -338,7 +338,7 @@ class VLLMEngine(StreamedWeights):
             if not self._running.rows:
                 self._clear_non_finite()
             for place, (row, request) in enumerate(zip(rows, requests, strict=True)):
-                self._running.add(f"{call}-{place}", row, prompts[id(request.input_ids)], self._adapter_of(request))
+                self._running.add(f"{call}-{place}", row, prompts[request.prompt_key], self._adapter_of(request))
 
     def _adapter_of(self, request: Request) -> Any:
         """vLLM's name of the adapter that a request is for: none."""

@@ -11,10 +11,11 @@ from safetensors.torch import load_file
 from dataproto.errors import CheckpointError, InvalidConfig, RowCountMismatch
 from dataproto.vlm import family_of
 from helpers.tiny_models import tiny_model
-from rollout.adapters import AdapterConfig, AdapterRouter, new_adapter, read_adapter, write_adapter
+from rollout.adapters import AdapterConfig, AdapterRequest, AdapterRouter, new_adapter, read_adapter, write_adapter
 from rollout.adapters.adapter_files import CONFIG_FILE, DIGESTS_FILE, WEIGHTS_FILE
 from rollout.adapters.low_rank import Groups, Segment, low_rank_linear, stacked
 from rollout.engine import SamplingParams
+from rollout.hf.adapter_engine import AdapterEngine
 from rollout.image_features import ImageFeatures
 from rollout.prompts import ContentStore, ProcessedImage
 from rollout.sampling import sample
@@ -187,6 +188,23 @@ def test_an_adapter_of_another_model_is_refused(model, tmp_path):
         CheckpointError, match=r"lora_A.weight is torch.float32 of shape \(2, 64\), but the model needs"
     ):
         read_adapter(tmp_path, model, family_of(model.config), CPU)
+
+
+def test_adapters_read_a_prompt_that_they_share_each_on_its_own(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    engine = AdapterEngine(str(tmp_path), ImageFeatures(model, family_of(model.config), CPU))
+    ids, sampling = torch.arange(5, 15), SamplingParams(max_tokens=3)
+    rest = {"token_types": torch.zeros(10, dtype=torch.int8), "position_ids": torch.arange(10).expand(4, 10)}
+    requests = [
+        AdapterRequest(ids.tolist(), ids, **rest, adapter=adapter)
+        for adapter in (None, adapter_of(model), new_adapter(model, engine.family, AdapterConfig(2), seed=1))
+    ]
+    alone = [next(iter(engine.generate([each], sampling))) for each in requests]
+    together = sorted(engine.generate([*requests, *requests], sampling), key=lambda each: each.request)
+    assert alone[0].log_probs != alone[1].log_probs
+    for found, expected in zip(together, [*alone, *alone], strict=True):
+        assert found.token_ids == expected.token_ids
+        np.testing.assert_allclose(found.log_probs, expected.log_probs, atol=1e-5)
 
 
 def test_an_id_that_is_never_drawn_keeps_its_probability():

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from dataproto.columns import media_parts
 from dataproto.errors import InvalidConfig, InvalidPrompt, MediaMismatch, NonFiniteLogits
 from helpers.batches import prompt_batch
 from helpers.checkpoints import write_checkpoint
@@ -87,6 +88,19 @@ def read_sizes(engine):
     hook = engine.model.get_submodule(engine.family.language_model).register_forward_pre_hook(note, with_kwargs=True)
     yield sizes
     hook.remove()
+
+
+def test_requests_of_one_tensor_with_other_pictures_are_read_apart(engine):
+    request, *_ = requests_of(engine)
+    (part,) = media_parts(request.multi_modal_inputs)
+    other = replace(request, multi_modal_inputs=part | {"pixel_values": part["pixel_values"].flip(0)})
+    expected = [run(engine, each)[1] for each in (request, other)]
+    assert expected[0].log_probs != expected[1].log_probs
+    numbers, done = [engine.submit(each, SAMPLED) for each in (request, other)], {}
+    while engine.unfinished:
+        done |= {each.request: each for each in engine.poll()}
+    for number, alone in zip(numbers, expected, strict=True):
+        assert_same(done[number], alone)
 
 
 @pytest.mark.parametrize(

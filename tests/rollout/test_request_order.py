@@ -1,10 +1,11 @@
 """The order in which vLLM gets the requests of families with recurrent layers, without vLLM."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Event
 
 import torch
 
+from rollout.adapters import Adapter, AdapterConfig, AdapterRequest
 from rollout.engine import Request, SamplingParams
 from rollout.vllm.engine_requests import first_samples_first
 from rollout.vllm.prompt_rendering import SHARED_TOKENS, RenderedAhead, prompt_tokens_of
@@ -30,6 +31,19 @@ def test_requests_with_images_stay_in_the_order_of_prompts():
         order = first_samples_first(requests, window)
         assert sorted(order) == list(range(15))
         assert [place for place in order if requests[place].multi_modal_data] == [3, 4, 5, 9, 10, 11]
+
+
+def test_requests_with_other_media_or_adapters_are_other_prompts():
+    ids, pictures, inputs = torch.tensor([1]), [object(), object()], {"pixel_values": torch.ones(1)}
+    one = Request((), ids, ids, ids, {"image": pictures[:1]}, inputs)
+    assert replace(one, multi_modal_data={"image": pictures[:1]}, seed=2).prompt_key == one.prompt_key
+    for other in (
+        {"multi_modal_data": {"image": pictures[1:]}},
+        {"multi_modal_inputs": {"pixel_values": torch.ones(1)}},
+    ):
+        assert replace(one, **other).prompt_key != one.prompt_key
+    adapted = AdapterRequest((), ids, ids, ids)
+    assert replace(adapted, adapter=Adapter(AdapterConfig(2), {})).prompt_key != adapted.prompt_key
 
 
 @dataclass
