@@ -84,6 +84,8 @@ class Decoder:
             cache, earlier = stack_prefixes(prefixes, self._cached_config, self.device)
         else:
             cache, earlier = DynamicCache(config=self._cached_config), torch.zeros(len(parts), 0, dtype=torch.int64)
+        if self.recorder is not None:
+            self.recorder.begin()
         hidden, mask, following = self.run(parts, cache, move(earlier, self.device))
         if self.recorder is not None:
             experts = self.recorder.take(len(parts))
@@ -210,6 +212,8 @@ class Decoder:
         batch.attention_mask = torch.cat([mask, filled.to(mask)], dim=1)
         embeddings, extras = self.family.merge(self.model, tokens, None)
         positions = batch.next_position + steps
+        if self.recorder is not None:
+            self.recorder.begin()
         hidden = self._decode(embeddings, positions, extras, batch.attention_mask, batch.cache)
         experts = None
         if self.recorder is not None:

@@ -10,7 +10,7 @@ from rollout.engine import expert_dtype
 
 
 class RouteRecorder:
-    """Keeps what the routers of a model have chosen since it was last asked."""
+    """Keeps what the routers of a model choose from `begin` to `take`."""
 
     def __init__(self, model: Any, family: VLMFamily) -> None:
         text = model.config.get_text_config()
@@ -24,13 +24,17 @@ class RouteRecorder:
     def _record(self, router: Any, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
         self._chosen.append(output[2].to(self.dtype))
 
+    def begin(self) -> None:
+        """Forgets what a pass that was interrupted has left."""
+        self._chosen = []
+
     @property
     def nothing(self) -> Tensor:
         """The experts ``(0, M, k)`` of no token."""
         return torch.zeros(0, self._layers, self._choices, dtype=self.dtype)
 
     def take(self, rows: int) -> Tensor:
-        """The experts ``(rows, L, M, k)`` of all tokens that the ``rows`` rows have read since, on the host.
+        """The experts ``(rows, L, M, k)`` of all tokens that the ``rows`` rows have read, on the host.
 
         A long prompt is read in several forward passes.
         """

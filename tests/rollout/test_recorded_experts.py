@@ -66,6 +66,26 @@ def test_an_interrupted_response_keeps_its_experts(engine):
     check_experts(engine, attach_responses(prompts, completions, SAMPLED, engine.family, pad_token_id=0))
 
 
+@pytest.mark.parametrize("passes", [1, 3])
+def test_a_pass_that_was_interrupted_leaves_no_experts(engine, passes):
+    """In the pass that reads prompts, or in a later one, as by Ctrl-C or where there is no memory."""
+    prompts, seen = prompts_for(engine), 0
+
+    def interrupt(*_):
+        nonlocal seen
+        seen += 1
+        if seen == passes:
+            raise KeyboardInterrupt
+
+    layer = engine.family.routers(engine.model)[-1]
+    handle = layer.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        list(engine.generate(build_requests(prompts, SAMPLED), SAMPLED))
+    handle.remove()
+    completions = list(engine.generate(build_requests(prompts, SAMPLED), SAMPLED))
+    check_experts(engine, attach_responses(prompts, completions, SAMPLED, engine.family, pad_token_id=0))
+
+
 def test_a_request_that_continues_another_has_the_experts_of_both(engine):
     request = build_requests(prompts_for(engine), SAMPLED)[4]
     whole = engine.submit(request, SAMPLED, keep=True)
