@@ -20,6 +20,7 @@ from recipes.configs.shared.run_config import RunConfig
 from recipes.console import LearningSignals, Progress, SpeedSignals, start_metrics, start_phase
 from recipes.loggers import LoggedRun, RunLoggers, open_loggers
 from recipes.report.kept_rollouts import KeptRollouts
+from recipes.report.metrics_file import METRICS_FILE, read_metrics
 from recipes.run.dynamic_sampling import More
 from recipes.run.evaluation import BestStep, Evaluate
 from recipes.run.metrics import Measure, measure_rollouts, timed
@@ -105,25 +106,48 @@ def train(
             written.
     """
     progression, best = progression or Stateless(), BestStep(run.keep_best)
-    done = begin_or_restore(run, roles, loader, progression, best)
-    with open_loggers(run.loggers, LoggedRun(run.output_dir, last_kept_row(run, done))) as loggers:
+    last = begin_or_restore(run, roles, loader, progression, best)
+    done = None if last is None else last.number
+    with (
+        open_loggers(run.loggers, LoggedRun(run.output_dir, last_kept_row(run, done))) as loggers,
+        contextlib.closing(Checkpoints(run, roles, builder, best)) as checkpoints,
+    ):
         shown = StepReports(loggers, Progress(run.steps, done or 0), start_metrics(roles.start_seconds))
         around = AroundSteps(run, roles, shown, best, evaluate, measure, kept)
-        around.begin(done)
+        around.begin(last)
+        checkpoints.name_best()
         more = partial(further_batch, loader, shown.progress)
-        with shown.progress, contextlib.closing(Checkpoints(run, roles, builder, best)) as checkpoints:
+        with shown.progress:
             for number in range((done or 0) + 1, run.steps + 1):
                 metrics: dict[str, float] = {}
                 with timed(metrics, "step"):
                     with timed(metrics, "data"):
                         prompts = next_batch(loader)
                     data, found = step(roles, prompts, more=more)
-                is_best = around.after(number, data, metrics | found | {"data/skipped_rows": len(loader.skipped)})
-                if is_best or is_due(number, run.save_every, run.steps):
-                    checkpoints.save(number, loader, progression)
+                metrics |= found | {"data/skipped_rows": len(loader.skipped)}
+                taken = around.measured(number, data, metrics)
+                saved = is_due(number, run.save_every, run.steps)
+                if saved:  # first, since the evaluation may fail
+                    checkpoints.save(taken, loader, progression)
+                is_best = around.finish(taken)
+                if is_best and saved:
+                    checkpoints.name_best()
+                elif is_best:
+                    checkpoints.save(taken, loader, progression)
 
 
-def begin_or_restore(run: RunConfig, roles: Roles, loader: Loader, progression: Stateful, best: BestStep) -> int | None:
+@dataclass(frozen=True)
+class TakenStep:
+    """A step that has been taken; its evaluation and its report come after it, and after its checkpoint."""
+
+    number: int
+    metrics: dict[str, float]  # without those of its evaluation
+    evaluates: bool
+
+
+def begin_or_restore(
+    run: RunConfig, roles: Roles, loader: Loader, progression: Stateful, best: BestStep
+) -> TakenStep | None:
     """The step of the newest checkpoint, restored, if the run is to be resumed and has one; else ``None``."""
     if not run.resume:
         return None
@@ -169,6 +193,7 @@ class AroundSteps:
     """What a run does before its first step and after each one: it measures, evaluates, keeps rollouts and reports.
 
     It evaluates before the first step unless ``run.eval_first`` is off, every ``run.eval_every`` steps and after the last one.
+    The checkpoint of a step is written before its evaluation; if that fails, a resumed run evaluates again and loses nothing.
     """
 
     run: RunConfig
@@ -179,30 +204,51 @@ class AroundSteps:
     measure: Measure  # statistics of the rows that a step returns
     kept: KeptRollouts | None  # writes some of these rows for the viewer
 
-    def begin(self, done: int | None) -> None:
-        """``done``: the step of the checkpoint that was restored."""
-        last = last_kept_row(self.run, done)
-        if self.kept is not None and last is not None:
-            self.kept.drop_after(last)
-        if self.evaluate is not None and done is None and self.run.eval_first:
-            with start_phase("evaluating before the first step"):
-                measured = self.evaluate(self.roles, 0)
-            self.shown.report(0, measured, evaluated=True)
+    def begin(self, last: TakenStep | None) -> None:
+        """``last``: the step whose checkpoint was restored. Its evaluation and its report are made up for if they are missing."""
+        kept = last_kept_row(self.run, None if last is None else last.number)
+        if self.kept is not None and kept is not None:
+            self.kept.drop_after(kept)
+        if last is None:
+            if self.evaluate is not None and self.run.eval_first:
+                with start_phase("evaluating before the first step"):
+                    measured = self._evaluated(0)
+                self.shown.report(0, measured, evaluated=True)
+            return
+        reported = [row for row in read_metrics(self.run.output_dir / METRICS_FILE) if row["step"] == last.number]
+        if reported and last.evaluates:
+            self.best.improved(last.number, reported[0])
+        elif last.metrics and not reported:
+            with start_phase(f"evaluating step {last.number}, whose evaluation did not end"):
+                self.finish(last)
 
-    def after(self, number: int, data: DataProto, metrics: dict[str, float]) -> bool:
-        """Completes and reports the metrics of step ``number``; whether an evaluation found it the best so far."""
+    def measured(self, number: int, data: DataProto, metrics: dict[str, float]) -> TakenStep:
+        """Measures the rows of step ``number``, and keeps some of them."""
         metrics |= self.measure(data, metrics, self.roles.devices)
-        evaluated, is_best = is_due(number, self.run.eval_every, self.run.steps), False
-        if self.evaluate is not None and evaluated:
-            held_out = self.evaluate(self.roles, number)
-            metrics |= held_out
-            is_best = self.best.improved(number, held_out)
         if self.kept is not None:
             with timed(metrics, "keep_rollouts"):
                 self.kept.keep(number, data)
-        self.shown.report(number, metrics, evaluated and self.evaluate is not None)
+        evaluates = self.evaluate is not None and is_due(number, self.run.eval_every, self.run.steps)
+        plain = {name: value if isinstance(value, int) else float(value) for name, value in metrics.items()}
+        return TakenStep(number, plain, evaluates)
+
+    def finish(self, step: TakenStep) -> bool:
+        """Evaluates if it is due, and reports; whether the evaluation found the step the best so far."""
+        held_out = self._evaluated(step.number) if step.evaluates else {}
+        is_best = step.evaluates and self.best.improved(step.number, held_out)
+        metrics = step.metrics | held_out
+        self.shown.report(step.number, metrics, step.evaluates)
         self.shown.note_signs(metrics)
         return is_best
+
+    def _evaluated(self, number: int) -> dict[str, float]:
+        """The metrics of an evaluation. It leaves the random states alone, which the checkpoint of its step has already."""
+        if self.evaluate is None:
+            return {}
+        states = random_states()
+        held_out = self.evaluate(self.roles, number)
+        set_random_states(states)
+        return held_out
 
 
 def next_batch(loader: Loader) -> DataProto:
@@ -284,24 +330,28 @@ class Checkpoints:
         self.models = {"actor": roles.actor} | ({"critic": roles.critic} if roles.has("critic") else {})
         self._open = contextlib.ExitStack()  # the checkpoint that is still being written
         self._writing = False
+        self._best = self.best.state_dict()  # as the checkpoints tell it
 
-    def save(self, step: int, loader: Loader, progression: Stateful) -> None:
+    def save(self, step: TakenStep, loader: Loader, progression: Stateful) -> None:
         """Writes the checkpoint of a step, after the previous one is complete.
 
         Raises:
             CheckpointError: this process does not find the files that the workers wrote.
         """
         self.finish()
+        self._best = self.best.state_dict()
         state = {
-            "step": step,
+            "step": step.number,
+            "metrics": step.metrics,
+            "evaluates": step.evaluates,
             "loader": loader.state_dict(),
             "progression": progression.state_dict(),
             "random": random_states(),
-            "best": self.best.state_dict(),
+            "best": self._best,
         }
         with contextlib.ExitStack() as stack:
-            stack.push(partial(self._complete, self.best.state_dict()))
-            directory = stack.enter_context(writing_checkpoint(self.root, step))
+            stack.push(self._complete)
+            directory = stack.enter_context(writing_checkpoint(self.root, step.number))
             stack.push(partial(self._check_written, directory))
             for name, group in self.models.items():
                 group.save(directory / name, behind=self.run.save_behind)
@@ -322,14 +372,20 @@ class Checkpoints:
             if writing:
                 self.roles.finish_saves()
 
-    def _complete(self, best: Mapping[str, Any], kind: type[BaseException] | None, *_: object) -> None:
+    def name_best(self) -> None:
+        """Names the best step, which has a checkpoint; where that is still being written, once it is complete."""
+        self._best = self.best.state_dict()
+        if not self._writing and self._best["step"] is not None:
+            self._complete()
+
+    def _complete(self, kind: type[BaseException] | None = None, *_: object) -> None:
         """Names the best step and deletes old checkpoints, now that the new one is complete."""
         if kind is None:
-            if best["step"] is not None:
+            if self._best["step"] is not None:
                 draft = self.root / f".{BEST_FILE}"
-                write_json(draft, best)
+                write_json(draft, self._best)
                 draft.replace(self.root / BEST_FILE)
-            prune_checkpoints(self.root, self.run.keep_checkpoints, best["step"])
+            prune_checkpoints(self.root, self.run.keep_checkpoints, self._best["step"])
 
     def _check_written(self, directory: Path, kind: type[BaseException] | None, *_: object) -> None:
         for name in self.models if kind is None else ():
@@ -353,11 +409,11 @@ class Checkpoints:
 
 def restore(
     run: RunConfig, roles: Roles, loader: Loader, progression: Stateful, best: BestStep | None = None
-) -> int | None:
+) -> TakenStep | None:
     """Restores models, data position, random states and the best step from the newest checkpoint.
 
     Returns:
-        The step of the checkpoint, or ``None`` if there is none.
+        The step of the checkpoint, or ``None`` if there is none. Earlier versions wrote no metrics there.
 
     Raises:
         CheckpointError: the checkpoint is damaged or of another step.
@@ -378,7 +434,7 @@ def restore(
     if best is not None:
         best.load_state_dict(state.get("best", {}))
     set_random_states(state["random"])
-    return step
+    return TakenStep(step, state.get("metrics", {}), state.get("evaluates", False))
 
 
 def _read_state(file: Path) -> Mapping[str, Any]:

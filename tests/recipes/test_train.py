@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dataproto import DataProto
-from dataproto.errors import InvalidConfig, MissingColumn
+from dataproto.errors import InvalidConfig, MissingColumn, RewardError
 from helpers.checkpoints import write_checkpoint
 from helpers.kept_runs import scored_batch
 from recipes.grpo import parse, policy_loss
@@ -164,6 +164,69 @@ def test_a_resumed_run_knows_the_best_step(tmp_path):
             train(run, roles, Batches(), two_draws, scoring(loss, "val/loss"), measure=rows)
         assert checkpoint_steps(tmp_path) == kept
         assert best_of(tmp_path) == (kept[0], loss[kept[0]])
+
+
+class Judge:
+    """An evaluation that draws random numbers, and fails once at a step."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.fails_at, self.asked = fails_at, []
+
+    def __call__(self, roles: Roles, step: int) -> dict[str, float]:
+        self.asked.append(step)
+        torch.rand(3)
+        if step == self.fails_at:
+            self.fails_at = None
+            raise RewardError("the judge is down")
+        return {"val/loss": [9.0, 3.0, 1.0, 2.0, 2.0][step]}
+
+
+def random_step(roles, prompts, more):
+    roles.actor.learned += 1
+    return prompts, {"drawn": float(torch.rand(()))}
+
+
+def judged(directory: Path, judge: Judge, **options) -> None:
+    given = {"steps": 4, "eval_every": 1, "save_every": 2, "keep_checkpoints": 1, "keep_best": "loss"} | options
+    run = RunConfig(output_dir=directory, **given)
+    torch.manual_seed(run.resume)  # a resumed process begins with other random states
+    with recorded_run(run), start() as roles:
+        train(run, roles, Batches(), random_step, judge, measure=rows)
+
+
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("failing", [2, 4])
+def test_an_evaluation_that_fails_costs_no_step(tmp_path, failing, behind):
+    """Its step has its checkpoint, and the resumed run makes up for the evaluation: no number differs."""
+    judge, whole = Judge(failing), tmp_path / "whole"
+    judged(whole, Judge())
+    with pytest.raises(RewardError, match="the judge is down"):
+        judged(tmp_path / "run", judge, save_behind=behind)
+    assert checkpoint_steps(tmp_path / "run")[-1] == failing
+    assert [row["step"] for row in rows_of(tmp_path / "run")] == list(range(failing))
+    judged(tmp_path / "run", judge, resume=True)
+    assert judge.asked == [*range(failing + 1), *range(failing, 5)]
+    assert [*map(without_times, rows_of(tmp_path / "run"))] == [*map(without_times, rows_of(whole))]
+    assert checkpoint_steps(tmp_path / "run") == checkpoint_steps(whole) == [2, 4]
+    assert best_of(tmp_path / "run") == best_of(whole) == (2, 1.0)
+
+
+def test_a_run_that_ends_between_an_evaluation_and_the_next_checkpoint_knows_what_it_found(tmp_path):
+    """The checkpoint of step 2 was written before step 2 was known to be the best."""
+    judged(tmp_path, Judge(), steps=2)
+    (tmp_path / "best.json").unlink()
+    judge = Judge()
+    judged(tmp_path, judge, resume=True)
+    assert judge.asked == [3, 4]
+    assert checkpoint_steps(tmp_path) == [2, 4]
+    assert best_of(tmp_path) == (2, 1.0)
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_best_step_that_has_its_checkpoint_already_replaces_the_one_before(tmp_path, behind):
+    judged(tmp_path, Judge(), steps=2, save_every=1, save_behind=behind)
+    assert checkpoint_steps(tmp_path) == [2]  # step 1 was the best before
+    assert best_of(tmp_path) == (2, 1.0)
 
 
 def test_a_measure_that_nothing_gives_is_refused(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dataproto.errors import CheckpointError
-from recipes.run.loop import Checkpoints, RunConfig
+from recipes.run.loop import Checkpoints, RunConfig, TakenStep
 from workers import Roles
 from workers.training.checkpoint import checkpoint_steps
 from workers.training.checkpoint_files import missing_parts, write_state
@@ -40,7 +40,7 @@ class Worker:
 def save(run: RunConfig, worker: Worker, step: int, critic: Worker | None = None) -> Checkpoints:
     checkpoints = Checkpoints(run, Roles(worker, None, {"critic": critic}))
     stateful = SimpleNamespace(state_dict=dict)
-    checkpoints.save(step, stateful, stateful)
+    checkpoints.save(TakenStep(step, {}, False), stateful, stateful)
     return checkpoints
 
 
