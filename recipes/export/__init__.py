@@ -18,6 +18,7 @@ from dataproto.vlm import family_of
 from recipes.configs.export_config import ModelExportConfig
 from recipes.options import write_options
 from recipes.report.page import OPTIONS_FILE
+from recipes.run.directory_lock import locked
 from workers.weights import copy_weights
 
 __all__ = ["ModelExportConfig", "export_model"]
@@ -32,7 +33,8 @@ def export_model(config: ModelExportConfig) -> Path:
 
     Raises:
         CheckpointError: the checkpoint is missing or incomplete.
-        InvalidConfig: the output exists already; the hub refuses the name or the upload, or cannot be reached.
+        InvalidConfig: the output exists already, or another process writes it; the hub refuses the name or the upload, or
+            cannot be reached.
     """
     actor = config.checkpoint / "actor" if (config.checkpoint / "actor").is_dir() else config.checkpoint
     source = actor / "huggingface"
@@ -40,10 +42,19 @@ def export_model(config: ModelExportConfig) -> Path:
         raise CheckpointError(
             f"{config.checkpoint} holds no checkpoint of an actor: name a global_step_N directory of a run"
         )
-    if config.output.exists():
-        raise InvalidConfig(f"{config.output} exists already")
+    with locked(config.output, "choose another output", inside=False):
+        if config.output.exists():
+            raise InvalidConfig(f"{config.output} exists already")
+        if config.push_to_hub:
+            create_on_hub(config.push_to_hub)  # before the work, so that a wrong name or a missing login costs none
+        _write_model(config, source)
     if config.push_to_hub:
-        create_on_hub(config.push_to_hub)  # before the work, so that a wrong name or a missing login costs none
+        upload(config.output, config.push_to_hub)
+    return config.output
+
+
+def _write_model(config: ModelExportConfig, source: Path) -> None:
+    """Writes the model of ``source`` to ``config.output``, whole or not at all."""
     model_config, dtype = AutoConfig.from_pretrained(source), getattr(torch, config.dtype)
     draft = config.output.with_name(f".{config.output.name}.partial")
     shutil.rmtree(draft, ignore_errors=True)
@@ -55,9 +66,6 @@ def export_model(config: ModelExportConfig) -> Path:
             shutil.copy2(file, draft / file.name)
     write_options(draft, config)
     draft.rename(config.output)
-    if config.push_to_hub:
-        upload(config.output, config.push_to_hub)
-    return config.output
 
 
 def create_on_hub(name: str) -> None:

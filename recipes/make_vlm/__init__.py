@@ -22,6 +22,7 @@ from recipes.make_vlm.replay import Replay, text_loss
 from recipes.make_vlm.text_model import load_text_model
 from recipes.options import options_of, write_options
 from recipes.report.page import OPTIONS_FILE
+from recipes.run.directory_lock import locked
 
 __all__ = ["MakeVLMConfig", "make_vlm"]
 
@@ -33,10 +34,15 @@ def make_vlm(config: MakeVLMConfig) -> Path:
     """Writes the checkpoint and returns its directory. Says on the console what is fetched, under which licence.
 
     Raises:
-        InvalidConfig: the directory exists already, or the text model cannot be downloaded.
+        InvalidConfig: the directory exists already, another process makes it, or the text model cannot be downloaded.
         MissingPackage: a package of the extra ``make-vlm`` is not installed.
     """
     path = config.output_dir
+    with locked(path, inside=False):
+        return _make_vlm(path, config)
+
+
+def _make_vlm(path: Path, config: MakeVLMConfig) -> Path:
     if path.exists() and not config.resume:
         raise InvalidConfig(
             f"{path} exists already: choose another --output-dir, or continue its training with --resume"

@@ -80,13 +80,15 @@ def exit_status(arguments: Sequence[str] | None = None, resumes: bool = True) ->
     except (DataProtoError, OSError) as error:
         if TRACEBACK in status.arguments:
             traceback.print_exc()
-        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
+        lines = (text.partition("\n")[0] for text in (str(error), *getattr(error, "__notes__", ())))
+        print(f"error: {'; '.join(lines)}", file=sys.stderr)
         status.code = 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         instead = " instead of --overwrite" if {"--overwrite", "--run.overwrite"} & {*status.arguments} else ""
         way_on = (
             f": run the same command with --resume{instead} to continue from the last checkpoint" if resumes else ""
         )
+        way_on = next((f": {note}" for note in getattr(error, "__notes__", ())), way_on)  # nothing to continue
         print(f"\ninterrupted{way_on}", file=sys.stderr)
         status.code = 130
 

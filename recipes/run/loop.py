@@ -24,6 +24,7 @@ from recipes.report.metrics_file import METRICS_FILE, read_metrics
 from recipes.run.dynamic_sampling import More
 from recipes.run.evaluation import BestStep, Evaluate
 from recipes.run.metrics import Measure, measure_rollouts, timed
+from recipes.run.run_directory import forget_earlier
 from rollout.prompts import PromptBuilder
 from workers import Roles
 from workers.training.checkpoint import (
@@ -105,6 +106,7 @@ def train(
         MissingColumn, CheckpointError, FileNotWritten: a batch has no ``uid``; a checkpoint is damaged; a file could not be
             written.
     """
+    forget_earlier(run.output_dir)  # the new run has loaded
     progression, best = progression or Stateless(), BestStep(run.keep_best)
     last = begin_or_restore(run, roles, loader, progression, best)
     done = None if last is None else last.number

@@ -45,7 +45,7 @@ from recipes.run.evaluation import Evaluate, held_out_evaluation
 from recipes.run.loop import attempts, train
 from recipes.run.phases import Progression
 from recipes.run.run_directory import (
-    check_run_directory,
+    held_directory,
     open_run_directory,
     over_epochs,
     over_the_run,
@@ -117,8 +117,12 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[An
     started = time.monotonic()
     disable_progress_bar()  # of transformers; a run shows its own
     check_extras(config.engine, config.on, config.ray.address)  # before anything is written or loaded
-    check_run_directory(config.run)
-    task = (prepare or problems)(config)
+    with held_directory(config):
+        return _run_task((prepare or problems)(config), step, started)
+
+
+def _run_task(task: PolicyTask, step: AlgorithmStep, started: float) -> Path:
+    """Trains in the run's directory, which is open; see `run`."""
     config, builder = task.config, task.builder
     ahead = LookAhead(
         task.loader, background=config.on == "ray"

@@ -1,6 +1,7 @@
 """A run's directory: created, resumed or overwritten, and protected from anything else."""
 
 import json
+import os
 import shutil
 import sys
 import time
@@ -8,20 +9,24 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path, PurePath
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from dataproto.errors import CheckpointError, FileNotWritten, InvalidConfig, writing
 from recipes.configs.shared.run_config import RunConfig
 from recipes.console import show_summary
 from recipes.console.summary import Compare
 from recipes.data.loader import PromptLoader
-from recipes.options import write_options
+from recipes.options import options_of, write_options
 from recipes.report.metrics_file import METRICS_FILE
 from recipes.report.page import CONFIG_FILE, ENVIRONMENT_FILE, environment, write_report
+from recipes.run.directory_lock import LOCK_FILE, locked
 from workers.model.model_config import OptimizerConfig
-from workers.training.checkpoint import latest_checkpoint, write_json
+from workers.training.checkpoint import checkpoint_steps, latest_checkpoint, write_json
 
 Config = TypeVar("Config")
+
+EARLIER, MOVING, DISCARDED = ".earlier", ".earlier.moving", ".earlier.discarded"
+"""Folders of a run's directory: an earlier run that is to be overwritten, set aside, on its way, and about to be deleted."""
 
 # Options that a resumed run may change: they do not affect a step, only the number of steps.
 FREE = (
@@ -52,6 +57,13 @@ FILES = (
     "algorithm.loss",
     "algorithm.advantage",
 )
+
+
+class HasRun(Protocol):
+    """The dataclass that describes a run."""
+
+    @property
+    def run(self) -> RunConfig: ...
 
 
 @dataclass(frozen=True)
@@ -117,10 +129,83 @@ def recorded_run(run: RunConfig, config: Any = None) -> Iterator[Path]:
         config: the dataclass that describes the run; its field ``run`` is ``run``. By default only ``run`` is recorded.
 
     Raises:
-        InvalidConfig, CheckpointError: see `open_run_directory`.
+        InvalidConfig, CheckpointError: see `held_directory` and `open_run_directory`.
     """
-    with reported(open_run_directory(run, config)) as directory:
+    config = RecordedRun(run) if config is None else config
+    with held_directory(config), reported(open_run_directory(run, config)) as directory:
         yield directory
+
+
+@contextmanager
+def held_directory(config: HasRun) -> Iterator[None]:
+    """Keeps other processes out of a run's directory for the time of a block, and an earlier run until the new one has loaded.
+
+    What ``overwrite`` replaces is set aside by `open_run_directory`, and deleted by `forget_earlier`. It comes back if the block
+    ends with an error before that, or if its process was killed.
+
+    Raises:
+        InvalidConfig: another process holds the directory; or see `check_run_directory`.
+    """
+    directory = config.run.output_dir
+    if directory.exists() and not directory.is_dir():
+        raise InvalidConfig(f"output_dir {directory} is a file: choose another --output-dir")
+    with locked(directory):
+        _restore_earlier(directory)
+        check_run_directory(config)
+        try:
+            yield
+        except BaseException as error:
+            if _restore_earlier(directory):
+                error.add_note(f"the earlier run in {directory} stays: the new one had not begun")
+            raise
+        forget_earlier(directory)
+
+
+def forget_earlier(directory: Path) -> None:
+    """Deletes the earlier run that was set aside in a run's directory, if there is one."""
+    if (directory / EARLIER).exists():
+        (directory / EARLIER).rename(directory / DISCARDED)  # at once; deleting takes time
+    shutil.rmtree(directory / DISCARDED, ignore_errors=True)
+
+
+def _set_aside(directory: Path) -> None:
+    (directory / MOVING).mkdir()
+    for entry in _entries(directory):
+        entry.rename(directory / MOVING / entry.name)
+    (directory / MOVING).rename(directory / EARLIER)
+
+
+def _restore_earlier(directory: Path) -> bool:
+    """Puts what was set aside back into its place, unless the new run has measured or saved something; whether it did.
+
+    It can be called again after it was killed.
+    """
+    if (directory / EARLIER).exists():
+        phases = [entry for entry in _entries(directory) if entry.is_dir()]
+        if any(_has_begun(folder) for folder in (directory, *phases)):
+            forget_earlier(directory)
+            return False
+        for entry in _entries(directory):
+            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+        (directory / EARLIER).rename(directory / MOVING)
+    if not (directory / MOVING).exists():
+        return False
+    for entry in (directory / MOVING).iterdir():
+        entry.rename(directory / entry.name)
+    (directory / MOVING).rmdir()
+    return True
+
+
+def _entries(directory: Path) -> list[Path]:
+    """What is in a run's directory, which may be missing, without what this module keeps there."""
+    own = (LOCK_FILE, EARLIER, MOVING, DISCARDED)
+    return [entry for entry in directory.iterdir() if entry.name not in own] if directory.exists() else []
+
+
+def _has_begun(directory: Path) -> bool:
+    """Whether a run in a directory has measured or saved anything."""
+    metrics = directory / METRICS_FILE
+    return (metrics.is_file() and metrics.stat().st_size > 0) or bool(checkpoint_steps(directory))
 
 
 @contextmanager
@@ -153,16 +238,15 @@ def open_run_directory(run: RunConfig, config: Any = None, asked: Any = None) ->
         asked: the same as the user asked for it, for ``config.yaml``; ``config`` by default.
 
     Raises:
-        InvalidConfig: the directory holds an earlier run that has measured something, and neither ``resume`` nor ``overwrite``
-            is set; or ``overwrite`` is set, and it holds something other than a run.
+        InvalidConfig: see `check_run_directory`.
         CheckpointError: ``resume`` is set, but the settings of the run in the directory differ (the first one is named), or are
             unknown.
     """
     config = RecordedRun(run) if config is None else config
     directory = run.output_dir
-    check_run_directory(run)
-    if run.overwrite and _holds_something(directory):
-        shutil.rmtree(directory)
+    check_run_directory(config)
+    if run.overwrite and _entries(directory):
+        _set_aside(directory)
     elif run.resume:
         _check_same(directory, config)
     with writing(directory):
@@ -173,29 +257,42 @@ def open_run_directory(run: RunConfig, config: Any = None, asked: Any = None) ->
     return directory
 
 
-def check_run_directory(run: RunConfig) -> None:
-    """Checks what can be told of ``run.output_dir`` before anything is read or loaded, and changes nothing.
+def check_run_directory(config: HasRun) -> None:
+    """Checks what can be told of a run's directory before anything is read or loaded, and changes nothing.
 
     Raises:
-        InvalidConfig: it is a file, holds an earlier run, or ``overwrite`` would delete what is no run.
+        InvalidConfig: it holds an earlier run, and neither ``resume`` nor ``overwrite`` is set; or ``overwrite`` would delete
+            what is no run, or what the new run starts from.
     """
-    directory = run.output_dir
-    if directory.exists() and not directory.is_dir():
-        raise InvalidConfig(f"output_dir {directory} is a file: choose another --output-dir")
-    if run.resume:
+    run = config.run
+    directory, entries = run.output_dir, _entries(run.output_dir)
+    if run.resume or not entries:
         return
-    metrics = directory / METRICS_FILE
-    if not run.overwrite and metrics.exists() and metrics.stat().st_size:
-        raise InvalidConfig(
-            f"{directory} holds an earlier run: --resume it, --overwrite it, or choose another --output-dir"
-        )
-    is_run = (directory / ENVIRONMENT_FILE).is_file() and "run" in _read(directory)
-    if run.overwrite and _holds_something(directory) and not is_run:
+    inside = next(_options_inside(directory, config), None)
+    if _has_begun(directory) and not run.overwrite:
+        ways = "--resume it, --overwrite it, or " if inside is None else f"and {inside} is in it: "
+        raise InvalidConfig(f"{directory} holds an earlier run: {ways}choose another --output-dir")
+    if not run.overwrite:
+        return
+    if not ((directory / ENVIRONMENT_FILE).is_file() and "run" in _read(directory)):
         raise InvalidConfig(f"{directory} does not hold a run, so it is not overwritten: choose another --output-dir")
+    if inside is not None:
+        raise InvalidConfig(f"{inside} is in {directory}, which --overwrite deletes: choose another --output-dir")
 
 
-def _holds_something(directory: Path) -> bool:
-    return directory.exists() and any(directory.iterdir())
+def _options_inside(directory: Path, config: Any) -> Iterator[str]:
+    """The options whose values are files or folders inside a directory, each with its value."""
+    for option in options_of(config):
+        value = () if option.path[-1] == "output_dir" else option.default
+        values = (
+            value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else [value]
+        )
+        for text in (str(each) for each in values if isinstance(each, (str, Path))):
+            named = {os.path.expanduser(each) for each in (text, text.rpartition(":")[0]) if each}  # FILE.py:NAME
+            for path in filter(os.path.exists, named):
+                spelled = Path(os.path.abspath(path)).is_relative_to(os.path.abspath(directory))
+                if spelled or Path(os.path.realpath(path)).is_relative_to(os.path.realpath(directory)):
+                    yield f"--{option.name} {text}"
 
 
 def _check_same(directory: Path, config: Any) -> None:

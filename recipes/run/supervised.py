@@ -24,7 +24,7 @@ from recipes.run.loop import attempts, train
 from recipes.run.metrics import speed_metrics, timed
 from recipes.run.policy_gradient import ChooseDevice
 from recipes.run.run_directory import (
-    check_run_directory,
+    held_directory,
     open_run_directory,
     over_epochs,
     over_the_run,
@@ -69,9 +69,14 @@ def run_supervised(config: SupervisedConfig, make_task: Callable[[str], Supervis
     started = time.monotonic()
     disable_progress_bar()  # of transformers; a run shows its own
     check_extras(config.engine, config.on, config.ray.address)  # before anything is written or loaded
-    check_run_directory(config.run)
-    if config.model_path is not None:
-        checkpoint_family(config.model_path)  # refuses an unknown model before anything is written
+    with held_directory(config):
+        if config.model_path is not None:
+            checkpoint_family(config.model_path)  # refuses an unknown model before anything is written
+        return _run_supervised(config, make_task, started)
+
+
+def _run_supervised(config: SupervisedConfig, make_task: Callable[[str], SupervisedTask], started: float) -> Path:
+    """Opens the run's directory and trains there; see `run_supervised`."""
     asked, task = config, None
     if config.run.epochs is not None:  # the number of steps, which the run records, depends on the data
         with TemporaryDirectory() as folder:

@@ -1,6 +1,5 @@
 """Starts the two processes of the server, and starts each again when it ends."""
 
-import fcntl
 import os
 import shutil
 import socket
@@ -13,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from dataproto.errors import InvalidConfig
+from recipes.run.directory_lock import locked
 
 FRONT = "from recipes.serve.front_process import main; main({arguments!r}, {engine!r}, {listener}, {pipe})"
 ENGINE = "from recipes.serve.link.engine_process import main; main({factory!r}, {options!r}, {engine!r}, {pipe})"
@@ -105,7 +105,7 @@ class Supervisor:
             InvalidConfig: the port is taken, or another server uses the state directory.
         """
         self._stack = ExitStack()
-        self._lock(state)
+        self._stack.enter_context(locked(state, "give another --state"))
         self.listener = listening(host, port)
         self._stack.callback(self.listener.close)
         self.port: int = self.listener.getsockname()[1]
@@ -121,14 +121,6 @@ class Supervisor:
         code = ENGINE.format(factory=factory, options=options, engine=engine, pipe=read)
         self.engine = Child("engine", code, [read], environment, self.directory / "engine")
         self._stack.callback(self.engine.stop)
-
-    def _lock(self, state: Path) -> None:
-        state.mkdir(parents=True, exist_ok=True)
-        lock = self._stack.enter_context((state / "lock").open("w"))
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise InvalidConfig(f"state={state}: another server uses it") from None
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
         """Watches both processes. Raises `InvalidConfig` if one cannot start."""

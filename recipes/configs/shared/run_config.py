@@ -26,7 +26,7 @@ class RunConfig:
     keep_checkpoints: int = 2  # the newest ones
     keep_best: Measured | None = None  # also the one with the best held-out accuracy or loss; best.json names its step
     resume: bool = False  # continue from the newest checkpoint in output_dir, or begin if there is none
-    overwrite: bool = False  # begin anew, deleting the run that output_dir holds
+    overwrite: bool = False  # begin anew; the run that output_dir holds is deleted once this one has loaded
     seed: int = 0  # of data order and sampling; the tiny model's weights too
     output_dir: Path = Path("outputs/grpo")  # metrics, checkpoints, report
     # trackers beside metrics.jsonl: tensorboard, wandb, mlflow, trackio, swanlab, or a class of yours as MODULE:CLASS or
