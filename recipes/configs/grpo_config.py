@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.options import AlgorithmConfig
+from recipes.configs.shared.device_preset import Machine
 from recipes.configs.shared.policy_gradient_config import SIZES, DataConfig, PolicyGradientConfig, parse_with_defaults
 from recipes.configs.shared.run_config import RunConfig
 from workers.model.model_config import OptimizerConfig
@@ -51,10 +52,13 @@ PRESETS = {"tiny": TINY, "any": GRPORunConfig()} | {
 """The defaults of ``--preset``."""
 
 
-def parse(arguments: Sequence[str]) -> GRPORunConfig:
+def parse(arguments: Sequence[str], machine: Machine | None = None) -> GRPORunConfig:
     """The configuration of a command line, over the defaults of ``--preset``, by default ``tiny``.
+
+    Args:
+        machine: the devices to which a preset of a size is fitted; by default those of this machine.
 
     Raises:
         InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
     """
-    return parse_with_defaults(arguments, PRESETS, __doc__, "dataproto grpo")
+    return parse_with_defaults(arguments, PRESETS, __doc__, "dataproto grpo", machine)

@@ -12,6 +12,7 @@ import tyro
 
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.options import AlgorithmConfig
+from recipes.configs.shared.device_preset import Machine
 from recipes.configs.shared.policy_gradient_config import SIZES, DataConfig, PolicyGradientConfig, parse_with_defaults
 from recipes.configs.shared.run_config import RunConfig
 from workers.model.model_config import OptimizerConfig
@@ -93,10 +94,13 @@ PRESETS = {"tiny": TINY, "any": PPORunConfig()} | {
 """The defaults of ``--preset``."""
 
 
-def parse(arguments: Sequence[str]) -> PPORunConfig:
+def parse(arguments: Sequence[str], machine: Machine | None = None) -> PPORunConfig:
     """The configuration of a command line, over the defaults of ``--preset``, by default ``tiny``.
+
+    Args:
+        machine: the devices to which a preset of a size is fitted; by default those of this machine.
 
     Raises:
         InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
     """
-    return parse_with_defaults(arguments, PRESETS, __doc__, "dataproto ppo")
+    return parse_with_defaults(arguments, PRESETS, __doc__, "dataproto ppo", machine)

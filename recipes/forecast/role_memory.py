@@ -131,7 +131,7 @@ def updating(
     From the second micro-batch on, all gradients exist then too. With a single one they are made while activations are freed,
     so the larger of both counts. So it is with the whole gradients that FSDP scatters as the pass ends.
     """
-    trained = round(size.on_rank(layout) * size.trained / size.total)
+    trained = trained_on_rank(size, layout)
     gradients = 0 if compute.offload and sharded(layout) > 1 else 4 * trained
     if compute.leaves_unsharded("gradients") and len(parts) > 1:
         gradients = 4 * trained * sharded(layout)
@@ -166,6 +166,17 @@ def updating(
         logits,
         host=memory.host,
     )
+
+
+def stepping(memory: RoleMemory, size: ModelSize, compute: ModelConfig, layout: Layout) -> RoleMemory:
+    """What a role that learns takes in an optimizer step: what it holds, and all gradients."""
+    gradients = 0 if compute.offload and sharded(layout) > 1 else 4 * trained_on_rank(size, layout)
+    return replace(memory, gradients=gradients)
+
+
+def trained_on_rank(size: ModelSize, layout: Layout) -> int:
+    """Trained parameters of the fullest rank."""
+    return round(size.on_rank(layout) * size.trained / size.total)
 
 
 def scoring(

@@ -17,6 +17,7 @@ from recipes.forecast.role_memory import (
     reading,
     scoring,
     sharded,
+    stepping,
     updating,
 )
 from recipes.forecast.settings import Setting
@@ -354,7 +355,11 @@ def _busy(
     place, present = (setting.compute, setting.layout, setting.device), _present(setting)
     if learns:
         parts = setting.fullest_micro_batches
-        memory = updating(present[role], sizes[role], setting.config, *place, parts, makes_logits=role != "critic")
+        held = idle(present[role], moments_alone=True) if setting.compute.offload_idle else present[role]
+        memory = updating(held, sizes[role], setting.config, *place, parts, makes_logits=role != "critic")
+        if setting.compute.offload_idle:  # whose moments come for the optimizer step, after the passes
+            step = stepping(present[role], sizes[role], setting.compute, setting.layout)
+            memory = max(memory, step, key=lambda each: each.device)
     else:
         size, parts = sizes.get(role) or setting.reference_size, setting.fullest_scoring_micro_batches
         memory = scoring(present[role], size, setting.config, *place, parts)

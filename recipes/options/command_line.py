@@ -35,6 +35,8 @@ class HasPreset(Protocol):
 
 
 Recipe = TypeVar("Recipe", bound=HasPreset)
+OnMachine = Callable[[Recipe, Sequence[str], Callable[[Recipe], Recipe]], Recipe]
+"""``on_machine(default, given, read)``: the options ``given`` over the defaults for a machine, by ``read(defaults)``."""
 
 TRACEBACK, PRESET, CONFIG, ENGINE = "--traceback", "--preset", "--config", "--engine"
 PARSED = re.compile(
@@ -99,6 +101,7 @@ def parse_recipe(
     description: str | None,
     prog: str,
     with_algorithm: Callable[[Recipe], Recipe] = lambda config: config,
+    on_machine: OnMachine[Recipe] = lambda default, given, read: read(default),
 ) -> Recipe:
     """The configuration of a recipe's command line, with ``--preset``, ``--config`` and ``--resume RUN_DIR``.
 
@@ -108,6 +111,7 @@ def parse_recipe(
     Args:
         presets: configurations by name, each with that name as its ``preset``; ``tiny`` and ``any`` are among them.
         with_algorithm: changes the defaults where the options name a loss or an advantage.
+        on_machine: changes the defaults for the devices that there are, and reads the options over them.
 
     Raises:
         InvalidConfig: an unknown, ill-typed or idle option, or an impossible combination, in one line.
@@ -131,7 +135,7 @@ def parse_recipe(
     default = _chosen_preset(preset or read_preset, presets, given)
     if names_an_algorithm(given):
         default = with_algorithm(default)
-    config = parse_config(given, default, description, prog)
+    config = on_machine(default, given, lambda default: parse_config(given, default, description, prog))
     if config.preset != TINY and config.model_path is None:
         raise InvalidConfig(f"--preset {config.preset} is for a checkpoint: add --model-path")
     return config

@@ -606,7 +606,7 @@ def test_what_is_idle_in_host_memory_leaves_the_device_to_the_phase():
     assert before["gen"].memory - after["gen"].memory == (4 + 2 + 8) * trained + reference
     assert before["ref"].memory - after["ref"].memory == (4 + 2 + 8) * trained
     assert before["old_log_prob"].memory - after["old_log_prob"].memory == 8 * trained + reference
-    assert before["update_actor"].memory - after["update_actor"].memory == reference
+    assert (before["update_actor"].memory - after["update_actor"].memory) / trained == pytest.approx(8 + 2, rel=0.05)
     assert idle.host - stays.host == 12 * trained + reference
 
 

@@ -71,10 +71,13 @@ def loss(outputs, data):
 
 def on_device(worker):
     """Bytes of weights and moments."""
-    tensors = [*worker.module.parameters()]
-    if worker.trains:
-        tensors += [each for state in worker.model.optimizer.moments.values() for each in state.values() if each.ndim]
-    return bytes_of(tensors)
+    return bytes_of(worker.module.parameters()) + (moment_bytes(worker) if worker.trains else 0)
+
+
+def moment_bytes(worker):
+    """Bytes of the optimizer's moments on the device."""
+    states = worker.model.optimizer.moments.values()
+    return bytes_of(each for state in states for each in state.values() if each.ndim)
 
 
 def bytes_of(tensors):
@@ -156,6 +159,27 @@ def test_weights_loaded_into_a_frozen_model_stay(tmp_path):
     for _ in range(2):
         assert torch.equal(reference.log_probs(rows(reference))["ref_log_prob"], expected)
         assert on_device(reference) == 0
+
+
+def test_moments_are_on_the_device_only_for_an_optimizer_step(monkeypatch):
+    worker, in_passes, in_steps = actor(True), [], []
+    worker.update(rows(worker), loss)  # makes them
+    step = worker.model.optimizer.step
+
+    def watched(*args):
+        in_steps.append(moment_bytes(worker))
+        return step(*args)
+
+    def watching(outputs, data):
+        in_passes.append(moment_bytes(worker))
+        return loss(outputs, data)
+
+    monkeypatch.setattr(worker.model.optimizer, "step", watched)
+    worker.update(rows(worker), watching, epochs=2)
+    assert len(in_steps) == 2
+    assert all(in_steps)
+    assert in_passes
+    assert not any(in_passes)
 
 
 def test_gathered_weights_are_freed_before_the_weights_leave(monkeypatch):

@@ -375,7 +375,7 @@ class TrainingModel:
             PHASES.phase(f"update_{self.role}"),
             self.accounting.recording(),
             expandable_segments(self.device),
-            self.residence.using(moments=True, changes=True),
+            self.residence.using(changes=True),
         ):
             yield update
             self._choose_unsharded(learns=True)

@@ -1,7 +1,7 @@
 """The options of policy-gradient training, for any algorithm, and the presets of a size of model."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -10,6 +10,7 @@ import tyro
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.options import AlgorithmConfig
 from recipes.configs.shared.carrying_config import CarryingConfig
+from recipes.configs.shared.device_preset import Machine, fitting, on_devices, this_machine
 from recipes.configs.shared.run_config import RunConfig, check_kept, check_placement
 from recipes.data.column_keys import ColumnKeys, OnBadRow
 from recipes.data.problem_rows import INSTRUCTION
@@ -223,8 +224,9 @@ class PolicyGradientConfig:
 
 Config = TypeVar("Config", bound=PolicyGradientConfig)
 
-# What the presets of a size share. 7B: the settings of the step that was measured on four H200 (benchmarks/RESULTS.md, "A whole
-# GRPO step at scale"). 3B: the same batch on one; docs/command_line.md says why.
+# What the presets of a size share; `recipes.configs.shared.device_preset` fits them to the devices that there are. 7B: the settings
+# of the step that was measured on four H200 (benchmarks/RESULTS.md, "A whole GRPO step at scale"). 3B: the same batch on one;
+# docs/command_line.md says why.
 PUBLISHED_BATCH: dict[str, Any] = {
     "engine": "vllm",
     "data": DataConfig(level=4, max_prompt_length=1024),
@@ -248,16 +250,31 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def parse_with_defaults(
-    arguments: Sequence[str], presets: Mapping[str, Config], description: str | None, prog: str
+    arguments: Sequence[str],
+    presets: Mapping[str, Config],
+    description: str | None,
+    prog: str,
+    machine: Machine | None = None,
 ) -> Config:
     """The configuration of a command line, over a preset; see `parse_recipe`.
 
-    The KL term of a preset is dropped where the command line names an algorithm, whose paper then sets it.
+    The KL term of a preset is dropped where the command line names an algorithm, whose paper then sets it. A preset of a size
+    fits its settings to the devices.
+
+    Args:
+        machine: the devices; by default those of this machine.
 
     Raises:
         InvalidConfig: an unknown, ill-typed or idle option, or an impossible combination, in one line.
     """
-    return parse_recipe(arguments, presets, description, prog, _without_kl)
+
+    def on_machine(default: Config, given: Sequence[str], read: Callable[[Config], Config]) -> Config:
+        if default.preset not in SIZES or (found := machine or this_machine()) is None:
+            return read(default)
+        default = on_devices(default, given, found)
+        return read(fitting(default, read(default), found))
+
+    return parse_recipe(arguments, presets, description, prog, _without_kl, on_machine)
 
 
 def _without_kl(config: Config) -> Config:

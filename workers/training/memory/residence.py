@@ -1,4 +1,4 @@
-"""Where one model's weights and optimizer state are: on the device while a call uses them, in host memory between calls."""
+"""Where one model's weights and optimizer state are: on the device while they are used, in host memory at other times."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -10,7 +10,8 @@ from workers.training.memory.host_copies import HostCopies
 
 
 class Residence:
-    """Brings weights, and the optimizer's state for updates, to the device, and takes them back; with ``idle_on_host`` alone.
+    """Brings weights to the device for a call, and the optimizer's state for an optimizer step, and takes them back; only with
+    ``idle_on_host``. So an update's activations and the optimizer's state do not take memory at the same time.
 
     What no step has changed is not copied again: a frozen model, such as a reference, only comes and is dropped.
     """
@@ -35,6 +36,7 @@ class Residence:
         self.frozen = HostCopies(lambda: (each for each in module.parameters() if not each.requires_grad), device)
         self.moments = HostCopies(moments, device)
         self._depth, self._changed, self._loaded = 0, True, True
+        self.moments.park(changed=True)
         self._park()
 
     @contextmanager
@@ -42,7 +44,8 @@ class Residence:
         """The weights are on the device in here; blocks may be nested.
 
         Args:
-            moments: the optimizer's state is too, once `wait_for_moments` has been called.
+            moments: the optimizer's state is too, once `wait_for_moments` has been called. It leaves at the end of this block,
+                also of a nested one.
             changes: trained weights and state may change.
             loads: frozen weights may change too.
         """
@@ -61,6 +64,8 @@ class Residence:
             yield
         finally:
             self._depth -= 1
+            if moments or not self._depth:
+                self.moments.park(self._changed)
             if not self._depth:
                 self._park()
 
@@ -78,5 +83,4 @@ class Residence:
         self.drop()
         self.frozen.park(self._loaded)
         self.trained.park(self._changed)
-        self.moments.park(self._changed)
         self._changed = self._loaded = False

@@ -1,0 +1,219 @@
+"""What the presets of a size choose for the devices of a machine: arithmetic from published sizes. Nothing is loaded.
+
+The first of `CANDIDATES` that fits is taken, and vLLM gets what the other roles leave of the device while it generates, which
+from the second step on includes the optimizer's state. All candidates compute the same up to rounding.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+if TYPE_CHECKING:
+    from recipes.configs.shared.policy_gradient_config import PolicyGradientConfig
+
+Config = TypeVar("Config", bound="PolicyGradientConfig")
+Mode = Literal["selective", "full"]
+
+GIB = 2**30
+TOWER = 670_000_000  # parameters of the vision tower of Qwen2.5-VL, with its merger
+IMAGE_SHARE = 0.25  # of the tokens of a micro-batch
+LOGITS = 13 * 2**28  # bytes of a chunk of logits with its gradient
+ENGINE = 6 * GIB  # of vLLM besides its weights: activations, graphs and a cache for at least some rows
+MOST_SHARE = 0.75  # of a device for vLLM
+MOMENT_BYTES = {"adamw": 8, "adamw8bit": 2.1, "muon": 8}  # of a trained parameter, at most
+CANDIDATES: tuple[tuple[bool, int, Mode], ...] = (
+    *((False, budget, "selective") for budget in (10_240, 8192, 6144)),
+    *((True, budget, "selective") for budget in (10_240, 8192, 6144, 4096)),
+    *((idle, budget, "full") for idle in (False, True) for budget in (8192, 4096)),
+)
+"""``offload_idle``, token budget and activation checkpointing, fastest first."""
+NAMES_OF_A_LAYOUT = ("--on", "--layout.", "--ray.")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The devices that a run can have."""
+
+    memory: int  # bytes of each
+    devices: int | None = None  # None: as many as the preset's layout
+
+    @property
+    def usable(self) -> int:
+        """Bytes of a device besides what the driver and its libraries take, and 8 % for the allocator and for rows that vary.
+
+        >>> round(Machine(80 * GIB).usable / GIB, 1)
+        71.1
+        """
+        return round(0.92 * self.memory - 2.5 * GIB)
+
+
+def this_machine() -> Machine | None:
+    """The GPUs of this machine; ``None`` without one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    return Machine(torch.cuda.get_device_properties(0).total_memory, torch.cuda.device_count())
+
+
+def on_devices(default: Config, given: Sequence[str], machine: Machine) -> Config:
+    """A preset in data parallelism over the devices that there are, unless a command line says where it runs."""
+    if machine.devices is None or any(argument.startswith(NAMES_OF_A_LAYOUT) for argument in given):
+        return default
+    layout = replace(default.layout, dp=min(default.layout.dp, machine.devices))
+    return replace(default, layout=layout, on="ray" if layout.world_size > 1 else "local")
+
+
+def fitting(default: Config, asked: Config, machine: Machine) -> Config:
+    """A preset with the first candidate that fits the machine.
+
+    Args:
+        asked: the preset with the command line's options, which a choice does not change.
+    """
+    own_share = asked.engine_options.get("memory_share")
+    if own_share == default.engine_options.get("memory_share"):
+        own_share = None
+    for chosen in _choices(default, asked):
+        tried = replace(asked, compute=replace(asked.compute, **chosen))
+        share = float(own_share or engine_share(tried, machine))
+        if training_bytes(tried) <= machine.usable and has_room(tried, machine, share):
+            options = {"memory_share": share} if asked.engine == "vllm" else {}
+            return replace(
+                default,
+                compute=replace(default.compute, **chosen),
+                engine_options={**default.engine_options, **options},
+            )
+    return default  # the forecast of the run says what to change
+
+
+def _choices(default: "PolicyGradientConfig", asked: "PolicyGradientConfig") -> Iterator[dict[str, Any]]:
+    """Options by name; those that a command line has changed stay as they are."""
+    longest = asked.data.max_prompt_length + asked.longest_response
+    for idle, budget, mode in CANDIDATES:
+        if longest <= budget <= default.compute.token_budget and not (idle and asked.compute.offload):
+            chosen = {"offload_idle": idle, "token_budget": budget, "activation_checkpointing": mode}
+            asked_for = {name: getattr(asked.compute, name) for name in chosen}
+            yield chosen | {
+                name: value for name, value in asked_for.items() if value != getattr(default.compute, name)
+            }
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Parameters of a model and bytes of its activations, from the published widths of its decoder."""
+
+    layer: int
+    layers: int
+    words: int  # of embedding and head
+    tower: int
+    adapters: int  # of rank 1
+    token: dict[Mode, float]  # bytes of activations
+
+    @property
+    def total(self) -> int:
+        return self.layers * self.layer + self.words + self.tower
+
+
+def sizes_of(name: str) -> Sizes:
+    """The sizes of a preset's model.
+
+    >>> round(sizes_of("3b").total / 1e9, 2), round(sizes_of("7b").total / 1e9, 2)
+    (3.75, 8.28)
+    """
+    from recipes.simulation.published_models import PUBLISHED
+
+    text, vision = PUBLISHED[name]["text_config"], PUBLISHED[name]["vision_config"]
+    hidden, inner, layers = text["hidden_size"], text["intermediate_size"], text["num_hidden_layers"]
+    keys = 2 * hidden // text["num_attention_heads"] * text["num_key_value_heads"]
+    tower = 4 * IMAGE_SHARE * vision["depth"] * (7 * vision["hidden_size"] + 2 * vision["intermediate_size"])
+    once = 4 * hidden + keys + 3 * inner  # a layer that is computed again
+    return Sizes(
+        layer=2 * hidden**2 + keys * hidden + 3 * hidden * inner,
+        layers=layers,
+        words=text["vocab_size"] * hidden * (1 if PUBLISHED[name]["tie_word_embeddings"] else 2),
+        tower=TOWER,
+        adapters=layers * (7 * hidden + keys + 3 * inner + 2 * hidden),
+        token={
+            "selective": 2 * (layers * (5 * hidden + keys + 2 * inner) + tower),
+            "full": 2 * (layers * hidden + once + tower / 8),
+        },
+    )
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of all trained models of a rank, and of those that are never trained."""
+
+    weights: int
+    copies: int
+    gradients: int
+    moments: int
+    others: int
+
+
+def held(config: "PolicyGradientConfig") -> Held:
+    """What the roles of a rank hold."""
+    sizes, compute, shards = sizes_of(config.preset), config.compute, config.layout.world_size
+    adapters = compute.lora_rank * sizes.adapters
+    trained = adapters or sizes.total
+    models = 2 if config.critic else 1
+    frozen = 2.0 * sizes.total if adapters else 0.0
+    if compute.load_in_4bit:
+        frozen -= 1.48 * sizes.layers * sizes.layer
+    gathered = 2 * trained if shards == 1 else 2 * (sizes.words + 2 * sizes.layer)
+    compared = config.algorithm.needs_reference and not adapters
+    moments = MOMENT_BYTES[config.optimizer.kind]
+    return Held(
+        weights=round(models * (4 * trained + frozen) / shards),
+        copies=round(gathered if shards > 1 else models * gathered),
+        gradients=round(4 * trained / shards),
+        moments=round(models * moments * trained / shards),
+        others=round(2 * sizes.total / shards) if compared else 0,
+    )
+
+
+def resting_bytes(config: "PolicyGradientConfig") -> int:
+    """Bytes that all roles but the engine hold while it generates."""
+    if config.compute.offload_idle or (config.on == "ray" and config.ray.rollout_processes):
+        return 0
+    found = held(config)
+    return found.weights + found.copies + found.moments + found.others
+
+
+def engine_share(config: "PolicyGradientConfig", machine: Machine) -> float:
+    """The share of a device that the other roles leave to vLLM."""
+    return min(math.floor(100 * (machine.usable - resting_bytes(config)) / machine.memory) / 100, MOST_SHARE)
+
+
+def has_room(config: "PolicyGradientConfig", machine: Machine, share: float) -> bool:
+    """Whether a share of the device holds vLLM, and the rest of the device the other roles."""
+    if config.engine != "vllm":
+        return True
+    parallel = int(config.engine_options.get("tensor_parallel", 1))
+    engine = 2 * sizes_of(config.preset).total / parallel + ENGINE
+    return engine <= share * machine.memory <= machine.usable - resting_bytes(config) + machine.memory // 100
+
+
+def training_bytes(config: "PolicyGradientConfig") -> int:
+    """Bytes of an update: of its passes, or of an optimizer step if the moments come only for that."""
+    found, sizes, compute = held(config), sizes_of(config.preset), config.compute
+    own = found.weights + found.copies + found.gradients
+    own += 0 if config.engine == "vllm" else 2 * sizes.total
+    work = compute.token_budget * sizes.token["full" if compute.activation_checkpointing == "full" else "selective"]
+    passes = own + LOGITS + 4 * sizes.words + round(work)
+    if compute.offload_idle:
+        return max(passes, own + found.moments)
+    return passes + found.moments + found.others
+
+
+def preset_line(config: "PolicyGradientConfig", machine: Machine) -> str:
+    """What a preset has chosen, and what the command line has set instead, in one line."""
+    compute = config.compute
+    parts = [f"--token-budget {compute.token_budget}", f"--activation-checkpointing {compute.activation_checkpointing}"]
+    parts += ["--offload-idle"] * compute.offload_idle
+    parts += [f"--layout.dp {config.layout.dp}"] * (config.layout.dp > 1)
+    if (share := config.engine_options.get("memory_share")) is not None:
+        parts.append(f"--engine-options memory_share {share}")
+    devices = f"{config.layout.world_size} x {machine.memory / GIB:.1f} GiB"
+    return f"preset {config.preset} on {devices}: {' '.join(parts)}"
