@@ -15,10 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from transformers import AutoConfig
 
-from recipes.simulation.published_models import published_config
-from recipes.tiny import make_tiny_model
+from recipes.plan import make_published_model
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "first_hour.md"
@@ -70,11 +68,7 @@ def run_of_the_first_hour(folder: Path) -> list[str]:
 
 def plan_of_3b(folder: Path) -> list[str]:
     """What the plan prints for the published sizes, with the tokenizer and the image processor of the small model."""
-    model = make_tiny_model(folder / "Qwen2.5-VL-3B-Instruct")
-    config, tiny = published_config("3b"), AutoConfig.from_pretrained(model)
-    for name in ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"):
-        setattr(config, name, getattr(tiny, name))
-    config.save_pretrained(model)
+    make_published_model(folder / "Qwen2.5-VL-3B-Instruct", "3b")
     return output_of(PLANNED, folder)
 
 

@@ -14,9 +14,10 @@ from typing import Any
 from dataproto.errors import InvalidConfig
 from recipes.configs import classify_config, grpo_config, ppo_config, sft_config, simulation_config
 from recipes.configs.environments import walk_config, zoom_config
+from recipes.configs.shared.device_preset import Machine, this_machine
 from recipes.options import asks_for_help, divided, parse_config, print_help
 
-RECIPES: Mapping[str, Callable[[Sequence[str]], Any]] = {
+RECIPES: Mapping[str, Callable[..., Any]] = {
     "grpo": grpo_config.parse,
     "ppo": ppo_config.parse,
     "sft": sft_config.parse,
@@ -56,6 +57,7 @@ class PlanConfig:
     recipe: str
     options: PlanOptions
     config: Any  # of the recipe
+    machine: Machine | None = None  # to which a preset of a size was fitted
 
 
 def parse(arguments: Sequence[str]) -> PlanConfig | simulation_config.SimulationConfig:
@@ -77,7 +79,19 @@ def parse(arguments: Sequence[str]) -> PlanConfig | simulation_config.Simulation
         _refuse_chosen(others, options.devices is not None)
     if options.mean_response is not None and recipe in ("sft", "classify"):
         raise InvalidConfig(f"--mean-response would do nothing: {recipe} learns answers, whose length the data tell")
-    return PlanConfig(recipe, options, RECIPES[recipe](others))
+    machine = _machine(options) if recipe in ("grpo", "ppo") else None
+    config = RECIPES[recipe](others, machine) if machine else RECIPES[recipe](others)
+    return PlanConfig(recipe, options, config, machine)
+
+
+def _machine(options: PlanOptions) -> Machine | None:
+    """The devices that are planned for; none on a CPU."""
+    from recipes.forecast.devices import device_named
+
+    if options.device == "cpu":
+        return None
+    here = None if options.device else this_machine()
+    return here or Machine(device_named(options.device or "h200").memory)
 
 
 def _refuse_chosen(arguments: Sequence[str], devices: bool) -> None:

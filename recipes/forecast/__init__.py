@@ -17,6 +17,7 @@ from recipes.forecast.batch_sizes import (
 from recipes.forecast.calibration import calibrate_cpu, this_gpu
 from recipes.forecast.cpu_speed import this_cpu, this_device
 from recipes.forecast.devices import DEVICES, Device, device_named
+from recipes.forecast.fitting import as_options, fit, way_out
 from recipes.forecast.forecast_table import beside_fact, compared, duration, forecast_lines
 from recipes.forecast.model_size import ModelSize, model_size
 from recipes.forecast.role_memory import RoleMemory
@@ -41,12 +42,14 @@ __all__ = [
     "RoleMemory",
     "Setting",
     "StepForecast",
+    "as_options",
     "beside_fact",
     "calibrate_cpu",
     "compared",
     "device_named",
     "duration",
     "episode_batch",
+    "fit",
     "forecast",
     "forecast_lines",
     "kept_image_bytes",
@@ -62,4 +65,5 @@ __all__ = [
     "this_cpu",
     "this_device",
     "this_gpu",
+    "way_out",
 ]

@@ -52,7 +52,7 @@ class Device:
 
 LAUNCH = 47e-6
 """Seconds of the host for an operation: Python, autograd and the driver. Log-probs of a model of 135 M in one micro-batch, about
-1,700 operations (`recipes.forecast.launches`), took 0.08 s on the host of an H200 (benchmarks/RESULTS.md).
+1,700 operations (`recipes.forecast.step_time`), took 0.08 s on the host of an H200 (benchmarks/RESULTS.md).
 """
 
 

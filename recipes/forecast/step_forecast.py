@@ -85,6 +85,11 @@ class StepForecast:
         return max(evaluation, *map(self.reserved, self.phases)) + self.beside
 
     @property
+    def fullest(self) -> Phase:
+        """The phase, or the evaluation, that takes the most."""
+        return max((*self.phases, Phase("testing", 0.0, 0.0, self.evaluation)), key=self.reserved)
+
+    @property
     def beside(self) -> int:
         """Bytes of the driver, or on a CPU of the process beside its roles, with pictures and the copy for ``save_behind``."""
         setting = self.setting
@@ -380,7 +385,7 @@ def _problems(found: StepForecast) -> list[str]:
     """What does not fit, with the way out."""
     setting, problems = found.setting, []
     memory = setting.device.memory
-    fullest = max((*found.phases, Phase("testing", 0.0, 0.0, found.evaluation)), key=found.reserved)
+    fullest = found.fullest
     if found.memory > memory:
         problems.append(
             f"{fullest.name} needs {found.memory / GIB:.1f} GiB of the {memory / GIB:.1f} GiB of {setting.device.name}: "

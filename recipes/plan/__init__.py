@@ -1,5 +1,6 @@
 """What a run will take, before anything is loaded: ``dataproto plan``; its options are `recipes.configs.plan_config`."""
 
+import json
 import tempfile
 import time
 from collections.abc import Sequence
@@ -8,10 +9,14 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from huggingface_hub import try_to_load_from_cache
+from transformers import AutoConfig
 from transformers.utils.logging import disable_progress_bar
 
 from recipes.classify import classification_task, open_labelled
 from recipes.configs.plan_config import PlanConfig, PlanOptions, parse
+from recipes.configs.shared.device_preset import preset_line
+from recipes.configs.shared.policy_gradient_config import SIZES
 from recipes.configs.simulation_config import SimulationConfig
 from recipes.data.loader import PromptLoader
 from recipes.forecast import (
@@ -19,7 +24,9 @@ from recipes.forecast import (
     Device,
     Setting,
     StepForecast,
+    as_options,
     device_named,
+    fit,
     forecast,
     forecast_lines,
     this_cpu,
@@ -27,12 +34,11 @@ from recipes.forecast import (
 )
 from recipes.forecast.calibration import Clock, with_host
 from recipes.options import exit_status
-from recipes.plan.fitting import as_options, fit
 from recipes.run import policy_gradient, supervised
 from recipes.run.drawn_environment import DrawnEnvironment, episode_rows, open_environment
 from recipes.run.run_directory import over_epochs
 from recipes.sft import conversation_task
-from recipes.simulation import simulated, simulation_lines
+from recipes.simulation import published_config, simulated, simulation_lines
 from recipes.tiny import make_tiny_model
 from recipes.walk import WALK
 from recipes.zoom import environment_of
@@ -50,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(asked, SimulationConfig):
             print("\n".join(simulation_lines(simulated(asked))))
             return 0
+        if asked.machine is not None and asked.config.preset in SIZES and not asked.options.fit:
+            print(preset_line(asked.config, asked.machine))
         found = plan(asked)
         print("\n".join(forecast_lines(found)))
         if asked.options.fit:
@@ -61,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def plan(asked: PlanConfig, clock: Clock = time.thread_time) -> StepForecast:
     """The forecast of a recipe's options; with ``--fit`` that of the chosen setting. ``clock`` times a CPU, in seconds."""
     with tempfile.TemporaryDirectory() as folder:
-        path = asked.config.model_path or str(make_small_model(asked, Path(folder) / "model"))
+        path = model_to_plan(asked, Path(folder) / "model")
         checkpoint_family(path)  # raises for an unknown model
         setting = expected_setting(asked, path, clock)
     if asked.options.fit:
@@ -90,6 +98,34 @@ def expected_setting(asked: PlanConfig, path: str, clock: Clock = time.thread_ti
     config = replace(config, run=over_epochs(config.run, loader))
     mean = asked.options.mean_response
     return policy_gradient.expected_setting(config, loader, played, device, mean, len(held_out))
+
+
+def model_to_plan(asked: PlanConfig, path: Path) -> str:
+    """The model that the options name. A preset's own that is not on this machine is not fetched: the published sizes take its
+    place, with the tokenizer of the small model.
+    """
+    config = asked.config
+    if config.model_path is None:
+        return str(make_small_model(asked, path))
+    named = SIZES.get(config.preset, {}).get("model_path") == config.model_path
+    if not named or Path(config.model_path).exists() or try_to_load_from_cache(config.model_path, "config.json"):
+        return str(config.model_path)
+    print(
+        f"{config.model_path} is not on this machine: its published sizes, and prompts by the small model's tokenizer"
+    )
+    return str(make_published_model(path, config.preset))
+
+
+def make_published_model(path: Path, preset: str) -> Path:
+    """A folder with the config of a published model, and tokenizer and image processor of the small one."""
+    config, small = published_config(preset), AutoConfig.from_pretrained(make_tiny_model(path))
+    for name in ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"):
+        setattr(config, name, getattr(small, name))
+    config.save_pretrained(path)
+    file = path / "preprocessor_config.json"
+    limits = {"size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16_384}}  # as published
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | limits), encoding="utf-8")
+    return path
 
 
 def make_small_model(asked: PlanConfig, path: Path) -> Path:

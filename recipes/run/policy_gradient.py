@@ -18,7 +18,8 @@ from dataproto import DataProto
 from dataproto.errors import InvalidConfig, InvalidRow
 from dataproto.vlm import VLMFamily
 from recipes.algorithms.options import spelled_out
-from recipes.configs.shared.policy_gradient_config import Config, DataConfig, PolicyGradientConfig
+from recipes.configs.shared.device_preset import preset_line, this_machine
+from recipes.configs.shared.policy_gradient_config import SIZES, Config, DataConfig, PolicyGradientConfig
 from recipes.configs.shared.run_config import announce_small_model
 from recipes.console import announce_start, start_phase
 from recipes.data.drawn_rows import ProblemRows
@@ -129,8 +130,9 @@ def _run_task(task: PolicyTask, step: AlgorithmStep, started: float) -> Path:
     )  # where models do not wait for threads of this process
     kept = KeptRollouts(config.run.output_dir, config.keep_rollouts, builder.tokenizer)
     setting = partial(expected_setting, config, task.loader, task.played, held_out=task.held_out)
-    expected = RunForecast(setting, config.on == "local")
+    expected = RunForecast(setting, config.on == "local", here=config.ray.address is None)
     with reported(config.run.output_dir, started, expected.compared) as directory, closing(ahead):
+        announce_preset(config)
         expected.begin()
         for attempt in attempts(config.run, ahead, config.max_restarts):
             progression = Progression(config.algorithm.kl_controller())
@@ -314,6 +316,12 @@ def prompt_loader(
         on_bad_row=data.on_bad_row,
         num_workers=data.num_workers,
     )
+
+
+def announce_preset(config: PolicyGradientConfig) -> None:
+    """Says in one line what a preset of a size has chosen for the GPUs of this machine."""
+    if config.preset in SIZES and (machine := this_machine()) is not None:
+        print(preset_line(config, machine))
 
 
 def answered_at_a_time(config: PolicyGradientConfig) -> int:

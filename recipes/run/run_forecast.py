@@ -1,15 +1,17 @@
 """What a run is expected to take: printed before the roles start, and shown beside what it took at its end.
 
 It comes from the functions of ``dataproto plan``, so that both print the same numbers for the same options. A forecast that
-cannot be made is told in one line and ends nothing.
+cannot be made is told in one line and ends nothing; a run that cannot fit ends before it loads a model.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 
-from recipes.forecast import Setting, StepForecast, compared, forecast, forecast_lines
+from dataproto.errors import InvalidConfig
+from recipes.forecast import Setting, StepForecast, compared, forecast, forecast_lines, way_out
 from recipes.forecast.devices import GIB
+from recipes.forecast.fitting import ERROR
 from recipes.forecast.forecast_table import figures
 from workers.training.memory.process_memory import begin_peak, resident_bytes
 
@@ -19,20 +21,27 @@ MEMORY = "perf/memory_gb/"  # metrics of `workers.training.memory.phase_memory`
 class RunForecast:
     """The forecast of one run."""
 
-    def __init__(self, make_setting: Callable[[], Setting], local: bool = True) -> None:
+    def __init__(self, make_setting: Callable[[], Setting], local: bool = True, here: bool = True) -> None:
         """
         Args:
             make_setting: what the forecast depends on; on a CPU this measures its speed, unless that is kept.
             local: whether all roles are in this process, so that its memory is theirs.
+            here: whether the roles are on this machine, whose device the forecast is for.
         """
-        self.make_setting, self.local = make_setting, local
+        self.make_setting, self.local, self.here = make_setting, local, here
         self.found: StepForecast | None = None
 
     def begin(self) -> None:
-        """Prints the forecast. From now on the memory of this process counts."""
+        """Prints the forecast. From now on the memory of this process counts.
+
+        Raises:
+            InvalidConfig: a GPU of this machine is too small, by more than `ERROR`.
+        """
         with _told_only():
             self.found = forecast(self.make_setting())
             print("\n".join(forecast_lines(self.found)))
+        if self.found is not None and self.here:
+            check_fits(self.found)
         begin_peak(anew=True)
 
     def compared(self, rows: Sequence[Mapping[str, float]]) -> list[tuple[str, str, str]]:
@@ -50,6 +59,21 @@ class RunForecast:
                 lines.append(("process memory, GiB", figures(expected), figures(peak)))
             return lines
         return []
+
+
+def check_fits(found: StepForecast) -> None:
+    """Warns if a forecast is for more memory than its GPU has.
+
+    Raises:
+        InvalidConfig: it is more by more than `ERROR`; the message has options with which it fits.
+    """
+    device, phase = found.setting.device, found.fullest
+    if device.on_cpu or found.memory <= device.memory:
+        return
+    needs = f"{phase.name} needs {found.memory / GIB:.1f} GiB of the {device.memory / GIB:.1f} GiB of {device.name}"
+    if found.memory > (1 + ERROR) * device.memory:
+        raise InvalidConfig(f"{needs}, from the second step on: {way_out(found.setting)}")
+    print(f"warning: {needs}, by a forecast that may be wrong by {ERROR:.0%}; if memory ends: {way_out(found.setting)}")
 
 
 def _name(metric: str) -> str:

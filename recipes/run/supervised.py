@@ -90,7 +90,9 @@ def _run_supervised(config: SupervisedConfig, make_task: Callable[[str], Supervi
             task = make_task(model_path)
     limits = {"image_options": task.builder.image_options, "max_model_len": task.longest}
     loader, builder = task.loader, task.builder
-    expected = RunForecast(partial(expected_setting, config, task), config.on == "local")
+    expected = RunForecast(
+        partial(expected_setting, config, task), config.on == "local", here=config.ray.address is None
+    )
     with reported(directory, started, expected.compared):
         expected.begin()
         for attempt in attempts(config.run, loader, config.max_restarts):

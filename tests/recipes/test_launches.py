@@ -14,7 +14,7 @@ from helpers.tiny_models import tiny_config
 from recipes.forecast import DEVICES, BatchSizes, PromptSizes, Setting, forecast
 from recipes.forecast.calibration import step_seconds, text_rows
 from recipes.forecast.host_pace import REQUEST, STEP
-from recipes.forecast.launches import BLOCK, DECODED_BESIDES, DECODED_LAYER, LAYER
+from recipes.forecast.step_time import BLOCK, DECODED_BESIDES, DECODED_LAYER, LAYER
 from rollout.hf import HFEngine
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM

@@ -48,6 +48,7 @@ from recipes.forecast import (
 from recipes.forecast.batch_sizes import MicroBatchSize
 from recipes.forecast.calibration import step_seconds, text_rows, timed_rows
 from recipes.forecast.devices import GIB, Device, Overheads
+from recipes.forecast.fitting import EQUAL, choices, grown
 from recipes.forecast.model_size import mlp_width
 from recipes.forecast.role_memory import (
     MUON_KERNELS,
@@ -63,7 +64,6 @@ from recipes.forecast.role_memory import (
 from recipes.forecast.step_forecast import FULL, with_unsharded, working_memory
 from recipes.forecast.step_time import Passes, pass_seconds, update_flops
 from recipes.plan import as_options, expected_setting, fit, main
-from recipes.plan.fitting import EQUAL, choices, grown
 from recipes.tiny import make_tiny_model
 from rollout.hf import HFEngine
 from rollout.prompts import PromptBuilder
@@ -606,7 +606,8 @@ def test_what_is_idle_in_host_memory_leaves_the_device_to_the_phase():
     assert before["gen"].memory - after["gen"].memory == (4 + 2 + 8) * trained + reference
     assert before["ref"].memory - after["ref"].memory == (4 + 2 + 8) * trained
     assert before["old_log_prob"].memory - after["old_log_prob"].memory == 8 * trained + reference
-    assert (before["update_actor"].memory - after["update_actor"].memory) / trained == pytest.approx(8 + 2, rel=0.05)
+    step = (4 + 2 + 4 + 8) * trained  # without activations: moments come only for it
+    assert after["update_actor"].memory - 2**30 == pytest.approx(step, rel=1e-6)
     assert idle.host - stays.host == 12 * trained + reference
 
 
@@ -615,6 +616,31 @@ def test_a_run_that_does_not_fit_says_what_to_change():
     assert not found.fits
     assert "memory_share" in found.problems[0] or "--token-budget" in found.problems[0] or "dp" in found.problems[0]
     assert any("does not fit" in line for line in forecast_lines(found))
+
+
+def test_activations_and_moments_do_not_count_together_where_moments_are_idle():
+    config = model_config("3b")
+    batch = BatchSizes(config, PromptSizes((361,) * 8, ((),) * 8), (400,) * 40, 5)
+    heights = []
+    for budget in (8192, 16_384):
+        for idle in (False, True):
+            setting = Setting(config, batch, H200, ModelConfig(token_budget=budget, offload_idle=idle), engine=None)
+            heights.append(forecast(setting).phases[-1].memory / setting.size.total)
+    short, short_idle, long, long_idle = heights
+    assert short - short_idle == pytest.approx(8, abs=1e-6)  # bytes of a parameter
+    assert long - long_idle == pytest.approx(8, abs=1e-6)
+    assert long > short
+
+
+def test_a_preset_is_planned_without_network_and_checkpoint(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("recipes.plan.try_to_load_from_cache", lambda *_: None)
+    monkeypatch.chdir(tmp_path)
+    assert main(["grpo", "--preset", "3b", "--batch-size", "8", "--algorithm.minibatch", "8", "--device", "h100"]) == 0
+    said = capsys.readouterr().out
+    assert "preset 3b on 1 x 79.6 GiB: --token-budget 8192" in said
+    assert "Qwen/Qwen2.5-VL-3B-Instruct is not on this machine: its published sizes" in said
+    assert "3.75 B parameters" in said
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ EXPORTS = {
     "recipes.report": "KeptRollouts MetricsLog read_metrics write_report",
     "recipes.view": "ViewerServer main",
     "recipes.forecast": """BatchSizes DEVICES Device EpisodeSizes ModelSize Phase PromptSizes RoleMemory SLACK Setting
-        StepForecast beside_fact
+        StepForecast as_options beside_fact fit way_out
         calibrate_cpu compared duration preparation_seconds this_cpu
         device_named episode_batch forecast forecast_lines kept_image_bytes measure_conversations measure_episode
         measure_prompts model_size

@@ -17,7 +17,8 @@ from recipes.data.loader import PromptLoader
 from recipes.forecast import DEVICES, BatchSizes, PromptSizes, Setting, cpu_speed, forecast, forecast_lines, this_cpu
 from recipes.forecast.calibration import cpu_memory
 from recipes.forecast.cpu_speed import KEPT
-from recipes.run.run_forecast import RunForecast
+from recipes.run.run_forecast import RunForecast, check_fits
+from recipes.simulation import published_config
 from recipes.tiny import make_tiny_model
 from rollout.prompts import PromptBuilder
 from workers.model.model_config import ModelConfig
@@ -53,6 +54,57 @@ def test_a_forecast_is_printed_and_compared(capsys):
     spread = RunForecast(lambda: setting(replace(H200, on_cpu=True)), local=False)
     spread.begin()
     assert spread.compared(rows)[-1][0] == "tokens of a step"
+
+
+def on_80_gb(**options):
+    """3B with AdamW, its reference and vLLM, in the settings that end in the second step."""
+    batch = BatchSizes(published_config("3b"), PromptSizes((361,) * 8, ((),) * 8), (512,) * 40, 5)
+    compute = ModelConfig(token_budget=8192, activation_checkpointing="selective", compile=True)
+    given = {"compute": compute, "engine": "vllm", "engine_options": {"memory_share": 0.3}, "reference": True}
+    return Setting(batch.config, batch, DEVICES["h100"], **given | options)
+
+
+@pytest.mark.slow
+def test_a_run_that_cannot_hold_ends_before_it_loads_anything():
+    """The message has the phase, what it needs and what there is, and options with which it fits."""
+    with pytest.raises(InvalidConfig, match=r"update_actor needs 9.* GiB of the 79.6 GiB of h100") as refused:
+        RunForecast(on_80_gb).begin()
+    assert "--offload-idle" in str(refused.value)
+    way_out, memory = re.search(r": (--token-budget .*) takes ([\d.]+) GiB", str(refused.value)).groups()
+    budget, mode, share = re.search(r"budget (\d+) --\S+ (\w+) .*memory_share ([\d.]+)", way_out).groups()
+    compute = ModelConfig(
+        token_budget=int(budget), activation_checkpointing=mode, compile=True, offload_idle="--offload-idle" in way_out
+    )
+    found = forecast(on_80_gb(compute=compute, engine_options={"memory_share": float(share)}))
+    assert found.fits
+    assert found.memory / 2**30 == pytest.approx(float(memory), abs=0.1)
+    RunForecast(on_80_gb, here=False).begin()  # a cluster may have other devices
+
+
+@pytest.mark.slow
+def test_adapters_are_the_way_out_where_weights_do_not_fit():
+    small = replace(DEVICES["h100"], memory=40 * 2**30)
+    with pytest.raises(InvalidConfig, match="GiB of h100, from the second step on: --lora-rank 32 --token-budget"):
+        check_fits(forecast(replace(on_80_gb(), device=small)))
+
+
+@pytest.mark.slow
+def test_a_forecast_within_its_error_warns(capsys):
+    found = forecast(on_80_gb())
+    for share, warns in ((0.92, True), (1.0, False)):
+        device = replace(found.setting.device, memory=round(share * found.memory))
+        check_fits(replace(found, setting=replace(found.setting, device=device)))
+        said = capsys.readouterr().out
+        assert ("warning: update_actor needs" in said) == warns
+        assert ("wrong by 10%" in said) == warns
+
+
+def test_generation_beside_the_resting_trainer_is_refused_too():
+    """The update fits, the engine next to weights and moments does not."""
+    idle = ModelConfig(token_budget=2048, activation_checkpointing="full", compile=True)
+    setting = on_80_gb(compute=idle, engine_options={"memory_share": 0.5})
+    with pytest.raises(InvalidConfig, match=r"^gen needs"):
+        check_fits(forecast(setting))
 
 
 def test_a_forecast_that_fails_is_one_line(capsys):

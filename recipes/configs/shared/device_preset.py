@@ -94,9 +94,7 @@ def _choices(default: "PolicyGradientConfig", asked: "PolicyGradientConfig") -> 
         if longest <= budget <= default.compute.token_budget and not (idle and asked.compute.offload):
             chosen = {"offload_idle": idle, "token_budget": budget, "activation_checkpointing": mode}
             asked_for = {name: getattr(asked.compute, name) for name in chosen}
-            yield chosen | {
-                name: value for name, value in asked_for.items() if value != getattr(default.compute, name)
-            }
+            yield chosen | {name: value for name, value in asked_for.items() if value != getattr(default.compute, name)}
 
 
 @dataclass(frozen=True)

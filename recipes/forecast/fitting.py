@@ -2,17 +2,24 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from typing import Literal
 
 from dataproto.errors import InvalidConfig
-from recipes.forecast import SLACK, Setting, StepForecast, forecast
+from recipes.forecast.devices import GIB
+from recipes.forecast.settings import Setting
+from recipes.forecast.step_forecast import SLACK, StepForecast, forecast
+from workers.model.model_config import ModelConfig
 from workers.ranks.layout import Layout
 
 BUDGETS = (4096, 6144, 8192, 12_288, 16_384, 24_576, 32_768, 49_152)
 MODES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 LEAST_SHARE, MOST_SHARE = 0.1, 0.85
 GROWTH = 0.25  # how much longer than expected responses, or learnt texts, may become
+ERROR = 0.1  # share of what `way_out` takes that stays free, as a forecast may be wrong by so much (docs/plan.md)
+RANK = 32  # of the adapters that `way_out` tries
 EQUAL = 0.01  # share of a step's time below which a difference of two forecasts tells nothing
 
 
@@ -20,14 +27,16 @@ def fit(setting: Setting, devices: int = 1) -> StepForecast:
     """The fastest forecast that fits into ``devices``; of those within `EQUAL` of it, that whose roles take the least memory.
 
     It still fits when responses become longer than expected (`grown`), since those of a step vary, and policies learn to think.
-    Data parallelism comes first: tensor and sequence parallelism are tried only where it does not fit.
+    Data parallelism comes first: tensor and sequence parallelism are tried only where it does not fit. With vLLM all else comes
+    before ``offload_idle``.
 
     Raises:
         InvalidConfig: nothing fits.
     """
     last: StepForecast | None = None
-    for layouts in layout_choices(setting, devices):
-        tried = [forecast(each) for layout in layouts for each in choices(replace(setting, layout=layout))]
+    for compute, layouts in product(_idle_choices(setting), layout_choices(setting, devices)):
+        begun = replace(setting, compute=compute)
+        tried = [forecast(each) for layout in layouts for each in choices(replace(begun, layout=layout))]
         fitting = [each for each in tried if each.fits and forecast(grown(each.setting)).fits]
         if fitting:
             fastest = min(each.seconds for each in fitting)
@@ -35,6 +44,30 @@ def fit(setting: Setting, devices: int = 1) -> StepForecast:
         last = min(tried, key=lambda each: each.memory, default=last)
     why = f": {last.problems[0]}" if last is not None else ""
     raise InvalidConfig(f"nothing fits into {devices} x {setting.device.name}{why}; give more --devices")
+
+
+def _idle_choices(setting: Setting) -> list[ModelConfig]:
+    """As the options say, and with idle models in host memory where an engine then has their place."""
+    compute = setting.compute
+    on_host = setting.engine != "vllm" or setting.device.on_cpu or compute.offload or compute.offload_idle
+    return [compute] if on_host else [compute, replace(compute, offload_idle=True)]
+
+
+def way_out(setting: Setting) -> str:
+    """Options with which a setting that does not fit does, with room for the error of a forecast: by `fit` on as many devices,
+    then with adapters, then on more.
+    """
+    devices, compute, device = setting.layout.world_size, setting.compute, setting.device
+    setting = replace(setting, device=replace(device, memory=round(device.memory / (1 + ERROR))))
+    tries = [("", setting, devices)]
+    if not compute.lora_rank and not compute.freeze_language:
+        tries.append((f"--lora-rank {RANK} ", replace(setting, compute=replace(compute, lora_rank=RANK)), devices))
+    tries += [("", setting, more * devices) for more in (2, 4, 8)]
+    for options, each, number in tries:
+        with suppress(InvalidConfig):
+            found = forecast(replace(fit(each, number).setting, device=device))
+            return f"{options}{as_options(found.setting)} takes {found.memory / GIB:.1f} GiB"
+    return f"nothing fits into {tries[-1][-1]} such devices either: take a smaller model"
 
 
 def layout_choices(setting: Setting, devices: int) -> Iterator[list[Layout]]:
@@ -98,6 +131,7 @@ def as_options(setting: Setting) -> str:
     compute = setting.compute
     parts = [f"--token-budget {compute.token_budget}", f"--activation-checkpointing {compute.activation_checkpointing}"]
     degrees = [f"--layout.{axis} {degree}" for axis, degree in vars(setting.layout).items() if degree > 1]
+    parts += ["--offload-idle"] * compute.offload_idle
     parts += ["--on ray", *degrees] if degrees else []
     if compute.unsharded not in ("auto", "nothing"):
         parts.append(f"--unsharded {compute.unsharded}")

@@ -1,0 +1,117 @@
+"""What the presets of a size choose for the devices that there are, and that it fits them by the forecast."""
+
+from dataclasses import replace
+
+import pytest
+
+from dataproto.errors import InvalidConfig
+from recipes.configs import grpo_config, plan_config, ppo_config
+from recipes.configs.shared.device_preset import GIB, Machine, preset_line, sizes_of
+from recipes.forecast import DEVICES, PromptSizes, forecast, model_size, policy_gradient_batch, policy_gradient_setting
+from recipes.simulation import published_config
+from workers.model.model_config import ModelConfig
+
+H100 = DEVICES["h100"]
+CARD = H100.memory / GIB
+SMALL = 22  # GiB, of a card that is sold with 24
+
+
+def chosen(options, memory=CARD, devices=1, parse=grpo_config.parse):
+    return parse(options.split(), Machine(round(memory * GIB), devices))
+
+
+def expected(config, memory, response):
+    """The forecast with prompts of one picture."""
+    model = published_config(config.preset)
+    batch = policy_gradient_batch(config, model, PromptSizes((361,), (((1, 30, 30),),)), response)
+    return forecast(policy_gradient_setting(config, batch, replace(H100, memory=round(memory * GIB))))
+
+
+CHOICES = {
+    "3B on 80 GB": ("--preset 3b", CARD, 1, (8192, "selective", True)),
+    "7B on two of 80 GB": ("--preset 7b", CARD, 2, (6144, "selective", True)),
+    "adapters of 7B on 80 GB": ("--preset 7b --lora-rank 32", CARD, 1, (10_240, "selective", False)),
+    "adapters of 3B in 4 bits on 24 GB": ("--preset 3b --lora-rank 32 --load-in-4bit", SMALL, 1, (8192, "full", False)),
+    "3B on 141 GB": ("--preset 3b", 140, 1, (8192, "selective", False)),
+    "7B on four of 141 GB": ("--preset 7b", 140, 4, (10_240, "selective", False)),
+}
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_a_preset_fits_the_cards_that_people_have(case):
+    options, memory, devices, (budget, mode, idle) = CHOICES[case]
+    config = chosen(options, memory, devices)
+    compute = config.compute
+    assert (compute.token_budget, compute.activation_checkpointing, compute.offload_idle) == (budget, mode, idle)
+    assert config.layout.world_size == devices
+    assert config.on == ("local" if devices == 1 else "ray")
+    for response in (64, 1024):
+        found = expected(config, memory, response)
+        assert found.fits, found.problems
+
+
+def test_what_is_given_is_not_chosen():
+    options = "--preset 3b --token-budget 4096 --engine-options memory_share 0.4 --activation-checkpointing full"
+    config = chosen(options)
+    compute = config.compute
+    assert (compute.token_budget, compute.activation_checkpointing) == (4096, "full")
+    assert config.engine_options["memory_share"] == 0.4
+    assert compute.offload_idle  # which nothing has said
+    same = chosen("--preset 7b --token-budget 10240 --offload-idle false", devices=2).compute  # as without a device
+    assert (same.token_budget, same.offload_idle) == (10_240, False)
+    assert chosen("--preset 7b --on ray --layout.dp 4").layout.dp == 4
+    assert chosen("--preset 3b", 140, 8).layout.dp == 1
+
+
+def test_the_engine_gets_what_resting_roles_leave():
+    for options, memory, devices in (("--preset 3b", 140, 1), ("--preset 7b --lora-rank 32", CARD, 1)):
+        config = chosen(options, memory, devices)
+        generating = expected(config, memory, 512).phases[0]
+        assert generating.name == "gen"
+        assert 0.75 * memory < generating.memory / GIB < memory
+
+
+def test_what_fits_nowhere_stays_as_it_was():
+    config = chosen("--preset 7b")
+    assert config.compute == grpo_config.PRESETS["7b"].compute
+    assert not expected(config, CARD, 512).fits
+
+
+def test_a_critic_counts():
+    alone = chosen("--preset 3b", 140, 1)
+    beside = chosen("--preset 3b", 140, 1, ppo_config.parse)
+    assert not alone.compute.offload_idle
+    assert beside.compute.offload_idle
+
+
+def test_without_a_gpu_a_preset_is_as_written():
+    assert grpo_config.parse(["--preset", "7b"]) == grpo_config.PRESETS["7b"]
+
+
+def test_a_plan_is_for_its_device():
+    here = plan_config.parse(["grpo", "--preset", "3b", "--device", "h100"])
+    assert here.machine == Machine(H100.memory)
+    assert here.config.compute.offload_idle
+    assert not plan_config.parse(["grpo", "--preset", "3b"]).config.compute.offload_idle  # an H200
+    assert plan_config.parse(["grpo", "--preset", "7b", "--device", "h100"]).config.layout.dp == 4
+
+
+def test_the_choice_is_one_line():
+    config = chosen("--preset 7b", devices=2)
+    assert preset_line(config, Machine(80 * GIB, 2)) == (
+        "preset 7b on 2 x 80.0 GiB: --token-budget 6144 --activation-checkpointing selective --offload-idle --layout.dp 2 "
+        "--engine-options memory_share 0.75"
+    )
+
+
+@pytest.mark.parametrize("name", ["3b", "7b"])
+def test_the_arithmetic_counts_as_the_model_does(name):
+    sizes, model = sizes_of(name), model_size(published_config(name), ModelConfig())
+    assert sizes.total == pytest.approx(model.total, rel=0.01)
+    adapters = model_size(published_config(name), ModelConfig(lora_rank=8)).trained
+    assert 8 * sizes.adapters == pytest.approx(adapters, rel=0.15)
+
+
+def test_an_impossible_option_is_still_named():
+    with pytest.raises(InvalidConfig, match="add --on ray"):
+        chosen("--preset 7b --on local --layout.dp 2")
