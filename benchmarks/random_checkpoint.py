@@ -5,6 +5,7 @@ python benchmarks/random_checkpoint.py 7b OUTPUT_DIRECTORY
 python benchmarks/random_checkpoint.py qwen3.5-9b OUTPUT_DIRECTORY
 """
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,14 @@ from recipes.tiny import make_tiny_model  # noqa: E402
 
 
 def make(path: Path, size: str) -> Path:
-    """Writes the checkpoint in bfloat16, unless the directory already has one."""
-    if (path / "config.json").is_file():
-        return path
+    """Writes the checkpoint, unless the directory already has one, in a process of its own, which leaves the GPU empty."""
+    if not (path / "config.json").is_file():
+        subprocess.run([sys.executable, __file__, size, str(path)], check=True)
+    return path
+
+
+def write(path: Path, size: str) -> Path:
+    """Writes the checkpoint in bfloat16."""
     make_tiny_model(path)  # tokenizer, image processor, generation settings
     if size == "tiny":
         return path
@@ -80,4 +86,4 @@ def _qwen3_5(path: Path, size: str, tiny: Any) -> Any:
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[2]), sys.argv[1])
+    write(Path(sys.argv[2]), sys.argv[1])

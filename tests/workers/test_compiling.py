@@ -113,6 +113,22 @@ def test_code_is_compiled_for_all_lengths_of_segments_at_once(traced):
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="at 4,096 rows torch chooses another kernel on a CUDA device")
+def test_norms_of_few_and_of_many_rows_share_their_code():
+    weight = torch.ones(1280, device="cuda", requires_grad=True)
+
+    def norm(x):
+        return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = compiling.Compiled(norm)
+    for rows in (4000, 4200, 100, 9000):
+        x = torch.randn(rows, 1280, device="cuda", requires_grad=True)
+        compiled(x).sum().backward()
+    assert counters["stats"]["unique_graphs"] == 1
+
+
 def broken(x):
     torch._dynamo.graph_break(msg="for a reason")
     return x + 1

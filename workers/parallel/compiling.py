@@ -39,6 +39,11 @@ VARIANTS = 32
 # Widths that are no multiple of 8, such as the 3,420 of Qwen2.5-VL's tower, keep matrix products from the fast kernels.
 OPTIONS: dict[str, Any] = {"force_shape_pad": True}
 
+# Without it, code is compiled for fewer than 4,096 rows (or than twice as many rows as columns, or than 5 million elements), and
+# again, on one rank while all others wait, at the first micro-batch of another size: where norms' gradients are summed over rows
+# and over columns, torch fuses both sums only above these sizes.
+FUSE_AT_EVERY_SIZE = "triton.mix_order_reduction_non_strict_mode"
+
 LENGTHS = r".*max_(length|seqlen)"  # of segments, by the names of torch's arguments
 
 # Split experts and the hooks of FSDP say so themselves.
@@ -104,7 +109,7 @@ class Compiled:
         allow_recompilations(VARIANTS)
         trace_checkpoints_that_set_attributes()
         take_as_sizes(LENGTHS)
-        self.forward = torch.compile(forward, options=OPTIONS)
+        self.forward = torch.compile(forward, options=compile_options())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for value in (*args, *kwargs.values()):
@@ -117,6 +122,11 @@ class Compiled:
         for reason in new or [WITHOUT_REASON] * (skipped_frames() > skipped):
             tell_of(reason)
         return result
+
+
+def compile_options() -> dict[str, Any]:
+    """Options of ``torch.compile``; torch refuses those that a version does not have."""
+    return OPTIONS | {name: True for name in (FUSE_AT_EVERY_SIZE,) if name in torch._inductor.list_options()}
 
 
 def skipped_frames() -> int:
