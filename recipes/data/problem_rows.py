@@ -36,7 +36,8 @@ class Geo3KDataset(TableRows):
     """Rows for `PromptBuilder`, read from disk on access.
 
     ``rows[i]`` has ``prompt``, ``images``, ``videos``, ``data_source``, ``ability``, ``reward_model``, ``extra_info``,
-    ``index`` (i) and ``media_root``. It raises `InvalidRow` if the row matches none of the schemas.
+    ``own_columns`` and ``media_columns`` (see `own_columns`), ``index`` (i) and ``media_root``. It raises `InvalidRow` if the row
+    matches none of the schemas.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ def read_row(
     >>> row["prompt"][0]["content"][:24], row["reward_model"], row["extra_info"]["index"]
     ('<image>Find x. You FIRST', {'style': 'rule', 'ground_truth': '9'}, 3)
     """
+    own, media_columns = own_columns(raw, keys)
     raw = keys.rename(raw, index)
     messages, problem = raw.get("messages"), raw.get("problem")
     prompt = raw.get("prompt") if messages is None else messages
@@ -131,8 +133,26 @@ def read_row(
         "ability": raw.get("ability") or "math",
         "reward_model": raw.get("reward_model") or {"style": "rule", "ground_truth": answer},
         "extra_info": raw.get("extra_info") or extra,
+        "own_columns": own,
+        "media_columns": media_columns,
         "index": index,
     }
+
+
+def own_columns(raw: Mapping[str, Any], keys: ColumnKeys = KNOWN) -> tuple[dict[str, Any], dict[str, str]]:
+    """The columns of a row by their own names: values without the prompt, and what the columns of media hold: one or several.
+
+    >>> own_columns({"problem": "Where?", "solution": [0, 0, 4, 4], "photo": "a.png"}, ColumnKeys(image_key="photo"))
+    ({'problem': 'Where?', 'solution': [0, 0, 4, 4]}, {'photo': 'image'})
+    """
+    media = {}
+    for kind, key in (("image", keys.image_key), ("video", keys.video_key)):
+        read = next((name for name in ([key] if key else [f"{kind}s", kind]) if raw.get(name) is not None), None)
+        if read is not None:
+            several = read != kind and isinstance(raw[read], (list, tuple, np.ndarray))
+            media[read] = f"{kind}s" if several else kind
+    left_out = {"prompt", "messages", keys.messages_key, *_MEDIA, *media}
+    return {name: value for name, value in raw.items() if name not in left_out}, media
 
 
 def row_media(raw: Mapping[str, Any], several: str, single: str) -> list[Any]:

@@ -170,7 +170,7 @@ def chosen_rows(uids: Sequence[Any], limit: int, seed: int) -> tuple[np.ndarray,
 
 
 def reward_parts(data: DataProto) -> dict[str, list[float | None]]:
-    """The numbers that the reward function returned beside the score: object columns of plain numbers that no one else writes."""
+    """The numbers that the reward function returned next to the score: object columns of numbers that no one else writes."""
     known = COLUMNS.keys() - {"acc"}
     columns = {name: list(column) for name, column in data.non_tensor_batch.items() if name not in known}
     return {

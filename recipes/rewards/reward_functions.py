@@ -4,10 +4,9 @@ import asyncio
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,13 +15,18 @@ from recipes.algorithms.function_files import load_named_function, source_file
 from recipes.rewards.geometry3k import geo3k_reward
 from recipes.rewards.reward_servers import RewardServer
 from recipes.rewards.sequence_classifier import SequenceClassifier
-from workers.roles.reward import RewardFunction, RewardRow, check_ready, uses_device
+from workers.roles.reward import RewardFunction, RewardRow, check_ready, finite_number, uses_device
+
+T = TypeVar("T")
 
 SIGNATURES = (
     "compute_score(data_source, solution_str, ground_truth, extra_info) as in verl, "
     "compute_score(reward_inputs) or compute_score(reward_input) as in EasyR1, "
     "reward_func(prompts, completions, **columns) as in TRL, or score_rows(rows) of RewardRow"
 )
+VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""The arguments of verl's function."""
+_GATHERING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 SHOWN = 200
 """Characters of a response that an error message shows."""
 
@@ -59,7 +63,7 @@ def as_reward_function(function: Callable[..., Any]) -> RewardFunction:
     the function stays.
 
     Raises:
-        RewardError: the signature is unknown.
+        RewardError: the signature is unknown, or has a further argument without a default.
     """
     found = _adapted(function)
     vars(found).update(uses_device=uses_device(function))
@@ -72,12 +76,15 @@ def _adapted(function: Callable[..., Any]) -> RewardFunction:
     except (TypeError, ValueError) as error:
         raise RewardError(f"{function!r} is not a function with a readable signature") from error
     if "solution_str" in names:
+        _check_arguments(function, VERL)
         return from_verl(function)
     if "completions" in names:
         return from_trl(function)
     if _easyr1_type(function, names) is not None:
+        _check_arguments(function, [next(iter(names), "reward_inputs")])
         return from_easyr1(function)
     if "rows" in names:
+        _check_arguments(function, ["rows"])
         return _FromRows(function)
     raise RewardError(f"{_name(function)}({', '.join(names)}) is not a reward function: expected {SIGNATURES}")
 
@@ -85,17 +92,13 @@ def _adapted(function: Callable[..., Any]) -> RewardFunction:
 def from_verl(function: Callable[..., Any]) -> RewardFunction:
     """Adapts verl's ``compute_score(data_source, solution_str, ground_truth, extra_info) -> float | dict``, also ``async``.
 
-    A dict must have ``score``. Its other numbers become columns; other values are ignored.
+    A function without ``**kwargs`` gets the arguments that it names. A dict must have ``score``. Its other numbers become
+    columns; other values are ignored.
     """
 
     def score_rows(rows: Sequence[RewardRow]) -> list[dict[str, float]]:
         calls = [
-            {
-                "data_source": row.data_source,
-                "solution_str": row.solution_str,
-                "ground_truth": row.ground_truth,
-                "extra_info": dict(row.extra_info or {}),
-            }
+            _taken(function, {name: getattr(row, name) for name in VERL} | {"extra_info": dict(row.extra_info or {})})
             for row in rows
         ]
         results = _call_all(function, calls, [_place(number, row) for number, row in enumerate(rows)])
@@ -157,27 +160,74 @@ def from_trl(function: Callable[..., Any]) -> RewardFunction:
     """Adapts TRL's ``reward_func(prompts, completions, **columns) -> list[float]``, also ``async``.
 
     If prompts are messages, completions are messages too (``[{"role": "assistant", "content": ...}]``), else strings. The
-    columns are ``data_source``, ``ground_truth``, ``extra_info`` and the items of the rows' ``extra_info`` (``answer``, ...). A
-    function without ``**columns`` gets the columns that it names.
+    columns are those of the data set by their own names, pictures loaded (``solution``, ``image``, ...), ``data_source``,
+    ``ground_truth``, ``extra_info`` and the items of the rows' ``extra_info`` (``answer``, ...). A function without ``**columns``
+    gets the columns that it names.
     """
+    return _FromTRL(function)
 
-    def score_rows(rows: Sequence[RewardRow]) -> list[dict[str, float]]:
+
+@dataclass(frozen=True)
+class _FromTRL:
+    """A function in TRL's form."""
+
+    function: Callable[..., Any]
+
+    def check_columns(self, row: RewardRow) -> None:
+        """Raises `RewardError` if the function needs a column that rows such as this one do not have."""
+        given = self._columns([row])
+        if lacking := _lacking(self.function, given):
+            columns = ", ".join(sorted(given.keys() - {"prompts", "completions"}))
+            raise RewardError(
+                f"the reward {_name(self.function)} needs {', '.join(lacking)}, which the data does not have: name an argument "
+                f"as its column, or give it a default; the columns are {columns}"
+            )
+
+    def __call__(self, rows: Sequence[RewardRow]) -> list[dict[str, float]]:
         if not rows:
             return []
-        columns: dict[str, Any] = {}
-        for name in sorted({name for row in rows for name in row.extra_info or {}}):
-            columns[name] = [(row.extra_info or {}).get(name) for row in rows]
-        for name in ("data_source", "ground_truth", "extra_info"):
-            columns[name] = [getattr(row, name) for row in rows]
-        columns["prompts"] = ["" if row.prompt is None else row.prompt for row in rows]
-        columns["completions"] = [_completion(row) for row in rows]
-        parameters = inspect.signature(function).parameters
-        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
-            columns = {name: column for name, column in columns.items() if name in parameters}
-        (results,) = _call_all(function, [columns], [f"rows 0 to {len(rows) - 1}"])
-        return _read_all(results, rows, function)
+        given = _taken(self.function, self._columns(rows))
+        (results,) = _call_all(self.function, [given], [f"rows 0 to {len(rows) - 1}"])
+        return _read_all(results, rows, self.function)
 
-    return score_rows
+    def _columns(self, rows: Sequence[RewardRow]) -> dict[str, list[Any]]:
+        common = ("data_source", "ground_truth", "extra_info")
+        found = [
+            {**_mapping(row.extra_info), **{name: getattr(row, name) for name in common}, **row.columns} for row in rows
+        ]
+        columns = {
+            name: [each.get(name) for each in found] for name in sorted({name for each in found for name in each})
+        }
+        return columns | {
+            "prompts": ["" if row.prompt is None else row.prompt for row in rows],
+            "completions": [_completion(row) for row in rows],
+        }
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _taken(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the arguments that the function takes."""
+    parameters = inspect.signature(function).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: value for name, value in given.items() if takes_all or name in parameters}
+
+
+def _lacking(function: Callable[..., Any], given: Iterable[str]) -> list[str]:
+    """The function's arguments without a default that are not given."""
+    parameters = inspect.signature(function).parameters.values()
+    needed = [each.name for each in parameters if each.default is each.empty and each.kind not in _GATHERING]
+    return [name for name in needed if name not in {*given}]
+
+
+def _check_arguments(function: Callable[..., Any], given: Sequence[str]) -> None:
+    if lacking := _lacking(function, given):
+        raise RewardError(
+            f"the reward {_name(function)} needs {', '.join(lacking)}, but is called with {', '.join(given)}: give the other "
+            "arguments defaults"
+        )
 
 
 def remote_reward(url: str, timeout_s: float = 120.0) -> RewardServer:
@@ -194,12 +244,16 @@ def read_score(result: Any, place: str, function: Callable[..., Any]) -> dict[st
     """Converts the result of a function for one row, which ``place`` names, to ``{"score": float, ...}``.
 
     Raises:
-        RewardError: the score is not a finite number; names the row.
+        RewardError: the score, or ``acc``, is not finite as a float32; names the row.
     """
     values = dict(result) if isinstance(result, Mapping) else {"score": result}
     numbers = {str(name): number for name, value in values.items() if (number := _number(value)) is not None}
-    if not math.isfinite(numbers.get("score", math.nan)):
-        raise RewardError(f"{place}: {_name(function)} returned {result!r}; a score must be a finite number")
+    for name in ("score", *({"acc"} & numbers.keys())):
+        if finite_number(numbers, name) is None:
+            kind = "a score" if name == "score" else "an accuracy ('acc')"
+            raise RewardError(
+                f"{place}: {_name(function)} returned {result!r}; {kind} must be a finite number, also as a float32"
+            )
     return numbers
 
 
@@ -248,8 +302,7 @@ def _call_all(function: Callable[..., Any], calls: Sequence[Mapping[str, Any]], 
         awaitables = [result if inspect.isawaitable(result) else _immediate(result) for result in results]
         return await asyncio.gather(*awaitables, return_exceptions=True)
 
-    with ThreadPoolExecutor(1) as pool:  # another thread, because this one may already run an event loop
-        results = pool.submit(asyncio.run, gather()).result()
+    results = _run_here(gather())
     for result, place in zip(results, places, strict=True):
         if isinstance(result, BaseException):
             raise _failure(function, place, result) from result
@@ -258,6 +311,20 @@ def _call_all(function: Callable[..., Any], calls: Sequence[Mapping[str, Any]], 
 
 async def _immediate(value: Any) -> Any:
     return value
+
+
+def _run_here(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine to its end in this thread, because signals such as those of math_verify's time limit need the main one.
+
+    An event loop that runs here already, as in a notebook, waits meanwhile, as it does for functions that are not async.
+    """
+    outer = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+            return runner.run(coroutine)
+    finally:
+        asyncio._set_running_loop(outer)
 
 
 def _failure(function: Callable[..., Any], place: str, error: BaseException) -> RewardError:

@@ -26,9 +26,9 @@ KNOCK_S = 10.0
 class RewardServer:
     """A reward function that a server computes.
 
-    The request is ``POST url`` with ``{"rows": [...]}``, each with the fields of a `RewardRow`. The server must answer with
-    ``{"results": [{"score": float, ...}]}``, one for each row. If it cannot be reached, or fails with a status 5xx, the request
-    is repeated, up to `ATTEMPTS` in total.
+    The request is ``POST url`` with ``{"rows": [...]}``, each with the fields of a `RewardRow` but ``columns``. The server
+    must answer with ``{"results": [{"score": float, ...}]}``, one for each row. If it cannot be reached, or fails with a status
+    5xx, the request is repeated, up to `ATTEMPTS` in total.
     """
 
     url: str
@@ -50,12 +50,16 @@ class RewardServer:
         """
         if not rows:
             return []
-        body = json.dumps({"rows": [vars(row) for row in rows]}, default=str).encode()
+        body = json.dumps({"rows": [_sent(row) for row in rows]}, default=str).encode()
         answer = _ask(self.url, body, self.timeout_s)
         results = answer.get("results") if isinstance(answer, dict) else None
         if not isinstance(results, list):
             raise RewardError(f"{self.url} returned an answer without a list 'results'")
         return results
+
+
+def _sent(row: RewardRow) -> dict[str, Any]:
+    return {name: value for name, value in vars(row).items() if name != "columns"}
 
 
 def check_reachable(url: str) -> None:

@@ -10,6 +10,7 @@ from dataproto import DataProto
 from dataproto.errors import InvalidConfig
 from recipes.configs.shared.run_config import Measured
 from recipes.data.loader import EvaluationLoader
+from recipes.report.kept_rollouts import reward_parts
 from recipes.report.samples import rollout_samples, save_rollouts
 from recipes.rewards.geometry3k import boxed_answer
 from recipes.run.metrics import last_rows, timed, validation_metrics
@@ -51,10 +52,10 @@ def evaluate_samples(
     firsts = (data[:: sampling.n] for data in batches)  # of each problem
     samples = [sample for data in firsts for sample in rollout_samples(data, REPORTED_ROLLOUTS)]
     save_rollouts(output_dir, step, samples[:REPORTED_ROLLOUTS])
+    parts = [reward_parts(data) for data in batches]
     columns = {
-        name: [value for data in batches for value in (data[name] if name in data else [None] * len(data))]
-        for name in ("acc", "format")
-        if any(name in data for data in batches)
+        name: [value for data, part in zip(batches, parts, strict=True) for value in part.get(name, [None] * len(data))]
+        for name in dict.fromkeys(name for part in parts for name in part)
     }
     columns["reward"] = [value for data in batches for value in data["score"]]
     sources = [source for data in batches for source in data["data_source"]]

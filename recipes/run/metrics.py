@@ -16,6 +16,7 @@ from torch import Tensor
 from dataproto import DataProto
 from dataproto.packing import MAX_TOKENS
 from recipes.algorithms.advantages import informative_rows
+from recipes.report.kept_rollouts import reward_parts
 
 CORE_METRICS = ("acc", "reward")
 PER_RESPONSE_TOKEN = ("gen",)
@@ -79,7 +80,8 @@ def rollout_metrics(
     Returns:
         ``critic/{score,rewards,advantages,values,returns}/{mean,max,min}``, ``critic/vf_explained_var`` (1 where values are
         the returns), ``{prompt,response}_length/{mean,max,min,clip_ratio}``, ``response/aborted_ratio`` (share of rows without
-        a response), ``response/truncated_ratio`` (share of rows whose response was cut), ``reward/acc`` (share of right answers),
+        a response), ``response/truncated_ratio`` (share of rows whose response was cut), ``reward/<name>`` (the mean of a number
+        that the reward function, or an environment, gave in addition to the score; ``reward/acc`` is the share of right answers),
         ``reward/equal_groups_ratio`` (share of groups whose samples have equal scores; of groups with several samples).
         With drafts ``speculation/accepted_per_pass`` (accepted tokens in a forward pass over a row) and
         ``speculation/accepted_ratio`` (share of drafted tokens that were accepted). Of
@@ -98,10 +100,11 @@ def rollout_metrics(
         values, returns = data["values"][mask], data["returns"][mask]
         metrics |= _statistics("critic/values", values) | _statistics("critic/returns", returns)
         metrics["critic/vf_explained_var"] = float(1 - (returns - values).var() / (returns.var() + 1e-5))
-    if "acc" in data:
-        judged = zip(ends["acc"], answered.tolist(), strict=True)
-        right = [float(value) for value, kept in judged if kept and value is not None]
-        metrics["reward/acc"] = math.fsum(right) / len(right) if right else math.nan
+    for name, column in reward_parts(ends).items():
+        given = [
+            float(value) for value, kept in zip(column, answered.tolist(), strict=True) if kept and value is not None
+        ]
+        metrics[f"reward/{name}"] = math.fsum(given) / len(given) if given else math.nan
     width = mask.shape[1]
     limits = (max_prompt_length or data["attention_mask"].shape[1] - width, max_response_length or width)
     for name, lengths, limit in zip(("prompt_length", "response_length"), (prompt, response), limits, strict=True):

@@ -39,7 +39,7 @@ from recipes.forecast import (
 )
 from recipes.report.kept_rollouts import KeptRollouts
 from recipes.report.page import REPORT_FILE
-from recipes.rewards import RewardFunction, geo3k_reward, load_reward
+from recipes.rewards import RewardFunction, RewardRow, geo3k_reward, load_reward
 from recipes.run.carrying import LookAhead, carry_samples
 from recipes.run.environment_roles import PlayedEnvironment, with_environment
 from recipes.run.evaluation import Evaluate, held_out_evaluation
@@ -163,8 +163,7 @@ def problems(config: PolicyGradientConfig) -> PolicyTask:
         builder = prompt_builder(data, model_path)
     with start_phase("reading data"):
         train_rows, test_rows = open_problems(config, builder)
-        if reward is geo3k_reward:
-            _check_ground_truth(train_rows)
+        check_reward(reward, train_rows)
         loader = prompt_loader(config, builder, train_rows, shuffle=data.data_path is not None)
     asked, config = config, replace(config, run=over_epochs(config.run, loader))
     config = open_task_directory(config, asked)
@@ -351,11 +350,20 @@ def open_data_set(data: DataConfig, builder: PromptBuilder) -> tuple[Any, Any]:
     return Subset(rows, range(kept)), Subset(rows, range(kept, len(rows)))
 
 
-def _check_ground_truth(rows: Any) -> None:
-    """Checks the first row, before anything is loaded: the reward would refuse it, and in most data sets all rows are alike."""
+def check_reward(reward: RewardFunction, rows: Any) -> None:
+    """Checks the first row, before models are loaded: the reward would refuse it, and in most data sets all rows are alike.
+
+    Raises:
+        RewardError: the reward needs a column that the row does not have.
+        InvalidConfig: the reward compares with a truth, and the row has none.
+    """
     with suppress(InvalidRow):  # the loader reports it, or skips it
         row = rows[0]
-        if (row["reward_model"] or {}).get("ground_truth") is None:
+        truth = (row.get("reward_model") or {}).get("ground_truth")
+        if callable(check_columns := getattr(reward, "check_columns", None)):
+            own = {**row.get("own_columns", {}), **row.get("media_columns", {})}
+            check_columns(RewardRow("", truth, extra_info=row.get("extra_info"), columns=own))
+        if reward is geo3k_reward and truth is None:
             more = row["extra_info"] if isinstance(row["extra_info"], Mapping) else {}
             columns = sorted(more.keys() - {"answer", "index", "question", "split"})  # which `read_row` adds
             raise InvalidConfig(

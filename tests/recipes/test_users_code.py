@@ -5,6 +5,7 @@ import json
 import pytest
 
 from helpers.checkpoints import write_checkpoint
+from helpers.geo3k_files import drawing
 from helpers.geo3k_runs import rows_of
 from recipes import sft
 from recipes.grpo import main
@@ -71,6 +72,38 @@ def test_an_error_of_ones_own_function_is_one_line_with_its_place(option, functi
     if function == "mine.py:failing_score":
         assert line.startswith("error: row 0 (uid ")
         assert ", response '" in line
+
+
+GROUNDING = """
+def iou(completions, solution, photo, **kwargs):
+    return [{"score": float(box[2] == picture.width), "iou": 0.25} for box, picture in zip(solution, photo)]
+
+def sized(completions, solution, size, **kwargs):
+    return [0.0] * len(completions)
+"""
+
+
+@pytest.mark.slow
+def test_trls_reward_gets_columns_and_pictures_by_name_and_its_numbers_are_metrics(given, tmp_path, capsys):
+    options, _ = given
+    rows = []
+    for n in range(10):
+        drawing(n, (28 + 4 * n, 28)).save(tmp_path / f"{n}.png")
+        rows.append({"problem": "<image>Where?", "solution": [0, 0, 28 + 4 * n, 28], "photo": f"{n}.png"})
+    data = tmp_path / "boxes.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "mine.py").write_text(GROUNDING)
+    own = ["--data-path", str(data), "--image-key", "photo", "--output-dir", str(tmp_path / "run"), "--reward"]
+    assert main([*options, *own, f"{tmp_path}/mine.py:sized"]) == 2
+    told = capsys.readouterr()
+    assert "sized needs size, which the data does not have" in told.err
+    assert "the columns are answer, data_source, extra_info, ground_truth, index, photo, problem, " in told.err
+    assert "loading the actor" not in told.out
+    assert main([*options, *own, f"{tmp_path}/mine.py:iou"]) == 0
+    first, last = rows_of(tmp_path / "run")
+    assert last["critic/score/mean"] == 1.0
+    assert last["reward/iou"] == 0.25
+    assert first["val-aux/boxes/iou/mean@1"] == 0.25
 
 
 def test_the_traceback_is_there_for_the_asking(given, tmp_path, capfd):

@@ -4,7 +4,6 @@ import os
 from itertools import combinations
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -34,6 +33,13 @@ def batch():
     }
 
 
+def rows(**columns):
+    """The rows of `batch` with further columns, or others in the place of its own."""
+    found = batch() | columns
+    tensors = {name: column for name, column in found.items() if isinstance(column, torch.Tensor)}
+    return DataProto.from_dict(tensors, non_tensors={name: found[name] for name in found.keys() - tensors.keys()})
+
+
 def test_a_run_counts_responses_as_cut_at_max_tokens_not_at_the_longest():
     columns = {name: column for name, column in batch().items() if isinstance(column, torch.Tensor)}
     for longest, expected in ((9, 0), (4, 1 / 3)):
@@ -42,7 +48,7 @@ def test_a_run_counts_responses_as_cut_at_max_tokens_not_at_the_longest():
 
 
 def test_rollout_metrics_by_hand():
-    metrics = rollout_metrics(batch())
+    metrics = rollout_metrics(rows())
     expected = {
         "critic/score/mean": 0.75,
         "critic/score/max": 1.0,
@@ -65,31 +71,32 @@ def test_rollout_metrics_by_hand():
         "response/aborted_ratio": 1 / 3,
     }
     assert metrics == pytest.approx(expected)
-    assert rollout_metrics(batch(), max_response_length=9)["response_length/clip_ratio"] == 0
-    cut = batch() | {"truncated": torch.tensor([True, False, True])}
+    assert rollout_metrics(rows(), max_response_length=9)["response_length/clip_ratio"] == 0
+    cut = rows(truncated=torch.tensor([True, False, True]))
     assert rollout_metrics(cut)["response/truncated_ratio"] == pytest.approx(2 / 3)
 
 
 def test_scores_differ_from_rewards_where_the_batch_says_so():
-    metrics = rollout_metrics(batch() | {"token_level_scores": torch.ones(3, 4)})
+    metrics = rollout_metrics(rows(token_level_scores=torch.ones(3, 4)))
     assert metrics["critic/score/mean"] == 4.0
     assert metrics["critic/rewards/mean"] == 0.75
 
 
-def test_a_real_batch_gives_the_same_numbers():
-    columns = batch()
-    accuracy = np.array(columns.pop("acc"), dtype=object)
-    data = DataProto.from_dict(columns, non_tensors={"acc": accuracy})
-    assert rollout_metrics(data) == rollout_metrics(batch())
-    assert speed_metrics(data, {"timing_s/gen": 1.0}, 1) == speed_metrics(batch(), {"timing_s/gen": 1.0}, 1)
-
-
 def test_rows_without_a_verdict_are_no_wrong_answers():
-    assert rollout_metrics(batch() | {"acc": [None, 1.0, 0.0]})["reward/acc"] == 1.0
+    assert rollout_metrics(rows(acc=[None, 1.0, 0.0]))["reward/acc"] == 1.0
+
+
+def test_each_number_of_a_reward_is_a_metric_over_the_rows_that_have_it():
+    metrics = rollout_metrics(rows(iou=[0.25, 0.75, 9.0], format=[None, True, None], judge_text=["a", "b", "c"]))
+    assert {name: value for name, value in metrics.items() if name.startswith("reward/")} == {
+        "reward/acc": 0.5,
+        "reward/iou": 0.5,  # the third row has no response
+        "reward/format": 1.0,
+    }
 
 
 def test_an_empty_batch_has_no_statistics():
-    empty = {name: value[:0] for name, value in batch().items()}
+    empty = rows()[:0]
     metrics = rollout_metrics(empty)
     assert all(math.isnan(value) for value in metrics.values())
     assert speed_metrics(empty, {"timing_s/gen": 1.0}, 1)["timing_per_token_ms/gen"] == 0.0

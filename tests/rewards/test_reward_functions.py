@@ -1,4 +1,5 @@
 import asyncio
+import signal
 import textwrap
 
 import numpy as np
@@ -61,6 +62,29 @@ def test_async_functions_run_together():
     assert asyncio.run(inside_a_loop()) == [{"score": 1.0}, {"score": 2.0}]
 
 
+def test_async_functions_run_where_signals_work():
+    """A time limit by `signal.alarm`, as math_verify has one, works in the main thread only."""
+
+    def on_alarm(number, frame):
+        raise TimeoutError
+
+    async def compute_score(data_source, solution_str, ground_truth, extra_info):
+        await asyncio.sleep(0)
+        before = signal.signal(signal.SIGALRM, on_alarm)
+        signal.alarm(60)
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+        return 1.0
+
+    async def inside_a_loop():  # as a cell of a notebook
+        found = from_verl(compute_score)(ROWS)
+        await asyncio.sleep(0)
+        return found
+
+    assert from_verl(compute_score)(ROWS) == [{"score": 1.0}, {"score": 1.0}]
+    assert asyncio.run(inside_a_loop()) == [{"score": 1.0}, {"score": 1.0}]
+
+
 def test_an_async_failure_names_its_row():
     async def compute_score(data_source, solution_str, ground_truth, extra_info):
         return 1 / (int(ground_truth) - 2)
@@ -91,6 +115,52 @@ def test_trls_function_gets_messages_and_columns():
     }
 
 
+BOXES = [RewardRow("a", [0, 0, 4, 4], "boxes", {"index": 0}, columns={"solution": [0, 0, 4, 4], "image": "a picture"})]
+
+
+def test_trls_function_gets_columns_by_their_own_names():
+    def iou(completions, solution, image=None, width=8, **kwargs):
+        assert (completions, solution, image, width) == (["a"], [[0, 0, 4, 4]], ["a picture"], 8)
+        assert kwargs["ground_truth"] == solution
+        return [0.25]
+
+    assert from_trl(iou)(BOXES) == [{"score": 0.25}]
+
+
+def test_an_argument_that_the_data_do_not_have_is_named_with_the_columns():
+    def iou(completions, solution, width, trainer_state, **kwargs):
+        return [0.0]
+
+    reward = from_trl(iou)
+    with pytest.raises(
+        RewardError, match=r"iou needs width, trainer_state, .* columns are data_source, .*image, index, sol"
+    ):
+        reward.check_columns(BOXES[0])
+    from_trl(lambda completions, solution, **kwargs: [0.0]).check_columns(BOXES[0])
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (
+            lambda solution_str, ground_truth, tolerance: 0.0,
+            "needs tolerance, but is called with data_source, solution_str",
+        ),
+        (lambda reward_inputs, weight: [], "needs weight, but is called with reward_inputs"),
+        (lambda rows, weight: [], "needs weight, but is called with rows"),
+    ],
+)
+def test_an_argument_that_nobody_gives_is_named_when_the_function_is_loaded(function, says):
+    with pytest.raises(RewardError, match=says):
+        as_reward_function(function)
+
+
+def test_verls_function_may_name_fewer_arguments():
+    assert as_reward_function(lambda solution_str, ground_truth: solution_str == ground_truth)(ROWS)[0] == {
+        "score": 0.0
+    }
+
+
 def test_trls_completions_are_strings_if_prompts_are():
     def reward_func(completions, answer):
         return [completion == said for completion, said in zip(completions, answer, strict=True)]
@@ -108,7 +178,19 @@ def test_trls_async_function():
 
 
 @pytest.mark.parametrize(
-    "score", [None, float("nan"), float("inf"), "1.0", [1.0], {"acc": 1.0}, {"score": None}, object()]
+    "score",
+    [
+        None,
+        float("nan"),
+        float("inf"),
+        -1e39,
+        "1.0",
+        [1.0],
+        {"acc": 1.0},
+        {"score": None},
+        {"score": 0.0, "acc": np.float64("nan")},
+        object(),
+    ],
 )
 def test_invalid_scores_raise_an_error_that_names_the_row(score):
     def compute_score(data_source, solution_str, ground_truth, extra_info):

@@ -43,11 +43,27 @@ def test_scores_stand_on_the_last_response_token(checkpoint):
     assert result["acc"].tolist() == [False, True]
 
 
-@pytest.mark.parametrize("wrong", [[], [{"score": float("nan")}], [0.5], [{"acc": 1.0}], [{"score": None}]])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [],
+        [{"score": float("nan")}],
+        [{"score": 1e39}],
+        [{"score": 1.0, "acc": float("nan")}],
+        [0.5],
+        [{"acc": 1.0}],
+        [{"score": None}],
+    ],
+)
 def test_results_that_are_no_scores_are_refused(checkpoint, wrong):
     worker = RewardWorker(lambda rows: wrong, checkpoint)
     with pytest.raises(RewardError):
         worker.score(responses(worker, "x"))
+
+
+def test_a_further_number_that_is_not_finite_is_none(checkpoint):
+    worker = RewardWorker(lambda rows: [{"score": 1.0, "iou": float("nan")}, {"score": 1.0, "iou": 0.5}], checkpoint)
+    assert worker.score(responses(worker, "x", "y"))["iou"].tolist() == [None, 0.5]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The role that scores responses, by a function or by a model."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ class RewardRow:
     prompt: Any = None  # messages
     response_length: int | None = None  # tokens that were sampled
     uid: str = ""  # of the prompt, for messages
+    columns: Mapping[str, Any] = field(default_factory=dict)  # of the data set by their own names, pictures loaded
 
 
 # One {"score": float, ...} for each row; further numbers become columns.
@@ -65,12 +66,14 @@ class RewardWorker:
     def score(self, data: DataProto) -> DataProto:
         """``token_level_rewards`` ``(B, R)`` with each score on the last response token, and a column for each number.
 
-        Columns ``(B,)``: ``score``, other numbers that the function returned (``acc``, ``format``), and ``response_text``.
+        Columns ``(B,)``: ``score``, other numbers that the function returned (``acc``, ``format``), and ``response_text``. A row
+        without a number, or with one that is not finite, has ``None``.
 
         Raises:
             MissingColumn: a required column is absent.
-            RewardError: the function did not return one finite score for each row, and names the row; or it returned a number
-                under a name that is taken, see `dataproto.columns.taken_names`.
+            RewardError: the function did not return one score for each row that is finite as a float32, or an ``acc`` is not
+                finite, and names the row; or it returned a number under a name that is taken, see
+                `dataproto.columns.taken_names`.
         """
         with self.ranks.fail_together():
             require(data, "responses", "response_mask")
@@ -80,7 +83,7 @@ class RewardWorker:
         check_names(results, data)
         scores = torch.tensor([float(result["score"]) for result in results], dtype=torch.float32)
         names = sorted({name for result in results for name in result})
-        numbers = {name: np.array([result.get(name) for result in results], dtype=object) for name in names}
+        numbers = {name: np.array([finite_number(result, name) for result in results], dtype=object) for name in names}
         return DataProto.from_dict(
             {"token_level_rewards": place_on_last_token(scores, data["response_mask"])},
             non_tensors=numbers | {"response_text": np.array(texts, dtype=object)},
@@ -160,23 +163,61 @@ def reward_rows(data: DataProto, texts: Sequence[str]) -> list[RewardRow]:
     prompts = data["raw_prompt"] if "raw_prompt" in data else [None] * len(data)
     lengths = data["response_mask"].bool().sum(1).tolist()
     uids = data["uid"] if "uid" in data else [""] * len(data)
+    columns = own_columns(data)
     return [
-        RewardRow(text, dict(model or {}).get("ground_truth"), source, extra, prompt, length, str(uid))
-        for text, model, source, extra, prompt, length, uid in zip(
-            texts, models, sources, extras, prompts, lengths, uids, strict=True
+        RewardRow(text, dict(model or {}).get("ground_truth"), source, extra, prompt, length, str(uid), own)
+        for text, model, source, extra, prompt, length, uid, own in zip(
+            texts, models, sources, extras, prompts, lengths, uids, columns, strict=True
         )
     ]
+
+
+def own_columns(data: DataProto) -> list[dict[str, Any]]:
+    """The columns of the data set for each row, by their own names, with the media as they were loaded."""
+    nothing: list[dict[str, Any]] = [{}] * len(data)
+    values, kinds, media = (
+        data[name] if name in data else nothing for name in ("own_columns", "media_columns", "multi_modal_data")
+    )
+    return [
+        dict(own or {}) | {name: loaded_media(kind, found or {}) for name, kind in (named or {}).items()}
+        for own, named, found in zip(values, kinds, media, strict=True)
+    ]
+
+
+def loaded_media(kind: str, media: Mapping[str, Sequence[Any]]) -> Any:
+    """The media of a column: of the kinds ``images`` and ``videos`` all of them, of ``image`` and ``video`` the only one.
+
+    >>> loaded_media("images", {"image": ["a", "b"]}), loaded_media("image", {"image": ["a"]}), loaded_media("video", {})
+    (['a', 'b'], 'a', None)
+    """
+    found = list(media.get(kind.removesuffix("s"), ()))
+    return found if kind.endswith("s") else next(iter(found), None)
 
 
 def check_results(results: Sequence[Any], rows: int) -> None:
     if len(results) != rows:
         raise RewardError(f"the reward function returned {len(results)} results for {rows} rows")
     for row, result in enumerate(results):
-        score = result.get("score") if isinstance(result, Mapping) else None
-        if not isinstance(score, (int, float, np.number)) or not np.isfinite(score):
+        if not isinstance(result, Mapping) or finite_number(result, "score") is None:
             raise RewardError(
-                f"row {row}: the reward function returned {result!r}, not a mapping with a finite 'score'"
+                f"row {row}: the reward function returned {result!r}, not a mapping with a 'score' that is finite as a float32"
             )
+        if result.get("acc") is not None and finite_number(result, "acc") is None:
+            raise RewardError(
+                f"row {row}: the reward function returned {result!r}, whose 'acc' is not a finite number: leave it out of rows "
+                "that it did not judge"
+            )
+
+
+def finite_number(result: Mapping[str, Any], name: str) -> Any:
+    """A number of a result, or `None` if it has none of this name that is finite as a float32.
+
+    >>> finite_number({"score": 0.5}, "score"), finite_number({"score": 1e39}, "score"), finite_number({}, "acc")
+    (0.5, None, None)
+    """
+    value: Any = result.get(name)
+    finite = isinstance(value, (int, float, np.number)) and abs(value) <= torch.finfo(torch.float32).max
+    return value if finite else None
 
 
 def check_names(results: Sequence[Mapping[str, float]], data: DataProto) -> None:
