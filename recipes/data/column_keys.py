@@ -11,6 +11,9 @@ from dataproto.errors import InvalidConfig, InvalidRow
 OnBadRow = Literal["stop", "skip"]
 """Stop at an unusable row, or skip it and take the next good one."""
 
+STREAM_HEAD = 1024
+"""Rows of a stream among which a named column is sought."""
+
 # For each option the name that the readers of rows know, and the columns of the known schemas that it replaces.
 _QUESTIONS = ("prompt", "messages", "problem", "conversations", "texts")
 _PLACES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -92,12 +95,12 @@ def with_markers(question: str, images: int, videos: int = 0) -> str:
 
 
 def columns_of(table: Any) -> Iterator[Sequence[str]]:
-    """The columns of a table, or of each of its rows; of a stream those of the first row."""
+    """The columns of a table, or of each of its rows; of a stream, of each of its first rows."""
     names = getattr(table, "column_names", None)
     if names is not None:
         yield names
     elif not hasattr(table, "__len__"):
-        yield from map(list, islice(table, 1))
+        yield from (list(row) for row in islice(table, STREAM_HEAD) if isinstance(row, Mapping))
     else:
         for place in range(len(table)):
             with suppress(InvalidRow):  # the loader reports it, or skips it

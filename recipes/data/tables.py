@@ -7,7 +7,8 @@ import contextlib
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from codecs import BOM_UTF8
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 from dataproto.errors import DataProtoError, FileFormatError, InvalidConfig, InvalidRow
 
 READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
+_SPACE = re.compile(r"[ \t\r\n]*")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 Table = tuple[Any, Path | None]
@@ -55,6 +57,8 @@ class TableRows(Sequence[dict[str, Any]]):
 
 def read_one(read: ReadRow, raw: Any, place: int) -> dict[str, Any]:
     """Converts a row by ``read``; a `DataProtoError` becomes an `InvalidRow` with the place of the row."""
+    if isinstance(raw, InvalidRow):  # of a `JsonStream`
+        raise InvalidRow(place, raw.reason)
     try:
         return read(raw, place)
     except InvalidRow:
@@ -63,35 +67,97 @@ def read_one(read: ReadRow, raw: Any, place: int) -> dict[str, Any]:
         raise InvalidRow(place, str(error)) from error
 
 
-class JsonLines(Sequence[dict[str, Any]]):
-    """The rows of a JSON Lines file, without its blank lines. Only the offsets of lines are in memory, and the types of values
-    may vary by row.
+class JsonRows(Sequence[dict[str, Any]]):
+    """The rows of a JSON file: one object on each line that is not blank, or the objects of one array in a ``.json`` file. Only
+    their offsets are in memory, and values keep the types that they have in the file, which may vary by row.
     """
 
     def __init__(self, path: Path) -> None:
+        """Finds the rows. Raises `FileFormatError` if a ``.json`` file is neither."""
         self.path = path
         with path.open("rb") as file:
-            sizes = np.fromiter((len(line) if line.strip() else -len(line) for line in file), dtype=np.int64)
-        self.lines = np.flatnonzero(sizes > 0)
-        self.ends = np.cumsum(np.abs(sizes))[self.lines]
-        self.starts = self.ends - sizes[self.lines]
+            self.in_array = path.suffix == ".json" and file.read(64).removeprefix(BOM_UTF8).lstrip()[:1] == b"["
+            file.seek(0)
+            spans = _objects_of_array(file.read(), path) if self.in_array else _lines(file)
+            self.numbers, self.starts, self.ends = np.fromiter(spans, np.dtype((np.int64, 3))).T
+        if path.suffix == ".json" and not self.in_array and len(self):
+            try:
+                self[0]
+            except InvalidRow as error:
+                way_out = "it must be an array of objects, or have one object on each line"
+                raise FileFormatError(f"{path} cannot be read as json: {error.reason}; {way_out}") from error
 
     def __len__(self) -> int:
-        return len(self.lines)
+        return len(self.starts)
 
     def __getitem__(self, index: Any) -> Any:
         place = range(len(self))[index]
         with self.path.open("rb") as file:
             file.seek(int(self.starts[place]))
-            line = file.read(int(self.ends[place] - self.starts[place]))
-        named = f"line {self.lines[place] + 1} of {self.path}"
+            text = file.read(int(self.ends[place] - self.starts[place]))
+        named = f"{'object' if self.in_array else 'line'} {self.numbers[place]} of {self.path}"
         try:
-            row = json.loads(line)
-        except ValueError as error:
+            row = json.loads(text)
+        except (ValueError, RecursionError) as error:
             raise InvalidRow(place, f"{named} is not JSON: {error}") from error
         if not isinstance(row, dict):
             raise InvalidRow(place, f"{named} is not a JSON object")
         return row
+
+
+Span = tuple[int, int, int]
+"""Number of a row for messages, and the offsets of its first byte and behind its last one."""
+
+
+def _lines(file: Iterable[bytes]) -> Iterator[Span]:
+    """The lines that are not blank."""
+    start = 0
+    for number, line in enumerate(file, 1):
+        if line.strip():
+            yield number, start, start + len(line)
+        start += len(line)
+
+
+def _objects_of_array(content: bytes, path: Path) -> Iterator[Span]:
+    """The items of an array that is the whole of a file."""
+    text = content.decode("latin-1")  # so that places are those of bytes: all signs of JSON are ASCII
+    decoder, number = json.JSONDecoder(), 0
+    at = _after_space(text, text.index("[") + 1)
+    try:
+        while not text.startswith("]", at):
+            _, end = decoder.raw_decode(text, at)
+            number += 1
+            yield number, at, end
+            at = _after_space(text, end)
+            if text.startswith(",", at):
+                at = _after_space(text, at + 1)
+            elif not text.startswith("]", at):
+                raise json.JSONDecodeError("Expecting ',' or ']'", text, at)
+        if _after_space(text, at + 1) < len(text):
+            raise json.JSONDecodeError("Extra data", text, at + 1)
+    except (ValueError, RecursionError) as error:
+        raise FileFormatError(f"{path} cannot be read as json: {error}") from error
+
+
+def _after_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    return found.end() if found else at
+
+
+class JsonStream:
+    """The rows of JSON files in sequence; for one that cannot be read, the error. It can be iterated repeatedly."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.files = files
+
+    def __iter__(self) -> Iterator[dict[str, Any] | InvalidRow]:
+        for file in self.files:
+            rows = JsonRows(file)
+            for place in range(len(rows)):
+                try:
+                    yield rows[place]
+                except InvalidRow as error:
+                    yield error
 
 
 class _ArrowTable(Sequence[dict[str, Any]]):
@@ -158,6 +224,8 @@ def open_stream(source: str, split: str = "train") -> tuple[Any, Path | None]:
     kinds = {READERS.get(file.suffix) for file in files}
     if len(kinds) > 1 or None in kinds:
         raise InvalidConfig(f"{path}: a stream needs parquet files or JSON files")
+    if kinds == {"json"}:
+        return JsonStream(files), files[0].parent
     stream = load_dataset(kinds.pop(), data_files=[str(file) for file in files], split="train", streaming=True)
     return stream, files[0].parent
 
@@ -227,17 +295,18 @@ def _read_file(file: Path) -> Any:
 
     if file.suffix not in READERS:
         raise InvalidConfig(f"{file}: names of data files must end in {', '.join(READERS)}")
-    lines = JsonLines(file) if file.suffix == ".jsonl" else None
-    empty = not file.stat().st_size if lines is None else not len(lines)
-    if empty or (file.suffix == ".parquet" and not _parquet_rows(file)):
+    if READERS[file.suffix] == "json":
+        table = JsonRows(file)
+        if not len(table):
+            raise InvalidConfig(f"{file} has no rows")
+        return table
+    if not file.stat().st_size or not _parquet_rows(file):
         raise InvalidConfig(f"{file} has no rows")
-    if lines is not None:
-        return lines
     try:
         with _quiet():
-            return load_dataset(READERS[file.suffix], data_files=str(file), split="train")
+            return load_dataset("parquet", data_files=str(file), split="train")
     except Exception as error:  # datasets wraps the exceptions of its readers
-        raise FileFormatError(f"{file} cannot be read as {READERS[file.suffix]}: {error.__cause__ or error}") from error
+        raise FileFormatError(f"{file} cannot be read as parquet: {error.__cause__ or error}") from error
 
 
 @contextlib.contextmanager

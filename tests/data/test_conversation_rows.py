@@ -1,6 +1,7 @@
 import base64
 import io
 import json
+import re
 from itertools import islice
 
 import datasets
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dataproto.errors import InvalidConfig, InvalidRow
+from dataproto.errors import FileFormatError, InvalidConfig, InvalidRow
 from recipes.data.conversation_rows import (
     Questions,
     conversation_rows,
@@ -18,7 +19,8 @@ from recipes.data.conversation_rows import (
 )
 from recipes.data.loader import draws
 from recipes.data.mixture import Mixture
-from recipes.data.tables import JsonLines, StreamRows
+from recipes.data.problem_rows import load_rows
+from recipes.data.tables import JsonRows, StreamRows
 from rollout.prompts.images import load_image
 from rollout.prompts.messages import read_conversation
 
@@ -91,11 +93,51 @@ def test_types_in_json_lines_may_vary_by_row(tmp_path):
     assert [read_conversation(row["prompt"], row["images"]).messages[-1]["content"] for row in rows] == ["A cat."] * 6
     with path.open("a") as file:
         file.write("{broken\n[1]\n")
-    lines = JsonLines(path)
+    lines = JsonRows(path)
     with pytest.raises(InvalidRow, match=r"line 7 of .* is not JSON"):
         lines[6]
     with pytest.raises(InvalidRow, match=r"line 8 of .* is not a JSON object"):
         lines[7]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "lines.json"])
+def test_json_keeps_the_types_of_its_values_also_as_a_stream(name, tmp_path):
+    answers = ["2021-03-04", "1999-12-31T08:00:00", 5, 2.5, "5", "\u00e9\u4e2d\U0001f600"]
+    rows = [{"prompt": "Which?", "answer": answer} for answer in answers]
+    lines = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    text = json.dumps(rows, indent=1, ensure_ascii=False) if name == "a.json" else lines
+    (tmp_path / name).write_text(f"\ufeff{text}\n", encoding="utf-8")
+    assert [row["reward_model"]["ground_truth"] for row in load_rows(tmp_path / name)] == answers
+    learnt = [row["prompt"][-1]["content"] for row in conversation_rows(tmp_path / name)]
+    stream = conversation_stream(str(tmp_path / name))
+    streamed = [stream.read_row(raw, place)["prompt"][-1]["content"] for _, place, raw in islice(draws(stream, 0), 6)]
+    assert learnt == [str(answer) for answer in answers]
+    assert sorted(streamed) == sorted(learnt)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('[{"a": 1},, {"a": 2}]', "Expecting value"),
+        ('[{"a": 1} {"a": 2}]', "Expecting ',' or ']'"),
+        ('[{"a": 1}', "Expecting ',' or ']'"),
+        ('[{"a": 1}] more', "Extra data"),
+        ('{"data":\n[{"a": 1}]}', "it must be an array of objects, or have one object on each line"),
+        ("[" * 100_000, "recursion"),
+    ],
+)
+def test_json_that_is_no_list_of_rows_is_named_with_the_place(text, reason, tmp_path):
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(FileFormatError, match=rf"a\.json cannot be read as json.*{re.escape(reason)}"):
+        conversation_rows(tmp_path / "a.json")
+
+
+def test_a_line_of_a_stream_that_is_no_row_can_be_skipped(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "q", "answer": "a"}\n{broken\n' + "[" * 100_000)
+    stream = conversation_stream(str(tmp_path / "a.jsonl"))
+    for _, place, raw in islice(stream.draws(0, False, 0), 1, 3):
+        with pytest.raises(InvalidRow, match=rf"row {place}: line {place + 1} of .*a\.jsonl is not JSON"):
+            stream.read_row(raw, place)
 
 
 def test_images_in_parquet_stay_bytes_until_they_are_decoded(tmp_path):
