@@ -105,6 +105,9 @@ class PromptLoader:
         self.drawn = 0
         self.skipped: dict[int, str] = {}
         """The reason why a row could not be used, by index of the row."""
+        self._from_start = True
+        self._useful: dict[str, int] = {}
+        """The last epoch in which a row of a source could be used, by the source's name."""
         self._stream: Iterator[Any] | None = None
 
     @property
@@ -135,14 +138,27 @@ class PromptLoader:
             for prepared in self._next(self.batch_size - len(prompts)):
                 drawn += 1
                 if isinstance(prepared, Prompt):
+                    source, epoch = _source_and_epoch(prepared.columns["uid"])
+                    self._useful[source] = epoch
                     prompts.append(prepared)
                 else:
                     _reject(prepared, self.on_bad_row, self.skipped, _count(self.rows))
+                    self._check_useful(prepared)
         self.drawn = drawn
         return self.builder.collate(prompts)
 
+    def _check_useful(self, bad: "_BadRow") -> None:
+        """Raises `InvalidRow` if no row of a whole epoch of a source could be used: skipping would have no end."""
+        source, epoch = _source_and_epoch(f"{bad.occurrence}-")
+        before = -1 if self._from_start else epoch  # a resumed loader has not seen the first part of its epoch
+        if epoch > self._useful.setdefault(source, before) + 1:
+            named = f" of data set {int(source) + 1}" if source.isdigit() else ""
+            raise InvalidRow(bad.index, f"{bad.reason}; none of the rows{named} can be used")
+
     def _start(self) -> Iterator[Any]:
         """The draws from the present position on, or the prompts that processes prepare of them."""
+        self._useful.clear()
+        self._from_start = self.drawn == 0
         drawn = _Draws(self.rows, self.seed, self.shuffle, self.drawn)
         if not self.num_workers:
             return iter(drawn)
@@ -172,7 +188,8 @@ class PromptLoader:
         return {
             "seed": self.seed,
             "shuffle": self.shuffle,
-            "rows": _count(self.rows),
+            "rows": _sizes(self.rows),
+            "weights": getattr(self.rows, "weights", None),
             "drawn": self.drawn,
             "skipped": [[index, reason] for index, reason in self.skipped.items()],
         }
@@ -184,7 +201,7 @@ class PromptLoader:
             CheckpointError: the position belongs to other data or another order.
         """
         own = self.state_dict()
-        for name in ("seed", "shuffle", "rows"):
+        for name in ("seed", "shuffle", "rows", "weights"):
             if state.get(name) != own[name]:
                 raise CheckpointError(
                     f"the data position was saved with {name}={state.get(name)}, but this run has {own[name]}"
@@ -280,6 +297,7 @@ def check_row(rows: Any, place: int, builder: PromptBuilder) -> None:
 
 @dataclass(frozen=True)
 class _BadRow:
+    occurrence: str
     index: int
     reason: str
 
@@ -318,9 +336,9 @@ class _Prepared(Dataset[bytes]):
             prompt = self.builder.prepare({**row, "index": named})
             return replace(prompt, columns={**prompt.columns, "uid": f"{occurrence}-{row_digest(prompt)}"})
         except InvalidRow as error:
-            return _BadRow(error.index, error.reason)
+            return _BadRow(occurrence, error.index, error.reason)
         except DataProtoError as error:
-            return _BadRow(index, str(error))
+            return _BadRow(occurrence, index, str(error))
 
 
 @dataclass(frozen=True)
@@ -337,6 +355,21 @@ class _Draws:
 def _count(rows: Any) -> int | None:
     """The number of rows, or None if it is unknown."""
     return len(rows) if hasattr(rows, "__len__") else None
+
+
+def _sizes(rows: Any) -> Any:
+    """The number of rows, of a mixture those of its sources; None for a stream."""
+    return [_sizes(source) for source in rows.sources] if hasattr(rows, "sources") else _count(rows)
+
+
+def _source_and_epoch(uid: str) -> tuple[str, int]:
+    """The source of a row, empty if there is only one, and its epoch.
+
+    >>> _source_and_epoch("1-0-17-5f"), _source_and_epoch("2-17-5f")
+    (('1', 0), ('', 2))
+    """
+    *source, epoch, _, _ = uid.split("-")
+    return "-".join(source), int(epoch)
 
 
 def _identity(prepared: Any) -> Any:

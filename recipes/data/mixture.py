@@ -34,7 +34,8 @@ class Mixture:
         if not all(np.isfinite(weight) and weight > 0 for weight in weights):
             raise InvalidConfig(f"weights={list(weights)}: each must be above 0")
         self.sources = list(sources)
-        self.shares = np.asarray(weights, dtype=np.float64) / sum(weights)
+        self.weights = [float(weight) for weight in weights]
+        self.shares = np.asarray(self.weights) / sum(self.weights)
         sizes = [len(source) if hasattr(source, "__len__") else 2**40 for source in self.sources]
         self.starts = [0, *accumulate(sizes)][:-1]
 

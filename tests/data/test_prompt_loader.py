@@ -12,8 +12,11 @@ from PIL import Image, ImageFile
 
 from dataproto.errors import CheckpointError, InvalidConfig, InvalidRow
 from helpers.geo3k_files import drawing
-from helpers.tiny_prompts import tiny_builder
+from helpers.tiny_prompts import tiny_builder, tiny_image_processor, tiny_prompt_config, tiny_tokenizer
+from recipes.data.conversation_rows import conversation_rows, conversation_stream
 from recipes.data.loader import EvaluationLoader, PromptLoader, check_rows, drop_overlong, occurrences
+from recipes.data.mixture import Mixture
+from rollout.prompts import SupervisedBuilder
 from rollout.prompts.image_processing import ImageCache
 
 BAD = {"prompt": "<image>Find x.", "images": [b"broken"]}
@@ -316,3 +319,55 @@ def test_only_the_rows_that_a_run_reads_are_checked():
             check_rows(loader, draws=2)
         with pytest.raises(InvalidRow, match=f"row {bad}: "):
             check_rows(loader)
+
+
+def supervised_builder():
+    return SupervisedBuilder(tiny_tokenizer(), tiny_image_processor(), tiny_prompt_config(), 256)
+
+
+def lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["stream", "mixture"])
+def test_skipping_ends_where_no_row_of_a_source_can_be_used(kind, num_workers, tmp_path):
+    asked, said = {"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "a"}
+    gone = lines(tmp_path / "a.jsonl", [{"messages": [asked, said], "images": [f"gone/{n}.png"]} for n in range(9)])
+    good = lines(tmp_path / "b.jsonl", [{"messages": [{**asked, "content": "?"}, said]} for n in range(9)])
+    mixture = Mixture([conversation_rows(good), conversation_rows(gone)], [1, 1])
+    source = {"stream": conversation_stream(str(gone)), "mixture": mixture}[kind]
+    builder = supervised_builder()
+    loader = PromptLoader(source, builder, 4, on_bad_row="skip", num_workers=num_workers)
+    named = {"stream": "none of the rows can be used", "mixture": "none of the rows of data set 2 can be used"}[kind]
+    with pytest.raises(InvalidRow, match=rf"gone/\d.png.*; {named}"):
+        for _ in range(20):
+            next(loader)
+    assert len(loader.skipped) == 9
+
+
+def test_a_stream_may_have_a_bad_epoch_of_its_own_part(tmp_path):
+    """One good row of 9: a resumed loader meets only bad ones until its next epoch, and continues."""
+    texts = [{"prompt": "q" if n == 4 else "<image>q", "answer": "a"} for n in range(9)]
+    stream = conversation_stream(str(lines(tmp_path / "a.jsonl", texts)), buffer=1)  # in order
+    builder = supervised_builder()
+    loader = PromptLoader(stream, builder, 1, on_bad_row="skip")
+    next(loader)
+    resumed = PromptLoader(stream, builder, 1, on_bad_row="skip")
+    resumed.load_state_dict(loader.state_dict())
+    assert uids(resumed, 3) == uids(loader, 3)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "weights", "changed"),
+    [((10, 11), (1, 1), "rows"), ((11, 10), (1, 1), "rows"), ((10, 10), (1, 2), "weights"), ((10,), (1,), "rows")],
+)
+def test_a_mixture_whose_sources_or_weights_have_changed_is_not_resumed(sizes, weights, changed):
+    def loader(sizes, weights):
+        return PromptLoader(Mixture([rows(count) for count in sizes], weights), tiny_builder(), 2)
+
+    position = json.loads(json.dumps(loader((10, 10), (1, 1)).state_dict()))
+    loader((10, 10), (1, 1)).load_state_dict(position)
+    with pytest.raises(CheckpointError, match=f"saved with {changed}="):
+        loader(sizes, weights).load_state_dict(position)
