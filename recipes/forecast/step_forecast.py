@@ -61,7 +61,7 @@ class StepForecast:
 
     setting: Setting
     phases: tuple[Phase, ...]
-    problems: tuple[str, ...] = ()  # why it does not fit, and what to change
+    problems: tuple[str, ...] = ()  # why it does not fit
     evaluation: tuple[RoleMemory, ...] = ()
     """All roles while held-out problems are answered, where that is not as in a step."""
 
@@ -382,14 +382,12 @@ def _busy(
 
 
 def _problems(found: StepForecast) -> list[str]:
-    """What does not fit, with the way out."""
+    """What does not fit; `recipes.forecast.way_out` finds options with which it does."""
     setting, problems = found.setting, []
     memory = setting.device.memory
-    fullest = found.fullest
     if found.memory > memory:
         problems.append(
-            f"{fullest.name} needs {found.memory / GIB:.1f} GiB of the {memory / GIB:.1f} GiB of {setting.device.name}: "
-            f"{_way_out(setting, fullest)}"
+            f"{found.fullest.name} needs {found.memory / GIB:.1f} GiB of the {memory / GIB:.1f} GiB of {setting.device.name}"
         )
     if setting.engine == "vllm" and not setting.device.on_cpu and not setting.engine_apart:
         engine = found.phases[0].roles[-1]
@@ -401,25 +399,3 @@ def _problems(found: StepForecast) -> list[str]:
                 f"{engine.weights / GIB:.1f} GiB of weights: raise --engine-options memory_share, or tensor_parallel"
             )
     return problems
-
-
-def _way_out(setting: Setting, phase: Phase) -> str:
-    compute, layout = setting.compute, setting.layout
-    if phase.name in ("gen", "testing"):
-        return (
-            "lower --engine-options memory_share"
-            if setting.engine == "vllm"
-            else "lower --engine-options max_num_seqs, or take --engine vllm, whose weights sleep"
-        )
-    working = max(phase.roles, key=lambda role: role.activations + role.tower + role.logits)
-    if working.activations + working.tower > 0.2 * phase.memory:
-        longest = int(setting.batch.lengths.max())
-        mode = {"none": "--activation-checkpointing selective", "selective": "--activation-checkpointing full"}
-        if compute.activation_checkpointing in mode:
-            return f"{mode[compute.activation_checkpointing]}, or a --token-budget below {compute.token_budget}"
-        if compute.token_budget > longest:
-            return f"lower --token-budget (now {compute.token_budget}; the longest row has {longest} tokens)"
-    return (
-        f"spread the model over more devices: --on ray --layout.dp {2 * layout.dp}, or train adapters: --lora-rank 32 (with "
-        "--load-in-4bit over a base in 4 bits)"
-    )

@@ -31,6 +31,7 @@ from recipes.forecast import (
     forecast_lines,
     this_cpu,
     this_device,
+    way_out,
 )
 from recipes.forecast.calibration import Clock, with_host
 from recipes.options import exit_status
@@ -60,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(preset_line(asked.config, asked.machine))
         found = plan(asked)
         print("\n".join(forecast_lines(found)))
+        if not found.fits:
+            print(f"what fits: {way_out(found.setting)}")
         if asked.options.fit:
             print(f"options: {as_options(found.setting)}")
         status.code = int(not found.fits)

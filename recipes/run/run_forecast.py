@@ -67,12 +67,12 @@ def check_fits(found: StepForecast) -> None:
     Raises:
         InvalidConfig: it is more by more than `ERROR`; the message has options with which it fits.
     """
-    device, phase = found.setting.device, found.fullest
+    device = found.setting.device
     if device.on_cpu or found.memory <= device.memory:
         return
-    needs = f"{phase.name} needs {found.memory / GIB:.1f} GiB of the {device.memory / GIB:.1f} GiB of {device.name}"
+    needs = f"{found.problems[0]} from the second step on"
     if found.memory > (1 + ERROR) * device.memory:
-        raise InvalidConfig(f"{needs}, from the second step on: {way_out(found.setting)}")
+        raise InvalidConfig(f"{needs}: {way_out(found.setting)}")
     print(f"warning: {needs}, by a forecast that may be wrong by {ERROR:.0%}; if memory ends: {way_out(found.setting)}")
 
 

@@ -84,7 +84,7 @@ def test_a_run_that_cannot_hold_ends_before_it_loads_anything():
 @pytest.mark.slow
 def test_adapters_are_the_way_out_where_weights_do_not_fit():
     small = replace(DEVICES["h100"], memory=40 * 2**30)
-    with pytest.raises(InvalidConfig, match="GiB of h100, from the second step on: --lora-rank 32 --token-budget"):
+    with pytest.raises(InvalidConfig, match="GiB of h100 from the second step on: --lora-rank 32 --token-budget"):
         check_fits(forecast(replace(on_80_gb(), device=small)))
 
 

@@ -48,7 +48,7 @@ class ModelConfig:
     # what stays unsharded on every rank of dp x sp from one micro-batch to the next; "auto": the most that leaves room
     unsharded: Unsharded = "auto"
     offload: bool = False  # keep sharded weights, gradients and optimizer in host memory
-    # keep weights and optimizer in host memory between the calls that use them, while another role or the engine works
+    # keep weights in host memory while another role or the engine works, and the optimizer's state between optimizer steps
     offload_idle: bool = False
     freeze_vision: bool = False  # the vision tower is not trained and runs without gradients
     freeze_language: bool = False  # only the vision tower and its connector are trained
