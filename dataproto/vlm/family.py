@@ -6,8 +6,10 @@ their paths alone, so a model may be wrapped or sharded as long as these paths e
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -201,7 +203,7 @@ class VLMFamily(PromptLayout, ForwardCosts):
 
         Args:
             attention_mask: ``(B, T)`` of all tokens, those in the cache included; token_types ``(B, T)`` too.
-            cache: the ``past_key_values``, before these L tokens are added.
+            cache: that of `decode`, before these L tokens are added.
 
         Default: ``attention_mask``, by which every token sees those before it.
         """
@@ -309,18 +311,24 @@ class VLMFamily(PromptLayout, ForwardCosts):
         embeddings: Tensor,
         position_ids: Tensor,
         extras: Mapping[str, Any] | None = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> Tensor:
         """Hidden states ``(B, L, H)`` after the final norm, of ``embeddings (B, L, H)`` at ``position_ids (4, B, L)`` or
         ``(B, L)``.
 
-        Keywords are passed to the language model. The cache is off unless ``past_key_values`` (filled in place) is given or
-        ``use_cache`` is set: with a cache packed rows are wrong.
+        Keywords are passed to the language model, and a ``cache`` of transformers, which is filled in place. Without one none is
+        made: with a cache packed rows are wrong.
         """
-        kwargs.setdefault("use_cache", kwargs.get("past_key_values") is not None)
         decoder = model.get_submodule(self.language_model)
+        cached = {} if cache is None else {cache_argument(type(decoder).forward): cache}
         hidden: Tensor = decoder(
-            inputs_embeds=embeddings, position_ids=position_ids, **(extras or {}), **kwargs
+            inputs_embeds=embeddings,
+            position_ids=position_ids,
+            use_cache=cache is not None,
+            **cached,
+            **(extras or {}),
+            **kwargs,
         ).last_hidden_state
         return hidden
 
@@ -365,6 +373,17 @@ class VLMFamily(PromptLayout, ForwardCosts):
     def rollout_media(self, media: Mapping[str, Tensor], config: Any) -> Mapping[str, Tensor]:
         """The ``multi_modal_inputs`` of a row, under the names and in the shapes of vLLM's model. Default: the same."""
         return media
+
+
+@lru_cache
+def cache_argument(function: Callable[..., Any]) -> str:
+    """The name by which a function of transformers takes a cache: ``past_key_values`` until 5.23, then ``cache``.
+
+    >>> cache_argument(lambda inputs_embeds, past_key_values=None: ...), cache_argument(lambda inputs_embeds, cache=None: ...)
+    ('past_key_values', 'cache')
+    """
+    old = "past_key_values"
+    return old if old in inspect.signature(function).parameters else "cache"
 
 
 def pooled(output: Any) -> Tensor:

@@ -249,9 +249,7 @@ class Decoder:
     def _decode(
         self, embeddings: Tensor, positions: Tensor, extras: dict[str, Any], mask: Any, cache: DynamicCache
     ) -> Tensor:
-        return self.family.decode(
-            self.model, embeddings, positions, extras, attention_mask=mask, past_key_values=cache, use_cache=True
-        )
+        return self.family.decode(self.model, embeddings, positions, extras, cache, attention_mask=mask)
 
 
 def prompt_pieces(token_types: Sequence[int], budget: int, whole_images: bool) -> Iterator[tuple[int, int]]:

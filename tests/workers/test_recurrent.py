@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import conv1d, pad
+from transformers import DynamicCache
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
 from dataproto.errors import InvalidConfig, UnsupportedAttention
@@ -195,8 +196,16 @@ def test_masks_and_caches_are_refused():
     model = tiny_model("qwen3_5")
     use_packed_recurrence(model, family_of(model))
     mixer = model.model.language_model.layers[0].linear_attn
+    states, bounds = torch.zeros(1, 3, 64), torch.tensor([0, 3], dtype=torch.int32)
+    packed = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 3, "max_length_k": 3}
+    assert mixer(states, **packed).shape == states.shape
+    cache, positions = DynamicCache(config=model.config.get_text_config()), torch.zeros(4, 1, 3, dtype=torch.int64)
     with pytest.raises(UnsupportedAttention, match="need cu_seq_lens_q"):
-        mixer(torch.zeros(1, 3, 64))
+        mixer(states)
+    with pytest.raises(UnsupportedAttention, match="take no mask or cache"):
+        mixer(states, attention_mask=torch.ones(1, 3), **packed)
+    with pytest.raises(UnsupportedAttention, match="take no mask or cache"):  # by the name that this transformers has
+        family_of(model).decode(model, states, positions, cache=cache, **packed)
 
 
 def test_layouts_that_do_not_divide_the_key_heads_are_refused():

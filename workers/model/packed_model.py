@@ -227,7 +227,6 @@ class PackedVLM(nn.Module):
             embeddings,
             rows.position_ids,
             extras,
-            use_cache=False,
             cu_seq_lens_q=rows.cu_seqlens,
             cu_seq_lens_k=rows.key_cu_seqlens,
             max_length_q=rows.max_length,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dataproto.errors import InvalidConfig, InvalidMedia, MediaMismatch
-from dataproto.vlm.family import VLMFamily
+from dataproto.vlm.family import VLMFamily, cache_argument
 from dataproto.vlm.media_layout import MediaLayout
 from dataproto.vlm.placeholders import Ids
 
@@ -125,11 +125,12 @@ class Gemma3(VLMFamily):
         self, model: Any, embeddings: Tensor, attention_mask: Tensor, token_types: Tensor, cache: Any = None
     ) -> Any:
         """Masks by kind of layer, in which tokens of an image see each other."""
-        return model.create_masks_for_generate(
+        make = model.create_masks_for_generate
+        return make(
             config=model.config,
             inputs_embeds=embeddings,
             attention_mask=attention_mask,
-            past_key_values=cache,
+            **{cache_argument(make): cache},
             position_ids=None,
             token_type_ids=token_types,
         )

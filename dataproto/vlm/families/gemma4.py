@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from dataproto.errors import InvalidConfig, InvalidMedia, MediaMismatch
 from dataproto.transfer import move, move_readable
 from dataproto.vlm.costs import causal_pairs
-from dataproto.vlm.family import DECODER_PLAN, VLMFamily
+from dataproto.vlm.family import DECODER_PLAN, VLMFamily, cache_argument
 from dataproto.vlm.media import MediaSpans
 from dataproto.vlm.media_layout import MediaLayout, check_limits
 from dataproto.vlm.placeholders import Ids
@@ -202,11 +202,12 @@ class Gemma4(VLMFamily):
         self, model: Any, embeddings: Tensor, attention_mask: Tensor, token_types: Tensor, cache: Any = None
     ) -> Any:
         """Masks by kind of layer."""
-        return model.create_masks_for_generate(
+        make = model.create_masks_for_generate
+        return make(
             config=model.config,
             inputs_embeds=embeddings,
             attention_mask=attention_mask,
-            past_key_values=cache,
+            **{cache_argument(make): cache},
             position_ids=None,
             mm_token_type_ids=token_types,
         )

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
+from transformers import Cache
 
 from dataproto.errors import InvalidConfig, UnsupportedAttention
 from dataproto.vlm import VLMFamily
@@ -45,14 +46,13 @@ class HeadShare:
 def packed_gated_delta_net(
     mixer: Any,
     hidden_states: Tensor,
-    cache_params: Any = None,
     attention_mask: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     key_index: Tensor | None = None,
     peers: Peers | None = None,
     taps: tuple[Tensor, Tensor] | None = None,
-    **_: Any,
+    **others: Any,
 ) -> Tensor:
     """The forward of a ``Qwen3_5GatedDeltaNet`` over packed rows: mixed states ``(1, S, H)`` of ``hidden_states (1, S, H)``.
 
@@ -65,7 +65,8 @@ def packed_gated_delta_net(
     Raises:
         UnsupportedAttention: there is a mask or a cache, or the boundaries are missing.
     """
-    if cache_params is not None or attention_mask is not None or cu_seq_lens_q is None:
+    cached = any(isinstance(each, Cache) for each in others.values())  # its name depends on the version of transformers
+    if cached or attention_mask is not None or cu_seq_lens_q is None:
         raise UnsupportedAttention(
             "packed recurrent layers need cu_seq_lens_q and take no mask or cache; for padded batches load a separate model"
         )
