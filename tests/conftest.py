@@ -2,11 +2,14 @@
 
 import gc
 import inspect
+import logging
 import os
 import shutil
 import signal
 import sys
+import traceback
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -70,7 +73,22 @@ def names_in(code):
     return set(code.co_names).union(*inner)
 
 
+class DeprecationsAreErrors(logging.Handler):
+    """Raises what transformers logs as deprecated if the project or a test has called it, and not another library."""
+
+    passing = ("/logging/", "/transformers/", "/torch/", "/functools.py")  # between the caller and the message
+
+    def emit(self, record):
+        if "deprecated" not in record.getMessage():
+            return
+        files = [frame.filename for frame in traceback.extract_stack()[:-1]]
+        caller = next((each for each in reversed(files) if not any(part in each for part in self.passing)), "")
+        if caller.startswith((str(Path(__file__).parents[1]), "<doctest")) and "site-packages" not in caller:
+            raise FutureWarning(record.getMessage())
+
+
 def pytest_configure(config):
+    logging.getLogger("transformers").addHandler(DeprecationsAreErrors())
     if config.getoption("fast"):
         settings.load_profile("fast")
         sys.addaudithook(_refuse_processes)

@@ -206,7 +206,7 @@ def test_texts_of_a_crowded_picture_do_not_overlap(start_models):
     ink = drawing.image.convert("L")
     for text in drawing.shown:
         box = (text.x - 4, text.y - 4, text.x + 4, text.y + 4)
-        assert min(ink.crop(tuple(map(round, box))).getdata()) < 128, text
+        assert min(ink.crop(tuple(map(round, box))).tobytes()) < 128, text
     apart = [abs(a.x - b.x) > 10 or abs(a.y - b.y) > 15 for a in drawing.shown for b in drawing.shown if a is not b]
     assert all(apart)
 
