@@ -40,7 +40,6 @@ from rollout.environments import (  # noqa: E402
     environment_host,
     play_episodes,
 )
-from rollout.pretrained import end_ids, generation_config  # noqa: E402
 from rollout.prompts import PromptBuilder  # noqa: E402
 
 LIMIT = 1.15
@@ -170,7 +169,7 @@ def main() -> None:
         engine = create_engine(options.engine, path)
         print(f"the engine is up after {time.perf_counter() - began:.0f} s", flush=True)
         builder = PromptBuilder.from_pretrained(path, 4096)
-        renderer = TurnRenderer(builder, end_ids(generation_config(path, builder.config)))
+        renderer = TurnRenderer(builder)
         rounds = measured(engine, renderer, options)
     print(f"\n{options.episodes} episodes of {options.turns} turns, {options.engine}, load {os.getloadavg()[0]:.1f}\n")
     print(table(rounds))

@@ -83,7 +83,7 @@ class Judge:
     def __call__(self, model: Any) -> float:
         """The share of grids in which the model's weights arrive."""
         self.engine.load_weights((name, weight.detach()) for name, weight in model.named_parameters())
-        renderer = TurnRenderer(self.builder, self.engine.end_ids)
+        renderer = TurnRenderer(self.builder)
         starts = episode_starts(self.builder(list(self.rows[:])), SamplingParams())
         played = play_episodes(self.engine, renderer, starts, GridWalk, self.sampling, self.limits)
         return sum(float(episode.info.get("acc", 0.0)) for episode in played) / len(played)

@@ -374,7 +374,7 @@ def measure_episode(
     builder = loader.builder
     alone = PromptLoader(loader.rows, builder, 1, loader.seed, loader.shuffle, loader.on_bad_row)
     start = episode_starts(next(alone), SamplingParams())[0]
-    renderer = TurnRenderer(builder, [builder.tokenizer.eos_token_id])
+    renderer = TurnRenderer(builder)
     name = "forecast"
     with EnvironmentHost(make_environment, limits.seconds, limits.memory_gib) as host:
         host.reset(name, start.row, start.environment_seed)

@@ -25,7 +25,6 @@ from recipes.tiny import TinyConfig, make_tiny_model
 from recipes.tiny.tiny_model import model_of_run
 from recipes.tiny.warm_up import negative_log_probs
 from rollout.environments import MakeEnvironment, TurnRenderer
-from rollout.pretrained import end_ids, generation_config
 from rollout.prompts import PromptBuilder, SupervisedBuilder
 from workers import Roles
 from workers.roles.actor import ActorConfig, ActorWorker
@@ -67,7 +66,7 @@ def episode_task(config: EpisodeRunConfig, drawn: DrawnEnvironment) -> PolicyTas
         demonstrated_model(config.run.output_dir / MODEL, config.run.seed, drawn, config.warm_up, config.run.resume)
     )
     builder, played = open_environment(config, drawn, model_path)
-    name_departures(builder, model_path)
+    name_departures(builder)
     rows, held_out = episode_rows(config, drawn, builder)
     loader = prompt_loader(config, builder, rows, shuffle=config.data.data_path is not None)
     evaluate = controlled_evaluation(config, held_out, builder)
@@ -86,15 +85,13 @@ def open_environment(
     return builder, PlayedEnvironment(drawn.make, limits, tuple(drawn.actions), drop_cut)
 
 
-def name_departures(builder: PromptBuilder, model_path: str) -> None:
+def name_departures(builder: PromptBuilder) -> None:
     """Tries the chat template out, and prints where the rows of episodes differ from what it makes of a whole conversation.
 
     Raises:
         InvalidConfig: it cannot show observations.
     """
-    for departure in TurnRenderer(
-        builder, end_ids(generation_config(model_path, builder.config), builder.config)
-    ).departures:
+    for departure in TurnRenderer(builder).departures:
         print(f"chat template: {departure}")
 
 

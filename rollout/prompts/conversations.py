@@ -24,6 +24,8 @@ from rollout.prompts.prompt_builder import PromptBuilder
 from rollout.prompts.videos import ProcessedVideo
 
 Ids = npt.NDArray[np.int64]
+ANSWER = "8412906735"
+"""Stands for any answer. It is digits: no template strips, escapes or splits them."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,9 @@ class TrainingRow(Prompt):
 class SupervisedBuilder(PromptBuilder):
     """Rows to a training batch. As `PromptBuilder`, but a row's ``prompt`` is a conversation with its answers.
 
-    The learned tokens are the assistant's turns, all or only the last, up to and including the token that ends a turn.
-    ``max_prompt_length`` limits the whole conversation.
+    The learned tokens are the assistant's turns, all or only the last, up to and including the token at which the model stops:
+    the last of ``end_ids`` in the turn, or else the one with which the next message begins. ``max_prompt_length`` limits the
+    whole conversation.
     """
 
     turns: Turns = "all"
@@ -94,7 +97,7 @@ class SupervisedBuilder(PromptBuilder):
                 "a conversation to learn from must begin with a prompt and contain an answer of the assistant"
             )
         pieces: list[tuple[list[int], bool]] = []
-        done = ""
+        done, begun = "", list[int]()  # the end of the last answer, if what follows begins with it
         for place in speaking if self.turns == "all" else speaking[-1:]:
             before = self.render(messages[:place], add_generation_prompt=True)
             whole = self.render(messages[: place + 1])
@@ -104,13 +107,33 @@ class SupervisedBuilder(PromptBuilder):
                     "its tokens cannot be identified: learn the last turn only, or split the conversation into one row per turn"
                 )
             prompt, answer = self.encode_text(before[len(done) :]), self.encode_text(whole[len(before) :])
-            ends = [at for at, token in enumerate(answer) if token == self.tokenizer.eos_token_id]
+            pieces.append((prompt[len(begun) :], False))
+            ends = [at for at, token in enumerate(answer) if token in self.end_ids]
+            begun = [] if ends else self._end_after(messages, place, whole[len(before) :])
             end = ends[-1] + 1 if ends else len(answer)
-            pieces += [(prompt, False), (answer[:end], True), (answer[end:], False)]
+            pieces += [(answer[:end] + begun, True), (answer[end:], False)]
             done = whole
         pieces.pop()  # the tokens after the last turn are not needed
         self.check_placeholders([token for ids, _ in pieces for token in ids], conversation)
         return pieces
+
+    def _end_after(self, messages: Sequence[Mapping[str, Any]], place: int, text: str) -> list[int]:
+        """The token at which the model stops after ``text``, the answer in message ``place``: the first one that the template
+        writes there before the next message. Raises `InvalidPrompt` if that is none of ``end_ids``.
+        """
+        following = messages[place + 1]["role"] if place + 1 < len(messages) else None
+        role = following or ("tool" if messages[place].get("tool_calls") else "user")
+        asked, answered = {"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}
+        behind = self.render([asked, answered, {"role": role, "content": "?"}]).partition(ANSWER)[2]
+        first = self.encode_text(behind)[:1]
+        if not set(first) <= set(self.end_ids) or not first:
+            stops = ", ".join(map(repr, self.tokenizer.convert_ids_to_tokens(list(self.end_ids)))) or "no token"
+            raise InvalidPrompt(
+                f"the answer in message {place} has no end that can be learned: the chat template ends it with {text[-16:]!r}, "
+                f"and the model stops at {stops}: add the token that ends a turn to eos_token_id of the checkpoint's "
+                "generation_config.json"
+            )
+        return first
 
     def _expand(
         self,

@@ -21,7 +21,7 @@ from torch.utils.data import get_worker_info
 from dataproto import DataProto, object_array
 from dataproto.errors import DataProtoError, InvalidConfig, InvalidPrompt
 from dataproto.vlm import family_of
-from rollout.pretrained import load_prompt_parts
+from rollout.pretrained import end_ids, generation_config, load_prompt_parts
 from rollout.prompts.image_processing import Batch, ImageCache, ProcessedImage, process_image
 from rollout.prompts.images import check_whole, encoded_image, image_size, load_image
 from rollout.prompts.messages import Conversation, as_parts, joined_texts
@@ -73,6 +73,7 @@ class PromptBuilder:
         max_pixels: int | None = None,
         image_cache_bytes: int = IMAGE_CACHE_BYTES,
         template_arguments: Mapping[str, Any] | None = None,
+        end_ids: Sequence[int] | None = None,
     ) -> None:
         """``config`` is the model's. A model that reads text alone has no image processor (``None``).
 
@@ -80,6 +81,7 @@ class PromptBuilder:
         images are cached in at most ``image_cache_bytes`` of memory; with 0, each call processes its images again.
 
         ``template_arguments`` are passed to the chat template, such as ``{"tools": [...], "enable_thinking": False}``.
+        ``end_ids`` are the tokens at which the model stops (default: the tokenizer's end token).
 
         Raises:
             InvalidConfig: a limit is out of range, or the chat template does not use one of ``template_arguments``.
@@ -102,6 +104,8 @@ class PromptBuilder:
         written = [*media_tokens, *self.family.image_text, *self.family.processor_tokens]
         self._media_strings = tuple(str(token) for token in written if token)
         self._text_lengths: dict[str, int] = {"": 0}
+        own_end = tokenizer.eos_token_id
+        self.end_ids = tuple(([] if own_end is None else [own_end]) if end_ids is None else end_ids)
         self.limit_name = "max_prompt_length"
         """What an error calls the limit, for instance the name of a recipe's option."""
         self.occurrences = 0
@@ -118,9 +122,12 @@ class PromptBuilder:
         image_cache_bytes: int = IMAGE_CACHE_BYTES,
         template_arguments: Mapping[str, Any] | None = None,
     ) -> Self:
-        """A builder with what `load_prompt_parts` reads from a checkpoint directory, and with its errors."""
+        """A builder with what `load_prompt_parts` and `generation_config` read from a checkpoint directory, and with their
+        errors.
+        """
         tokenizer, processor, config = load_prompt_parts(path)
-        options = (max_prompt_length, min_pixels, max_pixels, image_cache_bytes, template_arguments)
+        ends = end_ids(generation_config(os.fspath(path), config), config)
+        options = (max_prompt_length, min_pixels, max_pixels, image_cache_bytes, template_arguments, ends)
         return cls(tokenizer, processor, config, *options)
 
     def save_pretrained(self, path: str | os.PathLike[str]) -> None:

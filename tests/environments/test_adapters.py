@@ -124,7 +124,7 @@ def test_tools_are_shown_in_the_templates_own_form():
     role = "{{ 'user' if message['role'] == 'tool' else message['role'] }}"
     tokenizer.chat_template = kept.replace("{{ message['role'] }}", role)
     try:
-        renderer = TurnRenderer(builder, [tokenizer.eos_token_id])
+        renderer = TurnRenderer(builder)
         environment = ToolEnvironment([crop])
         environment.reset({}, 0)
         messages = [{"role": "user", "content": "Look."}]

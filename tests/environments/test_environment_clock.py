@@ -340,7 +340,7 @@ class SteppedEngine(HFEngine):
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl_moe"])
 def test_a_turn_that_the_wall_clock_cut_has_the_tokens_of_one_that_goes_on(counting, tmp_path, model_type):
     builder = PromptBuilder.from_pretrained(write_checkpoint(model_type, tmp_path), max_prompt_length=300)
-    renderer = TurnRenderer(builder, [builder.tokenizer.eos_token_id])
+    renderer = TurnRenderer(builder)
     routed = {"routed_experts": True} if model_type == "qwen3_vl_moe" else {}
     engine = SteppedEngine(str(tmp_path), device=torch.device("cpu"), **routed)
     sampling, prompts = SamplingParams(max_tokens=12, seed=3, ignore_eos=True), prompts_of(builder, 2)
@@ -407,7 +407,7 @@ def test_an_observation_that_no_engine_has_read_has_experts(counting, tmp_path):
             return super().poll()
 
     builder = PromptBuilder.from_pretrained(write_checkpoint("qwen3_vl_moe", tmp_path), max_prompt_length=300)
-    renderer = TurnRenderer(builder, [builder.tokenizer.eos_token_id])
+    renderer = TurnRenderer(builder)
     engine = Ticking(str(tmp_path), device=torch.device("cpu"), max_num_seqs=1, routed_experts=True)
     ends = SamplingParams(max_tokens=12, seed=3, stop_token_ids=tuple(range(len(builder.tokenizer))))
     limits = EpisodeLimits(turns=3, wall_clock=5.0)

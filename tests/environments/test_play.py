@@ -378,7 +378,7 @@ class SmallHFEngine(HFEngine):
 def test_an_episode_that_is_refused_at_its_first_turn_has_a_row_with_experts(tmp_path):
     """Beside others, whose experts stay theirs; one of them has the same prompt."""
     builder = PromptBuilder.from_pretrained(write_checkpoint("qwen3_vl_moe", tmp_path), max_prompt_length=300)
-    renderer = TurnRenderer(builder, [builder.tokenizer.eos_token_id])
+    renderer = TurnRenderer(builder)
     renderer.forget = lambda: None  # both plays show the same objects, as the samples of one play do
     engine = SmallHFEngine(str(tmp_path), device=torch.device("cpu"), routed_experts=True)
     prompts, sampling, limits = prompts_of(builder, 3), replace(SAMPLING, n=1), EpisodeLimits(turns=2)

@@ -30,7 +30,7 @@ def setup(request, tmp_path_factory):
 
 @pytest.mark.parametrize("last_pictures", [None, 1])
 def test_episodes_have_the_same_tokens_on_both_engines(setup, last_pictures):
-    renderer = TurnRenderer(setup.builder, [setup.builder.tokenizer.eos_token_id])
+    renderer = TurnRenderer(setup.builder)
     setup.hf.load_weights(setup.actor.named_weights())
     hf, vllm = (
         play_episodes(
@@ -52,7 +52,7 @@ def test_episodes_have_the_same_tokens_on_both_engines(setup, last_pictures):
 
 def test_episodes_that_are_stopped_go_on_with_the_same_tokens(setup):
     """One group at a time, with the environments that are there and with new ones that repeat the actions."""
-    renderer = TurnRenderer(setup.builder, [setup.builder.tokenizer.eos_token_id])
+    renderer = TurnRenderer(setup.builder)
     expected = play_episodes(setup.vllm, renderer, starts_of(6), DrawnEnvironment, SAMPLING, LIMITS)
     names = [str(number) for number in range(6)]
     for repeat in (False, True):
@@ -84,7 +84,7 @@ def test_experts_of_episodes_are_those_of_the_hf_engine(tmp_path):
     setup = start("qwen3_vl_moe", tmp_path, max_images=16, max_model_len=640, routed_experts=True)
     hf = HFEngine(str(tmp_path / "actor"), device=torch.device("cpu"), routed_experts=True)
     assert torch.equal(hf.no_experts, setup.vllm.no_experts)
-    renderer = TurnRenderer(setup.builder, [setup.builder.tokenizer.eos_token_id])
+    renderer = TurnRenderer(setup.builder)
     ours, theirs = (
         play_episodes(engine, renderer, starts_of(6), DrawnEnvironment, SAMPLING, LIMITS) for engine in (setup.vllm, hf)
     )

@@ -92,7 +92,8 @@ def renderer_with(change, ends=("<|im_end|>",)):
     tokenizer = builder.tokenizer
     kept, tokenizer.chat_template = tokenizer.chat_template, change(tokenizer.chat_template)
     try:
-        yield TurnRenderer(builder, tokenizer.convert_tokens_to_ids(list(ends)))
+        builder.end_ids = tokenizer.convert_tokens_to_ids(list(ends))
+        yield TurnRenderer(builder)
     finally:
         tokenizer.chat_template = kept
 

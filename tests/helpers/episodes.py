@@ -14,7 +14,7 @@ from rollout.environments import Observation, TurnRenderer
 def renderer_of(model_type, **options):
     """A renderer with the family's tiny tokenizer and image processor."""
     builder = tiny_builder(model_type, max_prompt_length=4096, **options)
-    return TurnRenderer(builder, [builder.tokenizer.eos_token_id])
+    return TurnRenderer(builder)
 
 
 class RandomEngine:

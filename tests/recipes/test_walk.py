@@ -127,7 +127,7 @@ def test_what_the_chat_template_does_to_earlier_turns_is_named_at_the_start(tmp_
     template = builder.tokenizer.chat_template
     thoughtless = "{{ part['text'].split('</think>')[-1] if message['role'] == 'assistant' else part['text'] }}"
     builder.tokenizer.chat_template = template.replace("{{ part['text'] }}", thoughtless)
-    name_departures(builder, path)
+    name_departures(builder)
     newline, thinking = capsys.readouterr().out.splitlines()
     assert newline.startswith(r"chat template: it writes '\n' behind the end token")
     assert thinking.startswith("chat template: it strips thinking from answers")
@@ -135,7 +135,7 @@ def test_what_the_chat_template_does_to_earlier_turns_is_named_at_the_start(tmp_
     assert forgetful != template
     builder.tokenizer.chat_template = forgetful
     with pytest.raises(InvalidConfig, match="leaves out answers"):
-        name_departures(builder, path)
+        name_departures(builder)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from PIL import Image
 from dataproto.errors import InvalidConfig
 from helpers.episodes import RandomEngine, picture, renderer_of
 from helpers.geo3k_runs import rows_of
-from helpers.tiny_prompts import TEMPLATE, tiny_image_processor, tiny_prompt_config, tiny_tokenizer
+from helpers.tiny_prompts import TEMPLATE, tiny_builder, tiny_image_processor, tiny_prompt_config, tiny_tokenizer
 from recipes.configs.environments.zoom_config import TINY, parse
 from recipes.data.loader import PromptLoader
 from recipes.forecast import BatchSizes, episode_batch, measure_episode, model_size
@@ -125,7 +125,7 @@ def test_episodes_by_tool_with_a_template_that_describes_it():
     tokenizer.chat_template = described + TEMPLATE.replace("{{ message['role'] }}", role)
     parts = tokenizer, tiny_image_processor(), tiny_prompt_config()
     builder = PromptBuilder(*parts, 4096, template_arguments=drawn.template_arguments)
-    renderer = TurnRenderer(builder, [builder.tokenizer.eos_token_id])
+    renderer = TurnRenderer(builder)
     prompts = builder(drawn.rows(0, "test", 3, "own")[:3])
     engine = RandomEngine(renderer, answers=drawn.actions)
     starts = episode_starts(prompts, SamplingParams(n=4))
@@ -175,6 +175,16 @@ def test_the_forecast_counts_the_pictures_of_later_turns_as_they_are_played():
     (whole,) = batch.micro_batches(10**6)
     assert whole.patches == int(batch.patches.sum() + batch.shown_patches.sum())
     assert sum(part.patches for part in batch.micro_batches(int(batch.lengths[0]))) == whole.patches
+
+
+def test_the_forecast_ends_actions_where_the_model_stops():
+    """The tokenizers of Gemma and GLM name another end token."""
+    builder, actions = tiny_builder("qwen2_5_vl", max_prompt_length=4096), ("southwest", "southwest")
+    sizes = measure_episode(PromptLoader(ZoomRows(rows=1), builder, 1), Pages, EpisodeLimits(2), actions)
+    builder.tokenizer = copy.deepcopy(builder.tokenizer)
+    builder.tokenizer.eos_token = "<|endoftext|>"
+    assert builder.tokenizer.eos_token_id not in builder.end_ids
+    assert measure_episode(PromptLoader(ZoomRows(rows=1), builder, 1), Pages, EpisodeLimits(2), actions) == sizes
 
 
 def test_without_known_actions_each_turn_counts_as_the_first():

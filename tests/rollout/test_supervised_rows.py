@@ -4,10 +4,15 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import AutoTokenizer, GenerationConfig
 
 from dataproto.errors import InvalidConfig, InvalidPrompt, InvalidRow
+from helpers.checkpoints import write_checkpoint
 from helpers.tiny_prompts import tiny_builder, tiny_image_processor, tiny_prompt_config, tiny_tokenizer
+from rollout.hf import HFEngine
 from rollout.prompts import SupervisedBuilder
+
+CPU = torch.device("cpu")
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 TALK = [
@@ -99,13 +104,18 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_for_all_turns_only():
     made = builder()
     made.tokenizer = type(made.tokenizer)(tokenizer_object=made.tokenizer.backend_tokenizer, eos_token="<|im_end|>")
     made.tokenizer.chat_template = (
-        "{%- for m in messages -%}[{{ m['content'] if loop.last or m['role'] == 'user' else '...' }}]{%- endfor -%}"
+        "{%- for m in messages -%}"
+        "[{{ m['content'] if loop.last or m['role'] == 'user' else '...' }}]<|im_end|>"
+        "{%- endfor -%}"
     )
     text = [{"role": ("user", "assistant")[i % 2], "content": str(i)} for i in range(4)]
     with pytest.raises(InvalidPrompt, match="learn the last turn only"):
         made.prepare({"prompt": text})
     row = made.learning("last").prepare({"prompt": text})
-    assert made.tokenizer.decode(row.raw_ids[: int(np.argmax(row.loss_mask))]) == "[0][...][2]"
+    assert (
+        made.tokenizer.decode(row.raw_ids[: int(np.argmax(row.loss_mask))])
+        == "[0]<|im_end|>[...]<|im_end|>[2]<|im_end|>"
+    )
 
 
 def test_unknown_turns_are_refused():
@@ -118,3 +128,68 @@ def test_prompts_are_not_training_rows():
     row = {"prompt": TALK, "images": images()}
     with pytest.raises(InvalidRow, match="row 1: it is a Prompt, not a TrainingRow"):
         made.collate([made.prepare(row), tiny_builder().prepare({"prompt": "words"})])
+
+
+SAID = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate("wxyz")]
+GLM = (  # its marks of roles are <|user|> and <|assistant|>: no message has an end, and the model stops at <|user|>
+    "{%- for m in messages -%}{{ ('<|im_start|>' if m.role == 'user' else '<|im_end|>') + '\\n' + m.content }}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|im_end|>\\n' }}{%- endif -%}"
+)
+
+
+def checkpoint_of(model_type, folder, eos, ends, template=None):
+    """A checkpoint whose tokenizer has another end token than the model, as Gemma's, GLM's and Qwen's base checkpoints have."""
+    path = write_checkpoint(model_type, folder)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.eos_token, tokenizer.chat_template = eos, template or tokenizer.chat_template
+    tokenizer.save_pretrained(path)
+    GenerationConfig(eos_token_id=tokenizer.convert_tokens_to_ids(ends)).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("model_type", "eos", "ends", "template", "end"),
+    [
+        ("gemma3", "<pad>", ["<pad>", "<end_of_turn>"], None, "<end_of_turn>"),  # <pad> stands for <eos>
+        ("glm4v", "<|endoftext|>", ["<|endoftext|>", "<|im_start|>"], GLM, "<|im_start|>"),
+        ("qwen2_5_vl", "<|endoftext|>", ["<|im_end|>", "<|endoftext|>"], None, "<|im_end|>"),
+    ],
+)
+def test_turns_are_learnt_up_to_the_token_at_which_rollouts_stop(tmp_path, model_type, eos, ends, template, end):
+    made = SupervisedBuilder.from_pretrained(checkpoint_of(model_type, tmp_path, eos, ends, template), 200)
+    for turns, learnt in (("all", f"x{end}z{end}"), ("last", f"z{end}")):
+        row = made.learning(turns).prepare({"prompt": SAID})
+        assert made.tokenizer.decode(row.input_ids[row.loss_mask == 1]) == learnt
+        assert set(made.tokenizer.convert_tokens_to_ids(ends)) == set(HFEngine(str(tmp_path), device=CPU).end_ids)
+        whole = made.render(SAID) + ("" if end in made.render(SAID)[-20:] else end)
+        assert made.tokenizer.decode(row.raw_ids) == whole.removesuffix("\n")
+        assert made.prompt_length({"prompt": SAID}) == len(row.input_ids)
+
+
+def test_an_answer_that_calls_a_tool_ends_where_the_tool_answers(tmp_path):
+    """GLM stops at <|observation|> there, which is <|endoftext|> here."""
+    template = GLM.replace(
+        "if m.role == 'user' else", "if m.role == 'user' else '<|endoftext|>' if m.role == 'tool' else"
+    )
+    ends = ["<|im_start|>", "<|endoftext|>"]
+    made = SupervisedBuilder.from_pretrained(
+        checkpoint_of("qwen2_5_vl", tmp_path, "<|endoftext|>", ends, template), max_prompt_length=200
+    )
+    calling = {"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
+    for messages, learnt in (
+        ([SAID[0], calling], "x<|endoftext|>"),
+        ([SAID[0], calling, {"role": "tool", "content": "7"}, SAID[3]], "x<|endoftext|>z<|im_start|>"),
+    ):
+        row = made.prepare({"prompt": messages})
+        assert made.tokenizer.decode(row.input_ids[row.loss_mask == 1]) == learnt
+
+
+def test_an_answer_without_an_end_is_refused(tmp_path):
+    """The template of Qwen's base checkpoints ends a turn with <|im_end|>, and the model stops at <|endoftext|> only."""
+    path = checkpoint_of("qwen2_5_vl", tmp_path, "<|endoftext|>", ["<|endoftext|>"])
+    made = SupervisedBuilder.from_pretrained(path, 200)
+    with pytest.raises(
+        InvalidPrompt,
+        match=r"message 1 has no end .* ends it with 'x<\|im_end\|>\\n', and the model stops at '<\|endoftext\|>': add the token",
+    ):
+        made.prompt_length({"prompt": SAID})

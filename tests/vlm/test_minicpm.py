@@ -140,7 +140,7 @@ def test_videos_and_images_without_a_known_number_are_refused():
     picture, png = Image.new("RGB", (16, 16)), io.BytesIO()
     picture.save(png, "PNG")
     with pytest.raises(InvalidPrompt, match="number the images of a prompt: show images in the first observation"):
-        TurnRenderer(builder, [2]).turn(Observation(content=[picture]))
+        TurnRenderer(builder).turn(Observation(content=[picture]))
     with pytest.raises(InvalidRow, match="number the images of a prompt, and a chunk does not tell its number"):
         ChunkRenderer(builder).prompts([ModelInput([ImageChunk(png.getvalue(), "png")])])
 

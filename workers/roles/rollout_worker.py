@@ -28,7 +28,6 @@ from rollout.engine_ranks import drive
 from rollout.environments import Episode, EpisodeLimits, MakeEnvironment, TurnRenderer, play_episodes
 from rollout.environments.episodes.episode_rows import episode_columns, episode_starts
 from rollout.environments.episodes.held_episodes import EpisodePlan, HeldEpisodes
-from rollout.pretrained import end_ids, generation_config
 from rollout.prompts import PromptBuilder
 from rollout.responses import OCCURRENCE, attach_responses, build_requests, number_occurrences, prompt_names
 from workers.ranks.dispatch_modes import Arguments, dispatch, join_rows, split_rows
@@ -285,9 +284,8 @@ class RolloutWorker:
     @cached_property
     def renderer(self) -> TurnRenderer:
         """Renders prompts and observations of episodes."""
-        path, options = self.config.model_path, {"max_prompt_length": NO_LIMIT} | self.config.prompts
-        builder = PromptBuilder.from_pretrained(path, **options)
-        return TurnRenderer(builder, end_ids(generation_config(path, builder.config), builder.config))
+        options = {"max_prompt_length": NO_LIMIT} | self.config.prompts
+        return TurnRenderer(PromptBuilder.from_pretrained(self.config.model_path, **options))
 
     @property
     def _no_experts(self) -> Tensor | None:

@@ -53,17 +53,14 @@ class TurnRenderer:
     ``departures`` names where rows differ from what the template makes of the whole conversation, because rows only grow.
     """
 
-    def __init__(self, builder: PromptBuilder, end_ids: Sequence[int]) -> None:
+    def __init__(self, builder: PromptBuilder) -> None:
         """Tries the template out.
-
-        Args:
-            end_ids: the model's end tokens.
 
         Raises:
             InvalidConfig: no observation can be rendered with this template; says why.
         """
         self.builder = builder
-        self.end_ids = frozenset(end_ids)
+        self.end_ids = frozenset(builder.end_ids)
         self._turns: dict[
             tuple[Any, ...], RenderedTurn
         ] = {}  # without media: those of equal texts and image sizes are alike
