@@ -27,8 +27,8 @@ def fit(setting: Setting, devices: int = 1) -> StepForecast:
     """The fastest forecast that fits into ``devices``; of those within `EQUAL` of it, that whose roles take the least memory.
 
     It still fits when responses become longer than expected (`grown`), since those of a step vary, and policies learn to think.
-    Data parallelism comes first: tensor and sequence parallelism are tried only where it does not fit. With vLLM all else comes
-    before ``offload_idle``.
+    Data parallelism comes first: tensor and sequence parallelism are tried only where it does not fit. All else comes before
+    ``offload_idle``.
 
     Raises:
         InvalidConfig: nothing fits.
@@ -47,9 +47,9 @@ def fit(setting: Setting, devices: int = 1) -> StepForecast:
 
 
 def _idle_choices(setting: Setting) -> list[ModelConfig]:
-    """As the options say, and with idle models in host memory where an engine then has their place."""
+    """As the options say, and with idle models in host memory."""
     compute = setting.compute
-    on_host = setting.engine != "vllm" or setting.device.on_cpu or compute.offload or compute.offload_idle
+    on_host = setting.device.on_cpu or compute.offload or compute.offload_idle
     return [compute] if on_host else [compute, replace(compute, offload_idle=True)]
 
 

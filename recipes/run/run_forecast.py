@@ -10,6 +10,7 @@ from statistics import median
 
 from dataproto.errors import InvalidConfig
 from recipes.forecast import Setting, StepForecast, compared, forecast, forecast_lines, way_out
+from recipes.forecast.calibration import cpu_memory
 from recipes.forecast.devices import GIB
 from recipes.forecast.fitting import ERROR
 from recipes.forecast.forecast_table import figures
@@ -62,13 +63,18 @@ class RunForecast:
 
 
 def check_fits(found: StepForecast) -> None:
-    """Warns if a forecast is for more memory than its GPU has.
+    """Warns if a forecast is for more memory than its GPU has, or its host.
 
     Raises:
         InvalidConfig: it is more by more than `ERROR`; the message has options with which it fits.
     """
     device = found.setting.device
-    if device.on_cpu or found.memory <= device.memory:
+    if device.on_cpu:
+        return
+    ranks, host = found.setting.layout.world_size, cpu_memory()
+    if ranks * found.host > host:
+        print(f"warning: {ranks} x {found.host / GIB:.0f} GiB of host memory are needed of {host / GIB:.0f} GiB")
+    if found.memory <= device.memory:
         return
     needs = f"{found.problems[0]} from the second step on"
     if found.memory > (1 + ERROR) * device.memory:

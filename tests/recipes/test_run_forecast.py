@@ -99,6 +99,14 @@ def test_a_forecast_within_its_error_warns(capsys):
         assert ("wrong by 10%" in said) == warns
 
 
+def test_too_little_host_memory_is_told(capsys, monkeypatch):
+    found = forecast(on_80_gb(compute=ModelConfig(token_budget=4096, compile=True, offload_idle=True)))
+    for host, told in ((32, "warning: 1 x 53 GiB of host memory are needed of 32 GiB\n"), (64, "")):
+        monkeypatch.setattr("recipes.run.run_forecast.cpu_memory", lambda host=host: host * 2**30)
+        check_fits(found)
+        assert capsys.readouterr().out == told
+
+
 def test_generation_beside_the_resting_trainer_is_refused_too():
     """The update fits, the engine next to weights and moments does not."""
     idle = ModelConfig(token_budget=2048, activation_checkpointing="full", compile=True)

@@ -28,7 +28,7 @@ CANDIDATES: tuple[tuple[bool, int, Mode], ...] = (
     *((idle, budget, "full") for idle in (False, True) for budget in (8192, 4096)),
 )
 """``offload_idle``, token budget and activation checkpointing, fastest first."""
-NAMES_OF_A_LAYOUT = ("--on", "--layout.", "--ray.")
+NAMES_OF_A_LAYOUT = ("--on=", "--layout.", "--ray.")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def this_machine() -> Machine | None:
 
 def on_devices(default: Config, given: Sequence[str], machine: Machine) -> Config:
     """A preset in data parallelism over the devices that there are, unless a command line says where it runs."""
-    if machine.devices is None or any(argument.startswith(NAMES_OF_A_LAYOUT) for argument in given):
+    if machine.devices is None or any(f"{argument}=".startswith(NAMES_OF_A_LAYOUT) for argument in given):
         return default
     layout = replace(default.layout, dp=min(default.layout.dp, machine.devices))
     return replace(default, layout=layout, on="ray" if layout.world_size > 1 else "local")
