@@ -60,7 +60,7 @@ def test_what_is_given_is_not_chosen():
     same = chosen("--preset 7b --token-budget 10240 --offload-idle false", devices=2).compute  # as without a device
     assert (same.token_budget, same.offload_idle) == (10_240, False)
     assert chosen("--preset 7b --on ray --layout.dp 4").layout.dp == 4
-    assert chosen("--preset 7b --on-bad-row skip", devices=2).layout.dp == 2
+    assert chosen("--preset 7b --on-bad-row skip --data-path rows.parquet", devices=2).layout.dp == 2
     assert chosen("--preset 3b", 140, 8).layout.dp == 1
 
 
