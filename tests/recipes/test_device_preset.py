@@ -72,6 +72,10 @@ def test_the_engine_gets_what_resting_roles_leave():
         assert 0.75 * memory < generating.memory / GIB < memory
 
 
+def test_a_row_longer_than_the_token_budget_counts():
+    assert chosen("--preset 3b --max-response-length 16384").compute.activation_checkpointing == "full"
+
+
 def test_what_fits_nowhere_stays_as_it_was():
     config = chosen("--preset 7b")
     assert config.compute == grpo_config.PRESETS["7b"].compute

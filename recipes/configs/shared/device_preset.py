@@ -89,9 +89,8 @@ def fitting(default: Config, asked: Config, machine: Machine) -> Config:
 
 def _choices(default: "PolicyGradientConfig", asked: "PolicyGradientConfig") -> Iterator[dict[str, Any]]:
     """Options by name; those that a command line has changed stay as they are."""
-    longest = asked.data.max_prompt_length + asked.longest_response
     for idle, budget, mode in CANDIDATES:
-        if longest <= budget <= default.compute.token_budget and not (idle and asked.compute.offload):
+        if budget <= default.compute.token_budget and not (idle and asked.compute.offload):
             chosen = {"offload_idle": idle, "token_budget": budget, "activation_checkpointing": mode}
             asked_for = {name: getattr(asked.compute, name) for name in chosen}
             yield chosen | {name: value for name, value in asked_for.items() if value != getattr(default.compute, name)}
@@ -198,7 +197,11 @@ def training_bytes(config: "PolicyGradientConfig") -> int:
     found, sizes, compute = held(config), sizes_of(config.preset), config.compute
     own = found.weights + found.copies + found.gradients
     own += 0 if config.engine == "vllm" else 2 * sizes.total
-    work = compute.token_budget * sizes.token["full" if compute.activation_checkpointing == "full" else "selective"]
+    longest = config.data.max_prompt_length + config.longest_response  # such a row is a micro-batch of its own
+    work = (
+        max(compute.token_budget, longest)
+        * sizes.token["full" if compute.activation_checkpointing == "full" else "selective"]
+    )
     passes = own + LOGITS + 4 * sizes.words + round(work)
     if compute.offload_idle:
         return max(passes, own + found.moments)
