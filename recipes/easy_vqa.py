@@ -29,6 +29,7 @@ from recipes.grpo import step_for
 from recipes.options import exit_status
 from recipes.report.metrics_file import METRICS_FILE
 from recipes.rewards import RewardFunction, ShuffledScores, load_reward, short_answer_reward
+from recipes.rewards.reward_check import check_reward
 from recipes.run.evaluation import Evaluate, evaluate_samples
 from recipes.run.policy_gradient import (
     PolicyTask,
@@ -182,6 +183,7 @@ def policy_task(config: PolicyGradientConfig, rows: EasyVQA, model_path: str, re
     """All training questions, and the evaluation with its controls, in the run's directory, which is open."""
     data = config.data
     builder = prompt_builder(data, model_path)
+    check_reward(reward, rows.train, builder, here=config.on == "local")
     evaluate = controlled_evaluation(config, rows.test, builder)
     return PolicyTask(config, model_path, builder, prompt_loader(config, builder, rows.train), reward, evaluate)
 

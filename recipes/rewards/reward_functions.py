@@ -60,13 +60,13 @@ def as_reward_function(function: Callable[..., Any]) -> RewardFunction:
     """Adapts a function according to the names of its arguments: verl's, EasyR1's, TRL's, or one function of all rows.
 
     A function in a module that has ``REWARD_TYPE`` is EasyR1's, whatever its argument is named. An attribute ``uses_device`` of
-    the function stays.
+    the function stays, and the function itself is the attribute ``function``.
 
     Raises:
         RewardError: the signature is unknown, or has a further argument without a default.
     """
     found = _adapted(function)
-    vars(found).update(uses_device=uses_device(function))
+    vars(found).update(uses_device=uses_device(function), function=function)
     return found
 
 

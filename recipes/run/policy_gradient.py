@@ -5,7 +5,7 @@
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch.utils.data import Subset
 from transformers.utils.logging import disable_progress_bar
 
 from dataproto import DataProto
-from dataproto.errors import InvalidConfig, InvalidRow
+from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily
 from recipes.algorithms.options import spelled_out
 from recipes.configs.shared.device_preset import preset_line, this_machine
@@ -39,7 +39,8 @@ from recipes.forecast import (
 )
 from recipes.report.kept_rollouts import KeptRollouts
 from recipes.report.page import REPORT_FILE
-from recipes.rewards import RewardFunction, RewardRow, geo3k_reward, load_reward
+from recipes.rewards import RewardFunction, load_reward
+from recipes.rewards.reward_check import check_reward
 from recipes.run.carrying import LookAhead, carry_samples
 from recipes.run.environment_roles import PlayedEnvironment, with_environment
 from recipes.run.evaluation import Evaluate, held_out_evaluation
@@ -163,7 +164,7 @@ def problems(config: PolicyGradientConfig) -> PolicyTask:
         builder = prompt_builder(data, model_path)
     with start_phase("reading data"):
         train_rows, test_rows = open_problems(config, builder)
-        check_reward(reward, train_rows)
+        check_reward(reward, train_rows, builder, here=config.on == "local")
         loader = prompt_loader(config, builder, train_rows, shuffle=data.data_path is not None)
     asked, config = config, replace(config, run=over_epochs(config.run, loader))
     config = open_task_directory(config, asked)
@@ -348,28 +349,6 @@ def open_data_set(data: DataConfig, builder: PromptBuilder) -> tuple[Any, Any]:
     if kept == len(rows):
         raise InvalidConfig(f"{path} has {len(rows)} rows, too few to hold some out: give --eval-data-path")
     return Subset(rows, range(kept)), Subset(rows, range(kept, len(rows)))
-
-
-def check_reward(reward: RewardFunction, rows: Any) -> None:
-    """Checks the first row, before models are loaded: the reward would refuse it, and in most data sets all rows are alike.
-
-    Raises:
-        RewardError: the reward needs a column that the row does not have.
-        InvalidConfig: the reward compares with a truth, and the row has none.
-    """
-    with suppress(InvalidRow):  # the loader reports it, or skips it
-        row = rows[0]
-        truth = (row.get("reward_model") or {}).get("ground_truth")
-        if callable(check_columns := getattr(reward, "check_columns", None)):
-            own = {**row.get("own_columns", {}), **row.get("media_columns", {})}
-            check_columns(RewardRow("", truth, extra_info=row.get("extra_info"), columns=own))
-        if reward is geo3k_reward and truth is None:
-            more = row["extra_info"] if isinstance(row["extra_info"], Mapping) else {}
-            columns = sorted(more.keys() - {"answer", "index", "question", "split"})  # which `read_row` adds
-            raise InvalidConfig(
-                f"row {row['index']} has no ground truth, with which the reward geo3k compares the answer: name its column by "
-                f"--answer-key, or give a --reward that needs none; its further columns are {', '.join(columns) or 'none'}"
-            )
 
 
 def fitting_rows(path: str, split: str, data: DataConfig, builder: PromptBuilder) -> Any:

@@ -1,5 +1,6 @@
 import pytest
 
+from dataproto import DataProto
 from recipes.console import LearningSignals, Thresholds, learning_problems
 from recipes.run.metrics import rollout_metrics
 
@@ -69,11 +70,11 @@ def test_each_problem_is_told_once():
 def test_groups_with_equal_scores_are_counted_among_those_with_several_samples():
     import torch
 
-    data = {
+    tensors = {
         "attention_mask": torch.ones(5, 3),
         "response_mask": torch.ones(5, 2),
         "token_level_rewards": torch.tensor([[0.0, 1.0], [0.5, 0.5], [0.0, 0.0], [0.0, 1.0], [0.0, 1.0]]),
-        "uid": ["a", "a", "b", "b", "c"],
     }
-    assert rollout_metrics(data)["reward/equal_groups_ratio"] == 0.5
-    assert "reward/equal_groups_ratio" not in rollout_metrics(data | {"uid": list("abcde")})
+    grouped, apart = (DataProto.from_dict(tensors, non_tensors={"uid": list(uids)}) for uids in ("aabbc", "abcde"))
+    assert rollout_metrics(grouped)["reward/equal_groups_ratio"] == 0.5
+    assert "reward/equal_groups_ratio" not in rollout_metrics(apart)

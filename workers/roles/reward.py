@@ -1,5 +1,6 @@
 """The role that scores responses, by a function or by a model."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -161,7 +162,7 @@ def reward_rows(data: DataProto, texts: Sequence[str]) -> list[RewardRow]:
     sources = data["data_source"] if "data_source" in data else [""] * len(data)
     extras = data["extra_info"] if "extra_info" in data else [None] * len(data)
     prompts = data["raw_prompt"] if "raw_prompt" in data else [None] * len(data)
-    lengths = data["response_mask"].bool().sum(1).tolist()
+    lengths = data["response_mask"].bool().sum(1).tolist() if "response_mask" in data else [None] * len(data)
     uids = data["uid"] if "uid" in data else [""] * len(data)
     columns = own_columns(data)
     return [
@@ -216,8 +217,8 @@ def finite_number(result: Mapping[str, Any], name: str) -> Any:
     (0.5, None, None)
     """
     value: Any = result.get(name)
-    finite = isinstance(value, (int, float, np.number)) and abs(value) <= torch.finfo(torch.float32).max
-    return value if finite else None
+    number: Any = value if isinstance(value, (int, float, np.number)) else math.nan
+    return value if abs(number) <= torch.finfo(torch.float32).max else None
 
 
 def check_names(results: Sequence[Mapping[str, float]], data: DataProto) -> None:
