@@ -116,7 +116,7 @@ def sizes_of(name: str) -> Sizes:
     """The sizes of a preset's model.
 
     >>> round(sizes_of("3b").total / 1e9, 2), round(sizes_of("7b").total / 1e9, 2)
-    (3.75, 8.28)
+    (3.76, 8.29)
     """
     from recipes.simulation.published_models import PUBLISHED
 
