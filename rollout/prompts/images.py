@@ -3,8 +3,9 @@
 Every image is converted to 8-bit RGB here, once, for the image processor and the rollout engine: it is rotated by its EXIF
 orientation (as in ``transformers`` and ``datasets``), transparency of any kind (alpha, palette, a transparent colour) becomes
 white (as in vLLM and ``qwen_vl_utils``; without this a line drawing may become black on black), 16 bits are scaled to 8, and of
-an animation the first frame is taken. Values of 32-bit integers and floats (modes ``I`` and ``F``) must be between 0 and 255;
-other ranges are refused, because their black and white are unknown.
+an animation the first frame is taken. A PIL image in mode ``L`` or ``RGB`` that comes from no file is taken as it is. Values of
+32-bit integers and floats (modes ``I`` and ``F``) must be between 0 and 255; other ranges are refused, because their black and
+white are unknown.
 
 Files are only read as images of well-known raster formats. No code in them runs, and nothing is downloaded.
 """
@@ -205,18 +206,22 @@ def _data_uri(uri: str) -> bytes:
 
 def _to_rgb(image: Image.Image) -> Image.Image:
     sixteen_bits = image.mode.startswith("I;16") or (image.mode == "I" and image.format in _SIXTEEN_BIT_FORMATS)
+    # Pillow leaves a transparent colour in the info of what it has converted; such a picture is already what it shows.
+    transparent = image.has_transparency_data and not (image.mode in ("L", "RGB") and image.format is None)
     image = ImageOps.exif_transpose(image)
     if sixteen_bits or image.mode in ("I", "F"):
         values = np.asarray(image)
         scaled = (values >> 8).astype(np.uint8) if sixteen_bits else _eight_bits(values, image.mode)
         scaled[values == image.info.get("transparency")] = 255
         return Image.fromarray(scaled).convert("RGB")
-    if image.has_transparency_data:
+    if transparent:
         image = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
         white = Image.new("RGB", image.size, (255, 255, 255))
         white.paste(image, mask=image.getchannel("A"))
         return white
-    return image.convert("RGB")
+    shown = image.convert("RGB")
+    shown.info.pop("transparency", None)  # a file that it is written to would be transparent again
+    return shown
 
 
 def _eight_bits(values: np.ndarray, mode: str) -> np.ndarray:

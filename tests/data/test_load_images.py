@@ -76,6 +76,20 @@ def test_a_palette_with_a_transparent_colour_is_laid_on_white():
     assert load_image(encoded(image, transparency=0)).getpixel((0, 0)) == (255, 255, 255)
 
 
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_a_palette_picture_that_was_converted_keeps_its_black_lines(mode):
+    """Pillow leaves the transparent colour, here black, in the info of what it converts."""
+    drawing = Image.new("P", (3, 1), 0)
+    drawing.putpalette([255, 255, 255, 0, 0, 0, 0, 0, 0])
+    drawing.putpixel((1, 0), 1)  # a black line; index 2 is transparent, and black too
+    converted = Image.open(io.BytesIO(encoded(drawing, transparency=2))).convert(mode)
+    assert "transparency" in converted.info
+    shown = load_image(converted)
+    assert np.asarray(shown)[0, :, 0].tolist() == [255, 0, 255]
+    again = load_image(encoded(shown))  # as from a file of it
+    assert np.asarray(again)[0, :, 0].tolist() == [255, 0, 255]
+
+
 def test_sixteen_bits_are_scaled_not_clipped():
     values = np.array([[0, 256, 32768, 65535]], dtype=np.uint16)
     assert np.asarray(load_image(encoded(Image.fromarray(values))))[0, :, 0].tolist() == [0, 1, 128, 255]

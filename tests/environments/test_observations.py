@@ -223,6 +223,17 @@ def test_pictures_that_differ_by_more_than_their_bytes_are_told_apart():
         assert renderer.digest(Observation([plain])) != renderer.digest(Observation([other]))
 
 
+def test_a_picture_with_a_transparent_colour_is_not_one_that_was_converted():
+    renderer = renderer_of("qwen2_5_vl")
+    file = opened(Image.new("RGB", (16, 16)), transparency=(0, 0, 0))
+    file.load()
+    copied = file.copy()
+    assert copied.info == file.info
+    for image, value in ((file, 255), (copied, 0)):
+        (shown,) = renderer.turn(Observation([image])).images
+        assert shown.image.getpixel((0, 0)) == (value,) * 3
+
+
 def test_a_picture_that_exif_turns_does_not_take_the_place_of_an_upright_one():
     """Both have one size in their files; 24 x 56 pixels make other grids than 56 x 24, and here other positions."""
     renderer, image = renderer_of("qwen2_5_vl"), picture(56, 84)

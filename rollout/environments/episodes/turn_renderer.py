@@ -267,7 +267,8 @@ def _image_key(image: Image.Image) -> tuple[Any, ...]:
         image = image.convert("RGBA")
     pixels = blake2b(image.tobytes(), digest_size=16).digest()  # first: what is told of the pixels may follow them
     turned = image.getexif().get(ExifTags.Base.Orientation)
-    meaning = image.mode, image.size, image.format if image.mode == "I" else None, turned
+    file = image.format if image.mode in ("I", "L", "RGB") else None  # without one, nothing of these is transparent
+    meaning = image.mode, image.size, file, turned
     return *meaning, repr(image.info.get("transparency")), pixels
 
 
