@@ -1,5 +1,6 @@
 """What rollouts read from a checkpoint: the model, generation settings, tokenizer, image processor and config."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -157,10 +158,10 @@ def check_in_vllm(model_path: str) -> None:
 
 def load_prompt_parts(path: str | os.PathLike[str]) -> tuple[Any, Any, Any]:
     """Tokenizer, image processor and config of a checkpoint directory. The image processor is ``None`` if the model's family
-    reads text alone.
+    reads text alone. The tokenizer has the chat template that ``AutoProcessor`` takes.
 
     Raises:
-        InvalidConfig: one of them is absent.
+        InvalidConfig: one of them is absent, or the template cannot be read.
         UnknownModel: the checkpoint is of no registered family.
     """
     from transformers import AutoConfig, AutoTokenizer
@@ -168,9 +169,32 @@ def load_prompt_parts(path: str | os.PathLike[str]) -> tuple[Any, Any, Any]:
     try:
         tokenizer, config = AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path)
         sees = family_of(config).media_layout.names("image")
-        return tokenizer, load_image_processor(path) if sees else None, config
+        parts = tokenizer, load_image_processor(path) if sees else None, config
     except (OSError, ValueError) as error:
         raise InvalidConfig(f"{path} lacks a part of a checkpoint: {str(error).splitlines()[0]}") from error
+    if sees:
+        tokenizer.chat_template = _processor_template(path) or tokenizer.chat_template
+    return parts
+
+
+def _processor_template(path: str | os.PathLike[str]) -> Any:
+    """The chat template that processors of transformers prefer to that of the tokenizer; ``None`` if there is none.
+
+    Raises:
+        InvalidConfig: a file cannot be read; names it.
+    """
+    from transformers.utils import cached_file
+
+    for name in ("processor_config.json", "chat_template.json"):
+        file = cached_file(os.fspath(path), name, _raise_exceptions_for_missing_entries=False)
+        try:
+            settings = {} if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
+            template = settings.get("chat_template")
+        except (ValueError, AttributeError) as error:
+            raise InvalidConfig(f"{file} cannot be read: {error}") from error
+        if template is not None:
+            return template
+    return None
 
 
 def _own_processor(path: str | os.PathLike[str]) -> Any:

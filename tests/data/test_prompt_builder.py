@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFile
 from torch.utils.data import DataLoader
+from transformers import ProcessorMixin
 
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig, InvalidMedia, InvalidPrompt, InvalidRow
 from helpers.tiny_models import MROPE_TYPES, tiny_model
-from helpers.tiny_prompts import tiny_builder, tiny_image_processor, tiny_prompt_config, tiny_tokenizer
+from helpers.tiny_prompts import TEMPLATE, tiny_builder, tiny_image_processor, tiny_prompt_config, tiny_tokenizer
 from recipes.data.loader import PromptLoader
 from rollout.prompts import PromptBuilder, load_image_processor
 
@@ -465,6 +466,56 @@ def test_an_argument_that_the_template_does_not_use_is_refused(arguments, messag
     tokenizer.chat_template = "{{ messages }}"
     with pytest.raises(InvalidConfig, match="it reads nothing beside the messages"):
         PromptBuilder(*parts, template_arguments=arguments)
+
+
+TEXT_ALONE = "{% for m in messages %}{{ m.role }}{% endfor %}"
+
+
+def named(name):
+    """A template that shows images, and writes its name."""
+    return f"{name} {TEMPLATE}"
+
+
+@pytest.mark.parametrize(
+    ("in_tokenizer", "files", "taken"),
+    [
+        (TEXT_ALONE, {"chat_template.json": "legacy"}, "legacy"),
+        (None, {"chat_template.json": "legacy"}, "legacy"),
+        (named("tokenizer"), {"chat_template.json": "legacy"}, "legacy"),
+        (TEXT_ALONE, {"chat_template.json": "legacy", "processor_config.json": "config"}, "config"),
+        (TEXT_ALONE, {"chat_template.jinja": "jinja"}, "jinja"),
+        (None, {"chat_template.jinja": "jinja", "chat_template.json": "legacy"}, "legacy"),
+        (named("tokenizer"), {}, "tokenizer"),
+    ],
+)
+def test_the_template_is_the_one_that_processors_take(tmp_path, in_tokenizer, files, taken):
+    tokenizer = copy.deepcopy(tiny_tokenizer())
+    tokenizer.chat_template = in_tokenizer
+    for part in (tokenizer, tiny_image_processor(), tiny_prompt_config()):
+        part.save_pretrained(tmp_path)
+    if in_tokenizer and "chat_template.jinja" not in files:  # as older checkpoints have it
+        (tmp_path / "chat_template.jinja").unlink()
+        config = tmp_path / "tokenizer_config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": in_tokenizer}))
+    for file, name in files.items():
+        text = named(name) if file.endswith("jinja") else json.dumps({"chat_template": named(name)})
+        (tmp_path / file).write_text(text)
+    builder = PromptBuilder.from_pretrained(tmp_path, 64)
+    of_processor = ProcessorMixin.get_processor_dict(tmp_path)[0].get("chat_template")
+    assert builder.tokenizer.chat_template == (of_processor or in_tokenizer) == named(taken)
+    row = builder.prepare({"prompt": "<image>Find x.", "images": [picture(16, 16)]})
+    assert builder.tokenizer.decode(row.raw_ids).startswith(taken)
+    builder.config.save_pretrained(tmp_path / "export")
+    builder.save_pretrained(tmp_path / "export")
+    assert PromptBuilder.from_pretrained(tmp_path / "export", 64).tokenizer.chat_template == named(taken)
+
+
+def test_a_template_file_that_is_no_json_is_named(tmp_path):
+    for part in (tiny_tokenizer(), tiny_image_processor(), tiny_prompt_config()):
+        part.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.json").write_text("{{ messages }}")
+    with pytest.raises(InvalidConfig, match=r"chat_template\.json cannot be read: "):
+        PromptBuilder.from_pretrained(tmp_path, 64)
 
 
 def test_a_template_that_refuses_is_a_bad_prompt():
