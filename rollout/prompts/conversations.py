@@ -18,14 +18,12 @@ from dataproto.collation import Rows, collate_supervised
 from dataproto.errors import InvalidConfig, InvalidPrompt, InvalidRow
 from dataproto.vlm import media_grids
 from rollout.prompts.image_processing import ProcessedImage
-from rollout.prompts.messages import Conversation, Turns
+from rollout.prompts.messages import THOUGHTS, Conversation, Turns
 from rollout.prompts.prepared_rows import Prompt, conversation_of, row_columns, share_media
-from rollout.prompts.prompt_builder import PromptBuilder
+from rollout.prompts.prompt_builder import ANSWER, QUESTION, PromptBuilder
 from rollout.prompts.videos import ProcessedVideo
 
 Ids = npt.NDArray[np.int64]
-ANSWER = "8412906735"
-"""Stands for any answer. It is digits: no template strips, escapes or splits them."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +104,7 @@ class SupervisedBuilder(PromptBuilder):
                     f"the chat template renders the turns before message {place} differently if that message follows, so "
                     "its tokens cannot be identified: learn the last turn only, or split the conversation into one row per turn"
                 )
+            self._check_thoughts(messages, place, whole)
             prompt, answer = self.encode_text(before[len(done) :]), self.encode_text(whole[len(before) :])
             pieces.append((prompt[len(begun) :], False))
             ends = [at for at, token in enumerate(answer) if token in self.end_ids]
@@ -117,13 +116,23 @@ class SupervisedBuilder(PromptBuilder):
         self.check_placeholders([token for ids, _ in pieces for token in ids], conversation)
         return pieces
 
+    def _check_thoughts(self, messages: Sequence[Mapping[str, Any]], place: int, whole: str) -> None:
+        """Raises `InvalidPrompt` if the template writes thoughts of its own beside those in the text of message ``place``."""
+        begin, end = THOUGHTS
+        own = sum(text.count(begin) for text in Conversation([dict(messages[place])], [], []).texts())
+        if own and whole.count(begin) - self.render(messages[:place]).count(begin) > own:
+            raise InvalidPrompt(
+                f"the chat template writes {begin} before an answer and reads no reasoning_content, so the answer in message "
+                f"{place} would have thoughts twice: leave out {begin}...{end} there, or use another template"
+            )
+
     def _end_after(self, messages: Sequence[Mapping[str, Any]], place: int, text: str) -> list[int]:
         """The token at which the model stops after ``text``, the answer in message ``place``: the first one that the template
         writes there before the next message. Raises `InvalidPrompt` if that is none of ``end_ids``.
         """
         following = messages[place + 1]["role"] if place + 1 < len(messages) else None
         role = following or ("tool" if messages[place].get("tool_calls") else "user")
-        asked, answered = {"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}
+        asked, answered = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}
         behind = self.render([asked, answered, {"role": role, "content": "?"}]).partition(ANSWER)[2]
         first = self.encode_text(behind)[:1]
         if not set(first) <= set(self.end_ids) or not first:

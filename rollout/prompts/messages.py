@@ -11,6 +11,8 @@ from dataproto.errors import InvalidPrompt
 
 Turns = Literal["all", "last"]
 """Which of the assistant's turns are learnt."""
+THOUGHTS = "<think>", "</think>"
+"""What begins and ends the thoughts of an answer."""
 _MARKERS = re.compile(r"(<image>|<video>)")
 _KINDS = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}
 _PAYLOADS = ("bytes", "image", "image_url", "video", "video_url", "url", "path")
@@ -127,6 +129,24 @@ def joined_texts(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         {**message, "content": content if isinstance(content, str) else "".join(part["text"] for part in content)}
         for message, content in contents
     ]
+
+
+def thoughts_apart(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message with the thoughts at the beginning of an answer in ``reasoning_content``, as some templates want them.
+
+    >>> thoughts_apart({"role": "assistant", "content": "<think>\\n3 + 4\\n</think>\\n\\n7"})
+    {'role': 'assistant', 'content': '7', 'reasoning_content': '3 + 4'}
+    """
+    content = message["content"]
+    first = content[:1] if isinstance(content, list) else [{"type": "text", "text": content}]
+    text = first[0].get("text", "").lstrip() if first else ""
+    if message["role"] != "assistant" or "reasoning_content" in message or not text.startswith(THOUGHTS[0]):
+        return dict(message)
+    thoughts, _, answer = text.removeprefix(THOUGHTS[0]).partition(THOUGHTS[1])
+    parts = (
+        [{**first[0], "text": answer.lstrip("\n")}, *content[1:]] if isinstance(content, list) else answer.lstrip("\n")
+    )
+    return {**message, "content": parts, "reasoning_content": thoughts.strip("\n")}
 
 
 def as_parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:

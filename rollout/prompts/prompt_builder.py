@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from copy import copy
-from functools import partial
+from functools import cached_property, partial
 from hashlib import blake2b
 from itertools import count
 from pathlib import Path
@@ -24,7 +24,7 @@ from dataproto.vlm import family_of
 from rollout.pretrained import end_ids, generation_config, load_prompt_parts
 from rollout.prompts.image_processing import Batch, ImageCache, ProcessedImage, process_image
 from rollout.prompts.images import check_whole, encoded_image, image_size, load_image
-from rollout.prompts.messages import Conversation, as_parts, joined_texts
+from rollout.prompts.messages import THOUGHTS, Conversation, as_parts, joined_texts, thoughts_apart
 from rollout.prompts.prepared_rows import (
     CONSUMED_COLUMNS,
     Prompt,
@@ -43,6 +43,9 @@ IMAGE_CACHE_BYTES = 2 << 30
 
 MAX_THREADS = 16
 """Threads that prepare rows. Most of the time goes into copies of pixels, for which more threads find no memory bandwidth."""
+
+QUESTION, THOUGHT, ANSWER = "7315498026", "5390718264", "8412906735"
+"""Texts that stand for any others when a template is tried out. They are digits: no template strips, escapes or splits them."""
 
 T = TypeVar("T")
 
@@ -274,6 +277,25 @@ class PromptBuilder:
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False) -> str:
         """The messages as text, by the chat template. Raises `InvalidPrompt` with the template's error."""
+        apart = [thoughts_apart(message) for message in messages]
+        if apart != list(messages) and self._takes_thoughts_apart:
+            messages = apart
+        return self._rendered(messages, add_generation_prompt)
+
+    @cached_property
+    def _takes_thoughts_apart(self) -> bool:
+        """Whether the template writes thoughts before an answer, and reads them in ``reasoning_content`` only, as Qwen3.8's."""
+
+        def written(answer: Mapping[str, Any]) -> str:
+            text = self._rendered([{"role": "user", "content": QUESTION}, answer])
+            return text.partition(QUESTION)[2].partition(ANSWER)[0]
+
+        begin, end = THOUGHTS
+        answer = {"role": "assistant", "content": f"{begin}\n{THOUGHT}\n{end}\n\n{ANSWER}"}
+        found = written(thoughts_apart(answer))
+        return written(answer).count(begin) > found.count(begin) and THOUGHT in found
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False) -> str:
         if not self.family.vision_parts:
             messages = joined_texts(messages)
         elif self.family.typed_content:
@@ -299,7 +321,7 @@ class PromptBuilder:
         ):
             if placeholder is not None and ids.count(placeholder) != len(media):
                 raise InvalidPrompt(
-                    f"the tokenizer's chat template wrote {ids.count(placeholder)} {kind} placeholders for {len(media)} "
+                    f"the chat template wrote {ids.count(placeholder)} {kind} placeholders for {len(media)} "
                     f"{kind}s: the checkpoint needs a template that writes one for each"
                 )
 

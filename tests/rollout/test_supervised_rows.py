@@ -1,3 +1,4 @@
+import copy
 import io
 
 import numpy as np
@@ -182,6 +183,47 @@ def test_an_answer_that_calls_a_tool_ends_where_the_tool_answers(tmp_path):
     ):
         row = made.prepare({"prompt": messages})
         assert made.tokenizer.decode(row.input_ids[row.loss_mask == 1]) == learnt
+
+
+def thinker(reads, content="m.content"):
+    """A template that writes thoughts before each answer, as those of Qwen3.5 and Qwen3.8."""
+    return (
+        "{%- for m in messages -%}{%- set content = " + content + " -%}{{ '<|im_start|>' + m.role + '\n' }}"
+        "{%- if m.role == 'assistant' -%}{{ '<think>\n' + " + reads + " + '\n</think>\n\n' }}{%- endif -%}"
+        "{{ content.split('</think>')[-1].lstrip('\n') if split else content }}{{ '<|im_end|>\n' }}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n<think>\n' }}{%- endif -%}"
+    )
+
+
+QWEN3_8 = thinker("m.reasoning_content | default('')")
+QWEN3_5 = thinker("content.split('</think>')[0].split('<think>')[-1].strip('\n')").replace("if split", "if true")
+
+
+@pytest.mark.parametrize("template", [QWEN3_8, QWEN3_5], ids=["apart", "in the content"])
+@pytest.mark.parametrize("typed", [False, True])
+def test_an_answer_has_one_thought_whichever_way_the_template_reads_it(template, typed):
+    made = builder()
+    made.tokenizer = copy.deepcopy(made.tokenizer)
+    made.tokenizer.chat_template = (
+        template.replace("m.content", "(m.content if m.content is string else m.content[0].text)")
+        if typed
+        else template
+    )
+    said = "<think>\n3 + 4\n</think>\n\n7"
+    content = [{"type": "text", "text": said}] if typed else said
+    row = made.prepare({"prompt": [SAID[0], {"role": "assistant", "content": content}]})
+    assert made.tokenizer.decode(row.input_ids[row.loss_mask == 1]) == "3 + 4\n</think>\n\n7<|im_end|>"
+    own = {"role": "assistant", "content": "7", "reasoning_content": "3 + 4"}
+    assert "apart" not in template or made.prepare({"prompt": [SAID[0], own]}).raw_ids == row.raw_ids
+
+
+def test_thoughts_that_a_template_does_not_read_are_refused():
+    made = builder()
+    made.tokenizer = copy.deepcopy(made.tokenizer)
+    made.tokenizer.chat_template = thinker("''")
+    with pytest.raises(InvalidPrompt, match=r"so the answer in message 1 would have thoughts twice: leave"):
+        made.prepare({"prompt": [SAID[0], {"role": "assistant", "content": "<think>3 + 4</think>7"}]})
+    assert made.prepare({"prompt": SAID[:2]}).loss_mask.any()
 
 
 def test_an_answer_without_an_end_is_refused(tmp_path):
