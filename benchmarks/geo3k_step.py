@@ -171,7 +171,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--flash-attention", default="torch", choices=["torch", "fa4"])
     parser.add_argument("--scoring-token-budget", type=int, help="default: twice --token-budget")
-    parser.add_argument("--unsharded", default="nothing", choices=UNSHARDED, help="between micro-batches")
+    parser.add_argument("--unsharded", default="auto", choices=("auto", *UNSHARDED), help="between micro-batches")
     parser.add_argument("--steps", type=int, default=2, help="measured steps, after one warm-up step")
     parser.add_argument("--over-ask", type=float, default=1.0, help="groups decoded at a time; see --rollout.over-ask")
     parser.add_argument("--rollout", default="{}", help="JSON: options of the engine")
