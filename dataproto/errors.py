@@ -6,7 +6,7 @@ clauses work. Messages name the row, column, shape or rank, and what to do.
 
 import contextlib
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 
@@ -158,6 +158,83 @@ def writing(path: Path, draft: Path | None = None) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 draft.unlink(missing_ok=True)
         raise FileNotWritten(f"{path} could not be written: {error.strerror or error}{WAY_OUT}") from error
+
+
+def raise_first(errors: Sequence[BaseException]) -> None:
+    """Raises the first of the errors, if there is any, with the messages of the others as notes."""
+    if errors:
+        note_later(*errors)
+        raise errors[0]
+
+
+def note_later(first: BaseException, *later: BaseException) -> None:
+    """Adds the messages of errors that came while ``first`` was handled to its notes."""
+    for error in later:
+        if error is not first:
+            first.add_note(f"{LATER}{type(error).__name__}: {error}")
+
+
+def later_errors(error: BaseException) -> list[str]:
+    """The notes of errors that came later, each without its further lines."""
+    return [note.partition("\n")[0] for note in getattr(error, "__notes__", ()) if note.startswith(LATER)]
+
+
+LATER = "and "
+"""Begins the note of a later error."""
+
+
+def end_after(error: BaseException | None, *ends: Callable[[], object]) -> None:
+    """Calls each of ``ends``, whatever the others raise; what an ``__exit__`` or an ``except`` does about ``error``.
+
+    With an error, which the caller lets pass, those of the ends become notes of it; without one the first of theirs is raised.
+    """
+    found = []
+    for end in ends:
+        try:
+            end()
+        except BaseException as later:
+            found.append(later)
+    if error is None:
+        raise_first(found)
+    else:
+        note_later(error, *found)
+
+
+@contextlib.contextmanager
+def ending(*ends: Callable[[], object]) -> Iterator[None]:
+    """Calls each of ``ends`` after a block, as ``finally`` does, but the first error is the one that is raised.
+
+    >>> def fail(error):
+    ...     raise error
+    >>> try:
+    ...     with ending(lambda: fail(OSError("not closed")), lambda: print("closed")):
+    ...         fail(ValueError("the cause"))
+    ... except ValueError as error:
+    ...     print(error, error.__notes__)
+    closed
+    the cause ['and OSError: not closed']
+    """
+    try:
+        yield
+    except GeneratorExit:  # the caller reads no further, which is no error
+        end_after(None, *ends)
+        raise
+    except BaseException as error:
+        end_after(error, *ends)
+        raise
+    end_after(None, *ends)
+
+
+@contextlib.contextmanager
+def not_hiding(error: BaseException | None) -> Iterator[None]:
+    """A block that must run although there is an ``error`` already, which is raised if the block fails as well."""
+    try:
+        yield
+    except BaseException as later:
+        if error is None:
+            raise
+        note_later(error, later)
+        raise error from None
 
 
 def describe(failure: BaseException, file: str | None = None) -> str:

@@ -7,12 +7,13 @@ number of its random stream, so under equal weights it gets the tokens that it w
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dataproto.errors import DataProtoError, InvalidPrompt, MediaMismatch
+from dataproto.errors import DataProtoError, InvalidPrompt, MediaMismatch, end_after, ending
 from dataproto.vlm import VLMFamily
 from rollout.continuation import continued_experts
 from rollout.engine import Completion, FinishReason, Request, RequestEngine, SamplingParams
@@ -192,7 +193,13 @@ def decode_groups(
         for request, tokens in zip(requests, begun, strict=True)
     ]
     waiting = deque(submitted_together(groups.labels))
-    try:
+
+    def stop(number: int, place: int) -> None:
+        stopped = engine.abort(number)
+        if stopped is not None:
+            found[place] = found[place][0] + Tokens.of(stopped, weight_version), "abort"
+
+    with ending(lambda: end_after(None, *(partial(stop, *each) for each in running.items()))):
         while (waiting or running) and not groups.enough:
             for place in waiting.popleft() if waiting else ():  # the engine reads the first ones meanwhile
                 try:
@@ -207,9 +214,4 @@ def decode_groups(
                     continue
                 found[place] = found[place][0] + Tokens.of(completion, weight_version), completion.finish_reason
                 groups.finish(place)
-    finally:
-        for number, place in running.items():
-            stopped = engine.abort(number)
-            if stopped is not None:
-                found[place] = found[place][0] + Tokens.of(stopped, weight_version), "abort"
     return found

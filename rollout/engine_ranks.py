@@ -9,13 +9,14 @@ import io
 import pickle
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from PIL import Image
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
-from dataproto.errors import DataProtoError, RankFailure
+from dataproto.errors import DataProtoError, RankFailure, end_after, not_hiding
 from rollout.engine import Completion, Request, RequestEngine, SamplingParams
 
 T = TypeVar("T")
@@ -41,7 +42,7 @@ def _lead(leader: "_LeadingEngine", play: Callable[[RequestEngine], T]) -> T:
     try:
         result = play(leader)
     except BaseException as error:
-        leader.send((False, f"{type(error).__name__}: {error}"))
+        end_after(error, partial(leader.send, (False, f"{type(error).__name__}: {error}")))
         raise
     leader.send((True, result))
     return result
@@ -52,7 +53,8 @@ def _follow(engine: RequestEngine, group: ProcessGroup) -> Any:
     channel = _Channel(group)
     failure: Exception | None = None
     while True:
-        calls, end = channel.broadcast(None)
+        with not_hiding(failure):
+            calls, end = channel.broadcast(None)
         for name, arguments in calls:
             with suppress(DataProtoError):  # which the first rank raises as well
                 getattr(engine, name)(*arguments)

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
-from dataproto.errors import InvalidIndex, RankFailure
+from dataproto.errors import InvalidIndex, RankFailure, not_hiding
 from dataproto.transfer import all_gather_equal
 
 Result = TypeVar("Result")
@@ -83,7 +83,8 @@ class GroupRanks:
         """
         outcome, problem = attempted(lambda: (act(),))
         failed = torch.tensor([int(problem is not None)], dtype=torch.int32, device=self.carrier("cpu"))
-        dist.all_reduce(failed, dist.ReduceOp.MAX, group=self.group)
+        with not_hiding(problem):
+            dist.all_reduce(failed, dist.ReduceOp.MAX, group=self.group)
         if failed.item():
             self._heard(None, problem)
         assert outcome is not None
@@ -93,7 +94,8 @@ class GroupRanks:
         """The value of each rank; raises `RankFailure` on all if one has a problem."""
         failure = None if problem is None else f"{type(problem).__name__}: {problem}"
         heard: list[Any] = [None] * self.size
-        dist.all_gather_object(heard, (failure, value), group=self.group)
+        with not_hiding(problem):
+            dist.all_gather_object(heard, (failure, value), group=self.group)
         if failures := {rank: message for rank, (message, _) in enumerate(heard) if message is not None}:
             raise RankFailure(f"no batch was exchanged: {grouped('rank', failures)}") from problem
         return [each for _, each in heard]

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import tyro
 
-from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig
+from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig, later_errors
 from recipes.options.config_file import ONCE, file_arguments
 from recipes.options.help_text import help_text, show_help
 from recipes.options.idle_options import refuse_idle_options
@@ -49,6 +49,8 @@ LEFT_OVER = re.compile(r"^Unrecognized options: (.*)")
 NAMES_OF_AN_ALGORITHM = ("--algorithm.loss", "--algorithm.advantage")
 TRACEBACK_TEXT = "show the whole traceback of an error"
 CONFIG_TEXT = "read options from a YAML file; those given here override it"
+NOT_BEGUN = "the new one had not begun"
+"""What a run that ends before its first step adds to its error, so that nothing is said of resuming it."""
 TINY, ANY = "tiny", "any"
 """The presets that every recipe has: of the small model that it makes, and of a checkpoint of any size."""
 PRESET_TEXT = "whose defaults: of the small model, or of a checkpoint of any or of this size (default: tiny)"
@@ -82,7 +84,7 @@ def exit_status(arguments: Sequence[str] | None = None, resumes: bool = True) ->
     except (DataProtoError, OSError) as error:
         if TRACEBACK in status.arguments:
             traceback.print_exc()
-        lines = (text.partition("\n")[0] for text in (str(error), *getattr(error, "__notes__", ())))
+        lines = [str(error).partition("\n")[0], *later_errors(error)]
         print(f"error: {'; '.join(lines)}", file=sys.stderr)
         status.code = 2
     except KeyboardInterrupt as error:
@@ -90,8 +92,10 @@ def exit_status(arguments: Sequence[str] | None = None, resumes: bool = True) ->
         way_on = (
             f": run the same command with --resume{instead} to continue from the last checkpoint" if resumes else ""
         )
-        way_on = next((f": {note}" for note in getattr(error, "__notes__", ())), way_on)  # nothing to continue
-        print(f"\ninterrupted{way_on}", file=sys.stderr)
+        later = later_errors(error)
+        if any(NOT_BEGUN in each for each in later):
+            way_on = ""
+        print("; ".join([f"\ninterrupted{way_on}", *later]), file=sys.stderr)
         status.code = 130
 
 

@@ -3,20 +3,21 @@
 import json
 import os
 import shutil
-import sys
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any, Protocol, TypeVar
 
-from dataproto.errors import CheckpointError, FileNotWritten, InvalidConfig, writing
+from dataproto.errors import LATER, CheckpointError, InvalidConfig, end_after, ending, writing
 from recipes.configs.shared.run_config import RunConfig
 from recipes.console import show_summary
 from recipes.console.summary import Compare
 from recipes.data.loader import PromptLoader
 from recipes.options import options_of, write_options
+from recipes.options.command_line import NOT_BEGUN
 from recipes.report.metrics_file import METRICS_FILE
 from recipes.report.page import CONFIG_FILE, ENVIRONMENT_FILE, environment, write_report
 from recipes.run.directory_lock import LOCK_FILE, locked
@@ -155,10 +156,14 @@ def held_directory(config: HasRun) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            if _restore_earlier(directory):
-                error.add_note(f"the earlier run in {directory} stays: the new one had not begun")
+            end_after(error, partial(_tell_what_stays, error, directory))
             raise
         forget_earlier(directory)
+
+
+def _tell_what_stays(error: BaseException, directory: Path) -> None:
+    if _restore_earlier(directory):
+        error.add_note(f"{LATER}the earlier run in {directory} stays: {NOT_BEGUN}")
 
 
 def forget_earlier(directory: Path) -> None:
@@ -217,17 +222,11 @@ def reported(directory: Path, started: float | None = None, compared: Compare | 
         compared: see `recipes.console.show_summary`.
     """
     started = time.monotonic() if started is None else started
-    try:
+    with ending(
+        partial(write_report, directory),
+        lambda: show_summary(directory, time.monotonic() - started, compared=compared),
+    ):
         yield directory
-    finally:
-        failed = sys.exc_info()[0] is not None
-        try:
-            write_report(directory)
-        except FileNotWritten as error:
-            if not failed:
-                raise
-            print(f"no report: {error}", file=sys.stderr)  # the error that ended the run says more
-        show_summary(directory, time.monotonic() - started, compared=compared)
 
 
 def open_run_directory(run: RunConfig, config: Any = None, asked: Any = None) -> Path:

@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import TracebackType
 
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, end_after, ending
 from recipes.run.directory_lock import locked
 
 FRONT = "from recipes.serve.front_process import main; main({arguments!r}, {engine!r}, {listener}, {pipe})"
@@ -117,10 +118,10 @@ class Supervisor:
         engine, listener = str(self.directory / "engine"), self.listener.fileno()
         front = FRONT.format(arguments=list(front_arguments), engine=engine, listener=listener, pipe=read)
         self.front = Child("front", front, [listener, read], environment)
-        self._stack.callback(self.front.stop)
+        self._stack.enter_context(ending(self.front.stop))
         code = ENGINE.format(factory=factory, options=options, engine=engine, pipe=read)
         self.engine = Child("engine", code, [read], environment, self.directory / "engine")
-        self._stack.callback(self.engine.stop)
+        self._stack.enter_context(ending(self.engine.stop))
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
         """Watches both processes. Raises `InvalidConfig` if one cannot start."""
@@ -136,8 +137,10 @@ class Supervisor:
     def __enter__(self) -> "Supervisor":
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        end_after(error, self.close)
 
 
 def listening(host: str, port: int) -> socket.socket:

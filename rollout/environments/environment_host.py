@@ -19,6 +19,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
+from dataproto.errors import end_after
 from rollout.environments.environment import (
     EnvironmentFailed,
     MakeEnvironment,
@@ -164,7 +165,7 @@ class EnvironmentHost:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.shut()
+        end_after(error, self.shut)
 
     def shut(self) -> None:
         """Closes all environments. Further calls do nothing."""

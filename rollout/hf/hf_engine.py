@@ -7,7 +7,7 @@ its samples get copies of the cache. A request that continues a finished one rea
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from transformers import AutoConfig, AutoTokenizer
 
-from dataproto.errors import DataProtoError, InvalidConfig, NonFiniteLogits
+from dataproto.errors import DataProtoError, InvalidConfig, NonFiniteLogits, end_after, ending
 from dataproto.vlm import family_of
 from rollout.engine import (
     Completion,
@@ -188,7 +188,7 @@ class HFEngine:
             NonFiniteLogits: no token can be sampled for a request; names its row. The engine stays usable.
         """
         places: dict[int, int] = {}
-        try:
+        with ending(lambda: end_after(None, *(partial(self.abort, number) for number in places))):
             for place, request in enumerate(requests):
                 number = self._add(request, sampling, name=row_name(place, request.uid, sampling))
                 places[number] = place
@@ -199,9 +199,6 @@ class HFEngine:
                     if completion.error is not None:
                         raise completion.error
                     yield replace(completion, request=places.pop(completion.request))
-        finally:
-            for number in places:
-                self.abort(number)
 
     @torch.inference_mode()
     def poll(self) -> list[Completion]:
@@ -210,8 +207,8 @@ class HFEngine:
             self._admit()
             for batch in self._batches:
                 self._step(batch)
-        except BaseException:
-            self._suspend()
+        except BaseException as error:
+            end_after(error, self._suspend)
             raise
         self._remove_finished()
         done, self._done = self._done, []

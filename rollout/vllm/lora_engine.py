@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
+from dataproto.errors import end_after
 from rollout.adapters import Adapter, AdapterConfig, AdapterRequest, write_adapter
 from rollout.adapters.adapter import DOWN
 from rollout.adapters.adapter_files import PREFIX
@@ -103,8 +104,8 @@ def hand_over(worker: Any, handed: Handed) -> None:
     def activated(number: int) -> bool:
         try:
             new: bool = activate(number)
-        except BaseException:
-            writes.drop()
+        except BaseException as error:
+            end_after(error, writes.drop)
             raise
         writes.write()
         return new

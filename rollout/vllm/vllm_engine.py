@@ -13,7 +13,15 @@ from typing import Any, ClassVar
 
 import torch
 
-from dataproto.errors import DataProtoError, InvalidConfig, NonFiniteLogits, RequestFailed, RunAbandoned
+from dataproto.errors import (
+    DataProtoError,
+    InvalidConfig,
+    NonFiniteLogits,
+    RequestFailed,
+    RunAbandoned,
+    end_after,
+    ending,
+)
 from dataproto.vlm import family_of
 from rollout.continuation import check_continues
 from rollout.engine import (
@@ -227,7 +235,7 @@ class VLLMEngine(StreamedWeights):
         ]
         places = {row.number: place for place, row in enumerate(rows)}
         left = len(rows)
-        try:
+        with ending(lambda: self._end_run(places)):  # after an error, or if the caller stops reading
             self._begin(rows, sampling, places)
             while left:
                 done = self.poll()
@@ -244,8 +252,6 @@ class VLLMEngine(StreamedWeights):
                             f"another run began before this one was read to its end: {left} of {len(requests)} "
                             "completions are lost; read each run before the next, for instance into a list"
                         )
-        finally:
-            self._end_run(places)  # after an error, or if the caller stops reading
 
     def _begin(self, rows: Sequence[EngineRequest], sampling: SamplingParams, run: Mapping[int, int]) -> None:
         """Begins a run and to render its prompts, which `poll` gives to vLLM. It ends the run before, which the caller neither
@@ -351,10 +357,8 @@ class VLLMEngine(StreamedWeights):
         """
         try:
             yield
-        except BaseException:
-            self._drop_coming()
-            self.prompts.last.clear()
-            self.llm.reset_mm_cache()
+        except BaseException as error:
+            end_after(error, self._drop_coming, self.prompts.last.clear, self.llm.reset_mm_cache)
             raise
 
     def _finish(self, output: Any) -> None:

@@ -123,7 +123,7 @@ def test_the_earlier_run_stays_if_the_new_one_does_not_load(
     if error is RuntimeError:
         with pytest.raises(RuntimeError, match="no memory") as caught:
             recipe.main(given)
-        assert caught.value.__notes__ == [f"the earlier run in {run} stays: the new one had not begun"]
+        assert caught.value.__notes__ == [f"and the earlier run in {run} stays: the new one had not begun"]
     else:
         assert recipe.main(given) == (130 if error is KeyboardInterrupt else 2)
         told = capsys.readouterr().err

@@ -10,6 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from dataproto.errors import InvalidConfig, WorkerFailed
+from dataproto.errors import InvalidConfig, WorkerFailed, end_after, ending
 from dataproto.extras import unimportable_modules
 from dataproto.serialization.wire import Buffer, shared_blobs
 from workers.cluster.host import Host, PhaseMonitor, import_ours, log_progress, shadowing_folders
@@ -81,11 +82,8 @@ def running_ray(config: RayConfig, processes: int) -> Iterator[None]:
         options["runtime_env"] = environment
     ray.init(address=config.address or "local", **options)
     _started_with.append(config)
-    try:
+    with ending(_started_with.clear, ray.shutdown):
         yield
-    finally:
-        _started_with.clear()
-        ray.shutdown()
 
 
 def _bind_to_localhost() -> None:
@@ -248,11 +246,13 @@ def start_hosts(
 
 def end_processes(actors: Sequence[Any], reserved: PlacementGroup) -> None:
     """Ends Ray actors and removes their placement group; ignores those that have ended."""
-    for actor in actors:
+
+    def quietly(end: Callable[[Any], object], what: Any) -> None:
         with contextlib.suppress(RayError):
-            ray.kill(actor)
-    with contextlib.suppress(RayError):
-        remove_placement_group(reserved)
+            end(what)
+
+    ends = [partial(quietly, ray.kill, actor) for actor in actors]
+    end_after(None, *ends, partial(quietly, remove_placement_group, reserved))
 
 
 def last_phases(monitor: Any) -> dict[int, str]:
@@ -269,7 +269,11 @@ def cpus_by_node() -> dict[str, int]:
 
 def lost_nodes(ids: Collection[str]) -> list[str]:
     """Those of the nodes that no longer answer. Ray itself takes seconds to notice that a node is lost."""
-    return sorted(node["NodeID"] for node in ray.nodes() if node["NodeID"] in ids and not _lives(node))
+    try:
+        nodes = ray.nodes()
+    except Exception:  # of Ray itself, which may have ended; the failures of the ranks say why
+        return []
+    return sorted(node["NodeID"] for node in nodes if node["NodeID"] in ids and not _lives(node))
 
 
 def _lives(node: Mapping[str, Any]) -> bool:

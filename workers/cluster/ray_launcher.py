@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, ending
 from rollout.engine import engine_ranks, prepare_engine
 from workers.cluster.placement import all_fit
 from workers.cluster.ray_config import RayConfig
@@ -179,7 +179,7 @@ def ray_worker(make: Callable[[torch.device | None], Any], stack: ExitStack, **o
     pickle_unimportable_modules_by_value()
     stack.enter_context(running_ray(config, 1))
     pool = RayPool(Layout(), config, new_step_blobs())
-    stack.callback(pool.close)
+    stack.enter_context(ending(pool.close))
     pool.connect()
     return pool.build("worker", lambda host: make(host.device))
 
@@ -215,7 +215,7 @@ def _start_pools(plan: LaunchPlan, config: RayConfig, stack: ExitStack) -> Pools
     blobs, pools = new_step_blobs(), {}
     for name, planned in planned_pools(plan, config).items():
         pools[name] = RayPool(planned.layout, planned.config, blobs, planned.together, planned.device)
-        stack.callback(pools[name].close)
+        stack.enter_context(ending(pools[name].close))
     for pool in pools.values():
         pool.connect()
     return Pools(**pools)

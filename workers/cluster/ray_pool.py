@@ -5,12 +5,13 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import lcm
 from typing import Any
 
 import torch
 
-from dataproto.errors import DataProtoError, WorkerFailed
+from dataproto.errors import DataProtoError, WorkerFailed, end_after
 from workers.cluster.host import Host
 from workers.cluster.placement import Placement, first_ranks, rank_order, thread_shares
 from workers.cluster.ray_config import RayConfig
@@ -176,9 +177,11 @@ class RayPool:
             lines.append(f"{self.rank_name(rank, rows)} {how} {describe_call(call, phases.get(rank))}")
         lines += [f"{self.node_name(node)} is lost" for node in lost]
         limit = "" if failures else f" within {self.config.timeout_s:g} s"
-        self.close(f"{call} failed{limit}: " + "; ".join(lines))
+        reason = f"{call} failed{limit}: " + "; ".join(lines)
         trace = failures[causes[0]].traceback if causes else ""
-        raise WorkerFailed(f"{self.closed_reason}\n{trace}".rstrip())
+        error = WorkerFailed(f"{reason}\n{trace}".rstrip())
+        end_after(error, partial(self.close, reason))
+        raise error
 
     def _error(self, call: str, failures: Mapping[int, Failure], rows: Sequence[str]) -> Exception:
         """The error for the caller: of the first rank whose failure is not a consequence of another's."""

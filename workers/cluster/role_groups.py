@@ -8,9 +8,8 @@ from types import TracebackType
 from typing import Any
 
 from dataproto import DataProto
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, end_after, ending, raise_first
 from rollout.engine import SamplingParams, check_early_rewards
-from workers.ranks.failures import raise_first
 from workers.ranks.layout import Layout
 from workers.roles.actor import ActorConfig
 from workers.roles.critic import CriticConfig
@@ -137,12 +136,12 @@ class Roles:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            if kind is None and self.actor.closed_reason is None:  # otherwise the caller already has the error
-                self.finish_saves()
-                self.release()
-        finally:
-            self.close()
+        if kind is not None or self.actor.closed_reason is not None:  # the caller already has the error
+            end_after(error, self.close)
+            return
+        with ending(self.close):
+            self.finish_saves()
+            self.release()
 
     def finish_saves(self) -> None:
         """Waits until the background saves of actor and critic are on disk, and raises the first of their errors."""

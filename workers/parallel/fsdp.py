@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from dataproto.errors import ending
 from workers.model.lora import base_layers
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
@@ -101,11 +102,8 @@ class FullySharded(Transform):
             yield
             return
         self._reshard_after_use(module, False)
-        try:
+        with ending(lambda: self._reshard_after_use(module, True), lambda: self.reshard(module)):
             yield
-        finally:
-            self._reshard_after_use(module, True)
-            self.reshard(module)
 
     @staticmethod
     def _reshard_after_use(module: PackedVLM, reshard: bool) -> None:

@@ -1,6 +1,6 @@
 """Failures of several ranks in one call: which one is the cause, how long to wait for it, and how messages describe it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dataproto.errors import DataProtoError, RankFailure
@@ -77,11 +77,3 @@ def describe_failure(rank_name: str, call: str, phase: str | None, failure: Fail
 def first_line(error: BaseException) -> str:
     """The first line of an error's message."""
     return (str(error).strip().splitlines() or [""])[0]
-
-
-def raise_first(errors: Sequence[BaseException]) -> None:
-    """Raises the first of the errors, if there is any, with the messages of the others as notes."""
-    for other in errors[1:]:
-        errors[0].add_note(f"and {type(other).__name__}: {other}")
-    if errors:
-        raise errors[0]

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import TypeVar
 
@@ -11,7 +12,7 @@ from torch import distributed
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dataproto.errors import InvalidConfig, RankFailure
+from dataproto.errors import InvalidConfig, RankFailure, end_after
 from workers.ranks.layout import Layout
 
 T = TypeVar("T")
@@ -98,12 +99,15 @@ class Ranks:
         try:
             yield
         except Exception as error:
-            self._gather_failures(f"{type(error).__name__}: {error}")
-            error.raised_on_all_ranks = True  # type: ignore[attr-defined]
+            end_after(error, partial(self._tell, error))
             raise
         failures = self._gather_failures(None)
         if failures:
             raise RankFailure("; ".join(failures))
+
+    def _tell(self, error: Exception) -> None:
+        self._gather_failures(f"{type(error).__name__}: {error}")
+        error.raised_on_all_ranks = True  # type: ignore[attr-defined]
 
     def _gather_failures(self, failure: str | None) -> list[str]:
         failures = self.all_gather(failure, *AXES)

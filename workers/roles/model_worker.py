@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dataproto import DataProto
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, end_after, ending
 from dataproto.vlm import VLMFamily
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
@@ -109,12 +110,12 @@ class TrainedWorker(ModelWorker):
         """`update`, which also returns the scores of the rows before the model learned from them, without a further pass."""
         self._refuse_open_passes("update")
         self.drop_update()
-        try:
-            with self.model.updating(data, minibatch, epochs, aggregation, entropy) as update:
-                for rows, sums in update.minibatches():
-                    self.model.run(rows, loss_fn, sums, entropy)
-        finally:
-            self.module.forget_features()
+        with (
+            ending(self.module.forget_features),
+            self.model.updating(data, minibatch, epochs, aggregation, entropy) as update,
+        ):
+            for rows, sums in update.minibatches():
+                self.model.run(rows, loss_fn, sums, entropy)
         return update.result
 
     @dispatch(split=split_update, join=join_updates)
@@ -140,8 +141,8 @@ class TrainedWorker(ModelWorker):
         update = open_update or AccumulatedUpdate(self.model, aggregation, entropy)
         try:
             scores = update.add(data, loss_fn)
-        except BaseException:
-            self._drop(update)
+        except BaseException as error:
+            end_after(error, partial(self._drop, update))
             raise
         self._open_update = update
         return Updated({}, scores, np.asarray(data[ROW]) if ROW in data else None)
@@ -159,8 +160,8 @@ class TrainedWorker(ModelWorker):
             raise InvalidConfig("there is no update to finish: call accumulate first")
         try:
             return update.finish()
-        except BaseException:
-            self._drop(update)
+        except BaseException as error:
+            end_after(error, partial(self._drop, update))
             raise
 
     @dispatch("all")

@@ -6,9 +6,11 @@ sets of ranks that contain every dp position and every engine either completely 
 consecutive: two stages of a pipeline are not.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from types import TracebackType
 from typing import Any
@@ -19,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 from dataproto import DataProto
 from dataproto.distributed import all_gather
-from dataproto.errors import InvalidConfig, RowCountMismatch
+from dataproto.errors import InvalidConfig, RowCountMismatch, end_after
 from dataproto.packing import other_response_columns, token_widths, widen
 from rollout.engine import RolloutEngine
 from rollout.sampling import derive_seed
@@ -191,8 +193,8 @@ class ShardingManager:
                 with self.ranks.fail_together():
                     self._load_weights()
                 self.version += 1
-        except BaseException:
-            self._rest()  # training needs the memory
+        except BaseException as error:
+            end_after(error, *self._rest)  # training needs the memory
             raise
         self.stale = False
         self._training_random = random_states()
@@ -205,25 +207,24 @@ class ShardingManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._rollout_random = random_states()
-        set_random_states(self._training_random)
-        self._rest()
+        end_after(error, self._continue_training_random, *self._rest)
 
     def _load_weights(self) -> None:
         weights = iter(self.weights())
         try:
             self.engine.load_weights(weights)
-        except Exception:
-            for _ in weights:  # other ranks continue to gather and take them
-                pass
+        except Exception as error:
+            end_after(error, partial(deque, weights, maxlen=0))  # other ranks continue to gather and take them
             raise
 
-    def _rest(self) -> None:
-        try:
-            if self.shares_device:
-                self.engine.sleep()
-        finally:
-            self._phase.close()
+    def _continue_training_random(self) -> None:
+        self._rollout_random = random_states()
+        set_random_states(self._training_random)
+
+    @property
+    def _rest(self) -> list[Callable[[], None]]:
+        """What frees the memory of the rollout."""
+        return [*([self.engine.sleep] if self.shares_device else []), self._phase.close]
 
     def preprocess_data(self, data: DataProto, together: str | None = None) -> DataProto:
         """The rows for this rank's engine: its share of the rows of all dp positions in the block, in their order.

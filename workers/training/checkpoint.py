@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
-from dataproto.errors import CheckpointError, writing
+from dataproto.errors import CheckpointError, ending, raise_first, writing
 from workers.model.lora import base_name
 from workers.model.packed_model import PackedVLM
-from workers.ranks.failures import raise_first
 from workers.ranks.mesh import Ranks
 from workers.training.checkpoint_files import read_state, run_behind, stored_names, write_state, write_state_behind
 from workers.training.optimizer import Moments, Optimizer
@@ -150,13 +149,15 @@ class Saving:
         """
         export = ShardedExport(directory / "huggingface", module.model, module.family, ranks, dtype)
         export.collect(behind)
-        try:
-            self.save_training(directory, module, optimizer, behind)
-        finally:  # the other ranks wait there
+
+        def finish() -> None:
             if behind:
                 self._writes.append(run_behind(export.finish))
             else:
                 export.finish()
+
+        with ending(finish):  # the other ranks wait there
+            self.save_training(directory, module, optimizer, behind)
 
     def save_training(self, directory: Path, module: PackedVLM, optimizer: Optimizer, behind: bool) -> None:
         """Writes ``training/`` alone."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dataproto import DataProto
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, end_after, ending
 from dataproto.packing import MAX_TOKENS
 from workers.model.model_config import UNSHARDED, Unsharded
 from workers.model.named_weights import all_named_weights, float32_weights
@@ -306,10 +306,8 @@ class TrainingModel:
     @contextmanager
     def _resharded(self) -> Iterator[None]:
         """Frees gathered weights at the end, also after an error."""
-        try:
+        with ending(self._reshard):
             yield
-        finally:
-            self._reshard()
 
     def _reshard(self) -> None:
         for transform in self.transforms:
@@ -319,10 +317,8 @@ class TrainingModel:
     def _clear_gradients_on_error(self, backward: bool) -> Iterator[None]:
         try:
             yield
-        except BaseException:
-            if backward:
-                self.drop_gradients()
-            self._reshard()
+        except BaseException as error:
+            end_after(error, *([self.drop_gradients] if backward else []), self._reshard)
             raise
 
     def note_pass(self) -> None:

@@ -23,7 +23,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from dataproto.errors import WAY_OUT, CheckpointError
+from dataproto.errors import WAY_OUT, CheckpointError, not_hiding
 from dataproto.vlm import VLMFamily
 from workers.model.lora import base_name
 from workers.model.named_weights import meta_copy, named_buffers, named_weights
@@ -185,7 +185,8 @@ class ShardedExport:
         self._write_waiting()
         self._wait()
         self._writer.shutdown()
-        outcomes = self._gather((self._error, self._written), group)
+        with not_hiding(None if self._error is None else self._failure([self._error])):
+            outcomes = self._gather((self._error, self._written), group)
         if self.rank == 0 and not any(error for error, _ in outcomes):
             try:
                 self._complete({name: place for _, places in outcomes for name, place in places.items()})
@@ -194,7 +195,10 @@ class ShardedExport:
         outcomes = self._gather((self._error, {}), group)
         failed = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(outcomes) if error is not None]
         if failed:
-            raise CheckpointError(f"{self.directory} could not be written: {'; '.join(failed)}{WAY_OUT}")
+            raise self._failure(failed)
+
+    def _failure(self, reasons: Sequence[str]) -> CheckpointError:
+        return CheckpointError(f"{self.directory} could not be written: {'; '.join(reasons)}{WAY_OUT}")
 
     def _stage(self) -> StageWeights:
         """The weights of this rank's pipeline stage; the last one writes those that the model does not use as well."""

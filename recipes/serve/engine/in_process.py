@@ -6,12 +6,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dataproto.errors import CheckpointError, InvalidConfig
+from dataproto.errors import CheckpointError, InvalidConfig, end_after
 from recipes.algorithms.datum_losses import DATUM_LOSSES
 from recipes.serve.backend import (
     OPTIMIZER_FILE,
@@ -285,7 +286,7 @@ class InProcessEngine:
         except Exception as error:
             failure = failure_of(error)
             names = list(dict.fromkeys(each.request.request_id for each in group.values()))
-            self.abort(names)
+            end_after(error, partial(self.abort, names))
             return [(name, failure) for name in names]
         ready: Polled = []
         wrong = {group[each.request].request.request_id: each.error for each in completions if each.error is not None}

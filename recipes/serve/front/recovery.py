@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+from dataproto.errors import not_hiding
 from recipes.serve.backend import Failure, Pass
 from recipes.serve.front.futures import failed, pass_outcome
 from recipes.serve.front.rounds.barriers import Barriers
@@ -180,14 +181,20 @@ class Recovery:
             read = [await self._read(entry, stand_ins, last) for entry in entries]
             passes = [each for each in read if isinstance(each, Pass)]
             computed = iter(await self.scheduler.results(passes) if passes else Results())
-        finally:
-            for model in filter(None, stand_ins.values()):
-                await self.link.call("release", model_id=model)
+        except BaseException as error:
+            with not_hiding(error):
+                await self._release(stand_ins)
+            raise
+        await self._release(stand_ins)
         found = [(entry, next(computed) if isinstance(each, Pass) else each) for entry, each in zip(entries, read)]
         new = [(entry, result) for entry, result in found if entry.state == "queued" and result is not None]
         if new:
             await self.scheduler.rounds.finish_all([(entry, pass_outcome(result)) for entry, result in new])
         return {entry.run: result for entry, result in found if self._is_behind(entry) and isinstance(result, Failure)}
+
+    async def _release(self, stand_ins: Mapping[str, str | None]) -> None:
+        for model in filter(None, stand_ins.values()):
+            await self.link.call("release", model_id=model)
 
     async def _read(self, entry: Entry, stand_ins: dict[str, str | None], last: bool) -> Pass | Failure | None:
         """A pass for the engine, or why it cannot be read; ``None`` if the others are the same without it."""

@@ -4,8 +4,9 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
-from dataproto.errors import InvalidPrompt
+from dataproto.errors import InvalidPrompt, end_after, ending
 from rollout.carried_samples import Tokens, WholeGroups, continued
 from rollout.engine import Completion, FinishReason, Request, RequestEngine, SamplingParams
 from rollout.environments.environment import EnvironmentFailed, MakeEnvironment, Observation
@@ -69,12 +70,9 @@ def go_on(
         InvalidConfig: see `play_episodes`.
     """
     play = _Play(engine, renderer, episodes, host, sampling, limits, groups, weight_version)
-    with renderer.builder.one_batch(batch_of(joined(episode.start.images for episode in episodes))):
-        try:
-            play.run()
-        finally:
-            play.stop()
-            renderer.forget()
+    images = batch_of(joined(episode.start.images for episode in episodes))
+    with renderer.builder.one_batch(images), ending(play.stop, renderer.forget):
+        play.run()
 
 
 class _Play:
@@ -145,10 +143,11 @@ class _Play:
 
     def stop(self) -> None:
         """Takes the tokens of turns that are not finished, and frees what the engine holds of episodes that have not ended."""
-        for episode in self.episodes:
-            if not episode.ended:
-                self._take_tokens(episode)
-                episode.elapsed += time.monotonic() - self.began
+        end_after(None, *(partial(self._stop, episode) for episode in self.episodes if not episode.ended))
+
+    def _stop(self, episode: Episode) -> None:
+        episode.elapsed += time.monotonic() - self.began
+        self._take_tokens(episode)
 
     def _take_tokens(self, episode: Episode) -> None:
         """Stops the episode's request. The tokens of a turn that is decoded become its partial turn."""

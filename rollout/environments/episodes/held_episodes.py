@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, end_after
 from rollout.carried_samples import BegunTurn, WholeGroups
 from rollout.engine import RequestEngine, SamplingParams
 from rollout.environments.environment import MakeEnvironment
@@ -66,8 +66,8 @@ class HeldEpisodes:
         host.resume()
         try:
             go_on(engine, renderer, episodes, host, sampling, plan.limits, groups, weight_version)
-        except BaseException:
-            self.release()
+        except BaseException as error:
+            end_after(error, self.release)
             raise
         host.pause()
         self._episodes = {each.start.trajectory: each for each in episodes if not each.ended}

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dataproto.errors import ending
 from rollout.vllm.versions.running_engine import model_of
 
 JOINED_WEIGHTS = {
@@ -90,10 +91,8 @@ def loading(worker: Any) -> Iterator[nn.Module]:
         if next(model.parameters()).device.type == "cpu":
             _pack_experts_anew(model)
         initialize_layerwise_reload(model)
-        try:
+        with ending(lambda: finalize_layerwise_reload(model, worker.model_config)):
             yield model
-        finally:
-            finalize_layerwise_reload(model, worker.model_config)
 
 
 def _pack_experts_anew(model: nn.Module) -> None:

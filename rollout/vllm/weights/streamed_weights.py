@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, ending
 from dataproto.vlm.family import VLMFamily
 from rollout.vllm.weights.memory import EngineMemory
 
@@ -35,10 +35,8 @@ class StreamedWeights:
             InvalidConfig: vLLM's model has no such name or shape, or one of its own weights is missing.
         """
         self._suspend()
-        try:
+        with ending(self._reset_caches):
             self.memory.load(self._checkpoint_weights(weights))
-        finally:
-            self._reset_caches()
         self._awaits_weights = False
 
     def differing_weights(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:

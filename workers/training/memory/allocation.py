@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
+from dataproto.errors import ending
+
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Environment variables that configure torch's allocator. If one is set, nothing is changed here."""
 
@@ -29,10 +31,8 @@ def expandable_segments(device: torch.device) -> Iterator[None]:
         yield
         return
     _count(1)
-    try:
+    with ending(lambda: _count(-1)):
         yield
-    finally:
-        _count(-1)
 
 
 def _count(change: int) -> None:

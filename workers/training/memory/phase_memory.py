@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
+from dataproto.errors import ending
 from workers.training.memory.device_memory import DeviceMemory, real_peak
 from workers.training.memory.process_memory import begin_peak, peak_bytes, resident_bytes
 
@@ -36,14 +37,15 @@ class PhaseMemory:
         self._open = True
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
         before = _begin(device)
-        try:
+        with ending(lambda: self._end(name, device, before)):
             yield
-        finally:
-            self._open = False
-            peak, left = _end(device, before, awake=name == GENERATION)
-            metric = f"perf/memory_gb/{name}"
-            self._found[metric] = max(peak, self._found.get(metric, 0))
-            self._found[f"{metric}/left"] = left
+
+    def _end(self, name: str, device: torch.device | None, before: DeviceMemory | None) -> None:
+        self._open = False
+        peak, left = _end(device, before, awake=name == GENERATION)
+        metric = f"perf/memory_gb/{name}"
+        self._found[metric] = max(peak, self._found.get(metric, 0))
+        self._found[f"{metric}/left"] = left
 
     def taken(self) -> dict[str, int]:
         """Metric to bytes, of the phases that have ended since the last call."""

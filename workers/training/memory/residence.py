@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from dataproto.errors import ending
 from workers.training.memory.host_copies import HostCopies
 
 
@@ -55,19 +56,20 @@ class Residence:
         self._depth += 1
         self._changed |= changes
         self._loaded |= loads
-        try:
+        with ending(lambda: self._leave(moments)):
             for copies in (self.frozen, self.trained):
                 copies.fetch()
                 copies.wait()
             if moments:
                 self.moments.fetch()
             yield
-        finally:
-            self._depth -= 1
-            if moments or not self._depth:
-                self.moments.park(self._changed)
-            if not self._depth:
-                self._park()
+
+    def _leave(self, moments: bool) -> None:
+        self._depth -= 1
+        if moments or not self._depth:
+            self.moments.park(self._changed)
+        if not self._depth:
+            self._park()
 
     def wait_for_moments(self) -> None:
         """Lets what the device does from now on wait until the optimizer's state is there."""

@@ -1,0 +1,74 @@
+"""What is closed or stopped after an error of the server fails as well, and hides nothing."""
+
+import asyncio
+from contextlib import ExitStack
+from types import SimpleNamespace
+
+import pytest
+
+from dataproto.errors import ending
+from helpers.served_models import chunks
+from recipes.serve.backend import Failure, SampleRequest, Sampling
+from recipes.serve.engine.in_process import InProcessEngine
+from recipes.serve.front.recovery import Recovery
+from recipes.serve.supervisor import Supervisor
+
+
+class Cause(RuntimeError):
+    """The first error."""
+
+
+class Later(RuntimeError):
+    """What follows it."""
+
+
+def fail(error: BaseException):
+    def failing(*_, **__):
+        raise error
+
+    return failing
+
+
+def test_requests_at_which_the_engine_fails_are_answered_though_it_cannot_stop_them(
+    engine: InProcessEngine, monkeypatch
+):
+    engine.open_sampler("s", "tiny", None)
+    engine.submit(SampleRequest("a", "s", chunks(engine, "hello"), 1, Sampling(max_tokens=3)))
+    (base,) = engine._open
+    monkeypatch.setattr(base, "poll", fail(Cause("no memory")))
+    monkeypatch.setattr(engine, "abort", fail(Later("no device")))
+    ((request, failure),) = engine.poll()
+    assert request == "a"
+    assert isinstance(failure, Failure)
+    assert failure.message.startswith("Cause in the server")
+    monkeypatch.undo()
+    engine.close_sampler("s")
+
+
+def test_a_supervisor_that_cannot_stop_a_process_stops_the_other_and_tells_the_first_error():
+    stopped = []
+    supervisor = object.__new__(Supervisor)
+    supervisor._stack = ExitStack()
+    supervisor._stack.enter_context(ending(lambda: stopped.append("front")))
+    supervisor._stack.enter_context(ending(fail(Later("engine"))))
+    with pytest.raises(Cause) as caught, supervisor:
+        raise Cause
+    assert caught.value.__notes__ == ["and Later: engine"]
+    assert stopped == ["front"]
+
+
+def test_passes_that_fail_again_are_told_though_their_stand_ins_cannot_be_released():
+    """Where a pass may not change its run, another adapter takes its place; the engine has gone before that is released."""
+
+    async def call(method, **_):
+        raise Later(method)
+
+    async def read(entry, stand_ins, last):
+        stand_ins["run"] = "stand-in"
+        raise Cause
+
+    recovery = object.__new__(Recovery)
+    recovery.link, recovery._read = SimpleNamespace(call=call), read
+    with pytest.raises(Cause) as caught:
+        asyncio.run(recovery._passes([SimpleNamespace(state="done")], last=False))
+    assert caught.value.__notes__ == ["and Later: release"]
