@@ -45,7 +45,7 @@ def encode(leaf: Any) -> tuple[Description, np.ndarray | None]:
 
 
 def encode_column(column: Any) -> tuple[Description, np.ndarray | None]:
-    """As :func:`encode`, but a padded tensor ``(..., L)`` comes without the padding of its rows where that is smaller."""
+    """As :func:`encode`, but a tensor ``(..., L)`` that is half padding or more comes without the padding of its rows."""
     described, bits = encode(column)
     if described[0] != "tensor" or bits is None:
         return described, bits

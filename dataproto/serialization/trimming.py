@@ -1,8 +1,10 @@
-"""Padded columns ``(..., L)`` as the inner parts of their rows: what a message holds of a column where that is smaller.
+"""Padded columns ``(..., L)`` as the inner parts of their rows: what a message holds of a column that is half padding or more.
 
 A row begins and ends with a run of elements of which each differs from the one before by the same number: padding (by 0), or
-positions that go on behind a response (by 1). A run is its first element, its step and its length. Elements are compared as whole
-numbers of the same bits, whose arithmetic wraps around, so every dtype comes back bit for bit: NaNs and negative zeros too.
+positions that continue after a response (by 1). A run is its first element, its step and its length. Elements are compared as
+whole numbers of the same bits, whose arithmetic wraps around, so every dtype comes back bit for bit: NaNs and negative zeros too.
+
+A few rows tell whether a column is worth a search, and a search reads each row from its ends, no further than its runs go.
 """
 
 import math
@@ -15,8 +17,9 @@ import numpy as np
 _WORDS: dict[int, np.dtype[Any]] = {size: np.dtype(f"i{size}") for size in (1, 2, 4, 8)}  # by bytes of an element
 _LEAST = 1 << 16  # bytes of a column; below, a message costs more than its bytes
 _NARROWEST = 64  # elements of a row; a row of runs alone costs about eight
-_WORTH = 7 / 8  # of a column's bytes: where more remain, a column travels as it is, without a copy
-_BLOCK = 1 << 18  # elements that are compared at a time
+_WORTH = 1 / 2  # of a column's bytes: where more remain, a column travels as it is, without a copy
+_ROWS = 64  # that are compared at a time; so many of a column tell whether a search is worth its time
+_BLOCK = 1 << 16  # elements that are compared at a time
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Runs:
 
 
 def trim(bits: np.ndarray, shape: Sequence[int], item_bytes: int) -> tuple[Runs, np.ndarray] | None:
-    """The runs of a column, and the bytes ``(n,)`` uint8 of its inner parts; ``None`` where they are not smaller.
+    """The runs of a column, and the bytes ``(n,)`` uint8 of its inner parts; ``None`` where they are more than half of it.
 
     Args:
         bits: the bytes of the column ``(n,)`` uint8.
@@ -46,7 +49,10 @@ def trim(bits: np.ndarray, shape: Sequence[int], item_bytes: int) -> tuple[Runs,
     if len(shape) < 2 or item_bytes not in _WORDS or bits.nbytes < _LEAST or shape[-1] < _NARROWEST:
         return None
     rows = bits.view(_WORDS[item_bytes]).reshape(-1, shape[-1])
-    bounds = np.concatenate([_inner(rows[start:stop]) for start, stop in _blocks(*rows.shape)])
+    few = _inner(rows[:: -(-len(rows) // _ROWS)])
+    if (few[:, 1] - few[:, 0]).mean() > _WORTH * rows.shape[1]:
+        return None
+    bounds = np.concatenate([_inner(rows[start : start + _ROWS]) for start in range(0, len(rows), _ROWS)])
     runs = Runs(bounds.astype(np.int32), _run_values(rows, bounds))
     if int((bounds[:, 1] - bounds[:, 0]).sum()) * item_bytes + runs.nbytes > _WORTH * bits.nbytes:
         return None
@@ -66,21 +72,28 @@ def untrim(runs: Runs, inner: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     return rows.reshape(-1).view(np.uint8)
 
 
-def _blocks(rows: int, width: int) -> list[tuple[int, int]]:
-    size = max(_BLOCK // width, 1)
-    return [(start, start + size) for start in range(0, rows, size)]
-
-
 def _inner(rows: np.ndarray) -> np.ndarray:
     """Begin and end ``(N, 2)`` of the inner part of each row."""
     width = rows.shape[1]
-    steps = rows[:, 1:] - rows[:, :-1]
-    turns = steps[:, 1:] != steps[:, :-1]  # (N, L - 2): whether the step changes at the element behind
-    first = turns.argmax(1)
-    last = width - 3 - turns[:, ::-1].argmax(1)
-    one_run = ~turns[np.arange(len(rows)), first]
-    begin = np.where(one_run, width, first + 2)
-    return np.stack([begin, np.where(one_run, width, np.maximum(last + 1, begin))], axis=1)
+    begin = _run_lengths(rows, np.arange(len(rows)))
+    behind = _run_lengths(rows[:, ::-1], np.flatnonzero(begin < width))
+    return np.stack([begin, np.where(begin < width, np.maximum(width - behind, begin), width)], axis=1)
+
+
+def _run_lengths(rows: np.ndarray, running: np.ndarray) -> np.ndarray:
+    """The length ``(N,)`` of the run with which each of the rows ``running`` begins, two elements at least; ``L`` of others."""
+    width, step = rows.shape[1], rows[:, 1:2] - rows[:, :1]
+    lengths = np.full(len(rows), width)
+    start, size = 2, 16
+    while start < width and len(running):
+        part = rows[running, start - 1 : start + size]
+        turns = part[:, 1:] - part[:, :-1] != step[running]
+        turn = turns.argmax(1)
+        ends = turns[np.arange(len(running)), turn]
+        lengths[running[ends]] = start + turn[ends]
+        running, start = running[~ends], start + size
+        size = min(4 * size, max(_BLOCK // max(len(running), 1), 16))
+    return lengths
 
 
 def _run_values(rows: np.ndarray, bounds: np.ndarray) -> np.ndarray:

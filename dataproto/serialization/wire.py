@@ -5,8 +5,8 @@ arrays and images are passed as the memory they are in, without a copy; without 
 
 - Each distinct image, tensor and array is written once, however many rows refer to it, and rows share it again after reading. A
   view is written without the rest of its storage; two tensors or arrays that read the same memory are written once.
-- Rows of a padded column are written without the padding at their ends where that is smaller (`dataproto.serialization.trimming`)
-  and arrive padded, equal to the last bit.
+- Within `shared_blobs`, whose messages cross processes, a column that is half padding or more is written without it
+  (`dataproto.serialization.trimming`) and arrives padded, equal to the last bit. Elsewhere columns are passed as they are.
 - Tensors and arrays arrive contiguous, on the device they were on if the reader has it, or else on the CPU. Images arrive as
   plain ``PIL.Image.Image`` of the same mode, size, pixels, palette and ``info``.
 - A received batch may be written; no other reader sees the change. In-band data are a copy. Read-only out-of-band buffers (Ray's,
@@ -70,10 +70,11 @@ _sharing: contextvars.ContextVar[_Blobs | None] = contextvars.ContextVar("datapr
 def shared_blobs(store: BlobStore) -> Iterator[None]:
     """In this context, pickling puts each distinct image, tensor and array inside of objects and ragged rows into ``store``.
 
-    So splits of a batch that are sent one by one send what they share once. Dense columns are sent with their split. Do not write
-    into the batch within the context: what was put is not compared again. To read, only the pickled batch is needed, which holds
-    the store and the references. What was read from a store and is sent into an equal one (``==``) is compared with its content
-    there, and put again only if it has changed; otherwise its reference is sent.
+    So splits of a batch that are sent one by one send what they share once. Dense columns are sent with their split, without
+    padding where that is half of a column or more. Do not write into the batch within the context: what was put is not compared
+    again. To read, only the pickled batch is needed, which holds the store and the references. What was read from a store and
+    is sent into an equal one (``==``) is compared with its content there, and put again only if it has changed; otherwise its
+    reference is sent.
 
     ::
 
@@ -160,13 +161,13 @@ def reduce_value(
 
     Args:
         value: containers of any objects.
-        columns: tensors and arrays in it that become buffers of any size, padded rows without their padding, and are not put
-            into a store.
+        columns: tensors and arrays in it that become buffers of any size, in `shared_blobs` without their padding, and are not
+            put into a store.
     """
     blobs = _sharing.get()
     skeleton, leaves, ragged = take_apart(value, math.inf if blobs is None else _LARGE_ROW)
     dense: dict[Hashable, Callable[[Any], Encoded]] = {leaf_key(leaves[place]): encode for place in ragged}
-    dense.update((leaf_key(column), encode_column) for column in columns)
+    dense.update((leaf_key(column), encode if blobs is None else encode_column) for column in columns)
     forms = [_encode(leaf, protocol, blobs, dense.get(leaf_key(leaf))) for leaf in leaves]
     text = pickle.PickleBuffer(skeleton) if protocol >= 5 and len(skeleton) >= _SMALL else skeleton
     return _restore, (make, text, forms, None if blobs is None else blobs.store)
