@@ -8,7 +8,8 @@ EXPORTS = {
     "recipes.run": """PolicyGradientConfig Progression RunConfig StepFunction SupervisedConfig SupervisedTask attempts
         evaluate_answers evaluate_samples greedy_evaluation held_out_evaluation launch_supervised measure_rollouts
         next_token_loss recorded_run run run_supervised train""",
-    "recipes.console": """LearningSignals Progress SpeedSignals Thresholds announce_start learning_problems run_summary show_summary
+    "recipes.console": """LearningSignals Progress SpeedSignals Thresholds announce_start learning_problems run_summary
+        show_summary
         start_metrics start_phase""",
     "recipes.loggers": "LOGGERS LoggedRun RunLogger RunLoggers check_loggers open_loggers",
     "recipes.report": "KeptRollouts MetricsLog read_metrics write_report",
