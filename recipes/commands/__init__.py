@@ -86,6 +86,11 @@ COMMANDS = {
         "forecast memory, time and disk of a run before anything is loaded",
         "recipes.configs.plan_config:parse",
     ),
+    "show": Command(
+        "recipes.show.show_command:main",
+        "show the first rows of a data set as the model sees them, and what the reward gives their truths",
+        "recipes.show.show_config:parse",
+    ),
     "view": Command(
         "recipes.view:main", "show a run in the browser, while it goes on", "recipes.configs.view_config:parse"
     ),

@@ -1,6 +1,6 @@
 """How the rows of a data set are read: names of its columns where its schema is not known, and what to do at a bad row."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -63,6 +63,16 @@ class ColumnKeys:
         replaced = {*given.values(), *(name for option in given for name in _PLACES[option][1])}
         kept = {name: value for name, value in raw.items() if name not in replaced}
         return kept | {_PLACES[option][0]: raw.get(key) for option, key in given.items()}
+
+    def read_of(self, known: Collection[str]) -> set[str]:
+        """The columns that are read, of those that the readers of a schema know and those that are named.
+
+        >>> sorted(ColumnKeys(answer_key="label").read_of(["problem", "answer", "solution"]))
+        ['label', 'problem']
+        """
+        given = self.given()
+        replaced = {name for option in given for name in _PLACES[option][1]}
+        return {*known} - replaced | {*given.values()}
 
     def check(self, tables: Sequence[Any], source: str) -> None:
         """Checks that tables have the named columns; of JSON Lines, whose rows may differ, at least one row.

@@ -31,6 +31,11 @@ from rollout.prompts.images import load_image
 
 _ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
 _ANSWERS = ("completion", "response", "answer")
+CONVERSATION_COLUMNS = (
+    *("messages", "conversations", "texts", "prompt", *_ANSWERS),
+    *("images", "image", "videos", "video", "data_source"),
+)
+"""The columns that `read_conversation_row` knows."""
 _PNG, _JPEG = (b"\x89PNG\r\n\x1a\n",), (b"\xff\xd8\xff",)
 
 

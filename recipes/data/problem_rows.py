@@ -30,6 +30,11 @@ INSTRUCTION = (
 KNOWN = ColumnKeys()
 _MEDIA = ("images", "image", "videos", "video")
 _ANSWERS = ("answer", "solution", "ground_truth")
+PROBLEM_COLUMNS = (
+    *("prompt", "messages", "problem", *_MEDIA, *_ANSWERS),
+    *("data_source", "ability", "reward_model", "extra_info"),
+)
+"""The columns that `read_row` knows; rewards get all the others too."""
 
 
 class Geo3KDataset(TableRows):

@@ -135,7 +135,7 @@ def write_report(run_dir: str | Path) -> Path:
 
 def curves(rows: Rows) -> str:
     """A run's most important numbers, and its curves, as HTML for a page that has the report's `STYLE`."""
-    return "\n".join(filter(None, [_tiles(rows), _section("Curves", "", _charts(rows), "charts")]))
+    return "\n".join(filter(None, [_tiles(rows), section_html("Curves", "", _charts(rows), "charts")]))
 
 
 def environment() -> dict[str, str]:
@@ -220,12 +220,12 @@ def _rollouts(shown: Mapping[int, Sequence[RolloutSample]]) -> str:
     problems = {sample.key: sample for sample in shown[first]}
     if first == last:
         cards = [_card([("", first, sample)]) for sample in list(problems.values())[:MAX_CARDS]]
-        return _section("Rollouts", f"Held-out problems, answered at step {first}.", cards, "cards")
+        return section_html("Rollouts", f"Held-out problems, answered at step {first}.", cards, "cards")
     later = {sample.key: sample for sample in shown[last]}
     pairs = [(sample, later[key]) for key, sample in problems.items() if key in later]
     cards = [_card([("Before", first, before), ("After", last, after)]) for before, after in pairs[:MAX_CARDS]]
     note = f"The first {len(cards)} held-out problems, as they come. {_change(pairs)}"
-    return _section("Rollouts before and after", note, cards, "cards")
+    return section_html("Rollouts before and after", note, cards, "cards")
 
 
 def _change(pairs: Sequence[tuple[RolloutSample, RolloutSample]]) -> str:
@@ -252,12 +252,12 @@ def _confusion(found: tuple[int, Confusion] | None) -> str:
         for truth, answer, count in confusion.worst()
     )
     card = f'<div class="card">{confusion_picture(confusion)}{f"<ul>{mistakes}</ul>" if mistakes else ""}</div>'
-    return _section("Confusion", note, [card], "wide")
+    return section_html("Confusion", note, [card], "wide")
 
 
 def _card(answers: Sequence[tuple[str, int, RolloutSample]]) -> str:
     problem = answers[0][2]
-    pictures = "".join(_picture(image) for image in problem.images if not problem.actions)
+    pictures = "".join(picture_html(image) for image in problem.images if not problem.actions)
     pictures = f'<div class="pictures">{pictures}</div>' if pictures else ""
     return (
         f'<article class="card rollout"><div class="top">{pictures}<div class="question">'
@@ -283,7 +283,7 @@ def _answer(when: str, step: int, sample: RolloutSample) -> str:
 def _strip(sample: RolloutSample) -> str:
     """The turns of an episode side by side. With one picture a turn each has its own, else the pictures come first."""
     paired = len(sample.images) == len(sample.actions)
-    pictures = [_picture(image) for image in sample.images]
+    pictures = [picture_html(image) for image in sample.images]
     shown = pictures if paired else [""] * len(sample.actions)
     turns = [
         f"<figure>{picture}<figcaption>{safe_text(action) or '<i>(empty)</i>'}</figcaption></figure>"
@@ -292,7 +292,7 @@ def _strip(sample: RolloutSample) -> str:
     return f'<div class="strip">{"" if paired else "".join(pictures)}{"".join(turns)}</div>'
 
 
-def _picture(image: Image.Image) -> str:
+def picture_html(image: Image.Image) -> str:
     buffer = io.BytesIO()
     image.save(buffer, format="PNG", optimize=True)
     data = base64.b64encode(buffer.getvalue()).decode()
@@ -328,7 +328,7 @@ def _table(title: str, entries: Mapping[str, Any]) -> str:
     return f'<details class="card"><summary>{title}</summary><div class="scroll"><table>{lines}</table></div></details>'
 
 
-def _section(title: str, note: str, cards: Sequence[str], kind: str) -> str:
+def section_html(title: str, note: str, cards: Sequence[str], kind: str) -> str:
     if not cards:
         return ""
     note = f'<p class="soft">{note}</p>' if note else ""

@@ -63,11 +63,22 @@ def make_tiny_model(
         ``path``.
     """
     config = config or TinyConfig()
+    path = make_tiny_processors(path, config, texts)
+    model = random_model(Qwen2_5_VLConfig.from_pretrained(path), config.vision_std, seed)
+    model.generation_config = GenerationConfig.from_pretrained(path)
+    model.save_pretrained(path)
+    return path
+
+
+def make_tiny_processors(
+    path: str | Path, config: TinyConfig | None = None, texts: Iterable[str] | None = None
+) -> Path:
+    """Writes all of `make_tiny_model` but the weights: configuration, tokenizer and image processor."""
+    config = config or TinyConfig()
     path = Path(path)
     tokenizer = train_tokenizer(_corpus(sample_texts() if texts is None else texts), config.vocabulary)
-    model = random_model(model_config(config, tokenizer), config.vision_std, seed)
-    model.generation_config = _generation_config(tokenizer)
-    model.save_pretrained(path)
+    model_config(config, tokenizer).save_pretrained(path)
+    _generation_config(tokenizer).save_pretrained(path)
     tokenizer.save_pretrained(path)
     Qwen2VLImageProcessorPil(
         patch_size=config.patch,

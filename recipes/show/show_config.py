@@ -1,0 +1,65 @@
+"""The first rows of a data set as the model sees them: ``dataproto show [RECIPE] DATA [options of the recipe]``.
+
+Prints the text with its special tokens, the pictures, the truth, the columns that are read and those that are not, the number of
+tokens, and what the reward gives the truth itself, a wrong answer and an empty one; of sft also what is learnt. RECIPE is grpo
+(the default), ppo or sft. Beside its own options it takes those of the recipe (see dataproto RECIPE --help). Loads a tokenizer
+and an image processor, and no model: without --model-path those of the small model. Ends with status 1 if a row cannot be used,
+or the truth does not get the best reward.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dataproto.errors import InvalidConfig
+from recipes.configs import grpo_config, ppo_config, sft_config
+from recipes.options import asks_for_help, divided, parse_config, print_help
+from recipes.options.command_line import CONFIG, PRESET, names_a_model
+
+RECIPES: Mapping[str, Callable[[Sequence[str]], Any]] = {
+    "grpo": grpo_config.parse,
+    "ppo": ppo_config.parse,
+    "sft": sft_config.parse,
+}
+"""The recipes whose rows can be shown, each with the function that reads its options."""
+
+
+@dataclass(frozen=True)
+class ShowOptions:
+    """The options of the command alone."""
+
+    rows: int = 3  # of each data set: the first ones
+    page: Path | None = None  # also write them to this file, a page for the browser with the pictures in it
+
+    def __post_init__(self) -> None:
+        if self.rows < 1:
+            raise InvalidConfig(f"rows={self.rows}: must be at least 1")
+
+
+@dataclass(frozen=True)
+class ShowConfig:
+    """A recipe, its options, and those of the command."""
+
+    recipe: str
+    options: ShowOptions
+    config: Any  # of the recipe
+
+
+def parse(arguments: Sequence[str]) -> ShowConfig:
+    """What a command line asks to be shown.
+
+    Raises:
+        InvalidConfig: an option of the recipe or of the command is unknown, ill-typed or does nothing.
+    """
+    if asks_for_help(arguments):
+        print_help(arguments, ShowOptions(), __doc__, "dataproto show [RECIPE] DATA")
+    rest = list(arguments)
+    recipe = rest.pop(0) if rest and rest[0] in RECIPES else "grpo"
+    if rest and not rest[0].startswith("-"):
+        rest.insert(0, "--data-path")
+    own, others = divided(rest, ShowOptions())
+    options = parse_config(own, ShowOptions(), None, "dataproto show")
+    if names_a_model(others) and not any(each.partition("=")[0] in (PRESET, CONFIG) for each in others):
+        others = [PRESET, "any", *others]
+    return ShowConfig(recipe, options, RECIPES[recipe](others))
