@@ -15,7 +15,7 @@ from torch import distributed
 
 from dataproto import DataProto
 from dataproto._collectives.byte_exchange import GroupRanks
-from dataproto.errors import RankFailure, WorkerFailed, ending, not_hiding
+from dataproto.errors import RankFailure, WorkerFailed, ending, not_hiding, note_later
 from dataproto.vlm import family_of
 from helpers.batches import prompt_batch
 from helpers.checkpoints import write_checkpoint
@@ -28,6 +28,7 @@ from rollout.engine_ranks import drive
 from rollout.environments import EpisodeLimits, play_episodes
 from rollout.hf.hf_engine import HFEngine
 from rollout.responses import build_requests
+from rollout.vllm.versions.process_settings import process_settings_kept
 from rollout.vllm.vllm_engine import VLLMEngine
 from workers import launch
 from workers.cluster.ray_config import RayConfig
@@ -406,8 +407,11 @@ def test_a_failed_call_is_told_though_ray_has_ended(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("workers.cluster.ray_pool.last_phases", lambda monitor: {})
     monkeypatch.setattr(ray, "nodes", fails(Later))
     monkeypatch.setattr("workers.cluster.ray_pool.end_processes", fails(Later))
-    with pytest.raises(WorkerFailed, match=r"actor.update failed: rank 0 .* Cause: no memory") as caught:
-        pool._close_on_failure("actor.update", {0: Failure(Cause("no memory"))}, [], [])
+    cause = Cause("no memory")
+    note_later(cause, Later("no sleep"))
+    told = r"actor.update failed: rank 0 .* Cause: no memory; and Later: no sleep\n"
+    with pytest.raises(WorkerFailed, match=told) as caught:
+        pool._close_on_failure("actor.update", {0: Failure(cause)}, [], [])
     assert caught.value.__notes__ == [NOTE]
     assert pool.closed_reason is not None
 
@@ -446,3 +450,16 @@ def test_an_engine_of_vllm_tells_why_weights_or_prompts_were_refused(monkeypatch
     monkeypatch.setattr(engine, "_drop_coming", fails(Later, "threads"), raising=False)
     assert notes_of(render) == ["and Later: threads", NOTE]
     assert cleared == [1]
+
+
+def test_an_engine_that_does_not_start_is_told_though_the_device_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(torch, "set_rng_state", fails(Later))
+
+    def start() -> None:
+        with process_settings_kept():
+            torch.set_num_threads(threads + 1)
+            raise Cause
+
+    assert notes_of(start) == [NOTE]
+    assert torch.get_num_threads() == threads

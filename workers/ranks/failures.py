@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dataproto.errors import DataProtoError, RankFailure
+from dataproto.errors import DataProtoError, RankFailure, later_errors
 
 REPORT_GRACE_S = (
     10.0  # for ranks that refuse a call together, or to report the failure that a secondary one follows from
@@ -67,8 +67,9 @@ def describe_call(call: str, phase: str | None) -> str:
 
 
 def describe_failure(rank_name: str, call: str, phase: str | None, failure: Failure) -> str:
-    """One line: which rank failed, in which call and why."""
-    where, message = describe_call(call, phase), first_line(failure.error)
+    """One line: which rank failed, in which call and why, and what failed after that."""
+    where = describe_call(call, phase)
+    message = "; ".join([first_line(failure.error), *later_errors(failure.error)])
     if failure.died:
         return f"{rank_name} died in {where}: {message}"
     return f"{rank_name} failed in {where}: {type(failure.error).__name__}: {message}"

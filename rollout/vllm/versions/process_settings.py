@@ -3,11 +3,13 @@
 import os
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+
+from dataproto.errors import ending
 
 FORCED = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process, beside the actor
@@ -53,15 +55,18 @@ def process_settings_kept() -> Iterator[None]:
     threads, set_threads, dtype = torch.get_num_threads(), torch.set_num_threads, torch.get_default_dtype()
     states = random.getstate(), np.random.get_state()  # noqa: NPY002
     on_cuda = list(range(torch.cuda.device_count()))
-    try:
-        with variables_kept(), torch.random.fork_rng(devices=on_cuda):
-            yield
-    finally:
+    torch_states = ExitStack()
+    torch_states.enter_context(torch.random.fork_rng(devices=on_cuda))
+
+    def restore() -> None:
         random.setstate(states[0])
         np.random.set_state(states[1])  # noqa: NPY002
         torch.set_num_threads = set_threads  # its CPU worker replaces this function
         torch.set_num_threads(threads)
         torch.set_default_dtype(dtype)
+
+    with ending(torch_states.close, restore), variables_kept():
+        yield
 
 
 @contextmanager
