@@ -106,8 +106,11 @@ class Request:
     @property
     def prompt_key(self) -> Hashable:
         """Equal for requests whose prompts are one, which is read once: they share its tensor of ids and its media."""
-        objects = tuple((kind, *map(id, media)) for kind, media in self.multi_modal_data.items())
-        return id(self.input_ids), objects, media_identity(self.multi_modal_inputs)
+        shown = media_identity(
+            self.multi_modal_inputs
+        )  # tensors, which stay the same objects on all ranks of an engine
+        data = tuple((kind, *map(id, media)) for kind, media in self.multi_modal_data.items())
+        return id(self.input_ids), shown or data
 
 
 def row_name(number: int, uid: str, sampling: SamplingParams) -> str:

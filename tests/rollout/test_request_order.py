@@ -34,14 +34,14 @@ def test_requests_with_images_stay_in_the_order_of_prompts():
 
 
 def test_requests_with_other_media_or_adapters_are_other_prompts():
-    ids, pictures, inputs = torch.tensor([1]), [object(), object()], {"pixel_values": torch.ones(1)}
-    one = Request((), ids, ids, ids, {"image": pictures[:1]}, inputs)
-    assert replace(one, multi_modal_data={"image": pictures[:1]}, seed=2).prompt_key == one.prompt_key
-    for other in (
-        {"multi_modal_data": {"image": pictures[1:]}},
-        {"multi_modal_inputs": {"pixel_values": torch.ones(1)}},
+    ids, pictures, pixels = torch.tensor([1]), [object(), object()], [torch.ones(1), torch.ones(1)]
+    for name, same, other in (
+        ("multi_modal_data", {"image": pictures[:1]}, {"image": pictures[1:]}),
+        ("multi_modal_inputs", {"pixel_values": pixels[0]}, {"pixel_values": pixels[1]}),
     ):
-        assert replace(one, **other).prompt_key != one.prompt_key
+        one = Request((), ids, ids, ids, **{name: same})
+        assert replace(one, **{name: dict(same)}, seed=2).prompt_key == one.prompt_key
+        assert replace(one, **{name: other}).prompt_key != one.prompt_key
     adapted = AdapterRequest((), ids, ids, ids)
     assert replace(adapted, adapter=Adapter(AdapterConfig(2), {})).prompt_key != adapted.prompt_key
 
