@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dataproto.vlm import MediaSpans
 from rollout.adapters import Adapter, AdapterRequest, AdapterRouter, Run
+from rollout.engine import Request, SamplingParams
 from rollout.hf.batch import Batch
 from rollout.hf.decoder import Decoder, Read, Unread
 from rollout.hf.hf_engine import HFEngine
@@ -68,6 +69,11 @@ class AdapterEngine(HFEngine):
         self.router = AdapterRouter(self.model, self.family)
         budget = self._decoder.token_budget
         self._decoder = AdapterDecoder(self.family, self.model, self.device, budget, self.router, features)
+
+    def fork(self, number: int, request: Request, sampling: SamplingParams, keep: bool = False) -> int:
+        """See `HFEngine.fork`. The whole prompt is read again: what is kept belongs to the adapter that read it."""
+        self._kept.continued_by(request, number)
+        return self.submit(request, sampling, keep)
 
     def _logits(self, batch: Batch) -> Tensor:
         return self.router.logits(batch.hidden, runs_of(batch))

@@ -1,6 +1,7 @@
 """Layers whose rows have different adapters against a loop over rows, files of adapters, and what is kept of images."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,9 +9,10 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from dataproto.errors import CheckpointError, InvalidConfig, RowCountMismatch
+from dataproto.errors import CheckpointError, InvalidConfig, InvalidPrompt, RowCountMismatch
 from dataproto.vlm import family_of
 from helpers.tiny_models import tiny_model
+from helpers.turns import finish
 from rollout.adapters import AdapterConfig, AdapterRequest, AdapterRouter, new_adapter, read_adapter, write_adapter
 from rollout.adapters.adapter_files import CONFIG_FILE, DIGESTS_FILE, WEIGHTS_FILE
 from rollout.adapters.low_rank import Groups, Segment, low_rank_linear, stacked
@@ -190,21 +192,45 @@ def test_an_adapter_of_another_model_is_refused(model, tmp_path):
         read_adapter(tmp_path, model, family_of(model.config), CPU)
 
 
-def test_adapters_read_a_prompt_that_they_share_each_on_its_own(model, tmp_path):
+@pytest.fixture
+def adapted(model, tmp_path):
+    """An engine, and requests of one prompt for the base model and for two adapters."""
     model.save_pretrained(tmp_path)
     engine = AdapterEngine(str(tmp_path), ImageFeatures(model, family_of(model.config), CPU))
-    ids, sampling = torch.arange(5, 15), SamplingParams(max_tokens=3)
-    rest = {"token_types": torch.zeros(10, dtype=torch.int8), "position_ids": torch.arange(10).expand(4, 10)}
-    requests = [
-        AdapterRequest(ids.tolist(), ids, **rest, adapter=adapter)
-        for adapter in (None, adapter_of(model), new_adapter(model, engine.family, AdapterConfig(2), seed=1))
-    ]
-    alone = [next(iter(engine.generate([each], sampling))) for each in requests]
-    together = sorted(engine.generate([*requests, *requests], sampling), key=lambda each: each.request)
+    adapters = None, adapter_of(model), new_adapter(model, engine.family, AdapterConfig(2), seed=1)
+    ids = torch.arange(5, 15)
+    return engine, [replace(request_of(ids), adapter=each) for each in adapters]
+
+
+def request_of(ids):
+    types, positions = torch.zeros(len(ids), dtype=torch.int8), torch.arange(len(ids)).expand(4, -1)
+    return AdapterRequest(ids.tolist(), ids, types, positions)
+
+
+SAMPLED = SamplingParams(max_tokens=3)
+
+
+def test_adapters_read_a_prompt_that_they_share_each_on_its_own(adapted):
+    engine, requests = adapted
+    alone = [next(iter(engine.generate([each], SAMPLED))) for each in requests]
+    together = sorted(engine.generate([*requests, *requests], SAMPLED), key=lambda each: each.request)
     assert alone[0].log_probs != alone[1].log_probs
     for found, expected in zip(together, [*alone, *alone], strict=True):
         assert found.token_ids == expected.token_ids
         np.testing.assert_allclose(found.log_probs, expected.log_probs, atol=1e-5)
+
+
+def test_an_adapter_that_continues_the_request_of_another_reads_its_prompt_again(adapted):
+    engine, requests = adapted
+    first = engine.submit(requests[0], SAMPLED, keep=True)
+    (begun,) = finish(engine, first)
+    longer = request_of(torch.cat([requests[0].input_ids, torch.tensor(begun.token_ids)]))
+    for each in (replace(longer, adapter=request.adapter) for request in requests):
+        expected = next(iter(engine.generate([each], SAMPLED)))
+        (found,) = finish(engine, engine.fork(first, each, SAMPLED))
+        np.testing.assert_allclose(found.log_probs, expected.log_probs, atol=1e-5)
+    with pytest.raises(InvalidPrompt, match="differs from token 0 on"):
+        engine.fork(first, request_of(torch.arange(6, 30)), SAMPLED)
 
 
 def test_an_id_that_is_never_drawn_keeps_its_probability():
