@@ -270,3 +270,26 @@ def test_defaults_are_for_the_model_at_hand():
     assert real.optimizer.lr == 1e-6
     assert real.data.batch_size == 512
     assert parse(["--seed", "3"]).run.seed == 3
+
+
+@pytest.mark.slow
+def test_a_judge_that_is_down_at_an_evaluation_costs_no_step(checkpoint, tmp_path, capsys):
+    for split, count in (("train", 12), ("test", 5)):
+        rows = [row | ({"answer": "held out"} if split == "test" else {}) for row in geometry3k_rows(count)]
+        write_geometry3k(tmp_path / "data" / f"{split}-00000-of-00001.parquet", rows)
+    down = tmp_path / "down"
+    down.touch()
+    fails = f"if ground_truth == 'held out' and __import__('os').path.exists({str(down)!r}): raise OSError('the judge is down')"
+    (tmp_path / "mine.py").write_text(REWARD.replace("    return", f"    {fails}\n    return"))
+    more = "--steps", "2", "--save-every", "1", "--no-eval-first"
+    run = arguments(checkpoint, str(tmp_path / "data"), f"{tmp_path}/mine.py:score", tmp_path / "run", *more)
+    assert main(run) == 2
+    assert "the judge is down" in capsys.readouterr().err
+    assert (tmp_path / "run" / "global_step_2" / "actor" / "huggingface" / "model.safetensors").is_file()
+    assert [row["step"] for row in rows_of(tmp_path / "run")] == [1]
+    down.unlink()
+    assert main(["--resume", str(tmp_path / "run")]) == 0
+    found = rows_of(tmp_path / "run")
+    assert [row["step"] for row in found] == [1, 2]
+    assert "actor/pg_loss" in found[1]
+    assert any(name.startswith("val-core/") for name in found[1])
