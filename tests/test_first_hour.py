@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from helpers.geo3k_runs import rows_of
+from recipes import commands
 from recipes.configs.grpo_config import parse
 from recipes.grpo import main
 from recipes.tiny import make_tiny_model
@@ -30,6 +31,15 @@ def test_the_page_has_all_its_commands():
     assert {"--reward", "--algorithm.loss", "--prompt-key", "--resume", "--save-every"} <= set(named)
     for command in COMMANDS:
         assert "--resume" in command or parse(command)
+
+
+def test_the_rows_are_shown_before_they_are_trained_on(capsys):
+    exec(compile(FILES["make_dots.py"].replace("400", "20"), "make_dots.py", "exec"), {})
+    (shown,) = (shlex.split(line)[1:] for line in PAGE.splitlines() if line.startswith("dataproto show "))
+    assert commands.main(shown) == 0
+    told = capsys.readouterr().out
+    assert told.count("How many dots?") == 3
+    assert "columns that are read: question, figure, count" in told
 
 
 @pytest.mark.slow
