@@ -24,7 +24,7 @@ import numpy as np
 
 from dataproto.errors import DataProtoError, InvalidConfig, InvalidRow
 from recipes.data.column_keys import ColumnKeys, with_markers
-from recipes.data.problem_rows import KNOWN, row_media
+from recipes.data.problem_rows import KNOWN, row_media, row_tools
 from recipes.data.tables import StreamRows, TableRows, open_stream, open_tables, table_files
 from rollout.prompts import invalid_row
 from rollout.prompts.images import load_image
@@ -87,7 +87,7 @@ def read_conversation_row(
         "videos": videos,
         "data_source": raw.get("data_source") or _source_of_texts(raw) or data_source,
         "index": index,
-    }
+    } | row_tools(raw)
 
 
 def _messages(raw: Mapping[str, Any], index: int, images: int) -> list[Any]:

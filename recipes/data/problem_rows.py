@@ -141,7 +141,7 @@ def read_row(
         "own_columns": own,
         "media_columns": media_columns,
         "index": index,
-    }
+    } | row_tools(raw)
 
 
 def own_columns(raw: Mapping[str, Any], keys: ColumnKeys = KNOWN) -> tuple[dict[str, Any], dict[str, str]]:
@@ -158,6 +158,11 @@ def own_columns(raw: Mapping[str, Any], keys: ColumnKeys = KNOWN) -> tuple[dict[
             media[read] = f"{kind}s" if several else kind
     left_out = {"prompt", "messages", keys.messages_key, *_MEDIA, *media}
     return {name: value for name, value in raw.items() if name not in left_out}, media
+
+
+def row_tools(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``tools`` of a row, if it has them, for its chat template."""
+    return {} if raw.get("tools") is None else {"tools": raw["tools"]}
 
 
 def row_media(raw: Mapping[str, Any], several: str, single: str) -> list[Any]:

@@ -8,7 +8,7 @@ import json
 import re
 from bisect import bisect_right
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from dataproto.errors import DataProtoError, FileFormatError, InvalidConfig, Inv
 
 READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 _SPACE = re.compile(r"[ \t\r\n]*")
+_WHO = {"role", "from"}  # names of which a message has one
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 Table = tuple[Any, Path | None]
@@ -170,7 +171,32 @@ class _ArrowTable(Sequence[dict[str, Any]]):
         return len(self.table)
 
     def __getitem__(self, index: Any) -> Any:
-        return self.table[index].to_pylist()[0]
+        return without_nulls(self.table[index].to_pylist()[0])
+
+
+def without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row whose messages and ``tools`` lack the names that Arrow adds with ``None``: it gives all mappings of a column the same
+    names. Other columns stay as they are.
+
+    >>> row = {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": {"box": [1], "name": None}}}]}]}
+    >>> without_nulls(row)["messages"][0]["tool_calls"]
+    [{'function': {'arguments': {'box': [1]}}}]
+    """
+    return {
+        name: _without_nulls(value) if name == "tools" or _are_messages(value) else value for name, value in row.items()
+    }
+
+
+def _are_messages(value: Any) -> bool:
+    return (
+        isinstance(value, list) and bool(value) and isinstance(value[0], dict) and not value[0].keys().isdisjoint(_WHO)
+    )
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _undecoded(table: Any) -> Any:
@@ -264,7 +290,7 @@ class StreamRows:
         raws: list[dict[str, Any]] = []
         number = place = 0
         for raw in self.stream:
-            raws.append(raw)
+            raws.append(raw if isinstance(self.stream, JsonStream) else without_nulls(raw))
             if len(raws) == self.buffer:
                 yield number, place, raws
                 number, place, raws = number + 1, place + len(raws), []

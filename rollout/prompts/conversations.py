@@ -88,7 +88,7 @@ class SupervisedBuilder(PromptBuilder):
     def _pieces(self, conversation: Conversation) -> list[tuple[list[int], bool]]:
         """For each piece of the conversation its token ids, with one placeholder per medium, and whether it is learned."""
         self.check_content(conversation)
-        messages = conversation.messages
+        messages, tools = conversation.messages, conversation.tools
         speaking = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         if not speaking or not speaking[0]:
             raise InvalidPrompt(
@@ -97,14 +97,14 @@ class SupervisedBuilder(PromptBuilder):
         pieces: list[tuple[list[int], bool]] = []
         done, begun = "", list[int]()  # the end of the last answer, if what follows begins with it
         for place in speaking if self.turns == "all" else speaking[-1:]:
-            before = self.render(messages[:place], add_generation_prompt=True)
-            whole = self.render(messages[: place + 1])
+            before = self.render(messages[:place], add_generation_prompt=True, tools=tools)
+            whole = self.render(messages[: place + 1], tools=tools)
             if not (before.startswith(done) and whole.startswith(before)):
                 raise InvalidPrompt(
                     f"the chat template renders the turns before message {place} differently if that message follows, so "
                     "its tokens cannot be identified: learn the last turn only, or split the conversation into one row per turn"
                 )
-            self._check_thoughts(messages, place, whole)
+            self._check_thoughts(conversation, place, whole)
             prompt, answer = self.encode_text(before[len(done) :]), self.encode_text(whole[len(before) :])
             pieces.append((prompt[len(begun) :], False))
             ends = [at for at, token in enumerate(answer) if token in self.end_ids]
@@ -116,11 +116,12 @@ class SupervisedBuilder(PromptBuilder):
         self.check_placeholders([token for ids, _ in pieces for token in ids], conversation)
         return pieces
 
-    def _check_thoughts(self, messages: Sequence[Mapping[str, Any]], place: int, whole: str) -> None:
+    def _check_thoughts(self, conversation: Conversation, place: int, whole: str) -> None:
         """Raises `InvalidPrompt` if the template writes thoughts of its own beside those in the text of message ``place``."""
         begin, end = THOUGHTS
-        own = sum(text.count(begin) for text in Conversation([dict(messages[place])], [], []).texts())
-        if own and whole.count(begin) - self.render(messages[:place]).count(begin) > own:
+        messages, tools = conversation.messages, conversation.tools
+        own = sum(text.count(begin) for text in Conversation([messages[place]], [], []).texts())
+        if own and whole.count(begin) - self.render(messages[:place], tools=tools).count(begin) > own:
             raise InvalidPrompt(
                 f"the chat template writes {begin} before an answer and reads no reasoning_content, so the answer in message "
                 f"{place} would have thoughts twice: leave out {begin}...{end} there, or use another template"

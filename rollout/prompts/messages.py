@@ -1,8 +1,10 @@
 """Chat messages in the formats of data sets, converted to messages with typed parts and the media in order."""
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -21,15 +23,17 @@ _PAYLOADS = ("bytes", "image", "image_url", "video", "video_url", "url", "path")
 @dataclass(frozen=True)
 class Conversation:
     """Messages whose content is a string or a list of parts ``{"type": "text" | "image" | "video", ...}``. The media are in
-    ``images`` and ``videos``, in the order of their parts.
+    ``images`` and ``videos``, in the order of their parts; ``tools`` are those that the chat template describes.
     """
 
     messages: list[dict[str, Any]]
     images: list[Any]
     videos: list[Any]
+    tools: tuple[Any, ...] = ()
 
     def texts(self) -> Iterable[str]:
-        """All pieces of text."""
+        """All pieces of text, and the JSON of the tools."""
+        yield from (json.dumps(tool, ensure_ascii=False, default=str) for tool in self.tools)
         for message in self.messages:
             if isinstance(message["content"], str):
                 yield message["content"]
@@ -66,7 +70,7 @@ class Conversation:
                     parts.append(part)
                     images += [next(sources)] if part["type"] == "image" else []
             shown.append({**message, "content": parts or content})
-        return Conversation(shown, images, [])
+        return replace(self, messages=shown, images=images, videos=[])
 
     def with_media(self, images: Sequence[Any], videos: Sequence[Any]) -> list[dict[str, Any]]:
         """The messages with the media in their parts, as in verl's ``raw_prompt``."""
@@ -118,6 +122,26 @@ def read_conversation(messages: Any, images: Iterable[Any] = (), videos: Iterabl
     return Conversation(typed, found["image"], found["video"])
 
 
+def read_tools(tools: Any) -> tuple[Any, ...]:
+    """The tools of a row, which are a list or the JSON of one; none if there is nothing. Raises `InvalidPrompt`.
+
+    >>> read_tools('[{"type": "function", "function": {"name": "zoom"}}]')[0]["function"]["name"], read_tools(None)
+    ('zoom', ())
+    """
+    found = tools
+    if isinstance(tools, str):
+        with suppress(ValueError, RecursionError):
+            found = json.loads(tools) if tools.strip() else None
+    if isinstance(found, Mapping):
+        found = [found]
+    if found is None:
+        return ()
+    listed = isinstance(found, (Sequence, np.ndarray)) and not isinstance(found, str)
+    if not listed or not all(isinstance(tool, Mapping) or callable(tool) for tool in found):
+        raise InvalidPrompt(f"tools must be a list of objects, or the JSON of one, not {tools!r}")
+    return tuple(found)
+
+
 def joined_texts(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The messages with the text parts of each content joined to one string, which is all that templates of language models read.
 
@@ -161,7 +185,19 @@ def as_parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _message_head(message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidPrompt(f"a message must be a mapping with 'role' and 'content', not {message!r}")
-    return {name: value for name, value in message.items() if name != "content" and value is not None}
+    head = {name: value for name, value in message.items() if name != "content" and value is not None}
+    if "tool_calls" in head:
+        head["tool_calls"] = [_tool_call(call) for call in head["tool_calls"]]
+    return head
+
+
+def _tool_call(call: Any) -> Any:
+    """A call whose arguments are an object, as templates want it; in OpenAI's form they are the JSON of one."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if isinstance(function, Mapping) and isinstance(arguments := function.get("arguments"), str):
+        with suppress(ValueError, RecursionError):
+            return {**call, "function": {**function, "arguments": json.loads(arguments) if arguments.strip() else {}}}
+    return call
 
 
 def _content(content: Any, found: dict[str, list[Any]]) -> str | list[dict[str, Any]]:

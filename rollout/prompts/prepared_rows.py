@@ -4,7 +4,7 @@ Letters: B rows, P tokens of the longest prompt.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from numbers import Integral, Real
 from typing import Any
@@ -21,7 +21,7 @@ from dataproto.vlm.family import VLMFamily
 from rollout.prompts.image_processing import ProcessedImage
 from rollout.prompts.images import media_list
 from rollout.prompts.made_images import image_keys
-from rollout.prompts.messages import Conversation, read_conversation
+from rollout.prompts.messages import Conversation, read_conversation, read_tools
 from rollout.prompts.videos import ProcessedVideo, join_inputs
 
 CONSUMED_COLUMNS = ("prompt", "images", "videos", "media_root")
@@ -59,8 +59,9 @@ def invalid_row(row: Mapping[str, Any], place: int, reason: str) -> InvalidRow:
 
 
 def conversation_of(row: Mapping[str, Any]) -> Conversation:
-    """The messages and media of a row. Raises `InvalidPrompt`."""
-    return read_conversation(row.get("prompt"), media_list(row.get("images")), media_list(row.get("videos")))
+    """The messages, media and tools of a row. Raises `InvalidPrompt`."""
+    found = read_conversation(row.get("prompt"), media_list(row.get("images")), media_list(row.get("videos")))
+    return replace(found, tools=read_tools(row.get("tools")))
 
 
 def in_prompt_order(

@@ -34,7 +34,7 @@ from rollout.prompts.prepared_rows import (
     prompt_batch,
     row_digest,
 )
-from rollout.prompts.template_arguments import check_template_arguments
+from rollout.prompts.template_arguments import check_template_arguments, reads_tools
 from rollout.prompts.videos import ProcessedVideo, process_frames, process_video
 
 _HALF = re.compile("[\ud800-\udfff]")  # of a character: a surrogate without the other one
@@ -57,8 +57,9 @@ class PromptBuilder:
     """Rows to a prompt batch: ``builder(rows)``.
 
     A row is a mapping with ``prompt`` (messages or a string), ``images`` and ``videos`` (if the messages have markers for them),
-    and optionally ``media_root`` (the folder of relative paths). All other values become object columns. Within a call each
-    distinct image is decoded and processed once. If the cache is large enough, later epochs find all images there.
+    and optionally ``media_root`` (the folder of relative paths) and ``tools`` (a list, or the JSON of one), which the chat
+    template gets for this row. All values except messages and media become object columns. Within a call each distinct image is
+    decoded and processed once. If the cache is large enough, later epochs find all images there.
 
     A row's ``uid`` identifies one occurrence of the prompt: its samples form a group, and their random streams derive from the
     uid. A row without a uid gets a new one at each occurrence, and the same one in every run that passes the same rows in the
@@ -241,7 +242,7 @@ class PromptBuilder:
     def _encode(self, conversation: Conversation) -> list[int]:
         """Token ids with one placeholder for each image and video."""
         self.check_content(conversation)
-        ids = self.encode_text(self.render(conversation.messages, add_generation_prompt=True))
+        ids = self.encode_text(self.render(conversation.messages, add_generation_prompt=True, tools=conversation.tools))
         self.check_placeholders(ids, conversation)
         return ids
 
@@ -275,12 +276,22 @@ class PromptBuilder:
             way_out = "show a video's frames as images" if layout.names("image") else "they read text alone"
             raise InvalidPrompt(f"models of type {self.family.model_type} take no {kind}s; {way_out}")
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False) -> str:
-        """The messages as text, by the chat template. Raises `InvalidPrompt` with the template's error."""
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False, tools: Sequence[Any] = ()
+    ) -> str:
+        """The messages as text, by the chat template; ``tools`` replace those of ``template_arguments``. Raises `InvalidPrompt`
+        with the template's error, or if it does not read ``tools``.
+        """
         apart = [thoughts_apart(message) for message in messages]
         if apart != list(messages) and self._takes_thoughts_apart:
             messages = apart
-        return self._rendered(messages, add_generation_prompt)
+        if tools and not self._reads_tools:
+            raise InvalidPrompt("the row has tools, but the chat template does not use 'tools': leave out the column")
+        return self._rendered(messages, add_generation_prompt, tools)
+
+    @cached_property
+    def _reads_tools(self) -> bool:
+        return reads_tools(self.tokenizer)
 
     @cached_property
     def _takes_thoughts_apart(self) -> bool:
@@ -295,7 +306,9 @@ class PromptBuilder:
         found = written(thoughts_apart(answer))
         return written(answer).count(begin) > found.count(begin) and THOUGHT in found
 
-    def _rendered(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False) -> str:
+    def _rendered(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False, tools: Sequence[Any] = ()
+    ) -> str:
         if not self.family.vision_parts:
             messages = joined_texts(messages)
         elif self.family.typed_content:
@@ -306,7 +319,7 @@ class PromptBuilder:
                     list(messages),
                     add_generation_prompt=add_generation_prompt,
                     tokenize=False,
-                    **self.template_arguments,
+                    **self.template_arguments | ({"tools": list(tools)} if tools else {}),
                 )
         except Exception as error:  # errors of jinja, and those that templates raise
             raise InvalidPrompt(f"the chat template refuses the messages: {error}") from error

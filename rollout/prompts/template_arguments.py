@@ -38,6 +38,14 @@ def template_variables(template: str) -> frozenset[str]:
     return frozenset(meta.find_undeclared_variables(environment.parse(template)))
 
 
+def reads_tools(tokenizer: Any) -> bool:
+    """Whether the chat template reads ``tools``; also if that cannot be told, since the template then raises its own error."""
+    try:
+        return "tools" in template_variables(tokenizer.get_chat_template(tools=[{}]))
+    except (ValueError, jinja2.TemplateError):
+        return True
+
+
 def check_template_arguments(tokenizer: Any, arguments: Mapping[str, Any]) -> None:
     """Checks that the tokenizer's chat template reads what it is given.
 

@@ -8,6 +8,8 @@ import datasets
 import numpy as np
 import pytest
 from PIL import Image
+from pyarrow import Table
+from pyarrow.parquet import write_table
 
 from dataproto.errors import FileFormatError, InvalidConfig, InvalidRow
 from recipes.data.conversation_rows import (
@@ -240,3 +242,36 @@ def test_questions_end_before_the_last_answer():
     assert asked["reward_model"]["ground_truth"] == "Yes."
     with pytest.raises(InvalidRow, match="must end with an answer"):
         Questions([{"prompt": [ASKED]}])[0]
+
+
+def test_calls_and_tools_have_the_names_that_they_were_written_with(tmp_path):
+    """Arrow gives all mappings of a column the same names; JSON Lines keep what they say."""
+    written = [
+        {
+            "messages": [
+                {"role": "user", "content": "Look."},
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [{"function": {"name": "zoom", "arguments": given}}],
+                },
+            ],
+            "tools": [
+                {"function": {"name": "zoom", "parameters": {"properties": {key: {"type": "x"} for key in given}}}}
+            ],
+            "extra_info": dict.fromkeys(["kept"]),
+        }
+        for given in ({"box": [1, 2]}, {"names": ["left"]})
+    ]
+    table = Table.from_pylist(written)
+    write_table(table, tmp_path / "train.parquet")
+    streamed = conversation_stream(str(tmp_path / "train.parquet"), buffer=1)
+    read = [streamed.read_row(raw, place) for _, place, raw in islice(streamed.draws(0, False, 0), 2)]
+    for rows in (
+        conversation_rows(write_jsonl(tmp_path / "train.jsonl", written)),
+        conversation_rows(tmp_path / "train.parquet"),
+        read,
+    ):
+        assert [row["prompt"][1] for row in rows] == [row["messages"][1] for row in written]
+        assert [row["tools"] for row in rows] == [row["tools"] for row in written]
+    assert load_rows(tmp_path / "train.parquet")[0]["extra_info"] == {"kept": None}  # not a message

@@ -577,3 +577,53 @@ def test_the_processors_refusal_is_a_bad_image():
     builder.image_processor = Refusing()
     with pytest.raises(InvalidMedia, match="too odd"):
         builder.prepare({"prompt": "<image>", "images": [picture()]})
+
+
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("zoom", "turn")
+]
+TOOL_TEMPLATE = "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}" + TEMPLATE
+
+
+def tool_builder(template=TOOL_TEMPLATE, **options):
+    tokenizer = copy.deepcopy(tiny_tokenizer())
+    tokenizer.chat_template = template
+    return PromptBuilder(tokenizer, tiny_image_processor(), tiny_prompt_config(), 512, **options)
+
+
+@pytest.mark.parametrize("written", [list, json.dumps])
+def test_the_template_gets_the_tools_of_each_row(written):
+    builder = tool_builder()
+    rows = [
+        {"prompt": "Look.", "tools": written(TOOLS[:1])},
+        {"prompt": "Look.", "tools": written(TOOLS)},
+        {"prompt": "Look."},
+        {"prompt": "Look.", "tools": written([])},
+    ]
+    batch = builder(rows)
+    texts = [builder.tokenizer.decode(ids) for ids in batch["raw_prompt_ids"]]
+    plain = builder.tokenizer.decode(tiny_builder().prepare(rows[2]).raw_ids)
+    assert texts == [f"[zoom]{plain}", f"[zoom][turn]{plain}", plain, plain]
+    assert [builder.prompt_length(row) for row in rows] == [len(ids) for ids in batch["raw_prompt_ids"]]
+    assert batch["tools"][0] == written(TOOLS[:1])  # a reward and an environment read it too
+
+
+def test_a_row_has_its_own_tools_in_place_of_those_of_all_rows():
+    builder = tool_builder(template_arguments={"tools": TOOLS[:1]})
+    own, all_rows = builder.prepare({"prompt": "?", "tools": TOOLS[1:]}), builder.prepare({"prompt": "?"})
+    assert [builder.tokenizer.decode(row.raw_ids)[:6] for row in (own, all_rows)] == ["[turn]", "[zoom]"]
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "reason"),
+    [
+        (TEMPLATE, TOOLS, "does not use 'tools'"),
+        (TOOL_TEMPLATE, "zoom", "must be a list of objects"),
+        (TOOL_TEMPLATE, ["zoom"], "must be a list of objects"),
+        (TOOL_TEMPLATE, [{"function": {"name": "<|image_pad|>"}}], "which only the chat template may write"),
+    ],
+)
+def test_tools_that_cannot_reach_the_model_are_refused(template, tools, reason):
+    builder = tool_builder(template)
+    with pytest.raises(InvalidPrompt, match=reason):
+        builder.prepare({"prompt": "?", "tools": tools})

@@ -235,3 +235,27 @@ def test_an_answer_without_an_end_is_refused(tmp_path):
         match=r"message 1 has no end .* ends it with 'x<\|im_end\|>\\n', and the model stops at '<\|endoftext\|>': add the token",
     ):
         made.prompt_length({"prompt": SAID})
+
+
+def test_tools_and_calls_of_a_conversation_are_learnt_from():
+    """OpenAI writes the arguments of a call as JSON; the template gets the object, and the tools of this row."""
+    made = builder()
+    made.tokenizer = copy.deepcopy(made.tokenizer)
+    made.tokenizer.chat_template = (
+        "{% for tool in tools or [] %}<{{ tool.name }}>{% endfor %}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+        "{% for call in m.tool_calls or [] %}{{ call.function.arguments.box | tojson }}{% endfor %}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    for arguments in ({"box": [1, 2]}, '{"box": [1, 2]}'):
+        call = {"type": "function", "function": {"name": "zoom", "arguments": arguments}}
+        messages = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "a dot"},
+            {"role": "assistant", "content": "1"},
+        ]
+        row = made.prepare({"prompt": messages, "tools": [{"name": "zoom"}]})
+        text = "<zoom>[user]?<|im_end|>[assistant][1, 2]<|im_end|>[tool]a dot<|im_end|>[assistant]1<|im_end|>"
+        assert made.tokenizer.decode(row.raw_ids) == text
+        assert made.tokenizer.decode(row.input_ids[row.loss_mask == 1]) == "[1, 2]<|im_end|>1<|im_end|>"
+        assert made.prompt_length({"prompt": messages, "tools": '[{"name": "zoom"}]'}) == len(row.raw_ids)
