@@ -82,7 +82,10 @@ def open_data(data: SFTDataConfig, builder: SupervisedBuilder, seed: int) -> tup
         held_out += [DrawnSums(0, "test")[i] for i in range(half)]
         return Mixture([DrawnTalks(seed), DrawnSums(seed)], weights=[3, 1]), held_out
     if data.streaming:
-        streams = [conversation_stream(path, buffer=data.shuffle_buffer, keys=data.keys) for path in data.data_path]
+        streams = [
+            conversation_stream(path, buffer=data.shuffle_buffer, keys=data.keys, media_root=data.media_root)
+            for path in data.data_path
+        ]
         rows = Mixture(streams, data.weights or [1.0]) if len(streams) > 1 else streams[0]
         return rows, _first_rows(data.eval_data_path, data, builder) if data.eval_data_path else None
     sources, held_out = [], []
@@ -119,7 +122,7 @@ def _first_rows(path: str, data: SFTDataConfig, builder: SupervisedBuilder) -> A
 
 
 def _fitting(path: str, split: str, data: SFTDataConfig, builder: SupervisedBuilder) -> Any:
-    rows, dropped = drop_overlong(conversation_rows(path, split, data.keys), builder, data.on_bad_row)
+    rows, dropped = drop_overlong(conversation_rows(path, split, data.keys, data.media_root), builder, data.on_bad_row)
     if dropped:
         print(f"{path}: {len(dropped)} rows of {split} exceed {builder.max_prompt_length} tokens and are left out")
     return rows

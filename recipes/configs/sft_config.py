@@ -29,6 +29,9 @@ class SFTDataConfig(RowsConfig):
     weights: tuple[float, ...] = ()  # how often each of --data-path is drawn from; default: as often as it has rows
     # held-out conversations; default: the "test" split of a folder or data set name, or a file's last rows
     eval_data_path: str | None = None
+    media_root: str | None = (
+        None  # folder at which relative paths of images and videos start; default: that of the file
+    )
     keys: tyro.conf.OmitArgPrefixes[ColumnKeys] = field(default_factory=ColumnKeys)
     turns: Turns = "all"  # which of the assistant's turns are learnt
     streaming: bool = False  # read data sets as they come, without their length; needs --eval-data-path to evaluate
@@ -42,8 +45,10 @@ class SFTDataConfig(RowsConfig):
             raise InvalidConfig(
                 f"{next(iter(self.keys.given()))} without data_path: drawn conversations have their own columns"
             )
-        if not self.data_path and (self.eval_data_path or self.streaming):
-            raise InvalidConfig("eval_data_path or streaming without data_path: drawn conversations have their own")
+        if not self.data_path and (self.eval_data_path or self.streaming or self.media_root):
+            raise InvalidConfig(
+                "eval_data_path, streaming or media_root without data_path: drawn conversations have their own"
+            )
         if self.streaming and len(self.data_path) > 1 and not self.weights:
             raise InvalidConfig("streams have no length that could tell how often to draw from each: give --weights")
 

@@ -25,11 +25,11 @@ import numpy as np
 from dataproto.errors import DataProtoError, InvalidConfig, InvalidRow
 from recipes.data.column_keys import ColumnKeys, with_markers
 from recipes.data.problem_rows import KNOWN, row_media, row_tools
+from recipes.data.row_values import chat_messages, parsed_row, plain_answer
 from recipes.data.tables import StreamRows, TableRows, open_stream, open_tables, table_files
 from rollout.prompts import invalid_row
 from rollout.prompts.images import load_image
 
-_ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
 _ANSWERS = ("completion", "response", "answer")
 CONVERSATION_COLUMNS = (
     *("messages", "conversations", "texts", "prompt", *_ANSWERS),
@@ -40,14 +40,17 @@ _PNG, _JPEG = (b"\x89PNG\r\n\x1a\n",), (b"\xff\xd8\xff",)
 
 
 def conversation_rows(
-    source: str | Path | Sequence[str | Path], split: str = "train", keys: ColumnKeys = KNOWN
+    source: str | Path | Sequence[str | Path],
+    split: str = "train",
+    keys: ColumnKeys = KNOWN,
+    media_root: str | Path | None = None,
 ) -> TableRows:
     """Opens a data set of conversations; see `recipes.data.tables.open_tables` and `read_conversation_row`.
 
     Raises:
         InvalidConfig: the data set does not exist, has no rows, or lacks a column that ``keys`` names.
     """
-    tables, name = open_tables(source, split)
+    tables, name = open_tables(source, split, media_root)
     keys.check([table for table, _ in tables], name)
     rows = TableRows(tables, partial(read_conversation_row, data_source=name, keys=keys), table_files(source, split))
     if not len(rows):
@@ -55,12 +58,18 @@ def conversation_rows(
     return rows
 
 
-def conversation_stream(source: str, split: str = "train", buffer: int = 1024, keys: ColumnKeys = KNOWN) -> StreamRows:
+def conversation_stream(
+    source: str,
+    split: str = "train",
+    buffer: int = 1024,
+    keys: ColumnKeys = KNOWN,
+    media_root: str | Path | None = None,
+) -> StreamRows:
     """Opens a data set of conversations as a stream, shuffled within blocks of ``buffer`` rows; see `conversation_rows`."""
-    stream, root = open_stream(source, split)
+    stream, root = open_stream(source, split, media_root)
     if hasattr(stream, "decode"):
         stream = stream.decode(False)  # keep images as bytes and paths
-    name = source if root is None else Path(source).resolve().stem
+    name = Path(source).resolve().stem if Path(source).exists() else source
     keys.check([stream], name)
     return StreamRows(stream, root, partial(read_conversation_row, data_source=name, keys=keys), buffer)
 
@@ -77,7 +86,7 @@ def read_conversation_row(
     >>> row["prompt"]
     [{'role': 'user', 'content': '<image>What?'}, {'role': 'assistant', 'content': 'A cat.'}]
     """
-    raw = keys.rename(raw, index)
+    raw = parsed_row(keys.rename(raw, index), index)
     images, videos = row_media(raw, "images", "image"), row_media(raw, "videos", "video")
     if keys.prompt_key and isinstance(raw["prompt"], str):
         raw = {**raw, "prompt": with_markers(raw["prompt"], len(images), len(videos))}
@@ -95,27 +104,28 @@ def _messages(raw: Mapping[str, Any], index: int, images: int) -> list[Any]:
         return _cauldron_messages(raw["texts"], index, images)
     turns = raw.get("messages") if raw.get("messages") is not None else raw.get("conversations")
     if turns is not None:
-        return [_message(turn, index) for turn in turns]
+        return chat_messages(turns, index)
     prompt, answer = raw.get("prompt"), next((raw[name] for name in _ANSWERS if raw.get(name) is not None), None)
     if prompt is None or answer is None:
         lacking = (
             f"no 'messages', 'conversations', 'texts', or 'prompt' with an answer, among its columns {sorted(raw)}"
         )
         raise InvalidRow(index, f"{lacking}: name yours by --messages-key, or by --prompt-key and --answer-key")
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    if isinstance(answer, str | int | float):
-        return [*asked, {"role": "assistant", "content": str(answer)}]
-    return asked + list(answer)
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else chat_messages(prompt, index)
+    return asked + _answer_messages(answer, index)
 
 
-def _message(turn: Any, index: int) -> Mapping[str, Any]:
-    if not isinstance(turn, Mapping):
-        raise InvalidRow(index, f"a turn must be a mapping, not {turn!r}")
-    if "from" not in turn:
-        return turn
-    if turn["from"] not in _ROLES:
-        raise InvalidRow(index, f"a turn is from {turn['from']!r}, but must be from one of {', '.join(_ROLES)}")
-    return {"role": _ROLES[turn["from"]], "content": turn.get("value")}
+def _answer_messages(answer: Any, index: int) -> list[Mapping[str, Any]]:
+    """The messages of an answer: text, a number, typed parts, a message or several."""
+    if isinstance(answer, Mapping):
+        answer = [answer]
+    if isinstance(answer, (list, tuple, np.ndarray)) and len(answer):
+        typed = all(isinstance(part, Mapping) and part.get("type") and "role" not in part for part in answer)
+        return [{"role": "assistant", "content": list(answer)}] if typed else chat_messages(answer, index)
+    text = plain_answer(answer)
+    if not isinstance(text, str | int | float):
+        raise InvalidRow(index, f"the answer must be text, a number or messages, not {answer!r}")
+    return [{"role": "assistant", "content": str(text)}]
 
 
 def _cauldron_messages(texts: Any, index: int, images: int) -> list[dict[str, Any]]:

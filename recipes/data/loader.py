@@ -253,11 +253,19 @@ def drop_overlong(rows: Any, builder: PromptBuilder, on_bad_row: OnBadRow = "ski
 
     Raises:
         InvalidConfig: no prompt fits.
-        InvalidRow: with ``on_bad_row="stop"``, the length of a row cannot be determined; names the first such row.
+        InvalidRow: with ``on_bad_row="stop"``, the length of a row cannot be determined; else, that of no row can. Names the
+            first such row.
     """
     kept: list[int] = []
     dropped: list[int] = []
-    for place, length in enumerate(prompt_lengths(rows, builder)):
+    lengths = prompt_lengths(rows, builder)
+    if on_bad_row == "skip" and all(length is None for length in lengths):
+        try:
+            check_row(rows, 0, builder)
+        except InvalidRow as error:
+            reason = error.reason.removesuffix(f" {WAY_OUT}")
+            raise InvalidRow(error.index, f"{reason}; none of the {len(rows)} rows can be used") from error
+    for place, length in enumerate(lengths):
         if length is None and on_bad_row == "stop":
             check_row(rows, place, builder)
         fits = length is None or length <= builder.max_prompt_length

@@ -2,21 +2,23 @@
 
 * verl: ``data_source, prompt, images, ability, reward_model {style, ground_truth}, extra_info``
 * EasyR1, as in ``hiyouga/geometry3k``: ``problem, answer, images``; `INSTRUCTION` is appended to the problem
-* chat messages with typed parts or markers: ``messages`` (or ``prompt``), with ``answer`` or ``solution``
+* chat messages with typed parts or markers: ``messages`` (or ``prompt``, or ``conversations`` with ``from`` and ``value`` as in
+  VLM-R1), with ``answer`` or ``solution``
 * any other, whose columns a `ColumnKeys` names
 
 Reading a file runs no code, and paths in it are read as images only. Relative paths start at the folder of the file.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dataproto.errors import InvalidConfig, InvalidRow
+from dataproto.errors import InvalidConfig, InvalidRow, RewardError
 from recipes.data.column_keys import ColumnKeys, with_markers
+from recipes.data.row_values import chat_messages, instructed, parsed_row, plain_answer, read_instruction
 from recipes.data.tables import Table, TableRows, open_tables, table_files
 from rollout.prompts.images import media_list
 
@@ -29,12 +31,18 @@ INSTRUCTION = (
 
 KNOWN = ColumnKeys()
 _MEDIA = ("images", "image", "videos", "video")
+_QUESTIONS = ("prompt", "messages", "conversations", "problem")
 _ANSWERS = ("answer", "solution", "ground_truth")
 PROBLEM_COLUMNS = (
-    *("prompt", "messages", "problem", *_MEDIA, *_ANSWERS),
+    *_QUESTIONS,
+    *_MEDIA,
+    *_ANSWERS,
     *("data_source", "ability", "reward_model", "extra_info"),
 )
 """The columns that `read_row` knows; rewards get all the others too."""
+
+CheckTruth = Callable[[Any], None]
+"""Raises `RewardError` for a ground truth that a reward cannot use."""
 
 
 class Geo3KDataset(TableRows):
@@ -53,10 +61,18 @@ class Geo3KDataset(TableRows):
         instruction: str = INSTRUCTION,
         keys: ColumnKeys = KNOWN,
         files: Sequence[Path] = (),
+        check_truth: CheckTruth | None = None,
     ) -> None:
         """``tables`` are `datasets.Dataset` objects, each with the folder at which its relative paths start."""
         self.split, self.data_source, self.instruction = split, data_source, instruction
-        read = partial(read_row, split=split, data_source=data_source, instruction=instruction, keys=keys)
+        read = partial(
+            read_row,
+            split=split,
+            data_source=data_source,
+            instruction=instruction,
+            keys=keys,
+            check_truth=check_truth,
+        )
         super().__init__(tables, read, files)
 
 
@@ -66,22 +82,27 @@ def load_rows(
     data_source: str | None = None,
     instruction: str = INSTRUCTION,
     keys: ColumnKeys = KNOWN,
+    media_root: str | Path | None = None,
+    check_truth: CheckTruth | None = None,
 ) -> Geo3KDataset:
     """Opens a data set of problems.
 
     Args:
-        source, split: as `recipes.data.tables.open_tables`.
+        source, split, media_root: as `recipes.data.tables.open_tables`.
         data_source: the ``data_source`` of rows that have none; by default the name of the data set.
-        instruction: the text appended to the problem of an EasyR1 row, and to a question that ``keys`` names.
+        instruction: the text appended to the problem of an EasyR1 row, and to a question that ``keys`` names; or a template,
+            or the file of one, see `recipes.data.row_values.instructed`.
         keys: the columns of a data set in none of the known schemas.
+        check_truth: makes rows with a ground truth that the reward cannot use unusable.
 
     Raises:
         InvalidConfig: the file, folder or data set does not exist, has no rows, or lacks a column that ``keys`` names.
         FileFormatError: a file cannot be read.
     """
-    tables, name = open_tables(source, split)
+    instruction = read_instruction(instruction)
+    tables, name = open_tables(source, split, media_root)
     keys.check([table for table, _ in tables], name)
-    rows = Geo3KDataset(tables, split, data_source or name, instruction, keys, table_files(source, split))
+    rows = Geo3KDataset(tables, split, data_source or name, instruction, keys, table_files(source, split), check_truth)
     if not len(rows):
         raise InvalidConfig(f"data set {name!r} has no rows")
     return rows
@@ -94,49 +115,54 @@ def read_row(
     data_source: str = "",
     instruction: str = INSTRUCTION,
     keys: ColumnKeys = KNOWN,
+    check_truth: CheckTruth | None = None,
 ) -> dict[str, Any]:
     """Converts a row of any of the schemas, or with the columns that ``keys`` names, to verl's.
 
     Raises:
-        InvalidRow: the row matches none of the schemas.
+        InvalidRow: the row matches none of the schemas, or ``check_truth`` refuses its ground truth.
 
     >>> row = read_row({"problem": "<image>Find x.", "answer": "9", "images": ["a.png"]}, index=3, split="train")
     >>> row["prompt"][0]["content"][:24], row["reward_model"], row["extra_info"]["index"]
     ('<image>Find x. You FIRST', {'style': 'rule', 'ground_truth': '9'}, 3)
     """
     own, media_columns = own_columns(raw, keys)
-    raw = keys.rename(raw, index)
-    messages, problem = raw.get("messages"), raw.get("problem")
+    raw = parsed_row(keys.rename(raw, index), index)
+    problem = raw.get("problem")
+    messages = raw.get("messages") if raw.get("messages") is not None else raw.get("conversations")
     prompt = raw.get("prompt") if messages is None else messages
+    images, videos = row_media(raw, "images", "image"), row_media(raw, "videos", "video")
     if prompt is None and isinstance(problem, str):
-        prompt = [{"role": "user", "content": f"{problem} {instruction}".strip()}]
+        prompt = [{"role": "user", "content": instructed(problem, instruction)}]
     if prompt is None:
         lacking = f"no 'prompt', 'messages' or 'problem' among its columns {sorted(raw)}"
         raise InvalidRow(index, f"{lacking}: name that of the question by --prompt-key, or --messages-key")
-    images, videos = row_media(raw, "images", "image"), row_media(raw, "videos", "video")
-    if isinstance(prompt, str):
+    if isinstance(prompt, str) and messages is None:
         problem = prompt if keys.prompt_key else problem
-        text = f"{with_markers(prompt, len(images), len(videos))} {instruction}".strip() if keys.prompt_key else prompt
-        prompt = [{"role": "user", "content": text}]
+        asked = instructed(with_markers(prompt, len(images), len(videos)), instruction) if keys.prompt_key else prompt
+        prompt = [{"role": "user", "content": asked}]
+    prompt = chat_messages(prompt, index)
     answer = next((raw[name] for name in _ANSWERS if raw.get(name) is not None), None)
-    if not isinstance(prompt, (Sequence, np.ndarray)) or not all(isinstance(message, Mapping) for message in prompt):
-        raise InvalidRow(index, f"the prompt must be a string or a list of messages, not {prompt!r}")
-    if (
-        messages is not None and prompt and prompt[-1].get("role") == "assistant"
-    ):  # an answered problem: its answer is the ground truth
+    if messages is not None and prompt and prompt[-1].get("role") == "assistant":  # its answer is the ground truth
         answer = prompt[-1].get("content") if answer is None else answer
         prompt = prompt[:-1]
-    extra = {"split": split, "index": index, "answer": answer, "question": problem}
-    extra |= {
-        name: value for name, value in raw.items() if name not in (*_MEDIA, *_ANSWERS, "prompt", "messages", "problem")
-    }
+    truth = dict(raw.get("reward_model") or {"style": "rule", "ground_truth": answer})
+    if "ground_truth" in truth:
+        truth["ground_truth"] = plain_answer(truth["ground_truth"])
+    if check_truth is not None:
+        try:
+            check_truth(truth.get("ground_truth"))
+        except RewardError as error:
+            raise InvalidRow(index, f"{error}; its columns are {', '.join(sorted(raw))}") from error
+    extra = {"split": split, "index": index, "answer": plain_answer(answer), "question": problem}
+    extra |= {name: value for name, value in raw.items() if name not in (*_QUESTIONS, *_MEDIA, *_ANSWERS)}
     return {
         "prompt": prompt,
         "images": images,
         "videos": videos,
         "data_source": raw.get("data_source") or data_source,
         "ability": raw.get("ability") or "math",
-        "reward_model": raw.get("reward_model") or {"style": "rule", "ground_truth": answer},
+        "reward_model": truth,
         "extra_info": raw.get("extra_info") or extra,
         "own_columns": own,
         "media_columns": media_columns,
@@ -154,9 +180,9 @@ def own_columns(raw: Mapping[str, Any], keys: ColumnKeys = KNOWN) -> tuple[dict[
     for kind, key in (("image", keys.image_key), ("video", keys.video_key)):
         read = next((name for name in ([key] if key else [f"{kind}s", kind]) if raw.get(name) is not None), None)
         if read is not None:
-            several = read != kind and isinstance(raw[read], (list, tuple, np.ndarray))
+            several = read != "video" and isinstance(raw[read], (list, tuple, np.ndarray))
             media[read] = f"{kind}s" if several else kind
-    left_out = {"prompt", "messages", keys.messages_key, *_MEDIA, *media}
+    left_out = {"prompt", "messages", "conversations", keys.messages_key, *_MEDIA, *media}
     return {name: value for name, value in raw.items() if name not in left_out}, media
 
 
@@ -166,7 +192,10 @@ def row_tools(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def row_media(raw: Mapping[str, Any], several: str, single: str) -> list[Any]:
-    """The media of a row in the column ``several``, a list or one medium, or, if that is missing, ``single``."""
+    """The media of a row in the column ``several``, a list or one medium, or, if that is missing, ``single``: there a list is
+    several images, but the frames of one video.
+    """
     if raw.get(several) is not None:
         return media_list(raw[several])
-    return [] if raw.get(single) is None else [raw[single]]
+    found = raw.get(single)
+    return media_list(found) if single == "image" or found is None else [found]

@@ -62,7 +62,8 @@ def lengths_digest(rows: Any, builder: PromptBuilder) -> str | None:
         "rows": [
             read.func.__module__,
             read.func.__qualname__,
-            sorted((key, repr(value)) for key, value in read.keywords.items()),
+            sorted((key, getattr(value, "__qualname__", repr(value))) for key, value in read.keywords.items()),
+            [str(root) for _, root in rows.tables],
         ],
         "builder": type(builder).__qualname__,
         "tokenizer": tokenizer.to_str(),

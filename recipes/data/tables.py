@@ -203,28 +203,38 @@ def _undecoded(table: Any) -> Any:
     return _ArrowTable(table) if hasattr(table, "with_format") else table
 
 
-def open_tables(source: str | Path | Sequence[str | Path], split: str = "train") -> tuple[list[Table], str]:
+def open_tables(
+    source: str | Path | Sequence[str | Path], split: str = "train", media_root: str | Path | None = None
+) -> tuple[list[Table], str]:
     """Opens a data set and returns its tables and its name, which is that on the hub, or of the first file or folder.
 
     Args:
         source: parquet or JSON files, folders of them, or names on the Hugging Face hub.
         split: the split on the hub, or of a folder: the files whose names begin with it (``train.parquet``,
             ``train-00000-of-00001.parquet``, also in ``data/``). It does not apply to a single file.
+        media_root: the folder at which relative paths in rows start; by default that of each file.
 
     Raises:
-        InvalidConfig: the file, folder or data set does not exist.
+        InvalidConfig: the file, folder or data set, or ``media_root``, does not exist.
         FileFormatError: a file cannot be read.
     """
     sources = [source] if isinstance(source, (str, Path)) else list(source)
     if not sources:
         raise InvalidConfig("no data set given")
+    root = _folder(media_root)
     tables: list[Table] = []
     for one in sources:
         if Path(one).exists():
-            tables += [(_read_file(file), file.parent) for file in _files(Path(one), split)]
+            tables += [(_read_file(file), root or file.parent) for file in _files(Path(one), split)]
         else:
-            tables.append((_download(str(one), split), None))
-    return tables, str(sources[0]) if tables[0][1] is None else Path(sources[0]).resolve().stem
+            tables.append((_download(str(one), split), root))
+    return tables, Path(sources[0]).resolve().stem if Path(sources[0]).exists() else str(sources[0])
+
+
+def _folder(media_root: str | Path | None) -> Path | None:
+    if media_root is not None and not Path(media_root).is_dir():
+        raise InvalidConfig(f"media_root {media_root}: no such folder")
+    return None if media_root is None else Path(media_root)
 
 
 def table_files(source: str | Path | Sequence[str | Path], split: str = "train") -> list[Path]:
@@ -235,7 +245,7 @@ def table_files(source: str | Path | Sequence[str | Path], split: str = "train")
     return [file for one in sources for file in _files(Path(one), split)]
 
 
-def open_stream(source: str, split: str = "train") -> tuple[Any, Path | None]:
+def open_stream(source: str, split: str = "train", media_root: str | Path | None = None) -> tuple[Any, Path | None]:
     """Opens a data set as a `datasets.IterableDataset`, without downloading or reading ahead; see `open_tables`.
 
     Returns:
@@ -243,17 +253,17 @@ def open_stream(source: str, split: str = "train") -> tuple[Any, Path | None]:
     """
     from datasets import load_dataset
 
-    path = Path(source)
+    path, root = Path(source), _folder(media_root)
     if not path.exists():
-        return _download(source, split, streaming=True), None
+        return _download(source, split, streaming=True), root
     files = _files(path, split)
     kinds = {READERS.get(file.suffix) for file in files}
     if len(kinds) > 1 or None in kinds:
         raise InvalidConfig(f"{path}: a stream needs parquet files or JSON files")
     if kinds == {"json"}:
-        return JsonStream(files), files[0].parent
+        return JsonStream(files), root or files[0].parent
     stream = load_dataset(kinds.pop(), data_files=[str(file) for file in files], split="train", streaming=True)
-    return stream, files[0].parent
+    return stream, root or files[0].parent
 
 
 class StreamRows:

@@ -109,7 +109,7 @@ IDLE_RULES = (
         "messages stay as they are: leave it out, or name a column of text by --prompt-key",
     ),
     IdleRule(
-        ("level", "instruction", "on-bad-row"),
+        ("level", "instruction", "on-bad-row", "media-root"),
         lambda c: hasattr(c, "sft"),
         "the questions of easy-VQA have none, and all can be used: leave it out",
     ),

@@ -7,6 +7,7 @@ PEER_NAMES = {
     "--preset any --model-path": "model model_name_or_path model.path actor.model.model_path",
     "--data-path": "train_files train_dataset dataset_name dataset data.train_files",
     "--eval-data-path": "val_files eval_dataset data.val_files",
+    "--media-root": "image_dir image_folder image_folders media_dir data.image_dir",
     "--batch-size": "train_batch_size rollout_batch_size generation_batch_size data.train_batch_size data.rollout_batch_size",
     "--algorithm.minibatch": "ppo_mini_batch_size actor.ppo_mini_batch_size actor.global_batch_size",
     "--token-budget": "per_device_train_batch_size gradient_accumulation_steps actor.ppo_micro_batch_size_per_gpu "
@@ -14,7 +15,7 @@ PEER_NAMES = {
     "--algorithm.epochs": "ppo_epochs num_iterations actor.ppo_epochs",
     "--max-prompt-length": "data.max_prompt_length",
     "--max-response-length": "max_completion_length max_new_tokens data.max_response_length",
-    "--instruction": "data.format_prompt",
+    "--instruction": "format_prompt data.format_prompt",
     "--template-arguments NAME VALUE": "chat_template_kwargs data.apply_chat_template_kwargs",
     "--algorithm.n": "num_generations rollout.n",
     "--algorithm.temperature": "rollout.temperature",

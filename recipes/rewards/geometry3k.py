@@ -49,14 +49,11 @@ def geo3k_reward(rows: Sequence[RewardRow], checker: AnswerChecker | None = None
 
     pairs = []
     for number, row in enumerate(rows):
-        if row.ground_truth is None:
-            raise RewardError(f"row {number}{_uid(row)}: there is no ground truth to compare the answer with")
-        if isinstance(row.ground_truth, (Mapping, Sequence, np.ndarray)) and not isinstance(row.ground_truth, str):
-            raise RewardError(
-                f"row {number}{_uid(row)}: the ground truth {row.ground_truth!r} is not one answer, as text or a number; "
-                "for several right answers write a reward function of your own"
-            )
-        pairs.append(without_unit(extract_boxed_content(row.solution_str), str(row.ground_truth)))
+        try:
+            check_truth(row.ground_truth)
+        except RewardError as error:
+            raise RewardError(f"row {number}{_uid(row)}: {error}") from error
+        pairs.append(without_unit(extract_boxed_content(row.solution_str), truth_text(row.ground_truth)))
     boxed = [pair for pair in pairs if pair[0] != "None"]  # what mathruler returns for a response without a box
     correct = dict(zip(boxed, (checker or default_checker())(boxed), strict=True))
     results = []
@@ -64,6 +61,33 @@ def geo3k_reward(rows: Sequence[RewardRow], checker: AnswerChecker | None = None
         acc, form = float(correct.get(pair, False)), format_score(row.solution_str)
         results.append({"score": (1 - FORMAT_WEIGHT) * acc + FORMAT_WEIGHT * form, "acc": acc, "format": form})
     return results
+
+
+def check_truth(truth: Any) -> None:
+    """Raises `RewardError` for a ground truth with which no answer can be compared."""
+    if isinstance(truth, (Mapping, Sequence, np.ndarray)) and not isinstance(truth, str):
+        raise RewardError(
+            f"the ground truth {truth!r} is not one answer, as text or a number; for several right answers write a reward "
+            "function of your own"
+        )
+    if truth is None or truth != truth or not str(truth).strip():
+        raise RewardError(
+            "there is no ground truth to compare the answer with: name its column by --answer-key, or give a --reward that needs "
+            "none"
+        )
+
+
+def truth_text(truth: Any) -> str:
+    r"""The answer in a ground truth: within ``<answer>`` tags, after ``####`` as in GSM8K, or in the last ``\boxed{}``.
+
+    >>> truth_text("<answer> 3 </answer>"), truth_text("1 + 2 = 3 #### 3"), truth_text(r"So \boxed{3}."), truth_text(3)
+    ('3', '3', '3', '3')
+    """
+    text = str(truth)
+    tagged = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    text = (tagged[-1] if tagged else text).rpartition("####")[2]
+    boxed = boxed_answer(text)
+    return (text if boxed is None else boxed).strip()
 
 
 def _uid(row: RewardRow) -> str:

@@ -1,12 +1,12 @@
 """What a recipe checks of its reward before models are loaded."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from dataproto.errors import DataProtoError, InvalidConfig, InvalidRow
-from recipes.rewards.geometry3k import geo3k_reward
+from dataproto.errors import DataProtoError, InvalidRow
+from recipes.rewards.geometry3k import check_truth, geo3k_reward
 from recipes.rewards.truth_check import reason_not_to_ask, truth_warning
 from rollout.prompts import PromptBuilder
 from workers.roles.reward import RewardFunction, RewardRow, reward_rows
@@ -24,7 +24,6 @@ def check_reward(reward: RewardFunction, rows: Any, builder: PromptBuilder, here
 
     Raises:
         RewardError: the reward needs a column that the first row does not have.
-        InvalidConfig: the reward compares with a truth, and the first row has none.
     """
     with suppress(InvalidRow):  # the loader reports it, or skips it
         check_first_row(reward, rows[0])
@@ -50,15 +49,13 @@ def examples(rows: Sequence[Mapping[str, Any]], builder: PromptBuilder) -> list[
 
 
 def check_first_row(reward: RewardFunction, row: Mapping[str, Any]) -> None:
-    """Raises `RewardError` if the reward needs a column that the row lacks, `InvalidConfig` without a truth to compare with."""
+    """Raises `RewardError` if the reward needs a column that the row lacks."""
     truth = (row.get("reward_model") or {}).get("ground_truth")
     if callable(check_columns := getattr(reward, "check_columns", None)):
         own = {**row.get("own_columns", {}), **row.get("media_columns", {})}
         check_columns(RewardRow("", truth, extra_info=row.get("extra_info"), columns=own))
-    if reward is geo3k_reward and truth is None:
-        more = row["extra_info"] if isinstance(row["extra_info"], Mapping) else {}
-        columns = sorted(more.keys() - {"answer", "index", "question", "split"})  # which `read_row` adds
-        raise InvalidConfig(
-            f"row {row['index']} has no ground truth, with which the reward geo3k compares the answer: name its column by "
-            f"--answer-key, or give a --reward that needs none; its further columns are {', '.join(columns) or 'none'}"
-        )
+
+
+def truth_check(reward: RewardFunction | None) -> Callable[[Any], None] | None:
+    """What raises `RewardError` for a truth that a reward cannot use; ``None`` for a reward that takes any."""
+    return check_truth if reward is geo3k_reward else None

@@ -24,7 +24,7 @@ from recipes.configs.shared.run_config import announce_small_model
 from recipes.console import announce_start, start_phase
 from recipes.data.drawn_rows import ProblemRows
 from recipes.data.loader import EvaluationLoader, PromptLoader, drop_overlong
-from recipes.data.problem_rows import load_rows
+from recipes.data.problem_rows import CheckTruth, load_rows
 from recipes.forecast import (
     BatchSizes,
     Device,
@@ -40,7 +40,7 @@ from recipes.forecast import (
 from recipes.report.kept_rollouts import KeptRollouts
 from recipes.report.page import REPORT_FILE
 from recipes.rewards import RewardFunction, load_reward
-from recipes.rewards.reward_check import check_reward
+from recipes.rewards.reward_check import check_reward, truth_check
 from recipes.run.carrying import LookAhead, carry_samples
 from recipes.run.environment_roles import PlayedEnvironment, with_environment
 from recipes.run.evaluation import Evaluate, held_out_evaluation
@@ -163,7 +163,7 @@ def problems(config: PolicyGradientConfig) -> PolicyTask:
     with start_phase("loading the tokenizer and the image processor"):
         builder = prompt_builder(data, model_path)
     with start_phase("reading data"):
-        train_rows, test_rows = open_problems(config, builder)
+        train_rows, test_rows = open_problems(config, builder, reward)
         check_reward(reward, train_rows, builder, here=config.on == "local")
         loader = prompt_loader(config, builder, train_rows, shuffle=data.data_path is not None)
     asked, config = config, replace(config, run=over_epochs(config.run, loader))
@@ -329,21 +329,23 @@ def answered_at_a_time(config: PolicyGradientConfig) -> int:
     return max(config.data.batch_size * config.algorithm.n // config.data.eval_samples, 1)
 
 
-def open_problems(config: PolicyGradientConfig, builder: PromptBuilder) -> tuple[Any, Any]:
-    """Training and held-out rows."""
+def open_problems(
+    config: PolicyGradientConfig, builder: PromptBuilder, reward: RewardFunction | None = None
+) -> tuple[Any, Any]:
+    """Training and held-out rows; those with a truth of no use for the reward count as bad."""
     data = config.data
     if data.data_path is not None:
-        return open_data_set(data, builder)
+        return open_data_set(data, builder, truth_check(reward))
     test = ProblemRows(data.level, 0, "test", data.instruction)
     return ProblemRows(data.level, config.run.seed, "train", data.instruction), test[: data.eval_rows]
 
 
-def open_data_set(data: DataConfig, builder: PromptBuilder) -> tuple[Any, Any]:
+def open_data_set(data: DataConfig, builder: PromptBuilder, check_truth: CheckTruth | None = None) -> tuple[Any, Any]:
     """Training and held-out rows that fit; a single file gives its last rows, at most a fifth, as held-out ones."""
     path = str(data.data_path)
-    rows = fitting_rows(path, "train", data, builder)
+    rows = fitting_rows(path, "train", data, builder, check_truth)
     if data.eval_data_path or not Path(path).is_file():
-        held_out = fitting_rows(data.eval_data_path or path, "test", data, builder)
+        held_out = fitting_rows(data.eval_data_path or path, "test", data, builder, check_truth)
         return rows, Subset(held_out, range(min(data.eval_rows, len(held_out))))
     kept = len(rows) - min(data.eval_rows, len(rows) // 5)
     if kept == len(rows):
@@ -351,9 +353,11 @@ def open_data_set(data: DataConfig, builder: PromptBuilder) -> tuple[Any, Any]:
     return Subset(rows, range(kept)), Subset(rows, range(kept, len(rows)))
 
 
-def fitting_rows(path: str, split: str, data: DataConfig, builder: PromptBuilder) -> Any:
+def fitting_rows(
+    path: str, split: str, data: DataConfig, builder: PromptBuilder, check_truth: CheckTruth | None = None
+) -> Any:
     """The rows of a data set whose prompts are not too long; says how many were."""
-    read = load_rows(path, split, instruction=data.instruction, keys=data.keys)
+    read = load_rows(path, split, None, data.instruction, data.keys, data.media_root, check_truth)
     rows, dropped = drop_overlong(read, builder, data.on_bad_row)
     if dropped:
         print(f"{path}: {len(dropped)} prompts of {split} exceed {data.max_prompt_length} tokens and are left out")

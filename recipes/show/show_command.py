@@ -16,6 +16,7 @@ from recipes.data.loader import draws
 from recipes.data.problem_rows import PROBLEM_COLUMNS, load_rows
 from recipes.options import exit_status
 from recipes.rewards import load_reward
+from recipes.rewards.reward_check import truth_check
 from recipes.run.policy_gradient import prompt_builder
 from recipes.run.supervised import supervised_builders
 from recipes.show.show_config import ShowConfig, parse
@@ -66,13 +67,15 @@ def _opened(asked: ShowConfig) -> Iterator[tuple[str, Any]]:
     if asked.recipe == "sft":
         for path in data.data_path:
             read = conversation_stream if data.streaming else conversation_rows
-            yield path, read(path, keys=data.keys)
+            yield path, read(path, keys=data.keys, media_root=data.media_root)
         if not data.data_path:
             yield "synthetic conversations", DrawnTalks(config.run.seed)
     elif data.data_path is None:
         yield "synthetic problems", ProblemRows(data.level, config.run.seed, "train", data.instruction)
     else:
-        yield data.data_path, load_rows(data.data_path, instruction=data.instruction, keys=data.keys)
+        usable = truth_check(load_reward(config.reward or "geo3k"))
+        rows = load_rows(data.data_path, "train", None, data.instruction, data.keys, data.media_root, usable)
+        yield data.data_path, rows
 
 
 def _columns(rows: Any, keys: ColumnKeys, supervised: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:

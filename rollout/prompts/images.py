@@ -14,6 +14,7 @@ import base64
 import binascii
 import io
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -42,6 +43,8 @@ _ENDS = {
 """The last bytes of a whole file."""
 _SIXTEEN_BIT_FORMATS = ("PNG", "PPM")  # images that Pillow reads from these in mode "I" have 16 bits
 _SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap width and height
+_BARE_BASE64 = re.compile(r"(iVBORw0KGgo|/9j/|R0lGOD|UklGR)[A-Za-z0-9+/]{40}")
+"""The base64 of a PNG, JPEG, GIF or WebP without the head of a data URI: 40 characters without a dot end no path."""
 _PAYLOADS = ("bytes", "image", "image_url", "url", "path")
 
 
@@ -60,7 +63,7 @@ def media_list(media: Any) -> list[Any]:
 def load_image(source: Any, root: str | os.PathLike[str] | None = None) -> Image.Image:
     """The decoded image as upright 8-bit RGB.
 
-    ``source`` is a PIL image, path, ``file://`` or ``data:`` URI, bytes, or a mapping that contains one of them, such as
+    ``source`` is a PIL image, path, ``file://`` or ``data:`` URI, base64, bytes, or a mapping that contains one of them, such as
     parquet's ``{"bytes": ..., "path": ...}`` or a part of a chat message. Relative paths start at ``root``. Raises `InvalidMedia`
     for an image that is missing, broken, too large, of an unknown format or of an unknown range.
 
@@ -89,7 +92,9 @@ def encoded_image(source: Any, root: str | os.PathLike[str] | None = None) -> by
     try:
         return file.read_bytes() if isinstance(file, Path) else file.getvalue()
     except OSError as error:
-        raise InvalidMedia(f"image {_describe(source)} cannot be read: {_reason(error)}") from error
+        raise InvalidMedia(
+            f"image {_describe(source)} cannot be read: {_missing(error, found, root) or _reason(error)}"
+        ) from error
 
 
 def image_size(source: Any, root: str | os.PathLike[str] | None = None) -> tuple[int, int]:
@@ -165,7 +170,9 @@ def _open(found: Any, root: str | os.PathLike[str] | None, source: Any) -> Image
     except InvalidMedia:
         raise
     except Exception as error:  # Pillow's plugins raise errors of any class
-        raise InvalidMedia(f"image {_describe(source)} cannot be read: {_reason(error)}") from error
+        raise InvalidMedia(
+            f"image {_describe(source)} cannot be read: {_missing(error, found, root) or _reason(error)}"
+        ) from error
 
 
 def _file_of(found: Any, root: str | os.PathLike[str] | None) -> io.BytesIO | Path:
@@ -173,6 +180,8 @@ def _file_of(found: Any, root: str | os.PathLike[str] | None) -> io.BytesIO | Pa
         return io.BytesIO(found)
     if isinstance(found, str) and found.startswith("data:"):
         return io.BytesIO(_data_uri(found))
+    if isinstance(found, str) and _BARE_BASE64.match(found):
+        return io.BytesIO(_data_uri(f"data:;base64,{found}"))
     if isinstance(found, str) and found.startswith(("http://", "https://")):
         raise InvalidMedia(f"image {_describe(found)}: images are not downloaded; save it to a file first")
     if isinstance(found, str) and found.startswith("file://"):
@@ -233,6 +242,16 @@ def _eight_bits(values: np.ndarray, mode: str) -> np.ndarray:
             "them to 0 to 255 and pass 8 bits, for instance Image.fromarray(array.astype('uint8'))"
         )
     return np.rint(values).astype(np.uint8)
+
+
+def sought_in(file: Any, root: str | os.PathLike[str] | None) -> str:
+    """Where a file that does not exist has been sought, for messages."""
+    absolute = os.path.isabs(str(file).removeprefix("file://"))
+    return "" if absolute else f" in {Path(root or '.').absolute()}, where relative paths start (--media-root)"
+
+
+def _missing(error: Exception, file: Any, root: str | os.PathLike[str] | None) -> str:
+    return f"{error.strerror}{sought_in(file, root)}" if isinstance(error, FileNotFoundError) else ""
 
 
 def _reason(error: Exception) -> str:

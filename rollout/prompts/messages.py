@@ -16,6 +16,8 @@ Turns = Literal["all", "last"]
 THOUGHTS = "<think>", "</think>"
 """What begins and ends the thoughts of an answer."""
 _MARKERS = re.compile(r"(<image>|<video>)")
+_SPEAKERS = ("user", "assistant")  # whose messages say something
+_WORDLESS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")  # instead of content
 _KINDS = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}
 _PAYLOADS = ("bytes", "image", "image_url", "video", "video_url", "url", "path")
 
@@ -113,9 +115,11 @@ def read_conversation(messages: Any, images: Iterable[Any] = (), videos: Iterabl
     for kind, media in given.items():
         marked = sum(payload is None for payload in found[kind])
         if marked != len(media):
+            frames = f"; the {len(media)} frames of one video are a list in the list: [[frame, ...]]"
             raise InvalidPrompt(
                 f"{marked} {kind} markers in the prompt, but {len(media)} {kind}s: write '<{kind}>' once for each, where it "
                 'belongs (to write it literally, use a text part: {"type": "text", "text": ...})'
+                + (frames if kind == "video" and marked == 1 else "")
             )
         queue = iter(media)
         found[kind] = [next(queue) if payload is None else payload for payload in found[kind]]
@@ -185,6 +189,9 @@ def as_parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _message_head(message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidPrompt(f"a message must be a mapping with 'role' and 'content', not {message!r}")
+    role = message["role"]
+    if message.get("content") is None and role in _SPEAKERS and not any(_has(message, name) for name in _WORDLESS):
+        raise InvalidPrompt(f"a message of the {role} has no content (null)")
     head = {name: value for name, value in message.items() if name != "content" and value is not None}
     if "tool_calls" in head:
         head["tool_calls"] = [_tool_call(call) for call in head["tool_calls"]]
@@ -198,6 +205,10 @@ def _tool_call(call: Any) -> Any:
         with suppress(ValueError, RecursionError):
             return {**call, "function": {**function, "arguments": json.loads(arguments) if arguments.strip() else {}}}
     return call
+
+
+def _has(message: Mapping[str, Any], name: str) -> bool:
+    return message.get(name) is not None and len(message[name]) > 0
 
 
 def _content(content: Any, found: dict[str, list[Any]]) -> str | list[dict[str, Any]]:

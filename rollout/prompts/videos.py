@@ -19,7 +19,7 @@ from torch import Tensor
 from dataproto.errors import InvalidMedia
 from dataproto.vlm.placeholders import frame_seconds
 from rollout.prompts.image_processing import ProcessedImage
-from rollout.prompts.images import load_image
+from rollout.prompts.images import load_image, sought_in
 
 DEFAULT_FPS = 2.0  # of frames without metadata, as in qwen_vl_utils
 DECODER_MERGE_SIZE = 2  # patches along each side of a feature, as qwen_vl_utils assumes
@@ -158,7 +158,7 @@ def _decode(
     text = os.fspath(path).removeprefix("file://")
     file = Path(root or ".") / text
     if not file.is_file():
-        raise InvalidMedia(f"video {text!r}: there is no such file")
+        raise InvalidMedia(f"video {text!r}: there is no such file{sought_in(text, root)}")
     try:
         from qwen_vl_utils import fetch_video
     except Exception as error:  # a torchvision that does not fit torch raises other errors than ImportError

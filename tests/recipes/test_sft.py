@@ -263,6 +263,12 @@ def test_a_wrong_command_line_is_one_line(options, message, tmp_path, capsys):
     assert "Traceback" not in error
 
 
+def test_the_folder_of_an_adapter_is_no_model(tmp_path, capsys):
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    assert main(["--preset", "any", "--model-path", str(tmp_path), "--output-dir", str(tmp_path / "run")]) == 2
+    assert "holds no checkpoint: it is an adapter; merge it into its base model" in capsys.readouterr().err
+
+
 def test_defaults_are_the_small_models_until_a_model_is_named():
     assert parse([]).optimizer.lr > 100 * parse(["--preset", "any", "--model-path", "x"]).optimizer.lr / 2
     assert parse([]).data.data_path == ()

@@ -140,8 +140,23 @@ def test_data_without_a_ground_truth_stop_before_anything_is_loaded(given, tmp_p
     own = [*options[: options.index("--reward")], "--data-path", str(data), "--output-dir", str(tmp_path / "out")]
     assert main(own) == 2
     told = capsys.readouterr()
-    assert "row 0 has no ground truth" in told.err
+    assert "row 0: there is no ground truth" in told.err
     assert "--answer-key" in told.err
-    assert "its further columns are label" in told.err
+    assert "its columns are label, problem" in told.err
     assert "loading the actor" not in told.out
     assert main([*own, "--answer-key", "label"]) == 0
+
+
+@pytest.mark.slow
+def test_a_row_without_an_answer_stops_a_run_before_anything_is_loaded_or_is_skipped(given, tmp_path, capsys):
+    options, _ = given
+    rows = [{"problem": f"{n} + 1?", "answer": None if n == 3 else str(n + 1)} for n in range(10)]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = [*options[: options.index("--reward")], "--data-path", str(data), "--steps", "4", "--output-dir"]
+    assert main([*own, str(tmp_path / "stopped")]) == 2
+    told = capsys.readouterr()
+    assert "row 3: there is no ground truth" in told.err
+    assert "loading the actor" not in told.out
+    assert main([*own, str(tmp_path / "run"), "--on-bad-row", "skip"]) == 0
+    assert rows_of(tmp_path / "run")[-1]["data/skipped_rows"] == 1

@@ -161,6 +161,8 @@ def _no_checkpoint(model_path: str, error: Exception) -> str:
     path = Path(model_path)
     if within := [file for depth in WITHIN_RUNS for file in path.glob(f"{depth}huggingface/config.json")]:
         return f"it is part of a run; give {within[-1].parent}"
+    if (path / "adapter_config.json").exists():
+        return "it is an adapter; merge it into its base model (merge_and_unload of peft) and name the merged model"
     if path.is_dir() and not (path / "config.json").exists():
         return "the directory has no config.json"
     if not path.exists() and (path.is_absolute() or model_path.startswith(".") or model_path.count("/") > 1):

@@ -14,6 +14,7 @@ from recipes.configs.shared.device_preset import Machine, fitting, on_devices, t
 from recipes.configs.shared.run_config import RunConfig, check_kept, check_placement
 from recipes.data.column_keys import ColumnKeys, OnBadRow
 from recipes.data.problem_rows import INSTRUCTION
+from recipes.data.row_values import read_instruction
 from recipes.options import parse_recipe
 from recipes.synthetic.problems import LEVELS
 from rollout.engine import SamplingParams, check_early_rewards, engine_ranks, slots_for
@@ -33,6 +34,9 @@ class DataConfig:
     data_path: str | None = None  # parquet file, folder, or data set name; drawn problems by default
     # held-out problems; default: the "test" split of --data-path, or a single file's last rows
     eval_data_path: str | None = None
+    media_root: str | None = (
+        None  # folder at which relative paths of images and videos start; default: that of the file
+    )
     level: int = 1  # of the drawn problems
     batch_size: int = 512  # prompts of a step
     eval_rows: int = 256  # held-out problems: the first ones of their split
@@ -45,12 +49,16 @@ class DataConfig:
     template_arguments: dict[str, int | float | bool | str] = field(default_factory=dict)
     on_bad_row: OnBadRow = "stop"  # at an unusable row: stop, or skip it and take the next good one
     keys: tyro.conf.OmitArgPrefixes[ColumnKeys] = field(default_factory=ColumnKeys)
-    instruction: str = INSTRUCTION  # added to the problem of a row in EasyR1's schema, or to the text of --prompt-key
+    # added to the problem of a row in EasyR1's schema, or to the text of --prompt-key; or a template around it of jinja, such as
+    # "{{ content }} Think first.", or a file of either
+    instruction: str = INSTRUCTION
     num_workers: int = 0  # processes that prepare images ahead
 
     def __post_init__(self) -> None:
         if self.eval_data_path and not self.data_path:
             raise InvalidConfig("eval_data_path without data_path: drawn problems have their own held-out problems")
+        if self.media_root and not self.data_path:
+            raise InvalidConfig("media_root without data_path: drawn problems name no files")
         if self.keys.given() and not self.data_path:
             raise InvalidConfig(
                 f"{next(iter(self.keys.given()))} without data_path: drawn problems have their own columns"
@@ -274,7 +282,8 @@ def parse_with_defaults(
         default = on_devices(default, given, found)
         return read(fitting(default, read(default), found))
 
-    return parse_recipe(arguments, presets, description, prog, _without_kl, on_machine)
+    config = parse_recipe(arguments, presets, description, prog, _without_kl, on_machine)
+    return replace(config, data=replace(config.data, instruction=read_instruction(config.data.instruction)))
 
 
 def _without_kl(config: Config) -> Config:

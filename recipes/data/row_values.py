@@ -1,0 +1,170 @@
+"""Values of rows as data sets write them: JSON as text, turns under other names, answers in messages, templates of questions."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import date, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from dataproto.errors import InvalidConfig, InvalidRow
+
+_QUESTIONS = ("prompt", "messages", "conversations")
+_CHATS = (*_QUESTIONS, "completion", "response", "answer", "solution")
+_MEDIA = ("images", "image", "videos", "video")
+_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content|value)['"]\s*:""")
+_OBJECTS = ("reward_model", "extra_info")
+_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "tool_response": "tool"}
+_CALLS = ("function_call", "tool_call")  # roles of turns of the assistant that are the JSON of a call, or of several
+_OWN_ROLES = ("system", "developer", "user", "assistant", "tool")
+_TEMPLATE_FILES = (".jinja", ".jinja2", ".j2", ".txt")
+
+
+def parsed_row(raw: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """A row in which messages, lists of media, ``reward_model`` and ``extra_info`` that are JSON as text are what they say, and
+    NaN, which pandas writes where there is nothing, is ``None``.
+
+    Raises:
+        InvalidRow: ``reward_model`` or ``extra_info`` is no mapping, or the text of messages is not JSON.
+
+    >>> parsed_row({"images": '["a.png"]', "reward_model": '{"ground_truth": 3}', "answer": float("nan")}, 0)
+    {'images': ['a.png'], 'reward_model': {'ground_truth': 3}, 'answer': None}
+    """
+    row: dict[str, Any] = {name: None if _is_nan(value) else value for name, value in raw.items()}
+    for name in _CHATS:
+        items = _items(row.get(name))
+        if items and all(isinstance(item, dict) and _is_turn(item) for item in items):
+            row[name] = items
+        elif name in _QUESTIONS and items is None and isinstance(text := row.get(name), str) and _MESSAGES.match(text):
+            raise InvalidRow(index, f"{name!r} looks like messages, but is not JSON: {text[:200]}")
+    for name in _MEDIA:
+        items = _items(row.get(name))
+        row |= {} if items is None else {name: items}
+    for name in _OBJECTS:
+        value = row.get(name)
+        if isinstance(value, str):
+            with suppress(ValueError, RecursionError):
+                row[name] = value = json.loads(value) if value.strip() else None
+        if value is not None and not isinstance(value, Mapping):
+            raise InvalidRow(index, f"{name!r} must be an object, or the JSON of one, not {value!r}")
+    return row
+
+
+def _items(value: Any) -> list[Any] | None:
+    """The list whose JSON a text is, else `None`."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with suppress(ValueError, RecursionError):
+            return list(json.loads(value))
+    return None
+
+
+def _is_turn(item: Mapping[str, Any]) -> bool:
+    return "role" in item or "from" in item
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and value != value
+
+
+def chat_messages(turns: Any, index: int) -> list[Mapping[str, Any]]:
+    """Messages of turns that have ``role`` and ``content``, or ``from`` and ``value`` as in ShareGPT, LLaVA and VLM-R1.
+
+    Turns ``function_call`` (LLaMA-Factory) and ``tool_call`` (ms-swift) become ``tool_calls`` of the assistant.
+
+    Raises:
+        InvalidRow: a turn is no mapping, its role is unknown, or its call is not JSON.
+
+    >>> chat_messages([{"from": "human", "value": "<image>?"}, {"from": "function_call", "value": '{"name": "zoom"}'}], 0)[1]
+    {'role': 'assistant', 'content': '', 'tool_calls': [{'type': 'function', 'function': {'name': 'zoom', 'arguments': {}}}]}
+    """
+    if isinstance(turns, str) or not isinstance(turns, (Sequence, np.ndarray)):
+        raise InvalidRow(index, f"the messages must be a list, not {turns!r} (--prompt-key names a column of text)")
+    return [_message(turn, index) for turn in turns]
+
+
+def _message(turn: Any, index: int) -> Mapping[str, Any]:
+    if not isinstance(turn, Mapping):
+        raise InvalidRow(index, f"a turn must be a mapping, not {turn!r}")
+    named = turn.get("from") is not None
+    who, said = (turn["from"], turn.get("value")) if named else (turn.get("role"), turn.get("content"))
+    if who in _CALLS:
+        return {"role": "assistant", "content": "", "tool_calls": _tool_calls(said, who, index)}
+    role = _ROLES.get(str(who), who)
+    if named and role not in _OWN_ROLES:
+        known = ", ".join((*_ROLES, *_CALLS, *_OWN_ROLES))
+        raise InvalidRow(index, f"a turn is from {who!r}, but must be from one of {known}")
+    if named:
+        return {"role": role, "content": said}
+    return turn if role == who else {**turn, "role": role}
+
+
+def _tool_calls(said: Any, who: str, index: int) -> list[dict[str, Any]]:
+    calls = []
+    try:
+        found = json.loads(said) if isinstance(said, str) else said
+        for call in found if isinstance(found, list) else [found]:
+            arguments = call.get("arguments") or {}
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+            calls.append({"type": "function", "function": {"name": call["name"], "arguments": arguments}})
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        form = '{"name": ..., "arguments": {...}}, or a list of them'
+        raise InvalidRow(index, f"a turn of {who!r} must be the JSON of {form}, not {said!r}") from error
+    return calls
+
+
+def plain_answer(answer: Any) -> Any:
+    """An answer that is a message, or typed parts of text, as its text, and a date as JSON has it; other values as they are.
+
+    >>> plain_answer({"role": "assistant", "content": "3"}), plain_answer([{"type": "text", "text": "3"}]), plain_answer([1, 2])
+    ('3', '3', [1, 2])
+    """
+    items = list(answer) if isinstance(answer, (list, tuple, np.ndarray)) else [answer]
+    if len(items) == 1 and isinstance(items[0], Mapping) and _is_turn(items[0]):
+        answer = items[0].get("content" if "role" in items[0] else "value")
+        items = list(answer) if isinstance(answer, (list, tuple, np.ndarray)) else [answer]
+    if items and all(isinstance(item, Mapping) and item.get("type") == "text" for item in items):
+        return "".join(str(item.get("text") or "") for item in items)
+    if isinstance(answer, datetime) and answer.time() == datetime.min.time():
+        answer = answer.date()  # the reader of `datasets` makes one of a text in the JSON of a data set on the hub
+    return answer.isoformat() if isinstance(answer, date) else answer
+
+
+def read_instruction(instruction: str) -> str:
+    """An instruction, or what the file has that it names.
+
+    Raises:
+        InvalidConfig: there is no such file, or it holds a template that cannot be rendered.
+    """
+    named = instruction.strip()
+    if len(named.split()) == 1 and len(named) < 256 and (Path(named).is_file() or named.endswith(_TEMPLATE_FILES)):
+        try:
+            instruction = Path(named).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidConfig(f"--instruction {named} cannot be read: {error}") from error
+    try:
+        instructed("", instruction)
+    except jinja2.TemplateError as error:
+        raise InvalidConfig(f"--instruction: the template cannot be rendered: {error}") from error
+    return instruction
+
+
+def instructed(question: str, instruction: str) -> str:
+    """A question followed by an instruction; or within it, if that is a template of jinja with ``content``, as EasyR1's.
+
+    >>> instructed("2 + 2?", "Think first."), instructed("2 + 2? ", "{{ content | trim }} Think first.")
+    ('2 + 2? Think first.', '2 + 2? Think first.')
+    """
+    if re.search(r"\{[{%][^}]*\bcontent\b", instruction):
+        return _template(instruction).render(content=question)
+    return f"{question} {instruction}".strip()
+
+
+@cache
+def _template(text: str) -> jinja2.Template:
+    return ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined).from_string(text)
