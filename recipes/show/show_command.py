@@ -56,7 +56,7 @@ def shown_sources(asked: ShowConfig) -> Iterator[ShownSource]:
             builder = prompt_builder(config.data, model_path)
     for name, rows in _opened(asked):
         given = list(islice(_rows(rows), asked.options.rows))
-        shown = tuple(shown_row(name, place, row, builder) for place, row in enumerate(given))
+        shown = tuple(shown_row(place, row, builder) for place, row in enumerate(given))
         source = ShownSource(name, *_columns(rows, config.data.keys, supervised), shown, supervised)
         yield source if supervised else with_scores(source, given, load_reward(config.reward or "geo3k"), builder)
 

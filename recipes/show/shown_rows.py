@@ -32,7 +32,6 @@ class Span:
 class ShownRow:
     """A row of a data set as the model sees it, or the ``error`` because of which it is not used."""
 
-    source: str
     index: int
     spans: tuple[Span, ...] = ()
     tokens: int = 0
@@ -92,17 +91,16 @@ def token_spans(
     return tuple(spans)
 
 
-def shown_row(source: str, place: int, row: Mapping[str, Any] | DataProtoError, builder: PromptBuilder) -> ShownRow:
+def shown_row(place: int, row: Mapping[str, Any] | DataProtoError, builder: PromptBuilder) -> ShownRow:
     """A row of a data set as the builder's model sees it."""
     if isinstance(row, DataProtoError):
-        return ShownRow(source, place, error=str(row))
+        return ShownRow(place, error=str(row))
     try:
         prompt = builder.prepare(row)
     except DataProtoError as error:
-        return ShownRow(source, place, error=str(error))
+        return ShownRow(place, error=str(error))
     learnt = prompt.loss_mask if isinstance(prompt, TrainingRow) else None
     return ShownRow(
-        source,
         place,
         token_spans(builder.tokenizer, prompt.input_ids.tolist(), prompt.token_types.tolist(), learnt),
         len(prompt.input_ids),

@@ -7,9 +7,10 @@ import pytest
 
 from helpers.checkpoints import write_checkpoint
 from helpers.geo3k_files import drawing
-from helpers.tiny_prompts import tiny_tokenizer
+from helpers.tiny_models import VLM_TYPES
+from helpers.tiny_prompts import tiny_builder, tiny_tokenizer
 from recipes.commands import main
-from recipes.show.shown_rows import Span, token_spans
+from recipes.show.shown_rows import Span, shown_row, token_spans
 
 STRICT = """
 def never(solution_str, ground_truth):
@@ -163,3 +164,14 @@ def test_the_spans_are_the_tokens_with_each_run_of_places_once():
     assert spans[-1] == Span("<|im_end|>", "special", learnt=True)
     pad = tokenizer.convert_tokens_to_ids("<|image_pad|>")
     assert token_spans(tokenizer, [pad] * 3, [1] * 3) == (Span("<|image_pad|> × 3", "media"),)
+
+
+@pytest.mark.parametrize("model_type", VLM_TYPES)
+def test_each_family_is_shown(model_type):
+    builder = tiny_builder(model_type, max_prompt_length=2048)
+    row = {"prompt": "<image>How many dots?", "images": [drawing(1, (60, 40))]}
+    shown, prompt = shown_row(0, row, builder), builder.prepare(row)
+    places = sum(int(span.text.rpartition("× ")[2]) for span in shown.spans if span.kind == "media")
+    assert places == (prompt.token_types != 0).sum() > 0
+    assert "How many dots?" in "".join(span.text for span in shown.spans if span.kind == "text")
+    assert shown.sizes[0].startswith("60 x 40")
