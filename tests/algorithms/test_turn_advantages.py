@@ -48,7 +48,7 @@ def episodes(draw):
     for place, (_, _, row) in enumerate(rows):
         for column, (is_sampled, number) in enumerate(row):
             mask[place, column], turn[place, column] = is_sampled, number
-    rewards = torch.from_numpy(rng.normal(size=mask.shape)).float() * (rng.random(mask.shape) < 0.5) * mask
+    rewards = torch.from_numpy(rng.normal(size=mask.shape) * (rng.random(mask.shape) < 0.5)).float() * mask
     return {
         "token_level_rewards": rewards,
         "values": torch.from_numpy(rng.normal(size=mask.shape)).float(),

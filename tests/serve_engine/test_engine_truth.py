@@ -75,7 +75,7 @@ def test_log_probs_of_a_pass_are_those_of_hugging_face_with_the_exported_adapter
     found = run_pass(served.engine, "m", [Datum(served.prompt, inputs)], forward_only=True)
     expected = served.expected().gather(1, torch.from_numpy(inputs["target_tokens"])[:, None])[:, 0]
     np.testing.assert_allclose(found.outputs[0]["logprobs"], expected, atol=1e-5, rtol=0)
-    assert found.metrics["loss:sum"] == pytest.approx(-(expected * inputs["weights"]).sum().item(), abs=1e-3)
+    assert found.metrics["loss:sum"] == pytest.approx(-(expected.numpy() * inputs["weights"]).sum(), abs=1e-3)
     assert (served.expected(adapter=False) - served.expected()).abs().max() > 0.05
 
 
