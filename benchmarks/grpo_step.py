@@ -28,12 +28,8 @@ if TYPE_CHECKING:
     from dataproto import DataProto
 
 HERE = Path(__file__).resolve().parent
-sys.path[:] = [
-    place for place in sys.path if Path(place or ".").resolve() != HERE
-]  # its dataproto.py is not the library
-sys.path = [
-    entry for entry in sys.path if Path(entry or ".").resolve() != HERE
-]  # dataproto.py beside this is a benchmark
+# The `dataproto.py` of this folder is not the library.
+sys.path[:] = [place for place in sys.path if Path(place or ".").resolve() != HERE]
 OURS = "this project"
 PHASES = {
     "step": "whole step",
@@ -56,7 +52,7 @@ def prepare(workload: Path, settings: dict[str, Any]) -> None:
 
     checkpoint = make_tiny_model(workload / "checkpoint")
     generation = GenerationConfig.from_pretrained(checkpoint)
-    generation.eos_token_id = None
+    generation.eos_token_id = None  # TRL takes end tokens from here too
     generation.save_pretrained(checkpoint)
     config = AutoConfig.from_pretrained(checkpoint)
     settings = settings | {"banned_ids": family_of(config).banned_ids(config)}
@@ -87,7 +83,8 @@ def measure(workload: Path) -> None:
     torch.set_num_threads(settings["threads"])
     builder = PromptBuilder.from_pretrained(workload / "checkpoint", max_prompt_length=512)
     actor = ActorConfig(str(workload / "checkpoint"), optimizer=OptimizerConfig(lr=settings["learning_rate"]))
-    config, sampling = GRPOConfig(n=settings["samples"]), SamplingParams(max_tokens=settings["max_tokens"])
+    config = GRPOConfig(n=settings["samples"])
+    sampling = SamplingParams(max_tokens=settings["max_tokens"], ignore_eos=True)
     rows = prompt_rows(workload)
     with launch(actor, reward=reward) as roles:
         say("READY", {"name": OURS, "torch": torch.__version__})
