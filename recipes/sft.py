@@ -16,10 +16,11 @@ from torch.utils.data import ConcatDataset, Subset
 from dataproto.errors import InvalidConfig
 from recipes.configs.sft_config import PRESETS, TINY, SFTConfig, SFTDataConfig, parse
 from recipes.configs.shared.run_config import announce_small_model
-from recipes.data.conversation_rows import Questions, conversation_rows, conversation_stream
+from recipes.data.conversation_rows import CONVERSATION_COLUMNS, Questions, conversation_rows, conversation_stream
 from recipes.data.drawn_rows import DrawnSums, DrawnTalks
 from recipes.data.loader import EvaluationLoader, PromptLoader, check_row, drop_overlong
 from recipes.data.mixture import Mixture
+from recipes.data.row_values import columns_left_out
 from recipes.options import exit_status
 from recipes.run.evaluation import evaluate_answers
 from recipes.run.supervised import SupervisedTask, held_out_loss, run_supervised, supervised_builders
@@ -86,6 +87,8 @@ def open_data(data: SFTDataConfig, builder: SupervisedBuilder, seed: int) -> tup
             conversation_stream(path, buffer=data.shuffle_buffer, keys=data.keys, media_root=data.media_root)
             for path in data.data_path
         ]
+        for path, stream in zip(data.data_path, streams):
+            _tell_columns_left_out(path, stream, data)
         rows = Mixture(streams, data.weights or [1.0]) if len(streams) > 1 else streams[0]
         return rows, _first_rows(data.eval_data_path, data, builder) if data.eval_data_path else None
     sources, held_out = [], []
@@ -122,10 +125,18 @@ def _first_rows(path: str, data: SFTDataConfig, builder: SupervisedBuilder) -> A
 
 
 def _fitting(path: str, split: str, data: SFTDataConfig, builder: SupervisedBuilder) -> Any:
-    rows, dropped = drop_overlong(conversation_rows(path, split, data.keys, data.media_root), builder, data.on_bad_row)
+    read = conversation_rows(path, split, data.keys, data.media_root)
+    if split == "train":
+        _tell_columns_left_out(path, read, data)
+    rows, dropped = drop_overlong(read, builder, data.on_bad_row)
     if dropped:
         print(f"{path}: {len(dropped)} rows of {split} exceed {builder.max_prompt_length} tokens and are left out")
     return rows
+
+
+def _tell_columns_left_out(path: str, rows: Any, data: SFTDataConfig) -> None:
+    if left_out := columns_left_out(rows, CONVERSATION_COLUMNS, data.keys):
+        print(f"{path}: columns that are not read: {', '.join(left_out)}")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,10 @@
   and ``<image>`` markers, or with typed parts (``image``, ``image_url``)
 * prompt and answer: ``prompt`` (a string or messages) with ``completion``, ``response`` or ``answer``
 * the_cauldron: ``images``, and ``texts`` with ``user``, ``assistant`` and ``source``: one conversation about all images
+* alpaca: ``instruction``, ``input``, ``output``; ms-swift: ``query``, ``response``
 * any other, whose columns a `ColumnKeys` names
+
+In each of them ``tools``, ``system`` and ``history`` are read (`recipes.data.row_values`).
 
 Images are in ``images`` (or ``image``) or in the parts: PIL objects, bytes, paths or data URIs.
 
@@ -25,7 +28,15 @@ import numpy as np
 from dataproto.errors import DataProtoError, InvalidConfig, InvalidRow
 from recipes.data.column_keys import ColumnKeys, with_markers
 from recipes.data.problem_rows import KNOWN, row_media, row_tools
-from recipes.data.row_values import chat_messages, parsed_row, plain_answer
+from recipes.data.row_values import (
+    CONTEXT_COLUMNS,
+    chat_messages,
+    keys_of_row,
+    parsed_row,
+    plain_answer,
+    whole_question,
+    with_context,
+)
 from recipes.data.tables import StreamRows, TableRows, open_stream, open_tables, table_files
 from rollout.prompts import invalid_row
 from rollout.prompts.images import load_image
@@ -33,7 +44,7 @@ from rollout.prompts.images import load_image
 _ANSWERS = ("completion", "response", "answer")
 CONVERSATION_COLUMNS = (
     *("messages", "conversations", "texts", "prompt", *_ANSWERS),
-    *("images", "image", "videos", "video", "data_source"),
+    *("images", "image", "videos", "video", "data_source", *CONTEXT_COLUMNS),
 )
 """The columns that `read_conversation_row` knows."""
 _PNG, _JPEG = (b"\x89PNG\r\n\x1a\n",), (b"\xff\xd8\xff",)
@@ -86,12 +97,13 @@ def read_conversation_row(
     >>> row["prompt"]
     [{'role': 'user', 'content': '<image>What?'}, {'role': 'assistant', 'content': 'A cat.'}]
     """
-    raw = parsed_row(keys.rename(raw, index), index)
+    keys = keys_of_row(raw, keys)
+    raw = parsed_row(keys.rename(whole_question(raw, keys), index), index)
     images, videos = row_media(raw, "images", "image"), row_media(raw, "videos", "video")
     if keys.prompt_key and isinstance(raw["prompt"], str):
         raw = {**raw, "prompt": with_markers(raw["prompt"], len(images), len(videos))}
     return {
-        "prompt": _messages(raw, index, len(images)),
+        "prompt": with_context(_messages(raw, index, len(images)), raw, index),
         "images": images,
         "videos": videos,
         "data_source": raw.get("data_source") or _source_of_texts(raw) or data_source,

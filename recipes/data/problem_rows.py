@@ -4,7 +4,10 @@
 * EasyR1, as in ``hiyouga/geometry3k``: ``problem, answer, images``; `INSTRUCTION` is appended to the problem
 * chat messages with typed parts or markers: ``messages`` (or ``prompt``, or ``conversations`` with ``from`` and ``value`` as in
   VLM-R1), with ``answer`` or ``solution``
+* alpaca: ``instruction``, ``input``, ``output``; ms-swift: ``query``, ``response``
 * any other, whose columns a `ColumnKeys` names
+
+In each of them ``tools``, ``system`` and ``history`` are read (`recipes.data.row_values`).
 
 Reading a file runs no code, and paths in it are read as images only. Relative paths start at the folder of the file.
 """
@@ -18,7 +21,17 @@ import numpy as np
 
 from dataproto.errors import InvalidConfig, InvalidRow, RewardError
 from recipes.data.column_keys import ColumnKeys, with_markers
-from recipes.data.row_values import chat_messages, instructed, parsed_row, plain_answer, read_instruction
+from recipes.data.row_values import (
+    CONTEXT_COLUMNS,
+    chat_messages,
+    instructed,
+    keys_of_row,
+    parsed_row,
+    plain_answer,
+    read_instruction,
+    whole_question,
+    with_context,
+)
 from recipes.data.tables import Table, TableRows, open_tables, table_files
 from rollout.prompts.images import media_list
 
@@ -37,7 +50,7 @@ PROBLEM_COLUMNS = (
     *_QUESTIONS,
     *_MEDIA,
     *_ANSWERS,
-    *("data_source", "ability", "reward_model", "extra_info"),
+    *("data_source", "ability", "reward_model", "extra_info", *CONTEXT_COLUMNS),
 )
 """The columns that `read_row` knows; rewards get all the others too."""
 
@@ -127,7 +140,8 @@ def read_row(
     ('<image>Find x. You FIRST', {'style': 'rule', 'ground_truth': '9'}, 3)
     """
     own, media_columns = own_columns(raw, keys)
-    raw = parsed_row(keys.rename(raw, index), index)
+    keys = keys_of_row(raw, keys)
+    raw = parsed_row(keys.rename(whole_question(raw, keys), index), index)
     problem = raw.get("problem")
     messages = raw.get("messages") if raw.get("messages") is not None else raw.get("conversations")
     prompt = raw.get("prompt") if messages is None else messages
@@ -141,7 +155,7 @@ def read_row(
         problem = prompt if keys.prompt_key else problem
         asked = instructed(with_markers(prompt, len(images), len(videos)), instruction) if keys.prompt_key else prompt
         prompt = [{"role": "user", "content": asked}]
-    prompt = chat_messages(prompt, index)
+    prompt = with_context(chat_messages(prompt, index), raw, index)
     answer = next((raw[name] for name in _ANSWERS if raw.get(name) is not None), None)
     if messages is not None and prompt and prompt[-1].get("role") == "assistant":  # its answer is the ground truth
         answer = prompt[-1].get("content") if answer is None else answer

@@ -21,7 +21,7 @@ from rollout.prompts import PromptBuilder
 from rollout.prompts.images import image_file
 from rollout.prompts.prepared_rows import conversation_of
 
-FORM = 4
+FORM = 5
 """Increased when prompts are rendered or counted in another way, or files are written in another form."""
 
 Stamp = list[int] | None

@@ -1,9 +1,14 @@
-"""Values of rows as data sets write them: JSON as text, turns under other names, answers in messages, templates of questions."""
+"""Values of rows as data sets write them: JSON as text, turns under other names, answers in messages, templates of questions.
+
+Also the columns that several schemas share: ``system``, which becomes the first message, ``history``, whose turns come before the
+question, and a question in two columns.
+"""
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import date, datetime
 from functools import cache
 from pathlib import Path
@@ -14,6 +19,7 @@ import numpy as np
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dataproto.errors import InvalidConfig, InvalidRow
+from recipes.data.column_keys import ColumnKeys, columns_of
 
 _QUESTIONS = ("prompt", "messages", "conversations")
 _CHATS = (*_QUESTIONS, "completion", "response", "answer", "solution")
@@ -24,6 +30,13 @@ _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "tool_resp
 _CALLS = ("function_call", "tool_call")  # roles of turns of the assistant that are the JSON of a call, or of several
 _OWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEMPLATE_FILES = (".jinja", ".jinja2", ".j2", ".txt")
+
+
+_KNOWN_QUESTIONS = ("prompt", "messages", "conversations", "problem", "texts")
+_PAIRS = {"instruction": "output", "query": "response"}
+"""Columns of a question and of its answer: of alpaca, and of ms-swift."""
+CONTEXT_COLUMNS = ("tools", "system", "history")
+"""The columns that are read in each schema."""
 
 
 def parsed_row(raw: Mapping[str, Any], index: int) -> dict[str, Any]:
@@ -168,3 +181,79 @@ def instructed(question: str, instruction: str) -> str:
 @cache
 def _template(text: str) -> jinja2.Template:
     return ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined).from_string(text)
+
+
+def keys_of_row(raw: Mapping[str, Any], keys: ColumnKeys) -> ColumnKeys:
+    """``keys``, and where they and the row name no other question, those of alpaca's or ms-swift's columns.
+
+    >>> keys_of_row({"instruction": "Add.", "input": "2 + 2", "output": "4"}, ColumnKeys())
+    ColumnKeys(prompt_key='instruction', messages_key=None, answer_key='output', image_key=None, video_key=None)
+    """
+    if keys.prompt_key or keys.messages_key or any(raw.get(name) is not None for name in _KNOWN_QUESTIONS):
+        return keys
+    for question, answer in _PAIRS.items():
+        if isinstance(raw.get(question), str):
+            return replace(keys, prompt_key=question, answer_key=keys.answer_key or (answer if answer in raw else None))
+    return keys
+
+
+def whole_question(raw: Mapping[str, Any], keys: ColumnKeys) -> Mapping[str, Any]:
+    """The row with alpaca's ``input`` in its own line after the ``instruction``.
+
+    >>> whole_question({"instruction": "Add.", "input": "2 + 2"}, ColumnKeys(prompt_key="instruction"))["instruction"]
+    'Add.\\n2 + 2'
+    """
+    if keys.prompt_key != "instruction" or not isinstance(more := raw.get("input"), str) or not more.strip():
+        return raw
+    return {**raw, "instruction": f"{raw['instruction']}\n{more}"}
+
+
+def with_context(messages: Sequence[Any], raw: Mapping[str, Any], index: int) -> list[Any]:
+    """The messages after the row's ``system`` text and the turns of its ``history``.
+
+    Raises:
+        InvalidRow: ``system`` is no text, or the messages have another one; ``history`` is no list of questions and answers.
+
+    >>> raw = {"system": "Be brief.", "history": [["1 + 1?", "2"]]}
+    >>> [message["content"] for message in with_context([{"role": "user", "content": "2 + 2?"}], raw, 0)]
+    ['Be brief.', '1 + 1?', '2', '2 + 2?']
+    """
+    earlier: list[Any] = []
+    for turn in _listed(raw.get("history")):
+        if (
+            not isinstance(turn, (list, tuple, np.ndarray))
+            or len(turn) != 2
+            or not all(isinstance(t, str) for t in turn)
+        ):
+            raise InvalidRow(index, f"'history' must be a list of [question, answer], not {raw['history']!r}")
+        earlier += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
+    messages = [*earlier, *messages]
+    system = raw.get("system")
+    if system is None or system == "":
+        return messages
+    if not isinstance(system, str):
+        raise InvalidRow(index, f"'system' must be text, not {system!r}")
+    own = next(
+        (each["content"] for each in messages[:1] if isinstance(each, Mapping) and each.get("role") == "system"), None
+    )
+    if own is not None and own != system:
+        raise InvalidRow(index, "the row has a 'system' column and another system message: leave one of them out")
+    return messages if own is not None else [{"role": "system", "content": system}, *messages]
+
+
+def columns_left_out(rows: Any, known: Collection[str], keys: ColumnKeys) -> list[str]:
+    """The columns of a data set, by its first row, that no reader takes.
+
+    Args:
+        rows: with ``tables`` or a ``stream``, see `recipes.data.tables`; others have no columns.
+        known: what the reader of the schema knows.
+    """
+    table = rows.tables[0][0] if hasattr(rows, "tables") else getattr(rows, "stream", [])
+    present = next(columns_of(table), ())
+    keys = keys_of_row(dict.fromkeys(present, ""), keys)
+    read = keys.read_of(known) | ({"input"} if keys.prompt_key == "instruction" else set())
+    return [name for name in present if name not in read]
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple, np.ndarray)) else []

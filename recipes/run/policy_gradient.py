@@ -24,7 +24,8 @@ from recipes.configs.shared.run_config import announce_small_model
 from recipes.console import announce_start, start_phase
 from recipes.data.drawn_rows import ProblemRows
 from recipes.data.loader import EvaluationLoader, PromptLoader, drop_overlong
-from recipes.data.problem_rows import CheckTruth, load_rows
+from recipes.data.problem_rows import PROBLEM_COLUMNS, CheckTruth, load_rows
+from recipes.data.row_values import columns_left_out
 from recipes.forecast import (
     BatchSizes,
     Device,
@@ -356,8 +357,11 @@ def open_data_set(data: DataConfig, builder: PromptBuilder, check_truth: CheckTr
 def fitting_rows(
     path: str, split: str, data: DataConfig, builder: PromptBuilder, check_truth: CheckTruth | None = None
 ) -> Any:
-    """The rows of a data set whose prompts are not too long; says how many were."""
+    """The rows of a data set whose prompts are not too long; says how many were, and which columns the model is not shown."""
     read = load_rows(path, split, None, data.instruction, data.keys, data.media_root, check_truth)
+    left_out = columns_left_out(read, PROBLEM_COLUMNS, data.keys) if split == "train" else []
+    if left_out:
+        print(f"{path}: columns that only the reward gets: {', '.join(left_out)}")
     rows, dropped = drop_overlong(read, builder, data.on_bad_row)
     if dropped:
         print(f"{path}: {len(dropped)} prompts of {split} exceed {data.max_prompt_length} tokens and are left out")

@@ -1,0 +1,93 @@
+"""What a row says reaches the model: the system's text, earlier turns, and all of a question."""
+
+import json
+
+import pytest
+
+from dataproto.errors import InvalidRow
+from recipes import grpo, sft
+from recipes.data.column_keys import ColumnKeys
+from recipes.data.conversation_rows import CONVERSATION_COLUMNS, conversation_rows, read_conversation_row
+from recipes.data.problem_rows import read_row
+from recipes.data.row_values import columns_left_out
+
+ASKED = [{"role": "user", "content": "How many?"}]
+ANSWERED = [*ASKED, {"role": "assistant", "content": "3"}]
+
+
+SYSTEM = {"role": "system", "content": "You count dots."}
+ROWS = {
+    "messages": {"system": "You count dots.", "messages": ANSWERED},
+    "swift": {"system": "You count dots.", "query": "How many?", "response": "3"},
+    "alpaca": {"system": "You count dots.", "instruction": "How many?", "input": "", "output": "3"},
+    "sharegpt": {
+        "system": "You count dots.",
+        "conversations": [{"from": "human", "value": "How many?"}, {"from": "gpt", "value": "3"}],
+    },
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_systems_text_is_the_first_message(name):
+    assert read_conversation_row(ROWS[name], 0)["prompt"] == [SYSTEM, *ANSWERED]
+    asked = read_row(ROWS[name], 0, instruction="")
+    assert asked["prompt"] == [SYSTEM, *ASKED]
+    assert asked["reward_model"]["ground_truth"] == "3"
+
+
+def test_two_different_system_texts_are_refused():
+    row = {"system": "You count dots.", "messages": [SYSTEM, *ANSWERED]}
+    assert read_conversation_row(row, 0)["prompt"] == [SYSTEM, *ANSWERED]
+    with pytest.raises(InvalidRow, match="another system message"):
+        read_conversation_row({**row, "system": "Be brief."}, 0)
+
+
+def test_alpacas_input_and_swifts_history_are_read_with_named_columns_too():
+    keys = ColumnKeys(prompt_key="instruction", answer_key="output")
+    row = {"instruction": "<image>How many?", "input": "Only round ones.", "output": "3", "images": ["a.png"]}
+    assert read_conversation_row(row, 0, keys=keys)["prompt"][0]["content"] == "<image>How many?\nOnly round ones."
+    keys = ColumnKeys(prompt_key="query", answer_key="response")
+    row = {"query": "How many?", "response": "3", "history": [["What is it?", "Dots."]]}
+    before = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "Dots."}]
+    assert read_conversation_row(row, 0, keys=keys)["prompt"] == [*before, *ANSWERED]
+    assert read_row(row, 0, instruction="")["prompt"] == [*before, *ASKED]
+    with pytest.raises(InvalidRow, match="'history' must be a list of"):
+        read_conversation_row({**row, "history": ["What is it?"]}, 0)
+
+
+def test_columns_that_nobody_reads_are_named(tmp_path):
+    def left_out(row, known, **keys):
+        file = tmp_path / "rows.jsonl"
+        file.write_text(json.dumps(row) + "\n")
+        return columns_left_out(conversation_rows(file, keys=ColumnKeys(**keys)), known, ColumnKeys(**keys))
+
+    known = CONVERSATION_COLUMNS
+    assert left_out({"messages": ANSWERED, "system": "Count.", "tools": None, "id": 3, "level": "hard"}, known) == [
+        "id",
+        "level",
+    ]
+    alpaca = {"instruction": "Add.", "input": "2 + 2", "output": "4", "history": []}
+    assert left_out(alpaca, known) == []
+    assert left_out(alpaca, known, prompt_key="instruction", answer_key="output") == []
+    assert left_out(
+        {"question": "2 + 2?", "label": "4", "input": "no"}, known, prompt_key="question", answer_key="label"
+    ) == ["input"]
+
+
+@pytest.mark.slow
+def test_a_run_names_them_once(tmp_path, capsys):
+    rows = [
+        {"messages": [{"role": "user", "content": f"{n} + 1?"}, {"role": "assistant", "content": str(n + 1)}], "id": n}
+        for n in range(12)
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = f"--preset tiny --steps 1 --batch-size 2 --data-path {file} --max-response-length 4 --eval-first false"
+    assert sft.main([*given.split(), "--output-dir", str(tmp_path / "sft")]) == 0
+    assert capsys.readouterr().out.count(f"{file}: columns that are not read: id") == 1
+    problems = f"{given} --algorithm.n 2 --algorithm.minibatch None --eval-rows 2 --reward {tmp_path / 'one.py'}:one"
+    (tmp_path / "one.py").write_text(
+        "def one(prompts, completions, **columns):\n    return [1.0 for _ in completions]\n"
+    )
+    assert grpo.main([*problems.split(), "--output-dir", str(tmp_path / "grpo")]) == 0
+    assert capsys.readouterr().out.count(f"{file}: columns that only the reward gets: id") == 1
