@@ -126,7 +126,7 @@ class TrainingModel:
             log.info("%s: FSDP leaves unsharded between micro-batches: %s", self.role, kept)
         self.config = replace(self.config, unsharded=kept)
         for transform in self.transforms:
-            transform.options = self.config
+            transform.take_options(self.config)
 
     def _moments(self) -> Iterator[Tensor]:
         """The optimizer's state, except numbers of steps."""
