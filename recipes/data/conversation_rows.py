@@ -173,12 +173,12 @@ class Questions(Sequence[dict[str, Any]]):
 
     def __getitem__(self, place: Any) -> Any:
         row = self.rows[place]
-        *asked, answer = row["prompt"]
-        if answer.get("role") != "assistant":
+        if not row["prompt"] or row["prompt"][-1].get("role") != "assistant":
             raise invalid_row(row, place, "the conversation must end with an answer")
-        truth = answer["content"]
+        *asked, answer = row["prompt"]
+        truth = answer.get("content")
         if not isinstance(truth, str):
-            truth = "".join(part.get("text") or "" for part in truth)
+            truth = "".join(part.get("text") or "" for part in ([] if truth is None else truth))
         return {**row, "prompt": asked, "reward_model": {"style": "exact", "ground_truth": truth.strip()}}
 
 

@@ -12,7 +12,7 @@ from helpers.geo3k_files import drawing, png
 from helpers.tiny_prompts import tiny_builder
 from recipes import grpo, sft
 from recipes.data import ColumnKeys, drop_overlong, load_rows, read_row
-from recipes.data.conversation_rows import conversation_rows, read_conversation_row
+from recipes.data.conversation_rows import Questions, conversation_rows, read_conversation_row
 from recipes.rewards.geometry3k import check_truth, compute_score
 from rollout.prompts.messages import read_conversation
 
@@ -186,6 +186,14 @@ def test_a_call_of_a_tool_needs_no_content():
         read_conversation([{"role": "user", "content": "?"}, {**call, "tool_calls": []}])
     with pytest.raises(InvalidPrompt, match="message of the user has no content"):
         read_conversation([{"role": "user", "content": None}])
+
+
+def test_a_held_out_conversation_may_end_with_a_call_and_must_not_be_empty():
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "zoom"}}]}
+    assert Questions([{"prompt": [*ASKED, call]}])[0]["reward_model"]["ground_truth"] == ""
+    for messages in ([], ASKED):
+        with pytest.raises(InvalidRow, match="must end with an answer"):
+            Questions([{"prompt": messages}])[0]
 
 
 # Templates of EasyR1
