@@ -156,8 +156,7 @@ class KimiK25(VLMFamily):
         pixels, grids = media["pixel_values"], media["image_grid_thw"]
         if grids.device != pixels.device:
             found = grid_arguments(tower, grids)
-            moved = {name: move_readable(x, pixels.device) if isinstance(x, Tensor) else x for name, x in found.items()}
-            vision_kwargs = moved | vision_kwargs
+            vision_kwargs = {name: _on_device(value, pixels.device) for name, value in found.items()} | vision_kwargs
         pixels = pixels.to(tower.patch_embed.proj.weight.dtype)
         features: Tensor = projector(tower(pixels, grid_thw=grids, **vision_kwargs).pooler_output).squeeze(1)
         return features
@@ -264,6 +263,13 @@ def neighbours(weight: Tensor, heads: int) -> Tensor:
     tensor([0, 2, 1, 3, 4, 6, 5, 7])
     """
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).flatten(0, 2)
+
+
+def _on_device(value: Any, device: torch.device) -> Any:
+    """A tensor on ``device``; those in a tuple too, as in transformers 5.24's temporal_merge_index."""
+    if isinstance(value, tuple):
+        return tuple(_on_device(each, device) for each in value)
+    return move_readable(value, device) if isinstance(value, Tensor) else value
 
 
 def grid_arguments(tower: Any, grids: Tensor) -> dict[str, Any]:
