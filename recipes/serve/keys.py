@@ -95,7 +95,7 @@ def read_keys(file: Path | None, state: Path) -> Keys:
     """The keys of a file of lines ``name: sha256``, or the one key of ``--state``.
 
     Raises:
-        InvalidConfig: a line of the file is malformed, or there is none.
+        InvalidConfig: a line of the file is malformed, a name or key stands twice, or there is none.
     """
     secret = private_text(state / SECRET_FILE, secrets.token_hex(32)).encode()
     if file is None:
@@ -107,7 +107,15 @@ def read_keys(file: Path | None, state: Path) -> Keys:
             match = LINE.fullmatch(line.strip())
             if match is None:
                 raise InvalidConfig(f"{file}, line {number}: must be 'name: sha256 of a key in 64 hexadecimal digits'")
-            owners[match[2]] = match[1]
+            name, digest = match.groups()
+            if name in owners.values():
+                raise InvalidConfig(
+                    f"{file}, line {number}: {name!r} has a key already, and both would own the same runs: give each key a "
+                    "name of its own, or remove the old line"
+                )
+            if digest in owners:
+                raise InvalidConfig(f"{file}, line {number}: {name!r} has the same key as {owners[digest]!r}")
+            owners[digest] = name
     if not owners:
         raise InvalidConfig(f"{file} has no key")
     return Keys(owners, secret)

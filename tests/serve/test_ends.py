@@ -1,6 +1,7 @@
 """The ends of runs, samplers and checkpoints, and what a start removes."""
 
 import asyncio
+import json
 import threading
 import time
 from dataclasses import replace
@@ -9,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from helpers.fronts import Front, drive, until
+from recipes.serve.front import lifecycle
 from recipes.serve.front.rounds import scheduler
 from recipes.serve.ledger.directories import check_directory
-from recipes.serve.ledger.records import Run, Sampler, everything, put
-from recipes.serve.refusals import Refused
-from recipes.serve.routes import checkpoint_routes, sampling_routes
+from recipes.serve.ledger.records import Checkpoint, Run, Sampler, everything, put
+from recipes.serve.refusals import NotFound, Refused
+from recipes.serve.routes import checkpoint_routes, sampling_routes, session_routes
 
 SELDOM = {"snapshot_steps": 100, "snapshot_seconds": 1e9}
 
@@ -156,7 +158,7 @@ def test_a_checkpoint_that_is_deleted_stays_on_disk_for_its_open_samplers(tmp_pa
     async def work(front: Front):
         run = await front.new_run("r")
         await front.result(await front.request(run, 1, "save_for_sampler", path="a"))
-        catalogue, lifecycle = front.service.catalogue, front.service.lifecycle
+        catalogue = front.service.catalogue
         checkpoint = catalogue.checkpoints["r", "sampler_weights", "a"]
         place = catalogue.place(checkpoint.directory)
         sampler = Sampler(
@@ -174,14 +176,14 @@ def test_a_checkpoint_that_is_deleted_stays_on_disk_for_its_open_samplers(tmp_pa
         await catalogue.write(sampler)
         catalogue.samplers["k"] = sampler
         if how == "deleted":
-            await lifecycle.delete_checkpoint(checkpoint)
+            await front.service.lifecycle.delete_checkpoint(checkpoint)
         else:
             checkpoint.expires = 1.0
-            catalogue.sessions["s"].seen = time.time()
-            await lifecycle.sweep(time.time())
+            catalogue.sessions["s"].seen = time.monotonic()
+            await front.service.lifecycle.sweep()
         await front.service.samples._close_unused()
         check_directory(place)
-        await lifecycle.end_session(catalogue.sessions["s"], "finished")
+        await front.service.lifecycle.end_session(catalogue.sessions["s"], "finished")
         await until(lambda: not place.exists())
 
     drive(work, tmp_path)
@@ -315,3 +317,74 @@ def test_a_start_drops_the_samplers_of_sessions_that_have_ended(tmp_path):
         assert await front.service.database.run(everything(Sampler)) == []
 
     drive(after, tmp_path)
+
+
+# The clock of the system, and names that are taken again
+
+
+def test_a_clock_that_is_set_forward_ends_no_session_and_no_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(lifecycle, "SWEEP_SECONDS", 0.0)
+    now = time.time
+
+    async def work(front: Front):
+        run = await front.new_run("r")
+        await front.result(await front.request(run, 1, "save", path="a", ttl_seconds=86400))
+        catalogue, forgotten = front.service.catalogue, []
+        session = front.call(tags=[], sdk_version="x")
+        made = json.loads((await session_routes.create_session(session)).body)["session_id"]
+        monkeypatch.setattr(time, "time", lambda: now() + 1e6)
+        await session_routes.heartbeat(front.call(session_id=made))
+        monkeypatch.setattr(front.service.futures, "forget", forgotten.append)
+        await until(lambda: len(forgotten) > 2)
+        monkeypatch.setattr(time, "time", now)
+        await until(lambda: len(forgotten) > 5)
+        assert catalogue.sessions[made].state == run.state == "live"
+        assert list(catalogue.checkpoints) == [("r", "weights", "a")]
+        catalogue.sessions[made].seen -= 1e6  # silent for so long by any clock
+        await until(lambda: catalogue.sessions[made].state == "expired")
+
+    drive(work, tmp_path)
+
+
+def test_a_clock_that_is_set_back_drops_no_newer_checkpoint(tmp_path, monkeypatch):
+    now, path = time.time, ("r", "weights")
+
+    async def before(front: Front):
+        run = await front.new_run("r")
+        await front.result(await front.request(run, 1, "save", path="a"))
+        monkeypatch.setattr(time, "time", lambda: now() - 3600)
+        for seq, name in ((2, "b"), (3, "c")):
+            await front.result(await front.request(run, seq, "save", path=name))
+        assert list(front.service.catalogue.checkpoints) == [(*path, "b"), (*path, "c")]
+
+    drive(before, tmp_path, keep_last=2).engine.listener.close()
+    monkeypatch.setattr(time, "time", lambda: now() - 7200)
+
+    async def after(front: Front):
+        catalogue = front.service.catalogue
+        await front.result(await front.request(catalogue.runs["r"], 4, "save", path="d"))
+        assert [each.name for each in catalogue.checkpoints_of(run="r")] == ["c", "d"]
+
+    drive(after, tmp_path, keep_last=2)
+
+
+@pytest.mark.parametrize("how", ["deleted", "published"])
+def test_what_is_meant_for_a_checkpoint_does_not_reach_the_next_one_of_its_name(tmp_path, how):
+    """The deletion, by a client or at the end of its time, was on its way while the name was written again."""
+
+    async def work(front: Front):
+        run, catalogue = await front.new_run("r"), front.service.catalogue
+        await front.result(await front.request(run, 1, "save", path="a"))
+        old = catalogue.checkpoints["r", "weights", "a"]
+        await front.result(await front.request(run, 2, "save", path="a", overwrite=True))
+        if how == "deleted":
+            await front.service.lifecycle.delete_checkpoint(old)
+        else:
+            with pytest.raises(NotFound, match="replaced"):
+                await catalogue.change(old, public=1)
+        (kept,) = await front.service.database.run(everything(Checkpoint))
+        assert kept == catalogue.checkpoints["r", "weights", "a"] != old
+        assert kept.public == 0
+        check_directory(catalogue.place(kept.directory))
+
+    drive(work, tmp_path)

@@ -116,20 +116,45 @@ def test_the_bodies_of_samples_count_too(tmp_path):
     drive(work, tmp_path, max_queued_mb=1)
 
 
-@pytest.mark.slow
-def test_addresses_of_files_are_those_of_a_proxy_on_this_machine(server):
-    def done(name: str, **fields) -> dict:
-        status, found = call(server, name, **fields)
-        assert status == 200, found
-        return call(server, "retrieve_future", request_id=found["request_id"])[1]
+def done(server, name: str, **fields) -> dict:
+    status, found = call(server, name, **fields)
+    assert status == 200, found
+    return call(server, "retrieve_future", request_id=found["request_id"])[1]
 
+
+def exported(server) -> tuple[str, str]:
+    """A run with an export, and the path of its addresses."""
     session = call(server, "create_session", tags=[], sdk_version="0.38.0")[1]["session_id"]
     model = {"session_id": session, "model_seq_id": 0, "base_model": "tiny/vector", "lora_config": {"rank": 4}}
-    run = done("create_model", **model)["model_id"]
-    assert "path" in done("save_weights_external", model_id=run, seq_id=1, path="out")
-    path = f"/api/v1/training_runs/{run}/checkpoints/external_weights/out/external_weights_urls"
+    run = done(server, "create_model", **model)["model_id"]
+    assert "path" in done(server, "save_weights_external", model_id=run, seq_id=1, path="out")
+    return run, f"/api/v1/training_runs/{run}/checkpoints/external_weights/out"
+
+
+@pytest.mark.slow
+def test_addresses_of_files_are_those_of_a_proxy_on_this_machine(server):
+    _, path = exported(server)
     for proxied, scheme in (({"X-Forwarded-Proto": "https"}, "https"), ({}, "http")):
-        request = urllib.request.Request(server.url + path, headers={"X-API-Key": server.key, **proxied})
-        urls = json.loads(urllib.request.urlopen(request, timeout=60).read())["urls"]
+        urls = urls_of(server, path, **proxied)
         assert urls
         assert all(each.startswith(f"{scheme}://127.0.0.1:") for each in urls.values()), urls
+
+
+def urls_of(server, path: str, **headers: str) -> dict[str, str]:
+    request = urllib.request.Request(
+        f"{server.url}{path}/external_weights_urls", headers={"X-API-Key": server.key, **headers}
+    )
+    found: dict[str, str] = json.loads(urllib.request.urlopen(request, timeout=60).read())["urls"]
+    return found
+
+
+@pytest.mark.slow
+def test_the_address_of_a_deleted_file_opens_no_later_one_of_its_name(server):
+    run, path = exported(server)
+    address = urls_of(server, path)["adapter_model.safetensors"].removeprefix(server.url)
+    assert status_of(server, address, {}) == 200
+    assert status_of(server, path, {"X-API-Key": server.key}, "DELETE") == 204
+    assert "path" in done(server, "save_weights_external", model_id=run, seq_id=2, path="out")
+    assert status_of(server, address, {}) == 403
+    fresh = urls_of(server, path)["adapter_model.safetensors"].removeprefix(server.url)
+    assert status_of(server, fresh, {}) == 200

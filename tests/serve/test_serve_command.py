@@ -58,7 +58,13 @@ def test_a_file_of_keys_is_read_strictly_and_an_own_key_is_private(tmp_path):
     assert read_keys(None, tmp_path).owner(key) == "local"  # the same one at the next start
     assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("api-key", "signing-secret")] == [0o600, 0o600]
     file = tmp_path / "keys"
-    for text, told in (("ann: tml-plain", "keys, line 1: must be 'name: sha256"), ("# none\n", "has no key")):
+    ann, bob = ("a" * 64, "b" * 64)
+    for text, told in (
+        ("ann: tml-plain", "keys, line 1: must be 'name: sha256"),
+        ("# none\n", "has no key"),
+        (f"ann: {ann}\n\nann: {bob}\n", "keys, line 3: 'ann' has a key already"),
+        (f"ann: {ann}\nbob: {ann}\n", "keys, line 2: 'bob' has the same key as 'ann'"),
+    ):
         file.write_text(text)
         with pytest.raises(InvalidConfig, match=told):
             read_keys(file, tmp_path)

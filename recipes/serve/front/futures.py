@@ -29,7 +29,7 @@ class PendingResult:
     sampler: str | None = None
     outcome: Outcome | None = None
     known: asyncio.Event = field(default_factory=asyncio.Event)
-    finished: float = 0.0
+    finished: float = 0.0  # by the monotonic clock
     digest: str = ""  # of the body of a sample
     samples: int = 1
     fetched: bool = False
@@ -61,7 +61,7 @@ class Futures:
         found = self.pending.get(request_id)
         if found is None or found.outcome is not None:
             return
-        found.outcome, found.finished = outcome, time.time()
+        found.outcome, found.finished = outcome, time.monotonic()
         found.known.set()
         self._bytes[found.owner] += len(outcome.result)
         if found.sampler is not None:
@@ -120,7 +120,7 @@ class Futures:
                 return []
 
     def forget(self, finished_before: float) -> None:
-        """Drops results that have been known for long. Those of requests that train can still be read from disk."""
+        """Drops results that were known before a time of the monotonic clock. Those that train are on disk too."""
         old = [each for each in self.pending.values() if each.outcome is not None and each.finished < finished_before]
         for each in old:
             self._drop(each)

@@ -29,12 +29,12 @@ class Lifecycle:
         self.catalogue, self.scheduler, self.samples = catalogue, scheduler, samples
         self.futures, self.config = futures, config
         self._ending = asyncio.Lock()
+        self._offset = time.time() - time.monotonic()
 
     def begin(self) -> None:
         """Removes what a kill left, and goes on with ends that it interrupted. Sessions count as seen now."""
-        now = time.time()
         for session in self.catalogue.sessions.values():
-            session.seen = now
+            session.seen = time.monotonic()
         for sampler in list(self.catalogue.samplers.values()):
             if self.catalogue.sessions[sampler.session].state != "live":
                 del self.catalogue.samplers[sampler.id]  # its directory is unknown below
@@ -62,20 +62,22 @@ class Lifecycle:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             try:
-                await self.sweep(time.time())
+                await self.sweep()
             except Exception:
                 log.exception("a sweep failed; the next one comes in %g s", SWEEP_SECONDS)
 
-    async def sweep(self, now: float) -> None:
-        """Ends what has ended at a time."""
+    async def sweep(self) -> None:
+        """Ends what has ended. A system clock that is set forward ends nothing before the next start."""
+        elapsed = time.monotonic()
+        now = min(time.time(), self._offset + elapsed)
         for session in list(self.catalogue.sessions.values()):
-            if session.state == "live" and now - session.seen > self.config.session_seconds:
+            if session.state == "live" and elapsed - session.seen > self.config.session_seconds:
                 log.info("session %s is silent: its runs are kept as checkpoints", session.id)
                 await self.end_session(session, "expired")
         for checkpoint in list(self.catalogue.checkpoints.values()):
             if checkpoint.expires is not None and checkpoint.expires <= now:
                 await self.delete_checkpoint(checkpoint)
-        self.futures.forget(now - FETCHED_SECONDS)
+        self.futures.forget(elapsed - FETCHED_SECONDS)
         await self.catalogue.database.run(journal.forget_old(now - RESULT_SECONDS, now - FETCHED_SECONDS))
 
     async def end_session(self, session: Session, state: str) -> None:

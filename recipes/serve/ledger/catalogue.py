@@ -51,8 +51,13 @@ class Catalogue:
         await self.database.run(together(*map(put, records)))
 
     async def change(self, record: Any, **values: Any) -> None:
-        """Changes fields of a record: in memory when that is on disk, so that it is as before if it cannot be written."""
-        await self.database.run(change(record, **values))
+        """Changes fields of a record: in memory when that is on disk, so that it is as before if it cannot be written.
+
+        Raises:
+            NotFound: it has been removed meanwhile, and another one may have its name.
+        """
+        if not await self.database.run(change(record, **values)):
+            raise NotFound("it has been deleted or replaced meanwhile")
         for name, value in values.items():
             setattr(record, name, value)
 
@@ -95,12 +100,11 @@ class Catalogue:
 
     def checkpoints_of(self, owner: str | None = None, run: str | None = None) -> list[Checkpoint]:
         """Checkpoints of a key or of a run, oldest first."""
-        found = [
+        return [
             each
             for each in self.checkpoints.values()
             if (owner is None or each.owner == owner) and (run is None or each.run == run)
         ]
-        return sorted(found, key=lambda each: each.created)
 
     def live_runs(self, owner: str) -> list[Run]:
         """The runs of a key that are in training, or may come to it: a request that was refused for now may come again."""

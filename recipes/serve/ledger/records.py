@@ -25,7 +25,7 @@ class Session:
     display_name: str | None = None
     metadata: str = "{}"
     tags: str = "[]"
-    seen: float = 0.0  # not written: at a start all live sessions count as seen
+    seen: float = 0.0  # by the monotonic clock; not written: at a start all live sessions count as seen
 
 
 @dataclass(kw_only=True)
@@ -106,17 +106,17 @@ def together(*jobs: Job) -> Job:
 
 
 def everything(kind: type[Record]) -> Callable[[sqlite3.Connection], list[Record]]:
-    """All records of a kind, oldest first."""
+    """All records of a kind, in the order in which they were written: the system clock may have been set back since."""
     names = [field.name for field in fields(kind) if field.name not in NOT_WRITTEN]  # type: ignore[arg-type]
-    sql = f"SELECT {', '.join(names)} FROM {TABLES[kind]} ORDER BY created, rowid"
+    sql = f"SELECT {', '.join(names)} FROM {TABLES[kind]} ORDER BY rowid"
     return lambda db: [kind(**dict(row)) for row in db.execute(sql)]
 
 
-def change(record: Any, **values: Any) -> Job:
-    """Writes some fields of a record, unless it has been removed. Other fields stay as they are on disk."""
+def change(record: Any, **values: Any) -> Callable[[sqlite3.Connection], bool]:
+    """Writes some fields of a record, and returns whether it is still there. Other fields stay as they are on disk."""
     changes, (condition, keys) = ", ".join(f"{name} = ?" for name in values), _place(record)
     sql = f"UPDATE {TABLES[type(record)]} SET {changes} WHERE {condition}"
-    return lambda db: db.execute(sql, [*values.values(), *keys])
+    return lambda db: db.execute(sql, [*values.values(), *keys]).rowcount > 0
 
 
 def join(sampler: Sampler) -> Callable[[sqlite3.Connection], int | None]:
@@ -138,8 +138,8 @@ def drop(record: Any) -> Job:
 
 
 def _place(record: Any) -> tuple[str, list[str]]:
-    """The condition that finds a record's row, and its values."""
-    names = ("run", "kind", "name") if isinstance(record, Checkpoint) else ("id",)
+    """The condition that finds a record's row, and its values. Another checkpoint may have taken the name of one."""
+    names = ("run", "kind", "name", "directory") if isinstance(record, Checkpoint) else ("id",)
     return " AND ".join(f"{name} = ?" for name in names), [getattr(record, name) for name in names]
 
 

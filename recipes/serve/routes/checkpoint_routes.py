@@ -200,7 +200,7 @@ async def external_weights_urls(call: Call) -> Response:
     for path in sorted(call.service.catalogue.place(checkpoint.directory).iterdir()):
         if path.name != MANIFEST:
             place = f"{checkpoint.run}/{checkpoint.kind}/{checkpoint.name}/{path.name}"
-            signature = call.service.keys.signature(place, expires)
+            signature = call.service.keys.signature(f"{checkpoint.directory}/{path.name}", expires)
             urls[path.name] = f"{base}/files/{quote(place)}?expires={expires}&signature={signature}"
     return answer({"urls": urls, "expires": moment(expires)})
 
@@ -210,12 +210,12 @@ async def download(call: Call) -> Response:
     run, kind, name, file = (call.path(part) for part in ("run", "kind", "name", "file"))
     query = call.request.query_params
     expires = call.number("expires", 0, most=10**11)
-    signed = call.service.keys.signed(f"{run}/{kind}/{name}/{file}", expires, query.get("signature", ""), time.time())
-    if not signed:
-        raise Refused(403, "the address is not signed, or has expired: ask for a new one")
-    checkpoint = call.service.catalogue.checkpoints.get((run, kind, name))
-    if checkpoint is None:
-        raise NotFound("the checkpoint has been deleted")
+    checkpoint, signature = call.service.catalogue.checkpoints.get((run, kind, name)), query.get("signature", "")
+    # the directory is signed, not the name, which a later checkpoint may have
+    if checkpoint is None or not call.service.keys.signed(
+        f"{checkpoint.directory}/{file}", expires, signature, time.time()
+    ):
+        raise Refused(403, "the address is not signed or has expired, or the checkpoint is gone: ask for a new one")
     path = call.service.catalogue.place(checkpoint.directory) / checked_name(file)
     if not path.is_file():
         raise NotFound(f"the checkpoint has no file {file!r}")

@@ -74,7 +74,7 @@ async def create_session(call: Call) -> Response:
         display_name=asked.display_name,
         metadata=text(asked.user_metadata),
         tags=json.dumps(asked.tags),
-        seen=time.time(),
+        seen=time.monotonic(),
     )
     await call.service.catalogue.write(session)
     call.service.catalogue.sessions[session.id] = session
@@ -84,7 +84,7 @@ async def create_session(call: Call) -> Response:
 
 async def heartbeat(call: Call) -> Response:
     session = call.service.catalogue.live_session((await call.read(SessionOnly)).session_id, call.owner)
-    session.seen = time.time()
+    session.seen = time.monotonic()
     return answer({"type": "session_heartbeat"})
 
 
