@@ -137,9 +137,7 @@ def test_errors_of_the_server_in_a_replay_pass(tmp_path, monkeypatch, method):
     [(RuntimeError("out of memory"), "cannot be restored in 5 tries: RuntimeError in the server", 5),
      (CheckpointError("damaged"), "cannot be restored: damaged", 1)],
 )  # fmt: skip
-def test_a_run_is_given_up_when_the_server_fails_too_often_and_others_go_on(
-    tmp_path, monkeypatch, error, message, tries
-):
+def test_a_run_rests_when_the_server_fails_too_often_and_others_go_on(tmp_path, monkeypatch, error, message, tries):
     async def work(front: Front):
         a, b = await front.new_run("a"), await front.new_run("b")
         await front.submit(a, 1, 3)
@@ -150,9 +148,9 @@ def test_a_run_is_given_up_when_the_server_fails_too_often_and_others_go_on(
         left = fail(monkeypatch, "load", error, times=9)
         await front.lose_engine()
         assert "steps" in (await front.result(await front.submit(b, 2, None)))["metrics"]
-        assert message in (await front.result("a:4"))["error"]
+        assert message in front.service.futures.pending["a:4"].reason()
         assert 9 - len(left) == tries
-        assert front.service.catalogue.runs["a"].state == "failed"
+        assert a.state == "live"
 
     drive(work, tmp_path)
 
@@ -241,7 +239,7 @@ def test_limits_apply_to_a_pass_that_was_not_finished(tmp_path, monkeypatch):
     assert replayed[3:] == [[True], [True]]
 
 
-def test_a_run_that_is_given_up_leaves_the_others_of_its_unfinished_round(tmp_path, monkeypatch):
+def test_a_run_whose_snapshot_is_damaged_leaves_the_others_of_its_unfinished_round(tmp_path, monkeypatch):
     async def work(front: Front):
         a, b = await front.new_run("a"), await front.new_run("b")
         await front.submit(a, 1, 3)
@@ -308,7 +306,7 @@ def test_all_weights_have_no_stand_in(tmp_path, monkeypatch):
 # Engines that end in a replay
 
 
-def test_a_run_at_whose_snapshot_the_engine_ends_is_given_up(tmp_path, monkeypatch):
+def test_a_run_at_whose_snapshot_the_engine_ends_rests(tmp_path, monkeypatch):
     async def work(front: Front):
         a, b = await front.new_run("a"), await front.new_run("b")
         await front.submit(a, 1, 3)
@@ -317,7 +315,9 @@ def test_a_run_at_whose_snapshot_the_engine_ends_is_given_up(tmp_path, monkeypat
         ended = ends_the_engine(front, monkeypatch, lambda method, arguments: method == "load")
         await front.lose_engine()
         assert "steps" in (await front.result(await front.submit(b, 1, None)))["metrics"]
-        assert (len(ended), a.state, b.state) == (5, "failed", "live")
+        assert (len(ended), a.state, b.state) == (5, "live", "live")
+        await front.submit(a, 3, None)
+        assert "the engine ended 5 times" in front.service.futures.pending["a:3"].reason()
 
     drive(work, tmp_path)
 

@@ -14,6 +14,7 @@ from recipes.serve.front.futures import failed, pass_outcome
 from recipes.serve.front.rounds.barriers import Barriers
 from recipes.serve.front.rounds.scheduler import Results, Scheduler
 from recipes.serve.ledger import journal
+from recipes.serve.ledger.directories import is_damaged
 from recipes.serve.ledger.journal import Entry
 from recipes.serve.ledger.records import Run, put
 from recipes.serve.link import CallFailed, EngineLost, failure_of
@@ -21,7 +22,7 @@ from recipes.serve.wire import read_pass
 
 log = logging.getLogger("dataproto.serve")
 MOST_REPLAYS = 5
-"""Tries, after which the runs at which the server fails are given up."""
+"""Tries, after which the runs at which the server fails are left for the next start."""
 FIRST_PAUSE_SECONDS = 1.0
 """Before the second try; each further pause is twice as long."""
 ENDED = Failure(f"the engine ended {MOST_REPLAYS} times when it was brought back", "server")
@@ -33,6 +34,9 @@ class Recovery:
     No limit applies to a request that has been carried out before. One that failed changed nothing, and is left out. An error of
     the server, such as too little memory, may pass: then everything is tried again, from the snapshots, since a part of a round
     would add up in another order. A joint round at which the server fails each time is computed pass by pass in the end.
+
+    A run that cannot be restored now rests: a later start may name its model, have its directory or more memory. Its requests
+    wait, and the journal keeps all that it needs. One whose snapshot is damaged has failed.
     """
 
     def __init__(self, scheduler: Scheduler, barriers: Barriers) -> None:
@@ -57,15 +61,13 @@ class Recovery:
     async def _all(self, last: bool) -> bool:
         """``False`` if the server failed and it is not the last try."""
         began = time.monotonic()
-        kept = [lane.run for lane in self.scheduler.lanes.values() if lane.run.snapshot is not None]
-        for run in kept:
+        kept = [lane for lane in self.scheduler.lanes.values() if lane.run.snapshot is not None]
+        for run in [lane.run for lane in kept if not lane.resting]:
             if run.state == "live" and not await self._done([run.id], self._restored(run), last):
                 return False
         rounds = await self.database.run(journal.rounds_to_replay)
         for entries in rounds:
-            needed = [
-                entry for entry in entries if entry.state == "done" or self.scheduler.rounds.waiting(entry) is not None
-            ]
+            needed = [entry for entry in entries if entry.state == "done" or self._is_due(entry)]
             changed = [entry.run for entry in needed if entry.state == "queued" or self._is_behind(entry)]
             if changed and not await self._done(changed, self._repeated(needed, last), last):
                 return False
@@ -74,7 +76,7 @@ class Recovery:
         return True
 
     async def _done(self, run_ids: Sequence[str], work: Awaitable[Mapping[str, Failure]], last: bool) -> bool:
-        """Does work that changes runs and returns those that failed, and gives these up; ``False`` if it is to be tried again."""
+        """Does work that changes runs and returns those that failed, which rest; ``False`` if it is to be tried again."""
         try:
             failures = await work
         except EngineLost:
@@ -87,21 +89,27 @@ class Recovery:
             log.warning("runs %s cannot be restored now: %s", ", ".join(failures), failures)
             return False
         for run_id, failure in failures.items():
-            await self._give_up(run_id, failure)
+            await self._set_aside(run_id, failure)
         return True
 
-    async def _give_up(self, run_id: str, failure: Failure) -> None:
+    async def _set_aside(self, run_id: str, failure: Failure) -> None:
+        """Lets a run rest until the next start, or fail if its snapshot is damaged."""
         lane = self.scheduler.lanes.get(run_id)
         if lane is None:
             return
         tries = f" in {MOST_REPLAYS} tries" if failure.category == "server" else ""
-        log.error("run %s cannot be restored%s: %s", run_id, tries, failure.message)
-        lane.run.state = "failed"
-        self.database.write_eventually(put(lane.run))
-        for entry in list(lane.entries.values()):
-            message = f"the run cannot be restored{tries}: {failure.message}"
-            await self.scheduler.rounds.finish(entry, failed(message, "server"))
-        self.scheduler.lanes.pop(run_id, None)
+        message = f"run {run_id} cannot be restored{tries}: {failure.message}"
+        snapshot = lane.run.snapshot
+        if snapshot is None or not await asyncio.to_thread(is_damaged, self.catalogue.place(snapshot)):
+            lane.resting = f"{message}; nothing of it is lost, and it continues after a start at which it can be"
+            log.error(lane.resting)
+        else:
+            log.error(message)
+            lane.run.state = "failed"
+            self.database.write_eventually(put(lane.run))
+            for entry in list(lane.entries.values()):
+                await self.scheduler.rounds.finish(entry, failed(message, "server"))
+            self.scheduler.lanes.pop(run_id, None)
         await self.link.call("release", model_id=run_id)
 
     @contextmanager
@@ -169,10 +177,16 @@ class Recovery:
                 failures |= await self._repeated_passes([entry], last)
         return failures
 
+    def _is_due(self, entry: Entry) -> bool:
+        """Whether a request waits in a run that does not rest."""
+        return self.scheduler.rounds.waiting(entry) is not None and not self.scheduler.lanes[entry.run].resting
+
     def _is_behind(self, entry: Entry) -> bool:
         """Whether a finished request changes its run, which is not yet so far."""
-        run = self.catalogue.runs[entry.run]
-        return entry.state == "done" and run.state == "live" and entry.seq > run.snapshot_seq
+        lane = self.scheduler.lanes.get(entry.run)
+        if lane is None or lane.resting or lane.run.state != "live":
+            return False
+        return entry.state == "done" and entry.seq > lane.run.snapshot_seq
 
     async def _passes(self, entries: Sequence[Entry], last: bool) -> Mapping[str, Failure]:
         """Computes passes in one group. Where a pass may not change its run, another adapter takes its place."""

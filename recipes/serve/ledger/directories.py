@@ -175,13 +175,32 @@ def _sync_files(directory: Path) -> None:
 
 def check_directory(directory: Path) -> None:
     """Compares a directory with its manifest. Raises `CheckpointError` if a file is missing or has changed."""
+    files = files_of(directory)
     try:
-        files = json.loads((directory / MANIFEST).read_text())
         wrong = [name for name, digest in files.items() if _digest(directory / checked_name(name)) != digest]
     except (OSError, ValueError) as error:
         raise CheckpointError(f"the checkpoint is damaged: {error}") from error
     if wrong:
         raise CheckpointError(f"the checkpoint is damaged: {', '.join(wrong)} has changed")
+
+
+def files_of(directory: Path) -> dict[str, str]:
+    """The SHA-256 of the files of a directory, by their names. Raises `CheckpointError` if its manifest cannot be read."""
+    try:
+        files: dict[str, str] = json.loads((directory / MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"the checkpoint is damaged: {error}") from error
+    return files
+
+
+def is_damaged(directory: Path) -> bool:
+    """Whether a directory is there, but not as it was written. One that is absent or cannot be read may come back."""
+    try:
+        check_directory(directory)
+    except CheckpointError as error:
+        unread = isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError)
+        return directory.is_dir() and not unread
+    return False
 
 
 def copy_files(source: Path, target: Path) -> None:

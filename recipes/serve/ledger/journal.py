@@ -8,8 +8,9 @@ removed.
 """
 
 import sqlite3
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from recipes.serve.ledger.records import Job
 
@@ -34,6 +35,7 @@ class Entry:
     state: str = "queued"
     tokens: int = 0  # of a pass
     alone: bool = False  # not written: it is computed in a round of its own
+    arrived: float = field(default_factory=time.monotonic)  # not written
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def _row(call: Call, run: Run) -> str:
         run.id,
         run.base_model,
         run.spec.rank if run.spec else "all weights",
-        run.state,
+        "waits for another start" if lane and lane.resting else run.state,
         run.next_seq,
         len(lane.entries) if lane else 0,
         len(call.service.catalogue.checkpoints_of(run=run.id)),

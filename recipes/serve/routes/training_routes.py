@@ -203,7 +203,8 @@ async def _outcome(service: Service, request_id: str, owner: str) -> Outcome | N
 
 
 def _not_yet(service: Service, request_id: str) -> Response:
-    state = ACTIVE if service.link.connected else PAUSED
+    lane = service.scheduler.lanes.get(request_id.rpartition(":")[0])
+    state = ACTIVE if service.link.connected and not (lane and lane.resting) else PAUSED
     body = {"type": "try_again", "request_id": request_id, "queue_state": state}
     body["queue_state_reason"] = service.futures.pending[request_id].reason()
     return Response(json.dumps(body).encode(), 408, media_type="application/json")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dataproto.errors import CheckpointError
+from recipes.serve.backend import OPTIMIZER_FILE
 from recipes.serve.front.rounds.checkpoint_room import CheckpointRoom
 from recipes.serve.ledger.catalogue import Catalogue
 from recipes.serve.ledger.directories import (
@@ -22,10 +23,12 @@ from recipes.serve.ledger.directories import (
     checked_name,
     copy_files,
     directory_size,
+    files_of,
+    link_files,
     new_directory,
     remove_directory,
 )
-from recipes.serve.ledger.journal import Entry, Outcome
+from recipes.serve.ledger.journal import Entry, Outcome, snapshot_taken
 from recipes.serve.ledger.records import Checkpoint, Job, Run, Sampler, change, drop, put, text
 from recipes.serve.link import CallFailed, EngineLink
 from recipes.serve.refusals import InvalidRequest
@@ -45,6 +48,8 @@ from workers.model.model_config import AdamParams
 log = logging.getLogger("dataproto.serve")
 SAVES = ("save", "save_for_sampler", "save_external")
 """The kinds that write files, and change nothing in the engine."""
+WITH_FILES = (*SAVES, "load")
+"""The kinds whose files take time, which the rounds do not wait for."""
 NO_UPDATE = (
     "no update was made, and the gradients are dropped: together they have the norm {norm}, though those of each pass are "
     "finite; check logprobs, advantages and weights"
@@ -164,15 +169,12 @@ class Barriers:
         if asked.optimizer_config != {"type": "adamw"}:
             raise InvalidRequest(f"optimizer {asked.optimizer_config.get('type')!r} is not supported: there is adamw")
         await self._new_model(run, replayed=entry.state != "queued")
-        return self._created(run, {"model_id": run.id, "type": "create_model"})
+        run.state = "live"
+        return Done({"model_id": run.id, "type": "create_model"}, [put(run)])
 
     async def _new_model(self, run: Run, *, replayed: bool) -> None:
         model = {"model_id": run.id, "base_model": run.base_model, "lora": run.spec}
         await self.link.call("create", **model, replayed=replayed)
-
-    def _created(self, run: Run, answer: dict[str, Any]) -> Done:
-        run.state = "live"
-        return Done(answer, [put(run)])
 
     async def _load(self, run: Run, entry: Entry, body: bytes) -> Done:
         asked = read(LoadWeights, parse_json(body))
@@ -186,17 +188,40 @@ class Barriers:
         base, lora = self.catalogue.spec_of(checkpoint)
         if asked.base_model not in (None, base):
             raise InvalidRequest(f"{asked.path} is an adapter of {base}, not of {asked.base_model}")
-        new = entry.seq == 0
+        await self.syncs.done(run.id)  # as for every snapshot
         with self.uses.hold(checkpoint.directory):
-            check_directory(self.catalogue.place(checkpoint.directory))
-            if new:
+            await self._linked(run, entry, self.catalogue.place(checkpoint.directory), asked.optimizer)
+        snapshot = self.catalogue.name_of(self._snapshot_directory(run, entry.seq))
+        undo = partial(remove_directory, self.catalogue.place(snapshot))
+        jobs: list[Job] = []
+        try:
+            if entry.seq == 0:
                 run.base_model, run.lora = base, None if lora is None else text(lora)
                 replayed = entry.state != "queued"
-                await self._create_from(run, checkpoint.directory, optimizer=asked.optimizer, replayed=replayed)
+                await self._create_from(run, snapshot, optimizer=asked.optimizer, replayed=replayed)
+                run.state = "live"
+                jobs.append(put(run))
             else:
-                await self._load_from(run, checkpoint.directory, optimizer=asked.optimizer)
-        answer = {"path": asked.path, "model_id": run.id, "type": "load_weights"}
-        return self._created(run, answer) if new else Done(answer)
+                await self._load_from(run, snapshot, optimizer=asked.optimizer)
+        except CallFailed:
+            await asyncio.to_thread(undo)
+            raise
+        old, answer = run.snapshot, {"path": asked.path, "model_id": run.id, "type": "load_weights"}
+
+        def after() -> None:
+            run.snapshot, run.snapshot_seq = snapshot, entry.seq
+            if old is not None:
+                self.uses.retire(old)
+
+        return Done(answer, [*jobs, snapshot_taken(run.id, entry.seq, snapshot)], after, undo)
+
+    async def _linked(self, run: Run, entry: Entry, source: Path, optimizer: bool) -> None:
+        """Makes a checkpoint the snapshot of a run, which loads it from there: the checkpoint may be replaced or deleted."""
+        await asyncio.to_thread(check_directory, source)
+        async with new_directory(self._snapshot_directory(run, entry.seq)) as temporary:
+            await asyncio.to_thread(link_files, source, temporary)
+            if not optimizer:
+                (temporary / OPTIMIZER_FILE).unlink(missing_ok=True)
 
     async def _load_from(self, run: Run, directory: str, *, optimizer: bool) -> None:
         place = self.catalogue.place(directory)
@@ -247,7 +272,7 @@ class Barriers:
             raise InvalidRequest("save_weights_for_sampler needs a path or a sampling_session_seq_id")
         moving = asked.kind == "inflight"
         directory = self._sampler_directory(run, entry)
-        waited, began = time.time() - entry.created, time.perf_counter()
+        waited, began = time.monotonic() - entry.arrived, time.perf_counter()
         async with self.room.limited(run, directory, synced=False) as temporary:
             await self.link.call("export", model_id=run.id, directory=temporary, sampled=True)
             written = time.perf_counter()
@@ -348,18 +373,23 @@ class Barriers:
 
     async def snapshot(self, run: Run, seq: int) -> Path:
         """Writes the state of a run behind an update, and returns the directory."""
-        directory = self.catalogue.run_directory(run) / f"snapshot-{seq}"
+        directory = self._snapshot_directory(run, seq)
         async with new_directory(directory) as temporary:
             await self.link.call("save", model_id=run.id, directory=temporary)
         return directory
+
+    def _snapshot_directory(self, run: Run, seq: int) -> Path:
+        return self.catalogue.run_directory(run) / f"snapshot-{seq}"
 
     async def keep(self, run: Run) -> Done:
         """Writes the checkpoint of a run whose client has gone, whatever room the key has left."""
         return await self._checkpoint(run, "weights", EXPIRED, EXPIRED_SECONDS, None, True, limited=False)
 
     async def restore(self, run: Run) -> None:
-        """Brings the engine to a run's snapshot."""
-        await self._create_from(run, str(run.snapshot), optimizer=True, replayed=True)
+        """Brings the engine to a run's snapshot. That of a load without optimizer holds no state of it."""
+        snapshot = str(run.snapshot)
+        optimizer = OPTIMIZER_FILE in files_of(self.catalogue.place(snapshot))
+        await self._create_from(run, snapshot, optimizer=optimizer, replayed=True)
 
 
 SAVED = {

@@ -29,7 +29,8 @@ class Lane:
     steps: int = 0  # updates since the last snapshot
     last_snapshot: float = field(default_factory=time.monotonic)
     last_pass: float = -inf  # when one was computed
-    saving: bool = False  # a request that writes files is carried out beside the rounds
+    saving: bool = False  # a request that reads or writes files is carried out while rounds go on, or the run ends so
+    resting: str = ""  # why the run could not be restored: nothing is carried out before the next start
     not_before: float = 0.0  # it rests until this time behind an error of the server
     ending: Literal["", "dropped", "kept"] = ""  # what becomes of it when nothing waits
 

@@ -39,12 +39,6 @@ class RunSnapshots:
         ):
             await self._begin(lane, seq)
 
-    async def after_load(self, lane: Lane, seq: int) -> None:
-        """Writes a snapshot behind the request ``seq``, whose checkpoint may soon be deleted."""
-        await self.settled(lane.run.id)
-        await self._begin(lane, seq)
-        await self.settled(lane.run.id)
-
     async def settled(self, *runs: str) -> None:
         """Returns when the snapshots of runs, or of all runs, have been written or have failed."""
         tasks = [task for run, task in self._writing.items() if not runs or run in runs]

@@ -11,7 +11,7 @@ from recipes.serve.backend import Failure, Pass, PassResult
 from recipes.serve.front.counters import Counters
 from recipes.serve.front.fair_share import FairShare
 from recipes.serve.front.futures import Futures, failed, pass_outcome
-from recipes.serve.front.rounds.barriers import SAVES, Barriers, Done, remove_run_files
+from recipes.serve.front.rounds.barriers import WITH_FILES, Barriers, Done, remove_run_files
 from recipes.serve.front.rounds.intake import Intake
 from recipes.serve.front.rounds.lanes import Lane
 from recipes.serve.front.rounds.round_journal import RoundJournal
@@ -35,8 +35,8 @@ Results = list[PassResult | Failure]
 
 
 class Scheduler:
-    """One round after the other: passes of all runs together, then the updates of all, then the rest. What writes files goes on
-    beside the rounds.
+    """One round after the other: passes of all runs together, then the updates of all, then the rest. What reads or writes
+    files does not stop the rounds.
 
     Of the passes that wait, a round has a fair share of each client: see `FairShare`. A client is a session.
     """
@@ -87,6 +87,8 @@ class Scheduler:
     def _reason(self, lane: Lane, entry: Entry) -> str:
         if not self.link.connected:
             return "the engine starts again; the request continues then"
+        if lane.resting:
+            return lane.resting
         gap = lane.gap()
         if gap is not None:
             return f"request {entry.seq} waits for request {gap[0]}"
@@ -146,7 +148,9 @@ class Scheduler:
         now = time.monotonic()
         for lane in self.lanes.values():
             self._begin_save(lane)
-        lanes = [lane for lane in self.lanes.values() if lane.not_before <= now and not lane.saving]
+        lanes = [
+            lane for lane in self.lanes.values() if lane.not_before <= now and not lane.saving and not lane.resting
+        ]
         await self._fail_gaps(lanes)
         await self._intake.gather(lanes, self._pass_seconds, self._wake)
         passes = self._share_of_each(lanes)
@@ -154,34 +158,36 @@ class Scheduler:
             await self._passes(group)
         steps = [head for lane in lanes if (head := lane.head()) is not None and head.kind == "optim_step"]
         await self._updates(steps)
-        others = [
-            head for lane in lanes if (head := lane.head()) is not None and head.kind in ("create", "load", "invalid")
-        ]
+        others = [head for lane in lanes if (head := lane.head()) is not None and head.kind in ("create", "invalid")]
         await self._together({entry.run: self.barrier(entry) for entry in others})
-        ended = [lane for lane in lanes if lane.ending and not lane.entries and not lane.saving]
+        ended = [lane for lane in lanes if lane.ending and not lane.entries and not lane.saving and self.link.connected]
         for lane in ended:
-            await self._contained(lane, self._end(lane))
+            self._begin(lane, self._end(lane))
         return bool(passes or steps or others or ended)
 
     def _begin_save(self, lane: Lane) -> None:
-        """Begins the request of a run whose turn it is, if it writes files: it changes nothing that other requests use."""
+        """Begins the request of a run whose turn it is, if it reads or writes files: it changes nothing that other runs use."""
         head = lane.head()
-        if head is None or head.kind not in SAVES or lane.saving or not self._in_rounds:
+        if head is None or head.kind not in WITH_FILES or lane.saving or lane.resting or not self._in_rounds:
             return
         if not self.link.connected:  # it would count as a try
             return
         if lane.not_before > time.monotonic():
             return
+        self._begin(lane, self.barrier(head))
+
+    def _begin(self, lane: Lane, work: Awaitable[None]) -> None:
+        """Begins work for a run, of which nothing else is carried out meanwhile. The rounds of others go on."""
         lane.saving = True
-        task = asyncio.create_task(self._save(lane, head))
+        task = asyncio.create_task(self._while_rounds_go_on(lane, work))
         self._saves.add(task)
         task.add_done_callback(self._saves.discard)
 
-    async def _save(self, lane: Lane, entry: Entry) -> None:
+    async def _while_rounds_go_on(self, lane: Lane, work: Awaitable[None]) -> None:
         try:
-            await self._contained(lane, self.barrier(entry))
+            await self._contained(lane, work)
         except EngineLost:
-            log.debug("%s is lost with the engine", entry.id)  # as the rounds see
+            log.debug("work for %s is lost with the engine", lane.run.id)  # as the rounds see
         finally:
             lane.saving = False
             self._begin_save(lane)  # the next one does not wait for the round either
@@ -191,7 +197,7 @@ class Scheduler:
         """The passes of the next round; of a client with several runs the one that has waited longest comes first."""
         waiting: dict[str, list[tuple[Entry, int]]] = {}
         due = [passes for lane in lanes if (passes := lane.passes(ROUND_BYTES))]
-        for passes in sorted(due, key=lambda passes: passes[0].created):
+        for passes in sorted(due, key=lambda passes: passes[0].arrived):
             session = self.lanes[passes[0].run].run.session
             waiting.setdefault(session, []).extend((each, each.tokens) for each in passes)
         return self._share.choose(waiting)
@@ -297,6 +303,8 @@ class Scheduler:
 
     async def barrier(self, entry: Entry) -> None:
         """Carries out a request that is no pass."""
+        if entry.kind == "load":  # which takes the place of a snapshot that is being written
+            await self.snapshots.settled(entry.run)
         if await self.rounds.begin([entry]):
             await self._conclude([(entry, await self._carried_out(entry))])
 
@@ -358,7 +366,7 @@ class Scheduler:
             if entry.kind == "optim_step":
                 await self.snapshots.after_step(lane, entry.seq)
             elif entry.kind == "load":
-                await self.snapshots.after_load(lane, entry.seq)
+                lane.steps, lane.last_snapshot = 0, time.monotonic()
 
     async def _failed_barrier(self, lane: Lane, entry: Entry, failure: Failure) -> None:
         jobs: list[Job] = []
