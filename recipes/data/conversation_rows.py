@@ -36,6 +36,7 @@ from recipes.data.row_values import (
     plain_answer,
     whole_question,
     with_context,
+    with_media,
 )
 from recipes.data.tables import StreamRows, TableRows, open_stream, open_tables, table_files
 from rollout.prompts import invalid_row
@@ -103,7 +104,7 @@ def read_conversation_row(
     if keys.prompt_key and isinstance(raw["prompt"], str):
         raw = {**raw, "prompt": with_markers(raw["prompt"], len(images), len(videos))}
     return {
-        "prompt": with_context(_messages(raw, index, len(images)), raw, index),
+        "prompt": with_media(with_context(_messages(raw, index, len(images)), raw, index), len(images), len(videos)),
         "images": images,
         "videos": videos,
         "data_source": raw.get("data_source") or _source_of_texts(raw) or data_source,

@@ -31,6 +31,7 @@ from recipes.data.row_values import (
     read_instruction,
     whole_question,
     with_context,
+    with_media,
 )
 from recipes.data.tables import Table, TableRows, open_tables, table_files
 from rollout.prompts.images import media_list
@@ -171,7 +172,7 @@ def read_row(
     extra = {"split": split, "index": index, "answer": plain_answer(answer), "question": problem}
     extra |= {name: value for name, value in raw.items() if name not in (*_QUESTIONS, *_MEDIA, *_ANSWERS)}
     return {
-        "prompt": prompt,
+        "prompt": with_media(prompt, len(images), len(videos)),
         "images": images,
         "videos": videos,
         "data_source": raw.get("data_source") or data_source,

@@ -241,6 +241,29 @@ def with_context(messages: Sequence[Any], raw: Mapping[str, Any], index: int) ->
     return messages if own is not None else [{"role": "system", "content": system}, *messages]
 
 
+def with_media(messages: list[Any], images: int, videos: int) -> list[Any]:
+    """The messages with their media before the first question, if neither a marker nor a part says where one of a kind belongs.
+
+    So do TRL, R1-V and ms-swift.
+
+    >>> with_media([{"role": "system", "content": "Count."}, {"role": "user", "content": "How many?"}], images=2, videos=0)[1]
+    {'role': 'user', 'content': '<image><image>How many?'}
+    """
+    first = next((place for place, each in enumerate(messages) if each.get("role") == "user"), None)
+    for kind, count in (("video", videos), ("image", images)):
+        if count and first is not None and not any(_shows(each.get("content"), kind) for each in messages):
+            content = messages[first].get("content")
+            parts = [{"type": kind}] * count
+            shown = f"<{kind}>" * count + content if isinstance(content, str) else parts + _listed(content)
+            messages = [*messages[:first], {**messages[first], "content": shown}, *messages[first + 1 :]]
+    return messages
+
+
+def _shows(content: Any, kind: str) -> bool:
+    parts = (part.get("type") for part in _listed(content) if isinstance(part, Mapping))
+    return f"<{kind}>" in content if isinstance(content, str) else any(part in (kind, f"{kind}_url") for part in parts)
+
+
 def columns_left_out(rows: Any, known: Collection[str], keys: ColumnKeys) -> list[str]:
     """The columns of a data set, by its first row, that no reader takes.
 

@@ -185,7 +185,6 @@ def test_an_answer_may_be_a_number(answer):
 @pytest.mark.parametrize(
     ("images", "problem", "says"),
     [
-        (1, "Find x.", "0 image markers in the prompt, but 1 images"),
         (1, "<image><image>Find x.", "2 image markers in the prompt, but 1 images"),
         (2, "<image>Find x.", "1 image markers in the prompt, but 2 images"),
         (0, "<image>Find x.", "1 image markers in the prompt, but 0 images"),

@@ -91,3 +91,17 @@ def test_a_run_names_them_once(tmp_path, capsys):
     )
     assert grpo.main([*problems.split(), "--output-dir", str(tmp_path / "grpo")]) == 0
     assert capsys.readouterr().out.count(f"{file}: columns that only the reward gets: id") == 1
+
+
+def test_media_without_a_place_come_before_the_first_question():
+    asked = [SYSTEM, *ASKED, {"role": "user", "content": "?"}]
+    shown = read_row({"prompt": asked, "images": ["a.png", "b.png"]}, 0)["prompt"]
+    assert [turn["content"] for turn in shown] == ["You count dots.", "<image><image>How many?", "?"]
+    assert (
+        read_conversation_row({"messages": ANSWERED, "image": "a.png"}, 0)["prompt"][0]["content"] == "<image>How many?"
+    )
+    typed = [{"role": "user", "content": [{"type": "text", "text": "How many?"}]}]
+    parts = read_row({"prompt": typed, "image": "a.png", "video": "a.mp4"}, 0)["prompt"][0]["content"]
+    assert [part["type"] for part in parts] == ["image", "video", "text"]
+    placed = {"prompt": "How many? <image>", "images": ["a.png", "b.png"]}
+    assert read_row(placed, 0)["prompt"][0]["content"] == placed["prompt"]  # a builder refuses it: one has no place
