@@ -184,19 +184,25 @@ class Questions(Sequence[dict[str, Any]]):
 
 
 def convert(source: str, target: Path, split: str = "train") -> int:
-    """Writes a data set to JSON Lines with ``messages`` and ``images`` (data URIs; formats other than JPEG and PNG become PNG).
+    """Writes a data set to JSON Lines with ``messages``, ``images`` (data URIs; formats other than JPEG and PNG become PNG)
+    and ``tools``.
 
     Returns:
         The number of rows.
+
+    Raises:
+        InvalidRow: a row has videos, which are not written.
     """
     rows = conversation_rows(source, split)
     with target.open("x", encoding="utf-8") as file:
-        for row in rows:
+        for place, row in enumerate(rows):
+            if row["videos"]:
+                raise InvalidRow(place, "it has videos, which are not converted")
             line = {
                 "messages": [dict(message) for message in row["prompt"]],
                 "images": [_data_uri(image, row["media_root"]) for image in row["images"]],
                 "data_source": row["data_source"],
-            }
+            } | row_tools(row)
             file.write(json.dumps(line, ensure_ascii=False, default=_plain) + "\n")
     return len(rows)
 

@@ -264,6 +264,12 @@ def _shows(content: Any, kind: str) -> bool:
     return f"<{kind}>" in content if isinstance(content, str) else any(part in (kind, f"{kind}_url") for part in parts)
 
 
+def present_columns(rows: Any) -> Sequence[str]:
+    """The columns of the first row of `TableRows` or `StreamRows`; other rows have none."""
+    table = rows.tables[0][0] if hasattr(rows, "tables") else getattr(rows, "stream", [])
+    return next(columns_of(table), ())
+
+
 def columns_left_out(rows: Any, known: Collection[str], keys: ColumnKeys) -> list[str]:
     """The columns of a data set, by its first row, that no reader takes.
 
@@ -271,8 +277,7 @@ def columns_left_out(rows: Any, known: Collection[str], keys: ColumnKeys) -> lis
         rows: with ``tables`` or a ``stream``, see `recipes.data.tables`; others have no columns.
         known: what the reader of the schema knows.
     """
-    table = rows.tables[0][0] if hasattr(rows, "tables") else getattr(rows, "stream", [])
-    present = next(columns_of(table), ())
+    present = present_columns(rows)
     keys = keys_of_row(dict.fromkeys(present, ""), keys)
     read = keys.read_of(known) | ({"input"} if keys.prompt_key == "instruction" else set())
     return [name for name in present if name not in read]

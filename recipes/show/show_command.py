@@ -9,11 +9,12 @@ from typing import Any
 from transformers.utils.logging import disable_progress_bar
 
 from dataproto.errors import DataProtoError
-from recipes.data.column_keys import ColumnKeys, columns_of
+from recipes.data.column_keys import ColumnKeys
 from recipes.data.conversation_rows import CONVERSATION_COLUMNS, conversation_rows, conversation_stream
 from recipes.data.drawn_rows import DrawnTalks, ProblemRows
 from recipes.data.loader import draws
 from recipes.data.problem_rows import PROBLEM_COLUMNS, load_rows
+from recipes.data.row_values import columns_left_out, present_columns
 from recipes.options import exit_status
 from recipes.rewards import load_reward
 from recipes.rewards.reward_check import truth_check
@@ -21,7 +22,7 @@ from recipes.run.policy_gradient import prompt_builder
 from recipes.run.supervised import supervised_builders
 from recipes.show.show_config import ShowConfig, parse
 from recipes.show.show_page import write_page
-from recipes.show.shown_rows import ShownSource, divided_columns, shown_row, with_scores
+from recipes.show.shown_rows import ShownSource, shown_row, with_scores
 from recipes.show.terminal import print_source
 from recipes.tiny.tiny_model import make_tiny_processors
 from rollout.prompts import PromptBuilder
@@ -80,9 +81,8 @@ def _opened(asked: ShowConfig) -> Iterator[tuple[str, Any]]:
 
 def _columns(rows: Any, keys: ColumnKeys, supervised: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The columns of a data set that are read, and its others; none of synthetic rows."""
-    table = rows.tables[0][0] if hasattr(rows, "tables") else getattr(rows, "stream", [])
-    known = keys.read_of(CONVERSATION_COLUMNS if supervised else PROBLEM_COLUMNS)
-    return divided_columns(next(columns_of(table), ()), known)
+    others = columns_left_out(rows, CONVERSATION_COLUMNS if supervised else PROBLEM_COLUMNS, keys)
+    return tuple(name for name in present_columns(rows) if name not in others), tuple(others)
 
 
 def _rows(rows: Any) -> Iterator[Any]:

@@ -1,6 +1,6 @@
 """Rows as a model sees them: text with special tokens, pictures, what is learnt, and what the reward gives the truth."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Literal
@@ -147,13 +147,3 @@ def with_scores(
     for place, scores in zip(used, found, strict=True):
         rows[place] = replace(rows[place], scores=scores)
     return replace(source, rows=tuple(rows))
-
-
-def divided_columns(present: Iterable[str], read: Collection[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The columns that are read, and the others.
-
-    >>> divided_columns(["problem", "level", "answer"], {"problem", "answer"})
-    (('problem', 'answer'), ('level',))
-    """
-    names = tuple(present)
-    return tuple(name for name in names if name in read), tuple(name for name in names if name not in read)

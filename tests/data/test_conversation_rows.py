@@ -185,6 +185,16 @@ def test_the_command_converts_a_data_set_to_messages(tmp_path, capsys):
     assert main([]) == 2
 
 
+def test_the_command_converts_tools_and_refuses_videos(tmp_path, capsys):
+    row = {"messages": [{"role": "user", "content": "Look."}, ANSWERED], "tools": [{"name": "zoom"}]}
+    target = tmp_path / "out.jsonl"
+    assert main([str(write_jsonl(tmp_path / "tools.jsonl", [row])), str(target)]) == 0
+    assert conversation_rows(target)[0]["tools"] == row["tools"]
+    videos = write_jsonl(tmp_path / "videos.jsonl", [{**row, "videos": ["a.mp4"]}])
+    assert main([str(videos), str(tmp_path / "none.jsonl")]) == 1
+    assert "row 0: it has videos" in capsys.readouterr().err
+
+
 def test_a_stream_yields_every_row_once_per_epoch_and_resumes_anywhere(tmp_path):
     rows = [{"prompt": f"q{i}", "answer": f"a{i}"} for i in range(10)]
     path = write_jsonl(tmp_path / "train.jsonl", rows)

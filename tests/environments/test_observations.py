@@ -1,5 +1,6 @@
 """Observations that are no good end their episode with a reason, never the run; and those that environments change afterwards."""
 
+import copy
 import io
 import json
 import re
@@ -488,3 +489,17 @@ def test_gymnasium_without_a_render_mode_is_refused():
 
     with pytest.raises(InvalidConfig, match='render_mode="rgb_array"'):
         from_gymnasium(Dark, {"left": 0})().reset({}, seed=1)
+
+
+def test_an_episode_begins_with_the_tools_of_its_row():
+    renderer = renderer_of("qwen2_5_vl")
+    builder = renderer.builder
+    builder.tokenizer = copy.deepcopy(builder.tokenizer)
+    builder.tokenizer.chat_template = "{% for tool in tools or [] %}[{{ tool.name }}]{% endfor %}" + str(
+        builder.tokenizer.chat_template
+    )
+    prompts = builder([{"prompt": "Look.", "tools": [{"name": "zoom"}]}, {"prompt": "Look."}])
+    texts = []
+    for start in episode_starts(prompts, SAMPLING):
+        texts.append(builder.tokenizer.decode(renderer.prompt(start.row, Observation(["It is dark."])).raw_ids))
+    assert texts[0] == f"[zoom]{texts[1]}"

@@ -175,3 +175,10 @@ def test_each_family_is_shown(model_type):
     assert places == (prompt.token_types != 0).sum() > 0
     assert "How many dots?" in "".join(span.text for span in shown.spans if span.kind == "text")
     assert shown.sizes[0].startswith("60 x 40")
+
+
+def test_columns_of_alpaca_are_read(tmp_path, capsys):
+    (tmp_path / "alpaca.jsonl").write_text('{"instruction": "Add.", "input": "2 + 2", "output": "4", "level": 1}\n')
+    for recipe in ("sft", "grpo"):
+        _, told, _ = shown(capsys, recipe, tmp_path / "alpaca.jsonl")
+        assert "columns that are read: instruction, input, output" in told.splitlines()
