@@ -29,6 +29,11 @@ SPECIAL_TOKENS = (  # in the order of their ids in Qwen2.5-VL
 WORD_TOKENS = ("<think>", "</think>")  # single tokens, but not special, as in Qwen3
 
 CHAT_TEMPLATE = """\
+{%- if tools %}
+{{- '<|im_start|>system\\n# Tools\\n' }}
+{%- for tool in tools %}{{- (tool | tojson) + '\\n' }}{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
 {%- for message in messages %}
 {%- if loop.first and message['role'] != 'system' %}
 {{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}
@@ -47,6 +52,9 @@ CHAT_TEMPLATE = """\
 {%- endif %}
 {%- endfor %}
 {%- endif %}
+{%- for call in message['tool_calls'] or [] %}
+{{- '<tool_call>\\n' + (call['function'] | tojson) + '\\n</tool_call>' }}
+{%- endfor %}
 {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}

@@ -34,7 +34,7 @@ from rollout.prompts.prepared_rows import (
     prompt_batch,
     row_digest,
 )
-from rollout.prompts.template_arguments import check_template_arguments, reads_tools
+from rollout.prompts.template_arguments import check_template_arguments, reads_tools, writes_calls
 from rollout.prompts.videos import ProcessedVideo, process_frames, process_video
 
 _HALF = re.compile("[\ud800-\udfff]")  # of a character: a surrogate without the other one
@@ -287,11 +287,17 @@ class PromptBuilder:
             messages = apart
         if tools and not self._reads_tools:
             raise InvalidPrompt("the row has tools, but the chat template does not use 'tools': leave out the column")
+        if any(message.get("tool_calls") for message in messages) and not self._writes_calls:
+            raise InvalidPrompt("a message has tool_calls, which the chat template does not write: take one that does")
         return self._rendered(messages, add_generation_prompt, tools)
 
     @cached_property
     def _reads_tools(self) -> bool:
         return reads_tools(self.tokenizer)
+
+    @cached_property
+    def _writes_calls(self) -> bool:
+        return writes_calls(self.tokenizer)
 
     @cached_property
     def _takes_thoughts_apart(self) -> bool:

@@ -46,6 +46,14 @@ def reads_tools(tokenizer: Any) -> bool:
         return True
 
 
+def writes_calls(tokenizer: Any) -> bool:
+    """Whether the chat template reads ``tool_calls`` of messages; also if that cannot be told, see `reads_tools`."""
+    try:
+        return "tool_calls" in tokenizer.get_chat_template(tools=[{}])
+    except ValueError:
+        return True
+
+
 def check_template_arguments(tokenizer: Any, arguments: Mapping[str, Any]) -> None:
     """Checks that the tokenizer's chat template reads what it is given.
 

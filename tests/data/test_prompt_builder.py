@@ -614,6 +614,12 @@ def test_a_row_has_its_own_tools_in_place_of_those_of_all_rows():
     assert [builder.tokenizer.decode(row.raw_ids)[:6] for row in (own, all_rows)] == ["[turn]", "[zoom]"]
 
 
+def test_calls_that_a_template_does_not_write_are_refused():
+    calling = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "zoom", "arguments": {}}}]}
+    with pytest.raises(InvalidPrompt, match="has tool_calls, which the chat template does not write"):
+        tool_builder().prepare({"prompt": [{"role": "user", "content": "?"}, calling]})
+
+
 @pytest.mark.parametrize(
     ("template", "tools", "reason"),
     [

@@ -171,15 +171,15 @@ def test_an_answer_that_calls_a_tool_ends_where_the_tool_answers(tmp_path):
     """GLM stops at <|observation|> there, which is <|endoftext|> here."""
     template = GLM.replace(
         "if m.role == 'user' else", "if m.role == 'user' else '<|endoftext|>' if m.role == 'tool' else"
-    )
+    ).replace("{%- endfor -%}", "{{ 'calls' if m.tool_calls }}{%- endfor -%}")
     ends = ["<|im_start|>", "<|endoftext|>"]
     made = SupervisedBuilder.from_pretrained(
         checkpoint_of("qwen2_5_vl", tmp_path, "<|endoftext|>", ends, template), max_prompt_length=200
     )
     calling = {"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
     for messages, learnt in (
-        ([SAID[0], calling], "x<|endoftext|>"),
-        ([SAID[0], calling, {"role": "tool", "content": "7"}, SAID[3]], "x<|endoftext|>z<|im_start|>"),
+        ([SAID[0], calling], "xcalls<|endoftext|>"),
+        ([SAID[0], calling, {"role": "tool", "content": "7"}, SAID[3]], "xcalls<|endoftext|>z<|im_start|>"),
     ):
         row = made.prepare({"prompt": messages})
         assert made.tokenizer.decode(row.input_ids[row.loss_mask == 1]) == learnt

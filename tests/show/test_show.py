@@ -182,3 +182,14 @@ def test_columns_of_alpaca_are_read(tmp_path, capsys):
     for recipe in ("sft", "grpo"):
         _, told, _ = shown(capsys, recipe, tmp_path / "alpaca.jsonl")
         assert "columns that are read: instruction, input, output" in told.splitlines()
+
+
+def test_the_small_models_template_writes_tools_and_calls(tmp_path, capsys):
+    call = {"function": {"name": "zoom", "arguments": {"box": [1, 2]}}}
+    messages = [{"role": "user", "content": "Look."}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    row = {"messages": messages, "tools": [{"name": "zoom"}]}
+    (tmp_path / "calls.jsonl").write_text(json.dumps(row) + "\n")
+    status, told, _ = shown(capsys, "sft", tmp_path / "calls.jsonl")
+    assert status == 0
+    assert '# Tools\n{"name": "zoom"}\n' in told
+    assert '⟦<tool_call>\n{"name": "zoom", "arguments": {"box": [1, 2]}}\n</tool_call><|im_end|>⟧' in told
