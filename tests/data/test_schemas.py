@@ -14,6 +14,7 @@ from helpers.geo3k_files import drawing, png
 from helpers.tiny_prompts import tiny_image_processor, tiny_prompt_config, tiny_tokenizer
 from recipes.data import ColumnKeys, load_rows
 from recipes.data.conversation_rows import conversation_rows
+from recipes.show import show_command
 from rollout.prompts import PromptBuilder, SupervisedBuilder
 
 TEMPLATE = (
@@ -359,6 +360,22 @@ def test_answers_of_a_public_schema_are_learnt(name, tmp_path):
     whole = text(builder.tokenizer, row.raw_ids).replace("<|im_end|>", "")
     if case.shown:  # the same conversation as in `grpo`, but for the instruction
         assert whole == f"{case.shown.removesuffix(' Be brief.')}[assistant]{case.learnt[-1]}"
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [(name, each) for name, case in CASES.items() for each, has in (("grpo", case.shown), ("sft", case.learnt)) if has],
+)
+def test_the_command_shows_a_file_of_each_schema(name, recipe, tmp_path, capsys):
+    case = CASES[name]
+    keys = [word for option, key in case.keys.given().items() for word in (f"--{option.replace('_', '-')}", key)]
+    status = show_command.main([recipe, str(written(case, tmp_path)), *keys])
+    told = capsys.readouterr().out
+    if recipe == "sft" or isinstance(case.truth, str):
+        assert (status, "cannot be used" in told) == (0, False)
+    else:  # the reward of geometry problems compares text, and says the way out
+        assert status == 1
+        assert re.search("give a --reward that needs none|write a reward function of your own", told)
 
 
 def test_the_document_has_each_schema_and_the_recipes_that_it_serves():
