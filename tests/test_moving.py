@@ -89,10 +89,12 @@ def test_rows_of_the_other_libraries_are_read(raw: dict) -> None:
     assert tiny_builder()([row])["multi_modal_data"][0]["image"][0].size == (56, 56)
 
 
-def test_an_image_without_a_place_is_an_error() -> None:
+def test_images_without_any_place_come_first() -> None:
     row = read_row({"prompt": [{"role": "user", "content": "Which colour?"}], "image": PICTURE, "solution": "red"}, 0)
-    with pytest.raises(DataProtoError, match="image"):
-        tiny_builder()([row])
+    assert row["prompt"][0]["content"] == "<image>Which colour?"
+    two = read_row({"prompt": "<image>Which colour?", "images": [PICTURE, PICTURE], "solution": "red"}, 0)
+    with pytest.raises(DataProtoError, match="1 image markers in the prompt, but 2 images"):
+        tiny_builder()([two])
 
 
 def test_the_truth_is_an_argument_of_trls_functions() -> None:
