@@ -388,3 +388,14 @@ def test_what_is_meant_for_a_checkpoint_does_not_reach_the_next_one_of_its_name(
         check_directory(catalogue.place(kept.directory))
 
     drive(work, tmp_path)
+
+
+def test_a_sampling_session_is_not_replaced_by_another_one_of_its_number(tmp_path):
+    async def work(front: Front):
+        a, b = await front.new_run("a"), await front.new_run("b")
+        made = await front.result(await front.request(a, 1, "save_for_sampler", sampling_session_seq_id=1))
+        refused = await front.result(await front.request(b, 1, "save_for_sampler", sampling_session_seq_id=1))
+        assert (refused["category"], "choose another number" in refused["error"]) == ("user", True)
+        assert front.service.catalogue.samplers[made["sampling_session_id"]].run == "a"
+
+    drive(work, tmp_path)

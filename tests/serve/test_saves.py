@@ -335,12 +335,15 @@ def test_snapshots_of_many_runs_are_answered_before_the_first_is_brought_to_the_
 
     async def work(front: Front):
         runs = [await front.new_run(name) for name in "abcd"]
-        asked = [await front.request(run, 1, "save_for_sampler", sampling_session_seq_id=1) for run in runs]
+        asked = [
+            await front.request(run, 1, "save_for_sampler", sampling_session_seq_id=number)
+            for number, run in enumerate(runs)
+        ]
         answers = [await front.result(each) for each in asked]
         assert all("sampling_session_id" in each for each in answers)
         assert not synced
         monkeypatch.setattr(directories, "SYNC_AFTER_SECONDS", 0.0)
-        await front.result(await front.request(runs[0], 2, "save_for_sampler", sampling_session_seq_id=2))
+        await front.result(await front.request(runs[0], 2, "save_for_sampler", sampling_session_seq_id=4))
         await until(lambda: [each.name for each in synced] == ["sampler-2"])
 
     drive(work, tmp_path, snapshot_steps=100)

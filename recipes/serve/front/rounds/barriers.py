@@ -270,6 +270,9 @@ class Barriers:
             return await self._checkpoint(run, "sampler_weights", name, asked.ttl_seconds, asked.user_metadata, False)
         if asked.sampling_session_seq_id is None:
             raise InvalidRequest("save_weights_for_sampler needs a path or a sampling_session_seq_id")
+        sampler_id = f"{run.session}:sample:{asked.sampling_session_seq_id}"
+        if sampler_id in self.catalogue.samplers:
+            raise InvalidRequest(f"there is a sampling session {sampler_id} already: choose another number")
         moving = asked.kind == "inflight"
         directory = self._sampler_directory(run, entry)
         waited, began = time.monotonic() - entry.arrived, time.perf_counter()
@@ -279,7 +282,7 @@ class Barriers:
         stages = waited, written - began, time.perf_counter() - written
         self.syncs.begin(run.id, directory)
         sampler = Sampler(
-            id=f"{run.session}:sample:{asked.sampling_session_seq_id}",
+            id=sampler_id,
             session=run.session,
             owner=run.owner,
             run=run.id,

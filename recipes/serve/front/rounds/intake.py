@@ -87,7 +87,8 @@ class Intake:
                 return
             news.clear()
             with suppress(TimeoutError):
-                await asyncio.wait_for(news.wait(), left)
+                async with asyncio.timeout(left):
+                    await news.wait()
 
     async def _take_in(self, run: Run, entry: Entry, digest: str) -> None:
         lane = self.lanes.get(run.id)

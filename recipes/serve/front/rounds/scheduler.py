@@ -138,7 +138,10 @@ class Scheduler:
 
     async def _rest(self) -> None:
         try:
-            await asyncio.wait_for(self._wake.wait(), LOOK_SECONDS)
+            async with asyncio.timeout(
+                LOOK_SECONDS
+            ):  # `wait_for` of Python 3.11 may swallow the cancellation of a stop
+                await self._wake.wait()
         except TimeoutError:
             if not self.link.connected:
                 raise EngineLost("the engine ended while nothing was to do") from None
