@@ -14,6 +14,7 @@ import pytest
 import ray
 import torch
 from PIL import Image
+from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 from torch import distributed
 
 from dataproto import DataProto
@@ -244,6 +245,26 @@ def test_media_are_put_once_a_step_and_come_back_by_reference(group, monkeypatch
     group._pool.blobs.renew()
     group.sizes(data)
     assert sum(size >= 200 * 200 * 3 for size in put) == 8
+
+
+def stored_bytes() -> int:
+    """What the object store holds now."""
+    address = get_state_from_address(ray.get_runtime_context().gcs_address)
+    return int(get_memory_info_reply(address).store_stats.object_store_bytes_used)
+
+
+def test_the_store_frees_the_media_of_a_step_that_ended(group):
+    """Ray keeps what a reference refers to for ever if it is pickled where Ray does not see it."""
+    size = 400 * 400 * 4
+    for number in range(6):
+        images = [Image.new("RGB", (400, 400), (number, place, 0)) for place in range(4)]
+        data = DataProto.from_dict(non_tensors={"media": np.array([*images, None], dtype=object)[:4]})
+        assert len(group.sizes(group.same_media(data))) == 4
+        group._pool.blobs.renew()
+    deadline = time.monotonic() + 20
+    while stored_bytes() >= 4 * size and time.monotonic() < deadline:  # Ray frees in the background
+        time.sleep(0.05)
+    assert stored_bytes() < 4 * size  # of one step, of six
 
 
 def test_media_are_released_above_the_limit_if_a_step_never_ends(group, monkeypatch):

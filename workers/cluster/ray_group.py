@@ -10,6 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -149,15 +150,22 @@ def wait_for_nodes(enough: Callable[[list[NodeResources]], bool]) -> list[NodeRe
 # The object store
 
 
+_puts = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ray.put")
+
+
 class RayBlobs:
-    """A blob store in Ray's object store; see `dataproto.BlobStore`."""
+    """A blob store in Ray's object store; see `dataproto.BlobStore`.
+
+    A batch puts its media while Ray pickles it. After a put on the same thread Ray would no longer see which references the
+    batch holds, and keep what they refer to until the process ends. Ray's records are a thread's own, so another one puts.
+    """
 
     def __init__(self) -> None:
         self.num_bytes = 0  # put through this object
 
     def put(self, buffer: Any) -> ray.ObjectRef:
         self.num_bytes += buffer.nbytes
-        return ray.put(buffer)
+        return _puts.submit(ray.put, buffer).result()
 
     def get(self, ref: ray.ObjectRef) -> Buffer:
         return ray.get(ref)
