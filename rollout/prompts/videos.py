@@ -50,11 +50,8 @@ def process_video(
     # The decoder resizes frames to multiples of a merged patch, so that the image processor does not resize them again.
     patch_size = int(image_processor.patch_size) * int(image_processor.merge_size) // DECODER_MERGE_SIZE
     frames, metadata = read_video(source, root, patch_size)
-    made = image_processor(images=[Image.fromarray(frame) for frame in frames], return_tensors="pt", **options)
     step = int(image_processor.temporal_patch_size)
-    height, width = made["image_grid_thw"][0, 1:].tolist()
-    patches = pair_frames(made["pixel_values"].float(), len(frames), step, int(image_processor.patch_size))
-    grid = torch.tensor([[len(patches) // (height * width), height, width]])
+    patches, grid = _patches(frames, image_processor, options, step)
     indices, fps = metadata["frames_indices"], metadata["fps"]
     sampled_fps = fps * len(indices) / max(1, metadata["total_num_frames"])
     inputs = {
@@ -63,6 +60,23 @@ def process_video(
         "second_per_grid_ts": torch.tensor([step / sampled_fps]),
     }
     return ProcessedVideo(_key(frames, metadata), frames, metadata, inputs, frame_seconds(indices, fps, step))
+
+
+def _patches(frames: np.ndarray, image_processor: Any, options: Mapping[str, Any], step: int) -> tuple[Tensor, Tensor]:
+    """The inputs ``pixel_values_videos`` and ``video_grid_thw`` of a video.
+
+    The image processor gets the frames of one patch at a time, ``step``: it repeats each of them as often.
+    """
+    times = [frames[start : start + step] for start in range(0, len(frames), step)]
+    patches, grid = torch.empty(0), torch.empty(0)
+    for place, own in enumerate(times):
+        made = image_processor(images=[Image.fromarray(frame) for frame in own], return_tensors="pt", **options)
+        paired = pair_frames(made["pixel_values"].float(), len(own), step, int(image_processor.patch_size))
+        if place == 0:
+            patches = paired.new_empty(len(times), *paired.shape)
+            grid = torch.tensor([[len(times), *made["image_grid_thw"][0, 1:].tolist()]])
+        patches[place] = paired
+    return patches.flatten(0, 1), grid
 
 
 def process_frames(
@@ -85,7 +99,9 @@ def join_inputs(media: "Sequence[ProcessedImage | ProcessedVideo]") -> dict[str,
 
 
 def _key(frames: np.ndarray, metadata: Mapping[str, Any]) -> bytes:
-    return blake2b(repr((frames.shape, metadata)).encode() + frames.tobytes(), digest_size=16).digest()
+    digest = blake2b(repr((frames.shape, metadata)).encode(), digest_size=16)
+    digest.update(frames.data)
+    return digest.digest()
 
 
 def pair_frames(patches: Tensor, frames: int, step: int, patch_size: int) -> Tensor:

@@ -8,7 +8,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from dataproto.errors import InvalidMedia
 from helpers.tiny_prompts import tiny_builder, tiny_image_processor, tiny_tokenizer
-from rollout.prompts.videos import process_video, read_video
+from rollout.prompts.videos import pair_frames, process_video, read_video
 
 OPTIONS = {"size": {"shortest_edge": 64, "longest_edge": 4096}}
 
@@ -38,6 +38,24 @@ def test_both_frames_of_a_patch_are_in_it_and_the_last_frame_fills_up():
     video = processed(given).inputs["pixel_values_videos"].view(2, 24, 3, 2, 16)
     for time, step, frame in [(0, 0, 0), (0, 1, 1), (1, 0, 2), (1, 1, 2)]:
         assert torch.equal(video[time, :, :, step], by_frame[frame])
+
+
+def test_the_image_processor_has_the_frames_of_one_patch_at_a_time():
+    """Its patches of all frames would take twice the room of the result, and their copies as much again."""
+    given, seen, processor = frames(5), [], tiny_image_processor()
+
+    class Counting:
+        patch_size, merge_size, temporal_patch_size = 4, 2, 2
+
+        def __call__(self, images, **options):
+            seen.append(len(images))
+            return processor(images=images, **options)
+
+    video = process_video(given, Counting(), OPTIONS).inputs
+    assert seen == [2, 2, 1]
+    at_once = processor(images=[Image.fromarray(each) for each in given], return_tensors="pt", **OPTIONS)
+    assert torch.equal(video["pixel_values_videos"], pair_frames(at_once["pixel_values"], 5, 2, 4))
+    assert video["video_grid_thw"].tolist() == [[3, 4, 6]]
 
 
 @pytest.mark.parametrize("shape", ["array", "channels first", "tensor", "list", "tuple", "mapping"])
