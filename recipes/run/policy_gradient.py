@@ -121,33 +121,29 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[An
     disable_progress_bar()  # of transformers; a run shows its own
     check_extras(config.engine, config.on, config.ray.address)  # before anything is written or loaded
     with held_directory(config):
-        return _run_task((prepare or problems)(config), step, started)
-
-
-def _run_task(task: PolicyTask, step: AlgorithmStep, started: float) -> Path:
-    """Trains in the run's directory, which is open; see `run`."""
-    config, builder = task.config, task.builder
-    ahead = LookAhead(
-        task.loader, background=config.on == "ray"
-    )  # where models do not wait for threads of this process
-    kept = KeptRollouts(config.run.output_dir, config.keep_rollouts, builder.tokenizer)
-    setting = partial(expected_setting, config, task.loader, task.played, held_out=task.held_out)
-    expected = RunForecast(setting, config.on == "local", here=config.ray.address is None)
-    with reported(config.run.output_dir, started, expected.compared) as directory, closing(ahead):
-        announce_preset(config)
-        expected.begin()
-        for attempt in attempts(config.run, ahead, config.max_restarts):
-            progression = Progression(config.algorithm.kl_controller())
-            bound = partial(step, config=config.algorithm, sampling=config.sampling(), progression=progression)
-            with (
-                attempt,
-                launch_roles(config, task.model_path, builder, task.reward, attempt.restarted) as launched,
-            ):
-                corrected, steps = config.algorithm.compares_engine, attempt.run.steps
-                batches, measure = carry_samples(launched, ahead, config.rollout, progression, steps, corrected)
-                roles = task.roles(launched)
-                train(attempt.run, roles, batches, bound, task.evaluate, builder, progression, measure, kept)
-    return directory / REPORT_FILE
+        task = (prepare or problems)(config)
+        config, builder = task.config, task.builder
+        ahead = LookAhead(
+            task.loader, background=config.on == "ray"
+        )  # where models do not wait for threads of this process
+        kept = KeptRollouts(config.run.output_dir, config.keep_rollouts, builder.tokenizer)
+        setting = partial(expected_setting, config, task.loader, task.played, held_out=task.held_out)
+        expected = RunForecast(setting, config.on == "local", here=config.ray.address is None)
+        with reported(config.run.output_dir, started, expected.compared) as directory, closing(ahead):
+            announce_preset(config)
+            expected.begin()
+            for attempt in attempts(config.run, ahead, config.max_restarts):
+                progression = Progression(config.algorithm.kl_controller())
+                bound = partial(step, config=config.algorithm, sampling=config.sampling(), progression=progression)
+                with (
+                    attempt,
+                    launch_roles(config, task.model_path, builder, task.reward, attempt.restarted) as launched,
+                ):
+                    corrected, steps = config.algorithm.compares_engine, attempt.run.steps
+                    batches, measure = carry_samples(launched, ahead, config.rollout, progression, steps, corrected)
+                    roles = task.roles(launched)
+                    train(attempt.run, roles, batches, bound, task.evaluate, builder, progression, measure, kept)
+        return directory / REPORT_FILE
 
 
 def problems(config: PolicyGradientConfig) -> PolicyTask:

@@ -36,7 +36,9 @@ def run(tmp_path: Path) -> Path:
 
 
 def content(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    """The files, except what Python has compiled of a user's."""
+    files = (path for path in directory.rglob("*") if path.is_file() and path.parent.name != "__pycache__")
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
 
 @pytest.mark.parametrize("recipe", RUNS, ids=lambda recipe: recipe.__name__)
