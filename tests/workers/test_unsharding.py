@@ -1,5 +1,6 @@
 """What stays unsharded where the options leave it open: from the memory that calls took, the same on all ranks."""
 
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -34,8 +35,8 @@ def test_the_share_counts_what_others_hold_and_not_what_a_sleeping_engine_gave_b
 def test_less_stays_unsharded_after_the_allocator_has_retried(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=100))
     choice = Unsharding(CUDA, GatheredBytes(weights=10, gradients=20))
-    assert choice.choose(0.3, learns=False) == "scoring"
-    assert choice.choose(0.6, learns=True) == "gradients"
+    assert choice.choose([choice.fitting(0.3, learns=False)]) == "scoring"
+    assert choice.choose([choice.fitting(0.6, learns=True)]) == "gradients"
     assert choice.after_update({"perf/allocator_retries": 0}) == "gradients"
     assert choice.after_update({"perf/allocator_retries": 7}) == "weights"
     assert [choice.after_update({"perf/allocator_retries": 1}) for _ in range(2)] == ["scoring", "scoring"]
@@ -44,12 +45,12 @@ def test_less_stays_unsharded_after_the_allocator_has_retried(monkeypatch):
 def test_a_choice_for_scoring_does_not_take_back_that_for_updates(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=100))
     choice = Unsharding(CUDA, GatheredBytes(weights=10, gradients=20))
-    assert choice.choose(0.6, learns=True) == "gradients"
-    assert choice.choose(0.95, learns=False) == "gradients"
+    assert choice.choose([choice.fitting(0.6, learns=True)]) == "gradients"
+    assert choice.choose([choice.fitting(0.95, learns=False)]) == "gradients"
 
 
-def chosen_on_ranks():
-    """The fullest rank decides: rank 1 has room for weights alone. Two updates decide; the third uses it."""
+def chosen_on_ranks(shares, gradients):
+    """Rank 1 has room for weights only. Two updates decide; the third uses it."""
     ranks = init_ranks(Layout(dp=2), CPU)
     actor = ActorWorker(ActorConfig(str(shared_folder() / MODEL), token_budget=25), CPU, ranks)
     model = actor.model
@@ -58,7 +59,7 @@ def chosen_on_ranks():
     assert extra.weights == pytest.approx(4 * elements, rel=0.01)  # float32 on a CPU; shards may be uneven
     assert extra.gradients == pytest.approx(2 * elements, rel=0.01)  # half of them is a rank's own shard
     assert isinstance(model.module, FSDPModule)
-    model._unsharding = Unsharding(CPU, GatheredBytes(weights=10, gradients=20))  # as on CUDA
+    model._unsharding = Unsharding(CPU, GatheredBytes(10, gradients[ranks.rank("dp")]))  # as on CUDA
     model._leave_unsharded("nothing")
     config = tiny_config(MODEL)
     data = with_responses(config, prompt_batch(config, [[(4, 6)], []], texts=[6, 5], seed=0), lengths=[5, 4], width=6)
@@ -72,7 +73,7 @@ def chosen_on_ranks():
         )
 
     with (
-        patch.object(training_model, "device_share", lambda device: (0.5, 0.8)[ranks.rank("dp")]),
+        patch.object(training_model, "device_share", lambda device: shares[ranks.rank("dp")]),
         patch.object(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=100)),
     ):
         assert update() == (0.0, "nothing", {"nothing"})
@@ -81,10 +82,16 @@ def chosen_on_ranks():
 
 
 def test_all_ranks_choose_what_fits_on_the_fullest(tmp_path):
+    """The device of rank 1 is fuller; or its shards are larger, as uneven ones are."""
     tiny_model(MODEL).save_pretrained(tmp_path / MODEL)
+    cases = {
+        "fuller": partial(chosen_on_ranks, shares=(0.5, 0.8), gradients=(20, 20)),
+        "uneven": partial(chosen_on_ranks, shares=(0.65, 0.65), gradients=(10, 20)),
+    }
     with sharing(tmp_path):
-        outcomes = run_ranks(2, {"chosen": chosen_on_ranks}, tmp_path)
-    check_all_passed(outcomes["chosen"])
+        outcomes = run_ranks(2, cases, tmp_path)
+    for name in cases:
+        check_all_passed(outcomes[name])
 
 
 @pytest.mark.parametrize("asked", ["auto", "weights"])

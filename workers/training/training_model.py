@@ -118,8 +118,8 @@ class TrainingModel:
     def _choose_unsharded(self, learns: bool) -> None:
         """At the end of a call: chooses what stays unsharded in the next ones, where the options leave that open."""
         if self._unsharding is not None and self._unsharding.is_due(learns):
-            fullest = max(self.ranks.all_gather(device_share(self.device), *AXES))
-            self._leave_unsharded(self._unsharding.choose(fullest, learns))
+            mine = self._unsharding.fitting(device_share(self.device), learns)
+            self._leave_unsharded(self._unsharding.choose(self.ranks.all_gather(mine, *AXES)))
 
     def _leave_unsharded(self, kept: Unsharded) -> None:
         if self.config.unsharded not in (kept, "auto"):

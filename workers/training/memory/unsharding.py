@@ -1,7 +1,7 @@
 """What FSDP leaves unsharded between micro-batches where the options leave that open: chosen by the memory that calls took."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -64,11 +64,14 @@ class Unsharding:
         self._calls[learns] += 1
         return self._calls[learns] == DECIDING_CALL
 
-    def choose(self, share: float, learns: bool) -> Unsharded:
-        """The choice after a call that took ``share`` of the fullest device."""
+    def fitting(self, share: float, learns: bool) -> Unsharded:
+        """What fits on this rank after a call that took ``share`` of its device; ranks with uneven shards can differ."""
         total = torch.cuda.get_device_properties(self.device).total_memory
-        found = most_that_fits(share, total, self.extra, learns)
-        self.kept = max(self.kept, found, key=UNSHARDED.index)
+        return most_that_fits(share, total, self.extra, learns)
+
+    def choose(self, fitting: Sequence[Unsharded]) -> Unsharded:
+        """The choice after a call, the same on all ranks, since they reduce together: the least of what is `fitting` on each."""
+        self.kept = max(self.kept, min(fitting, key=UNSHARDED.index), key=UNSHARDED.index)
         return self.kept
 
     def after_update(self, metrics: Mapping[str, float]) -> Unsharded:
