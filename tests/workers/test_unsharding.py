@@ -15,6 +15,7 @@ from workers.parallel.fsdp import GatheredBytes, gathered_bytes
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import init_ranks
 from workers.roles.actor import ActorConfig, ActorWorker
+from workers.roles.reference import reference_worker
 from workers.training import training_model
 from workers.training.memory import unsharding
 from workers.training.memory.device_memory import DeviceMemory
@@ -104,3 +105,22 @@ def test_a_cpu_chooses_nothing(asked, tmp_path):
 def test_room_is_left():
     assert unsharding.most_that_fits(0.94, 100, GatheredBytes(0, 0), learns=True) == "gradients"
     assert unsharding.most_that_fits(0.95, 100, GatheredBytes(0, 0), learns=True) == "nothing"
+
+
+def test_what_the_first_step_scores_does_not_choose(tmp_path, monkeypatch):
+    """An adapted model scores three times before the first update, after which the optimizer's state takes memory."""
+    tiny_model(MODEL).save_pretrained(tmp_path)
+    config = ActorConfig(str(tmp_path), lora_rank=2)
+    actor = ActorWorker(config)
+    reference = reference_worker(config.frozen(), actor)
+    made = []
+    monkeypatch.setattr(training_model, "device_share", lambda device: made.append(device) or 0.5)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=100))
+    actor.model._unsharding = Unsharding(CPU, GatheredBytes(weights=10, gradients=20))  # as on CUDA
+    tiny = tiny_config(MODEL)
+    data = with_responses(tiny, prompt_batch(tiny, [[(4, 6)], []], texts=[6, 5], seed=0), lengths=[5, 4], width=6)
+
+    reference.log_probs_with_actor(data, minibatch=1)
+    assert not made
+    reference.log_probs_with_actor(data, minibatch=1)
+    assert len(made) == 1

@@ -19,7 +19,7 @@ Unsharded = Literal["auto", "nothing", "scoring", "weights", "gradients"]
 - ``scoring``: in passes without gradients, weights are gathered once a call.
 - ``weights``: in updates, weights are gathered once an optimizer step.
 - ``gradients``: they add up unsharded, in float32, and are reduced once an optimizer step.
-- ``auto``: on CUDA the most that leaves a device some room, by the memory that the second update and the second call that
+- ``auto``: on CUDA the most that leaves a device some room, by the memory that the second update and the fourth call that
   scores took with nothing unsharded. If a device runs out of memory later, less. On a CPU ``nothing``.
 """
 UNSHARDED: tuple[Unsharded, ...] = ("nothing", "scoring", "weights", "gradients")

@@ -12,8 +12,10 @@ from workers.training.memory.device_memory import DeviceMemory
 ROOM = 0.06
 """The share of a device that stays free: micro-batches of later steps may be fuller, and torch holds some memory in pieces."""
 
-DECIDING_CALL = 2
-"""The optimizer's state does not exist before the end of the first update, nor while the first rows are scored."""
+DECIDING_CALL = {True: 2, False: 4}
+"""Of updates, and of passes without gradients. The optimizer's state does not exist before the end of the first update, and a
+step scores up to three times before that: as the actor, as the reference, and its first mini-batch as the reference.
+"""
 
 
 def device_share(device: torch.device) -> float:
@@ -52,6 +54,8 @@ class Unsharding:
     >>> choice = Unsharding(torch.device("cpu"), GatheredBytes(16, 30))
     >>> choice.is_due(learns=True), choice.is_due(learns=True), choice.is_due(learns=True)
     (False, True, False)
+    >>> [choice.is_due(learns=False) for _ in range(5)]
+    [False, False, False, True, False]
     """
 
     def __init__(self, device: torch.device, extra: GatheredBytes) -> None:
@@ -62,7 +66,7 @@ class Unsharding:
     def is_due(self, learns: bool) -> bool:
         """Counts a call that ends; whether it is the one after which the choice is made."""
         self._calls[learns] += 1
-        return self._calls[learns] == DECIDING_CALL
+        return self._calls[learns] == DECIDING_CALL[learns]
 
     def fitting(self, share: float, learns: bool) -> Unsharded:
         """What fits on this rank after a call that took ``share`` of its device; ranks with uneven shards can differ."""
