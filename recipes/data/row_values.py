@@ -40,8 +40,9 @@ CONTEXT_COLUMNS = ("tools", "system", "history")
 
 
 def parsed_row(raw: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """A row in which messages, lists of media, ``reward_model`` and ``extra_info`` that are JSON as text are what they say, and
-    NaN, which pandas writes where there is nothing, is ``None``.
+    """A row in which what is JSON as text is what it says, and NaN, which pandas writes where there is nothing, is ``None``.
+
+    Messages, lists of media, ``history``, ``reward_model`` and ``extra_info`` may be JSON as text.
 
     Raises:
         InvalidRow: ``reward_model`` or ``extra_info`` is no mapping, or the text of messages is not JSON.
@@ -56,7 +57,7 @@ def parsed_row(raw: Mapping[str, Any], index: int) -> dict[str, Any]:
             row[name] = items
         elif name in _QUESTIONS and items is None and isinstance(text := row.get(name), str) and _MESSAGES.match(text):
             raise InvalidRow(index, f"{name!r} looks like messages, but is not JSON: {text[:200]}")
-    for name in _MEDIA:
+    for name in (*_MEDIA, "history"):
         items = _items(row.get(name))
         row |= {} if items is None else {name: items}
     for name in _OBJECTS:
@@ -219,7 +220,9 @@ def with_context(messages: Sequence[Any], raw: Mapping[str, Any], index: int) ->
     ['Be brief.', '1 + 1?', '2', '2 + 2?']
     """
     earlier: list[Any] = []
-    for turn in _listed(raw.get("history")):
+    history = raw.get("history")
+    some = isinstance(history, (list, tuple, np.ndarray)) or not history
+    for turn in _listed(history) if some else [history]:
         if (
             not isinstance(turn, (list, tuple, np.ndarray))
             or len(turn) != 2

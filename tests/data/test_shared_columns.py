@@ -51,8 +51,12 @@ def test_alpacas_input_and_swifts_history_are_read_with_named_columns_too():
     before = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "Dots."}]
     assert read_conversation_row(row, 0, keys=keys)["prompt"] == [*before, *ANSWERED]
     assert read_row(row, 0, instruction="")["prompt"] == [*before, *ASKED]
-    with pytest.raises(InvalidRow, match="'history' must be a list of"):
-        read_conversation_row({**row, "history": ["What is it?"]}, 0)
+    assert read_conversation_row({**row, "history": json.dumps(row["history"])}, 0)["prompt"] == [*before, *ANSWERED]
+    for none in (None, "", [], "[]", float("nan")):
+        assert read_conversation_row({**row, "history": none}, 0)["prompt"] == ANSWERED
+    for wrong in (["What is it?"], "What is it?", {"question": "What is it?"}, 3):
+        with pytest.raises(InvalidRow, match="'history' must be a list of"):
+            read_conversation_row({**row, "history": wrong}, 0)
 
 
 def test_columns_that_nobody_reads_are_named(tmp_path):
