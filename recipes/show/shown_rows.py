@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from PIL import Image
 
-from dataproto.errors import DataProtoError
+from dataproto.errors import DataProtoError, InvalidRow
 from recipes.report.samples import pictures_of
 from recipes.rewards import RewardFunction
 from recipes.rewards.reward_check import check_first_row, examples
@@ -94,11 +94,11 @@ def token_spans(
 def shown_row(place: int, row: Mapping[str, Any] | DataProtoError, builder: PromptBuilder) -> ShownRow:
     """A row of a data set as the builder's model sees it."""
     if isinstance(row, DataProtoError):
-        return ShownRow(place, error=str(row))
+        return ShownRow(place, error=_reason(row))
     try:
         prompt = builder.prepare(row)
     except DataProtoError as error:
-        return ShownRow(place, error=str(error))
+        return ShownRow(place, error=_reason(error))
     learnt = prompt.loss_mask if isinstance(prompt, TrainingRow) else None
     return ShownRow(
         place,
@@ -109,6 +109,11 @@ def shown_row(place: int, row: Mapping[str, Any] | DataProtoError, builder: Prom
         tuple(_sizes(prompt, builder)),
         (row.get("reward_model") or {}).get("ground_truth"),
     )
+
+
+def _reason(error: DataProtoError) -> str:
+    """What an error says, without the row that is named in front of it."""
+    return error.reason if isinstance(error, InvalidRow) else str(error)
 
 
 def _sizes(prompt: Prompt, builder: PromptBuilder) -> Iterable[str]:

@@ -103,6 +103,7 @@ def test_rows_that_cannot_be_used_are_told_next_to_the_others(folder, capsys):
     assert "row 1 cannot be used: " in told
     assert "gone.png" in told
     assert "row 2 cannot be used: " in told
+    assert "used: row" not in told
 
 
 def test_a_reward_that_does_not_know_the_truth_has_status_1(folder, capsys):
