@@ -15,7 +15,7 @@ import binascii
 import io
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from threading import Lock
@@ -57,7 +57,7 @@ def media_list(media: Any) -> list[Any]:
     if media is None:
         return []
     single = isinstance(media, (str, bytes, os.PathLike, Mapping, Image.Image))
-    return [media] if single else list(media)
+    return list(media) if isinstance(media, Iterable) and not single else [media]
 
 
 def load_image(source: Any, root: str | os.PathLike[str] | None = None) -> Image.Image:

@@ -194,6 +194,8 @@ def _message_head(message: Any) -> dict[str, Any]:
         raise InvalidPrompt(f"a message of the {role} has no content (null)")
     head = {name: value for name, value in message.items() if name != "content" and value is not None}
     if "tool_calls" in head:
+        if isinstance(head["tool_calls"], str) or not isinstance(head["tool_calls"], (Sequence, np.ndarray)):
+            raise InvalidPrompt(f"'tool_calls' of a message must be a list of calls, not {head['tool_calls']!r}")
         head["tool_calls"] = [_tool_call(call) for call in head["tool_calls"]]
     return head
 
@@ -208,7 +210,8 @@ def _tool_call(call: Any) -> Any:
 
 
 def _has(message: Mapping[str, Any], name: str) -> bool:
-    return message.get(name) is not None and len(message[name]) > 0
+    value = message.get(name)
+    return isinstance(value, (Sequence, np.ndarray)) and len(value) > 0
 
 
 def _content(content: Any, found: dict[str, list[Any]]) -> str | list[dict[str, Any]]:

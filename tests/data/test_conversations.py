@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from dataproto.errors import InvalidPrompt
+from rollout.prompts.images import load_image, media_list
 from rollout.prompts.messages import read_conversation
 
 
@@ -93,3 +94,18 @@ def test_malformed_prompts_are_refused(messages, images, says):
 def test_malformed_messages_are_named(messages):
     with pytest.raises(InvalidPrompt):
         read_conversation(messages)
+
+
+@pytest.mark.parametrize("calls", [float("nan"), 3, "[{}]", {"function": {"name": "zoom"}}])
+@pytest.mark.parametrize("content", ["Let me see.", None])
+def test_tool_calls_that_are_no_list_are_refused(calls, content):
+    turns = [{"role": "user", "content": "Find x."}, {"role": "assistant", "content": content, "tool_calls": calls}]
+    with pytest.raises(InvalidPrompt, match=r"'tool_calls' of a message must be a list|has no content"):
+        read_conversation(turns)
+
+
+@pytest.mark.parametrize("image", [3, float("nan"), True])
+def test_a_value_that_is_no_medium_is_one_that_cannot_be_loaded(image):
+    (given,) = media_list(image)
+    with pytest.raises(InvalidPrompt, match="neither a PIL image, a path"):
+        load_image(given)
