@@ -168,6 +168,7 @@ def _tell_what_stays(error: BaseException, directory: Path) -> None:
 
 def forget_earlier(directory: Path) -> None:
     """Deletes the earlier run that was set aside in a run's directory, if there is one."""
+    shutil.rmtree(directory / DISCARDED, ignore_errors=True)  # whose deletion was killed
     if (directory / EARLIER).exists():
         (directory / EARLIER).rename(directory / DISCARDED)  # at once; deleting takes time
     shutil.rmtree(directory / DISCARDED, ignore_errors=True)

@@ -13,7 +13,14 @@ from recipes import classify, distil, easy_vqa, geo3k_grpo, geo3k_ppo, grpo, ppo
 from recipes.report.page import CONFIG_FILE, ENVIRONMENT_FILE
 from recipes.run import RunConfig, recorded_run
 from recipes.run.directory_lock import LOCK_FILE
-from recipes.run.run_directory import RecordedRun, forget_earlier, held_directory, open_run_directory
+from recipes.run.run_directory import (
+    DISCARDED,
+    EARLIER,
+    RecordedRun,
+    forget_earlier,
+    held_directory,
+    open_run_directory,
+)
 from recipes.tiny import make_tiny_model
 
 RUNS = [grpo, ppo, distil, sft, classify, easy_vqa, walk, zoom, geo3k_grpo, geo3k_ppo]
@@ -196,3 +203,11 @@ def test_the_earlier_run_is_gone_once_the_new_one_has_loaded(run: Path) -> None:
         pass  # a loop of the user's own
     assert not [path for path in run.iterdir() if path.name.startswith(".")]
     assert not (run / "metrics.jsonl").exists()
+
+
+def test_an_earlier_run_whose_deletion_was_killed_does_not_stop_the_next_overwrite(tmp_path):
+    for folder in (DISCARDED, EARLIER):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "metrics.jsonl").write_text("{}\n")
+    forget_earlier(tmp_path)
+    assert not list(tmp_path.iterdir())
