@@ -27,7 +27,7 @@ class Runs:
     """The runs at both ends of N rows ``(N, L)``."""
 
     bounds: np.ndarray  # (N, 2) int32: where the inner part begins and ends; a row that is one run begins at L
-    values: np.ndarray  # (N, 4) whole numbers: first element and step of the run before, and of the run behind
+    values: np.ndarray  # (N, 4) whole numbers: first element and step of the run before, and of the run after
 
     @property
     def nbytes(self) -> int:

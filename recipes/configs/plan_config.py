@@ -2,7 +2,7 @@
 
 Reads the checkpoint's config, tokenizer and image processor, and the headers of the data's images, and prints the memory of each
 role in each phase, the operations and the time of a step, and the time and disk of the run. Ends with status 1 if it does not
-fit. Beside its own options it takes those of the recipe, --config and --preset included (see dataproto RECIPE --help).
+fit. In addition to its own options it takes those of the recipe, --config and --preset included (see dataproto RECIPE --help).
 
 ``dataproto plan --devices N``, without a recipe, simulates a step on a cluster (see dataproto plan --devices N --help).
 """

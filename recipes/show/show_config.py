@@ -2,9 +2,9 @@
 
 Prints the text with its special tokens, the pictures, the truth, the columns that are read and those that are not, the number of
 tokens, and what the reward gives the truth itself, a wrong answer and an empty one; of sft also what is learnt. RECIPE is grpo
-(the default), ppo or sft. Beside its own options it takes those of the recipe (see dataproto RECIPE --help). Loads a tokenizer
-and an image processor, and no model: without --model-path those of the small model. Ends with status 1 if a row cannot be used,
-or the truth does not get the best reward.
+(the default), ppo or sft. In addition to its own options it takes those of the recipe (see dataproto RECIPE --help). Loads a
+tokenizer and an image processor, and no model: without --model-path those of the small model. Ends with status 1 if a row cannot
+be used, or the truth does not get the best reward.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -18,7 +18,7 @@ from dataproto.collation import Rows, collate_supervised
 from dataproto.errors import InvalidConfig, InvalidPrompt, InvalidRow
 from dataproto.vlm import media_grids
 from rollout.prompts.image_processing import ProcessedImage
-from rollout.prompts.messages import THOUGHTS, Conversation, Turns
+from rollout.prompts.messages import THOUGHTS, Conversation, Turns, says_something
 from rollout.prompts.prepared_rows import Prompt, conversation_of, row_columns, share_media
 from rollout.prompts.prompt_builder import ANSWER, QUESTION, PromptBuilder
 from rollout.prompts.videos import ProcessedVideo
@@ -97,6 +97,8 @@ class SupervisedBuilder(PromptBuilder):
         pieces: list[tuple[list[int], bool]] = []
         done, begun = "", list[int]()  # the end of the last answer, if what follows begins with it
         for place in speaking if self.turns == "all" else speaking[-1:]:
+            if not says_something(messages[place]):
+                raise InvalidPrompt(f"the answer in message {place} is empty: only its end would be learned")
             before = self.render(messages[:place], add_generation_prompt=True, tools=tools)
             whole = self.render(messages[: place + 1], tools=tools)
             if not (before.startswith(done) and whole.startswith(before)):

@@ -186,6 +186,15 @@ def as_parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
+def says_something(message: Mapping[str, Any]) -> bool:
+    """Whether a message has content, or a call or thoughts in its place.
+
+    >>> says_something({"role": "assistant", "content": ""}), says_something({"role": "assistant", "content": "3"})
+    (False, True)
+    """
+    return bool(message["content"]) or any(_has(message, name) for name in _WORDLESS)
+
+
 def _message_head(message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidPrompt(f"a message must be a mapping with 'role' and 'content', not {message!r}")

@@ -237,6 +237,16 @@ def test_an_answer_without_an_end_is_refused(tmp_path):
         made.prompt_length({"prompt": SAID})
 
 
+@pytest.mark.parametrize("nothing", ["", []])
+def test_an_answer_that_says_nothing_is_refused(nothing):
+    made = builder()
+    empty = [SAID[0], {"role": "assistant", "content": nothing}]
+    with pytest.raises(InvalidPrompt, match="the answer in message 1 is empty"):
+        made.prompt_length({"prompt": empty})
+    later = [*empty, *SAID[:2]]
+    assert made.learning("last").prepare({"prompt": later}).loss_mask.any()  # it is not learnt from
+
+
 def test_tools_and_calls_of_a_conversation_are_learnt_from():
     """OpenAI writes the arguments of a call as JSON; the template gets the object, and the tools of this row."""
     made = builder()
