@@ -333,7 +333,7 @@ class ReferenceWorker(PolicyWorker):
             MissingColumn, InvalidColumn, MediaMismatch, NonFiniteLogits, RankFailure: see `TrainingModel.score`.
         """
         if self.actor is None:
-            raise InvalidConfig("this reference was made without an actor: make it by reference_worker(config, actor)")
+            raise InvalidConfig("this reference has no actor: make it by reference_worker(config, actor)")
         first = None if minibatch is None else first_minibatch(data, minibatch, self.model.ranks)
         both = data if first is None else data[np.setdiff1d(np.arange(len(data)), first)]
         actor = self.actor.config
