@@ -1,6 +1,6 @@
 """What many adapters in one packed pass cost, against one adapter with the same rows.
 
-    python -m benchmarks.adapters [MODEL_PATH]
+    python benchmarks/adapters.py [MODEL_PATH]
 
 Prints the processor seconds of a forward and backward pass over 8 rows of text and images: of one model, of four models with two
 rows each and ranks 4, 8, 8, 16, and of the same four one after the other, as a server that swaps adapters has to.
@@ -12,15 +12,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
-import numpy as np
-import torch
-from PIL import Image
+HERE = Path(__file__).resolve().parent
+sys.path[:] = [str(HERE.parent), *(place for place in sys.path if Path(place or ".").resolve() != HERE)]
 
-from dataproto.chunks import Chunk, EncodedTextChunk, ImageChunk, ModelInput
-from recipes.serve.backend import Datum, LoraSpec, Pass, PassResult
-from recipes.serve.engine import InProcessEngine
-from recipes.tiny import make_tiny_model
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from PIL import Image  # noqa: E402
+
+from dataproto.chunks import Chunk, EncodedTextChunk, ImageChunk, ModelInput  # noqa: E402
+from recipes.serve.backend import Datum, LoraSpec, Pass, PassResult  # noqa: E402
+from recipes.serve.engine import InProcessEngine  # noqa: E402
+from recipes.tiny import make_tiny_model  # noqa: E402
 
 ROWS, TEXT, REPEATS = 8, 96, 15
 RANKS = (4, 8, 8, 16)

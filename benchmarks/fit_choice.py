@@ -86,7 +86,7 @@ def run_timed(options: Sequence[str]) -> None:
 
 def main(options: Sequence[str]) -> None:
     _, of_recipe = divided(options, plan_config.PlanOptions())
-    chosen = fit(planned(options).setting)
+    chosen = fit(planned("grpo", options).setting)
     choices = neighbours(chosen)
     rounds = [[measured(each, of_recipe) for each in choices] for _ in range(ROUNDS)]
     print("| budget | checkpointing | micro-batches | forecast s | CPU s | wall s | forecast GiB | GiB |")

@@ -1,32 +1,40 @@
-"""Benchmarks: the commands that documents name are ones that the programs take."""
+"""Benchmarks: programs take the commands that documents name, each runs at its smallest size, and the README's figures hold."""
 
 import argparse
+import os
 import re
 import runpy
 import shlex
+import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from benchmarks.measured import TABLE, changed, held
+
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "RESULTS.md"]
-COMMAND = re.compile(r"benchmarks[/.](\w+)(?:\.py)?((?:\s.*)?)", re.DOTALL)
-"""A program's name and its arguments, also as ``python -m benchmarks.NAME``."""
+COMMAND = re.compile(r"benchmarks/(\w+)\.py((?:\s.*)?)", re.DOTALL)
+"""A program's name and its arguments."""
 
 
 def commands(text: str) -> list[tuple[str, ...]]:
-    """Program and arguments of each benchmark that ``text`` names as code. Options that follow as code of their own, in the
-    same paragraph, are of the last program."""
+    """Program and arguments of each benchmark that ``text`` names as code. Options that follow as "and `--options`" or
+    "with `--options`", in the same paragraph, are of the last program."""
     found: list[tuple[str, ...]] = []
     for paragraph in text.split("\n\n"):
         name = None
-        for code in re.findall(r"`([^`]+)`", paragraph):
+        for word, code in re.findall(r"(\w*)\s?`([^`]+)`", paragraph):
             match = COMMAND.search(code)
             if match or not code.startswith("--"):
                 name = match and match[1]
+            elif word not in ("and", "with"):
+                continue
             if name and (ROOT / "benchmarks" / f"{name}.py").exists():
-                found.append((name, *shlex.split(re.sub(r"[\[\]](?!\S*\")", "", match[2] if match else code))))
+                found.append((name, *shlex.split((match[2] if match else code).replace(" [", " ").rstrip("]"))))
     return found
 
 
@@ -38,7 +46,9 @@ class Parsed(Exception):
 
 
 def test_commands_are_read_with_the_options_that_follow():
-    text = "`OMP_NUM_THREADS=1 python benchmarks/log_probs.py\n--tokens 8` and `--hidden 4`, `ls --all`\n\n`--other`"
+    text = (
+        "`OMP_NUM_THREADS=1 python benchmarks/log_probs.py\n--tokens 8` and `--hidden 4`, for `--all`\n\nand `--other`"
+    )
     assert commands(text) == [("log_probs", "--tokens", "8"), ("log_probs", "--hidden", "4")]
 
 
@@ -56,6 +66,106 @@ def test_a_program_takes_the_arguments_that_documents_name(command, monkeypatch)
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
     monkeypatch.setattr("sys.argv", [str(path), *command[1:]])
-    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.setattr("sys.path", [str(path.parent), *sys.path])
+    for module in re.findall(r"^from (verl[.\w]*) import", path.read_text(encoding="utf-8"), re.MULTILINE):
+        monkeypatch.setitem(sys.modules, module, mock.MagicMock())  # which is in an environment of its own
     with pytest.raises(Parsed):
         runpy.run_path(str(path), run_name="__main__")
+
+
+SMALLEST = """
+adapters
+answer_checkers
+busy_machine --rounds 1 --steps 1
+carried_decoding --size tiny --engine hf --prompts 4 --max-tokens 16 --steps 1
+collation
+cpu_plan grpo
+dataproto --rows select --repeats 1
+distil --teacher-steps 1 --start 1 --steps 1 --prompts 4 --samples 2 --rows 4 --seeds 0
+environment_latency --episodes 4 --turns 2 --turn-tokens 4 --rounds 1
+fit_choice
+forecasts
+geo3k_step --gpus 2 --size tiny --engine hf --prompts 8 --minibatch 4 --max-tokens 32 --steps 1
+grpo_step --steps 1 --warmup 1 --prompts 2 --samples 2 --max-tokens 4
+host_speed
+import_time
+learning --work WORK/learning --algorithms level1/grpo --seeds 0 --steps 1
+learning_starts --level 2 --output WORK/start --batch-size 4 --every 1 --seconds 1 --read-seconds 1
+log_probs --tokens 64 --hidden 32 --vocabulary 128
+measured
+pass_levers --device cpu --size tiny --prompts 2 --samples 2 --steps 1 --warmup 0
+phase_memory 7b-dp2 --device cpu
+random_checkpoint tiny WORK/checkpoint
+ray_traffic --prompts 2 --samples 2 --pixels 56 --steps 1
+serve_rates load --samples 4 --passes 4 --repeats 1 --warmup 0
+serve_tenants --size tiny --sampler hf --prompts 8 --samples 2 --max-tokens 8 --steps 1 --model WORK/model --output WORK/tenants
+simulated_steps
+train_step --device cpu --size tiny --prompts 2 --samples 2 --steps 1 --warmup 0
+walk_beside_trl --work WORK/walk --runs walk --seeds 0 --steps 1
+wire_bytes --rows 4 --prompt 8 --longest 64 --mean 16
+""".strip().splitlines()
+"""Each program that runs on a CPU, at its smallest size."""
+
+NOT_RUN = {
+    "attention": "needs CUDA",
+    "rollout": "needs vLLM",
+    "trace_summary": "needs a trace of a GPU; tests/workers/test_trace_summary.py makes one up",
+    "verl_traffic": "needs verl",
+    "trl_grpo_step": "needs TRL",
+    "trl_learning": "needs TRL",
+    "trl_walk": "needs TRL",
+} | dict.fromkeys(
+    ("dataproto_rows", "label_reading", "served_processes", "snapshot_stages", "store_traffic", "workload"),
+    "is no program",
+)
+
+
+def test_each_benchmark_is_run_or_it_is_said_why_not():
+    run = {command.split()[0] for command in SMALLEST}
+    assert run.isdisjoint(NOT_RUN)
+    assert run | set(NOT_RUN) == {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("command", SMALLEST)
+def test_a_benchmark_runs_at_its_smallest_size(command, tmp_path):
+    name, *arguments = command.replace("WORK", str(tmp_path)).split()
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
+    program = [sys.executable, f"benchmarks/{name}.py", *arguments]
+    done = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+def test_each_row_of_the_readme_names_its_date_command_and_files():
+    table = (ROOT / "README.md").read_text(encoding="utf-8").partition("| work | a peer |")[2].partition("\n\n")[0]
+    shown = [line.removeprefix("| ") for line in table.splitlines()[2:]]
+    rows = list(tomllib.loads(TABLE.read_text(encoding="utf-8")).values())
+    assert [line for line, row in zip(shown, rows, strict=True) if not line.startswith(row["row"])] == []
+    for row in rows:
+        assert row.keys() - {"commit"} == {"digest", "row", "measured", "command", "files"}
+
+
+def test_the_figures_of_the_readme_hold_for_the_files_that_they_time():
+    assert changed(TABLE.read_text(encoding="utf-8")) == {}
+
+
+def test_a_row_holds_until_a_file_that_it_times_changes_and_again_once_somebody_says_so(tmp_path):
+    table = "".join(f'[{name}]\ndigest = ""\ncommand = "time it"\nfiles = ["{name}"]\n' for name in ("a.py", "b"))
+    table = table.replace("[a.py]", "[a]")
+    (tmp_path / "a.py").write_text("1")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "c.py").write_text("2")
+    assert changed(table, tmp_path).keys() == {"a", "b"}
+    table = held(table, ["a", "b"], tmp_path)
+    assert changed(table, tmp_path) == {}
+    (tmp_path / "b" / "c.py").write_text("3")
+    assert list(changed(table, tmp_path)) == ["b"]
+    assert "time it" in changed(table, tmp_path)["b"]
+    assert changed(held(table, ["b"], tmp_path), tmp_path) == {}
+    (tmp_path / "b" / "c.py").rename(tmp_path / "b" / "d.py")
+    assert list(changed(held(table, ["a"], tmp_path), tmp_path)) == ["b"]
