@@ -1,5 +1,6 @@
 """Functions of vLLM that are replaced, and why."""
 
+import warnings
 from collections.abc import Mapping
 from functools import wraps
 from typing import Any
@@ -33,7 +34,8 @@ def search_plain_objects() -> None:
 
 
 def _attributes(value: Any) -> Mapping[str, Any]:
-    found = vars(value)
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of what is deprecated in torch: it only looks
+        found = vars(value)
     return found if isinstance(found, Mapping) else {}
 
 
