@@ -34,7 +34,9 @@ def search_plain_objects() -> None:
 
 
 def _attributes(value: Any) -> Mapping[str, Any]:
-    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of what is deprecated in torch: it only looks
+    with warnings.catch_warnings(
+        action="ignore", category=FutureWarning
+    ):  # of what is deprecated in torch: it only looks
         found = vars(value)
     return found if isinstance(found, Mapping) else {}
 
