@@ -43,8 +43,8 @@ import torch  # noqa: E402
 from PIL import Image  # noqa: E402
 
 from dataproto.chunks import EncodedTextChunk, ImageChunk, ModelInput  # noqa: E402
-from recipes.serve.backend import Datum, LoraSpec, Pass, SampleRequest, Sampling  # noqa: E402
-from recipes.serve.engine import EngineOptions, InProcessEngine  # noqa: E402
+from dataproto_server.backend import Datum, LoraSpec, Pass, SampleRequest, Sampling  # noqa: E402
+from dataproto_server.engine import EngineOptions, InProcessEngine  # noqa: E402
 from recipes.tiny import make_tiny_model  # noqa: E402
 
 MODEL, RANK, SESSIONS = "tiny", 8, 4

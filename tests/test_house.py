@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("dataproto", "rollout", "workers", "recipes")
+PACKAGES = ("dataproto", "rollout", "workers", "recipes", "dataproto_server")
 MODULES = sorted(path.relative_to(ROOT) for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
 FOLDERS = sorted({path.parent for path in MODULES})
 # Where a backend, which may not be installed or is slow to import, is chosen by name.
@@ -20,7 +20,7 @@ LAZY_TABLES = {
     Path("dataproto/vlm/family_registry.py"),
     Path("recipes/commands/__init__.py"),
     Path("recipes/loggers/run_loggers.py"),
-    Path("recipes/serve/link/engine_process.py"),
+    Path("dataproto_server/engine_process.py"),
     Path("rollout/engine.py"),
     Path("workers/cluster/launcher.py"),
     Path("workers/cluster/host.py"),  # in processes of Ray, before anything else is imported

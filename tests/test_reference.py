@@ -15,9 +15,8 @@ docstrings = importlib.import_module("docstrings")  # of the site, beside its co
 
 def test_every_package_with_public_names_is_in_the_reference() -> None:
     named = re.findall(r"^\.\. automodule:: (\S+)$", REFERENCE, re.MULTILINE)
-    packages = [
-        path for top in ("dataproto", "rollout", "workers", "recipes") for path in (ROOT / top).rglob("__init__.py")
-    ]
+    tops = ("dataproto", "rollout", "workers", "recipes", "dataproto_server")
+    packages = [path for top in tops for path in (ROOT / top).rglob("__init__.py")]
     public = {".".join(path.parent.relative_to(ROOT).parts) for path in packages if states_names(path)}
     assert len(public) > 20
     assert public - set(named) == set()

@@ -95,9 +95,9 @@ COMMANDS = {
         "recipes.view:main", "show a run in the browser, while it goes on", "recipes.configs.view_config:parse"
     ),
     "serve": Command(
-        "recipes.serve.serve_command:main",
+        "dataproto_server.command:main",
         "train and sample for clients of the Tinker SDK",
-        "recipes.serve.serve_config:parse",
+        "dataproto_server.config:parse",
     ),
     "report": Command("recipes.report.__main__:main", "write the page that shows a run"),
 }

@@ -9,17 +9,17 @@ import numpy as np
 from starlette.requests import Request
 
 from dataproto.chunks import EncodedTextChunk
+from dataproto_server.arrays import FLOAT32
+from dataproto_server.backend import SampleRequest, Sampling
+from dataproto_server.config import LimitsConfig, ServeConfig
+from dataproto_server.engine_process import EngineProcess
+from dataproto_server.front import Service
+from dataproto_server.front.sample_queue import engine_key
+from dataproto_server.ledger import Run, Sampler, Session
+from dataproto_server.protobuf_messages import ForwardBackwardOutput, ForwardBackwardRequest
+from dataproto_server.routes.gate import Call
+from dataproto_server.sample_codec import SampleCall
 from helpers.vector_backend import VectorBackend
-from recipes.serve.backend import SampleRequest, Sampling
-from recipes.serve.front import Service
-from recipes.serve.front.sample_queue import engine_key
-from recipes.serve.ledger import Run, Sampler, Session
-from recipes.serve.link.engine_process import EngineProcess
-from recipes.serve.routes.gate import Call
-from recipes.serve.serve_config import LimitsConfig, ServeConfig
-from recipes.serve.wire import SampleCall
-from recipes.serve.wire.arrays import FLOAT32
-from recipes.serve.wire.protobuf_messages import ForwardBackwardOutput, ForwardBackwardRequest
 
 LORA = json.dumps({"rank": 4, "seed": 1})
 

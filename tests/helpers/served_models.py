@@ -11,8 +11,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from dataproto.chunks import Chunk, EncodedTextChunk, ImageChunk, ModelInput
-from recipes.serve.backend import Datum, LoraSpec, Pass, PassResult, SampleRequest, SampleResult, Sampling
-from recipes.serve.engine import EngineOptions, InProcessEngine
+from dataproto_server.backend import Datum, LoraSpec, Pass, PassResult, SampleRequest, SampleResult, Sampling
+from dataproto_server.engine import EngineOptions, InProcessEngine
 from rollout.adapters.adapter_files import WEIGHTS_FILE
 from workers.model.model_config import AdamParams
 

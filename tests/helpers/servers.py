@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from recipes.serve.supervisor import Supervisor
+from dataproto_server.supervisor import Supervisor
 
 BACKEND = "helpers.vector_backend:open_backend"
-ENGINE = "recipes.serve.engine:engine_from_json"
+ENGINE = "dataproto_server.engine:engine_from_json"
 TESTS = Path(__file__).parents[1]
 KEY, OTHER_KEY = "tml-ann", "tml-bob"
 

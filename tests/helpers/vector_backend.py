@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from dataproto.chunks import EncodedTextChunk
 from dataproto.errors import CheckpointError, InvalidConfig
-from recipes.serve.backend import (
+from dataproto_server.backend import (
     OPTIMIZER_FILE,
     Capabilities,
     Failure,

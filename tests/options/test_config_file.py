@@ -9,13 +9,13 @@ import pytest
 import yaml
 
 from dataproto.errors import CheckpointError, InvalidConfig
+from dataproto_server import config as serve_config
 from recipes import classify, geo3k_grpo, grpo, ppo, sft
 from recipes.algorithms.options import spelled_out
 from recipes.configs import distil_config, easy_vqa_config, make_vlm_config
 from recipes.configs.environments import walk_config, zoom_config
 from recipes.options import write_options
 from recipes.run.run_directory import open_run_directory, with_schedules
-from recipes.serve import serve_config
 from workers.ranks.layout import Layout
 
 RECIPES = (grpo, ppo, sft, classify, geo3k_grpo, easy_vqa_config, distil_config, walk_config, zoom_config)

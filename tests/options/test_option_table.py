@@ -7,6 +7,7 @@ import pytest
 import tyro
 
 from dataproto.errors import InvalidConfig
+from dataproto_server.config import ServeConfig
 from recipes import classify, distil, geo3k_grpo, grpo, ppo, sft
 from recipes.configs import (
     distil_config,
@@ -21,7 +22,6 @@ from recipes.configs.environments import walk_config, zoom_config
 from recipes.options import options_of, with_plain_flags
 from recipes.options.option_table import Option, with_short_names
 from recipes.parity import ParityConfig
-from recipes.serve.serve_config import ServeConfig
 
 CONFIGS = (
     grpo.TINY,

@@ -35,7 +35,7 @@ def test_few_frames_lie_between_the_command_line_and_the_loss(tmp_path):
     )
     assert main(given.split()) == 0
     frames = json.loads((tmp_path / "frames.json").read_text())
-    folders = [ROOT / name for name in ("dataproto", "rollout", "workers", "recipes")]
+    folders = [ROOT / name for name in ("dataproto", "rollout", "workers", "recipes", "dataproto_server")]
     ours = [(Path(file), name) for file, name in frames if any(Path(file).is_relative_to(each) for each in folders)]
     after = [name for _, name in ours].index("main") + 1
     chain = [f"{file.relative_to(ROOT)}:{name}" for file, name in ours[after:]]

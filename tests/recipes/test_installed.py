@@ -15,7 +15,7 @@ from recipes.commands import COMMANDS
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("dataproto", "rollout", "workers", "recipes")
+PACKAGES = ("dataproto", "rollout", "workers", "recipes", "dataproto_server")
 
 
 @pytest.fixture(scope="module")

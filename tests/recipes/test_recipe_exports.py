@@ -23,7 +23,7 @@ EXPORTS = {
     "recipes.simulation": """Choice Cluster ModelParts PUBLISHED SimulatedPhase SimulatedStep Traffic Workload as_options
         best_step possible_layouts published_config simulate simulated simulation_lines""",
     "recipes.plan": "PlanConfig PlanOptions as_options fit main plan",
-    "recipes.serve": "Backend ForwardBackwardOutput SampledSequence TrainingClient",
+    "dataproto_server": "Backend ForwardBackwardOutput SampledSequence TrainingClient",
     "recipes.export": "ModelExportConfig export_model",
     "recipes.make_vlm": "MakeVLMConfig make_vlm",
     "recipes.parity": "ParityConfig compare_log_probs comparison_table",

@@ -8,13 +8,13 @@ import pytest
 from PIL import Image
 
 from dataproto.chunks import Datum, EncodedTextChunk, ImageChunk, ModelInput
+from dataproto_server.training_client import TrainingClient
 from helpers.checkpoints import write_checkpoint
 from helpers.geo3k_runs import REWARD, assert_same_run, rows_of
 from recipes import classify, geo3k_ppo, sft, walk
 from recipes.configs.environments.episodes_config import WarmUpPhaseConfig
 from recipes.run.drawn_environment import demonstrated_model
 from recipes.run.supervised import SupervisedConfig, launch_supervised
-from recipes.serve.training_client import TrainingClient
 from rollout.engine import SamplingParams
 from rollout.prompts import ChunkRenderer, PromptBuilder
 from workers.cluster.ray_config import RayConfig

@@ -13,9 +13,9 @@ from transformers import GenerationConfig
 
 from dataproto.chunks import Datum, EncodedTextChunk, ModelInput
 from dataproto.errors import InvalidConfig, InvalidRow
+from dataproto_server.training_client import TrainingClient
 from helpers.checkpoints import write_checkpoint
 from recipes.run.supervised import SupervisedConfig, launch_supervised, next_token_loss
-from recipes.serve.training_client import TrainingClient
 from rollout.engine import SamplingParams
 from rollout.prompts import ChunkRenderer, PromptBuilder
 from workers.model.model_config import ModelConfig

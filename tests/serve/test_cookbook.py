@@ -39,7 +39,7 @@ def work(tmp_path_factory):
 def server(work):
     options = json.dumps({"models": make_working_directory(work)})
     with serving(
-        work.parent / "state", options_of_engine=options, factory="recipes.serve.engine:engine_from_json"
+        work.parent / "state", options_of_engine=options, factory="dataproto_server.engine:engine_from_json"
     ) as server:
         yield server
 

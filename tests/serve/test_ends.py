@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from dataproto_server.front import lifecycle, scheduler
+from dataproto_server.ledger.directories import check_directory
+from dataproto_server.ledger.records import Checkpoint, Run, Sampler, everything, put
+from dataproto_server.refusals import NotFound, Refused
+from dataproto_server.routes import checkpoint_routes, sampling_routes, session_routes
 from helpers.fronts import Front, drive, until
-from recipes.serve.front import lifecycle
-from recipes.serve.front.rounds import scheduler
-from recipes.serve.ledger.directories import check_directory
-from recipes.serve.ledger.records import Checkpoint, Run, Sampler, everything, put
-from recipes.serve.refusals import NotFound, Refused
-from recipes.serve.routes import checkpoint_routes, sampling_routes, session_routes
 
 SELDOM = {"snapshot_steps": 100, "snapshot_seconds": 1e9}
 

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
+from dataproto_server.front import barriers
+from dataproto_server.front.service import DATABASE_FILE
+from dataproto_server.ledger import Checkpoint, Session, catalogue, database
+from dataproto_server.routes import application, gate
+from dataproto_server.routes.training_routes import create_model
 from helpers.fronts import Front, drive, until
-from recipes.serve.front.rounds import barriers
-from recipes.serve.front.service import DATABASE_FILE
-from recipes.serve.ledger import Checkpoint, Session, catalogue, database
-from recipes.serve.routes import application, gate
-from recipes.serve.routes.training_routes import create_model
 
 NAMED = "the server could not write to its disk for 0.3 s: attempt to write a readonly database"
 FULL = {"snapshot_steps": 100}

@@ -11,14 +11,14 @@ import urllib.request
 import pytest
 
 from dataproto.chunks import EncodedTextChunk
+from dataproto_server.backend import SampleRequest, Sampling
+from dataproto_server.front.futures import Futures
+from dataproto_server.ledger import Outcome, Sampler
+from dataproto_server.refusals import Refused
+from dataproto_server.routes import gate
+from dataproto_server.sample_codec import SampleCall
 from helpers.fronts import Front, drive
 from helpers.servers import OTHER_KEY, call
-from recipes.serve.backend import SampleRequest, Sampling
-from recipes.serve.front.futures import Futures
-from recipes.serve.ledger import Outcome, Sampler
-from recipes.serve.refusals import Refused
-from recipes.serve.routes import gate
-from recipes.serve.wire import SampleCall
 
 
 def status_of(server, path: str, headers: dict[str, str], method: str = "GET") -> int:

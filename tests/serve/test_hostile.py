@@ -14,8 +14,8 @@ import pytest
 import zstandard
 from PIL import Image
 
+from dataproto_server.protobuf_messages import ForwardBackwardRequest
 from helpers.servers import ENGINE, OTHER_KEY, Server, call, send, serving
-from recipes.serve.wire.protobuf_messages import ForwardBackwardRequest
 from recipes.tiny import make_tiny_model
 
 pytestmark = pytest.mark.slow

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from dataproto_server.engine_link import EngineLink, EngineLost
+from dataproto_server.frames import SIZES, frame_sizes, unpack
+from dataproto_server.front import intake, scheduler
+from dataproto_server.routes.joined_writes import JoinedWrites
 from helpers.fronts import Front, drive
-from recipes.serve.front.rounds import intake, scheduler
-from recipes.serve.link import EngineLink, EngineLost
-from recipes.serve.link.frames import SIZES, frame_sizes, unpack
-from recipes.serve.routes.joined_writes import JoinedWrites
 
 
 class Transport:

@@ -11,10 +11,16 @@ from contextlib import closing, contextmanager, suppress
 import pytest
 
 from dataproto.errors import CheckpointError
-from recipes.serve.ledger import Database, Entry, NotWritten, Outcome, Run, journal
-from recipes.serve.ledger.directories import check_directory, checked_name, link_files, new_directory, remove_unfinished
-from recipes.serve.ledger.records import everything, put
-from recipes.serve.refusals import InvalidRequest
+from dataproto_server.ledger import Database, Entry, NotWritten, Outcome, Run, journal
+from dataproto_server.ledger.directories import (
+    check_directory,
+    checked_name,
+    link_files,
+    new_directory,
+    remove_unfinished,
+)
+from dataproto_server.ledger.records import everything, put
+from dataproto_server.refusals import InvalidRequest
 
 
 @pytest.fixture
@@ -125,9 +131,9 @@ def seconds(monkeypatch):
     """Sets for how long a write is tried."""
 
     def set_seconds(value: float) -> None:
-        monkeypatch.setattr("recipes.serve.ledger.database.DISK_SECONDS", value)
+        monkeypatch.setattr("dataproto_server.ledger.database.DISK_SECONDS", value)
 
-    monkeypatch.setattr("recipes.serve.ledger.database.RETRY_SECONDS", 0.1)
+    monkeypatch.setattr("dataproto_server.ledger.database.RETRY_SECONDS", 0.1)
     set_seconds(0.3)
     return set_seconds
 
@@ -207,7 +213,7 @@ def held(path):
 def test_writes_wait_once_for_another_program_and_fail_by_name_while_reads_do_not(
     database, seconds, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("recipes.serve.ledger.database.HELD_SECONDS", 0.5)
+    monkeypatch.setattr("dataproto_server.ledger.database.HELD_SECONDS", 0.5)
     database.run_now(lambda db: db.execute("PRAGMA busy_timeout=500"))
 
     async def drive():
@@ -280,7 +286,7 @@ def test_an_outage_that_is_over_leaves_later_writes_all_their_time(database, sec
 
 
 def test_an_error_that_is_not_of_the_disk_is_raised_at_once(database, monkeypatch):
-    monkeypatch.setattr("recipes.serve.ledger.database.DISK_SECONDS", 1e9)
+    monkeypatch.setattr("dataproto_server.ledger.database.DISK_SECONDS", 1e9)
     with pytest.raises(sqlite3.OperationalError, match="no such table"):
         asyncio.run(asyncio.wait_for(database.keep(lambda db: db.execute("DELETE FROM absent")), 20))
 
@@ -297,7 +303,7 @@ def test_a_database_larger_than_its_disk_fails_writes_and_lives(database):
 
 def test_the_process_ends_with_its_database_thread(database, monkeypatch):
     ended = threading.Event()
-    monkeypatch.setattr("recipes.serve.ledger.database.os._exit", lambda status: ended.set())
+    monkeypatch.setattr("dataproto_server.ledger.database.os._exit", lambda status: ended.set())
     database.post(lambda db: db.close())
     assert ended.wait(60)
 

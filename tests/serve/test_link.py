@@ -10,11 +10,11 @@ import pytest
 
 from dataproto.chunks import EncodedTextChunk, ImageChunk
 from dataproto.errors import FileFormatError
+from dataproto_server.backend import Datum, Failure, LoraSpec, Pass, SampleRequest, Sampling, SparseRows
+from dataproto_server.engine_link import CallFailed, EngineLink, EngineLost
+from dataproto_server.engine_process import Calls, EngineProcess
+from dataproto_server.frames import frame_sizes, pack, split, unpack
 from helpers.vector_backend import VectorBackend
-from recipes.serve.backend import Datum, Failure, LoraSpec, Pass, SampleRequest, Sampling, SparseRows
-from recipes.serve.link import CallFailed, EngineLink, EngineLost
-from recipes.serve.link.engine_process import Calls, EngineProcess
-from recipes.serve.link.frames import frame_sizes, pack, split, unpack
 from workers.model.model_config import AdamParams
 
 PNG = b"\x89PNG\r\n\x1a\nx"

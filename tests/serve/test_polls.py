@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
+from dataproto_server.protobuf_messages import ForwardBackwardRequest, SampleResponse
 from helpers.servers import Server, call, send, serving
-from recipes.serve.wire.protobuf_messages import ForwardBackwardRequest, SampleResponse
 
 pytestmark = pytest.mark.slow
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}

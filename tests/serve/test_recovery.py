@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 
 from dataproto.errors import CheckpointError, InvalidConfig
+from dataproto_server.backend import LoraSpec
+from dataproto_server.engine_link import EngineLost
+from dataproto_server.front import recovery, round_journal, scheduler
+from dataproto_server.front.service import DATABASE_FILE
+from dataproto_server.ledger import database
 from helpers.fronts import Front, Recording, drive, until
-from recipes.serve.backend import LoraSpec
-from recipes.serve.front import recovery
-from recipes.serve.front.rounds import round_journal, scheduler
-from recipes.serve.front.service import DATABASE_FILE
-from recipes.serve.ledger import database
-from recipes.serve.link import EngineLost
 
 POISON = "ppo"  # the loss of a pass at which a call fails as a whole
 

@@ -6,10 +6,10 @@ from unittest.mock import patch
 
 import pytest
 
+from dataproto_server.ledger import Session
+from dataproto_server.refusals import Refused
+from dataproto_server.routes.training_routes import create_model, retrieve_future
 from helpers.fronts import Front, drive
-from recipes.serve.ledger import Session
-from recipes.serve.refusals import Refused
-from recipes.serve.routes.training_routes import create_model, retrieve_future
 
 ONE = {"max_runs": 1}
 FULL = "this key has 1 runs in training: finish a session (--max-runs)"

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from dataproto_server.backend import OPTIMIZER_FILE, Failure
+from dataproto_server.engine_link import CallFailed
+from dataproto_server.front import barriers, recovery
+from dataproto_server.front.futures import PROTOBUF
+from dataproto_server.front.service import DATABASE_FILE
+from dataproto_server.ledger import Run, directories
 from helpers.fronts import Front, drive, take_in, until
 from helpers.vector_backend import ADAPTER_FILE, VectorBackend
-from recipes.serve.backend import OPTIMIZER_FILE, Failure
-from recipes.serve.front import recovery
-from recipes.serve.front.futures import PROTOBUF
-from recipes.serve.front.rounds import barriers
-from recipes.serve.front.service import DATABASE_FILE
-from recipes.serve.ledger import Run, directories
-from recipes.serve.link import CallFailed
 
 
 async def beside_a_pass(front: Front):

@@ -4,9 +4,9 @@ import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+from dataproto_server.front import sample_queue
+from dataproto_server.ledger import directories
 from helpers.fronts import Front, drive, take_in, until
-from recipes.serve.front import sample_queue
-from recipes.serve.ledger import directories
 
 
 def slow(monkeypatch, module, name):

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from dataproto.errors import CheckpointError
+from dataproto_server.front import intake, round_journal
+from dataproto_server.front.barriers import Barriers
+from dataproto_server.front.futures import PROTOBUF
+from dataproto_server.front.round_journal import RoundJournal
+from dataproto_server.front.scheduler import Scheduler
+from dataproto_server.ledger import directories, journal
+from dataproto_server.ledger.journal import Entry
+from dataproto_server.ledger.records import together
+from dataproto_server.refusals import InvalidRequest, Refused
 from helpers.fronts import Front, drive, take_in, until
-from recipes.serve.front.futures import PROTOBUF
-from recipes.serve.front.rounds import intake, round_journal
-from recipes.serve.front.rounds.barriers import Barriers
-from recipes.serve.front.rounds.round_journal import RoundJournal
-from recipes.serve.front.rounds.scheduler import Scheduler
-from recipes.serve.ledger import directories, journal
-from recipes.serve.ledger.journal import Entry
-from recipes.serve.ledger.records import together
-from recipes.serve.refusals import InvalidRequest, Refused
 
 
 def test_requests_are_carried_out_by_their_numbers_in_whatever_order_they_come(tmp_path):

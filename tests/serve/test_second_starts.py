@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from dataproto.errors import InvalidConfig
+from dataproto_server.front import barriers, recovery
+from dataproto_server.routes import training_routes
 from helpers.fronts import Front, Recording, drive, until
-from recipes.serve.front import recovery
-from recipes.serve.front.rounds import barriers
-from recipes.serve.routes import training_routes
 
 
 async def trained(front: Front, name: str, *, session: str = "s"):

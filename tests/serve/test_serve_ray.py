@@ -12,8 +12,8 @@ from recipes.tiny import make_tiny_model
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore::FutureWarning")]
 FACTORIES = {
-    "local": ("recipes.serve.engine:engine_from_json", {}),
-    "ray": ("recipes.serve.engine:placed_engine_from_json", {"ray": {"cpus": 1.0, "object_store_gib": 0.2}}),
+    "local": ("dataproto_server.engine:engine_from_json", {}),
+    "ray": ("dataproto_server.engine:placed_engine_from_json", {"ray": {"cpus": 1.0, "object_store_gib": 0.2}}),
 }
 TOKENS = [5, 6, 7, 8, 9, 10]
 

@@ -14,21 +14,14 @@ from tinker.proto import tinker_public_pb2 as sdk
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
 
-from recipes.serve.backend import PassResult, Sample, SampleResult, SparseRows
-from recipes.serve.refusals import InvalidRequest, Refused
-from recipes.serve.serve_config import LimitsConfig
-from recipes.serve.wire import (
-    parse_json,
-    read,
-    read_header,
-    read_pass,
-    read_sample,
-    write_pass_result,
-    write_sample_result,
-)
-from recipes.serve.wire.arrays import padded_rows, unpadded_rows
-from recipes.serve.wire.json_requests import SampleBody
-from recipes.serve.wire.protobuf_messages import ForwardBackwardRequest, file_descriptor
+from dataproto_server.arrays import padded_rows, unpadded_rows
+from dataproto_server.backend import PassResult, Sample, SampleResult, SparseRows
+from dataproto_server.config import LimitsConfig
+from dataproto_server.json_requests import SampleBody, parse_json, read
+from dataproto_server.pass_codec import read_header, read_pass, write_pass_result
+from dataproto_server.protobuf_messages import ForwardBackwardRequest, file_descriptor
+from dataproto_server.refusals import InvalidRequest, Refused
+from dataproto_server.sample_codec import read_sample, write_sample_result
 
 LIMITS = LimitsConfig()
 

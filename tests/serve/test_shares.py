@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 
 from dataproto.chunks import EncodedTextChunk
+from dataproto_server.backend import Datum, LoraSpec, Pass, SampleRequest, Sampling
+from dataproto_server.config import EngineOptions
+from dataproto_server.engine_process import EngineProcess
+from dataproto_server.front.fair_share import FairShare
+from dataproto_server.front.sample_queue import engine_key
+from dataproto_server.ledger import Sampler
+from dataproto_server.sample_codec import SampleCall
 from helpers.examples import at_most
 from helpers.fronts import Front, drive
 from helpers.vector_backend import VectorBackend
-from recipes.serve.backend import Datum, LoraSpec, Pass, SampleRequest, Sampling
-from recipes.serve.front.fair_share import FairShare
-from recipes.serve.front.sample_queue import engine_key
-from recipes.serve.ledger import Sampler
-from recipes.serve.link.engine_process import EngineProcess
-from recipes.serve.serve_config import EngineOptions
-from recipes.serve.wire import SampleCall
 
 TURN = 10
 COSTS = st.lists(st.integers(0, 40), min_size=60, max_size=60)

@@ -8,8 +8,8 @@ import tinker
 from PIL import Image
 
 from dataproto.chunks import EncodedTextChunk, ImageChunk
-from recipes.serve.backend import Datum, LoraSpec, Pass
-from recipes.serve.engine import InProcessEngine
+from dataproto_server.backend import Datum, LoraSpec, Pass
+from dataproto_server.engine import InProcessEngine
 from workers.model.model_config import AdamParams
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
+from dataproto_server.backend import Datum, LoraSpec, Pass, SampleRequest, Sampling
+from dataproto_server.engine import InProcessEngine
 from helpers.served_models import chunks, gradients, length, new_model, random_inputs, rows, run_pass, train
-from recipes.serve.backend import Datum, LoraSpec, Pass, SampleRequest, Sampling
-from recipes.serve.engine import InProcessEngine
 from rollout.adapters.adapter_files import CONFIG_FILE
 from rollout.adapters.router import Route
 from rollout.hf.adapter_engine import AdapterDecoder

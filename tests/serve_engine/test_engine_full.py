@@ -10,6 +10,9 @@ import torch
 
 from dataproto.chunks import EncodedTextChunk, ModelInput
 from dataproto.errors import CheckpointError, InvalidConfig
+from dataproto_server.backend import Datum, LoraSpec, Pass, SampleRequest, Sampling
+from dataproto_server.engine import EngineOptions, InProcessEngine
+from dataproto_server.engine.base_model import BaseModel
 from helpers.checkpoints import write_checkpoint
 from helpers.served_models import (
     ADAM,
@@ -23,9 +26,6 @@ from helpers.served_models import (
     train,
     until_done,
 )
-from recipes.serve.backend import Datum, LoraSpec, Pass, SampleRequest, Sampling
-from recipes.serve.engine import EngineOptions, InProcessEngine
-from recipes.serve.engine.base_model import BaseModel
 
 CPU = torch.device("cpu")
 

@@ -9,6 +9,11 @@ import pytest
 import torch
 
 from dataproto.errors import CheckpointError
+from dataproto_server.backend import OPTIMIZER_FILE, Datum, LoraSpec
+from dataproto_server.engine import samplers
+from dataproto_server.engine.base_model import BaseModel
+from dataproto_server.engine_process import EngineProcess
+from dataproto_server.incidents import failure_of
 from helpers.served_models import (
     chunks,
     engine_of,
@@ -21,11 +26,6 @@ from helpers.served_models import (
     train,
     weights,
 )
-from recipes.serve.backend import OPTIMIZER_FILE, Datum, LoraSpec
-from recipes.serve.engine import samplers
-from recipes.serve.engine.base_model import BaseModel
-from recipes.serve.link import failure_of
-from recipes.serve.link.engine_process import EngineProcess
 from rollout.adapters import read_adapter
 from rollout.adapters.adapter_files import WEIGHTS_FILE
 

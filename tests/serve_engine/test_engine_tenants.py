@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from dataproto.errors import CheckpointError, InvalidConfig
+from dataproto_server.backend import Datum, LoraSpec, Pass, SampleRequest, Sampling
+from dataproto_server.engine import EngineOptions, engine_from_json
 from helpers.served_models import (
     ADAM,
     chunks,
@@ -21,8 +23,6 @@ from helpers.served_models import (
     run_pass,
     weights,
 )
-from recipes.serve.backend import Datum, LoraSpec, Pass, SampleRequest, Sampling
-from recipes.serve.engine import EngineOptions, engine_from_json
 
 TENANTS = {"a": (4, "cross_entropy"), "b": (8, "ppo"), "c": (8, "dro"), "d": (16, "cispo")}
 

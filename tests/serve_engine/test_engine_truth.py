@@ -5,6 +5,8 @@ import pytest
 import torch
 
 from dataproto.chunks import EncodedTextChunk, ImageChunk, ModelInput
+from dataproto_server.backend import Datum, Failure, Pass, SampleRequest, Sampling
+from dataproto_server.engine import InProcessEngine
 from helpers.checkpoints import write_checkpoint
 from helpers.served_models import (
     chunks,
@@ -19,8 +21,6 @@ from helpers.served_models import (
     until_done,
 )
 from helpers.tiny_models import TEXT_TYPES
-from recipes.serve.backend import Datum, Failure, Pass, SampleRequest, Sampling
-from recipes.serve.engine import InProcessEngine
 from workers.adapters import ScoredRow
 from workers.adapters.packed_part import PackedPart
 

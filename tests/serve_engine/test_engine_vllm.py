@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from dataproto.chunks import EncodedTextChunk
+from dataproto_server.backend import Datum, Failure, SampleRequest, Sampling
+from dataproto_server.engine import EngineOptions, InProcessEngine
 from helpers.checkpoints import write_checkpoint
 from helpers.served_models import (
     chunks,
@@ -19,8 +21,6 @@ from helpers.served_models import (
     train,
     until_done,
 )
-from recipes.serve.backend import Datum, Failure, SampleRequest, Sampling
-from recipes.serve.engine import EngineOptions, InProcessEngine
 from rollout.adapters.adapter_files import WEIGHTS_FILE
 
 pytestmark = pytest.mark.vllm

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from dataproto.errors import ending
+from dataproto_server.backend import Failure, SampleRequest, Sampling
+from dataproto_server.engine.in_process import InProcessEngine
+from dataproto_server.front.recovery import Recovery
+from dataproto_server.supervisor import Supervisor
 from helpers.served_models import chunks
-from recipes.serve.backend import Failure, SampleRequest, Sampling
-from recipes.serve.engine.in_process import InProcessEngine
-from recipes.serve.front.recovery import Recovery
-from recipes.serve.supervisor import Supervisor
 
 
 class Cause(RuntimeError):

@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dataproto.errors import InvalidConfig
+from dataproto_server.backend import Datum, Failure, Pass, SparseRows
 from helpers.served_models import (
     ADAM,
     chunks,
@@ -21,7 +22,6 @@ from helpers.served_models import (
     run_pass,
 )
 from recipes.algorithms.datum_losses import DATUM_LOSSES
-from recipes.serve.backend import Datum, Failure, Pass, SparseRows
 from workers.model.model_config import SMALLEST_EPS
 
 WRONG = [

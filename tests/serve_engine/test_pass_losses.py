@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dataproto.chunks import EncodedTextChunk
+from dataproto_server.backend import Datum, Pass, SparseRows
 from helpers.served_models import (
     ADAM,
     chunks,
@@ -18,7 +19,6 @@ from helpers.served_models import (
     run_pass,
 )
 from recipes.algorithms.datum_losses import DATUM_LOSSES
-from recipes.serve.backend import Datum, Pass, SparseRows
 from workers.adapters import adapter_trainer
 
 DTYPES = {"target_tokens": np.int64, "weights": np.float32}

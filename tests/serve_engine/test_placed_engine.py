@@ -5,10 +5,10 @@ from contextlib import ExitStack
 import pytest
 
 from dataproto.errors import InvalidConfig
+from dataproto_server.backend import Backend, Datum, LoraSpec, Pass, SampleRequest, Sampling
+from dataproto_server.engine import EngineOptions, InProcessEngine, PlacedEngine, placed_engine_from_json
 from helpers.checkpoints import write_checkpoint
 from helpers.served_models import ADAM, chunks, length, random_inputs, until_done
-from recipes.serve.backend import Backend, Datum, LoraSpec, Pass, SampleRequest, Sampling
-from recipes.serve.engine import EngineOptions, InProcessEngine, PlacedEngine, placed_engine_from_json
 from workers.cluster import launch_worker
 
 

@@ -18,7 +18,7 @@ from workers.cluster.weight_channel import WeightChannel
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import Ranks, init_ranks, raised_on_all_ranks
 
-PACKAGES = ("dataproto", "rollout", "workers", "recipes")
+PACKAGES = ("dataproto", "rollout", "workers", "recipes", "dataproto_server")
 
 
 class PhaseMonitor:

@@ -1,0 +1,111 @@
+"""A base model of the engine: what trains and what samples its adapters, on the same frozen weights."""
+
+import logging
+import time
+from functools import cached_property
+
+import torch
+from transformers import AutoConfig
+
+from dataproto.chunks import ModelInput
+from dataproto.errors import InvalidPrompt
+from dataproto_server.engine.engine_options import EngineOptions
+from rollout.adapters import Adapter, PromptScores
+from rollout.engine import Completion, RequestEngine
+from rollout.hf import AdapterEngine
+from rollout.prompts import ChunkRenderer, ContentStore, PlacedSequence, PromptBuilder, TokenSequence
+from rollout.vllm import VLLMAdapterEngine
+from workers.adapters import AdapterTrainer, ScoredPrompt
+
+log = logging.getLogger("dataproto.serve.engine")
+LONGEST = 1 << 20  # tokens that are rendered at most; the limit that counts is the context
+
+
+class BaseModel:
+    """A checkpoint with its tokenizer and image processor. Images are processed, and read by the tower, once by their bytes."""
+
+    def __init__(
+        self, path: str, options: EngineOptions, device: torch.device | None = None, trains_weights: bool = False
+    ) -> None:
+        """Loads the checkpoint at ``path``; with ``trains_weights`` to train all of them."""
+        self.path, self.options = path, options
+        log.info("loading the model %s", path)
+        began = time.perf_counter()
+        if options.sampler == "vllm":
+            VLLMAdapterEngine.prepare(path)
+        checkpointing = options.activation_checkpointing
+        self.trainer = AdapterTrainer(path, device, options.token_budget, checkpointing, trains_weights)
+        self.renderer = ChunkRenderer(PromptBuilder.from_pretrained(path, LONGEST, image_cache_bytes=0))
+        self.images = ContentStore(options.image_bytes)
+        self._unscored: list[ScoredPrompt] = []
+        text = self.trainer.model.config.get_text_config()
+        self.vocabulary = int(text.vocab_size)
+        self.max_context_length = context_length(path, options)
+        log.info("the model has been loaded in %.1f s", time.perf_counter() - began)
+
+    @property
+    def sampled_dtype(self) -> torch.dtype:
+        """In which adapters are sampled from: vLLM has them in the model's."""
+        return self.trainer.model.dtype if self.options.sampler == "vllm" else torch.float32
+
+    def start(self) -> None:
+        """Starts the engine that samples, unless it has been started."""
+        self.sampler  # noqa: B018
+
+    @cached_property
+    def sampler(self) -> RequestEngine:
+        """The engine for `AdapterRequest`, started by `start` or when the first one comes.
+
+        Raises:
+            InvalidConfig: vLLM does not start.
+        """
+        options = self.options
+        if options.sampler == "hf":
+            return AdapterEngine(self.path, self.trainer.features, options.max_num_seqs, self.trainer.device)
+        log.info("vLLM starts on %s", self.path)
+        began = time.perf_counter()
+        engine = VLLMAdapterEngine(
+            self.path,
+            options.max_lora_rank,
+            options.vllm_adapters,
+            max_num_seqs=options.max_num_seqs,
+            max_model_len=self.max_context_length,
+            image_options=self.renderer.builder.image_options,
+            memory_share=options.vllm_memory_share,
+        )
+        phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in engine.start_seconds.items())
+        log.info("vLLM has started in %.1f s: %s", time.perf_counter() - began, phases)
+        return engine
+
+    def score_later(self, prompt: PlacedSequence, adapter: Adapter | None, scores: PromptScores) -> None:
+        """Lets `poll` score a prompt, unless the sampler does while it reads it."""
+        if self.options.sampler == "vllm":
+            self._unscored.append(ScoredPrompt(prompt, adapter, scores))
+
+    def poll(self) -> list[Completion]:
+        """Scores the prompts that wait for it, together, and makes a step of the sampler."""
+        unscored, self._unscored = self._unscored, []
+        self.trainer.score(unscored)
+        return self.sampler.poll()
+
+    def sequence(self, model_input: ModelInput) -> TokenSequence:
+        """Tokens and images of a model input. Raises the errors of `ChunkRenderer.sequence`."""
+        return self.renderer.sequence(model_input, self.images)
+
+    def rendered(self, model_input: ModelInput) -> PlacedSequence:
+        """`sequence` with its positions."""
+        return self.renderer.placed([self.sequence(model_input)])[0]
+
+    def check_context(self, tokens: int, more: int = 0) -> None:
+        """Raises `InvalidPrompt` if a row with ``more`` tokens to come is longer than the context."""
+        if tokens + more > self.max_context_length:
+            raise InvalidPrompt(
+                f"{tokens} tokens" + (f" and max_tokens={more}" if more else "") + f" exceed the model's context of "
+                f"{self.max_context_length} tokens"
+            )
+
+
+def context_length(path: str, options: EngineOptions) -> int:
+    """The longest row of a checkpoint: its number of positions, or the options' limit if that is smaller."""
+    positions = int(AutoConfig.from_pretrained(path).get_text_config().max_position_embeddings)
+    return min(positions, options.max_context_length or positions)

@@ -1,0 +1,338 @@
+"""`InProcessEngine`: the backend of the server that computes in this process, on its CPU or its first CUDA device."""
+
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dataproto.errors import CheckpointError, InvalidConfig, end_after
+from dataproto_server.backend import (
+    OPTIMIZER_FILE,
+    Capabilities,
+    Failure,
+    Later,
+    LoraSpec,
+    ModelInfo,
+    Pass,
+    PassResult,
+    SampleRequest,
+    SampleResult,
+    at_once,
+    nothing,
+)
+from dataproto_server.engine.base_model import BaseModel, context_length
+from dataproto_server.engine.engine_options import EngineOptions
+from dataproto_server.engine.mixed_passes import OpenPass, open_pass, run_passes
+from dataproto_server.engine.sample_requests import OpenSample, finished, open_sample
+from dataproto_server.engine.samplers import Samplers
+from dataproto_server.incidents import failure_of, server_failure
+from recipes.algorithms.datum_losses import DATUM_LOSSES
+from rollout.adapters import Adapter, AdapterConfig
+from rollout.adapters.adapter import unpacked
+from rollout.adapters.adapter_files import write_packed_adapter
+from workers.adapters import TrainedAdapter, TrainedMatrices, TrainedWeights
+from workers.model.model_config import AdamParams
+
+log = logging.getLogger("dataproto.serve.engine")
+
+Polled = list[SampleResult | tuple[str, Failure]]
+"""What `Backend.poll` returns."""
+
+
+def request_of(polled: SampleResult | tuple[str, Failure]) -> str:
+    """The id of a request that has ended."""
+    return polled[0] if isinstance(polled, tuple) else polled.request_id
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model that a client trains."""
+
+    base_model: str
+    base: BaseModel
+    trained: TrainedMatrices
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """``None`` if all weights are trained."""
+        return self.trained.adapter if isinstance(self.trained, TrainedAdapter) else None
+
+
+class InProcessEngine:
+    """A `Backend` for adapters of some base models. Models with the same path share their weights.
+
+    Log-probs are those of the model's own softmax over the whole vocabulary, as a forward pass of Hugging Face computes them; ids
+    of media are never sampled, but they are not masked. On the CPU equal calls in the same grouping give equal results, bit for
+    bit. Use it from one thread.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, str | Path],
+        options: EngineOptions | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """``models``: checkpoint directories by the names that clients use. They are loaded by `start`, or when first used."""
+        self.options, self.device = options or EngineOptions(), device
+        self.paths = {name: str(path) for name, path in models.items()}
+        self._bases: dict[str, BaseModel] = {}
+        self._models: dict[str, TrainedModel] = {}
+        self._samplers = Samplers(self.options, device, self.base)
+        self._open: dict[BaseModel, dict[int, OpenSample]] = {}  # those in flight, by their numbers in the sampler
+        self._waiting: deque[SampleRequest] = deque()  # until a checkpoint has room
+        self._ready: Polled = []
+
+    def start(self) -> None:
+        """See `Backend.start`. With ``full_finetuning`` a model is loaded when it is first used: one that trains all weights has
+        a copy of its own, and may be the only one.
+        """
+        if self.options.full_finetuning:
+            return
+        for name in self.paths:
+            self.base(name).start()
+
+    def describe(self) -> Capabilities:
+        """See `Backend.describe`."""
+        models = [
+            ModelInfo(name, path, context_length(path, self.options), max_lora_rank=self.options.max_lora_rank)
+            for name, path in self.paths.items()
+        ]
+        return Capabilities(models, tuple(DATUM_LOSSES), self.options.max_models)
+
+    def base(self, name: str) -> BaseModel:
+        """A base model by the name that clients use. Raises `InvalidConfig`."""
+        self._check_name(name)
+        path = self.paths[name]
+        if path not in self._bases:
+            self._bases[path] = BaseModel(path, self.options, self.device)
+        return self._bases[path]
+
+    def _check_name(self, name: str) -> None:
+        if name not in self.paths:
+            raise InvalidConfig(f"base model {name!r} is unknown: choose one of {', '.join(self.paths)}")
+
+    # Training
+
+    def create(self, model_id: str, base_model: str, lora: LoraSpec | None, *, replayed: bool = False) -> None:
+        """See `Backend.create`."""
+        if model_id in self._models:
+            raise InvalidConfig(f"model {model_id!r} exists already")
+        if not replayed:
+            self._check_limits(lora)
+        self._models[model_id] = self._new_model(base_model, lora)
+
+    def _check_limits(self, lora: LoraSpec | None) -> None:
+        full = lora is None or lora.rank == 0
+        models = self._models.values()
+        if full and not self.options.full_finetuning:
+            raise InvalidConfig("rank=0 trains all weights: start the engine with full_finetuning, or choose a rank")
+        if full and any(model.adapter is None for model in models):
+            raise InvalidConfig("a model trains all weights already, and there may be one")
+        if lora is not None and not full and not 1 <= lora.rank <= self.options.max_lora_rank:
+            raise InvalidConfig(f"rank={lora.rank}: must be from 1 to max_lora_rank={self.options.max_lora_rank}")
+        if len(models) >= self.options.max_models:
+            raise InvalidConfig(f"{len(models)} models are trained already, the most that there may be (--max-models)")
+
+    def _new_model(self, base_model: str, lora: LoraSpec | None) -> TrainedModel:
+        if lora is None or lora.rank == 0:
+            return self._all_weights(base_model)
+        base = self.base(base_model)
+        config = AdapterConfig(lora.rank, attention=lora.train_attn, mlp=lora.train_mlp, head=lora.train_unembed)
+        adapter = base.trainer.new_adapter(config, lora.seed or 0)
+        trained = TrainedAdapter(adapter, base.trainer.model, base.trainer.family)
+        return TrainedModel(base_model, base, trained)
+
+    def _all_weights(self, base_model: str) -> TrainedModel:
+        """A copy of a base model whose weights are trained."""
+        self._check_name(base_model)
+        base = BaseModel(self.paths[base_model], self.options, self.device, trains_weights=True)
+        assert base.trainer.weights is not None
+        trained = TrainedWeights(base.trainer.weights, base.trainer.model, base.renderer.builder)
+        return TrainedModel(base_model, base, trained)
+
+    def passes(self, passes: Sequence[Pass], *, between: Callable[[], None] = nothing) -> list[PassResult | Failure]:
+        """See `Backend.passes`."""
+        results: dict[int, PassResult | Failure] = {}
+        opened: dict[BaseModel, list[OpenPass]] = {}
+        for number, given in enumerate(passes):
+            try:
+                model = self._model(given.model_id)
+                most = None if given.replayed else self.options.max_targets
+                one = open_pass(number, given, model.base, model.adapter, most)
+                opened.setdefault(model.base, []).append(one)
+            except Exception as error:
+                results[number] = failure_of(error)
+        computed = [run_passes(base, group, between) for base, group in opened.items()]
+        for gradients, found in computed:
+            results |= found
+            for model in self._models.values():
+                if model.trained.source in gradients:
+                    model.trained.add_gradients(gradients[model.trained.source])
+        return [results[number] for number in range(len(passes))]
+
+    def optim_step(self, model_id: str, adam: AdamParams) -> Mapping[str, float]:
+        """See `Backend.optim_step`; ``lr`` and ``skipped_steps``, those that were not made, are also metrics."""
+        return self._model(model_id).trained.step(adam)
+
+    def save(
+        self, model_id: str, directory: Path, *, later: Later = at_once, between: Callable[[], None] = nothing
+    ) -> None:
+        """See `Backend.save`; a file of digests is added, which `load` compares."""
+        model = self._finite(model_id)
+        model.trained.save(directory, model.base_model, OPTIMIZER_FILE, later, between)
+
+    def load(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
+        """See `Backend.load`."""
+        self._model(model_id).trained.load(directory, OPTIMIZER_FILE if optimizer else None)
+
+    def export(self, model_id: str, directory: Path, *, sampled: bool = False, later: Later = at_once) -> None:
+        """See `Backend.export`."""
+        began, model = time.perf_counter(), self._model(model_id)
+        if model.adapter is None:
+            self._finite(model_id)
+            return model.trained.export(directory, model.base_model)
+        config, base = model.adapter.config, model.base_model
+        dtype = model.base.sampled_dtype if sampled else torch.float32
+        matrices = model.adapter.packed(dtype)
+        if not matrices.is_finite():  # of all at once: a look at each of them would take longer than the copy
+            self._finite(model_id)
+            raise CheckpointError(f"model {model_id!r} has numbers beyond {dtype}: take smaller steps")
+        written = self._samplers.writing(model_id, unpacked(config, matrices)) if sampled else None
+        copied = time.perf_counter()
+
+        def write() -> None:
+            write_packed_adapter(config, matrices, directory, base)
+            if written is not None:
+                written(directory)
+            stages = copied - began, time.perf_counter() - copied
+            log.info("adapter %s: copied %.3f s, filed %.3f s", model_id, *stages)
+
+        later(write)
+
+    def release(self, model_id: str) -> None:
+        """See `Backend.release`."""
+        self._models.pop(model_id, None)
+        self._samplers.forget_written(model_id)
+
+    def _model(self, model_id: str) -> TrainedModel:
+        if model_id not in self._models:
+            raise InvalidConfig(f"model {model_id!r} is unknown")
+        return self._models[model_id]
+
+    def _finite(self, model_id: str) -> TrainedModel:
+        """A model whose weights can be saved."""
+        model = self._model(model_id)
+        try:
+            model.trained.check_finite()
+        except CheckpointError as error:
+            raise CheckpointError(f"model {model_id!r}: {error}") from None
+        return model
+
+    # Sampling
+
+    def open_sampler(self, sampler_id: str, base_model: str, adapter: Path | None) -> None:
+        """See `Backend.open_sampler`. Raises `CheckpointError` for an adapter that does not fit."""
+        self._check_name(base_model)
+        self._samplers.open(sampler_id, base_model, adapter)
+
+    def close_sampler(self, sampler_id: str) -> None:
+        """See `Backend.close_sampler`."""
+        requests = [*self._waiting, *(each.request for group in self._open.values() for each in group.values())]
+        self.abort([request.request_id for request in requests if request.sampler_id == sampler_id])
+        self._samplers.close(sampler_id)
+
+    def submit(self, request: SampleRequest) -> None:
+        """See `Backend.submit`. A request of a checkpoint waits while others have no room for it, and others behind it."""
+        behind = self._waiting and self._samplers.is_checkpoint(request.sampler_id)
+        if behind or not self._begin(request):
+            self._waiting.append(request)
+
+    def _begin(self, request: SampleRequest) -> bool:
+        """Hands a request to the sampler; ``False`` if its weights have no room now."""
+        try:
+            found = self._samplers.weights(request.sampler_id, self._open)
+            if found is None:
+                return False
+            base, adapter = found
+            opened = open_sample(request, base, adapter)
+        except CheckpointError as error:  # its files were there when it was opened
+            self._ready.append((request.request_id, server_failure(error)))
+        except Exception as error:
+            self._ready.append((request.request_id, failure_of(error)))
+        else:
+            self._open.setdefault(base, {}).update(dict.fromkeys(opened.numbers, opened))
+        return True
+
+    def poll(self) -> Polled:
+        """See `Backend.poll`."""
+        while self._waiting and self._begin(self._waiting[0]):
+            self._waiting.popleft()
+        for base, group in list(self._open.items()):
+            self._ready += self._decode(base, group)
+        ready, self._ready = self._ready, []
+        return ready
+
+    def _decode(self, base: BaseModel, group: dict[int, OpenSample]) -> Polled:
+        """One decoding step of a base model's requests. If it fails, so do they, and the engine is as before them."""
+        try:
+            completions = [each for each in base.poll() if each.request in group]
+        except Exception as error:
+            failure = failure_of(error)
+            names = list(dict.fromkeys(each.request.request_id for each in group.values()))
+            end_after(error, partial(self.abort, names))
+            return [(name, failure) for name in names]
+        ready: Polled = []
+        wrong = {group[each.request].request.request_id: each.error for each in completions if each.error is not None}
+        ready += [(name, Failure(str(reason), "user")) for name, reason in wrong.items()]
+        for each in finished(group, completions):
+            if each.request.request_id not in wrong:
+                ready.append(each.result())
+        self._forget(ready)
+        return ready
+
+    def _forget(self, ready: Polled) -> None:
+        self.abort([request_of(each) for each in ready])
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """See `Backend.abort`."""
+        names = set(request_ids)
+        for base, group in self._open.items():
+            for number in [number for number, each in group.items() if each.request.request_id in names]:
+                base.sampler.abort(number)
+                del group[number]
+        self._open = {base: group for base, group in self._open.items() if group}
+        self._waiting = deque(each for each in self._waiting if each.request_id not in names)
+        self._ready = [each for each in self._ready if request_of(each) not in names]
+
+
+def engine_from_json(text: str) -> InProcessEngine:
+    """An engine in this process, of options as JSON.
+
+    They are ``models`` (paths by name; null: the name itself) and those of `EngineOptions`.
+
+    Raises:
+        InvalidConfig: the text is no such JSON; names what is wrong.
+
+    >>> engine_from_json('{"models": {"tiny": "path/to/tiny"}, "max_models": 8}').options.max_models
+    8
+    """
+    models, options, _ = read_options(text)
+    return InProcessEngine(models, options)
+
+
+def read_options(text: str, *others: str) -> tuple[dict[str, str], EngineOptions, dict[str, Any]]:
+    """The models, options and ``others`` of JSON. Raises `InvalidConfig`."""
+    try:
+        given = json.loads(text)
+        models = {str(name): str(path or name) for name, path in given.pop("models").items()}
+        rest = {name: given.pop(name) for name in others}
+        return models, EngineOptions(**given), rest
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidConfig(f"the options of the engine cannot be read: {error}") from error

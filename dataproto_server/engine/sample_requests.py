@@ -1,0 +1,186 @@
+"""Sample requests of the server as requests of the engine, and completions as its results."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dataproto.chunks import ModelInput
+from dataproto.errors import InvalidConfig, InvalidPrompt
+from dataproto_server.backend import Array, Sample, SampleRequest, SampleResult, Sampling, TopK
+from dataproto_server.engine.base_model import BaseModel
+from rollout.adapters import Adapter, AdapterRequest, PromptScores
+from rollout.adapters.adapter_requests import NO_LOG_PROB
+from rollout.engine import Completion, SamplingParams, TopLogProbs
+from rollout.sampling import derive_seed
+
+MOST_SAMPLES = 4096
+MOST_LIKELY = 1024
+
+
+@dataclass
+class OpenSample:
+    """A request in flight: the numbers of its samples in the engine, in order, and those that are finished."""
+
+    request: SampleRequest
+    scores: PromptScores | None
+    numbers: list[int] = field(default_factory=list)
+    done: dict[int, Completion] = field(default_factory=dict)
+
+    def result(self) -> SampleResult:
+        """What was asked for. A greedy answer is there once and returned as often as it was asked for."""
+        request, scores = self.request, self.scores
+        samples = [_sample(self.done[number], request.topk_sample_logprobs) for number in self.numbers]
+        top: TopK | None = None
+        if (
+            request.topk_prompt_logprobs
+            and scores
+            and scores.top_tokens is not None
+            and scores.top_log_probs is not None
+        ):
+            top = scores.top_tokens, scores.top_log_probs
+        return SampleResult(
+            request.request_id,
+            samples * (request.num_samples if _is_greedy(request.sampling) else 1),
+            scores.log_probs if scores and request.prompt_logprobs else None,
+            top,
+            None if scores is None else scores.target_log_probs,
+        )
+
+
+def open_sample(request: SampleRequest, base: BaseModel, adapter: Adapter | None) -> OpenSample:
+    """Renders the prompt and hands its samples to the engine; samples share the prompt, which is then read once.
+
+    Raises:
+        InvalidChunk, InvalidPrompt: the prompt cannot be rendered, or leaves no room in the context.
+        InvalidConfig: impossible parameters; names them.
+    """
+    if not 1 <= request.num_samples <= MOST_SAMPLES:
+        raise InvalidConfig(f"num_samples={request.num_samples}: must be from 1 to {MOST_SAMPLES}")
+    prompt = base.rendered(ModelInput(request.chunks))
+    base.check_context(len(prompt), 1 if request.sampling.max_tokens is None else request.sampling.max_tokens)
+    sampling = sampling_params(request, base.max_context_length - len(prompt))
+    opened = OpenSample(request, prompt_scores(request, len(prompt), base.vocabulary))
+    seed = request.sampling.seed
+    for number in range(1 if _is_greedy(request.sampling) else request.num_samples):
+        source = derive_seed("request", request.request_id, number) if seed is None else derive_seed(seed, number)
+        one = AdapterRequest(
+            prompt_ids=prompt.prompt_ids,
+            input_ids=prompt.input_ids,
+            token_types=prompt.token_types,
+            position_ids=prompt.position_ids,
+            multi_modal_data={"image": [image.image for image in prompt.images]} if prompt.images else {},
+            seed=source,
+            uid=request.request_id,
+            adapter=adapter,
+            images=prompt.images,
+            scores=opened.scores,
+        )
+        opened.numbers.append(base.sampler.submit(one, sampling))
+    if opened.scores is not None:
+        base.score_later(prompt, adapter, opened.scores)
+    return opened
+
+
+def sampling_params(request: SampleRequest, room: int) -> SamplingParams:
+    """How one sample is drawn. Stops that are given replace the model's own end tokens.
+
+    Raises:
+        InvalidConfig: see `SamplingParams`.
+    """
+    given = request.sampling
+    texts, tokens = stops(given.stop)
+    if given.max_tokens is not None and given.max_tokens < 1:
+        raise InvalidConfig(f"max_tokens={given.max_tokens}: must be at least 1")
+    if not 0 <= request.topk_sample_logprobs <= MOST_LIKELY:
+        raise InvalidConfig(f"topk_sample_logprobs={request.topk_sample_logprobs}: must be from 0 to {MOST_LIKELY}")
+    if not np.isfinite(given.temperature):
+        raise InvalidConfig(f"temperature={given.temperature}: must be a finite number")
+    return SamplingParams(
+        temperature=float(given.temperature),
+        top_p=float(given.top_p),
+        top_k=0 if given.top_k == -1 else given.top_k,
+        max_tokens=room if given.max_tokens is None else given.max_tokens,
+        stop_token_ids=tokens,
+        stop=texts,
+        ignore_eos=given.stop is not None,
+        top_log_probs=request.topk_sample_logprobs,
+    )
+
+
+def stops(stop: str | Sequence[str] | Sequence[int] | None) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Stop texts and stop tokens.
+
+    >>> stops("ab"), stops([5, 6]), stops([]), stops(None)
+    ((('ab',), ()), ((), (5, 6)), ((), ()), ((), ()))
+    """
+    given: list[str | int] = [stop] if isinstance(stop, str) else list(stop or ())
+    texts = tuple(each for each in given if isinstance(each, str))
+    tokens = tuple(int(each) for each in given if not isinstance(each, str))
+    if not all(texts):
+        raise InvalidConfig(f"stop={stop!r}: a text that ends an answer has at least one character")
+    return texts, tokens
+
+
+def prompt_scores(request: SampleRequest, length: int, vocabulary: int) -> PromptScores | None:
+    """What is to be computed of a prompt of this length, if anything.
+
+    Raises:
+        InvalidConfig: a number is out of range.
+        InvalidPrompt: the targets are not ``(length - 1, K)`` tokens of the model or -1.
+    """
+    top, last, targets = request.topk_prompt_logprobs, request.prompt_logprobs_last_n, request.target_prompt_logprobs
+    if not 0 <= top <= MOST_LIKELY:
+        raise InvalidConfig(f"topk_prompt_logprobs={top}: must be from 0 to {MOST_LIKELY}")
+    if last is not None and not (request.prompt_logprobs and 1 <= last <= max(length - 1, 1)):
+        raise InvalidConfig(
+            f"prompt_logprobs_last_n={last}: needs prompt_logprobs, and must be from 1 to {length - 1}, the prompt's tokens but "
+            "the first"
+        )
+    if targets is not None:
+        targets = _targets(targets, length, vocabulary)
+    wanted = request.prompt_logprobs or top > 0 or targets is not None
+    return PromptScores(top, last, targets) if wanted else None
+
+
+def _targets(targets: Array, length: int, vocabulary: int) -> Array:
+    if targets.ndim != 2 or len(targets) != length - 1 or targets.dtype.kind not in "iu":
+        raise InvalidPrompt(
+            f"target_prompt_logprobs is {targets.dtype} of shape {targets.shape}, but a prompt of {length} tokens takes int64 of "
+            f"({length - 1}, K)"
+        )
+    if targets.size and (targets.min() < -1 or targets.max() >= vocabulary):
+        raise InvalidPrompt(f"target_prompt_logprobs holds a number that is neither -1 nor a token below {vocabulary}")
+    return np.array(targets, dtype=np.int64)
+
+
+def _is_greedy(sampling: Sampling) -> bool:
+    return sampling.temperature == 0
+
+
+def _sample(done: Completion, top: int) -> Sample:
+    return Sample(
+        np.array(done.token_ids, dtype=np.int32),
+        np.array(done.log_probs, dtype=np.float32),
+        "stop" if done.finish_reason == "stop" else "length",
+        _top_arrays(done.top_log_probs or [], top) if top else None,
+    )
+
+
+def _top_arrays(rows: Sequence[TopLogProbs], count: int) -> TopK:
+    """Ids ``(n, count)`` and log-probs ``(n, count)``."""
+    ids, values = np.zeros((len(rows), count), np.int32), np.full((len(rows), count), NO_LOG_PROB, np.float32)
+    for place, row in enumerate(rows):
+        ids[place, : len(row)], values[place, : len(row)] = zip(*row, strict=True)
+    return ids, values
+
+
+def finished(opened: Mapping[int, OpenSample], completions: Sequence[Completion]) -> list[OpenSample]:
+    """Adds completions to the requests in flight, given by the numbers of their samples; returns those that are complete."""
+    ready = []
+    for completion in completions:
+        each = opened[completion.request]
+        each.done[completion.request] = completion
+        if len(each.done) == len(each.numbers):
+            ready.append(each)
+    return ready

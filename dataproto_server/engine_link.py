@@ -1,0 +1,131 @@
+"""The front process's end of the connection to the engine process."""
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dataproto.errors import DataProtoError, FileFormatError
+from dataproto_server.backend import Failure
+from dataproto_server.frames import SIZES, frame_sizes, pack, unpack
+
+RETRY_SECONDS = 0.1
+
+
+class EngineLost(DataProtoError, ConnectionError):
+    """The engine process ended, or the connection to it broke; what it held in memory is gone."""
+
+
+class CallFailed(DataProtoError):
+    """A call of the engine failed."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+class EngineLink:
+    """Calls methods of the engine's backend, and hands over finished samples."""
+
+    def __init__(self, path: Path, on_sample: Callable[[str, Any], None]) -> None:
+        """
+        Args:
+            path: of the Unix socket.
+            on_sample: is called with the id and the `SampleResult` or `Failure` of each request.
+        """
+        self.path = path
+        self.on_sample = on_sample
+        self.on_lost: Callable[[], None] = lambda: None
+        self._ids = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._writer: asyncio.StreamWriter | None = None
+        self._sending = asyncio.Lock()
+        self._unsent: list[bytes] = []
+        self._reading: asyncio.Task[None] | None = None
+
+    @property
+    def connected(self) -> bool:
+        return self._writer is not None
+
+    async def connect(self) -> None:
+        """Connects as soon as there is an engine, and resets it: it may still hold the models of an earlier front process."""
+        while self._writer is None:
+            try:
+                reader, self._writer = await asyncio.open_unix_connection(str(self.path))
+            except OSError:
+                await asyncio.sleep(RETRY_SECONDS)
+        self._reading = asyncio.create_task(self._read(reader))
+        await self.call("reset")
+
+    async def call(self, method: str, **arguments: Any) -> Any:
+        """The result of a method of the backend.
+
+        Raises:
+            CallFailed: it raised.
+            EngineLost: the connection broke before the answer came.
+        """
+        number = next(self._ids)
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
+        try:
+            await self._send({"id": number, "method": method, "arguments": arguments})
+            result = await answer
+        finally:
+            del self._waiting[number]
+            if answer.done() and not answer.cancelled():
+                answer.exception()  # the error of a call that could not be sent is raised above
+        if isinstance(result, Failure):
+            raise CallFailed(result)
+        return result
+
+    async def post(self, method: str, **arguments: Any) -> None:
+        """Calls a method whose result is not wanted. Raises `EngineLost`."""
+        await self._send({"id": None, "method": method, "arguments": arguments})
+
+    async def _send(self, message: Any) -> None:
+        """Sends a message, together with those that others send in the same turn of the event loop, in the order of the calls."""
+        if self._writer is None:
+            raise EngineLost("there is no engine now")
+        self._unsent += pack(message)
+        await asyncio.sleep(0)
+        async with self._sending:
+            if self._writer is None:
+                raise EngineLost("the engine process has gone")
+            parts, self._unsent = self._unsent, []
+            try:
+                if parts:  # else another one has sent the message with its own
+                    self._writer.writelines(parts)
+                await self._writer.drain()
+            except OSError as error:
+                raise EngineLost("the engine process has gone") from error
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                header, body = frame_sizes(await reader.readexactly(SIZES.size))
+                message = unpack(await reader.readexactly(header), await reader.readexactly(body))
+                if "sample" in message:
+                    self.on_sample(message["sample"], message["result"])
+                elif (answer := self._waiting.get(message["id"])) is not None and not answer.done():
+                    answer.set_result(message["result"])
+        except (OSError, asyncio.IncompleteReadError, FileFormatError):
+            pass
+        finally:
+            self._lose()
+
+    def _lose(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = None
+        self._unsent.clear()
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(EngineLost("the engine process has gone"))
+        self.on_lost()
+
+    async def close(self) -> None:
+        """Ends the connection, if there is one."""
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)

@@ -1,0 +1,414 @@
+"""The requests of a run that are carried out alone: creation, updates, saving and loading."""
+
+import asyncio
+import json
+import logging
+import math
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from dataproto.errors import CheckpointError
+from dataproto_server.backend import OPTIMIZER_FILE
+from dataproto_server.config import ServeConfig
+from dataproto_server.engine_link import CallFailed, EngineLink
+from dataproto_server.front.checkpoint_room import CheckpointRoom
+from dataproto_server.json_requests import (
+    CreateModel,
+    LoadWeights,
+    OptimStep,
+    SaveExternal,
+    SaveForSampler,
+    SaveWeights,
+    parse_json,
+    read,
+)
+from dataproto_server.ledger.catalogue import Catalogue
+from dataproto_server.ledger.directories import (
+    Syncs,
+    check_directory,
+    checked_name,
+    copy_files,
+    directory_size,
+    files_of,
+    link_files,
+    new_directory,
+    remove_directory,
+)
+from dataproto_server.ledger.journal import Entry, Outcome, snapshot_taken
+from dataproto_server.ledger.records import Checkpoint, Job, Run, Sampler, change, drop, put, text
+from dataproto_server.refusals import InvalidRequest
+from workers.model.model_config import AdamParams
+
+log = logging.getLogger("dataproto.serve")
+SAVES = ("save", "save_for_sampler", "save_external")
+"""The kinds that write files, and change nothing in the engine."""
+WITH_FILES = (*SAVES, "load")
+"""The kinds whose files take time, which the rounds do not wait for."""
+NO_UPDATE = (
+    "no update was made, and the gradients are dropped: together they have the norm {norm}, though those of each pass are "
+    "finite; check logprobs, advantages and weights"
+)
+EXPIRED, EXPIRED_SECONDS = "_expired", 86400
+SHORTEST_TTL, LONGEST_TTL = 1, 10 * 365 * 86400
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a request came to.
+
+    Args:
+        answer: the JSON that the client gets.
+        jobs: writes that belong into the same commit.
+        after: is called when that is on disk.
+        undo: is called if it could not be written.
+    """
+
+    answer: dict[str, Any]
+    jobs: Sequence[Job] = ()
+    after: Callable[[], None] = lambda: None
+    undo: Callable[[], None] = lambda: None
+
+    def outcome(self) -> Outcome:
+        return Outcome(json.dumps(self.answer).encode())
+
+
+class Uses(Protocol):
+    """What uses the directories of checkpoints and samplers."""
+
+    def retire(self, directory: str) -> None:
+        """Removes a directory when nothing needs it any more."""
+        ...
+
+    def hold(self, directory: str) -> AbstractContextManager[None]:
+        """Keeps a directory during a block."""
+        ...
+
+
+class Barriers:
+    """Carries out one request of a run at a time, and those of different runs at the same time.
+
+    A request that a crash interrupted can be carried out again.
+    """
+
+    def __init__(self, link: EngineLink, catalogue: Catalogue, config: ServeConfig, uses: Uses) -> None:
+        self.link, self.catalogue, self.config, self.uses = link, catalogue, config, uses
+        self.room = CheckpointRoom(catalogue, config.limits)
+        self.syncs = Syncs()
+        self.kinds: dict[str, Callable[[Run, Entry, bytes], Any]] = {
+            "create": self._create,
+            "load": self._load,
+            "optim_step": self._optim_step,
+            "save": self._save,
+            "save_for_sampler": self._save_for_sampler,
+            "save_external": self._save_external,
+            "invalid": self._invalid,
+        }
+
+    async def carry_out(self, run: Run, entry: Entry, body: bytes) -> Done:
+        """
+        Raises:
+            CallFailed, EngineLost: see `EngineLink.call`.
+            InvalidRequest: it cannot be carried out.
+        """
+        if run.state not in ("new", "live"):
+            raise InvalidRequest(
+                f"run {run.id} is not in training: it has {'failed' if run.state == 'failed' else 'ended'}"
+            )
+        try:
+            done: Done = await self.kinds[entry.kind](run, entry, body)
+        except BaseException:
+            self.room.forget(run)
+            raise
+
+        def after() -> None:
+            done.after()
+            self.room.forget(run)
+
+        return replace(done, after=after)
+
+    async def repeat(self, run: Run, entry: Entry, body: bytes) -> None:
+        """Brings the engine to where it was behind a request that was carried out before."""
+        if entry.kind in ("create", "load", "optim_step"):
+            await self.kinds[entry.kind](run, entry, body)
+        elif entry.kind == "save_for_sampler" and not self.syncs.wrote(run.id, self._sampler_directory(run, entry)):
+            await self._repair(run, self._sampler_directory(run, entry))
+
+    def _sampler_directory(self, run: Run, entry: Entry) -> Path:
+        return self.catalogue.run_directory(run) / f"sampler-{entry.seq}"
+
+    async def _repair(self, run: Run, directory: Path) -> None:
+        """Brings a snapshot for samplers to the disk, of which nothing tells whether it is there: an earlier process has written
+        it. Writes a copy of its files, or the weights again if they are damaged.
+        """
+        if self.catalogue.name_of(directory) not in self.catalogue.directories():
+            return
+        try:
+            async with new_directory(directory) as temporary:
+                await asyncio.to_thread(copy_files, directory, temporary)
+        except CheckpointError as error:
+            log.warning("snapshot %s is written again: %s", self.catalogue.name_of(directory), error)
+            async with new_directory(directory) as temporary:
+                await self.link.call("export", model_id=run.id, directory=temporary, sampled=True)
+            self.syncs.mark_written(run.id, directory)
+        except OSError as error:
+            self.syncs.give_up(run.id, directory, error)
+        else:
+            self.syncs.mark_written(run.id, directory)
+
+    async def _invalid(self, run: Run, entry: Entry, body: bytes) -> Done:
+        raise InvalidRequest(body.decode())
+
+    async def _create(self, run: Run, entry: Entry, body: bytes) -> Done:
+        asked = read(CreateModel, parse_json(body))
+        if asked.optimizer_config != {"type": "adamw"}:
+            raise InvalidRequest(f"optimizer {asked.optimizer_config.get('type')!r} is not supported: there is adamw")
+        await self._new_model(run, replayed=entry.state != "queued")
+        run.state = "live"
+        return Done({"model_id": run.id, "type": "create_model"}, [put(run)])
+
+    async def _new_model(self, run: Run, *, replayed: bool) -> None:
+        model = {"model_id": run.id, "base_model": run.base_model, "lora": run.spec}
+        await self.link.call("create", **model, replayed=replayed)
+
+    async def _load(self, run: Run, entry: Entry, body: bytes) -> Done:
+        asked = read(LoadWeights, parse_json(body))
+        if asked.weights_access_token is not None:
+            raise InvalidRequest("weights_access_token is not supported: publish the checkpoint to give others access")
+        if asked.optimizer_config not in (None, {"type": "adamw"}):
+            raise InvalidRequest(f"optimizer {asked.optimizer_config.get('type')!r} is not supported: there is adamw")
+        checkpoint = self.catalogue.checkpoint(asked.path, run.owner)
+        if asked.optimizer and checkpoint.kind != "weights":
+            raise InvalidRequest(f"{asked.path} holds no optimizer state: load a checkpoint of save_state")
+        base, lora = self.catalogue.spec_of(checkpoint)
+        if asked.base_model not in (None, base):
+            raise InvalidRequest(f"{asked.path} is an adapter of {base}, not of {asked.base_model}")
+        await self.syncs.done(run.id)  # as for every snapshot
+        with self.uses.hold(checkpoint.directory):
+            await self._linked(run, entry, self.catalogue.place(checkpoint.directory), asked.optimizer)
+        snapshot = self.catalogue.name_of(self._snapshot_directory(run, entry.seq))
+        undo = partial(remove_directory, self.catalogue.place(snapshot))
+        jobs: list[Job] = []
+        try:
+            if entry.seq == 0:
+                run.base_model, run.lora = base, None if lora is None else text(lora)
+                replayed = entry.state != "queued"
+                await self._create_from(run, snapshot, optimizer=asked.optimizer, replayed=replayed)
+                run.state = "live"
+                jobs.append(put(run))
+            else:
+                await self._load_from(run, snapshot, optimizer=asked.optimizer)
+        except CallFailed:
+            await asyncio.to_thread(undo)
+            raise
+        old, answer = run.snapshot, {"path": asked.path, "model_id": run.id, "type": "load_weights"}
+
+        def after() -> None:
+            run.snapshot, run.snapshot_seq = snapshot, entry.seq
+            if old is not None:
+                self.uses.retire(old)
+
+        return Done(answer, [*jobs, snapshot_taken(run.id, entry.seq, snapshot)], after, undo)
+
+    async def _linked(self, run: Run, entry: Entry, source: Path, optimizer: bool) -> None:
+        """Makes a checkpoint the snapshot of a run, which loads it from there: the checkpoint may be replaced or deleted."""
+        await asyncio.to_thread(check_directory, source)
+        async with new_directory(self._snapshot_directory(run, entry.seq)) as temporary:
+            await asyncio.to_thread(link_files, source, temporary)
+            if not optimizer:
+                (temporary / OPTIMIZER_FILE).unlink(missing_ok=True)
+
+    async def _load_from(self, run: Run, directory: str, *, optimizer: bool) -> None:
+        place = self.catalogue.place(directory)
+        await self.link.call("load", model_id=run.id, directory=place, optimizer=optimizer)
+
+    async def _create_from(self, run: Run, directory: str, *, optimizer: bool, replayed: bool) -> None:
+        """Makes an adapter with saved weights. One that cannot be loaded takes no place in the engine."""
+        await self._new_model(run, replayed=replayed)
+        try:
+            await self._load_from(run, directory, optimizer=optimizer)
+        except CallFailed:
+            await self.link.call("release", model_id=run.id)
+            raise
+
+    async def _optim_step(self, run: Run, entry: Entry, body: bytes) -> Done:
+        given = parse_json(body)
+        if "optimizer_params" in given:
+            raise InvalidRequest(
+                "optimizer_params belong to an optimizer that is not supported: there is adamw (adam_params)"
+            )
+        params = asdict(read(OptimStep, given).adam_params)
+        if not all(map(math.isfinite, params.values())):
+            raise InvalidRequest(f"adam_params {params}: must be finite")
+        metrics = await self.link.call("optim_step", model_id=run.id, adam=AdamParams(**params))
+        if not math.isfinite(
+            metrics["grad_norm"]
+        ):  # the engine has dropped the gradients: the journal has that as done
+            return Done({"error": NO_UPDATE.format(norm=metrics["grad_norm"]), "category": "user"})
+        return Done({"metrics": metrics, "type": "optim_step"})
+
+    async def _save(self, run: Run, entry: Entry, body: bytes) -> Done:
+        asked = read(SaveWeights, parse_json(body))
+        name = checked_name(asked.path or f"step-{entry.seq}")
+        return await self._checkpoint(run, "weights", name, asked.ttl_seconds, asked.user_metadata, asked.overwrite)
+
+    async def _save_external(self, run: Run, entry: Entry, body: bytes) -> Done:
+        asked = read(SaveExternal, parse_json(body))
+        if asked.age_encryption_recipients:
+            raise InvalidRequest("age_encryption_recipients: this server does not encrypt exports")
+        return await self._checkpoint(run, "external_weights", checked_name(asked.path), asked.ttl_seconds, None, False)
+
+    async def _save_for_sampler(self, run: Run, entry: Entry, body: bytes) -> Done:
+        asked = read(SaveForSampler, parse_json(body))
+        if asked.path is not None:
+            name = checked_name(asked.path)
+            return await self._checkpoint(run, "sampler_weights", name, asked.ttl_seconds, asked.user_metadata, False)
+        if asked.sampling_session_seq_id is None:
+            raise InvalidRequest("save_weights_for_sampler needs a path or a sampling_session_seq_id")
+        sampler_id = f"{run.session}:sample:{asked.sampling_session_seq_id}"
+        if sampler_id in self.catalogue.samplers:
+            raise InvalidRequest(f"there is a sampling session {sampler_id} already: choose another number")
+        moving = asked.kind == "inflight"
+        directory = self._sampler_directory(run, entry)
+        waited, began = time.monotonic() - entry.arrived, time.perf_counter()
+        async with self.room.limited(run, directory, synced=False) as temporary:
+            await self.link.call("export", model_id=run.id, directory=temporary, sampled=True)
+            written = time.perf_counter()
+        stages = waited, written - began, time.perf_counter() - written
+        self.syncs.begin(run.id, directory)
+        sampler = Sampler(
+            id=sampler_id,
+            session=run.session,
+            owner=run.owner,
+            run=run.id,
+            base_model=run.base_model,
+            model_path=None,
+            directory=self.catalogue.name_of(directory),
+            own=1,
+            digest="",
+            created=time.time(),
+            moving=int(moving),
+        )
+        return self._new_sampler(sampler, stages)
+
+    def _new_sampler(self, sampler: Sampler, stages: tuple[float, float, float]) -> Done:
+        """The sampler, to whose directory the earlier ones of the run move if they follow it.
+
+        Args:
+            stages: seconds until its turn, until its files were written, and until they had their name, for the log.
+        """
+        earlier = [
+            each
+            for each in self.catalogue.samplers.values()
+            if sampler.moving and each.moving and each.run == sampler.run
+        ]
+        left = {each.directory for each in earlier if each.directory != sampler.directory}
+        moved = [change(each, directory=sampler.directory) for each in earlier]
+
+        def after() -> None:
+            for each in earlier:
+                each.directory = sampler.directory
+            self.catalogue.samplers[sampler.id] = sampler
+            for directory in left:
+                self.uses.retire(str(directory))
+            log.info("snapshot %s: waited %.3f s, written %.3f s, named %.3f s", sampler.directory, *stages)
+
+        answer = {"sampling_session_id": sampler.id, "type": "save_weights_for_sampler"}
+        directory = self.catalogue.place(str(sampler.directory))
+        return Done(answer, [put(sampler), *moved], after, partial(remove_directory, directory))
+
+    async def _checkpoint(
+        self,
+        run: Run,
+        kind: str,
+        name: str,
+        ttl: int | None,
+        metadata: dict[str, Any] | None,
+        overwrite: bool,
+        limited: bool = True,
+    ) -> Done:
+        """Writes a checkpoint, and drops those beyond ``--keep-last``. One that is not ``limited`` needs no room of the key."""
+        known = self.catalogue.checkpoints
+        if (run.id, kind, name) in known and not overwrite:
+            raise InvalidRequest(f"there is a checkpoint {kind}/{name} already: choose another name, or overwrite it")
+        check_ttl(ttl)
+        directory = self.catalogue.run_directory(run) / kind / f"{name}-{uuid.uuid4().hex[:8]}"
+        async with self.room.limited(run, directory) if limited else new_directory(directory) as temporary:
+            await self.link.call("save" if kind == "weights" else "export", model_id=run.id, directory=temporary)
+        now = time.time()
+        checkpoint = Checkpoint(
+            run=run.id,
+            kind=kind,
+            name=name,
+            owner=run.owner,
+            directory=self.catalogue.name_of(directory),
+            created=now,
+            expires=None if ttl is None else now + ttl,
+            public=0,
+            size=directory_size(directory),
+            metadata=text(metadata),
+        )
+        replaced = known.get((run.id, kind, name))
+        gone = [*([replaced] if replaced else []), *self._beyond(run, kind, name)]
+
+        def after() -> None:
+            for each in gone:
+                known.pop((each.run, each.kind, each.name), None)
+                self.uses.retire(each.directory)
+            known[run.id, kind, name] = checkpoint
+
+        answer = {"path": checkpoint.path, "type": SAVED[kind]}
+        if kind == "external_weights":
+            answer["size_bytes"] = checkpoint.size  # type: ignore[assignment]
+        return Done(answer, [*map(drop, gone), put(checkpoint)], after, partial(remove_directory, directory))
+
+    def _beyond(self, run: Run, kind: str, name: str) -> list[Checkpoint]:
+        """The oldest unpublished checkpoints of a kind, where there are more than ``--keep-last`` with a new one."""
+        if not self.config.keep_last:
+            return []
+        others = [each for each in self.catalogue.checkpoints_of(run=run.id) if each.kind == kind and each.name != name]
+        return [each for each in others[: max(0, len(others) + 1 - self.config.keep_last)] if not each.public]
+
+    async def snapshot(self, run: Run, seq: int) -> Path:
+        """Writes the state of a run behind an update, and returns the directory."""
+        directory = self._snapshot_directory(run, seq)
+        async with new_directory(directory) as temporary:
+            await self.link.call("save", model_id=run.id, directory=temporary)
+        return directory
+
+    def _snapshot_directory(self, run: Run, seq: int) -> Path:
+        return self.catalogue.run_directory(run) / f"snapshot-{seq}"
+
+    async def keep(self, run: Run) -> Done:
+        """Writes the checkpoint of a run whose client has gone, whatever room the key has left."""
+        return await self._checkpoint(run, "weights", EXPIRED, EXPIRED_SECONDS, None, True, limited=False)
+
+    async def restore(self, run: Run) -> None:
+        """Brings the engine to a run's snapshot. That of a load without optimizer holds no state of it."""
+        snapshot = str(run.snapshot)
+        optimizer = OPTIMIZER_FILE in files_of(self.catalogue.place(snapshot))
+        await self._create_from(run, snapshot, optimizer=optimizer, replayed=True)
+
+
+SAVED = {
+    "weights": "save_weights",
+    "sampler_weights": "save_weights_for_sampler",
+    "external_weights": "save_weights_external",
+}
+
+
+def check_ttl(ttl: int | None) -> None:
+    """Raises `InvalidRequest` for a time to live of no length, or beyond ten years."""
+    if ttl is not None and not SHORTEST_TTL <= ttl <= LONGEST_TTL:
+        raise InvalidRequest(f"ttl_seconds={ttl}: must be from {SHORTEST_TTL} to {LONGEST_TTL}, or null for no end")
+
+
+def remove_run_files(directory: Path) -> None:
+    """Removes the snapshots of a run that has ended."""
+    for path in directory.glob("snapshot-*"):
+        remove_directory(path)

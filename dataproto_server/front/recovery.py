@@ -1,0 +1,242 @@
+"""Brings an engine that has just started to where the journal is."""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from dataproto.errors import not_hiding
+from dataproto_server.backend import Failure, Pass
+from dataproto_server.engine_link import CallFailed, EngineLost
+from dataproto_server.front.barriers import Barriers
+from dataproto_server.front.futures import failed, pass_outcome
+from dataproto_server.front.scheduler import Results, Scheduler
+from dataproto_server.incidents import failure_of
+from dataproto_server.ledger import journal
+from dataproto_server.ledger.directories import is_damaged
+from dataproto_server.ledger.journal import Entry
+from dataproto_server.ledger.records import Run, put
+from dataproto_server.pass_codec import read_pass
+
+log = logging.getLogger("dataproto.serve")
+MOST_REPLAYS = 5
+"""Tries, after which the runs at which the server fails are left for the next start."""
+FIRST_PAUSE_SECONDS = 1.0
+"""Before the second try; each further pause is twice as long."""
+ENDED = Failure(f"the engine ended {MOST_REPLAYS} times when it was brought back", "server")
+
+
+class Recovery:
+    """Loads the runs from their snapshots, and carries out the requests behind them again, in the same order and groups.
+
+    No limit applies to a request that has been carried out before. One that failed changed nothing, and is left out. An error of
+    the server, such as too little memory, may pass: then everything is tried again, from the snapshots, since a part of a round
+    would add up in another order. A joint round at which the server fails each time is computed pass by pass in the end.
+
+    A run that cannot be restored now rests: a later start may name its model, have its directory or more memory. Its requests
+    wait, and the journal keeps all that it needs. One whose snapshot is damaged has failed.
+    """
+
+    def __init__(self, scheduler: Scheduler, barriers: Barriers) -> None:
+        self.scheduler, self.barriers = scheduler, barriers
+        self.link, self.database, self.catalogue = scheduler.link, scheduler.database, scheduler.catalogue
+        self._losses: Counter[tuple[str, ...]] = Counter()  # of the engine, by the run or the requests that it was at
+
+    async def run(self) -> None:
+        """Needs an engine that holds no run."""
+        pause = FIRST_PAUSE_SECONDS
+        for again in reversed(range(MOST_REPLAYS)):
+            await self.scheduler.settled()
+            if await self._all(last=not again):
+                self._losses.clear()
+                return
+            await asyncio.sleep(pause)
+            pause *= 2
+            # a reset drops the call of a snapshot that has begun, which would then never be answered
+            await self.scheduler.settled()
+            await self.link.call("reset")
+
+    async def _all(self, last: bool) -> bool:
+        """``False`` if the server failed and it is not the last try."""
+        began = time.monotonic()
+        kept = [lane for lane in self.scheduler.lanes.values() if lane.run.snapshot is not None]
+        for run in [lane.run for lane in kept if not lane.resting]:
+            if run.state == "live" and not await self._done([run.id], self._restored(run), last):
+                return False
+        rounds = await self.database.run(journal.rounds_to_replay)
+        for entries in rounds:
+            needed = [entry for entry in entries if entry.state == "done" or self._is_due(entry)]
+            changed = [entry.run for entry in needed if entry.state == "queued" or self._is_behind(entry)]
+            if changed and not await self._done(changed, self._repeated(needed, last), last):
+                return False
+        if rounds:
+            log.info("replayed %d rounds in %.1f s", len(rounds), time.monotonic() - began)
+        return True
+
+    async def _done(self, run_ids: Sequence[str], work: Awaitable[Mapping[str, Failure]], last: bool) -> bool:
+        """Does work that changes runs and returns those that failed, which rest; ``False`` if it is to be tried again."""
+        try:
+            failures = await work
+        except EngineLost:
+            raise
+        except CallFailed as error:
+            failures = dict.fromkeys(run_ids, error.failure)
+        except Exception as error:
+            failures = dict.fromkeys(run_ids, failure_of(error))
+        if not last and any(each.category == "server" and each is not ENDED for each in failures.values()):
+            log.warning("runs %s cannot be restored now: %s", ", ".join(failures), failures)
+            return False
+        for run_id, failure in failures.items():
+            await self._set_aside(run_id, failure)
+        return True
+
+    async def _set_aside(self, run_id: str, failure: Failure) -> None:
+        """Lets a run rest until the next start, or fail if its snapshot is damaged."""
+        lane = self.scheduler.lanes.get(run_id)
+        if lane is None:
+            return
+        tries = f" in {MOST_REPLAYS} tries" if failure.category == "server" else ""
+        message = f"run {run_id} cannot be restored{tries}: {failure.message}"
+        snapshot = lane.run.snapshot
+        if snapshot is None or not await asyncio.to_thread(is_damaged, self.catalogue.place(snapshot)):
+            lane.resting = f"{message}; nothing of it is lost, and it continues after a start at which it can be"
+            log.error(lane.resting)
+        else:
+            log.error(message)
+            lane.run.state = "failed"
+            self.database.write_eventually(put(lane.run))
+            for entry in list(lane.entries.values()):
+                await self.scheduler.rounds.finish(entry, failed(message, "server"))
+            self.scheduler.lanes.pop(run_id, None)
+        await self.link.call("release", model_id=run_id)
+
+    @contextmanager
+    def _counted(self, *key: str) -> Iterator[None]:
+        """Counts an end of the engine at a run or at requests."""
+        try:
+            yield
+        except EngineLost:
+            self._losses[key] += 1
+            raise
+
+    async def _restored(self, run: Run) -> Mapping[str, Failure]:
+        if self._losses[run.id,] >= MOST_REPLAYS:
+            return {run.id: ENDED}
+        with self._counted(run.id):
+            await self.barriers.restore(run)
+        return {}
+
+    async def _repeated(self, entries: Sequence[Entry], last: bool) -> Mapping[str, Failure]:
+        """Carries out the requests of a round again that did not fail; the runs that have failed at it."""
+        first, queued = entries[0], [entry for entry in entries if entry.state == "queued"]
+        if first.kind != "pass":
+            return await self._barrier(first)
+        if queued:
+            try:
+                if await self.scheduler.rounds.begin(entries):
+                    return await self._passes(entries, last)
+            except CallFailed:
+                await self.scheduler.rounds.dissolve(queued)
+        return await self._repeated_passes([entry for entry in entries if entry.state == "done"], last)
+
+    async def _barrier(self, entry: Entry) -> Mapping[str, Failure]:
+        waiting = self.scheduler.rounds.waiting(entry)
+        if waiting is not None:
+            await self.scheduler.barrier(waiting)
+            return {}
+        if self._losses[entry.id,] >= MOST_REPLAYS:
+            return {entry.run: ENDED}
+        body = await self.database.run(journal.body_of(entry.id))
+        with self._counted(entry.id):
+            await self.barriers.repeat(self.scheduler.lanes[entry.run].run, entry, body)
+        return {}
+
+    async def _repeated_passes(self, entries: Sequence[Entry], last: bool) -> Mapping[str, Failure]:
+        """Computes passes again that were computed before; one by one if the server fails each time at all of them."""
+        behind = [entry for entry in entries if self._is_behind(entry)]
+        if not behind:
+            return {}
+        ids = [entry.id for entry in entries]
+        lost = self._losses[tuple(ids)] >= MOST_REPLAYS
+        if lost and len(entries) == 1:
+            return {entries[0].run: ENDED}
+        if not lost:
+            try:
+                with self._counted(*ids):
+                    return await self._passes(entries, last)
+            except CallFailed as error:
+                if len(entries) == 1 or not last:
+                    raise
+                log.error("a round cannot be computed again: %s", error)
+        log.error("passes are computed alone that were computed together: %s. Sums may differ in their last bits", ids)
+        failures: dict[str, Failure] = {}
+        for entry in behind:
+            if entry.run not in failures:
+                failures |= await self._repeated_passes([entry], last)
+        return failures
+
+    def _is_due(self, entry: Entry) -> bool:
+        """Whether a request waits in a run that does not rest."""
+        return self.scheduler.rounds.waiting(entry) is not None and not self.scheduler.lanes[entry.run].resting
+
+    def _is_behind(self, entry: Entry) -> bool:
+        """Whether a finished request changes its run, which is not yet so far."""
+        lane = self.scheduler.lanes.get(entry.run)
+        if lane is None or lane.resting or lane.run.state != "live":
+            return False
+        return entry.state == "done" and entry.seq > lane.run.snapshot_seq
+
+    async def _passes(self, entries: Sequence[Entry], last: bool) -> Mapping[str, Failure]:
+        """Computes passes in one group. Where a pass may not change its run, another adapter takes its place."""
+        stand_ins: dict[str, str | None] = {}
+        try:
+            read = [await self._read(entry, stand_ins, last) for entry in entries]
+            passes = [each for each in read if isinstance(each, Pass)]
+            computed = iter(await self.scheduler.results(passes) if passes else Results())
+        except BaseException as error:
+            with not_hiding(error):
+                await self._release(stand_ins)
+            raise
+        await self._release(stand_ins)
+        found = [(entry, next(computed) if isinstance(each, Pass) else each) for entry, each in zip(entries, read)]
+        new = [(entry, result) for entry, result in found if entry.state == "queued" and result is not None]
+        if new:
+            await self.scheduler.rounds.finish_all([(entry, pass_outcome(result)) for entry, result in new])
+        return {entry.run: result for entry, result in found if self._is_behind(entry) and isinstance(result, Failure)}
+
+    async def _release(self, stand_ins: Mapping[str, str | None]) -> None:
+        for model in filter(None, stand_ins.values()):
+            await self.link.call("release", model_id=model)
+
+    async def _read(self, entry: Entry, stand_ins: dict[str, str | None], last: bool) -> Pass | Failure | None:
+        """A pass for the engine, or why it cannot be read; ``None`` if the others are the same without it."""
+        body = await self.database.run(journal.body_of(entry.id))
+        limits = self.scheduler.config.limits if entry.state == "queued" else None
+        try:
+            each = await asyncio.to_thread(read_pass, body, limits)
+        except Exception as error:
+            return failure_of(error)
+        if entry.state == "queued":
+            return each
+        model = entry.run if self._is_behind(entry) else await self._stand_in(entry.run, stand_ins, last)
+        return None if model is None else replace(each, model_id=model, replayed=True)
+
+    async def _stand_in(self, run_id: str, stand_ins: dict[str, str | None], last: bool) -> str | None:
+        """An adapter like that of a run; ``None`` for all weights, which are computed by themselves, or if there can be none."""
+        run = self.catalogue.runs[run_id]
+        if run.spec is None or run.spec.rank == 0:
+            return None
+        if run_id not in stand_ins:
+            name = stand_ins[run_id] = f"{run_id}:stand-in"
+            model = {"model_id": name, "base_model": run.base_model, "lora": run.spec}
+            try:
+                await self.link.call("create", **model, replayed=True)
+            except CallFailed as error:
+                if error.failure.category == "server" and not last:
+                    raise
+                stand_ins[run_id] = None
+                log.error("no stand-in for %s: %s. Sums of other runs may differ in their last bits", run_id, error)
+        return stand_ins[run_id]

@@ -1,0 +1,167 @@
+"""What the journal has of rounds: each round before it is computed, and each outcome before it is told."""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import NoReturn
+
+from dataproto_server.engine_link import EngineLink, EngineLost
+from dataproto_server.front.barriers import SAVES
+from dataproto_server.front.counters import Counters
+from dataproto_server.front.futures import Futures, failed
+from dataproto_server.front.lanes import Lane
+from dataproto_server.ledger import journal
+from dataproto_server.ledger.catalogue import Catalogue
+from dataproto_server.ledger.database import Database, NotWritten
+from dataproto_server.ledger.journal import Entry, Outcome
+from dataproto_server.ledger.records import Job, put, together
+
+log = logging.getLogger("dataproto.serve")
+MOST_TRIES = 3  # of a round at which the engine ends
+PAUSE_SECONDS = 1.0  # before the engine is left
+
+
+class RoundJournal:
+    """Writes rounds as they begin and as their requests end.
+
+    Where something cannot be written, its requests fail; if the engine has computed them, it starts again from the journal.
+    """
+
+    def __init__(
+        self,
+        link: EngineLink,
+        database: Database,
+        catalogue: Catalogue,
+        futures: Futures,
+        counters: Counters,
+        lanes: MutableMapping[str, Lane],
+        on_ended: Callable[[Lane], None],
+    ) -> None:
+        """
+        Args:
+            lanes: of all runs; that of a run that has ended goes with its last request.
+            on_ended: is called with a lane that a request has left.
+        """
+        self.link, self.database, self.catalogue, self.futures = link, database, catalogue, futures
+        self.counters, self.lanes, self.on_ended = counters, lanes, on_ended
+        self._last_round = database.run_now(journal.last_round)
+        self._tries: Counter[tuple[str, ...]] = Counter()
+
+    async def begin(self, entries: Sequence[Entry]) -> bool:
+        """Records a round before it is computed; ``False`` if the engine has ended at it too often.
+
+        Then its only request fails, and several are taken out of the round, to be computed alone.
+        """
+        return bool(await self.begin_each([entries]))
+
+    async def begin_each(self, rounds: Sequence[Sequence[Entry]]) -> list[Sequence[Entry]]:
+        """Those of some rounds that `begin` begins, in one commit."""
+        begun = [entries for entries in rounds if await self._may_begin(entries)]
+        first = self._last_round + 1
+        new = list(enumerate((each for each in begun if any(entry.round is None for entry in each)), first))
+        if new:
+            self._last_round += len(new)
+            records = [journal.begin_round(number, [entry.id for entry in entries]) for number, entries in new]
+            try:
+                await self.database.keep(together(*records))
+            except NotWritten as error:
+                self._fail_unwritten([entry for _, entries in new for entry in entries], error)
+                unwritten = [id(entries) for _, entries in new]
+                return [each for each in begun if id(each) not in unwritten]
+        for number, entries in new:
+            for place, entry in enumerate(entries):
+                entry.round, entry.place = number, place
+        return begun
+
+    async def _may_begin(self, entries: Sequence[Entry]) -> bool:
+        ids = tuple(entry.id for entry in entries)
+        self._tries[ids] += 1
+        if self._tries[ids] <= MOST_TRIES:
+            return True
+        if len(entries) == 1:
+            message = f"the engine or the server failed {MOST_TRIES} times at this request"
+            await self.finish(entries[0], failed(message, "server"))
+        else:
+            await self.dissolve([entry for entry in entries if entry.state == "queued"])
+        return False
+
+    async def dissolve(self, entries: Sequence[Entry]) -> None:
+        """Takes requests out of their round, to be computed alone: the journal then says how they were."""
+        try:
+            await self.database.keep(journal.withdraw([entry.id for entry in entries]))
+        except NotWritten as error:
+            self._fail_unwritten(entries, error)
+            return
+        for entry in entries:
+            if (waiting := self.waiting(entry)) is not None:
+                waiting.round, waiting.place, waiting.alone = None, None, True
+
+    def waiting(self, entry: Entry) -> Entry | None:
+        """The request as it waits in its run, or ``None`` if it does not."""
+        lane = self.lanes.get(entry.run)
+        return None if lane is None else lane.entries.get(entry.seq)
+
+    async def finish(self, entry: Entry, outcome: Outcome, *jobs: Job) -> None:
+        """Writes an outcome, and gives it to who waits for it."""
+        await self.finish_all([(entry, outcome)], *jobs)
+
+    async def finish_all(self, finished: Sequence[tuple[Entry, Outcome]], *jobs: Job) -> None:
+        """Writes outcomes in one commit, and gives them to who waits for them.
+
+        Raises:
+            EngineLost: what the engine has done could not be written. Its requests have failed, and the engine was left.
+            NotWritten: the same of requests that change nothing in the engine, which goes on.
+        """
+        now = time.time()
+        outcomes = [_record(entry, outcome, now) for entry, outcome in finished]
+        try:
+            await self.database.keep(together(*jobs, *outcomes))
+        except NotWritten as error:
+            unwritten = [entry for entry, outcome in finished if not outcome.failed]
+            self._fail_unwritten(unwritten, error)
+            if any(entry.kind not in SAVES for entry in unwritten):  # the others are tried again
+                await self.start_over(error)
+            if unwritten:
+                raise
+            self.database.write_eventually(together(*jobs, *outcomes))
+        for entry, outcome in finished:
+            self._ended(entry, outcome, now)
+
+    def _fail_unwritten(self, entries: Sequence[Entry], error: NotWritten) -> None:
+        """Fails requests whose place in the journal cannot be written. That they have failed is written as soon as there is room:
+        a kill before that lets them be carried out after all.
+        """
+        outcome, now = failed(str(error), "server"), time.time()
+        for entry in entries:
+            if entry.seq == 0:  # which makes the run
+                run = self.catalogue.runs[entry.run]
+                run.state = "failed"
+                self.database.write_eventually(put(run))
+            self.database.write_eventually(_record(entry, outcome, now))
+            self._ended(entry, outcome, now)
+
+    def _ended(self, entry: Entry, outcome: Outcome, now: float) -> None:
+        """Takes a request out of its run, and gives its outcome to who waits for it."""
+        if (lane := self.lanes.get(entry.run)) is not None:
+            lane.run.last_request = now
+            lane.done(entry)
+            self.on_ended(lane)
+            if lane.run.state not in ("new", "live") and not lane.entries:
+                self.lanes.pop(lane.run.id, None)
+        for ids in [each for each in self._tries if entry.id in each]:
+            del self._tries[ids]
+        self.counters.add("failed_requests" if outcome.failed else "finished_requests")
+        self.futures.resolve(entry.id, outcome)
+
+    async def start_over(self, error: Exception) -> NoReturn:
+        """Leaves the engine, which is then brought to where the journal is: what it has computed may not be written."""
+        log.error("a round failed and is tried again from the journal", exc_info=error)
+        await asyncio.sleep(PAUSE_SECONDS)
+        await self.link.close()
+        raise EngineLost("the engine is ahead of the journal") from error
+
+
+def _record(entry: Entry, outcome: Outcome, now: float) -> Job:
+    return journal.finish(entry.id, entry.run, entry.seq + 1, outcome, now)

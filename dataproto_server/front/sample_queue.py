@@ -1,0 +1,300 @@
+"""Samples that wait or are drawn: they are kept in memory, and sent again to an engine that starts anew."""
+
+import asyncio
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from dataproto.chunks import Chunk, EncodedTextChunk, ImageChunk
+from dataproto_server.backend import Capabilities, Failure
+from dataproto_server.config import ServeConfig
+from dataproto_server.engine_link import CallFailed, EngineLink, EngineLost
+from dataproto_server.front.counters import Counters
+from dataproto_server.front.fair_share import FairShare
+from dataproto_server.front.futures import PROTOBUF, Futures, failed
+from dataproto_server.ledger.catalogue import Catalogue
+from dataproto_server.ledger.directories import remove_directory
+from dataproto_server.ledger.journal import Outcome
+from dataproto_server.ledger.records import Sampler
+from dataproto_server.pass_codec import UNTOLD_IMAGE_TOKENS
+from dataproto_server.refusals import Refused
+from dataproto_server.sample_codec import SampleCall, write_sample_result
+
+log = logging.getLogger("dataproto.serve")
+MOST_OPEN = 64  # adapters that the engine holds for sampling; more if all have requests
+SENT_AHEAD = (
+    2  # as many times the samples that the engine decodes at a time are sent to it; the others wait for their share
+)
+
+
+@dataclass
+class Flight:
+    """A request for samples that waits or is being computed."""
+
+    call: SampleCall
+    owner: str
+    base_model: str
+    directory: str | None
+    session: str
+    size: int  # bytes of the request
+    sent: bool = False
+    tries: int = 0
+
+    @property
+    def key(self) -> str:
+        return self.call.request.sampler_id
+
+    def tokens(self, context: int) -> int:
+        """What the request counts in its client's share: the prompt, and the longest answers for which the context has room."""
+        request = self.call.request
+        prompt = sum(map(chunk_tokens, request.chunks))
+        room, asked = max(context - prompt, 0), request.sampling.max_tokens
+        return prompt + request.num_samples * (room if asked is None else min(asked, room))
+
+
+def chunk_tokens(chunk: Chunk) -> int:
+    """Tokens of a chunk, as far as they are told."""
+    if isinstance(chunk, ImageChunk):
+        return max(chunk.expected_tokens or 0, 0) or UNTOLD_IMAGE_TOKENS
+    return chunk.length if isinstance(chunk, EncodedTextChunk) else 0
+
+
+def engine_key(sampler: Sampler) -> str:
+    """The engine's name of a sampler: all samplers of one adapter share it."""
+    return f"base:{sampler.base_model}" if sampler.directory is None else f"adapter:{sampler.directory}"
+
+
+class Samples:
+    """Sends requests for samples to the engine, and their results to who waits."""
+
+    def __init__(
+        self, link: EngineLink, catalogue: Catalogue, futures: Futures, config: ServeConfig, counters: Counters
+    ) -> None:
+        self.link, self.catalogue, self.futures = link, catalogue, futures
+        self.config, self.counters = config, counters
+        self.flights: dict[str, Flight] = {}
+        self._open: dict[str, None] = {}  # samplers of the engine, the latest used last
+        self._opening: dict[str, asyncio.Task[None]] = {}  # samplers, asked for and not answered
+        self._retired: set[str] = set()
+        self._held: Counter[str] = Counter()  # directories that are being read
+        self._share: FairShare[str] = FairShare()
+        self._due: deque[str] = deque()  # requests that were chosen, and are sent as soon as there is room
+        self._sending = asyncio.Lock()
+        self._ready = False
+        self._contexts: dict[str, int] = {}  # tokens, by base model
+        self._tasks: set[asyncio.Task[None]] = set()
+        link.on_lost = self._lost
+
+    def take_in(self, call: SampleCall, sampler: Sampler, size: int) -> None:
+        """Takes in a request whose body has a size in bytes. Raises `Refused` with 429 if too many of the key wait."""
+        waiting = [each for each in self.flights.values() if each.owner == sampler.owner]
+        samples, limits = sum(each.call.request.num_samples for each in waiting), self.config.limits
+        if samples + call.request.num_samples > limits.max_queued_samples:
+            raise Refused(
+                429, f"{samples} samples of this key wait: at most {limits.max_queued_samples} (--max-queued-samples)"
+            )
+        targets = call.request.target_prompt_logprobs
+        size += 0 if targets is None else targets.nbytes
+        taken = sum(each.size for each in waiting)
+        if taken + size > limits.max_queued_mb << 20:
+            raise Refused(429, f"the waiting samples of this key take {taken >> 20} MB (--max-queued-mb)")
+        request = call.request.request_id
+        self.futures.open(request, sampler.owner, sampler.id).reason = self._reason
+        self.flights[request] = Flight(
+            call, sampler.owner, sampler.base_model, sampler.directory, sampler.session, size
+        )
+        self._start(self._send_due())
+
+    def _reason(self) -> str:
+        if not self._ready:
+            return "the engine starts again; the samples continue then"
+        return f"{len(self.flights)} requests for samples are in flight"
+
+    def waiting_of(self, owner: str) -> Counter[str]:
+        """The number of samples in flight of a key, by session."""
+        found: Counter[str] = Counter()
+        for each in self.flights.values():
+            if each.owner == owner:
+                found[each.session] += each.call.request.num_samples
+        return found
+
+    def ready(self, capabilities: Capabilities) -> None:
+        """Sends all requests to an engine that has just started."""
+        self._ready = True
+        self._contexts = {model.name: model.max_context_length for model in capabilities.models}
+        self._open.clear()
+        self._due.clear()
+        self._start(self._send_due())
+
+    def _lost(self) -> None:
+        self._ready = False
+        for each in self.flights.values():
+            each.tries += each.sent
+            each.sent = False
+
+    def received(self, request: str, result: Any) -> None:
+        """Hands a result of the engine to who waits."""
+        flight = self.flights.get(request)
+        opening = None if flight is None else self._opening.get(flight.key)
+        if isinstance(result, Failure) and opening is not None:
+            self._start(self._end_behind(opening, request, result))
+        else:
+            self._end(request, result)
+
+    def _end(self, request: str, result: Any) -> None:
+        flight = self.flights.pop(request, None)
+        if flight is None:
+            return
+        if isinstance(result, Failure):
+            self.futures.resolve(request, failed(result.message, result.category))
+        else:
+            tokens = sum(len(sample.tokens) for sample in result.samples)
+            self.counters.add("sampled_tokens", tokens)
+            self.counters.add("samples", len(result.samples))
+            self.futures.resolve(request, Outcome(write_sample_result(result, flight.call), PROTOBUF))
+        self._start(self._send_due())
+        self._start(self._close_unused())
+
+    async def _end_behind(self, opening: "asyncio.Task[None]", request: str, failure: Failure) -> None:
+        """Fails a request, unless the opening of its sampler has failed it."""
+        await opening
+        self._end(request, failure)
+
+    def cancel(self, request: str) -> None:
+        """Drops a request."""
+        if self.flights.pop(request, None) is not None:
+            self.futures.resolve(request, failed("the client cancelled the request", "user"))
+            self._start(self._post("abort", request_ids=[request]))
+            self._start(self._send_due())
+
+    def cancel_session(self, session: str) -> None:
+        """Drops all requests of a session."""
+        for request in [name for name, each in self.flights.items() if each.session == session]:
+            self.cancel(request)
+
+    def retire(self, directory: str) -> None:
+        """Removes the directory of an adapter when no checkpoint, sampling session or request in flight needs it."""
+        self._retired.add(directory)
+        self._start(self._close_unused())
+
+    @contextmanager
+    def hold(self, directory: str) -> Iterator[None]:
+        """Keeps the directory of a checkpoint that is read in the block: retired meanwhile, it is removed then."""
+        self._held[directory] += 1
+        try:
+            yield
+        finally:
+            self._held -= Counter([directory])
+            self._start(self._close_unused())
+
+    async def _send_due(self) -> None:
+        """Sends requests, a fair share of each session, as long as the engine has room."""
+        async with self._sending:
+            while self._ready and self._has_room() and (request := self._next()) is not None:
+                try:
+                    await self._send(request, self.flights[request])
+                except EngineLost:  # all are sent again when there is a new one
+                    if request in self.flights:
+                        self.flights[request].sent = False
+                    return
+
+    def _has_room(self) -> bool:
+        sent = sum(each.call.request.num_samples for each in self.flights.values() if each.sent)
+        return sent < SENT_AHEAD * self.config.engine.max_num_seqs
+
+    def _next(self) -> str | None:
+        if not self._due:
+            self._due.extend(self._share.choose(self._waiting()))
+        while self._due:
+            request = self._due.popleft()
+            if request in self.flights and not self.flights[request].sent:
+                return request
+        return None
+
+    def _waiting(self) -> dict[str, Iterator[tuple[str, int]]]:
+        """The requests of each session that were not sent, with their tokens."""
+        found: dict[str, list[str]] = {}
+        for request, each in self.flights.items():
+            if not each.sent:
+                found.setdefault(each.session, []).append(request)
+        return {
+            session: ((request, self._tokens(self.flights[request])) for request in requests)
+            for session, requests in found.items()
+        }
+
+    def _tokens(self, flight: Flight) -> int:
+        return flight.tokens(self._contexts.get(flight.base_model, 0))
+
+    async def _send(self, request: str, flight: Flight) -> None:
+        if flight.tries >= 3:
+            self._end(request, Failure("the engine ended 3 times at this request", "server"))
+            return
+        if flight.key not in self._open:
+            self._open[flight.key] = None  # the engine is asked once, also if this request is cancelled in the meantime
+            opening = self._opening[flight.key] = asyncio.create_task(self._open_sampler(flight))
+            opening.add_done_callback(lambda task: self._opened(flight.key, task))
+            await asyncio.sleep(0)  # the engine is asked to open it before it gets the request
+        if self.flights.get(request) is not flight:  # it was cancelled in the meantime
+            return
+        self._open.pop(flight.key, None)
+        self._open[flight.key] = None
+        flight.sent = True
+        await self.link.post("submit", request=flight.call.request)
+
+    def _opened(self, key: str, opening: "asyncio.Task[None]") -> None:
+        if self._opening.get(key) is opening:
+            del self._opening[key]
+
+    async def _open_sampler(self, flight: Flight) -> None:
+        """Opens the sampler of a request. If it cannot be opened, the requests that were sent after it fail by that."""
+        adapter = None if flight.directory is None else self.catalogue.place(flight.directory)
+        began = time.perf_counter()
+        try:
+            await self.link.call("open_sampler", sampler_id=flight.key, base_model=flight.base_model, adapter=adapter)
+        except CallFailed as error:
+            self._open.pop(flight.key, None)
+            for request in [name for name, each in self.flights.items() if each.sent and each.key == flight.key]:
+                self._end(request, error.failure)
+        except EngineLost:
+            log.debug("sampler %s: the engine has gone", flight.key)  # its requests are sent again to a new one
+        else:
+            log.info("sampler %s: opened %.3f s", flight.directory or flight.base_model, time.perf_counter() - began)
+
+    async def _close_unused(self) -> None:
+        """Closes samplers without requests: the retired ones, and the oldest beyond `MOST_OPEN`.
+
+        Requests are sent while files are removed.
+        """
+        gone: list[str] = []
+        async with self._sending:
+            used = {each.key for each in self.flights.values()}
+            idle = [key for key in self._open if key not in used]
+            retired = {f"adapter:{directory}" for directory in self._retired - self.catalogue.directories()}
+            surplus = idle[: max(0, len(self._open) - MOST_OPEN)]
+            for key in [each for each in idle if each in retired or each in surplus]:
+                del self._open[key]
+                await self._post("close_sampler", sampler_id=key)
+            for directory in [each for each in self._retired if f"adapter:{each}" not in used]:
+                if directory in self._held:
+                    continue
+                self._retired.discard(directory)
+                if directory in self.catalogue.directories():  # the end of the last sampling session retires it again
+                    continue
+                gone.append(directory)
+        for directory in gone:
+            await asyncio.to_thread(remove_directory, self.catalogue.place(directory))
+
+    async def _post(self, method: str, **arguments: Any) -> None:
+        try:
+            await self.link.post(method, **arguments)
+        except EngineLost:
+            log.debug("%s of an engine that has gone", method)
+
+    def _start(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

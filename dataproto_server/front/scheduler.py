@@ -1,0 +1,396 @@
+"""Carries out the requests of all runs, in the order of each."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from dataproto_server.backend import Failure, Pass, PassResult
+from dataproto_server.config import ServeConfig
+from dataproto_server.engine_link import CallFailed, EngineLink, EngineLost
+from dataproto_server.front.barriers import WITH_FILES, Barriers, Done, remove_run_files
+from dataproto_server.front.counters import Counters
+from dataproto_server.front.fair_share import FairShare
+from dataproto_server.front.futures import Futures, failed, pass_outcome
+from dataproto_server.front.intake import Intake
+from dataproto_server.front.lanes import Lane
+from dataproto_server.front.round_journal import RoundJournal
+from dataproto_server.front.run_snapshots import RunSnapshots
+from dataproto_server.incidents import failure_of
+from dataproto_server.ledger import journal
+from dataproto_server.ledger.catalogue import Catalogue
+from dataproto_server.ledger.database import Database, NotWritten
+from dataproto_server.ledger.journal import Entry
+from dataproto_server.ledger.records import Job, put, together
+from dataproto_server.pass_codec import read_pass
+from dataproto_server.refusals import InvalidRequest
+
+log = logging.getLogger("dataproto.serve")
+ROUND_BYTES = 32 << 20  # of the bodies of a round's passes, of each run
+LOOK_SECONDS = 1.0  # between looks for gaps
+LARGE_BYTES = 1 << 18  # of the bodies of a round's passes that are read beside the event loop
+KEEP_SECONDS = 30.0  # between tries to write the checkpoint of an expired run
+Results = list[PassResult | Failure]
+
+
+class Scheduler:
+    """One round after the other: passes of all runs together, then the updates of all, then the rest. What reads or writes
+    files does not stop the rounds.
+
+    Of the passes that wait, a round has a fair share of each client: see `FairShare`. A client is a session.
+    """
+
+    def __init__(
+        self,
+        link: EngineLink,
+        database: Database,
+        catalogue: Catalogue,
+        futures: Futures,
+        barriers: Barriers,
+        config: ServeConfig,
+        counters: Counters,
+    ) -> None:
+        self.link, self.database, self.catalogue, self.futures = link, database, catalogue, futures
+        self.barriers, self.config, self.counters = barriers, config, counters
+        self.snapshots = RunSnapshots(database, catalogue, barriers, config)
+        self.lanes: dict[str, Lane] = {}
+        self.on_connected: Callable[[], Awaitable[None]]  # to an engine that holds no run
+        self.rounds = RoundJournal(link, database, catalogue, futures, counters, self.lanes, self._begin_save)
+        self._intake = Intake(database, config.limits, self.lanes, self._enter)
+        self.accept = self._intake.accept
+        self._share: FairShare[Entry] = FairShare()
+        self._pass_seconds = 0.0  # of the last round of passes
+        self._wake = asyncio.Event()
+        self._in_rounds = False
+        self._saves: set[asyncio.Task[None]] = set()
+        for run in catalogue.runs.values():
+            if run.state in ("new", "live"):
+                self.lanes[run.id] = Lane(run)
+        unfinished = [
+            entry for group in database.run_now(journal.rounds_to_replay) for entry in group if entry.state == "queued"
+        ]
+        for entry in [*unfinished, *database.run_now(journal.waiting)]:
+            if entry.run in self.lanes:
+                self._enter(entry)
+
+    def _enter(self, entry: Entry) -> None:
+        lane = self.lanes.get(entry.run)
+        if lane is None:
+            lane = self.lanes[entry.run] = Lane(self.catalogue.runs[entry.run])
+        pending = self.futures.open(entry.id, lane.run.owner)
+        pending.reason = lambda: self._reason(lane, entry)
+        lane.add(entry)
+        self._begin_save(lane)
+        self._wake.set()
+
+    def _reason(self, lane: Lane, entry: Entry) -> str:
+        if not self.link.connected:
+            return "the engine starts again; the request continues then"
+        if lane.resting:
+            return lane.resting
+        gap = lane.gap()
+        if gap is not None:
+            return f"request {entry.seq} waits for request {gap[0]}"
+        ahead = sum(len(each.entries) for each in self.lanes.values()) - 1
+        return f"request {entry.seq} is being computed or waits for its turn; {ahead} others wait"
+
+    def end(self, run_id: str, how: Literal["dropped", "kept"]) -> None:
+        """Ends a run when nothing waits in it; one that is kept leaves a checkpoint for a day."""
+        if run_id in self.lanes:
+            self.lanes[run_id].ending = how
+            self._wake.set()
+
+    async def run(self) -> None:
+        """Works for ever; connects again when the engine is lost."""
+        while True:
+            try:
+                await self.settled()
+                await self.link.connect()
+                await self.on_connected()
+                await self._rounds()
+            except EngineLost:
+                self.counters.add("engine_losses")
+                log.warning("the engine ended: waiting for a new one")
+            except Exception:
+                log.exception("the engine does not start")
+                await asyncio.sleep(LOOK_SECONDS)
+                await self.link.close()
+
+    async def settled(self) -> None:
+        """Returns when nothing goes on beside the rounds."""
+        await asyncio.gather(*self._saves, return_exceptions=True)
+        await self.snapshots.settled()
+
+    async def _rounds(self) -> None:
+        while True:
+            self._wake.clear()
+            try:
+                self._in_rounds = True
+                if not await self._round():
+                    await self._rest()
+            except EngineLost:
+                raise
+            except Exception as error:  # a request at which this repeats fails after some tries
+                await self.rounds.start_over(error)
+            finally:
+                self._in_rounds = False
+
+    async def _rest(self) -> None:
+        try:
+            async with asyncio.timeout(
+                LOOK_SECONDS
+            ):  # `wait_for` of Python 3.11 may swallow the cancellation of a stop
+                await self._wake.wait()
+        except TimeoutError:
+            if not self.link.connected:
+                raise EngineLost("the engine ended while nothing was to do") from None
+
+    async def _round(self) -> bool:
+        """Carries out what is due, and returns whether there was anything."""
+        now = time.monotonic()
+        for lane in self.lanes.values():
+            self._begin_save(lane)
+        lanes = [
+            lane for lane in self.lanes.values() if lane.not_before <= now and not lane.saving and not lane.resting
+        ]
+        await self._fail_gaps(lanes)
+        await self._intake.gather(lanes, self._pass_seconds, self._wake)
+        passes = self._share_of_each(lanes)
+        for group in [[each] for each in passes] if any(each.alone for each in passes) else [passes]:
+            await self._passes(group)
+        steps = [head for lane in lanes if (head := lane.head()) is not None and head.kind == "optim_step"]
+        await self._updates(steps)
+        others = [head for lane in lanes if (head := lane.head()) is not None and head.kind in ("create", "invalid")]
+        await self._together({entry.run: self.barrier(entry) for entry in others})
+        ended = [lane for lane in lanes if lane.ending and not lane.entries and not lane.saving and self.link.connected]
+        for lane in ended:
+            self._begin(lane, self._end(lane))
+        return bool(passes or steps or others or ended)
+
+    def _begin_save(self, lane: Lane) -> None:
+        """Begins the request of a run whose turn it is, if it reads or writes files: it changes nothing that other runs use."""
+        head = lane.head()
+        if head is None or head.kind not in WITH_FILES or lane.saving or lane.resting or not self._in_rounds:
+            return
+        if not self.link.connected:  # it would count as a try
+            return
+        if lane.not_before > time.monotonic():
+            return
+        self._begin(lane, self.barrier(head))
+
+    def _begin(self, lane: Lane, work: Awaitable[None]) -> None:
+        """Begins work for a run, of which nothing else is carried out meanwhile. The rounds of others go on."""
+        lane.saving = True
+        task = asyncio.create_task(self._while_rounds_go_on(lane, work))
+        self._saves.add(task)
+        task.add_done_callback(self._saves.discard)
+
+    async def _while_rounds_go_on(self, lane: Lane, work: Awaitable[None]) -> None:
+        try:
+            await self._contained(lane, work)
+        except EngineLost:
+            log.debug("work for %s is lost with the engine", lane.run.id)  # as the rounds see
+        finally:
+            lane.saving = False
+            self._begin_save(lane)  # the next one does not wait for the round either
+            self._wake.set()
+
+    def _share_of_each(self, lanes: Sequence[Lane]) -> list[Entry]:
+        """The passes of the next round; of a client with several runs the one that has waited longest comes first."""
+        waiting: dict[str, list[tuple[Entry, int]]] = {}
+        due = [passes for lane in lanes if (passes := lane.passes(ROUND_BYTES))]
+        for passes in sorted(due, key=lambda passes: passes[0].arrived):
+            session = self.lanes[passes[0].run].run.session
+            waiting.setdefault(session, []).extend((each, each.tokens) for each in passes)
+        return self._share.choose(waiting)
+
+    async def _together(self, work: Mapping[str, Awaitable[None]]) -> None:
+        """Does work for several runs at the same time, at most one for each: one's files are read while the engine computes
+        for another.
+        """
+        parts = [self._contained(self.lanes[run], each) for run, each in work.items()]
+        for error in await asyncio.gather(*parts, return_exceptions=True):
+            if error is not None:
+                raise error
+
+    async def _contained(self, lane: Lane, work: Awaitable[None]) -> None:
+        """Does work for one run. An error delays this run alone; one that repeats fails the request."""
+        try:
+            await work
+        except EngineLost:
+            raise
+        except Exception:
+            log.exception("the work for %s failed and is tried again", lane.run.id)
+            lane.not_before = time.monotonic() + LOOK_SECONDS
+
+    async def _fail_gaps(self, lanes: Sequence[Lane]) -> None:
+        now = time.monotonic()
+        for lane in lanes:
+            gap = lane.gap()
+            if gap is None or lane.blocked_since is None or now - lane.blocked_since < self.config.gap_seconds:
+                continue
+            missing, late = gap
+            message = (
+                f"request {missing} of {lane.run.id} has not come within {self.config.gap_seconds:g} s (--gap-seconds)"
+            )
+            outcomes = [failed(f"{message}: request {seq} waited for it", "user") for seq in late]
+            await self.rounds.finish_all([(lane.entries[seq], each) for seq, each in zip(late, outcomes)])
+
+    # Passes
+
+    async def _passes(self, entries: Sequence[Entry]) -> None:
+        passes, ready = [], []
+        for entry, found in zip(entries, await self._read_all(entries), strict=True):
+            if isinstance(found, Pass):
+                passes.append(found)
+                ready.append(entry)
+            else:
+                failure = failure_of(found)
+                await self.rounds.finish(entry, failed(failure.message, failure.category))
+        if not ready or not await self.rounds.begin(ready):
+            return
+        began = time.monotonic()
+        try:
+            results = await self.results(passes)
+        except CallFailed:  # each is computed alone, so that only the guilty one fails
+            await self.rounds.dissolve(ready)
+            return
+        now = time.monotonic()
+        self._pass_seconds = now - began
+        for entry in ready:
+            self.lanes[entry.run].last_pass = now
+        self.counters.add("pass_seconds", self._pass_seconds)
+        self.counters.add("pass_rounds", 1)
+        self.counters.add("passes", len(passes))
+        self.counters.add("pass_rows", sum(len(each.data) for each in passes))
+        await self.rounds.finish_all([(entry, pass_outcome(result)) for entry, result in zip(ready, results)])
+
+    async def _read_all(self, entries: Sequence[Entry]) -> list[Pass | Exception]:
+        """The passes of some requests, or why one cannot be read."""
+        bodies: list[bytes | Exception] = []
+        for entry in entries:
+            try:
+                if self.lanes[entry.run].run.state != "live":
+                    raise InvalidRequest(f"run {entry.run} is not in training")
+                bodies.append(await self._body(entry))
+            except Exception as error:
+                bodies.append(error)
+        if sum(len(body) for body in bodies if isinstance(body, bytes)) > LARGE_BYTES:
+            return await asyncio.to_thread(self._parsed, bodies)
+        return self._parsed(bodies)
+
+    def _parsed(self, bodies: Sequence[bytes | Exception]) -> list[Pass | Exception]:
+        found: list[Pass | Exception] = []
+        for body in bodies:
+            try:
+                found.append(read_pass(body, self.config.limits) if isinstance(body, bytes) else body)
+            except Exception as error:
+                found.append(error)
+        return found
+
+    async def _body(self, entry: Entry) -> bytes:
+        return await self.database.run(journal.body_of(entry.id)) if entry.body is None else entry.body
+
+    async def results(self, passes: Sequence[Pass]) -> Results:
+        """What passes come to. Raises `CallFailed` if a joint computation fails as a whole; none has then added a gradient."""
+        try:
+            found: Results = await self.link.call("passes", passes=passes)
+        except CallFailed as error:
+            if len(passes) > 1:
+                raise
+            return [error.failure]
+        return found
+
+    # All other requests
+
+    async def barrier(self, entry: Entry) -> None:
+        """Carries out a request that is no pass."""
+        if entry.kind == "load":  # which takes the place of a snapshot that is being written
+            await self.snapshots.settled(entry.run)
+        if await self.rounds.begin([entry]):
+            await self._conclude([(entry, await self._carried_out(entry))])
+
+    async def _updates(self, entries: Sequence[Entry]) -> None:
+        """Carries out updates of different runs at the same time. One commit begins them, and one has the outcomes of those
+        that were done; each failure has its own.
+        """
+        begun = [entry for (entry,) in await self.rounds.begin_each([[entry] for entry in entries])]
+        ended: list[tuple[Entry, Done | Failure]] = []
+
+        async def carry_out(entry: Entry) -> None:
+            ended.append((entry, await self._carried_out(entry)))
+
+        try:
+            await self._together({entry.run: carry_out(entry) for entry in begun})
+        except BaseException:  # what the engine has done may not be done twice; a cancellation stays one
+            try:
+                await self._conclude(ended)
+            except Exception:
+                log.exception("the outcomes of updates are not written: the journal has them as unfinished")
+            raise
+        await self._conclude(ended)
+
+    async def _carried_out(self, entry: Entry) -> Done | Failure:
+        """What a request came to, which is not written yet."""
+        run, body = self.lanes[entry.run].run, await self._body(entry)
+        try:
+            return await self.barriers.carry_out(run, entry, body)
+        except CallFailed as error:
+            return error.failure
+        except EngineLost:
+            raise
+        except Exception as error:
+            return failure_of(error)
+
+    async def _conclude(self, ended: Sequence[tuple[Entry, Done | Failure]]) -> None:
+        """Writes what requests came to; then snapshots of their runs may begin."""
+        done = [(self.lanes[entry.run], entry, each) for entry, each in ended if isinstance(each, Done)]
+        if done:
+            jobs = [job for _, _, each in done for job in each.jobs]
+            try:
+                await self.rounds.finish_all([(entry, each.outcome()) for _, entry, each in done], *jobs)
+                for _, _, each in done:
+                    each.after()
+            except (EngineLost, NotWritten) as error:
+                for lane, _, each in done:
+                    await asyncio.to_thread(each.undo)
+                    self.barriers.room.forget(lane.run)
+                if isinstance(error, EngineLost):
+                    raise
+            except Exception as error:  # what the engine has done may not be done twice
+                for lane, _, _ in done:
+                    self.barriers.room.forget(lane.run)
+                await self.rounds.start_over(error)
+        for entry, result in ended:
+            if isinstance(result, Failure):
+                await self._failed_barrier(self.lanes[entry.run], entry, result)
+        for lane, entry, _ in done:
+            if entry.kind == "optim_step":
+                await self.snapshots.after_step(lane, entry.seq)
+            elif entry.kind == "load":
+                lane.steps, lane.last_snapshot = 0, time.monotonic()
+
+    async def _failed_barrier(self, lane: Lane, entry: Entry, failure: Failure) -> None:
+        jobs: list[Job] = []
+        if lane.run.state == "new":  # it could not be created
+            lane.run.state = "failed"
+            jobs.append(put(lane.run))
+        await self.rounds.finish(entry, failed(failure.message, failure.category), *jobs)
+
+    async def _end(self, lane: Lane) -> None:
+        run = lane.run
+        await self.snapshots.settled(run.id)
+        if lane.ending == "kept" and run.state == "live" and not await self.snapshots.keep(run):
+            lane.not_before = time.monotonic() + KEEP_SECONDS
+            return
+        await self.database.run(together(put(replace(run, state="ended")), journal.forget_covered))
+        run.state, lane.ending = "ended", ""
+        if not lane.entries:  # those that have come meanwhile fail, and the lane goes with the last one
+            del self.lanes[run.id]
+        for directory in await self.catalogue.drop_samplers(lambda each: each.run == run.id):
+            self.barriers.uses.retire(directory)
+        await self.link.call("release", model_id=run.id)
+        self.barriers.syncs.end(run.id)
+        await asyncio.to_thread(remove_run_files, self.catalogue.run_directory(run))

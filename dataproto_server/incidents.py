@@ -1,0 +1,24 @@
+"""What a client is told of an error."""
+
+import logging
+import uuid
+
+from dataproto.errors import DataProtoError, RankFailure, WorkerFailed
+from dataproto_server.backend import Failure
+
+log = logging.getLogger("dataproto.serve")
+SERVER_ERRORS = (RankFailure, WorkerFailed)
+
+
+def failure_of(error: Exception) -> Failure:
+    """What a client is told of an error. One of the server gets a number, under which the log has its traceback."""
+    if isinstance(error, DataProtoError) and not isinstance(error, SERVER_ERRORS):
+        return Failure(str(error), "user")
+    return server_failure(error)
+
+
+def server_failure(error: Exception) -> Failure:
+    """What a client is told of an error of the server: its kind, and the number of its traceback in the log."""
+    incident = uuid.uuid4().hex[:8]
+    log.error("incident %s", incident, exc_info=error)
+    return Failure(f"{type(error).__name__} in the server, incident {incident}: its log has more", "server")

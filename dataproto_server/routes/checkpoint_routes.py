@@ -1,0 +1,222 @@
+"""Runs and checkpoints: lists, publishing, deletion, time to live, copies and downloads."""
+
+import asyncio
+import json
+import time
+import uuid
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import quote
+
+from starlette.responses import FileResponse, Response
+
+from dataproto_server.front.barriers import check_ttl
+from dataproto_server.json_requests import CopyWeights, SetTtl, WeightsInfo
+from dataproto_server.ledger.catalogue import Catalogue
+from dataproto_server.ledger.directories import MANIFEST, checked_name, link_files, new_directory
+from dataproto_server.ledger.records import KINDS, Checkpoint, Run, text
+from dataproto_server.refusals import InvalidRequest, NotFound, Refused
+from dataproto_server.routes.gate import Call, answer
+
+DOWNLOAD_SECONDS = 900
+
+
+def moment(seconds: float | None) -> str | None:
+    """A time as the SDK reads it."""
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def checkpoint_info(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {
+        "checkpoint_id": f"{checkpoint.kind}/{checkpoint.name}",
+        "checkpoint_type": KINDS[checkpoint.kind],
+        "time": moment(checkpoint.created),
+        "tinker_path": checkpoint.path,
+        "size_bytes": checkpoint.size,
+        "public": bool(checkpoint.public),
+        "user_metadata": strings(checkpoint.metadata),
+        "expires_at": moment(checkpoint.expires),
+    }
+
+
+def strings(metadata: str) -> dict[str, str] | None:
+    """Metadata with texts as values, which is what the SDK reads."""
+    found = json.loads(metadata)
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in found.items()} or None
+
+
+def run_info(run: Run, catalogue: Catalogue) -> dict[str, Any]:
+    checkpoints = catalogue.checkpoints_of(run=run.id)
+    last = {each.kind: checkpoint_info(each) for each in checkpoints}
+    return {
+        "training_run_id": run.id,
+        "base_model": run.base_model,
+        "model_owner": run.owner,
+        "is_lora": run.lora is not None,
+        "lora_rank": run.spec.rank if run.spec else None,
+        "corrupted": run.state == "failed",
+        "last_request_time": moment(run.last_request),
+        "last_checkpoint": last.get("weights"),
+        "last_sampler_checkpoint": last.get("sampler_weights"),
+        "user_metadata": strings(run.metadata),
+    }
+
+
+def page_of(call: Call, name: str, items: list[dict[str, Any]]) -> Response:
+    """A part of a list, with its place in the whole."""
+    offset, limit = call.number("offset", 0), call.number("limit", 20)
+    cursor = {"offset": offset, "limit": limit, "total_count": len(items)}
+    return answer({name: items[offset : offset + limit], "cursor": cursor})
+
+
+async def list_runs(call: Call) -> Response:
+    catalogue = call.service.catalogue
+    project = call.request.query_params.get("project_id")
+    mine = [run for run in catalogue.runs.values() if run.owner == call.owner]
+    if project is not None:
+        sessions = {session.id for session in catalogue.sessions.values() if session.project == project}
+        mine = [run for run in mine if run.session in sessions]
+    mine.sort(key=lambda run: -run.last_request)
+    return page_of(call, "training_runs", [run_info(run, catalogue) for run in mine])
+
+
+async def get_run(call: Call) -> Response:
+    """A run of the key, or one with a published checkpoint."""
+    catalogue = call.service.catalogue
+    run = catalogue.runs.get(call.path("run"))
+    if run is None or (
+        run.owner != call.owner and not any(each.public for each in catalogue.checkpoints_of(run=run.id))
+    ):
+        raise NotFound(f"there is no run {call.path('run')[:200]!r}")
+    info = run_info(run, catalogue)
+    if run.owner != call.owner:
+        info |= {"last_checkpoint": None, "last_sampler_checkpoint": None}
+    return answer(info)
+
+
+async def list_run_checkpoints(call: Call) -> Response:
+    run = call.service.catalogue.run(call.path("run"), call.owner)
+    return answer(
+        {"checkpoints": [checkpoint_info(each) for each in call.service.catalogue.checkpoints_of(run=run.id)]}
+    )
+
+
+async def list_checkpoints(call: Call) -> Response:
+    newest_first = call.service.catalogue.checkpoints_of(call.owner)[::-1]
+    return page_of(call, "checkpoints", [checkpoint_info(each) for each in newest_first])
+
+
+def _checkpoint(call: Call, own: bool = True) -> Checkpoint:
+    path = f"tinker://{call.path('run')}/{call.path('kind')}/{call.path('name')}"
+    return call.service.catalogue.checkpoint(path, call.owner, own=own)
+
+
+async def delete_checkpoint(call: Call) -> Response:
+    await call.service.lifecycle.delete_checkpoint(_checkpoint(call))
+    return Response(status_code=204)
+
+
+async def publish(call: Call) -> Response:
+    return await _publish(call, 1)
+
+
+async def unpublish(call: Call) -> Response:
+    return await _publish(call, 0)
+
+
+async def _publish(call: Call, public: int) -> Response:
+    await call.service.catalogue.change(_checkpoint(call), public=public)
+    return Response(status_code=204)
+
+
+async def set_ttl(call: Call) -> Response:
+    ttl = (await call.read(SetTtl)).ttl_seconds
+    checkpoint = _checkpoint(call)
+    check_ttl(ttl)
+    await call.service.catalogue.change(checkpoint, expires=None if ttl is None else time.time() + ttl)
+    return Response(status_code=204)
+
+
+async def weights_info(call: Call) -> Response:
+    catalogue = call.service.catalogue
+    base, lora = catalogue.spec_of(catalogue.checkpoint((await call.read(WeightsInfo)).tinker_path, call.owner))
+    info: dict[str, Any] = {"base_model": base, "is_lora": lora is not None, "optimizer_config": {"type": "adamw"}}
+    if lora is not None:
+        info |= {"lora_rank": lora["rank"]} | {key: lora[key] for key in ("train_unembed", "train_mlp", "train_attn")}
+    return answer(info)
+
+
+async def copy_weights(call: Call) -> Response:
+    """Copies a checkpoint to a run of its own, which cannot be trained; files are shared where the file system can."""
+    asked, service = await call.read(CopyWeights), call.service
+    if asked.weights_access_token is not None or call.request.headers.get("x-tinker-weights-access-token"):
+        raise InvalidRequest("weights_access_token is not supported: publish the checkpoint to give others access")
+    check_ttl(asked.ttl_seconds)
+    if asked.session_id:
+        service.catalogue.session(asked.session_id, call.owner)
+    source = service.catalogue.checkpoint(asked.source_path, call.owner)
+    base, lora = service.catalogue.spec_of(source)
+    now = time.time()
+    run = Run(
+        id=f"{uuid.uuid4().hex}:copy:0",
+        number=service.catalogue.next_number(),
+        session=asked.session_id or "",
+        owner=call.owner,
+        base_model=base,
+        lora=None if lora is None else text(lora),
+        metadata=text({"copy_of": source.path, "project": asked.destination_project_id or ""}),
+        created=now,
+        last_request=now,
+        state="ended",
+    )
+    directory = service.catalogue.run_directory(run) / source.kind / source.name
+    copy = replace(
+        source,
+        run=run.id,
+        owner=call.owner,
+        directory=service.catalogue.name_of(directory),
+        created=now,
+        public=0,
+        expires=None if asked.ttl_seconds is None else now + asked.ttl_seconds,
+    )
+    with service.scheduler.barriers.room.reserved(run, source.size), service.samples.hold(source.directory):
+        async with new_directory(directory) as temporary:
+            await asyncio.to_thread(link_files, service.catalogue.place(source.directory), temporary)
+        await service.catalogue.write(run, copy)
+        service.catalogue.runs[run.id] = run
+        service.catalogue.checkpoints[copy.run, copy.kind, copy.name] = copy
+    return answer({"tinker_path": copy.path})
+
+
+async def external_weights_urls(call: Call) -> Response:
+    """Addresses of the files of an exported checkpoint, which need no key for a quarter of an hour."""
+    checkpoint = _checkpoint(call, own=False)
+    if checkpoint.kind != "external_weights":
+        raise InvalidRequest(f"{checkpoint.path} is no export: make one by save_weights_external")
+    expires = int(time.time()) + DOWNLOAD_SECONDS
+    base = str(call.request.base_url).rstrip("/")
+    urls = {}
+    for path in sorted(call.service.catalogue.place(checkpoint.directory).iterdir()):
+        if path.name != MANIFEST:
+            place = f"{checkpoint.run}/{checkpoint.kind}/{checkpoint.name}/{path.name}"
+            signature = call.service.keys.signature(f"{checkpoint.directory}/{path.name}", expires)
+            urls[path.name] = f"{base}/files/{quote(place)}?expires={expires}&signature={signature}"
+    return answer({"urls": urls, "expires": moment(expires)})
+
+
+async def download(call: Call) -> Response:
+    """A file of an exported checkpoint, to who has a signed address."""
+    run, kind, name, file = (call.path(part) for part in ("run", "kind", "name", "file"))
+    query = call.request.query_params
+    expires = call.number("expires", 0, most=10**11)
+    checkpoint, signature = call.service.catalogue.checkpoints.get((run, kind, name)), query.get("signature", "")
+    # the directory is signed, not the name, which a later checkpoint may have
+    if checkpoint is None or not call.service.keys.signed(
+        f"{checkpoint.directory}/{file}", expires, signature, time.time()
+    ):
+        raise Refused(403, "the address is not signed or has expired, or the checkpoint is gone: ask for a new one")
+    path = call.service.catalogue.place(checkpoint.directory) / checked_name(file)
+    if not path.is_file():
+        raise NotFound(f"the checkpoint has no file {file!r}")
+    return FileResponse(path, filename=file)

@@ -1,0 +1,186 @@
+"""What every request passes: the key, the limits of its body, the form of errors, a line in the log and a count."""
+
+import asyncio
+import base64
+import binascii
+import io
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import zstandard
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from dataproto_server.front.service import Service
+from dataproto_server.json_requests import parse_json, read
+from dataproto_server.ledger.database import obstacle
+from dataproto_server.ledger.journal import Outcome
+from dataproto_server.refusals import InvalidRequest, NotFound, Refused
+
+log = logging.getLogger("dataproto.serve.requests")
+Body = TypeVar("Body")
+ERROR_SECONDS = 5.0  # clients repeat a request at once after an error of the server
+LARGE_BODY = 1 << 18  # bytes
+UNREAD = (
+    8  # limits' worth of a body that is read to its end, so that its sender sees the refusal and no broken connection
+)
+MOST_WINDOW = 1 << 26  # bytes that a zstd frame may refer back to
+
+
+@dataclass
+class Call:
+    """A request with its owner and its whole body."""
+
+    service: Service
+    request: Request
+    owner: str
+    body: bytes
+    notes: dict[str, Any] = field(default_factory=dict)  # for the log
+
+    async def json(self) -> dict[str, Any]:
+        """The body, a large one read beside the event loop. Raises `InvalidRequest`."""
+        return await asyncio.to_thread(parse_json, self.body) if self.large else parse_json(self.body)
+
+    async def read(self, kind: type[Body]) -> Body:
+        """The body as a dataclass. Raises `InvalidRequest`."""
+        return read(kind, await self.json())
+
+    @property
+    def large(self) -> bool:
+        """It would hold up the event loop to read the body there."""
+        return len(self.body) > LARGE_BODY
+
+    def path(self, name: str) -> str:
+        value: str = self.request.path_params[name]
+        return value
+
+    def number(self, name: str, default: int, most: int = 1_000_000_000) -> int:
+        """A whole number of the query."""
+        text = self.request.query_params.get(name, str(default))
+        if not text.isascii() or not text.isdigit() or int(text) > most:
+            raise InvalidRequest(f"{name}={text[:50]!r}: must be a whole number of at most {most}")
+        return int(text)
+
+
+Handler = Callable[[Call], Awaitable[Response]]
+
+
+def gated(method: str, path: str, handler: Handler, *, public: bool = False, page: bool = False) -> Route:
+    """A route to a handler. Only a public one needs no key; one for browsers takes it from their dialogue too."""
+
+    async def endpoint(request: Request) -> Response:
+        service: Service = request.app.state.service
+        began, notes = time.monotonic(), dict[str, Any]()
+        response, owner = await _answered(service, request, handler, public, page, notes)
+        spent = time.monotonic() - began
+        details = "".join(f" {name}={value}" for name, value in notes.items())
+        line = f"{owner or '-'} {method} {request.scope['path']} {response.status_code} {1000 * spent:.0f} ms{details}"
+        log.info("%s", line.encode("unicode_escape").decode())  # a client's text stays in its line
+        route = path.removeprefix("/api/v1/")
+        service.counters.add("http_requests", route=route, status=response.status_code)
+        service.counters.add("http_seconds", spent, route=route)
+        return response
+
+    return Route(path, endpoint, methods=[method])
+
+
+async def _answered(
+    service: Service, request: Request, handler: Handler, public: bool, page: bool, notes: dict[str, Any]
+) -> tuple[Response, str | None]:
+    owner = service.keys.owner(given_key(request, page))
+    try:
+        if owner is None and not public:
+            return not_let_in(given_key(request, page), page), owner
+        body = b"" if owner is None else await read_body(request, service.config.limits.max_body_mb << 20)
+        notes["bytes"] = len(body)
+        return await handler(Call(service, request, owner or "", body, notes)), owner
+    except Refused as error:
+        return refusal(error.status, str(error)), owner
+    except InvalidRequest as error:
+        return refusal(404 if isinstance(error, NotFound) else 400, str(error)), owner
+    except asyncio.CancelledError:  # the server stops: clients repeat what has this status
+        return refusal(429, "the server is stopping"), owner
+    except ClientDisconnect:
+        return Response(status_code=499), owner
+    except Exception as error:
+        if (found := obstacle(error)) is not None:  # clients repeat what has this status, more and more seldom
+            log.error("the database cannot be written: %s", error)
+            return refusal(429, f"the server cannot write to {found.place}: {found.reason}; {found.way_out}"), owner
+        incident = uuid.uuid4().hex[:8]
+        logging.getLogger("dataproto.serve").exception("incident %s", incident)
+        await asyncio.sleep(ERROR_SECONDS)
+        return refusal(500, f"the server failed, incident {incident}: its log has more"), owner
+
+
+def refusal(status: int, message: str) -> Response:
+    """An error as the SDK reads it."""
+    return JSONResponse({"detail": message}, status)
+
+
+def not_let_in(key: str | None, page: bool) -> Response:
+    """The refusal of a missing or unknown key: on a page the browser asks for the key, and the SDK exchanges its key for another
+    token if this one is refused (RFC 6750).
+    """
+    message = "the API key is missing or unknown: give it as X-API-Key (TINKER_API_KEY)"
+    way = 'Basic realm="dataproto serve"' if page else 'Bearer error="invalid_token"' if key else None
+    return JSONResponse({"detail": message}, 401, None if way is None else {"WWW-Authenticate": way})
+
+
+def given_key(request: Request, page: bool) -> str | None:
+    """The key of ``X-API-Key``, or on a page the password of a browser's dialogue.
+
+    Browsers send that password with the requests of other sites too, so the routes that change something do not take it.
+    """
+    key = request.headers.get("x-api-key")
+    scheme, _, encoded = request.headers.get("authorization", "").partition(" ")
+    if key is not None or not page or scheme.lower() != "basic":
+        return key
+    try:
+        return base64.b64decode(encoded, validate=True).decode().partition(":")[2]
+    except (binascii.Error, UnicodeDecodeError):
+        return None
+
+
+async def read_body(request: Request, most: int) -> bytes:
+    """The body, decompressed.
+
+    Raises:
+        Refused: it is larger than ``most`` bytes, before or after decompression, or not readable.
+    """
+    too_large = Refused(413, f"the body is larger than {most >> 20} MB (--max-body-mb)")
+    body, received = bytearray(), 0
+    async for part in request.stream():
+        received += len(part)
+        if received > UNREAD * most:
+            raise too_large
+        if received <= most:
+            body += part
+    if received > most:
+        raise too_large
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding == "identity":
+        return bytes(body)
+    if encoding != "zstd":
+        raise Refused(415, f"content encoding {encoding[:50]!r} is not known: zstd or none")
+    try:
+        reader = zstandard.ZstdDecompressor(max_window_size=MOST_WINDOW).stream_reader(io.BytesIO(bytes(body)))
+        plain: bytes = reader.read(most + 1)
+    except zstandard.ZstdError as error:
+        raise Refused(400, f"the body is no zstd frame: {error}") from error
+    if len(plain) > most:
+        raise too_large
+    return plain
+
+
+def answer(value: Any) -> Response:
+    """A JSON answer."""
+    return JSONResponse(value)
+
+
+def answer_outcome(outcome: Outcome) -> Response:
+    return Response(outcome.result, media_type=outcome.media)

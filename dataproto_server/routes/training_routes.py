@@ -1,0 +1,263 @@
+"""Requests that train: each is taken into the journal, and answered with the id of its future."""
+
+import asyncio
+import dataclasses
+import json
+import time
+from typing import Any
+
+from starlette.responses import Response
+
+from dataproto_server.front.futures import ACTIVE, PAUSED, failed
+from dataproto_server.front.service import Service
+from dataproto_server.json_requests import (
+    CreateCustomLoss,
+    CreateModel,
+    LoadWeights,
+    ModelOnly,
+    OptimStep,
+    RequestOnly,
+    RetrieveFuture,
+    RetrieveFutures,
+    SaveExternal,
+    SaveForSampler,
+    SaveWeights,
+    read,
+)
+from dataproto_server.ledger import journal
+from dataproto_server.ledger.journal import Outcome
+from dataproto_server.ledger.records import Run, drop, text
+from dataproto_server.pass_codec import read_header
+from dataproto_server.refusals import InvalidRequest, Refused
+from dataproto_server.routes.gate import Call, answer, answer_outcome
+
+NO_CUSTOM_LOSS = (
+    "this server does not compute the custom loss {name!r}: client/config says custom_loss_server_side=false, with which "
+    "forward_backward_custom computes it in the client"
+)
+LARGE_RESULT = 1 << 18  # bytes of a result whose size is told before it is sent
+
+
+async def create_model(call: Call) -> Response:
+    given = await call.json()
+    session, number = identity_of(given, "session_id", "model_seq_id")
+    try:
+        asked = read(CreateModel, given)
+        lora = None if asked.lora_config is None else dataclasses.asdict(asked.lora_config)
+        return await _new_run(call, session, number, "create", asked.base_model, lora, asked.user_metadata)
+    except InvalidRequest as error:
+        return await _new_run(call, session, number, "invalid", "", None, None, str(error).encode())
+
+
+async def load_weights(call: Call) -> Response:
+    given = await call.json()
+    if given.get("session_id") is None:
+        return await ordered(call, "load", LoadWeights)
+    session, number = identity_of(given, "session_id", "model_seq_id")
+    try:
+        asked = read(LoadWeights, given)
+        return await _new_run(call, session, number, "load", asked.base_model or "", None, asked.user_metadata)
+    except InvalidRequest as error:
+        return await _new_run(call, session, number, "invalid", "", None, None, str(error).encode())
+
+
+async def _new_run(
+    call: Call,
+    session_id: str,
+    number: int,
+    kind: str,
+    base_model: str,
+    lora: dict[str, Any] | None,
+    metadata: dict[str, Any] | None,
+    body: bytes | None = None,
+) -> Response:
+    """Makes a run, and takes in its first request, number 0."""
+    catalogue = call.service.catalogue
+    run_id = f"{catalogue.live_session(session_id, call.owner).id}:train:{number}"
+    sent = kind, call.body if body is None else body
+    async with catalogue.making[call.owner]:  # the same request may come again while the run is being written
+        run, most = catalogue.runs.get(run_id), call.service.config.limits.max_runs
+        others = sum(each.id != run_id for each in catalogue.live_runs(call.owner))
+        if kind != "invalid" and others >= most:
+            kind, body = "invalid", f"this key has {most} runs in training: finish a session (--max-runs)".encode()
+        if run is None:
+            now = time.time()
+            run = Run(
+                id=run_id,
+                number=catalogue.next_number(),
+                session=session_id,
+                owner=call.owner,
+                base_model=base_model,
+                lora=None if lora is None else text(lora),
+                metadata=text(metadata),
+                created=now,
+                last_request=now,
+            )
+            await catalogue.write(run)
+            if catalogue.sessions[session_id].state != "live":  # it has ended meanwhile, with the runs that it had
+                await catalogue.database.run(drop(run))
+                catalogue.live_session(session_id, call.owner)
+            catalogue.runs[run_id] = run
+    return await _accepted(call, run, 0, kind, call.body if body is None else body, sent=sent)
+
+
+async def create_custom_loss(call: Call) -> Response:
+    """Fails the upload of a client's own loss, which names no public formula: the client computes it."""
+    asked = await call.read(CreateCustomLoss)
+    session = call.service.catalogue.live_session(asked.session_id, call.owner)
+    request_id, futures = f"{session.id}:custom_loss:{asked.custom_loss_seq_id}", call.service.futures
+    call.notes["request"] = request_id
+    futures.open(request_id, call.owner)
+    futures.resolve(request_id, failed(NO_CUSTOM_LOSS.format(name=asked.name[:200]), "user"))
+    return answer({"request_id": request_id})
+
+
+async def forward_backward(call: Call) -> Response:
+    header = await asyncio.to_thread(read_header, call.body) if call.large else read_header(call.body)
+    run = call.service.catalogue.run(header.model_id, call.owner)
+    return await _accepted(call, run, _numbered(header.seq_id), "pass", call.body, header.tokens)
+
+
+async def optim_step(call: Call) -> Response:
+    return await ordered(call, "optim_step", OptimStep)
+
+
+async def save_weights(call: Call) -> Response:
+    return await ordered(call, "save", SaveWeights)
+
+
+async def save_weights_for_sampler(call: Call) -> Response:
+    return await ordered(call, "save_for_sampler", SaveForSampler)
+
+
+async def save_weights_external(call: Call) -> Response:
+    return await ordered(call, "save_external", SaveExternal)
+
+
+async def ordered(call: Call, kind: str, form: type) -> Response:
+    """Takes in a request with a place in the order of its run. One that is malformed fails in its turn, so that no gap stays."""
+    given = await call.json()
+    model, seq = identity_of(given, "model_id", "seq_id")
+    run = call.service.catalogue.run(model, call.owner)
+    try:
+        if not (kind == "optim_step" and "optimizer_params" in given):  # refused by name in its turn
+            read(form, given)
+    except InvalidRequest as error:
+        return await _accepted(call, run, _numbered(seq), "invalid", str(error).encode())
+    return await _accepted(call, run, _numbered(seq), kind, call.body)
+
+
+def identity_of(given: dict[str, Any], name: str, number: str) -> tuple[str, int]:
+    """The fields that say where a request belongs; without them it is refused at once."""
+    found, seq = given.get(name), given.get(number)
+    if not isinstance(found, str) or type(seq) is not int or not 0 <= seq < 1 << 62:
+        raise Refused(400, f"{name} must be a text and {number} a whole number")
+    return found, seq
+
+
+def _numbered(seq: int) -> int:
+    if seq < 1:
+        raise Refused(400, f"seq_id={seq}: the requests of a run are numbered from 1")
+    return seq
+
+
+async def _accepted(
+    call: Call,
+    run: Run,
+    seq: int,
+    kind: str,
+    body: bytes,
+    tokens: int = 0,
+    sent: tuple[str, bytes] | None = None,
+) -> Response:
+    call.notes |= {"run": run.id, "seq": seq}
+    request_id = await call.service.scheduler.accept(run, seq, kind, body, tokens, sent)
+    return answer({"request_id": request_id, "model_id": run.id})
+
+
+# Results
+
+
+async def retrieve_future(call: Call) -> Response:
+    """Waits for a result: 408 with the state of the queue if it takes long, and 410 if the server does not know the request."""
+    asked = await call.read(RetrieveFuture)
+    call.notes["request"] = asked.request_id[:200]
+    outcome = await _outcome(call.service, asked.request_id, call.owner)
+    if outcome is None:
+        return _not_yet(call.service, asked.request_id)
+    if asked.allow_metadata_only and len(outcome.result) > LARGE_RESULT:
+        return answer({"status": "complete_metadata", "response_payload_size": len(outcome.result)})
+    _mark_fetched(call.service, asked.request_id)
+    return answer_outcome(outcome)
+
+
+async def _outcome(service: Service, request_id: str, owner: str) -> Outcome | None:
+    known = service.futures.pending.get(request_id)
+    if known is not None and known.owner == owner:
+        return await service.futures.wait(request_id, service.config.poll_seconds)
+    run = service.catalogue.runs.get(request_id.rpartition(":")[0])
+    if known is None and run is not None and run.owner == owner:
+        found = await service.database.run(journal.find(request_id))
+        if found is not None and found[2] is not None:
+            return found[2]
+    raise Refused(410, f"request {request_id[:200]!r} is not known: send it again")
+
+
+def _not_yet(service: Service, request_id: str) -> Response:
+    lane = service.scheduler.lanes.get(request_id.rpartition(":")[0])
+    state = ACTIVE if service.link.connected and not (lane and lane.resting) else PAUSED
+    body = {"type": "try_again", "request_id": request_id, "queue_state": state}
+    body["queue_state_reason"] = service.futures.pending[request_id].reason()
+    return Response(json.dumps(body).encode(), 408, media_type="application/json")
+
+
+def _mark_fetched(service: Service, request_id: str) -> None:
+    known = service.futures.pending.get(request_id)
+    if known is not None:
+        known.fetched = True
+    if known is None or known.sampler is None:
+        service.database.later(journal.fetched(request_id, time.time()))
+
+
+async def retrieve_futures(call: Call) -> Response:
+    """The finished samples of a sampling session, behind a cursor."""
+    asked = await call.read(RetrieveFutures)
+    sampler = call.service.catalogue.sampler(asked.target.sampling_session_id, call.owner)
+    seconds = min(asked.timeout if asked.timeout is not None else 40.0, call.service.config.poll_seconds)
+    found = await call.service.futures.finished_since(sampler.id, asked.prev_cursor, max(seconds, 0.0))
+    clone = asked.target.cloned_sampler_id
+    completions = []
+    for each in found:
+        if int(each.id.rpartition(":")[2]) // 1_000_000_000 == clone and each.outcome is not None:
+            size = {} if each.outcome.failed else {"response_payload_uncompressed_size": len(each.outcome.result)}
+            state = "failed" if each.outcome.failed else "finished"
+            completions.append({"state": state, "request_id": each.id, **size})
+    return answer({"completions": completions, "cursor": found[-1].announced if found else asked.prev_cursor})
+
+
+async def cancel_future(call: Call) -> Response:
+    """Drops a request for samples; one that trains keeps its place, and nothing happens."""
+    request = (await call.read(RequestOnly)).request_id
+    known = call.service.futures.pending.get(request)
+    if known is not None and known.owner == call.owner and known.sampler is not None:
+        call.service.samples.cancel(request)
+    return answer({})
+
+
+async def get_info(call: Call) -> Response:
+    run = call.service.catalogue.run((await call.read(ModelOnly)).model_id, call.owner)
+    model = await call.service.model(run.base_model)
+    data = {"model_name": model.name}
+    if model.tokenizer:
+        data["tokenizer_id"] = model.tokenizer
+    return answer(
+        {
+            "type": "get_info",
+            "model_id": run.id,
+            "model_name": model.name,
+            "model_data": data,
+            "is_lora": run.lora is not None,
+            "lora_rank": run.spec.rank if run.spec else None,
+            "optimizer_config": {"type": "adamw"},
+        }
+    )
