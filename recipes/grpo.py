@@ -48,8 +48,8 @@ SEEN = "_seen_log_probs"
 
 def policy_loss(config: AlgorithmConfig, entropy_coef: float) -> LossFn:
     """The loss that ``config.loss`` names, with importance weights, entropy bonus and KL term where they are set."""
-    named, kl_coef, kl_in_loss = NamedLoss.find(config), config.settings.kl_coef, config.kl_in_loss
-    estimate_kl = KL_ESTIMATORS[config.settings.kl]
+    named, kl_coef, kl_in_loss = NamedLoss.find(config), config.kl_coef, config.kl_in_loss
+    estimate_kl = KL_ESTIMATORS[config.kl]
 
     def loss_fn(outputs: Outputs, data: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
         given = named.arguments(outputs, data)
@@ -91,7 +91,7 @@ def grpo_step(
         learned, corrected = rows_to_learn(data, config, seed=(sampling.seed, progression.steps))
     metrics |= shaped | corrected | {"actor/entropy_coeff": entropy_coefficient(data, config)}
     if len(learned):
-        loss, aggregation = policy_loss(config, metrics["actor/entropy_coeff"]), config.settings.aggregation
+        loss, aggregation = policy_loss(config, metrics["actor/entropy_coeff"]), config.aggregation
         with timed(metrics, "update_actor"):
             updated = roles.actor.update_and_score(
                 learned, loss, config.minibatch, config.epochs, aggregation, entropy=True
@@ -118,7 +118,7 @@ def grpo_step_in_parts(
     """
     progression = progression or Progression(config.kl_controller())
     config = replace(config, minibatch=None)  # the batch is one mini-batch: nothing waits for the rows of a later one
-    loss, aggregation = policy_loss(config, config.entropy_coef), config.settings.aggregation
+    loss, aggregation = policy_loss(config, config.entropy_coef), config.aggregation
     seed = (sampling.seed, progression.steps)
     metrics: dict[str, float] = {}
     parts: list[DataProto] = []

@@ -86,7 +86,7 @@ def ppo_step(
     if policy_learns:
         metrics["actor/entropy_coeff"] = entropy_coefficient(data, config)
         if len(learned):
-            loss, aggregation = policy_loss(config, metrics["actor/entropy_coeff"]), config.settings.aggregation
+            loss, aggregation = policy_loss(config, metrics["actor/entropy_coeff"]), config.aggregation
             with timed(metrics, "update_actor"):
                 updated = roles.actor.update_and_score(
                     learned, loss, config.minibatch, config.epochs, aggregation, entropy=True

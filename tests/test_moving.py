@@ -52,7 +52,7 @@ def test_its_command_is_understood() -> None:
     command = "\n".join(fenced("bash")).partition("dataproto grpo ")[2].replace("\\\n", " ")
     config = parse(command.split())
     assert (config.algorithm.n, config.algorithm.minibatch, config.layout.dp, config.run.epochs) == (5, 128, 8, 15)
-    assert config.algorithm.settings.clip == (0.2, 0.3)
+    assert config.algorithm.clip == (0.2, 0.3)
 
 
 def test_names_of_losses_and_advantages_are_known() -> None:

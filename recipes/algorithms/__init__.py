@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         outcome_advantage,
     )
     from recipes.algorithms.penalties import KLController, overlong_penalty, penalised_rewards
-    from recipes.algorithms.registry import ADVANTAGES, LOSSES, Settings
+    from recipes.algorithms.registry import ADVANTAGES, LOSSES
     from recipes.algorithms.turn_advantages import (
         bi_level_gae,
         gigpo_advantage,
@@ -54,7 +54,6 @@ __all__ = [
     "Differences",
     "KLController",
     "NamedLoss",
-    "Settings",
     "add_loss_columns",
     "bi_level_gae",
     "clip_cov_loss",

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from dataproto.errors import InvalidColumn, InvalidConfig
 from dataproto.extras import LazyModule
 from recipes.algorithms.correction import Correction, Rejection, check_bounds, check_limit
 from recipes.algorithms.function_files import in_users_function
 from recipes.algorithms.penalties import KLController
-from recipes.algorithms.registry import ADVANTAGES, LOSSES, Estimator, Settings, arguments_by_name, takes
+from recipes.algorithms.registry import ADVANTAGES, LOSSES, VERL, Estimator, arguments_by_name, paper_options, takes
 from rollout.engine import SamplingParams
 from workers.model.model_config import AggregationMode
 
@@ -28,20 +28,21 @@ else:  # options are read without torch
 KL_ESTIMATORS = {"k1": kl.k1_kl, "k2": kl.k2_kl, "k3": kl.k3_kl, "k3+": kl.unbiased_k3_kl}
 LOSS_OPTIONS = ("clip", "dual_clip", "sapo_temperatures", "cov_ratio", "cov_bounds", "kl_cov_coef")
 """Options that only some of the losses have."""
+OF_THE_PAPER: Any = None
+"""The default of an option that gets the value that the papers of the loss and the advantage use, unless it is given."""
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "opo", "gigpo")
 """Advantages that depend on the samples of the same prompt only."""
-Config = TypeVar("Config", bound="AlgorithmConfig")
 
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
     """Sampling, loss and advantages; the defaults are verl's where verl has the option. See docs/algorithms.md.
 
-    Options that are `None` get the values that the papers of ``loss`` and ``advantage`` use; see `settings`.
+    Options that are left out get the values that the papers of ``loss`` and ``advantage`` use.
 
-    >>> AlgorithmConfig(loss="gspo").settings.aggregation, AlgorithmConfig(loss="gspo").settings.clip
+    >>> AlgorithmConfig(loss="gspo").aggregation, AlgorithmConfig(loss="gspo").clip
     ('seq-mean-token-mean', (0.0003, 0.0004))
-    >>> AlgorithmConfig(loss="gspo", aggregation="token-mean").settings.aggregation
+    >>> AlgorithmConfig(loss="gspo", aggregation="token-mean").aggregation
     'token-mean'
     """
 
@@ -54,38 +55,38 @@ class AlgorithmConfig:
     # baseline of a response or of its tokens: grpo, dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax,
     # opo, over turns gigpo and turn_returns, in distil reverse_kl, with a critic gae, turn_gae and bi_level_gae, or
     # FILE.py:FUNCTION; default: the loss's, or grpo
-    advantage: str | None = None
+    advantage: str = OF_THE_PAPER
     gamma: float = 1.0  # discount of rewards a token, for reinforce_plus_plus, gae and bi_level_gae
     # discount of rewards a turn, for gigpo, turn_returns, turn_gae and bi_level_gae; default: the advantage's, or 1
-    turn_gamma: float | None = None
+    turn_gamma: float = OF_THE_PAPER
     step_weight: float = 1.0  # of gigpo: weight of the comparison of turns that begin in the same state
     # loss of log-probs and advantages: ppo, grpo, dr_grpo, dapo, gspo, cispo, sapo, clip_cov, kl_cov or FILE.py:FUNCTION;
     # a name also sets the other options of its paper, unless they are given
     loss: str = "ppo"
     # distances below and above 1 at which the ratio is clipped; default: the loss's, or 0.2 0.2
-    clip: tuple[float, float] | None = None
+    clip: tuple[float, float] = OF_THE_PAPER
     dual_clip: float | None = 3.0  # of ppo, grpo, dr_grpo and dapo: bound of the ratio where the advantage is negative
     sapo_temperatures: tuple[float, float] = (1.0, 1.05)  # of sapo: for positive and for negative advantages
     cov_ratio: float = 2e-4  # of clip_cov and kl_cov: share of the tokens that are selected
     cov_bounds: tuple[float, float] = (1.0, 5.0)  # of clip_cov: bounds of the covariances of the selected tokens
     kl_cov_coef: float = 1.0  # of kl_cov: weight of the penalty
     # weight of the KL term to the reference; 0 needs no reference; default: the loss's or the advantage's, or 0
-    kl_coef: float | None = None
-    kl_in: Literal["loss", "reward"] | None = None  # where the KL term is added; default: as for kl_coef, or loss
-    kl: Estimator | None = None  # its estimator; default: as for kl_coef, or k3 in the loss, k1 in the reward
+    kl_coef: float = OF_THE_PAPER
+    kl_in: Literal["loss", "reward"] = OF_THE_PAPER  # where the KL term is added; default: as for kl_coef, or loss
+    kl: Estimator = OF_THE_PAPER  # its estimator; default: as for kl_coef, or k3 in the loss, k1 in the reward
     kl_target: float | None = None  # in the reward: adapt the weight so that the KL stays near this value
     kl_horizon: int = 10_000  # time constant of the adaptation, in rows
     entropy_coef: float = 0.0  # weight of the entropy bonus
     entropy_anneal: bool = False  # multiply the bonus by 1 - accuracy of the batch
     # how the losses of tokens are averaged; default: the loss's or the advantage's, or token-mean
-    aggregation: AggregationMode | None = None
+    aggregation: AggregationMode = OF_THE_PAPER
     # drop groups whose samples are all equally good and sample others, in at most this number of generations for each step;
     # 0: keep all groups; default: the loss's, or 0
-    dynamic_sampling: int | None = None
+    dynamic_sampling: int = OF_THE_PAPER
     filter_metric: str | None = None  # the column that compares samples; default: acc if the reward has it, else score
     # length of the interval below the maximum length in which responses are penalised, in tokens or, below 1, as a share of
     # the maximum length (of a turn, in episodes); 0: no penalty; default: the loss's, or 0
-    overlong_buffer: float | None = None
+    overlong_buffer: float = OF_THE_PAPER
     overlong_penalty: float = 1.0  # penalty of a response of maximum length
     # weigh tokens or responses by the importance ratio of actor to engine
     correction: Correction = "none"
@@ -98,6 +99,9 @@ class AlgorithmConfig:
     skip_old_log_probs: bool = False
 
     def __post_init__(self) -> None:
+        given = {name: value for name in VERL if (value := getattr(self, name)) is not None}
+        for name, value in paper_options(self.loss, given).items():
+            object.__setattr__(self, name, value)
         self.sampling(max_tokens=1, seed=0)  # raises for invalid sampling options
         self._check_ranges()
         self._check_advantage()
@@ -112,14 +116,14 @@ class AlgorithmConfig:
             )
         if self.epochs < 1 or (self.minibatch is not None and self.minibatch < 1):
             raise InvalidConfig(f"algorithm.epochs={self.epochs}, minibatch={self.minibatch}: must be at least 1")
-        buffer = self.settings.overlong_buffer
+        buffer = self.overlong_buffer
         if self.entropy_coef < 0 or buffer < 0 or self.overlong_penalty < 0:
             raise InvalidConfig("algorithm.entropy_coef, overlong_buffer and overlong_penalty must be at least 0")
         if buffer > 1 and buffer != int(buffer):
             raise InvalidConfig(
                 f"algorithm.overlong_buffer={buffer}: must be a whole number of tokens, or a share below 1"
             )
-        generations = self.settings.dynamic_sampling
+        generations = self.dynamic_sampling
         if generations < 0 or generations == 1:
             raise InvalidConfig(
                 f"algorithm.dynamic_sampling={generations}: must be at least 2 generations, or 0 to keep all groups"
@@ -130,13 +134,13 @@ class AlgorithmConfig:
             )
 
     def _check_advantage(self) -> None:
-        name = self.settings.advantage
+        name = self.advantage
         function = ADVANTAGES.find(name)
         if self.n < 2 and not function.critic and function.takes("uid"):  # a critic needs no other samples
             raise InvalidConfig(f"algorithm.n={self.n}: {name} compares the samples of a prompt and needs at least 2")
-        if self.n < 2 and self.settings.dynamic_sampling:
+        if self.n < 2 and self.dynamic_sampling:
             raise InvalidConfig(f"algorithm.n={self.n}: dynamic sampling needs groups of at least 2")
-        for option, value in (("gamma", self.gamma), ("turn_gamma", self.settings.turn_gamma)):
+        for option, value in (("gamma", self.gamma), ("turn_gamma", self.turn_gamma)):
             if not 0 <= value <= 1:
                 raise InvalidConfig(f"algorithm.{option}={value}: must be from 0 to 1")
         if self.gamma != 1 and not function.takes("gamma"):
@@ -144,7 +148,7 @@ class AlgorithmConfig:
                 f"algorithm.gamma={self.gamma}: {name} has no discount for each token; reinforce_plus_plus, gae and "
                 "bi_level_gae have one"
             )
-        if self.turn_gamma not in (None, 1) and not function.takes("turn_gamma"):
+        if self.turn_gamma != 1 and not function.takes("turn_gamma"):
             raise InvalidConfig(
                 f"algorithm.turn_gamma={self.turn_gamma}: {name} has no discount for each turn; gigpo, turn_returns, turn_gae "
                 "and bi_level_gae have one"
@@ -156,9 +160,9 @@ class AlgorithmConfig:
 
     def _check_loss(self) -> None:
         function = LOSSES.find(self.loss)
-        if min(self.settings.clip) < 0:
-            raise InvalidConfig(f"algorithm.clip={self.settings.clip} must not be negative")
-        defaults = {each.name: each.default for each in fields(AlgorithmConfig)}
+        if min(self.clip) < 0:
+            raise InvalidConfig(f"algorithm.clip={self.clip} must not be negative")
+        defaults = {each.name: each.default for each in fields(AlgorithmConfig)} | {**VERL}
         for name in LOSS_OPTIONS:
             value = getattr(self, name)
             if value not in (None, defaults[name]) and not function.takes(name):
@@ -177,16 +181,15 @@ class AlgorithmConfig:
             )
 
     def _check_kl(self) -> None:
-        chosen = self.settings
-        if chosen.kl not in KL_ESTIMATORS:
-            raise InvalidConfig(f"algorithm.kl={chosen.kl!r}: choose one of {', '.join(KL_ESTIMATORS)}")
-        if chosen.kl_coef < 0:
-            raise InvalidConfig(f"algorithm.kl_coef={chosen.kl_coef} must be at least 0")
-        if chosen.kl_in == "loss" and chosen.kl == "k1":
+        if self.kl not in KL_ESTIMATORS:
+            raise InvalidConfig(f"algorithm.kl={self.kl!r}: choose one of {', '.join(KL_ESTIMATORS)}")
+        if self.kl_coef < 0:
+            raise InvalidConfig(f"algorithm.kl_coef={self.kl_coef} must be at least 0")
+        if self.kl_in == "loss" and self.kl == "k1":
             raise InvalidConfig(
                 "algorithm.kl=k1 has no gradient in expectation: choose k2, k3 or k3+, or set kl_in=reward"
             )
-        if self.kl_target is not None and (chosen.kl_in != "reward" or not chosen.kl_coef):
+        if self.kl_target is not None and (self.kl_in != "reward" or not self.kl_coef):
             raise InvalidConfig("algorithm.kl_target adapts a penalty in the reward: set kl_in=reward and kl_coef")
         self.kl_controller()  # raises for an invalid target or horizon
 
@@ -203,16 +206,14 @@ class AlgorithmConfig:
             )
 
     @property
-    def settings(self) -> Settings:
-        """The options that papers set. The user's values come first, then those of the loss, of the advantage, and of verl."""
-        given = {each.name: getattr(self, each.name) for each in fields(Settings)}
-        given = {name: value for name, value in given.items() if value is not None}
-        paper = LOSSES.find(self.loss).paper
-        advantage = given.get("advantage") or paper.get("advantage") or Settings.advantage
-        chosen = {**ADVANTAGES.find(advantage).paper, **paper, **given, "advantage": advantage}
-        if "kl" not in chosen and chosen.get("kl_in") == "reward":
-            chosen["kl"] = "k1"
-        return Settings(**chosen)
+    def of_the_paper(self) -> list[str]:
+        """The options that have the values of the papers of ``loss`` and ``advantage``."""
+        named = {"advantage": self.advantage, "kl_in": self.kl_in}
+        papers = paper_options(self.loss, named) | {
+            "kl_in": paper_options(self.loss, {"advantage": self.advantage})["kl_in"]
+        }
+        papers["advantage"] = paper_options(self.loss, {})["advantage"]
+        return [name for name, value in papers.items() if getattr(self, name) == value]
 
     @property
     def compares_engine(self) -> bool:
@@ -222,12 +223,12 @@ class AlgorithmConfig:
     @property
     def kl_in_reward(self) -> bool:
         """Whether the rewards have a KL penalty."""
-        return self.settings.kl_coef > 0 and self.settings.kl_in == "reward"
+        return self.kl_coef > 0 and self.kl_in == "reward"
 
     @property
     def kl_in_loss(self) -> bool:
         """Whether the loss has a KL term."""
-        return self.settings.kl_coef > 0 and self.settings.kl_in == "loss"
+        return self.kl_coef > 0 and self.kl_in == "loss"
 
     @property
     def needs_old_log_probs(self) -> bool:
@@ -237,7 +238,7 @@ class AlgorithmConfig:
         only the mini-batches after the first need a pass of their own.
         """
         needed_by_loss = any(takes(each, "old_log_probs") for each in LOSSES.find(self.loss).columns.values())
-        needed = needed_by_loss or ADVANTAGES.find(self.settings.advantage).takes("old_log_probs")
+        needed = needed_by_loss or ADVANTAGES.find(self.advantage).takes("old_log_probs")
         return self.epochs > 1 or self.kl_in_reward or self.compares_engine or needed
 
     def old_log_prob_share(self, prompts: int) -> float:
@@ -251,30 +252,30 @@ class AlgorithmConfig:
     @property
     def needs_reference(self) -> bool:
         """Whether a KL term or the advantage reads the log-probs of a reference."""
-        return self.settings.kl_coef > 0 or ADVANTAGES.find(self.settings.advantage).takes("ref_log_prob")
+        return self.kl_coef > 0 or ADVANTAGES.find(self.advantage).takes("ref_log_prob")
 
     @property
     def reference_in_update_only(self) -> bool:
         """Whether only the loss reads the reference's log-probs, and mini-batches after the first need old log-probs: actor and
         reference then score the rows of the update together.
         """
-        read_before = self.kl_in_reward or ADVANTAGES.find(self.settings.advantage).takes("ref_log_prob")
+        read_before = self.kl_in_reward or ADVANTAGES.find(self.advantage).takes("ref_log_prob")
         return self.needs_reference and not read_before and not self.needs_old_log_probs and self.minibatch is not None
 
     @property
     def needs_critic(self) -> bool:
         """Whether the advantage needs the values of a critic."""
-        return ADVANTAGES.find(self.settings.advantage).critic
+        return ADVANTAGES.find(self.advantage).critic
 
     @property
     def needs_greedy(self) -> bool:
         """Whether the advantage needs the score of the greedy response to each prompt."""
-        return ADVANTAGES.find(self.settings.advantage).takes("reward_baselines")
+        return ADVANTAGES.find(self.advantage).takes("reward_baselines")
 
     @property
     def needs_whole_batches(self) -> list[str]:
         """Why the loss or the advantages of a group depend on other groups; empty if they do not."""
-        reasons, advantage = [], self.settings.advantage
+        reasons, advantage = [], self.advantage
         if advantage not in GROUP_ADVANTAGES:
             reasons.append(
                 f"algorithm.advantage={advantage} may depend on the whole batch, unlike {', '.join(GROUP_ADVANTAGES)}"
@@ -289,12 +290,12 @@ class AlgorithmConfig:
 
     def overlong_tokens(self, max_tokens: int) -> int:
         """Length of the interval below ``max_tokens`` in which responses are penalised, in tokens."""
-        buffer = self.settings.overlong_buffer
+        buffer = self.overlong_buffer
         return max(round(buffer * max_tokens), 1) if 0 < buffer < 1 else int(buffer)
 
     def kl_controller(self) -> KLController:
         """A new controller of the KL penalty's weight."""
-        return KLController(self.settings.kl_coef, self.kl_target, self.kl_horizon)
+        return KLController(self.kl_coef, self.kl_target, self.kl_horizon)
 
     def updates(self, prompts: int) -> int:
         """Number of optimizer steps for a batch of ``prompts`` prompts."""
@@ -305,14 +306,8 @@ class AlgorithmConfig:
         return SamplingParams(self.n, self.temperature, self.top_p, self.top_k, max_tokens, seed=seed)
 
     def options(self) -> dict[str, Any]:
-        """All options by name, with the values of `settings`."""
-        return vars(self) | vars(self.settings)
-
-
-def spelled_out(config: Config) -> Config:
-    """The same algorithm with the options of `AlgorithmConfig.settings` given explicitly."""
-    chosen = vars(config.settings)
-    return replace(config, **chosen if LOSSES.find(config.loss).takes("clip") else chosen | {"clip": None})
+        """All options by name."""
+        return dict(vars(self))
 
 
 def outcome_advantage(config: AlgorithmConfig, data: DataProto) -> Tensor:
@@ -323,9 +318,9 @@ def outcome_advantage(config: AlgorithmConfig, data: DataProto) -> Tensor:
         InvalidColumn: it returned another shape.
     """
     if config.needs_critic:
-        raise InvalidConfig(f"{config.settings.advantage} needs the values of a critic")
+        raise InvalidConfig(f"{config.advantage} needs the values of a critic")
     advantages: Tensor = _advantage(config, data)
-    _check_shape(f"algorithm.advantage={config.settings.advantage}", advantages, data["response_mask"])
+    _check_shape(f"algorithm.advantage={config.advantage}", advantages, data["response_mask"])
     return advantages
 
 
@@ -341,7 +336,7 @@ def critic_advantage(config: AlgorithmConfig, data: DataProto) -> tuple[Tensor, 
 
 def _advantage(config: AlgorithmConfig, data: DataProto) -> Any:
     """What the function that ``config`` names makes of the columns and the options."""
-    name = config.settings.advantage
+    name = config.advantage
     function = ADVANTAGES.find(name).function
     what = f"algorithm.advantage={name}"
     given = arguments_by_name(what, function, _columns(data), config.options())

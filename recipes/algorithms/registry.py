@@ -19,14 +19,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from dataproto.errors import InvalidConfig
 from dataproto.extras import LazyModule
 from recipes.algorithms.function_files import load_named_function
-from workers.model.model_config import AggregationMode
 
 if TYPE_CHECKING:
     from recipes.algorithms import advantages, covariances, kl, losses, turn_advantages
@@ -40,19 +39,18 @@ else:  # their names are options, which are read without torch
 Estimator = Literal["k1", "k2", "k3", "k3+"]
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The options that the paper of a loss or of an advantage may set. The defaults are verl's."""
-
-    advantage: str = "grpo"
-    aggregation: AggregationMode = "token-mean"
-    clip: tuple[float, float] = (0.2, 0.2)
-    kl_coef: float = 0.0
-    kl_in: Literal["loss", "reward"] = "loss"
-    kl: Estimator = "k3"
-    dynamic_sampling: int = 0
-    overlong_buffer: float = 0
-    turn_gamma: float = 1.0
+VERL: Mapping[str, Any] = {
+    "advantage": "grpo",
+    "aggregation": "token-mean",
+    "clip": (0.2, 0.2),
+    "kl_coef": 0.0,
+    "kl_in": "loss",
+    "kl": "k3",
+    "dynamic_sampling": 0,
+    "overlong_buffer": 0.0,
+    "turn_gamma": 1.0,
+}
+"""The options that the paper of a loss or of an advantage may set, with verl's values, which stand where no paper sets one."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ class Algorithm:
 
     Attributes:
         function: the function; see the docstring of this module.
-        paper: the options that its paper sets; see `Settings`. Options that the user sets take precedence.
+        paper: the options that its paper sets, of those in `VERL`. Options that the user sets take precedence.
         columns: further columns that the function reads, each with the function that computes it from the whole batch before
             an update.
         arguments: some of the function's arguments, so that asking for them does not import it.
@@ -101,13 +99,12 @@ class Registry:
         """Adds an `Algorithm` under a new name.
 
         Raises:
-            InvalidConfig: the name is in use, or ``paper`` has an option that is not in `Settings`.
+            InvalidConfig: the name is in use, or ``paper`` has an option that is not in `VERL`.
         """
         if name in self._algorithms:
             raise InvalidConfig(f"{self.kind} {name!r} is already registered: choose another name")
-        known = [each.name for each in fields(Settings)]
-        if unknown := sorted(set(paper or {}) - set(known)):
-            raise InvalidConfig(f"{self.kind} {name!r}: paper sets {unknown}, but may only set {known}")
+        if unknown := sorted(set(paper or {}) - VERL.keys()):
+            raise InvalidConfig(f"{self.kind} {name!r}: paper sets {unknown}, but may only set {[*VERL]}")
         self._algorithms[name] = Algorithm(function, paper or {}, columns or {})
 
     def remove(self, name: str) -> None:
@@ -235,4 +232,18 @@ LOSSES = Registry(
         ),
     },
 )
-"""The losses by name. A loss also sets the options of its paper; see `Settings`."""
+"""The losses by name. A loss also sets the options of its paper; see `paper_options`."""
+
+
+def paper_options(loss: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options in `VERL` with the values of an algorithm: those ``given``, then those of the loss, of the advantage, of verl.
+
+    >>> paper_options("gspo", {"kl_coef": 0.1})["clip"], paper_options("gspo", {"clip": (0.2, 0.2)})["clip"]
+    ((0.0003, 0.0004), (0.2, 0.2))
+    """
+    paper = LOSSES.find(loss).paper
+    advantage = given.get("advantage") or paper.get("advantage") or VERL["advantage"]
+    chosen = {**ADVANTAGES.find(advantage).paper, **paper, **given, "advantage": advantage}
+    if chosen.get("kl_in") == "reward":
+        chosen = {"kl": "k1"} | chosen
+    return {**VERL, **chosen}

@@ -31,13 +31,13 @@ class DistilConfig(AlgorithmConfig):
     """The algorithm's settings."""
 
     n: int = 4  # samples of each prompt
-    advantage: str | None = "reverse_kl"  # of a token: how much likelier the teacher finds it
+    advantage: str = "reverse_kl"  # of a token: how much likelier the teacher finds it
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.settings.advantage != "reverse_kl" or self.settings.kl_coef:
+        if self.advantage != "reverse_kl" or self.kl_coef:
             raise InvalidConfig(
-                f"algorithm.advantage={self.settings.advantage}, kl_coef={self.settings.kl_coef}: distillation has the reverse "
+                f"algorithm.advantage={self.advantage}, kl_coef={self.kl_coef}: distillation has the reverse "
                 "KL to the teacher as its advantage, and no other KL term; for other advantages run recipes.grpo"
             )
 

@@ -23,10 +23,10 @@ class GRPOConfig(AlgorithmConfig):
         super().__post_init__()
         if self.needs_critic:
             raise InvalidConfig(
-                f"algorithm.advantage={self.settings.advantage} needs the values of a critic: run recipes.ppo or "
+                f"algorithm.advantage={self.advantage} needs the values of a critic: run recipes.ppo or "
                 "recipes.geo3k_ppo"
             )
-        if self.settings.advantage == "reverse_kl":
+        if self.advantage == "reverse_kl":
             raise InvalidConfig("algorithm.advantage=reverse_kl needs a teacher: run recipes.distil")
 
 

@@ -49,13 +49,13 @@ class PPOConfig(ActorCriticConfig):
     """The algorithm's settings; verl's defaults where they exist."""
 
     n: int = 1  # samples of each prompt
-    advantage: str | None = "gae"  # with the critic's values: of tokens gae, over turns turn_gae and bi_level_gae
+    advantage: str = "gae"  # with the critic's values: of tokens gae, over turns turn_gae and bi_level_gae
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.needs_critic:
             raise InvalidConfig(
-                f"algorithm.advantage={self.settings.advantage} does not use a critic: run recipes.grpo or recipes.geo3k_grpo"
+                f"algorithm.advantage={self.advantage} does not use a critic: run recipes.grpo or recipes.geo3k_grpo"
             )
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig, lat
 from recipes.options.config_file import ONCE, file_arguments
 from recipes.options.help_text import help_text, show_help
 from recipes.options.idle_options import refuse_idle_options
-from recipes.options.option_table import TRUTH, options_of, refuse_unknown, with_plain_flags, with_short_names
+from recipes.options.option_table import TRUTH, as_given, options_of, refuse_unknown, with_plain_flags, with_short_names
 from recipes.options.peer_names import own_name
 from recipes.report.page import CONFIG_FILE, OPTIONS_FILE
 
@@ -45,6 +46,7 @@ PARSED = re.compile(
 NO_NUMBER = re.compile(r"(invalid literal for int\(\) with base 10|could not convert string to float): ('.*')")
 NO_FORM = re.compile(r"no type matching (.+?) could be instantiated from \[(.*?)\].*")
 HOME = re.compile(r"^(--[\w.-]+=|)~(?=/|$)")
+CLEARED = re.compile(r"--algorithm\.([\w-]+)=None")
 LEFT_OVER = re.compile(r"^Unrecognized options: (.*)")
 NAMES_OF_AN_ALGORITHM = ("--algorithm.loss", "--algorithm.advantage")
 TRACEBACK_TEXT = "show the whole traceback of an error"
@@ -243,11 +245,15 @@ def _parse(arguments: Sequence[str], default: Config, prog: str) -> Config:
         default, {place: {} for place in mappings}
     )  # tyro takes NAME VALUE ... only over an empty default
     try:
-        with contextlib.redirect_stderr(refusal), _unwrapped():
+        with contextlib.redirect_stderr(refusal), _unwrapped(), warnings.catch_warnings():
             joined = _joined(
                 _at_home(arguments), [f"--{option.name}" for option in options_of(default) if option.path in mappings]
             )
-            config = tyro.cli(type(default), args=joined, default=empty, prog=prog, add_help=False)
+            names = [*map(CLEARED.fullmatch, joined)]
+            joined = [argument for argument, name in zip(joined, names, strict=True) if name is None]
+            cleared = [name[1].replace("-", "_") for name in names if name is not None]
+            warnings.simplefilter("ignore")  # of tyro, for options that a paper sets
+            config = tyro.cli(type(default), args=joined, default=as_given(empty, cleared), prog=prog, add_help=False)
     except SystemExit:
         lines = [line.strip("╭╮╰╯│─ ") for line in refusal.getvalue().splitlines()]
         text = "; ".join(line for line in lines[1:] if line)

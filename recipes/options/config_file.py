@@ -9,7 +9,7 @@ from typing import Any, ClassVar, get_args, get_origin
 import yaml
 
 from dataproto.errors import InvalidConfig, writing
-from recipes.options.option_table import TRUTH, Option, options_of
+from recipes.options.option_table import TRUTH, Option, as_given, options_of
 from recipes.report.page import OPTIONS_FILE
 
 HEADER = "# The options that made this directory. `--config FILE` reads such a file; options on the command line override it.\n"
@@ -67,7 +67,7 @@ def config_as_yaml(config: Any) -> str:
     """
     nested: dict[str, Any] = {}
     comments = ""
-    for option in options_of(config):
+    for option in options_of(as_given(config)):
         group, _, name = option.name.rpartition(".")
         if option.positional:
             comments += f"# {option.name.upper()}: {option.default}\n"

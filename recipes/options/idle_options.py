@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dataproto.errors import InvalidConfig
-from recipes.options.option_table import options_of
+from recipes.options.option_table import as_given, options_of
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ IDLE_RULES = (
     IdleRule(("weights",), lambda c: len(c.data.data_path) == 1, "one data set has the whole weight: name several"),
     IdleRule(
         ("algorithm.kl", "algorithm.kl-in"),
-        lambda c: not c.algorithm.settings.kl_coef,
+        lambda c: not c.algorithm.kl_coef,
         "there is no KL term: add --algorithm.kl-coef",
     ),
     IdleRule(
@@ -158,12 +158,12 @@ IDLE_RULES = (
     ),
     IdleRule(
         ("algorithm.overlong-penalty",),
-        lambda c: not c.algorithm.settings.overlong_buffer,
+        lambda c: not c.algorithm.overlong_buffer,
         "no response is penalised for its length: add --algorithm.overlong-buffer",
     ),
     IdleRule(
         ("algorithm.overlong-buffer", "algorithm.overlong-penalty"),
-        lambda c: c.algorithm.settings.advantage == "reverse_kl",
+        lambda c: c.algorithm.advantage == "reverse_kl",
         "distillation learns from the teacher, not from rewards: leave it out",
     ),
     IdleRule(
@@ -181,8 +181,8 @@ IDLE_RULES = (
         lambda c: (
             _value(c, "algorithm", "skip_old_log_probs")
             and c.critic is None
-            and not c.algorithm.settings.kl_coef
-            and c.algorithm.settings.advantage != "reverse_kl"
+            and not c.algorithm.kl_coef
+            and c.algorithm.advantage != "reverse_kl"
         ),
         "no pass of this run is without gradients: leave it out",
     ),
@@ -203,8 +203,8 @@ IDLE_RULES = (
 
 def refuse_idle_options(config: Any, default: Any) -> None:
     """Raises `InvalidConfig` for an option that differs from ``default`` and does nothing in ``config``; names the way out."""
-    before = {option.name: option.default for option in options_of(default)}
-    for option in options_of(config):
+    before = {option.name: option.default for option in options_of(as_given(default))}
+    for option in options_of(as_given(config)):
         if option.default != before.get(option.name):
             for rule in IDLE_RULES:
                 if rule.covers(option.name) and rule.is_idle(config):

@@ -5,6 +5,7 @@ import io
 import tokenize
 from ast import AnnAssign, ClassDef, Name, parse
 from collections.abc import Collection, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -60,6 +61,22 @@ def options_of(config: Any) -> list[Option]:
     [('max-tokens', 7)]
     """
     return list(_walk(config, (), ""))
+
+
+def as_given(config: Any, cleared: Collection[str] = ()) -> Any:
+    """A configuration with `None` where an option of its algorithm has the value of a paper, which an option given later may
+    change.
+
+    Args:
+        cleared: further options of the algorithm.
+    """
+    if not hasattr(config, "algorithm"):
+        return config
+    config, algorithm = copy(config), copy(config.algorithm)
+    for name in {*algorithm.of_the_paper, *cleared}:
+        object.__setattr__(algorithm, name, None)
+    object.__setattr__(config, "algorithm", algorithm)
+    return config
 
 
 def _walk(config: Any, path: tuple[str, ...], prefix: str) -> Iterator[Option]:

@@ -89,7 +89,7 @@ def generate_and_score(
             data["reward_baselines"] = found.repeat_interleave(config.n)
         return data
 
-    generations = config.settings.dynamic_sampling
+    generations = config.dynamic_sampling
     if not generations:
         return sample(prompts, model_columns), metrics
     if more is None:
@@ -230,7 +230,7 @@ def shape_rewards(
         rewards = rewards + penalties
         metrics["reward/overlong_penalty"] = float(penalties.sum(1).mean())
     if config.kl_in_reward:
-        kl = KL_ESTIMATORS[config.settings.kl](data["old_log_probs"], data["ref_log_prob"])
+        kl = KL_ESTIMATORS[config.kl](data["old_log_probs"], data["ref_log_prob"])
         metrics["actor/reward_kl_penalty_coeff"] = controller.coef
         rewards, mean = penalised_rewards(rewards, kl, mask, controller.coef)
         metrics["actor/reward_kl_penalty"] = mean

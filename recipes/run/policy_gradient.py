@@ -17,7 +17,6 @@ from transformers.utils.logging import disable_progress_bar
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily
-from recipes.algorithms.options import spelled_out
 from recipes.configs.shared.device_preset import preset_line, this_machine
 from recipes.configs.shared.policy_gradient_config import SIZES, Config, DataConfig, PolicyGradientConfig
 from recipes.configs.shared.run_config import announce_small_model
@@ -180,8 +179,7 @@ def open_task_directory(config: Config, asked: Config | None = None) -> Config:
         InvalidConfig, CheckpointError: see `open_run_directory`.
     """
     completed = with_schedules(config.run, config, **config.updates)
-    recorded = replace(completed, algorithm=spelled_out(completed.algorithm))
-    open_run_directory(config.run, recorded, config if asked is None else asked)
+    open_run_directory(config.run, completed, config if asked is None else asked)
     return completed
 
 

@@ -107,7 +107,7 @@ def test_the_example_of_the_document_runs():
     exec(compile(source, str(DOCUMENT), "exec"), {})
     try:
         config = AlgorithmConfig(loss="reinforce", advantage="score_above_half")
-        assert config.settings.aggregation == "seq-mean-token-mean"
+        assert config.aggregation == "seq-mean-token-mean"
         assert outcome_advantage(config, batch()).tolist() == [[1.5, 1.5]]
         assert policy_loss(config, 0.0)(outputs(), batch())[0].tolist() == [[1.0, -2.0]]
     finally:

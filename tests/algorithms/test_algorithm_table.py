@@ -118,7 +118,7 @@ def test_every_advantage_and_loss_has_an_algorithm_that_selects_it():
     for row in ALGORITHMS:
         recipe, *given = shlex.split(row[2].strip("`"))
         configs.append(RECIPES[recipe].parse(["--preset", "any", "--model-path", "anything", *given]).algorithm)
-    assert {config.settings.advantage for config in configs} == set(ADVANTAGES.names)
+    assert {config.advantage for config in configs} == set(ADVANTAGES.names)
     assert {config.loss for config in configs} == set(LOSSES.names)
 
 

@@ -1,5 +1,7 @@
 """Valid combinations of options, and the functions that they select."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,8 +10,8 @@ from dataproto.errors import InvalidConfig
 from recipes import geo3k_grpo, geo3k_ppo
 from recipes.algorithms import advantages, losses
 from recipes.algorithms.kl import k1_kl, k2_kl
-from recipes.algorithms.options import AlgorithmConfig, outcome_advantage, spelled_out
-from recipes.algorithms.registry import Settings
+from recipes.algorithms.options import AlgorithmConfig, outcome_advantage
+from recipes.algorithms.registry import VERL
 from recipes.grpo import GRPOConfig, policy_loss
 from workers.model.packed_model import Outputs
 
@@ -60,15 +62,6 @@ def test_invalid_combinations_raise_an_error_with_the_reason(wrong, reason):
         AlgorithmConfig(**wrong)
 
 
-VERL = {
-    "advantage": "grpo",
-    "aggregation": "token-mean",
-    "clip": (0.2, 0.2),
-    "kl_coef": 0.0,
-    "kl_in": "loss",
-    "kl": "k3",
-}
-VERL |= {"turn_gamma": 1.0, "dynamic_sampling": 0, "overlong_buffer": 0}
 SEQUENCES = {"aggregation": "seq-mean-token-mean"}
 CONSTANT = {"aggregation": "seq-mean-token-sum-norm"}
 
@@ -103,20 +96,19 @@ CONSTANT = {"aggregation": "seq-mean-token-sum-norm"}
 )
 def test_a_name_sets_what_its_paper_sets_and_an_option_overrides_it(given, expected):
     config = AlgorithmConfig(**given)
-    assert vars(config.settings) == VERL | expected
-    assert spelled_out(config).settings == config.settings
+    assert {name: getattr(config, name) for name in VERL} == VERL | expected
+    assert replace(config) == config
 
 
 def test_naming_an_algorithm_removes_the_kl_term_of_the_tiny_model():
-    assert geo3k_grpo.parse([]).algorithm.settings.kl_coef == 0.1
-    assert geo3k_grpo.parse(["--algorithm.kl-coef", "0.2"]).algorithm.settings.kl_coef == 0.2
+    assert geo3k_grpo.parse([]).algorithm.kl_coef == 0.1
+    assert geo3k_grpo.parse(["--algorithm.kl-coef", "0.2"]).algorithm.kl_coef == 0.2
     named = geo3k_grpo.parse(["--algorithm.loss=gspo"]).algorithm
-    assert (named.n, named.settings.aggregation, named.settings.kl_coef) == (16, "seq-mean-token-mean", 0)
+    assert (named.n, named.aggregation, named.kl_coef) == (16, "seq-mean-token-mean", 0)
     named = geo3k_grpo.parse(["--algorithm.advantage", "dr_grpo", "--algorithm.kl-coef", "0.3"]).algorithm
-    assert (named.settings.aggregation, named.settings.kl_coef) == ("seq-mean-token-sum-norm", 0.3)
-    assert geo3k_ppo.parse(["--algorithm.loss", "gspo"]).algorithm.settings == Settings(
-        "gae", "seq-mean-token-mean", (3e-4, 4e-4)
-    )
+    assert (named.aggregation, named.kl_coef) == ("seq-mean-token-sum-norm", 0.3)
+    named = geo3k_ppo.parse(["--algorithm.loss", "gspo"]).algorithm
+    assert (named.advantage, named.aggregation, named.clip) == ("gae", "seq-mean-token-mean", (3e-4, 4e-4))
 
 
 def test_a_buffer_below_one_is_a_share_of_the_maximum_length():
@@ -216,5 +208,5 @@ def test_the_kl_term_is_in_the_loss_or_in_the_reward():
     assert "actor/kl_loss" in metrics
     in_reward = AlgorithmConfig(kl_coef=0.1, kl_in="reward")
     assert torch.equal(loss_of(in_reward, log_probs, old, advantage)[0], plain)
-    assert in_reward.settings.kl == "k1"
-    assert (AlgorithmConfig(kl_coef=0.1).settings.kl, k1_kl(torch.ones(1), torch.zeros(1)).item()) == ("k3", 1.0)
+    assert in_reward.kl == "k1"
+    assert (AlgorithmConfig(kl_coef=0.1).kl, k1_kl(torch.ones(1), torch.zeros(1)).item()) == ("k3", 1.0)

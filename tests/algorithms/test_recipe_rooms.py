@@ -13,7 +13,6 @@ NAMES = {
             "KLController",
             "LOSSES",
             "NamedLoss",
-            "Settings",
             "add_loss_columns",
         ),
         *("bi_level_gae", "critic_advantage", "gigpo_advantage", "turn_gae", "turn_returns_advantage", "uncut_tokens"),

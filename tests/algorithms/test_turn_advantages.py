@@ -307,10 +307,10 @@ def test_options_reach_the_functions():
     config = AlgorithmConfig(advantage="gigpo", turn_gamma=0.5, step_weight=2.0)
     expected = gigpo_advantage(rewards, response_mask=mask, turn=turn, turn_gamma=0.5, step_weight=2.0, **others)
     assert outcome_advantage(config, data).equal(expected)
-    assert AlgorithmConfig(advantage="gigpo").settings.turn_gamma == 0.95
+    assert AlgorithmConfig(advantage="gigpo").turn_gamma == 0.95
     found = critic_advantage(PPOConfig(advantage="turn_gae", turn_gamma=0.5, lam=0.0), data)
     assert found[0].tolist() == [[-0.25, 0.5], [-0.25, -0.5]]
-    assert PPOConfig(advantage="bi_level_gae").settings.turn_gamma == 0.99
+    assert PPOConfig(advantage="bi_level_gae").turn_gamma == 0.99
 
 
 @pytest.mark.parametrize(

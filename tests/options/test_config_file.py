@@ -11,7 +11,6 @@ import yaml
 from dataproto.errors import CheckpointError, InvalidConfig
 from dataproto_server import config as serve_config
 from recipes import classify, geo3k_grpo, grpo, ppo, sft
-from recipes.algorithms.options import spelled_out
 from recipes.configs import distil_config, easy_vqa_config, make_vlm_config
 from recipes.configs.environments import walk_config, zoom_config
 from recipes.options import write_options
@@ -42,7 +41,7 @@ instruction: "--think,
     given = written(tmp_path / "mine.yaml", text)
     config = grpo.parse([*given, "--steps", "9", "--algorithm.n", "4"])
     assert (config.run.steps, config.data.batch_size, config.compute.compile, config.run.seed) == (9, 8, True, 5)
-    assert (config.algorithm.n, config.algorithm.clip, config.algorithm.kl_coef) == (4, (0.1, 0.3), None)
+    assert (config.algorithm.n, config.algorithm.clip, config.algorithm.kl_coef) == (4, (0.1, 0.3), 0.0)
     assert (config.optimizer.lr, config.engine_options, config.model_path) == (1e-3, {"max_num_seqs": 4}, None)
     assert config.data.instruction == "--think, then answer"
     assert config.run.eval_every == grpo.TINY.run.eval_every
@@ -129,12 +128,12 @@ def test_a_run_of_an_earlier_version_resumes_from_its_config_json(tmp_path):
     began = grpo.parse(
         ["--output-dir", str(tmp_path), "--preset", "any", "--model-path", "mine", "--optimizer.schedule", "linear"]
     )
-    recorded = with_schedules(began.run, replace(began, algorithm=spelled_out(began.algorithm)), optimizer=1)
+    recorded = with_schedules(began.run, began, optimizer=1)
     open_run_directory(began.run, recorded)
     (tmp_path / "config.yaml").unlink()
     resumed = grpo.parse(["--resume", str(tmp_path)])
     assert resumed.optimizer.total_steps is None  # it was filled in, and is again
-    again = with_schedules(resumed.run, replace(resumed, algorithm=spelled_out(resumed.algorithm)), optimizer=1)
+    again = with_schedules(resumed.run, resumed, optimizer=1)
     open_run_directory(again.run, again)
     assert asdict(replace(again, run=recorded.run)) == asdict(recorded)
 
@@ -158,7 +157,7 @@ def test_presets_are_defaults_by_name():
     large = grpo.parse(["--preset", "7b", "--data-path", "mine", "--steps", "3"])
     assert (large.model_path, large.layout, large.on) == ("Qwen/Qwen2.5-VL-7B-Instruct", Layout(dp=4), "ray")
     assert (large.engine, large.data.batch_size, large.algorithm.minibatch) == ("vllm", 512, 128)
-    assert grpo.parse(["--preset", "7b", "--algorithm.loss", "dapo"]).algorithm.settings.kl_coef == 0.0
+    assert grpo.parse(["--preset", "7b", "--algorithm.loss", "dapo"]).algorithm.kl_coef == 0.0
     assert ppo.parse(["--preset", "3b"]).layout == Layout(dp=2)
     assert geo3k_grpo.parse(["--preset", "3b"]).run.output_dir == Path("outputs/geo3k_grpo")
     with pytest.raises(InvalidConfig, match="--preset 30b is unknown: choose one of tiny, any, 3b, 7b"):

@@ -115,7 +115,7 @@ def test_every_run_has_a_command_line_that_its_recipe_takes(tmp_path, algorithm)
     recipe = ppo if algorithm == "ppo" else grpo
     config = recipe.parse(arguments_of(Run("level3", algorithm, 2, 30), tmp_path))
     assert (config.run.steps, config.run.seed, config.algorithm.n, config.data.batch_size) == (30, 2, 16, 16)
-    assert config.algorithm.settings.kl_coef == 0
+    assert config.algorithm.kl_coef == 0
     assert config.data.level == 3
 
 

@@ -98,7 +98,7 @@ def test_options_are_typed_on_the_command_line():
         ["--algorithm.lam", "0.95", "--critic-optimizer.lr", "2e-4", "--steps", "7", "--algorithm.clip", "0.1", "0.3"]
     )
     assert (config.algorithm.lam, config.critic_optimizer.lr, config.run.steps) == (0.95, 2e-4, 7)
-    assert config.algorithm.settings.clip == (0.1, 0.3)
+    assert config.algorithm.clip == (0.1, 0.3)
     assert config.data == TINY.data
     assert parse(["--preset", "any", "--model-path", "x"]).algorithm == PPOConfig()
     with pytest.raises(InvalidConfig, match="geo3k_grpo"):

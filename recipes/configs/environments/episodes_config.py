@@ -60,7 +60,7 @@ class EpisodeAlgorithmConfig(ActorCriticConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.settings.advantage == "reverse_kl":
+        if self.advantage == "reverse_kl":
             raise InvalidConfig("algorithm.advantage=reverse_kl needs a teacher: run recipes.distil")
 
 

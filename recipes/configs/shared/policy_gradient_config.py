@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import tyro
 
 from dataproto.errors import InvalidConfig
-from recipes.algorithms.options import AlgorithmConfig
+from recipes.algorithms.options import OF_THE_PAPER, AlgorithmConfig
 from recipes.configs.shared.carrying_config import CarryingConfig
 from recipes.configs.shared.device_preset import Machine, fitting, on_devices, this_machine
 from recipes.configs.shared.run_config import RunConfig, check_kept, check_placement
@@ -160,10 +160,10 @@ class PolicyGradientConfig:
 
     def _needs_own_prompts(self) -> list[str]:
         """Why a step can only learn from samples of its own prompts; empty if it can learn from others."""
-        settings = self.algorithm.settings
-        reasons = ["dynamic sampling draws further prompts in a step"] if settings.dynamic_sampling else []
-        if self.algorithm.needs_greedy:
-            reasons.append(f"algorithm.advantage={settings.advantage} needs greedy responses to the step's prompts")
+        algorithm = self.algorithm
+        reasons = ["dynamic sampling draws further prompts in a step"] if algorithm.dynamic_sampling else []
+        if algorithm.needs_greedy:
+            reasons.append(f"algorithm.advantage={algorithm.advantage} needs greedy responses to the step's prompts")
         return reasons
 
     def _needs_whole_batches(self) -> list[str]:
@@ -287,5 +287,5 @@ def parse_with_defaults(
 
 
 def _without_kl(config: Config) -> Config:
-    without: Config = replace(config, algorithm=replace(config.algorithm, kl_coef=None, kl_in=None))
+    without: Config = replace(config, algorithm=replace(config.algorithm, kl_coef=OF_THE_PAPER, kl_in=OF_THE_PAPER))
     return without
