@@ -24,7 +24,7 @@ from PIL import Image  # noqa: E402
 from dataproto.chunks import Chunk, EncodedTextChunk, ImageChunk, ModelInput  # noqa: E402
 from dataproto_server.backend import Datum, LoraSpec, Pass, PassResult  # noqa: E402
 from dataproto_server.engine import InProcessEngine  # noqa: E402
-from recipes.tiny import make_tiny_model  # noqa: E402
+from recipes.demo.tiny_model import make_tiny_model  # noqa: E402
 
 ROWS, TEXT, REPEATS = 8, 96, 15
 RANKS = (4, 8, 8, 16)

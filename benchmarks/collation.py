@@ -19,7 +19,7 @@ sys.path[:] = [
 ]  # its dataproto.py is not the library
 
 from dataproto.chunks import Datum, EncodedTextChunk, ModelInput  # noqa: E402
-from recipes.tiny import make_tiny_model  # noqa: E402
+from recipes.demo.tiny_model import make_tiny_model  # noqa: E402
 from rollout.prompts import ChunkRenderer, PromptBuilder  # noqa: E402
 
 ROWS, REPEATS = 1024, 5

@@ -23,11 +23,10 @@ from dataproto import DataProto
 from recipes import distil, grpo
 from recipes.configs.distil_config import DistilConfig, DistilRunConfig
 from recipes.data import EvaluationLoader, ProblemRows, PromptLoader
+from recipes.demo.tiny_model import TinyConfig, make_tiny_model, negative_log_probs, warm_up
 from recipes.rewards import geo3k_reward
 from recipes.run import evaluate_samples, run
 from recipes.run.evaluation import held_out_value
-from recipes.tiny import TinyConfig, make_tiny_model, warm_up
-from recipes.tiny.warm_up import negative_log_probs
 from rollout import SamplingParams
 from rollout.prompts import PromptBuilder
 from workers import ActorConfig, OptimizerConfig, Roles, launch

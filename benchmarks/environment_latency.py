@@ -29,8 +29,8 @@ sys.path[:] = [str(HERE.parent), *(place for place in sys.path if Path(place or 
 
 from PIL import Image  # noqa: E402
 
-from recipes.synthetic.grid_walk import draw_grid  # noqa: E402
-from recipes.tiny import TinyConfig, make_tiny_model  # noqa: E402
+from recipes.demo.grid_walk import draw_grid  # noqa: E402
+from recipes.demo.tiny_model import TinyConfig, make_tiny_model  # noqa: E402
 from rollout.engine import SamplingParams, create_engine  # noqa: E402
 from rollout.environments import (  # noqa: E402
     EpisodeLimits,

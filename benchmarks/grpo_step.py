@@ -47,8 +47,8 @@ def prepare(workload: Path, settings: dict[str, Any]) -> None:
     from transformers import AutoConfig, GenerationConfig
 
     from dataproto.vlm import family_of
-    from recipes.synthetic import make_problem
-    from recipes.tiny import make_tiny_model
+    from recipes.demo.problems import make_problem
+    from recipes.demo.tiny_model import make_tiny_model
 
     checkpoint = make_tiny_model(workload / "checkpoint")
     generation = GenerationConfig.from_pretrained(checkpoint)

@@ -27,9 +27,9 @@ from transformers import AutoModelForImageTextToText
 from dataproto.transfer import move
 from dataproto.vlm import family_of
 from dataproto.vlm.family import grid_arguments
-from recipes.synthetic.figure import Circle, DrawnText, Label, Line, Shape, draw_with_texts, random_style
-from recipes.synthetic.parts import LETTERS
-from recipes.synthetic.problems import LEVELS, Split, make_problem
+from recipes.demo.figure import Circle, DrawnText, Label, Line, Shape, draw_with_texts, random_style
+from recipes.demo.problems import LEVELS, Split, make_problem
+from recipes.demo.templates import LETTERS
 from rollout.prompts import PromptBuilder
 from workers.model.attention import use_packed_attention
 from workers.model.patch_embedding import use_linear_patch_embedding

@@ -46,11 +46,11 @@ from recipes import easy_vqa  # noqa: E402
 from recipes.configs import easy_vqa_config  # noqa: E402
 from recipes.data import EasyVQA, ProblemRows, open_easy_vqa  # noqa: E402
 from recipes.data.loader import EvaluationLoader  # noqa: E402
+from recipes.demo.problems import Problem, make_problem  # noqa: E402
+from recipes.demo.tiny_model import TinyConfig, make_tiny_model, tiny_checkpoint  # noqa: E402
 from recipes.rewards import geo3k_reward  # noqa: E402
 from recipes.run.evaluation import evaluate_answers, evaluate_samples, held_out_value  # noqa: E402
 from recipes.run.supervised import next_token_loss  # noqa: E402
-from recipes.synthetic.problems import Problem, make_problem  # noqa: E402
-from recipes.tiny import TinyConfig, make_tiny_model, tiny_checkpoint  # noqa: E402
 from rollout import SamplingParams  # noqa: E402
 from rollout.prompts import PromptBuilder, SupervisedBuilder  # noqa: E402
 from workers import Roles, launch  # noqa: E402

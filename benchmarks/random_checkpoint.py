@@ -19,7 +19,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from benchmarks.workload import TEXT, VISION, VOCABULARY, model_config  # noqa: E402
 from dataproto.vlm import family_of  # noqa: E402
-from recipes.tiny import make_tiny_model  # noqa: E402
+from recipes.demo.tiny_model import make_tiny_model  # noqa: E402
 
 
 def make(path: Path, size: str) -> Path:

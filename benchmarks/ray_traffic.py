@@ -24,9 +24,9 @@ from PIL import Image  # noqa: E402
 
 from benchmarks.store_traffic import MIB, Traffic, store_bytes  # noqa: E402
 from dataproto import DataProto  # noqa: E402
+from recipes.demo.tiny_model import tiny_checkpoint  # noqa: E402
 from recipes.grpo import GRPOConfig, grpo_step  # noqa: E402
 from recipes.rewards import load_reward  # noqa: E402
-from recipes.tiny import tiny_checkpoint  # noqa: E402
 from rollout.prompts import PromptBuilder  # noqa: E402
 from workers import ActorConfig, launch  # noqa: E402
 from workers.cluster.ray_group import RayFuture, RayGroup  # noqa: E402

@@ -45,7 +45,7 @@ from PIL import Image  # noqa: E402
 from dataproto.chunks import EncodedTextChunk, ImageChunk, ModelInput  # noqa: E402
 from dataproto_server.backend import Datum, LoraSpec, Pass, SampleRequest, Sampling  # noqa: E402
 from dataproto_server.engine import EngineOptions, InProcessEngine  # noqa: E402
-from recipes.tiny import make_tiny_model  # noqa: E402
+from recipes.demo.tiny_model import make_tiny_model  # noqa: E402
 
 MODEL, RANK, SESSIONS = "tiny", 8, 4
 ROWS, TEXT, PIXELS = 8, 96, 354  # a file of a noisy picture of this size has 3 / 8 MB

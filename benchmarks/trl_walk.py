@@ -15,7 +15,7 @@ from typing import Any
 from trl_grpo_step import grpo_config, load_processor
 
 from recipes.data.loader import draws
-from recipes.synthetic.grid_walk import MOVES, GridWalk
+from recipes.demo.grid_walk import MOVES, GridWalk
 from workers.training.optimizer import OptimizerConfig
 
 TURN_TOKENS, EPISODE_TOKENS = 3, 256

@@ -31,12 +31,12 @@ HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent), *(place for place in sys.path if Path(place or ".").resolve() != HERE), str(HERE)]
 
 
-from recipes.configs.environments.walk_config import WalkConfig, parse  # noqa: E402
+from recipes.configs.walk_config import WalkConfig, parse  # noqa: E402
+from recipes.demo.grid_walk import GridWalk, WalkRows  # noqa: E402
 from recipes.grpo import grpo_step  # noqa: E402
 from recipes.run.drawn_environment import demonstrated_model, episode_task  # noqa: E402
 from recipes.run.policy_gradient import run  # noqa: E402
 from recipes.run.run_directory import over_the_run  # noqa: E402
-from recipes.synthetic.grid_walk import GridWalk, WalkRows  # noqa: E402
 from recipes.walk import WALK  # noqa: E402
 from rollout.engine import SamplingParams  # noqa: E402
 from rollout.environments import TurnRenderer, play_episodes  # noqa: E402

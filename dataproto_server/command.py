@@ -95,7 +95,7 @@ def tiny_model(state: Path) -> Path:
     """The checkpoint of the small model below the state directory, made once: it is whole or absent, as a start may be killed."""
     path = made(state) / "tiny-model"
     if not (path / "config.json").exists():
-        from recipes.tiny import make_tiny_model  # which loads torch
+        from recipes.demo.tiny_model import make_tiny_model  # which loads torch
 
         with TemporaryDirectory(dir=state, prefix=".tiny-model-") as temporary:
             whole = Path(temporary) / path.name

@@ -25,6 +25,7 @@ from recipes.console import start_phase
 from recipes.data.easy_vqa_rows import Answered, Conversations, EasyVQA, EasyVQARows, open_easy_vqa
 from recipes.data.loader import EvaluationLoader, PromptLoader
 from recipes.data.mixture import Mixture
+from recipes.demo.tiny_model import TinyConfig, make_tiny_model, model_of_run
 from recipes.grpo import step_for
 from recipes.options import exit_status
 from recipes.report.metrics_file import METRICS_FILE
@@ -40,8 +41,6 @@ from recipes.run.policy_gradient import (
     run,
 )
 from recipes.run.supervised import SupervisedTask, held_out_loss, run_supervised
-from recipes.tiny import TinyConfig, make_tiny_model
-from recipes.tiny.tiny_model import model_of_run
 from rollout.prompts import PromptBuilder, SupervisedBuilder
 from workers import Roles
 from workers.training.checkpoint import latest_checkpoint

@@ -13,7 +13,7 @@ from dataproto import DataProto
 from recipes.algorithms.advantages import whiten
 from recipes.algorithms.losses import value_loss
 from recipes.algorithms.options import critic_advantage
-from recipes.configs.environments.episodes_config import EpisodeRunConfig
+from recipes.configs.episodes_config import EpisodeRunConfig
 from recipes.configs.ppo_config import PRESETS, TINY, ActorCriticConfig, PPOConfig, PPORunConfig, parse
 from recipes.grpo import policy_loss, step_for
 from recipes.options import exit_status

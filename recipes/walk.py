@@ -11,13 +11,13 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from recipes.configs.environments.walk_config import parse
+from recipes.configs.walk_config import parse
+from recipes.demo.grid_walk import MOVES, TASK, GridWalk, RandomWalks, WalkRows
+from recipes.demo.tiny_model import TinyConfig
 from recipes.options import exit_status
 from recipes.ppo import episode_step
 from recipes.run.drawn_environment import DrawnEnvironment, episode_task
 from recipes.run.policy_gradient import run
-from recipes.synthetic.grid_walk import MOVES, TASK, GridWalk, RandomWalks, WalkRows
-from recipes.tiny import TinyConfig
 
 SIDE = 28  # pixels at which the small model sees a grid: one visual token
 WALK = DrawnEnvironment(

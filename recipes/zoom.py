@@ -15,12 +15,8 @@ from functools import partial
 
 from transformers.utils import get_json_schema
 
-from recipes.configs.environments.zoom_config import ZoomConfig, parse
-from recipes.options import exit_status
-from recipes.ppo import episode_step
-from recipes.run.drawn_environment import DrawnEnvironment, episode_task
-from recipes.run.policy_gradient import PolicyTask, run
-from recipes.synthetic.digit_zoom import (
+from recipes.configs.zoom_config import ZoomConfig, parse
+from recipes.demo.digit_zoom import (
     PLACES,
     TASK,
     TOOL_TASK,
@@ -29,7 +25,11 @@ from recipes.synthetic.digit_zoom import (
     RandomLooks,
     ZoomRows,
 )
-from recipes.tiny import TinyConfig
+from recipes.demo.tiny_model import TinyConfig
+from recipes.options import exit_status
+from recipes.ppo import episode_step
+from recipes.run.drawn_environment import DrawnEnvironment, episode_task
+from recipes.run.policy_gradient import PolicyTask, run
 
 SIDE = 28  # pixels at which the small model sees what it is shown: one visual token
 ZOOM = DrawnEnvironment(

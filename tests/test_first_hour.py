@@ -11,8 +11,8 @@ import pytest
 from helpers.geo3k_runs import rows_of
 from recipes import commands
 from recipes.configs.grpo_config import parse
+from recipes.demo.tiny_model import make_tiny_model
 from recipes.grpo import main
-from recipes.tiny import make_tiny_model
 
 PAGE = (Path(__file__).parents[1] / "docs" / "first_hour.md").read_text(encoding="utf-8")
 FILES = dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))

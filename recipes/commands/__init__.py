@@ -59,25 +59,25 @@ COMMANDS = {
     "walk": Command(
         "recipes.walk:main",
         "train by GRPO or PPO over episodes with a new picture each turn",
-        "recipes.configs.environments.walk_config:parse",
+        "recipes.configs.walk_config:parse",
     ),
     "zoom": Command(
         "recipes.zoom:main",
         "train by GRPO or PPO over episodes that look closer at a picture and then answer",
-        "recipes.configs.environments.zoom_config:parse",
+        "recipes.configs.zoom_config:parse",
     ),
     "parity": Command(
-        "recipes.parity.__main__:main",
+        "recipes.parity:main",
         "compare log-probs of the rollout engine with the actor's",
         "recipes.configs.parity_config:parse",
     ),
     "make-vlm": Command(
-        "recipes.make_vlm.__main__:main",
+        "recipes.demo.make_vlm:main",
         "make a small VLM with the real words of SmolLM2",
         "recipes.configs.make_vlm_config:parse",
     ),
     "export": Command(
-        "recipes.export.__main__:main",
+        "recipes.export:main",
         "make a checkpoint of a run an ordinary Hugging Face model",
         "recipes.configs.export_config:parse",
     ),

@@ -12,8 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from dataproto.errors import InvalidConfig
-from recipes.configs import classify_config, grpo_config, ppo_config, sft_config, simulation_config
-from recipes.configs.environments import walk_config, zoom_config
+from recipes.configs import (
+    classify_config,
+    grpo_config,
+    ppo_config,
+    sft_config,
+    simulation_config,
+    walk_config,
+    zoom_config,
+)
 from recipes.configs.shared.device_preset import Machine, this_machine
 from recipes.options import asks_for_help, divided, parse_config, print_help
 

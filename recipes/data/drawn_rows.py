@@ -5,8 +5,8 @@ from random import Random
 from typing import Any
 
 from recipes.data.problem_rows import read_row
-from recipes.synthetic.classes import draw_class
-from recipes.synthetic.problems import Split, make_problem
+from recipes.demo.classes import draw_class
+from recipes.demo.problems import Split, make_problem
 
 EPOCH_ROWS = 2**20
 """Rows of one epoch, more than a run draws."""

@@ -24,7 +24,7 @@ from PIL import Image
 from dataproto.errors import FileFormatError, InvalidConfig
 from recipes.data.packages import Wheel, fetch
 from recipes.data.problem_rows import read_row
-from recipes.synthetic.problems import Split
+from recipes.demo.problems import Split
 from rollout.prompts.images import load_image
 
 EASY_VQA = Wheel(

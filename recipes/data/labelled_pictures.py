@@ -11,8 +11,8 @@ from dataproto.errors import InvalidConfig, InvalidRow
 from recipes.data.column_keys import OnBadRow, columns_of
 from recipes.data.drawn_rows import EPOCH_ROWS
 from recipes.data.tables import Table, open_tables
-from recipes.synthetic.classes import CLASSES, draw_class
-from recipes.synthetic.problems import Split
+from recipes.demo.classes import CLASSES, draw_class
+from recipes.demo.problems import Split
 from rollout.prompts.images import image_file, media_list
 
 IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -84,7 +84,7 @@ class LabelledData:
 
 
 class DrawnPairs:
-    """(image, label) pairs of drawn pictures; see `recipes.synthetic.classes`."""
+    """(image, label) pairs of drawn pictures; see `recipes.demo.classes`."""
 
     def __init__(self, seed: int, split: Split) -> None:
         self.seed, self.split = seed, split

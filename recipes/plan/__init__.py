@@ -19,6 +19,7 @@ from recipes.configs.shared.device_preset import preset_line
 from recipes.configs.shared.policy_gradient_config import SIZES
 from recipes.configs.simulation_config import SimulationConfig
 from recipes.data.loader import PromptLoader
+from recipes.demo.tiny_model import make_tiny_model
 from recipes.forecast import (
     BatchSizes,
     Device,
@@ -40,7 +41,6 @@ from recipes.run.drawn_environment import DrawnEnvironment, episode_rows, open_e
 from recipes.run.run_directory import over_epochs
 from recipes.sft import conversation_task
 from recipes.simulation import published_config, simulated, simulation_lines
-from recipes.tiny import make_tiny_model
 from recipes.walk import WALK
 from recipes.zoom import environment_of
 from workers.model.model_config import ModelConfig

@@ -1,4 +1,4 @@
-"""A run as one self-contained page: ``python -m recipes.report RUN_DIR`` writes ``RUN_DIR/report.html``.
+"""A run as one self-contained page: ``dataproto report RUN_DIR`` writes ``RUN_DIR/report.html``.
 
 It reads those of ``metrics.jsonl``, ``config.json``, ``environment.json`` and ``rollouts/`` that exist. All text that
 comes from models and data is escaped; the page loads nothing and runs no code.

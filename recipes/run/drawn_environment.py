@@ -7,10 +7,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from recipes.configs.environments.episodes_config import EpisodeRunConfig, WarmUpPhaseConfig
+from recipes.configs.episodes_config import EpisodeRunConfig, WarmUpPhaseConfig
 from recipes.configs.shared.run_config import announce_small_model
 from recipes.console import start_phase
 from recipes.data.loader import EvaluationLoader, PromptLoader
+from recipes.demo.tiny_model import TinyConfig, make_tiny_model, model_of_run, negative_log_probs
 from recipes.run.environment_roles import PlayedEnvironment, load_environment
 from recipes.run.evaluation import Evaluate, evaluate_samples
 from recipes.run.policy_gradient import (
@@ -21,9 +22,6 @@ from recipes.run.policy_gradient import (
     prompt_builder,
     prompt_loader,
 )
-from recipes.tiny import TinyConfig, make_tiny_model
-from recipes.tiny.tiny_model import model_of_run
-from recipes.tiny.warm_up import negative_log_probs
 from rollout.environments import MakeEnvironment, TurnRenderer
 from rollout.prompts import PromptBuilder, SupervisedBuilder
 from workers import Roles

@@ -25,6 +25,7 @@ from recipes.data.drawn_rows import ProblemRows
 from recipes.data.loader import EvaluationLoader, PromptLoader, drop_overlong
 from recipes.data.problem_rows import PROBLEM_COLUMNS, CheckTruth, load_rows
 from recipes.data.row_values import columns_left_out
+from recipes.demo.tiny_model import tiny_checkpoint
 from recipes.forecast import (
     BatchSizes,
     Device,
@@ -55,7 +56,6 @@ from recipes.run.run_directory import (
     with_schedules,
 )
 from recipes.run.run_forecast import RunForecast
-from recipes.tiny import tiny_checkpoint
 from rollout.engine import returns_experts
 from rollout.prompts import PromptBuilder
 from workers import Roles, launch

@@ -15,6 +15,7 @@ from recipes.data.drawn_rows import DrawnTalks, ProblemRows
 from recipes.data.loader import draws
 from recipes.data.problem_rows import PROBLEM_COLUMNS, load_rows
 from recipes.data.row_values import columns_left_out, present_columns
+from recipes.demo.tiny_model import make_tiny_processors
 from recipes.options import exit_status
 from recipes.rewards import load_reward
 from recipes.rewards.reward_check import truth_check
@@ -24,7 +25,6 @@ from recipes.show.show_config import ShowConfig, parse
 from recipes.show.show_page import write_page
 from recipes.show.shown_rows import ShownSource, shown_row, with_scores
 from recipes.show.terminal import print_source
-from recipes.tiny.tiny_model import make_tiny_processors
 from rollout.prompts import PromptBuilder
 
 

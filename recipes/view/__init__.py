@@ -1,4 +1,4 @@
-"""A run in the browser while it goes on: ``python -m recipes.view RUN_DIR`` serves its curves and kept rollouts on localhost."""
+"""A run in the browser while it goes on: ``dataproto view RUN_DIR`` serves its curves and kept rollouts on localhost."""
 
 from recipes.view.viewer_server import ViewerServer, main
 

@@ -42,11 +42,6 @@ NAMES = {
         *("ShuffledScores", "compute_score", "format_score", "normalised", "short_answer_reward"),
         *("from_easyr1", "from_trl", "from_verl", "geo3k_reward", "load_reward", "remote_reward"),
     ],
-    "recipes.synthetic": [
-        *("CLASSES", "ClassPicture", "LEVELS", "Problem", "Split", "draw_class", "make_problem", "sample_texts"),
-        "split_of",
-    ],
-    "recipes.tiny": ["TinyConfig", "WarmUpConfig", "make_tiny_model", "tiny_checkpoint", "warm_up"],
 }
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import datasets
 from PIL import Image, ImageDraw
 
-from recipes.tiny import make_tiny_model
+from recipes.demo.tiny_model import make_tiny_model
 
 TEXT_NAME, VISION_NAME = "Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-VL-30B-A3B-Instruct"  # which the cookbook knows
 CLASSES = {"circle": "red", "square": "blue", "triangle": "green", "cross": "orange"}

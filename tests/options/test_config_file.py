@@ -11,8 +11,7 @@ import yaml
 from dataproto.errors import CheckpointError, InvalidConfig
 from dataproto_server import config as serve_config
 from recipes import classify, geo3k_grpo, grpo, ppo, sft
-from recipes.configs import distil_config, easy_vqa_config, make_vlm_config
-from recipes.configs.environments import walk_config, zoom_config
+from recipes.configs import distil_config, easy_vqa_config, make_vlm_config, walk_config, zoom_config
 from recipes.options import write_options
 from recipes.run.run_directory import open_run_directory, with_schedules
 from workers.ranks.layout import Layout

@@ -17,8 +17,9 @@ from recipes.configs import (
     plan_config,
     simulation_config,
     view_config,
+    walk_config,
+    zoom_config,
 )
-from recipes.configs.environments import walk_config, zoom_config
 from recipes.options import options_of, with_plain_flags
 from recipes.options.option_table import Option, with_short_names
 from recipes.parity import ParityConfig

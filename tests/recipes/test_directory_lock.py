@@ -16,8 +16,8 @@ import pytest
 from dataproto.errors import InvalidConfig
 from dataproto_server.supervisor import Supervisor
 from recipes import classify, distil, easy_vqa, export, geo3k_grpo, geo3k_ppo, grpo, ppo, sft, walk, zoom
-from recipes.export.__main__ import main as export_main
-from recipes.make_vlm.__main__ import main as make_vlm_main
+from recipes.demo.make_vlm import main as make_vlm_main
+from recipes.export import main as export_main
 from recipes.report import MetricsLog, write_report
 from recipes.run import directory_lock
 from recipes.run.directory_lock import LOCK_FILE, locked

@@ -7,7 +7,7 @@ import pytest
 from benchmarks import environment_latency, walk_beside_trl
 from benchmarks.trl_walk import WalkTools, parser
 from helpers.episodes import RandomEngine, renderer_of
-from recipes.synthetic.grid_walk import GridWalk, WalkRows
+from recipes.demo.grid_walk import GridWalk, WalkRows
 
 
 def test_played_episodes_are_counted_and_the_engine_is_left_as_it_was():

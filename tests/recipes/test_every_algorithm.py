@@ -8,13 +8,13 @@ import torch
 from PIL import Image
 
 from recipes.algorithms.registry import ADVANTAGES, LOSSES
-from recipes.configs.environments.episodes_config import EpisodeAlgorithmConfig
+from recipes.configs.episodes_config import EpisodeAlgorithmConfig
 from recipes.data.drawn_rows import ProblemRows
+from recipes.demo.tiny_model import make_tiny_model
 from recipes.grpo import GRPOConfig, grpo_step
 from recipes.ppo import PPOConfig, ppo_step
 from recipes.run.environment_roles import PlayedEnvironment, with_environment
 from recipes.run.phases import Progression
-from recipes.tiny import make_tiny_model
 from rollout.environments import EpisodeLimits, Observation
 from rollout.prompts import PromptBuilder
 from workers import ActorConfig, OptimizerConfig, launch

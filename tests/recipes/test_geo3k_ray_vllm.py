@@ -6,8 +6,8 @@ import pytest
 
 from helpers.geo3k_files import geometry3k, write_geometry3k
 from helpers.geo3k_runs import REWARD, arguments, rows_of, without_measurements
+from recipes.demo.tiny_model import make_tiny_model
 from recipes.geo3k_grpo import main
-from recipes.tiny import make_tiny_model
 
 SETTINGS = ("--steps", "2", "--save-every", "0")
 PLACE = ("--on", "ray", "--layout.dp", "2", "--ray.object-store-gib", "0.2", "--engine", "vllm")

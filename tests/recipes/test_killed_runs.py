@@ -12,7 +12,7 @@ import pytest
 from helpers.checkpoints import write_checkpoint
 from helpers.geo3k_runs import REWARD, assert_same_run
 from recipes import geo3k_grpo, walk
-from recipes.configs.environments.episodes_config import WarmUpPhaseConfig
+from recipes.configs.episodes_config import WarmUpPhaseConfig
 from recipes.run.drawn_environment import demonstrated_model
 
 pytestmark = pytest.mark.long

@@ -45,9 +45,9 @@ from benchmarks.learning_starts import (
     worked_answer,
 )
 from recipes import grpo, ppo
+from recipes.demo.figure import DrawnText
+from recipes.demo.problems import make_problem
 from recipes.rewards import compute_score
-from recipes.synthetic import make_problem
-from recipes.synthetic.figure import DrawnText
 from rollout.prompts import SupervisedBuilder
 
 ROOT = Path(__file__).parents[2]

@@ -12,9 +12,9 @@ import torch
 from dataproto import DataProto
 from recipes.algorithms.options import AlgorithmConfig, NamedLoss
 from recipes.data.drawn_rows import ProblemRows
+from recipes.demo.tiny_model import make_tiny_model
 from recipes.grpo import GRPOConfig, grpo_step
 from recipes.ppo import PPOConfig, ppo_step
-from recipes.tiny import make_tiny_model
 from rollout.prompts import PromptBuilder
 from workers import ActorConfig, OptimizerConfig, launch
 from workers.model.packed_model import Outputs

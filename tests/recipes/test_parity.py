@@ -6,9 +6,8 @@ import torch
 
 from dataproto import DataProto
 from recipes.algorithms.mismatch import differences
-from recipes.parity import comparison_table
-from recipes.parity.__main__ import main
-from recipes.tiny import make_tiny_model
+from recipes.demo.tiny_model import make_tiny_model
+from recipes.parity import comparison_table, main
 
 FEW = ["--rows", "4", "--n", "2", "--max-response-length", "8"]
 

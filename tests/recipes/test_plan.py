@@ -30,6 +30,7 @@ from helpers.tiny_models import EACH_TYPE, FURTHER_TYPES, VLM_TYPES, tiny_config
 from recipes.configs import plan_config
 from recipes.data.drawn_rows import ProblemRows
 from recipes.data.loader import PromptLoader, draws
+from recipes.demo.tiny_model import make_tiny_model
 from recipes.forecast import (
     DEVICES,
     BatchSizes,
@@ -65,7 +66,6 @@ from recipes.forecast.role_memory import (
 from recipes.forecast.step_forecast import FULL, with_unsharded, working_memory
 from recipes.forecast.step_time import Passes, pass_seconds, update_flops
 from recipes.plan import as_options, expected_setting, fit, main
-from recipes.tiny import make_tiny_model
 from rollout.hf import HFEngine
 from rollout.prompts import PromptBuilder
 from workers.model.kept_features import MAX_BYTES, KeptFeatures

@@ -24,9 +24,6 @@ EXPORTS = {
         best_step possible_layouts published_config simulate simulated simulation_lines""",
     "recipes.plan": "PlanConfig PlanOptions as_options fit main plan",
     "dataproto_server": "Backend ForwardBackwardOutput SampledSequence TrainingClient",
-    "recipes.export": "ModelExportConfig export_model",
-    "recipes.make_vlm": "MakeVLMConfig make_vlm",
-    "recipes.parity": "ParityConfig compare_log_probs comparison_table",
 }
 
 

@@ -12,7 +12,7 @@ from dataproto_server.training_client import TrainingClient
 from helpers.checkpoints import write_checkpoint
 from helpers.geo3k_runs import REWARD, assert_same_run, rows_of
 from recipes import classify, geo3k_ppo, sft, walk
-from recipes.configs.environments.episodes_config import WarmUpPhaseConfig
+from recipes.configs.episodes_config import WarmUpPhaseConfig
 from recipes.run.drawn_environment import demonstrated_model
 from recipes.run.supervised import SupervisedConfig, launch_supervised
 from rollout.engine import SamplingParams

@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from helpers.checkpoints import write_checkpoint
 from recipes.configs.export_config import ModelExportConfig, parse
-from recipes.export.__main__ import main
+from recipes.export import main
 from workers import ActorConfig, ActorWorker
 
 

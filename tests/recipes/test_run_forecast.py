@@ -14,12 +14,12 @@ from helpers.tiny_models import tiny_config
 from recipes import classify, grpo, plan, ppo, sft
 from recipes.data.drawn_rows import ProblemRows
 from recipes.data.loader import PromptLoader
+from recipes.demo.tiny_model import make_tiny_model
 from recipes.forecast import DEVICES, BatchSizes, PromptSizes, Setting, cpu_speed, forecast, forecast_lines, this_cpu
 from recipes.forecast.calibration import cpu_memory
 from recipes.forecast.cpu_speed import KEPT
 from recipes.run.run_forecast import RunForecast, check_fits
 from recipes.simulation import published_config
-from recipes.tiny import make_tiny_model
 from rollout.prompts import PromptBuilder
 from workers.model.model_config import ModelConfig
 

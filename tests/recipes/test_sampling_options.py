@@ -10,7 +10,7 @@ from helpers.checkpoints import write_checkpoint
 from helpers.geo3k_runs import REWARD, rows_of
 from recipes import grpo, sft
 from recipes.commands import main
-from recipes.configs.environments import walk_config
+from recipes.configs import walk_config
 from recipes.options.config_file import config_as_yaml
 from recipes.run.run_forecast import RunForecast
 from rollout.hf import HFEngine

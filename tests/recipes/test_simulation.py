@@ -10,12 +10,12 @@ from benchmarks.simulated_steps import HAND_OVERS, ROLLOUTS, STEPS, UPDATES, lin
 from dataproto.errors import InvalidConfig
 from helpers.tiny_models import tiny_config
 from recipes.configs.simulation_config import SimulationConfig, parse
+from recipes.demo.tiny_model import make_tiny_model
 from recipes.forecast import DEVICES, BatchSizes, ModelSize, PromptSizes, Setting, forecast, response_lengths
 from recipes.plan import main
 from recipes.simulation import Choice, Cluster, ModelParts, Traffic, Workload, best_step, possible_layouts, simulate
 from recipes.simulation.published_models import PUBLISHED, published_config
 from recipes.simulation.step_traffic import LayoutTraffic
-from recipes.tiny import make_tiny_model
 from workers.model.model_config import ModelConfig
 from workers.ranks.layout import Layout
 

@@ -11,12 +11,11 @@ from dataproto.errors import FileNotWritten
 from helpers.easy_vqa_files import write_easy_vqa
 from helpers.geo3k_runs import rows_of
 from recipes import easy_vqa
-from recipes.configs.environments.episodes_config import WarmUpPhaseConfig
+from recipes.configs.episodes_config import WarmUpPhaseConfig
 from recipes.data import open_easy_vqa
+from recipes.demo.tiny_model import make_tiny_model, model_of_run, tiny_checkpoint
 from recipes.run.drawn_environment import demonstrated_model
 from recipes.run.supervised import tiny_model
-from recipes.tiny import make_tiny_model, tiny_checkpoint
-from recipes.tiny.tiny_model import model_of_run
 from recipes.walk import WALK
 
 SMALL = "--steps 1 --batch-size 2 --algorithm.n 2 --eval-rows 2 --eval-first false --sft.steps 4 --sft.batch-size 2"
@@ -131,7 +130,7 @@ def test_a_small_model_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_a_damaged_small_model_of_the_cache_is_made_again(
     kept: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules["recipes.tiny.warm_up"], "warm_up", lambda *args: 0.0)
+    monkeypatch.setattr(sys.modules["recipes.demo.tiny_model"], "warm_up", lambda *args: 0.0)
     path = tiny_checkpoint(0, tmp_path)
     whole = weights(path)
     damage(path / "model.safetensors", kept)

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from helpers.checkpoints import write_checkpoint
 from helpers.geo3k_runs import REWARD, rows_of
 from recipes.commands import main
-from recipes.export.__main__ import main as export
+from recipes.export import main as export
 
 GRPO = (
     "--batch-size 4 --algorithm.n 3 --max-prompt-length 300 --max-response-length 6 --eval-rows 4 --optimizer.lr 1e-3"

@@ -8,11 +8,11 @@ import pytest
 from dataproto.errors import InvalidConfig
 from helpers.checkpoints import write_checkpoint
 from helpers.geo3k_runs import assert_same_run, rows_of
-from recipes.configs.environments.episodes_config import WarmUpPhaseConfig
-from recipes.configs.environments.walk_config import parse
+from recipes.configs.episodes_config import WarmUpPhaseConfig
+from recipes.configs.walk_config import parse
+from recipes.demo.grid_walk import MOVES, GridWalk, WalkRows, distance, moved
 from recipes.run.drawn_environment import demonstrated_model, name_departures
 from recipes.run.environment_roles import load_environment
-from recipes.synthetic.grid_walk import MOVES, GridWalk, WalkRows, distance, moved
 from recipes.walk import WALK, main
 from rollout.prompts import PromptBuilder
 

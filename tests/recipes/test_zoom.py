@@ -11,11 +11,9 @@ from dataproto.errors import InvalidConfig
 from helpers.episodes import RandomEngine, picture, renderer_of
 from helpers.geo3k_runs import rows_of
 from helpers.tiny_prompts import TEMPLATE, tiny_builder, tiny_image_processor, tiny_prompt_config, tiny_tokenizer
-from recipes.configs.environments.zoom_config import TINY, parse
+from recipes.configs.zoom_config import TINY, parse
 from recipes.data.loader import PromptLoader
-from recipes.forecast import BatchSizes, episode_batch, measure_episode, model_size
-from recipes.forecast.step_time import update_flops
-from recipes.synthetic.digit_zoom import (
+from recipes.demo.digit_zoom import (
     PLACES,
     SIDE,
     VIEW,
@@ -28,6 +26,8 @@ from recipes.synthetic.digit_zoom import (
     draw_part,
     draw_picture,
 )
+from recipes.forecast import BatchSizes, episode_batch, measure_episode, model_size
+from recipes.forecast.step_time import update_flops
 from recipes.zoom import environment_of, main
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits, Observation, TurnRenderer, play_episodes

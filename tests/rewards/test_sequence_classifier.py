@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertTokenizerFast, Qwen2Config
 
 from dataproto.errors import RewardError
+from recipes.demo.tiny_model import train_tokenizer
 from recipes.rewards import RewardRow, SequenceClassifier, load_reward
-from recipes.tiny.tokenizer import train_tokenizer
 
 ASKED = [{"role": "user", "content": [{"type": "image", "image": None}, {"type": "text", "text": "Find x."}]}]
 ROWS = [RewardRow(text, "9", prompt=ASKED) for text in ("x is 9", "no", "x is nine and a half, or so I think")]

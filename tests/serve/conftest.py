@@ -5,7 +5,7 @@ import json
 import pytest
 
 from helpers.servers import ENGINE, serving
-from recipes.tiny import make_tiny_model
+from recipes.demo.tiny_model import make_tiny_model
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from PIL import Image
 
 from dataproto_server.protobuf_messages import ForwardBackwardRequest
 from helpers.servers import ENGINE, OTHER_KEY, Server, call, send, serving
-from recipes.tiny import make_tiny_model
+from recipes.demo.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.slow
 REQUESTS = 300

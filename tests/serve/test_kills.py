@@ -16,7 +16,7 @@ import tinker
 from safetensors.numpy import load
 
 from helpers.servers import ENGINE, Server, serving
-from recipes.tiny import make_tiny_model
+from recipes.demo.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
 RATE = tinker.AdamParams(learning_rate=0.001)

@@ -17,7 +17,7 @@ import tinker
 from PIL import Image
 
 from helpers.servers import ENGINE, Server, serving
-from recipes.tiny import make_tiny_model
+from recipes.demo.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore::FutureWarning")]
 SESSIONS, SAMPLES = 4, 128  # 512 samples in all

@@ -237,7 +237,7 @@ def test_the_small_model_is_whole_or_absent(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("recipes.tiny.make_tiny_model", interrupted)
+        patched.setattr("recipes.demo.tiny_model.make_tiny_model", interrupted)
         with pytest.raises(KeyboardInterrupt):
             tiny_model(tmp_path)
     assert list(tmp_path.iterdir()) == []

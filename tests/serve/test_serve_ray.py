@@ -8,7 +8,7 @@ import pytest
 import tinker
 
 from helpers.servers import Server, serving
-from recipes.tiny import make_tiny_model
+from recipes.demo.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore::FutureWarning")]
 FACTORIES = {

@@ -8,7 +8,7 @@ import tinker
 
 from helpers.served_models import png
 from helpers.servers import ENGINE, serving
-from recipes.tiny import make_tiny_model
+from recipes.demo.tiny_model import make_tiny_model
 
 pytestmark = [
     pytest.mark.long,

@@ -7,8 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from recipes.tiny import make_tiny_model
-from recipes.tiny.warm_up import answered_rows, negative_log_probs
+from recipes.demo.tiny_model import answered_rows, make_tiny_model, negative_log_probs
 from rollout.prompts import PromptBuilder
 from workers.model.quantized import use_float8
 from workers.roles.actor import ActorConfig, ActorWorker

@@ -8,7 +8,7 @@ from torch.autograd import grad
 
 from dataproto.errors import InvalidConfig
 from helpers.tiny_models import tiny_model
-from recipes.tiny import make_tiny_model
+from recipes.demo.tiny_model import make_tiny_model
 from workers.model import flash_attention4 as flash4
 from workers.model.attention import FLASH_KERNELS, use_packed_attention
 from workers.roles.actor import ActorConfig, ActorWorker

@@ -6,7 +6,7 @@ import torch
 
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig, RewardError
-from recipes.tiny import make_tiny_model
+from recipes.demo.tiny_model import make_tiny_model
 from workers import ActorConfig, PolicyConfig, RewardWorker, launch
 
 

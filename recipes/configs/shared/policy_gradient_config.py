@@ -15,8 +15,8 @@ from recipes.configs.shared.run_config import RunConfig, check_kept, check_place
 from recipes.data.column_keys import ColumnKeys, OnBadRow
 from recipes.data.problem_rows import INSTRUCTION
 from recipes.data.row_values import read_instruction
+from recipes.demo.problems import LEVELS
 from recipes.options import parse_recipe
-from recipes.synthetic.problems import LEVELS
 from rollout.engine import SamplingParams, check_early_rewards, engine_ranks, slots_for
 from workers.cluster.ray_config import RayConfig
 from workers.model.model_config import ModelConfig, OptimizerConfig

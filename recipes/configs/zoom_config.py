@@ -1,0 +1,70 @@
+"""GRPO or PPO over episodes in which the policy looks closer and then answers: ``dataproto zoom``.
+
+With no arguments it draws pictures of 448 pixels that are shown at 56, makes a small Qwen2.5-VL, shows it looks at random places
+and what is read there, and lets it find out by itself where to look, on the CPU within minutes. With ``--preset any`` and
+``--model-path`` it trains any checkpoint of a known family: with ``--crop-tool`` by calls of a tool, with
+``--environment FILE.py:NAME`` in an environment of your own, with the rows of ``--data-path``.
+
+Each evaluation answers greedily about pictures that are drawn for it, and measures two controls: other pictures, and white crops.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tyro
+
+from dataproto.errors import InvalidConfig
+from recipes.configs.episodes_config import (
+    EpisodeAlgorithmConfig,
+    EpisodeRunConfig,
+    EpisodesConfig,
+    WarmUpPhaseConfig,
+)
+from recipes.configs.shared.policy_gradient_config import DataConfig, parse_with_defaults
+from recipes.configs.shared.run_config import RunConfig
+from workers.model.model_config import OptimizerConfig
+
+OUTPUT_DIR = Path("outputs/zoom")
+
+
+@dataclass(frozen=True)
+class ZoomConfig(EpisodeRunConfig):
+    """A run of looks and answers."""
+
+    crop_tool: bool = False  # look by calls of the tool crop, described by the chat template, in place of words
+    run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=lambda: RunConfig(output_dir=OUTPUT_DIR))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.crop_tool and self.model_path is None:
+            raise InvalidConfig(
+                "--crop-tool needs --model-path: the small model answers in words and cannot call tools"
+            )
+        if self.crop_tool and self.episodes.environment is not None:
+            raise InvalidConfig("--crop-tool belongs to the drawn pictures: --environment has tools of its own")
+
+
+# For a model of under a million parameters, on two cores.
+TINY = ZoomConfig(
+    preset="tiny",
+    episodes=EpisodesConfig(turns=2),
+    warm_up=WarmUpPhaseConfig(steps=100, batch_size=64),
+    data=DataConfig(batch_size=64, eval_rows=128, max_prompt_length=64, max_response_length=3, instruction=""),
+    algorithm=EpisodeAlgorithmConfig(n=4, kl_coef=0.0, entropy_coef=0.01),
+    optimizer=OptimizerConfig(lr=5e-4, betas=(0.9, 0.95), schedule="linear", warmup_steps=5),
+    critic_optimizer=OptimizerConfig(lr=1e-3, schedule="linear", warmup_steps=5),
+    run=RunConfig(steps=150, eval_every=25, save_every=50, output_dir=OUTPUT_DIR),
+)
+ANY = ZoomConfig(data=DataConfig(batch_size=64, eval_rows=256, max_prompt_length=2048, max_response_length=512))
+PRESETS = {"tiny": TINY, "any": ANY}
+"""The defaults of ``--preset``."""
+
+
+def parse(arguments: Sequence[str]) -> ZoomConfig:
+    """The configuration of a command line, over the defaults of ``--preset``, by default ``tiny``.
+
+    Raises:
+        InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
+    """
+    return parse_with_defaults(arguments, PRESETS, __doc__, "dataproto zoom")

@@ -1,0 +1,404 @@
+"""A small Qwen2.5-VL of the Hugging Face class with tokenizer and image processor, and its warm-up on random answers.
+
+The checkpoint is an ordinary one. The warm-up teaches the format of an answer, but nothing about the pictures.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from tokenizers import AddedToken, Tokenizer, models, trainers
+from tokenizers.pre_tokenizers import ByteLevel
+from torch import Tensor
+from transformers import GenerationConfig, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from dataproto import DataProto
+from dataproto.errors import WAY_OUT, FileNotWritten
+from recipes.demo.problems import Problem, make_problem, sample_texts
+from rollout.engine import Completion, SamplingParams
+from rollout.prompts import PromptBuilder
+from rollout.responses import attach_responses
+from workers.model.packed_model import Outputs
+from workers.roles.actor import ActorConfig, ActorWorker
+from workers.training.optimizer import OptimizerConfig
+
+END_OF_TEXT, END_OF_TURN = "<|endoftext|>", "<|im_end|>"
+VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
+IMAGE_PAD, VIDEO_PAD = "<|image_pad|>", "<|video_pad|>"
+
+SPECIAL_TOKENS = (  # in the order of their ids in Qwen2.5-VL
+    END_OF_TEXT,
+    "<|im_start|>",
+    END_OF_TURN,
+    "<|object_ref_start|>",
+    "<|object_ref_end|>",
+    "<|box_start|>",
+    "<|box_end|>",
+    "<|quad_start|>",
+    "<|quad_end|>",
+    VISION_START,
+    VISION_END,
+    "<|vision_pad|>",
+    IMAGE_PAD,
+    VIDEO_PAD,
+)
+WORD_TOKENS = ("<think>", "</think>")  # single tokens, but not special, as in Qwen3
+
+CHAT_TEMPLATE = """\
+{%- if tools %}
+{{- '<|im_start|>system\\n# Tools\\n' }}
+{%- for tool in tools %}{{- (tool | tojson) + '\\n' }}{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{%- if loop.first and message['role'] != 'system' %}
+{{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}
+{%- endif %}
+{{- '<|im_start|>' + message['role'] + '\\n' }}
+{%- if message['content'] is string %}
+{{- message['content'] }}
+{%- else %}
+{%- for part in message['content'] %}
+{%- if part['type'] == 'image' or 'image' in part or 'image_url' in part %}
+{{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+{%- elif part['type'] == 'video' or 'video' in part %}
+{{- '<|vision_start|><|video_pad|><|vision_end|>' }}
+{%- elif 'text' in part %}
+{{- part['text'] }}
+{%- endif %}
+{%- endfor %}
+{%- endif %}
+{%- for call in message['tool_calls'] or [] %}
+{{- '<tool_call>\\n' + (call['function'] | tojson) + '\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+
+def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Qwen2Tokenizer:
+    """Trains on ``texts`` until there are ``vocabulary`` tokens, or fewer if no merges are left.
+
+    Special tokens have the last ids, as in Qwen's tokenizers.
+    """
+    words = SPECIAL_TOKENS + WORD_TOKENS
+    untrained = Qwen2Tokenizer(vocab={}, merges=[]).backend_tokenizer  # for Qwen's normalizer and pre-tokenizer
+    bpe = Tokenizer(models.BPE())
+    bpe.normalizer, bpe.pre_tokenizer = untrained.normalizer, untrained.pre_tokenizer
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary - len(words), initial_alphabet=ByteLevel.alphabet(), show_progress=False
+    )
+    bpe.train_from_iterator(texts, trainer)
+    bpe.decoder = untrained.decoder
+    bpe.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    bpe.add_tokens([AddedToken(token, special=False, normalized=False) for token in WORD_TOKENS])
+    return Qwen2Tokenizer(
+        tokenizer_object=bpe,
+        eos_token=END_OF_TURN,
+        pad_token=END_OF_TEXT,
+        unk_token=None,  # type: ignore[arg-type]
+        extra_special_tokens=list(SPECIAL_TOKENS[1:]),
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=32_768,
+    )
+
+
+# These make white paper a zero input. With CLIP's mean and standard deviation GRPO learns nothing.
+WHITE, CONTRAST = (1.0, 1.0, 1.0), (0.5, 0.5, 0.5)
+WEIGHTS, FILES = "model.safetensors", ("config.json", "tokenizer.json", "preprocessor_config.json")
+"""Files without which a checkpoint of `make_tiny_model` cannot be loaded."""
+
+
+@dataclass(frozen=True)
+class TinyConfig:
+    """Sizes of the model; by default it has about 0.7 million parameters."""
+
+    vocabulary: int = 512
+    hidden: int = 128
+    layers: int = 2
+    heads: int = 4
+    vision_width: int = 64
+    vision_depth: int = 2
+    vision_heads: int = 2
+    vision_mlp: int = 2  # width of the tower's MLPs, over its own
+    patch: int = 14  # pixels; a visual token covers 2 x 2 patches
+    text_std: float = 0.02  # of the decoder's initial weights
+    vision_std: float = 0.1  # of the vision tower's initial weights; with Hugging Face's 0.02 GRPO learns nothing
+    min_pixels: int = 56 * 56
+    max_pixels: int = 280 * 280
+
+
+def make_tiny_model(
+    path: str | Path, seed: int = 0, config: TinyConfig | None = None, texts: Iterable[str] | None = None
+) -> Path:
+    """Writes a randomly initialised checkpoint to the directory ``path``; equal arguments give equal weights.
+
+    It loads with ``Qwen2_5_VLForConditionalGeneration.from_pretrained``, ``AutoTokenizer`` and ``AutoImageProcessor``.
+
+    Args:
+        texts: prompts and answers on which the tokenizer is trained; by default those of the drawn problems.
+
+    Returns:
+        ``path``.
+    """
+    config = config or TinyConfig()
+    path = make_tiny_processors(path, config, texts)
+    model = random_model(Qwen2_5_VLConfig.from_pretrained(path), config.vision_std, seed)
+    model.generation_config = GenerationConfig.from_pretrained(path)
+    model.save_pretrained(path)
+    return path
+
+
+def make_tiny_processors(
+    path: str | Path, config: TinyConfig | None = None, texts: Iterable[str] | None = None
+) -> Path:
+    """Writes all of `make_tiny_model` but the weights: configuration, tokenizer and image processor."""
+    config = config or TinyConfig()
+    path = Path(path)
+    tokenizer = train_tokenizer(_corpus(sample_texts() if texts is None else texts), config.vocabulary)
+    model_config(config, tokenizer).save_pretrained(path)
+    _generation_config(tokenizer).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    Qwen2VLImageProcessorPil(
+        patch_size=config.patch,
+        min_pixels=config.min_pixels,
+        max_pixels=config.max_pixels,
+        image_mean=WHITE,
+        image_std=CONTRAST,
+    ).save_pretrained(path)
+    return path
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a directory has all files of a checkpoint of `make_tiny_model`, none of them cut."""
+    try:
+        for name in FILES:
+            json.loads((path / name).read_text(encoding="utf-8"))
+        with safe_open(path / WEIGHTS, framework="pt"):
+            return True
+    except (OSError, ValueError, SafetensorError):
+        return False
+
+
+def model_of_run(path: Path, keep: bool, make: Callable[[Path], object]) -> Path:
+    """The small model of a run at ``path``, made whole or not at all.
+
+    Args:
+        keep: leave the one that is there, if it is whole: the run is resumed. A new run makes its own, since an earlier attempt
+            may have had another seed.
+        make: writes a checkpoint to the directory that it gets.
+
+    Raises:
+        FileNotWritten: the disk is full, say.
+    """
+    if keep and is_whole(path):
+        return path
+    draft = path.with_name(f".{path.name}.partial")
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        make(draft)
+        shutil.rmtree(path, ignore_errors=True)
+        draft.rename(path)
+    except (OSError, SafetensorError) as error:
+        raise FileNotWritten(f"the small model could not be written to {path}: {error}{WAY_OUT}") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return path
+
+
+def random_model(config: Qwen2_5_VLConfig, vision_std: float, seed: int) -> Qwen2_5_VLForConditionalGeneration:
+    """A float32 model with Hugging Face's initialisation, except the vision tower's matrices, which have ``vision_std``.
+
+    The global random state does not change.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2_5_VLForConditionalGeneration(config).float()
+        with torch.no_grad():
+            for parameter in model.model.visual.parameters():
+                if parameter.ndim > 1:
+                    parameter.normal_(std=vision_std)
+    return model
+
+
+def model_config(config: TinyConfig, tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLConfig:
+    """The Hugging Face configuration, with heads of 32 (a size that vLLM's CPU build supports) and windows of 112 pixels."""
+    head = config.hidden // config.heads
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": config.hidden,
+        "intermediate_size": 2 * config.hidden,
+        "num_hidden_layers": config.layers,
+        "initializer_range": config.text_std,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.heads // 2,
+        "max_position_embeddings": 32_768,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "mrope_section": [head // 8, 3 * head // 16, 3 * head // 16],
+        },
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    vision = {
+        "depth": config.vision_depth,
+        "hidden_size": config.vision_width,
+        "out_hidden_size": config.hidden,
+        "intermediate_size": config.vision_mlp * config.vision_width,
+        "num_heads": config.vision_heads,
+        "patch_size": config.patch,
+        "window_size": 112,
+        "fullatt_block_indexes": [config.vision_depth - 1],
+    }
+    return Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **_media_ids(tokenizer))
+
+
+def _media_ids(tokenizer: Qwen2Tokenizer) -> dict[str, Any]:
+    names = {
+        "image_token_id": IMAGE_PAD,
+        "video_token_id": VIDEO_PAD,
+        "vision_start_token_id": VISION_START,
+        "vision_end_token_id": VISION_END,
+    }
+    return {name: tokenizer.convert_tokens_to_ids(token) for name, token in names.items()}
+
+
+def _generation_config(tokenizer: Qwen2Tokenizer) -> GenerationConfig:
+    ends = tokenizer.convert_tokens_to_ids([END_OF_TURN, END_OF_TEXT])
+    return GenerationConfig(do_sample=True, eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
+
+
+def _corpus(texts: Iterable[str]) -> Iterable[str]:
+    """``texts``, and the other parts of prompts and answers between special tokens."""
+    fixed = ["system\nYou are a helpful assistant.", "user\n", "assistant\n", "look", " \\boxed{x}"]
+    return [*(100 * fixed), *texts]
+
+
+ANSWER = "<think>look</think> \\boxed{{{answer}}}"
+FIRST_PROBLEM = 2**32
+"""Index of the first problem of the warm-up; those of a run begin at 0."""
+
+
+@dataclass(frozen=True)
+class WarmUpConfig:
+    """Steps, rows and learning rate of the warm-up."""
+
+    steps: int = 80
+    batch_size: int = 32
+    lr: float = 2e-3
+    problems: int = 256
+    level: int = 1
+
+
+def tiny_checkpoint(
+    seed: int = 0,
+    cache: Path | None = None,
+    phase: Callable[[str], AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> Path:
+    """The path of a tiny Qwen2.5-VL that gives random answers in the right format; created once for each seed.
+
+    Args:
+        seed: seed of the initial weights and of the warm-up.
+        cache: directory of these checkpoints; by default ``dataproto`` in the user's cache directory.
+        phase: is called with the name of each phase, and gives a context manager for its time.
+
+    Raises:
+        FileNotWritten: the disk is full, say.
+    """
+    model, settings = TinyConfig(), WarmUpConfig()
+    root = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dataproto"
+    path = root / f"tiny-{fingerprint(model, settings)}-seed{seed}"
+    if is_whole(path):
+        print(f"tiny model: found in {path}")
+        return path
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with phase("making the tiny model"):
+            make_tiny_model(draft, seed, model)
+        print(f"tiny model: warming up for {settings.steps} steps on random answers (their format, not the pictures)")
+        with phase("warming up the tiny model"):
+            loss = warm_up(draft, seed, settings)
+        print(f"tiny model: cross-entropy {loss:.3f} nats per token; saved in {path}")
+        if path.exists() and not is_whole(path):
+            shutil.rmtree(path)
+        with contextlib.suppress(OSError):  # another process was faster; its checkpoint is equal
+            draft.rename(path)
+    except (OSError, SafetensorError) as error:
+        raise FileNotWritten(
+            f"the tiny model could not be written into {root}: {error}; make room or lift the limit there, set XDG_CACHE_HOME "
+            "to another directory, or give a checkpoint as --model-path"
+        ) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return path
+
+
+def warm_up(path: Path, seed: int = 0, config: WarmUpConfig | None = None) -> float:
+    """Trains the checkpoint at ``path`` in place on random answers in the right format.
+
+    Returns:
+        The loss of the last step.
+    """
+    config = config or WarmUpConfig()
+    random = Random(f"warm-up/{seed}")
+    problems = [make_problem(FIRST_PROBLEM + place, config.level, seed) for place in range(config.problems)]
+    answers = defaultdict(list)
+    for problem in problems:
+        answers[problem.kind].append(problem.answer)
+    builder = PromptBuilder.from_pretrained(path, max_prompt_length=1024)
+    prompts = builder([{"prompt": problem.text, "images": [problem.image]} for problem in problems])
+    schedule = OptimizerConfig(lr=config.lr, schedule="linear", warmup_steps=5, total_steps=config.steps)
+    actor = ActorWorker(ActorConfig(str(path), optimizer=schedule))
+    loss = float("nan")
+    for _ in range(config.steps):
+        chosen = [random.randrange(len(problems)) for _ in range(config.batch_size)]
+        texts = [ANSWER.format(answer=random.choice(answers[problems[place].kind])) for place in chosen]
+        loss = actor.update(answered_rows(builder, prompts[chosen], texts), negative_log_probs)["actor/loss"]
+    actor.module.model.save_pretrained(path)
+    return loss
+
+
+def answered_rows(builder: PromptBuilder, prompts: DataProto, texts: list[str]) -> DataProto:
+    """Prompts with the given texts as their responses, each followed by the end-of-turn token."""
+    tokenizer = builder.tokenizer
+    ids = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in texts]
+    completions = [Completion(row, tokens, [0.0] * len(tokens), "stop") for row, tokens in enumerate(ids)]
+    width = SamplingParams(max_tokens=max(map(len, ids)))
+    return attach_responses(prompts, completions, width, builder.family, tokenizer.pad_token_id)
+
+
+def negative_log_probs(outputs: Outputs, rows: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
+    """The negative log-probs of the responses as a loss function."""
+    return -outputs.log_probs, {}
+
+
+def fingerprint(model: TinyConfig, settings: WarmUpConfig) -> str:
+    """A digest of everything that determines a checkpoint: sizes, settings, problems and versions."""
+    examples = [make_problem(FIRST_PROBLEM + place, settings.level) for place in range(8)]
+    parts = (astuple(model), astuple(settings), ANSWER, torch.__version__, transformers.__version__)
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=6)
+    for problem in examples:
+        digest.update(_content(problem))
+    return digest.hexdigest()
+
+
+def _content(problem: Problem) -> bytes:
+    return problem.text.encode() + problem.answer.encode() + problem.image.tobytes()

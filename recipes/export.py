@@ -1,0 +1,108 @@
+"""A checkpoint of a run as a model that others load: ``dataproto export RUN/global_step_100 OUTPUT --dtype bfloat16``.
+
+With ``--push-to-hub ORG/NAME`` it is uploaded to the Hugging Face hub as well.
+
+Runs in any layout, and of adapters, save whole weights; this makes them an ordinary Hugging Face directory in the dtype that they
+are served in, which `from_pretrained`, vLLM and ``--model-path`` take.
+"""
+
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from huggingface_hub import HfApi
+from transformers import AutoConfig
+from transformers.utils.logging import disable_progress_bar
+
+from dataproto.errors import CheckpointError, InvalidConfig
+from dataproto.vlm import family_of
+from recipes.configs.export_config import ModelExportConfig, parse
+from recipes.options import exit_status, write_options
+from recipes.report.page import OPTIONS_FILE
+from recipes.run.directory_lock import locked
+from workers.weights import copy_weights
+
+
+def export_model(config: ModelExportConfig) -> Path:
+    """Writes model, tokenizer and image processor to ``config.output``, uploads them if asked to, and returns the directory.
+
+    The weights are copied file by file, of at most 2 GiB each, so the model need not fit into memory.
+
+    ``config.yaml``, which names paths of this machine, is not uploaded.
+
+    Raises:
+        CheckpointError: the checkpoint is missing or incomplete.
+        InvalidConfig: the output exists already, or another process writes it; the hub refuses the name or the upload, or
+            cannot be reached.
+    """
+    actor = config.checkpoint / "actor" if (config.checkpoint / "actor").is_dir() else config.checkpoint
+    source = actor / "huggingface"
+    if not (source / "config.json").is_file():
+        raise CheckpointError(
+            f"{config.checkpoint} holds no checkpoint of an actor: name a global_step_N directory of a run"
+        )
+    with locked(config.output, "choose another output", inside=False):
+        if config.output.exists():
+            raise InvalidConfig(f"{config.output} exists already")
+        if config.push_to_hub:
+            create_on_hub(config.push_to_hub)  # before the work, so that a wrong name or a missing login costs none
+        _write_model(config, source)
+    if config.push_to_hub:
+        upload(config.output, config.push_to_hub)
+    return config.output
+
+
+def _write_model(config: ModelExportConfig, source: Path) -> None:
+    """Writes the model of ``source`` to ``config.output``, whole or not at all."""
+    model_config, dtype = AutoConfig.from_pretrained(source), getattr(torch, config.dtype)
+    draft = config.output.with_name(f".{config.output.name}.partial")
+    shutil.rmtree(draft, ignore_errors=True)
+    copy_weights(str(source), family_of(model_config), draft, dtype)
+    model_config.update({"dtype": dtype})
+    model_config.save_pretrained(draft)
+    for file in source.iterdir():  # generation settings, tokenizer, image processor and chat template
+        if "safetensors" not in file.name and not (draft / file.name).exists():
+            shutil.copy2(file, draft / file.name)
+    write_options(draft, config)
+    draft.rename(config.output)
+
+
+def create_on_hub(name: str) -> None:
+    """Creates a private model on the hub unless it exists. Raises `InvalidConfig` with the hub's reason."""
+    try:
+        HfApi().create_repo(name, private=True, exist_ok=True)
+    except Exception as error:  # of the hub, and of the HTTP library that its version uses
+        raise InvalidConfig(f"push_to_hub={name}: {_reason(error)}") from error
+
+
+def upload(folder: Path, name: str) -> None:
+    """Uploads a folder to a model on the hub in one commit. Raises `InvalidConfig`, which says how to try again."""
+    try:
+        found = HfApi().upload_folder(
+            repo_id=name, folder_path=folder, commit_message="Upload model", ignore_patterns=OPTIONS_FILE
+        )
+    except Exception as error:  # of the hub, and of the HTTP library that its version uses
+        raise InvalidConfig(
+            f"{folder} is written, but its upload failed: {_reason(error)}; to try again: hf upload {name} {folder} "
+            f"--exclude {OPTIONS_FILE}"
+        ) from error
+    print(f"pushed: {found}")
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Parses the command line, exports, and returns the exit status; a user's mistake is one line on stderr."""
+    with exit_status(arguments, resumes=False) as status:
+        config = parse(arguments)
+        disable_progress_bar()
+        print(f"model: {export_model(config)}")
+    return status.code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
