@@ -24,7 +24,7 @@ from torch import Tensor  # noqa: E402
 from dataproto.errors import InvalidConfig  # noqa: E402
 from workers.model import flash_attention4 as flash4  # noqa: E402
 from workers.model.attention import FLASH_KERNELS  # noqa: E402
-from workers.model.segments.segment_attention import segment_sdpa  # noqa: E402
+from workers.model.segment_attention import segment_sdpa  # noqa: E402
 
 REPEATS = 10
 

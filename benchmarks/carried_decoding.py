@@ -46,7 +46,7 @@ from recipes.run.carrying import CarryingRollout, LookAhead  # noqa: E402
 from rollout.carried_samples import BEGUN  # noqa: E402
 from rollout.engine import Completion, FinishReason, Request, SamplingParams, cpu_or_cuda, slots_for  # noqa: E402
 from rollout.prompts import PromptBuilder  # noqa: E402
-from workers.cluster.local_group import LocalGroup  # noqa: E402
+from workers.cluster.local import LocalGroup  # noqa: E402
 from workers.model.named_weights import named_weights  # noqa: E402
 from workers.roles.rollout_worker import RolloutConfig, RolloutWorker  # noqa: E402
 from workers.training.loading import checkpoint_family  # noqa: E402

@@ -32,7 +32,7 @@ from recipes.demo.problems import LEVELS, Split, make_problem
 from recipes.demo.templates import LETTERS
 from rollout.prompts import PromptBuilder
 from workers.model.attention import use_packed_attention
-from workers.model.patch_embedding import use_linear_patch_embedding
+from workers.model.packed_model import use_linear_patch_embedding
 
 NO_TEXT = 0.1  # weight of a visual token without a text
 SIGNS = f"0123456789x()°+-{LETTERS}"  # of all texts in drawings; class 0 is "no sign"

@@ -22,7 +22,7 @@ from recipes.configs.export_config import ModelExportConfig, parse
 from recipes.options import exit_status, write_options
 from recipes.report.page import OPTIONS_FILE
 from recipes.run.directory_lock import locked
-from workers.weights import copy_weights
+from workers.weights.sharded_export import copy_weights
 
 
 def export_model(config: ModelExportConfig) -> Path:

@@ -7,9 +7,10 @@ from dataproto.extras import lazy_names, require_extra
 require_extra("train", "workers", "transformers")
 
 if TYPE_CHECKING:
-    from workers.cluster import Roles, launch
+    from workers.cluster.launcher import launch
+    from workers.cluster.role_groups import Roles
     from workers.model.packed_model import Outputs, PackedVLM
-    from workers.ranks import Layout
+    from workers.ranks.layout import Layout
     from workers.roles.actor import ActorConfig, ActorWorker
     from workers.roles.critic import CriticConfig, CriticWorker
     from workers.roles.model_worker import PolicyConfig, ReferenceWorker

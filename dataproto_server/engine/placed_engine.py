@@ -21,7 +21,7 @@ from dataproto_server.backend import (
 )
 from dataproto_server.engine.engine_options import EngineOptions
 from dataproto_server.engine.in_process import InProcessEngine, Polled, read_options, request_of
-from workers.cluster import launch_worker
+from workers.cluster.launcher import launch_worker
 from workers.model.model_config import AdamParams
 from workers.ranks.dispatch_modes import dispatch
 

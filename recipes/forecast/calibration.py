@@ -31,7 +31,7 @@ from workers.model.precision import Precision
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import Ranks
 from workers.training.forward_pass import forward_rows
-from workers.training.memory.process_memory import begin_peak, peak_bytes
+from workers.training.memory import begin_peak, peak_bytes
 from workers.training.optimizer import Optimizer
 
 TOKENS = 32_768  # at most, in a timed pass

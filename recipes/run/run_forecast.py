@@ -14,9 +14,9 @@ from recipes.forecast.calibration import cpu_memory
 from recipes.forecast.devices import GIB
 from recipes.forecast.fitting import ERROR
 from recipes.forecast.forecast_table import figures
-from workers.training.memory.process_memory import begin_peak, resident_bytes
+from workers.training.memory import begin_peak, resident_bytes
 
-MEMORY = "perf/memory_gb/"  # metrics of `workers.training.memory.phase_memory`
+MEMORY = "perf/memory_gb/"  # metrics of `workers.training.memory`
 
 
 class RunForecast:

@@ -24,7 +24,7 @@ from recipes.run.phases import (
     shape_rewards,
 )
 from rollout.engine import SamplingParams
-from workers.cluster.local_group import LocalGroup
+from workers.cluster.local import LocalGroup
 from workers.ranks.dispatch_modes import dispatch
 
 

@@ -15,7 +15,7 @@ from recipes.run.carrying import CarryingRollout, LookAhead
 from rollout.engine import Completion, SamplingParams
 from rollout.environments import Observation
 from rollout.prompts import PromptBuilder
-from workers.cluster.local_group import LocalGroup
+from workers.cluster.local import LocalGroup
 
 BATCH = 2
 STOP = tuple(range(0, 250, 7))

@@ -38,7 +38,7 @@ from rollout.environments import Episode, EpisodeLimits, Observation, play_episo
 from rollout.environments.environment_host import EnvironmentHost
 from rollout.environments.episodes.episode_loop import go_on
 from rollout.environments.episodes.held_episodes import EpisodePlan
-from workers.cluster.local_group import LocalGroup
+from workers.cluster.local import LocalGroup
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.reference import reference_worker
 from workers.roles.rollout_worker import RolloutConfig, RolloutWorker

@@ -27,7 +27,7 @@ from recipes.configs.shared.carrying_config import CarryingConfig
 from recipes.run.carrying import CarryingRollout, LookAhead
 from rollout import carried_samples
 from rollout.engine import SamplingParams
-from workers.cluster.local_group import LocalGroup
+from workers.cluster.local import LocalGroup
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.rollout_worker import RolloutConfig, RolloutWorker
 

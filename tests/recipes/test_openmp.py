@@ -55,7 +55,7 @@ def test_only_the_command_line_limits_the_kernels(tmp_path, command, environment
 
 GROWTH = """
 import torch
-from workers.training.memory.process_memory import resident_bytes
+from workers.training.memory import resident_bytes
 
 def products(lengths):
     for length in lengths:

@@ -76,7 +76,7 @@ from workers.ranks.layout import Layout
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.training.accounting import required_work
 from workers.training.forward_pass import sharing
-from workers.training.memory.process_memory import resident_bytes
+from workers.training.memory import resident_bytes
 from workers.training.micro_batches import micro_batches
 from workers.weights.sharded_export import FILE_BYTES as EXPORT_FILE
 

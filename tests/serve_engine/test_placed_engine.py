@@ -9,7 +9,7 @@ from dataproto_server.backend import Backend, Datum, LoraSpec, Pass, SampleReque
 from dataproto_server.engine import EngineOptions, InProcessEngine, PlacedEngine, placed_engine_from_json
 from helpers.checkpoints import write_checkpoint
 from helpers.served_models import ADAM, chunks, length, random_inputs, until_done
-from workers.cluster import launch_worker
+from workers.cluster.launcher import launch_worker
 
 
 @pytest.fixture(scope="module")

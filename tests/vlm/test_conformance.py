@@ -39,8 +39,8 @@ from helpers.tiny_models import (
 )
 from rollout.sampling import project
 from workers.model.attention import use_packed_attention
-from workers.model.recurrent import recurrent_mixers, use_packed_recurrence
-from workers.model.segments.image_blocks import image_blocks
+from workers.model.gated_delta_net import recurrent_mixers, use_packed_recurrence
+from workers.model.image_blocks import image_blocks
 
 model_of = cache(tiny_model)
 every_type = pytest.mark.parametrize("model_type", ALL_TYPES)

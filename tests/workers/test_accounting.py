@@ -22,8 +22,7 @@ from workers.ranks.mesh import init_ranks
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.training import accounting
 from workers.training.accounting import Accounting, Figures, Work, joined_metrics, peak_flops, required_work
-from workers.training.memory.device_memory import DeviceMemory, real_peak
-from workers.training.memory.phase_memory import PHASES
+from workers.training.memory import PHASES, DeviceMemory, real_peak
 from workers.training.mini_batches import share_out
 
 CPU = torch.device("cpu")

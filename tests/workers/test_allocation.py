@@ -9,9 +9,9 @@ from helpers.batches import prompt_batch, with_responses
 from helpers.tiny_models import tiny_config, tiny_model
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.training import training_model
-from workers.training.memory import HostCopies
-from workers.training.memory.allocation import VARIABLES, expandable_segments
+from workers.training.memory import VARIABLES, expandable_segments
 from workers.training.optimizer import Optimizer
+from workers.training.residence import HostCopies
 from workers.training.training_model import TrainingModel
 
 CUDA = torch.device("cuda")

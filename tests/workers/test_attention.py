@@ -12,7 +12,7 @@ from dataproto.vlm.family import grid_arguments
 from helpers.tiny_models import MROPE_TYPES, image_inputs, tiny_model
 from workers.model import attention
 from workers.model.attention import packed_attention, use_packed_attention
-from workers.model.segments.segment_attention import segment_attention, segment_sdpa
+from workers.model.segment_attention import segment_attention, segment_sdpa
 
 
 def by_segment(q, k, v, bounds, causal):

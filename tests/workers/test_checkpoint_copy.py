@@ -15,8 +15,8 @@ from dataproto.errors import CheckpointError
 from dataproto.vlm import family_of
 from helpers.checkpoints import write_checkpoint
 from helpers.tiny_models import CLASSES
-from workers.weights import checkpoint_copy
-from workers.weights.checkpoint_copy import copy_weights
+from workers.weights import sharded_export
+from workers.weights.sharded_export import copy_weights
 
 LIMIT = 70_000  # bytes of a file
 
@@ -61,8 +61,8 @@ def test_one_file_is_in_memory_at_a_time(tmp_path, monkeypatch):
         sizes.append(sum(tensor.untyped_storage().nbytes() for tensor in tensors.values()))
         save_file(tensors, file, metadata)
 
-    monkeypatch.setattr(checkpoint_copy, "FILE_BYTES", LIMIT)
-    monkeypatch.setattr(checkpoint_copy, "save_file", save)
+    monkeypatch.setattr(sharded_export, "FILE_BYTES", LIMIT)
+    monkeypatch.setattr(sharded_export, "save_file", save)
     copy_weights(path, family_of("qwen2_5_vl"), tmp_path / "copy", torch.bfloat16)
     assert sum(sizes) == whole > 3 * LIMIT
     assert max(sizes) <= max(LIMIT, largest)

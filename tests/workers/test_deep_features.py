@@ -5,8 +5,7 @@ import torch
 
 from dataproto.vlm import MediaSpans, family_of
 from helpers.tiny_models import tiny_model
-from workers.model.deep_features import add_level
-from workers.model.packed_model import PackedVLM
+from workers.model.packed_model import PackedVLM, add_level
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_vl_moe"])

@@ -39,10 +39,9 @@ from workers.ranks.mesh import Ranks
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.rollout_worker import RolloutConfig, RolloutWorker
 from workers.training.checkpoint import Saving
-from workers.training.memory import allocation, phase_memory
-from workers.training.memory.phase_memory import PhaseMemory
+from workers.training.memory import PhaseMemory, allocation, phase_memory
 from workers.training.optimizer import Optimizer, OptimizerConfig
-from workers.weights import ShardedExport
+from workers.weights.sharded_export import ShardedExport
 
 CPU = torch.device("cpu")
 SAMPLING = SamplingParams(n=2, max_tokens=4, seed=3)

@@ -10,8 +10,8 @@ from torch import nn
 
 from dataproto.packing import pack_rows
 from workers.model.attention import packed_attention
-from workers.model.segments.image_blocks import image_blocks, joined_backward, joined_forward
-from workers.model.segments.segment_attention import segment_attention, segment_sdpa
+from workers.model.image_blocks import image_blocks, joined_backward, joined_forward
+from workers.model.segment_attention import segment_attention, segment_sdpa
 
 PROMPT, HEADS, KEY_HEADS, SIZE = 12, 4, 2, 8
 pieces = st.lists(

@@ -8,7 +8,7 @@ import torch
 from dataproto import DataProto
 from dataproto.errors import ColumnConflict, InvalidConfig
 from recipes.demo.tiny_model import make_tiny_model
-from workers.cluster.local_group import LocalGroup
+from workers.cluster.local import LocalGroup
 from workers.ranks.dispatch_modes import dispatch, join_rows
 from workers.ranks.layout import Layout
 from workers.roles.actor import ActorConfig, ActorWorker

@@ -13,8 +13,7 @@ from dataproto.vlm import family_of
 from helpers.examples import at_most
 from helpers.routes import expert_shares, router_matrix
 from helpers.tiny_models import MOE_TYPES, tiny_model
-from workers.model.mixture import grouped_experts, use_packed_experts
-from workers.model.mixture.routing import PackedRouter
+from workers.model.mixture import PackedRouter, grouped_experts, use_packed_experts
 
 
 def one_by_one(hidden, chosen, weights, gate_up, down):

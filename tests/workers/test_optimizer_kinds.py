@@ -15,9 +15,9 @@ from helpers.tiny_models import tiny_config, tiny_model
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import Ranks, init_ranks
 from workers.roles.actor import ActorConfig, ActorWorker
+from workers.training.eight_bit import MomentReader, stored_parts
 from workers.training.mini_batches import share_out
 from workers.training.optimizer import Optimizer, OptimizerConfig
-from workers.training.optimizers import MomentReader, stored_parts
 
 CPU = torch.device("cpu")
 WITH_TORCHAO = pytest.mark.torchao
@@ -110,7 +110,7 @@ def read(target, name, stored):
 
 
 def test_a_missing_torchao_is_named(monkeypatch):
-    from workers.training.optimizers import eight_bit
+    from workers.training import eight_bit
 
     eight_bit._rule.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "torchao.optim", None)
@@ -269,7 +269,7 @@ def check(scenarios, path):
 
 def test_the_pieces_of_a_sharded_moment_are_scaled_by_their_own_rank():
     """Two ranks' halves of a moment, read whole: by hand."""
-    from workers.training.optimizers.stored_moments import _scale
+    from workers.training.eight_bit import _scale
 
     numbers = torch.ones(4, 256)
     for begin in (0, 2):

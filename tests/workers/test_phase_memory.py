@@ -7,8 +7,7 @@ from helpers.batches import prompt_batch, with_responses
 from helpers.tiny_models import tiny_config, tiny_model
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.reference import reference_worker
-from workers.training.memory.phase_memory import PHASES, PhaseMemory
-from workers.training.memory.process_memory import resident_bytes
+from workers.training.memory import PHASES, PhaseMemory, resident_bytes
 
 MIB = 2**20
 

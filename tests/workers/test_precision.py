@@ -9,8 +9,7 @@ from torch import nn
 from dataproto.vlm import family_of
 from helpers.batches import prompt_batch, with_responses
 from helpers.tiny_models import tiny_model
-from workers.model.packed_model import PackedVLM
-from workers.model.patch_embedding import use_linear_patch_embedding
+from workers.model.packed_model import PackedVLM, use_linear_patch_embedding
 from workers.model.precision import HalfWeights
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.training.forward_pass import forward_rows

@@ -17,7 +17,7 @@ from helpers.tiny_models import tiny_config, tiny_model
 from rollout.engine import SamplingParams
 from rollout.prompts import PromptBuilder
 from workers import launch
-from workers.cluster.local_group import LocalGroup
+from workers.cluster.local import LocalGroup
 from workers.model.model_config import AdamParams
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import Ranks, init_ranks

@@ -22,9 +22,8 @@ from dataproto.errors import InvalidColumn, InvalidConfig, RankFailure, WorkerFa
 from workers.cluster.host import Host
 from workers.cluster.placement import Placement
 from workers.cluster.ray_config import RayConfig
-from workers.cluster.ray_group import RayBlobs, RayGroup, RayHost, new_step_blobs, running_ray
+from workers.cluster.ray_group import RayBlobs, RayGroup, RayHost, StepBlobs, new_step_blobs, running_ray
 from workers.cluster.ray_pool import RayPool, share_cores
-from workers.cluster.step_blobs import StepBlobs
 from workers.ranks.dispatch_modes import dispatch
 from workers.ranks.layout import Layout
 

@@ -19,12 +19,12 @@ from dataproto.vlm import family_of
 from helpers.checkpoints import write_checkpoint
 from helpers.examples import at_most
 from helpers.tiny_models import tiny_config, tiny_model
+from workers.model import delta_rule
+from workers.model.delta_rule import gated_delta_rule, packed_convolution, packed_delta_rule
+from workers.model.gated_delta_net import check_recurrent_heads, use_packed_recurrence
 from workers.model.named_weights import float32_weights, named_weights
+from workers.model.pieces import Pieces, previous_tokens
 from workers.model.precision import HalfWeights
-from workers.model.recurrent import check_recurrent_heads, packed_rule, use_packed_recurrence
-from workers.model.recurrent.delta_rule import gated_delta_rule
-from workers.model.recurrent.packed_rule import packed_convolution, packed_delta_rule
-from workers.model.recurrent.pieces import Pieces, previous_tokens
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.training.optimizer import OptimizerConfig
 
@@ -238,5 +238,5 @@ def test_weights_that_the_model_does_not_load_are_kept_by_an_export(tmp_path):
     ],
 )
 def test_kernels_compute_half_precision_on_cuda_alone(monkeypatch, device, dtype, by_kernels):
-    monkeypatch.setattr(packed_rule, "has_fla", lambda: True)
-    assert (packed_rule._rule_for(device, dtype) is packed_rule._by_fla) == by_kernels
+    monkeypatch.setattr(delta_rule, "has_fla", lambda: True)
+    assert (delta_rule._rule_for(device, dtype) is delta_rule._by_fla) == by_kernels

@@ -17,10 +17,9 @@ from workers.ranks.mesh import Ranks, init_ranks
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.model_worker import ReferenceWorker
 from workers.roles.reference import reference_worker
-from workers.training.memory import HostCopies
-from workers.training.memory.host_copies import storages_of
 from workers.training.mini_batches import share_out
 from workers.training.optimizer import OptimizerConfig
+from workers.training.residence import HostCopies, storages_of
 
 CPU = torch.device("cpu")
 OPTIONS = {

@@ -23,11 +23,11 @@ from helpers.tiny_models import (
     tiny_config,
     tiny_model,
 )
+from workers.model.image_blocks import image_blocks
 from workers.model.kept_features import KeptFeatures
 from workers.model.packed_model import PackedVLM
-from workers.model.recurrent.pieces import Pieces
-from workers.model.segments.image_blocks import image_blocks
-from workers.model.segments.segment_attention import equal_lengths
+from workers.model.pieces import Pieces
+from workers.model.segment_attention import equal_lengths
 from workers.parallel.tokens import SplitTokens
 from workers.ranks.autograd_collectives import Peers
 from workers.training.forward_pass import PreparedRows, forward_rows, needs_tower, rows_to_device

@@ -17,9 +17,8 @@ from workers.ranks.mesh import init_ranks
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.reference import reference_worker
 from workers.training import training_model
-from workers.training.memory import unsharding
-from workers.training.memory.device_memory import DeviceMemory
-from workers.training.memory.unsharding import Unsharding, device_share
+from workers.training.memory import DeviceMemory, unsharding
+from workers.training.unsharding import Unsharding, device_share
 
 MODEL = "qwen2_5_vl"
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
-from workers.cluster import weight_channel
-from workers.cluster.weight_channel import WeightChannel
+from workers.cluster import host
+from workers.cluster.host import WeightChannel
 
 TIMEOUT_S = 120.0
 WEIGHTS = [
@@ -33,7 +33,7 @@ def ends() -> Iterator[tuple[WeightChannel, WeightChannel, ThreadPoolExecutor]]:
 
 @pytest.mark.parametrize("bucket", [1, 64, 1 << 28])
 def test_weights_arrive_to_the_bit(ends, monkeypatch, bucket):
-    monkeypatch.setattr(weight_channel, "BUCKET_BYTES", bucket)
+    monkeypatch.setattr(host, "BUCKET_BYTES", bucket)
     sender, receiver, pool = ends
     for _ in range(2):
         sent = pool.submit(sender.send, iter(WEIGHTS))
@@ -47,7 +47,7 @@ def test_weights_arrive_to_the_bit(ends, monkeypatch, bucket):
 
 def test_the_next_bucket_is_gathered_while_one_is_on_its_way(ends, monkeypatch):
     """Nothing is received before the second bucket has been asked for."""
-    monkeypatch.setattr(weight_channel, "BUCKET_BYTES", 1 << 22)
+    monkeypatch.setattr(host, "BUCKET_BYTES", 1 << 22)
     sender, receiver, pool = ends
     asked, weight = threading.Event(), torch.ones(1 << 20)
 

@@ -27,23 +27,6 @@ EXPORTS = {
         *("RolloutConfig", "RolloutWorker", "ShardingManager", "launch"),
     ],
     "workers.parallel": ["TRANSFORMS", "Transform", "parallelize"],
-    "workers.roles": [
-        *(
-            "ActorConfig",
-            "ActorWorker",
-            "CriticConfig",
-            "CriticWorker",
-            "ModelReward",
-            "ModelRewardWorker",
-            "PolicyConfig",
-        ),
-        *("ReferenceWorker", "RewardFunction", "RewardRow", "RewardWorker", "RolloutConfig", "RolloutWorker"),
-        *("ShardingManager", "Values"),
-    ],
-    "workers.training": [
-        *("AdamParams", "LossFn", "OptimizerConfig", "TrainingModel", "Updated", "aggregate", "latest_checkpoint"),
-        *("writing_checkpoint",),
-    ],
 }
 
 SOURCES = sorted(Path(workers.__file__).parent.rglob("*.py"))

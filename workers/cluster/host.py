@@ -1,11 +1,17 @@
-"""The process of one rank: it holds the workers of several roles, which share its device."""
+"""The process of one rank: it holds the workers of several roles, which share its device, and may send weights to other
+processes.
 
+Weights go through a channel, without the driver and without a disk, to engines on devices separate from the actor's. The channel
+is a process group apart from the default one: its rank 0 holds the actor, each other rank holds a rollout engine.
+"""
+
+import json
 import logging.config
 import os
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,7 +20,6 @@ import torch
 from torch import Tensor, distributed
 
 from dataproto.errors import InvalidConfig, RankFailure
-from workers.cluster.weight_channel import WeightChannel
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import Ranks, init_ranks, raised_on_all_ranks
 
@@ -222,3 +227,68 @@ def log_progress() -> None:
             "loggers": dict.fromkeys(PACKAGES, to_handler),
         }
     )
+
+
+BUCKET_BYTES = 1 << 28  # tensors are sent together up to this size
+
+Sending = tuple[distributed.Work, Tensor]
+"""A broadcast that has begun, and its tensor, which has to last until it ends."""
+
+
+class WeightChannel:
+    """Broadcasts (name, tensor) pairs from rank 0, over NCCL between GPUs and over gloo otherwise."""
+
+    def __init__(self, store: distributed.Store, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
+        """All ``size`` processes connect through ``store``."""
+        timeout = timedelta(seconds=timeout_s)
+        backend: Any = distributed.ProcessGroupNCCL if device.type == "cuda" else distributed.ProcessGroupGloo
+        self._group = backend(store, rank, size, timeout)
+        self._device = device
+
+    def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """On rank 0: sends all pairs, bucket by bucket. The next bucket is gathered while one is on its way."""
+        on_the_way: list[Sending] = []
+        for bucket in _buckets(weights):
+            header = json.dumps([(name, str(w.dtype).removeprefix("torch."), list(w.shape)) for name, w in bucket])
+            header_bytes = torch.frombuffer(bytearray(header.encode()), dtype=torch.uint8)
+            data = torch.cat([weight.contiguous().view(-1).view(torch.uint8) for _, weight in bucket])
+            begun = [self._begin(each) for each in (torch.tensor([len(header_bytes)]), header_bytes, data)]
+            for work, _ in on_the_way:
+                work.wait()
+            on_the_way = begun
+        for work, _ in [*on_the_way, self._begin(torch.tensor([0]))]:
+            work.wait()
+
+    def receive(self) -> Iterator[tuple[str, Tensor]]:
+        """On the other ranks: yields the pairs that rank 0 sends. Each bucket is freed before the next one arrives."""
+        while size := int(self._broadcast(torch.zeros(1, dtype=torch.int64))):
+            header = self._broadcast(torch.empty(size, dtype=torch.uint8)).cpu().numpy().tobytes()
+            entries = [(name, getattr(torch, dtype), shape) for name, dtype, shape in json.loads(header)]
+            sizes = [torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in entries]
+            parts = self._broadcast(torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)).split(sizes)
+            for (name, dtype, shape), part in zip(entries, parts, strict=True):
+                aligned = part.clone() if part.storage_offset() % dtype.itemsize else part
+                yield name, aligned.view(dtype).view(shape)
+
+    def _broadcast(self, tensor: Tensor) -> Tensor:
+        work, tensor = self._begin(tensor)
+        work.wait()
+        return tensor
+
+    def _begin(self, tensor: Tensor) -> Sending:
+        tensor = tensor.to(self._device)
+        return self._group.broadcast([tensor]), tensor
+
+
+def _buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    """Groups pairs into lists of at most `BUCKET_BYTES`. A larger tensor is alone in its list; empty tensors are kept."""
+    bucket: list[tuple[str, Tensor]] = []
+    filled = 0
+    for name, weight in weights:
+        if bucket and filled + weight.nbytes > BUCKET_BYTES:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append((name, weight))
+        filled += weight.nbytes
+    if bucket:
+        yield bucket

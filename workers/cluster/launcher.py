@@ -20,13 +20,13 @@ from workers.roles.reward import ModelReward, RewardFunction
 from workers.roles.rollout_worker import RolloutConfig
 
 BACKENDS = {
-    "local": "workers.cluster.local_launcher:launch_local",
+    "local": "workers.cluster.local:launch_local",
     "ray": "workers.cluster.ray_launcher:launch_ray",
 }
 """``(LaunchPlan, Phase, **options) -> Roles`` by name, as ``module:function``: imported when chosen, since Ray is optional."""
 
 WORKER_BACKENDS = {
-    "local": "workers.cluster.local_launcher:local_worker",
+    "local": "workers.cluster.local:local_worker",
     "ray": "workers.cluster.ray_launcher:ray_worker",
 }
 """The same for `launch_worker`."""

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 import torch
@@ -24,11 +24,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dataproto.errors import InvalidConfig, WorkerFailed, end_after, ending
 from dataproto.extras import unimportable_modules
-from dataproto.serialization.wire import Buffer, shared_blobs
+from dataproto.serialization.wire import Buffer, SharedBlobs, shared_blobs
 from workers.cluster.host import Host, PhaseMonitor, import_ours, log_progress, shadowing_folders
 from workers.cluster.placement import NodeResources, Placement, answers
 from workers.cluster.ray_config import RayConfig
-from workers.cluster.step_blobs import StepBlobs
 from workers.ranks.dispatch_modes import (
     Arguments,
     dispatch_of,
@@ -41,6 +40,45 @@ from workers.ranks.dispatch_modes import (
 )
 from workers.ranks.failures import REPORT_GRACE_S, Failure, grace_period
 from workers.training.mini_batches import split_scoring
+
+
+class CountingStore(Protocol):
+    """A blob store that counts what it was given; see `dataproto.BlobStore`."""
+
+    num_bytes: int
+
+    def put(self, buffer: Any) -> Any: ...
+
+    def get(self, ref: Any) -> Buffer: ...
+
+
+class StepBlobs:
+    """The media that the driver has put into the object store in this step; later calls of the step refer to them.
+
+    A program that trains step by step may never end a step. So `open` first releases what is kept if it exceeds the limit.
+    """
+
+    def __init__(self, new_store: Callable[[], CountingStore], limit_bytes: Callable[[], int]) -> None:
+        """``limit_bytes`` is called once, by the first `open`."""
+        self._new_store, self._limit_bytes = new_store, limit_bytes
+        self._limit: int | None = None
+        self.renew()
+
+    def renew(self) -> None:
+        """Begins a new step: releases the media of the previous one."""
+        self._store = self._new_store()
+        self._shared = SharedBlobs(self._store)
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        """What is pickled in the block shares its media with what was pickled earlier in the step; see `shared_blobs`."""
+        if self._limit is None:
+            self._limit = self._limit_bytes()
+        if self._store.num_bytes > self._limit:
+            self.renew()
+        with self._shared.open():
+            yield
+
 
 LOCALHOST = "127.0.0.1"
 PLACEMENT_TIMEOUT_S = 60  # for a cluster to reserve its resources

@@ -18,6 +18,7 @@ from workers.cluster.ray_config import RayConfig
 from workers.cluster.ray_group import (
     RayFuture,
     RayGroup,
+    StepBlobs,
     cpus_by_node,
     end_processes,
     get_all,
@@ -26,7 +27,6 @@ from workers.cluster.ray_group import (
     start_hosts,
     wait_all,
 )
-from workers.cluster.step_blobs import StepBlobs
 from workers.ranks.failures import Failure, describe_call, describe_failure, first_line, is_secondary, root_causes
 from workers.ranks.layout import Layout
 

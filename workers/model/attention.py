@@ -2,8 +2,8 @@
 
 Language model and vision tower both call it with ``cu_seq_lens_q``: rows, images or windows are segments of one sequence that do
 not attend to each other. On CUDA in half precision a variable-length flash attention kernel computes it (`FLASH_KERNELS`),
-otherwise, and for heads that are wider than the kernel's, scaled-dot-product attention (`workers.model.segments`).
-Causal layers may have a sliding window, and images whose tokens see each other (`workers.model.segments.image_blocks`).
+otherwise, and for heads that are wider than the kernel's, scaled-dot-product attention (`workers.model.segment_attention`).
+Causal layers may have a sliding window, and images whose tokens see each other (`workers.model.image_blocks`).
 """
 
 import inspect
@@ -18,9 +18,9 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from dataproto.errors import UnsupportedAttention
 from workers.model import flash_attention4
+from workers.model.image_blocks import ImageBlocks, block_attention
 from workers.model.patches import route_attention
-from workers.model.segments.image_blocks import ImageBlocks, block_attention
-from workers.model.segments.segment_attention import segment_attention, segment_sdpa
+from workers.model.segment_attention import segment_attention, segment_sdpa
 
 FlashKernel = Callable[..., Tensor]
 """``(q, k, v, cu_q, cu_k, max_q, max_k, scaling, causal, window=None) -> out``; see `workers.model.flash_attention4.attend`. A

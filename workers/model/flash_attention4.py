@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dataproto.errors import InvalidConfig
-from workers.model.segments.segment_attention import empty_gradients, empty_output
+from workers.model.segment_attention import empty_gradients, empty_output
 
 MAX_TORCH_QUERIES = 128
 """Torch's kernel is faster on segments of up to this number of queries, such as the 64 of a vision tower's window."""

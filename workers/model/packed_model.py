@@ -1,4 +1,8 @@
-"""The model that training runs: packed rows in, log-probs of response tokens out."""
+"""Deep vision features of packed rows, added at the places of media tokens.
+
+Decoders of Hugging Face find these tokens by a mask: for each level, in forward and backward pass, the host waits until the
+device has counted them.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding, linear
 from transformers import PreTrainedModel
 
 from dataproto.errors import InvalidConfig
@@ -14,14 +18,13 @@ from dataproto.packing import PackedRows
 from dataproto.transfer import move
 from dataproto.vlm import MediaSpans, VLMFamily
 from workers.model.attention import use_packed_attention
-from workers.model.deep_features import use_placed_levels
+from workers.model.gated_delta_net import use_packed_recurrence
+from workers.model.image_blocks import image_blocks
 from workers.model.kept_features import HeldFeatures, KeptFeatures, Wanted
 from workers.model.logprobs import token_log_probs
 from workers.model.mixture import use_packed_experts
-from workers.model.patch_embedding import use_linear_patch_embedding
-from workers.model.recurrent import use_packed_recurrence
-from workers.model.recurrent.pieces import Pieces
-from workers.model.segments.image_blocks import image_blocks
+from workers.model.patches import replace_forward, replace_method
+from workers.model.pieces import Pieces
 
 
 @dataclass(frozen=True)
@@ -239,14 +242,14 @@ class PackedVLM(nn.Module):
         )
 
     def _recurrence(self, rows: PackedRows) -> dict[str, tuple[Tensor, Tensor]]:
-        """Keywords of `workers.model.recurrent.gated_delta_net.packed_gated_delta_net`, which only recurrent layers take."""
+        """Keywords of `workers.model.gated_delta_net.packed_gated_delta_net`, which only recurrent layers take."""
         if self.family.recurrent_mixers is None:
             return {}
         pieces = Pieces.of(rows.cu_seqlens, rows.key_cu_seqlens, rows.key_index)
         return {"taps": pieces.taps(self.model.config.get_text_config().linear_conv_kernel_dim)}
 
     def _routing(self, rows: PackedRows) -> dict[str, Tensor | None]:
-        """Keywords of `workers.model.mixture.routing.RoutedLayer`, which only layers of a mixture take."""
+        """Keywords of `workers.model.mixture.RoutedLayer`, which only layers of a mixture take."""
         if self.family.experts is None:
             return {}
         return {"routed_experts": rows.routed_experts, "routed": rows.routed}
@@ -261,3 +264,63 @@ class PackedVLM(nn.Module):
         weight = self.family.lm_head(self.model).weight
         cap: dict[str, Any] = {} if self.logit_cap is None else {"cap": self.logit_cap}
         return self.score(states, weight, targets, self.temperature, self.banned_ids, entropy, **cap)
+
+
+# Parts of a model that compute in another way than in Hugging Face
+
+
+def use_placed_levels(model: nn.Module, family: VLMFamily) -> None:
+    """Makes the decoder of ``model``, if its family has deep features, add their levels by `add_level`.
+
+    Decoders of Hugging Face find the tokens of media by a mask: for each level, in forward and backward pass, the host waits
+    until the device has counted them.
+    """
+    if family.deep_method:
+        replace_method(model.get_submodule(family.language_model), family.deep_method, add_level)
+
+
+def add_level(states: Tensor, places: Tensor | None, level: Tensor) -> Tensor:
+    """States ``(1, L, H)`` with a level ``(M, H)`` added at the ``places (M,)``, each of which occurs once; ``None`` is all L.
+
+    >>> import torch
+    >>> add_level(torch.zeros(1, 3, 2), torch.tensor([2, 0]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
+    [[[3.0, 4.0], [0.0, 0.0], [1.0, 2.0]]]
+    """
+    level = level.to(states.dtype)[None]
+    return states + level if places is None else states.index_add(1, places, level)
+
+
+def use_linear_patch_embedding(model: nn.Module) -> None:
+    """Replaces the forward function of each convolution that may process single patches, in place; weights do not change.
+
+    Vision towers of Hugging Face embed each image patch by a convolution whose kernel is as large as the patch. A matrix product
+    gives the same result, several times faster in forward and backward pass.
+    """
+    for module in model.modules():
+        if isinstance(module, (nn.Conv2d, nn.Conv3d)) and module.stride == module.kernel_size and module.groups == 1:
+            replace_forward(module, LinearPatchEmbedding(module))
+
+
+class LinearPatchEmbedding:
+    """The forward function of a convolution, as a matrix product if the input is as large as the kernel.
+
+    Pixels get the dtype of the weights, which Kimi's tower leaves to its caller. Only here it is known: FSDP casts weights as it
+    gathers them.
+
+    >>> import torch
+    >>> convolution, patches = nn.Conv3d(1, 2, (1, 2, 2)), torch.arange(12.0).view(3, 1, 1, 2, 2)
+    >>> torch.allclose(LinearPatchEmbedding(convolution)(patches), convolution(patches))
+    True
+    """
+
+    def __init__(self, convolution: Any) -> None:
+        self.convolution = convolution
+
+    def __call__(self, input: Tensor) -> Tensor:
+        """``(patches, C, *kernel)`` to ``(patches, out, 1, ..)``, as the convolution returns it."""
+        conv = self.convolution
+        input = input.to(conv.weight.dtype)
+        if tuple(input.shape[2:]) != conv.kernel_size or conv.padding not in ("valid", (0,) * len(conv.kernel_size)):
+            out: Tensor = type(conv).forward(conv, input)
+            return out
+        return linear(input.flatten(1), conv.weight.flatten(1), conv.bias)[(..., *[None] * len(conv.kernel_size))]

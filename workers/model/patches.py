@@ -15,25 +15,23 @@ REASONS = {
         "The attention function is chosen by name in each part's config. transformers checks names that contain 'flash' for an "
         "installed package, and only under such names does a vision tower make one variable-length call a layer."
     ),
-    "workers.model.deep_features": "Decoders of transformers take a mask of media tokens, not their places.",
     "workers.model.lora": (
         "Fused experts have no linear layers that peft could wrap, and peft's own way to adapt parameters uses one matrix for "
         "all experts, which cannot be split by expert. peft's own way to turn adapters off also changes which are trained."
     ),
-    "workers.model.mixture.grouped_experts": (
+    "workers.model.mixture": (
         "transformers' functions for experts scatter gradients in any order, and compute the tokens that only fill up a sequence."
+        " Layers of transformers hand their routers nothing but states: neither recorded experts, nor which tokens are padding."
     ),
-    "workers.model.mixture.routing": (
-        "Layers of transformers hand their routers nothing but states: neither recorded experts, nor which tokens are padding."
-    ),
-    "workers.model.patch_embedding": (
-        "Vision towers embed patches by a convolution; no option of theirs computes it as a matrix product."
+    "workers.model.packed_model": (
+        "Decoders of transformers take a mask of media tokens, not their places. Vision towers embed patches by a convolution; "
+        "no option of theirs computes it as a matrix product."
     ),
     "workers.model.precision": (
         "Layers read their weights as attributes. Autocast casts a weight at each use, and sums in float32 between layers; "
         "copies in bfloat16 have to take the parameters' places."
     ),
-    "workers.model.recurrent.gated_delta_net": (
+    "workers.model.gated_delta_net": (
         "transformers' recurrent layers keep packed rows apart by kernels for CUDA alone, and know no rows that share a prompt."
     ),
     "workers.parallel.activation_checkpointing": (

@@ -26,12 +26,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import Shard
 
 from dataproto.errors import ending
+from workers.model.gated_delta_net import recurrent_mixers
 from workers.model.lora import base_layers
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.model.patches import drop_sum_within_replica, drop_unreduced_gradient
 from workers.model.precision import mixed_precision
-from workers.model.recurrent import recurrent_mixers
 from workers.parallel.expert import split_experts
 from workers.parallel.transform import Transform, repeated_layers
 from workers.ranks.mesh import Ranks

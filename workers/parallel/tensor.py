@@ -28,11 +28,11 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.functional import embedding, linear
 
 from dataproto.errors import InvalidConfig
+from workers.model.gated_delta_net import HeadShare, channels, check_recurrent_heads
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.model.patches import call_before_forward, keep_on_module, replace_submodule
 from workers.model.precision import in_autocast_dtype
-from workers.model.recurrent import HeadShare, channels, check_recurrent_heads
 from workers.parallel.transform import Transform
 from workers.parallel.ulysses import check_heads, key_value_share
 from workers.parallel.vocabulary_split import split_token_log_probs

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from dataproto.errors import InvalidConfig
 from workers.model.attention import FLASH_KERNELS, packed_attention, set_attention
+from workers.model.gated_delta_net import check_recurrent_heads
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.model.precision import in_autocast_dtype
-from workers.model.recurrent import check_recurrent_heads
 from workers.parallel.transform import Transform
 from workers.ranks.autograd_collectives import Peers, exchange
 from workers.ranks.mesh import Ranks

@@ -42,8 +42,7 @@ from workers.roles.carried_groups import (
     split_groups,
     with_begun,
 )
-from workers.roles.early_rewards import EarlyRewards
-from workers.roles.reward import EARLY_RESULTS, RewardWorker
+from workers.roles.reward import EARLY_RESULTS, EarlyRewards, RewardWorker
 from workers.roles.sharding_manager import ShardingManager, engine_group, neighbours
 from workers.training.loading import checkpoint_family
 

@@ -27,7 +27,7 @@ from rollout.engine import RolloutEngine
 from rollout.sampling import derive_seed
 from workers.ranks.mesh import Ranks
 from workers.training.checkpoint import random_states, seed_everything, set_random_states
-from workers.training.memory.phase_memory import GENERATION, PHASES
+from workers.training.memory import GENERATION, PHASES
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from dataproto.columns import media_parts
 from workers.model.packed_model import PackedVLM
 from workers.ranks.mesh import AXES, Ranks
 from workers.training.forward_pass import media_of, sharing
-from workers.training.memory.device_memory import DeviceMemory, real_peak
-from workers.training.memory.phase_memory import PHASES
+from workers.training.memory import PHASES, DeviceMemory, real_peak
 
 # Dense bfloat16 operations per second from data sheets; the first name that is part of the device's name counts.
 PEAKS = (

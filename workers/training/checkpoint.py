@@ -26,9 +26,9 @@ from workers.model.lora import base_name
 from workers.model.packed_model import PackedVLM
 from workers.ranks.mesh import Ranks
 from workers.training.checkpoint_files import read_state, run_behind, stored_names, write_state, write_state_behind
+from workers.training.eight_bit import MomentReader, stored_parts
 from workers.training.optimizer import Moments, Optimizer
-from workers.training.optimizers import MomentReader, stored_parts
-from workers.weights import ShardedExport
+from workers.weights.sharded_export import ShardedExport
 
 _STEP = re.compile(r"global_step_(\d+)")
 

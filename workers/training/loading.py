@@ -11,6 +11,7 @@ from transformers import AutoConfig, PreTrainedModel
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily, family_of
 from workers.model.attention import use_packed_attention
+from workers.model.gated_delta_net import recurrent_mixers
 from workers.model.kept_features import KeptFeatures, keeps_features
 from workers.model.lora import add_adapters, base_layers, base_name
 from workers.model.model_config import ModelConfig
@@ -18,11 +19,11 @@ from workers.model.packed_model import PackedVLM
 from workers.model.patches import cast_parameter, place_parameter
 from workers.model.precision import compute_dtype
 from workers.model.quantized import check_float8, four_bit, use_float8
-from workers.model.recurrent import recurrent_mixers
 from workers.parallel import Transform, parallelize
 from workers.ranks.mesh import Ranks
-from workers.weights import CheckpointFiles, WeightSources, all_tensors, fill, hollow_model, make_room, stand_ins
-from workers.weights.stored_tensors import whole
+from workers.weights.hollow_model import all_tensors, fill, hollow_model, make_room, stand_ins
+from workers.weights.stored_tensors import CheckpointFiles, whole
+from workers.weights.weight_sources import WeightSources
 
 WITHIN_RUNS = ("", "actor/", "global_step_*/actor/")
 """Where exported weights lie below a role's folder, a checkpoint and a run's directory."""

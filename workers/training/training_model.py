@@ -29,10 +29,7 @@ from workers.training.checkpoint import Saving, load_model_weights, load_trainin
 from workers.training.forward_pass import LossFn, PreparedRows, forward_rows, index_on, rows_to_device
 from workers.training.loading import Wrap, load_packed
 from workers.training.loss_sums import LossSums, Updated, averages, zero_loss
-from workers.training.memory import Residence
-from workers.training.memory.allocation import expandable_segments
-from workers.training.memory.phase_memory import PHASES, SCORES
-from workers.training.memory.unsharding import Unsharding, device_share
+from workers.training.memory import PHASES, SCORES, expandable_segments
 from workers.training.micro_batches import (
     Conclude,
     MicroBatch,
@@ -43,7 +40,9 @@ from workers.training.micro_batches import (
 )
 from workers.training.mini_batches import ROW, cut_minibatches_of_rank, pad_minibatches
 from workers.training.optimizer import AdamParams, Optimizer, OptimizerConfig
+from workers.training.residence import Residence
 from workers.training.row_checks import check_finite, check_rows, check_update
+from workers.training.unsharding import Unsharding, device_share
 
 log = logging.getLogger(__name__)
 

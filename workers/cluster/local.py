@@ -1,6 +1,10 @@
-"""Launches all roles in this process."""
+"""All roles in this process, each in a group of one worker.
+
+A recipe calls ``group.method(...)``, or ``group.submit("method", ...)`` for a future, in the same way on every kind of group.
+"""
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -8,13 +12,41 @@ import torch
 
 from dataproto.errors import InvalidConfig
 from rollout.engine import prepare_engine
-from workers.cluster.local_group import LocalGroup
 from workers.cluster.role_groups import LaunchPlan, Phase, Roles, early_reward, engine_phase
+from workers.ranks.dispatch_modes import dispatch_of
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.roles.reference import reference_worker
 from workers.roles.reward import ModelReward, ModelRewardWorker, RewardFunction, RewardWorker
 from workers.roles.rollout_worker import RolloutWorker
+
+
+class LocalGroup:
+    """One worker in this process. In every dispatch mode ``group.method`` is the worker's own bound method."""
+
+    closed_reason: str | None = None  # a local group is never closed; see `RayGroup.closed_reason`
+
+    def __init__(self, worker: Any) -> None:
+        self.worker = worker
+
+    def submit(self, method: str, *args: Any, **kwargs: Any) -> "Future[Any]":
+        """Runs the call and returns a finished future, which holds the result or the exception."""
+        future: Future[Any] = Future()
+        try:
+            future.set_result(self._method(method)(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_") or name == "worker":
+            raise AttributeError(name)
+        return self._method(name)
+
+    def _method(self, name: str) -> Callable[..., Any]:
+        dispatch_of(type(self.worker), name)
+        method: Callable[..., Any] = getattr(self.worker, name)
+        return method
 
 
 def launch_local(plan: LaunchPlan, phase: Phase = nullcontext) -> Roles:

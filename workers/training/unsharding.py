@@ -7,7 +7,7 @@ import torch
 
 from workers.model.model_config import UNSHARDED, Unsharded
 from workers.parallel.fsdp import GatheredBytes
-from workers.training.memory.device_memory import DeviceMemory
+from workers.training.memory import DeviceMemory
 
 ROOM = 0.06
 """The share of a device that stays free: micro-batches of later steps may be fuller, and torch holds some memory in pieces."""

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from dataproto.packing import PackedRows
 from dataproto.transfer import move, on_host
 from dataproto.vlm.mrope import IMAGE
-from workers.model.segments.segment_attention import empty_gradients, empty_output
+from workers.model.segment_attention import empty_gradients, empty_output
 
 Window = tuple[int, int]
 """How many keys before and after its own a query sees, -1 for all: flash attention's ``window_size``."""

@@ -1,7 +1,7 @@
 """The mixer of Qwen3.5's recurrent layers, Gated DeltaNet (arXiv:2412.06464), over packed rows and a part of the heads.
 
 Projections and the gated norm are computed token by token, by the model's own modules. Convolution and recurrence run along the
-rows of the packed sequence (`workers.model.recurrent.packed_rule`), where each head is on its own: so ranks share them by heads,
+rows of the packed sequence (`workers.model.delta_rule`), where each head is on its own: so ranks share them by heads,
 as they share attention. Under Ulysses an all-to-all turns "my tokens, all heads" into "all tokens, my heads" and back; no state
 travels between ranks.
 """
@@ -19,10 +19,9 @@ from transformers import Cache
 
 from dataproto.errors import InvalidConfig, UnsupportedAttention
 from dataproto.vlm import VLMFamily
+from workers.model.delta_rule import delta_rule_along_rows, packed_convolution
 from workers.model.patches import keep_on_module, replace_forward
-from workers.model.recurrent.packed_rule import packed_convolution
-from workers.model.recurrent.pieces import Pieces
-from workers.model.recurrent.rule_operator import delta_rule_along_rows
+from workers.model.pieces import Pieces
 from workers.ranks.autograd_collectives import Peers, exchange
 
 

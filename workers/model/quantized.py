@@ -1,19 +1,38 @@
-"""Matrix products of linear layers in float8, by torchao: inputs, weights and gradients are rounded to e4m3 with a scale a row.
+"""Numbers of fewer bits, by torchao: products of linear layers in float8, and base weights of adapters in 4 bits.
 
-Weights, gradients and what lies between the products stay as they are: the optimizer, checkpoints and the engine see no float8.
+In float8, inputs, weights and gradients are rounded to e4m3 with a scale a row. Weights, gradients and what lies between the
+products stay as they are: the optimizer, checkpoints and the engine see no float8.
+
+A weight of 4 bits (NF4 of QLoRA, arXiv:2305.14314) is a parameter of its own class, which `torch.nn.functional.linear` expands
+each time that it is used, and again in the backward pass. 64 numbers share a scale of 8 bits, and 256 scales a scale of their
+own.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily
 from workers.model.model_config import ModelConfig
-from workers.model.quantized.torchao_package import needs_torchao
+
+
+@contextmanager
+def needs_torchao(option: str) -> Iterator[None]:
+    """Imports of torchao in here raise an error that names ``option`` if it is not installed.
+
+    Raises:
+        InvalidConfig: torchao is not installed.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise InvalidConfig(f"{option} needs the package torchao: pip install 'dataproto-vlm[torchao]'") from error
+
 
 LEAST_WIDTH = 1024
 """Of a layer: in smaller products rounding takes longer than float8 saves."""
@@ -78,3 +97,37 @@ def _large_layers(model: nn.Module, family: VLMFamily, least_width: int) -> Iter
             widths = (layer.in_features, layer.out_features)
             if min(widths) >= least_width and not any(width % MULTIPLE for width in widths):
                 yield name
+
+
+BLOCK = 64
+SCALER_BLOCK = 256  # at most; a smaller power of two if it has to divide the number of scales
+
+
+def four_bit(weight: Tensor, name: str) -> nn.Parameter:
+    """A frozen parameter with the numbers of ``weight`` ``(out, in)`` rounded to 4 bits; it keeps the shape and the dtype.
+
+    Args:
+        name: of the weight, for errors.
+
+    Raises:
+        InvalidConfig: torchao is not installed, or the weight cannot be rounded.
+    """
+    with needs_torchao("load_in_4bit=True"):
+        from torchao.quantization import to_nf4
+    if weight.numel() % BLOCK:
+        raise InvalidConfig(
+            f"load_in_4bit=True: {name} has {weight.numel()} numbers, no multiple of {BLOCK}: leave the option out"
+        )
+    scales = weight.numel() // BLOCK
+    rounded = to_nf4(weight.detach().contiguous(), BLOCK, min(scales & -scales, SCALER_BLOCK))
+    if not bool(torch.isfinite(dense(rounded)).all()):
+        raise InvalidConfig(
+            f"load_in_4bit=True: {name} cannot be rounded to 4 bits: it has numbers that are not finite"
+        )
+    return nn.Parameter(rounded, requires_grad=False)
+
+
+def dense(weight: Tensor) -> Tensor:
+    """The numbers that a weight of 4 bits stands for, in its dtype; any other tensor as it is."""
+    expanded: Any = getattr(weight, "get_original_weight", None)
+    return weight if expanded is None else expanded()
