@@ -37,11 +37,11 @@ from PIL import Image, ImageDraw  # noqa: E402
 from dataproto import DataProto, object_array  # noqa: E402
 from recipes.algorithms.penalties import KLController  # noqa: E402
 from recipes.configs.shared.carrying_config import CarryingConfig  # noqa: E402
-from recipes.console.start_phases import start_lines  # noqa: E402
 from recipes.grpo import GRPOConfig, grpo_step  # noqa: E402
 from recipes.rewards import load_reward  # noqa: E402
 from recipes.run.carrying import LookAhead, carry_samples  # noqa: E402
 from recipes.run.phases import Progression  # noqa: E402
+from recipes.watch.console import start_lines  # noqa: E402
 from rollout.prompts import PromptBuilder  # noqa: E402
 from workers import ActorConfig, launch  # noqa: E402
 from workers.model.model_config import UNSHARDED  # noqa: E402

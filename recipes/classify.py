@@ -16,9 +16,9 @@ from recipes.data.conversation_rows import Questions
 from recipes.data.labelled_pictures import IMAGES, LabelledData, drawn_data, folder_data, table_data
 from recipes.data.loader import EvaluationLoader, PromptLoader, check_row, check_rows
 from recipes.options import exit_status
-from recipes.report.confusion import Confusion, save_confusion
 from recipes.run.evaluation import evaluate_answers
 from recipes.run.supervised import SupervisedTask, held_out_loss, run_supervised, supervised_builders
+from recipes.watch.confusion import Confusion, save_confusion
 from workers import Roles
 
 __all__ = [

@@ -21,14 +21,12 @@ from recipes.configs.easy_vqa_config import EasyVQAConfig, parse
 from recipes.configs.shared.policy_gradient_config import PolicyGradientConfig
 from recipes.configs.shared.run_config import RunConfig
 from recipes.configs.shared.supervised_config import SupervisedConfig
-from recipes.console import start_phase
 from recipes.data.easy_vqa_rows import Answered, Conversations, EasyVQA, EasyVQARows, open_easy_vqa
 from recipes.data.loader import EvaluationLoader, PromptLoader
 from recipes.data.mixture import Mixture
 from recipes.demo.tiny_model import TinyConfig, make_tiny_model, model_of_run
 from recipes.grpo import step_for
 from recipes.options import exit_status
-from recipes.report.metrics_file import METRICS_FILE
 from recipes.rewards import RewardFunction, ShuffledScores, load_reward, short_answer_reward
 from recipes.rewards.reward_check import check_reward
 from recipes.run.evaluation import Evaluate, evaluate_samples
@@ -41,6 +39,8 @@ from recipes.run.policy_gradient import (
     run,
 )
 from recipes.run.supervised import SupervisedTask, held_out_loss, run_supervised
+from recipes.watch import start_phase
+from recipes.watch.metrics_file import METRICS_FILE
 from rollout.prompts import PromptBuilder, SupervisedBuilder
 from workers import Roles
 from workers.training.checkpoint import latest_checkpoint

@@ -16,9 +16,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from recipes.report.charts import smooth
-from recipes.report.metrics_file import read_metrics
-from recipes.report.samples import RolloutSample, load_rollouts, rollout_steps
+from recipes.watch.charts import smooth
+from recipes.watch.metrics_file import read_metrics
+from recipes.watch.rollout_files import RolloutSample, load_rollouts, rollout_steps
 
 REWARD, ACCURACY = "#e0762f", "#2f6fde"
 GOOD, BAD, SOFT = "#11783c", "#b3261e", "#5d6672"
@@ -29,7 +29,7 @@ def plot_curves(runs: Sequence[Sequence[Mapping[str, float]]], path: str | Path)
     """Draws sampled reward and held-out accuracy over steps into an image file.
 
     Args:
-        runs: the rows of each run, as of `recipes.report.read_metrics`. Of several runs lines are medians, and bands ranges.
+        runs: the rows of each run, as of `recipes.watch.read_metrics`. Of several runs lines are medians, and bands ranges.
     """
     figure = Figure(figsize=(8, 3.4), dpi=150, layout="constrained")
     axes = figure.add_subplot()

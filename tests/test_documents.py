@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from recipes.demo.tiny_model import make_tiny_model
-from recipes.report.metrics_file import METRICS_FILE, read_metrics
+from recipes.watch.metrics_file import METRICS_FILE, read_metrics
 from workers.roles.reward import RewardRow
 from workers.training.checkpoint import checkpoint_steps
 

@@ -19,7 +19,7 @@ LAZY_TABLES = {
     Path("dataproto/extras.py"),
     Path("dataproto/vlm/family_registry.py"),
     Path("recipes/commands/__init__.py"),
-    Path("recipes/loggers/run_loggers.py"),
+    Path("recipes/watch/loggers.py"),
     Path("dataproto_server/engine_process.py"),
     Path("rollout/engine.py"),
     Path("workers/cluster/launcher.py"),

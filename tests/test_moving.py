@@ -15,8 +15,8 @@ from recipes.data.problem_rows import read_row
 from recipes.grpo import GRPORunConfig, main, parse
 from recipes.options import options_of
 from recipes.options.command_line import CONFIG, PRESET
-from recipes.report import read_metrics
 from recipes.rewards import as_reward_function
+from recipes.watch import read_metrics
 from workers.roles.reward import RewardRow
 
 PAGE = (Path(__file__).parents[1] / "docs" / "moving.md").read_text(encoding="utf-8")

@@ -7,7 +7,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from dataproto_server.ledger.records import Run
 from dataproto_server.routes.gate import Call
-from recipes.report.style import STYLE
+from recipes.watch.style import STYLE
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'",

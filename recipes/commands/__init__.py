@@ -87,19 +87,19 @@ COMMANDS = {
         "recipes.configs.plan_config:parse",
     ),
     "show": Command(
-        "recipes.show.show_command:main",
+        "recipes.show:main",
         "show the first rows of a data set as the model sees them, and what the reward gives their truths",
-        "recipes.show.show_config:parse",
+        "recipes.configs.show_config:parse",
     ),
     "view": Command(
-        "recipes.view:main", "show a run in the browser, while it goes on", "recipes.configs.view_config:parse"
+        "recipes.watch.viewer:main", "show a run in the browser, while it trains", "recipes.watch.viewer:parse"
     ),
     "serve": Command(
         "dataproto_server.command:main",
         "train and sample for clients of the Tinker SDK",
         "dataproto_server.config:parse",
     ),
-    "report": Command("recipes.report.__main__:main", "write the page that shows a run"),
+    "report": Command("recipes.watch.report:main", "write the page that shows a run"),
 }
 """The commands by name. A further one is one line here."""
 

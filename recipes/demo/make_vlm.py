@@ -20,18 +20,19 @@ import yaml
 
 from dataproto.errors import CheckpointError, InvalidConfig, writing
 from recipes.configs.make_vlm_config import MakeVLMConfig, parse
-from recipes.console import start_phase
 from recipes.data.easy_vqa_rows import Answered, EasyVQA, fetch_easy_vqa, open_easy_vqa
 from recipes.data.mixture import Mixture
 from recipes.data.packages import ICONS, SMOLLM2, fetch
 from recipes.demo.captions import DrawnCaptions, Icon, IconCaptions, one_turn, read_icons
 from recipes.demo.smolvlm import Learnt, assemble, load_text_model, write_card
 from recipes.options import exit_status, options_of, write_options
-from recipes.report.page import OPTIONS_FILE, REPORT_FILE
+from recipes.options.config_file import OPTIONS_FILE
 from recipes.run.directory_lock import locked
 from recipes.run.loop import RunConfig
 from recipes.run.supervised import run_supervised
 from recipes.sft import SFTConfig, SFTDataConfig, conversation_task
+from recipes.watch import start_phase
+from recipes.watch.report import REPORT_FILE
 from rollout.engine import SamplingParams, create_engine
 from rollout.prompts import PromptBuilder, SupervisedBuilder
 from rollout.responses import build_requests

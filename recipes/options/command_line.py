@@ -15,12 +15,11 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import tyro
 
 from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig, later_errors
-from recipes.options.config_file import ONCE, file_arguments
+from recipes.options.config_file import CONFIG_FILE, ONCE, OPTIONS_FILE, file_arguments
 from recipes.options.help_text import help_text, show_help
 from recipes.options.idle_options import refuse_idle_options
 from recipes.options.option_table import TRUTH, as_given, options_of, refuse_unknown, with_plain_flags, with_short_names
 from recipes.options.peer_names import own_name
-from recipes.report.page import CONFIG_FILE, OPTIONS_FILE
 
 Config = TypeVar("Config")
 

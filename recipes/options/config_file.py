@@ -10,8 +10,9 @@ import yaml
 
 from dataproto.errors import InvalidConfig, writing
 from recipes.options.option_table import TRUTH, Option, as_given, options_of
-from recipes.report.page import OPTIONS_FILE
 
+OPTIONS_FILE, CONFIG_FILE = "config.yaml", "config.json"
+"""In a run's directory: the options as they were asked for, to start or resume a run from, and all options as they are."""
 HEADER = "# The options that made this directory. `--config FILE` reads such a file; options on the command line override it.\n"
 ONCE = ("resume", "overwrite")
 """Options of one call of a command, which its file leaves out."""

@@ -9,7 +9,6 @@ from typing import Any
 
 from recipes.configs.episodes_config import EpisodeRunConfig, WarmUpPhaseConfig
 from recipes.configs.shared.run_config import announce_small_model
-from recipes.console import start_phase
 from recipes.data.loader import EvaluationLoader, PromptLoader
 from recipes.demo.tiny_model import TinyConfig, make_tiny_model, model_of_run, negative_log_probs
 from recipes.run.environment_roles import PlayedEnvironment, load_environment
@@ -22,6 +21,7 @@ from recipes.run.policy_gradient import (
     prompt_builder,
     prompt_loader,
 )
+from recipes.watch import start_phase
 from rollout.environments import MakeEnvironment, TurnRenderer
 from rollout.prompts import PromptBuilder, SupervisedBuilder
 from workers import Roles

@@ -10,10 +10,10 @@ from dataproto import DataProto
 from dataproto.errors import InvalidConfig
 from recipes.configs.shared.run_config import Measured
 from recipes.data.loader import EvaluationLoader
-from recipes.report.kept_rollouts import reward_parts
-from recipes.report.samples import rollout_samples, save_rollouts
 from recipes.rewards.geometry3k import boxed_answer
 from recipes.run.metrics import last_rows, timed, validation_metrics
+from recipes.watch.kept_rollouts import reward_parts
+from recipes.watch.rollout_files import rollout_samples, save_rollouts
 from rollout.engine import SamplingParams
 from workers import Roles
 

@@ -17,14 +17,22 @@ from dataproto import DataProto
 from dataproto.columns import require
 from dataproto.errors import CheckpointError, WorkerFailed, writing
 from recipes.configs.shared.run_config import RunConfig
-from recipes.console import LearningSignals, Progress, SpeedSignals, start_metrics, start_phase
-from recipes.loggers import LoggedRun, RunLoggers, open_loggers
-from recipes.report.kept_rollouts import KeptRollouts
-from recipes.report.metrics_file import METRICS_FILE, read_metrics
 from recipes.run.dynamic_sampling import More
 from recipes.run.evaluation import BestStep, Evaluate
 from recipes.run.metrics import Measure, measure_rollouts, timed
 from recipes.run.run_directory import forget_earlier
+from recipes.watch import (
+    LearningSignals,
+    LoggedRun,
+    Progress,
+    RunLoggers,
+    SpeedSignals,
+    open_loggers,
+    start_metrics,
+    start_phase,
+)
+from recipes.watch.kept_rollouts import KeptRollouts
+from recipes.watch.metrics_file import METRICS_FILE, read_metrics
 from rollout.prompts import PromptBuilder
 from workers import Roles
 from workers.training.checkpoint import (

@@ -20,7 +20,6 @@ from dataproto.vlm import VLMFamily
 from recipes.configs.shared.device_preset import preset_line, this_machine
 from recipes.configs.shared.policy_gradient_config import SIZES, Config, DataConfig, PolicyGradientConfig
 from recipes.configs.shared.run_config import announce_small_model
-from recipes.console import announce_start, start_phase
 from recipes.data.drawn_rows import ProblemRows
 from recipes.data.loader import EvaluationLoader, PromptLoader, drop_overlong
 from recipes.data.problem_rows import PROBLEM_COLUMNS, CheckTruth, load_rows
@@ -38,8 +37,6 @@ from recipes.forecast import (
     policy_gradient_setting,
     this_device,
 )
-from recipes.report.kept_rollouts import KeptRollouts
-from recipes.report.page import REPORT_FILE
 from recipes.rewards import RewardFunction, load_reward
 from recipes.rewards.reward_check import check_reward, truth_check
 from recipes.run.carrying import LookAhead, carry_samples
@@ -56,6 +53,9 @@ from recipes.run.run_directory import (
     with_schedules,
 )
 from recipes.run.run_forecast import RunForecast
+from recipes.watch import announce_start, start_phase
+from recipes.watch.kept_rollouts import KeptRollouts
+from recipes.watch.report import REPORT_FILE
 from rollout.engine import returns_experts
 from rollout.prompts import PromptBuilder
 from workers import Roles, launch

@@ -13,14 +13,15 @@ from typing import Any, Protocol, TypeVar
 
 from dataproto.errors import LATER, CheckpointError, InvalidConfig, end_after, ending, writing
 from recipes.configs.shared.run_config import RunConfig
-from recipes.console import show_summary
-from recipes.console.summary import Compare
 from recipes.data.loader import PromptLoader
 from recipes.options import options_of, write_options
 from recipes.options.command_line import NOT_BEGUN
-from recipes.report.metrics_file import METRICS_FILE
-from recipes.report.page import CONFIG_FILE, ENVIRONMENT_FILE, environment, write_report
+from recipes.options.config_file import CONFIG_FILE
 from recipes.run.directory_lock import LOCK_FILE, locked
+from recipes.watch import show_summary
+from recipes.watch.console import Compare
+from recipes.watch.metrics_file import METRICS_FILE
+from recipes.watch.report import ENVIRONMENT_FILE, environment, write_report
 from workers.model.model_config import OptimizerConfig
 from workers.training.checkpoint import checkpoint_steps, latest_checkpoint, write_json
 
@@ -220,7 +221,7 @@ def reported(directory: Path, started: float | None = None, compared: Compare | 
 
     Args:
         started: the `time.monotonic` at which the time of the run began; by default now.
-        compared: see `recipes.console.show_summary`.
+        compared: see `recipes.watch.show_summary`.
     """
     started = time.monotonic() if started is None else started
     with ending(

@@ -13,12 +13,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from dataproto import DataProto
 from recipes.configs.shared.supervised_config import RowsConfig, SupervisedConfig
-from recipes.console import announce_start, start_phase
 from recipes.data.loader import PromptLoader
 from recipes.demo.tiny_model import make_tiny_model, model_of_run
 from recipes.forecast import Setting, kept_image_bytes, measure_conversations, supervised_setting, this_device
-from recipes.report.kept_rollouts import KeptRollouts
-from recipes.report.page import REPORT_FILE
 from recipes.run.dynamic_sampling import More
 from recipes.run.evaluation import Evaluate
 from recipes.run.loop import attempts, train
@@ -33,6 +30,9 @@ from recipes.run.run_directory import (
     with_schedules,
 )
 from recipes.run.run_forecast import RunForecast
+from recipes.watch import announce_start, start_phase
+from recipes.watch.kept_rollouts import KeptRollouts
+from recipes.watch.report import REPORT_FILE
 from rollout.prompts import PromptBuilder, SupervisedBuilder
 from workers import Roles, launch
 from workers.cluster.launcher import check_extras

@@ -12,9 +12,9 @@ from helpers.geo3k_files import png, write_geometry3k
 from helpers.tiny_prompts import tiny_builder
 from recipes.data.loader import PromptLoader, drop_overlong
 from recipes.data.problem_rows import load_rows, read_row
-from recipes.report.samples import load_rollouts, rollout_samples, save_rollouts
 from recipes.rewards import RewardRow, geo3k_reward
 from recipes.rewards.geometry3k import without_unit
+from recipes.watch.rollout_files import load_rollouts, rollout_samples, save_rollouts
 from rollout.prompts.images import image_size
 
 DARK, LIGHT = (0, 0, 0), (255, 255, 255)

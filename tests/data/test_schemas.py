@@ -12,9 +12,9 @@ from pyarrow.parquet import write_table
 
 from helpers.geo3k_files import drawing, png
 from helpers.tiny_prompts import tiny_image_processor, tiny_prompt_config, tiny_tokenizer
+from recipes import show
 from recipes.data import ColumnKeys, load_rows
 from recipes.data.conversation_rows import conversation_rows
-from recipes.show import show_command
 from rollout.prompts import PromptBuilder, SupervisedBuilder
 
 TEMPLATE = (
@@ -369,7 +369,7 @@ def test_answers_of_a_public_schema_are_learnt(name, tmp_path):
 def test_the_command_shows_a_file_of_each_schema(name, recipe, tmp_path, capsys):
     case = CASES[name]
     keys = [word for option, key in case.keys.given().items() for word in (f"--{option.replace('_', '-')}", key)]
-    status = show_command.main([recipe, str(written(case, tmp_path)), *keys])
+    status = show.main([recipe, str(written(case, tmp_path)), *keys])
     told = capsys.readouterr().out
     if recipe == "sft" or isinstance(case.truth, str):
         assert (status, "cannot be used" in told) == (0, False)

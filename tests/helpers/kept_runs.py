@@ -8,8 +8,8 @@ from PIL import Image
 
 from dataproto import DataProto
 from helpers.tiny_prompts import tiny_tokenizer
-from recipes.report.kept_rollouts import KeptRollouts
-from recipes.report.metrics_file import MetricsLog
+from recipes.watch.kept_rollouts import KeptRollouts
+from recipes.watch.metrics_file import MetricsLog
 
 COLOURS = ("red", "green", "blue", "orange", "purple", "black", "gray", "cyan")
 

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from dataproto.errors import CheckpointError, InvalidConfig
-from recipes.configs import export_config, grpo_config, make_vlm_config, parity_config, plan_config, view_config
+from recipes.configs import export_config, grpo_config, make_vlm_config, parity_config, plan_config
 from recipes.configs.grpo_config import TINY
+from recipes.watch import viewer
 
 
 def written(path: Path, text: str) -> list[str]:
@@ -23,7 +24,7 @@ def test_a_file_gives_options_of_every_command_and_the_command_line_overrides_th
     assert config.engine_options == {"max_num_seqs": 7}
     export = export_config.parse(["run/global_step_1", "out", *written(tmp_path / "mine.yaml", "dtype: float32")])
     assert (export.checkpoint, export.output, export.dtype) == (Path("run/global_step_1"), Path("out"), "float32")
-    view = view_config.parse([*written(tmp_path / "mine.yaml", "port: 9"), "run"])
+    view = viewer.parse([*written(tmp_path / "mine.yaml", "port: 9"), "run"])
     assert (view.run_dir, view.port) == (Path("run"), 9)
     with pytest.raises(InvalidConfig, match="there is no option 'rwos'; the nearest is 'rows'"):
         parity_config.parse(written(tmp_path / "mine.yaml", "rwos: 3"))
@@ -61,7 +62,7 @@ def test_a_plan_divides_its_options_from_those_of_the_recipe(tmp_path):
         (parity_config.parse, "--engine hf --engine-options memory_share 0.3", "no option 'memory_share'"),
         (parity_config.parse, "--engine abacus", "^engine 'abacus' is unknown"),
         (grpo_config.parse, "--optimizer.total-steps 5", "^total_steps=5 must be above warmup_steps=10"),
-        (view_config.parse, "", "^Missing from dataproto view: RUN-DIR"),
+        (viewer.parse, "", "^Missing from dataproto view: RUN-DIR"),
         (grpo_config.parse, "--step 3", "^there is no option --step: the nearest is --steps$"),
         (grpo_config.parse, "--kl_coef=0.1", "^there is no option --kl-coef: the nearest is --algorithm.kl-coef$"),
         (
@@ -123,6 +124,6 @@ def test_a_path_in_the_home_directory_is_one_however_it_is_given(tmp_path, monke
     assert config.reward == f"{tmp_path}/mine.py:score"
     assert config.run.output_dir == tmp_path / "out"
     assert config.data.instruction == "about ~/ you"
-    assert view_config.parse(["~/out"]).run_dir == tmp_path / "out"
+    assert viewer.parse(["~/out"]).run_dir == tmp_path / "out"
     with pytest.raises(CheckpointError, match=f"--resume {tmp_path}/out: there is no run"):
         grpo_config.parse(["--resume", "~/out"])

@@ -16,13 +16,13 @@ from recipes.configs import (
     make_vlm_config,
     plan_config,
     simulation_config,
-    view_config,
     walk_config,
     zoom_config,
 )
 from recipes.options import options_of, with_plain_flags
 from recipes.options.option_table import Option, with_short_names
 from recipes.parity import ParityConfig
+from recipes.watch.viewer import ViewConfig
 
 CONFIGS = (
     grpo.TINY,
@@ -38,7 +38,7 @@ CONFIGS = (
     export_config.DEFAULT,
     plan_config.PlanOptions(),
     simulation_config.SimulationConfig(),
-    view_config.ViewConfig(tyro.MISSING),
+    ViewConfig(tyro.MISSING),
     ServeConfig(),
 )
 

@@ -17,8 +17,8 @@ from recipes import sft
 from recipes.classify import ClassifyDataConfig, main, open_labelled
 from recipes.data.labelled_pictures import Templates, folder_data, table_data
 from recipes.demo.classes import CLASSES, draw_class
-from recipes.report.confusion import Confusion, confusion_picture, latest_confusion, save_confusion
-from recipes.report.metrics_file import read_metrics
+from recipes.watch.confusion import Confusion, confusion_picture, latest_confusion, save_confusion
+from recipes.watch.metrics_file import read_metrics
 from rollout.prompts.images import load_image
 
 COLOURS = {"red_ball": "red", "Blue": "blue", "green": "green"}

@@ -112,7 +112,7 @@ def test_a_folder_named_recipes_does_not_shadow_the_command_and_help_loads_no_to
     assert told.returncode == 0, told.stderr
     assert told.stdout.startswith("usage: dataproto COMMAND")
     assert told.stdout.splitlines()[-1] == "False"
-    assert run("-m", "recipes.report", "--help").stderr.strip() == "shadowed"
+    assert run("-m", "recipes.show", "--help").stderr.strip() == "shadowed"
 
 
 LOADING = "Failed to load _C_cutlass_90a.abi3.so: Could not load this library"

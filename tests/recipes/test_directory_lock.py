@@ -18,10 +18,10 @@ from dataproto_server.supervisor import Supervisor
 from recipes import classify, distil, easy_vqa, export, geo3k_grpo, geo3k_ppo, grpo, ppo, sft, walk, zoom
 from recipes.demo.make_vlm import main as make_vlm_main
 from recipes.export import main as export_main
-from recipes.report import MetricsLog, write_report
 from recipes.run import directory_lock
 from recipes.run.directory_lock import LOCK_FILE, locked
-from recipes.view.run_files import RunFiles
+from recipes.watch import MetricsLog, write_report
+from recipes.watch.viewer import RunFiles
 
 HOLDS = """
 import os, subprocess, sys

@@ -21,9 +21,9 @@ from helpers.geo3k_runs import REWARD, arguments, rows_of, without_measurements
 from helpers.tiny_models import VLM_TYPES
 from recipes.geo3k_grpo import TINY, main, parse
 from recipes.grpo import GRPORunConfig
-from recipes.report.kept_rollouts import kept_steps, load_kept
-from recipes.report.metrics_file import read_metrics
 from recipes.run.policy_gradient import open_data_set
+from recipes.watch.metrics_file import read_metrics
+from recipes.watch.rollout_files import kept_steps, load_kept
 from rollout.prompts import PromptBuilder
 
 

@@ -11,7 +11,7 @@ import pytest
 from dataproto.errors import InvalidConfig, WorkerFailed
 from recipes import classify, distil, easy_vqa, geo3k_grpo, geo3k_ppo, grpo, ppo, sft, walk, zoom
 from recipes.demo.tiny_model import make_tiny_model
-from recipes.report.page import CONFIG_FILE, ENVIRONMENT_FILE
+from recipes.options.config_file import CONFIG_FILE
 from recipes.run import RunConfig, recorded_run
 from recipes.run.directory_lock import LOCK_FILE
 from recipes.run.run_directory import (
@@ -22,6 +22,7 @@ from recipes.run.run_directory import (
     held_directory,
     open_run_directory,
 )
+from recipes.watch.report import ENVIRONMENT_FILE
 
 RUNS = [grpo, ppo, distil, sft, classify, easy_vqa, walk, zoom, geo3k_grpo, geo3k_ppo]
 INPUT = "and {} is in it: choose another --output-dir"

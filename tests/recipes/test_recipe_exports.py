@@ -8,12 +8,9 @@ EXPORTS = {
     "recipes.run": """PolicyGradientConfig Progression RunConfig StepFunction SupervisedConfig SupervisedTask attempts
         evaluate_answers evaluate_samples greedy_evaluation held_out_evaluation launch_supervised measure_rollouts
         next_token_loss recorded_run run run_supervised train""",
-    "recipes.console": """LearningSignals Progress SpeedSignals Thresholds announce_start learning_problems run_summary
-        show_summary
-        start_metrics start_phase""",
-    "recipes.loggers": "LOGGERS LoggedRun RunLogger RunLoggers check_loggers open_loggers",
-    "recipes.report": "KeptRollouts MetricsLog read_metrics write_report",
-    "recipes.view": "ViewerServer main",
+    "recipes.watch": """KeptRollouts LOGGERS LearningSignals LoggedRun MetricsLog Progress RunLogger RunLoggers SpeedSignals
+        Thresholds ViewerServer announce_start check_loggers learning_problems open_loggers read_metrics run_summary
+        show_summary start_metrics start_phase write_report""",
     "recipes.forecast": """BatchSizes DEVICES Device EpisodeSizes ModelSize Phase PromptSizes RoleMemory SLACK Setting
         StepForecast as_options beside_fact fit way_out
         calibrate_cpu compared duration preparation_seconds this_cpu

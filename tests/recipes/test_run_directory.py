@@ -10,7 +10,7 @@ from dataproto.errors import CheckpointError, FileNotWritten, InvalidConfig
 from recipes import classify, geo3k_grpo, geo3k_ppo, grpo, sft
 from recipes.data import Mixture, PromptLoader
 from recipes.demo.tiny_model import make_tiny_model
-from recipes.report.page import CONFIG_FILE
+from recipes.options.config_file import CONFIG_FILE
 from recipes.run.loop import STATE_FILE, RunConfig, restore
 from recipes.run.run_directory import open_run_directory, over_epochs, with_schedules
 from recipes.sft import SFTConfig

@@ -15,9 +15,9 @@ from dataproto.errors import InvalidRow
 from dataproto.planning import first_fit_decreasing
 from helpers.checkpoints import write_checkpoint
 from recipes.data.loader import EvaluationLoader, PromptLoader
-from recipes.report.metrics_file import read_metrics
 from recipes.run.supervised import exact_match, held_out_loss, launch_supervised, measure_rows, sft_step
 from recipes.sft import SFTConfig, SFTDataConfig, main, open_data, parse
+from recipes.watch.metrics_file import read_metrics
 from rollout.prompts import SupervisedBuilder
 from workers.model.model_config import ModelConfig
 from workers.roles.actor import ActorConfig, ActorWorker

@@ -12,8 +12,9 @@ from dataproto.errors import InvalidConfig, MissingColumn, RewardError
 from helpers.checkpoints import write_checkpoint
 from helpers.kept_runs import scored_batch
 from recipes.grpo import parse, policy_loss
-from recipes.report.kept_rollouts import KeptRollouts, kept_steps, load_kept
 from recipes.run import RunConfig, recorded_run, run, train
+from recipes.watch.kept_rollouts import KeptRollouts
+from recipes.watch.rollout_files import kept_steps, load_kept
 from workers import Roles
 from workers.training.checkpoint import checkpoint_steps
 from workers.training.checkpoint_files import write_state

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from dataproto.errors import InvalidConfig
-from recipes.loggers.run_loggers import check_loggers
+from recipes.watch.loggers import check_loggers
 from rollout.engine import ENGINES, check_engine_options
 from workers.ranks.layout import Layout
 

@@ -1,0 +1,383 @@
+"""The first rows of a data set as the model sees them: ``dataproto show DATA``; its options are `recipes.configs.show_config`."""
+
+import re
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, islice, takewhile
+from pathlib import Path
+from typing import Any, Literal
+
+from PIL import Image
+from rich.console import Console
+from rich.text import Text
+from transformers.utils.logging import disable_progress_bar
+
+from dataproto.errors import DataProtoError, InvalidRow, writing
+from recipes.configs.show_config import ShowConfig, parse
+from recipes.data.column_keys import ColumnKeys
+from recipes.data.conversation_rows import CONVERSATION_COLUMNS, conversation_rows, conversation_stream
+from recipes.data.drawn_rows import DrawnTalks, ProblemRows
+from recipes.data.loader import draws
+from recipes.data.problem_rows import PROBLEM_COLUMNS, load_rows
+from recipes.data.row_values import columns_left_out, present_columns
+from recipes.demo.tiny_model import make_tiny_processors
+from recipes.options import exit_status
+from recipes.rewards import RewardFunction, load_reward
+from recipes.rewards.reward_check import check_first_row, examples, truth_check
+from recipes.rewards.truth_check import Result, TruthScores, reason_not_to_ask, truth_scores
+from recipes.run.policy_gradient import prompt_builder
+from recipes.run.supervised import supervised_builders
+from recipes.watch.charts import safe_text
+from recipes.watch.report import picture_html, section_html
+from recipes.watch.rollout_files import pictures_of
+from recipes.watch.style import PAGE, STYLE
+from rollout.prompts import Prompt, PromptBuilder
+from rollout.prompts.conversations import TrainingRow
+from rollout.prompts.prepared_rows import media_objects
+
+Kind = Literal["text", "special", "media"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens of one kind that follow each other: text, a special token, or the places of a medium."""
+
+    text: str
+    kind: Kind
+    learnt: bool = False
+
+
+@dataclass(frozen=True)
+class ShownRow:
+    """A row of a data set as the model sees it, or the ``error`` because of which it is not used."""
+
+    index: int
+    spans: tuple[Span, ...] = ()
+    tokens: int = 0
+    learnt: int | None = None  # tokens that are learnt; None: those that are sampled
+    pictures: tuple[Image.Image, ...] = ()
+    sizes: tuple[str, ...] = ()  # of the pictures, as given and as seen
+    truth: Any = None
+    scores: TruthScores | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class ShownSource:
+    """The first rows of a data set, its columns, and what there is to say of the reward."""
+
+    name: str
+    read: tuple[str, ...]  # columns
+    others: tuple[str, ...]
+    rows: tuple[ShownRow, ...]
+    supervised: bool = False
+    unasked: str | None = None  # why the reward is not asked
+    fault: str | None = None  # what the reward refuses
+
+    @property
+    def is_well(self) -> bool:
+        """Whether all rows can be used, and the reward gives its best to their truths."""
+        best = all(row.error is None and (row.scores is None or row.scores.is_best) for row in self.rows)
+        return best and self.fault is None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the rows and returns the exit status: 1 if one cannot be used, or the truth does not get the best reward."""
+    with exit_status(arguments, resumes=False) as status:
+        asked = parse(status.arguments)
+        disable_progress_bar()
+        sources = list(shown_sources(asked))
+        for source in sources:
+            print_source(source)
+        if asked.options.page is not None:
+            names = ", ".join(source.name for source in sources)
+            print(f"page: {write_page(asked.options.page, f'{names} as {asked.recipe} reads it', sources)}")
+        status.code = int(not all(source.is_well for source in sources))
+    return status.code
+
+
+def shown_sources(asked: ShowConfig) -> Iterator[ShownSource]:
+    """The first rows of each data set that the options name."""
+    config, supervised = asked.config, asked.recipe == "sft"
+    if config.model_path is None:
+        print("no --model-path: the tokenizer and the image processor are those of the small Qwen2.5-VL")
+    with tempfile.TemporaryDirectory() as folder:
+        model_path = config.model_path or str(make_tiny_processors(Path(folder)))
+        builder: PromptBuilder
+        if supervised:
+            builder = supervised_builders(config.data, model_path)[0].learning(config.data.turns)
+        else:
+            builder = prompt_builder(config.data, model_path)
+    for name, rows in _opened(asked):
+        given = list(islice(_rows(rows), asked.options.rows))
+        shown = tuple(shown_row(place, row, builder) for place, row in enumerate(given))
+        source = ShownSource(name, *_columns(rows, config.data.keys, supervised), shown, supervised)
+        yield source if supervised else with_scores(source, given, load_reward(config.reward or "geo3k"), builder)
+
+
+def _opened(asked: ShowConfig) -> Iterator[tuple[str, Any]]:
+    """The data sets by name; without one the synthetic rows of the recipe."""
+    config, data = asked.config, asked.config.data
+    if asked.recipe == "sft":
+        for path in data.data_path:
+            read = conversation_stream if data.streaming else conversation_rows
+            yield path, read(path, keys=data.keys, media_root=data.media_root)
+        if not data.data_path:
+            yield "synthetic conversations", DrawnTalks(config.run.seed)
+    elif data.data_path is None:
+        yield "synthetic problems", ProblemRows(data.level, config.run.seed, "train", data.instruction)
+    else:
+        usable = truth_check(load_reward(config.reward or "geo3k"))
+        rows = load_rows(data.data_path, "train", None, data.instruction, data.keys, data.media_root, usable)
+        yield data.data_path, rows
+
+
+def _columns(rows: Any, keys: ColumnKeys, supervised: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The columns of a data set that are read, and its others; none of synthetic rows."""
+    others = columns_left_out(rows, CONVERSATION_COLUMNS if supervised else PROBLEM_COLUMNS, keys)
+    return tuple(name for name in present_columns(rows) if name not in others), tuple(others)
+
+
+def _rows(rows: Any) -> Iterator[Any]:
+    """The rows in their order; for one that cannot be read, its error."""
+    for _, place, raw in takewhile(lambda drawn: drawn[0].startswith("0-"), draws(rows, 0, shuffle=False)):
+        try:
+            yield rows[place] if raw is None else rows.read_row(raw, place)
+        except DataProtoError as error:
+            yield error
+
+
+def token_spans(
+    tokenizer: Any, ids: Sequence[int], types: Sequence[int], learnt: Iterable[bool] | None = None
+) -> tuple[Span, ...]:
+    """A row's tokens as text, with each run of a medium's places written once.
+
+    Args:
+        ids: ``(L,)``.
+        types: ``(L,)``, 0 for text.
+        learnt: ``(L,)``; by default nothing is learnt.
+    """
+    special = {*tokenizer.all_special_ids}
+    special |= {token for token, added in getattr(tokenizer, "added_tokens_decoder", {}).items() if added.special}
+    marks = [False] * len(ids) if learnt is None else map(bool, learnt)
+    tokens = [
+        (token, "media" if kind else "special" if token in special else "text", mark)
+        for token, kind, mark in zip(ids, types, marks, strict=True)
+    ]
+    spans = []
+    for (kind, mark, token), run in groupby(tokens, lambda each: (*each[1:], None if each[1] == "text" else each[0])):
+        found = [each[0] for each in run]
+        name = "" if token is None else str(tokenizer.convert_ids_to_tokens(token))
+        if kind == "text":
+            texts = [str(tokenizer.decode(found, skip_special_tokens=False, clean_up_tokenization_spaces=False))]
+        else:
+            texts = [f"{name} × {len(found)}"] if kind == "media" else [name] * len(found)
+        spans += [Span(text, kind, mark) for text in texts]
+    return tuple(spans)
+
+
+def shown_row(place: int, row: Mapping[str, Any] | DataProtoError, builder: PromptBuilder) -> ShownRow:
+    """A row of a data set as the builder's model sees it."""
+    if isinstance(row, DataProtoError):
+        return ShownRow(place, error=_reason(row))
+    try:
+        prompt = builder.prepare(row)
+    except DataProtoError as error:
+        return ShownRow(place, error=_reason(error))
+    learnt = prompt.loss_mask if isinstance(prompt, TrainingRow) else None
+    return ShownRow(
+        place,
+        token_spans(builder.tokenizer, prompt.input_ids.tolist(), prompt.token_types.tolist(), learnt),
+        len(prompt.input_ids),
+        None if learnt is None else int(learnt.sum()),
+        tuple(pictures_of(media_objects(prompt.images, prompt.videos))),
+        tuple(_sizes(prompt, builder)),
+        (row.get("reward_model") or {}).get("ground_truth"),
+    )
+
+
+def _reason(error: DataProtoError) -> str:
+    """What an error says, without the row that is named in front of it."""
+    return error.reason if isinstance(error, InvalidRow) else str(error)
+
+
+def _sizes(prompt: Prompt, builder: PromptBuilder) -> Iterable[str]:
+    """The sizes of pictures in pixels: as given and, if the model's grid tells it, as the model sees them."""
+    for picture in prompt.images:
+        size = f"{picture.image.width} x {picture.image.height}"
+        grid, patch = picture.inputs.get("image_grid_thw"), getattr(builder.image_processor, "patch_size", None)
+        if grid is not None and isinstance(patch, int):
+            _, height, width = grid[0].tolist()
+            size += f", seen as {width * patch} x {height * patch}"
+        yield size
+    for video in prompt.videos:
+        yield f"{len(video.frames)} frames"
+
+
+def with_scores(
+    source: ShownSource, given: Sequence[Any], reward: RewardFunction, builder: PromptBuilder
+) -> ShownSource:
+    """The rows with what the reward gives their truths, or why it is not asked, or what it refuses.
+
+    Args:
+        given: the rows of the data set, of which those that have an error are left out.
+    """
+    used = [place for place, row in enumerate(source.rows) if row.error is None]
+    try:
+        if used:
+            check_first_row(reward, given[used[0]])
+        reason = reason_not_to_ask(reward)
+        if not used or reason is not None:
+            return replace(source, unasked=reason)
+        asked = examples([given[place] for place in used], builder)
+        found = truth_scores(reward, asked, count=lambda text: len(builder.encode_text(text)))
+    except DataProtoError as error:
+        return replace(source, fault=str(error))
+    rows = list(source.rows)
+    for place, scores in zip(used, found, strict=True):
+        rows[place] = replace(rows[place], scores=scores)
+    return replace(source, rows=tuple(rows))
+
+
+STYLES = {"text": "", "special": "cyan", "media": "magenta"}
+LEARNT, BEGIN, END = "bold green", "⟦", "⟧"
+"""How what is learnt looks; the marks show it without colours too."""
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def print_source(source: ShownSource, console: Console | None = None) -> None:
+    """Prints the rows of a data set and what there is to say of them."""
+    console = console or Console(highlight=False)
+    _say(console, (source.name, "bold"))
+    for row in source.rows:
+        console.print()
+        _print_row(row, console)
+    console.print()
+    for line in source_lines(source):
+        _say(console, line)
+
+
+def source_lines(source: ShownSource) -> Iterable[str]:
+    """What there is to say of all rows of a data set."""
+    yield f"columns that are read: {', '.join(source.read) or 'none'}"
+    if source.others:
+        what = "columns that are not read" if source.supervised else "columns that only the reward gets"
+        yield f"{what}: {', '.join(source.others)}"
+    if source.unasked is not None:
+        yield f"the reward is not asked what it gives the truth: {source.unasked}"
+    if source.fault is not None:
+        yield f"the reward refuses these rows: {source.fault}"
+
+
+def row_facts(row: ShownRow) -> dict[str, str]:
+    """The tokens, pictures and truth of a row, and what the reward gives, by name."""
+    learnt = "" if row.learnt is None else f", {row.learnt} of them learnt"
+    facts = {"tokens": f"{row.tokens}{learnt}"}
+    if row.sizes:
+        facts["pictures"] = "; ".join(row.sizes)
+    if row.learnt is None:
+        facts["truth"] = "none" if row.truth is None else repr(row.truth)
+    if row.scores is not None:
+        facts["reward of the truth"] = f"{_numbers(row.scores.right)} for {row.scores.answer!r}"
+        if row.scores.wrong is not None:
+            facts["reward of a wrong answer"] = _numbers(row.scores.wrong)
+        facts["reward of an empty answer"] = _numbers(row.scores.empty)
+        if not row.scores.is_best:
+            facts["warning"] = "the reward does not give its best to the truth"
+    return facts
+
+
+def _print_row(row: ShownRow, console: Console) -> None:
+    if row.error is not None:
+        _say(console, (f"row {row.index} cannot be used: ", "bold red"), row.error)
+        return
+    _say(console, (f"row {row.index}", "bold"))
+    text = Text()
+    learning = False
+    for span in row.spans:
+        if span.learnt != learning:
+            text.append(BEGIN if span.learnt else END, LEARNT)
+            learning = span.learnt
+        text.append(_safe(span.text), LEARNT if span.learnt else STYLES[span.kind])
+    if learning:
+        text.append(END, LEARNT)
+    console.print(text, soft_wrap=True)
+    for name, value in row_facts(row).items():
+        _say(console, (f"{name}: ", "yellow" if name == "warning" else "dim"), value)
+
+
+def _numbers(result: Result) -> str:
+    """
+    >>> _numbers({"score": 0.9, "acc": 1.0})
+    '0.9 (acc 1)'
+    """
+    parts = ", ".join(f"{name} {value:g}" for name, value in result.items() if name != "score" and value is not None)
+    return f"{result['score']:g}" + (f" ({parts})" if parts else "")
+
+
+def _say(console: Console, *parts: str | tuple[str, str]) -> None:
+    styled = ((part, "") if isinstance(part, str) else part for part in parts)
+    console.print(Text.assemble(*((_safe(text), style) for text, style in styled)), soft_wrap=True)
+
+
+def _safe(text: str) -> str:
+    """A text of a data set without control characters, which a terminal would obey."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+OWN_STYLE = """
+.cards { grid-template-columns: 1fr; } pre { max-height: none; }
+pre .special { color: var(--c2); } pre .media { color: var(--c3); }
+pre .learnt { background: var(--good-bg); color: var(--good); border-radius: 3px; }
+.warning { color: var(--bad); }
+"""
+
+
+def write_page(path: Path, title: str, sources: Sequence[ShownSource]) -> Path:
+    """Writes the rows to a file, and returns its path.
+
+    Raises:
+        FileNotWritten: the folder does not exist, or the disk is full, say.
+    """
+    page = PAGE.substitute(
+        title=safe_text(title),
+        subtitle="The first rows as the model sees them.",
+        style=STYLE + OWN_STYLE,
+        body="\n".join(map(_source_html, sources)),
+    )
+    temporary = path.with_name(f"{path.name}.tmp")
+    with writing(path, temporary):
+        temporary.write_text(page, encoding="utf-8", errors="replace")
+        return temporary.replace(path)
+
+
+def _source_html(source: ShownSource) -> str:
+    lines = "<br>".join(safe_text(line) for line in source_lines(source))
+    return section_html(safe_text(source.name), lines, [_row_html(row) for row in source.rows], "cards")
+
+
+def _row_html(row: ShownRow) -> str:
+    if row.error is not None:
+        body = f'<p class="warning">cannot be used: {safe_text(row.error)}</p>'
+    else:
+        pictures = "".join(map(picture_html, row.pictures))
+        facts = "".join(
+            f'<tr class="{safe_text(name)}"><th>{safe_text(name)}</th><td>{safe_text(value)}</td></tr>'
+            for name, value in row_facts(row).items()
+        )
+        body = (
+            f'<div class="pictures">{pictures}</div><pre>{"".join(map(_span, row.spans))}</pre><table>{facts}</table>'
+        )
+    return f'<article class="card rollout"><h3>row {row.index}</h3>{body}</article>'
+
+
+def _span(span: Span) -> str:
+    kind = " learnt" if span.learnt else ""
+    return f'<span class="{span.kind}{kind}">{safe_text(span.text)}</span>'
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,336 @@
+"""What a run shows on the console: the phases of its start, a table of steps with a bar below it, and a summary at its end."""
+
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+
+from recipes.watch.charts import format_seconds
+from recipes.watch.metrics_file import METRICS_FILE, read_metrics
+from recipes.watch.report import REPORT_FILE
+from workers.training.checkpoint import latest_checkpoint
+
+
+@contextmanager
+def start_phase(
+    name: str, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+) -> Iterator[None]:
+    """Names what the block does, and prints the seconds that it took.
+
+    On a terminal the name stands beside a spinner and the time so far. Elsewhere (a log file, a CI job) it is a line before the
+    block, so that the last line of the log names the phase that still runs.
+
+    >>> import sys
+    >>> ticks = iter([0.0, 2.5])
+    >>> with start_phase("reading data", Console(file=sys.stdout, width=80), lambda: next(ticks)):
+    ...     pass
+    reading data ...
+    reading data: 2.5 s
+    """
+    console = console or Console()
+    start = clock()
+    if console.is_terminal:
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+        with Bar(*columns, console=console, transient=True) as spinner:
+            spinner.add_task(name, total=None)
+            yield
+    else:
+        console.print(f"{name} ...", markup=False, highlight=False, soft_wrap=True)
+        yield
+    console.print(f"{name}: {clock() - start:.1f} s", markup=False, highlight=False, soft_wrap=True)
+
+
+def start_lines(seconds: Mapping[str, float]) -> list[str]:
+    """A table of the phases of a start, those within another one indented below it, and their sum.
+
+    Args:
+        seconds: of `workers.Roles.start_seconds`.
+
+    >>> for line in start_lines({"loading the actor": 24.0, "starting the engine": 60.0, "starting the engine/model": 41.5}):
+    ...     print(line)
+    start                        s
+    loading the actor         24.0
+    starting the engine       60.0
+      model                   41.5
+    all                       84.0
+    """
+    outer = [name for name in seconds if "/" not in name]
+    lines = [("start", "s")]
+    for name in outer:
+        lines.append((name, f"{seconds[name]:.1f}"))
+        inner = [other for other in seconds if other.startswith(f"{name}/")]
+        lines += [(f"  {other.partition('/')[2]}", f"{seconds[other]:.1f}") for other in inner]
+    lines.append(("all", f"{sum(seconds[name] for name in outer):.1f}"))
+    width = max(len(name) for name, _ in lines)
+    return [f"{name:{width}}  {value:>9}" for name, value in lines]
+
+
+def start_metrics(seconds: Mapping[str, float]) -> dict[str, float]:
+    """The phases of a start as metrics.
+
+    >>> start_metrics({"loading the actor": 24.0, "starting the engine (graphs)/KV cache": 1.5})
+    {'perf/start_s/loading_the_actor': 24.0, 'perf/start_s/starting_the_engine/KV_cache': 1.5}
+    """
+    short = {re.sub(r" \(.*?\)", "", name).replace(" ", "_"): each for name, each in seconds.items()}
+    return {f"perf/start_s/{name}": each for name, each in short.items()}
+
+
+def announce_start(seconds: Mapping[str, float], console: Console | None = None) -> None:
+    """Prints `start_lines`, if a phase has further ones within it: the others have been printed as they ended."""
+    if any("/" in name for name in seconds):
+        (console or Console()).print("\n".join(start_lines(seconds)), markup=False, highlight=False, soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of numbers: the mean of the metrics whose name matches the first of ``patterns`` that any name matches."""
+
+    title: str
+    patterns: tuple[str, ...]
+    form: str = ".3f"
+    measured_apart: bool = False  # from training, by an evaluation: its row is never left out
+
+    @property
+    def width(self) -> int:
+        return max(len(self.title), 8)
+
+    def value(self, metrics: Mapping[str, float]) -> float | None:
+        """The number to show; ``None`` where the metrics have no finite one.
+
+        >>> metrics = {"val-core/a/acc/mean@1": 0.5, "val-core/b/acc/mean@1": 1.0}
+        >>> Column("accuracy", (r"val-core/.*/acc/mean@\\d+",)).value(metrics)
+        0.75
+        """
+        for pattern in self.patterns:
+            values = [value for name, value in metrics.items() if re.fullmatch(pattern, name) and math.isfinite(value)]
+            if values:
+                return math.fsum(values) / len(values)
+        return None
+
+
+HELD_OUT_ACCURACY = Column("held-out acc", (r"val-core/.*/acc/mean@\d+",), measured_apart=True)
+HELD_OUT_REWARD = Column("held-out reward", (r"val-core/.*/reward/mean@\d+",), measured_apart=True)
+HELD_OUT_LOSS = Column("held-out loss", ("val/loss",), measured_apart=True)
+LOSS = Column("loss", ("train/loss",))
+REWARD = Column("reward", ("critic/score/mean",))
+KL = Column("KL", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), form=".4f")
+LENGTH = Column("length", ("response_length/mean", "row_length/mean"), form=",.1f")
+THROUGHPUT = Column("tokens/s/device", ("perf/throughput",), form=",.0f")
+
+COLUMNS = (HELD_OUT_ACCURACY, HELD_OUT_LOSS, LOSS, REWARD, KL, LENGTH, THROUGHPUT)
+GAP = "  "
+LEFT = "left"
+LEFT_WIDTH = 8
+
+
+class StepTable:
+    """Rows of numbers under a header. A column appears with its first number, and stays."""
+
+    def __init__(self, total: int, repeat: int = 20) -> None:
+        """``total``: steps of the run; ``repeat``: rows after which the header is printed again."""
+        self.total, self.repeat = total, repeat
+        self.columns: tuple[Column, ...] = ()
+        self._rows_since_header = repeat
+
+    def lines(self, step: int, metrics: Mapping[str, float], left: str = "") -> list[str]:
+        """The row of a step, below a header where one is due.
+
+        >>> table = StepTable(10)
+        >>> for line in table.lines(1, {"critic/score/mean": 0.25, "perf/throughput": 1234.5}, "0:09"):
+        ...     print(line)
+         step    reward  tokens/s/device      left
+         1/10     0.250            1,234      0:09
+        >>> table.lines(2, {"critic/score/mean": 0.5, "perf/throughput": float("nan")})
+        [' 2/10     0.500']
+        """
+        values = {column: column.value(metrics) for column in COLUMNS}
+        shown = tuple(column for column in COLUMNS if column in self.columns or values[column] is not None)
+        header = shown != self.columns or self._rows_since_header == self.repeat
+        self.columns = shown
+        self._rows_since_header = 1 if header else self._rows_since_header + 1
+        cells = ["" if (value := values[column]) is None else f"{value:{column.form}}" for column in shown]
+        row = self._line(f"{step}/{self.total}", cells, left)
+        return [self._line("step", [column.title for column in shown], LEFT), row] if header else [row]
+
+    def _line(self, step: str, cells: Sequence[str], left: str) -> str:
+        widths = [column.width for column in self.columns]
+        padded = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+        return GAP.join(
+            [step.rjust(max(len("step"), 2 * len(str(self.total)) + 1)), *padded, left.rjust(LEFT_WIDTH)]
+        ).rstrip()
+
+
+class Progress:
+    """Prints held-out accuracy, reward, KL, length, tokens per second and device, and the time left, in aligned columns.
+
+    A row is printed at the first step, at the last step, after each evaluation, and in between at most every ``interval``
+    seconds; the header again every 20 rows. On a terminal a bar below the table is redrawn at every step.
+
+    >>> import sys
+    >>> with Progress(2, console=Console(file=sys.stdout, width=100)) as progress:
+    ...     progress.note("reading")
+    ...     progress.update(2, {"critic/score/mean": 0.5, "perf/throughput": 12345.6})
+    reading
+    step    reward  tokens/s/device      left
+     2/2     0.500           12,346
+    """
+
+    def __init__(
+        self,
+        total: int,
+        done: int = 0,
+        console: Console | None = None,
+        interval: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``total``: steps of the run; ``done``: steps that an earlier process made."""
+        self.total, self.done, self.interval, self.clock = total, done, interval, clock
+        self.console = console or Console()
+        self.table = StepTable(total)
+        self._printed: float | None = None
+        self._started = self._first_ended = clock()
+        self._first: int | None = None
+        self._bar: Bar | None = None
+        if self.console.is_terminal:
+            columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(), TextColumn("{task.description}"))
+            self._bar = Bar(*columns, console=self.console)
+            self._task = self._bar.add_task("", total=total, completed=done)
+
+    def __enter__(self) -> "Progress":
+        if self._bar is not None:
+            self._bar.start()
+        self._started = self.clock()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Shows that ``step`` (counted from 1; 0 is the evaluation before) is done, with its metrics under verl's names."""
+        now = self.clock()
+        left = f"{format_seconds(self._left(step, now))}" if 0 < step < self.total else ""
+        if step and self._first is None:
+            self._first, self._first_ended = step, now
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, description=f"{left} left" if left else "")
+        evaluated = any(column.measured_apart and column.value(metrics) is not None for column in COLUMNS)
+        due = self._printed is None or now - self._printed >= self.interval
+        if due or evaluated or step == self._first or step >= self.total:
+            self._printed = now
+            for line in self.table.lines(step, metrics, left):
+                self._line(line)
+
+    def doing(self, text: str) -> None:
+        """Shows what the current step is doing: beside the bar; elsewhere as a line, at most every ``interval`` seconds."""
+        if self._bar is not None:
+            self._bar.update(self._task, description=text)
+        elif self._printed is None or self.clock() - self._printed >= self.interval:
+            self._printed = self.clock()
+            self._line(text)
+
+    def note(self, text: str) -> None:
+        """A line that stays, above the bar if there is one."""
+        self._line(text)
+
+    def _left(self, step: int, now: float) -> float:
+        """Seconds to the end at the mean pace of the steps after the first one, which is slower than the others."""
+        if self._first is not None and step > self._first:
+            pace = (now - self._first_ended) / (step - self._first)
+        else:
+            pace = (now - self._started) / max(step - self.done, 1)
+        return pace * (self.total - step)
+
+    def _line(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+EVALUATED = (HELD_OUT_ACCURACY, HELD_OUT_REWARD, HELD_OUT_LOSS)
+TRAINED = (LOSS, REWARD, LENGTH)
+LONGEST_WINDOW = 10
+"""Steps at each end of a run over which the numbers of training, which are noisy, are averaged; less than half of a short run."""
+
+
+Compare = Callable[[Sequence[Mapping[str, float]]], list[tuple[str, str, str]]]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A number at the beginning and at the end of a run."""
+
+    name: str
+    before: float
+    after: float
+    form: str
+
+
+def run_summary(rows: Sequence[Mapping[str, float]]) -> list[Change]:
+    """Before and after: the first and the last evaluation, and means over the first and the last steps of training.
+
+    Args:
+        rows: of ``metrics.jsonl``; the one of step 0 is the evaluation before the first step.
+
+    >>> rows = [{"step": 0, "val/loss": 4.0}, {"step": 1, "train/loss": 3.0}, {"step": 2, "train/loss": 2.0, "val/loss": 1.0}]
+    >>> for change in run_summary(rows):
+    ...     print(change.name, change.before, change.after)
+    held-out loss 4.0 1.0
+    loss 3.0 2.0
+    """
+    changes = []
+    for column in EVALUATED:
+        if len(values := _values(column, rows)) > 1:
+            changes.append(Change(column.title, values[0], values[-1], column.form))
+    for column in TRAINED:
+        if len(values := _values(column, rows)) > 1:
+            window = min(LONGEST_WINDOW, len(values) // 2)
+            changes.append(Change(column.title, _mean(values[:window]), _mean(values[-window:]), column.form))
+    return changes
+
+
+def show_summary(
+    directory: Path, seconds: float, console: Console | None = None, compared: Compare | None = None
+) -> None:
+    """Prints the table of a run that has ended or was interrupted.
+
+    Args:
+        seconds: how long this process trained.
+        compared: from the rows of ``metrics.jsonl``, names with forecast and fact.
+    """
+    rows = read_metrics(directory / METRICS_FILE)
+    if not rows:
+        return
+    changes = [(each.name, f"{each.before:{each.form}}", f"{each.after:{each.form}}") for each in run_summary(rows)]
+    lines = [("", "before", "after"), *changes] if changes else []
+    if compared is not None and (expected := compared(rows)):
+        lines += [("", "forecast", "fact"), *expected]
+    checkpoint = latest_checkpoint(directory.absolute())
+    files = [
+        ("steps", f"{rows[-1]['step']:.0f}"),
+        ("time", format_seconds(seconds)),
+        ("report", str(directory / REPORT_FILE)),
+        ("metrics", str(directory / METRICS_FILE)),
+        ("checkpoint", str(checkpoint[1]) if checkpoint else "none"),
+    ]
+    widest = max(len(line[0]) for line in [*lines, *files])
+    text = [f"{name:{widest}}  {before:>10}  {after:>10}" for name, before, after in lines]
+    text += [f"{name:{widest}}  {value}" for name, value in files]
+    (console or Console()).print("\n".join(["", *text]), markup=False, highlight=False, soft_wrap=True)
+
+
+def _values(column: Column, rows: Sequence[Mapping[str, float]]) -> list[float]:
+    found = (column.value(row) for row in rows)
+    return [value for value in found if value is not None]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)

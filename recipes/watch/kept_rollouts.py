@@ -1,0 +1,254 @@
+"""Rows of training, kept on disk for the viewer: some whole groups of each step, their tokens and their pictures.
+
+A row is a rollout with its reward, or a row of supervised training with its loss.
+
+A run's directory holds ``rollouts/training/step_<step>.jsonl``, one line a row, and beside it
+``step_<step>.tokens.jsonl.gz``, the tokens of the same rows, line by line. Pictures lie once each in ``rollouts/images``, for all
+steps.
+"""
+
+import gzip
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import compress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dataproto import DataProto
+from dataproto.columns import COLUMNS
+from dataproto.errors import InvalidConfig, writing
+from recipes.watch.rollout_files import (
+    FOLDER,
+    TRAINING,
+    pictures_of,
+    prompt_text,
+    rows_file,
+    save_image,
+    tokens_file,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+NEEDED = ("response_mask", "attention_mask", "uid")
+MEASURED = (("responses", "token_level_rewards"), ("input_ids", "actor_log_probs"))  # of rollouts; of other rows
+DESCRIBING = [
+    "uid",
+    "data_source",
+    "raw_prompt",
+    "response_text",
+    "reward_model",
+    "multi_modal_data",
+    "score",
+    "truncated",
+]
+PER_TOKEN = {  # name in the file: columns (B, R), of which the first that the batch has is kept
+    "engine_log_probs": ("rollout_log_probs",),
+    "actor_log_probs": ("actor_log_probs", "old_log_probs"),
+    "advantages": ("advantages",),
+}
+DIGITS = 6  # decimals of numbers in the files
+
+Row = dict[str, Any]
+
+
+class KeptRollouts:
+    """Keeps some rollouts of each step in a run's directory.
+
+    The files of a step are complete or absent, and a step written again replaces its files.
+    """
+
+    def __init__(self, directory: str | Path, limit: float, tokenizer: "PreTrainedTokenizerBase | None" = None) -> None:
+        """Makes no file yet.
+
+        Args:
+            directory: of the run.
+            limit: the largest number of rows of a step, or below 1 a share of them; 0 keeps none.
+            tokenizer: gives the text of each token; without it the files hold ids only.
+
+        Raises:
+            InvalidConfig: the limit is negative, or neither a share nor a whole number.
+        """
+        if limit < 0 or (limit > 1 and limit != int(limit)):
+            raise InvalidConfig(f"keep_rollouts={limit}: must be a number of rows, a share below 1, or 0")
+        self.limit = limit
+        self.directory, self.root = Path(directory), Path(directory) / FOLDER
+        self.text_of = cache(lambda token: tokenizer.decode([token])) if tokenizer is not None else None
+        self.plain: Callable[[list[int]], str] | None = None
+        if tokenizer is not None:
+            self.plain = lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)).strip()
+
+    def drop_after(self, step: int) -> None:
+        """Removes the rollouts of later steps, which a resumed run writes again."""
+        for path in (self.root / TRAINING).glob("step_*"):
+            match = re.match(r"step_(\d+)\.", path.name)
+            if match and int(match[1]) > step:
+                path.unlink()
+
+    def keep(self, step: int, data: DataProto) -> None:
+        """Writes the kept rows of a step; nothing for a batch that holds neither rewards nor losses.
+
+        Args:
+            data: with the columns of `NEEDED` and one pair of `MEASURED`; if present, those of `PER_TOKEN`, ``truncated``,
+                ``response_text``, ``score`` and further numbers of the reward, ``raw_prompt``, ``reward_model``, ``data_source``,
+                ``multi_modal_data``.
+        """
+        if not self.limit or not len(data) or any(name not in data for name in NEEDED):
+            return
+        if not any(all(name in data for name in pair) for pair in MEASURED):
+            return
+        (self.root / TRAINING).mkdir(parents=True, exist_ok=True)
+        (self.root / "images").mkdir(exist_ok=True)
+        limit = int(self.limit) if self.limit >= 1 else max(round(self.limit * len(data)), 1)
+        rows, samples = chosen_rows(data["uid"], limit, step)
+        kept = data[rows]
+        described = self._rows(step, kept, samples)
+        tokens = list(_tokens(kept, self.text_of))
+        for row, found in zip(described, tokens, strict=True):
+            row |= {"length": sum(found["sampled"]), "mismatch": found.pop("mismatch")}
+            if "token_level_rewards" not in kept:
+                row |= _supervised(found, self.plain)
+        _replace(tokens_file(self.directory, step), gzip.compress(_lines(tokens), compresslevel=1, mtime=0))
+        _replace(rows_file(self.directory, step), _lines(described))  # last: readers look for this one
+
+    def _rows(self, step: int, data: DataProto, samples: Sequence[int]) -> list[Row]:
+        scored = "token_level_rewards" in data
+        parts = reward_parts(data) if scored else {}
+        shaped = data["token_level_rewards"].sum(-1).tolist() if scored else [None] * len(data)
+        names: dict[tuple[int, ...], list[str]] = {}  # of pictures, by the media that rows share
+        columns = {name: data[name] if name in data else [None] * len(data) for name in DESCRIBING}
+        rows = []
+        for row, sample in enumerate(samples):
+            cells = {name: column[row] for name, column in columns.items()}
+            media = cells["multi_modal_data"] or {}
+            shared = tuple(id(medium) for kind in media.values() for medium in kind)
+            if shared not in names:
+                names[shared] = [save_image(self.root / "images", picture) for picture in pictures_of(media)]
+            reward = _number(shaped[row] if cells["score"] is None else cells["score"])
+            changed = {} if _number(shaped[row]) == reward else {"shaped": _number(shaped[row])}
+            rows.append(
+                {
+                    "step": step,
+                    "uid": str(cells["uid"]),
+                    "sample": sample,
+                    "source": str(cells["data_source"] or ""),
+                    "prompt": prompt_text(cells["raw_prompt"] or ""),
+                    "response": str(cells["response_text"] or ""),
+                    "ground_truth": str((cells["reward_model"] or {}).get("ground_truth", "")),
+                    "reward": reward,
+                    "parts": {name: _number(value[row]) for name, value in parts.items()} | changed,
+                    "truncated": bool(cells["truncated"]),
+                    "images": names[shared],
+                }
+            )
+        return rows
+
+
+def chosen_rows(uids: Sequence[Any], limit: int, seed: int) -> tuple[np.ndarray, list[int]]:
+    """The rows of some whole groups, at most ``limit``, and the number of each row within its group.
+
+    Groups are drawn at random by the seed, until the next one would be too many. Only where the first group alone is larger than
+    the limit are its first rows taken.
+
+    >>> rows, samples = chosen_rows(["a", "b", "a", "b", "c", "c"], limit=5, seed=1)
+    >>> rows.tolist(), samples
+    ([0, 1, 2, 3], [0, 0, 1, 1])
+    >>> chosen_rows(["a", "a", "a"], limit=2, seed=1)[0].tolist()
+    [0, 1]
+    """
+    groups: dict[Any, list[int]] = {}
+    for row, uid in enumerate(uids):
+        groups.setdefault(uid, []).append(row)
+    names = list(groups)
+    taken: list[tuple[int, int]] = []  # row, its number in the group
+    for index in np.random.default_rng(seed).permutation(len(names)):
+        group = groups[names[index]]
+        if taken and len(taken) + len(group) > limit:
+            break
+        taken += [(row, sample) for sample, row in enumerate(group[:limit])]
+    taken.sort()
+    return np.array([row for row, _ in taken]), [sample for _, sample in taken]
+
+
+def reward_parts(data: DataProto) -> dict[str, list[float | None]]:
+    """The numbers that the reward function returned next to the score: object columns of numbers that no one else writes."""
+    known = COLUMNS.keys() - {"acc"}
+    columns = {name: list(column) for name, column in data.non_tensor_batch.items() if name not in known}
+    return {
+        name: column
+        for name, column in columns.items()
+        if all(value is None or isinstance(value, int | float | np.number) for value in column)
+    }
+
+
+def _tokens(data: DataProto, text_of: Any) -> Iterator[Row]:
+    """Ids, texts and numbers of each row's response tokens, those of an environment included, with its mismatch."""
+    sampled = data["response_mask"].bool()
+    width = sampled.shape[1]
+    ids_of = data["responses"] if "responses" in data else data["input_ids"][:, 1:]
+    attended = data["attention_mask"][:, -width:].bool() if width else sampled
+    if "responses" not in data and "mm_token_type_ids" in data:  # of a conversation the text, without places of media
+        attended = attended & (data["mm_token_type_ids"][:, -width:] == 0)
+    found = {
+        name: next((data[column] for column in columns if column in data), None) for name, columns in PER_TOKEN.items()
+    }
+    mismatch = _mismatch(found["engine_log_probs"], found["actor_log_probs"], sampled)
+    numbers = {name: _numbers(column) for name, column in found.items() if column is not None}
+    for row, (ids, kept, own) in enumerate(zip(ids_of.tolist(), attended.tolist(), sampled.tolist(), strict=True)):
+        tokens = list(compress(ids, kept))
+        yield (
+            {"tokens": tokens}
+            | ({} if text_of is None else {"texts": [text_of(token) for token in tokens]})
+            | {"sampled": [int(each) for each in compress(own, kept)]}
+            | {name: list(compress(values[row], kept)) for name, values in numbers.items()}
+            | {"mismatch": mismatch[row]}
+        )
+
+
+def _supervised(found: Row, plain: Callable[[list[int]], str] | None) -> Row:
+    """The fields of a row of supervised training: its texts outside of and in what is learnt, and the mean loss of the latter."""
+    own = [bool(each) for each in found["sampled"]]
+    losses = [-value for value in compress(found.get("actor_log_probs", ()), own) if value is not None]
+    fields: Row = {"parts": {"loss": _number(math.fsum(losses) / len(losses))} if losses else {}}
+    if plain is not None:
+        learnt = plain(list(compress(found["tokens"], own)))
+        given = plain(list(compress(found["tokens"], [not each for each in own])))
+        fields |= {"response": learnt, "ground_truth": learnt, "prompt": given}
+    return fields
+
+
+def _mismatch(engine: "Tensor | None", actor: "Tensor | None", sampled: "Tensor") -> list[float | None]:
+    """Mean |actor - engine| of each row's sampled tokens, in nats; ``None`` where it is not known."""
+    if engine is None or actor is None:
+        return [None] * len(sampled)
+    difference = (actor.double() - engine.double()).abs().where(sampled, 0.0).sum(-1) / sampled.sum(-1)
+    return [None if math.isnan(value) else value for value in difference.tolist()]
+
+
+def _lines(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    return "".join(json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n" for row in rows).encode()
+
+
+def _replace(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f"{path.name}.tmp")
+    with writing(path, temporary):
+        temporary.write_bytes(content)
+        temporary.replace(path)
+
+
+def _number(value: Any) -> float | None:
+    """A number that JSON has; ``None`` for NaN, infinity and ``None``."""
+    return round(float(value), DIGITS) if value is not None and math.isfinite(value) else None
+
+
+def _numbers(column: "Tensor") -> list[list[float | None]]:
+    """The rows of a column as numbers that JSON has."""
+    rounded = column.double().round(decimals=DIGITS)
+    rows: list[list[float | None]] = rounded.tolist()
+    return rows if bool(rounded.isfinite().all()) else [[_number(value) for value in row] for row in rows]

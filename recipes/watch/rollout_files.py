@@ -1,0 +1,250 @@
+"""Files of rollouts in a run's directory: answers of evaluations, kept rows of training, and the pictures of both."""
+
+import gzip
+import hashlib
+import io
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image
+
+from dataproto.errors import FileFormatError, writing
+
+if TYPE_CHECKING:
+    from dataproto import DataProto
+
+FOLDER, TRAINING = "rollouts", "training"
+MAX_FRAMES = 8  # of a video, evenly spaced
+MAX_SIDE = 448  # pixels; larger pictures are stored smaller
+LARGEST_PNG = 2**16  # bytes; of larger ones a JPEG is stored
+
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RolloutSample:
+    """One response to one problem.
+
+    ``key`` names the problem and is the same at every evaluation; ``accuracy`` is ``None`` where answers are not right or wrong.
+    ``actions`` are the answers of an episode, turn by turn.
+    """
+
+    key: str
+    prompt: str
+    response: str
+    ground_truth: str
+    reward: float
+    accuracy: float | None = None
+    images: tuple[Image.Image, ...] = ()
+    actions: Sequence[str] = ()
+
+
+def rollout_samples(data: "DataProto", limit: int) -> list[RolloutSample]:
+    """The first response to each of the first ``limit`` problems of a scored rollout batch.
+
+    Args:
+        data: with object columns ``response_text`` (B,) and ``score`` (B,); if present, ``acc``, ``raw_prompt`` (messages),
+            ``reward_model``, ``multi_modal_data``, ``data_source``, ``actions`` of episodes; and ``index`` or ``uid``, which name
+            the problem.
+        limit: the largest number of samples.
+    """
+    samples: dict[str, RolloutSample] = {}
+    for row in range(len(data)):
+        source, index = _cell(data, "data_source", row, ""), _cell(data, "index", row, _cell(data, "uid", row, row))
+        key = f"{source} {index}".strip()
+        if key in samples:
+            continue
+        if len(samples) == limit:
+            break
+        accuracy = _cell(data, "acc", row, None)
+        samples[key] = RolloutSample(
+            key=key,
+            prompt=prompt_text(_cell(data, "raw_prompt", row, "")),
+            response=str(data["response_text"][row]),
+            ground_truth=str((_cell(data, "reward_model", row, None) or {}).get("ground_truth", "")),
+            reward=float(data["score"][row]),
+            accuracy=None if accuracy is None else float(accuracy),
+            images=tuple(pictures_of(_cell(data, "multi_modal_data", row, None))),
+            actions=tuple(_cell(data, "actions", row, ())),
+        )
+    return list(samples.values())
+
+
+def pictures_of(media: Mapping[str, Any] | None) -> list[Image.Image]:
+    """The images of a row's ``multi_modal_data``, and of each of its videos at most `MAX_FRAMES` frames.
+
+    >>> import numpy as np
+    >>> frames = np.zeros((20, 4, 4, 3), dtype=np.uint8)
+    >>> len(pictures_of({"image": [Image.new("RGB", (2, 2))], "video": [(frames, {})]})), pictures_of(None)
+    (9, [])
+    """
+    found = list((media or {}).get("image", ()))
+    for frames, _ in (media or {}).get("video", ()):
+        count = min(len(frames), MAX_FRAMES)
+        places = [round(place * (len(frames) - 1) / max(count - 1, 1)) for place in range(count)]
+        found += [Image.fromarray(frames[place]) for place in places]
+    return found
+
+
+def prompt_text(messages: Any) -> str:
+    """The text of the user's turns, without media markers.
+
+    >>> prompt_text([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Find x."}]}])
+    'Find x.'
+    >>> prompt_text([{"role": "system", "content": "Think."}, {"role": "user", "content": "<image>Find y."}])
+    'Find y.'
+    >>> prompt_text([{"role": "user", "content": [{"type": "text", "text": "What is <image>?"}]}])
+    'What is <image>?'
+    """
+    if isinstance(messages, str):
+        return messages
+    turns = [turn.get("content", "") for turn in messages if turn.get("role") == "user"]
+    parts = [part for content in turns for part in ([content] if isinstance(content, str) else content)]
+    texts = [
+        re.sub(r"<(image|video)>", "", part) if isinstance(part, str) else part.get("text") or "" for part in parts
+    ]
+    return "\n".join(text for text in texts if text).strip()
+
+
+def save_rollouts(directory: str | Path, step: int, rows: Iterable[RolloutSample]) -> Path:
+    """Writes ``<directory>/rollouts/step_<step>.jsonl``, and each distinct picture once, in ``rollouts/images``
+    (see `save_image`)."""
+    folder = Path(directory) / FOLDER
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    lines = []
+    for sample in rows:
+        fields = {name: value for name, value in vars(sample).items() if name != "images"}
+        names = [save_image(folder / "images", image) for image in sample.images]
+        lines.append(json.dumps(fields | {"images": names}) + "\n")
+    path = folder / f"step_{step}.jsonl"
+    temporary = path.with_suffix(".tmp")
+    with writing(path, temporary):
+        temporary.write_text("".join(lines), encoding="utf-8")
+        return temporary.replace(path)
+
+
+def rollout_steps(directory: str | Path) -> list[int]:
+    """The steps whose rollouts a run saved, in order."""
+    names = (re.fullmatch(r"step_(\d+)\.jsonl", path.name) for path in (Path(directory) / FOLDER).glob("step_*.jsonl"))
+    return sorted(int(match[1]) for match in names if match)
+
+
+def load_rollouts(directory: str | Path, step: int) -> list[RolloutSample]:
+    """Reads the rollouts that `save_rollouts` wrote, without images that are missing or broken.
+
+    Raises:
+        FileFormatError: a line is not a rollout; the message names the line.
+    """
+    folder = Path(directory) / FOLDER
+    path = folder / f"step_{step}.jsonl"
+    samples = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            fields = json.loads(line)
+            images = _load_images(folder / "images", fields.pop("images"))
+            actions = tuple(map(str, fields.pop("actions", ())))
+            samples.append(replace(RolloutSample(**fields), images=images, actions=actions))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise FileFormatError(f"{path}, line {number}: not a rollout ({error})") from error
+    return samples
+
+
+def save_image(folder: Path, image: Image.Image) -> str:
+    """Writes a picture, smaller if it is large, under the name of its content, and returns the name.
+
+    It is a PNG, but a JPEG where the PNG is above `LARGEST_PNG`, as of photographs.
+    """
+    small = image.convert("RGB")
+    small.thumbnail((MAX_SIDE, MAX_SIDE))
+    content = hashlib.sha256(repr(small.size).encode() + small.tobytes()).hexdigest()[:16]
+    for name in (f"{content}.png", f"{content}.jpg"):
+        if (folder / name).exists():
+            return name
+    name, buffer = f"{content}.png", io.BytesIO()
+    small.save(buffer, format="PNG", optimize=True)
+    if buffer.tell() > LARGEST_PNG:
+        name, buffer = f"{content}.jpg", io.BytesIO()
+        small.save(buffer, format="JPEG", quality=90)
+    temporary = folder / f"{name}.tmp"
+    with writing(folder / name, temporary):
+        temporary.write_bytes(buffer.getvalue())
+        temporary.replace(folder / name)
+    return name
+
+
+def rows_file(directory: str | Path, step: int) -> Path:
+    """The file of a step's kept rows in a run's directory."""
+    return Path(directory) / FOLDER / TRAINING / f"step_{step}.jsonl"
+
+
+def tokens_file(directory: str | Path, step: int) -> Path:
+    """The file of their tokens."""
+    return rows_file(directory, step).with_suffix(".tokens.jsonl.gz")
+
+
+def kept_steps(directory: str | Path) -> list[int]:
+    """The steps whose rollouts of training a run kept, in order."""
+    paths = (Path(directory) / FOLDER / TRAINING).glob("step_*.jsonl")
+    return sorted(int(match[1]) for path in paths if (match := re.fullmatch(r"step_(\d+)\.jsonl", path.name)))
+
+
+def load_kept(directory: str | Path, step: int) -> list[Row]:
+    """The kept rows of a step, without their tokens.
+
+    Raises:
+        FileFormatError: a line is not a kept row; the message names it.
+    """
+    path = rows_file(directory, step)
+    return read_lines(path, path.read_bytes(), "uid")
+
+
+def load_tokens(directory: str | Path, step: int) -> list[Row]:
+    """The tokens of the kept rows of a step, in the order of `load_kept`.
+
+    Raises:
+        FileFormatError: the file is damaged; the message names it.
+    """
+    path = tokens_file(directory, step)
+    try:
+        content = gzip.decompress(path.read_bytes())
+    except (OSError, EOFError) as error:
+        raise FileFormatError(f"{path}: {error}") from error
+    return read_lines(path, content, "tokens")
+
+
+def read_lines(path: Path, content: bytes, needed: str) -> list[Row]:
+    """The objects of the lines of a file, each of which has the field ``needed``.
+
+    Raises:
+        FileFormatError: a line is something else; the message names it.
+    """
+    rows = []
+    for number, line in enumerate(content.splitlines(), 1):
+        try:
+            row = json.loads(line, parse_constant=lambda name: None)  # NaN and infinities, which JSON does not have
+        except ValueError as error:
+            raise FileFormatError(f"{path}, line {number}: not JSON ({error})") from error
+        if not isinstance(row, dict) or needed not in row:
+            raise FileFormatError(f"{path}, line {number}: not a kept rollout")
+        rows.append(row)
+    return rows
+
+
+def _cell(data: "DataProto", name: str, row: int, default: Any) -> Any:
+    return data[name][row] if name in data else default
+
+
+def _load_images(folder: Path, names: Sequence[str]) -> tuple[Image.Image, ...]:
+    images = []
+    for name in names:
+        try:
+            with Image.open(folder / Path(name).name) as image:
+                images.append(image.convert("RGB"))
+        except (OSError, SyntaxError):  # Pillow raises SyntaxError for a broken PNG
+            continue
+    return tuple(images)

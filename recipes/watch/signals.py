@@ -1,0 +1,203 @@
+"""Signs in the metrics of a run that the policy cannot learn from its samples, or that a step is slower than it has to be."""
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from workers.model.model_config import UNSHARDED
+
+Metrics = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """When a metric of the last steps is a sign that nothing can be learned."""
+
+    steps: int = 5  # in a row that must show the sign
+    equal_groups: float = 1.0  # share of groups whose samples all have the same reward
+    reward_spread: float = 1e-6  # highest minus lowest reward
+    cut_responses: float = 0.95  # share of responses that end at max_tokens
+    entropy: float = 0.01  # nats per token
+    engine_difference: float = 0.2  # nats per token, mean
+
+
+def learning_problems(steps: Sequence[Metrics], thresholds: Thresholds | None = None) -> dict[str, str]:
+    """What keeps the policy from learning, by the metrics of the last ``thresholds.steps`` steps; empty for fewer steps.
+
+    Args:
+        steps: metrics under the names of ``metrics.jsonl``, the last step last. A metric that a step lacks is no sign.
+
+    Returns:
+        A message by the name of the problem: ``constant_reward``, ``equal_groups`` (unless the reward is constant),
+        ``cut_responses``, ``no_entropy`` or ``engine_difference``.
+
+    >>> list(learning_problems(5 * [{"actor/entropy": 0.002}]))
+    ['no_entropy']
+    """
+    limits = thresholds or Thresholds()
+    last = steps[-limits.steps :]
+    if len(last) < limits.steps:
+        return {}
+    found = {"constant_reward": _constant_reward(last, limits)}
+    if found["constant_reward"] is None:
+        found["equal_groups"] = _equal_groups(last, limits)
+    found |= {"cut_responses": _cut_responses(last, limits), "no_entropy": _no_entropy(last, limits)}
+    found["engine_difference"] = _engine_difference(last, limits)
+    return {name: text for name, text in found.items() if text is not None}
+
+
+class LearningSignals:
+    """Remembers the last steps, and returns each problem once."""
+
+    def __init__(self, thresholds: Thresholds | None = None) -> None:
+        self.thresholds = thresholds or Thresholds()
+        self._last: deque[Metrics] = deque(maxlen=self.thresholds.steps)
+        self._told: set[str] = set()
+
+    def new_problems(self, metrics: Metrics) -> list[str]:
+        """The messages of problems that appear with the metrics of one more step."""
+        self._last.append(metrics)
+        problems = learning_problems(list(self._last), self.thresholds)
+        new = [text for name, text in problems.items() if name not in self._told]
+        self._told |= problems.keys()
+        return new
+
+
+def _constant_reward(last: Sequence[Metrics], limits: Thresholds) -> str | None:
+    highest, lowest = _values(last, "critic/score/max"), _values(last, "critic/score/min")
+    if not highest or not lowest or max(highest) - min(lowest) > limits.reward_spread:
+        return None
+    return (
+        f"every response of the last {limits.steps} steps has the reward {highest[-1]:g}: there is nothing to learn from; look "
+        "at the responses in the report, and try the reward function on a right and on a wrong answer"
+    )
+
+
+def _equal_groups(last: Sequence[Metrics], limits: Thresholds) -> str | None:
+    shares = _values(last, "reward/equal_groups_ratio")
+    if not shares or min(shares) < limits.equal_groups:
+        return None
+    return (
+        f"in the last {limits.steps} steps the samples of each prompt had equal rewards, so that no advantage differs from 0; "
+        "try easier or harder problems, more samples (--algorithm.n), a higher temperature, or dynamic sampling"
+    )
+
+
+def _cut_responses(last: Sequence[Metrics], limits: Thresholds) -> str | None:
+    shares = _values(last, "response/truncated_ratio") or _values(last, "response_length/clip_ratio")
+    if not shares or min(shares) < limits.cut_responses:
+        return None
+    return (
+        f"{min(shares):.0%} or more of the responses of the last {limits.steps} steps are cut at the maximal length, before they "
+        "end; try a larger --max-response-length, and see whether the chat template and the end-of-turn token fit the model"
+    )
+
+
+def _no_entropy(last: Sequence[Metrics], limits: Thresholds) -> str | None:
+    entropies = _values(last, "actor/entropy")
+    if not entropies or max(entropies) >= limits.entropy:
+        return None
+    return (
+        f"the entropy of the policy is {entropies[-1]:.2g} nats per token: its samples hardly differ; try a lower learning rate, "
+        "a KL term (--algorithm.kl-coef) or an entropy bonus (--algorithm.entropy-coef)"
+    )
+
+
+def _engine_difference(last: Sequence[Metrics], limits: Thresholds) -> str | None:
+    means = _values(last, "training/rollout_probs_diff_log_mean")
+    if not means or min(means) < limits.engine_difference:
+        return None
+    return (
+        f"the engine's log-probs of sampled tokens differ from the actor's by {means[-1]:.2g} nats on average: it samples from "
+        "another policy; compare them with dataproto parity, try without --rollout.quantization or a smaller "
+        "--rollout.max-staleness, and correct the loss (--algorithm.correction)"
+    )
+
+
+def _values(last: Sequence[Metrics], name: str) -> list[float]:
+    """The metric in each of the steps; empty where a step lacks it or it is not finite."""
+    values = [metrics.get(name, math.nan) for metrics in last]
+    return values if all(map(math.isfinite, values)) else []
+
+
+FIRST_STEPS = 2
+"""Steps of a process in which compilation is expected."""
+SLOW = 1.5
+"""A phase is slow that takes this many times the median of the steps before."""
+MIN_EXCESS_S = 1.0
+"""A phase that takes less than this many seconds more is not worth a warning."""
+PHASE = "timing_s/"
+
+
+class SpeedSignals:
+    """Remembers the seconds of each phase, and tells of each kind of problem, and of each phase, once.
+
+    >>> signals = SpeedSignals()
+    >>> [signals.new_signs({"timing_s/update_actor": seconds}) for seconds in (30.0, 10.0, 11.0)]
+    [[], [], []]
+    >>> signals.new_signs({"timing_s/update_actor": 22.0, "perf/allocator_retries": 0})
+    ['warning: update_actor took 22.0 s, 2.1 times its median']
+    """
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._seconds: dict[str, list[float]] = defaultdict(list)
+        self._told: set[str] = set()
+
+    def new_signs(self, metrics: Mapping[str, float]) -> list[str]:
+        """Lines for the console, from the metrics of one more step; those of the first step of a process, which compiles, are
+        not compared.
+        """
+        self._steps += 1
+        found = {name: text for name, text in self._signs(metrics) if name not in self._told}
+        self._told |= found.keys()
+        if self._steps > 1:
+            for name, seconds in phases(metrics).items():
+                self._seconds[name].append(seconds)
+        return list(found.values())
+
+    def _signs(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+        if retries := metrics.get("perf/allocator_retries"):
+            yield (
+                "allocator_retries",
+                f"warning: a device had no memory left {retries:.0f} times in the update, and torch freed its cache each time, "
+                "which slows it down; try a smaller --token-budget, --activation-checkpointing full or --unsharded weights",
+            )
+        if self._steps > FIRST_STEPS and (graphs := metrics.get("perf/compilations")):
+            yield (
+                "compilations",
+                f"warning: torch.compile compiled {graphs:.0f} graphs again in step {self._steps} of this process; "
+                "TORCH_LOGS=recompiles prints why",
+            )
+        for name, level in metrics.items():
+            if name.startswith("perf/unsharded/") and level:
+                role, kept = name.removeprefix("perf/unsharded/"), UNSHARDED[int(level)]
+                yield (
+                    f"{name} {kept}",
+                    f"unsharded between micro-batches of the {role} from now on: {kept} (--unsharded)",
+                )
+        for name, seconds in phases(metrics).items():
+            if is_slow(seconds, self._seconds[name]):
+                times = seconds / median(self._seconds[name])
+                yield name, f"warning: {name} took {seconds:.1f} s, {times:.1f} times its median"
+
+
+def phases(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of each phase of a step, not those of its parts.
+
+    >>> phases({"timing_s/gen": 2.0, "timing_s/update_actor/forward": 1.0, "perf/throughput": 3.0})
+    {'gen': 2.0}
+    """
+    named = {name.removeprefix(PHASE): value for name, value in metrics.items() if name.startswith(PHASE)}
+    return {name: value for name, value in named.items() if "/" not in name}
+
+
+def is_slow(seconds: float, earlier: Sequence[float]) -> bool:
+    """Whether a phase took much more than the median of ``earlier`` steps.
+
+    >>> is_slow(3.2, [2.0, 2.0, 9.0]), is_slow(2.9, [2.0]), is_slow(0.3, [0.1]), is_slow(9.0, [])
+    (True, False, False, False)
+    """
+    return bool(earlier) and seconds > SLOW * median(earlier) and seconds - median(earlier) > MIN_EXCESS_S

@@ -1,0 +1,312 @@
+"""Trackers on other packages: Weights & Biases and those with its interface, MLflow, and TensorBoard.
+
+A package is imported when its tracker is made.
+"""
+
+import json
+import math
+import os
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+import numpy as np
+from PIL import Image
+
+from recipes.options.config_file import CONFIG_FILE
+from recipes.watch.rollout_files import RolloutSample
+
+TRACKER_IDS = "trackers.json"
+PROJECT = "dataproto"
+COLUMNS = (
+    "key",
+    "prompt",
+    "response",
+    "ground_truth",
+    "reward",
+    "accuracy",
+)  # of a table of rollouts, before its images
+
+
+@dataclass(frozen=True)
+class LoggedRun:
+    """A run as its loggers know it."""
+
+    directory: Path
+    resume_after: int | None = None  # the last step to keep from an earlier process, -1 to keep none; None: a new run
+
+    @property
+    def name(self) -> str:
+        """The name of the run's directory."""
+        return self.directory.resolve().name
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """All options of the run, as its ``config.json`` has them; empty without that file."""
+        return _read_json(self.directory / CONFIG_FILE)
+
+    def options(self) -> dict[str, Any]:
+        """The options of `config` under the names that they have on the command line."""
+        return dict(_flatten(self.config))
+
+    def saved_id(self, tracker: str) -> str | None:
+        """The tracker's name for this run, if an earlier process of it has saved one."""
+        return _read_json(self.directory / TRACKER_IDS).get(tracker)
+
+    def save_id(self, tracker: str, name: str) -> None:
+        """Remembers the tracker's name for this run, so that a resumed run continues it."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        found = _read_json(self.directory / TRACKER_IDS) | {tracker: name}
+        (self.directory / TRACKER_IDS).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+class RunLogger(Protocol):
+    """Something that keeps the metrics and rollouts of a run; made by a call with a `LoggedRun`."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Keeps the metrics of a step, which may be NaN or infinite. Steps increase."""
+        ...
+
+    def log_rollouts(self, step: int, rows: Sequence[RolloutSample]) -> None:
+        """Keeps rollouts of an evaluation, with their images."""
+        ...
+
+    def close(self) -> None:
+        """Writes what is left; called once."""
+        ...
+
+
+class _RunOfPackage:
+    """A run of a package with W&B's interface: ``init``, and of what it returns ``log`` and ``finish``.
+
+    The account, the project and the mode are set by the package's own environment variables.
+    """
+
+    def __init__(self, run: LoggedRun, package: ModuleType, identity: str, **options: Any) -> None:
+        self.package, name = package, package.__name__
+        project = os.environ.get(f"{name.upper()}_PROJECT", PROJECT)
+        self.run = package.init(project=project, **options)
+        run.save_id(name, identity)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._send(step, finite(metrics))
+
+    def log_rollouts(self, step: int, rows: Sequence[RolloutSample]) -> None:
+        table = table_rows(rows, self.package.Image)
+        data = [list(row.values()) for row in table]
+        self._send(step, {"rollouts": self.package.Table(columns=list(table[0]) if table else [], data=data)})
+
+    def close(self) -> None:
+        self.run.finish()
+
+    def _send(self, step: int, values: dict[str, Any]) -> None:
+        self.run.log(values, step=step)
+
+
+class WandbLogger(_RunOfPackage):
+    """Metrics over the axis ``step``; rollouts as a table with images. Files: ``<run>/wandb``.
+
+    A resumed run continues under its id. Steps that it makes again are logged again, so that their curves overlap.
+    """
+
+    def __init__(self, run: LoggedRun) -> None:
+        import wandb
+
+        identity = run.saved_id("wandb") or secrets.token_hex(4)
+        os.environ.setdefault(
+            "WANDB_DATA_DIR", str(run.directory.absolute())
+        )  # pictures of tables, until they are synced
+        options = {"name": run.name, "config": run.config, "dir": str(run.directory)}
+        super().__init__(run, wandb, identity, id=identity, resume="allow", **options)
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")  # W&B's own step could not go back after a resume
+
+    def _send(self, step: int, values: dict[str, Any]) -> None:
+        self.run.log(values | {"step": step})
+
+
+class TrackioLogger(_RunOfPackage):
+    """Metrics by step; rollouts as a table with images, in Trackio's directory or the Space that ``TRACKIO_SPACE_ID`` names.
+
+    A resumed run continues under its name; steps that it makes again appear twice.
+    """
+
+    def __init__(self, run: LoggedRun) -> None:
+        import trackio
+
+        saved = run.saved_id("trackio")
+        name = saved or f"{run.name}-{secrets.token_hex(4)}"
+        options = {"config": run.options(), "embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
+        super().__init__(run, trackio, name, name=name, resume="must" if saved else "never", **options)
+
+
+class SwanlabLogger(_RunOfPackage):
+    """Metrics by step; rollouts, since SwanLab has no tables, as texts and images with captions. Files: ``<run>/swanlog``.
+
+    Online, a resumed run continues under its id; with ``SWANLAB_MODE=offline`` each process leaves files of its own.
+    """
+
+    def __init__(self, run: LoggedRun) -> None:
+        import swanlab
+
+        identity = run.saved_id("swanlab") or secrets.token_hex(8)
+        mode = os.environ.get("SWANLAB_MODE", "online")
+        options = {"name": run.name, "config": run.config, "log_dir": str(run.directory.absolute() / "swanlog")}
+        continued = {"id": identity, "resume": "allow"} if mode == "online" else {}
+        super().__init__(run, swanlab, identity, mode=mode, **options, **continued)
+
+    def log_rollouts(self, step: int, rows: Sequence[RolloutSample]) -> None:
+        said = [f"{row.key}: reward {row.reward:g}, ground truth {row.ground_truth}" for row in rows]
+        pairs = list(zip(rows, said, strict=True))
+        texts = [self.package.Text(f"{row.prompt}\n\n{row.response}", caption=caption) for row, caption in pairs]
+        images = [self.package.Image(image, caption=caption) for row, caption in pairs for image in row.images]
+        found = {"rollouts/texts": texts, "rollouts/images": images}
+        self._send(step, {name: media for name, media in found.items() if media})
+
+
+class MlflowLogger:
+    """Metrics by step, options as parameters, rollouts as a table with images for each evaluation.
+
+    It writes files in ``<run>/mlruns``, or to the server that ``MLFLOW_TRACKING_URI`` names. MLflow's names have no ``@``:
+    ``acc/mean@1`` becomes ``acc/mean_at_1``, as in verl; see `free_name`. A resumed run continues its MLflow run.
+    """
+
+    MOST_METRICS, MOST_PARAMS, LONGEST_PARAM = 1000, 100, 6000  # MLflow's limits of one request
+
+    def __init__(self, run: LoggedRun) -> None:
+        import mlflow.entities
+
+        os.environ.setdefault(
+            "MLFLOW_ALLOW_FILE_STORE", "true"
+        )  # else it asks for a database, which mlflow-skinny lacks
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or (run.directory.absolute() / "mlruns").as_uri()
+        self.mlflow, self.client = mlflow, mlflow.MlflowClient(tracking_uri=uri)
+        self.run_id = run.saved_id("mlflow") or self._create(run)
+        run.save_id("mlflow", self.run_id)
+        self.client.update_run(self.run_id, status="RUNNING")
+        self.names = set(self.client.get_run(self.run_id).data.metrics)
+
+    def _create(self, run: LoggedRun) -> str:
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        found = self.client.get_experiment_by_name(name)
+        experiment = found.experiment_id if found else self.client.create_experiment(name)
+        run_id: str = self.client.create_run(experiment, run_name=run.name).info.run_id
+        param = self.mlflow.entities.Param
+        options = [param(key, str(value)[: self.LONGEST_PARAM]) for key, value in run.options().items()]
+        for start in range(0, len(options), self.MOST_PARAMS):
+            self.client.log_batch(run_id, params=options[start : start + self.MOST_PARAMS])
+        return run_id
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        now = int(time.time() * 1000)
+        entries = []
+        for name, value in sorted(finite(metrics).items()):  # a name comes before those within it
+            free = free_name(name.replace("@", "_at_"), self.names)
+            self.names.add(free)
+            entries.append(self.mlflow.entities.Metric(free, value, now, step))
+        for start in range(0, len(entries), self.MOST_METRICS):
+            self.client.log_batch(self.run_id, metrics=entries[start : start + self.MOST_METRICS])
+
+    def log_rollouts(self, step: int, rows: Sequence[RolloutSample]) -> None:
+        blank = self.mlflow.Image(Image.new("RGB", (1, 1), "white"))  # MLflow refuses a column of images and gaps
+        table = table_rows(rows, self.mlflow.Image, blank)
+        columns: dict[str, Any] = {name: [row[name] for row in table] for name in table[0]} if table else {}
+        self.client.log_table(self.run_id, columns, f"rollouts/step_{step}.json")
+
+    def close(self) -> None:
+        self.client.set_terminated(self.run_id)
+
+
+class TensorBoardLogger:
+    """Scalars by step; rollouts as texts and images, in ``<run>/tensorboard``. Steps made again by a resumed run are hidden."""
+
+    def __init__(self, run: LoggedRun) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = None if run.resume_after is None else run.resume_after + 1
+        self.events = SummaryWriter(str(run.directory / "tensorboard"), purge_step=purge)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, number in finite(metrics).items():
+            self.events.add_scalar(name, number, step)
+        self.events.flush()
+
+    def log_rollouts(self, step: int, rows: Sequence[RolloutSample]) -> None:
+        for place, row in enumerate(rows):
+            parts = {"prompt": row.prompt, "response": row.response, "ground truth": row.ground_truth}
+            text = "\n\n".join(f"**{name}**\n\n{_indented(value)}" for name, value in parts.items())
+            self.events.add_text(f"rollouts/{place:02}", f"{text}\n\n**reward** {row.reward:g}", step)
+            for number, image in enumerate(row.images):
+                pixels = np.asarray(image.convert("RGB"))
+                self.events.add_image(f"rollouts/{place:02}/image_{number}", pixels, step, dataformats="HWC")
+        self.events.flush()
+
+    def close(self) -> None:
+        self.events.close()
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics that are finite.
+
+    >>> finite({"a": 1.0, "b": float("nan")})
+    {'a': 1.0}
+    """
+    return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+
+
+def table_rows(rows: Sequence[RolloutSample], wrap_image: Any, missing: Any = None) -> list[dict[str, Any]]:
+    """Rollouts as rows of a table with equal columns, each image wrapped by the tracker's own type, ``missing`` where none is.
+
+    >>> sample = RolloutSample("a", "p", "r", "1", 0.5, images=(Image.new("RGB", (1, 2)),))
+    >>> (row,) = table_rows([sample], lambda image: image.size)
+    >>> row["reward"], row["image_0"]
+    (0.5, (1, 2))
+    """
+    most = max((len(row.images) for row in rows), default=0)
+    table = []
+    for row in rows:
+        images = [*map(wrap_image, row.images), *[missing] * (most - len(row.images))]
+        table.append(
+            {name: getattr(row, name) for name in COLUMNS}
+            | {f"image_{number}": image for number, image in enumerate(images)}
+        )
+    return table
+
+
+def free_name(name: str, used: AbstractSet[str]) -> str:
+    """The name of a metric in MLflow, whose files cannot hold a name and others within it.
+
+    >>> free_name("timing_s/step/read", {"timing_s/step"}), free_name("timing_s/step", {"timing_s/step/read"})
+    ('timing_s/step.read', 'timing_s/step/all')
+    """
+    parts = name.split("/")
+    for end in range(1, len(parts)):
+        if (outer := "/".join(parts[:end])) in used:
+            return f"{outer}.{'/'.join(parts[end:])}"
+    return f"{name}/all" if any(each.startswith(f"{name}/") for each in used) else name
+
+
+def _indented(text: str) -> str:
+    """A block that Markdown shows as it is."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

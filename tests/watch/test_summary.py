@@ -1,0 +1,49 @@
+import io
+import json
+
+from rich.console import Console
+
+from recipes.watch import run_summary, show_summary
+
+
+def rows():
+    steps = [
+        {"step": step, "critic/score/mean": step / 10, "response_length/mean": 20.0 - step} for step in range(1, 6)
+    ]
+    steps[-1]["val-core/geo/acc/mean@1"] = 0.75
+    return [{"step": 0, "val-core/geo/acc/mean@1": 0.25}, *steps]
+
+
+def test_before_and_after_by_hand():
+    got = [(change.name, round(change.before, 6), round(change.after, 6)) for change in run_summary(rows())]
+    # five steps: the means of the first two and of the last two
+    assert got == [("held-out acc", 0.25, 0.75), ("reward", 0.15, 0.45), ("length", 18.5, 15.5)]
+
+
+def test_what_was_measured_once_has_no_change():
+    assert run_summary([{"step": 0, "val/loss": 4.0}, {"step": 1, "train/loss": 3.0}]) == []
+
+
+def test_the_table_names_time_and_files(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    (tmp_path / "global_step_5").mkdir()
+    file = io.StringIO()
+    show_summary(tmp_path, 3661.0, Console(file=file, width=60, force_terminal=False))
+    assert file.getvalue().splitlines() == [
+        "",
+        "                  before       after",
+        "held-out acc       0.250       0.750",
+        "reward             0.150       0.450",
+        "length              18.5        15.5",
+        "steps         5",
+        "time          1:01:01",
+        f"report        {tmp_path}/report.html",
+        f"metrics       {tmp_path}/metrics.jsonl",
+        f"checkpoint    {tmp_path}/global_step_5",
+    ]
+
+
+def test_a_run_without_metrics_has_no_table(tmp_path):
+    file = io.StringIO()
+    show_summary(tmp_path, 1.0, Console(file=file))
+    assert file.getvalue() == ""

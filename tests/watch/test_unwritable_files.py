@@ -1,0 +1,97 @@
+"""A run whose files cannot be written ends with the name of the file and the way out, and damages nothing."""
+
+import os
+import re
+import resource
+import subprocess
+import sys
+from contextlib import ExitStack, contextmanager
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dataproto.errors import FileNotWritten, InvalidConfig
+from helpers.checkpoints import write_checkpoint
+from recipes.configs.shared.run_config import RunConfig
+from recipes.options.config_file import write_options
+from recipes.run.run_directory import RecordedRun, recorded_run
+from recipes.watch.kept_rollouts import _replace
+from recipes.watch.metrics_file import MetricsLog, read_metrics
+from recipes.watch.report import write_report
+from recipes.watch.rollout_files import RolloutSample, save_image, save_rollouts
+from workers.training.checkpoint import write_json
+
+SAYS = r"could not be written: File too large; make room .*--resume"
+
+
+@contextmanager
+def files_of_at_most(size):
+    """Lets this process write files of ``size`` bytes; Python ignores the signal, so that a write fails as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+WRITERS = {
+    "metrics.jsonl.json": lambda folder: write_json(folder / "metrics.jsonl.json", ["x" * 100] * 9),
+    "step_1.jsonl": lambda folder: save_rollouts(folder, 1, [RolloutSample("a", "p" * 900, "r", "1", 0.0)]),
+    ".png": lambda folder: save_image(
+        folder, Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8))
+    ),
+    "step_2.jsonl": lambda folder: _replace(folder / "step_2.jsonl", b"x" * 900),
+    "config.yaml": lambda folder: write_options(folder, RecordedRun(RunConfig())),
+    "report.html": write_report,
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_file_that_cannot_be_written_is_named_and_leaves_no_draft(name, tmp_path):
+    with files_of_at_most(64), pytest.raises(FileNotWritten, match=rf"{name} {SAYS}"):
+        WRITERS[name](tmp_path)
+    assert [path.name for path in tmp_path.rglob("*.tmp")] == []
+
+
+def test_a_row_of_metrics_is_written_whole_or_not_at_all(tmp_path):
+    with MetricsLog(tmp_path) as log:
+        log.log(0, {"reward": 0.25})
+        size = log.path.stat().st_size
+        with files_of_at_most(size + 10), pytest.raises(FileNotWritten, match=rf"metrics.jsonl {SAYS}"):
+            log.log(1, {"reward": 0.5})
+        assert log.path.stat().st_size == size
+        log.log(1, {"reward": 0.5})  # there is room again
+    assert read_metrics(log.path) == [{"step": 0, "reward": 0.25}, {"step": 1, "reward": 0.5}]
+
+
+def test_a_report_that_cannot_be_written_hides_no_other_error(tmp_path):
+    run = RunConfig(output_dir=tmp_path / "run")
+    with pytest.raises(InvalidConfig, match="the reason") as caught, ExitStack() as limit, recorded_run(run):
+        limit.enter_context(files_of_at_most(64))
+        raise InvalidConfig("the reason")
+    assert caught.value.__notes__[0].startswith("and FileNotWritten: ")
+
+
+GIVEN = "--preset any --steps 1 --batch-size 2 --algorithm.n 2 --eval-every 0 --max-prompt-length 500 --max-response-length 4"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("--preset tiny --steps 1", "the tiny model could not be written"),
+        (f"{GIVEN} --model-path MODEL", r"global_step_1.* could not be written: .*--resume"),
+    ],
+    ids=["the tiny model", "the checkpoint"],
+)
+def test_a_run_under_a_limit_of_file_sizes_names_the_file_and_the_way_out(given, says, tmp_path):
+    model = write_checkpoint("qwen2_5_vl", tmp_path / "model")
+    command = "import sys; from recipes.commands import main; sys.exit(main())"
+    options = [*given.replace("MODEL", model).split(), "--output-dir", str(tmp_path / "run")]
+    limited = ["bash", "-c", 'ulimit -f 100; exec "$@"', "bash", sys.executable, "-c", command, "grpo", *options]
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = subprocess.run(limited, capture_output=True, text=True, timeout=250, check=False, env=environment)
+    assert done.returncode == 2, done.stderr
+    assert re.match(rf"error: .*{says}", done.stderr.splitlines()[-1]), done.stderr

@@ -1,0 +1,255 @@
+"""The viewer's server: what it answers, to whom, and how much it sends."""
+
+import gzip
+import http.client
+import json
+import os
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from urllib.parse import urlencode
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dataproto.errors import FileFormatError, InvalidConfig
+from helpers.kept_runs import scored_batch, write_run
+from helpers.tiny_prompts import tiny_tokenizer
+from recipes.watch.kept_rollouts import KeptRollouts
+from recipes.watch.metrics_file import MetricsLog
+from recipes.watch.rollout_files import RolloutSample, save_rollouts
+from recipes.watch.viewer import PAGE, ViewerServer, main
+
+
+@contextmanager
+def serving(directory):
+    with ViewerServer(directory) as server:
+        thread = threading.Thread(target=server.serve_forever, args=[0.05], daemon=True)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def ask(server, path, host=None, method="GET", accept="gzip", **asked):
+    """Status, headers, body, and the number of bytes that were sent for the body."""
+    connection = http.client.HTTPConnection(*server.server_address, timeout=20)
+    headers = {"Accept-Encoding": accept} | ({} if host is None else {"Host": host})
+    connection.request(method, f"{path}?{urlencode(asked)}", headers=headers)
+    answer = connection.getresponse()
+    sent = answer.read()
+    connection.close()
+    body = gzip.decompress(sent) if answer.headers["Content-Encoding"] == "gzip" else sent
+    return answer.status, answer.headers, body, len(sent)
+
+
+def found(server, path, **asked):
+    status, _, body, _ = ask(server, path, **asked)
+    assert status == 200, body
+    return json.loads(body)
+
+
+def test_rollouts_are_filtered_and_sorted(tmp_path):
+    with serving(write_run(tmp_path / "run")) as server:
+        assert found(server, "/api/run")["steps"] == {"training": [1, 2, 3], "held-out": []}
+        every = found(server, "/api/rollouts", sort="reward", order="down")
+        assert (every["total"], every["of"], len(every["rows"])) == (24, 24, 24)
+        rewards = [row["reward"] for row in every["rows"]]
+        assert rewards == sorted(rewards, reverse=True)
+        assert len(set(rewards)) > 3
+        assert every["fields"][-2:] == ["acc", "format"]
+        step = found(server, "/api/rollouts", step=2, filter="reward>=0.5 uid:prompt-1", sort="length")
+        lengths = [row["length"] for row in step["rows"]]
+        assert lengths == sorted(lengths)
+        assert 0 < len(lengths) < 8
+        assert step["of"] == 8
+        assert all(row["reward"] >= 0.5 and row["uid"] == "prompt-1" and row["step"] == 2 for row in step["rows"])
+        part = found(server, "/api/rollouts", start=20, count=3, sort="mismatch")
+        assert (part["total"], len(part["rows"])) == (24, 3)
+        assert found(server, "/api/rollouts", filter='response:"is blue"', step=1)["total"] == 1
+
+
+def test_a_group_has_its_tokens_and_pictures(tmp_path):
+    with serving(write_run(tmp_path / "run")) as server:
+        group = found(server, "/api/group", step=2, uid="prompt-1")
+        assert [row["sample"] for row in group] == [0, 1, 2, 3]
+        row = group[3]
+        assert "".join(row["texts"]) == row["response"]
+        assert row["response"].endswith("!!!")
+        assert len(row["tokens"]) == len(row["advantages"]) == len(row["engine_log_probs"]) == row["length"]
+        status, headers, body, _ = ask(server, f"/images/{row['images'][0]}")
+        assert (status, headers["Content-Type"], body[:4]) == (200, "image/png", b"\x89PNG")
+        assert "immutable" in headers["Cache-Control"]
+
+
+def test_steps_written_while_it_serves_appear(tmp_path):
+    with serving(tmp_path) as server:
+        assert found(server, "/api/rollouts") | {"fields": 0} == {"total": 0, "of": 0, "fields": 0, "rows": []}
+        assert ask(server, "/api/curves")[2] == b""
+        kept = KeptRollouts(tmp_path, 8, tiny_tokenizer())
+        with MetricsLog(tmp_path) as log:
+            for step in (1, 2):
+                kept.keep(step, scored_batch(["x", "y"], [0.0, step / 2], ["a", "a"]))
+                log.log(step, {"critic/score/mean": step / 4})
+                assert found(server, "/api/run")["steps"]["training"] == list(range(1, step + 1))
+                assert found(server, "/api/rollouts", step="all")["total"] == 2 * step
+                assert b"<svg" in ask(server, "/api/curves")[2]
+        kept.keep(2, scored_batch(["x", "y"], [0.75, 0.75], ["a", "a"]))  # a resumed run writes a step again
+        assert {row["reward"] for row in found(server, "/api/rollouts", step=2)["rows"]} == {0.75}
+
+
+def test_answers_of_evaluations_are_shown_together(tmp_path):
+    for step in (0, 5):
+        save_rollouts(tmp_path, step, [RolloutSample("k", "Find x.", f"at {step}", "3", step / 5, float("nan"))])
+    with serving(tmp_path) as server:
+        rows = found(server, "/api/group", set="held-out", step=5, uid="k")
+        assert [(row["step"], row["response"], row["parts"]) for row in rows] == [
+            (0, "at 0", {}),
+            (5, "at 5", {}),
+        ]
+        assert found(server, "/api/rollouts", set="held-out", sort="mismatch")["total"] == 2
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "127.0.0.1.evil.example", "localhost:1@evil.example", "", "10.0.0.1:80"]
+)
+def test_other_hosts_are_refused(tmp_path, host):
+    with serving(write_run(tmp_path / "run", steps=1)) as server:
+        assert server.server_address[0] == "127.0.0.1"
+        for path in ("/", "/api/rollouts", "/viewer.js"):
+            status, _, body, _ = ask(server, path, host=host)
+            assert status == 403
+            assert b"localhost" in body
+            assert b"colour" not in body
+        assert ask(server, "/", host="localhost:9999")[0] == 200  # through a tunnel
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/../metrics.jsonl", "/images/../../metrics.jsonl", "/images/..%2f..%2fmetrics.jsonl", "/metrics.jsonl", "/api/x"],
+)
+def test_nothing_else_of_the_machine_is_served(tmp_path, path):
+    with serving(write_run(tmp_path / "run", steps=1)) as server:
+        assert ask(server, path)[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "message"),
+    [
+        ("/api/rollouts", {"filter": "rewrd>1"}, "no field 'rewrd'"),
+        ("/api/rollouts", {"filter": 'uid:"a'}, "No closing quotation"),
+        ("/api/rollouts", {"sort": "colour"}, "no field 'colour'"),
+        ("/api/rollouts", {"step": "-1"}, "step='-1'"),
+        ("/api/rollouts", {"step": 99}, "step 99"),
+        ("/api/rollouts", {"set": "test"}, "no set 'test'"),
+        ("/api/group", {"step": 1, "uid": "nobody"}, "uid 'nobody'"),
+        ("/api/group", {}, "step=''"),
+    ],
+)
+def test_a_question_that_cannot_be_answered_says_why(tmp_path, path, asked, message):
+    with serving(write_run(tmp_path / "run", steps=1)) as server:
+        status, headers, body, _ = ask(server, path, **asked)
+        assert (status, headers["Content-Type"]) == (400, "text/plain; charset=utf-8")
+        assert message in body.decode()
+
+
+def test_a_damaged_file_is_named_and_writing_refused(tmp_path):
+    with serving(write_run(tmp_path / "run", steps=1)) as server:
+        (tmp_path / "run" / "rollouts" / "training" / "step_1.jsonl").write_text("nonsense\n")
+        status, _, body, _ = ask(server, "/api/rollouts")
+        assert status == 500
+        assert b"step_1.jsonl, line 1" in body
+        assert ask(server, "/api/rollouts", method="POST")[0] == 501
+
+
+def test_text_of_rollouts_cannot_become_code(tmp_path):
+    attack = "<script>document.title='owned'</script><img src=x onerror=alert(1)>"
+    KeptRollouts(tmp_path, 8, tiny_tokenizer()).keep(1, scored_batch([attack], [1.0], ["<script>u"]))
+    with MetricsLog(tmp_path) as log:
+        log.log(1, {"val-core/<script>x</script>/acc/mean@1": 0.5})
+    with serving(tmp_path) as server:
+        _status, headers, body, _ = ask(server, "/api/rollouts")
+        assert json.loads(body)["rows"][0]["response"] == attack
+        assert headers["Content-Type"].startswith("application/json")
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        curves = ask(server, "/api/curves")[2]
+        assert b"<script" not in curves
+        assert b"&lt;script&gt;" in curves
+        policy = ask(server, "/")[1]["Content-Security-Policy"]
+        assert "default-src 'none'; script-src 'self'; style-src 'self'" in policy
+        assert "unsafe" not in policy
+    code = (PAGE / "viewer.js").read_text() + (PAGE / "index.html").read_text()
+    assert not any(
+        word in code
+        for word in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "http:", "https:")
+    )
+
+
+def photograph(seed):
+    """Smooth colours with the noise of a camera: 250 kB as PNG."""
+    random = np.random.default_rng(seed)
+    smooth = Image.fromarray(random.integers(0, 256, (12, 16, 3), dtype=np.uint8)).resize(
+        (448, 336), Image.Resampling.BICUBIC
+    )
+    noisy = np.asarray(smooth).astype(int) + random.integers(-6, 7, (336, 448, 3))
+    return Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
+
+
+@pytest.mark.slow
+def test_a_thousand_rollouts_with_all_their_tokens_and_photographs_are_small(tmp_path):
+    """With pictures of one colour they were; photographs took 28 MB."""
+    kept = KeptRollouts(tmp_path, 1000, tiny_tokenizer())
+    words = ["angle", "blue", "circle", "1.25", "therefore", "x", "=", "(b)"]
+    for step in range(1, 5):
+        texts = [" ".join(words[(row * place + step) % 8] for place in range(60)) for row in range(250)]
+        batch = scored_batch(texts, [row % 7 / 7 for row in range(250)], [f"p{row // 10}" for row in range(250)])
+        seen = [photograph(100 * step + group) for group in range(25)]
+        for row, media in enumerate(batch["multi_modal_data"]):
+            media["image"] = [seen[row // 10]]
+        kept.keep(step, batch)
+    with serving(tmp_path) as server:
+        sent = sum(ask(server, path)[3] for path in ("/", "/viewer.js", "/viewer.css", "/report.css"))
+        sent += ask(server, "/api/rollouts", count=1000)[3]
+        pictures = set()
+        for step in range(1, 5):
+            for group in range(25):
+                _, _, body, size = ask(server, "/api/group", step=step, uid=f"p{group}")
+                sent += size
+                pictures |= {name for row in json.loads(body) for name in row["images"]}
+        answers = [ask(server, f"/images/{name}") for name in pictures]
+        assert {headers["Content-Type"] for _, headers, _, _ in answers} == {"image/jpeg"}
+        sent += sum(size for *_, size in answers)
+    assert len(pictures) == 100
+    assert sent < 20e6
+
+
+def test_the_command_serves_until_it_is_interrupted(tmp_path, capsys):
+    run = write_run(tmp_path / "run", steps=1)
+    program = "import sys; from recipes.commands import main; sys.exit(main())"
+    command = [sys.executable, "-c", program, "view", str(run), "--port", "0"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    ) as process:
+        line = process.stdout.readline()
+        port = int(line.split("127.0.0.1:")[1].split("/")[0])
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        connection.request("GET", "/")
+        assert connection.getresponse().status == 200
+        process.send_signal(2)
+        assert process.wait(20) == 0
+    assert main([str(tmp_path / "absent")]) == 2
+    assert "absent is not the directory of a run" in capsys.readouterr().err
+    assert main([str(tmp_path)]) == 2
+    assert f"is not the directory of a run, but has {run}" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert main([str(tmp_path / "empty")]) == 2
+    assert "empty is not the directory of a run, which would have a config.json" in capsys.readouterr().err
+
+
+def test_a_missing_directory_and_a_taken_port_are_refused(tmp_path):
+    with pytest.raises(FileFormatError, match="not the directory of a run"):
+        ViewerServer(tmp_path / "absent")
+    with serving(tmp_path) as server, pytest.raises(InvalidConfig, match="give another one with --port"):
+        ViewerServer(tmp_path, server.server_address[1])
