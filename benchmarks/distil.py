@@ -22,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from dataproto import DataProto
 from recipes import distil, grpo
 from recipes.configs.distil_config import DistilConfig, DistilRunConfig
-from recipes.data import EvaluationLoader, ProblemRows, PromptLoader
+from recipes.data.loader import EvaluationLoader, PromptLoader
+from recipes.demo.rows import ProblemRows
 from recipes.demo.tiny_model import TinyConfig, make_tiny_model, negative_log_probs, warm_up
 from recipes.rewards import geo3k_reward
 from recipes.run import evaluate_samples, run

@@ -45,7 +45,7 @@ from learning_starts import EVAL_ROWS, TASKS, answer_length, drawn_start, easy_v
 
 from recipes import easy_vqa, grpo, ppo  # noqa: E402
 from recipes.configs import easy_vqa_config  # noqa: E402
-from recipes.data import ProblemRows  # noqa: E402
+from recipes.demo.rows import ProblemRows  # noqa: E402
 from recipes.rewards import geo3k_reward, short_answer_reward  # noqa: E402
 from recipes.run import run  # noqa: E402
 from recipes.run.run_directory import open_run_directory, with_schedules  # noqa: E402

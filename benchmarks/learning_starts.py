@@ -44,9 +44,10 @@ from label_reading import (  # noqa: E402
 from dataproto import DataProto, object_array  # noqa: E402
 from recipes import easy_vqa  # noqa: E402
 from recipes.configs import easy_vqa_config  # noqa: E402
-from recipes.data import EasyVQA, ProblemRows, open_easy_vqa  # noqa: E402
+from recipes.data.easy_vqa_rows import EasyVQA, open_easy_vqa  # noqa: E402
 from recipes.data.loader import EvaluationLoader  # noqa: E402
 from recipes.demo.problems import Problem, make_problem  # noqa: E402
+from recipes.demo.rows import ProblemRows  # noqa: E402
 from recipes.demo.tiny_model import TinyConfig, make_tiny_model, tiny_checkpoint  # noqa: E402
 from recipes.rewards import geo3k_reward  # noqa: E402
 from recipes.run.evaluation import evaluate_answers, evaluate_samples, held_out_value  # noqa: E402

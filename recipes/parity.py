@@ -12,8 +12,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from recipes.algorithms.mismatch import Differences, differences
 from recipes.configs.parity_config import ParityConfig, parse
-from recipes.data.drawn_rows import ProblemRows
 from recipes.data.problem_rows import load_rows
+from recipes.demo.rows import ProblemRows
 from recipes.demo.tiny_model import tiny_checkpoint
 from recipes.options import exit_status
 from rollout.engine import SamplingParams

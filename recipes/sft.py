@@ -17,10 +17,10 @@ from dataproto.errors import InvalidConfig
 from recipes.configs.sft_config import PRESETS, TINY, SFTConfig, SFTDataConfig, parse
 from recipes.configs.shared.run_config import announce_small_model
 from recipes.data.conversation_rows import CONVERSATION_COLUMNS, Questions, conversation_rows, conversation_stream
-from recipes.data.drawn_rows import DrawnSums, DrawnTalks
 from recipes.data.loader import EvaluationLoader, PromptLoader, check_row, drop_overlong
 from recipes.data.mixture import Mixture
 from recipes.data.row_values import columns_left_out
+from recipes.demo.rows import DrawnSums, DrawnTalks
 from recipes.options import exit_status
 from recipes.run.evaluation import evaluate_answers
 from recipes.run.supervised import SupervisedTask, held_out_loss, run_supervised, supervised_builders

@@ -18,10 +18,10 @@ from dataproto.errors import DataProtoError, InvalidRow, writing
 from recipes.configs.show_config import ShowConfig, parse
 from recipes.data.column_keys import ColumnKeys
 from recipes.data.conversation_rows import CONVERSATION_COLUMNS, conversation_rows, conversation_stream
-from recipes.data.drawn_rows import DrawnTalks, ProblemRows
 from recipes.data.loader import draws
 from recipes.data.problem_rows import PROBLEM_COLUMNS, load_rows
 from recipes.data.row_values import columns_left_out, present_columns
+from recipes.demo.rows import DrawnTalks, ProblemRows
 from recipes.demo.tiny_model import make_tiny_processors
 from recipes.options import exit_status
 from recipes.rewards import RewardFunction, load_reward

@@ -9,10 +9,9 @@ import numpy as np
 
 from dataproto.errors import InvalidConfig, InvalidRow
 from recipes.data.column_keys import OnBadRow, columns_of
-from recipes.data.drawn_rows import EPOCH_ROWS
 from recipes.data.tables import Table, open_tables
 from recipes.demo.classes import CLASSES, draw_class
-from recipes.demo.problems import Split
+from recipes.demo.problems import EPOCH_ROWS, Split
 from rollout.prompts.images import image_file, media_list
 
 IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")

@@ -13,9 +13,9 @@ from typing import Any
 from PIL import Image
 
 from dataproto.errors import FileFormatError
-from recipes.data.drawn_rows import EPOCH_ROWS, DrawnRows
 from recipes.demo.classes import COLOURS, SHAPES, draw_class
-from recipes.demo.problems import Split
+from recipes.demo.problems import EPOCH_ROWS, DrawnRows, Split
+from recipes.demo.rows import conversation
 from rollout.prompts.images import load_image
 
 SIDE = 64  # pixels of an icon
@@ -77,21 +77,19 @@ Question = tuple[str, str]
 
 
 class Captions(DrawnRows):
-    """Rows that are made when they are read; each is a pure function of split, seed and place."""
+    """Conversations of one turn; each asks one of the questions about its picture."""
 
     source: str
 
-    def __init__(self, seed: int = 0, split: Split = "train", rows: int = EPOCH_ROWS) -> None:
-        self.seed, self.split, self.rows = seed, split, rows
-
-    def __getitem__(self, place: Any) -> Any:
-        place = range(self.rows)[place]
+    def row(self, place: int) -> dict[str, Any]:
+        """A picture and a random one of its questions, with the answer."""
         random = Random(f"{self.source}/{self.split}/{self.seed}/{place}")
         picture, questions = self.draw(place, random)
-        return one_turn(*random.choice(questions), source=self.source, place=place, images=[picture])
+        question, answer = random.choice(questions)
+        return conversation((f"<image>{question}", answer), self.source, place, [picture])
 
     def draw(self, place: int, random: Random) -> tuple[Image.Image, list[Question]]:
-        """The picture of a row, and the questions of which the row asks one."""
+        """The picture of a row, and its questions."""
         raise NotImplementedError
 
 
@@ -143,15 +141,3 @@ class IconCaptions(Captions):
             ("What is in the picture?", icon.name),
             (f"Is this {asked.phrase}?", "yes" if asked.name == icon.name else "no"),
         ]
-
-
-def one_turn(question: str, answer: str, source: str, place: int, images: Sequence[Image.Image] = ()) -> dict[str, Any]:
-    """A row for `rollout.prompts.SupervisedBuilder`; the question comes after the images."""
-    asked = {"role": "user", "content": "<image>" * len(images) + question}
-    return {
-        "prompt": [asked, {"role": "assistant", "content": answer}],
-        "images": list(images),
-        "videos": [],
-        "data_source": source,
-        "index": place,
-    }

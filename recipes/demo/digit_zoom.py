@@ -1,7 +1,7 @@
 """A picture that is shown too small to read, and that the policy can look into: an environment, its rows and its pictures."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 
 from PIL import Image, ImageDraw, ImageFont
 
-from recipes.demo.problems import Split
+from recipes.demo.problems import EPOCH_ROWS, RowsBySeed, Split
 from rollout.environments import Observation, ToolEnvironment
 
 SIDE, VIEW = 448, 56  # pixels along each side of a picture, and of what is shown of it at a time
@@ -180,7 +180,7 @@ class DigitZoomByTool(ToolEnvironment):
         return self.picture.part(box)
 
 
-class ZoomRows(Sequence[dict[str, Any]]):
+class ZoomRows(RowsBySeed):
     """Pictures as rows of prompts; each is drawn when it is shown.
 
     >>> row = ZoomRows()[7]
@@ -189,20 +189,14 @@ class ZoomRows(Sequence[dict[str, Any]]):
     """
 
     def __init__(
-        self, seed: int = 0, split: Split = "train", rows: int = 2**20, shown: Shown = "own", task: str = TASK
+        self, seed: int = 0, split: Split = "train", rows: int = EPOCH_ROWS, shown: Shown = "own", task: str = TASK
     ) -> None:
-        self.seed, self.split, self.rows, self.shown, self.task = seed, split, rows, shown, task
-        self.source = (
-            SOURCE if shown == "own" else f"{SOURCE}_{'other_pictures' if shown == 'other' else 'blank_crops'}"
-        )
+        super().__init__(seed, split, rows)
+        kinds = {"own": SOURCE, "other": f"{SOURCE}_other_pictures", "blank": f"{SOURCE}_blank_crops"}
+        self.shown, self.task, self.source = shown, task, kinds[shown]
 
-    def __len__(self) -> int:
-        return self.rows
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(self.rows))]
-        place = range(self.rows)[index]
+    def row(self, place: int) -> dict[str, Any]:
+        """The name of a picture, and its digit."""
         name = f"zoom/{self.split}/{self.seed}/{place}"
         return {
             "prompt": [{"role": "system", "content": self.task}],
@@ -213,7 +207,7 @@ class ZoomRows(Sequence[dict[str, Any]]):
         }
 
 
-class RandomLooks(Sequence[dict[str, Any]]):
+class RandomLooks(RowsBySeed):
     """Looks at random places, and the digits that are seen there, as conversations.
 
     They teach to read a digit, and nothing about where the one that is asked for lies: in their pictures each card has one.
@@ -222,17 +216,12 @@ class RandomLooks(Sequence[dict[str, Any]]):
     ['<image>', 'northeast', '<image>', '1']
     """
 
-    def __init__(self, seed: int = 0, rows: int = 2**20) -> None:
-        self.seed, self.rows = seed, rows
-
-    def __len__(self) -> int:
-        return self.rows
-
-    def __getitem__(self, index: Any) -> Any:
-        name = f"random look/{self.seed}/{range(self.rows)[index]}"
-        place = Random(f"{name}/place").choice(list(PLACES))
+    def row(self, place: int) -> dict[str, Any]:
+        """A look, and the digit there."""
+        name = f"random look/{self.seed}/{place}"
+        where = Random(f"{name}/place").choice(list(PLACES))
         messages: list[dict[str, Any]] = [{"role": "system", "content": TASK}]
-        for said in (place, str(draw_cards(name)[place].digit)):
+        for said in (where, str(draw_cards(name)[where].digit)):
             messages += [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": said}]
-        images = [draw_part(name, box, all_digits=True) for box in ((0, 0, SIDE, SIDE), box_of(place))]
-        return {"prompt": messages, "images": images, "data_source": SOURCE, "index": index}
+        images = [draw_part(name, box, all_digits=True) for box in ((0, 0, SIDE, SIDE), box_of(where))]
+        return {"prompt": messages, "images": images, "data_source": SOURCE, "index": place}

@@ -8,7 +8,7 @@ import cmath
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from PIL import Image, ImageDraw, ImageFont
@@ -109,6 +109,7 @@ class Chevron:
 
 Shape = Line | Region | Circle | Dot | AngleMark | Label | WedgeLabel | AngleLabel | SideLabel | Chevron
 Figure = Sequence[Shape]
+_POINTS = {"a", "b", "at", "center", "toward", "vertex"}  # fields of shapes
 
 
 @dataclass(frozen=True)
@@ -146,11 +147,6 @@ class DrawnText:
     text: str
     x: float
     y: float
-
-
-def draw_figure(figure: Figure, size: int, style: Style, unit: float | None = None) -> Image.Image:
-    """Draws `figure` into a square RGB picture of `size` pixels; see `draw_with_texts`."""
-    return draw_with_texts(figure, size, style, unit)[0]
 
 
 def draw_with_texts(
@@ -202,10 +198,10 @@ class _Pen:
             case Label(text, at, toward, gap):
                 self._label(text, at, toward, gap)
             case WedgeLabel():
-                self._wedge_label(shape)
-            case AngleLabel(text, vertex, a, b):
+                self._angle_label(shape)
+            case AngleLabel(_, vertex, a, b):
                 self._angle_mark(AngleMark(vertex, a, b))
-                self._angle_label(text, vertex, a, b)
+                self._angle_label(shape)
             case SideLabel(text, a, b):
                 self._label(text, (a + b) / 2, (b - a) * -1j, SIDE_GAP)
             case Chevron(at, toward):
@@ -240,26 +236,19 @@ class _Pen:
             x, y = x + reach * way.real, y - reach * way.imag
         self._text(text, x, y)
 
-    def _wedge_label(self, label: WedgeLabel) -> None:
+    def _angle_label(self, label: WedgeLabel | AngleLabel) -> None:
+        """A text on the bisector, as near to the vertex as the rays, and the arc of an `AngleLabel`, allow."""
         x, y = self._xy(label.vertex)
         first, second = _direction(label.a - label.vertex), _direction(label.b - label.vertex)
         opening = cmath.phase(second / first) % (2 * math.pi)
         way = first * cmath.rect(1, opening / 2)
-        normal = first * 1j
-        clearance = self._reach(label.text, normal) + self.width
-        distance = max(
-            clearance / math.sin(min(opening / 2, math.pi / 2)), self._reach(label.text, way) + 0.8 * self.height
-        )
+        clearance, gap = self._reach(label.text, first * 1j) + self.width, 0.8
+        if isinstance(label, AngleLabel):
+            clearance = max(self._reach(label.text, ray * 1j) for ray in (first, second)) + 1.5 * self.width
+            gap = 0.9
+        least = self._reach(label.text, way) + gap * self.height
+        distance = max(clearance / math.sin(min(opening / 2, math.pi / 2)), least)
         self._text(label.text, x + distance * way.real, y - distance * way.imag)
-
-    def _angle_label(self, text: str, vertex: Point, a: Point, b: Point) -> None:
-        x, y = self._xy(vertex)
-        first, second = _direction(a - vertex), _direction(b - vertex)
-        opening = cmath.phase(second / first) % (2 * math.pi)
-        way = first * cmath.rect(1, opening / 2)
-        clearance = max(self._reach(text, first * 1j), self._reach(text, second * 1j)) + 1.5 * self.width
-        distance = max(clearance / math.sin(min(opening / 2, math.pi / 2)), self._reach(text, way) + 0.9 * self.height)
-        self._text(text, x + distance * way.real, y - distance * way.imag)
 
     def _chevron(self, at: Point, way: Point) -> None:
         x, y = self._xy(at)
@@ -299,28 +288,11 @@ def _direction(vector: Point) -> Point:
 
 
 def turned(shape: Shape, by: complex) -> Shape:
-    """The shape rotated about the origin, that is, multiplied by a number of absolute value 1."""
-    match shape:
-        case Line(a, b):
-            return Line(a * by, b * by)
-        case Region(corners):
-            return Region(tuple(corner * by for corner in corners))
-        case Circle(center, radius):
-            return Circle(center * by, radius)
-        case Dot(at):
-            return Dot(at * by)
-        case AngleMark(vertex, a, b, right):
-            return AngleMark(vertex * by, a * by, b * by, right)
-        case Label(text, at, toward, gap):
-            return Label(text, at * by, toward * by, gap)
-        case WedgeLabel(text, vertex, a, b):
-            return WedgeLabel(text, vertex * by, a * by, b * by)
-        case AngleLabel(text, vertex, a, b):
-            return AngleLabel(text, vertex * by, a * by, b * by)
-        case SideLabel(text, a, b):
-            return SideLabel(text, a * by, b * by)
-        case Chevron(at, toward):
-            return Chevron(at * by, toward * by)
+    """The shape rotated about the origin, that is, with its points multiplied by a number of absolute value 1."""
+    points = {name: value * by for name, value in vars(shape).items() if name in _POINTS}
+    if isinstance(shape, Region):
+        points["corners"] = tuple(corner * by for corner in shape.corners)
+    return replace(shape, **points)
 
 
 def _bounds(figure: Iterable[Shape]) -> tuple[Point, Point]:

@@ -1,13 +1,13 @@
 """A drawn grid in which the policy walks to a goal that it sees only in pictures: an environment, its rows and its pictures."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from random import Random
 from typing import Any, Literal
 
 from PIL import Image, ImageDraw
 
-from recipes.demo.problems import Split
+from recipes.demo.problems import EPOCH_ROWS, RowsBySeed, Split
 from rollout.environments import Observation
 
 MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
@@ -93,25 +93,20 @@ def draw_grid(agent: Place | None, goal: Place | None) -> Image.Image:
     return image
 
 
-class WalkRows(Sequence[dict[str, Any]]):
-    """Layouts as rows of prompts; each is drawn when it is read.
+class WalkRows(RowsBySeed):
+    """Layouts as rows of prompts.
 
     >>> row = WalkRows()[7]
     >>> row["data_source"], sorted(row["extra_info"])
     ('walk', ['agent', 'goal', 'shown'])
     """
 
-    def __init__(self, seed: int = 0, split: Split = "train", rows: int = 2**20, shown: Shown = "own") -> None:
-        self.seed, self.split, self.rows, self.shown = seed, split, rows, shown
-        self.source = SOURCE if shown == "own" else f"{SOURCE}_{shown}_pictures"
+    def __init__(self, seed: int = 0, split: Split = "train", rows: int = EPOCH_ROWS, shown: Shown = "own") -> None:
+        super().__init__(seed, split, rows)
+        self.shown, self.source = shown, SOURCE if shown == "own" else f"{SOURCE}_{shown}_pictures"
 
-    def __len__(self) -> int:
-        return self.rows
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(self.rows))]
-        place = range(self.rows)[index]
+    def row(self, place: int) -> dict[str, Any]:
+        """A layout."""
         agent, goal = draw_layout(Random(f"walk/{self.split}/{self.seed}/{place}"))
         return {
             "prompt": [{"role": "system", "content": TASK}],
@@ -121,21 +116,20 @@ class WalkRows(Sequence[dict[str, Any]]):
         }
 
 
-class RandomWalks(Sequence[dict[str, Any]]):
+class RandomWalks(RowsBySeed):
     """Walks in random directions as conversations: they teach the form of an answer, and nothing about the pictures.
 
     >>> [message["content"] for message in RandomWalks(turns=2)[3]["prompt"]]
     ['Walk to the red square.', '<image>', 'down', '<image>', 'right']
     """
 
-    def __init__(self, seed: int = 0, turns: int = 4, rows: int = 2**20) -> None:
-        self.seed, self.turns, self.rows = seed, turns, rows
+    def __init__(self, seed: int = 0, turns: int = 4) -> None:
+        super().__init__(seed)
+        self.turns = turns
 
-    def __len__(self) -> int:
-        return self.rows
-
-    def __getitem__(self, place: Any) -> Any:
-        random = Random(f"random walk/{self.seed}/{range(self.rows)[place]}")
+    def row(self, place: int) -> dict[str, Any]:
+        """A walk."""
+        random = Random(f"random walk/{self.seed}/{place}")
         agent, goal = draw_layout(random)
         messages: list[dict[str, Any]] = [{"role": "system", "content": TASK}]
         images: list[Image.Image] = []

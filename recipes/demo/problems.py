@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Literal
+from typing import Any, Literal
 
 from PIL import Image
 
@@ -14,6 +14,8 @@ from recipes.demo.figure import DrawnText, draw_with_texts, random_style
 from recipes.demo.templates import Draft
 
 Split = Literal["train", "test"]
+EPOCH_ROWS = 2**20
+"""Rows of one epoch, more than a run takes."""
 TEST_SHARE = 8  # one problem in this number belongs to the test split
 
 
@@ -89,3 +91,31 @@ def sample_texts(number: int = 50) -> list[str]:
     """Questions of level 1, ``number`` of each template and always the same, on which the tiny tokenizer is trained."""
     random = Random("synthetic/texts")
     return [template(random).text for template in LEVELS[1].templates for _ in range(number)]
+
+
+class RowsBySeed(Sequence[dict[str, Any]]):
+    """Rows that are made when they are read; each is a pure function of split, seed and place."""
+
+    def __init__(self, seed: int = 0, split: Split = "train", rows: int = EPOCH_ROWS) -> None:
+        self.seed, self.split, self.rows = seed, split, rows
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(self.rows))]
+        return self.row(range(self.rows)[index])
+
+    def row(self, place: int) -> dict[str, Any]:
+        """The row at a place from 0 on."""
+        raise NotImplementedError
+
+
+class DrawnRows(RowsBySeed):
+    """Rows with pictures of their own."""
+
+    @property
+    def recurring(self) -> bool:
+        """Whether a run may take a row, and its picture, twice; see `recipes.data.loader.may_recur`."""
+        return self.rows < EPOCH_ROWS

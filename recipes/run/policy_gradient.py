@@ -20,10 +20,10 @@ from dataproto.vlm import VLMFamily
 from recipes.configs.shared.device_preset import preset_line, this_machine
 from recipes.configs.shared.policy_gradient_config import SIZES, Config, DataConfig, PolicyGradientConfig
 from recipes.configs.shared.run_config import announce_small_model
-from recipes.data.drawn_rows import ProblemRows
 from recipes.data.loader import EvaluationLoader, PromptLoader, drop_overlong
 from recipes.data.problem_rows import PROBLEM_COLUMNS, CheckTruth, load_rows
 from recipes.data.row_values import columns_left_out
+from recipes.demo.rows import ProblemRows
 from recipes.demo.tiny_model import tiny_checkpoint
 from recipes.forecast import (
     BatchSizes,

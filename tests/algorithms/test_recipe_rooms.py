@@ -30,13 +30,6 @@ NAMES = {
             "whiten",
         ),
     ],
-    "recipes.data": [
-        *("ColumnKeys", "DrawnSums", "DrawnTalks", "EvaluationLoader", "Geo3KDataset", "INSTRUCTION", "LabelledData"),
-        "LabelledRows",
-        *("Mixture", "ProblemRows", "PromptLoader", "StreamRows", "TableRows", "Templates", "drawn_data"),
-        *("Answered", "Conversations", "EasyVQA", "EasyVQARows", "fetch_easy_vqa", "open_easy_vqa"),
-        *("drop_overlong", "folder_data", "load_rows", "open_stream", "open_tables", "read_row", "table_data"),
-    ],
     "recipes.rewards": [
         *("AnswerChecker", "Judge", "RewardFunction", "RewardRow", "SequenceClassifier", "as_reward_function"),
         *("ShuffledScores", "compute_score", "format_score", "normalised", "short_answer_reward"),

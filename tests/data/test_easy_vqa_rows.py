@@ -10,8 +10,7 @@ import pytest
 
 from dataproto.errors import FileFormatError, InvalidConfig
 from helpers.easy_vqa_files import write_easy_vqa
-from recipes.data import Answered, Conversations, fetch_easy_vqa, open_easy_vqa
-from recipes.data.easy_vqa_rows import EASY_VQA
+from recipes.data.easy_vqa_rows import EASY_VQA, Answered, Conversations, fetch_easy_vqa, open_easy_vqa
 
 
 @pytest.fixture(scope="module")

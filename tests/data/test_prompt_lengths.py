@@ -8,7 +8,9 @@ import pytest
 
 from helpers.geo3k_files import drawing, geometry3k, write_geometry3k
 from helpers.tiny_prompts import tiny_builder
-from recipes.data import ColumnKeys, drop_overlong, load_rows
+from recipes.data.column_keys import ColumnKeys
+from recipes.data.loader import drop_overlong
+from recipes.data.problem_rows import load_rows
 from recipes.data.prompt_lengths import cache_folder, prompt_lengths
 
 

@@ -11,8 +11,10 @@ from dataproto.errors import InvalidConfig, InvalidPrompt, InvalidRow
 from helpers.geo3k_files import drawing, png
 from helpers.tiny_prompts import tiny_builder
 from recipes import grpo, sft
-from recipes.data import ColumnKeys, drop_overlong, load_rows, read_row
+from recipes.data.column_keys import ColumnKeys
 from recipes.data.conversation_rows import Questions, conversation_rows, read_conversation_row
+from recipes.data.loader import drop_overlong
+from recipes.data.problem_rows import load_rows, read_row
 from recipes.rewards.geometry3k import check_truth, compute_score
 from rollout.prompts.messages import read_conversation
 

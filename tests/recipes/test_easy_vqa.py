@@ -10,7 +10,7 @@ from dataproto.errors import InvalidConfig
 from helpers.easy_vqa_files import write_easy_vqa
 from helpers.geo3k_runs import assert_same_run, rows_of
 from recipes.configs.easy_vqa_config import TINY, parse
-from recipes.data import open_easy_vqa
+from recipes.data.easy_vqa_rows import open_easy_vqa
 from recipes.easy_vqa import main, policy_task, supervised_task, tiny_reader
 from recipes.rewards import ShuffledScores, short_answer_reward
 from rollout.prompts import PromptBuilder

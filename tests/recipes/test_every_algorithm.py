@@ -9,7 +9,7 @@ from PIL import Image
 
 from recipes.algorithms.registry import ADVANTAGES, LOSSES
 from recipes.configs.episodes_config import EpisodeAlgorithmConfig
-from recipes.data.drawn_rows import ProblemRows
+from recipes.demo.rows import ProblemRows
 from recipes.demo.tiny_model import make_tiny_model
 from recipes.grpo import GRPOConfig, grpo_step
 from recipes.ppo import PPOConfig, ppo_step

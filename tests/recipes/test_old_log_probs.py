@@ -11,7 +11,7 @@ import torch
 
 from dataproto import DataProto
 from recipes.algorithms.options import AlgorithmConfig, NamedLoss
-from recipes.data.drawn_rows import ProblemRows
+from recipes.demo.rows import ProblemRows
 from recipes.demo.tiny_model import make_tiny_model
 from recipes.grpo import GRPOConfig, grpo_step
 from recipes.ppo import PPOConfig, ppo_step

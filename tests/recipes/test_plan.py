@@ -28,8 +28,8 @@ from dataproto.errors import InvalidConfig, NonFiniteLogits
 from dataproto.vlm import family_of
 from helpers.tiny_models import EACH_TYPE, FURTHER_TYPES, VLM_TYPES, tiny_config, tiny_model
 from recipes.configs import plan_config
-from recipes.data.drawn_rows import ProblemRows
 from recipes.data.loader import PromptLoader, draws
+from recipes.demo.rows import ProblemRows
 from recipes.demo.tiny_model import make_tiny_model
 from recipes.forecast import (
     DEVICES,

@@ -8,7 +8,8 @@ import pytest
 
 from dataproto.errors import CheckpointError, FileNotWritten, InvalidConfig
 from recipes import classify, geo3k_grpo, geo3k_ppo, grpo, sft
-from recipes.data import Mixture, PromptLoader
+from recipes.data.loader import PromptLoader
+from recipes.data.mixture import Mixture
 from recipes.demo.tiny_model import make_tiny_model
 from recipes.options.config_file import CONFIG_FILE
 from recipes.run.loop import STATE_FILE, RunConfig, restore

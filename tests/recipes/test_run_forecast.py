@@ -12,8 +12,8 @@ from dataproto.errors import InvalidConfig
 from helpers.checkpoints import write_checkpoint
 from helpers.tiny_models import tiny_config
 from recipes import classify, grpo, plan, ppo, sft
-from recipes.data.drawn_rows import ProblemRows
 from recipes.data.loader import PromptLoader
+from recipes.demo.rows import ProblemRows
 from recipes.demo.tiny_model import make_tiny_model
 from recipes.forecast import DEVICES, BatchSizes, PromptSizes, Setting, cpu_speed, forecast, forecast_lines, this_cpu
 from recipes.forecast.calibration import cpu_memory

@@ -12,7 +12,7 @@ from helpers.easy_vqa_files import write_easy_vqa
 from helpers.geo3k_runs import rows_of
 from recipes import easy_vqa
 from recipes.configs.episodes_config import WarmUpPhaseConfig
-from recipes.data import open_easy_vqa
+from recipes.data.easy_vqa_rows import open_easy_vqa
 from recipes.demo.tiny_model import make_tiny_model, model_of_run, tiny_checkpoint
 from recipes.run.drawn_environment import demonstrated_model
 from recipes.run.supervised import tiny_model

@@ -81,7 +81,7 @@ GIVEN = "--preset any --steps 1 --batch-size 2 --algorithm.n 2 --eval-every 0 --
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ("--preset tiny --steps 1", "the tiny model could not be written"),
+        ("--preset tiny --steps 1", "the small model could not be written"),
         (f"{GIVEN} --model-path MODEL", r"global_step_1.* could not be written: .*--resume"),
     ],
     ids=["the tiny model", "the checkpoint"],

@@ -1,0 +1,64 @@
+"""Drawn problems and conversations as rows of a data set, without a file."""
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+from recipes.data.problem_rows import read_row
+from recipes.demo.classes import draw_class
+from recipes.demo.problems import EPOCH_ROWS, DrawnRows, Split, make_problem
+
+
+class ProblemRows(DrawnRows):
+    """Drawn problems as rows like those of `Geo3KDataset`.
+
+    >>> row = ProblemRows(level=1)[7]
+    >>> row["data_source"], row["index"], len(row["images"])
+    ('synthetic/level1', 7, 1)
+    """
+
+    def __init__(
+        self, level: int = 1, seed: int = 0, split: Split = "train", instruction: str = "", rows: int = EPOCH_ROWS
+    ) -> None:
+        super().__init__(seed, split, rows)
+        self.level, self.instruction = level, instruction
+
+    def row(self, place: int) -> dict[str, Any]:
+        """The problem of this number."""
+        problem = make_problem(place, self.level, self.seed, self.split)
+        raw = {"problem": problem.text, "answer": problem.answer, "images": [problem.image]}
+        return read_row(raw, place, self.split, f"synthetic/level{self.level}", self.instruction)
+
+
+class DrawnTalks(DrawnRows):
+    """Conversations of two turns about the picture of a class.
+
+    >>> [turn["content"] for turn in DrawnTalks()[3]["prompt"]]
+    ['<image>Which colour?', 'black', 'Which shape?', 'filled circle']
+    """
+
+    def row(self, place: int) -> dict[str, Any]:
+        """A question about the colour, and one about the shape."""
+        picture = draw_class(place, self.seed, self.split)
+        turns = ("<image>Which colour?", picture.colour, "Which shape?", f"{picture.fill} {picture.shape}")
+        return conversation(turns, "synthetic/talks", place, [picture.image])
+
+
+class DrawnSums(DrawnRows):
+    """Conversations of one turn, without a picture.
+
+    >>> [turn["content"] for turn in DrawnSums()[3]["prompt"]]
+    ['What is 5 + 8?', '13']
+    """
+
+    def row(self, place: int) -> dict[str, Any]:
+        """A sum of two digits."""
+        random = Random(f"sums/{self.split}/{self.seed}/{place}")
+        a, b = random.randint(0, 9), random.randint(0, 9)
+        return conversation((f"What is {a} + {b}?", str(a + b)), "synthetic/sums", place)
+
+
+def conversation(turns: Sequence[str], source: str, place: int, images: Sequence[Any] = ()) -> dict[str, Any]:
+    """A row for `rollout.prompts.SupervisedBuilder`, of turns of the user and of the assistant."""
+    messages = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(turns)]
+    return {"prompt": messages, "images": list(images), "videos": [], "data_source": source, "index": place}
