@@ -39,7 +39,7 @@ from workers.ranks.mesh import Ranks
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.rollout_worker import RolloutConfig, RolloutWorker
 from workers.training.checkpoint import Saving
-from workers.training.memory import PhaseMemory, allocation, phase_memory
+from workers.training.memory import PhaseMemory
 from workers.training.optimizer import Optimizer, OptimizerConfig
 from workers.weights.sharded_export import ShardedExport
 
@@ -285,20 +285,20 @@ def test_weights_that_cannot_be_sharded_again_hide_nothing(actor: ActorWorker, m
 def test_memory_that_cannot_be_measured_or_moved_hides_nothing(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     residence = ActorWorker(ActorConfig(path, offload_idle=True), CPU).model.residence
     monkeypatch.setattr(residence, "_park", fails(Later))
-    monkeypatch.setattr(phase_memory, "_end", fails(Later))
-    memory = PhaseMemory()
+    monkeypatch.setattr(memory, "_end_phase", fails(Later))
+    phases = PhaseMemory()
 
     def run(block: Any) -> None:
         with block:
             raise Cause
 
     assert notes_of(lambda: run(residence.using())) == [NOTE]
-    assert notes_of(lambda: run(memory.phase("gen"))) == [NOTE]
-    with suppress(Later), memory.phase("gen"):  # it is not open for ever
+    assert notes_of(lambda: run(phases.phase("gen"))) == [NOTE]
+    with suppress(Later), phases.phase("gen"):  # it is not open for ever
         pass
-    monkeypatch.setattr(allocation.os, "environ", {})
-    monkeypatch.setattr(allocation, "_count", lambda change: None if change > 0 else fails(Later)())
-    assert notes_of(lambda: run(allocation.expandable_segments(torch.device("cuda")))) == [NOTE]
+    monkeypatch.setattr(memory.os, "environ", {})
+    monkeypatch.setattr(memory, "_count", lambda change: None if change > 0 else fails(Later)())
+    assert notes_of(lambda: run(memory.expandable_segments(torch.device("cuda")))) == [NOTE]
 
 
 def test_a_checkpoint_tells_its_first_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

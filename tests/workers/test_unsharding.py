@@ -16,8 +16,8 @@ from workers.ranks.layout import Layout
 from workers.ranks.mesh import init_ranks
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.reference import reference_worker
-from workers.training import training_model
-from workers.training.memory import DeviceMemory, unsharding
+from workers.training import training_model, unsharding
+from workers.training.memory import DeviceMemory
 from workers.training.unsharding import Unsharding, device_share
 
 MODEL = "qwen2_5_vl"
