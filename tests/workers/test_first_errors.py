@@ -38,8 +38,8 @@ from workers.parallel.fsdp import FullySharded
 from workers.ranks.mesh import Ranks
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.rollout_worker import RolloutConfig, RolloutWorker
-from workers.training.checkpoint import Saving
 from workers.training import memory
+from workers.training.checkpoint import Saving
 from workers.training.memory import PhaseMemory
 from workers.training.optimizer import Optimizer, OptimizerConfig
 from workers.weights.sharded_export import ShardedExport
