@@ -427,54 +427,6 @@ def collate_rollouts(side: str) -> Work:
     return loop
 
 
-def packed(side: str, lists: bool) -> Work | None:
-    """Rows in given bins of 4,096 tokens; the last two thirds of each row are trained on."""
-    import numpy as np
-    import torch
-
-    tokens = token_lists()
-    masks = [[int(place >= len(each) // 3) for place in range(len(each))] for each in tokens]
-    bins = [np.array(each) for each in first_fit_loop([len(each) for each in tokens], 4096)]
-    if side == "ours":
-        from dataproto.collation import pack_supervised, ragged_rows
-
-        ids, learnt = (tokens, masks) if lists else (ragged_rows(tokens), ragged_rows(masks, "B"))
-        return lambda: pack_supervised(ids, learnt, capacity=4096, pad_token_id=0, bins=bins)
-    if not lists:  # both sides begin with the same: lists, or arrays
-        rows, marks = ([np.array(each) for each in column] for column in (tokens, masks))
-    if side == "floor":
-        return lambda: [torch.zeros(len(bins), 4096, dtype=torch.int64) for _ in range(3)]
-
-    def loop() -> Any:
-        grids: tuple[list[Any], list[Any], list[Any]] = ([], [], [])
-        for chosen in bins:
-            ids, places, labels = [], [], []
-            for number in chosen.tolist():
-                row, mask = (
-                    (tokens[number], masks[number]) if lists else (rows[number].tolist(), marks[number].tolist())
-                )
-                for place, token in enumerate(row):
-                    ids.append(token)
-                    places.append(place)
-                    labels.append(row[place + 1] if place + 1 < len(row) and mask[place + 1] else -100)
-            rest = 4096 - len(ids)
-            for grid, line in zip(grids, (ids + [0] * rest, [*places, *range(rest)], labels + [-100] * rest)):
-                grid.append(line)
-        return [torch.tensor(grid) for grid in grids]
-
-    return loop
-
-
-@row("packed supervised collation, 1,024 rows in a ragged column (beside: a loop over tokens)", ("verl", 1 / 35))
-def pack_ragged(side: str) -> Work | None:
-    return packed(side, lists=False)
-
-
-@row("the same from lists of Python numbers")
-def pack_lists(side: str) -> Work | None:
-    return packed(side, lists=True)
-
-
 def first_fit_loop(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     bins: list[list[int]] = []
     rooms: list[int] = []

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 from dataproto.extras import lazy_names
 
 if TYPE_CHECKING:
-    from dataproto.collation import BinLayout, collate_supervised, pack_supervised
+    from dataproto.collation import collate_supervised
     from dataproto.columns import COLUMNS, require
-    from dataproto.distributed import all_gather, broadcast, gather, scatter
+    from dataproto.distributed import all_gather
     from dataproto.packing import pack_rows, unpack_cells
-    from dataproto.planning import balance, first_fit_decreasing, split_by_budget, split_into
+    from dataproto.planning import balance, first_fit_decreasing, split_by_tokens
     from dataproto.protocol import (
         DataProto,
         DataProtoConfig,
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "COLUMNS",
-    "BinLayout",
     "BlobStore",
     "DataProto",
     "DataProtoConfig",
@@ -40,22 +39,17 @@ __all__ = [
     "all_gather",
     "all_gather_data_proto",
     "balance",
-    "broadcast",
     "collate_fn",
     "collate_supervised",
     "first_fit_decreasing",
     "fold_batch_dim",
-    "gather",
     "object_array",
     "pack_rows",
-    "pack_supervised",
     "pad_dataproto_to_divisor",
     "pad_inert",
     "require",
-    "scatter",
     "shared_blobs",
-    "split_by_budget",
-    "split_into",
+    "split_by_tokens",
     "unfold_batch_dim",
     "union_numpy_dict",
     "union_tensor_dict",

@@ -57,7 +57,6 @@ class Column:
     Args:
         shape: dimension letters; ``|`` separates alternatives.
         inert: the value of a column of objects in inert rows (see ``pad_inert``); ``None``: any value.
-        allowed: the only values that the column may hold; empty: any.
     """
 
     name: str
@@ -67,7 +66,6 @@ class Column:
     read_by: str
     meaning: str
     inert: Any = None
-    allowed: tuple[int, ...] = ()
 
     @property
     def shapes(self) -> list[list[str]]:
@@ -110,7 +108,6 @@ COLUMNS: dict[str, Column] = {
             f"{_DATA} (B P), {_ENGINE}",
             "engine, all models",
             "1 on tokens, 0 on padding",
-            allowed=(0, 1),
         ),
         Column(
             "position_ids",
@@ -127,7 +124,6 @@ COLUMNS: dict[str, Column] = {
             f"{_DATA}, {_ENGINE}",
             "all models",
             "0 text, 1 image, 2 video placeholder",
-            allowed=(0, 1, 2),
         ),
         Column(
             "response_mask",
@@ -136,7 +132,6 @@ COLUMNS: dict[str, Column] = {
             _ENGINE,
             "actor, critic, algorithms",
             "1 on tokens the policy sampled",
-            allowed=(0, 1),
         ),
         Column(
             "truncated", "bool", "B", _ENGINE, "TrainingClient, reports", "cut at max_tokens: no end token came by then"

@@ -5,7 +5,6 @@ Tokens and costs are whole numbers, one a row; costs usually come from `VLMFamil
 
 import heapq
 from collections.abc import Hashable, Iterable, Sequence
-from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -21,152 +20,36 @@ Groups: TypeAlias = Iterable[Hashable] | np.ndarray | Tensor
 
 
 def split_by_tokens(lengths: Numbers, budget: int, lead: Numbers | None = None) -> list[slice]:
-    """`split_by_budget` with a token budget only.
+    """Splits rows, in order, into contiguous parts of at most ``budget`` tokens, as few as a greedy pass finds.
 
-    >>> split_by_tokens([3, 3, 3, 9, 1], budget=6)
-    [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None), slice(4, 5, None)]
-    """
-    return split_by_budget(lengths, budget, lead=lead)
-
-
-def split_by_budget(
-    lengths: Numbers,
-    token_budget: int,
-    costs: Numbers | None = None,
-    cost_budget: float | None = None,
-    lead: Numbers | None = None,
-    lead_costs: Numbers | None = None,
-) -> list[slice]:
-    """Splits rows, in order, into the fewest contiguous parts within both budgets that a greedy pass finds.
-
-    The order keeps the samples of a prompt together, so that their images and prompt are computed once. A row that exceeds a
+    The order keeps the samples of a prompt together, so that their images and prompt are computed once. A row that exceeds the
     budget is a part by itself.
 
     Args:
-        lengths, costs: ``(B,)`` tokens and cost of each row.
-        lead, lead_costs: ``(B,)`` tokens and cost that a row adds as the first of its part (of the prompt and images that it
-            otherwise shares with the row before).
+        lengths: ``(B,)`` tokens of each row.
+        lead: ``(B,)`` tokens that a row adds as the first of its part (of the prompt that it otherwise shares with the row
+            before); default: none.
 
     Raises:
-        InvalidConfig: a budget is below 1, or only one of costs and their budget is given.
+        InvalidConfig: the budget is below 1.
         RowCountMismatch: an argument does not have one number for each row.
 
-    >>> split_by_budget([5, 2, 2, 2], token_budget=9, lead=[0, 3, 3, 3])
+    >>> split_by_tokens([3, 3, 3, 9, 1], budget=6)
+    [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None), slice(4, 5, None)]
+    >>> split_by_tokens([5, 2, 2, 2], budget=9, lead=[0, 3, 3, 3])
     [slice(0, 3, None), slice(3, 4, None)]
-    >>> split_by_budget([1, 1, 1, 1], token_budget=4, costs=[10, 70, 40, 40], cost_budget=80)
-    [slice(0, 2, None), slice(2, 4, None)]
     """
-    if (costs is None) != (cost_budget is None) or (costs is None and lead_costs is not None):
-        raise InvalidConfig("costs and their budget go together: give both or none")
-    tokens = _Running.of(lengths, lead)
-    limits = [(tokens, float(_positive("token budget", token_budget)))]
-    if costs is not None and cost_budget is not None:
-        limits.append((_Running.of(costs, lead_costs, rows=len(tokens)), _positive("cost budget", cost_budget)))
-    return _greedy(limits)
-
-
-def split_into(
-    lengths: Numbers,
-    count: int,
-    token_budget: int,
-    costs: Numbers | None = None,
-    lead: Numbers | None = None,
-    lead_costs: Numbers | None = None,
-) -> list[slice]:
-    """Splits rows, in order, into ``count`` contiguous parts within the token budget, the costliest of them as cheap as possible.
-
-    Use it to run the same number of micro-batches on all ranks: ``count`` is the maximum over ranks of the number that
-    `split_by_budget` finds. With fewer rows than parts, the last parts are empty.
-
-    Args:
-        costs: ``(B,)`` costs to balance; default: the tokens.
-        lead, lead_costs: as in `split_by_budget`.
-
-    Raises:
-        InvalidConfig: the rows need more than ``count`` parts under this budget; says how many.
-
-    >>> split_into([2, 2, 2, 2, 2, 2], count=3, token_budget=8)
-    [slice(0, 2, None), slice(2, 4, None), slice(4, 6, None)]
-    >>> split_into([2, 2, 2], count=2, token_budget=8, costs=[1, 1, 5])
-    [slice(0, 2, None), slice(2, 3, None)]
-    """
-    if count < 1:
-        raise InvalidConfig(f"{count} parts: must be at least 1")
-    tokens = _Running.of(lengths, lead)
-    work = tokens if costs is None else _Running.of(costs, lead_costs, rows=len(tokens))
-    within = (tokens, float(_positive("token budget", token_budget)))
-    parts = _greedy([within])
-    if len(parts) > count:
-        raise InvalidConfig(f"{len(tokens)} rows need {len(parts)} parts of {token_budget} tokens, not {count}")
-    low, high = 0.0, float(max((work.between(part) for part in parts), default=0))
-    while low < (bound := (low + high) / 2) < high and high - low > 1e-9 * high:
-        found = _greedy([within, (work, bound)], strict=True)
-        if found and len(found) <= count:
-            parts, high = found, float(max(work.between(part) for part in found))
-        else:
-            low = bound
-    return _cut_further(parts, count, work)
-
-
-class _Running:
-    """Amounts of rows as running totals, and what a row adds as the first of a part."""
-
-    def __init__(self, ends: np.ndarray, lead: np.ndarray) -> None:
-        self.ends, self.lead = ends, lead
-
-    @classmethod
-    def of(cls, amounts: Numbers, lead: Numbers | None, rows: int | None = None) -> "_Running":
-        each = _amounts(amounts, rows)
-        more = np.zeros_like(each) if lead is None else _amounts(lead, len(each))
-        return cls(np.cumsum(each), more)
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def before(self, row: int) -> float:
-        return float(self.ends[row - 1]) if row else 0.0
-
-    def between(self, part: slice) -> float:
-        """Amount of a part that is not empty."""
-        return float(self.ends[part.stop - 1]) - self.before(part.start) + float(self.lead[part.start])
-
-    def reach(self, start: int, limit: float) -> int:
-        """The end of the longest part from ``start`` that stays within a limit."""
-        return int(np.searchsorted(self.ends, self.before(start) + limit - self.lead[start], side="right"))
-
-
-def _greedy(limits: list[tuple[_Running, float]], strict: bool = False) -> list[slice]:
-    """Parts as long as the limits permit. A row that exceeds a limit is a part by itself; with ``strict`` the result is ``[]``.
-
-    The first limit, that of tokens, is never strict.
-    """
+    tokens, limit = _amounts(lengths), _positive("token budget", budget)
+    first = np.zeros_like(tokens) if lead is None else _amounts(lead, len(tokens))
+    ends = np.cumsum(tokens)
     parts: list[slice] = []
-    start, rows = 0, len(limits[0][0])
-    while start < rows:
-        stops = [amounts.reach(start, limit) for amounts, limit in limits]
-        if strict and min(stops[1:]) <= start:
-            return []
-        parts.append(slice(start, max(min(stops), start + 1)))
+    start = 0
+    while start < len(ends):
+        before = ends[start - 1] if start else 0
+        stop = int(np.searchsorted(ends, before + limit - first[start], side="right"))
+        parts.append(slice(start, max(stop, start + 1)))
         start = parts[-1].stop
     return parts
-
-
-def _cut_further(parts: list[slice], count: int, work: _Running) -> list[slice]:
-    """Halves the costliest part of two or more rows until there are ``count`` parts; then adds empty ones."""
-    queue = [(-work.between(part), part.start, part.stop) for part in parts if part.stop - part.start > 1]
-    heapq.heapify(queue)
-    bounds = {part.start for part in parts}
-    while len(bounds) < count and queue:
-        _, start, stop = heapq.heappop(queue)
-        middle = (work.before(start) + float(work.ends[stop - 1])) / 2
-        cut = min(max(int(np.searchsorted(work.ends, middle, side="left")), start + 1), stop - 1)
-        bounds.add(cut)
-        for half in (slice(start, cut), slice(cut, stop)):
-            if half.stop - half.start > 1:
-                heapq.heappush(queue, (-work.between(half), half.start, half.stop))
-    starts, rows = sorted(bounds), len(work)
-    cuts = [*starts, *[rows] * (count - len(starts) + 1)]
-    return [slice(start, stop) for start, stop in pairwise(cuts)]
 
 
 # Parts in any order
@@ -264,33 +147,25 @@ def _merged(one: _Solution, other: _Solution, parts: int) -> _Solution:
     return sorted(alone + together, key=lambda part: -part[0])
 
 
-def first_fit_decreasing(lengths: Numbers, capacity: int, align: int = 1) -> list[np.ndarray]:
+def first_fit_decreasing(lengths: Numbers, capacity: int) -> list[np.ndarray]:
     """Puts rows into bins of at most ``capacity`` tokens, the longest first, each into the first bin with room.
 
-    Needs at most 11/9 of the minimal number of bins, plus 6/9 (Dósa 2007). A row takes its length rounded up to a multiple of
-    ``align``.
+    Needs at most 11/9 of the minimal number of bins, plus 6/9 (Dósa 2007).
 
     Returns:
         The row indices of each bin, ascending.
 
     Raises:
-        InvalidConfig: ``capacity`` or ``align`` is below 1.
+        InvalidConfig: ``capacity`` is below 1.
         InvalidRow: a row does not fit into an empty bin; its ``index`` says which.
 
     >>> [bin.tolist() for bin in first_fit_decreasing([5, 7, 3, 2, 4], capacity=10)]
     [[1, 2], [0, 4], [3]]
-    >>> [bin.tolist() for bin in first_fit_decreasing([5, 7, 3, 2, 4], capacity=10, align=4)]
-    [[0], [1], [2, 3], [4]]
     """
-    capacity, align = int(_positive("capacity", capacity)), int(_positive("align", align))
-    exact = np.ceil(_amounts(lengths)).astype(np.int64)
-    sizes = -(-exact // align) * align
+    capacity, sizes = int(_positive("capacity", capacity)), np.ceil(_amounts(lengths)).astype(np.int64)
     if (wrong := np.flatnonzero(sizes > capacity)).size:
         row = int(wrong[0])
-        aligned = f", {sizes[row]} when aligned to {align}," if sizes[row] != exact[row] else ""
-        raise InvalidRow(
-            row, f"{exact[row]} tokens{aligned} do not fit into a bin of {capacity}: cut the row or leave it out"
-        )
+        raise InvalidRow(row, f"{sizes[row]} tokens do not fit into a bin of {capacity}: cut the row or leave it out")
     if len(sizes) == 0:
         return []
     order = np.argsort(-sizes, kind="stable")

@@ -29,24 +29,21 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch.utils.data import DataLoader
 
-from dataproto._collectives.batch_messages import exchange_batches
-from dataproto._collectives.byte_exchange import Call
-from dataproto._ops import column_ops as columnwise
-from dataproto._ops import describe, folding
-from dataproto._ops.column_checks import validate
-from dataproto._ops.column_ops import Column
-from dataproto._ops.indexing import Index, as_positions, as_row, as_slice
-from dataproto._ops.merging import concat_meta_info, union_meta_info, union_numpy_dict, union_tensor_dict
-from dataproto._verl import verl_conversion as conversion
-from dataproto._verl.verl_conversion import (
+from dataproto import _verl
+from dataproto import column_ops as columnwise
+from dataproto._verl import (
+    BatchData,
+    DataProtoFuture,
     EncodedTensorDict,
+    _padding_size_key,
     deserialize_single_tensor,
     deserialize_tensordict,
     serialize_single_tensor,
     serialize_tensordict,
 )
-from dataproto._verl.verl_dispatch import BatchData, DataProtoFuture, _padding_size_key
+from dataproto.column_ops import Column, concat_meta_info, union_meta_info, union_numpy_dict, union_tensor_dict
 from dataproto.columns import COLUMNS, missing_message
+from dataproto.distributed import gathered_fields
 from dataproto.errors import (
     ColumnConflict,
     IndivisibleBatch,
@@ -58,8 +55,16 @@ from dataproto.errors import (
 from dataproto.packing import MAX_TOKENS, equally_wide
 from dataproto.ragged import RaggedTensor
 from dataproto.serialization import file as disk
-from dataproto.serialization.wire import Fields, copied, plain_batch, reduce_batch
-from dataproto.tensordict_utils import get_tensordict, object_array, stack_objects
+from dataproto.serialization.wire import copied, plain_batch, reduce_batch
+from dataproto.tensordict_utils import (
+    Index,
+    as_positions,
+    as_row,
+    as_slice,
+    get_tensordict,
+    object_array,
+    stack_objects,
+)
 
 __all__ = [
     "BatchData",
@@ -234,7 +239,7 @@ class DataProto:
         Raises:
             InvalidColumn: ``data`` does not have verl's three fields.
         """
-        return cls(*conversion.fields_of(data))
+        return cls(*_verl.fields_of(data))
 
     def to_verl(self, verl_class: Callable[..., Any] | None = None) -> Any:
         """Returns a batch of verl's class with the same tensors, arrays and objects; nothing is copied.
@@ -248,9 +253,9 @@ class DataProto:
         Raises:
             MissingPackage: verl is not installed.
         """
-        return (verl_class or conversion.verl_class())(
+        return (verl_class or _verl.verl_class())(
             batch=None if self.batch is None else self.batch.copy(),
-            non_tensor_batch=conversion.arrays_of(self.non_tensor_batch),
+            non_tensor_batch=_verl.arrays_of(self.non_tensor_batch),
             meta_info=dict(self.meta_info),
         )
 
@@ -283,11 +288,11 @@ class DataProto:
 
     def get_data_info(self) -> str:
         """Describes the columns and ``meta_info``, one a line: name, shape, dtype, device or type."""
-        return describe.data_info(self.batch, self.non_tensor_batch, self.meta_info)
+        return columnwise.data_info(self.batch, self.non_tensor_batch, self.meta_info)
 
     def print_size(self, prefix: str = "") -> None:
         """Prints the size of tensors and arrays in GB."""
-        print(describe.size_info(self.batch, self.non_tensor_batch, prefix))
+        print(columnwise.size_info(self.batch, self.non_tensor_batch, prefix))
 
     def check_consistency(self) -> None:
         """Checks that columns have the same number of rows and different names; raises what the class lists."""
@@ -307,23 +312,6 @@ class DataProto:
                 raise RowCountMismatch(f"column {name!r} has {len(array)} rows, the batch has {rows}")
             if name in tensors:
                 raise ColumnConflict(f"column {name!r} is in batch and in non_tensor_batch")
-
-    def validate(self) -> None:
-        """Checks the columns that the table in ``columns.py`` lists; other columns pass. No verb calls it.
-
-        Checked are dtypes; shapes, which must agree across columns (B rows, P + R = L tokens); masks of 0 and 1; that prompts are
-        padded on the left and responses on the right; that ``response_mask`` is 1 on attended tokens only; that ``input_ids``
-        are ``prompts`` and ``responses``; and that media agree with ``mm_token_type_ids``.
-
-        Raises:
-            InvalidColumn: a column is not as the table says; names column, row, the expected value and the one found.
-
-        >>> DataProto.from_dict({"attention_mask": torch.tensor([[0, 1], [2, 1]])}).validate()
-        Traceback (most recent call last):
-        dataproto.errors.InvalidColumn: column 'attention_mask', row 1: expected only 0, 1, found 2
-        """
-        self.check_consistency()
-        validate(self._columns())
 
     # ---- Columns
 
@@ -650,7 +638,7 @@ class DataProto:
     def concat(data: Sequence["DataProto"]) -> "DataProto":
         """Joins the rows of batches.
 
-        ``metrics`` in ``meta_info`` are collected, other keys must agree (see ``_ops/merging.py``). A batch without columns adds
+        ``metrics`` in ``meta_info`` are collected, other keys must agree (see `concat_meta_info`). A batch without columns adds
         no rows. A list in ``non_tensor_batch`` is read as an array, as in verl. Rollouts, which have ``max_tokens`` in
         ``meta_info``, are padded to the widest of them (see `dataproto.packing`) and keep the largest ``max_tokens``.
 
@@ -742,10 +730,10 @@ class DataProto:
         return self
 
     def writable(self) -> Self:
-        """Returns a copy that may be written without changing this batch.
+        """Returns a copy that may be written without changing this batch, or the memory of others where this one was received.
 
         Tensors, arrays and images are copied, also inside of objects, each distinct one once, so that rows share what they
-        shared before; other objects are not copied. A received batch may be written without this (see `serialization.wire`).
+        shared before; other objects are not copied.
         """
         batch, arrays, facts = copied((plain_batch(self.batch), self.non_tensor_batch, self.meta_info))
         return type(self)(batch=batch, non_tensor_batch=arrays, meta_info=facts)
@@ -945,7 +933,7 @@ def fold_batch_dim(data: Batch, new_batch_size: int) -> Batch:
         IndivisibleBatch: the number of rows does not divide.
         InvalidColumn: a column is ragged.
     """
-    columns = folding.fold_rows(data._columns(), len(data), new_batch_size)
+    columns = columnwise.fold_rows(data._columns(), len(data), new_batch_size)
     return data._map(new_batch_size, lambda name, _: columns[name])
 
 
@@ -955,7 +943,7 @@ def unfold_batch_dim(data: Batch, batch_dims: int = 2) -> Batch:
     Raises:
         InvalidColumn: a column is ragged, has fewer dimensions, or differs from the others in their sizes.
     """
-    columns, rows = folding.unfold_rows(data._columns(), batch_dims)
+    columns, rows = columnwise.unfold_rows(data._columns(), batch_dims)
     return data._map(len(data) if rows is None else rows, lambda name, _: columns[name])
 
 
@@ -985,13 +973,5 @@ def collate_fn(x: list[DataProtoItem]) -> DataProto:
 
 def all_gather_data_proto(data: DataProto, process_group: Any) -> None:
     """:func:`dataproto.all_gather` in place, as in verl: each rank keeps its own ``meta_info``. On an error no batch changes."""
-
-    def sent(_: int) -> list[Fields]:
-        if not isinstance(data, DataProto):
-            raise InvalidColumn(f"a rank sends a DataProto, not a {type(data).__name__}")
-        data.check_consistency()
-        return [Fields(data.batch, data.non_tensor_batch)]
-
-    gathered = exchange_batches(Call("all_gather"), sent, process_group)
-    assert gathered is not None
+    gathered = gathered_fields(data, process_group, with_facts=False)
     data.batch, data.non_tensor_batch = gathered.batch, gathered.non_tensor_batch

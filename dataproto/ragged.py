@@ -10,12 +10,20 @@ from typing import Any, Literal, Self, overload
 import numpy as np
 import torch
 
-from dataproto._ops.equality import same_tensor
-from dataproto._ops.indexing import Index, as_positions, as_row, as_slice, whole_numbers
 from dataproto.errors import ColumnConflict, InvalidColumn, InvalidConfig, InvalidIndex
 from dataproto.serialization.leaves import register_ragged
 from dataproto.serialization.wire import reduce_value
-from dataproto.tensordict_utils import alike_tensors, memory_key, rows_at
+from dataproto.tensordict_utils import (
+    Index,
+    alike_tensors,
+    as_positions,
+    as_row,
+    as_slice,
+    memory_key,
+    rows_at,
+    same_tensor,
+    whole_numbers,
+)
 
 Side = Literal["left", "right"]
 

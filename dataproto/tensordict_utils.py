@@ -1,14 +1,19 @@
-"""Tensors and Python objects as rows: of a ``TensorDict``, a nested tensor, or an array of objects."""
+"""Tensors and Python objects as rows of a ``TensorDict``, a nested tensor or an array of objects: made, selected and compared."""
 
+import operator
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
-from dataproto._ops.buffers import ask_for_large_pages
-from dataproto.errors import ColumnConflict, InvalidColumn, RowCountMismatch
+from dataproto.errors import ColumnConflict, InvalidColumn, InvalidIndex, RowCountMismatch
+from dataproto.serialization.buffers import ask_for_large_pages
+from dataproto.serialization.images import is_image, same_image
+
+Index: TypeAlias = "slice | list[Any] | range | np.ndarray | torch.Tensor"
+Pairs = frozenset[tuple[int, int]]  # Identities of the objects that are being compared, so that cycles end.
 
 
 def get_tensordict(
@@ -174,3 +179,160 @@ def rows_at(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     chosen = tensor.new_empty((len(index), *tensor.shape[1:]))
     ask_for_large_pages(chosen.data_ptr(), chosen.nbytes)
     return torch.index_select(tensor, 0, index, out=chosen)
+
+
+# Indices of rows
+
+
+def as_positions(index: Index, rows: int) -> np.ndarray:
+    """The row numbers that an index selects, ``(K,)`` int64 in [0, rows).
+
+    Raises:
+        InvalidIndex: the index is out of range, a mask of another length, or of a type that does not select rows.
+
+    >>> as_positions([-1, 0], 3).tolist(), as_positions(np.array([True, False, True]), 3).tolist()
+    ([2, 0], [0, 2])
+    """
+    if isinstance(index, slice):
+        return np.arange(rows, dtype=np.int64)[as_slice(index, rows)]
+    if isinstance(index, torch.Tensor):
+        index = index.detach().cpu().numpy()
+    elif not isinstance(index, list | range | np.ndarray):
+        raise InvalidIndex(f"cannot select rows with a {type(index).__name__}")
+    try:
+        array = np.asarray(index)
+    except ValueError as error:
+        raise InvalidIndex(f"cannot select rows with {index!r}") from error
+    if array.ndim != 1:
+        raise InvalidIndex(f"an index of rows has one dimension, not shape {array.shape}")
+    if array.dtype == bool:
+        if len(array) != rows:
+            raise InvalidIndex(f"a mask of {len(array)} rows cannot select from {rows} rows")
+        return np.flatnonzero(array)
+    if len(array) == 0:
+        return np.empty(0, dtype=np.int64)
+    if array.dtype.kind not in "iu":
+        raise InvalidIndex(f"rows are selected by whole numbers or a mask, not by {array.dtype}")
+    wrong = (array < -rows) | (array >= rows)
+    if wrong.any():
+        raise InvalidIndex(f"row {array[wrong][0]} is out of range for {rows} rows")
+    array = array.astype(np.int64, copy=False)
+    return np.where(array < 0, array + rows, array) if (array < 0).any() else array
+
+
+def as_slice(index: slice, rows: int) -> slice:
+    """A slice with resolved bounds; raises InvalidIndex if they are not whole numbers or the step is 0."""
+    try:
+        chosen = range(rows)[index]
+    except (TypeError, ValueError) as error:
+        raise InvalidIndex(f"cannot select rows with {index}: {error}") from error
+    if not chosen:
+        return slice(0, 0, 1)
+    return slice(
+        chosen.start, None if chosen.stop < 0 else chosen.stop, chosen.step
+    )  # a reversed slice ends at row 0, not -1
+
+
+def as_row(index: Any, rows: int) -> int:
+    """One row number in [0, rows); raises InvalidIndex if it is out of range, a bool, or not a whole number."""
+    if isinstance(index, bool) or getattr(index, "dtype", None) in (np.bool_, torch.bool):
+        raise InvalidIndex("a single truth value does not select a row")
+    try:
+        row = operator.index(index)
+    except TypeError as error:
+        raise InvalidIndex(f"cannot select rows with a {type(index).__name__}") from error
+    if not -rows <= row < rows:
+        raise InvalidIndex(f"row {row} is out of range for {rows} rows")
+    return row % rows
+
+
+def whole_numbers(numbers: Any, name: str) -> np.ndarray:
+    """A copy as ``(B,)`` int64; raises InvalidColumn if the numbers are not whole numbers of at least 0."""
+    array = numbers.detach().cpu().numpy() if isinstance(numbers, torch.Tensor) else np.asarray(numbers)
+    array = array.astype(np.int64) if array.size == 0 else array
+    whole = array.ndim == 1 and array.dtype.kind in "iu"
+    array = np.array(array, dtype=np.int64) if whole else array
+    if not whole or (array < 0).any():
+        raise InvalidColumn(f"{name} are whole numbers of at least 0, one a row, not {numbers!r}")
+    return array
+
+
+# Deep equality: NaN equals NaN, dtypes and shapes must agree, cycles are legal
+
+
+def same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether dtype, device, shape and values are equal; O(1) if both read the same memory."""
+    if left is right:
+        return True
+    if left.dtype != right.dtype or left.device != right.device or left.is_nested != right.is_nested:
+        return False
+    if left.is_nested:
+        parts = left.unbind(), right.unbind()
+        return len(parts[0]) == len(parts[1]) and all(same_tensor(a, b) for a, b in zip(*parts))
+    if left.shape != right.shape or left.layout != right.layout:
+        return False
+    if left.layout != torch.strided:
+        return same_tensor(left.to_dense(), right.to_dense())
+    if _view(left) == _view(right):
+        return True
+    if left.dtype == torch.complex32:  # torch does not compare it
+        return same_tensor(torch.view_as_real(left.resolve_conj()), torch.view_as_real(right.resolve_conj()))
+    if left.element_size() == 1 and left.dtype.is_floating_point:  # torch does not compare fp8: compare the bits
+        return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+    if torch.equal(left, right):
+        return True
+    if not (left.dtype.is_floating_point or left.dtype.is_complex):
+        return False
+    return bool(((left == right) | (left.isnan() & right.isnan())).all())
+
+
+def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for tensors that read the same memory in the same way, given equal dtype, device and shape."""
+    return tensor.data_ptr(), tensor.stride(), tensor.is_conj(), tensor.is_neg()
+
+
+def same_array(left: np.ndarray, right: np.ndarray, pairs: Pairs = frozenset()) -> bool:
+    """Whether dtype, shape and elements are equal; O(1) if both read the same memory."""
+    if left is right:
+        return True
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    if left.__array_interface__["data"] == right.__array_interface__["data"] and left.strides == right.strides:
+        return True
+    if left.dtype != object:
+        return np.array_equal(left, right, equal_nan=left.dtype.kind in "fcmM")
+    return all(type(a) is type(b) and same_value(a, b, pairs) for a, b in zip(left.flat, right.flat))
+
+
+def same_value(left: Any, right: Any, pairs: Pairs = frozenset()) -> bool:
+    """Deep equality of two Python values, with tensors and arrays anywhere inside.
+
+    >>> same_value({"a": [float("nan"), torch.ones(2)]}, {"a": [float("nan"), torch.ones(2)]})
+    True
+    >>> same_value([1, 2], (1, 2))
+    False
+    """
+    if left is right or (id(left), id(right)) in pairs:
+        return True
+    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
+        return isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor) and same_tensor(left, right)
+    pairs = pairs | {(id(left), id(right))} if isinstance(left, np.ndarray | dict | list | tuple) else pairs
+    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
+        return isinstance(left, np.ndarray) and isinstance(right, np.ndarray) and same_array(left, right, pairs)
+    if isinstance(left, TensorDictBase) and isinstance(right, TensorDictBase):
+        return left.batch_size == right.batch_size and same_value(dict(left.items()), dict(right.items()), pairs)
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(same_value(left[key], right[key], pairs) for key in left)
+    for kind in (list, tuple):
+        if isinstance(left, kind) and isinstance(right, kind):
+            return len(left) == len(right) and all(same_value(a, b, pairs) for a, b in zip(left, right))
+    if is_image(left) and is_image(right):
+        return same_image(left, right)
+    return _same_scalar(left, right)
+
+
+def _same_scalar(left: Any, right: Any) -> bool:
+    try:
+        return bool(left == right) or (bool(left != left) and bool(right != right))
+    except (RuntimeError, TypeError, ValueError):  # objects that cannot be compared count as different
+        return False

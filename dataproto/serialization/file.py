@@ -10,18 +10,37 @@ checksum finds damage but not malice. Therefore each claim of a file is checked 
 at most about 350 times the size of the file (for blank images, and far less for other content).
 """
 
+import base64
 import json
+import math
+import pickle
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import numpy as np
+import torch
 from tensordict import TensorDict
 
 from dataproto.errors import FileFormatError
-from dataproto.serialization import container as sections
-from dataproto.serialization.container import Path, Section, Sections, parse
-from dataproto.serialization.value_codec import Reader, Writer
+from dataproto.serialization import images
+from dataproto.serialization.container import CODES, Path, Section, Sections, check_shape, parse, write_sections
+from dataproto.serialization.leaves import RAGGED, RaggedColumn, dtype_name, leaf_key, ragged_name
+from dataproto.tensordict_utils import nested_tensor_from_tensor_list, object_array
 
 Made = TypeVar("Made")
+
+_JSON = {type(None), bool, int, str}
+_ARRAY_KINDS = "biufSU"
+_ARRAY_DTYPE = re.compile(rf"[<>|][{_ARRAY_KINDS}]\d{{1,9}}")
+_INLINE_BYTES = 64
+_RESERVED = {"", "__metadata__", "checksums", "header"}
+_DTYPES = {code: dtype for dtype, code in CODES.items()}
+_NUMPY_CODES = {
+    np.dtype(dtype_name(dtype)).newbyteorder("<").str: code
+    for dtype, code in CODES.items()
+    if not str(dtype).startswith(("torch.float8", "torch.bfloat16"))
+}
 
 
 def save(
@@ -52,7 +71,7 @@ def save(
         if isinstance(error, FileFormatError):
             raise
         raise FileFormatError(f"a value cannot be written: {error}") from error
-    sections.write_sections(path, {"header": Section("U8", (len(text),), text), **writer.sections})
+    write_sections(path, {"header": Section("U8", (len(text),), text), **writer.sections})
 
 
 def load(path: Path, make: Callable[[Any, Any, Any], Made], allow_pickle: bool = False, verify: bool = False) -> Made:
@@ -91,3 +110,298 @@ def load(path: Path, make: Callable[[Any, Any, Any], Made], allow_pickle: bool =
         raise FileFormatError(
             f"{path} is damaged or of another format: {type(error).__name__}: {str(error)[:300]}; {hint}"
         ) from error
+
+
+# Values as nodes of JSON, and back
+#
+# A node is a plain JSON value, or ``{"$": kind, ...}`` for values that JSON lacks. Tensors, arrays, images and long byte strings
+# are sections of the file, which the node names. Every value that is not a scalar gets a number when it is complete, in reading
+# as in writing; ``{"$": "ref", "n": number}`` refers to it where the same object occurs again.
+
+
+class Writer:
+    """Values to nodes. Large values go to ``sections``."""
+
+    def __init__(self, allow_pickle: bool) -> None:
+        self.sections: dict[str, Section] = {}
+        self._allow_pickle = allow_pickle
+        self._numbers: dict[Any, int] = {}  # identity of a value -> its number
+        self._alive: list[Any] = []  # by number; keeps identities unique while writing
+        self._path: list[Any] = []
+
+    def tree(self, value: Any) -> Any:
+        """The node of a value.
+
+        Raises:
+            FileFormatError: an object in it is of a type that only pickle can store; names its place.
+        """
+        kind = type(value)
+        if kind in _JSON:
+            return value
+        if kind is float:
+            return value if math.isfinite(value) else {"$": "float", "value": repr(value)}
+        if (kind is bytes and len(value) <= _INLINE_BYTES) or _is_plain_scalar(value):
+            return _scalar_node(value)
+        if (number := self._numbers.get(identity := leaf_key(value))) is not None:
+            return {"$": "ref", "n": number}
+        node = self._node(value)
+        self._numbers[identity] = len(self._alive)
+        self._alive.append(value)
+        return node
+
+    def _node(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is list:
+            if _is_plain_list(value):
+                return value
+            return [self.at("item", number, item) for number, item in enumerate(value)]
+        if kind is dict:
+            if all(type(key) is str for key in value) and "$" not in value:
+                return {key: self.at("key", key, item) for key, item in value.items()}
+            items = [[self._key(key), self.at("key", key, item)] for key, item in value.items()]
+            return {"$": "dict", "items": items}
+        if kind is tuple:
+            return {"$": "tuple", "items": [self.at("item", number, item) for number, item in enumerate(value)]}
+        if kind is set:
+            return {"$": "set", "items": [self._key(item) for item in value]}
+        return self._large(value)
+
+    def at(self, kind: str, name: Any, value: Any) -> Any:
+        """The node of a value one step deeper. The path, for messages and names, is not reset on an error."""
+        if type(value) in _JSON:
+            return value
+        self._path.append((kind, name))
+        node = self.tree(value)
+        self._path.pop()
+        return node
+
+    def _key(self, value: Any) -> Any:
+        """The node of a key or of a member of a set: complete, without references, so that it is cheap to hash."""
+        kind = type(value)
+        if kind is tuple:
+            return {"$": "tuple", "items": [self._key(item) for item in value]}
+        if kind in _JSON or kind is float:
+            return self.tree(value)
+        if kind is bytes or _is_plain_scalar(value):
+            return _scalar_node(value)
+        raise self._refusal(value, "as a key")
+
+    def _large(self, value: Any) -> dict[str, Any]:
+        kind: Any = type(value)
+        if isinstance(value, torch.Tensor) and value.layout == torch.jagged:
+            rows = [self.at("row", *each) for each in enumerate(value.unbind())]
+            return {"$": "nested", "layout": "jagged", "rows": rows}
+        plain = isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested
+        if plain and not value.is_meta and value.dtype in CODES:
+            return {
+                "$": "tensor",
+                "data": self._add(CODES[value.dtype], tuple(value.shape), value, value.element_size()),
+            }
+        if (name := ragged_name(kind)) is not None and kind is RAGGED[name]:
+            return self._ragged(name, value)
+        if kind is TensorDict:
+            columns = [[name, self.at("column", name, column)] for name, column in value.items()]
+            size = list(value.batch_size)
+            return {"$": "tensordict", "size": size, "on_device": value.device is not None, "columns": columns}
+        if kind is np.ndarray and value.dtype.kind in _ARRAY_KINDS and value.dtype.itemsize:
+            return self._array(value)
+        if kind is np.ndarray and value.dtype == object:
+            items = [self.at("row", row, item) for row, item in enumerate(value.reshape(-1).tolist())]
+            return {"$": "objects", "shape": list(value.shape), "items": items}
+        if images.is_image(value):
+            described, data, info = images.encode_image(value)
+            return {"$": "image", **described, "info": self.tree(info), "data": self._add_bytes(data)}
+        if kind is bytes:
+            return {"$": "bytes", "data": self._add_bytes(value)}
+        if self._allow_pickle:
+            return {"$": "pickle", "data": self._add_bytes(pickle.dumps(value, protocol=5))}
+        raise self._refusal(value, f"of dtype {value.dtype}" if isinstance(value, torch.Tensor | np.ndarray) else "")
+
+    def _ragged(self, kind: str, value: RaggedColumn) -> dict[str, Any]:
+        kept = value.distinct()
+        node = {"$": kind, "values": self.tree(kept.storage)}
+        for name in ("starts", "lengths"):
+            node[name] = self._add("I64", (len(kept),), getattr(kept, name), 8, name)
+        return node
+
+    def _array(self, value: np.ndarray) -> dict[str, Any]:
+        code, shape = _NUMPY_CODES.get(value.dtype.str), value.shape
+        data = self._add(code or "U8", shape if code else (value.nbytes,), value, value.dtype.itemsize)
+        return {"$": "array", "dtype": value.dtype.str, "shape": list(shape), "data": data}
+
+    def _add_bytes(self, data: bytes) -> str:
+        return self._add("U8", (len(data),), data, 1)
+
+    def _add(self, code: str, shape: tuple[int, ...], content: Any, item_bytes: int, suffix: str | None = None) -> str:
+        """Adds a section, named after its column or else numbered, and returns the name."""
+        name = "/".join(filter(None, [*(str(step) for _, step in self._path), suffix]))
+        is_column = all(kind == "column" for kind, _ in self._path) and name.isprintable() and name not in _RESERVED
+        if not is_column or name in self.sections or name.startswith("objects/"):
+            name = f"objects/{len(self.sections)}"
+        self.sections[name] = Section(code, shape, content, math.gcd(item_bytes, 16) if item_bytes else 1)
+        return name
+
+    def _refusal(self, value: Any, role: str = "") -> FileFormatError:
+        where = ", ".join(f"{kind} {name!r}" for kind, name in self._path) or "the batch"
+        what = " ".join(filter(None, [type(value).__name__, role]))
+        return FileFormatError(f"{where} holds a {what}, which only pickle can store: give allow_pickle=True")
+
+
+def _is_plain_scalar(value: Any) -> bool:
+    return isinstance(value, np.generic) and value.dtype.kind in _ARRAY_KINDS
+
+
+def _scalar_node(value: Any) -> dict[str, Any]:
+    if type(value) is bytes:
+        return {"$": "bytes", "value": base64.b64encode(value).decode()}
+    return {"$": "scalar", "dtype": value.dtype.str, "value": base64.b64encode(value.tobytes()).decode()}
+
+
+def _is_plain_list(values: list[Any]) -> bool:
+    kinds = set(map(type, values))
+    return kinds <= _JSON or (kinds == {float} and all(map(math.isfinite, values)))
+
+
+class Reader:
+    """The inverse of :class:`Writer`; checks each claim of a node before it allocates memory."""
+
+    def __init__(self, sections: Sections, allow_pickle: bool) -> None:
+        self._sections = sections
+        self._allow_pickle = allow_pickle
+        self._made: list[Any] = []  # by number
+
+    def tree(self, node: Any) -> Any:
+        """The value of a node; raises FileFormatError, or what Python, numpy and torch raise for invalid values."""
+        kind = type(node)
+        if kind is not list and kind is not dict:
+            return node
+        tag = node.get("$") if kind is dict else None
+        if tag in _SCALARS and "data" not in node:
+            return _scalar(tag, node["value"], node)
+        if tag == "ref":
+            if type(node["n"]) is not int or node["n"] < 0:
+                raise FileFormatError("a reference to nothing")
+            return self._made[node["n"]]
+        value = self._value(tag, node)
+        self._made.append(value)
+        return value
+
+    def columns(self, nodes: Any) -> dict[str, Any]:
+        """The values of pairs of a name and a node; raises FileFormatError if a name occurs twice or is not a string."""
+        found = {name: self.tree(node) for name, node in nodes}
+        if len(found) != len(nodes) or not all(type(name) is str for name in found):
+            raise FileFormatError("the name of a column occurs twice, or is not a string")
+        return found
+
+    def _value(self, tag: Any, node: Any) -> Any:
+        if type(node) is list:
+            return [item if type(item) in _JSON else self.tree(item) for item in node]
+        if "$" not in node:
+            return {key: item if type(item) in _JSON else self.tree(item) for key, item in node.items()}
+        if tag == "dict":
+            keys = [_key(key) for key, _ in node["items"]]
+            _check_keys(keys)
+            return dict(zip(keys, [self.tree(item) for _, item in node["items"]]))
+        if tag == "tuple":
+            return tuple(self.tree(item) for item in node["items"])
+        if tag == "set":
+            members = [_key(item) for item in node["items"]]
+            _check_keys(members)
+            return set(members)
+        if tag == "objects":
+            check_shape(node["shape"])
+            return object_array([self.tree(item) for item in node["items"]]).reshape(node["shape"])
+        if tag == "tensordict":
+            columns = self.columns(node["columns"])
+            if not all(isinstance(column, torch.Tensor | TensorDict) for column in columns.values()):
+                raise FileFormatError("a column of the batch is not a tensor")
+            check_shape([*node["size"], 0])
+            return TensorDict(columns, batch_size=node["size"], device="cpu" if node["on_device"] else None)
+        return self._large(tag, node)
+
+    def _large(self, tag: Any, node: dict[str, Any]) -> Any:
+        if tag == "tensor" and "dtype" not in node:
+            entry = self._sections.take(node["data"])
+            return self._sections.tensor(entry, _DTYPES[entry.code], entry.shape)
+        if tag == "nested" and node["layout"] == "jagged":
+            return nested_tensor_from_tensor_list([self.tree(row) for row in node["rows"]])
+        if tag in RAGGED:
+            return self._ragged(RAGGED[tag], node)
+        if tag == "array":
+            entry, dtype = self._sections.take(node["data"]), _dtype(node["dtype"])
+            if dtype.itemsize == 0:  # numpy would allocate one byte for each claimed element
+                raise FileFormatError("elements of an array take no bytes")
+            if dtype.kind == "U":
+                _check_text(self._sections.checked(entry), dtype)
+            return self._sections.array(entry, dtype, tuple(node["shape"]))
+        if tag == "image":
+            info = self.tree(node["info"])
+            return images.decode_image(node, self._bytes(node), info)
+        if tag == "bytes":
+            return bytes(self._bytes(node))
+        if tag == "pickle":
+            if not self._allow_pickle:
+                raise FileFormatError(
+                    "it holds pickled objects, which may run code: give allow_pickle=True to trust it"
+                )
+            return pickle.loads(self._bytes(node))
+        raise FileFormatError(f"unknown kind of value {tag!r:.100}")
+
+    def _bytes(self, node: dict[str, Any]) -> memoryview:
+        return self._sections.checked(self._sections.take(node["data"]))
+
+    def _ragged(self, kind: type[RaggedColumn], node: dict[str, Any]) -> RaggedColumn:
+        values = self.tree(node["values"])
+        return kind.windows(values, self._whole_numbers(node["starts"]), self._whole_numbers(node["lengths"]))
+
+    def _whole_numbers(self, name: str) -> np.ndarray:
+        entry = self._sections.take(name)
+        self._sections.checked(entry)
+        return self._sections.array(entry, np.dtype("<i8"), entry.shape)
+
+
+_SCALARS = {"float", "bytes", "scalar"}
+
+
+def _scalar(tag: str, value: Any, node: dict[str, Any]) -> Any:
+    if tag == "float":
+        return float(value)
+    raw = base64.b64decode(value)
+    if tag == "bytes":
+        return raw
+    dtype = _dtype(node["dtype"])
+    if len(raw) != dtype.itemsize:
+        raise FileFormatError(f"{len(raw)} bytes do not make a {dtype}")
+    if dtype.kind == "U":
+        _check_text(raw, dtype)
+    return np.frombuffer(raw, dtype=dtype)[0] if raw else np.zeros((), dtype)[()]
+
+
+def _key(node: Any) -> Any:
+    if type(node) in _JSON or type(node) is float:
+        return node
+    if node["$"] == "tuple":
+        return tuple(_key(item) for item in node["items"])
+    if node["$"] not in _SCALARS:
+        raise FileFormatError("a key of a dict is not plain")
+    return _scalar(node["$"], node["value"], node)
+
+
+def _check_keys(keys: list[Any]) -> None:
+    """Raises FileFormatError if keys repeat, or if so many share a hash that a dict would take very long."""
+    if len(keys) > 1000 and 4 * len(set(map(hash, keys))) < len(keys):
+        raise FileFormatError("too many keys have the same hash")
+    if len(set(keys)) != len(keys):
+        raise FileFormatError("a key occurs twice")
+
+
+def _check_text(data: bytes | memoryview, dtype: np.dtype[Any]) -> None:
+    if len(data) and np.frombuffer(data, dtype=f"{dtype.str[0]}u4").max() > 0x10FFFF:
+        raise FileFormatError("a text array holds an invalid character")
+
+
+def _dtype(text: Any) -> np.dtype[Any]:
+    """A plain numpy dtype from its name: never one of objects."""
+    if type(text) is not str or not _ARRAY_DTYPE.fullmatch(text):
+        raise FileFormatError(f"{text!r:.100} is not a plain array's dtype")
+    return np.dtype(text)

@@ -6,34 +6,48 @@ arrays and images are passed as the memory they are in, without a copy; without 
 - Each distinct image, tensor and array is written once, however many rows refer to it, and rows share it again after reading. A
   view is written without the rest of its storage; two tensors or arrays that read the same memory are written once.
 - Within `shared_blobs`, whose messages cross processes, a column that is half padding or more is written without it
-  (`dataproto.serialization.trimming`) and arrives padded, equal to the last bit. Elsewhere columns are passed as they are.
+  (see `encode_column`) and arrives padded, equal to the last bit. Elsewhere columns are passed as they are.
 - Tensors and arrays arrive contiguous, on the device they were on if the reader has it, or else on the CPU. Images arrive as
   plain ``PIL.Image.Image`` of the same mode, size, pixels, palette and ``info``.
-- A received batch may be written; no other reader sees the change. In-band data are a copy. Read-only out-of-band buffers (Ray's,
-  ``bytes``) become private without a copy where the system can do that (see ``own_memory``). Writable ones are used as they are,
-  as always with pickle 5: the caller must not use them any more, or must pass ``.toreadonly()``.
+- Received out-of-band buffers are borrowed: tensors, arrays and images are used where they lie, also in memory that others read.
+  Over a read-only buffer arrays are read-only, and an image copies itself on the first write. torch has no read-only tensors: a
+  write into a borrowed one would be seen by every reader, so no verb writes into one, and ``DataProto.writable()`` copies.
+  In-band data are a copy of the reader's own.
 """
 
 import contextvars
+import dataclasses
+import functools
+import io
 import math
 import pickle
 import uuid
 import weakref
+from collections import UserDict, UserList
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from types import FunctionType
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
-from dataproto._ops.buffers import bytes_of, memory_of, same_bytes
-from dataproto._ops.equality import same_value
-from dataproto._ops.image_buffers import is_image
-from dataproto.serialization.leaves import Description, decode, encode, encode_column, is_array, leaf_key
-from dataproto.serialization.own_memory import OwnMemory
-from dataproto.serialization.skeleton import put_together, take_apart
+from dataproto.serialization.buffers import bytes_of, memory_of, same_bytes
+from dataproto.serialization.images import is_image
+from dataproto.serialization.leaves import (
+    RAGGED,
+    Description,
+    RaggedColumn,
+    decode,
+    encode,
+    encode_column,
+    is_array,
+    leaf_key,
+    ragged_name,
+)
+from dataproto.tensordict_utils import same_value
 
 Buffer: TypeAlias = Any  # bytes, bytearray, memoryview, PickleBuffer, or a uint8 array
 Encoded: TypeAlias = tuple[Description, np.ndarray | None]
@@ -242,9 +256,8 @@ class _Stored:
     """A reference to a buffer in the store."""
 
     ref: Any
-    put: bytes = field(
-        default_factory=lambda: uuid.uuid4().bytes
-    )  # identifies the call of put: a store may return one reference for equal bytes
+    put: bytes = field(default_factory=lambda: uuid.uuid4().bytes)
+    """Identifies the call of ``put``: a store may return one reference for equal bytes."""
 
 
 @dataclass(frozen=True)
@@ -261,7 +274,7 @@ class _Reading:
     """Reads the leaves of one message. A leaf that was put into the store once becomes one object."""
 
     def __init__(self, store: BlobStore | None) -> None:
-        self._store, self._memory = store, OwnMemory()
+        self._store = store
         self._stored: dict[bytes, Any] = {}
 
     def leaf(self, form: Form) -> Any:
@@ -269,19 +282,23 @@ class _Reading:
         if not isinstance(buffer, _Stored) or self._store is None:
             return self._made(described, buffer)
         if buffer.put not in self._stored:
-            leaf = self._stored[buffer.put] = self._made(described, self._store.get(buffer.ref))
+            leaf = self._stored[buffer.put] = self._made(described, memoryview(self._store.get(buffer.ref)))
             _remember(leaf, (*described, buffer), self._store)  # a new form: identical forms mean the same leaf
         return self._stored[buffer.put]
 
     def _made(self, described: list[Any], buffer: Buffer) -> Any:
         if described[0] == "object":
             return buffer
-        if isinstance(buffer, _Own):  # Python may share short bytes among equal ones
-            alone = len(buffer.data) >= _SMALL
-            return decode(described, memory_of(buffer.data) if alone else self._memory.bits(buffer.data))
-        leaf = decode(described, self._memory.bits(buffer))
-        if described[0] == "image" and not isinstance(buffer, bytearray) and not memoryview(buffer).readonly:
-            leaf.readonly = 1  # the sender may still use the memory: PIL copies it on the first write
+        own = isinstance(buffer, bytes | bytearray | _Own)
+        buffer = buffer.data if isinstance(buffer, _Own) else buffer
+        bits = np.frombuffer(buffer, dtype=np.uint8)
+        if isinstance(buffer, bytes) and len(buffer) < _SMALL:  # Python may share short bytes among equal ones.
+            bits = bits.copy()
+        elif own or described[0] != "array":
+            bits = memory_of(buffer)
+        leaf = decode(described, bits)
+        if described[0] == "image" and not own:
+            leaf.readonly = 1  # Others may use the memory: PIL copies it on the first write.
         return leaf
 
 
@@ -303,3 +320,145 @@ def _origin(key: Hashable, store: BlobStore) -> Form | None:
     """The form of a leaf that was read from an equal store. The leaf may have changed since."""
     _, form, its_store = _origins.get(key, (None, None, None))
     return form if form is not None and its_store == store else None
+
+
+# Containers and leaves
+#
+# Containers (dicts, lists, tuples, sets, arrays of objects, ...) and plain values become bytes, written by pickle. Tensors,
+# arrays, images and all other objects become a list of leaves. An object that occurs in many places is one leaf and, put together
+# again, one object. The bytes can call the functions of this module in `_NAMES` and no others, whoever wrote them.
+
+_CONTAINERS = (dict, list, tuple, set, frozenset, UserDict, UserList)
+
+
+class Apart(NamedTuple):
+    """A value taken apart: its containers, its leaves, and which leaves are the storage of a ragged tensor."""
+
+    skeleton: bytes
+    leaves: list[Any]
+    ragged: set[int]
+
+
+def take_apart(value: Any, row_bytes: float = math.inf) -> Apart:
+    """The containers of a value as bytes, and its leaves; tensors and arrays that read the same memory are one leaf.
+
+    Args:
+        row_bytes: each distinct row of a ragged tensor is a leaf where its rows have at least this many bytes on average.
+
+    >>> image = torch.zeros(2)
+    >>> skeleton, leaves, _ = take_apart([{"image": image, "n": 1}, {"image": image}])
+    >>> len(leaves), put_together(skeleton, ["leaf"])
+    (1, [{'image': 'leaf', 'n': 1}, {'image': 'leaf'}])
+    """
+    file = io.BytesIO()
+    writer = _Writer(file, row_bytes)
+    writer.dump(value)
+    return Apart(file.getvalue(), writer.leaves, writer.ragged)
+
+
+def put_together(skeleton: "bytes | memoryview", leaves: Sequence[Any]) -> Any:
+    """The inverse of :func:`take_apart`."""
+    return _Reader(io.BytesIO(skeleton), leaves).load()
+
+
+class _Writer(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, row_bytes: float) -> None:
+        super().__init__(file, protocol=5)
+        self.leaves: list[Any] = []
+        self.ragged: set[int] = set()
+        self._places: dict[Hashable, int] = {}
+        self._row_bytes = row_bytes
+
+    def reducer_override(self, value: Any) -> Any:
+        """How pickle writes a value that is not of an exact builtin type."""
+        kind: Any = type(value)
+        if kind is torch.Tensor and not value.is_nested:
+            return self._set_aside(value)
+        if kind is np.ndarray and value.dtype == object:
+            return _objects, (value.shape,), value.reshape(-1).tolist(), None, None, _fill
+        if (name := ragged_name(kind)) is not None:
+            return self._ragged(name, value)
+        if isinstance(value, torch.Tensor) and value.layout == torch.jagged:
+            parts: Any = value
+            return _jagged, (parts.values(), parts.offsets(), parts.lengths(), parts._ragged_idx)
+        if kind is TensorDict:
+            device = None if value.device is None else torch.empty(0, device=value.device)
+            return _tensordict, (dict(value.items()), tuple(value.batch_size), device)
+        if kind is FunctionType and value in _OWN:
+            return NotImplemented
+        if _holds_values(kind):
+            return NotImplemented
+        return self._set_aside(value)
+
+    def _set_aside(self, leaf: Any) -> tuple[Callable[..., Any], tuple[int]]:
+        return _leaf, (self._place(leaf),)
+
+    def _place(self, leaf: Any) -> int:
+        place = self._places.setdefault(leaf_key(leaf), len(self.leaves))
+        if place == len(self.leaves):
+            self.leaves.append(leaf)
+        return place
+
+    def _ragged(self, name: str, value: RaggedColumn) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        if len(value) and value.nbytes >= self._row_bytes * len(value):
+            return _ragged_rows, (name, value.unbind())
+        kept = value.distinct()
+        self.ragged.add(self._place(kept.storage))
+        return _ragged, (name, kept.storage, kept.starts.numpy(), kept.lengths.numpy())
+
+
+class _Reader(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, leaves: Sequence[Any]) -> None:
+        super().__init__(file)
+        self._leaves = leaves
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module != __name__ or name not in _NAMES:
+            raise pickle.UnpicklingError(f"{module}.{name} is not one of the functions that containers are made by")
+        return self._leaves.__getitem__ if name == _leaf.__name__ else _NAMES[name]
+
+
+@functools.cache
+def _holds_values(kind: Any) -> bool:
+    """Whether instances of a class only hold values, and the receiver can import it; instances of others are leaves."""
+    if kind.__module__ == "__main__" or "<" in kind.__qualname__:
+        return False
+    ordinary = all(getattr(kind, name) is getattr(object, name) for name in ("__reduce_ex__", "__reduce__"))
+    return issubclass(kind, _CONTAINERS) or (ordinary and dataclasses.is_dataclass(kind))
+
+
+# The functions that the bytes may call
+
+
+def _leaf(place: int) -> Any:
+    raise NotImplementedError  # only a name: the reader replaces it by an access to its list of leaves
+
+
+def _objects(shape: tuple[int, ...]) -> np.ndarray:
+    return np.empty(shape, dtype=object)
+
+
+def _fill(array: np.ndarray, items: list[Any]) -> None:
+    flat = array.reshape(-1)
+    for place, item in enumerate(items):
+        flat[place] = item
+
+
+def _ragged(name: str, storage: torch.Tensor, starts: np.ndarray, lengths: np.ndarray) -> RaggedColumn:
+    return RAGGED[name].windows(storage, starts, lengths)
+
+
+def _ragged_rows(name: str, rows: list[torch.Tensor]) -> RaggedColumn:
+    return RAGGED[name].from_list(rows)
+
+
+def _tensordict(items: dict[str, Any], batch_size: tuple[int, ...], device: torch.Tensor | None) -> TensorDict:
+    return TensorDict(items, batch_size=batch_size, device=None if device is None else device.device)
+
+
+def _jagged(values: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor | None, dim: int) -> torch.Tensor:
+    return torch.nested.nested_tensor_from_jagged(values, offsets, lengths, jagged_dim=dim)
+
+
+_NAMES = {made.__name__: made for made in (_leaf, _objects, _fill, _ragged, _ragged_rows, _tensordict, _jagged)}
+_OWN = frozenset(_NAMES.values())

@@ -281,7 +281,7 @@ class ForwardCosts(ABC):
         logit_tokens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """`row_flops` split in two ``(B,)`` int64: what a row costs after the row before it, and what it costs more if it comes
-        first in its micro-batch (``lead_costs`` of `dataproto.planning.split_by_budget`).
+        first in its micro-batch.
 
         Args:
             lengths: ``(B,)`` attended tokens.

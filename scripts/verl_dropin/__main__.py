@@ -71,7 +71,7 @@ def main() -> int:
 
 def compare(names: list[str], results: dict[str, dict[str, tuple[str, Any]]]) -> int:
     """Prints a line for each check, and both results where they are not as expected; returns how many those are."""
-    from dataproto._ops.equality import same_value
+    from dataproto.tensordict_utils import same_value
 
     failed = 0
     for name in names:

@@ -9,27 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataproto.errors import InvalidConfig, InvalidRow, RowCountMismatch
-from dataproto.planning import (
-    balance,
-    cut_minibatches,
-    first_fit_decreasing,
-    split_by_budget,
-    split_by_tokens,
-    split_into,
-)
+from dataproto.planning import balance, cut_minibatches, first_fit_decreasing, split_by_tokens
 from helpers.examples import at_most
 
 
 def rows_of(parts):
     """All rows in the order of the parts; slices may be empty."""
     return [row for part in parts for row in range(part.start, part.stop)]
-
-
-@st.composite
-def weighed_rows(draw):
-    """Groups of rows: tokens and costs, each also with what the first row of a part has more."""
-    rows = draw(st.lists(st.tuples(*[st.integers(0, 30)] * 4), max_size=30))
-    return [list(column) for column in zip(*rows, strict=True)] if rows else [[], [], [], []]
 
 
 # Contiguous parts
@@ -45,71 +31,15 @@ def test_token_budgets_hold_and_every_row_appears_once_in_order(lengths, budget)
         assert sum(lengths[part]) + lengths[following.start] > budget
 
 
-@given(weighed_rows(), st.integers(1, 80), st.integers(1, 80))
-def test_two_budgets_equal_a_loop_over_rows(rows, token_budget, cost_budget):
-    lengths, lead, costs, lead_costs = rows
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=30), st.integers(1, 80))
+def test_the_first_row_of_a_part_counts_what_it_shares_otherwise(rows, budget):
+    lengths, lead = [tokens for tokens, _ in rows], [more for _, more in rows]
     expected, start = [], 0
-    for row in range(1, len(lengths) + 1):
-        part = slice(start, row + 1)
-        tokens, cost = sum(lengths[part], lead[start]), sum(costs[part], lead_costs[start])
-        if row == len(lengths) or tokens > token_budget or cost > cost_budget:
+    for row in range(1, len(rows) + 1):
+        if row == len(rows) or sum(lengths[start : row + 1]) + lead[start] > budget:
             expected.append(slice(start, row))
             start = row
-    found = split_by_budget(lengths, token_budget, torch.tensor(costs), cost_budget, np.array(lead), lead_costs)
-    assert found == expected
-    unbounded = split_by_budget(lengths, token_budget, costs, float("inf"), lead, lead_costs)
-    assert unbounded == split_by_tokens(lengths, token_budget, lead)
-
-
-def cheapest_maximum(lengths, count, budget, costs):
-    """Over all ways to cut the rows into at most ``count`` contiguous parts; ``None`` where a part is over the budget in each."""
-    best = None
-    for cuts in product([False, True], repeat=max(len(lengths) - 1, 0)):
-        bounds = [0, *(row + 1 for row, cut in enumerate(cuts) if cut), len(lengths)]
-        parts = [slice(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
-        fits = all(sum(lengths[part]) <= budget or part.stop - part.start == 1 for part in parts)
-        if len(parts) <= count and fits:
-            worst = max(sum(costs[part]) for part in parts)
-            best = worst if best is None else min(best, worst)
-    return best
-
-
-@settings(max_examples=at_most(60))
-@given(
-    st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20)), min_size=1, max_size=8),
-    st.integers(1, 10),
-    st.integers(1, 20),
-)
-def test_a_given_number_of_parts_is_as_even_as_brute_force_finds(rows, count, budget):
-    lengths, costs = (list(column) for column in zip(*rows, strict=True))
-    best = cheapest_maximum(lengths, count, budget, costs)
-    if best is None:
-        with pytest.raises(InvalidConfig, match=rf"{len(lengths)} rows need \d+ parts of {budget} tokens, not {count}"):
-            split_into(lengths, count, budget, costs)
-        return
-    parts = split_into(lengths, count, budget, costs)
-    assert len(parts) == count
-    assert rows_of(parts) == list(range(len(lengths)))
-    assert max(sum(costs[part]) for part in parts) == best
-    assert all(sum(lengths[part]) <= budget or part.stop - part.start == 1 for part in parts)
-    sizes = [part.stop - part.start for part in parts]
-    assert sizes == sorted(sizes, key=lambda size: size == 0)  # empty ones last
-    assert sizes.count(0) == max(count - len(lengths), 0)
-
-
-def test_parts_count_the_shared_prompt_where_a_part_begins():
-    # two prompts of 4 tokens with three samples of 1 token each; the second prompt has an image that costs 100
-    lengths, lead = [5, 1, 1, 5, 1, 1], [0, 4, 4, 0, 4, 4]
-    costs, lead_costs = [5, 1, 1, 105, 1, 1], [0, 4, 4, 0, 104, 104]
-    assert split_by_budget(lengths, 9, costs, 110, lead, lead_costs) == [slice(0, 3), slice(3, 6)]
-    # a cut between the last two samples would pay for the image twice, but the costliest part stays what it is
-    assert split_into(lengths, 2, 9, costs, lead, lead_costs) == [slice(0, 3), slice(3, 6)]
-
-
-def test_more_parts_than_rows_end_in_empty_ones():
-    assert split_into([3, 4], 4, 10) == [slice(0, 1), slice(1, 2), slice(2, 2), slice(2, 2)]
-    assert split_into([], 2, 10) == [slice(0, 0), slice(0, 0)]
-    assert split_by_budget([], 10) == []
+    assert split_by_tokens(torch.tensor(lengths), budget, np.array(lead)) == expected
 
 
 # Parts in any order
@@ -171,39 +101,30 @@ def test_differencing_beats_largest_first_where_that_is_known():
 # Bins
 
 
-def first_fit_loop(lengths, capacity, align):
+def first_fit_loop(lengths, capacity):
     bins, room = [], []
-    sizes = [-(-length // align) * align for length in lengths]
-    for row in sorted(range(len(lengths)), key=lambda row: (-sizes[row], row)):
-        size = sizes[row]
+    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
         for number, free in enumerate(room):
-            if size <= free:
+            if lengths[row] <= free:
                 bins[number].append(row)
-                room[number] -= size
+                room[number] -= lengths[row]
                 break
         else:
             bins.append([row])
-            room.append(capacity - size)
+            room.append(capacity - lengths[row])
     return [sorted(each) for each in bins]
 
 
-@given(st.lists(st.integers(0, 32), max_size=60), st.integers(32, 70), st.sampled_from([1, 2, 8, 16]))
-def test_bins_equal_those_of_a_loop_over_rows_and_bins(lengths, capacity, align):
-    bins = first_fit_decreasing(lengths, capacity, align)
-    assert [each.tolist() for each in bins] == first_fit_loop(lengths, capacity, align)
-    for each in bins:
-        assert sum(-(-lengths[row] // align) * align for row in each) <= capacity
+@given(st.lists(st.integers(0, 32), max_size=60), st.integers(32, 70))
+def test_bins_equal_those_of_a_loop_over_rows_and_bins(lengths, capacity):
+    assert [each.tolist() for each in first_fit_decreasing(lengths, capacity)] == first_fit_loop(lengths, capacity)
 
 
-def test_a_row_that_fits_only_before_alignment_is_named():
+def test_a_row_that_fits_into_no_bin_is_named():
     assert len(first_fit_decreasing([10, 10], 10)) == 2
-    with pytest.raises(
-        InvalidRow, match=r"row 1: 10 tokens, 12 when aligned to 4, do not fit into a bin of 10"
-    ) as caught:
-        first_fit_decreasing([8, 10], 10, align=4)
+    with pytest.raises(InvalidRow, match="row 1: 11 tokens do not fit into a bin of 10") as caught:
+        first_fit_decreasing([8, 11], 10)
     assert caught.value.index == 1
-    with pytest.raises(InvalidRow, match="row 0: 11 tokens do not fit into a bin of 10"):
-        first_fit_decreasing([11], 10)
     assert len(first_fit_decreasing([2.5, 7.75], 10)) == 2
 
 
@@ -249,16 +170,11 @@ def test_numbers_in_tensors_are_groups_by_value():
     "call",
     [
         lambda: split_by_tokens([1], 0),
-        lambda: split_by_budget([1], 5, [1], 0),
-        lambda: split_by_budget([1], 5, [1]),
-        lambda: split_by_budget([1], 5, cost_budget=5),
-        lambda: split_into([1], 0, 5),
         lambda: cut_minibatches(["a"], 0),
         lambda: balance([1], 0),
         lambda: balance([1.0, float("nan")], 1),
         lambda: balance([1, -1], 1),
         lambda: first_fit_decreasing([1], 0),
-        lambda: first_fit_decreasing([1], 5, align=0),
     ],
 )
 def test_impossible_sizes_are_refused(call):
@@ -268,8 +184,6 @@ def test_impossible_sizes_are_refused(call):
 
 def test_numbers_that_are_not_one_a_row_are_refused():
     with pytest.raises(RowCountMismatch, match="each of 2 row"):
-        split_by_budget([1, 2], 5, [1], 5)
-    with pytest.raises(RowCountMismatch):
         split_by_tokens([1, 2], 5, lead=[0])
     with pytest.raises(RowCountMismatch, match="2 costs, but 1 groups"):
         balance([1, 2], 1, groups=["a"])

@@ -1,4 +1,4 @@
-"""Token lists to columns and bins, against loops over tokens."""
+"""Token lists to columns, against loops over tokens."""
 
 import numpy as np
 import pytest
@@ -6,10 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataproto import DataProto, RaggedTensor
-from dataproto.collation import BinLayout, collate_supervised, pack_supervised, ragged_rows
+from dataproto import RaggedTensor
+from dataproto.collation import collate_supervised
 from dataproto.errors import InvalidColumn, InvalidRow, RowCountMismatch
-from dataproto.planning import first_fit_decreasing
 from rollout.engine import Completion
 from rollout.responses import collate_responses
 
@@ -104,7 +103,7 @@ def test_rows_that_do_not_go_together_are_refused():
     with pytest.raises(InvalidRow, match="row 1: 2 input_ids, but 1 of loss_mask"):
         collate_supervised([[5], [6, 7]], [[1], [1]], pad_token_id=0)
     with pytest.raises(RowCountMismatch, match="2 rows of input_ids, but 1 of loss_mask"):
-        pack_supervised([[5], [6]], [[1]], capacity=4, pad_token_id=0)
+        collate_supervised([[5], [6]], [[1]], pad_token_id=0)
     with pytest.raises(InvalidColumn, match=r"input_ids are torch\.int64"):
         collate_supervised(RaggedTensor(torch.ones(2), [2]), pad_token_id=0)
     with pytest.raises(InvalidRow, match="row 0: 2 tokens do not fit into 1"):
@@ -114,92 +113,9 @@ def test_rows_that_do_not_go_together_are_refused():
 @pytest.mark.parametrize("mask", [[0, 2], RaggedTensor(torch.tensor([0, 1, 0, 256]), [2, 2])[1:]])
 def test_masks_hold_nothing_but_0_and_1(mask):
     masks = mask if isinstance(mask, RaggedTensor) else [mask]
-    for collate in (collate_supervised, lambda *rows, **pad: pack_supervised(*rows, capacity=4, **pad)):
-        with pytest.raises(InvalidRow, match="row 0: loss_mask are numbers from 0 to 1, not"):
-            collate([[5, 6]], masks, pad_token_id=0)
+    with pytest.raises(InvalidRow, match="row 0: loss_mask are numbers from 0 to 1, not"):
+        collate_supervised([[5, 6]], masks, pad_token_id=0)
     good = RaggedTensor(torch.tensor([0, 9, 0, 1]), [2, 2])[1:]
     assert collate_supervised([[5, 6]], good, pad_token_id=0)["response_mask"].tolist() == [[1]]
     with pytest.raises(InvalidRow, match="row 1: token_types are numbers from 0 to 2, not"):
         collate_supervised([[5], [6]], None, [[2], [3]], pad_token_id=0)
-
-
-# Bins
-
-
-@given(supervised_rows(), st.integers(12, 30), st.sampled_from([1, 2, 4]), st.booleans())
-def test_packed_rows_equal_a_loop_over_tokens(rows, capacity, align, masked):
-    ids, masks, _ = rows
-    bins = first_fit_decreasing([len(row) for row in ids], capacity, align)
-    data = pack_supervised(ids, masks if masked else None, capacity=capacity, pad_token_id=9, align=align)
-    assert len(data) == len(bins)
-    for number, chosen in enumerate(bins):
-        tokens, positions, labels, bounds = [], [], [], [0]
-        for row in chosen:
-            for place, token in enumerate(ids[row]):
-                learnt = place + 1 < len(ids[row]) and (not masked or masks[row][place + 1])
-                tokens.append(token)
-                positions.append(place)
-                labels.append(ids[row][place + 1] if learnt else -100)
-            while len(tokens) % align:
-                tokens.append(9)
-                positions.append(positions[-1] + 1)
-                labels.append(-100)
-            bounds.append(len(tokens))
-        if len(tokens) < capacity:
-            bounds.append(capacity)
-            positions.extend(range(capacity - len(tokens)))
-        rest = capacity - len(tokens)
-        assert data["input_ids"][number].tolist() == tokens + [9] * rest
-        assert data["position_ids"][number].tolist() == positions
-        assert data["shift_labels"][number].tolist() == labels + [-100] * rest
-        assert data["cu_seqlens"][number].tolist() == bounds
-    assert data["cu_seqlens"].dtype == torch.int32
-
-
-@given(st.lists(st.integers(0, 9), max_size=10), st.randoms(), st.sampled_from([1, 4]))
-def test_rows_come_back_out_of_their_bins(lengths, random, align):
-    """Of any storage, with a tail, in bins of any order."""
-    rows = RaggedTensor(torch.arange(sum(lengths) * 2).view(-1, 2), lengths)[::-1][::-1]
-    bins = [random.sample(part.tolist(), len(part)) for part in first_fit_decreasing(lengths, 16, align)]
-    layout = BinLayout.of(lengths, [np.array(part, dtype=np.int64) for part in bins], 16, align)
-    grid = layout.place(rows, -1)
-    assert grid.shape == (len(bins), 16, 2)
-    assert layout.take(grid) == rows
-    assert int((grid[..., 0] == -1).sum()) == len(bins) * 16 - sum(lengths)
-
-
-def test_bins_without_rows_are_all_padding():
-    none = RaggedTensor(torch.arange(3), [3])[:0]
-    layout = BinLayout.of([], [np.array([], dtype=np.int64)], 4)
-    assert layout.place(none, 7).tolist() == [[7, 7, 7, 7]]
-    assert len(layout.take(layout.place(none, 7))) == 0
-    assert len(pack_supervised([], capacity=4, pad_token_id=0)) == 0
-    assert pack_supervised([[], []], capacity=2, pad_token_id=3)["input_ids"].tolist() == [[3, 3]]
-
-
-def test_gradients_flow_into_bins_and_out():
-    values = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
-    layout = BinLayout.of([2, 1], [np.array([1, 0])], capacity=5)
-    grid = layout.place(RaggedTensor(values, [2, 1]), 0)
-    assert grid.tolist() == [[3.0, 1.0, 2.0, 0.0, 0.0]]
-    (layout.take(grid).values * torch.tensor([2.0, 3.0, 5.0])).sum().backward()
-    assert values.grad.tolist() == [2.0, 3.0, 5.0]
-
-
-def test_bins_that_lose_repeat_or_overfill_are_refused():
-    with pytest.raises(InvalidColumn, match=r"each of 2 rows once, not \[0, 0\]"):
-        BinLayout.of([1, 1], [np.array([0, 0])], 4)
-    with pytest.raises(InvalidColumn, match="bin 1 holds 8 tokens, more than 7"):
-        BinLayout.of([1, 3, 3], [np.array([0]), np.array([1, 2])], 7, align=4)
-    layout = BinLayout.of([1, 2], [np.array([0, 1])], 4)
-    with pytest.raises(InvalidColumn, match="are not the rows of this layout"):
-        layout.place(ragged_rows([[1, 2], [3]]), 0)
-    with pytest.raises(InvalidRow, match="row 1: 5 tokens do not fit into a bin of 4"):
-        pack_supervised([[1], [2] * 5], capacity=4, pad_token_id=0)
-
-
-def test_a_packed_batch_travels_as_any_other():
-    data = pack_supervised([[5, 6], [7], [8, 9, 1]], capacity=3, pad_token_id=0)
-    assert isinstance(data, DataProto)
-    assert DataProto.concat(data.split(1))["cu_seqlens"] == data["cu_seqlens"]
-    assert data[1:]["input_ids"].tolist() == [[5, 6, 7]]

@@ -14,14 +14,12 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-from dataproto import DataProto, all_gather_data_proto
-from dataproto._collectives import byte_exchange
-from dataproto._collectives.batch_messages import Message
-from dataproto._ops.equality import same_value
-from dataproto.distributed import all_gather, broadcast, gather, scatter
+from dataproto import DataProto, all_gather_data_proto, distributed
+from dataproto.distributed import Message, all_gather
 from dataproto.errors import ColumnConflict, InvalidIndex, RankFailure
 from dataproto.ragged import RaggedTensor
 from dataproto.serialization.wire import Fields
+from dataproto.tensordict_utils import same_value
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int16, torch.uint16, torch.int64, torch.float16, torch.bfloat16, torch.float32),
@@ -151,61 +149,23 @@ def gathers_in_place_and_keeps_facts(rank: int, size: int) -> None:
     assert_same(data.select(meta_info_keys=["size"]), everybody(size))
 
 
-def gathers_to_one_rank(rank: int, size: int) -> None:
-    for root in range(size):
-        found = gather(part(rank, ROWS[rank]), root)
-        assert (found is None) == (rank != root)
-        if found is not None:
-            assert_same(found, everybody(size))
-
-
-def broadcasts(rank: int, size: int) -> None:
-    for root in range(size):
-        data = part(root, ROWS[root])
-        data.meta_info["root"] = root
-        found = broadcast(data if rank == root else None, root)
-        assert_same(found, data)
-        assert found is not data
-        assert rank != root or all(one is other for one, other in zip(found["media"], data["media"]))
-        assert_same(broadcast(data if rank == root else part(9, 2), root), data)
-
-
-def scatters_equal_parts(rank: int, size: int) -> None:
-    whole = part(5, 4)
-    assert_same(scatter(whole if rank == 1 else None, 1), whole.chunk(size)[rank])
-
-
-def scatters_any_parts(rank: int, size: int) -> None:
-    parts = [part(each, ROWS[each]) for each in range(size)]
-    for each, given in enumerate(parts):
-        given.meta_info["for"] = each
-    for root in range(size):
-        assert_same(scatter(parts if rank == root else None, root), parts[rank])
-
-
 def takes_ranks_within_a_group(rank: int, size: int) -> None:
     last = [size - 2, size - 1]
     group = dist.new_group(last)
     if rank not in last:
         assert InvalidIndex in raised(lambda: all_gather(part(rank, 1), group))[0].__mro__
         return
-    found = broadcast(part(rank, 2) if rank == size - 1 else None, src=1, group=group)
-    assert_same(found, part(size - 1, 2))
     assert_same(all_gather(part(rank, 2), group), DataProto.concat([part(each, 2) for each in last]))
-    assert (gather(part(rank, 2), 1, group) is None) == (rank == size - 2)
-    assert_same(scatter(part(0, 2) if rank == size - 1 else None, 1, group), part(0, 2).chunk(2)[last.index(rank)])
 
 
 def survives_random_batches(rank: int, size: int) -> None:
-    """Scattering what was gathered gives everybody's own back, whatever the rows."""
+    """Each rank finds its own rows among all, whatever the rows."""
     for seed in range(8):
         counts = np.random.default_rng(seed).integers(0, 5, size).tolist()
         mine = part(rank, counts[rank])
         mine.pop(non_tensor_batch_keys=["text"])  # its dtype is as wide as the longest of all rows
-        everything = all_gather(mine)
-        ends = np.cumsum(counts).tolist()
-        parts = [everything[end - count : end] for end, count in zip(ends, counts)]
-        assert_same(scatter(parts if rank == 0 else None), mine)
+        end = sum(counts[: rank + 1])
+        assert_same(all_gather(mine)[end - counts[rank] : end], mine)
 
 
 SECTIONS = (
@@ -218,7 +178,7 @@ def counted(act: Callable[[], Any]) -> tuple[Any, int]:
     names = {
         dist: ("all_reduce", "broadcast"),
         dist.distributed_c10d: ("all_gather",),
-        byte_exchange: ("all_gather_equal",),
+        distributed: ("all_gather_equal",),
     }
     with ExitStack() as stack:
         made = [
@@ -240,7 +200,7 @@ def makes_as_many_collectives_on_any_number_of_ranks(rank: int, size: int) -> No
 
 
 def gathers_by_broadcasts_what_is_too_large_to_fill_up(rank: int, size: int) -> None:
-    with mock.patch.object(byte_exchange, "LITTLE", 0):
+    with mock.patch.object(distributed, "LITTLE", 0):
         found, count = counted(lambda: all_gather(part(rank, 4 if rank == size - 1 else 0)))
     assert_same(found, part(size - 1, 4))
     assert COLLECTIVES <= count < COLLECTIVES + size, count  # pickles have a part of every rank
@@ -251,8 +211,8 @@ GOOD = [
     gathers_by_broadcasts_what_is_too_large_to_fill_up,
     *(gathers_all_rows, gathers_equal_rows, gathers_no_rows, gathers_from_a_rank_without_columns),
     *(gathers_nothing_at_all, gathers_columns_of_one_field, gathers_every_dtype, gathers_nested_and_tracked_tensors),
-    *(shares_what_rows_share, merges_facts, gathers_in_place_and_keeps_facts, gathers_to_one_rank, broadcasts),
-    *(scatters_equal_parts, scatters_any_parts, takes_ranks_within_a_group, survives_random_batches),
+    *(shares_what_rows_share, merges_facts, gathers_in_place_and_keeps_facts),
+    *(takes_ranks_within_a_group, survives_random_batches),
 ]
 
 
@@ -308,17 +268,6 @@ def call_by_rank(*calls: Callable[[DataProto], Any]) -> Callable[[int, int], tup
     return lambda rank, size: raised(lambda: calls[min(rank, 1)](part(rank, 2)))
 
 
-def from_rank_0(parts: Any, verb: Callable[..., Any] = scatter) -> Callable[[int, int], tuple[type, str]]:
-    return lambda rank, size: raised(lambda: verb(parts if rank == 0 else None))
-
-
-def different_parts(rank: int, size: int) -> tuple[type, str]:
-    parts = [DataProto.from_dict({"a" if each else "b": torch.zeros(1)}) for each in range(size)]
-    return raised(lambda: scatter(parts if rank == 0 else None))
-
-
-LAMBDA = DataProto.from_dict(non_tensors={"f": [len]})
-LAMBDA["f"][0] = lambda: None
 RAGGED = RaggedTensor(torch.zeros(2, 3, dtype=torch.int64), [1, 1])
 LAST = {2: "rank 1", 4: "rank 3"}
 OTHERS = {2: "rank 0", 4: "ranks 0, 1, 2"}
@@ -348,7 +297,6 @@ BAD: dict[str, tuple[Callable[[int, int], Any], type, str]] = {
     "array shape": (on_last(put("n", np.zeros((2, 2), int))), ColumnConflict, "array int64 (B, 2) on {last}"),
     "array here": (on_last(put("uid", np.zeros(2))), ColumnConflict, "'uid' is objects on {others} and array float64"),
     "in place": (on_last(put("extra", ["a", "b"]), in_place), ColumnConflict, "column 'extra' is absent on {others}"),
-    "gather": (on_last(put("n", np.zeros(2)), gather), ColumnConflict, "array float64 (B) on {last}"),
     "unpicklable": (on_last(put("uid", [lambda: None] * 2)), RankFailure, "no batch was exchanged: "),
     "unpicklable fact": (on_last(lambda data: data.meta_info.update(f=lambda: 0)), RankFailure, "on {last}"),
     "past the law": (
@@ -366,29 +314,7 @@ BAD: dict[str, tuple[Callable[[int, int], Any], type, str]] = {
         RankFailure,
         "Conflicting values for meta_info key 'size': 7 and 8 on rank",
     ),
-    "facts differ at one": (
-        on_last(lambda data: data.meta_info.update(size=8), gather),
-        RankFailure,
-        "Conflicting values for meta_info key 'size': 7 and 8 on rank 0",
-    ),
     "not a batch": (call_by_rank(all_gather, lambda _: all_gather([1])), RankFailure, "not a list on rank"),  # type: ignore[arg-type]
-    "different calls": (
-        call_by_rank(all_gather, gather),
-        RankFailure,
-        "all_gather on rank 0 and gather to rank 0 on rank",
-    ),
-    "different roots": (
-        call_by_rank(gather, lambda data: gather(data, 1)),
-        RankFailure,
-        "gather to rank 0 on rank 0 and gather to rank 1 on rank",
-    ),
-    "no such rank": (call_by_rank(gather, lambda data: gather(data, 9)), RankFailure, "there is no rank 9 among"),
-    "indivisible": (from_rank_0(part(0, 3)), RankFailure, "3 rows do not divide into"),
-    "too few parts": (from_rank_0([part(0, 3)]), RankFailure, "ranks need one part each, not 1 on rank 0"),
-    "no parts": (from_rank_0(None), RankFailure, "ranks need one part each"),
-    "different parts": (different_parts, ColumnConflict, "column 'a' is absent on part 0"),
-    "nothing to broadcast": (from_rank_0(None, broadcast), RankFailure, "not a NoneType on rank 0"),
-    "unpicklable broadcast": (from_rank_0(LAMBDA, broadcast), RankFailure, "on rank 0"),
 }
 
 

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, safe_open
 from tensordict import TensorDict
 
 from dataproto import DataProto
-from dataproto._ops.equality import same_value
 from dataproto.errors import FileFormatError
 from dataproto.ragged import RaggedTensor
+from dataproto.tensordict_utils import same_value
 from helpers.examples import at_most
 
 
@@ -47,8 +47,7 @@ DTYPES = [
         torch.uint32,
         torch.uint64,
     ),
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128),
-    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2),
 ]
 
 
@@ -75,12 +74,11 @@ def assert_bits(one: torch.Tensor, other: torch.Tensor) -> None:
     assert torch.equal(*flat)
 
 
-def test_conjugated_negated_expanded_and_tracked_tensors_are_written_as_they_read(tmp_path: Path) -> None:
-    numbers = torch.tensor([1 + 2j, 3 - 4j])
-    columns = {"conj": numbers.conj(), "neg": numbers.conj().imag, "wide": torch.ones(1).expand(2), "p": torch.ones(2)}
+def test_negated_expanded_and_tracked_tensors_are_written_as_they_read(tmp_path: Path) -> None:
+    negated = torch.tensor([1 + 2j, 3 - 4j]).conj().imag
+    columns = {"neg": negated, "wide": torch.ones(1).expand(2), "p": torch.ones(2)}
     columns["p"].requires_grad_()
     back = round_trip(DataProto.from_dict(columns), tmp_path / "file")
-    assert back["conj"].tolist() == [1 - 2j, 3 + 4j]
     assert back["neg"].tolist() == [-2, 4]
     assert back["wide"].tolist() == back["p"].tolist() == [1, 1]
 
@@ -96,8 +94,8 @@ def test_views_and_shared_memory_can_be_written(tmp_path: Path) -> None:
 
 def test_nested_tensors_come_back(tmp_path: Path) -> None:
     rows = [torch.arange(2.0), torch.arange(3.0)]
-    nested = [torch.nested.as_nested_tensor(rows, layout=layout) for layout in (torch.jagged, torch.strided)]
-    data = DataProto.from_dict({"n": nested[0]}, {"objects": nested})
+    nested = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    data = DataProto.from_dict({"n": nested}, {"objects": [nested, nested]})
     assert_same(round_trip(data, tmp_path / "file"), data)
 
 
@@ -143,15 +141,12 @@ VALUES = [
         float("nan"),
         "text",
         "\ud800 \x00",
-        1 + 2j,
         b"bytes",
-        bytearray(b"x"),
     ),
     *(
         [1, [2, None]],
         (1, (2,)),
         {3, 4},
-        frozenset({5}),
         {"a": {"b": 1}},
         {1: "x", (2, 3): "y"},
         {"$": "tensor", "data": "0"},
@@ -161,11 +156,10 @@ VALUES = [
         np.int8(3),
         np.bool_(True),
         np.str_("s"),
-        np.datetime64("2020-01-01"),
         torch.tensor(2.0),
         np.array(5),
     ),
-    *(np.arange(6).reshape(2, 3)[:, ::2], np.array(["a", "bc"]), np.array([], dtype=np.float16), np.array([1 + 1j])),
+    *(np.arange(6).reshape(2, 3)[:, ::2], np.array(["a", "bc"]), np.array([], dtype=np.float16)),
     np.array([[1, "x"], [None, [2.0]]], dtype=object),
     {"pixel_values": torch.ones(4, 3, dtype=torch.bfloat16), "grid": np.array([[1, 2, 2]])},
 ]
@@ -325,12 +319,11 @@ def test_any_safetensors_reader_finds_the_columns(tmp_path: Path) -> None:
     ragged = RaggedTensor(torch.arange(3), [1, 2])
     names = ["ids", "header", "checksums", "__metadata__", "objects/1", "../../x", "\ud800", "", "a/b"]
     columns = {name: torch.arange(2) + number for number, name in enumerate(names)}
-    data = DataProto.from_dict({**columns, "z": torch.tensor([1j, 2])}, {"n": np.arange(2.0), "r": ragged})
+    data = DataProto.from_dict(columns, {"n": np.arange(2.0), "r": ragged})
     assert_same(round_trip(data, tmp_path / "file"), data)
     found = load_file(tmp_path / "file")
     for name in ("ids", "../../x", "a/b"):
         assert torch.equal(found[name], columns[name])
-    assert torch.equal(torch.view_as_complex(found["z"]), data["z"])
     assert found["n"].tolist() == [0, 1]
     assert found["r"].tolist() == [0, 1, 2]
     assert found["r/lengths"].tolist() == [1, 2]
@@ -377,6 +370,14 @@ def test_other_objects_need_pickle_on_both_sides(tmp_path: Path) -> None:
     with pytest.raises(FileFormatError, match="allow_pickle=True"):
         DataProto.load_from_disk(path)
     assert DataProto.load_from_disk(path, allow_pickle=True)["x"][1]["deep"].value == 5
+
+
+@pytest.mark.parametrize("value", [torch.ones(2, dtype=torch.complex64), np.array(["2020"], "M8[D]"), frozenset({5})])
+def test_rare_kinds_of_values_need_pickle_too(value: object, tmp_path: Path) -> None:
+    data = DataProto(meta_info={"x": value})
+    with pytest.raises(FileFormatError, match=r"field .meta_info., key .x. holds a .*allow_pickle=True"):
+        data.save_to_disk(tmp_path / "file")
+    assert same_value(round_trip(data, tmp_path / "file", allow_pickle=True).meta_info, data.meta_info)
 
 
 def test_nothing_in_a_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
-from dataproto import DataProto
-from dataproto._collectives import byte_exchange
-from dataproto.distributed import all_gather, broadcast
+from dataproto import DataProto, distributed
+from dataproto.distributed import all_gather
 from dataproto.ragged import RaggedTensor
 
 COLLECTIVES = 2 + 2 + 5
@@ -106,7 +105,7 @@ def counting() -> Iterator[threading.local]:
 
     places = [(dist, "all_reduce"), (dist, "broadcast"), (dist.distributed_c10d, "all_gather")]
     with ExitStack() as stack:
-        for place, name in (*places, (byte_exchange, "all_gather_equal")):
+        for place, name in (*places, (distributed, "all_gather_equal")):
             stack.enter_context(mock.patch.object(place, name, counted(getattr(place, name))))
         yield made
 
@@ -148,11 +147,3 @@ def test_rows_of_all_ranks_take_as_many_collectives_on_any_number_of_ranks(size,
         assert found["uid"].tolist() == [str(each) for each in numbers]
 
     assert numbers_of_collectives(alike, act) == {COLLECTIVES}
-
-
-@pytest.mark.parametrize("size", [8, 64, 512])
-def test_a_batch_for_all_ranks_takes_as_many(size):
-    def act(rank: int) -> None:
-        assert broadcast(batch(1, 4) if rank == 1 else None, src=1)["ids"][:, 0].tolist() == [4, 5, 6, 7]
-
-    assert numbers_of_collectives([int(rank == 1) for rank in range(size)], act) == {COLLECTIVES}

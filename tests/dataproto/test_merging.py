@@ -9,9 +9,9 @@ from PIL import Image
 from tensordict import TensorDict
 
 from dataproto import DataProto, union_numpy_dict, union_tensor_dict
-from dataproto._ops.column_ops import first_difference
-from dataproto._ops.equality import same_value
+from dataproto.column_ops import first_difference
 from dataproto.errors import ColumnConflict, InvalidColumn, MissingColumn, RowCountMismatch
+from dataproto.tensordict_utils import same_value
 
 NAN = float("nan")
 

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dataproto import DataProto, object_array, pad_dataproto_to_divisor, unpad_dataproto
-from dataproto._ops.equality import same_value
+from dataproto.tensordict_utils import same_value
 from helpers.examples import at_most
 
 Row = tuple[int, str, tuple[int, ...]]

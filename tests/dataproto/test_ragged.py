@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dataproto import RaggedTensor
-from dataproto._ops.equality import same_value
 from dataproto.errors import ColumnConflict, InvalidColumn, InvalidConfig, InvalidIndex
+from dataproto.tensordict_utils import same_value
 
 
 def ragged() -> RaggedTensor:

@@ -5,7 +5,6 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from dataproto._ops.equality import same_value
 from dataproto.errors import ColumnConflict, InvalidColumn, RowCountMismatch
 from dataproto.protocol import (
     deserialize_single_tensor,
@@ -13,7 +12,7 @@ from dataproto.protocol import (
     serialize_single_tensor,
     serialize_tensordict,
 )
-from dataproto.tensordict_utils import get_tensordict, nested_tensor_from_tensor_list
+from dataproto.tensordict_utils import get_tensordict, nested_tensor_from_tensor_list, same_value
 
 TENSORS = [
     torch.arange(6, dtype=torch.int16).view(2, 3),

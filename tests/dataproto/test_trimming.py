@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataproto import DataProto, shared_blobs
-from dataproto.serialization.leaves import tensor_bytes
-from dataproto.serialization.trimming import trim, untrim
+from dataproto.serialization.leaves import tensor_bytes, trim, untrim
 from helpers.examples import at_most
 from workers.training.loss_sums import Updated
 

@@ -13,8 +13,8 @@ import torch
 from tensordict import TensorDict
 
 from dataproto import DataProto, RaggedTensor
-from dataproto._ops.equality import same_value
-from dataproto.serialization.skeleton import put_together, take_apart
+from dataproto.serialization.wire import put_together, take_apart
+from dataproto.tensordict_utils import same_value
 from helpers.wire_channels import CHANNELS, Opaque, channels, drawn, noise, objects, plain, sent
 
 # Tensors
@@ -145,23 +145,19 @@ def test_arrays_of_every_kind(send: Callable[[Any], Any], kind: str) -> None:
     assert back.dtype == array.dtype
     assert back.shape == array.shape
     assert back.tolist() == array.tolist()
-    assert back.flags.f_contiguous or not array.flags.f_contiguous
     if array.ndim:
         column = send(DataProto(non_tensor_batch={"a": array}))["a"]
         assert column.tolist() == array.tolist()
 
 
 @pytest.mark.parametrize("read_only", [False, True])
-def test_arrays_may_be_written(read_only: bool) -> None:
+def test_arrays_in_band_may_be_written(read_only: bool) -> None:
     data = objects(np.zeros(1000), np.zeros(3))
     for array in data["o"]:
         array.flags.writeable = not read_only
     for send in CHANNELS.values():
         back = send(data)["o"]
         back[0][0] = back[1][0] = 1
-    text, buffers = sent(data)
-    if read_only:
-        pickle.loads(text, buffers=buffers)["o"][0][0] = 1
     assert not any(array.any() for array in data["o"])
 
 

@@ -8,8 +8,8 @@ import PIL
 import pytest
 from PIL import Image
 
-from dataproto._ops.equality import same_value
-from dataproto._ops.image_buffers import pixels_of
+from dataproto.serialization.images import pixels_of
+from dataproto.tensordict_utils import same_value
 from helpers.wire_channels import channels, drawn, objects, out_of_band, sent
 
 MODES = [

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from dataproto import DataProto, RaggedTensor, shared_blobs
-from dataproto._ops.equality import same_value
+from dataproto.tensordict_utils import same_value
 from helpers.examples import at_most
 
 SHELF: list[bytes] = []

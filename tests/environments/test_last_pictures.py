@@ -26,7 +26,6 @@ def play(model_type, prompts, limits, environment=DrawnEnvironment, answers=None
     assert not engine.kept
     assert not engine.waiting
     data = episode_columns(rows.repeat(SAMPLING.n, interleave=True), episodes, renderer, 400)
-    data.validate()
     return renderer, engine, episodes, data
 
 

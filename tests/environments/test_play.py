@@ -55,7 +55,6 @@ def test_a_row_holds_an_episode(roles):
     _, rollout, builder = roles
     prompts = builder([{"prompt": "Walk.", "uid": "a"}, {"prompt": "Run, please.", "uid": "b"}])
     data = rollout.play(prompts, Corridor, SAMPLING, turns=3)
-    data.validate()
     assert data["trajectory"].tolist() == ["a/0", "a/1", "b/0", "b/1"]
     for row in range(4):
         mask, turn = data["response_mask"][row].bool(), data["turn"][row]
@@ -213,7 +212,6 @@ def test_failed_episodes_are_rows_that_nothing_is_learned_from(roles, capsys):
             raise RuntimeError("gone")
 
     data = rollout.play(builder([{"prompt": "Walk.", "uid": "a"}]), Broken, SAMPLING, turns=3)
-    data.validate()
     assert set(data["end_reason"]) <= {"error", "length"}
     assert "error" in data["end_reason"]
     for row in range(2):

@@ -43,7 +43,6 @@ class Roles:
 
     def check(self, data):
         """The columns name the experts of one pass over each row, and the actor replays them."""
-        data.validate()
         family = self.builder.family
         model = family.model_class().from_pretrained(self.path).eval()
         for row in range(len(data)):

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from dataproto.planning import split_by_budget
 from dataproto.vlm import family_of, media_grids, media_spans
 from dataproto.vlm.families.qwen3_5 import CHUNK, recurrence_flops
 from helpers.tiny_models import (
@@ -175,5 +174,3 @@ def test_a_part_costs_its_first_row_whole_and_of_others_what_they_do_not_share(m
         language(26, 6) - language(20, 0),
         language(9, 5),
     ]
-    parts = split_by_budget(lengths - shared, 1000, costs, int(costs[:2].sum()), shared, lead)
-    assert parts == [slice(0, 2), slice(2, 4)]

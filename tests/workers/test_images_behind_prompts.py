@@ -40,7 +40,6 @@ def played(request):
     limits = EpisodeLimits(turns=3, last_pictures=last_pictures)
     episodes = play_episodes(RandomEngine(renderer), renderer, starts, DrawnEnvironment, SAMPLING, limits)
     data = episode_columns(prompts.repeat(3, interleave=True), episodes, renderer, 15)
-    data.validate()
     assert (len(data) > len(episodes)) == (last_pictures is not None)
     return tiny_model(model_type, config=renderer.builder.config), data
 

@@ -187,7 +187,6 @@ def test_experts_of_a_shared_prompt_travel_once(tmp_path):
 def test_columns_that_do_not_fit_are_named():
     module = packed("qwen3_vl_moe")
     data = with_routes(module.model.config, mixed_rows(module.model.config))
-    data.validate()
     check_rows(data, module)
     alone = data[:]
     alone.pop(non_tensor_batch_keys=[PROMPT_ROUTED_EXPERTS])
@@ -205,11 +204,6 @@ def test_columns_that_do_not_fit_are_named():
     odd[ROUTED_EXPERTS] = RaggedTensor(data[ROUTED_EXPERTS].values + 9, data[ROUTED_EXPERTS].lengths)
     with pytest.raises(InvalidColumn, match="experts outside of the model's 4"):
         check_rows(odd, module)
-    dense = data[:]
-    dense.pop(non_tensor_batch_keys=[ROUTED_EXPERTS])
-    dense[ROUTED_EXPERTS] = data["response_mask"]
-    with pytest.raises(InvalidColumn, match=r"expected ragged uint8 or int16 \(B, n, M, k\)"):
-        dense.validate()
 
 
 @pytest.mark.slow

@@ -1,22 +1,24 @@
-"""Operations on the rows of one column, of every kind. A new kind of column is added here.
+"""Operations on columns of every kind: on the rows of one, and on those of two batches that are merged. A new kind is added here.
 
 A column of ``batch`` is a tensor ``(B, ...)`` or a nested ``TensorDict``. A column of ``non_tensor_batch`` is a numpy array
 ``(B, ...)``, often of dtype object, or a :class:`RaggedTensor` of B rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
-from dataproto._ops.equality import same_value
-from dataproto.errors import ColumnConflict, IndivisibleBatch, InvalidColumn
+from dataproto.errors import ColumnConflict, IndivisibleBatch, InvalidColumn, RowCountMismatch
+from dataproto.packing import MAX_TOKENS
 from dataproto.ragged import RaggedTensor
-from dataproto.tensordict_utils import nested_tensor_from_tensor_list, object_array, rows_at
+from dataproto.tensordict_utils import nested_tensor_from_tensor_list, object_array, rows_at, same_value
 
 Column: TypeAlias = Any  # torch.Tensor | TensorDictBase | np.ndarray | RaggedTensor
+
+Array: TypeAlias = np.ndarray | RaggedTensor
 
 _KINDS = (torch.Tensor, np.ndarray, RaggedTensor, TensorDictBase)
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic)
@@ -200,3 +202,174 @@ def first_difference(left: Any, right: Any) -> str:
         if not same_value(left[row], right[row]):
             return f"row {row} differs"
     return "contents differ"
+
+
+# Columns of two batches, and facts
+
+
+def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
+    """Adds the columns of the second to the first, in place, and returns the first; on an error the first is unchanged.
+
+    Raises:
+        RowCountMismatch: the batch sizes differ.
+        ColumnConflict: both have a name with different values.
+    """
+    if tensor_dict1.batch_size != tensor_dict2.batch_size:
+        sizes = f"{tuple(tensor_dict1.batch_size)} and {tuple(tensor_dict2.batch_size)}"
+        raise RowCountMismatch(f"two tensor dicts must have identical batch sizes, not {sizes}")
+    new = _new_columns(dict(tensor_dict1.items()), dict(tensor_dict2.items()))
+    for key in new:
+        tensor_dict1.set(key, tensor_dict2.get(key))
+    return tensor_dict1
+
+
+def union_numpy_dict(tensor_dict1: dict[str, Array], tensor_dict2: Mapping[str, Array]) -> dict[str, Array]:
+    """Adds the arrays of the second to the first, in place, and returns the first; on an error the first is unchanged.
+
+    Raises:
+        InvalidColumn: a value of a name that both have is neither an array nor a ragged tensor.
+        ColumnConflict: both have a name with different values (NaN equals NaN, objects are compared deeply).
+    """
+    for key in tensor_dict1.keys() & tensor_dict2.keys():
+        for side in (tensor_dict1, tensor_dict2):
+            if not isinstance(side[key], np.ndarray | RaggedTensor):
+                raise InvalidColumn(f"`{key}` is a {type(side[key]).__name__}, not a numpy array")
+    new = _new_columns(tensor_dict1, tensor_dict2)
+    tensor_dict1.update(new)
+    return tensor_dict1
+
+
+def _new_columns(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns that ``right`` adds to ``left``; raises ColumnConflict if both have a name with different values."""
+    for key in left.keys() & right.keys():
+        if not same_value(left[key], right[key]):
+            detail = first_difference(left[key], right[key])
+            raise ColumnConflict(f"`{key}` in tensor_dict1 and tensor_dict2 are not the same object: {detail}")
+    return {key: value for key, value in right.items() if key not in left}
+
+
+def union_meta_info(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``meta_info`` of both; raises ColumnConflict if a key has two values."""
+    for key in left.keys() & right.keys():
+        if not same_value(left[key], right[key]):
+            raise ColumnConflict(f"Conflicting values for meta_info key '{key}': {left[key]!r} and {right[key]!r}")
+    return {**left, **right}
+
+
+def concat_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The ``meta_info`` of a batch that is joined from parts.
+
+    ``metrics`` (a dict or a list of dicts a part) become one dict of lists. Keys with ``timing`` in them differ between workers
+    and keep the largest value of each number, since a step waits for its slowest part. ``max_tokens`` (see `dataproto.packing`)
+    becomes the largest of all parts. Any other key must agree.
+
+    Raises:
+        ColumnConflict: a key has two values.
+
+    >>> concat_meta_info([{"metrics": {"loss": 1.0}, "timing": {"gen": 2.0}}, {"metrics": {"loss": 3.0}, "timing": {"gen": 5.0}}])
+    {'timing': {'gen': 5.0}, 'metrics': {'loss': [1.0, 3.0]}}
+    """
+    merged: dict[str, Any] = {}
+    metrics: list[Mapping[str, Any]] = []
+    for part in parts:
+        for key, value in part.items():
+            if key == "metrics":
+                metrics += value if isinstance(value, list) else [] if value is None else [value]
+            elif key not in merged or same_value(merged[key], value):
+                merged.setdefault(key, value)
+            elif key == MAX_TOKENS and isinstance(value, int) and isinstance(merged[key], int):
+                merged[key] = max(merged[key], value)
+            elif "timing" in str(key):
+                merged[key] = _slowest(key, merged[key], value)
+            else:
+                raise ColumnConflict(f"Conflicting values for meta_info key '{key}': {merged[key]!r} and {value!r}")
+    if metrics:
+        names = dict.fromkeys(name for part in metrics for name in part)
+        merged["metrics"] = {name: [part[name] for part in metrics if name in part] for name in names}
+    return merged
+
+
+def _slowest(key: str, left: Any, right: Any) -> Any:
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        both = left.keys() & right.keys()
+        return {**left, **right, **{name: _slowest(key, left[name], right[name]) for name in both}}
+    if isinstance(left, int | float) and isinstance(right, int | float):
+        return left if right != right else right if left != left else max(left, right)
+    if same_value(left, right):
+        return left
+    raise ColumnConflict(f"Conflicting values for meta_info key '{key}': {left!r} and {right!r}")
+
+
+# Rows folded into groups
+
+
+def fold_rows(columns: Mapping[str, Column], rows: int, groups: int) -> dict[str, Column]:
+    """Columns ``(rows, ...)`` to ``(groups, rows // groups, ...)``; see ``fold_batch_dim``."""
+    if groups < 1 or rows % groups:
+        raise IndivisibleBatch(f"{rows} rows do not fold into {groups} groups")
+    _check_dense(columns)
+    inner = rows // groups
+    return {name: column.reshape(groups, inner, *column.shape[1:]) for name, column in columns.items()}
+
+
+def unfold_rows(columns: Mapping[str, Column], dims: int) -> tuple[dict[str, Column], int | None]:
+    """The first ``dims`` dimensions of every column as one, and its size; see ``unfold_batch_dim``."""
+    _check_dense(columns)
+    sizes = {name: tuple(column.shape[:dims]) for name, column in columns.items()}
+    if len(set(sizes.values())) > 1 or any(len(size) < dims for size in sizes.values()):
+        raise InvalidColumn(f"columns differ in their first {dims} dimensions: {sizes}")
+    if not sizes:
+        return {}, None
+    rows = int(np.prod(next(iter(sizes.values()))))
+    return {name: column.reshape(rows, *column.shape[dims:]) for name, column in columns.items()}, rows
+
+
+def _check_dense(columns: Mapping[str, Any]) -> None:
+    if ragged := [name for name, column in columns.items() if isinstance(column, RaggedTensor)]:
+        raise InvalidColumn(f"columns {ragged} are ragged and have one batch dimension only")
+
+
+# Descriptions
+
+
+def data_info(batch: Any, non_tensor_batch: Mapping[str, Array], meta_info: Mapping[str, Any]) -> str:
+    """One line for each column and key of ``meta_info``: name, shape, dtype, device or type."""
+    lines = ["batch"]
+    for name, value in () if batch is None else batch.items():
+        dtype = f" ({value.dtype})" if hasattr(value, "dtype") and value.dtype is not None else ""
+        lines.append(f"  {name}: {tuple(value.shape)}{dtype}{'' if value.device is None else f' {value.device}'}")
+    lines.append("non_tensor_batch")
+    lines += [f"  {name}: {type_name(array)}" for name, array in non_tensor_batch.items()]
+    lines.append("meta_info")
+    lines += [f"  {name}: {type_name(value)}" for name, value in meta_info.items()]
+    return "\n".join(lines)
+
+
+def type_name(value: Any) -> str:
+    """The type of a value and of its contents.
+
+    >>> type_name({"a": [1, 2.0]}), type_name((1, "x"))
+    ('dict[str: list[float|int]]', 'tuple(int, str)')
+    """
+    if isinstance(value, list):
+        return f"list[{'|'.join(sorted({type_name(item) for item in value[:3]})) or '...'}]"
+    if isinstance(value, tuple):
+        return f"tuple({', '.join(map(type_name, value))})"
+    if isinstance(value, dict):
+        if not value:
+            return "dict"
+        key, item = next(iter(value.items()))
+        return f"dict[{type_name(key)}: {type_name(item)}]"
+    if isinstance(value, np.ndarray):
+        return f"ndarray{value.shape} ({value.dtype})"
+    if isinstance(value, RaggedTensor):
+        return repr(value)
+    return type(value).__name__
+
+
+def size_info(batch: Any, non_tensor_batch: Mapping[str, Array], prefix: str = "") -> str:
+    """The size of tensors and arrays in GB; of objects only the references count."""
+    tensors = 0 if batch is None else sum(value.numel() * value.element_size() for value in batch.values(True, True))
+    arrays = sum(array.nbytes for array in non_tensor_batch.values())
+    message = f"Size of tensordict: {tensors / 1024**3} GB, size of non_tensor_batch: {arrays / 1024**3} GB"
+    return f"{prefix}, {message}" if prefix else message

@@ -1,1 +1,0 @@
-"""Batches between ranks: bytes are exchanged, and messages are batches as bytes."""

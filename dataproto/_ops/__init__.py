@@ -1,1 +1,0 @@
-"""The operations behind the verbs of `DataProto`, as functions on columns, values and memory."""
