@@ -28,7 +28,7 @@ sys.path[:] = [str(ROOT), *(place for place in sys.path if Path(place or ".").re
 
 from recipes.configs import plan_config  # noqa: E402
 from recipes.forecast import StepForecast  # noqa: E402
-from recipes.options import divided  # noqa: E402
+from recipes.options import divided, options_of  # noqa: E402
 from recipes.plan import plan  # noqa: E402
 
 RUN, STEPS, MIB = "run", 9, 2**20
@@ -79,7 +79,7 @@ def planned(recipe: str, options: Sequence[str]) -> StepForecast:
 
 
 def main(recipe: str, options: Sequence[str]) -> None:
-    _, of_recipe = divided(options, plan_config.PlanOptions())
+    _, of_recipe = divided(options, options_of(plan_config.PlanOptions()))
     found = planned(recipe, options)
     done = subprocess.run(
         [sys.executable, __file__, RUN, recipe, *of_recipe], capture_output=True, text=True, check=True

@@ -27,7 +27,7 @@ sys.path[:] = [str(ROOT), *(place for place in sys.path if Path(place or ".").re
 from benchmarks.cpu_plan import planned  # noqa: E402
 from recipes.configs import plan_config  # noqa: E402
 from recipes.forecast import StepForecast, forecast  # noqa: E402
-from recipes.options import divided  # noqa: E402
+from recipes.options import divided, options_of  # noqa: E402
 from recipes.plan import fit  # noqa: E402
 
 STEPS, ROUNDS = 11, 2
@@ -85,7 +85,7 @@ def run_timed(options: Sequence[str]) -> None:
 
 
 def main(options: Sequence[str]) -> None:
-    _, of_recipe = divided(options, plan_config.PlanOptions())
+    _, of_recipe = divided(options, options_of(plan_config.PlanOptions()))
     chosen = fit(planned("grpo", options).setting)
     choices = neighbours(chosen)
     rounds = [[measured(each, of_recipe) for each in choices] for _ in range(ROUNDS)]

@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import tyro
-
 from dataproto.errors import InvalidConfig
 from dataproto_server.engine.engine_options import EngineOptions
 from recipes.options import parse_config
@@ -23,22 +21,35 @@ OF_TRAINING = ("rollout_processes", "reward_processes", "reward_timeout_s")
 
 @dataclass(frozen=True, kw_only=True)
 class LimitsConfig:
-    """What requests and keys may take; more is refused, and the refusal names the option."""
+    """What requests and keys may take; more is refused, and the refusal names the option.
 
-    max_body_mb: int = 64  # of a request's body, also after decompression
-    max_images: int = 64  # of a request
-    max_image_megapixels: float = 20.0  # of one image
-    max_request_megapixels: float = 50.0  # of all images of a request
-    max_data: int = 4096  # rows of a forward_backward request
-    max_samples: int = 1024  # num_samples of a request
-    max_topk: int = 64  # of top-k log-probs
-    max_runs: int = 16  # of a key, in training at the same time
-    max_queued_mb: int = (
-        2048  # of a key's waiting requests that train, the same of its samples and of results in memory
-    )
-    max_queued_requests: int = 4096  # requests of a key that train and wait
-    max_queued_samples: int = 4096  # samples of a key that wait or are being drawn
-    max_checkpoint_gb: float = 100.0  # of a key's checkpoints
+    Attributes:
+        max_body_mb: size of a request's body, also after decompression
+        max_images: images of a request
+        max_image_megapixels: size of one image
+        max_request_megapixels: size of all images of a request
+        max_data: rows of a forward_backward request
+        max_samples: samples that a request asks for (num_samples)
+        max_topk: number of top-k log-probs
+        max_runs: runs of a key in training at the same time
+        max_queued_mb: size of a key's waiting requests that train; the same of its samples and of results in memory
+        max_queued_requests: requests of a key that train and wait
+        max_queued_samples: samples of a key that wait or are being sampled
+        max_checkpoint_gb: size of a key's checkpoints
+    """
+
+    max_body_mb: int = 64
+    max_images: int = 64
+    max_image_megapixels: float = 20.0
+    max_request_megapixels: float = 50.0
+    max_data: int = 4096
+    max_samples: int = 1024
+    max_topk: int = 64
+    max_runs: int = 16
+    max_queued_mb: int = 2048
+    max_queued_requests: int = 4096
+    max_queued_samples: int = 4096
+    max_checkpoint_gb: float = 100.0
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
@@ -48,27 +59,38 @@ class LimitsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """What is served, where, and to whom."""
+    """What is served, where, and to whom.
 
-    model: tuple[
-        str, ...
-    ] = ()  # NAME, or NAME=PATH of a checkpoint; several names may share a path; default: a small model
-    state: Path = Path(
-        "outputs/serve"
-    )  # directory of checkpoints, journal and keys; the same one continues after a stop
-    host: str = "127.0.0.1"  # address to listen at; any but this machine's own needs --api-keys
-    port: int = 8000  # 0: any free one
-    api_keys: Path | None = None  # file of lines "name: sha256 of a key"; default: one key, written into --state
-    keep_last: int = 0  # newest checkpoints of each kind that a run keeps; 0: all
-    snapshot_steps: int = 8  # updates of a run between snapshots; after a kill at most so many are computed again
-    snapshot_seconds: float = 60.0  # the same in time
-    poll_seconds: float = 25.0  # a request for a result is answered after this time even if there is none
-    gap_seconds: float = 60.0  # requests wait so long for an earlier one of their run that has not come
-    session_seconds: float = 300.0  # a client that is silent for so long has ended
-    on: Literal["local", "ray"] = "local"  # the engine: in a process of this machine, or in one of a Ray cluster
+    Attributes:
+        model: models to serve: NAME, or NAME=PATH of a checkpoint; several names may share a path; default: a small model
+        state: directory of checkpoints, journal and keys; the same one continues after a stop
+        host: address to listen at; any but this machine's own needs --api-keys
+        port: port to listen at; 0: any free one
+        api_keys: file of lines "name: sha256 of a key"; default: one key, written into --state
+        keep_last: newest checkpoints of each kind that a run keeps; 0: all
+        snapshot_steps: updates of a run between snapshots; after a kill at most so many are computed again
+        snapshot_seconds: seconds of a run between snapshots
+        poll_seconds: seconds after which a request for a result is answered even if there is none
+        gap_seconds: seconds for which requests wait for an earlier one of their run that has not come
+        session_seconds: seconds of silence after which a client has ended
+        on: where the engine runs: in a process of this machine, or in one of a Ray cluster
+    """
+
+    model: tuple[str, ...] = ()
+    state: Path = Path("outputs/serve")
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: Path | None = None
+    keep_last: int = 0
+    snapshot_steps: int = 8
+    snapshot_seconds: float = 60.0
+    poll_seconds: float = 25.0
+    gap_seconds: float = 60.0
+    session_seconds: float = 300.0
+    on: Literal["local", "ray"] = "local"
     ray: RayConfig = field(default_factory=RayConfig)
-    limits: tyro.conf.OmitArgPrefixes[LimitsConfig] = field(default_factory=LimitsConfig)
-    engine: tyro.conf.OmitArgPrefixes[EngineOptions] = field(default_factory=EngineOptions)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    engine: EngineOptions = field(default_factory=EngineOptions)
 
     def __post_init__(self) -> None:
         if self.host not in LOCAL and self.api_keys is None:

@@ -6,17 +6,19 @@ It also shows a name that several packages export on one page alone, that of the
 import ast
 import importlib
 import inspect
+import io
 import re
 import sys
+import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import is_dataclass
+from functools import cache
+from textwrap import dedent
 from typing import Any
 
 from sphinx.application import Sphinx
 from sphinx.errors import PycodeError
 from sphinx.pycode import ModuleAnalyzer
-
-from recipes.options.option_table import field_text
 
 AUTOMODULE = re.compile(r"^\.\. automodule:: (\S+)$", re.MULTILINE)
 TABLE_RULE = re.compile(r"\|[-| :]+\|$")
@@ -89,9 +91,36 @@ def field_lines(config: type, lines: list[str]) -> list[str]:
     """The comments of a dataclass's fields as a section of arguments, unless the docstring has one."""
     if any(line.strip() in ("Args:", "Attributes:") for line in lines):
         return []
-    texts = {name: field_text(config, name) for name in inspect.signature(config).parameters}
+    commented = [comments_of(each) for each in config.__mro__ if is_dataclass(each)]
+    texts = {
+        name: next((texts[name] for texts in commented if name in texts), "")
+        for name in inspect.signature(config).parameters
+    }
     arguments = [f"    {name}: {text}" for name, text in texts.items() if text]
     return ["", "Args:", *arguments, ""] if arguments else []
+
+
+@cache
+def comments_of(config: type) -> dict[str, str]:
+    """The comments of the fields that a class itself declares: after a field, or in the lines above it."""
+    try:
+        source = dedent(inspect.getsource(config))
+    except (OSError, TypeError):  # made without a file
+        return {}
+    comments: dict[int, tuple[str, bool]] = {}  # line: text, whether it has the line to itself
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            comments[token.start[0]] = token.string.lstrip("# "), not token.line[: token.start[1]].strip()
+    found = {}
+    (declaration,) = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
+    for node in declaration.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            above = node.lineno - 1
+            while comments.get(above, ("", False))[1]:
+                above -= 1
+            lines = range(above + 1, (node.end_lineno or node.lineno) + 1)
+            found[node.target.id] = " ".join(comments[line][0] for line in lines if line in comments)
+    return found
 
 
 def data_text(name: str) -> list[str]:

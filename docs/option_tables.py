@@ -13,6 +13,7 @@ from sphinx.application import Sphinx
 
 from recipes.options import Option, options_of
 from recipes.options.help_text import spelled_value, spelling
+from recipes.options.option_table import on_command_line
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
@@ -26,7 +27,7 @@ class OptionTable(Directive):
     option_spec: ClassVar[dict[str, Any]] = {}
 
     def run(self) -> list[nodes.Node]:
-        listed, *others = (options_of(made(name)) for name in self.arguments)
+        listed, *others = (on_command_line(options_of(made(name))) for name in self.arguments)
         known = {option.name for options in others for option in options}
         found = nodes.Element()
         lines = table([option for option in listed if option.name not in known])

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 __all__: list[str] = []
 
-NEEDED = ("transformers", "tyro", "yaml", "rich", "datasets", "mathruler")
+NEEDED = ("transformers", "yaml", "rich", "datasets", "mathruler")
 
 SPINS = "2000"
 """The number of times that an idle OpenMP thread (of GNU's library, which torch contains) looks for work before it sleeps. The

@@ -18,7 +18,7 @@ def find_spec(name, path=None, target=None):
 importlib.machinery.PathFinder.find_spec = staticmethod(find_spec)
 """
 NOT_OF_THE_BATCH = (
-    "transformers,datasets,mathruler,pylatexenc,tyro,rich,tensorboard,qwen_vl_utils,ray,vllm,peft,tinker,hypothesis"
+    "transformers,datasets,mathruler,pylatexenc,yaml,rich,tensorboard,qwen_vl_utils,ray,vllm,peft,tinker,hypothesis"
 )
 
 
@@ -91,10 +91,10 @@ def test_a_running_cluster_may_have_an_engine_that_the_driver_lacks(monkeypatch)
 
 
 def test_a_recipe_without_its_extra_ends_with_one_line():
-    done = run_without("tyro,rich", "import runpy; runpy._run_module_as_main('recipes.geo3k_grpo')")
+    done = run_without("yaml,rich", "import runpy; runpy._run_module_as_main('recipes.geo3k_grpo')")
     assert done.returncode == 1
     (line,) = done.stderr.strip().splitlines()
-    assert "recipes needs tyro, rich: pip install 'dataproto-vlm[train]'" in line
+    assert "recipes needs yaml, rich: pip install 'dataproto-vlm[train]'" in line
 
 
 def test_the_server_without_its_extra_ends_with_one_line(tmp_path):

@@ -14,7 +14,7 @@ from recipes.commands import COMMANDS
 from recipes.data.problem_rows import read_row
 from recipes.grpo import GRPORunConfig, main, parse
 from recipes.options import options_of
-from recipes.options.command_line import CONFIG, PRESET
+from recipes.options.option_table import on_command_line
 from recipes.rewards import as_reward_function
 from recipes.watch import read_metrics
 from workers.roles.reward import RewardRow
@@ -36,7 +36,7 @@ def ours(section: str) -> str:
 
 
 def test_every_option_and_command_of_ours_exists() -> None:
-    known = {f"--{option.name}": option for option in options_of(GRPORunConfig())}
+    known = {f"--{option.name}": option for option in on_command_line(options_of(GRPORunConfig()))}
     switched_off = {f"--{option.no_flag.lstrip('-')}" for option in known.values() if option.kind is bool}
     commands = "\n".join(fenced("bash")).partition("dataproto grpo")[2]
     named = set(re.findall(r"--[a-z][\w.-]*", ours("Options") + ours("Data") + ours("Reward functions") + commands))
@@ -44,7 +44,7 @@ def test_every_option_and_command_of_ours_exists() -> None:
     assert named - set(known) - switched_off == set()
     elsewhere = set(re.findall(r"(?<![\w-])--[a-z][\w.-]*", PAGE))
     theirs = {"--backend", "--local_dir", "--target_dir"}  # of verl's and EasyR1's mergers
-    assert elsewhere - set(known) - switched_off - {PRESET, CONFIG} - theirs == set()
+    assert elsewhere - set(known) - switched_off - {"--preset", "--config"} - theirs == set()
     assert set(re.findall(r"dataproto (grpo|ppo|export|\w+) ", ours("In short"))) <= set(COMMANDS)
 
 

@@ -61,11 +61,11 @@ def test_indented_formulas_become_literal_blocks() -> None:
 
 
 def test_comments_of_fields_become_arguments() -> None:
-    from workers import OptimizerConfig
+    from rollout import SamplingParams
 
-    lines = docstrings.field_lines(OptimizerConfig, ["Settings of AdamW."])
-    assert "    lr: after the warm-up" in lines
-    assert docstrings.field_lines(OptimizerConfig, ["Args:", "    lr: ..."]) == []
+    lines = docstrings.field_lines(SamplingParams, ["How responses are sampled."])
+    assert "    top_k: 0: all tokens" in lines
+    assert docstrings.field_lines(SamplingParams, ["Args:", "    n: ..."]) == []
 
 
 def test_an_object_is_shown_in_the_first_of_its_packages() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from dataproto.errors import InvalidColumn, InvalidConfig
 from dataproto.extras import LazyModule
@@ -40,62 +40,89 @@ class AlgorithmConfig:
 
     Options that are left out get the values that the papers of ``loss`` and ``advantage`` use.
 
+    Attributes:
+        n: samples of each prompt
+        temperature: temperature of the policy, in sampling and in the loss
+        top_p: sample from the smallest set of likeliest tokens with this total probability
+        top_k: sample from this number of likeliest tokens; 0: from all
+        minibatch: prompts of each optimizer step; None, or more than a batch has: the whole batch
+        epochs: passes over each batch
+        advantage: baseline of a response or of its tokens: grpo, dr_grpo, rloo, reinforce_plus_plus,
+            reinforce_plus_plus_baseline, remax, opo, over turns gigpo and turn_returns, in distil reverse_kl, with a
+            critic gae, turn_gae and bi_level_gae, or FILE.py:FUNCTION; default: the loss's, or grpo
+        gamma: discount of rewards for each token, for reinforce_plus_plus, gae and bi_level_gae
+        turn_gamma: discount of rewards a turn, for gigpo, turn_returns, turn_gae and bi_level_gae; default: the
+            advantage's, or 1
+        step_weight: of gigpo: weight of the comparison of turns that begin in the same state
+        loss: loss of log-probs and advantages: ppo, grpo, dr_grpo, dapo, gspo, cispo, sapo, clip_cov, kl_cov or
+            FILE.py:FUNCTION; a name also sets the other options of its paper, unless they are given
+        clip: distances below and above 1 at which the ratio is clipped; default: the loss's, or 0.2 0.2
+        dual_clip: bound of the ratio where the advantage is negative, for ppo, grpo, dr_grpo and dapo
+        sapo_temperatures: of sapo: for positive and for negative advantages
+        cov_ratio: of clip_cov and kl_cov: share of the tokens that are selected
+        cov_bounds: of clip_cov: bounds of the covariances of the selected tokens
+        kl_cov_coef: of kl_cov: weight of the penalty
+        kl_coef: weight of the KL term to the reference; 0 needs no reference; default: the loss's or the advantage's, or
+            0
+        kl_in: where the KL term is added; default: as for kl_coef, or loss
+        kl: estimator of the KL term; default: as for kl_coef, or k3 in the loss, k1 in the reward
+        kl_target: KL near which the weight of the term in the reward is kept; default: the weight is constant
+        kl_horizon: time constant of the adaptation, in rows
+        entropy_coef: weight of the entropy bonus
+        entropy_anneal: multiply the entropy bonus by 1 - accuracy of the batch
+        aggregation: how the losses of tokens are averaged; default: the loss's or the advantage's, or token-mean
+        dynamic_sampling: drop groups whose samples are all equally good and sample others, in at most this number of
+            generations for each step; 0: keep all groups; default: the loss's, or 0
+        filter_metric: column that compares samples for dynamic sampling; default: acc if the reward has it, else score
+        overlong_buffer: length of the interval below the maximum length in which responses are penalised, in tokens or,
+            below 1, as a share of the maximum length (of a turn, in episodes); 0: no penalty; default: the loss's, or 0
+        overlong_penalty: penalty of a response of maximum length
+        correction: weigh tokens or responses by the importance ratio of actor to engine
+        correction_limit: largest importance weight; or a lower and an upper bound, outside of which the weight is 0
+        rejection: remove tokens or responses from the loss whose ratio of actor to engine is outside of the bounds
+        rejection_bounds: smallest and largest ratio that rejection keeps
+        skip_old_log_probs: use the engine's log-probs as the actor's old log-probs: valid if the actor has not changed
+            and the two agree
+
     >>> AlgorithmConfig(loss="gspo").aggregation, AlgorithmConfig(loss="gspo").clip
     ('seq-mean-token-mean', (0.0003, 0.0004))
     >>> AlgorithmConfig(loss="gspo", aggregation="token-mean").aggregation
     'token-mean'
     """
 
-    n: int = 5  # samples of each prompt
-    temperature: float = 1.0  # of the policy, in sampling and in the loss
-    top_p: float = 1.0  # sample from the smallest set of likeliest tokens with this total probability
-    top_k: int = 0  # sample from this number of likeliest tokens; 0: from all
-    minibatch: int | None = None  # prompts of each optimizer step; None, or more than a batch has: the whole batch
-    epochs: int = 1  # passes over each batch
-    # baseline of a response or of its tokens: grpo, dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax,
-    # opo, over turns gigpo and turn_returns, in distil reverse_kl, with a critic gae, turn_gae and bi_level_gae, or
-    # FILE.py:FUNCTION; default: the loss's, or grpo
+    n: int = 5
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    minibatch: int | None = None
+    epochs: int = 1
     advantage: str = OF_THE_PAPER
-    gamma: float = 1.0  # discount of rewards a token, for reinforce_plus_plus, gae and bi_level_gae
-    # discount of rewards a turn, for gigpo, turn_returns, turn_gae and bi_level_gae; default: the advantage's, or 1
+    gamma: float = 1.0
     turn_gamma: float = OF_THE_PAPER
-    step_weight: float = 1.0  # of gigpo: weight of the comparison of turns that begin in the same state
-    # loss of log-probs and advantages: ppo, grpo, dr_grpo, dapo, gspo, cispo, sapo, clip_cov, kl_cov or FILE.py:FUNCTION;
-    # a name also sets the other options of its paper, unless they are given
+    step_weight: float = 1.0
     loss: str = "ppo"
-    # distances below and above 1 at which the ratio is clipped; default: the loss's, or 0.2 0.2
     clip: tuple[float, float] = OF_THE_PAPER
-    dual_clip: float | None = 3.0  # of ppo, grpo, dr_grpo and dapo: bound of the ratio where the advantage is negative
-    sapo_temperatures: tuple[float, float] = (1.0, 1.05)  # of sapo: for positive and for negative advantages
-    cov_ratio: float = 2e-4  # of clip_cov and kl_cov: share of the tokens that are selected
-    cov_bounds: tuple[float, float] = (1.0, 5.0)  # of clip_cov: bounds of the covariances of the selected tokens
-    kl_cov_coef: float = 1.0  # of kl_cov: weight of the penalty
-    # weight of the KL term to the reference; 0 needs no reference; default: the loss's or the advantage's, or 0
+    dual_clip: float | None = 3.0
+    sapo_temperatures: tuple[float, float] = (1.0, 1.05)
+    cov_ratio: float = 2e-4
+    cov_bounds: tuple[float, float] = (1.0, 5.0)
+    kl_cov_coef: float = 1.0
     kl_coef: float = OF_THE_PAPER
-    kl_in: Literal["loss", "reward"] = OF_THE_PAPER  # where the KL term is added; default: as for kl_coef, or loss
-    kl: Estimator = OF_THE_PAPER  # its estimator; default: as for kl_coef, or k3 in the loss, k1 in the reward
-    kl_target: float | None = None  # in the reward: adapt the weight so that the KL stays near this value
-    kl_horizon: int = 10_000  # time constant of the adaptation, in rows
-    entropy_coef: float = 0.0  # weight of the entropy bonus
-    entropy_anneal: bool = False  # multiply the bonus by 1 - accuracy of the batch
-    # how the losses of tokens are averaged; default: the loss's or the advantage's, or token-mean
+    kl_in: Literal["loss", "reward"] = OF_THE_PAPER
+    kl: Estimator = OF_THE_PAPER
+    kl_target: float | None = None
+    kl_horizon: int = 10_000
+    entropy_coef: float = 0.0
+    entropy_anneal: bool = False
     aggregation: AggregationMode = OF_THE_PAPER
-    # drop groups whose samples are all equally good and sample others, in at most this number of generations for each step;
-    # 0: keep all groups; default: the loss's, or 0
     dynamic_sampling: int = OF_THE_PAPER
-    filter_metric: str | None = None  # the column that compares samples; default: acc if the reward has it, else score
-    # length of the interval below the maximum length in which responses are penalised, in tokens or, below 1, as a share of
-    # the maximum length (of a turn, in episodes); 0: no penalty; default: the loss's, or 0
+    filter_metric: str | None = None
     overlong_buffer: float = OF_THE_PAPER
-    overlong_penalty: float = 1.0  # penalty of a response of maximum length
-    # weigh tokens or responses by the importance ratio of actor to engine
+    overlong_penalty: float = 1.0
     correction: Correction = "none"
-    # the largest weight; or a lower and an upper bound, outside of which the weight is 0
     correction_limit: float | tuple[float, float] = 2.0
-    # remove tokens or responses from the loss whose ratio of actor to engine is outside of the bounds
     rejection: Rejection = "none"
-    rejection_bounds: tuple[float, float] = (0.5, 2.0)  # the smallest and the largest ratio that is kept
-    # use the engine's log-probs as the actor's old log-probs: valid if the actor has not changed and the two agree
+    rejection_bounds: tuple[float, float] = (0.5, 2.0)
     skip_old_log_probs: bool = False
 
     def __post_init__(self) -> None:
@@ -204,6 +231,41 @@ class AlgorithmConfig:
                 f"algorithm.correction={self.correction}, rejection={self.rejection} compare the actor's old log-probs with the "
                 "engine's, which skip_old_log_probs assumes to be equal: choose one of them"
             )
+
+    def idle_options(self) -> list[tuple[bool, str, str]]:
+        """Options that do nothing here; see `recipes.options.refuse_idle_options`."""
+        return [
+            (not self.kl_coef, "kl kl-in", "there is no KL term: add --algorithm.kl-coef"),
+            (self.kl_target is None, "kl-horizon", "the KL weight is constant: add --algorithm.kl-target"),
+            (
+                not self.entropy_coef,
+                "entropy-anneal",
+                "there is no entropy bonus: add --algorithm.entropy-coef",
+            ),
+            (
+                not self.overlong_buffer,
+                "overlong-penalty",
+                "no response is penalised for its length: add --algorithm.overlong-buffer",
+            ),
+            (
+                self.advantage == "reverse_kl",
+                "overlong-buffer",
+                "distillation learns from the teacher, not from rewards: leave it out",
+            ),
+            (self.correction == "none", "correction-limit", "nothing is corrected: add --algorithm.correction"),
+            (self.rejection == "none", "rejection-bounds", "nothing is rejected: add --algorithm.rejection"),
+        ]
+
+    def replaced(self, **options: Any) -> Self:
+        """The same algorithm with other options.
+
+        What papers set is set anew. A loss or an advantage that is named also replaces the KL term, and an advantage the
+        discount.
+        """
+        named = {name for name in ("loss", "advantage") if options.get(name) is not None}
+        anew = [*self.of_the_paper, *(["kl_coef", "kl_in"] if named else [])]
+        discount = {"gamma": 1.0} if "advantage" in named else {}
+        return replace(self, **dict.fromkeys(anew, OF_THE_PAPER) | discount | options)
 
     @property
     def of_the_paper(self) -> list[str]:

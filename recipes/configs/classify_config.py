@@ -8,9 +8,6 @@ with an image and a label column. Accuracy is that of greedy answers which are e
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from dataproto.errors import InvalidConfig
 from recipes.configs.shared.run_config import RunConfig
@@ -23,17 +20,30 @@ OUTPUT_DIR = Path("outputs/classify")
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifyDataConfig(RowsConfig):
-    """Labelled pictures: where they come from and what is asked about them."""
+    """Labelled pictures: where they come from and what is asked about them.
 
-    data_path: str | None = None  # folder of class directories, parquet or JSON file, data set name; drawn by default
-    image_column: Annotated[str, tyro.conf.arg(aliases=("--image-key",))] = "image"  # of a data set
-    label_column: Annotated[str, tyro.conf.arg(aliases=("--answer-key",))] = "label"  # of a data set
-    exclude: tuple[str, ...] = ()  # class directories or labels to leave out, such as BACKGROUND_Google
-    question: str = Templates.question  # {classes} becomes the list of all classes
-    answer: str = Templates.answer  # {label} becomes the name of the class
-    drawn_rows: int = 2**20  # how many pictures are drawn before they repeat
-    max_length: int = 2048  # tokens, image tokens included; a longer row is unusable, see --on-bad-row
-    max_response_length: int = 32  # tokens of an answer to a held-out question
+    Attributes:
+        data_path: training data: folder of class directories, parquet or JSON file, data set name; default: synthetic
+            pictures
+        image_column: column of the images of a data set
+        label_column: column of the labels of a data set
+        exclude: class directories or labels to leave out, such as BACKGROUND_Google
+        question: question about each picture; {classes} becomes the list of all classes
+        answer: answer to learn; {label} becomes the name of the class
+        drawn_rows: number of synthetic pictures before they repeat
+        max_length: tokens of a row, image tokens included; a longer row is unusable, see --on-bad-row
+        max_response_length: tokens of an answer to a held-out question
+    """
+
+    data_path: str | None = None
+    image_column: str = "image"
+    label_column: str = "label"
+    exclude: tuple[str, ...] = ()
+    question: str = Templates.question
+    answer: str = Templates.answer
+    drawn_rows: int = 2**20
+    max_length: int = 2048
+    max_response_length: int = 32
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -46,13 +56,25 @@ class ClassifyDataConfig(RowsConfig):
     def templates(self) -> Templates:
         return Templates(self.question, self.answer)
 
+    def idle_options(self) -> list[tuple[bool, str, str]]:
+        """Options that do nothing here; see `recipes.options.refuse_idle_options`."""
+        return [
+            (
+                not self.data_path,
+                "image-column label-column exclude",
+                "drawn pictures have no files and columns: add --data-path",
+            ),
+            (not self.data_path, "on-bad-row", "all drawn rows can be used: add --data-path"),
+            (bool(self.data_path), "drawn-rows", "only drawn data have it: leave out --data-path"),
+        ]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifyConfig(SupervisedConfig):
     """Everything the run depends on."""
 
-    data: tyro.conf.OmitArgPrefixes[ClassifyDataConfig] = field(default_factory=ClassifyDataConfig)
-    run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=lambda: RunConfig(output_dir=OUTPUT_DIR))
+    data: ClassifyDataConfig = field(default_factory=ClassifyDataConfig)
+    run: RunConfig = field(default_factory=lambda: RunConfig(output_dir=OUTPUT_DIR))
 
 
 TINY = ClassifyConfig(

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import tyro
-
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.options import AlgorithmConfig
 from recipes.configs.shared.policy_gradient_config import DataConfig, PolicyGradientConfig, parse_with_defaults
@@ -28,10 +26,15 @@ OUTPUT_DIR = Path("outputs/distil")
 
 @dataclass(frozen=True)
 class DistilConfig(AlgorithmConfig):
-    """The algorithm's settings."""
+    """The algorithm's settings.
 
-    n: int = 4  # samples of each prompt
-    advantage: str = "reverse_kl"  # of a token: how much likelier the teacher finds it
+    Attributes:
+        n: samples of each prompt
+        advantage: what a token is worth: how much likelier the teacher finds it
+    """
+
+    n: int = 4
+    advantage: str = "reverse_kl"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,11 +47,15 @@ class DistilConfig(AlgorithmConfig):
 
 @dataclass(frozen=True)
 class DistilRunConfig(PolicyGradientConfig):
-    """A run of on-policy distillation."""
+    """A run of on-policy distillation.
 
-    teacher: str | None = None  # checkpoint directory or hub name, with the student's tokens
+    Attributes:
+        teacher: teacher: checkpoint directory or hub name, with the student's tokens
+    """
+
+    teacher: str | None = None
     algorithm: DistilConfig = field(default_factory=DistilConfig)
-    run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=lambda: RunConfig(output_dir=OUTPUT_DIR))
+    run: RunConfig = field(default_factory=lambda: RunConfig(output_dir=OUTPUT_DIR))
 
     def check_models(self, model_path: str) -> None:
         """Raises `InvalidConfig` without a teacher, or if the teacher reads other tokens or images than the student."""

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import tyro
-
 from dataproto.errors import InvalidConfig
 from recipes.configs.grpo_config import GRPOConfig, GRPORunConfig
 from recipes.configs.shared.policy_gradient_config import DataConfig, parse_with_defaults
@@ -26,10 +24,15 @@ OUTPUT_DIR = Path("outputs/easy_vqa")
 
 @dataclass(frozen=True)
 class SFTPhaseConfig:
-    """The supervised phase, in which the model learns the form of an answer."""
+    """The supervised phase, in which the model learns the form of an answer.
 
-    steps: int = 100  # updates; 0: GRPO starts from --model-path as it is
-    batch_size: int = 64  # questions of an update
+    Attributes:
+        steps: updates of the supervised phase; 0: GRPO starts from --model-path as it is
+        batch_size: questions of a supervised update
+    """
+
+    steps: int = 100
+    batch_size: int = 64
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5, schedule="cosine"))
 
     def __post_init__(self) -> None:
@@ -38,14 +41,26 @@ class SFTPhaseConfig:
                 f"sft.steps={self.steps} must be at least 0, sft.batch_size={self.batch_size} at least 1"
             )
 
+    def idle_options(self) -> list[tuple[bool, str, str]]:
+        """Options that do nothing here; see `recipes.options.refuse_idle_options`."""
+        return [
+            (not self.steps, "batch-size optimizer.", "there is no supervised phase: leave out --sft.steps 0"),
+        ]
+
 
 @dataclass(frozen=True)
 class EasyVQADataConfig(DataConfig):
-    """Questions about pictures, which are those of easy-VQA."""
+    """Questions about pictures, which are those of easy-VQA.
 
-    data_path: str | None = None  # wheel of easy-vqa 1.0, or a ZIP file of its layout; by default pip fetches it
-    eval_data_path: str | None = None  # leave it out: easy-VQA has its own test questions
-    level: int = 1  # leave it out: the questions of easy-VQA have no level
+    Attributes:
+        data_path: wheel of easy-vqa 1.0, or a ZIP file of its layout; by default pip fetches it
+        eval_data_path: leave it out: easy-VQA has its own test questions
+        level: leave it out: the questions of easy-VQA have no level
+    """
+
+    data_path: str | None = None
+    eval_data_path: str | None = None
+    level: int = 1
 
     def __post_init__(self) -> None:
         if self.eval_data_path or self.keys.given():
@@ -55,15 +70,21 @@ class EasyVQADataConfig(DataConfig):
 
 @dataclass(frozen=True)
 class EasyVQAConfig(GRPORunConfig):
-    """A run of both phases."""
+    """A run of both phases.
 
-    # FILE.py:FUNCTION in verl's, EasyR1's or TRL's form, classifier:MODEL, or a URL; 1 for a right answer by default
+    Attributes:
+        reward: reward function: FILE.py:FUNCTION in verl's, EasyR1's or TRL's form, classifier:MODEL, or a URL; default:
+            1 for a right answer
+        shuffled_rewards: permute the rewards of each batch at random, so that they say nothing: a control
+        shuffled_control: run the GRPO phase again with such rewards after the run, in its folder shuffled
+    """
+
     reward: str | None = None
-    data: tyro.conf.OmitArgPrefixes[EasyVQADataConfig] = field(default_factory=EasyVQADataConfig)
+    data: EasyVQADataConfig = field(default_factory=EasyVQADataConfig)
     sft: SFTPhaseConfig = field(default_factory=SFTPhaseConfig)
-    shuffled_rewards: bool = False  # a control: permute the rewards of each batch at random, so that they say nothing
-    shuffled_control: bool = False  # after the run, in its folder shuffled: its GRPO phase again with such rewards
-    run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=lambda: RunConfig(output_dir=OUTPUT_DIR))
+    shuffled_rewards: bool = False
+    shuffled_control: bool = False
+    run: RunConfig = field(default_factory=lambda: RunConfig(output_dir=OUTPUT_DIR))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,6 +94,17 @@ class EasyVQAConfig(GRPORunConfig):
             raise InvalidConfig("sft.steps=0 needs --model-path: the small model has random weights")
         if self.run.epochs is not None:
             raise InvalidConfig("the two phases have their own lengths: give --sft.steps and --steps, not --epochs")
+
+    def idle_options(self) -> list[tuple[bool, str, str]]:
+        """Options that do nothing here; see `recipes.options.refuse_idle_options`."""
+        return [
+            *super().idle_options(),
+            (
+                True,
+                "level instruction on-bad-row media-root",
+                "the questions of easy-VQA have none, and all can be used: leave it out",
+            ),
+        ]
 
 
 # For a model of under a million parameters, on two cores.

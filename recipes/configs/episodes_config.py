@@ -1,11 +1,8 @@
 """The options of training over episodes, for any environment."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
-
-import tyro
+from typing import TYPE_CHECKING
 
 from dataproto.errors import InvalidConfig
 from recipes.configs.ppo_config import ActorCriticConfig
@@ -19,18 +16,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EpisodesConfig:
-    """Episodes: where they take place and how long they may be. ``data.max_response_length`` is the limit of one turn."""
+    """Episodes: where they take place and how long they may be. ``data.max_response_length`` is the limit of one turn.
 
-    environment: str | None = None  # FILE.py:NAME of a class or function that makes one; the recipe's own by default
-    turns: int = 6  # of an episode
-    tokens: int | None = None  # of an episode behind its prompt, observations included; default: no limit
-    seconds: float = (
-        60.0  # that the environment of an episode may take in all its calls; the time of decoding does not count
-    )
-    last_pictures: int | None = None  # of the observations that a turn sees; default: all
-    memory_gib: float | None = None  # of the environment, in a process of its own; default: a thread, no limit
-    wall_clock: float | None = None  # seconds of an episode, decoding included; not reproducible; default: no limit
-    drop_cut: bool = False  # learn nothing from episodes that a limit cut: turns, tokens, time, or a turn's length
+    Attributes:
+        environment: FILE.py:NAME of a class or function that makes an environment; default: the recipe's own
+        turns: turns of an episode
+        tokens: tokens of an episode after its prompt, observations included; default: no limit
+        seconds: seconds that the environment of an episode may take in all its calls, without the time of decoding
+        last_pictures: number of last observations' pictures that a turn sees; default: all
+        memory_gib: memory of the environment, in a process of its own; default: a thread, no limit
+        wall_clock: seconds of an episode, decoding included; not reproducible; default: no limit
+        drop_cut: learn nothing from episodes that a limit cut: turns, tokens, time, or a turn's length
+    """
+
+    environment: str | None = None
+    turns: int = 6
+    tokens: int | None = None
+    seconds: float = 60.0
+    last_pictures: int | None = None
+    memory_gib: float | None = None
+    wall_clock: float | None = None
+    drop_cut: bool = False
 
     def limits(self) -> "EpisodeLimits":
         """The limits of an episode. Raises `InvalidConfig`."""
@@ -43,11 +49,17 @@ class EpisodesConfig:
 
 @dataclass(frozen=True)
 class WarmUpPhaseConfig:
-    """The supervised phase on demonstrations, before the small model plays its first episode."""
+    """The supervised phase on demonstrations, before the small model plays its first episode.
 
-    steps: int = 30  # updates
-    batch_size: int = 32  # demonstrations of an update
-    lr: float = 2e-3  # learning rate
+    Attributes:
+        steps: updates of the supervised phase
+        batch_size: demonstrations of an update
+        lr: learning rate of the supervised phase
+    """
+
+    steps: int = 30
+    batch_size: int = 32
+    lr: float = 2e-3
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch_size < 1:
@@ -66,15 +78,18 @@ class EpisodeAlgorithmConfig(ActorCriticConfig):
 
 @dataclass(frozen=True)
 class EpisodeRunConfig(PolicyGradientConfig):
-    """A run of GRPO or PPO over episodes."""
+    """A run of GRPO or PPO over episodes.
+
+    Attributes:
+        critic_optimizer: of a critic
+        warm_up: of the small model
+    """
 
     algorithm: EpisodeAlgorithmConfig = field(default_factory=EpisodeAlgorithmConfig)
-    critic_optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))  # of a critic
-    episodes: tyro.conf.OmitArgPrefixes[EpisodesConfig] = field(default_factory=EpisodesConfig)
-    warm_up: WarmUpPhaseConfig = field(default_factory=WarmUpPhaseConfig)  # of the small model
-    run: tyro.conf.OmitArgPrefixes[RunConfig] = field(
-        default_factory=lambda: RunConfig(output_dir=Path("outputs/episodes"))
-    )
+    critic_optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    episodes: EpisodesConfig = field(default_factory=EpisodesConfig)
+    warm_up: WarmUpPhaseConfig = field(default_factory=WarmUpPhaseConfig)
+    run: RunConfig = field(default_factory=lambda: RunConfig(output_dir=Path("outputs/episodes")))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,6 +107,26 @@ class EpisodeRunConfig(PolicyGradientConfig):
             self._check_rows_of_episodes()
         if self.engine == "vllm" and self.episodes.tokens is None:
             raise InvalidConfig("engine=vllm needs --tokens: it reserves room for the longest episode")
+
+    def idle_options(self) -> list[tuple[bool, str, str]]:
+        """Options that do nothing here; see `recipes.options.refuse_idle_options`."""
+        return [
+            *super().idle_options(),
+            (
+                self.critic is None,
+                "critic-optimizer. algorithm.lam algorithm.whiten algorithm.critic-epochs algorithm.critic-warmup "
+                "algorithm.value-clip",
+                "there is no critic: add --algorithm.advantage gae, or over turns turn_gae or bi_level_gae",
+            ),
+            (
+                True,
+                "ray.reward-processes ray.reward-timeout-s rollout.early-rewards",
+                "environments give the rewards: leave it out",
+            ),
+            (True, "level", "environments draw no problems of a level: leave it out"),
+            (not self.data.data_path, "instruction", "only rows of your own have it: add --data-path"),
+            (self.model_path is not None, "warm-up.", "only the small model has this phase: leave out --model-path"),
+        ]
 
     def _check_rows_of_episodes(self) -> None:
         if self.algorithm.needs_greedy:
@@ -121,14 +156,3 @@ class EpisodeRunConfig(PolicyGradientConfig):
         if self.episodes.tokens is not None:
             return self.episodes.tokens
         return self.episodes.turns * self.data.max_response_length
-
-
-AnyConfig = TypeVar("AnyConfig", bound=EpisodeRunConfig)
-
-
-def with_own_discount(tiny: AnyConfig, arguments: Sequence[str]) -> AnyConfig:
-    """The small model's defaults for a command line. Their discount belongs to their advantage: it is 1 where the command line
-    names another one.
-    """
-    named = any(each.partition("=")[0] == "--algorithm.advantage" for each in arguments)
-    return replace(tiny, algorithm=replace(tiny.algorithm, gamma=1.0)) if named else tiny

@@ -9,28 +9,29 @@ that they are served in, which `from_pretrained`, vLLM and ``--model-path`` take
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import tyro
-
-from recipes.options import parse_config
+from recipes.options import REQUIRED, parse_config
 
 
 @dataclass(frozen=True)
 class ModelExportConfig:
-    """What is exported, and how."""
+    """What is exported, and how.
 
-    checkpoint: Annotated[
-        Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")
-    ]  # a run's global_step_N, or the actor directory in it
-    output: Annotated[
-        Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUTPUT")
-    ]  # a directory that does not exist yet
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of the weights
-    push_to_hub: str | None = None  # ORG/NAME of a model on the hub, private if it is new; log in with `hf auth login`
+    Attributes:
+        checkpoint: a run's global_step_N, or the actor directory in it
+        output: directory to write, which does not exist yet
+        dtype: type of the weights
+        push_to_hub: ORG/NAME of a model on the hub, private if it is new; log in with `hf auth login`
+    """
+
+    checkpoint: Path
+    output: Path
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    push_to_hub: str | None = None
 
 
-DEFAULT = ModelExportConfig(tyro.MISSING, tyro.MISSING)
+DEFAULT = ModelExportConfig(REQUIRED, REQUIRED)
 
 
 def parse(arguments: Sequence[str]) -> ModelExportConfig:

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import tyro
-
 from dataproto.errors import InvalidConfig
 from recipes.configs.shared.run_config import check_seed
 from recipes.options import parse_config
@@ -19,15 +17,25 @@ from recipes.options import parse_config
 
 @dataclass(frozen=True)
 class TowerConfig:
-    """Sizes of the vision tower; by default it has about 11 million parameters, and an image 16 tokens."""
+    """Sizes of the vision tower; by default it has about 11 million parameters, and an image 16 tokens.
 
-    width: int = 384  # of the tower's states
-    depth: int = 6  # layers
-    heads: int = 6  # of each layer's attention
-    image_size: int = 128  # pixels of a tile's side; images are resized to one tile unless --min-pixels asks for more
-    patch_size: int = 16  # pixels
-    scale_factor: int = 2  # patches along each side of a token
-    std: float = 0.05  # of the initial weights, about one over the square root of the width
+    Attributes:
+        width: width of the tower's states
+        depth: layers of the tower
+        heads: attention heads of each layer
+        image_size: pixels of a tile's side; images are resized to one tile unless --min-pixels asks for more
+        patch_size: pixels of a patch's side
+        scale_factor: patches along each side of a token
+        std: deviation of the initial weights, about one over the square root of the width
+    """
+
+    width: int = 384
+    depth: int = 6
+    heads: int = 6
+    image_size: int = 128
+    patch_size: int = 16
+    scale_factor: int = 2
+    std: float = 0.05
 
     def __post_init__(self) -> None:
         if self.image_size % (self.patch_size * self.scale_factor) or self.width % self.heads:
@@ -44,17 +52,28 @@ class TowerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MakeVLMConfig:
-    """What the model is made of, and how long it learns."""
+    """What the model is made of, and how long it learns.
 
-    output_dir: Path = Path("outputs/smolvlm")  # the checkpoint, an ordinary Hugging Face directory
-    steps: int = 1000  # updates, the first half of them of tower and connector alone; 0: the tower stays random
-    batch_size: int = 64  # rows of an update
-    lr: float = 3e-4  # learning rate of tower and connector; that of all weights is a tenth of it
-    seed: int = 0  # of the random weights, the pictures and the replayed text
-    tower: tyro.conf.OmitArgPrefixes[TowerConfig] = field(default_factory=TowerConfig)
-    cache: Path | None = None  # directory of the downloads; default: dataproto in the user's cache directory
-    num_workers: int = 0  # processes that draw and process pictures ahead
-    resume: bool = False  # continue the training of the checkpoint in --output-dir
+    Attributes:
+        output_dir: directory of the checkpoint, an ordinary Hugging Face directory
+        steps: updates, the first half of them of tower and connector only; 0: the tower stays random
+        batch_size: rows of an update
+        lr: learning rate of tower and connector; that of all weights is a tenth of it
+        seed: seed of the random weights, the pictures and the replayed text
+        cache: directory of the downloads; default: dataproto in the user's cache directory
+        num_workers: processes that draw and process pictures ahead
+        resume: continue the training of the checkpoint in --output-dir
+    """
+
+    output_dir: Path = Path("outputs/smolvlm")
+    steps: int = 1000
+    batch_size: int = 64
+    lr: float = 3e-4
+    seed: int = 0
+    tower: TowerConfig = field(default_factory=TowerConfig)
+    cache: Path | None = None
+    num_workers: int = 0
+    resume: bool = False
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
@@ -64,6 +83,12 @@ class MakeVLMConfig:
             raise InvalidConfig(
                 f"steps={self.steps} must be 0 or at least 2, and batch_size={self.batch_size} at least 1"
             )
+
+    def idle_options(self) -> list[tuple[bool, str, str]]:
+        """Options that do nothing here; see `recipes.options.refuse_idle_options`."""
+        return [
+            (not self.steps, "lr batch-size", "nothing is learnt: leave out --steps 0"),
+        ]
 
     @property
     def phase_steps(self) -> tuple[int, int]:

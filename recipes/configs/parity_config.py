@@ -16,23 +16,37 @@ from rollout.engine import ENGINES, check_engine_options
 
 @dataclass(frozen=True)
 class ParityConfig:
-    """What is compared, on how many rows."""
+    """What is compared, on how many rows.
 
-    model_path: str | None = None  # checkpoint directory or hub name; a small Qwen2.5-VL made on the spot by default
-    data_path: str | None = (
-        None  # parquet file, folder, or data set name; drawn problems with and without pictures by default
-    )
-    engine: str = "vllm"  # what generates
-    engine_options: dict[str, int | float | bool | str] = field(default_factory=dict)  # of the engine: NAME VALUE ...
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of engine and actor
-    tolerance: float | None = None  # largest difference of a log-prob that ends with status 0
-    rows: int = 32  # prompts
-    n: int = 4  # samples of each
-    temperature: float = 1.0  # of sampling and of both sides' log-probs
-    max_prompt_length: int = 2048  # tokens
-    max_response_length: int = 64  # tokens
-    seed: int = 0  # of sampling, and of the small model
-    check_weights: bool = False  # compare every weight of the engine with the actor's
+    Attributes:
+        model_path: checkpoint directory or hub name; by default a small Qwen2.5-VL is made on the spot
+        data_path: prompts: parquet file, folder, or data set name; default: synthetic problems with and without pictures
+        engine: engine that generates: hf or vllm
+        engine_options: options of the engine
+        dtype: type of the computation of engine and actor
+        tolerance: largest difference of a log-prob that ends with status 0
+        rows: number of prompts
+        n: samples of each prompt
+        temperature: temperature of sampling and of both sides' log-probs
+        max_prompt_length: tokens of a prompt
+        max_response_length: tokens of a response
+        seed: seed of sampling, and of the small model
+        check_weights: compare every weight of the engine with the actor's
+    """
+
+    model_path: str | None = None
+    data_path: str | None = None
+    engine: str = "vllm"
+    engine_options: dict[str, int | float | bool | str] = field(default_factory=dict)
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    tolerance: float | None = None
+    rows: int = 32
+    n: int = 4
+    temperature: float = 1.0
+    max_prompt_length: int = 2048
+    max_response_length: int = 64
+    seed: int = 0
+    check_weights: bool = False
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:

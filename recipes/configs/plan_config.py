@@ -22,7 +22,7 @@ from recipes.configs import (
     zoom_config,
 )
 from recipes.configs.shared.device_preset import Machine, this_machine
-from recipes.options import asks_for_help, divided, parse_config, print_help
+from recipes.options import asks_for_help, divided, options_of, over, print_help
 
 RECIPES: Mapping[str, Callable[..., Any]] = {
     "grpo": grpo_config.parse,
@@ -39,22 +39,31 @@ CHOSEN_BY_FIT = ("--token-budget", "--activation-checkpointing")
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The options of the plan alone."""
+    """The options of the plan alone.
 
-    device: str | None = None  # h200, h100, a100-80g, or cpu, which is measured; default: the machine's GPU, or h200
-    mean_response: int | None = (
-        None  # expected tokens of a response, or of a turn; default: half of --max-response-length
-    )
-    fit: bool = (
-        False  # choose layout, token budget, checkpointing and the engine's share of memory: the fastest that fits
-    )
-    devices: int | None = None  # how many devices --fit may use; default: those of the layout
+    Attributes:
+        device: device to plan for: h200, h100, a100-80g, or cpu, which is measured; default: the machine's GPU, or h200
+        mean_response: expected tokens of a response, or of a turn; default: half of --max-response-length
+        fit: choose layout, token budget, checkpointing and the engine's share of memory: the fastest that fits
+        devices: how many devices --fit may use; default: those of the layout
+    """
+
+    device: str | None = None
+    mean_response: int | None = None
+    fit: bool = False
+    devices: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("mean_response", "devices"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidConfig(f"{name}={value}: must be at least 1")
+
+    def idle_options(self) -> list[tuple[bool, str, str]]:
+        """Options that do nothing here; see `recipes.options.refuse_idle_options`."""
+        return [
+            (not self.fit, "devices", "the layout says how many there are: add --fit"),
+        ]
 
 
 @dataclass(frozen=True)
@@ -76,12 +85,12 @@ def parse(arguments: Sequence[str]) -> PlanConfig | simulation_config.Simulation
     if simulation_config.asks_for_simulation(arguments):
         return simulation_config.parse(arguments)
     if asks_for_help(arguments):
-        print_help(arguments, PlanOptions(), __doc__, "dataproto plan RECIPE")
+        print_help(arguments, options_of(PlanOptions()), __doc__, "dataproto plan RECIPE")
     if not arguments or arguments[0] not in RECIPES:
         raise InvalidConfig(f"plan which recipe? give one of {', '.join(RECIPES)} first, then its options")
     recipe, *rest = arguments
-    own, others = divided(rest, PlanOptions())
-    options = parse_config(own, PlanOptions(), None, "dataproto plan")
+    own, others = divided(rest, options_of(PlanOptions()))
+    options = over(PlanOptions(), own)
     if options.fit:
         _refuse_chosen(others, options.devices is not None)
     if options.mean_response is not None and recipe in ("sft", "classify"):

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import tyro
-
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.options import AlgorithmConfig
 from recipes.configs.shared.device_preset import Machine
@@ -23,13 +21,21 @@ OUTPUT_DIR = Path("outputs/ppo")
 
 @dataclass(frozen=True)
 class ActorCriticConfig(AlgorithmConfig):
-    """The settings of algorithms whose advantage may need a critic."""
+    """The settings of algorithms whose advantage may need a critic.
 
-    lam: float = 1.0  # of gae, turn_gae and bi_level_gae: 0 trusts the critic alone, 1 the rewards alone
-    whiten: bool = True  # shift and scale the batch's advantages to mean 0 and variance 1
-    critic_epochs: int = 1  # passes of the critic over each batch, in the policy's mini-batches
-    value_clip: float | None = 0.5  # largest change of a value in one update that the loss rewards; None: no limit
-    critic_warmup: int = 0  # first steps, in which the critic alone learns
+    Attributes:
+        lam: decay of gae, turn_gae and bi_level_gae: 0 trusts only the critic, 1 only the rewards
+        whiten: shift and scale the batch's advantages to mean 0 and variance 1
+        critic_epochs: passes of the critic over each batch, in the policy's mini-batches
+        value_clip: largest change of a value in one update that the loss rewards; None: no limit
+        critic_warmup: number of first steps in which only the critic learns
+    """
+
+    lam: float = 1.0
+    whiten: bool = True
+    critic_epochs: int = 1
+    value_clip: float | None = 0.5
+    critic_warmup: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -46,10 +52,15 @@ class ActorCriticConfig(AlgorithmConfig):
 
 @dataclass(frozen=True)
 class PPOConfig(ActorCriticConfig):
-    """The algorithm's settings; verl's defaults where they exist."""
+    """The algorithm's settings; verl's defaults where they exist.
 
-    n: int = 1  # samples of each prompt
-    advantage: str = "gae"  # with the critic's values: of tokens gae, over turns turn_gae and bi_level_gae
+    Attributes:
+        n: samples of each prompt
+        advantage: baseline from the critic's values: of tokens gae, over turns turn_gae and bi_level_gae
+    """
+
+    n: int = 1
+    advantage: str = "gae"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,11 +72,15 @@ class PPOConfig(ActorCriticConfig):
 
 @dataclass(frozen=True)
 class PPORunConfig(PolicyGradientConfig):
-    """A run of PPO."""
+    """A run of PPO.
+
+    Attributes:
+        critic_optimizer: verl's rate
+    """
 
     algorithm: PPOConfig = field(default_factory=PPOConfig)
-    run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=lambda: RunConfig(output_dir=OUTPUT_DIR))
-    critic_optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))  # verl's rate
+    run: RunConfig = field(default_factory=lambda: RunConfig(output_dir=OUTPUT_DIR))
+    critic_optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
 
     @property
     def updates(self) -> dict[str, int]:

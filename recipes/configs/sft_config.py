@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import tyro
-
 from dataproto.errors import InvalidConfig
 from recipes.configs.shared.run_config import RunConfig
 from recipes.configs.shared.supervised_config import RowsConfig, SupervisedConfig, tiny_schedule
@@ -23,19 +21,27 @@ OUTPUT_DIR = Path("outputs/sft")
 
 @dataclass(frozen=True, kw_only=True)
 class SFTDataConfig(RowsConfig):
-    """Conversations: where they come from and what of them is learnt."""
+    """Conversations: where they come from and what of them is learnt.
 
-    data_path: tuple[str, ...] = ()  # parquet or JSON files, folders, or data set names; drawn conversations by default
-    weights: tuple[float, ...] = ()  # how often each of --data-path is drawn from; default: as often as it has rows
-    # held-out conversations; default: the "test" split of a folder or data set name, or a file's last rows
+    Attributes:
+        data_path: training data: parquet or JSON files, folders, or data set names; default: synthetic conversations
+        weights: how often rows are taken from each of --data-path; default: as often as it has rows
+        eval_data_path: held-out conversations; default: the "test" split of a folder or data set name, or a file's last
+            rows
+        media_root: folder at which relative paths of images and videos start; default: that of the file
+        turns: which of the assistant's turns are learnt
+        streaming: read data sets as they come, without their length; needs --eval-data-path to evaluate
+        shuffle_buffer: rows among which a stream is shuffled
+    """
+
+    data_path: tuple[str, ...] = ()
+    weights: tuple[float, ...] = ()
     eval_data_path: str | None = None
-    media_root: str | None = (
-        None  # folder at which relative paths of images and videos start; default: that of the file
-    )
-    keys: tyro.conf.OmitArgPrefixes[ColumnKeys] = field(default_factory=ColumnKeys)
-    turns: Turns = "all"  # which of the assistant's turns are learnt
-    streaming: bool = False  # read data sets as they come, without their length; needs --eval-data-path to evaluate
-    shuffle_buffer: int = 1024  # rows among which a stream is shuffled
+    media_root: str | None = None
+    keys: ColumnKeys = field(default_factory=ColumnKeys)
+    turns: Turns = "all"
+    streaming: bool = False
+    shuffle_buffer: int = 1024
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,13 +58,21 @@ class SFTDataConfig(RowsConfig):
         if self.streaming and len(self.data_path) > 1 and not self.weights:
             raise InvalidConfig("streams have no length that could tell how often to draw from each: give --weights")
 
+    def idle_options(self) -> list[tuple[bool, str, str]]:
+        """Options that do nothing here; see `recipes.options.refuse_idle_options`."""
+        return [
+            (not self.streaming, "shuffle-buffer", "only streams have a buffer: add --streaming"),
+            (len(self.data_path) == 1, "weights", "one data set has the whole weight: name several"),
+            (not self.data_path, "on-bad-row", "all drawn rows can be used: add --data-path"),
+        ]
+
 
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig(SupervisedConfig):
     """Everything the run depends on."""
 
-    data: tyro.conf.OmitArgPrefixes[SFTDataConfig] = field(default_factory=SFTDataConfig)
-    run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=lambda: RunConfig(output_dir=OUTPUT_DIR))
+    data: SFTDataConfig = field(default_factory=SFTDataConfig)
+    run: RunConfig = field(default_factory=lambda: RunConfig(output_dir=OUTPUT_DIR))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,6 +80,22 @@ class SFTConfig(SupervisedConfig):
             raise InvalidConfig("keep_best=accuracy needs answers: leave out --max-response-length 0, or give loss")
         if self.run.epochs is not None and not self.data.data_path:
             raise InvalidConfig("epochs without data_path: drawn conversations do not repeat; give --steps")
+
+    def idle_options(self) -> list[tuple[bool, str, str]]:
+        """Options that do nothing here; see `recipes.options.refuse_idle_options`."""
+        return [
+            *super().idle_options(),
+            (
+                self.data.max_response_length == 0,
+                "engine engine-options ray.rollout-processes ray.reward-processes ray.reward-timeout-s",
+                "no question is asked: leave out --max-response-length 0",
+            ),
+            (
+                self.data.streaming and not self.data.eval_data_path,
+                "eval-every eval-rows eval-first max-response-length engine engine-options",
+                "no rows of a stream are held out: add --eval-data-path",
+            ),
+        ]
 
 
 TINY = SFTConfig(

@@ -14,8 +14,7 @@ from typing import Any
 
 from dataproto.errors import InvalidConfig
 from recipes.configs import grpo_config, ppo_config, sft_config
-from recipes.options import asks_for_help, divided, parse_config, print_help
-from recipes.options.command_line import CONFIG, PRESET, names_a_model
+from recipes.options import asks_for_help, divided, options_of, over, print_help
 
 RECIPES: Mapping[str, Callable[[Sequence[str]], Any]] = {
     "grpo": grpo_config.parse,
@@ -27,10 +26,15 @@ RECIPES: Mapping[str, Callable[[Sequence[str]], Any]] = {
 
 @dataclass(frozen=True)
 class ShowOptions:
-    """The options of the command alone."""
+    """The options of the command alone.
 
-    rows: int = 3  # of each data set: the first ones
-    page: Path | None = None  # also write them to this file, a page for the browser with the pictures in it
+    Attributes:
+        rows: number of rows of each data set to show: the first ones
+        page: file to which the rows are also written, a page for the browser with the pictures in it
+    """
+
+    rows: int = 3
+    page: Path | None = None
 
     def __post_init__(self) -> None:
         if self.rows < 1:
@@ -53,13 +57,14 @@ def parse(arguments: Sequence[str]) -> ShowConfig:
         InvalidConfig: an option of the recipe or of the command is unknown, ill-typed or does nothing.
     """
     if asks_for_help(arguments):
-        print_help(arguments, ShowOptions(), __doc__, "dataproto show [RECIPE] DATA")
+        print_help(arguments, options_of(ShowOptions()), __doc__, "dataproto show [RECIPE] DATA")
     rest = list(arguments)
     recipe = rest.pop(0) if rest and rest[0] in RECIPES else "grpo"
     if rest and not rest[0].startswith("-"):
         rest.insert(0, "--data-path")
-    own, others = divided(rest, ShowOptions())
-    options = parse_config(own, ShowOptions(), None, "dataproto show")
-    if names_a_model(others) and not any(each.partition("=")[0] in (PRESET, CONFIG) for each in others):
-        others = [PRESET, "any", *others]
+    own, others = divided(rest, options_of(ShowOptions()))
+    options = over(ShowOptions(), own)
+    names = {each.partition("=")[0].replace("_", "-") for each in others}
+    if "--model-path" in names and not names & {"--preset", "--config"}:
+        others = ["--preset", "any", *others]
     return ShowConfig(recipe, options, RECIPES[recipe](others))

@@ -9,31 +9,51 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dataproto.errors import InvalidConfig
-from recipes.options import asks_for_help, parse_config, print_help
+from recipes.options import parse_config
 from workers.ranks.layout import Layout
 
 
 @dataclass(frozen=True)
 class SimulationConfig:
-    """The options of a simulated step."""
+    """The options of a simulated step.
 
-    devices: int = 8  # how many
-    preset: str = "72b"  # a published model: 3b, 7b, 32b, 72b, 30b-a3b or 235b-a22b
-    model_path: str | None = None  # a checkpoint, or a directory with its config, instead of a preset
-    device: str = "h200"  # h200, h100 or a100-80g
-    node: int = 8  # devices of a node
-    network_gbit: float = 400.0  # Gbit per second of each device's network card
-    layout: Layout = field(default_factory=Layout)  # default: the fastest that fits
-    tensor_parallel: int | None = None  # devices of an engine; default: the fastest number
-    batch_size: int = 512  # prompts of a step
-    n: int = 5  # samples of each
-    minibatch: int = 128  # prompts of an optimizer step
-    prompt_length: int = 361  # tokens of a prompt, its image included
-    image_patches: int = 900  # of the image of a prompt; 0: no image
-    mean_response: int = 400  # expected tokens of a response
-    max_response_length: int = 2048  # tokens
-    token_budget: int = 16_384  # tokens of a micro-batch on each rank
-    activation_checkpointing: Literal["none", "selective", "full"] = "full"  # activations that are computed again
+    Attributes:
+        devices: number of devices
+        preset: a published model: 3b, 7b, 32b, 72b, 30b-a3b or 235b-a22b
+        model_path: a checkpoint, or a directory with its config, instead of a preset
+        device: kind of device: h200, h100 or a100-80g
+        node: devices of a node
+        network_gbit: gigabits per second of each device's network card
+        layout: default: the fastest that fits
+        tensor_parallel: devices of an engine; default: the fastest number
+        batch_size: prompts of a step
+        n: samples of each prompt
+        minibatch: prompts of an optimizer step
+        prompt_length: tokens of a prompt, its image included
+        image_patches: patches of the image of a prompt; 0: no image
+        mean_response: expected tokens of a response
+        max_response_length: tokens of the longest response
+        token_budget: tokens of a micro-batch on each rank
+        activation_checkpointing: activations that the backward pass computes again
+    """
+
+    devices: int = 8
+    preset: str = "72b"
+    model_path: str | None = None
+    device: str = "h200"
+    node: int = 8
+    network_gbit: float = 400.0
+    layout: Layout = field(default_factory=Layout)
+    tensor_parallel: int | None = None
+    batch_size: int = 512
+    n: int = 5
+    minibatch: int = 128
+    prompt_length: int = 361
+    image_patches: int = 900
+    mean_response: int = 400
+    max_response_length: int = 2048
+    token_budget: int = 16_384
+    activation_checkpointing: Literal["none", "selective", "full"] = "full"
 
     def __post_init__(self) -> None:
         for name in (
@@ -76,6 +96,4 @@ def parse(arguments: Sequence[str]) -> SimulationConfig:
     Raises:
         InvalidConfig: an option is unknown, ill-typed or does not fit the others.
     """
-    if asks_for_help(arguments):
-        print_help(arguments, SimulationConfig(), __doc__, "dataproto plan --devices N")
-    return parse_config(arguments, SimulationConfig(), None, "dataproto plan --devices N")
+    return parse_config(arguments, SimulationConfig(), __doc__, "dataproto plan --devices N")

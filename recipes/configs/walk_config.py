@@ -11,12 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import tyro
-
 from recipes.configs.episodes_config import (
     EpisodeAlgorithmConfig,
     EpisodeRunConfig,
-    with_own_discount,
 )
 from recipes.configs.shared.policy_gradient_config import DataConfig, parse_with_defaults
 from recipes.configs.shared.run_config import RunConfig
@@ -29,7 +26,7 @@ OUTPUT_DIR = Path("outputs/walk")
 class WalkConfig(EpisodeRunConfig):
     """A run of walks."""
 
-    run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=lambda: RunConfig(output_dir=OUTPUT_DIR))
+    run: RunConfig = field(default_factory=lambda: RunConfig(output_dir=OUTPUT_DIR))
 
 
 # For a model of under a million parameters, on two cores.
@@ -50,10 +47,7 @@ PRESETS = {"tiny": TINY, "any": ANY}
 def parse(arguments: Sequence[str]) -> WalkConfig:
     """The configuration of a command line, over the defaults of ``--preset``, by default ``tiny``.
 
-    The tiny model's discount belongs to its advantage: it is dropped where the command line names another one.
-
     Raises:
         InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
     """
-    presets = PRESETS | {"tiny": with_own_discount(TINY, arguments)}
-    return parse_with_defaults(arguments, presets, __doc__, "dataproto walk")
+    return parse_with_defaults(arguments, PRESETS, __doc__, "dataproto walk")

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import tyro
-
 from dataproto.errors import InvalidConfig
 from recipes.configs.episodes_config import (
     EpisodeAlgorithmConfig,
@@ -30,10 +28,14 @@ OUTPUT_DIR = Path("outputs/zoom")
 
 @dataclass(frozen=True)
 class ZoomConfig(EpisodeRunConfig):
-    """A run of looks and answers."""
+    """A run of looks and answers.
 
-    crop_tool: bool = False  # look by calls of the tool crop, described by the chat template, in place of words
-    run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=lambda: RunConfig(output_dir=OUTPUT_DIR))
+    Attributes:
+        crop_tool: look by calls of the tool crop, described by the chat template, in place of words
+    """
+
+    crop_tool: bool = False
+    run: RunConfig = field(default_factory=lambda: RunConfig(output_dir=OUTPUT_DIR))
 
     def __post_init__(self) -> None:
         super().__post_init__()

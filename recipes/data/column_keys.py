@@ -29,16 +29,23 @@ _PLACES: dict[str, tuple[str, tuple[str, ...]]] = {
 class ColumnKeys:
     """Which columns of a data set hold what; by default those of the known schemas.
 
+    Attributes:
+        prompt_key: column of the question: text, or messages
+        messages_key: column of chat messages; a last turn of the assistant is the answer
+        answer_key: column of the ground truth, or of the answer to learn
+        image_key: column of an image or a list of images
+        video_key: column of a video or a list of videos
+
     >>> keys = ColumnKeys(prompt_key="question", answer_key="label")
     >>> keys.rename({"question": "2 + 2?", "label": "4", "answer": "see below", "level": 1}, place=0)
     {'level': 1, 'prompt': '2 + 2?', 'answer': '4'}
     """
 
-    prompt_key: str | None = None  # column of the question: text, or messages
-    messages_key: str | None = None  # column of chat messages; a last turn of the assistant is the answer
-    answer_key: str | None = None  # column of the ground truth, or of the answer to learn
-    image_key: str | None = None  # column of an image or a list of images
-    video_key: str | None = None  # column of a video or a list of videos
+    prompt_key: str | None = None
+    messages_key: str | None = None
+    answer_key: str | None = None
+    image_key: str | None = None
+    video_key: str | None = None
 
     def __post_init__(self) -> None:
         if self.prompt_key and self.messages_key:

@@ -9,7 +9,8 @@ from typing import Any, ClassVar, get_args, get_origin
 import yaml
 
 from dataproto.errors import InvalidConfig, writing
-from recipes.options.option_table import TRUTH, Option, as_given, options_of
+from recipes.options.names import way_out_of
+from recipes.options.option_table import Option, options_of
 
 OPTIONS_FILE, CONFIG_FILE = "config.yaml", "config.json"
 """In a run's directory: the options as they were asked for, to start or resume a run from, and all options as they are."""
@@ -62,18 +63,20 @@ def write_options(directory: Path, config: Any) -> Path:
 
 
 def config_as_yaml(config: Any) -> str:
-    """The options of a configuration, without `ONCE`, as YAML that `file_arguments` reads.
+    """The options of a configuration, without `ONCE`, as YAML that `file_values` reads.
 
     What is given by position stands in comments.
     """
     nested: dict[str, Any] = {}
     comments = ""
-    for option in options_of(as_given(config)):
+    open_names = [("algorithm", name) for name in getattr(getattr(config, "algorithm", None), "of_the_paper", ())]
+    for option in options_of(config):
         group, _, name = option.name.rpartition(".")
         if option.positional:
             comments += f"# {option.name.upper()}: {option.default}\n"
         elif option.name not in ONCE:
-            (nested.setdefault(group, {}) if group else nested)[name] = _plain(option.default)
+            value = None if option.path in open_names else _plain(option.default)
+            (nested.setdefault(group, {}) if group else nested)[name] = value
     return HEADER + comments + yaml.safe_dump(nested, sort_keys=False, allow_unicode=True)
 
 
@@ -85,8 +88,8 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def file_arguments(path: Path, options: Sequence[Option], without: Sequence[str] = ()) -> list[str]:
-    """A file's options as a command line spells them.
+def file_values(path: Path, options: Sequence[Option], without: Sequence[str] = ()) -> dict[str, Any]:
+    """A file's options by name, with their values.
 
     Keys are names as on the command line, nested or with dots, with ``-`` or ``_``, or those of ``config.json``.
 
@@ -108,22 +111,20 @@ def file_arguments(path: Path, options: Sequence[Option], without: Sequence[str]
         raise InvalidConfig(f"{path} is not a list of options, one a line as in 'steps: 100'")
     known = {option.name: option for option in options if not option.positional}
     known |= {".".join(option.path).replace("_", "-"): option for option in known.values()}
-    arguments: list[str] = []
-    given: set[str] = set()
+    given: dict[str, Any] = {}
     for key, value in _flat(found, known):
         if key not in known:
             near = get_close_matches(key, known, 1, cutoff=0.0)
-            raise InvalidConfig(f"{path}: there is no option {key!r}; the nearest is {known[near[0]].name!r}")
+            hint = way_out_of(key) or f"the nearest is {known[near[0]].name!r}"
+            raise InvalidConfig(f"{path}: there is no option {key!r}; {hint}")
         option = known[key]
         if option.name in given:
             raise InvalidConfig(f"{path}: {option.name} stands twice, under several of its names: leave one")
-        given.add(option.name)
-        if option.name not in without:
-            try:
-                arguments += _spelled(option, value)
-            except InvalidConfig as error:
-                raise InvalidConfig(f"{path}: {option.name}{error}") from None
-    return arguments
+        try:
+            given[option.name] = option.value(_words(option, value))
+        except InvalidConfig as error:
+            raise InvalidConfig(f"{path}: {str(error).removeprefix('--')}") from None
+    return {name: value for name, value in given.items() if name not in without}
 
 
 def _flat(value: Mapping[Any, Any], known: Mapping[str, Option], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -135,43 +136,20 @@ def _flat(value: Mapping[Any, Any], known: Mapping[str, Option], prefix: str = "
             yield key, inner
 
 
-def _spelled(option: Option, value: Any) -> list[str]:
-    """An option with its value as on the command line. Raises `InvalidConfig` without the option's name."""
-    name = f"--{option.name}"
-    if option.kind is bool:
-        if str(value).lower() not in TRUTH:
-            raise InvalidConfig(f"={value!s} must be true or false")
-        return [name if TRUTH[value.lower()] else option.no_flag]
+def _words(option: Option, value: Any) -> list[str]:
+    """A value of a file as the words of a command line. Raises `InvalidConfig`."""
     if isinstance(value, Mapping):
-        kind = get_args(option.kind)[1]
-        return [name, *(text for key, each in value.items() for text in (str(key), _text(kind, each, f": {key}=")))]
+        return [word for name, each in value.items() for word in (str(name), _word(option, each, f"{name}="))]
     if isinstance(value, list):
-        return [name, *(_text(option.kind, each, ": ") for each in value)]
-    return [f"{name}={value if value is None else _text(option.kind, value, '=', within=False)}"]
+        return [_word(option, each) for each in value]
+    return ["None" if value is None else _word(option, value)]
 
 
-def _text(kind: Any, value: Any, place: str, within: bool = True) -> str:
-    """A value, of an option of type ``kind``, as a command line spells it.
-
-    Args:
-        place: of the value in the option, for an error.
-        within: whether it is one of several, each a word of its own.
-    """
+def _word(option: Option, value: Any, name: str = "") -> str:
+    """One value of an option; ``name`` is its own within the option."""
     if not isinstance(value, str):
-        raise InvalidConfig(f"{place}{value!r} must be a number, a text, true or false")
-    if within and re.match("--[a-zA-Z]", value):  # which a command line takes for the next option
-        raise InvalidConfig(f"{place}{value!r} begins as an option does, which a value in a list cannot")
-    if _takes(kind, bool) and not isinstance(value, _Quoted):
-        if value.lower() in AMBIGUOUS:
-            raise InvalidConfig(f"{place}{value}: write true or false, or, for the text, quotes around it")
-        return str(TRUTH.get(value.lower(), value))
-    return value if _takes(kind, str) else value.replace(".inf", "inf").replace(".nan", "nan")
-
-
-def _takes(kind: Any, wanted: type) -> bool:
-    """Whether a value of type ``kind`` can be, or contain, one of type ``wanted``.
-
-    >>> _takes(tuple[str, ...] | None, str), _takes(dict[str, int], bool)
-    (True, False)
-    """
-    return kind is wanted or any(_takes(each, wanted) for each in get_args(kind))
+        raise InvalidConfig(f"{option.name}: {name}{value!r} must be a number, a text, true or false")
+    takes_both = any(get_origin(kind) is dict and bool in get_args(get_args(kind)[1]) for kind in option.kinds)
+    if takes_both and not isinstance(value, _Quoted) and value.lower() in AMBIGUOUS:
+        raise InvalidConfig(f"{option.name}: {name}{value}: write true or false, or, for the text, quotes around it")
+    return value

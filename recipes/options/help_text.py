@@ -3,18 +3,17 @@
 import os
 import shutil
 import sys
-import types
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
 from textwrap import wrap
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any
 
-from recipes.options.option_table import Option
+from recipes.options.option_table import Option, spelled_kind
 
 FEW = 16
 """A command with at most this many options shows all of them."""
 COMMON = {
+    "preset", "config", "resume", "traceback",
     "model-path", "teacher", "data-path", "eval-data-path", "reward", "engine", "on", "layout.dp", "steps", "batch-size", "level",
     "max-prompt-length", "max-length", "max-response-length", "image-column", "label-column", "eval-every", "save-every",
     "overwrite", "seed", "output-dir", "token-budget", "activation-checkpointing", "compile", "lora-rank",
@@ -31,13 +30,8 @@ def help_text(
     description: str | None,
     options: Sequence[Option],
     everything: bool = False,
-    command_options: Mapping[str, str] | None = None,
 ) -> str:
-    """What ``--help`` prints; with ``everything``, what ``--help-all`` prints.
-
-    Args:
-        command_options: further options, which no configuration holds, and their texts.
-    """
+    """What ``--help`` prints; with ``everything``, what ``--help-all`` prints."""
     width = min(shutil.get_terminal_size().columns, 130)
     positional = [option for option in options if option.positional]
     named = [option for option in options if not option.positional]
@@ -47,8 +41,6 @@ def help_text(
     lines = [usage, "", *(description or "").strip().splitlines(), ""]
     for option in positional:
         lines += _entry(option.name.upper(), option.text, width)
-    for name, text in (command_options or {}).items():
-        lines += _entry(name, text, width)
     shown.sort(key=lambda option: bool(_group(option)))  # those of no group first
     for group, members in groupby(shown, _group):
         lines += ["", f"{group}:"] if group else [""]
@@ -74,23 +66,11 @@ def _entry(name: str, text: str, width: int) -> list[str]:
 
 def spelling(option: Option) -> str:
     """An option and its values as usage shows them: ``--steps INT``, ``--compile, --no-compile``."""
+    if option.name == "resume" and str in option.kinds:
+        return "--resume [RUN_DIR]"
     if option.kind is bool:
         return f"--{option.name}, {option.no_flag}"
-    return f"--{option.name} {_kind(option.kind)}"
-
-
-def _kind(kind: Any) -> str:
-    """How a value of a type is written, e.g. ``FLOAT FLOAT``."""
-    origin, inner = get_origin(kind), [each for each in get_args(kind) if each is not type(None)]
-    if origin is Literal:
-        return "|".join(map(str, inner))
-    if origin in (Union, types.UnionType):
-        return "|".join(dict.fromkeys(_kind(each) for each in inner))
-    if origin is tuple:
-        return f"{_kind(inner[0])} ..." if Ellipsis in inner else " ".join(map(_kind, inner))
-    if origin is dict:
-        return "NAME VALUE ..."
-    return {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH", bool: "BOOL"}.get(kind, "VALUE")
+    return f"--{option.name} {spelled_kind(option.kind)}"
 
 
 def spelled_value(value: Any) -> str:

@@ -1,24 +1,27 @@
-"""The options of a configuration: names, types, defaults, and the texts that stand as comments beside the fields."""
+"""The options of a configuration: names, types, defaults, texts, and how words become their values."""
 
 import inspect
-import io
-import tokenize
-from ast import AnnAssign, ClassDef, Name, parse
-from collections.abc import Collection, Iterator, Sequence
-from copy import copy
-from dataclasses import dataclass, fields, is_dataclass
-from difflib import get_close_matches
-from functools import cache
-from itertools import takewhile
-from textwrap import dedent
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
-
-import tyro
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Optional, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from dataproto.errors import InvalidConfig
-from recipes.options.peer_names import own_name
+from recipes.options.names import FILE_ONLY
 
+Config = TypeVar("Config")
+
+UNPREFIXED = ("compute", "data", "keys", "run", "episodes", "tower", "engine", "limits")
+"""Fields of groups whose options have no prefix."""
+REQUIRED: Any = MISSING
+"""The value of a field without a default, which is given by position, in the defaults of a command."""
 TRUTH = {"true": True, "false": False}
+TEXTS = re.compile(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", re.MULTILINE)
+KINDS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH", bool: "BOOL"}
+VALUES = {int: "a whole number", float: "a number", bool: "true or false", NoneType: "None"}
 
 
 @dataclass(frozen=True)
@@ -27,12 +30,11 @@ class Option:
 
     Attributes:
         name: on the command line, without the dashes, e.g. ``algorithm.kl-coef``.
-        path: the fields that lead to its value.
+        path: the fields that lead to its value; empty for an option that no configuration holds.
         kind: the type of its value.
         default: the value without the option.
         text: what it is for.
-        positional: whether it is given by position, without its name.
-        aliases: further names, with the dashes.
+        positional: whether it is given by position, without its name: a field without a default.
     """
 
     name: str
@@ -41,13 +43,31 @@ class Option:
     default: Any
     text: str
     positional: bool = False
-    aliases: tuple[str, ...] = ()
 
     @property
     def no_flag(self) -> str:
         """How a flag is switched off: ``--no-compile``, ``--algorithm.no-whiten``."""
         group, dot, last = self.name.rpartition(".")
         return f"--{group}{dot}no-{last}"
+
+    @property
+    def kinds(self) -> tuple[Any, ...]:
+        """The types of which its value has one."""
+        return get_args(self.kind) if get_origin(self.kind) in (Union, UnionType) else (self.kind,)
+
+    @property
+    def takes_many(self) -> bool:
+        """Whether its value can be several words."""
+        return any(get_origin(kind) in (tuple, dict) for kind in self.kinds)
+
+    def value(self, words: Sequence[str]) -> Any:
+        """The value that words spell. Raises `InvalidConfig`."""
+        try:
+            return value_of(self.kind, words)
+        except (ValueError, KeyError, OverflowError):
+            forms = dict.fromkeys(VALUES.get(kind) or spelled_kind(kind).replace("|", ", ") for kind in self.kinds)
+            names = "one of " if get_origin(self.kind) is Literal else ""
+            raise InvalidConfig(f"--{self.name} {' '.join(words)}: must be {names}{' or '.join(forms)}") from None
 
 
 def options_of(config: Any) -> list[Option]:
@@ -63,157 +83,146 @@ def options_of(config: Any) -> list[Option]:
     return list(_walk(config, (), ""))
 
 
-def as_given(config: Any, cleared: Collection[str] = ()) -> Any:
-    """A configuration with `None` where an option of its algorithm has the value of a paper, which an option given later may
-    change.
-
-    Args:
-        cleared: further options of the algorithm.
-    """
-    if not hasattr(config, "algorithm"):
-        return config
-    config, algorithm = copy(config), copy(config.algorithm)
-    for name in {*algorithm.of_the_paper, *cleared}:
-        object.__setattr__(algorithm, name, None)
-    object.__setattr__(config, "algorithm", algorithm)
-    return config
+def on_command_line(options: Sequence[Option]) -> list[Option]:
+    """The options that are not only for files."""
+    return [option for option in options if option.name not in FILE_ONLY]
 
 
 def _walk(config: Any, path: tuple[str, ...], prefix: str) -> Iterator[Option]:
-    hints = get_type_hints(type(config), include_extras=True)
+    hints = get_type_hints(type(config))
     for field in fields(config):
-        hint, value, here = hints[field.name], getattr(config, field.name), (*path, field.name)
-        kind, marks = (hint, ()) if get_origin(hint) is not Annotated else (get_args(hint)[0], get_args(hint)[1:])
+        kind, value, here = hints[field.name], getattr(config, field.name), (*path, field.name)
         name = f"{prefix}{field.name.replace('_', '-')}"
-        if is_dataclass(kind):
-            yield from _walk(value, here, prefix if tyro.conf.OmitArgPrefixes in marks else f"{name}.")
+        if is_dataclass(value):
+            yield from _walk(value, here, prefix_of(field.name, prefix))
         else:
-            text = field_text(type(config), field.name)
-            aliases = tuple(alias for mark in marks for alias in getattr(mark, "aliases", None) or ())
-            yield Option(name, here, kind, value, text, tyro.conf.Positional in marks, aliases)
+            kind = Optional[kind] if field.default is None else kind  # noqa: UP045 of a type that is not known before
+            positional = field.default is MISSING and field.default_factory is MISSING
+            yield Option(name, here, kind, value, field_text(type(config), field.name), positional)
+
+
+def prefix_of(group: str, prefix: str) -> str:
+    """The prefix of the options in a field that is a group."""
+    return prefix if group in UNPREFIXED else f"{prefix}{group.replace('_', '-')}."
 
 
 def field_text(config: type, name: str) -> str:
-    """The comment of a field: behind it, or in the lines above it; empty without one."""
-    return next((texts[name] for each in config.__mro__ if (texts := _texts(each)) and name in texts), "")
+    """The text of a field in the section ``Attributes`` of the docstring of its class, or of one that it extends."""
+    for each in config.__mro__:
+        section = inspect.cleandoc(each.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
+        for found in TEXTS.finditer(section):
+            if found[1] == name:
+                return " ".join(found[2].split())
+    return ""
 
 
-@cache
-def _texts(config: type) -> dict[str, str]:
-    """The comments of the fields that a class itself declares."""
-    if not is_dataclass(config):
-        return {}
-    try:
-        source = dedent(inspect.getsource(config))
-    except (OSError, TypeError):  # made without a file
-        return {}
-    comments: dict[int, tuple[str, bool]] = {}  # line: text, whether it has the line to itself
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            comments[token.start[0]] = token.string.lstrip("# "), not token.line[: token.start[1]].strip()
-    found = {}
-    (declaration,) = (node for node in parse(source).body if isinstance(node, ClassDef))
-    for node in declaration.body:
-        if isinstance(node, AnnAssign) and isinstance(node.target, Name):
-            above = node.lineno - 1
-            while comments.get(above, ("", False))[1]:
-                above -= 1
-            lines = range(above + 1, (node.end_lineno or node.lineno) + 1)
-            found[node.target.id] = " ".join(comments[line][0] for line in lines if line in comments)
+def spellings(options: Sequence[Option]) -> dict[str, tuple[Option, bool]]:
+    """Options by their names with dashes, and whether the name switches on.
+
+    An option may also be written with the groups that it has in Python, of which some are left out on the command line.
+
+    >>> sorted(spellings([Option("shuffle", ("data", "shuffle"), bool, True, "")]))
+    ['--data.no-shuffle', '--data.shuffle', '--no-shuffle', '--shuffle']
+    """
+    found: dict[str, tuple[Option, bool]] = {}
+    for option in options:
+        whole = ".".join(option.path).replace("_", "-")
+        names = [] if option.positional else [option.name, whole, f"{'.'.join(option.path[:1])}.{option.name}"]
+        for name in filter(None, names):
+            found.setdefault(f"--{name}", (option, True))
+            if option.kind is bool:
+                group, dot, last = name.rpartition(".")
+                found.setdefault(f"--{group}{dot}no-{last}", (option, False))
     return found
 
 
-def with_short_names(arguments: Sequence[str], options: Sequence[Option]) -> list[str]:
-    """Options written with the group that their configuration has in Python by their names on the command line.
-
-    >>> size = Option("batch-size", ("data", "batch_size"), int, 8, "")
-    >>> with_short_names(["--data.batch_size=4", "--data.batch-size", "8", "--seed", "1"], [size])
-    ['--batch-size=4', '--batch-size', '8', '--seed', '1']
-    >>> with_short_names(["--run.no-shuffle"], [Option("shuffle", ("run", "shuffle"), bool, True, "")])
-    ['--no-shuffle']
-    """
-    named = [option for option in options if not option.positional]
-    whole = {f"--{option.path[0]}.{option.name}": option.name for option in named}  # groups within it are left out
-    whole |= {f"--{'.'.join(option.path).replace('_', '-')}": option.name for option in named}
-    for flag in (option for option in named if option.kind is bool):
-        *groups, last = flag.path
-        no_flag = flag.no_flag.removeprefix("--")
-        whole |= {f"--{groups[0]}.{no_flag}": no_flag} if groups else {}
-        whole[f"--{'.'.join([*groups, f'no-{last}']).replace('_', '-')}"] = no_flag
-    parts = (argument.partition("=") for argument in arguments)
-    return [
-        f"--{whole[name.replace('_', '-')]}{equals}{value}"
-        if name.replace("_", "-") in whole
-        else name + equals + value
-        for name, equals, value in parts
-    ]
-
-
-def with_plain_flags(arguments: Sequence[str], options: Sequence[Option]) -> list[str]:
-    """``--flag true`` as ``--flag``, and ``--flag false`` as ``--no-flag``; the same for ``--flag=true``.
-
-    Among the values of an option ``NAME VALUE ...`` that are not all texts, ``true`` and ``false`` are made those that tyro reads
-    as such.
+def value_of(kind: Any, words: Sequence[str]) -> Any:
+    """The value of a type that words spell.
 
     Raises:
-        InvalidConfig: ``--flag=VALUE`` with another value.
+        ValueError, KeyError, OverflowError: they spell none.
+
+    >>> value_of(dict[str, int | bool | str], ["a", "1", "b", "true"]), value_of(tuple[float, float] | None, ["None"])
+    ({'a': 1, 'b': True}, None)
     """
-    flags = {f"--{option.name}": option for option in options if option.kind is bool}
-    mappings = {
-        f"--{option.name}" for option in options if get_origin(option.kind) is dict and option.kind != dict[str, str]
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        for each in sorted(inner, key=lambda each: (each is not NoneType, each is str)):
+            with suppress(ValueError, KeyError, OverflowError):
+                return value_of(each, words)
+    if origin is tuple:
+        kinds = inner[:1] * len(words) if Ellipsis in inner else inner
+        return tuple(value_of(each, [word]) for each, word in zip(kinds, words, strict=True))
+    if origin is dict:
+        values = [value_of(inner[1], [word]) for word in words[1::2]]
+        return dict(zip(words[::2], values, strict=True))
+    (word,) = words
+    if origin is Literal:
+        return {str(choice): choice for choice in inner}[word]
+    if kind is NoneType:
+        return {"none": None, "null": None}[word.lower()]
+    if kind is bool:
+        return TRUTH[word.lower()]
+    if kind is float:
+        return float(word.replace(".inf", "inf").replace(".nan", "nan"))
+    if kind in (str, Path):
+        at_home = word == "~" or word.startswith("~/")  # which a shell leaves in --name=~/path and in quotes
+        return kind(f"{Path.home()}{word[1:]}" if at_home else word)
+    return int(word) if kind is int else {}[kind]
+
+
+def built(default: Config, given: Mapping[str, Any]) -> Config:
+    """A configuration with values by the names of their options. A mapping is added to the default's.
+
+    An object that has a method ``replaced`` is changed by it.
+    """
+    nested: dict[str, Any] = {}
+    for option in options_of(default):
+        if option.name in given:
+            value, within = given[option.name], nested
+            for name in option.path[:-1]:
+                within = within.setdefault(name, {})
+            within[option.path[-1]] = {**option.default, **value} if isinstance(value, dict) else value
+    return _changed(default, nested)
+
+
+def _changed(config: Any, nested: Mapping[str, Any]) -> Any:
+    values = {
+        name: _changed(getattr(config, name), value) if is_dataclass(getattr(config, name)) else value
+        for name, value in nested.items()
     }
-    found: list[str] = []
-    given = list(arguments)
-    while given:
-        argument = given.pop(0)
-        name, equals, value = argument.partition("=")
-        option = flags.get(name.replace("_", "-"))
-        if option is None:
-            found.append(argument)
-            if argument.replace("_", "-") in mappings:
-                values = [*takewhile(lambda each: not each.startswith("--"), given)]
-                found += [
-                    str(TRUTH.get(each.lower(), each)) if place % 2 else each for place, each in enumerate(values)
-                ]
-                del given[: len(values)]
-            continue
-        if not equals and given and given[0].lower() in TRUTH:
-            equals, value = "=", given.pop(0)
-        if equals and value.lower() not in TRUTH:
-            raise InvalidConfig(f"{name}={value}: must be true or false")
-        found.append(f"--{option.name}" if not equals or TRUTH[value.lower()] else option.no_flag)
-    return found
+    return config.replaced(**values) if hasattr(config, "replaced") else replace(config, **values)
 
 
-def refuse_unknown(arguments: Sequence[str], options: Sequence[Option]) -> None:
-    """Raises `InvalidConfig` for a name that is no option's; names those that it abbreviates or spells out, or else the nearest
-    one.
+def refuse_idle_options(config: Any, default: Any, given: Mapping[str, Any]) -> None:
+    """Raises `InvalidConfig` for a given option that differs from ``default`` and does nothing in ``config``.
+
+    Each dataclass of a configuration may have a method ``idle_options``: whether options do nothing, their names, which may end
+    in a dot for a whole group, and the way out.
     """
-    names = [option.name for option in options if not option.positional]
-    known = {f"--{name}" for name in names} | {alias for option in options for alias in option.aliases}
-    known |= {option.no_flag for option in options if option.kind is bool}
-    for argument in arguments:
-        name = argument.partition("=")[0].replace("_", "-")
-        if (
-            name.startswith("--") and name[2:3].isalpha() and name not in known
-        ):  # "---" is a value, e.g. of --rollout.stop
-            near = _meant(name[2:], options) or get_close_matches(name[2:], names, 1, cutoff=0.8)
-            hint = f"the nearest is --{' or --'.join(near)}" if near else "--help-all shows all"
-            if (ours := _peers(argument, known)) is not None:
-                hint = f"here it is {ours}"
-            raise InvalidConfig(f"there is no option {name}: {hint}")
+    before = {option.name: option.default for option in options_of(default)}
+    changed = [name for name, value in given.items() if value is not None and name in before and value != before[name]]
+    for idle, way_out in _idle(config, ""):
+        for name in changed:
+            if name == idle or (idle.endswith(".") and name.startswith(idle)):
+                raise InvalidConfig(f"--{name} would do nothing: {way_out}")
 
 
-def _peers(argument: str, known: Collection[str]) -> str | None:
-    """What an option of another framework is called here, if the command has that."""
-    ours = own_name(argument)
-    return ours if ours is not None and all(word in known for word in ours.split() if word.startswith("--")) else None
+def _idle(config: Any, prefix: str) -> Iterator[tuple[str, str]]:
+    for is_idle, names, way_out in config.idle_options() if hasattr(config, "idle_options") else ():
+        yield from ((prefix + name, way_out.replace("{group}", f"--{prefix}")) for name in names.split() if is_idle)
+    for field in fields(config):
+        if is_dataclass(group := getattr(config, field.name)):
+            yield from _idle(group, prefix_of(field.name, prefix))
 
 
-def _meant(name: str, options: Sequence[Option]) -> list[str]:
-    """Options that end in ``name``.
-
-    >>> _meant("lr", [Option("optimizer.lr", ("optimizer", "lr"), float, 1e-6, "")])
-    ['optimizer.lr']
-    """
-    return [option.name for option in options if not option.positional and option.name.endswith(f".{name}")]
+def spelled_kind(kind: Any) -> str:
+    """How a value of a type is written, e.g. ``FLOAT FLOAT``."""
+    origin, inner = get_origin(kind), [each for each in get_args(kind) if each is not NoneType]
+    if origin is Literal:
+        return "|".join(map(str, inner))
+    if origin in (Union, UnionType):
+        return "|".join(dict.fromkeys(spelled_kind(each) for each in inner))
+    if origin is tuple:
+        return f"{spelled_kind(inner[0])} ..." if Ellipsis in inner else " ".join(map(spelled_kind, inner))
+    return "NAME VALUE ..." if origin is dict else KINDS.get(kind, "VALUE")

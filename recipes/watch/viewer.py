@@ -17,13 +17,11 @@ from functools import lru_cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-import tyro
-
 from dataproto.errors import DataProtoError, FileFormatError, InvalidConfig
-from recipes.options import exit_status, parse_config
+from recipes.options import REQUIRED, exit_status, parse_config
 from recipes.options.config_file import CONFIG_FILE
 from recipes.watch.metrics_file import METRICS_FILE, read_metrics
 from recipes.watch.report import curves
@@ -84,10 +82,15 @@ COMPARISON = re.compile(r"([A-Za-z_][\w/.-]*)(>=|<=|!=|=|>|<)([-+]?(?:\d+\.?\d*|
 
 @dataclass(frozen=True)
 class ViewConfig:
-    """What is served, and where."""
+    """What is served, and where.
 
-    run_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN-DIR")]  # the --output-dir of the run
-    port: int = 8420  # of 127.0.0.1; 0: any free one
+    Attributes:
+        run_dir: the --output-dir of the run
+        port: port of 127.0.0.1; 0: any free one
+    """
+
+    run_dir: Path
+    port: int = 8420
 
 
 def parse(arguments: Sequence[str]) -> ViewConfig:
@@ -96,7 +99,7 @@ def parse(arguments: Sequence[str]) -> ViewConfig:
     Raises:
         InvalidConfig: an unknown or ill-typed option, in one line.
     """
-    return parse_config(arguments, ViewConfig(tyro.MISSING), __doc__, "dataproto view")
+    return parse_config(arguments, ViewConfig(REQUIRED), __doc__, "dataproto view")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -4,7 +4,6 @@ import re
 from dataclasses import dataclass, field
 
 import pytest
-import tyro
 
 from dataproto.errors import InvalidConfig
 from dataproto_server.config import ServeConfig
@@ -19,8 +18,8 @@ from recipes.configs import (
     walk_config,
     zoom_config,
 )
-from recipes.options import options_of, with_plain_flags
-from recipes.options.option_table import Option, with_short_names
+from recipes.options import REQUIRED, options_of
+from recipes.options.command_line import read
 from recipes.parity import ParityConfig
 from recipes.watch.viewer import ViewConfig
 
@@ -38,33 +37,52 @@ CONFIGS = (
     export_config.DEFAULT,
     plan_config.PlanOptions(),
     simulation_config.SimulationConfig(),
-    ViewConfig(tyro.MISSING),
+    ViewConfig(REQUIRED),
     ServeConfig(),
 )
 
 
 @dataclass(frozen=True)
 class Part:
-    fast: bool = True  # how it runs
+    """Part of it.
+
+    Attributes:
+        fast: how it runs
+    """
+
+    fast: bool = True
 
 
 @dataclass(frozen=True)
 class Whole:
-    # above it
-    # in two lines
-    one: int = 1  # and within
+    """All of it.
+
+    Attributes:
+        one: what it is, in
+            two lines
+        many: several numbers
+
+    More of it.
+    """
+
+    one: int = 1
     bare: bool = False
+    many: tuple[float, ...] = ()
     part: Part = field(default_factory=Part)
-    merged: tyro.conf.OmitArgPrefixes[Part] = field(default_factory=Part)
+    run: Part = field(default_factory=Part)
 
 
-def test_names_and_texts_are_those_of_the_source():
-    found = {option.path: (option.name, option.text) for option in options_of(Whole())}
+OPTIONS = options_of(Whole())
+
+
+def test_names_and_texts_are_those_of_the_docstring():
+    found = {option.path: (option.name, option.text) for option in OPTIONS}
     assert found == {
-        ("one",): ("one", "above it in two lines and within"),
+        ("one",): ("one", "what it is, in two lines"),
         ("bare",): ("bare", ""),
+        ("many",): ("many", "several numbers"),
         ("part", "fast"): ("part.fast", "how it runs"),
-        ("merged", "fast"): ("fast", "how it runs"),
+        ("run", "fast"): ("fast", "how it runs"),
     }
 
 
@@ -74,12 +92,12 @@ def test_every_option_has_a_text(config):
 
 
 def test_flags_take_true_and_false():
-    options = options_of(Whole())
-    given = ["--bare", "true", "--part.fast=false", "--one", "3", "--fast", "False", "--bare", "--bare=true"]
-    wanted = ["--bare", "--part.no-fast", "--one", "3", "--no-fast", "--bare", "--bare"]
-    assert with_plain_flags(given, options) == wanted
-    with pytest.raises(InvalidConfig, match="--bare=maybe: must be true or false"):
-        with_plain_flags(["--bare=maybe"], options)
+    given = "--bare true --part.fast=false --one 3 --fast False --many 1 -2.5 --bare=true"
+    found = read(given.split(), OPTIONS)
+    assert found == {"bare": True, "part.fast": False, "one": 3, "fast": False, "many": (1.0, -2.5)}
+    assert read(["--part.no-fast", "--no-fast", "--run.no-fast"], OPTIONS) == {"part.fast": False, "fast": False}
+    with pytest.raises(InvalidConfig, match=r"^--bare maybe: must be true or false$"):
+        read(["--bare=maybe"], OPTIONS)
     config = ppo.parse(["--algorithm.whiten", "false", "--compile", "true", "--algorithm.entropy_anneal=false"])
     assert (config.algorithm.whiten, config.compute.compile) == (False, True)
 
@@ -87,8 +105,6 @@ def test_flags_take_true_and_false():
 def test_a_flag_is_switched_off_with_its_group():
     for option in ("--run.no-eval-first", "--run.no_eval_first", "--no-eval-first", "--run.eval-first=false"):
         assert not grpo.parse([option]).run.eval_first, option
-    nested = Option("fast", ("whole", "part", "fast"), bool, True, "")
-    assert with_short_names(["--whole.part.no-fast", "--whole.no-fast"], [nested]) == ["--no-fast", "--no-fast"]
 
 
 def shown(recipe, option, capsys):

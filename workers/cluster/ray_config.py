@@ -8,20 +8,35 @@ from dataproto.errors import InvalidConfig
 
 @dataclass(frozen=True)
 class RayConfig:
-    """Resources and time limits of the processes that Ray runs."""
+    """Resources and time limits of the processes that Ray runs.
 
-    address: str | None = None  # of a running cluster, or "auto"; by default Ray starts here, open to this machine only
-    cpus: float = 1.0  # of each process
-    gpus: float | None = None  # of each process; default: 1 if the cluster has any
-    rollout_processes: int = 0  # with engines on separate devices; 0: each actor process has an engine
-    reward_processes: int = 1  # that share the rows to be scored by a function
-    reward_timeout_s: float = 600.0  # for scoring a batch
-    timeout_s: float = 1800.0  # for one call; a rank that takes longer counts as hanging
-    object_store_gib: float | None = None  # of a cluster started here; Ray's default: 30 % of the memory
-    env_vars: dict[str, str] = field(default_factory=dict)  # of all processes: NAME VALUE ...
-    pip: tuple[str, ...] = ()  # packages that Ray installs for the processes
-    working_dir: str | None = None  # that Ray copies to all nodes, where processes begin in it and find its modules
-    show_logs: bool = False  # print here what the processes print
+    Attributes:
+        address: address of a running cluster, or "auto"; by default Ray starts here, open to this machine only
+        cpus: CPUs of each process
+        gpus: GPUs of each process; default: 1 if the cluster has any
+        rollout_processes: processes with engines on separate devices; 0: each actor process has an engine
+        reward_processes: processes that share the rows to be scored by a function
+        reward_timeout_s: seconds in which a batch must be scored
+        timeout_s: seconds of one call; a rank that takes longer counts as hanging
+        object_store_gib: size of the object store of a cluster started here; Ray's default: 30 % of the memory
+        env_vars: environment variables of all processes
+        pip: packages that Ray installs for the processes
+        working_dir: directory that Ray copies to all nodes, where processes begin in it and find its modules
+        show_logs: print here what the processes print
+    """
+
+    address: str | None = None
+    cpus: float = 1.0
+    gpus: float | None = None
+    rollout_processes: int = 0
+    reward_processes: int = 1
+    reward_timeout_s: float = 600.0
+    timeout_s: float = 1800.0
+    object_store_gib: float | None = None
+    env_vars: dict[str, str] = field(default_factory=dict)
+    pip: tuple[str, ...] = ()
+    working_dir: str | None = None
+    show_logs: bool = False
 
     @property
     def runtime_env(self) -> dict[str, Any]:
@@ -44,6 +59,16 @@ class RayConfig:
                 f"ray: rollout_processes={self.rollout_processes} must be at least 0, "
                 f"reward_processes={self.reward_processes} at least 1"
             )
+
+    def idle_options(self) -> list[tuple[bool, str, str]]:
+        """Options that do nothing here; see `recipes.options.refuse_idle_options`."""
+        return [
+            (
+                self.address is not None,
+                "object-store-gib",
+                "a running cluster has its own: leave out --ray.address to start one here",
+            ),
+        ]
 
     def check_started(self, started: "RayConfig") -> None:
         """Checks that a Ray that runs in this program was ``started`` with those of these options that only a start can set.

@@ -31,38 +31,52 @@ class ModelConfig:
 
     Except for what is frozen (``freeze_*``) and the adapters (``lora_*``), they change speed and memory, and results only by
     rounding.
+
+    Attributes:
+        token_budget: tokens of a micro-batch on each rank; ranks along sp share a micro-batch of sp times as many
+        scoring_token_budget: tokens of a micro-batch in passes without gradients, which keep no activations; default:
+            twice the token budget
+        dtype: type of the computation; auto: bfloat16 on CUDA
+        activation_checkpointing: what the backward pass recomputes
+        compile: compile the repeated layers with torch.compile
+        float8: compute the decoder's large products in float8; with compile, on Hopper or newer (the extra "torchao")
+        flash_attention: attention kernel on CUDA: torch's, or FlashAttention 4 (the extra "fa4")
+        unsharded: what stays unsharded on every rank of dp x sp from one micro-batch to the next; auto: the most that
+            leaves room
+        offload: keep sharded weights, gradients and optimizer in host memory
+        offload_idle: keep weights in host memory while another role or the engine works, and the optimizer's state
+            between optimizer steps
+        freeze_vision: do not train the vision tower, and run it without gradients
+        freeze_language: train only the vision tower and its connector
+        lora_rank: rank of adapters in the decoder's linear layers and experts, which are trained in place of the weights;
+            0: none
+        lora_alpha: scale of an adapter's output, times the rank
+        lora_vision: adapt the vision tower too; without it, adapters leave the tower frozen
+        load_in_4bit: keep the decoder's weights under adapters in 4 bits (NF4; the extra "torchao")
+        pipeline_schedule: order of forward and backward passes with pipeline stages
+        pipeline_chunks: stages on each rank with the schedule "interleaved"
+        pipeline_layers: decoder layers of each stage, in order; default: split by cost
     """
 
-    token_budget: int = (
-        16_384  # tokens of a micro-batch on each rank; ranks along sp share a micro-batch of sp times as many
-    )
-    # the same in passes without gradients, which keep no activations; default: twice the token budget
+    token_budget: int = 16_384
     scoring_token_budget: int | None = None
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the computation; "auto": bfloat16 on CUDA
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"  # what the backward pass recomputes
-    compile: bool = False  # torch.compile for the repeated layers
-    float8: bool = (
-        False  # with compile, on Hopper or newer: the decoder's large products in float8 (the extra "torchao")
-    )
-    flash_attention: Literal["torch", "fa4"] = "torch"  # on CUDA: torch's kernel, or FlashAttention 4 (the extra "fa4")
-    # what stays unsharded on every rank of dp x sp from one micro-batch to the next; "auto": the most that leaves room
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    compile: bool = False
+    float8: bool = False
+    flash_attention: Literal["torch", "fa4"] = "torch"
     unsharded: Unsharded = "auto"
-    offload: bool = False  # keep sharded weights, gradients and optimizer in host memory
-    # keep weights in host memory while another role or the engine works, and the optimizer's state between optimizer steps
+    offload: bool = False
     offload_idle: bool = False
-    freeze_vision: bool = False  # the vision tower is not trained and runs without gradients
-    freeze_language: bool = False  # only the vision tower and its connector are trained
-    lora_rank: int = 0  # above 0: train adapters of this rank, not weights, in the decoder's linear layers and experts
-    lora_alpha: float = 32.0  # an adapter's output is scaled by alpha / rank
-    lora_vision: bool = False  # adapt the vision tower too; without it, adapters leave the tower frozen
-    load_in_4bit: bool = (
-        False  # with lora_rank: the decoder's weights under adapters have 4 bits (NF4; the extra "torchao")
-    )
-    pipeline_schedule: Literal["1f1b", "interleaved", "gpipe"] = (
-        "1f1b"  # order of forward and backward passes, with layout.pp > 1
-    )
-    pipeline_chunks: int = 2  # stages on each rank, with "interleaved"
-    pipeline_layers: tuple[int, ...] | None = None  # decoder layers of each stage, in order; None: split by cost
+    freeze_vision: bool = False
+    freeze_language: bool = False
+    lora_rank: int = 0
+    lora_alpha: float = 32.0
+    lora_vision: bool = False
+    load_in_4bit: bool = False
+    pipeline_schedule: Literal["1f1b", "interleaved", "gpipe"] = "1f1b"
+    pipeline_chunks: int = 2
+    pipeline_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("token_budget", "scoring_token_budget"):
@@ -88,6 +102,17 @@ class ModelConfig:
             )
         if self.pipeline_chunks < 2:
             raise InvalidConfig(f'pipeline_chunks={self.pipeline_chunks}: "interleaved" needs at least 2')
+
+    def idle_options(self) -> list[tuple[bool, str, str]]:
+        """Options that do nothing here; see `recipes.options.refuse_idle_options`."""
+        return [
+            (not self.lora_rank, "lora-alpha", "there are no adapters: add --lora-rank"),
+            (
+                self.pipeline_schedule != "interleaved",
+                "pipeline-chunks",
+                "only one schedule has chunks: add --pipeline-schedule interleaved",
+            ),
+        ]
 
     def budget(self, backward: bool) -> int:
         """Tokens of a micro-batch on each rank, with a backward pass or without.
@@ -120,18 +145,30 @@ OptimizerKind = Literal["adamw", "adamw8bit", "muon"]
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The optimizer and its schedule, counted in optimizer steps."""
+    """The optimizer and its schedule, counted in optimizer steps.
 
-    lr: float = 1e-6  # after the warm-up
-    # how a step is made: AdamW, AdamW with moments of 8 bits (the extra "torchao"), or Muon for the matrices of the layers
+    Attributes:
+        lr: learning rate after the warm-up
+        kind: kind of optimizer: AdamW, AdamW with moments of 8 bits (the extra "torchao"), or Muon for the matrices of
+            the layers
+        betas: AdamW's decay of the means of gradients and of their squares
+        weight_decay: decay decoupled from the gradient; the weights shrink by lr times this in a step
+        schedule: how the learning rate falls after the warm-up
+        warmup_steps: optimizer steps in which the learning rate rises linearly
+        total_steps: optimizer steps of the whole schedule; default: those of the run
+        min_lr_ratio: last learning rate of a schedule as a share of lr
+        max_grad_norm: norm to which larger gradients are scaled down
+    """
+
+    lr: float = 1e-6
     kind: OptimizerKind = "adamw"
-    betas: tuple[float, float] = (0.9, 0.999)  # AdamW's decay of the means of gradients and of their squares
-    weight_decay: float = 0.01  # decoupled from the gradient; the weights shrink by lr times this in a step
-    schedule: Literal["constant", "linear", "cosine"] = "constant"  # how the rate falls after the warm-up
-    warmup_steps: int = 0  # in which the rate rises linearly
-    total_steps: int | None = None  # of the whole run, for "linear" and "cosine"; recipes fill in their own number
-    min_lr_ratio: float = 0.0  # of "linear" and "cosine": the last rate as a share of lr
-    max_grad_norm: float = 1.0  # gradients with a larger norm are scaled down to it
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.01
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    total_steps: int | None = None
+    min_lr_ratio: float = 0.0
+    max_grad_norm: float = 1.0
 
     def __post_init__(self) -> None:
         if self.lr < 0 or not self.max_grad_norm > 0:
@@ -143,6 +180,16 @@ class OptimizerConfig:
                 )
         if self.schedule != "constant" and self.total_steps is not None and self.total_steps <= self.warmup_steps:
             raise InvalidConfig(f"total_steps={self.total_steps} must be above warmup_steps={self.warmup_steps}")
+
+    def idle_options(self) -> list[tuple[bool, str, str]]:
+        """Options that do nothing here; see `recipes.options.refuse_idle_options`."""
+        return [
+            (
+                self.schedule == "constant",
+                "min-lr-ratio total-steps",
+                "the rate is constant: add {group}schedule linear or cosine",
+            ),
+        ]
 
 
 LARGEST_FLOAT32 = (2 - 2.0**-23) * 2.0**127

@@ -12,6 +12,14 @@ class Layout:
     The world has pp x dp x sp x tp ranks. FSDP shards over the dp x sp / ``replicas`` ranks of one replica, and ep must divide
     their number.
 
+    Attributes:
+        dp: data parallelism: groups of ranks with rows of their own; FSDP shards the weights over them
+        tp: tensor parallelism: ranks that share each layer
+        pp: pipeline parallelism: stages, each with some of the layers
+        sp: sequence parallelism (Ulysses): ranks that share the tokens of a row
+        ep: expert parallelism: ranks that share the experts of a mixture
+        replicas: copies of the sharded weights (HSDP), which divide dp; ranks of one copy are consecutive
+
     >>> Layout(dp=2, tp=2).world_size
     4
     >>> Layout(dp=8, replicas=2).shards
@@ -20,12 +28,12 @@ class Layout:
     {'pp': 0, 'dp': 1, 'sp': 0, 'tp': 1}
     """
 
-    dp: int = 1  # groups of ranks with rows of their own; FSDP shards the weights over them
-    tp: int = 1  # ranks that share each layer
-    pp: int = 1  # stages, each with some of the layers
-    sp: int = 1  # ranks that share the tokens of a row (Ulysses)
-    ep: int = 1  # ranks that share the experts of a mixture
-    replicas: int = 1  # copies of the sharded weights (HSDP), which divide dp; ranks of one copy are consecutive
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    sp: int = 1
+    ep: int = 1
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -11,17 +11,24 @@ from dataproto.errors import InvalidConfig
 class CarryingConfig:
     """Which samples are decoded when, and what comes with them. By default a step decodes the samples of its own prompts to their
     end.
+
+    Attributes:
+        over_ask: groups decoded at a time, in batch sizes, from 1 to 2: a step ends when its batch of groups is whole,
+            the rest go on later
+        ahead: decode the next step's groups during the update, on --ray.rollout-processes of their own
+        parts: number of parts in which a step's groups come; with ahead, new weights come after the first one
+        early_update: compute a part's gradients while the next parts are decoded
+        max_staleness: updates after which a begun group is waited for; default: 2 with over-ask above 1, and 1 more with
+            ahead
+        replay_routing: let the actor use the experts that the engine chose, with a mixture of experts
     """
 
-    # groups decoded at a time, in batch sizes, from 1 to 2: a step ends when its batch of groups is whole, the rest go on later
     over_ask: float = 1.0
-    ahead: bool = False  # decode the next step's groups during the update, on --ray.rollout-processes of their own
-    parts: int = 1  # a step's groups come in so many parts; with ahead, new weights come after the first one
-    early_update: bool = False  # a part's gradients are computed while the next parts are decoded
-    max_staleness: int | None = (
-        None  # updates after which a begun group is waited for; default: 2 with over-ask above 1, and 1 more with ahead
-    )
-    replay_routing: bool = True  # the actor uses the experts that the engine chose, with a mixture of experts
+    ahead: bool = False
+    parts: int = 1
+    early_update: bool = False
+    max_staleness: int | None = None
+    replay_routing: bool = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.over_ask <= 2 or not math.isfinite(self.over_ask):

@@ -5,13 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import tyro
-
 from dataproto.errors import InvalidConfig
-from recipes.algorithms.options import OF_THE_PAPER, AlgorithmConfig
+from recipes.algorithms.options import AlgorithmConfig
 from recipes.configs.shared.carrying_config import CarryingConfig
 from recipes.configs.shared.device_preset import Machine, fitting, on_devices, this_machine
-from recipes.configs.shared.run_config import RunConfig, check_kept, check_placement
+from recipes.configs.shared.run_config import RunConfig, check_kept, check_placement, idle_placement
 from recipes.data.column_keys import ColumnKeys, OnBadRow
 from recipes.data.problem_rows import INSTRUCTION
 from recipes.data.row_values import read_instruction
@@ -29,30 +27,43 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Prompts: where they come from and what fits."""
+    """Prompts: where they come from and what fits.
 
-    data_path: str | None = None  # parquet file, folder, or data set name; drawn problems by default
-    # held-out problems; default: the "test" split of --data-path, or a single file's last rows
+    Attributes:
+        data_path: training data: parquet file, folder, or data set name; default: synthetic problems
+        eval_data_path: held-out problems; default: the "test" split of --data-path, or a single file's last rows
+        media_root: folder at which relative paths of images and videos start; default: that of the file
+        level: level of the synthetic problems
+        batch_size: prompts of a step
+        eval_rows: number of held-out problems: the first ones of their split
+        eval_samples: answers to each held-out problem: 1 greedy one, or several sampled as in training, for pass@k
+        max_prompt_length: tokens of a prompt, image tokens included; longer prompts are left out
+        max_response_length: tokens of a response; longer responses are cut
+        min_pixels: pixels to which smaller images are enlarged; default: as the checkpoint says
+        max_pixels: pixels to which larger images are shrunk; default: as the checkpoint says
+        template_arguments: arguments of the chat template, in training and evaluation, such as enable_thinking false
+        on_bad_row: what to do at an unusable row: stop, or skip it and take the next good one
+        instruction: text added to the problem of a row in EasyR1's schema, or to the text of --prompt-key; or a template
+            of jinja around it, such as "{{ content }} Think first.", or a file of either
+        num_workers: processes that prepare images ahead
+    """
+
+    data_path: str | None = None
     eval_data_path: str | None = None
-    media_root: str | None = (
-        None  # folder at which relative paths of images and videos start; default: that of the file
-    )
-    level: int = 1  # of the drawn problems
-    batch_size: int = 512  # prompts of a step
-    eval_rows: int = 256  # held-out problems: the first ones of their split
-    eval_samples: int = 1  # answers to each: 1 greedy one, or several sampled as in training, for pass@k
-    max_prompt_length: int = 2048  # tokens, image tokens included; longer prompts are left out
-    max_response_length: int = 2048  # tokens; longer responses are cut
-    min_pixels: int | None = None  # smaller images are enlarged; default: as the checkpoint says
-    max_pixels: int | None = None  # larger images are shrunk; default: as the checkpoint says
-    # of the chat template, in training and evaluation: NAME VALUE ..., such as enable_thinking false
+    media_root: str | None = None
+    level: int = 1
+    batch_size: int = 512
+    eval_rows: int = 256
+    eval_samples: int = 1
+    max_prompt_length: int = 2048
+    max_response_length: int = 2048
+    min_pixels: int | None = None
+    max_pixels: int | None = None
     template_arguments: dict[str, int | float | bool | str] = field(default_factory=dict)
-    on_bad_row: OnBadRow = "stop"  # at an unusable row: stop, or skip it and take the next good one
-    keys: tyro.conf.OmitArgPrefixes[ColumnKeys] = field(default_factory=ColumnKeys)
-    # added to the problem of a row in EasyR1's schema, or to the text of --prompt-key; or a template around it of jinja, such as
-    # "{{ content }} Think first.", or a file of either
+    on_bad_row: OnBadRow = "stop"
+    keys: ColumnKeys = field(default_factory=ColumnKeys)
     instruction: str = INSTRUCTION
-    num_workers: int = 0  # processes that prepare images ahead
+    num_workers: int = 0
 
     def __post_init__(self) -> None:
         if self.eval_data_path and not self.data_path:
@@ -71,18 +82,38 @@ class DataConfig:
         if self.num_workers < 0:
             raise InvalidConfig(f"num_workers={self.num_workers}: must be at least 0")
 
+    def idle_options(self) -> list[tuple[bool, str, str]]:
+        """Options that do nothing here; see `recipes.options.refuse_idle_options`."""
+        return [
+            (bool(self.data_path), "level", "only drawn data have it: leave out --data-path"),
+            (not self.data_path, "on-bad-row", "all drawn rows can be used: add --data-path"),
+            (
+                self.keys.messages_key is not None,
+                "instruction",
+                "messages stay as they are: leave it out, or name a column of text by --prompt-key",
+            ),
+        ]
+
 
 @dataclass(frozen=True)
 class RolloutOptions(CarryingConfig):
-    """Which tokens are sampled, beside ``temperature``, ``top_p`` and ``top_k`` of the algorithm, and which samples when."""
+    """Which tokens are sampled, beside ``temperature``, ``top_p`` and ``top_k`` of the algorithm, and which samples when.
 
-    min_p: float = 0.0  # sample from tokens with at least this share of the likeliest token's probability; 0: from all
-    stop: tuple[str, ...] = ()  # texts that end a response, in the evaluation too; the response keeps the text
-    # tokens drafted for a row at a time, from its own tokens and from the other samples of its prompt; responses stay the same
+    Attributes:
+        min_p: sample from tokens with at least this share of the likeliest token's probability; 0: from all
+        stop: texts that end a response, in the evaluation too; the response keeps the text
+        speculate: tokens drafted for a row at a time, from its own tokens and from the other samples of its prompt;
+            responses stay the same
+        early_rewards: score whole groups while others are decoded, in the engine's process, where the reward function
+            then runs too
+        quantization: of vLLM's weights; needs --algorithm.correction
+    """
+
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
     speculate: int = 0
-    # score whole groups while others are decoded, in the engine's process, where the reward function then runs too
     early_rewards: bool = False
-    quantization: Literal["none", "fp8"] = "none"  # of vLLM's weights; needs --algorithm.correction
+    quantization: Literal["none", "fp8"] = "none"
 
     def engine_options(self) -> dict[str, Any]:
         """What these options ask of the engine."""
@@ -116,24 +147,36 @@ class RolloutOptions(CarryingConfig):
 
 @dataclass(frozen=True)
 class PolicyGradientConfig:
-    """All options of a run; written to config.json in its directory."""
+    """All options of a run; written to config.json in its directory.
 
-    preset: str = "any"  # whose defaults these are
-    model_path: str | None = None  # checkpoint directory or hub name; a small Qwen2.5-VL made on the spot by default
-    # FILE.py:FUNCTION in verl's, EasyR1's or TRL's form, classifier:MODEL, or the URL of a server; Geo3K's by default
+    Attributes:
+        preset: name of the preset whose defaults these are
+        model_path: checkpoint directory or hub name; by default a small Qwen2.5-VL is made on the spot
+        reward: reward function: FILE.py:FUNCTION in verl's, EasyR1's or TRL's form, classifier:MODEL, or the URL of a
+            server; default: Geo3K's
+        engine: engine that generates: hf or vllm
+        engine_options: options of the engine
+        on: where to run: in this process, or in a Ray process for each rank of the layout
+        layout: how actor and reference are spread over processes
+        max_restarts: how often to restart from the last checkpoint after a worker has failed
+        keep_rollouts: rows of each step to keep in output_dir for the viewer, in whole groups; below 1 a share of them;
+            0: none
+    """
+
+    preset: str = "any"
+    model_path: str | None = None
     reward: str | None = None
-    engine: str = "hf"  # what generates: hf or vllm
-    engine_options: dict[str, int | float | bool | str] = field(default_factory=dict)  # of the engine: NAME VALUE ...
-    compute: tyro.conf.OmitArgPrefixes[ModelConfig] = field(default_factory=ModelConfig)
-    on: Literal["local", "ray"] = "local"  # in this process, or in a Ray process for each rank of the layout
-    layout: Layout = field(default_factory=Layout)  # how actor and reference are spread over processes
+    engine: str = "hf"
+    engine_options: dict[str, int | float | bool | str] = field(default_factory=dict)
+    compute: ModelConfig = field(default_factory=ModelConfig)
+    on: Literal["local", "ray"] = "local"
+    layout: Layout = field(default_factory=Layout)
     ray: RayConfig = field(default_factory=RayConfig)
-    max_restarts: int = 0  # how often to restart from the last checkpoint after a worker has failed
-    # rows of each step, or below 1 a share of them, in whole groups, kept in output_dir for the viewer; 0: none
+    max_restarts: int = 0
     keep_rollouts: int | float = 64
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
-    data: tyro.conf.OmitArgPrefixes[DataConfig] = field(default_factory=DataConfig)
-    run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=RunConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    run: RunConfig = field(default_factory=RunConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
@@ -157,6 +200,21 @@ class PolicyGradientConfig:
         buffer = self.algorithm.overlong_tokens(longest)
         if buffer > longest:
             raise InvalidConfig(f"algorithm.overlong_buffer={buffer} is more than max_response_length={longest}")
+
+    def idle_options(self) -> list[tuple[bool, str, str]]:
+        """Options that do nothing here; see `recipes.options.refuse_idle_options`."""
+        algorithm = self.algorithm
+        scores = self.critic is not None or algorithm.needs_reference or not algorithm.skip_old_log_probs
+        return [
+            *idle_placement(self),
+            (self.model_path is None, "rollout.replay-routing", "the small model has no experts: leave it out"),
+            (not scores, "scoring-token-budget", "no pass of this run is without gradients: leave it out"),
+            (
+                self.rollout.carries,
+                "algorithm.skip-old-log-probs",
+                "samples that go on have the engine's log-probs anyway: leave it out",
+            ),
+        ]
 
     def _needs_own_prompts(self) -> list[str]:
         """Why a step can only learn from samples of its own prompts; empty if it can learn from others."""
@@ -266,8 +324,7 @@ def parse_with_defaults(
 ) -> Config:
     """The configuration of a command line, over a preset; see `parse_recipe`.
 
-    The KL term of a preset is dropped where the command line names an algorithm, whose paper then sets it. A preset of a size
-    fits its settings to the devices.
+    A preset of a size fits its settings to the devices.
 
     Args:
         machine: the devices; by default those of this machine.
@@ -282,10 +339,5 @@ def parse_with_defaults(
         default = on_devices(default, given, found)
         return read(fitting(default, read(default), found))
 
-    config = parse_recipe(arguments, presets, description, prog, _without_kl, on_machine)
+    config = parse_recipe(arguments, presets, description, prog, on_machine)
     return replace(config, data=replace(config.data, instruction=read_instruction(config.data.instruction)))
-
-
-def _without_kl(config: Config) -> Config:
-    without: Config = replace(config, algorithm=replace(config.algorithm, kl_coef=OF_THE_PAPER, kl_in=OF_THE_PAPER))
-    return without

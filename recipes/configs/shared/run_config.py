@@ -15,22 +15,37 @@ Measured = Literal["accuracy", "loss"]
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The length of a run, and what it writes and when."""
+    """The length of a run, and what it writes and when.
 
-    steps: int = 100  # steps of the run: a batch and its update each
-    epochs: int | None = None  # passes over the data, instead of --steps
-    eval_every: int = 0  # steps between evaluations; 0: before the first and after the last step only
-    eval_first: bool = True  # evaluate before the first step too
-    save_every: int = 20  # steps between checkpoints; 0: after the last step only
-    save_behind: bool = False  # write checkpoints while training goes on, from a copy in host memory
-    keep_checkpoints: int = 2  # the newest ones
-    keep_best: Measured | None = None  # also the one with the best held-out accuracy or loss; best.json names its step
-    resume: bool = False  # continue from the newest checkpoint in output_dir, or begin if there is none
-    overwrite: bool = False  # begin anew; the run that output_dir holds is deleted once this one has loaded
-    seed: int = 0  # of data order and sampling; the tiny model's weights too
-    output_dir: Path = Path("outputs/grpo")  # metrics, checkpoints, report
-    # trackers beside metrics.jsonl: tensorboard, wandb, mlflow, trackio, swanlab, or a class of yours as MODULE:CLASS or
-    # FILE.py:CLASS; default: tensorboard if it is installed
+    Attributes:
+        steps: steps of the run, each a batch and its update
+        epochs: passes over the data, in place of --steps
+        eval_every: steps between evaluations; 0: before the first and after the last step only
+        eval_first: evaluate before the first step too
+        save_every: steps between checkpoints; 0: after the last step only
+        save_behind: write checkpoints while training continues, from a copy in host memory
+        keep_checkpoints: number of newest checkpoints to keep
+        keep_best: also keep the checkpoint with the best held-out accuracy or loss; best.json names its step
+        resume: continue from the newest checkpoint in output_dir, or begin if there is none
+        overwrite: begin anew; the run that output_dir holds is deleted once this one has loaded
+        seed: seed of data order and sampling, and of the small model's weights
+        output_dir: directory of metrics, checkpoints and report
+        loggers: trackers in addition to metrics.jsonl: tensorboard, wandb, mlflow, trackio, swanlab, or a class of yours
+            as MODULE:CLASS or FILE.py:CLASS; default: tensorboard if it is installed
+    """
+
+    steps: int = 100
+    epochs: int | None = None
+    eval_every: int = 0
+    eval_first: bool = True
+    save_every: int = 20
+    save_behind: bool = False
+    keep_checkpoints: int = 2
+    keep_best: Measured | None = None
+    resume: bool = False
+    overwrite: bool = False
+    seed: int = 0
+    output_dir: Path = Path("outputs/grpo")
     loggers: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -87,6 +102,24 @@ class Placed(Protocol):
 
     @property
     def max_restarts(self) -> int: ...
+
+
+def idle_placement(config: Placed) -> list[tuple[bool, str, str]]:
+    """The options that do nothing where a run is placed; see `recipes.options.refuse_idle_options`."""
+    layout = config.layout
+    return [
+        (config.on == "local", "ray. max-restarts", "this run starts no processes: add --on ray"),
+        (
+            layout.pp == 1,
+            "pipeline-schedule pipeline-chunks pipeline-layers",
+            "there is one stage: add --layout.pp",
+        ),
+        (
+            layout.dp * layout.sp == 1,
+            "unsharded offload",
+            "weights are not sharded: add --layout.dp or --layout.sp",
+        ),
+    ]
 
 
 def check_placement(config: Placed) -> None:

@@ -4,10 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
-
 from dataproto.errors import InvalidConfig
-from recipes.configs.shared.run_config import RunConfig, check_kept, check_placement
+from recipes.configs.shared.run_config import RunConfig, check_kept, check_placement, idle_placement
 from recipes.data.column_keys import OnBadRow
 from workers.cluster.ray_config import RayConfig
 from workers.model.model_config import ModelConfig, OptimizerConfig
@@ -16,18 +14,29 @@ from workers.ranks.layout import Layout
 
 @dataclass(frozen=True, kw_only=True)
 class RowsConfig:
-    """How rows become batches, wherever they come from."""
+    """How rows become batches, wherever they come from.
 
-    batch_size: int = 64  # rows of a step
-    eval_rows: int = 256  # held-out rows
-    max_length: int = 4096  # tokens, image tokens included; longer rows are left out
-    max_response_length: int = 128  # tokens of an answer to a held-out question; 0: none is asked
-    min_pixels: int | None = None  # smaller images are enlarged; default: as the checkpoint says
-    max_pixels: int | None = None  # larger images are shrunk; default: as the checkpoint says
-    # of the chat template, in training and evaluation: NAME VALUE ..., such as enable_thinking false
+    Attributes:
+        batch_size: rows of a step
+        eval_rows: number of held-out rows
+        max_length: tokens of a row, image tokens included; longer rows are left out
+        max_response_length: tokens of an answer to a held-out question; 0: none is asked
+        min_pixels: pixels to which smaller images are enlarged; default: as the checkpoint says
+        max_pixels: pixels to which larger images are shrunk; default: as the checkpoint says
+        template_arguments: arguments of the chat template, in training and evaluation, such as enable_thinking false
+        on_bad_row: what to do at an unusable row: stop, or skip it and take the next good one
+        num_workers: processes that prepare rows ahead
+    """
+
+    batch_size: int = 64
+    eval_rows: int = 256
+    max_length: int = 4096
+    max_response_length: int = 128
+    min_pixels: int | None = None
+    max_pixels: int | None = None
     template_arguments: dict[str, int | float | bool | str] = field(default_factory=dict)
-    on_bad_row: OnBadRow = "stop"  # at an unusable row: stop, or skip it and take the next good one
-    num_workers: int = 0  # processes that prepare rows ahead
+    on_bad_row: OnBadRow = "stop"
+    num_workers: int = 0
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "eval_rows", "max_length"):
@@ -40,25 +49,40 @@ class RowsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedConfig:
-    """Model, optimizer and run; written to config.json in the run's directory."""
+    """Model, optimizer and run; written to config.json in the run's directory.
 
-    preset: str = "any"  # whose defaults these are
-    model_path: str | None = None  # checkpoint directory or hub name; a small Qwen2.5-VL made on the spot by default
-    engine: str = "hf"  # what answers held-out questions
-    engine_options: dict[str, int | float | bool | str] = field(default_factory=dict)  # of the engine: NAME VALUE ...
-    compute: tyro.conf.OmitArgPrefixes[ModelConfig] = field(default_factory=ModelConfig)
-    on: Literal["local", "ray"] = "local"  # in this process, or in a Ray process for each rank of the layout
-    layout: Layout = field(default_factory=Layout)  # how the model is spread over processes
+    Attributes:
+        preset: name of the preset whose defaults these are
+        model_path: checkpoint directory or hub name; by default a small Qwen2.5-VL is made on the spot
+        engine: engine that answers held-out questions: hf or vllm
+        engine_options: options of the engine
+        on: where to run: in this process, or in a Ray process for each rank of the layout
+        layout: how the model is spread over processes
+        max_restarts: how often to restart from the last checkpoint after a worker has failed
+        keep_rows: rows of each step to keep in output_dir for the viewer, with the loss of each token; below 1 a share of
+            them; 0: none
+    """
+
+    preset: str = "any"
+    model_path: str | None = None
+    engine: str = "hf"
+    engine_options: dict[str, int | float | bool | str] = field(default_factory=dict)
+    compute: ModelConfig = field(default_factory=ModelConfig)
+    on: Literal["local", "ray"] = "local"
+    layout: Layout = field(default_factory=Layout)
     ray: RayConfig = field(default_factory=RayConfig)
-    max_restarts: int = 0  # how often to restart from the last checkpoint after a worker has failed
-    # rows of each step, or below 1 a share of them, kept in output_dir for the viewer with the loss of each token; 0: none
+    max_restarts: int = 0
     keep_rows: int | float = 16
-    run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=RunConfig)
+    run: RunConfig = field(default_factory=RunConfig)
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5, schedule="cosine"))
 
     def __post_init__(self) -> None:
         check_placement(self)
         check_kept("keep_rows", self.keep_rows)
+
+    def idle_options(self) -> list[tuple[bool, str, str]]:
+        """Options that do nothing here; see `recipes.options.refuse_idle_options`."""
+        return idle_placement(self)
 
 
 def tiny_schedule(output_dir: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What options of verl, EasyR1 and TRL are called here, for users who type the names that they know (docs/moving.md)."""
+"""Names that are no options here: those of verl, EasyR1 and TRL (docs/moving.md), and those of earlier versions."""
 
 PREFIXES = ("actor_rollout_ref.", "worker.")
 """What verl's and EasyR1's names begin with, and docs/moving.md leaves out."""
@@ -80,3 +80,15 @@ def own_name(argument: str) -> str | None:
     for prefix in PREFIXES:
         name = name.removeprefix(prefix)
     return _ours.get(name)
+
+
+FILE_ONLY: tuple[str, ...] = ()
+"""Options that a file sets (``--config FILE``), and no command line."""
+
+ENDED: dict[str, str] = {}
+"""Options of earlier versions, and what to do instead."""
+
+
+def way_out_of(name: str) -> str | None:
+    """What to do instead of an option of an earlier version; ``None`` if it is none."""
+    return ENDED.get(name)
