@@ -40,7 +40,7 @@ from recipes.configs.shared.carrying_config import CarryingConfig  # noqa: E402
 from recipes.grpo import GRPOConfig, grpo_step  # noqa: E402
 from recipes.rewards import load_reward  # noqa: E402
 from recipes.run.carrying import LookAhead, carry_samples  # noqa: E402
-from recipes.run.phases import Progression  # noqa: E402
+from recipes.run.phases import StepState  # noqa: E402
 from recipes.watch.console import start_lines  # noqa: E402
 from rollout.prompts import PromptBuilder  # noqa: E402
 from workers import ActorConfig, launch  # noqa: E402
@@ -220,15 +220,15 @@ def main() -> None:
     ) as roles:
         print("\n".join(start_lines(roles.start_seconds)), flush=True)
         print(f"roles launched: {time.perf_counter() - started:.0f} s", flush=True)
-        progression, loader = Progression(KLController(0.0)), LookAhead(Steps(prompts))
+        state, loader = StepState(KLController(0.0)), LookAhead(Steps(prompts))
         carrying = CarryingConfig(over_ask=arguments.over_ask)
-        batches, measure = carry_samples(roles, loader, carrying, progression, 1 + arguments.steps, corrected=False)
+        batches, measure = carry_samples(roles, loader, carrying, state, 1 + arguments.steps, corrected=False)
         config = GRPOConfig(n=arguments.samples, kl_coef=0.01, minibatch=arguments.minibatch)
         found = []
         for number in range(1 + arguments.steps):
             started = time.perf_counter()
             sampling = config.sampling(arguments.max_tokens, seed=0)
-            data, metrics = grpo_step(roles, next(batches), config, sampling, progression)
+            data, metrics = grpo_step(roles, next(batches), config, sampling, state)
             seconds = time.perf_counter() - started
             tokens = int(data["attention_mask"].sum())
             figures = {"seconds": seconds, "tokens/s/GPU": tokens / seconds / arguments.gpus}

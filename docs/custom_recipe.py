@@ -33,7 +33,7 @@ def reward(rows):
     return [{"score": float(row.solution_str == row.ground_truth)} for row in rows]  # 1 for the right name alone
 
 
-def rloo_step(roles, prompts, more):
+def rloo_step(roles, prompts):
     data = roles.rollout.generate(prompts, SamplingParams(n=SAMPLES, max_tokens=TOKENS))
     data |= roles.reward.score(data)
     scores, mask = data["token_level_rewards"].sum(1).view(-1, SAMPLES), data["response_mask"]

@@ -13,8 +13,7 @@ from recipes.algorithms.options import AlgorithmConfig
 from recipes.configs.distil_config import PRESETS, TINY, DistilConfig, DistilRunConfig, parse
 from recipes.grpo import grpo_step
 from recipes.options import exit_status
-from recipes.run.dynamic_sampling import More
-from recipes.run.phases import Progression
+from recipes.run.phases import StepState
 from recipes.run.policy_gradient import run
 from rollout.engine import SamplingParams
 from workers import Roles
@@ -23,15 +22,10 @@ __all__ = ["PRESETS", "TINY", "DistilConfig", "DistilRunConfig", "distil_step", 
 
 
 def distil_step(
-    roles: Roles,
-    prompts: DataProto,
-    config: AlgorithmConfig,
-    sampling: SamplingParams,
-    progression: Progression | None = None,
-    more: More | None = None,
+    roles: Roles, prompts: DataProto, config: AlgorithmConfig, sampling: SamplingParams, state: StepState | None = None
 ) -> tuple[DataProto, dict[str, float]]:
     """`recipes.grpo.grpo_step` with the teacher as reference; measures ``distil/reverse_kl``, in nats for each sampled token."""
-    data, metrics = grpo_step(roles, prompts, config, sampling, progression, more)
+    data, metrics = grpo_step(roles, prompts, config, sampling, state)
     sampled = data["advantages"][data["response_mask"].bool()]
     return data, metrics | {"distil/reverse_kl": -float(sampled.mean())}
 

@@ -7,32 +7,25 @@ With no arguments it draws problems, makes a small Qwen2.5-VL and trains it on t
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from dataproto import DataProto
-from recipes.algorithms.options import KL_ESTIMATORS, AlgorithmConfig, NamedLoss, outcome_advantage
+from recipes.algorithms.options import KL_ESTIMATORS, AlgorithmConfig, NamedLoss
 from recipes.configs.grpo_config import PRESETS, TINY, GRPOConfig, GRPORunConfig, parse
 from recipes.configs.shared.policy_gradient_config import PolicyGradientConfig
 from recipes.options import exit_status
-from recipes.run.dynamic_sampling import More, joined_parts
 from recipes.run.metrics import timed
 from recipes.run.phases import (
-    Progression,
-    add_actor_log_probs,
-    add_first_log_probs,
+    StepState,
     begin_scores,
-    engine_differences,
-    entropy_coefficient,
-    generate_and_score,
-    log_probs_for_update,
+    joined_parts,
+    log_probs_before_update,
     policy_log_probs,
-    rows_to_learn,
-    shape_rewards,
+    sample,
     whole_update,
-    with_scores,
+    with_advantages,
 )
 from recipes.run.policy_gradient import AlgorithmStep, run
 from rollout.engine import SamplingParams
@@ -42,12 +35,13 @@ from workers.training.forward_pass import LossFn
 
 __all__ = ["PRESETS", "TINY", "GRPOConfig", "GRPORunConfig", "grpo_step", "main", "parse", "policy_loss"]
 
-SEEN = "_seen_log_probs"
-"""The column with the log-probs that the update computed before it changed the policy, ``(B, R)``."""
 
+def policy_loss(config: AlgorithmConfig, entropy_coef: float | None = None) -> LossFn:
+    """The loss that ``config.loss`` names, with importance weights, entropy bonus and KL term where they are set.
 
-def policy_loss(config: AlgorithmConfig, entropy_coef: float) -> LossFn:
-    """The loss that ``config.loss`` names, with importance weights, entropy bonus and KL term where they are set."""
+    ``entropy_coef`` is the weight of the bonus, by default that of the options.
+    """
+    bonus = config.entropy_coef if entropy_coef is None else entropy_coef
     named, kl_coef, kl_in_loss = NamedLoss.find(config), config.kl_coef, config.kl_in_loss
     estimate_kl = KL_ESTIMATORS[config.kl]
 
@@ -59,8 +53,8 @@ def policy_loss(config: AlgorithmConfig, entropy_coef: float) -> LossFn:
         if "rollout_is_weights" in data:
             loss = loss * data["rollout_is_weights"]
         metrics = metrics | {"actor/pg_loss": loss, "actor/entropy": outputs.entropy}
-        if entropy_coef:
-            loss = loss - entropy_coef * outputs.entropy
+        if bonus:
+            loss = loss - bonus * outputs.entropy
         if kl_in_loss:
             metrics["actor/kl_loss"] = estimate_kl(outputs.log_probs, data["ref_log_prob"])
             loss = loss + kl_coef * metrics["actor/kl_loss"]
@@ -70,84 +64,64 @@ def policy_loss(config: AlgorithmConfig, entropy_coef: float) -> LossFn:
 
 
 def grpo_step(
-    roles: Roles,
-    prompts: DataProto,
-    config: AlgorithmConfig,
-    sampling: SamplingParams,
-    progression: Progression | None = None,
-    more: More | None = None,
+    roles: Roles, prompts: DataProto, config: AlgorithmConfig, sampling: SamplingParams, state: StepState | None = None
 ) -> tuple[DataProto, dict[str, float]]:
     """One step: sample, score, compare, update. Returns the rollouts and the metrics.
 
-    ``progression`` carries state between steps, such as an adaptive KL weight; ``more`` returns further prompts, for dynamic
-    sampling.
+    ``state`` is what goes from step to step, see `StepState`; by default that of a first step.
     """
-    progression = progression or Progression(config.kl_controller())
-    log_probs = partial(log_probs_for_update, roles, config)  # computed while a reward function scores
-    data, metrics = generate_and_score(roles, prompts, config, sampling, more, log_probs)  # config.n rows a prompt
-    with timed(metrics, "adv"):
-        data, shaped = shape_rewards(data, config, progression.kl, sampling.max_tokens)
-        data["advantages"] = outcome_advantage(config, data)
-        learned, corrected = rows_to_learn(data, config, seed=(sampling.seed, progression.steps))
-    metrics |= shaped | corrected | {"actor/entropy_coeff": entropy_coefficient(data, config)}
+    state, metrics = state or StepState(config.kl_controller()), dict[str, float]()
+    data, scores = sample(roles, prompts, config, sampling, state, metrics)  # config.n rows a prompt
+    data |= policy_log_probs(roles, data, config, metrics)  # while reward functions in other processes score the rows
+    data |= scores()
+    data, learned = with_advantages(data, config, sampling, state, metrics)
     if len(learned):
-        loss, aggregation = policy_loss(config, metrics["actor/entropy_coeff"]), config.aggregation
         with timed(metrics, "update_actor"):
-            updated = roles.actor.update_and_score(
-                learned, loss, config.minibatch, config.epochs, aggregation, entropy=True
+            found = roles.actor.update_and_score(
+                learned,
+                policy_loss(config, metrics["actor/entropy_coeff"]),
+                minibatch=config.minibatch,
+                epochs=config.epochs,
+                aggregation=config.aggregation,
+                entropy=True,
             )
-        add_first_log_probs(data, learned, updated.scores)
-        metrics |= updated.metrics | engine_differences(learned, config, updated.scores)
-        add_actor_log_probs(data, learned, config, updated.scores)
+        metrics |= found.metrics | log_probs_before_update(data, learned, config, found.scores)
     roles.sync_weights()
-    progression.steps += 1
+    state.steps += 1
     return data, metrics
 
 
 def grpo_step_in_parts(
-    roles: Roles,
-    prompts: DataProto,
-    config: AlgorithmConfig,
-    sampling: SamplingParams,
-    progression: Progression | None = None,
-    more: More | None = None,
+    roles: Roles, prompts: DataProto, config: AlgorithmConfig, sampling: SamplingParams, state: StepState | None = None
 ) -> tuple[DataProto, dict[str, float]]:
     """As `grpo_step`, in one optimizer step whose gradients begin with the first groups, while the others are decoded.
 
     What a group adds must not depend on other groups: see `AlgorithmConfig.needs_whole_batches`.
     """
-    progression = progression or Progression(config.kl_controller())
+    state, metrics = state or StepState(config.kl_controller()), dict[str, float]()
     config = replace(config, minibatch=None)  # the batch is one mini-batch: nothing waits for the rows of a later one
-    loss, aggregation = policy_loss(config, config.entropy_coef), config.aggregation
-    seed = (sampling.seed, progression.steps)
-    metrics: dict[str, float] = {}
-    parts: list[DataProto] = []
+    loss = policy_loss(config)
     groups = roles.rollout.in_parts(prompts, replace(sampling, n=config.n))
+    parts: list[DataProto] = []
     with whole_update(roles.actor):
         while (part := next_part(groups, metrics)) is not None:
-            part = score_part(roles, part, config, metrics)
-            shaped, _ = shape_rewards(part, config, progression.kl, sampling.max_tokens)
-            shaped["advantages"] = outcome_advantage(config, shaped)
-            learned, _ = rows_to_learn(shaped, config, seed)
-            part[SEEN] = torch.zeros(part["response_mask"].shape)
+            scores = begin_scores(roles, part, metrics)
+            part |= policy_log_probs(roles, part, config, metrics)
+            part |= scores()
+            _, learned = with_advantages(part, config, sampling, state, {})
+            part["actor_log_probs"] = torch.full(part["response_mask"].shape, torch.nan)
             if len(learned):
                 with timed(metrics, "update_actor"):
-                    part[SEEN] = roles.actor.accumulate(learned, loss, aggregation=aggregation, entropy=True).scores
+                    found = roles.actor.accumulate(learned, loss, aggregation=config.aggregation, entropy=True)
+                part["actor_log_probs"] = found.scores
             parts.append(part)
-        data = joined_parts(parts)
-        seen = data.pop([SEEN])[SEEN]
-        data, found = shape_rewards(data, config, progression.kl, sampling.max_tokens)
-        data["advantages"] = outcome_advantage(config, data)
-        learned, corrected = rows_to_learn(data, config, seed)
-        metrics |= found | corrected | {"actor/entropy_coeff": config.entropy_coef}
+        data, learned = with_advantages(joined_parts(parts), config, sampling, state, metrics)
         if len(learned):
             with timed(metrics, "update_actor"):
                 metrics |= roles.actor.finish_update()
-    if len(learned):
-        metrics |= engine_differences(learned, config, seen)
-        add_actor_log_probs(data, learned, config, seen)
+            metrics |= log_probs_before_update(data, learned, config, learned["actor_log_probs"])
     roles.sync_weights()
-    progression.steps += 1
+    state.steps += 1
     return data, metrics
 
 
@@ -155,12 +129,6 @@ def next_part(parts: Iterator[DataProto], metrics: dict[str, float]) -> DataProt
     """The next part, or ``None`` at the end; adds the time for which it was waited."""
     with timed(metrics, "gen"):
         return next(parts, None)
-
-
-def score_part(roles: Roles, data: DataProto, config: AlgorithmConfig, metrics: dict[str, float]) -> DataProto:
-    """The rows with rewards, and with the log-probs that one update needs."""
-    log_probs = partial(policy_log_probs, roles, config)
-    return with_scores(data, begin_scores(roles, data, metrics), config, metrics, log_probs)
 
 
 def step_for(config: PolicyGradientConfig) -> AlgorithmStep:

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
         AlgorithmConfig,
         NamedLoss,
         add_loss_columns,
-        critic_advantage,
-        outcome_advantage,
+        advantage_columns,
     )
     from recipes.algorithms.penalties import KLController, overlong_penalty, penalised_rewards
     from recipes.algorithms.registry import ADVANTAGES, LOSSES
@@ -55,12 +54,12 @@ __all__ = [
     "KLController",
     "NamedLoss",
     "add_loss_columns",
+    "advantage_columns",
     "bi_level_gae",
     "clip_cov_loss",
     "clipped_policy_loss",
     "clipped_weight_loss",
     "correction_metrics",
-    "critic_advantage",
     "datum_loss",
     "difference_metrics",
     "differences",
@@ -79,7 +78,6 @@ __all__ = [
     "kl_cov_loss",
     "leave_one_out_advantage",
     "length_weighted_advantage",
-    "outcome_advantage",
     "overlong_penalty",
     "penalised_rewards",
     "random_high_covariance",

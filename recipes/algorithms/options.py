@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from dataproto import DataProto
+    from recipes.algorithms import advantages as advantages_of
     from recipes.algorithms import kl
     from workers.model.packed_model import Outputs
 else:  # options are read without torch
+    advantages_of = LazyModule("recipes.algorithms.advantages")
     kl = LazyModule("recipes.algorithms.kl")
 
 KL_ESTIMATORS = {"k1": kl.k1_kl, "k2": kl.k2_kl, "k3": kl.k3_kl, "k3+": kl.unbiased_k3_kl}
@@ -292,37 +294,22 @@ class AlgorithmConfig:
         """Whether the loss has a KL term."""
         return self.kl_coef > 0 and self.kl_in == "loss"
 
-    @property
-    def needs_old_log_probs(self) -> bool:
-        """Whether the actor's log-probs of all rows must be computed before the update.
+    def needs_old_log_probs(self, prompts: int) -> bool:
+        """Whether an update with ``prompts`` prompts needs the actor's log-probs of all rows, computed before it.
 
-        Otherwise the first optimizer step uses the log-probs that it computes itself, which are those of an unchanged policy, and
-        only the mini-batches after the first need a pass of their own.
+        An update of one optimizer step meets the policy that sampled, whose log-probs its loss takes from its own pass.
+
+        >>> [AlgorithmConfig(minibatch=minibatch).needs_old_log_probs(prompts=512) for minibatch in (None, 512, 128)]
+        [False, False, True]
         """
-        needed_by_loss = any(takes(each, "old_log_probs") for each in LOSSES.find(self.loss).columns.values())
-        needed = needed_by_loss or ADVANTAGES.find(self.advantage).takes("old_log_probs")
-        return self.epochs > 1 or self.kl_in_reward or self.compares_engine or needed
-
-    def old_log_prob_share(self, prompts: int) -> float:
-        """The share of a batch of ``prompts`` prompts whose old log-probs are computed in a pass of their own.
-
-        >>> AlgorithmConfig(minibatch=128).old_log_prob_share(512), AlgorithmConfig(epochs=2).old_log_prob_share(512)
-        (0.75, 1.0)
-        """
-        return 1.0 if self.needs_old_log_probs else 1 - 1 / self.updates(prompts)
+        loss, advantage = LOSSES.find(self.loss), ADVANTAGES.find(self.advantage)
+        read = advantage.takes("old_log_probs") or any(takes(each, "old_log_probs") for each in loss.columns.values())
+        return read or self.updates(prompts) > 1 or self.kl_in_reward or self.compares_engine
 
     @property
     def needs_reference(self) -> bool:
         """Whether a KL term or the advantage reads the log-probs of a reference."""
         return self.kl_coef > 0 or ADVANTAGES.find(self.advantage).takes("ref_log_prob")
-
-    @property
-    def reference_in_update_only(self) -> bool:
-        """Whether only the loss reads the reference's log-probs, and mini-batches after the first need old log-probs: actor and
-        reference then score the rows of the update together.
-        """
-        read_before = self.kl_in_reward or ADVANTAGES.find(self.advantage).takes("ref_log_prob")
-        return self.needs_reference and not read_before and not self.needs_old_log_probs and self.minibatch is not None
 
     @property
     def needs_critic(self) -> bool:
@@ -372,38 +359,26 @@ class AlgorithmConfig:
         return dict(vars(self))
 
 
-def outcome_advantage(config: AlgorithmConfig, data: DataProto) -> Tensor:
-    """The advantages (B, R) from the columns of a batch, without a critic.
+def advantage_columns(config: AlgorithmConfig, data: DataProto) -> dict[str, Tensor]:
+    """The column ``advantages`` (B, R) from the columns of a batch, and with a critic ``returns`` (B, R), which it learns.
 
     Raises:
         InvalidConfig: the advantage function has an argument that is neither a column nor an option, or needs a critic.
         InvalidColumn: it returned another shape.
     """
-    if config.needs_critic:
-        raise InvalidConfig(f"{config.advantage} needs the values of a critic")
-    advantages: Tensor = _advantage(config, data)
-    _check_shape(f"algorithm.advantage={config.advantage}", advantages, data["response_mask"])
-    return advantages
-
-
-def critic_advantage(config: AlgorithmConfig, data: DataProto) -> tuple[Tensor, Tensor]:
-    """The advantages (B, R), and the returns (B, R) that the critic learns, from the columns of a batch with ``values``.
-
-    Raises:
-        InvalidConfig: the advantage function has an argument that is neither a column nor an option.
-    """
-    found: tuple[Tensor, Tensor] = _advantage(config, data)
-    return found
-
-
-def _advantage(config: AlgorithmConfig, data: DataProto) -> Any:
-    """What the function that ``config`` names makes of the columns and the options."""
-    name = config.advantage
-    function = ADVANTAGES.find(name).function
-    what = f"algorithm.advantage={name}"
-    given = arguments_by_name(what, function, _columns(data), config.options())
-    with in_users_function(what, function):
-        return function(**given)
+    named, options = ADVANTAGES.find(config.advantage), config.options()
+    what = f"algorithm.advantage={config.advantage}"
+    if named.critic and "values" not in data:
+        raise InvalidConfig(f"{what} needs the values of a critic")
+    given = arguments_by_name(what, named.function, _columns(data), options)
+    with in_users_function(what, named.function):
+        found = named.function(**given)
+    if named.critic:
+        advantages, returns = found
+        whitened = advantages_of.whiten(advantages, data["response_mask"]) if options.get("whiten") else advantages
+        return {"advantages": whitened, "returns": returns}
+    _check_shape(what, found, data["response_mask"])
+    return {"advantages": found}
 
 
 def add_loss_columns(config: AlgorithmConfig, data: DataProto, seed: tuple[int, int]) -> None:
@@ -430,14 +405,10 @@ class NamedLoss:
     def arguments(self, outputs: Outputs, data: DataProto) -> dict[str, Any]:
         """What the function takes of the columns, the options, and ``log_probs`` and ``entropy`` of the update.
 
-        In rows without ``old_log_probs`` (no column, or NaN in the whole row) the policy has not changed since it sampled: its
-        log-probs are the old ones.
+        Without the column ``old_log_probs`` the policy has not changed since it sampled: its log-probs are the old ones.
         """
-        unchanged = outputs.log_probs.detach()
-        columns = {"old_log_probs": unchanged} | _columns(data)
-        old = columns["old_log_probs"]
-        columns["old_log_probs"] = old.where(~old.isnan().all(1, keepdim=True), unchanged)
-        columns |= {"log_probs": outputs.log_probs, "entropy": outputs.entropy}
+        unchanged = {"old_log_probs": outputs.log_probs.detach()}
+        columns = unchanged | _columns(data) | {"log_probs": outputs.log_probs, "entropy": outputs.entropy}
         return arguments_by_name(self.name, self.function, columns, self.options)
 
     def guarded(self) -> AbstractContextManager[None]:

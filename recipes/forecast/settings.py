@@ -233,7 +233,7 @@ def policy_gradient_setting(options: Any, batch: BatchSizes, device: Device) -> 
         device,
         minibatch=algorithm.minibatch,
         epochs=algorithm.epochs,
-        old_log_probs=0.0 if algorithm.skip_old_log_probs else algorithm.old_log_prob_share(data.batch_size),
+        old_log_probs=float(not algorithm.skip_old_log_probs and algorithm.needs_old_log_probs(data.batch_size)),
         reference=algorithm.needs_reference,
         teacher=getattr(options, "teacher", None) is not None,
         critic_epochs=algorithm.critic_epochs if options.critic else 0,

@@ -3,7 +3,7 @@
 `run` trains by a policy-gradient algorithm of your own with the options of `recipes.grpo`. `train` is the loop alone, for roles,
 rows and rewards of your own; docs/custom_recipe.py is a whole recipe around it::
 
-    def reinforce_step(roles, prompts, more):
+    def reinforce_step(roles, prompts):
         data = roles.rollout.generate(prompts, SamplingParams(n=8, max_tokens=64))
         data |= roles.reward.score(data)
         data["advantages"] = group_advantage(data["token_level_rewards"], data["uid"], data["response_mask"])
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from recipes.run.evaluation import evaluate_answers, evaluate_samples, greedy_evaluation, held_out_evaluation
     from recipes.run.loop import StepFunction, attempts, train
     from recipes.run.metrics import measure_rollouts
-    from recipes.run.phases import Progression
+    from recipes.run.phases import StepState
     from recipes.run.policy_gradient import run
     from recipes.run.run_directory import recorded_run
     from recipes.run.supervised import (
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PolicyGradientConfig",
-    "Progression",
     "RunConfig",
     "StepFunction",
+    "StepState",
     "SupervisedConfig",
     "SupervisedTask",
     "attempts",

@@ -4,9 +4,10 @@ import contextlib
 import io
 import pickle
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -15,9 +16,8 @@ import torch
 
 from dataproto import DataProto
 from dataproto.columns import require
-from dataproto.errors import CheckpointError, WorkerFailed, writing
+from dataproto.errors import CheckpointError, InvalidConfig, WorkerFailed, writing
 from recipes.configs.shared.run_config import RunConfig
-from recipes.run.dynamic_sampling import More
 from recipes.run.evaluation import BestStep, Evaluate
 from recipes.run.metrics import Measure, measure_rollouts, timed
 from recipes.run.run_directory import forget_earlier
@@ -52,9 +52,7 @@ BEST_FILE = "best.json"
 class StepFunction(Protocol):
     """One step of an algorithm: returns its rows, scored if `measure_rollouts` is to measure them, and its metrics."""
 
-    def __call__(self, roles: Roles, prompts: DataProto, /, *, more: More) -> tuple[DataProto, dict[str, float]]:
-        """``more(reason)`` returns further prompts, for steps that need them (dynamic sampling)."""
-        ...
+    def __call__(self, roles: Roles, prompts: DataProto, /) -> tuple[DataProto, dict[str, float]]: ...
 
 
 class Stateful(Protocol):
@@ -93,7 +91,7 @@ def train(
     step: StepFunction,
     evaluate: Evaluate | None = None,
     builder: PromptBuilder | None = None,
-    progression: Stateful | None = None,
+    state: Stateful | None = None,
     measure: Measure = measure_rollouts,
     kept: KeptRollouts | None = None,
 ) -> None:
@@ -104,19 +102,20 @@ def train(
     uninterrupted run. See `recipes.run` for an example.
 
     Args:
-        step: called as ``step(roles, prompts, more=more)``.
+        step: called as ``step(roles, prompts)``.
         evaluate: called as ``evaluate(roles, number)``; see `AroundSteps`.
         builder: its tokenizer and image processor are saved beside the exported weights, so that these are a whole model.
-        progression: state that the algorithm carries from step to step; checkpoints hold it.
+        state: what the algorithm carries from step to step; checkpoints hold it.
         measure, kept: see `AroundSteps`.
 
     Raises:
         MissingColumn, CheckpointError, FileNotWritten: a batch has no ``uid``; a checkpoint is damaged; a file could not be
             written.
     """
+    check_step(step)
     forget_earlier(run.output_dir)  # the new run has loaded
-    progression, best = progression or Stateless(), BestStep(run.keep_best)
-    last = begin_or_restore(run, roles, loader, progression, best)
+    state, best = state or Stateless(), BestStep(run.keep_best)
+    last = begin_or_restore(run, roles, loader, state, best)
     done = None if last is None else last.number
     with (
         open_loggers(run.loggers, LoggedRun(run.output_dir, last_kept_row(run, done))) as loggers,
@@ -126,24 +125,23 @@ def train(
         around = AroundSteps(run, roles, shown, best, evaluate, measure, kept)
         around.begin(last)
         checkpoints.name_best()
-        more = partial(further_batch, loader, shown.progress)
         with shown.progress:
             for number in range((done or 0) + 1, run.steps + 1):
                 metrics: dict[str, float] = {}
                 with timed(metrics, "step"):
                     with timed(metrics, "data"):
                         prompts = next_batch(loader)
-                    data, found = step(roles, prompts, more=more)
+                    data, found = step(roles, prompts)
                 metrics |= found | {"data/skipped_rows": len(loader.skipped)}
                 taken = around.measured(number, data, metrics)
                 saved = is_due(number, run.save_every, run.steps)
                 if saved:  # first, since the evaluation may fail
-                    checkpoints.save(taken, loader, progression)
+                    checkpoints.save(taken, loader, state)
                 is_best = around.finish(taken)
                 if is_best and saved:
                     checkpoints.name_best()
                 elif is_best:
-                    checkpoints.save(taken, loader, progression)
+                    checkpoints.save(taken, loader, state)
 
 
 @dataclass(frozen=True)
@@ -261,6 +259,15 @@ class AroundSteps:
         return held_out
 
 
+def check_step(step: Callable[..., Any]) -> None:
+    """Raises `InvalidConfig` for a step with the arguments of an earlier version, in which ``state`` was two of them."""
+    if {"progression", "more"} & signature(step).parameters.keys():
+        raise InvalidConfig(
+            "a step is called as step(roles, prompts, config, sampling, state) by run, and as step(roles, prompts) by train: "
+            "state has what progression and more gave (recipes.run.StepState)"
+        )
+
+
 def next_batch(loader: Loader) -> DataProto:
     """The loader's next batch.
 
@@ -270,12 +277,6 @@ def next_batch(loader: Loader) -> DataProto:
     prompts = next(loader)
     require(prompts, "uid")
     return prompts
-
-
-def further_batch(loader: Loader, progress: Progress, reason: str) -> DataProto:
-    """The loader's next batch in the middle of a step; the progress display shows the reason."""
-    progress.doing(reason)
-    return next_batch(loader)
 
 
 class Attempt:

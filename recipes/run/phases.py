@@ -1,10 +1,11 @@
-"""The phases of a step that policy-gradient recipes share. Each returns its rows and its metrics.
+"""The phases of a step that policy-gradient recipes share. Each takes the step's metrics, and adds its own.
 
 Dimension letters: B rows, R response tokens.
 """
 
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -14,30 +15,36 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dataproto import DataProto
-from dataproto.errors import InvalidConfig
+from dataproto import DataProto, object_array
+from dataproto.columns import require
+from dataproto.errors import InvalidColumn, InvalidConfig
+from dataproto.packing import equally_wide
 from dataproto.planning import cut_minibatches
+from recipes.algorithms.advantages import informative_rows
 from recipes.algorithms.correction import importance_weights, kept_tokens
 from recipes.algorithms.mismatch import correction_metrics, difference_metrics
-from recipes.algorithms.options import KL_ESTIMATORS, AlgorithmConfig, add_loss_columns
+from recipes.algorithms.options import KL_ESTIMATORS, AlgorithmConfig, add_loss_columns, advantage_columns
 from recipes.algorithms.penalties import KLController, overlong_penalty, penalised_rewards
-from recipes.run.dynamic_sampling import More, sample_informative_groups
 from recipes.run.metrics import timed
 from rollout.engine import SamplingParams
 from workers import Roles
 from workers.roles.reward import EARLY_RESULTS, place_on_last_token
 
 Metrics = dict[str, float]
-ModelColumns: TypeAlias = Callable[[DataProto, Metrics], DataProto]
-"""Computes columns of sampled rows that need no rewards, and adds its metrics."""
+Scores: TypeAlias = Callable[[], DataProto]
+"""Waits until rows are scored, and returns the columns of their scores."""
 
 
 @dataclass
-class Progression:
-    """What an algorithm carries from step to step, besides the models; saved with checkpoints."""
+class StepState:
+    """What goes from step to step, besides the models: the weight of the KL penalty, and the number of steps that are done.
+
+    Checkpoints hold both. ``more`` loads further prompts; only dynamic sampling calls it.
+    """
 
     kl: KLController
-    steps: int = 0  # done
+    steps: int = 0
+    more: Callable[[], DataProto] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps, "kl_coef": self.kl.coef}
@@ -46,162 +53,198 @@ class Progression:
         self.steps, self.kl.coef = int(state["steps"]), float(state["kl_coef"])
 
 
-def generate_and_score(
+def sample(
     roles: Roles,
     prompts: DataProto,
     config: AlgorithmConfig,
     sampling: SamplingParams,
-    more: More | None = None,
-    model_columns: ModelColumns | None = None,
-) -> tuple[DataProto, Metrics]:
-    """Samples ``config.n`` responses to each prompt and scores them.
+    state: StepState,
+    metrics: Metrics,
+) -> tuple[DataProto, Scores]:
+    """Samples ``config.n`` responses to each prompt, and begins to score them.
 
-    Dynamic sampling repeats this until the samples of every group differ in their score. ReMax adds the column
-    ``reward_baselines (B,)``, the scores of greedy responses. With ``skip_old_log_probs`` the engine's log-probs are also the
-    column ``old_log_probs``.
-
-    Args:
-        more: returns further prompts; dynamic sampling needs it.
-        model_columns: columns to add, such as `log_probs_for_update`. A reward function in processes of its own scores the rows
-            meanwhile; dynamic sampling chooses them by their scores first.
+    A reward function in processes of its own scores the rows until their `Scores` are asked for. Dynamic sampling repeats
+    this until the samples of every group differ in their score, so its rows have their scores already. The scores of ReMax
+    include the column ``reward_baselines (B,)``, the scores of greedy responses. With ``skip_old_log_probs`` the engine's
+    log-probs are also the column ``old_log_probs``.
 
     Raises:
-        InvalidConfig: dynamic sampling without ``more``.
+        InvalidConfig: dynamic sampling without ``state.more``.
+        Exception: an error of the reward that is known already.
     """
-    metrics: Metrics = {}
-
-    def sample(prompts: DataProto, model_columns: ModelColumns | None = None) -> DataProto:
-        with timed(metrics, "gen"):
-            data: DataProto = roles.rollout.generate(prompts, replace(sampling, n=config.n))
-        scores, baselines = begin_scores(roles, data, metrics), None
-        if EARLY_RESULTS in data:
-            metrics["reward/early_ratio"] = sum(each is not None for each in data[EARLY_RESULTS]) / len(data)
-            data.pop(non_tensor_batch_keys=[EARLY_RESULTS])
-        if config.needs_greedy:
-            with timed(metrics, "gen"):
-                greedy: DataProto = roles.rollout.generate(prompts, replace(sampling, n=1, temperature=0.0))
-            baselines = begin_scores(roles, greedy, metrics)
-        data = with_scores(data, scores, config, metrics, model_columns)
-        if baselines is not None:
-            with timed(metrics, "reward"):
-                found: Tensor = baselines.result()["token_level_rewards"].sum(-1)
-            metrics["reward/greedy_baseline"] = float(found.mean())
-            data["reward_baselines"] = found.repeat_interleave(config.n)
-        return data
-
     generations = config.dynamic_sampling
     if not generations:
-        return sample(prompts, model_columns), metrics
-    if more is None:
-        raise InvalidConfig("dynamic sampling needs further prompts: pass the step a function `more`")
-    data, found = sample_informative_groups(sample, prompts, more, generations, config.filter_metric)
-    metrics |= found
-    return data if model_columns is None else data | model_columns(data, metrics), metrics
+        return _sample_once(roles, prompts, config, sampling, metrics)
+    if state.more is None:
+        raise InvalidConfig("dynamic sampling needs further prompts: give the step a StepState with a function `more`")
+
+    def scored(prompts: DataProto) -> DataProto:
+        data, scores = _sample_once(roles, prompts, config, sampling, metrics)
+        return data | scores()
+
+    data, found = sample_informative_groups(scored, prompts, state.more, generations, config.filter_metric)
+    metrics.update(found)
+    return data, DataProto  # there are no further columns
 
 
-def begin_scores(roles: Roles, data: DataProto, metrics: Metrics) -> "Future[DataProto]":
-    """The future of the rows' scores, which is done unless a reward function scores in processes of its own."""
-    with timed(metrics, "reward"):
-        if roles.scores_apart:
-            coming: Future[DataProto] = roles.reward.submit("score", data)
-            return coming
-        done: Future[DataProto] = Future()
-        done.set_result(roles.reward.score(data))
-        return done
-
-
-def with_scores(
-    data: DataProto,
-    scores: "Future[DataProto]",
-    config: AlgorithmConfig,
-    metrics: Metrics,
-    model_columns: ModelColumns | None,
-) -> DataProto:
-    """The rows with their scores and the columns of ``model_columns``, which are computed before it waits for the scores.
-
-    Raises:
-        Exception: an error of the reward; if it is known already, before ``model_columns`` is called.
-    """
-
-    def join() -> None:
-        with timed(metrics, "reward"):
-            data.union(scores.result())
-
-    data = data[:]
-    known = scores.done()
-    if known:
-        join()
+def _sample_once(
+    roles: Roles, prompts: DataProto, config: AlgorithmConfig, sampling: SamplingParams, metrics: Metrics
+) -> tuple[DataProto, Scores]:
+    with timed(metrics, "gen"):
+        data: DataProto = roles.rollout.generate(prompts, replace(sampling, n=config.n))
+    scores = begin_scores(roles, data, metrics)
+    if EARLY_RESULTS in data:
+        metrics["reward/early_ratio"] = sum(each is not None for each in data[EARLY_RESULTS]) / len(data)
+        data.pop(non_tensor_batch_keys=[EARLY_RESULTS])
     if config.skip_old_log_probs and "old_log_probs" not in data:
         data["old_log_probs"] = data["rollout_log_probs"]
-    if model_columns is not None:
-        data.union(model_columns(data, metrics))
-    if not known:
-        join()
-    return data
+    if not config.needs_greedy:
+        return data, scores
+    with timed(metrics, "gen"):
+        greedy: DataProto = roles.rollout.generate(prompts, replace(sampling, n=1, temperature=0.0))
+    greedy_scores = begin_scores(roles, greedy, metrics)
+
+    def with_baselines() -> DataProto:
+        columns, found = scores(), greedy_scores()["token_level_rewards"].sum(-1)
+        metrics["reward/greedy_baseline"] = float(found.mean())
+        return columns | DataProto.from_dict({"reward_baselines": found.repeat_interleave(config.n)})
+
+    return data, with_baselines
 
 
-def policy_log_probs(roles: Roles, config: AlgorithmConfig, data: DataProto, metrics: Metrics) -> DataProto:
-    """The columns ``old_log_probs`` and ``ref_log_prob`` ``(B, R)``, where the step needs them of all rows and ``data`` has none.
+def begin_scores(roles: Roles, data: DataProto, metrics: Metrics) -> Scores:
+    """Scores the rows; a reward function in processes of its own only begins to."""
+    with timed(metrics, "reward"):
+        if not roles.scores_apart:
+            found = roles.reward.score(data)
+            return lambda: found
+        coming: Future[DataProto] = roles.reward.submit("score", data)
+        if coming.done():
+            coming.result()  # raises an error before models work
 
-    Rows that the actor and the reference score are prepared once. What only the update reads is left to `minibatch_log_probs`.
+    def wait() -> DataProto:
+        with timed(metrics, "reward"):
+            return coming.result()
+
+    return wait
+
+
+def sample_informative_groups(
+    scored: Callable[[DataProto], DataProto],
+    prompts: DataProto,
+    more: Callable[[], DataProto],
+    generations: int,
+    metric: str | None = None,
+) -> tuple[DataProto, Metrics]:
+    """DAPO's dynamic sampling (arXiv:2503.14476, section 3.2): one informative group for each of the ``prompts``.
+
+    A group is informative if its samples differ in their score. One whose samples are all equally good (see `verdicts`) is
+    dropped, and a whole further batch of prompts is sampled. When the batch is full, groups that are left over are dropped too,
+    so that the loader's position is the whole state of a run. After ``generations`` the first dropped groups fill the batch
+    (deviation: verl stops the run with an error).
+
+    Args:
+        scored: prompts to scored rollout rows; the rows of a group are next to each other.
+        more: loads further prompts.
+        metric: the column that says how good a sample is.
+
+    Returns:
+        The rows, and the metrics ``train/num_gen_batches`` (verl's name), ``train/filtered_groups`` (the number of dropped
+        groups) and ``train/sampled_score/mean`` (over all sampled rows).
     """
-    needs_old = config.needs_old_log_probs and "old_log_probs" not in data
+    wanted, kept, dropped, scores = len(prompts), list[DataProto](), list[DataProto](), list[float]()
+    for generation in range(1, generations + 1):
+        data = scored(prompts)
+        informative = informative_rows(verdicts(data, metric), data["uid"])
+        kept.append(data[informative])
+        dropped.append(data[~informative])
+        scores += [float(score) for score in data["score"]]
+        if sum(map(count_prompts, kept)) >= wanted or generation == generations:
+            break
+        prompts = more()
+    rows = joined_parts(equally_wide([part for part in (*kept, *dropped) if len(part)]))
+    chosen = list(dict.fromkeys(rows["uid"]))[:wanted]
+    return rows[np.isin(rows["uid"].astype(str), [str(uid) for uid in chosen])], {
+        "train/num_gen_batches": generation,
+        "train/filtered_groups": sum(map(count_prompts, dropped)),
+        "train/sampled_score/mean": sum(scores) / len(scores),
+    }
+
+
+def joined_parts(parts: Sequence[DataProto]) -> DataProto:
+    """The rows of parts that were scored apart. Arrays that a part lacks, such as metrics of a reward, are ``None`` there.
+
+    >>> one, other = (DataProto.from_dict(non_tensors={"score": [1.0], **found}) for found in ({"acc": [1]}, {}))
+    >>> joined_parts([one, other])["acc"].tolist()
+    [1, None]
+    """
+    names = {name for part in parts for name in part.non_tensor_batch}
+    filled = [part[:] for part in parts]
+    for part in filled:
+        for name in sorted(names.difference(part.names())):
+            part[name] = object_array([None] * len(part))
+    return DataProto.concat(filled)
+
+
+def verdicts(data: DataProto, metric: str | None = None) -> list[float]:
+    """How good each sample is: the column ``metric``; by default ``acc`` where the reward gives one, else ``score``.
+
+    In a group of wrong answers a score that includes the format may differ; ``acc`` does not.
+
+    Raises:
+        MissingColumn: the column is missing.
+        InvalidColumn: a row has no finite number; the message names the row.
+    """
+    if metric is None:
+        right = data["acc"] if "acc" in data else [None] * len(data)
+        return [float(score if acc is None else acc) for acc, score in zip(right, data["score"], strict=True)]
+    require(data, metric)
+    for row, value in enumerate(data[metric]):
+        if value is None or not math.isfinite(value):
+            raise InvalidColumn(
+                f"{metric!r}, row {row}: {value} is not a finite number to compare samples by; see filter_metric"
+            )
+    return [float(value) for value in data[metric]]
+
+
+def count_prompts(data: DataProto) -> int:
+    """The number of prompts that the rows are samples of."""
+    return len(set(data["uid"]))
+
+
+def policy_log_probs(roles: Roles, data: DataProto, config: AlgorithmConfig, metrics: Metrics) -> DataProto:
+    """The columns ``old_log_probs`` and ``ref_log_prob`` ``(B, R)`` that the step reads and ``data`` lacks.
+
+    An update of one optimizer step meets the policy that sampled, so the loss takes the log-probs of its own pass as the old
+    ones (`AlgorithmConfig.needs_old_log_probs`). Rows that the actor and the reference score are prepared once.
+    """
+    needs_old = "old_log_probs" not in data and config.needs_old_log_probs(count_prompts(data))
     if needs_old and config.needs_reference:
-        return _both_log_probs(roles, data, metrics)
+        start = time.perf_counter()
+        columns, seconds = roles.reference.log_probs_with_actor(data)
+        share = (time.perf_counter() - start) / sum(seconds.values())  # the time of the call, as the passes took theirs
+        for name, each in seconds.items():
+            metrics[f"timing_s/{name}"] = metrics.get(f"timing_s/{name}", 0.0) + share * each
+        return columns
     if needs_old:
         with timed(metrics, "old_log_prob"):
             return roles.actor.log_probs(data, into="old_log_probs")
-    if config.needs_reference and not (config.reference_in_update_only and "old_log_probs" not in data):
+    if config.needs_reference:
         with timed(metrics, "ref"):
             return roles.reference.log_probs(data, into="ref_log_prob")
     return DataProto()
 
 
-def minibatch_log_probs(roles: Roles, config: AlgorithmConfig, data: DataProto, metrics: Metrics) -> DataProto:
-    """The columns that only the update reads: ``old_log_probs (B, R)`` of the mini-batches after the first, and ``ref_log_prob
-    (B, R)`` where the actor scores the same rows.
-
-    The update meets its first mini-batch with the policy that is still the old one, so the loss takes the log-probs of its own
-    pass there, and ``old_log_probs`` is NaN in these rows. Both are NaN in rows that the update leaves out.
-    """
-    if "old_log_probs" in data or config.minibatch is None:
-        return DataProto()
-    rows = rows_with_tokens(data, config.minibatch)
-    learned = data[rows]
-    later = cut_minibatches(learned["uid"], config.minibatch)[1:] if len(rows) else []
-    both = config.reference_in_update_only and "ref_log_prob" not in data and len(rows) > 0
-    if later and both:
-        found = _both_log_probs(roles, learned, metrics, config.minibatch)
-    elif later:
-        chosen = np.sort(np.concatenate(later))
-        with timed(metrics, "old_log_prob"):
-            found = roles.actor.log_probs(learned[chosen], into="old_log_probs")
-        rows = rows[chosen]
-    elif both:
-        with timed(metrics, "ref"):
-            found = roles.reference.log_probs(learned, into="ref_log_prob")
-    else:
-        return DataProto()
-    columns = {name: torch.full(data["response_mask"].shape, torch.nan) for name in found.names()}
-    for name, column in columns.items():
-        column[torch.from_numpy(rows)] = found[name]
-    return DataProto.from_dict(columns)
-
-
-def log_probs_for_update(roles: Roles, config: AlgorithmConfig, data: DataProto, metrics: Metrics) -> DataProto:
-    """The columns of `policy_log_probs` and `minibatch_log_probs`."""
-    columns = policy_log_probs(roles, config, data, metrics)
-    return columns | minibatch_log_probs(roles, config, data | columns, metrics)
-
-
-def _both_log_probs(roles: Roles, data: DataProto, metrics: Metrics, minibatch: int | None = None) -> DataProto:
-    """The columns of `ReferenceWorker.log_probs_with_actor`. The time of the call is shared out as the passes took theirs."""
-    start = time.perf_counter()
-    columns, seconds = roles.reference.log_probs_with_actor(data, minibatch=minibatch)
-    share = (time.perf_counter() - start) / sum(seconds.values())
-    for name in seconds:
-        metrics[f"timing_s/{name}"] = metrics.get(f"timing_s/{name}", 0.0) + share * seconds[name]
-    return columns
+def with_advantages(
+    data: DataProto, config: AlgorithmConfig, sampling: SamplingParams, state: StepState, metrics: Metrics
+) -> tuple[DataProto, DataProto]:
+    """The rows with the rewards of `shape_rewards` and their advantages ``(B, R)``, and the rows of the update."""
+    with timed(metrics, "adv"):
+        data, shaped = shape_rewards(data, config, state.kl, sampling.max_tokens)
+        data |= DataProto.from_dict(advantage_columns(config, data))
+        learned, corrected = rows_to_learn(data, config, seed=(sampling.seed, state.steps))
+    metrics.update(shaped | corrected | {"actor/entropy_coeff": entropy_coefficient(data, config)})
+    return data, learned
 
 
 def shape_rewards(
@@ -292,70 +335,25 @@ def entropy_coefficient(data: DataProto, config: AlgorithmConfig) -> float:
     return config.entropy_coef * (1 - accuracy(data) if config.entropy_anneal else 1)
 
 
-def add_first_log_probs(data: DataProto, learned: DataProto, seen: Tensor) -> None:
-    """Completes the column ``old_log_probs`` that `minibatch_log_probs` has begun.
+def log_probs_before_update(data: DataProto, learned: DataProto, config: AlgorithmConfig, seen: Tensor) -> Metrics:
+    """Adds the column ``actor_log_probs (B, R)`` to ``data`` for reports; how far the engine's log-probs are from these.
 
-    If both batches have the same rows, ``data`` gets the columns too; else it loses those that have no values for some rows.
-
-    Args:
-        seen: ``(B, R)``, the log-probs that the update computed before it changed the policy.
-    """
-    if "old_log_probs" in learned:
-        old: Tensor = learned["old_log_probs"]
-        learned["old_log_probs"] = old.where(~old.isnan().all(1, keepdim=True), seen)
-    for name in ("old_log_probs", "ref_log_prob"):
-        if name in learned and len(learned) == len(data):
-            data[name] = learned[name]
-        elif name in data and bool(data[name].isnan().all(1).any()):
-            data.pop([name])
-
-
-def before_update(data: DataProto, config: AlgorithmConfig, seen: Tensor) -> tuple[Tensor, np.ndarray]:
-    """The actor's log-probs before its update, ``(B, R)``, and the rows in which they hold.
-
-    They are ``old_log_probs``. Without that column, or if it holds the engine's own, they are the ones that the update computed,
-    of the rows of its first mini-batch: the later mini-batches met a policy that had already learned.
-
-    Args:
-        seen: ``(B, R)``, the log-probs that the update computed before it changed the policy.
-    """
-    every_row = np.arange(len(data))
-    if "old_log_probs" in data:
-        old: Tensor = data["old_log_probs"]
-        if "rollout_log_probs" not in data or not torch.equal(old, data["rollout_log_probs"]):
-            return old, every_row
-    return seen, every_row if config.minibatch is None else cut_minibatches(data["uid"], config.minibatch)[0]
-
-
-def engine_differences(data: DataProto, config: AlgorithmConfig, seen: Tensor) -> Metrics:
-    """How far the engine's log-probs are from the actor's before its update; see `difference_metrics`.
-
-    It covers the rows that `before_update` gives. (For a batch that an older policy sampled, the distance includes the updates
-    since then.) Empty if `rows_to_learn` has compared all rows already.
-
-    Args:
-        seen: ``(B, R)``, the log-probs that the update computed before it changed the policy.
-    """
-    if config.compares_engine or "rollout_log_probs" not in data:
-        return {}
-    log_probs, rows = before_update(data, config, seen)
-    return difference_metrics(data[rows], log_probs[rows])
-
-
-def add_actor_log_probs(data: DataProto, learned: DataProto, config: AlgorithmConfig, seen: Tensor) -> None:
-    """Adds the column ``actor_log_probs (B, R)`` for reports: `before_update`, NaN in the other rows.
-
-    ``data`` stays as it is where the update left rows out, which only a comparison of ``old_log_probs`` does.
+    They are ``old_log_probs``. Without that column, or if it holds the engine's own, they are those that the update computed of
+    the rows of its first mini-batch, NaN in the others: the later mini-batches met a policy that had already learned. (For a
+    batch that an older policy sampled, the distance includes the updates since then.) The column is left out where the update
+    left rows out, and the distance where `rows_to_learn` has measured it.
 
     Args:
         learned: the rows of the update.
-        seen: of these rows, the log-probs that the update computed before it changed the policy.
+        seen: of these rows ``(N, R)``, the log-probs that the update computed before it changed the policy.
     """
+    engine = learned["rollout_log_probs"] if "rollout_log_probs" in learned else None
+    known, rows = learned["old_log_probs"] if "old_log_probs" in learned else None, np.arange(len(learned))
+    if known is None or (engine is not None and torch.equal(known, engine)):
+        known, rows = seen, rows if config.minibatch is None else cut_minibatches(learned["uid"], config.minibatch)[0]
     if len(learned) == len(data):
-        log_probs, rows = before_update(learned, config, seen)
-        known = torch.full_like(log_probs, torch.nan)
-        known[rows] = log_probs[rows]
-        data["actor_log_probs"] = known
+        data["actor_log_probs"] = torch.full_like(known, torch.nan).index_copy(0, torch.from_numpy(rows), known[rows])
+    return {} if config.compares_engine or engine is None else difference_metrics(learned[rows], known[rows])
 
 
 def accuracy(data: DataProto) -> float:

@@ -42,8 +42,8 @@ from recipes.rewards.reward_check import check_reward, truth_check
 from recipes.run.carrying import LookAhead, carry_samples
 from recipes.run.environment_roles import PlayedEnvironment, with_environment
 from recipes.run.evaluation import Evaluate, held_out_evaluation
-from recipes.run.loop import attempts, train
-from recipes.run.phases import Progression
+from recipes.run.loop import attempts, check_step, next_batch, train
+from recipes.run.phases import StepState
 from recipes.run.run_directory import (
     held_directory,
     open_run_directory,
@@ -66,7 +66,7 @@ from workers.roles.critic import CriticConfig
 from workers.roles.rollout_worker import RolloutConfig, replays_routing
 
 AlgorithmStep = Callable[..., tuple[DataProto, dict[str, float]]]
-"""``step(roles, prompts, config, sampling, progression, more)`` -> rollouts, metrics; as `recipes.grpo.grpo_step`."""
+"""``step(roles, prompts, config, sampling, state)`` -> rollouts, metrics; as `recipes.grpo.grpo_step`."""
 ChooseDevice = Callable[[BatchSizes, PromptLoader, ModelConfig], Device]
 """The rows of an optimizer step, the loader, and the model's options -> the device that a forecast is for."""
 
@@ -94,12 +94,12 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[An
 
     Your own algorithm needs only a step function::
 
-        def my_step(roles, prompts, config, sampling, progression, more):
+        def my_step(roles, prompts, config, sampling, state):
             data = roles.rollout.generate(prompts, sampling)
             data |= roles.reward.score(data)
-            data |= roles.reference.log_probs(data, into="ref_log_prob")  # for a KL term
+            data |= roles.reference.log_probs(data)  # for a KL term
             data["advantages"] = my_advantage(data["token_level_rewards"], data["response_mask"])
-            metrics = roles.actor.update(data, policy_loss(config, entropy_coef=0.0), config.minibatch, entropy=True)
+            metrics = roles.actor.update(data, policy_loss(config), config.minibatch, entropy=True)
             roles.sync_weights()
             return data, metrics
 
@@ -107,7 +107,8 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[An
 
     Args:
         config: e.g. from `recipes.grpo.parse`, or `recipes.ppo.parse` for a step that has a critic.
-        step: see `AlgorithmStep`; ``config`` is ``config.algorithm``, ``sampling`` has its ``n`` and temperature.
+        step: see `AlgorithmStep`; ``config`` is ``config.algorithm``, ``sampling`` has its ``n`` and temperature, and ``state``
+            (`recipes.run.StepState`) counts the steps and loads further prompts.
         prepare: opens the run's directory and the data; by default `problems`, those that the options name.
 
     Returns:
@@ -116,6 +117,7 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[An
     Raises:
         InvalidConfig, CheckpointError: the run directory or the data do not fit the options.
     """
+    check_step(step)
     started = time.monotonic()
     disable_progress_bar()  # of transformers; a run shows its own
     check_extras(config.engine, config.on, config.ray.address)  # before anything is written or loaded
@@ -132,16 +134,16 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[An
             announce_preset(config)
             expected.begin()
             for attempt in attempts(config.run, ahead, config.max_restarts):
-                progression = Progression(config.algorithm.kl_controller())
-                bound = partial(step, config=config.algorithm, sampling=config.sampling(), progression=progression)
+                state = StepState(config.algorithm.kl_controller(), more=partial(next_batch, ahead))
+                bound = partial(step, config=config.algorithm, sampling=config.sampling(), state=state)
                 with (
                     attempt,
                     launch_roles(config, task.model_path, builder, task.reward, attempt.restarted) as launched,
                 ):
                     corrected, steps = config.algorithm.compares_engine, attempt.run.steps
-                    batches, measure = carry_samples(launched, ahead, config.rollout, progression, steps, corrected)
+                    batches, measure = carry_samples(launched, ahead, config.rollout, state, steps, corrected)
                     roles = task.roles(launched)
-                    train(attempt.run, roles, batches, bound, task.evaluate, builder, progression, measure, kept)
+                    train(attempt.run, roles, batches, bound, task.evaluate, builder, state, measure, kept)
         return directory / REPORT_FILE
 
 

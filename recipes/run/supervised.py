@@ -16,7 +16,6 @@ from recipes.configs.shared.supervised_config import RowsConfig, SupervisedConfi
 from recipes.data.loader import PromptLoader
 from recipes.demo.tiny_model import make_tiny_model, model_of_run
 from recipes.forecast import Setting, kept_image_bytes, measure_conversations, supervised_setting, this_device
-from recipes.run.dynamic_sampling import More
 from recipes.run.evaluation import Evaluate
 from recipes.run.loop import attempts, train
 from recipes.run.metrics import speed_metrics, timed
@@ -168,8 +167,8 @@ def launch_supervised(
     return roles
 
 
-def sft_step(roles: Roles, rows: DataProto, more: More | None = None) -> tuple[DataProto, dict[str, float]]:
-    """One update on the mean log-prob of the tokens to learn; returns the rows and the metrics. ``more`` is not used.
+def sft_step(roles: Roles, rows: DataProto) -> tuple[DataProto, dict[str, float]]:
+    """One update on the mean log-prob of the tokens to learn; returns the rows and the metrics.
 
     The rows get the column ``actor_log_probs (B, R)``: the tokens' log-probs before the update.
     """

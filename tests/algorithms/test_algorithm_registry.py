@@ -9,7 +9,7 @@ import torch
 
 from dataproto import DataProto
 from dataproto.errors import InvalidColumn, InvalidConfig
-from recipes.algorithms.options import AlgorithmConfig, outcome_advantage
+from recipes.algorithms.options import AlgorithmConfig, advantage_columns
 from recipes.algorithms.registry import ADVANTAGES, LOSSES
 from recipes.geo3k_grpo import parse
 from recipes.grpo import policy_loss
@@ -57,7 +57,7 @@ def test_functions_of_a_file_get_columns_and_options_by_name(mine):
     config = parse(
         ["--preset", "any", "--model-path", "x", *options, "--algorithm.gamma", "0.5", "--algorithm.clip", "0", "0"]
     ).algorithm
-    assert outcome_advantage(config, batch()).tolist() == [[1.0, 1.0]]
+    assert advantage_columns(config, batch())["advantages"].tolist() == [[1.0, 1.0]]
     loss, metrics = policy_loss(config, 0.0)(outputs(), batch())
     assert loss.tolist() == [[-2.0, 2.0]]
     assert metrics["actor/mine"].tolist() == metrics["actor/entropy"].tolist() == [[0.5, 0.25]]
@@ -95,7 +95,7 @@ def test_arguments_and_results_of_a_function_are_checked(mine):
     ):
         policy_loss(AlgorithmConfig(loss=f"{mine}:scalar"), 0.0)(outputs(), batch())
     with pytest.raises(InvalidColumn, match="scalar returned tuple"):
-        outcome_advantage(AlgorithmConfig(advantage=f"{mine}:scalar"), batch() | log_probs())
+        advantage_columns(AlgorithmConfig(advantage=f"{mine}:scalar"), batch() | log_probs())
 
 
 def log_probs():
@@ -108,7 +108,7 @@ def test_the_example_of_the_document_runs():
     try:
         config = AlgorithmConfig(loss="reinforce", advantage="score_above_half")
         assert config.aggregation == "seq-mean-token-mean"
-        assert outcome_advantage(config, batch()).tolist() == [[1.5, 1.5]]
+        assert advantage_columns(config, batch())["advantages"].tolist() == [[1.5, 1.5]]
         assert policy_loss(config, 0.0)(outputs(), batch())[0].tolist() == [[1.0, -2.0]]
     finally:
         LOSSES.remove("reinforce")

@@ -7,7 +7,7 @@ import torch
 from dataproto import DataProto
 from recipes.algorithms.mismatch import difference_metrics, differences
 from recipes.algorithms.options import AlgorithmConfig
-from recipes.run.phases import engine_differences
+from recipes.run.phases import log_probs_before_update
 
 ACTOR = torch.tensor([[0.4, 0.9, 0.5], [0.1, 0.6, 0.5]]).log()
 ENGINE = torch.tensor([[0.1, 0.6, 0.5], [0.4, 0.9, math.nan]]).log()
@@ -48,14 +48,27 @@ def test_rows_without_tokens_give_no_metrics():
 def test_the_engine_is_compared_with_old_log_probs_or_the_first_minibatch():
     seen = ACTOR - 1
     single, whole = AlgorithmConfig(n=2, minibatch=1), AlgorithmConfig(n=2)
-    own = engine_differences(batch(old_log_probs=ACTOR), single, seen)
-    assert own == difference_metrics(batch(), ACTOR)
-    assert engine_differences(batch(), whole, seen) == difference_metrics(batch(), seen)
+
+    def compared(rows, config):
+        data = rows[:]
+        return log_probs_before_update(data, rows, config, seen), data["actor_log_probs"]
+
+    found, column = compared(batch(old_log_probs=ACTOR), single)
+    assert found == difference_metrics(batch(), ACTOR)
+    assert torch.equal(column, ACTOR)
+    found, column = compared(batch(), whole)
+    assert found == difference_metrics(batch(), seen)
+    assert torch.equal(column, seen)
     trusted = batch()
     trusted["rollout_log_probs"] = trusted["old_log_probs"] = ENGINE.nan_to_num()
-    first = engine_differences(trusted, single, seen)
-    assert first == difference_metrics(trusted[:1], seen[:1])
-    assert not any("text" in name for name in first)
-    assert engine_differences(DataProto.from_dict({"response_mask": torch.ones(1, 1)}), whole, seen) == {}
-    compared = AlgorithmConfig(n=2, correction="token")  # all rows, before the update
-    assert engine_differences(batch(old_log_probs=ACTOR), compared, seen) == {}
+    found, column = compared(trusted, single)
+    assert found == difference_metrics(trusted[:1], seen[:1])
+    assert not any("text" in name for name in found)
+    assert torch.equal(column.nan_to_num(nan=9.0), torch.cat([seen[:1], torch.full((1, 3), 9.0)]))
+    found, _ = compared(DataProto.from_dict({"response_mask": torch.ones(2, 3)}), whole)
+    assert found == {}
+    found, _ = compared(batch(old_log_probs=ACTOR), AlgorithmConfig(n=2, correction="token"))
+    assert found == {}  # all rows were compared before the update
+    rows = batch(old_log_probs=ACTOR)
+    log_probs_before_update(rows, rows[:1], single, seen[:1])
+    assert "actor_log_probs" not in rows  # the update left a row out

@@ -10,7 +10,7 @@ from dataproto.errors import InvalidConfig
 from recipes import geo3k_grpo, geo3k_ppo
 from recipes.algorithms import advantages, losses
 from recipes.algorithms.kl import k1_kl, k2_kl
-from recipes.algorithms.options import AlgorithmConfig, outcome_advantage
+from recipes.algorithms.options import AlgorithmConfig, advantage_columns
 from recipes.algorithms.registry import VERL
 from recipes.grpo import GRPOConfig, policy_loss
 from workers.model.packed_model import Outputs
@@ -122,7 +122,7 @@ def test_grpo_has_no_critic():
     with pytest.raises(InvalidConfig, match="geo3k_ppo"):
         GRPOConfig(advantage="gae")
     with pytest.raises(InvalidConfig, match="critic"):
-        outcome_advantage(AlgorithmConfig(advantage="gae"), rollouts())
+        advantage_columns(AlgorithmConfig(advantage="gae"), rollouts())
 
 
 def rollouts():
@@ -151,7 +151,7 @@ def rollouts():
 def test_every_name_of_an_advantage_selects_its_function(name, expected):
     data = rollouts()
     config = AlgorithmConfig(advantage=name, gamma=0.5 if name == "reinforce_plus_plus" else 1.0)
-    got = outcome_advantage(config, data)
+    got = advantage_columns(config, data)["advantages"]
     assert torch.equal(got, expected(data["token_level_rewards"], data["uid"], data["response_mask"]))
     assert got.any()
 

@@ -11,17 +11,15 @@ from dataproto import DataProto
 from dataproto.errors import InvalidColumn, InvalidConfig, MissingColumn
 from recipes.algorithms.options import AlgorithmConfig
 from recipes.algorithms.penalties import KLController
-from recipes.run.dynamic_sampling import sample_informative_groups, verdicts
 from recipes.run.phases import (
-    Progression,
+    StepState,
     accuracy,
-    add_first_log_probs,
     entropy_coefficient,
-    generate_and_score,
-    log_probs_for_update,
-    rows_to_learn,
     rows_with_tokens,
+    sample,
+    sample_informative_groups,
     shape_rewards,
+    verdicts,
 )
 from rollout.engine import SamplingParams
 from workers.cluster.local import LocalGroup
@@ -56,15 +54,9 @@ SCORES = {"a": (0, 1), "b": (1, 1), "c": (0, 0), "d": (0.5, 0), "e": (0, 1), "f"
 
 
 def test_the_batch_is_filled_with_groups_that_differ():
-    asked = []
-
-    def more(reason):
-        asked.append(reason)
-        return prompts("d", "e", "f", width=4)
-
-    data, metrics = sample_informative_groups(sampler(SCORES), prompts("a", "b", "c"), more, generations=5)
+    further = iter([prompts("d", "e", "f", width=4)])
+    data, metrics = sample_informative_groups(sampler(SCORES), prompts("a", "b", "c"), further.__next__, generations=5)
     assert data["uid"].tolist() == ["a", "a", "d", "d", "e", "e"]  # f is left over
-    assert asked == ["1 of 3 groups are informative: generation 2 of at most 5"]
     assert metrics == {
         "train/num_gen_batches": 2,
         "train/filtered_groups": 2,
@@ -87,17 +79,11 @@ def test_a_full_batch_asks_for_nothing():
 
 
 def test_after_the_last_generation_dropped_groups_fill_the_batch_up():
-    asked = []
-
-    def more(reason):
-        asked.append(reason)
-        return prompts("g", "h")
-
-    data, metrics = sample_informative_groups(sampler(SCORES), prompts("b", "a"), more, generations=2)
+    further = iter([prompts("g", "h")] * 3)
+    data, metrics = sample_informative_groups(sampler(SCORES), prompts("b", "a"), further.__next__, generations=2)
     assert data["uid"].tolist() == ["a", "a", "b", "b"]
-    assert len(asked) == 1
     assert metrics["train/filtered_groups"] == 3
-    only_equal, _ = sample_informative_groups(sampler(SCORES), prompts("b", "c"), more, generations=3)
+    only_equal, _ = sample_informative_groups(sampler(SCORES), prompts("b", "c"), further.__next__, generations=3)
     assert only_equal["uid"].tolist() == ["b", "b", "c", "c"]
 
 
@@ -125,7 +111,7 @@ def test_one_format_miss_does_not_keep_a_group_that_is_all_wrong():
         data["acc"] = np.array([float(score == 1.0) for score in data["score"]], dtype=object)
         return data
 
-    kept, metrics = sample_informative_groups(sample, prompts("a", "b"), lambda reason: prompts("c"), generations=2)
+    kept, metrics = sample_informative_groups(sample, prompts("a", "b"), lambda: prompts("c"), generations=2)
     assert kept["uid"].tolist() == ["b", "b", "c", "c"]
     assert metrics["train/filtered_groups"] == 1
     kept, _ = sample_informative_groups(sample, prompts("a", "b"), None, generations=2, metric="score")
@@ -147,16 +133,22 @@ class Group:
         return DataProto.from_dict({"token_level_rewards": worth[:, None] * torch.tensor([[0.0, 1.0]])})
 
 
+def rollouts(roles, batch, config, more=None):
+    """The rows of `sample`, the function that waits for their scores, and the metrics."""
+    metrics, state = {}, StepState(config.kl_controller(), more=more)
+    return *sample(roles, batch, config, SamplingParams(temperature=0.7), state, metrics), metrics
+
+
 def test_remax_asks_for_one_greedy_response_a_prompt():
     group = LocalGroup(Group())
     roles = SimpleNamespace(rollout=group, reward=group, scores_apart=False)
     config = AlgorithmConfig(n=2, advantage="remax")
-    data, metrics = generate_and_score(roles, prompts("x", "yy"), config, SamplingParams(temperature=0.7))
+    data, scores, metrics = rollouts(roles, prompts("x", "yy"), config)
     assert data["greedy"].tolist() == [False] * 4
-    assert data["reward_baselines"].tolist() == [0.75, 0.75, 1.75, 1.75]
+    assert scores()["reward_baselines"].tolist() == [0.75, 0.75, 1.75, 1.75]
     assert metrics["reward/greedy_baseline"] == 1.25
-    plain, _ = generate_and_score(roles, prompts("x"), AlgorithmConfig(n=2), SamplingParams())
-    assert "reward_baselines" not in plain
+    _, scores, _ = rollouts(roles, prompts("x"), AlgorithmConfig(n=2))
+    assert "reward_baselines" not in scores()
 
 
 class Coming(Future):
@@ -167,25 +159,23 @@ class Coming(Future):
         return super().result()
 
 
-def test_other_roles_compute_while_the_rewards_are_on_their_way():
-    coming, asked = Coming(), []
+def test_a_step_waits_for_scores_that_others_compute_when_it_reads_them():
+    coming = []
 
-    def score(method, data):
-        asked.append((method, data["uid"].tolist()))
-        return coming
+    def submit(method, data):
+        coming.append((Coming(), data))
+        return coming[-1][0]
 
-    def compare(data, metrics):
-        metrics["timing_s/ref"] = 2.0
-        assert not coming.done()
-        coming.set_result(Group().score(data))
-        return DataProto.from_dict({"ref_log_prob": torch.zeros(len(data), 2)})
-
-    roles = SimpleNamespace(rollout=LocalGroup(Group()), reward=SimpleNamespace(submit=score), scores_apart=True)
-    data, metrics = generate_and_score(roles, prompts("x"), AlgorithmConfig(n=2), SamplingParams(), None, compare)
-    assert asked == [("score", ["x", "x"])]
-    assert data["token_level_rewards"].tolist() == [[0.0, 1.0]] * 2
-    assert data["ref_log_prob"].shape == (2, 2)
-    assert list(metrics) == ["timing_s/gen", "timing_s/reward", "timing_s/ref"]
+    roles = SimpleNamespace(rollout=LocalGroup(Group()), reward=SimpleNamespace(submit=submit), scores_apart=True)
+    data, scores, metrics = rollouts(roles, prompts("x", "yy"), AlgorithmConfig(n=2, advantage="remax"))
+    assert [len(rows) for _, rows in coming] == [4, 2]  # the greedy responses too
+    assert "token_level_rewards" not in data
+    for future, rows in coming:
+        future.set_result(Group().score(rows))
+    found = scores()
+    assert found["token_level_rewards"].tolist() == [[0.0, 1.0]] * 2 + [[0.0, 2.0]] * 2
+    assert found["reward_baselines"].tolist() == [0.75, 0.75, 1.75, 1.75]
+    assert list(metrics) == ["timing_s/gen", "timing_s/reward", "reward/greedy_baseline"]
 
 
 def test_an_error_of_the_reward_is_raised_before_models_work():
@@ -194,38 +184,15 @@ def test_an_error_of_the_reward_is_raised_before_models_work():
         def score(self, data):
             raise KeyError("mine")
 
-    def columns(data, metrics):
-        raise AssertionError("in vain")
-
     failed = Future()
     failed.set_exception(KeyError("mine"))
     for reward, apart in ((LocalGroup(Failing()), False), (SimpleNamespace(submit=lambda *call: failed), True)):
         roles = SimpleNamespace(rollout=LocalGroup(Group()), reward=reward, scores_apart=apart)
         with pytest.raises(KeyError, match="mine"):
-            generate_and_score(roles, prompts("x"), AlgorithmConfig(n=2), SamplingParams(), None, columns)
+            rollouts(roles, prompts("x"), AlgorithmConfig(n=2))
 
 
-def test_greedy_responses_are_scored_meanwhile_too():
-    coming = []
-
-    def submit(method, data):
-        coming.append((Coming(), data))
-        return coming[-1][0]
-
-    def columns(data, metrics):
-        for future, rows in coming:
-            future.set_result(Group().score(rows))
-        return DataProto()
-
-    group, config = LocalGroup(Group()), AlgorithmConfig(n=2, advantage="remax")
-    roles = SimpleNamespace(rollout=group, reward=SimpleNamespace(submit=submit), scores_apart=True)
-    data, metrics = generate_and_score(roles, prompts("x", "yy"), config, SamplingParams(), None, columns)
-    assert [len(rows) for _, rows in coming] == [4, 2]
-    assert data["reward_baselines"].tolist() == [0.75, 0.75, 1.75, 1.75]
-    assert metrics["reward/greedy_baseline"] == 1.25
-
-
-def test_dynamic_sampling_chooses_rows_before_others_compute():
+def test_dynamic_sampling_chooses_rows_by_their_scores():
     class Graded(Group):
         """Groups of short names are all alike."""
 
@@ -237,27 +204,14 @@ def test_dynamic_sampling_chooses_rows_before_others_compute():
             )
             return found
 
-    compared = []
-
-    def compare(data, metrics):
-        compared.append((data["uid"].tolist(), "score" in data))
-        return DataProto()
-
-    group = LocalGroup(Graded())
-    generate_and_score(
-        SimpleNamespace(rollout=group, reward=group, scores_apart=False),
-        prompts("x", "yy"),
-        AlgorithmConfig(n=2, dynamic_sampling=2),
-        SamplingParams(),
-        lambda reason: prompts("zz"),
-        compare,
-    )
-    assert compared == [(["yy", "yy", "zz", "zz"], True)]
-
-
-def test_dynamic_sampling_without_a_source_of_prompts_says_so():
+    group, config = LocalGroup(Graded()), AlgorithmConfig(n=2, dynamic_sampling=2)
+    roles = SimpleNamespace(rollout=group, reward=group, scores_apart=False)
+    data, scores, _ = rollouts(roles, prompts("x", "yy"), config, lambda: prompts("zz"))
+    assert data["uid"].tolist() == ["yy", "yy", "zz", "zz"]
+    assert "score" in data
+    assert not scores().names()
     with pytest.raises(InvalidConfig, match="further prompts"):
-        generate_and_score(None, prompts("a"), AlgorithmConfig(n=2, dynamic_sampling=2), SamplingParams())
+        rollouts(roles, prompts("x"), config)
 
 
 def sampled(*tokens):
@@ -280,35 +234,6 @@ def sampled(*tokens):
 )
 def test_minibatches_without_tokens_are_left_out(tokens, minibatch, kept):
     assert rows_with_tokens(sampled(*tokens), minibatch).tolist() == kept
-
-
-def test_log_probs_for_the_update_are_those_of_its_later_minibatches():
-    """Prompts 0 to 3 in mini-batches of one; no episode of prompt 1 is whole, so the update leaves it out."""
-
-    class Actor:
-        @dispatch("dp")
-        def log_probs(self, data, into):
-            return DataProto.from_dict({into: data["number"][:, None].float().expand(-1, 3).clone()})
-
-    data = sampled(1, 2, 0, 0, 3, 1, 2, 2)
-    data["number"] = torch.arange(8)
-    roles, config, metrics = SimpleNamespace(actor=LocalGroup(Actor())), AlgorithmConfig(n=2, minibatch=1), {}
-    data |= log_probs_for_update(roles, config, data, metrics)
-    first_or_left_out = [True] * 4 + [False] * 4
-    assert data["old_log_probs"].isnan().all(1).tolist() == first_or_left_out
-    assert data["old_log_probs"][4:, 0].tolist() == [4, 5, 6, 7]
-    assert list(metrics) == ["timing_s/old_log_prob"]
-    learned, _ = rows_to_learn(data, config, seed=(0, 0))
-    assert learned["number"].tolist() == [0, 1, 4, 5, 6, 7]
-    seen = torch.full((6, 3), -1.0)
-    add_first_log_probs(data, learned, seen)
-    assert learned["old_log_probs"][:, 0].tolist() == [-1, -1, 4, 5, 6, 7]
-    assert "old_log_probs" not in data  # some of its rows have none
-
-
-def test_a_batch_without_tokens_asks_for_no_log_probs():
-    config = AlgorithmConfig(n=2, minibatch=1)
-    assert not log_probs_for_update(SimpleNamespace(), config, sampled(0, 0, 0, 0), {}).names()
 
 
 def scored(**columns):
@@ -368,11 +293,11 @@ def test_without_shaping_nothing_changes():
 
 def test_what_goes_on_from_step_to_step_survives_a_checkpoint():
     config = AlgorithmConfig(kl_coef=0.1, kl_in="reward", kl_target=0.1)
-    progression = Progression(config.kl_controller(), steps=7)
-    progression.kl.update(kl=1.0, rows=100)
-    again = Progression(config.kl_controller())
-    again.load_state_dict(progression.state_dict())
-    assert again == progression
+    state = StepState(config.kl_controller(), steps=7)
+    state.kl.update(kl=1.0, rows=100)
+    again = StepState(config.kl_controller())
+    again.load_state_dict(state.state_dict())
+    assert again == state
 
 
 def test_accuracy_is_a_share():

@@ -12,14 +12,13 @@ from dataproto import DataProto, object_array
 from dataproto.errors import InvalidConfig, RowCountMismatch
 from recipes.algorithms import (
     AlgorithmConfig,
+    advantage_columns,
     bi_level_gae,
-    critic_advantage,
     gae,
     gigpo_advantage,
     group_advantage,
     leave_one_out_advantage,
     length_weighted_advantage,
-    outcome_advantage,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
     turn_gae,
@@ -306,10 +305,10 @@ def test_options_reach_the_functions():
     data = batch_of(token_level_rewards=rewards, response_mask=mask, turn=turn, values=0.5 * mask, **others)
     config = AlgorithmConfig(advantage="gigpo", turn_gamma=0.5, step_weight=2.0)
     expected = gigpo_advantage(rewards, response_mask=mask, turn=turn, turn_gamma=0.5, step_weight=2.0, **others)
-    assert outcome_advantage(config, data).equal(expected)
+    assert advantage_columns(config, data)["advantages"].equal(expected)
     assert AlgorithmConfig(advantage="gigpo").turn_gamma == 0.95
-    found = critic_advantage(PPOConfig(advantage="turn_gae", turn_gamma=0.5, lam=0.0), data)
-    assert found[0].tolist() == [[-0.25, 0.5], [-0.25, -0.5]]
+    found = advantage_columns(PPOConfig(advantage="turn_gae", turn_gamma=0.5, lam=0.0, whiten=False), data)
+    assert found["advantages"].tolist() == [[-0.25, 0.5], [-0.25, -0.5]]
     assert PPOConfig(advantage="bi_level_gae").turn_gamma == 0.99
 
 
@@ -331,7 +330,7 @@ def test_options_that_an_advantage_does_not_have_are_refused(options, message):
 def test_a_batch_without_turns_is_refused():
     data = batch_of(token_level_rewards=torch.zeros(2, 1), response_mask=torch.ones(2, 1), uid=["a", "a"])
     with pytest.raises(InvalidConfig, match="argument 'turn', which is neither an option nor a column"):
-        outcome_advantage(AlgorithmConfig(advantage="gigpo"), data)
+        advantage_columns(AlgorithmConfig(advantage="gigpo"), data)
 
 
 def test_episodes_that_a_limit_cut_are_left_out():

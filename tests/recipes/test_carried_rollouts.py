@@ -31,7 +31,7 @@ from recipes.geo3k_grpo import parse
 from recipes.grpo import GRPOConfig, grpo_step, grpo_step_in_parts
 from recipes.run.carrying import CarryingRollout, LookAhead, carry_samples
 from recipes.run.environment_roles import PlayedEnvironment, with_environment
-from recipes.run.phases import Progression
+from recipes.run.phases import StepState
 from rollout.carried_samples import WholeGroups
 from rollout.engine import SamplingParams
 from rollout.environments import Episode, EpisodeLimits, Observation, play_episodes
@@ -165,9 +165,7 @@ def test_an_early_update_is_the_update_of_the_whole_batch(path, aggregation):
 
 
 def test_a_reference_scores_the_parts_of_an_early_update(path):
-    """Also where a mini-batch is the batch, whose reference waits for the rows of the update in a step that is not in parts."""
     algorithm = GRPOConfig(n=2, kl_coef=0.1, minibatch=BATCH)
-    assert algorithm.reference_in_update_only
     found = []
     for make, config in ((grpo_step, None), (grpo_step_in_parts, CarryingConfig(early_update=True, parts=2))):
         roles = Roles(path, config)
@@ -291,11 +289,11 @@ def test_a_saved_state_holds_what_is_decoded_ahead():
 def test_episodes_are_carried_over_whichever_comes_first(first):
     group, loader = Group(), LookAhead(Numbers())
     roles = workers.Roles(SimpleNamespace(), group, {})
-    config, progression = CarryingConfig(over_ask=2.0), Progression(KLController(0.0))
+    config, state = CarryingConfig(over_ask=2.0), StepState(KLController(0.0))
     limits = EpisodeLimits(turns=2)
     if first == "environment":
         roles = with_environment(roles, PlayedEnvironment(Corridor, limits))
-    batches, _ = carry_samples(roles, loader, config, progression, 5, corrected=True)
+    batches, _ = carry_samples(roles, loader, config, state, 5, corrected=True)
     if first == "carrying":
         roles = with_environment(roles, PlayedEnvironment(Corridor, limits))
     data = roles.rollout.generate(next(batches), SamplingParams())

@@ -13,7 +13,7 @@ from helpers.checkpoints import write_checkpoint
 from helpers.geo3k_files import geometry3k, write_geometry3k
 from helpers.geo3k_runs import REWARD, rows_of
 from helpers.tiny_prompts import tiny_tokenizer
-from recipes.algorithms import outcome_advantage, reverse_kl_advantage
+from recipes.algorithms import advantage_columns, reverse_kl_advantage
 from recipes.commands import main
 from recipes.configs.distil_config import TINY, DistilConfig, DistilRunConfig, parse
 from recipes.grpo import GRPOConfig
@@ -33,7 +33,7 @@ def test_the_advantage_is_worked_by_hand():
     assert found.tolist() == [[0.5, -2.0, 0.0]]
     assert not found.requires_grad
     columns = {"old_log_probs": policy.detach(), "ref_log_prob": teacher, "response_mask": mask}
-    assert outcome_advantage(DistilConfig(), DataProto.from_dict(columns)).tolist() == [[0.5, -2.0, 0.0]]
+    assert advantage_columns(DistilConfig(), DataProto.from_dict(columns))["advantages"].tolist() == [[0.5, -2.0, 0.0]]
 
 
 def test_the_gradient_is_that_of_the_reverse_kl():
@@ -55,7 +55,7 @@ def test_options_that_are_not_distillation_are_refused():
     with pytest.raises(InvalidConfig, match=r"reverse_kl needs a teacher: run recipes\.distil"):
         GRPOConfig(advantage="reverse_kl")
     assert parse([]) == TINY
-    assert DistilConfig(minibatch=None).needs_old_log_probs
+    assert DistilConfig(minibatch=None).needs_old_log_probs(64)
 
 
 def test_an_advantage_of_ones_own_that_reads_a_reference_gets_one(tmp_path):
@@ -63,7 +63,7 @@ def test_an_advantage_of_ones_own_that_reads_a_reference_gets_one(tmp_path):
     file.write_text("def gap(ref_log_prob, response_mask):\n    return ref_log_prob * response_mask\n")
     config = GRPOConfig(advantage=f"{file}:gap")
     assert config.needs_reference
-    assert not config.needs_old_log_probs
+    assert not config.needs_old_log_probs(64)
     assert not GRPOConfig().needs_reference
 
 

@@ -14,7 +14,7 @@ from recipes.demo.tiny_model import make_tiny_model
 from recipes.grpo import GRPOConfig, grpo_step
 from recipes.ppo import PPOConfig, ppo_step
 from recipes.run.environment_roles import PlayedEnvironment, with_environment
-from recipes.run.phases import Progression
+from recipes.run.phases import StepState
 from rollout.environments import EpisodeLimits, Observation
 from rollout.prompts import PromptBuilder
 from workers import ActorConfig, OptimizerConfig, launch
@@ -57,9 +57,8 @@ def prompts(checkpoint):
 
 def step(roles, prompts, config, make=grpo_step):
     left = iter(prompts[1:])
-    progression = Progression(config.kl_controller())
-    sampling = config.sampling(max_tokens=6, seed=3)
-    return make(roles, prompts[0], config, sampling, progression, lambda reason: next(left))
+    state = StepState(config.kl_controller(), more=lambda: next(left))
+    return make(roles, prompts[0], config, config.sampling(max_tokens=6, seed=3), state)
 
 
 def assert_learned(metrics):
@@ -111,7 +110,7 @@ def test_every_advantage_over_turns(name, last_pictures, roles, prompts):
     config = EpisodeAlgorithmConfig(n=2, advantage=name)
     played = with_environment(roles, PlayedEnvironment(Talk, EpisodeLimits(turns=3, last_pictures=last_pictures)))
     sampling = replace(config.sampling(max_tokens=6, seed=3), stop_token_ids=tuple(range(0, 300, 2)))
-    data, metrics = make(played, prompts[0], config, sampling, Progression(config.kl_controller()))
+    data, metrics = make(played, prompts[0], config, sampling)
     assert_learned(metrics)
     mask, episodes = data["response_mask"] != 0, set(data["trajectory"])
     assert len(episodes) == 6

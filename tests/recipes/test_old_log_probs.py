@@ -1,7 +1,8 @@
-"""The old log-probs of the first mini-batch are the update's own: fewer rows to score, and the same step."""
+"""The old log-probs of an update of one step are its own: no rows to score, and the same step."""
 
+import math
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -61,36 +62,24 @@ def step(roles, prompts, config, make=grpo_step):
     return make(roles, prompts[:], config, config.sampling(max_tokens=6, seed=3))
 
 
-@pytest.mark.parametrize(
-    ("make", "kl_coef"), [(grpo_step, 0.0), (grpo_step, 0.1), pytest.param(ppo_step, 0.1, marks=pytest.mark.long)]
-)
-def test_only_later_minibatches_are_scored_before_the_update(checkpoint, prompts, make, kl_coef):
-    """The step is that of a run which scores every row before it: the same weights within 1e-5.
-
-    With a KL term the reference scores all rows, in one call with the actor.
-    """
-    config = (GRPOConfig if make is grpo_step else PPOConfig)(n=4, minibatch=1, kl_coef=kl_coef, kl_in="loss")
-    actor = ActorConfig(checkpoint, optimizer=OptimizerConfig(lr=1e-3))
-    critic = CriticConfig(checkpoint) if make is ppo_step else None
+def test_one_optimizer_step_needs_no_old_log_probs(checkpoint, prompts):
+    """The step is that of a run which scores every row before it: the same weights within 1e-5."""
+    config, actor = GRPOConfig(n=4, kl_coef=0.0), ActorConfig(checkpoint, optimizer=OptimizerConfig(lr=1e-3))
     found = []
     for every_row in (False, True):
-        with ExitStack() as stack:
-            roles = stack.enter_context(launch(actor, actor.frozen() if kl_coef else None, reward, critic=critic))
-            if every_row:
-                stack.enter_context(patch.object(AlgorithmConfig, "needs_old_log_probs", True))
-            stack.enter_context(patch("workers.training.optimizer.EPS", 1e-3))  # else a gradient of zero moves a weight
-            scored = stack.enter_context(counted(roles))
-            data, metrics = step(roles, prompts, config, make)
+        with (
+            launch(actor, None, reward) as roles,
+            patch("workers.training.optimizer.EPS", 1e-3),  # else a gradient of zero moves a weight
+            patch.object(AlgorithmConfig, "needs_old_log_probs", lambda self, prompts: every_row),  # noqa: B023
+            counted(roles) as scored,
+        ):
+            data, metrics = step(roles, prompts, config)
             weights = {name: weight.clone() for name, weight in roles.actor.worker.named_weights()}
-        assert scored == [12 if every_row else 8]
-        assert "timing_s/old_log_prob" in metrics
-        assert ("timing_s/ref" in metrics) == bool(kl_coef)
+        assert scored == ([12] if every_row else [])
+        assert ("timing_s/old_log_prob" in metrics) == every_row
         found.append((data, metrics, weights))
     (data, metrics, weights), (whole, expected, theirs) = found
-    if not kl_coef:
-        assert torch.equal(data["old_log_probs"][4:], whole["old_log_probs"][4:])
-    for name in ("old_log_probs", "actor_log_probs", *(["ref_log_prob"] if kl_coef else [])):
-        torch.testing.assert_close(data[name], whole[name], atol=1e-5, rtol=0)
+    torch.testing.assert_close(data["actor_log_probs"], whole["old_log_probs"], atol=1e-5, rtol=0)
     for name, weight in theirs.items():
         torch.testing.assert_close(weights[name], weight, atol=1e-5, rtol=0, msg=name)
     for name in ("actor/pg_loss", "actor/ppo_kl", "actor/grad_norm"):
@@ -102,8 +91,8 @@ def test_only_later_minibatches_are_scored_before_the_update(checkpoint, prompts
     [
         ({}, []),
         ({"minibatch": 3}, []),  # one update, all prompts
-        ({"minibatch": 2}, [4]),
-        ({"minibatch": 1, "epochs": 2}, [12]),  # the second epoch meets the first mini-batch with another policy
+        ({"minibatch": 2}, [12]),
+        ({"epochs": 2}, [12]),  # the second epoch meets another policy
         ({"correction": "token"}, [12]),
         ({"minibatch": 1, "skip_old_log_probs": True}, []),
     ],
@@ -121,7 +110,7 @@ def test_rows_are_scored_before_their_rewards_come(roles, prompts):
 
         class Rewards(Future):
             def done(self):
-                return scored == [8]
+                return scored == [12]
 
             def result(self):
                 assert self.done()
@@ -137,7 +126,7 @@ def test_rows_are_scored_before_their_rewards_come(roles, prompts):
     assert data["old_log_probs"].isfinite().all()
 
 
-@pytest.mark.parametrize(("warmup", "rows"), [(0, [8]), (1, [])])
+@pytest.mark.parametrize(("warmup", "rows"), [(0, [12]), (1, [])])
 def test_nothing_is_scored_for_an_update_that_does_not_come(checkpoint, prompts, warmup, rows):
     config = PPOConfig(n=4, minibatch=1, critic_warmup=warmup)
     with (
@@ -149,33 +138,18 @@ def test_nothing_is_scored_for_an_update_that_does_not_come(checkpoint, prompts,
     assert ("old_log_probs" in data) == bool(rows)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("epochs", [1, 2])
-def test_rows_of_actor_and_reference_go_out_together(checkpoint, prompts, epochs):
-    """One call, whose time is shared out, and the columns of two; with two epochs the actor scores the first mini-batch too."""
-    config = GRPOConfig(n=4, minibatch=1, epochs=epochs, kl_coef=0.1)
+def test_rows_of_actor_and_reference_go_out_together(checkpoint, prompts):
+    """One call, whose time is shared out, and the columns of two."""
     actor = ActorConfig(checkpoint)
     with launch(actor, actor.frozen(), reward) as roles:
         alone = [patch.object(worker, "log_probs", None) for worker in (roles.actor.worker, roles.reference.worker)]
         with alone[0], alone[1]:
-            data, metrics = step(roles, prompts, config)
+            data, metrics = step(roles, prompts, GRPOConfig(n=4, minibatch=1, kl_coef=0.1))
     assert metrics["timing_s/old_log_prob"] > 0
     assert metrics["timing_s/ref"] > 0
     with launch(actor, actor.frozen(), None) as fresh:
         for group, name in ((fresh.actor, "old_log_probs"), (fresh.reference, "ref_log_prob")):
-            torch.testing.assert_close(group.log_probs(data)[name], data[name], atol=1e-5 if epochs == 1 else 0, rtol=0)
-
-
-def test_a_reference_that_only_the_loss_reads_waits_for_the_rows_of_the_update():
-    assert GRPOConfig(kl_coef=0.1, minibatch=2).reference_in_update_only
-    for options in (
-        {"kl_coef": 0.0, "minibatch": 2},
-        {"kl_coef": 0.1},
-        {"kl_coef": 0.1, "minibatch": 2, "kl_in": "reward"},
-        {"kl_coef": 0.1, "minibatch": 2, "epochs": 2},
-        {"kl_coef": 0.1, "minibatch": 2, "correction": "token"},
-    ):
-        assert not GRPOConfig(**options).reference_in_update_only, options
+            assert torch.equal(group.log_probs(data)[name], data[name])
 
 
 def test_a_reference_scores_alone_where_the_update_is_one_step(checkpoint, prompts):
@@ -189,20 +163,11 @@ def test_a_reference_scores_alone_where_the_update_is_one_step(checkpoint, promp
     assert torch.equal(data["ref_log_prob"], expected)
 
 
-def test_the_share_of_rows():
-    assert [GRPOConfig(minibatch=minibatch).old_log_prob_share(512) for minibatch in (None, 512, 256, 128)] == [
-        *(0.0, 0.0, 0.5, 0.75)
-    ]
-    assert GRPOConfig(kl_coef=0.1, kl_in="reward").old_log_prob_share(512) == 1.0
-
-
-def test_a_loss_takes_its_own_log_probs_in_rows_without_old_ones():
-    """NaN in a whole row means that there are none; a single NaN stays one, and is reported as a loss that is not finite."""
-    nan = float("nan")
-    outputs = Outputs(torch.tensor([[-1.0, -2.0], [-3.0, -4.0], [-5.0, -6.0]], requires_grad=True), torch.zeros(3, 2))
-    data = DataProto.from_dict(
-        {"old_log_probs": torch.tensor([[nan, nan], [-7.0, nan], [-8.0, -9.0]]), "advantages": torch.ones(3, 2)}
-    )
-    old = NamedLoss.find(GRPOConfig()).arguments(outputs, data)["old_log_probs"]
-    assert torch.equal(old.nan_to_num(99.0), torch.tensor([[-1.0, -2.0], [-7.0, 99.0], [-8.0, -9.0]]))
-    assert not old.requires_grad
+def test_a_loss_takes_its_own_log_probs_where_there_are_no_old_ones():
+    outputs = Outputs(torch.tensor([[-1.0, -2.0]], requires_grad=True), torch.zeros(1, 2))
+    data = DataProto.from_dict({"advantages": torch.ones(1, 2)})
+    own = NamedLoss.find(GRPOConfig()).arguments(outputs, data)["old_log_probs"]
+    assert torch.equal(own, outputs.log_probs)
+    assert not own.requires_grad
+    data["old_log_probs"] = torch.tensor([[-7.0, math.nan]])  # reported as a loss that is not finite
+    assert NamedLoss.find(GRPOConfig()).arguments(outputs, data)["old_log_probs"] is data["old_log_probs"]

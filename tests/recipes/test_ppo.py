@@ -12,9 +12,10 @@ from dataproto import DataProto
 from dataproto.errors import InvalidConfig
 from helpers.checkpoints import write_checkpoint
 from helpers.engines import ROWS
+from recipes.algorithms.options import advantage_columns
 from recipes.geo3k_grpo import main as run_grpo
 from recipes.geo3k_ppo import TINY, main, parse
-from recipes.ppo import PPOConfig, add_advantages, critic_loss, ppo_step
+from recipes.ppo import PPOConfig, critic_loss, ppo_step
 from rollout.engine import SamplingParams
 from rollout.prompts import PromptBuilder
 from workers import launch
@@ -36,13 +37,13 @@ def test_advantages_by_hand():
             "response_mask": torch.tensor([[1, 1], [1, 0]]),
         }
     )
-    add_advantages(data, PPOConfig(lam=0.5, gamma=0.9, whiten=False))
+    found = advantage_columns(PPOConfig(lam=0.5, gamma=0.9, whiten=False), data)
     first = 0.9 * 0.8 - 0.5 + 0.45 * 0.2
-    torch.testing.assert_close(data["advantages"], torch.tensor([[first, 0.2], [-0.4, 0.0]]))
-    torch.testing.assert_close(data["returns"], torch.tensor([[first + 0.5, 1.0], [0.0, 0.0]]))
-    add_advantages(data, PPOConfig(lam=0.5, gamma=0.9))
-    assert data["advantages"][data["response_mask"] == 1].mean().item() == pytest.approx(0, abs=1e-6)
-    torch.testing.assert_close(data["returns"][0], torch.tensor([first + 0.5, 1.0]))
+    torch.testing.assert_close(found["advantages"], torch.tensor([[first, 0.2], [-0.4, 0.0]]))
+    torch.testing.assert_close(found["returns"], torch.tensor([[first + 0.5, 1.0], [0.0, 0.0]]))
+    found = advantage_columns(PPOConfig(lam=0.5, gamma=0.9), data)
+    assert found["advantages"][data["response_mask"] == 1].mean().item() == pytest.approx(0, abs=1e-6)
+    torch.testing.assert_close(found["returns"][0], torch.tensor([first + 0.5, 1.0]))
 
 
 def test_the_critics_loss_by_hand():

@@ -5,7 +5,7 @@ from importlib import import_module
 import pytest
 
 EXPORTS = {
-    "recipes.run": """PolicyGradientConfig Progression RunConfig StepFunction SupervisedConfig SupervisedTask attempts
+    "recipes.run": """PolicyGradientConfig RunConfig StepFunction StepState SupervisedConfig SupervisedTask attempts
         evaluate_answers evaluate_samples greedy_evaluation held_out_evaluation launch_supervised measure_rollouts
         next_token_loss recorded_run run run_supervised train""",
     "recipes.watch": """KeptRollouts LOGGERS LearningSignals LoggedRun MetricsLog Progress RunLogger RunLoggers SpeedSignals

@@ -44,15 +44,15 @@ class Rollout:
 
 
 class Batches:
-    """One row each, numbered from 0."""
+    """Two rows each, numbered from 0."""
 
     def __init__(self, column: str = "uid") -> None:
         self.column, self.drawn = column, 0
         self.skipped: dict[int, str] = {}
 
     def __next__(self) -> DataProto:
-        self.drawn += 1
-        return DataProto.from_dict(non_tensors={self.column: [str(self.drawn - 1)]})
+        self.drawn += 2
+        return DataProto.from_dict(non_tensors={self.column: [str(self.drawn - 2), str(self.drawn - 1)]})
 
     def state_dict(self) -> dict[str, int]:
         return {"drawn": self.drawn}
@@ -61,9 +61,9 @@ class Batches:
         self.drawn = state["drawn"]
 
 
-def two_draws(roles, prompts, more):
+def learn(roles, prompts):
     roles.actor.learned += 1
-    return DataProto.concat([prompts, more("wanted")]), {"first": float(prompts["uid"][0])}
+    return prompts, {"first": float(prompts["uid"][0])}
 
 
 def rows(data, metrics, devices):
@@ -87,7 +87,7 @@ def without_times(row):
 def test_a_run_records_each_step_evaluates_and_saves(tmp_path):
     run = RunConfig(steps=3, eval_every=2, save_every=2, output_dir=tmp_path)
     with recorded_run(run), start() as roles:
-        train(run, roles, Batches(), two_draws, lambda roles, step: {"evaluated": roles.actor.learned}, measure=rows)
+        train(run, roles, Batches(), learn, lambda roles, step: {"evaluated": roles.actor.learned}, measure=rows)
     written = rows_of(tmp_path)
     assert without_times(written[0]) == {"step": 0, "evaluated": 0}
     assert without_times(written[1]) == {"step": 1, "first": 0, "data/skipped_rows": 0, "rows": 6}
@@ -104,7 +104,7 @@ def test_a_run_records_each_step_evaluates_and_saves(tmp_path):
 def test_the_evaluation_before_the_first_step_can_be_left_out(tmp_path):
     run = RunConfig(steps=2, eval_first=False, output_dir=tmp_path)
     with recorded_run(run), start() as roles:
-        train(run, roles, Batches(), two_draws, lambda roles, step: {"evaluated": roles.actor.learned}, measure=rows)
+        train(run, roles, Batches(), learn, lambda roles, step: {"evaluated": roles.actor.learned}, measure=rows)
     assert [(row["step"], row.get("evaluated")) for row in rows_of(tmp_path)] == [(1, None), (2, 2)]
     assert (tmp_path / "report.html").is_file()
 
@@ -113,7 +113,7 @@ def test_a_resumed_run_continues_after_its_checkpoint(tmp_path):
     for steps, resume in ((2, False), (4, True)):
         run = RunConfig(steps=steps, resume=resume, save_every=1, output_dir=tmp_path)
         with recorded_run(run), start() as roles:
-            train(run, roles, Batches(), two_draws, measure=rows)
+            train(run, roles, Batches(), learn, measure=rows)
             assert roles.actor.learned == steps
     assert [row["step"] for row in rows_of(tmp_path)] == [1, 2, 3, 4]
     assert [row["first"] for row in rows_of(tmp_path)] == [0, 2, 4, 6]
@@ -148,7 +148,7 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path, behind):
         output_dir=tmp_path,
     )
     with recorded_run(run), start() as roles:
-        train(run, roles, Batches(), two_draws, scoring(accuracy), measure=rows)
+        train(run, roles, Batches(), learn, scoring(accuracy), measure=rows)
     assert checkpoint_steps(tmp_path) == [2, 5]
     assert best_of(tmp_path) == (2, 0.7)
     assert (tmp_path / "global_step_2" / "actor" / "learned").read_text() == "2"
@@ -162,7 +162,7 @@ def test_a_resumed_run_knows_the_best_step(tmp_path):
         if steps == 5:  # what a killed run may not have written
             (tmp_path / "best.json").unlink()
         with recorded_run(run), start() as roles:
-            train(run, roles, Batches(), two_draws, scoring(loss, "val/loss"), measure=rows)
+            train(run, roles, Batches(), learn, scoring(loss, "val/loss"), measure=rows)
         assert checkpoint_steps(tmp_path) == kept
         assert best_of(tmp_path) == (kept[0], loss[kept[0]])
 
@@ -182,7 +182,7 @@ class Judge:
         return {"val/loss": [9.0, 3.0, 1.0, 2.0, 2.0][step]}
 
 
-def random_step(roles, prompts, more):
+def random_step(roles, prompts):
     roles.actor.learned += 1
     return prompts, {"drawn": float(torch.rand(()))}
 
@@ -235,11 +235,11 @@ def test_a_measure_that_nothing_gives_is_refused(tmp_path):
         RunConfig(keep_best="loss")
     run = RunConfig(steps=2, eval_every=1, keep_best="loss", output_dir=tmp_path)
     with pytest.raises(InvalidConfig, match="no held-out loss"), start() as roles:
-        train(run, roles, Batches(), two_draws, scoring([0.5] * 3), measure=rows)
+        train(run, roles, Batches(), learn, scoring([0.5] * 3), measure=rows)
 
 
 def test_each_step_keeps_its_rollouts_once_also_after_a_resume(tmp_path):
-    def scored(roles, prompts, more):
+    def scored(roles, prompts):
         roles.actor.learned += 1
         return scored_batch(["x", "y"], [0.0, float(prompts["uid"][0])], ["a", "a"]), {}
 
@@ -250,39 +250,40 @@ def test_each_step_keeps_its_rollouts_once_also_after_a_resume(tmp_path):
         with recorded_run(run), start() as roles:
             train(run, roles, Batches(), scored, measure=rows, kept=KeptRollouts(tmp_path, 8))
     assert kept_steps(tmp_path) == [1, 2]
-    assert [[row["reward"] for row in load_kept(tmp_path, step)] for step in (1, 2)] == [[0, 0], [0, 1]]
+    assert [[row["reward"] for row in load_kept(tmp_path, step)] for step in (1, 2)] == [[0, 0], [0, 2]]
     assert "timing_s/keep_rollouts" in rows_of(tmp_path)[-1]
 
 
 def test_the_report_is_written_after_an_error_too(tmp_path):
     run = RunConfig(output_dir=tmp_path)
     with pytest.raises(ZeroDivisionError), recorded_run(run), start() as roles:
-        train(run, roles, Batches(), lambda roles, prompts, more: 1 / 0, measure=rows)
+        train(run, roles, Batches(), lambda roles, prompts: 1 / 0, measure=rows)
     assert (tmp_path / "report.html").is_file()
 
 
-class Unnamed(Batches):
-    """Batches without uids from the second on."""
-
-    def __next__(self) -> DataProto:
-        data = super().__next__()
-        return data if self.drawn == 1 else data.rename("uid", "index")
-
-
-@pytest.mark.parametrize("batches", [Batches("index"), Unnamed()])
-def test_prompts_without_uids_are_refused(batches, tmp_path):
-    """Those of a step, and further ones that it asks for."""
+def test_prompts_without_uids_are_refused(tmp_path):
     with pytest.raises(MissingColumn, match="'uid'"):
-        train(RunConfig(steps=1, output_dir=tmp_path), start(), batches, two_draws, measure=rows)
+        train(RunConfig(steps=1, output_dir=tmp_path), start(), Batches("index"), learn, measure=rows)
 
 
-def best_of_prompt(roles, prompts, config, sampling, progression, more):
+def test_a_step_of_an_earlier_version_is_refused_before_anything_is_loaded(tmp_path):
+    def step(roles, prompts, config, sampling, progression, more):
+        raise AssertionError("in vain")
+
+    config = parse(["--output-dir", str(tmp_path / "run")])
+    for call in (lambda: run(config, step), lambda: train(config.run, start(), Batches(), step)):
+        with pytest.raises(InvalidConfig, match="state has what progression and more gave"):
+            call()
+    assert not (tmp_path / "run").exists()
+
+
+def best_of_prompt(roles, prompts, config, sampling, state):
     """REINFORCE on the samples that score best in the batch."""
     data = roles.rollout.generate(prompts, sampling)
     data |= roles.reward.score(data)
     scores = data["token_level_rewards"].sum(1, keepdim=True)
     data["advantages"] = (scores == scores.max()) * data["response_mask"].float()
-    metrics = roles.actor.update(data, policy_loss(config, entropy_coef=0.0), config.minibatch, entropy=True)
+    metrics = roles.actor.update(data, policy_loss(config), config.minibatch, entropy=True)
     roles.sync_weights()
     return data, metrics | {"mine/samples": len(data)}
 

@@ -23,9 +23,9 @@ from workers.ranks.dispatch_modes import Arguments
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import init_ranks
 from workers.roles.actor import ActorConfig, ActorWorker
-from workers.roles.model_worker import join_scores, split_scores
+from workers.roles.model_worker import join_scores
 from workers.roles.reference import reference_worker
-from workers.training.mini_batches import share_out
+from workers.training.mini_batches import share_out, split_scoring
 
 CPU = torch.device("cpu")
 MODEL = "qwen2_5_vl"
@@ -199,35 +199,18 @@ def references_are_the_policy_before_training():
     assert {weight.dtype for weight in separate.parameters()} == {torch.bfloat16}
 
 
-def the_first_mini_batch_is_left_to_the_update():
-    """Each rank scores its part of every mini-batch; the actor no row of the first. Rows come back in the caller's order."""
+def actor_and_reference_score_together():
+    """Each rank scores its rows; they come back in the caller's order, with the seconds of the slowest rank."""
     actor, data = worker(), rows()
     reference, data["uid"] = reference_worker(actor.config.frozen(), actor), [f"{row}" for row in range(len(data))]
-    mine = split_scores(Arguments((data,), {"minibatch": 2}), 2)[actor.model.ranks.rank("dp")]
-    results = actor.model.ranks.all_gather(reference.log_probs_with_actor(*mine.args, **mine.kwargs), "dp")
+    (mine,) = split_scoring(Arguments((data,), {}), 2)[actor.model.ranks.rank("dp")].args
+    results = actor.model.ranks.all_gather(reference.log_probs_with_actor(mine), "dp")
     found, seconds = join_scores(results)
-    assert sorted(len(result.data) for result in results) == [4, 4]
-    assert found["old_log_probs"][:2].isnan().all()
     assert {*found.batch.keys(), *found.non_tensor_batch} == {"old_log_probs", "ref_log_prob"}
     assert seconds == {name: max(result.seconds[name] for result in results) for name in ("old_log_prob", "ref")}
     expected = actor.log_probs(data) | reference.log_probs(data)
-    torch.testing.assert_close(found["old_log_probs"][2:], expected["old_log_probs"][2:], atol=1e-6, rtol=0)
-    torch.testing.assert_close(found["ref_log_prob"], expected["ref_log_prob"], atol=1e-6, rtol=0)
-
-
-def a_rank_without_rows_scores_along():
-    """Mini-batches of one row are all on one rank; the other makes the same calls with none."""
-    actor, data = worker(), rows()[2:5]
-    reference, data["uid"] = reference_worker(actor.config.frozen(), actor), [f"{row}" for row in range(len(data))]
-    parts = split_scores(Arguments((data,), {"minibatch": 1}), 2)
-    assert [len(part.args[0]) for part in parts] == [3, 0]
-    mine = parts[actor.model.ranks.rank("dp")]
-    results = actor.model.ranks.all_gather(reference.log_probs_with_actor(*mine.args, **mine.kwargs), "dp")
-    found, _ = join_scores(results)
-    assert found["old_log_probs"].isnan().all(1).tolist() == [True, False, False]
-    expected = actor.log_probs(data) | reference.log_probs(data)
-    torch.testing.assert_close(found["old_log_probs"][1:], expected["old_log_probs"][1:], atol=1e-6, rtol=0)
-    torch.testing.assert_close(found["ref_log_prob"], expected["ref_log_prob"], atol=1e-6, rtol=0)
+    for name in ("old_log_probs", "ref_log_prob"):
+        torch.testing.assert_close(found[name], expected[name], atol=1e-6, rtol=0)
 
 
 def replicas_sum_once():
@@ -250,8 +233,7 @@ def replicas_sum_once():
 
 SCENARIOS = {
     "references": references_are_the_policy_before_training,
-    "the first mini-batch": the_first_mini_batch_is_left_to_the_update,
-    "no rows": a_rank_without_rows_scores_along,
+    "actor and reference": actor_and_reference_score_together,
     "gradients": gradients_and_collectives,
     "scores": scores_and_gathers,
     "error": an_error_leaves_nothing_behind,

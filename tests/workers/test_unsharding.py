@@ -107,7 +107,7 @@ def test_room_is_left():
 
 
 def test_what_the_first_step_scores_does_not_choose(tmp_path, monkeypatch):
-    """An adapted model scores three times before the first update, after which the optimizer's state takes memory."""
+    """An adapted model scores twice before the first update, after which the optimizer's state takes memory."""
     tiny_model(MODEL).save_pretrained(tmp_path)
     config = ActorConfig(str(tmp_path), lora_rank=2)
     actor = ActorWorker(config)
@@ -119,7 +119,7 @@ def test_what_the_first_step_scores_does_not_choose(tmp_path, monkeypatch):
     tiny = tiny_config(MODEL)
     data = with_responses(tiny, prompt_batch(tiny, [[(4, 6)], []], texts=[6, 5], seed=0), lengths=[5, 4], width=6)
 
-    reference.log_probs_with_actor(data, minibatch=1)
+    reference.log_probs_with_actor(data)
     assert not made
-    reference.log_probs_with_actor(data, minibatch=1)
+    reference.log_probs_with_actor(data)
     assert len(made) == 1

@@ -18,13 +18,13 @@ from dataproto.errors import InvalidConfig, end_after, ending
 from dataproto.vlm import VLMFamily
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
-from workers.ranks.dispatch_modes import Arguments, dispatch, join_rows
+from workers.ranks.dispatch_modes import dispatch, join_rows
 from workers.ranks.mesh import Ranks
 from workers.roles.accumulated_update import AccumulatedUpdate
 from workers.training.forward_pass import LossFn
 from workers.training.loss_sums import Updated
 from workers.training.micro_batches import SharedParts
-from workers.training.mini_batches import ROW, cut_minibatches_of_rank, split_scoring, split_update
+from workers.training.mini_batches import ROW, split_scoring, split_update
 from workers.training.training_model import TrainingModel
 
 
@@ -265,35 +265,10 @@ class PolicyScores(NamedTuple):
     seconds: dict[str, float]
 
 
-def split_scores(call: Arguments, parts: int) -> list[Arguments]:
-    """The call ``log_probs_with_actor(data, minibatch)`` for each of ``parts`` data-parallel ranks.
-
-    With mini-batches a rank gets its part of each of them, since the actor does not score the first.
-    """
-    return split_scoring(call, parts) if call.kwargs.get("minibatch") is None else split_update(call, parts)
-
-
 def join_scores(results: Sequence[PolicyScores]) -> PolicyScores:
     """The rows in the caller's order, and the seconds of the slowest rank."""
     seconds = {name: max(result.seconds[name] for result in results) for name in results[0].seconds}
-    data = join_rows([result.data for result in results])
-    if ROW in data:
-        order = np.argsort(data.pop(non_tensor_batch_keys=[ROW])[ROW])
-        data = data[order]
-    return PolicyScores(data, seconds)
-
-
-def first_minibatch(data: DataProto, minibatch: int, ranks: Ranks) -> np.ndarray:
-    """This rank's row indices of the first mini-batch; none if the rank has no rows."""
-    parts = cut_minibatches_of_rank(data, minibatch, ranks)
-    return np.zeros(0, dtype=np.int64) if not parts or parts[0] is None else parts[0]
-
-
-def with_first_rows(scores: DataProto, first: DataProto, places: np.ndarray) -> DataProto:
-    """The scores of all rows, of which those at ``places`` have a ``ref_log_prob`` in ``first``, and NaN as ``old_log_probs``."""
-    first["old_log_probs"] = torch.full_like(first["ref_log_prob"], torch.nan)
-    order = np.concatenate([np.setdiff1d(np.arange(len(scores) + len(first)), places), places])
-    return DataProto.concat([scores, first])[np.argsort(order)]
+    return PolicyScores(join_rows([result.data for result in results]), seconds)
 
 
 class ReferenceWorker(PolicyWorker):
@@ -318,15 +293,11 @@ class ReferenceWorker(PolicyWorker):
         with self.acting():
             return super().log_probs(data, into, entropy)
 
-    @dispatch(split=split_scores, join=join_scores)
-    def log_probs_with_actor(self, data: DataProto, *, minibatch: int | None = None) -> PolicyScores:
+    @dispatch(split=split_scoring, join=join_scores)
+    def log_probs_with_actor(self, data: DataProto) -> PolicyScores:
         """Log-probs of the actor and of the reference for the same rows, which are sent, packed and moved to the device once.
 
         If the two are of different models or budgets, each prepares the rows for itself.
-
-        Args:
-            minibatch: the number of prompts of a mini-batch of the update that follows. The actor does not score the rows of the
-                first one, whose log-probs the update computes itself: their ``old_log_probs`` are NaN.
 
         Raises:
             InvalidConfig: the reference has no actor.
@@ -334,22 +305,15 @@ class ReferenceWorker(PolicyWorker):
         """
         if self.actor is None:
             raise InvalidConfig("this reference has no actor: make it by reference_worker(config, actor)")
-        first = None if minibatch is None else first_minibatch(data, minibatch, self.model.ranks)
-        both = data if first is None else data[np.setdiff1d(np.arange(len(data)), first)]
         actor = self.actor.config
         mine, theirs = ((each.model_path, each.budget(backward=False)) for each in (self.config, actor))
         shared = SharedParts() if mine == theirs else None
         start = time.perf_counter()
-        old = self.actor.model.score(both, "old_log_probs", shared=shared)
+        old = self.actor.model.score(data, "old_log_probs", shared=shared)
         between = time.perf_counter()
         with self.acting():
-            found = old | self.model.score(both, "ref_log_prob", shared=shared)
-            if first is not None:
-                found = with_first_rows(found, self.model.score(data[first], "ref_log_prob"), first)
-        seconds = {"old_log_prob": between - start, "ref": time.perf_counter() - between}
-        if ROW in data:
-            found[ROW] = data[ROW]
-        return PolicyScores(found, seconds)
+            found = old | self.model.score(data, "ref_log_prob", shared=shared)
+        return PolicyScores(found, {"old_log_prob": between - start, "ref": time.perf_counter() - between})
 
     def acting(self) -> AbstractContextManager[None]:
         """A context in which ``model`` is the reference."""

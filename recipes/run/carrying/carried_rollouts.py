@@ -20,7 +20,7 @@ from recipes.run.carrying.unlearned_samples import CarriedSamples
 from recipes.run.environment_roles import PlayingRollout
 from recipes.run.loop import Loader
 from recipes.run.metrics import Measure, measure_rollouts
-from recipes.run.phases import Progression
+from recipes.run.phases import StepState
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits, MakeEnvironment
 from rollout.environments.episodes.held_episodes import EpisodePlan
@@ -211,7 +211,7 @@ class CarryingRollout:
 
 
 def carry_samples(
-    roles: Roles, loader: LookAhead, config: CarryingConfig, progression: Progression, steps: int, corrected: bool
+    roles: Roles, loader: LookAhead, config: CarryingConfig, state: StepState, steps: int, corrected: bool
 ) -> tuple[Loader, Measure]:
     """Replaces the rollout group by a `CarryingRollout`, if the options say so, for a run of ``steps``.
 
@@ -223,14 +223,14 @@ def carry_samples(
     """
     if config.in_order:
         return loader, measure_rollouts
-    goes_on: Callable[[], bool] = lambda: progression.steps + 1 < steps  # noqa: E731
+    goes_on: Callable[[], bool] = lambda: state.steps + 1 < steps  # noqa: E731
     playing = roles.rollout if isinstance(roles.rollout, PlayingRollout) else None
     group = roles.rollout if playing is None else playing.rollout
-    rollout = CarryingRollout(group, loader, config, lambda: progression.steps, goes_on, corrected)
+    rollout = CarryingRollout(group, loader, config, lambda: state.steps, goes_on, corrected)
     roles.rollout = rollout if playing is None else replace(playing, rollout=rollout)
 
     def measure(data: DataProto, metrics: Mapping[str, float], devices: int) -> dict[str, float]:
-        found = staleness(data, progression.steps) | measure_rollouts(data, metrics, devices)
+        found = staleness(data, state.steps) | measure_rollouts(data, metrics, devices)
         carried = sum(since > 0 for since in rollout.samples.since.values())
         return {"training/carried_groups": carried} | found
 
