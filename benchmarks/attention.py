@@ -24,7 +24,7 @@ from torch import Tensor  # noqa: E402
 from dataproto.errors import InvalidConfig  # noqa: E402
 from workers.model import flash_attention4 as flash4  # noqa: E402
 from workers.model.attention import FLASH_KERNELS  # noqa: E402
-from workers.model.segment_attention import segment_sdpa  # noqa: E402
+from workers.model.segment_attention import Segments, segment_sdpa  # noqa: E402
 
 REPEATS = 10
 
@@ -70,11 +70,12 @@ def measure(case: str, kernels: Sequence[str]) -> Iterator[str]:
         for count in (heads, key_heads, key_heads)
     ]
     whole = [x.detach().float().requires_grad_() for x in inputs]
-    out = segment_sdpa(*whole, bounds, bounds, None, causal)
+    at = Segments(bounds, bounds, longest, longest, causal)
+    out = segment_sdpa(*whole, at, None)
     expected = [out.detach(), *torch.autograd.grad(out, whole, upstream.float())]
     operations = 4 * sum(length**2 for length in segments) * heads * width / (2 if causal else 1)
     for name in kernels:
-        forward = partial(FLASH_KERNELS[name], *inputs, bounds, bounds, longest, longest, None, causal)
+        forward = partial(FLASH_KERNELS[name], *inputs, at, None)
         found = [(first := forward()).detach(), *torch.autograd.grad(first, inputs, upstream)]
         ahead = milliseconds(forward)
         back = milliseconds(lambda run=forward: torch.autograd.grad(run(), inputs, upstream)) - ahead

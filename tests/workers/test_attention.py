@@ -12,7 +12,7 @@ from dataproto.vlm.family import grid_arguments
 from helpers.tiny_models import MROPE_TYPES, image_inputs, tiny_model
 from workers.model import attention
 from workers.model.attention import packed_attention, use_packed_attention
-from workers.model.segment_attention import segment_attention, segment_sdpa
+from workers.model.segment_attention import Segments, segment_attention, segment_sdpa
 
 
 def by_segment(q, k, v, bounds, causal):
@@ -55,7 +55,7 @@ def test_the_operator_of_compiled_layers_has_the_same_values_and_gradients(lengt
     q = torch.randn(int(cu_q[-1]), 4, 8, dtype=torch.float64, requires_grad=True)
     k, v = (torch.randn(int(cu_k[-1]), 2, size, dtype=torch.float64, requires_grad=True) for size in (8, width))
     ours = segment_attention(q, k, v, cu_q, cu_k, 0.3, causal)
-    plain = segment_sdpa(q, k, v, cu_q, cu_k, 0.3, causal)
+    plain = segment_sdpa(q, k, v, Segments(cu_q, cu_k, None, None, causal), 0.3)
     torch.testing.assert_close(ours, plain)
     if len(q):
         weights = torch.randn_like(plain)
@@ -110,7 +110,7 @@ def test_a_tower_makes_one_call_a_layer(model_type, monkeypatch):
     use_packed_attention(model)
     calls = []
     attend = attention.segment_sdpa
-    monkeypatch.setattr(attention, "segment_sdpa", lambda *args: calls.append(len(args[3]) - 1) or attend(*args))
+    monkeypatch.setattr(attention, "segment_sdpa", lambda *args: calls.append(len(args[3].cu_q) - 1) or attend(*args))
     found = model.model.visual(media["pixel_values"], grid_thw=media["image_grid_thw"]).pooler_output
     blocks = [8, 3] if model_type == "qwen2_5_vl" else [3, 3]  # 2 + 2 + 4 windows of 2 x 2 features in the first block
     assert calls == blocks

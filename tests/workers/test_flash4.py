@@ -11,6 +11,7 @@ from helpers.tiny_models import tiny_model
 from recipes.demo.tiny_model import make_tiny_model
 from workers.model import flash_attention4 as flash4
 from workers.model.attention import FLASH_KERNELS, use_packed_attention
+from workers.model.segment_attention import Segments
 from workers.roles.actor import ActorConfig, ActorWorker
 
 
@@ -76,7 +77,7 @@ def test_heads_are_padded_to_sizes_with_right_gradients(heads, key_heads, width,
         torch.empty(700, key_heads, width, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in range(2)
     )
     bounds = torch.empty(3, dtype=torch.int32, device="meta")
-    out = flash4.attend(q, k, v, bounds, bounds, 400, 500, None, True)
+    out = flash4.attend(q, k, v, Segments(bounds, bounds, 400, 500, causal=True), None)
     assert given == [-(-width // 32) * 32]
     assert out.shape == (600, heads, width)
     assert [each.shape for each in grad(out.sum(), (q, k, v))] == [q.shape, k.shape, v.shape]
@@ -87,4 +88,4 @@ def test_short_segments_and_wide_heads_use_the_kernel_of_torch(monkeypatch, long
     monkeypatch.setattr("workers.model.attention.torch_flash", lambda q, *args: q)
     q = torch.zeros(2 * longest, 2, width)
     bounds = torch.tensor([0, longest, 2 * longest], dtype=torch.int32)
-    assert FLASH_KERNELS["fa4"](q, q, q, bounds, bounds, longest, longest, None, False) is q
+    assert FLASH_KERNELS["fa4"](q, q, q, Segments(bounds, bounds, longest, longest, causal=False), None) is q

@@ -1,7 +1,5 @@
 """Sliding windows, images whose tokens see each other, and shared prompts, compared with plain attention under masks of rows."""
 
-from functools import partial
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,8 +8,8 @@ from torch import nn
 
 from dataproto.packing import pack_rows
 from workers.model.attention import packed_attention
-from workers.model.image_blocks import image_blocks, joined_backward, joined_forward
-from workers.model.segment_attention import segment_attention, segment_sdpa
+from workers.model.image_blocks import BlockSegments, image_blocks, joined_backward, joined_forward
+from workers.model.segment_attention import Segments, segment_attention, segment_sdpa
 
 PROMPT, HEADS, KEY_HEADS, SIZE = 12, 4, 2, 8
 pieces = st.lists(
@@ -105,8 +103,9 @@ def test_windows_and_images_of_packed_rows_are_those_of_each_row_alone(prompt, r
     assert_same([out[0], expected], inputs, seed)
 
 
-def plain_scores(q, k, cu_q, cu_k, scale, window):
+def plain_scores(q, k, bounds, scale, window):
     """``(H, T, K)`` in segments, with flash attention's window, and k repeated for the heads of q."""
+    cu_q, cu_k, *_ = bounds
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
     seen = torch.zeros(len(q), len(k), dtype=torch.bool)
@@ -119,17 +118,17 @@ def plain_scores(q, k, cu_q, cu_k, scale, window):
     return scores.masked_fill(~seen, -torch.inf)
 
 
-def plain_forward(q, k, v, cu_q, cu_k, max_q, max_k, scale, window):
-    scores = plain_scores(q, k, cu_q, cu_k, scale, window)
+def plain_forward(q, k, v, bounds, scale, window):
+    scores = plain_scores(q, k, bounds, scale, window)
     values = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values), scores.logsumexp(-1)
 
 
-def plain_backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, scale, window):
+def plain_backward(grad, q, k, v, out, lse, bounds, scale, window):
     """As kernels compute it: probabilities from the log-sum-exps that are given, which may be those of more keys."""
     groups = q.shape[1] // k.shape[1]
     keys, values = (x.repeat_interleave(groups, 1) for x in (k, v))
-    probs = (plain_scores(q, k, cu_q, cu_k, scale, window) - lse[..., None]).exp()
+    probs = (plain_scores(q, k, bounds, scale, window) - lse[..., None]).exp()
     to_probs = torch.einsum("qhd,khd->hqk", grad, values)
     to_scores = probs * (to_probs - (grad * out).sum(-1).t()[..., None]) * scale
     found = (
@@ -152,14 +151,14 @@ def test_two_passes_of_a_causal_kernel_join_to_attention_with_images(prompt, res
     places = slice(None) if rows.key_index is None else rows.key_index
     bounds = rows.cu_seqlens, rows.key_cu_seqlens
     keyed = [inputs[0], *(x[places].detach().requires_grad_() for x in inputs[1:])]
-    expected = segment_sdpa(*keyed, *bounds, 0.3, True, window, blocks.ahead)
-    sizes = *bounds, rows.max_length, rows.key_max_length, 0.3, window, blocks
+    expected = segment_sdpa(*keyed, Segments(*bounds, None, None, True, window, blocks.ahead), 0.3)
+    at = BlockSegments((*bounds, rows.max_length, rows.key_max_length), 0.3, window, blocks)
     with torch.no_grad():
-        out, lse = joined_forward(plain_forward, *keyed, *sizes)
+        out, lse = joined_forward(plain_forward, *keyed, at)
     torch.testing.assert_close(out, expected)
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed), dtype=out.dtype)
     with torch.no_grad():
-        ours = joined_backward(plain_backward, grad, *keyed, out, lse, *sizes)
+        ours = joined_backward(plain_backward, grad, *keyed, out, lse, at)
     torch.testing.assert_close(ours, torch.autograd.grad((expected * grad).sum(), keyed))
 
 
@@ -168,6 +167,7 @@ def test_the_operator_of_compiled_layers_has_the_same_values_and_gradients(windo
     rows = packed_rows([0, 1, 1, 1, 0, 0], [[0, 0, 1, 1, 0], [0], [0, 0, 0]])
     inputs = drawn(rows, 0)
     keyed = [inputs[0], *(x[rows.key_index].detach().requires_grad_() for x in inputs[1:])]
-    settings = rows.cu_seqlens, rows.key_cu_seqlens, 0.3, True, window, image_blocks(rows).ahead
-    outs = [partial(attend, *keyed)(*settings) for attend in (segment_attention, segment_sdpa)]
+    bounds, kept = (rows.cu_seqlens, rows.key_cu_seqlens), (True, window, image_blocks(rows).ahead)
+    plain = segment_sdpa(*keyed, Segments(*bounds, None, None, *kept), 0.3)
+    outs = [segment_attention(*keyed, *bounds, 0.3, *kept), plain]
     assert_same(outs, keyed, 1, atol=1e-6, rtol=1e-6)

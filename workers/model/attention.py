@@ -9,7 +9,7 @@ Causal layers may have a sliding window, and images whose tokens see each other 
 import inspect
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,10 @@ from dataproto.errors import UnsupportedAttention
 from workers.model import flash_attention4
 from workers.model.image_blocks import ImageBlocks, block_attention
 from workers.model.patches import route_attention
-from workers.model.segment_attention import segment_attention, segment_sdpa
+from workers.model.segment_attention import Segments, segment_attention, segment_sdpa
 
-FlashKernel = Callable[..., Tensor]
-"""``(q, k, v, cu_q, cu_k, max_q, max_k, scaling, causal, window=None) -> out``; see `workers.model.flash_attention4.attend`. A
-query of a causal segment sees ``window`` keys up to its own.
-"""
+FlashKernel = Callable[[Tensor, Tensor, Tensor, Segments, float | None], Tensor]
+"""From q, k, v, segments with their longest lengths, and scaling to the output; see `workers.model.flash_attention4.attend`."""
 
 MAX_FLASH_HEAD = 256
 """The widest head of torch's flash attention."""
@@ -88,21 +86,10 @@ def packed_attention(
     if key_index is not None:
         k, v = k.index_select(0, key_index), v.index_select(0, key_index)
     cu_k = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
-    segments = Segments(cu_seq_lens_q, cu_k, max_length_q, max_length_k, causal, sliding_window, image_blocks)
-    out = _attend(q, k, v, segments, scaling, flash or torch_flash)
+    ahead = None if image_blocks is None else image_blocks.ahead
+    segments = Segments(cu_seq_lens_q, cu_k, max_length_q, max_length_k, causal, sliding_window, ahead)
+    out = _attend(q, k, v, segments, scaling, flash or torch_flash, image_blocks)
     return out.view(rows, length, *out.shape[1:]), None
-
-
-class Segments(NamedTuple):
-    """Which keys each query sees."""
-
-    cu_q: Tensor
-    cu_k: Tensor
-    max_q: int | None
-    max_k: int | None
-    causal: bool
-    window: int | None
-    blocks: ImageBlocks | None
 
 
 def _check_supported(query: Tensor, cu_seqlens: Tensor | None, causal: bool, masked: bool, within_causal: bool) -> None:
@@ -118,7 +105,15 @@ def _check_supported(query: Tensor, cu_seqlens: Tensor | None, causal: bool, mas
         )
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, at: Segments, scaling: float | None, flash: FlashKernel) -> Tensor:
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    at: Segments,
+    scaling: float | None,
+    flash: FlashKernel,
+    blocks: ImageBlocks | None,
+) -> Tensor:
     """``(T, H, E)``, by the function for this device, dtype and head size."""
     half = q.dtype in HALF_DTYPES or torch.is_autocast_enabled("cuda")
     if q.device.type == "cuda" and half and q.shape[-1] <= MAX_FLASH_HEAD:
@@ -126,15 +121,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, at: Segments, scaling: float | None
         q, k, v, cu_q, cu_k = q.to(dtype), k.to(dtype), v.to(dtype), at.cu_q.int(), at.cu_k.int()
         longest = at.max_q or _max_length(cu_q), at.max_k or _max_length(cu_k)
         width, v = v.shape[-1], as_wide_as(v, k)
-        if at.blocks is None:
-            return flash(q, k, v, cu_q, cu_k, *longest, scaling, at.causal, at.window)[..., :width]
+        if blocks is None:
+            return flash(q, k, v, Segments(cu_q, cu_k, *longest, at.causal, at.window), scaling)[..., :width]
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-        out, _ = block_attention(q, k, v, cu_q, cu_k, *at.blocks[:5], *longest, scale, at.window)
+        out, _ = block_attention(q, k, v, cu_q, cu_k, *blocks[:5], *longest, scale, at.window)
         return cast(Tensor, out)[..., :width]
-    ahead = None if at.blocks is None else at.blocks.ahead
     if torch.compiler.is_compiling():
-        return cast(Tensor, segment_attention(q, k, v, at.cu_q, at.cu_k, scaling, at.causal, at.window, ahead))
-    return segment_sdpa(q, k, v, at.cu_q, at.cu_k, scaling, at.causal, at.window, ahead, (at.max_q, at.max_k))
+        return cast(Tensor, segment_attention(q, k, v, at.cu_q, at.cu_k, scaling, at.causal, at.window, at.ahead))
+    return segment_sdpa(q, k, v, at, scaling)
 
 
 def as_wide_as(value: Tensor, key: Tensor) -> Tensor:
@@ -150,27 +144,16 @@ def _max_length(cu_seqlens: Tensor) -> int:
     return int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
 
 
-def torch_flash(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    scaling: float | None,
-    causal: bool,
-    window: int | None = None,
-) -> Tensor:
+def torch_flash(q: Tensor, k: Tensor, v: Tensor, at: Segments, scaling: float | None) -> Tensor:
     """Torch's variable-length flash attention; see `FlashKernel`."""
     from torch.nn.attention.varlen import varlen_attn
 
-    before = -1 if window is None else window - 1
-    size = (before, 0) if causal else (-1, -1)  # aligned to the last query and key, as in flash attention
+    before = -1 if at.window is None else at.window - 1
+    size = (before, 0) if at.causal else (-1, -1)  # aligned to the last query and key, as in flash attention
     options: dict[str, Any] = {"scale": scaling, "window_size": size}
     if _takes_enable_gqa():
         options["enable_gqa"] = q.shape[1] != k.shape[1]
-    return cast(Tensor, varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, **options))
+    return cast(Tensor, varlen_attn(q, k, v, at.cu_q, at.cu_k, at.max_q, at.max_k, **options))
 
 
 @cache
@@ -181,23 +164,11 @@ def _takes_enable_gqa() -> bool:
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def _flash4_or_torch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    scaling: float | None,
-    causal: bool,
-    window: int | None = None,
-) -> Tensor:
+def _flash4_or_torch(q: Tensor, k: Tensor, v: Tensor, at: Segments, scaling: float | None) -> Tensor:
     """FlashAttention 4, or torch's kernel for short segments, sliding windows and wide heads; see `FlashKernel`."""
-    short, wide = max_q <= flash_attention4.MAX_TORCH_QUERIES, q.shape[-1] > flash_attention4.MAX_HEAD
-    if window is not None or short or wide:
-        return torch_flash(q, k, v, cu_q, cu_k, max_q, max_k, scaling, causal, window)
-    return flash_attention4.attend(q, k, v, cu_q, cu_k, max_q, max_k, scaling, causal)
+    short = at.max_q is not None and at.max_q <= flash_attention4.MAX_TORCH_QUERIES
+    wide = q.shape[-1] > flash_attention4.MAX_HEAD
+    return (torch_flash if at.window is not None or short or wide else flash_attention4.attend)(q, k, v, at, scaling)
 
 
 FLASH_KERNELS: dict[str, FlashKernel] = {"torch": torch_flash, "fa4": _flash4_or_torch}

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dataproto.errors import InvalidConfig
-from workers.model.segment_attention import empty_gradients, empty_output
+from workers.model.segment_attention import Segments, empty_gradients, empty_output
 
 MAX_TORCH_QUERIES = 128
 """Torch's kernel is faster on segments of up to this number of queries, such as the 64 of a vision tower's window."""
@@ -54,25 +54,13 @@ def check_usable() -> None:
             )
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    scaling: float | None,
-    causal: bool,
-) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, at: Segments, scaling: float | None) -> Tensor:
     """Attention within segments, in half precision on CUDA.
 
     Args:
         q: ``(T, H, D)``; k and v ``(K, H_kv, D)``.
-        cu_q: ``(S + 1,)`` int32 boundaries of the segments among queries; cu_k among keys.
-        max_q: length of the longest segment in queries; max_k in keys.
+        at: with the lengths of the longest segments, and without a window.
         scaling: of the scores; ``None`` is ``D ** -0.5``.
-        causal: the last key of a segment belongs to its last query.
 
     Returns:
         ``(T, H, D)``.
@@ -81,74 +69,52 @@ def attend(
     scale = width**-0.5 if scaling is None else scaling
     if padding := -width % HEAD_MULTIPLE:
         q, k, v = (pad(x, (0, padding)) for x in (q, k, v))
-    out, _ = flash_attention_4(q, k, v, cu_q, cu_k, max_q, max_k, scale, causal)
+    out, _ = flash_attention_4(q, k, v, at.cu_q, at.cu_k, at.max_q, at.max_k, scale, at.causal)
     return out[..., :width] if padding else out
 
 
-@torch.library.custom_op("dataproto::flash_attention_4", mutates_args=(), device_types="cuda")
-def flash_attention_4(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    scale: float,
-    causal: bool,
-) -> tuple[Tensor, Tensor]:
+SEGMENTS = "Tensor cu_q, Tensor cu_k, SymInt max_q, SymInt max_k, float scale, bool causal"
+"""What the operators take of `Segments`."""
+
+
+def _settings(cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float, causal: bool) -> dict[str, Any]:
+    """The same by the names of the package's arguments."""
+    bounds = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
+    return {**bounds, "softmax_scale": scale, "causal": causal}
+
+
+@torch.library.custom_op(
+    "dataproto::flash_attention_4",
+    mutates_args=(),
+    device_types="cuda",
+    schema=f"(Tensor q, Tensor k, Tensor v, {SEGMENTS}) -> (Tensor, Tensor)",
+)
+def flash_attention_4(q: Tensor, k: Tensor, v: Tensor, *at: Any) -> tuple[Tensor, Tensor]:
     """The output ``(T, H, D)`` and the log-sum-exp of the scores ``(H, T)`` float32."""
     from flash_attn.cute import flash_attn_varlen_func
 
-    out, log_sums = flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q=cu_q,
-        cu_seqlens_k=cu_k,
-        max_seqlen_q=max_q,
-        max_seqlen_k=max_k,
-        softmax_scale=scale,
-        causal=causal,
-        return_lse=True,
-    )
+    out, log_sums = flash_attn_varlen_func(q, k, v, **_settings(*at), return_lse=True)
     return out, log_sums
 
 
 flash_attention_4.register_fake(empty_output)
 
 
-@torch.library.custom_op("dataproto::flash_attention_4_backward", mutates_args=(), device_types="cuda")
+@torch.library.custom_op(
+    "dataproto::flash_attention_4_backward",
+    mutates_args=(),
+    device_types="cuda",
+    schema=(
+        "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor log_sums, "
+        f"{SEGMENTS}) -> (Tensor, Tensor, Tensor)"
+    ),
+)
 def _flash_attention_4_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    log_sums: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    scale: float,
-    causal: bool,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, *at: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_bwd  # torch's adapter imports it from there too
 
-    grad_q, grad_k, grad_v = _flash_attn_bwd(
-        q,
-        k,
-        v,
-        out,
-        grad.contiguous(),
-        log_sums,
-        softmax_scale=scale,
-        causal=causal,
-        cu_seqlens_q=cu_q,
-        cu_seqlens_k=cu_k,
-        max_seqlen_q=max_q,
-        max_seqlen_k=max_k,
-    )[:3]
+    grad_q, grad_k, grad_v = _flash_attn_bwd(q, k, v, out, grad.contiguous(), log_sums, **_settings(*at))[:3]
     return grad_q, grad_k, grad_v
 
 

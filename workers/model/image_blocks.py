@@ -24,11 +24,14 @@ from workers.model.segment_attention import empty_gradients, empty_output
 Window = tuple[int, int]
 """How many keys before and after its own a query sees, -1 for all: flash attention's ``window_size``."""
 
-ForwardKernel = Callable[..., tuple[Tensor, Tensor]]
-"""``(q, k, v, cu_q, cu_k, max_q, max_k, scale, window)`` to the output ``(T, H, D)`` and the log-sum-exps ``(H, T)``."""
+Bounds = tuple[Tensor, Tensor, int, int]
+"""The boundaries of segments among queries and among keys, and the lengths of the longest ones."""
+
+ForwardKernel = Callable[[Tensor, Tensor, Tensor, Bounds, float, Window], tuple[Tensor, Tensor]]
+"""From q, k, v, bounds, scale and window to the output ``(T, H, D)`` and the log-sum-exps ``(H, T)``."""
 
 BackwardKernel = Callable[..., tuple[Tensor, Tensor, Tensor]]
-"""``(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, scale, window)`` to the gradients of q, k and v."""
+"""From the gradient, q, k, v, the output, log-sum-exps, bounds, scale and window to the gradients of q, k and v."""
 
 
 class ImageBlocks(NamedTuple):
@@ -73,23 +76,20 @@ def image_blocks(rows: PackedRows, windowed: bool = False) -> ImageBlocks | None
     return ImageBlocks(ahead, queries, keys, bounds, longest, windowed)
 
 
-def joined_forward(
-    kernel: ForwardKernel,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    scale: float,
-    window: int | None,
-    blocks: ImageBlocks,
-) -> tuple[Tensor, Tensor]:
+class BlockSegments(NamedTuple):
+    """Causal segments with blocks."""
+
+    bounds: Bounds
+    scale: float
+    window: int | None
+    blocks: ImageBlocks
+
+
+def joined_forward(kernel: ForwardKernel, q: Tensor, k: Tensor, v: Tensor, at: BlockSegments) -> tuple[Tensor, Tensor]:
     """The output ``(T, H, D)`` and log-sum-exps ``(H, T)`` float32 of causal attention with blocks, by a kernel without them."""
-    out, lse = kernel(q, k, v, cu_q, cu_k, max_q, max_k, scale, _before(window))
-    _, queries, keys, bounds, longest, _ = blocks
-    later, later_lse = kernel(q[queries], k[keys], v[keys], bounds, bounds, longest, longest, scale, (0, -1))
+    out, lse = kernel(q, k, v, at.bounds, at.scale, _before(at.window))
+    _, queries, keys, bounds, longest, _ = at.blocks
+    later, later_lse = kernel(q[queries], k[keys], v[keys], (bounds, bounds, longest, longest), at.scale, (0, -1))
     both = torch.logaddexp(lse[:, queries], later_lse)
     parts = (out[queries], lse[:, queries]), (later, later_lse)
     one, two = (part.to(both.dtype) * (own - both).exp().t()[..., None] for part, own in parts)
@@ -97,26 +97,13 @@ def joined_forward(
 
 
 def joined_backward(
-    kernel: BackwardKernel,
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    scale: float,
-    window: int | None,
-    blocks: ImageBlocks,
+    kernel: BackwardKernel, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, at: BlockSegments
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, from the output and log-sum-exps of `joined_forward`."""
-    grads = kernel(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, scale, _before(window))
-    _, queries, keys, bounds, longest, _ = blocks
+    grads = kernel(grad, q, k, v, out, lse, at.bounds, at.scale, _before(at.window))
+    _, queries, keys, bounds, longest, _ = at.blocks
     parts = grad[queries], q[queries], k[keys], v[keys], out[queries], lse[:, queries].contiguous()
-    later = kernel(*parts, bounds, bounds, longest, longest, scale, (0, -1))
+    later = kernel(*parts, (bounds, bounds, longest, longest), at.scale, (0, -1))
     places = queries, keys, keys  # each occurs once, so the order of sums is fixed
     one, two, three = (whole.index_add(0, at, part) for whole, at, part in zip(grads, places, later, strict=True))
     return one, two, three
@@ -130,32 +117,13 @@ def _before(window: int | None) -> Window:
 
 
 def flash_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    scale: float,
-    window: Window,
+    q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float, window: Window
 ) -> tuple[Tensor, Tensor]:
     """A `ForwardKernel` on CUDA in half precision."""
-    found = torch.ops.aten._flash_attention_forward(
-        q,
-        k,
-        v,
-        cu_q,
-        cu_k,
-        max_q,
-        max_k,
-        0.0,
-        window == (-1, 0),
-        return_debug_mask=False,
-        scale=scale,
-        window_size_left=window[0],
-        window_size_right=window[1],
-    )
+    causal, (before, after) = window == (-1, 0), window
+    sizes: dict[str, Any] = {"scale": scale, "window_size_left": before, "window_size_right": after}
+    attend = torch.ops.aten._flash_attention_forward
+    found = attend(q, k, v, *bounds, 0.0, causal, return_debug_mask=False, **sizes)
     return found[0], found[1]
 
 
@@ -166,83 +134,58 @@ def flash_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
+    bounds: Bounds,
     scale: float,
     window: Window,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A `BackwardKernel` on CUDA in half precision."""
-    found = torch.ops.aten._flash_attention_backward(
-        grad.contiguous(),
-        q,
-        k,
-        v,
-        out,
-        lse,
-        cu_q,
-        cu_k,
-        max_q,
-        max_k,
-        0.0,
-        window == (-1, 0),
-        torch.zeros(2, dtype=torch.uint64, device=q.device),  # of dropout, which there is none
-        torch.empty(0, device=q.device),
-        scale=scale,
-        window_size_left=window[0],
-        window_size_right=window[1],
-    )
+    causal, (before, after) = window == (-1, 0), window
+    sizes: dict[str, Any] = {"scale": scale, "window_size_left": before, "window_size_right": after}
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which there is none
+    unused = torch.empty(0, device=q.device)
+    back = torch.ops.aten._flash_attention_backward
+    found = back(grad.contiguous(), q, k, v, out, lse, *bounds, 0.0, causal, seed, unused, **sizes)
     return found[0], found[1], found[2]
 
 
-@torch.library.custom_op("dataproto::block_attention", mutates_args=(), device_types="cuda")
-def block_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    ahead: Tensor,
-    queries: Tensor,
-    keys: Tensor,
-    bounds: Tensor,
-    longest: int,
-    max_q: int,
-    max_k: int,
-    scale: float,
-    window: int | None,
-) -> tuple[Tensor, Tensor]:
+BLOCK_SEGMENTS = (
+    "Tensor cu_q, Tensor cu_k, Tensor ahead, Tensor queries, Tensor keys, Tensor bounds, SymInt longest, "
+    "SymInt max_q, SymInt max_k, float scale, SymInt? window"
+)
+"""`BlockSegments`, flat, as operators take it: tensors first."""
+
+
+def block_segments(*flat: Any) -> BlockSegments:
+    """From the arguments of an operator that `BLOCK_SEGMENTS` names."""
+    cu_q, cu_k, *blocks, max_q, max_k, scale, window = flat
+    return BlockSegments((cu_q, cu_k, max_q, max_k), scale, window, ImageBlocks(*blocks))
+
+
+@torch.library.custom_op(
+    "dataproto::block_attention",
+    mutates_args=(),
+    device_types="cuda",
+    schema=f"(Tensor q, Tensor k, Tensor v, {BLOCK_SEGMENTS}) -> (Tensor, Tensor)",
+)
+def block_attention(q: Tensor, k: Tensor, v: Tensor, *at: Any) -> tuple[Tensor, Tensor]:
     """`joined_forward` with torch's flash attention, as one operator with its gradient."""
-    blocks = ImageBlocks(ahead, queries, keys, bounds, longest)
-    return joined_forward(flash_forward, q, k, v, cu_q, cu_k, max_q, max_k, scale, window, blocks)
+    return joined_forward(flash_forward, q, k, v, block_segments(*at))
 
 
 block_attention.register_fake(empty_output)
 
 
-@torch.library.custom_op("dataproto::block_attention_backward", mutates_args=(), device_types="cuda")
-def _block_attention_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    ahead: Tensor,
-    queries: Tensor,
-    keys: Tensor,
-    bounds: Tensor,
-    longest: int,
-    max_q: int,
-    max_k: int,
-    scale: float,
-    window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    blocks = ImageBlocks(ahead, queries, keys, bounds, longest)
-    return joined_backward(flash_backward, grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, scale, window, blocks)
+@torch.library.custom_op(
+    "dataproto::block_attention_backward",
+    mutates_args=(),
+    device_types="cuda",
+    schema=(
+        "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+        f"{BLOCK_SEGMENTS}) -> (Tensor, Tensor, Tensor)"
+    ),
+)
+def _block_attention_backward(grad: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return joined_backward(flash_backward, grad, *args[:5], block_segments(*args[5:]))
 
 
 _block_attention_backward.register_fake(empty_gradients)

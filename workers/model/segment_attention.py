@@ -1,7 +1,7 @@
 """Scaled-dot-product attention within segments, and the same as one operator with its gradient for compiled layers."""
 
 from collections.abc import MutableMapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,49 +14,44 @@ Group = tuple[int, int, Tensor, Tensor]
 """Segments of the same lengths: the length in queries, the length in keys, and the indices of all their queries and keys."""
 
 
-def segment_sdpa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    scaling: float | None,
-    causal: bool,
-    window: int | None = None,
-    ahead: Tensor | None = None,
-    longest: tuple[int | None, int | None] = (None, None),
-) -> Tensor:
+class Segments(NamedTuple):
+    """Which keys each query sees."""
+
+    cu_q: Tensor  # (S + 1,) boundaries of the segments among queries
+    cu_k: Tensor  # and among keys
+    max_q: int | None  # the length of the longest segment in queries, if it is known
+    max_k: int | None  # and in keys
+    causal: bool  # each query sees the keys up to its own; the last key of a segment belongs to its last query
+    window: int | None = None  # the number of keys up to its own that each query of a causal segment sees; None is all
+    ahead: Tensor | None = None  # (K,) how many keys after its own the query of each key sees, in causal segments
+
+
+def segment_sdpa(q: Tensor, k: Tensor, v: Tensor, at: Segments, scaling: float | None) -> Tensor:
     """Attention within segments, by one call of scaled-dot-product attention for all segments of the same lengths.
 
     Args:
         q: ``(T, H, D)``; k ``(K, H_kv, D)`` and v ``(K, H_kv, E)``, H a multiple of H_kv.
-        cu_q: ``(S + 1,)`` boundaries of the segments among queries; cu_k among keys.
         scaling: of the scores; ``None`` is ``D ** -0.5``.
-        causal: each query sees the keys up to its own; the last key of a segment belongs to its last query.
-        window: number of keys up to its own that each query of a causal segment sees; ``None`` is all.
-        ahead: ``(K,)`` how many keys after its own the query of each key sees, in causal segments; ``None`` is none.
-        longest: the lengths of the longest segment in queries and in keys, if they are known.
 
     Returns:
         ``(T, H, E)``; zero where no segment lies.
     """
-    count, (most_q, most_k) = len(cu_q) - 1, longest
-    if most_q and most_k and (len(q), len(k)) == (count * most_q, count * most_k):
-        return _attend_equal(q, k, v, most_q, most_k, scaling, causal, window, ahead)
-    groups = equal_lengths(cu_q, cu_k)
+    count = len(at.cu_q) - 1
+    if at.max_q and at.max_k and (len(q), len(k)) == (count * at.max_q, count * at.max_k):
+        return _attend_equal(q, k, v, at.max_q, at.max_k, at, scaling)
+    groups = equal_lengths(at.cu_q, at.cu_k)
     if len(groups) == 1 and len(q) == groups[0][0] * count:
-        length_q, length_k = groups[0][:2]
-        return _attend_equal(q, k, v, length_q, length_k, scaling, causal, window, ahead)
+        return _attend_equal(q, k, v, *groups[0][:2], at, scaling)
     if not groups:
         return _output_like(q, v).zero_()
     # One gather for all lengths: in the backward pass each gather fills a gradient of full size.
     q_index, k_index = torch.cat([group[2] for group in groups]), torch.cat([group[3] for group in groups])
     q_parts = q.index_select(0, q_index).split([len(group[2]) for group in groups])
     k_parts, v_parts = (x.index_select(0, k_index).split([len(group[3]) for group in groups]) for x in (k, v))
-    outputs = [
-        _attend_equal(*qkv, length_q, length_k, scaling, causal, window, None if ahead is None else ahead[places])
-        for qkv, (length_q, length_k, _, places) in zip(zip(q_parts, k_parts, v_parts), groups, strict=True)
-    ]
+    outputs = []
+    for qkv, (length_q, length_k, _, places) in zip(zip(q_parts, k_parts, v_parts), groups, strict=True):
+        own = at._replace(ahead=None if at.ahead is None else at.ahead[places])
+        outputs.append(_attend_equal(*qkv, length_q, length_k, own, scaling))
     return _output_like(q, v).index_copy(0, q_index, torch.cat(outputs))
 
 
@@ -95,25 +90,17 @@ def _grouped(cu_q: Tensor, cu_k: Tensor, device: torch.device) -> list[Group]:
 
 
 def _attend_equal(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    length_q: int,
-    length_k: int,
-    scaling: float | None,
-    causal: bool,
-    window: int | None,
-    ahead: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, length_q: int, length_k: int, at: Segments, scaling: float | None
 ) -> Tensor:
     """Attention of consecutive segments that all have the same lengths."""
     queries, keys, values = (
         x.unflatten(0, (-1, length)).transpose(1, 2) for x, length in ((q, length_q), (k, length_k), (v, length_k))
     )  # (S, H, length, D)
-    square = length_q == length_k and ahead is None and (window is None or window >= length_k)
-    mask = None if square or not causal else _visible(length_q, length_k, window, ahead, q.device)
+    square = length_q == length_k and at.ahead is None and (at.window is None or at.window >= length_k)
+    mask = None if square or not at.causal else _visible(length_q, length_k, at.window, at.ahead, q.device)
     grouped = q.shape[1] != k.shape[1]
     out = scaled_dot_product_attention(
-        queries, keys, values, mask, is_causal=causal and mask is None, scale=scaling, enable_gqa=grouped
+        queries, keys, values, mask, is_causal=at.causal and mask is None, scale=scaling, enable_gqa=grouped
     )
     return out.transpose(1, 2).flatten(0, 1)
 
@@ -131,20 +118,20 @@ def _visible(length_q: int, length_k: int, window: int | None, ahead: Tensor | N
     return seen if window is None else seen & (keys > own - window)
 
 
-@torch.library.custom_op("dataproto::segment_attention", mutates_args=())
+SEGMENTS = "Tensor cu_q, Tensor cu_k, float? scaling, bool causal, SymInt? window=None, Tensor? ahead=None"
+"""What the operator takes of `Segments`: no lengths, which a compiled layer would depend on."""
+
+
+@torch.library.custom_op(
+    "dataproto::segment_attention",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {SEGMENTS}) -> Tensor",
+)
 def segment_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    scaling: float | None,
-    causal: bool,
-    window: int | None = None,
-    ahead: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scaling: float | None, *rest: Any
 ) -> Tensor:
     """`segment_sdpa` as one operator, so that compiled layers do not depend on the lengths of the segments."""
-    return segment_sdpa(q, k, v, cu_q, cu_k, scaling, causal, window, ahead).contiguous()
+    return segment_sdpa(q, k, v, Segments(cu_q, cu_k, None, None, *rest), scaling).contiguous()
 
 
 @segment_attention.register_fake
