@@ -14,7 +14,7 @@ import torch
 from torch import distributed
 
 from dataproto import DataProto
-from dataproto._collectives.byte_exchange import GroupRanks
+from dataproto.distributed import GroupRanks
 from dataproto.errors import RankFailure, WorkerFailed, ending, not_hiding, note_later
 from dataproto.vlm import family_of
 from helpers.batches import prompt_batch
