@@ -133,9 +133,7 @@ COLUMNS: dict[str, Column] = {
             "actor, critic, algorithms",
             "1 on tokens the policy sampled",
         ),
-        Column(
-            "truncated", "bool", "B", _ENGINE, "TrainingClient, reports", "cut at max_tokens: no end token came by then"
-        ),
+        Column("truncated", "bool", "B", _ENGINE, "reports", "cut at max_tokens: no end token came by then"),
         Column("drafted_tokens", "int64", "B", _ENGINE, "metrics", "tokens drafted for it; with speculation alone"),
         Column(
             "accepted_tokens", "int64", "B", _ENGINE, "metrics", "response tokens without a forward pass of their own"

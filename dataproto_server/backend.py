@@ -176,7 +176,7 @@ class Sampling:
     top_k: int = -1
     top_p: float = 1.0
     seed: int | None = None
-    stop: str | Sequence[str] | Sequence[int] | None = None
+    stop: str | Sequence[str | int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,28 @@
-"""The front process's end of the connection to the engine process."""
+"""The connection between the front process and the engine process, and the front process's end of it.
+
+A message is its size (a little-endian uint64) and its pickle. Both ends are processes of this program, on a socket that only its
+user can open: no byte of a client is unpickled.
+"""
 
 import asyncio
 import itertools
+import pickle
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dataproto.errors import DataProtoError, FileFormatError
+from dataproto.errors import DataProtoError
 from dataproto_server.backend import Failure
-from dataproto_server.frames import SIZES, frame_sizes, pack, unpack
 
 RETRY_SECONDS = 0.1
+SIZE = struct.Struct("<Q")
+
+
+def packed(message: Any) -> tuple[bytes, bytes]:
+    """A message as the two parts that are written one after the other."""
+    data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    return SIZE.pack(len(data)), data
 
 
 class EngineLost(DataProtoError, ConnectionError):
@@ -87,7 +99,7 @@ class EngineLink:
         """Sends a message, together with those that others send in the same turn of the event loop, in the order of the calls."""
         if self._writer is None:
             raise EngineLost("there is no engine now")
-        self._unsent += pack(message)
+        self._unsent += packed(message)
         await asyncio.sleep(0)
         async with self._sending:
             if self._writer is None:
@@ -103,13 +115,13 @@ class EngineLink:
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
             while True:
-                header, body = frame_sizes(await reader.readexactly(SIZES.size))
-                message = unpack(await reader.readexactly(header), await reader.readexactly(body))
+                (size,) = SIZE.unpack(await reader.readexactly(SIZE.size))
+                message = pickle.loads(await reader.readexactly(size))
                 if "sample" in message:
                     self.on_sample(message["sample"], message["result"])
                 elif (answer := self._waiting.get(message["id"])) is not None and not answer.done():
                     answer.set_result(message["result"])
-        except (OSError, asyncio.IncompleteReadError, FileFormatError):
+        except (OSError, asyncio.IncompleteReadError):
             pass
         finally:
             self._lose()

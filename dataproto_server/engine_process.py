@@ -11,6 +11,7 @@ import gc
 import importlib
 import logging
 import os
+import pickle
 import signal
 import socket
 import threading
@@ -21,13 +22,13 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from dataproto.errors import DataProtoError, InvalidConfig
+from dataproto.errors import InvalidConfig
 from dataproto_server.backend import Backend, Failure, SampleRequest, SampleResult
-from dataproto_server.frames import SIZES, frame_sizes, pack, unpack
+from dataproto_server.engine_link import SIZE, packed
 from dataproto_server.incidents import failure_of
 
 log = logging.getLogger("dataproto.serve.engine")
-SAMPLING = ("open_sampler", "close_sampler", "submit", "abort")
+SAMPLING = ("close_sampler", "submit", "abort")
 TRAINING = ("describe", "create", "passes", "optim_step", "save", "load", "export", "release", "reset")
 WRITING = ("export", "save")  # in the order in which they are carried out
 WRITERS = 8  # threads that write files
@@ -219,7 +220,7 @@ class EngineProcess:
         if method not in SAMPLING + TRAINING:
             raise InvalidConfig(f"there is no method {method!r}")
         if method == "submit":
-            return self._submit(connection, arguments["request"])
+            return self._submit(connection, **arguments)
         if method == "passes":
             return self.backend.passes(**arguments, between=self._between_parts)
         if writes is not None and method in WRITING:
@@ -229,16 +230,22 @@ class EngineProcess:
         result = getattr(self.backend, method)(**arguments)
         if method == "create":
             self._models.add(arguments["model_id"])
-        if method == "open_sampler":
-            self._samplers.add(arguments["sampler_id"])
+        if method == "close_sampler":
+            self._samplers.discard(arguments["sampler_id"])
         if method == "abort":
             for request in arguments["request_ids"]:
                 self._flying.pop(request, None)
         return result
 
-    def _submit(self, connection: socket.socket, request: SampleRequest) -> None:
+    def _submit(self, connection: socket.socket, request: SampleRequest, base_model: str, adapter: Path | None) -> None:
+        """Takes a request in; the first one of a sampler opens it, and fails if it cannot be opened."""
         self._flying[request.request_id] = connection
         try:
+            if request.sampler_id not in self._samplers:
+                began = time.perf_counter()
+                self.backend.open_sampler(request.sampler_id, base_model, adapter)
+                self._samplers.add(request.sampler_id)
+                log.info("sampler %s: opened %.3f s", request.sampler_id, time.perf_counter() - began)
             self.backend.submit(request)
         except Exception as error:
             self._finish(request.request_id, failure_of(error))
@@ -270,7 +277,7 @@ class EngineProcess:
     def _send(self, connection: socket.socket, message: Any) -> None:
         try:
             with self._sending:
-                connection.sendall(b"".join(pack(message)))
+                connection.sendall(b"".join(packed(message)))
         except OSError:
             log.info("the front process has gone before it got an answer")
 
@@ -280,20 +287,19 @@ class EngineProcess:
                 connection, _ = self.listener.accept()
             except OSError:  # the listener is closed
                 return
-            read_frames(connection, lambda message, to=connection: self.calls.put((to, message)))  # type: ignore[misc]
+            read_messages(connection, lambda message, to=connection: self.calls.put((to, message)))  # type: ignore[misc]
 
 
-def read_frames(connection: socket.socket, receive: Callable[[Any], None]) -> None:
+def read_messages(connection: socket.socket, receive: Callable[[Any], None]) -> None:
     """Hands over messages until the connection ends."""
     try:
         with connection.makefile("rb") as file:
-            while len(prefix := file.read(SIZES.size)) == SIZES.size:
-                header, body = frame_sizes(prefix)
-                parts = file.read(header), file.read(body)
-                if (len(parts[0]), len(parts[1])) != (header, body):
+            while len(prefix := file.read(SIZE.size)) == SIZE.size:
+                (size,) = SIZE.unpack(prefix)
+                if len(data := file.read(size)) < size:
                     return
-                receive(unpack(*parts))
-    except (OSError, DataProtoError):
+                receive(pickle.loads(data))
+    except OSError:
         log.exception("the connection to the front process broke")
 
 

@@ -108,7 +108,7 @@ def sampling_params(request: SampleRequest, room: int) -> SamplingParams:
     )
 
 
-def stops(stop: str | Sequence[str] | Sequence[int] | None) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def stops(stop: str | Sequence[str | int] | None) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Stop texts and stop tokens.
 
     >>> stops("ab"), stops([5, 6]), stops([]), stops(None)

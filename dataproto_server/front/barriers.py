@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -242,7 +242,7 @@ class Barriers:
             raise InvalidRequest(
                 "optimizer_params belong to an optimizer that is not supported: there is adamw (adam_params)"
             )
-        params = asdict(read(OptimStep, given).adam_params)
+        params = read(OptimStep, given).adam_params.values()
         if not all(map(math.isfinite, params.values())):
             raise InvalidRequest(f"adam_params {params}: must be finite")
         metrics = await self.link.call("optim_step", model_id=run.id, adam=AdamParams(**params))

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from typing import Any
 from dataproto.chunks import Chunk, EncodedTextChunk, ImageChunk
 from dataproto_server.backend import Capabilities, Failure
 from dataproto_server.config import ServeConfig
-from dataproto_server.engine_link import CallFailed, EngineLink, EngineLost
+from dataproto_server.engine_link import EngineLink, EngineLost
 from dataproto_server.front.counters import Counters
 from dataproto_server.front.fair_share import FairShare
 from dataproto_server.front.futures import PROTOBUF, Futures, failed
@@ -77,8 +76,7 @@ class Samples:
         self.link, self.catalogue, self.futures = link, catalogue, futures
         self.config, self.counters = config, counters
         self.flights: dict[str, Flight] = {}
-        self._open: dict[str, None] = {}  # samplers of the engine, the latest used last
-        self._opening: dict[str, asyncio.Task[None]] = {}  # samplers, asked for and not answered
+        self._open: dict[str, None] = {}  # samplers that the engine may have opened, the latest used last
         self._retired: set[str] = set()
         self._held: Counter[str] = Counter()  # directories that are being read
         self._share: FairShare[str] = FairShare()
@@ -138,14 +136,6 @@ class Samples:
 
     def received(self, request: str, result: Any) -> None:
         """Hands a result of the engine to who waits."""
-        flight = self.flights.get(request)
-        opening = None if flight is None else self._opening.get(flight.key)
-        if isinstance(result, Failure) and opening is not None:
-            self._start(self._end_behind(opening, request, result))
-        else:
-            self._end(request, result)
-
-    def _end(self, request: str, result: Any) -> None:
         flight = self.flights.pop(request, None)
         if flight is None:
             return
@@ -158,11 +148,6 @@ class Samples:
             self.futures.resolve(request, Outcome(write_sample_result(result, flight.call), PROTOBUF))
         self._start(self._send_due())
         self._start(self._close_unused())
-
-    async def _end_behind(self, opening: "asyncio.Task[None]", request: str, failure: Failure) -> None:
-        """Fails a request, unless the opening of its sampler has failed it."""
-        await opening
-        self._end(request, failure)
 
     def cancel(self, request: str) -> None:
         """Drops a request."""
@@ -231,38 +216,13 @@ class Samples:
 
     async def _send(self, request: str, flight: Flight) -> None:
         if flight.tries >= 3:
-            self._end(request, Failure("the engine ended 3 times at this request", "server"))
-            return
-        if flight.key not in self._open:
-            self._open[flight.key] = None  # the engine is asked once, also if this request is cancelled in the meantime
-            opening = self._opening[flight.key] = asyncio.create_task(self._open_sampler(flight))
-            opening.add_done_callback(lambda task: self._opened(flight.key, task))
-            await asyncio.sleep(0)  # the engine is asked to open it before it gets the request
-        if self.flights.get(request) is not flight:  # it was cancelled in the meantime
+            self.received(request, Failure("the engine ended 3 times at this request", "server"))
             return
         self._open.pop(flight.key, None)
         self._open[flight.key] = None
         flight.sent = True
-        await self.link.post("submit", request=flight.call.request)
-
-    def _opened(self, key: str, opening: "asyncio.Task[None]") -> None:
-        if self._opening.get(key) is opening:
-            del self._opening[key]
-
-    async def _open_sampler(self, flight: Flight) -> None:
-        """Opens the sampler of a request. If it cannot be opened, the requests that were sent after it fail by that."""
         adapter = None if flight.directory is None else self.catalogue.place(flight.directory)
-        began = time.perf_counter()
-        try:
-            await self.link.call("open_sampler", sampler_id=flight.key, base_model=flight.base_model, adapter=adapter)
-        except CallFailed as error:
-            self._open.pop(flight.key, None)
-            for request in [name for name, each in self.flights.items() if each.sent and each.key == flight.key]:
-                self._end(request, error.failure)
-        except EngineLost:
-            log.debug("sampler %s: the engine has gone", flight.key)  # its requests are sent again to a new one
-        else:
-            log.info("sampler %s: opened %.3f s", flight.directory or flight.base_model, time.perf_counter() - began)
+        await self.link.post("submit", request=flight.call.request, base_model=flight.base_model, adapter=adapter)
 
     async def _close_unused(self) -> None:
         """Closes samplers without requests: the retired ones, and the oldest beyond `MOST_OPEN`.

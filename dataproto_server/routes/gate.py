@@ -17,13 +17,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from dataproto_server.front.service import Service
-from dataproto_server.json_requests import parse_json, read
+from dataproto_server.json_requests import Body, parse_json, read
 from dataproto_server.ledger.database import obstacle
 from dataproto_server.ledger.journal import Outcome
 from dataproto_server.refusals import InvalidRequest, NotFound, Refused
 
 log = logging.getLogger("dataproto.serve.requests")
-Body = TypeVar("Body")
+Kind = TypeVar("Kind", bound=Body)
 ERROR_SECONDS = 5.0  # clients repeat a request at once after an error of the server
 LARGE_BODY = 1 << 18  # bytes
 UNREAD = (
@@ -46,7 +46,7 @@ class Call:
         """The body, a large one read beside the event loop. Raises `InvalidRequest`."""
         return await asyncio.to_thread(parse_json, self.body) if self.large else parse_json(self.body)
 
-    async def read(self, kind: type[Body]) -> Body:
+    async def read(self, kind: type[Kind]) -> Kind:
         """The body as a dataclass. Raises `InvalidRequest`."""
         return read(kind, await self.json())
 

@@ -1,7 +1,6 @@
 """Requests that train: each is taken into the journal, and answered with the id of its future."""
 
 import asyncio
-import dataclasses
 import json
 import time
 from typing import Any
@@ -43,7 +42,7 @@ async def create_model(call: Call) -> Response:
     session, number = identity_of(given, "session_id", "model_seq_id")
     try:
         asked = read(CreateModel, given)
-        lora = None if asked.lora_config is None else dataclasses.asdict(asked.lora_config)
+        lora = None if asked.lora_config is None else asked.lora_config.values()
         return await _new_run(call, session, number, "create", asked.base_model, lora, asked.user_metadata)
     except InvalidRequest as error:
         return await _new_run(call, session, number, "invalid", "", None, None, str(error).encode())

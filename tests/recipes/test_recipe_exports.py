@@ -20,7 +20,7 @@ EXPORTS = {
     "recipes.simulation": """Choice Cluster ModelParts PUBLISHED SimulatedPhase SimulatedStep Traffic Workload as_options
         best_step possible_layouts published_config simulate simulated simulation_lines""",
     "recipes.plan": "PlanConfig PlanOptions as_options fit main plan",
-    "dataproto_server": "Backend ForwardBackwardOutput SampledSequence TrainingClient",
+    "dataproto_server": "Backend",
 }
 
 

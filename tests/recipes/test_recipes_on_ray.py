@@ -8,9 +8,9 @@ import pytest
 from PIL import Image
 
 from dataproto.chunks import Datum, EncodedTextChunk, ImageChunk, ModelInput
-from dataproto_server.training_client import TrainingClient
 from helpers.checkpoints import write_checkpoint
 from helpers.geo3k_runs import REWARD, assert_same_run, rows_of
+from helpers.step_by_step import Program
 from recipes import classify, geo3k_ppo, sft, walk
 from recipes.configs.episodes_config import WarmUpPhaseConfig
 from recipes.run.drawn_environment import demonstrated_model
@@ -103,7 +103,7 @@ def picture(width: int, height: int) -> ImageChunk:
     return ImageChunk(buffer.getvalue(), "png")
 
 
-def conversation(client: TrainingClient, text: str, *pictures: ImageChunk) -> ModelInput:
+def conversation(client: Program, text: str, *pictures: ImageChunk) -> ModelInput:
     encode = client.renderer.builder.encode_text
     chunks: list[object] = []
     for chunk in pictures:
@@ -111,7 +111,7 @@ def conversation(client: TrainingClient, text: str, *pictures: ImageChunk) -> Mo
     return ModelInput([*chunks, EncodedTextChunk(encode(text))])
 
 
-def program(client: TrainingClient, directory: Path) -> list[float]:
+def program(client: Program, directory: Path) -> list[float]:
     """Numbers that every call has its part in."""
     inputs = [
         conversation(client, "two of them", picture(16, 16), picture(24, 16)),
@@ -126,14 +126,14 @@ def program(client: TrainingClient, directory: Path) -> list[float]:
     found = []
     for at in range(2):
         passed = client.forward_backward(data, per_token=True)
-        found += [passed.loss, *(float(outputs["logprobs"].sum()) for outputs in passed.loss_fn_outputs)]
+        found += [passed.loss, *(float(values.sum()) for values in passed.log_probs)]
         found.append(client.optim_step(AdamParams(learning_rate=1e-3, eps=1e-3))["grad_norm"])
         if at == 0:
             client.save_state(directory)
     client.load_state(directory)
     found += [value for value in client.compute_logprobs(inputs[1]) if value is not None]  # a single row
-    client.save_weights_for_sampler()
-    sampled = client.sample(inputs[0], 2, SamplingParams(temperature=1.0, max_tokens=4, seed=3))
+    client.roles.save_weights_for_sampler()
+    sampled = client.sample(inputs[0], SamplingParams(n=2, temperature=1.0, max_tokens=4, seed=3))
     return [*found, client.forward(data[:1]).loss, *(number for each in sampled for number in each.logprobs)]
 
 
@@ -145,7 +145,7 @@ def test_step_by_step(model, tmp_path):
         with launch_supervised(
             SupervisedConfig(model_path=model, compute=ModelConfig(token_budget=120), **place), model
         ) as roles:
-            return program(TrainingClient(roles, renderer), tmp_path / name)
+            return program(Program(roles, renderer), tmp_path / name)
 
     expected = numbers("alone")
     for layout in (Layout(pp=2), Layout(dp=2)):

@@ -1,4 +1,4 @@
-"""A client with the tinker package's own types drives sampling, training and sampling again, with images."""
+"""A program samples, trains and samples again by the calls of the roles, with images and the tinker package's own data."""
 
 import io
 import math
@@ -13,8 +13,8 @@ from transformers import GenerationConfig
 
 from dataproto.chunks import Datum, EncodedTextChunk, ModelInput
 from dataproto.errors import InvalidConfig, InvalidRow
-from dataproto_server.training_client import TrainingClient
 from helpers.checkpoints import write_checkpoint
+from helpers.step_by_step import Program
 from recipes.run.supervised import SupervisedConfig, launch_supervised, next_token_loss
 from rollout.engine import SamplingParams
 from rollout.prompts import ChunkRenderer, PromptBuilder
@@ -32,7 +32,7 @@ def path(tmp_path_factory):
 @contextmanager
 def client_of(path):
     with launch_supervised(SupervisedConfig(model_path=path, compute=ModelConfig(token_budget=120)), path) as roles:
-        yield TrainingClient(roles, ChunkRenderer(PromptBuilder.from_pretrained(path, 512)))
+        yield Program(roles, ChunkRenderer(PromptBuilder.from_pretrained(path, 512)))
 
 
 @pytest.fixture
@@ -83,11 +83,11 @@ def supervised(client, answers, *sizes):
 
 def test_sample_train_and_sample_again(client):
     asked = prompt(client, "which?", *SIZES[:2])
-    sampling = tinker.SamplingParams(max_tokens=6, temperature=1.0, seed=7)
-    samples = client.sample(asked, num_samples=4, sampling_params=sampling)
+    sampling = SamplingParams(n=4, max_tokens=6, temperature=1.0, seed=7)
+    samples = client.sample(asked, sampling)
     assert len({tuple(sample.tokens) for sample in samples}) > 1
     assert all(len(sample.tokens) == len(sample.logprobs) <= 6 for sample in samples)
-    again = client.sample(asked, num_samples=4, sampling_params=sampling)
+    again = client.sample(asked, sampling)
     assert [sample.tokens for sample in again] == [sample.tokens for sample in samples]
 
     # The policy that trains gives the samples the log-probs that they were sampled with.
@@ -101,83 +101,53 @@ def test_sample_train_and_sample_again(client):
         for number, sample in enumerate(samples)
     ]
     passed = client.forward(data, "importance_sampling", per_token=True)
-    for sample, outputs in zip(samples, passed.loss_fn_outputs, strict=True):
-        assert outputs["logprobs"][-len(sample.tokens) :].tolist() == pytest.approx(sample.logprobs, abs=1e-4)
+    for sample, log_probs in zip(samples, passed.log_probs, strict=True):
+        assert log_probs[-len(sample.tokens) :].tolist() == pytest.approx(sample.logprobs, abs=1e-4)
     expected = -sum(len(sample.tokens) * (1.0 if number == 0 else -0.3) for number, sample in enumerate(samples))
     assert passed.loss == pytest.approx(expected, abs=1e-3)  # all ratios are 1
 
     for _ in range(8):
         client.forward_backward(data, "importance_sampling")
         client.optim_step(RATE)
-    likelier = client.forward(data, "importance_sampling", per_token=True).loss_fn_outputs[0]["logprobs"]
+    likelier = client.forward(data, "importance_sampling", per_token=True).log_probs[0]
     assert likelier[-len(samples[0].tokens) :].sum() > sum(samples[0].logprobs) + 1
-    assert [s.tokens for s in client.sample(asked, 4, sampling)] == [
-        sample.tokens for sample in samples
-    ]  # still the old
-    client.save_weights_for_sampler()
-    greedy = client.sample(asked, 2, tinker.SamplingParams(max_tokens=6, temperature=0))
-    assert greedy[0] == greedy[1]
+    assert client.sample(asked, sampling) == again  # still of the old weights
+    client.roles.save_weights_for_sampler()
+    greedy = client.sample(asked, SamplingParams(max_tokens=6, temperature=0))
     weights = [1.0] * len(greedy[0].tokens)
-    trained = client.forward([datum(asked, greedy[0].tokens, weights=weights)], per_token=True).loss_fn_outputs[0]
-    assert trained["logprobs"][-len(weights) :].tolist() == pytest.approx(greedy[0].logprobs, abs=1e-4)
+    trained = client.forward([datum(asked, greedy[0].tokens, weights=weights)], per_token=True).log_probs[0]
+    assert trained[-len(weights) :].tolist() == pytest.approx(greedy[0].logprobs, abs=1e-4)
 
 
 def test_samples_come_from_the_weights_last_given_even_the_first_ones(client, path):
     asked = prompt(client, "what", (16, 16))
-    params = tinker.SamplingParams(max_tokens=4, temperature=1.0, seed=5)
+    params = SamplingParams(max_tokens=4, temperature=1.0, seed=5)
     with client_of(path) as untrained:
-        (expected,) = untrained.sample(asked, 1, params)
+        (expected,) = untrained.sample(asked, params)
     datum = Datum(ModelInput([EncodedTextChunk([5, 6, 7])]), {"target_tokens": [6, 7, 8], "weights": [1.0, 1.0, 1.0]})
     client.forward_backward([datum])
     client.optim_step(RATE)
-    (before,) = client.sample(asked, 1, params)
-    client.save_weights_for_sampler()
-    (after,) = client.sample(asked, 1, params)
+    (before,) = client.sample(asked, params)
+    client.roles.save_weights_for_sampler()
+    (after,) = client.sample(asked, params)
     assert before == expected
     assert after.logprobs != before.logprobs
 
 
-def test_sampling_goes_on_where_it_was_saved(client, path, tmp_path):
-    asked, params = prompt(client, "what"), tinker.SamplingParams(max_tokens=4, temperature=1.0)
-    first = client.sample(asked, 1, params)
-    client.save_state(tmp_path)
-    second = client.sample(asked, 1, params)
-    assert first[0].tokens != second[0].tokens
-    with client_of(path) as resumed:
-        resumed.load_state(tmp_path)
-        assert resumed.sample(asked, 1, params)[0].tokens == second[0].tokens
-
-
 def test_any_end_token_stops_an_answer_even_as_its_last_token(client, path, tmp_path):
-    asked, greedy = prompt(client, "which?"), tinker.SamplingParams(max_tokens=3, temperature=0)
-    cut = client.sample(asked, sampling_params=greedy)[0]
-    assert (len(cut.tokens), cut.stop_reason) == (3, "length")
+    asked, greedy = prompt(client, "which?"), SamplingParams(max_tokens=3, temperature=0)
+    (cut,) = client.sample(asked, greedy)
+    assert (len(cut.tokens), cut.truncated) == (3, True)
     assert cut.tokens[-1] not in cut.tokens[:-1]
     copy = shutil.copytree(path, tmp_path / "copy")
     own = GenerationConfig.from_pretrained(copy)
     own.eos_token_id = [own.eos_token_id, cut.tokens[-1]]
     own.save_pretrained(copy)
     with client_of(str(copy)) as other:
-        ended = other.sample(asked, sampling_params=greedy)[0]
-        whole = other.sample(asked, sampling_params=greedy.model_copy(update={"max_tokens": 5, "stop": []}))[0]
-        ours = other.sample(asked, sampling_params=SamplingParams(temperature=0, max_tokens=5))[0]
-    assert ended.tokens == ours.tokens == cut.tokens
-    assert ended.stop_reason == ours.stop_reason == "stop"
-    assert (whole.tokens[:3], len(whole.tokens), whole.stop_reason) == (cut.tokens, 5, "length")  # nothing ends it
-
-
-@pytest.mark.parametrize("spelled", ["tokens", "text", "of the engine"])
-def test_stops_that_are_given_end_an_answer(client, spelled):
-    asked, greedy = prompt(client, "which?"), tinker.SamplingParams(max_tokens=3, temperature=0)
-    tokens = client.sample(asked, sampling_params=greedy)[0].tokens
-    text = client.renderer.builder.tokenizer.decode(tokens[:2])
-    params = {
-        "tokens": greedy.model_copy(update={"stop": [tokens[1]]}),
-        "text": greedy.model_copy(update={"stop": [text]}),
-        "of the engine": SamplingParams(temperature=0, max_tokens=3, stop_token_ids=(tokens[1],)),
-    }
-    (ended,) = client.sample(asked, sampling_params=params[spelled])
-    assert (ended.tokens, ended.stop_reason) == (tokens[:2], "stop")
+        (ended,) = other.sample(asked, greedy)
+        (whole,) = other.sample(asked, SamplingParams(max_tokens=5, temperature=0, ignore_eos=True))
+    assert (ended.tokens, ended.truncated) == (cut.tokens, False)
+    assert (whole.tokens[:3], len(whole.tokens), whole.truncated) == (cut.tokens, 5, True)  # nothing ends it
 
 
 def test_cross_entropy_is_the_sum_that_a_loop_over_hugging_face_gives(client, path):
@@ -220,7 +190,7 @@ def test_gradients_add_up_until_the_step_and_per_token_outputs_change_nothing(cl
     assert torch.allclose(gradients(), together, atol=1e-5)
     assert shown.metrics.keys() == whole.metrics.keys()
     assert shown.loss == pytest.approx(whole.loss, rel=1e-6)
-    assert not whole.loss_fn_outputs
+    assert not whole.log_probs
     assert [len(outputs["logprobs"]) for outputs in shown.loss_fn_outputs] == [one.model_input.length for one in data]
     client.forward(data)
     assert all(parameter.grad is None for parameter in parameters)
@@ -284,7 +254,7 @@ def test_targets_other_than_the_next_tokens_are_learnt(client):
         )
     ]
     before = client.forward(data, per_token=True)
-    assert before.loss == pytest.approx(-float(before.loss_fn_outputs[0]["logprobs"].sum()), rel=1e-6)
+    assert before.loss == pytest.approx(-float(before.log_probs[0].sum()), rel=1e-6)
     for _ in range(10):
         client.forward_backward(data)
         client.optim_step(RATE)
@@ -300,7 +270,7 @@ def test_every_published_loss_makes_its_step(client, name):
     assert client.optim_step(RATE)["grad_norm"] > 0
     assert math.isfinite(first.loss)
     then = client.forward(data, name, per_token=True)
-    before, after = (float(passed.loss_fn_outputs[0]["logprobs"].sum()) for passed in (first, then))
+    before, after = (float(passed.log_probs[0].sum()) for passed in (first, then))
     assert after > before  # an answer that is better than expected becomes likelier
     assert client.forward(data, name, per_token=True).loss == pytest.approx(client.forward(data, name).loss, rel=1e-5)
 
@@ -312,7 +282,7 @@ def test_a_custom_loss_sees_outputs_and_rows(client):
         return outputs.log_probs**2, {"mine": torch.ones_like(outputs.log_probs)}
 
     passed = client.forward_backward(data, squared, per_token=True)
-    own = passed.loss_fn_outputs[0]["logprobs"][data[0].loss_fn_inputs["weights"].to_torch() > 0]
+    own = passed.log_probs[0][data[0].loss_fn_inputs["weights"].to_torch() > 0]
     assert passed.loss == pytest.approx(float((own**2).sum()), rel=1e-5)
     assert passed.metrics["mine"] == len(own)
 
@@ -326,7 +296,7 @@ def test_a_custom_loss_may_normalise_by_the_response_mask(client):
 
     plain, shown = (client.forward(data, mean_of_rows, per_token=asked) for asked in (False, True))
     weights = [one.loss_fn_inputs["weights"].to_torch() for one in data]
-    own = [outputs["logprobs"][weight > 0].mean() for outputs, weight in zip(shown.loss_fn_outputs, weights)]
+    own = [log_probs[weight > 0].mean() for log_probs, weight in zip(shown.log_probs, weights)]
     assert shown.metrics == pytest.approx(plain.metrics, rel=1e-6)
     assert shown.loss == pytest.approx(-float(sum(own)), rel=1e-5)
     assert shown.metrics["learnt"] == sum(float((weight > 0).sum()) for weight in weights)
@@ -338,6 +308,4 @@ def test_what_cannot_be_done_is_refused(client):
         client.forward([datum(asked, [5], weights=[1.0])], "sft")
     with pytest.raises(InvalidRow, match="row 0: chunk 1"):
         wrong = tinker.types.ImageChunk(data=png((16, 16)), format="png", expected_tokens=9)
-        client.sample(tinker.ModelInput(chunks=[tinker.EncodedTextChunk(tokens=[1]), wrong]))
-    with pytest.raises(InvalidConfig, match="at least one character"):
-        client.sample(asked, 1, tinker.SamplingParams(max_tokens=2, stop=[""]))
+        client.renderer.prompts([tinker.ModelInput(chunks=[tinker.EncodedTextChunk(tokens=[1]), wrong])])

@@ -1,12 +1,12 @@
 """What the front process writes, sends and reads at once rather than in parts."""
 
 import asyncio
+import pickle
 from types import SimpleNamespace
 
 import pytest
 
-from dataproto_server.engine_link import EngineLink, EngineLost
-from dataproto_server.frames import SIZES, frame_sizes, unpack
+from dataproto_server.engine_link import SIZE, EngineLink, EngineLost
 from dataproto_server.front import intake, scheduler
 from dataproto_server.routes.joined_writes import JoinedWrites
 from helpers.fronts import Front, drive
@@ -68,9 +68,8 @@ def methods(frames: bytes) -> list[str]:
     """The methods of some calls, in the order of their frames."""
     found = []
     while frames:
-        header, body = frame_sizes(frames[: SIZES.size])
-        end = SIZES.size + header + body
-        found.append(unpack(frames[SIZES.size : SIZES.size + header], frames[SIZES.size + header : end])["method"])
+        end = SIZE.size + SIZE.unpack_from(frames)[0]
+        found.append(pickle.loads(frames[SIZE.size : end])["method"])
         frames = frames[end:]
     return found
 

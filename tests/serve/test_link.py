@@ -1,61 +1,35 @@
 """Frames between the processes, and calls of an engine over a real socket."""
 
 import asyncio
+import pickle
 import socket
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from dataproto.chunks import EncodedTextChunk, ImageChunk
-from dataproto.errors import FileFormatError
 from dataproto_server.backend import Datum, Failure, LoraSpec, Pass, SampleRequest, Sampling, SparseRows
-from dataproto_server.engine_link import CallFailed, EngineLink, EngineLost
+from dataproto_server.engine_link import SIZE, CallFailed, EngineLink, EngineLost, packed
 from dataproto_server.engine_process import Calls, EngineProcess
-from dataproto_server.frames import frame_sizes, pack, split, unpack
 from helpers.vector_backend import VectorBackend
 from workers.model.model_config import AdamParams
 
 PNG = b"\x89PNG\r\n\x1a\nx"
 
 
-def test_a_pass_comes_out_of_a_frame_as_it_went_in():
+def test_a_pass_reaches_the_engine_as_it_was_sent():
     sparse = SparseRows(np.array([7]), np.array([0, 1]), np.array([2]), (1, 3))
-    datum = Datum(
-        [EncodedTextChunk(np.array([1, 2])), ImageChunk(PNG, "png", 4)], {"a": np.ones((2, 2), np.float32), "b": sparse}
-    )
-    given = Pass("m", [datum], "ppo", {"beta": 0.5, "$": "x"}, True)
-    found = unpack(
-        *split(b"".join(pack({"pass": given, "path": Path("/a"), "pair": (1, None), "empty": np.zeros((0, 3))})))
-    )
-    assert (found["path"], found["pair"], found["empty"].shape) == (Path("/a"), (1, None), (0, 3))
-    read = found["pass"]
-    assert (read.model_id, read.loss, read.loss_config, read.forward_only) == (
-        "m",
-        "ppo",
-        {"beta": 0.5, "$": "x"},
-        True,
-    )
+    texts, inputs = EncodedTextChunk(np.array([1, 2])), {"a": np.ones((2, 2), np.float32), "b": sparse}
+    given = Pass("m", [Datum([texts, ImageChunk(PNG, "png", 4)], inputs)], "ppo", {"beta": 0.5}, True)
+    size, data = packed(given)
+    assert SIZE.unpack(size) == (len(data),)
+    read = pickle.loads(data)
+    assert (read.model_id, read.loss, read.loss_config, read.forward_only) == ("m", "ppo", {"beta": 0.5}, True)
     assert read.data[0].chunks[1] == ImageChunk(PNG, "png", 4)
     assert read.data[0].chunks[0].ids().tolist() == [1, 2]
     assert read.data[0].inputs["a"].tolist() == [[1, 1], [1, 1]]
     assert read.data[0].inputs["b"].shape == (1, 3)
-
-
-def test_a_frame_builds_nothing_but_plain_data():
-    for header in (
-        b'{"$":"Popen","fields":{}}',
-        b'{"$":"array","dtype":"O","shape":[1],"at":0}',
-        b"{",
-        b'{"$":"array","dtype":"<f4","shape":[9],"at":0}',
-    ):
-        with pytest.raises(FileFormatError):
-            unpack(header, b"")
-    with pytest.raises(TypeError, match="cannot hold a socket"):
-        pack(socket.socket())
-    with pytest.raises(FileFormatError, match="a frame of"):
-        frame_sizes(b"\xff" * 16)
 
 
 def test_calls_reach_a_backend_and_its_errors_come_back_with_a_category(tmp_path):
@@ -76,9 +50,9 @@ def test_calls_reach_a_backend_and_its_errors_come_back_with_a_category(tmp_path
         with pytest.raises(CallFailed, match="KeyError in the server, incident") as caught:
             await link.call("optim_step", model_id="nobody", adam=AdamParams())
         assert caught.value.failure.category == "server"
-        await link.call("open_sampler", sampler_id="k", base_model="tiny/vector", adapter=None)
-        for name, sampler in (("a", "k"), ("b", "unknown")):
-            await link.post("submit", request=SampleRequest(name, sampler, [EncodedTextChunk([3])], 1, Sampling(4)))
+        for name, adapter in (("a", None), ("b", tmp_path / "nowhere")):
+            request = SampleRequest(name, f"sampler of {name}", [EncodedTextChunk([3])], 1, Sampling(4))
+            await link.post("submit", request=request, base_model="tiny/vector", adapter=adapter)
             while name not in finished:
                 await asyncio.sleep(0.01)
         await link.close()
@@ -97,7 +71,7 @@ def test_a_call_ends_when_the_engine_does(tmp_path):
     def answer_reset_and_go():
         connection, _ = listener.accept()
         connection.recv(1 << 16)
-        connection.sendall(b"".join(pack({"id": 0, "result": None})))
+        connection.sendall(b"".join(packed({"id": 0, "result": None})))
         connection.recv(1 << 16)
         connection.close()
 

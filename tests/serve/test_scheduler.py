@@ -345,67 +345,13 @@ def test_a_cancelled_request_for_samples_fails_and_never_reaches_a_busy_engine(t
     assert drive(work, tmp_path).backend.flying == {}
 
 
-def test_a_request_for_samples_that_is_cancelled_while_its_sampler_opens_is_not_sent(tmp_path, monkeypatch):
-    async def work(front: Front):
-        await front.new_run("r")
-        link, call = front.service.link, front.service.link.call
-
-        async def cancelled(method, **arguments):
-            if method == "open_sampler":
-                front.service.samples.cancel("k:1")
-            return await call(method, **arguments)
-
-        monkeypatch.setattr(link, "call", cancelled)
-        await until(lambda: front.service.samples._ready)
-        take_in(front)
-        assert (await front.result("k:1"))["error"] == "the client cancelled the request"
-        await front.result(await front.submit(front.service.catalogue.runs["r"], 1, 3))
-        await until(lambda: not front.service.samples._tasks)
-
-    assert drive(work, tmp_path).backend.submitted == []
-
-
-def test_a_sampler_whose_first_request_is_cancelled_while_it_opens_is_opened_once(tmp_path, monkeypatch):
+def test_a_request_at_which_the_engine_ended_too_often_fails(tmp_path):
     async def work(front: Front):
         await until(lambda: front.service.samples._ready)
-        link, call, opened = front.service.link, front.service.link.call, []
-
-        async def cancelled(method, **arguments):
-            if method == "open_sampler" and not opened:
-                front.service.samples.cancel("k:1")
-            opened.extend([method] * (method == "open_sampler"))
-            return await call(method, **arguments)
-
-        monkeypatch.setattr(link, "call", cancelled)
-        for number in (1, 2):
-            take_in(front, number)
-        assert (await front.result("k:1"))["error"] == "the client cancelled the request"
-        assert (await front.service.futures.wait("k:2", 60)).media == PROTOBUF
-        take_in(front, 3)
-        assert (await front.service.futures.wait("k:3", 60)).media == PROTOBUF
-        assert opened == ["open_sampler"]
-
-    drive(work, tmp_path)
-
-
-@pytest.mark.timeout(60)
-def test_a_request_at_which_the_engine_ended_too_often_fails_while_its_sampler_opens(tmp_path):
-    async def work(front: Front):
-        await until(lambda: front.service.samples._ready)
-        told, opening, open_sampler = threading.Event(), threading.Event(), front.backend.open_sampler
-
-        def slowly(**arguments):
-            opening.set()
-            assert told.wait(60)
-            open_sampler(**arguments)
-
-        front.backend.open_sampler = slowly
         for number in (1, 2):
             take_in(front, number)
         front.service.samples.flights["k:2"].tries = 3
         assert (await front.result("k:2"))["error"] == "the engine ended 3 times at this request"
-        assert await asyncio.to_thread(opening.wait, 60)
-        told.set()
         assert (await front.service.futures.wait("k:1", 60)).media == PROTOBUF
 
     drive(work, tmp_path)

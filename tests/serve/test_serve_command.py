@@ -95,7 +95,7 @@ def test_a_token_stands_for_a_key_for_an_hour_as_long_as_its_owner_has_one(tmp_p
     assert keys.owner(token) == "local"
     assert keys.owner(keys.token("local", now - 3601)) is None
     assert keys.owner(keys.token("nobody", now)) is None
-    assert Keys(keys.owners, b"another secret").owner(token) is None
+    assert Keys(keys.owners, b"another secret of thirty-two bytes").owner(token) is None
     other = keys.token("local", now - 60).split(".")[1]
     for wrong in (f"{head}.{other}.{mark}", f"{head}.{claims}.", f"{head}.{claims}", f"{head}.é.{mark}", token + "A"):
         assert keys.owner(wrong) is None

@@ -232,7 +232,7 @@ def test_a_broken_pass_is_refused_by_name(change, told):
 
 @pytest.mark.parametrize("body", [rb'{"a": "\ud800"}', rb'{"\uDfff": 1}', b'{"a": "\xed\xa0\x80"}'])
 def test_text_that_no_file_can_hold_is_refused(body):
-    with pytest.raises(Refused, match=r"surrogate|no JSON") as refused:
+    with pytest.raises(Refused, match="no JSON") as refused:
         parse_json(body)
     assert refused.value.status == 400
 
@@ -285,15 +285,13 @@ def test_a_broken_request_for_samples_is_refused_by_name(changes, told):
 
 
 def test_json_is_read_strictly():
-    with pytest.raises(InvalidRequest, match="beam_width is not known to this server"):
+    with pytest.raises(InvalidRequest, match="unknown field `beam_width`"):
         asked(beam_width=3)
-    with pytest.raises(InvalidRequest, match=r"sampling_params.top_k is a float: expected int"):
+    with pytest.raises(InvalidRequest, match=r"Expected `int`, got `float` - at `\$.sampling_params.top_k`"):
         asked(sampling_params={"top_k": 1.5})
-    with pytest.raises(InvalidRequest, match="seq_id is missing"):
+    with pytest.raises(InvalidRequest, match="missing required field `seq_id`"):
         read(SampleBody, {"sampling_session_id": "s", "prompt": {"chunks": []}, "sampling_params": {}})
-    with pytest.raises(
-        InvalidRequest, match=r"sampling_params.temperature is a number of over 63 bits: expected float"
-    ):
+    with pytest.raises(InvalidRequest, match=r"out of range - at `\$.sampling_params.temperature`"):
         asked(sampling_params={"temperature": 10**400})  # no float
     for body in (b"[]", b"{", b"\xff", b"[" * 100_000):
         with pytest.raises(Refused):

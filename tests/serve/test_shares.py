@@ -92,7 +92,6 @@ def engine_of(tmp_path):
     def engine_of(backend):
         made.append(EngineProcess(backend, tmp_path / "socket", clock=lambda: backend.now))
         backend.create("m", "tiny/vector", LoraSpec(4))
-        backend.open_sampler("base", "tiny/vector", None)
         return made[-1]
 
     yield engine_of
@@ -109,7 +108,8 @@ def put_pass(engine, rows):
 
 
 def put_sample(engine):
-    put(engine, "submit", request=SampleRequest("r", "base", [EncodedTextChunk([3])], 1, Sampling(4)))
+    request = SampleRequest("r", "base", [EncodedTextChunk([3])], 1, Sampling(4))
+    put(engine, "submit", request=request, base_model="tiny/vector", adapter=None)
 
 
 @pytest.mark.parametrize(("row", "step", "events"), [(4, 1, "TDDDD" * 4), (1, 3, "TD" + "TTTD" * 4), (2, 2, "TD" * 9)])

@@ -221,7 +221,8 @@ def test_written_weights_are_kept_for_samplers_alone_within_their_number_and_unt
         export("a", name, sampled=True)
     engine._samplers._take_written()
     assert len(kept) == 1
-    call("open_sampler", sampler_id="s", base_model="tiny", adapter=tmp_path / "second")
+    engine.open_sampler("s", "tiny", tmp_path / "second")
+    process._samplers.add("s")
     assert list(kept) == ["s"]
     for name in "bc":
         export(name, name, sampled=True)
