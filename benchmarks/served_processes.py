@@ -17,7 +17,7 @@ MARK = "export TINKER_BASE_URL="
 THREADS = "OMP_NUM_THREADS"
 WAIT_SECONDS = 15.0
 TAIL_BYTES = 1 << 14
-PROCESSES = ("front_process", "engine_process")
+PROCESSES = ("routes.application", "engine_process")
 
 
 def limit_threads() -> int:
@@ -109,4 +109,4 @@ def _started(process: "subprocess.Popen[str]", state: Path) -> Served:
             line = " ".join(child.cmdline())
             children |= {name: child for name in PROCESSES if f"{name} import main" in line}
     key = (state / "api-key").read_text().strip()
-    return Served(url, key, children["front_process"], children["engine_process"])
+    return Served(url, key, children["routes.application"], children["engine_process"])

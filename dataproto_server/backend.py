@@ -39,32 +39,13 @@ class ModelInfo:
         name: by which clients call it, such as ``Qwen/Qwen3-VL-4B-Instruct``.
         tokenizer: the hub name or path from which clients load its tokenizer.
         max_context_length: tokens of prompt and answer, media included.
-        trainable: adapters of it can be trained.
-        sampleable: it and its adapters can be sampled from.
         max_lora_rank: of its adapters.
     """
 
     name: str
     tokenizer: str
     max_context_length: int
-    trainable: bool = True
-    sampleable: bool = True
     max_lora_rank: int = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Capabilities:
-    """What a backend has.
-
-    Args:
-        models: the base models.
-        losses: names that `Pass.loss` may have.
-        max_models: adapters that can be trained at the same time.
-    """
-
-    models: Sequence[ModelInfo]
-    losses: Sequence[str]
-    max_models: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +105,7 @@ class Pass:
     """A forward pass over rows, and backward unless ``forward_only``: the gradients add to those of the model.
 
     Args:
-        loss: a name of `Capabilities.losses`.
+        loss: a name of `DATUM_LOSSES`.
         loss_config: options of the loss.
         replayed: it has been computed before: no limit applies to it.
     """
@@ -228,7 +209,6 @@ class SampleResult:
         prompt_logprobs: float32, as long as the prompt with all tokens of its images: NaN at 0, and 0.0 on the tokens of images.
         topk_prompt_logprobs: of the same length; ids 0 and log-probs -99999 where there are none.
         target_prompt_logprobs: float32 of the shape of the targets, 0.0 at -1.
-        prompt_cache_hit_tokens: tokens of the prompt that did not have to be computed.
     """
 
     request_id: str
@@ -236,7 +216,6 @@ class SampleResult:
     prompt_logprobs: Array | None = None
     topk_prompt_logprobs: TopK | None = None
     target_prompt_logprobs: Array | None = None
-    prompt_cache_hit_tokens: int = 0
 
 
 def nothing() -> None:
@@ -259,8 +238,8 @@ class Backend(Protocol):
         """
         ...
 
-    def describe(self) -> Capabilities:
-        """The models that it has, and its limits."""
+    def describe(self) -> list[ModelInfo]:
+        """The base models that it has."""
         ...
 
     def create(self, model_id: str, base_model: str, lora: LoraSpec | None, *, replayed: bool = False) -> None:

@@ -25,12 +25,14 @@ from typing import Any
 from dataproto.errors import InvalidConfig
 from dataproto_server.backend import Backend, Failure, SampleRequest, SampleResult
 from dataproto_server.engine_link import SIZE, packed
-from dataproto_server.incidents import failure_of
+from dataproto_server.refusals import failure_of
 
 log = logging.getLogger("dataproto.serve.engine")
 SAMPLING = ("close_sampler", "submit", "abort")
 TRAINING = ("describe", "create", "passes", "optim_step", "save", "load", "export", "release", "reset")
 WRITING = ("export", "save")  # in the order in which they are carried out
+BESIDES = (*WRITING, "training")
+"""The kinds of calls that are not for samples, in the order in which they are taken."""
 WRITERS = 8  # threads that write files
 Incoming = tuple[socket.socket, dict[str, Any]]
 
@@ -44,9 +46,7 @@ class Calls:
     """
 
     def __init__(self) -> None:
-        self._sampling: deque[Incoming] = deque()
-        self._writing: dict[str, deque[Incoming]] = {method: deque() for method in WRITING}
-        self._training: deque[Incoming] = deque()
+        self._waiting: dict[str, deque[Incoming]] = {kind: deque() for kind in ("sampling", *BESIDES)}
         self._news = threading.Condition()
 
     def put(self, call: Incoming) -> None:
@@ -54,38 +54,27 @@ class Calls:
         method = call[1]["method"]
         with self._news:
             if method == "reset":
-                for queue in (self._sampling, *self._writing.values(), self._training):
+                for queue in self._waiting.values():
                     queue.clear()
-            self._writing.get(method, self._sampling if method in SAMPLING else self._training).append(call)
+            self._waiting[method if method in WRITING else "sampling" if method in SAMPLING else "training"].append(
+                call
+            )
             self._news.notify()
 
     def wait(self) -> None:
         """Returns when there is a call."""
         with self._news:
-            self._news.wait_for(lambda: self._sampling or self._waits())
+            self._news.wait_for(lambda: any(self._waiting.values()))
 
-    def next_for_samples(self) -> Incoming | None:
-        """Takes a call out, or ``None`` if none waits."""
+    def take(self, *kinds: str) -> Incoming | None:
+        """Takes out the next call of the first of some kinds of which one waits, or ``None``."""
         with self._news:
-            return self._sampling.popleft() if self._sampling else None
-
-    def next_for_training(self) -> Incoming | None:
-        """As `next_for_samples`, for calls that write files and the others."""
-        with self._news:
-            return next((queue.popleft() for queue in (*self._writing.values(), self._training) if queue), None)
-
-    def next_for_writing(self, *methods: str) -> Incoming | None:
-        """As `next_for_samples`, for calls of methods that write files."""
-        with self._news:
-            return next((self._writing[each].popleft() for each in methods if self._writing[each]), None)
+            return next((self._waiting[kind].popleft() for kind in kinds if self._waiting[kind]), None)
 
     def training_waits(self) -> bool:
         """Whether a call that trains, or writes files, waits."""
         with self._news:
-            return self._waits()
-
-    def _waits(self) -> bool:
-        return any((*self._writing.values(), self._training))
+            return any(self._waiting[kind] for kind in BESIDES)
 
 
 class EngineProcess:
@@ -127,7 +116,7 @@ class EngineProcess:
             self.calls.wait()
         self._write_files("export")
         self._take_samples_in()
-        while self._lead <= 0 and (call := self.calls.next_for_training()) is not None:
+        while self._lead <= 0 and (call := self.calls.take(*BESIDES)) is not None:
             self._mark = self.clock()
             self._carry_out(*call)
             self._lead += self.clock() - self._mark
@@ -139,14 +128,14 @@ class EngineProcess:
         self._decode()
 
     def _write_files(self, *methods: str) -> None:
-        while (call := self.calls.next_for_writing(*methods)) is not None:
+        while (call := self.calls.take(*methods)) is not None:
             began = self.clock()
             self._carry_out(*call)
             self._lead += self.clock() - began
 
     def _export_at_once(self) -> None:
         """Writes the adapters that clients wait for, in the midst of a call that copies all that a run has."""
-        while (call := self.calls.next_for_writing("export")) is not None:
+        while (call := self.calls.take("export")) is not None:
             self._carry_out(*call)
 
     def _between_parts(self) -> None:
@@ -164,7 +153,7 @@ class EngineProcess:
     def _take_samples_in(self, in_a_pass: bool = False) -> None:
         """Carries out calls for samples, but no more than sampling's share while training waits."""
         while not (waits := in_a_pass or self.calls.training_waits()) or self._lead >= 0:
-            if (call := self.calls.next_for_samples()) is None:
+            if (call := self.calls.take("sampling")) is None:
                 return
             began = self.clock()
             self._carry_out(*call)

@@ -1,6 +1,10 @@
-"""What the server answers to a request that it does not carry out."""
+"""What a client is told: of a request that is refused or cannot be carried out, and of an error of the server."""
 
-from dataproto.errors import DataProtoError
+import logging
+import uuid
+
+from dataproto.errors import DataProtoError, RankFailure, WorkerFailed
+from dataproto_server.backend import Failure
 
 
 class Refused(DataProtoError):
@@ -17,3 +21,21 @@ class InvalidRequest(DataProtoError, ValueError):
 
 class NotFound(InvalidRequest):
     """What a request names does not exist, or belongs to another key."""
+
+
+log = logging.getLogger("dataproto.serve")
+SERVER_ERRORS = (RankFailure, WorkerFailed)
+
+
+def failure_of(error: Exception) -> Failure:
+    """What a client is told of an error. One of the server gets a number, under which the log has its traceback."""
+    if isinstance(error, DataProtoError) and not isinstance(error, SERVER_ERRORS):
+        return Failure(str(error), "user")
+    return server_failure(error)
+
+
+def server_failure(error: Exception) -> Failure:
+    """What a client is told of an error of the server: its kind, and the number of its traceback in the log."""
+    incident = uuid.uuid4().hex[:8]
+    log.error("incident %s", incident, exc_info=error)
+    return Failure(f"{type(error).__name__} in the server, incident {incident}: its log has more", "server")

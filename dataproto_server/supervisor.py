@@ -15,7 +15,7 @@ from types import TracebackType
 from dataproto.errors import InvalidConfig, end_after, ending
 from recipes.run.directory_lock import locked
 
-FRONT = "from dataproto_server.front_process import main; main({arguments!r}, {engine!r}, {listener}, {pipe})"
+FRONT = "from dataproto_server.routes.application import main; main({arguments!r}, {engine!r}, {listener}, {pipe})"
 ENGINE = "from dataproto_server.engine_process import main; main({factory!r}, {options!r}, {engine!r}, {pipe})"
 LOOK_SECONDS = 0.1
 SHORT_LIFE_SECONDS = 10.0  # a process without a mark that ends sooner than this after its start has failed to start

@@ -15,7 +15,6 @@ import torch
 from dataproto.errors import CheckpointError, InvalidConfig, end_after
 from dataproto_server.backend import (
     OPTIMIZER_FILE,
-    Capabilities,
     Failure,
     Later,
     LoraSpec,
@@ -29,11 +28,9 @@ from dataproto_server.backend import (
 )
 from dataproto_server.engine.base_model import BaseModel, context_length
 from dataproto_server.engine.engine_options import EngineOptions
-from dataproto_server.engine.mixed_passes import OpenPass, open_pass, run_passes
-from dataproto_server.engine.sample_requests import OpenSample, finished, open_sample
-from dataproto_server.engine.samplers import Samplers
-from dataproto_server.incidents import failure_of, server_failure
-from recipes.algorithms.datum_losses import DATUM_LOSSES
+from dataproto_server.engine.passes import OpenPass, open_pass, run_passes
+from dataproto_server.engine.sampling import OpenSample, Samplers, finished, open_sample
+from dataproto_server.refusals import failure_of, server_failure
 from rollout.adapters import Adapter, AdapterConfig
 from rollout.adapters.adapter import unpacked
 from rollout.adapters.adapter_files import write_packed_adapter
@@ -98,13 +95,12 @@ class InProcessEngine:
         for name in self.paths:
             self.base(name).start()
 
-    def describe(self) -> Capabilities:
+    def describe(self) -> list[ModelInfo]:
         """See `Backend.describe`."""
-        models = [
+        return [
             ModelInfo(name, path, context_length(path, self.options), max_lora_rank=self.options.max_lora_rank)
             for name, path in self.paths.items()
         ]
-        return Capabilities(models, tuple(DATUM_LOSSES), self.options.max_models)
 
     def base(self, name: str) -> BaseModel:
         """A base model by the name that clients use. Raises `InvalidConfig`."""

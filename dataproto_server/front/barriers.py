@@ -6,18 +6,18 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dataproto.errors import CheckpointError
 from dataproto_server.backend import OPTIMIZER_FILE
-from dataproto_server.config import ServeConfig
+from dataproto_server.config import LimitsConfig, ServeConfig
 from dataproto_server.engine_link import CallFailed, EngineLink
-from dataproto_server.front.checkpoint_room import CheckpointRoom
+from dataproto_server.front.sample_queue import Samples
 from dataproto_server.json_requests import (
     CreateModel,
     LoadWeights,
@@ -28,7 +28,6 @@ from dataproto_server.json_requests import (
     parse_json,
     read,
 )
-from dataproto_server.ledger.catalogue import Catalogue
 from dataproto_server.ledger.directories import (
     Syncs,
     check_directory,
@@ -41,9 +40,62 @@ from dataproto_server.ledger.directories import (
     remove_directory,
 )
 from dataproto_server.ledger.journal import Entry, Outcome, snapshot_taken
-from dataproto_server.ledger.records import Checkpoint, Job, Run, Sampler, change, drop, put, text
+from dataproto_server.ledger.records import Catalogue, Checkpoint, Job, Run, Sampler, change, drop, put, text
 from dataproto_server.refusals import InvalidRequest
 from workers.model.model_config import AdamParams
+
+MILLIARD = 1_000_000_000
+
+
+class CheckpointRoom:
+    """Counts what is on disk for a key, and what is being written for it."""
+
+    def __init__(self, catalogue: Catalogue, limits: LimitsConfig) -> None:
+        self.catalogue, self.limits = catalogue, limits
+        self._sizes: dict[str | None, int] = {}  # of the directories of samplers
+        self._writing: dict[str, tuple[str, int]] = {}  # owner and bytes of what no record names yet, by run
+
+    @asynccontextmanager
+    async def limited(self, run: Run, directory: Path, *, synced: bool = True) -> AsyncIterator[Path]:
+        """`new_directory` within the room of the key. Raises as `check_room`: another run may take the rest meanwhile."""
+        self.check_room(run.owner)
+        async with new_directory(directory, synced=synced) as temporary:
+            yield temporary
+            self.check_room(run.owner)
+            self._writing[run.id] = run.owner, directory_size(temporary)
+
+    @contextmanager
+    def reserved(self, run: Run, size: int) -> Iterator[None]:
+        """Counts bytes that are written in the block, and recorded at its end. Raises as `check_room`."""
+        self.check_room(run.owner)
+        self._writing[run.id] = run.owner, size
+        try:
+            yield
+        finally:
+            self.forget(run)
+
+    def check_room(self, owner: str) -> None:
+        """Raises `InvalidRequest` if the checkpoints and samplers of a key take all that they may."""
+        most = self.limits.max_checkpoint_gb
+        used = sum(each.size for each in self.catalogue.checkpoints_of(owner)) + self._size_of_samplers(owner)
+        used += sum(size for writer, size in self._writing.values() if writer == owner)
+        if used >= most * MILLIARD:
+            raise InvalidRequest(
+                f"the checkpoints and samplers of this key take {used / MILLIARD:.1f} GB: at most {most} "
+                "(--max-checkpoint-gb)"
+            )
+
+    def _size_of_samplers(self, owner: str) -> int:
+        own = {each.directory for each in self.catalogue.samplers.values() if each.owner == owner and each.own}
+        for directory in own - self._sizes.keys():
+            with suppress(FileNotFoundError):  # an absent one takes no room, and may come back
+                self._sizes[directory] = directory_size(self.catalogue.place(str(directory)))
+        return sum(self._sizes.get(directory, 0) for directory in own)
+
+    def forget(self, run: Run) -> None:
+        """Counts what a run has written no more, unless a record names it."""
+        self._writing.pop(run.id, None)
+
 
 log = logging.getLogger("dataproto.serve")
 SAVES = ("save", "save_for_sampler", "save_external")
@@ -78,26 +130,14 @@ class Done:
         return Outcome(json.dumps(self.answer).encode())
 
 
-class Uses(Protocol):
-    """What uses the directories of checkpoints and samplers."""
-
-    def retire(self, directory: str) -> None:
-        """Removes a directory when nothing needs it any more."""
-        ...
-
-    def hold(self, directory: str) -> AbstractContextManager[None]:
-        """Keeps a directory during a block."""
-        ...
-
-
 class Barriers:
     """Carries out one request of a run at a time, and those of different runs at the same time.
 
     A request that a crash interrupted can be carried out again.
     """
 
-    def __init__(self, link: EngineLink, catalogue: Catalogue, config: ServeConfig, uses: Uses) -> None:
-        self.link, self.catalogue, self.config, self.uses = link, catalogue, config, uses
+    def __init__(self, link: EngineLink, catalogue: Catalogue, config: ServeConfig, samples: Samples) -> None:
+        self.link, self.catalogue, self.config, self.samples = link, catalogue, config, samples
         self.room = CheckpointRoom(catalogue, config.limits)
         self.syncs = Syncs()
         self.kinds: dict[str, Callable[[Run, Entry, bytes], Any]] = {
@@ -189,7 +229,7 @@ class Barriers:
         if asked.base_model not in (None, base):
             raise InvalidRequest(f"{asked.path} is an adapter of {base}, not of {asked.base_model}")
         await self.syncs.done(run.id)  # as for every snapshot
-        with self.uses.hold(checkpoint.directory):
+        with self.samples.hold(checkpoint.directory):
             await self._linked(run, entry, self.catalogue.place(checkpoint.directory), asked.optimizer)
         snapshot = self.catalogue.name_of(self._snapshot_directory(run, entry.seq))
         undo = partial(remove_directory, self.catalogue.place(snapshot))
@@ -211,7 +251,7 @@ class Barriers:
         def after() -> None:
             run.snapshot, run.snapshot_seq = snapshot, entry.seq
             if old is not None:
-                self.uses.retire(old)
+                self.samples.retire(old)
 
         return Done(answer, [*jobs, snapshot_taken(run.id, entry.seq, snapshot)], after, undo)
 
@@ -315,7 +355,7 @@ class Barriers:
                 each.directory = sampler.directory
             self.catalogue.samplers[sampler.id] = sampler
             for directory in left:
-                self.uses.retire(str(directory))
+                self.samples.retire(str(directory))
             log.info("snapshot %s: waited %.3f s, written %.3f s, named %.3f s", sampler.directory, *stages)
 
         answer = {"sampling_session_id": sampler.id, "type": "save_weights_for_sampler"}
@@ -359,7 +399,7 @@ class Barriers:
         def after() -> None:
             for each in gone:
                 known.pop((each.run, each.kind, each.name), None)
-                self.uses.retire(each.directory)
+                self.samples.retire(each.directory)
             known[run.id, kind, name] = checkpoint
 
         answer = {"path": checkpoint.path, "type": SAVED[kind]}

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dataproto_server.backend import Failure, PassResult
+from dataproto_server.codec import write_pass_result
 from dataproto_server.ledger.journal import Outcome
-from dataproto_server.pass_codec import write_pass_result
 
 PROTOBUF = "application/x-protobuf"
 ACTIVE, PAUSED = "active", "paused_capacity"

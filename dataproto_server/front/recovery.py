@@ -10,16 +10,16 @@ from dataclasses import replace
 
 from dataproto.errors import not_hiding
 from dataproto_server.backend import Failure, Pass
+from dataproto_server.codec import read_pass
 from dataproto_server.engine_link import CallFailed, EngineLost
 from dataproto_server.front.barriers import Barriers
 from dataproto_server.front.futures import failed, pass_outcome
 from dataproto_server.front.scheduler import Results, Scheduler
-from dataproto_server.incidents import failure_of
 from dataproto_server.ledger import journal
 from dataproto_server.ledger.directories import is_damaged
 from dataproto_server.ledger.journal import Entry
 from dataproto_server.ledger.records import Run, put
-from dataproto_server.pass_codec import read_pass
+from dataproto_server.refusals import failure_of
 
 log = logging.getLogger("dataproto.serve")
 MOST_REPLAYS = 5

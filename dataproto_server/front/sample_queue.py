@@ -3,25 +3,23 @@
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from dataproto.chunks import Chunk, EncodedTextChunk, ImageChunk
-from dataproto_server.backend import Capabilities, Failure
+from dataproto_server.backend import Failure, ModelInfo
+from dataproto_server.codec import UNTOLD_IMAGE_TOKENS, SampleCall, write_sample_result
 from dataproto_server.config import ServeConfig
 from dataproto_server.engine_link import EngineLink, EngineLost
 from dataproto_server.front.counters import Counters
 from dataproto_server.front.fair_share import FairShare
 from dataproto_server.front.futures import PROTOBUF, Futures, failed
-from dataproto_server.ledger.catalogue import Catalogue
 from dataproto_server.ledger.directories import remove_directory
 from dataproto_server.ledger.journal import Outcome
-from dataproto_server.ledger.records import Sampler
-from dataproto_server.pass_codec import UNTOLD_IMAGE_TOKENS
+from dataproto_server.ledger.records import Catalogue, Sampler
 from dataproto_server.refusals import Refused
-from dataproto_server.sample_codec import SampleCall, write_sample_result
 
 log = logging.getLogger("dataproto.serve")
 MOST_OPEN = 64  # adapters that the engine holds for sampling; more if all have requests
@@ -112,18 +110,10 @@ class Samples:
             return "the engine starts again; the samples continue then"
         return f"{len(self.flights)} requests for samples are in flight"
 
-    def waiting_of(self, owner: str) -> Counter[str]:
-        """The number of samples in flight of a key, by session."""
-        found: Counter[str] = Counter()
-        for each in self.flights.values():
-            if each.owner == owner:
-                found[each.session] += each.call.request.num_samples
-        return found
-
-    def ready(self, capabilities: Capabilities) -> None:
+    def ready(self, models: Sequence[ModelInfo]) -> None:
         """Sends all requests to an engine that has just started."""
         self._ready = True
-        self._contexts = {model.name: model.max_context_length for model in capabilities.models}
+        self._contexts = {model.name: model.max_context_length for model in models}
         self._open.clear()
         self._due.clear()
         self._start(self._send_due())

@@ -8,24 +8,20 @@ from dataclasses import replace
 from typing import Literal
 
 from dataproto_server.backend import Failure, Pass, PassResult
+from dataproto_server.codec import read_pass
 from dataproto_server.config import ServeConfig
 from dataproto_server.engine_link import CallFailed, EngineLink, EngineLost
 from dataproto_server.front.barriers import WITH_FILES, Barriers, Done, remove_run_files
 from dataproto_server.front.counters import Counters
 from dataproto_server.front.fair_share import FairShare
 from dataproto_server.front.futures import Futures, failed, pass_outcome
-from dataproto_server.front.intake import Intake
-from dataproto_server.front.lanes import Lane
-from dataproto_server.front.round_journal import RoundJournal
-from dataproto_server.front.run_snapshots import RunSnapshots
-from dataproto_server.incidents import failure_of
+from dataproto_server.front.lanes import Intake, Lane
+from dataproto_server.front.round_journal import RoundJournal, RunSnapshots
 from dataproto_server.ledger import journal
-from dataproto_server.ledger.catalogue import Catalogue
 from dataproto_server.ledger.database import Database, NotWritten
 from dataproto_server.ledger.journal import Entry
-from dataproto_server.ledger.records import Job, put, together
-from dataproto_server.pass_codec import read_pass
-from dataproto_server.refusals import InvalidRequest
+from dataproto_server.ledger.records import Catalogue, Job, put, together
+from dataproto_server.refusals import InvalidRequest, failure_of
 
 log = logging.getLogger("dataproto.serve")
 ROUND_BYTES = 32 << 20  # of the bodies of a round's passes, of each run
@@ -390,7 +386,7 @@ class Scheduler:
         if not lane.entries:  # those that have come meanwhile fail, and the lane goes with the last one
             del self.lanes[run.id]
         for directory in await self.catalogue.drop_samplers(lambda each: each.run == run.id):
-            self.barriers.uses.retire(directory)
+            self.barriers.samples.retire(directory)
         await self.link.call("release", model_id=run.id)
         self.barriers.syncs.end(run.id)
         await asyncio.to_thread(remove_run_files, self.catalogue.run_directory(run))

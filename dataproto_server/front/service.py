@@ -1,22 +1,118 @@
-"""The parts of the front process, put together."""
+"""The parts of the front process, put together, and the ends of things."""
 
 import asyncio
+import logging
+import time
 from pathlib import Path
 
-from dataproto_server.backend import Capabilities, ModelInfo
+from dataproto_server.backend import ModelInfo
 from dataproto_server.config import ServeConfig
 from dataproto_server.engine_link import EngineLink
 from dataproto_server.front.barriers import Barriers
 from dataproto_server.front.counters import Counters
 from dataproto_server.front.futures import Futures
-from dataproto_server.front.lifecycle import Lifecycle
 from dataproto_server.front.recovery import Recovery
 from dataproto_server.front.sample_queue import Samples
 from dataproto_server.front.scheduler import Scheduler
 from dataproto_server.keys import Keys, read_keys
-from dataproto_server.ledger.catalogue import Catalogue
+from dataproto_server.ledger import journal
 from dataproto_server.ledger.database import Database
+from dataproto_server.ledger.directories import remove_directory, remove_unfinished
+from dataproto_server.ledger.records import Catalogue, Checkpoint, Sampler, Session, change, drop
 from dataproto_server.refusals import NotFound, Refused
+
+log = logging.getLogger("dataproto.serve")
+SWEEP_SECONDS = 5.0
+RESULT_SECONDS = 86400.0  # for which a result is kept that no client has fetched
+FETCHED_SECONDS = 600.0  # that a fetched result is kept, for a client that lost the answer
+
+
+class Lifecycle:
+    """Looks every few seconds for what has ended."""
+
+    def __init__(
+        self, catalogue: Catalogue, scheduler: Scheduler, samples: Samples, futures: Futures, config: ServeConfig
+    ) -> None:
+        self.catalogue, self.scheduler, self.samples = catalogue, scheduler, samples
+        self.futures, self.config = futures, config
+        self._ending = asyncio.Lock()
+        self._offset = time.time() - time.monotonic()
+
+    def begin(self) -> None:
+        """Removes what a kill left, and goes on with ends that it interrupted. Sessions count as seen now."""
+        for session in self.catalogue.sessions.values():
+            session.seen = time.monotonic()
+        for sampler in list(self.catalogue.samplers.values()):
+            if self.catalogue.sessions[sampler.session].state != "live":
+                del self.catalogue.samplers[sampler.id]  # its directory is unknown below
+                self.catalogue.database.post(drop(sampler))
+        for run in self.catalogue.runs.values():
+            if run.state in ("new", "live") and self.catalogue.sessions[run.session].state != "live":
+                self.scheduler.end(run.id, "kept")
+        remove_unfinished(self.catalogue.state / "runs")
+        if missing := self.catalogue.missing():
+            log.error("nothing is cleaned up: %s: no such directory in %s", ", ".join(missing), self.catalogue.state)
+            return
+        for directory in (self.catalogue.state / "runs").glob("*/*"):
+            self._remove_unknown(directory)
+
+    def _remove_unknown(self, directory: Path) -> None:
+        """Removes the directory of a snapshot, sampler or checkpoint of which no record knows."""
+        known = self.catalogue.directories() | {run.snapshot for run in self.catalogue.runs.values()}
+        nested = directory.name in ("weights", "sampler_weights", "external_weights")
+        for each in directory.iterdir() if nested else [directory]:
+            if self.catalogue.name_of(each) not in known:
+                remove_directory(each)
+
+    async def run(self) -> None:
+        """Sweeps for ever."""
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            try:
+                await self.sweep()
+            except Exception:
+                log.exception("a sweep failed; the next one comes in %g s", SWEEP_SECONDS)
+
+    async def sweep(self) -> None:
+        """Ends what has ended. A system clock that is set forward ends nothing before the next start."""
+        elapsed = time.monotonic()
+        now = min(time.time(), self._offset + elapsed)
+        for session in list(self.catalogue.sessions.values()):
+            if session.state == "live" and elapsed - session.seen > self.config.session_seconds:
+                log.info("session %s is silent: its runs are kept as checkpoints", session.id)
+                await self.end_session(session, "expired")
+        for checkpoint in list(self.catalogue.checkpoints.values()):
+            if checkpoint.expires is not None and checkpoint.expires <= now:
+                await self.delete_checkpoint(checkpoint)
+        self.futures.forget(elapsed - FETCHED_SECONDS)
+        await self.catalogue.database.run(journal.forget_old(now - RESULT_SECONDS, now - FETCHED_SECONDS))
+
+    async def end_session(self, session: Session, state: str) -> None:
+        """Ends a session, its samplers and, when their work is done, its runs."""
+
+        def its_own(sampler: Sampler) -> bool:
+            return sampler.session == session.id
+
+        async with self._ending:  # of two that end a session at the same time the second has nothing to do
+            if session.state != "live":
+                return
+            gone = await self.catalogue.drop_samplers(its_own, change(session, state=state))
+            session.state = state
+        self.samples.cancel_session(session.id)
+        for run in self.catalogue.runs.values():
+            if run.session == session.id:
+                self.scheduler.end(run.id, "kept" if state == "expired" else "dropped")
+        for directory in gone | await self.catalogue.drop_samplers(its_own):  # with those that have come meanwhile
+            self.samples.retire(directory)
+
+    async def delete_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Deletes a checkpoint; requests for samples of it that are in flight still end."""
+        await self.catalogue.database.run(drop(checkpoint))
+        key = checkpoint.run, checkpoint.kind, checkpoint.name
+        if self.catalogue.checkpoints.get(key) is checkpoint:  # another one may have taken its name
+            del self.catalogue.checkpoints[key]
+        self.samples.retire(checkpoint.directory)
+
 
 DATABASE_FILE = "serve.sqlite"
 ENGINE_START_SECONDS = 25.0
@@ -48,16 +144,15 @@ class Service:
         self.recovery = Recovery(self.scheduler, barriers)
         self.scheduler.on_connected = self._connected
         self.lifecycle = Lifecycle(self.catalogue, self.scheduler, self.samples, self.futures, config)
-        self._capabilities: Capabilities | None = None
+        self._models: list[ModelInfo] = []
         self._described = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def _connected(self) -> None:
         await self.recovery.run()
-        self._capabilities = await self.link.call("describe")
-        assert self._capabilities is not None
+        self._models = await self.link.call("describe")
         self._described.set()
-        self.samples.ready(self._capabilities)
+        self.samples.ready(self._models)
 
     def start(self) -> None:
         """Begins to work. Needs a running event loop."""
@@ -74,18 +169,17 @@ class Service:
         await self.scheduler.settled()
         self.database.close()
 
-    async def capabilities(self) -> Capabilities:
-        """What the engine has. Waits for its start; refused with 429, which clients repeat, if that takes long."""
+    async def models(self) -> list[ModelInfo]:
+        """The base models of the engine. Waits for its start; refused with 429, which clients repeat, if that takes long."""
         try:
             await asyncio.wait_for(self._described.wait(), ENGINE_START_SECONDS)
         except TimeoutError:
             raise Refused(429, "the engine is starting") from None
-        assert self._capabilities is not None
-        return self._capabilities
+        return self._models
 
     async def model(self, name: str) -> ModelInfo:
         """A base model by its name. Raises `NotFound`."""
-        models = (await self.capabilities()).models
+        models = await self.models()
         for model in models:
             if model.name == name:
                 return model

@@ -1,18 +1,77 @@
-"""All routes of the server."""
+"""The process that clients talk to: all routes of the server, and the page of runs. It imports no torch."""
 
-from collections.abc import AsyncIterator
+import html
+import logging
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
+import uvicorn
 from starlette.applications import Starlette
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute
 
+from dataproto_server.config import ServeConfig, parse
+from dataproto_server.engine_process import end_with_parent
 from dataproto_server.front.service import Service
+from dataproto_server.ledger.records import Run
 from dataproto_server.routes import checkpoint_routes as checkpoints
-from dataproto_server.routes import run_page
-from dataproto_server.routes import sampling_routes as sampling
 from dataproto_server.routes import session_routes as sessions
 from dataproto_server.routes import training_routes as training
-from dataproto_server.routes.gate import Handler, gated
+from dataproto_server.routes.gate import Call, Handler, gated
+from recipes.watch.style import STYLE
+
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+MOST_RUNS = 200
+COLUMNS = ("run", "model", "rank", "state", "next request", "waiting", "checkpoints", "last request")
+
+
+async def page(call: Call) -> Response:
+    """The runs of a key, the last used first."""
+    mine = [run for run in call.service.catalogue.runs.values() if run.owner == call.owner]
+    mine.sort(key=lambda run: -run.last_request)
+    rows = "".join(_row(call, run) for run in mine[:MOST_RUNS])
+    heads = "".join(f"<th>{name}</th>" for name in COLUMNS)
+    gauges = call.service.gauges()
+    engine = "is running" if gauges["engine_connected"] else "is starting"
+    summary = (
+        f"The engine {engine}. {gauges['live_runs']:g} runs are in training, {gauges['waiting_requests']:g} requests and "
+        f"{gauges['sample_requests_in_flight']:g} requests for samples wait."
+    )
+    text = (
+        f"<!doctype html><html lang='en'><meta charset='utf-8'><title>dataproto serve</title><style>{STYLE}</style>"
+        f"<main><h1>Runs of {html.escape(call.owner)}</h1><p>{summary}</p><table><thead><tr>{heads}</tr></thead>"
+        f"<tbody>{rows}</tbody></table></main></html>"
+    )
+    return HTMLResponse(text, headers=HEADERS)
+
+
+def _row(call: Call, run: Run) -> str:
+    lane = call.service.scheduler.lanes.get(run.id)
+    cells = (
+        run.id,
+        run.base_model,
+        run.spec.rank if run.spec else "all weights",
+        "waits for another start" if lane and lane.resting else run.state,
+        run.next_seq,
+        len(lane.entries) if lane else 0,
+        len(call.service.catalogue.checkpoints_of(run=run.id)),
+        f"{time.time() - run.last_request:.0f} s ago",
+    )
+    return "<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in cells) + "</tr>"
+
+
+async def metrics(call: Call) -> Response:
+    return PlainTextResponse(call.service.counters.text(call.service.gauges()))
+
 
 API = "/api/v1"
 CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"
@@ -20,7 +79,7 @@ POSTS: dict[str, Handler] = {  # they are compared with a path in this order: th
     "/retrieve_future": training.retrieve_future,
     "/forward_backward": training.forward_backward,
     "/optim_step": training.optim_step,
-    "/asample": sampling.asample,
+    "/asample": sessions.asample,
     "/session_heartbeat": sessions.heartbeat,
     "/client/config": sessions.client_config,
     "/client/dynamic_config": sessions.dynamic_config,
@@ -37,8 +96,8 @@ POSTS: dict[str, Handler] = {  # they are compared with a path in this order: th
     "/load_weights": training.load_weights,
     "/retrieve_futures": training.retrieve_futures,
     "/cancel_future": training.cancel_future,
-    "/create_sampling_session": sampling.create_sampling_session,
-    "/join_sampling_session": sampling.join_sampling_session,
+    "/create_sampling_session": sessions.create_sampling_session,
+    "/join_sampling_session": sessions.join_sampling_session,
     "/weights_info": checkpoints.weights_info,
     "/copy_weights": checkpoints.copy_weights,
     f"{CHECKPOINT}/publish": checkpoints.publish,
@@ -47,7 +106,7 @@ GETS: dict[str, Handler] = {
     "/get_server_capabilities": sessions.server_capabilities,
     "/sessions": sessions.list_sessions,
     "/sessions/{session}": sessions.get_session,
-    "/samplers/{sampler}": sampling.get_sampler,
+    "/samplers/{sampler}": sessions.get_sampler,
     "/training_runs": checkpoints.list_runs,
     "/training_runs/{run}": checkpoints.get_run,
     "/training_runs/{run}/checkpoints": checkpoints.list_run_checkpoints,
@@ -56,7 +115,7 @@ GETS: dict[str, Handler] = {
 }
 OTHERS: list[tuple[str, str, Handler]] = [
     ("DELETE", CHECKPOINT, checkpoints.delete_checkpoint),
-    ("DELETE", f"{CHECKPOINT}/publish", checkpoints.unpublish),
+    ("DELETE", f"{CHECKPOINT}/publish", checkpoints.publish),
     ("PUT", f"{CHECKPOINT}/ttl", checkpoints.set_ttl),
 ]
 
@@ -67,8 +126,8 @@ def application(service: Service) -> Starlette:
         *(gated("POST", f"{API}{path}", handler) for path, handler in POSTS.items()),
         gated("GET", f"{API}/healthz", sessions.healthz, public=True),
         gated("GET", "/files/{run}/{kind}/{name}/{file}", checkpoints.download, public=True),
-        gated("GET", "/metrics", run_page.metrics, page=True),
-        gated("GET", "/", run_page.page, page=True),
+        gated("GET", "/metrics", metrics, page=True),
+        gated("GET", "/", page, page=True),
         *(gated("GET", f"{API}{path}", handler) for path, handler in GETS.items()),
         *(gated(method, f"{API}{path}", handler) for method, path, handler in OTHERS),
         *(gated(method, "/{rest:path}", sessions.not_here, public=True) for method in ("GET", "POST", "PUT", "DELETE")),
@@ -83,3 +142,33 @@ def application(service: Service) -> Starlette:
     app = Starlette(routes=routes, lifespan=lifespan)
     app.state.service = service
     return app
+
+
+KEEP_ALIVE_SECONDS = 75
+SHUTDOWN_SECONDS = 3
+SWITCH_SECONDS = 0.0005
+"""For which the event loop may keep other threads waiting: a commit takes the interpreter's lock many times. Python has 5 ms."""
+
+
+def main(arguments: Sequence[str], engine_socket: str, listener: int, parent_pipe: int) -> None:
+    """Serves on a socket that listens already, which the process that started this one holds open across restarts."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    end_with_parent(parent_pipe)
+    sys.setswitchinterval(SWITCH_SECONDS)
+    serve_front(parse(arguments), Path(engine_socket), listener)
+
+
+def serve_front(config: ServeConfig, engine_socket: Path, listener: int) -> None:
+    """Serves until a signal ends it."""
+    os.umask(0o077)
+    app = application(Service(config, engine_socket))
+    uvicorn.run(
+        app,
+        fd=listener,
+        access_log=False,
+        log_level="warning",
+        server_header=False,
+        ws="none",
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+    )

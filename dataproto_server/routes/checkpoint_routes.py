@@ -13,9 +13,8 @@ from starlette.responses import FileResponse, Response
 
 from dataproto_server.front.barriers import check_ttl
 from dataproto_server.json_requests import CopyWeights, SetTtl, WeightsInfo
-from dataproto_server.ledger.catalogue import Catalogue
 from dataproto_server.ledger.directories import MANIFEST, checked_name, link_files, new_directory
-from dataproto_server.ledger.records import KINDS, Checkpoint, Run, text
+from dataproto_server.ledger.records import KINDS, Catalogue, Checkpoint, Run, text
 from dataproto_server.refusals import InvalidRequest, NotFound, Refused
 from dataproto_server.routes.gate import Call, answer
 
@@ -118,15 +117,8 @@ async def delete_checkpoint(call: Call) -> Response:
 
 
 async def publish(call: Call) -> Response:
-    return await _publish(call, 1)
-
-
-async def unpublish(call: Call) -> Response:
-    return await _publish(call, 0)
-
-
-async def _publish(call: Call, public: int) -> Response:
-    await call.service.catalogue.change(_checkpoint(call), public=public)
+    """Publishes a checkpoint (POST), or takes that back (DELETE)."""
+    await call.service.catalogue.change(_checkpoint(call), public=int(call.request.method == "POST"))
     return Response(status_code=204)
 
 

@@ -7,9 +7,11 @@ from typing import Any
 
 from starlette.responses import Response
 
+from dataproto_server.codec import read_header
 from dataproto_server.front.futures import ACTIVE, PAUSED, failed
 from dataproto_server.front.service import Service
 from dataproto_server.json_requests import (
+    Body,
     CreateCustomLoss,
     CreateModel,
     LoadWeights,
@@ -26,9 +28,8 @@ from dataproto_server.json_requests import (
 from dataproto_server.ledger import journal
 from dataproto_server.ledger.journal import Outcome
 from dataproto_server.ledger.records import Run, drop, text
-from dataproto_server.pass_codec import read_header
 from dataproto_server.refusals import InvalidRequest, Refused
-from dataproto_server.routes.gate import Call, answer, answer_outcome
+from dataproto_server.routes.gate import Call, Handler, answer, answer_outcome
 
 NO_CUSTOM_LOSS = (
     "this server does not compute the custom loss {name!r}: client/config says custom_loss_server_side=false, with which "
@@ -51,7 +52,7 @@ async def create_model(call: Call) -> Response:
 async def load_weights(call: Call) -> Response:
     given = await call.json()
     if given.get("session_id") is None:
-        return await ordered(call, "load", LoadWeights)
+        return await load_in_order(call)
     session, number = identity_of(given, "session_id", "model_seq_id")
     try:
         asked = read(LoadWeights, given)
@@ -117,33 +118,30 @@ async def forward_backward(call: Call) -> Response:
     return await _accepted(call, run, _numbered(header.seq_id), "pass", call.body, header.tokens)
 
 
-async def optim_step(call: Call) -> Response:
-    return await ordered(call, "optim_step", OptimStep)
+def ordered(kind: str, form: type[Body]) -> Handler:
+    """A route that takes in a request with a place in the order of its run. One that is malformed fails in its turn, so that no
+    gap stays.
+    """
+
+    async def take_in(call: Call) -> Response:
+        given = await call.json()
+        model, seq = identity_of(given, "model_id", "seq_id")
+        run = call.service.catalogue.run(model, call.owner)
+        try:
+            if not (kind == "optim_step" and "optimizer_params" in given):  # refused by name in its turn
+                read(form, given)
+        except InvalidRequest as error:
+            return await _accepted(call, run, _numbered(seq), "invalid", str(error).encode())
+        return await _accepted(call, run, _numbered(seq), kind, call.body)
+
+    return take_in
 
 
-async def save_weights(call: Call) -> Response:
-    return await ordered(call, "save", SaveWeights)
-
-
-async def save_weights_for_sampler(call: Call) -> Response:
-    return await ordered(call, "save_for_sampler", SaveForSampler)
-
-
-async def save_weights_external(call: Call) -> Response:
-    return await ordered(call, "save_external", SaveExternal)
-
-
-async def ordered(call: Call, kind: str, form: type) -> Response:
-    """Takes in a request with a place in the order of its run. One that is malformed fails in its turn, so that no gap stays."""
-    given = await call.json()
-    model, seq = identity_of(given, "model_id", "seq_id")
-    run = call.service.catalogue.run(model, call.owner)
-    try:
-        if not (kind == "optim_step" and "optimizer_params" in given):  # refused by name in its turn
-            read(form, given)
-    except InvalidRequest as error:
-        return await _accepted(call, run, _numbered(seq), "invalid", str(error).encode())
-    return await _accepted(call, run, _numbered(seq), kind, call.body)
+optim_step = ordered("optim_step", OptimStep)
+save_weights = ordered("save", SaveWeights)
+save_weights_for_sampler = ordered("save_for_sampler", SaveForSampler)
+save_weights_external = ordered("save_external", SaveExternal)
+load_in_order = ordered("load", LoadWeights)
 
 
 def identity_of(given: dict[str, Any], name: str, number: str) -> tuple[str, int]:

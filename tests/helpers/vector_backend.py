@@ -14,7 +14,6 @@ from dataproto.chunks import EncodedTextChunk
 from dataproto.errors import CheckpointError, InvalidConfig
 from dataproto_server.backend import (
     OPTIMIZER_FILE,
-    Capabilities,
     Failure,
     LoraSpec,
     ModelInfo,
@@ -56,9 +55,9 @@ class VectorBackend:
     def start(self) -> None:
         """Has nothing to load."""
 
-    def describe(self) -> Capabilities:
+    def describe(self) -> list[ModelInfo]:
         names = ("tiny/vector", "Qwen/Qwen3-4B-Instruct-2507")
-        return Capabilities([ModelInfo(name, "", 4096, max_lora_rank=32) for name in names], LOSSES, 64)
+        return [ModelInfo(name, "", 4096, max_lora_rank=32) for name in names]
 
     def create(self, model_id: str, base_model: str, lora: LoraSpec | None, *, replayed: bool = False) -> None:
         if lora is None or lora.rank > 32:

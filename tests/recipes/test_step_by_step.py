@@ -191,7 +191,7 @@ def test_gradients_add_up_until_the_step_and_per_token_outputs_change_nothing(cl
     assert shown.metrics.keys() == whole.metrics.keys()
     assert shown.loss == pytest.approx(whole.loss, rel=1e-6)
     assert not whole.log_probs
-    assert [len(outputs["logprobs"]) for outputs in shown.loss_fn_outputs] == [one.model_input.length for one in data]
+    assert [len(values) for values in shown.log_probs] == [one.model_input.length for one in data]
     client.forward(data)
     assert all(parameter.grad is None for parameter in parameters)
 

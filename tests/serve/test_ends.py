@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from dataproto_server.front import lifecycle, scheduler
+from dataproto_server.front import scheduler, service
 from dataproto_server.ledger.directories import check_directory
 from dataproto_server.ledger.records import Checkpoint, Run, Sampler, everything, put
 from dataproto_server.refusals import NotFound, Refused
-from dataproto_server.routes import checkpoint_routes, sampling_routes, session_routes
+from dataproto_server.routes import checkpoint_routes, session_routes
 from helpers.fronts import Front, drive, until
 
 SELDOM = {"snapshot_steps": 100, "snapshot_seconds": 1e9}
@@ -201,9 +201,9 @@ def test_a_checkpoint_that_is_deleted_while_a_sampling_session_is_made_stays_for
                 asyncio.run_coroutine_threadsafe(work, loop).result(60)
             check_directory(directory)
 
-        monkeypatch.setattr(sampling_routes, "check_directory", check_a_deleted_one)
+        monkeypatch.setattr(session_routes, "check_directory", check_a_deleted_one)
         asked = {"session_id": "s", "sampling_session_seq_id": 1, "model_path": checkpoint.path}
-        assert (await sampling_routes.create_sampling_session(front.call(**asked))).status_code == 200
+        assert (await session_routes.create_sampling_session(front.call(**asked))).status_code == 200
         await front.service.samples._close_unused()
         check_directory(place)
         await front.service.lifecycle.end_session(catalogue.sessions["s"], "finished")
@@ -223,10 +223,10 @@ def test_a_sampling_session_of_a_session_that_ends_meanwhile_is_refused_and_leav
             asyncio.run_coroutine_threadsafe(ended, loop).result(60)
             check_directory(directory)
 
-        monkeypatch.setattr(sampling_routes, "check_directory", check_at_the_end)
+        monkeypatch.setattr(session_routes, "check_directory", check_at_the_end)
         asked = {"session_id": "s", "sampling_session_seq_id": 1, "model_path": "tinker://r/sampler_weights/a"}
         with pytest.raises(Refused, match="is finished"):
-            await sampling_routes.create_sampling_session(front.call(**asked))
+            await session_routes.create_sampling_session(front.call(**asked))
         assert catalogue.samplers == {}
         assert await front.service.database.run(everything(Sampler)) == []
 
@@ -322,7 +322,7 @@ def test_a_start_drops_the_samplers_of_sessions_that_have_ended(tmp_path):
 
 
 def test_a_clock_that_is_set_forward_ends_no_session_and_no_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setattr(lifecycle, "SWEEP_SECONDS", 0.0)
+    monkeypatch.setattr(service, "SWEEP_SECONDS", 0.0)
     now = time.time
 
     async def work(front: Front):

@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 
 from dataproto_server.front import barriers
 from dataproto_server.front.service import DATABASE_FILE
-from dataproto_server.ledger import Checkpoint, Session, catalogue, database
+from dataproto_server.ledger import Checkpoint, Session, database, records
 from dataproto_server.routes import application, gate
 from dataproto_server.routes.training_routes import create_model
 from helpers.fronts import Front, drive, until
@@ -259,7 +259,7 @@ def test_a_request_for_a_run_that_comes_again_waits_for_the_first_one(tmp_path):
         busy = threading.Event()
         front.service.database.post(lambda db: busy.wait())
         fails = Mock(side_effect=sqlite3.OperationalError("database or disk is full"))
-        with patch.object(catalogue, "put", lambda record: fails):
+        with patch.object(records, "put", lambda record: fails):
             first = asyncio.create_task(create_model(front.call(**given)))
             await asyncio.sleep(0.05)
         again = asyncio.create_task(create_model(front.call(**given)))

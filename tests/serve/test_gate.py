@@ -12,11 +12,11 @@ import pytest
 
 from dataproto.chunks import EncodedTextChunk
 from dataproto_server.backend import SampleRequest, Sampling
+from dataproto_server.codec import SampleCall
 from dataproto_server.front.futures import Futures
 from dataproto_server.ledger import Outcome, Sampler
 from dataproto_server.refusals import Refused
 from dataproto_server.routes import gate
-from dataproto_server.sample_codec import SampleCall
 from helpers.fronts import Front, drive
 from helpers.servers import OTHER_KEY, call
 

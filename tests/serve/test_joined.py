@@ -7,45 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from dataproto_server.engine_link import SIZE, EngineLink, EngineLost
-from dataproto_server.front import intake, scheduler
-from dataproto_server.routes.joined_writes import JoinedWrites
+from dataproto_server.front import lanes, scheduler
 from helpers.fronts import Front, drive
-
-
-class Transport:
-    """Notes the calls of a transport."""
-
-    def __init__(self) -> None:
-        self.calls: list[object] = []
-        self.closing = False
-
-    def writelines(self, parts) -> None:
-        self.calls.append(b"".join(parts))
-
-    def is_closing(self) -> bool:
-        return self.closing
-
-    def close(self) -> None:
-        self.calls.append("close")
-        self.closing = True
-
-
-def test_the_head_and_the_body_of_an_answer_are_written_together():
-    async def work() -> list[object]:
-        transport = Transport()
-        joined = JoinedWrites(transport)
-        joined.write(b"head ")
-        joined.write(b"body")
-        await asyncio.sleep(0)
-        joined.write(b"")
-        joined.write(b"the last")
-        joined.close()
-        await asyncio.sleep(0)
-        joined.write(b"to nobody")
-        await asyncio.sleep(0)
-        return transport.calls
-
-    assert asyncio.run(work()) == [b"head body", b"the last", "close"]
 
 
 class Writer:
@@ -108,7 +71,7 @@ def test_a_message_to_a_lost_engine_is_not_sent_to_the_next_one(tmp_path):
 def test_large_bodies_stay_in_memory_as_long_as_there_is_room(tmp_path, monkeypatch, kept, read_again):
     reads = []
     body_of = scheduler.journal.body_of
-    monkeypatch.setattr(intake, "KEPT_BYTES_IN_ALL", kept)
+    monkeypatch.setattr(lanes, "KEPT_BYTES_IN_ALL", kept)
     journal = SimpleNamespace(**vars(scheduler.journal))
     journal.body_of = lambda request: (reads.append(request), body_of(request))[1]
     monkeypatch.setattr(scheduler, "journal", journal)
@@ -125,7 +88,7 @@ def test_large_bodies_stay_in_memory_as_long_as_there_is_room(tmp_path, monkeypa
 
 
 def test_a_body_that_cannot_be_read_fails_its_own_pass_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(intake, "KEPT_BYTES_IN_ALL", 0)
+    monkeypatch.setattr(lanes, "KEPT_BYTES_IN_ALL", 0)
     body_of = scheduler.journal.body_of
     journal = SimpleNamespace(**vars(scheduler.journal))
 

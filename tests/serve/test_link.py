@@ -11,7 +11,7 @@ import pytest
 from dataproto.chunks import EncodedTextChunk, ImageChunk
 from dataproto_server.backend import Datum, Failure, LoraSpec, Pass, SampleRequest, Sampling, SparseRows
 from dataproto_server.engine_link import SIZE, CallFailed, EngineLink, EngineLost, packed
-from dataproto_server.engine_process import Calls, EngineProcess
+from dataproto_server.engine_process import BESIDES, Calls, EngineProcess
 from helpers.vector_backend import VectorBackend
 from workers.model.model_config import AdamParams
 
@@ -166,7 +166,7 @@ def test_an_adapter_does_not_wait_until_all_that_a_run_has_is_copied(tmp_path):
         await asyncio.to_thread(backend.copying.wait, 30)
         step = asyncio.create_task(link.call("optim_step", model_id="m", adam=AdamParams()))
         export = asyncio.create_task(link.call("export", model_id="m", directory=tmp_path))
-        while not (engine.calls._writing["export"] and engine.calls._training):
+        while not (engine.calls._waiting["export"] and engine.calls._waiting["training"]):
             await asyncio.sleep(0.001)
         backend.asked.set()
         await asyncio.gather(save, step, export)
@@ -181,12 +181,12 @@ def test_an_adapter_is_written_before_what_trains_and_before_all_that_a_run_has(
     for method in ("passes", "save", "export", "optim_step", "export"):
         calls.put((None, {"method": method}))
     assert calls.training_waits()
-    taken = [calls.next_for_writing("export")[1]["method"]]
-    while (call := calls.next_for_training()) is not None:
+    taken = [calls.take("export")[1]["method"]]
+    while (call := calls.take(*BESIDES)) is not None:
         taken.append(call[1]["method"])
     assert taken == ["export", "export", "save", "passes", "optim_step"]
     assert not calls.training_waits()
     for method in ("export", "passes", "submit", "reset"):
         calls.put((None, {"method": method}))
-    assert calls.next_for_training()[1]["method"] == "reset"
-    assert (calls.next_for_training(), calls.next_for_samples()) == (None, None)
+    assert calls.take(*BESIDES)[1]["method"] == "reset"
+    assert (calls.take(*BESIDES), calls.take("sampling")) == (None, None)

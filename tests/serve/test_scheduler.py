@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dataproto.errors import CheckpointError
-from dataproto_server.front import intake, round_journal
+from dataproto_server.front import lanes, round_journal
 from dataproto_server.front.barriers import Barriers
 from dataproto_server.front.futures import PROTOBUF
 from dataproto_server.front.round_journal import RoundJournal
@@ -61,7 +61,7 @@ def test_a_small_body_is_let_go_of_with_its_request_and_not_with_the_result(tmp_
 
 def test_clients_in_step_are_computed_in_one_batch(tmp_path, monkeypatch):
     """A pass waits for the other run, whose last one was just computed, and not for one that has never sent a pass."""
-    monkeypatch.setattr(intake, "MOST_GATHERING", 60.0)
+    monkeypatch.setattr(lanes, "MOST_GATHERING", 60.0)
 
     async def work(front: Front):
         one, two, _ = [await front.new_run(name) for name in ("one", "two", "silent")]
@@ -81,7 +81,7 @@ def test_clients_in_step_are_computed_in_one_batch(tmp_path, monkeypatch):
 
 
 def test_a_pass_waits_for_one_that_is_on_its_way_to_the_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr(intake, "MOST_GATHERING", 60.0)
+    monkeypatch.setattr(lanes, "MOST_GATHERING", 60.0)
     accept, held, told = journal.accept, [], asyncio.Event()
 
     def noted(entry, digest):

@@ -25,7 +25,7 @@ from workers.cluster.ray_config import RayConfig
 
 NOTHING_HEAVY = """
 import sys
-import dataproto_server.front_process, dataproto_server.supervisor, dataproto_server.command
+import dataproto_server.routes.application, dataproto_server.supervisor, dataproto_server.command
 assert not {"torch", "transformers", "tinker", "ray", "vllm"} & set(sys.modules), set(sys.modules)
 """
 

@@ -16,12 +16,11 @@ from tinker.proto.response_conv import deserialize_forward_backward_output, dese
 
 from dataproto_server.arrays import padded_rows, unpadded_rows
 from dataproto_server.backend import PassResult, Sample, SampleResult, SparseRows
+from dataproto_server.codec import read_header, read_pass, read_sample, write_pass_result, write_sample_result
 from dataproto_server.config import LimitsConfig
 from dataproto_server.json_requests import SampleBody, parse_json, read
-from dataproto_server.pass_codec import read_header, read_pass, write_pass_result
 from dataproto_server.protobuf_messages import ForwardBackwardRequest, file_descriptor
 from dataproto_server.refusals import InvalidRequest, Refused
-from dataproto_server.sample_codec import read_sample, write_sample_result
 
 LIMITS = LimitsConfig()
 
@@ -160,14 +159,13 @@ def test_samples_reach_the_sdk_with_sparse_targets_in_their_layout():
     )
     prompt = np.array([np.nan, -1, -2], np.float32)
     scored = np.array([[-7.0, 0.0], [-8.0, -9.0]], np.float32)
-    result = SampleResult("r", [sample], prompt, (np.zeros((3, 2), np.int32), np.zeros((3, 2), np.float32)), scored, 3)
+    result = SampleResult("r", [sample], prompt, (np.zeros((3, 2), np.int32), np.zeros((3, 2), np.float32)), scored)
     found = deserialize_sample_response(write_sample_result(result, call))
     (sequence,) = found.sequences
     assert (sequence.tokens, sequence.logprobs, sequence.stop_reason) == ([4, 5], [-0.5, -1.0], "stop")
     assert found.prompt_logprobs == [None, -1.0, -2.0]
     assert np.asarray(found.target_prompt_logprobs.data).tolist() == [-7.0, -8.0, -9.0]
     assert found.target_prompt_logprobs.sparse_col_indices == [5, 0, 2]
-    assert found.prompt_cache_hit_tokens == 3
 
 
 def broken_pass(change) -> bytes:

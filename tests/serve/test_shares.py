@@ -10,12 +10,12 @@ from hypothesis import given, settings
 
 from dataproto.chunks import EncodedTextChunk
 from dataproto_server.backend import Datum, LoraSpec, Pass, SampleRequest, Sampling
+from dataproto_server.codec import SampleCall
 from dataproto_server.config import EngineOptions
 from dataproto_server.engine_process import EngineProcess
 from dataproto_server.front.fair_share import FairShare
 from dataproto_server.front.sample_queue import engine_key
 from dataproto_server.ledger import Sampler
-from dataproto_server.sample_codec import SampleCall
 from helpers.examples import at_most
 from helpers.fronts import Front, drive
 from helpers.vector_backend import VectorBackend

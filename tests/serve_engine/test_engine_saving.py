@@ -10,10 +10,10 @@ import torch
 
 from dataproto.errors import CheckpointError
 from dataproto_server.backend import OPTIMIZER_FILE, Datum, LoraSpec
-from dataproto_server.engine import samplers
+from dataproto_server.engine import sampling
 from dataproto_server.engine.base_model import BaseModel
 from dataproto_server.engine_process import EngineProcess
-from dataproto_server.incidents import failure_of
+from dataproto_server.refusals import failure_of
 from helpers.served_models import (
     chunks,
     engine_of,
@@ -148,7 +148,7 @@ def test_a_sampler_of_a_snapshot_that_was_just_written_reads_no_file(path, tmp_p
     (tmp_path / "new").rename(tmp_path / "old")
     shutil.copytree(tmp_path / "old", tmp_path / "copy")
     read = []
-    monkeypatch.setattr(samplers, "read_adapter", lambda *given: read.append(given[0]) or read_adapter(*given))
+    monkeypatch.setattr(sampling, "read_adapter", lambda *given: read.append(given[0]) or read_adapter(*given))
     train(engine, "m", data)  # the snapshot stays as it was
     for number, name in enumerate(("old", "copy")):
         engine.open_sampler(name, "tiny", tmp_path / name)
@@ -174,7 +174,7 @@ def test_a_sampler_that_fails_to_open_for_want_of_memory_can_be_opened_again(pat
         raise torch.OutOfMemoryError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(samplers, "read_adapter", fails)
+        patch.setattr(sampling, "read_adapter", fails)
         with pytest.raises(torch.OutOfMemoryError):
             engine.open_sampler("s", "tiny", tmp_path / "new")
     engine.open_sampler("s", "tiny", tmp_path / "new")
