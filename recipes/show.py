@@ -1,6 +1,5 @@
 """The first rows of a data set as the model sees them: ``dataproto show DATA``; its options are `recipes.configs.show_config`."""
 
-import re
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers.utils.logging import disable_progress_bar
 
-from dataproto.errors import DataProtoError, InvalidRow, writing
+from dataproto.errors import DataProtoError, InvalidRow
 from recipes.configs.show_config import ShowConfig, parse
 from recipes.data.column_keys import ColumnKeys
 from recipes.data.conversation_rows import CONVERSATION_COLUMNS, conversation_rows, conversation_stream
@@ -29,10 +28,8 @@ from recipes.rewards.reward_check import check_first_row, examples, truth_check
 from recipes.rewards.truth_check import Result, TruthScores, reason_not_to_ask, truth_scores
 from recipes.run.policy_gradient import prompt_builder
 from recipes.run.supervised import supervised_builders
-from recipes.watch.charts import safe_text
-from recipes.watch.report import picture_html, section_html
+from recipes.watch.pages import visible, write_page
 from recipes.watch.rollout_files import pictures_of
-from recipes.watch.style import PAGE, STYLE
 from rollout.prompts import Prompt, PromptBuilder
 from rollout.prompts.conversations import TrainingRow
 from rollout.prompts.prepared_rows import media_objects
@@ -63,24 +60,39 @@ class ShownRow:
     scores: TruthScores | None = None
     error: str | None = None
 
+    @property
+    def facts(self) -> dict[str, str]:
+        """The tokens, pictures and truth, and what the reward gives, by name."""
+        learnt = "" if self.learnt is None else f", {self.learnt} of them learnt"
+        facts = {"tokens": f"{self.tokens}{learnt}"}
+        if self.sizes:
+            facts["pictures"] = "; ".join(self.sizes)
+        if self.learnt is None:
+            facts["truth"] = "none" if self.truth is None else repr(self.truth)
+        if self.scores is not None:
+            facts["reward of the truth"] = f"{_numbers(self.scores.right)} for {self.scores.answer!r}"
+            if self.scores.wrong is not None:
+                facts["reward of a wrong answer"] = _numbers(self.scores.wrong)
+            facts["reward of an empty answer"] = _numbers(self.scores.empty)
+            if not self.scores.is_best:
+                facts["warning"] = "the reward does not give its best to the truth"
+        return facts
+
 
 @dataclass(frozen=True)
 class ShownSource:
-    """The first rows of a data set, its columns, and what there is to say of the reward."""
+    """The first rows of a data set, with lines on its columns and on the reward."""
 
     name: str
-    read: tuple[str, ...]  # columns
-    others: tuple[str, ...]
+    lines: tuple[str, ...]
     rows: tuple[ShownRow, ...]
-    supervised: bool = False
-    unasked: str | None = None  # why the reward is not asked
-    fault: str | None = None  # what the reward refuses
+    is_refused: bool = False  # by the reward
 
     @property
     def is_well(self) -> bool:
         """Whether all rows can be used, and the reward gives its best to their truths."""
         best = all(row.error is None and (row.scores is None or row.scores.is_best) for row in self.rows)
-        return best and self.fault is None
+        return best and not self.is_refused
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -93,7 +105,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print_source(source)
         if asked.options.page is not None:
             names = ", ".join(source.name for source in sources)
-            print(f"page: {write_page(asked.options.page, f'{names} as {asked.recipe} reads it', sources)}")
+            title, subtitle = f"{names} as {asked.recipe} reads it", "The first rows as the model sees them."
+            page = write_page(asked.options.page, "show.html", title=title, subtitle=subtitle, sources=sources)
+            print(f"page: {page}")
         status.code = int(not all(source.is_well for source in sources))
     return status.code
 
@@ -113,7 +127,7 @@ def shown_sources(asked: ShowConfig) -> Iterator[ShownSource]:
     for name, rows in _opened(asked):
         given = list(islice(_rows(rows), asked.options.rows))
         shown = tuple(shown_row(place, row, builder) for place, row in enumerate(given))
-        source = ShownSource(name, *_columns(rows, config.data.keys, supervised), shown, supervised)
+        source = ShownSource(name, tuple(_columns(rows, config.data.keys, supervised)), shown)
         yield source if supervised else with_scores(source, given, load_reward(config.reward or "geo3k"), builder)
 
 
@@ -134,10 +148,12 @@ def _opened(asked: ShowConfig) -> Iterator[tuple[str, Any]]:
         yield data.data_path, rows
 
 
-def _columns(rows: Any, keys: ColumnKeys, supervised: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The columns of a data set that are read, and its others; none of synthetic rows."""
+def _columns(rows: Any, keys: ColumnKeys, supervised: bool) -> Iterator[str]:
+    """What there is to say of the columns of a data set; synthetic rows have none."""
     others = columns_left_out(rows, CONVERSATION_COLUMNS if supervised else PROBLEM_COLUMNS, keys)
-    return tuple(name for name in present_columns(rows) if name not in others), tuple(others)
+    yield f"columns that are read: {', '.join(name for name in present_columns(rows) if name not in others) or 'none'}"
+    if others:
+        yield f"columns that {'are not read' if supervised else 'only the reward gets'}: {', '.join(others)}"
 
 
 def _rows(rows: Any) -> Iterator[Any]:
@@ -230,11 +246,12 @@ def with_scores(
             check_first_row(reward, given[used[0]])
         reason = reason_not_to_ask(reward)
         if not used or reason is not None:
-            return replace(source, unasked=reason)
+            told = () if reason is None else (f"the reward is not asked what it gives the truth: {reason}",)
+            return replace(source, lines=(*source.lines, *told))
         asked = examples([given[place] for place in used], builder)
         found = truth_scores(reward, asked, count=lambda text: len(builder.encode_text(text)))
     except DataProtoError as error:
-        return replace(source, fault=str(error))
+        return replace(source, lines=(*source.lines, f"the reward refuses these rows: {error}"), is_refused=True)
     rows = list(source.rows)
     for place, scores in zip(used, found, strict=True):
         rows[place] = replace(rows[place], scores=scores)
@@ -245,8 +262,6 @@ STYLES = {"text": "", "special": "cyan", "media": "magenta"}
 LEARNT, BEGIN, END = "bold green", "⟦", "⟧"
 """How what is learnt looks; the marks show it without colours too."""
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-
 
 def print_source(source: ShownSource, console: Console | None = None) -> None:
     """Prints the rows of a data set and what there is to say of them."""
@@ -256,38 +271,8 @@ def print_source(source: ShownSource, console: Console | None = None) -> None:
         console.print()
         _print_row(row, console)
     console.print()
-    for line in source_lines(source):
+    for line in source.lines:
         _say(console, line)
-
-
-def source_lines(source: ShownSource) -> Iterable[str]:
-    """What there is to say of all rows of a data set."""
-    yield f"columns that are read: {', '.join(source.read) or 'none'}"
-    if source.others:
-        what = "columns that are not read" if source.supervised else "columns that only the reward gets"
-        yield f"{what}: {', '.join(source.others)}"
-    if source.unasked is not None:
-        yield f"the reward is not asked what it gives the truth: {source.unasked}"
-    if source.fault is not None:
-        yield f"the reward refuses these rows: {source.fault}"
-
-
-def row_facts(row: ShownRow) -> dict[str, str]:
-    """The tokens, pictures and truth of a row, and what the reward gives, by name."""
-    learnt = "" if row.learnt is None else f", {row.learnt} of them learnt"
-    facts = {"tokens": f"{row.tokens}{learnt}"}
-    if row.sizes:
-        facts["pictures"] = "; ".join(row.sizes)
-    if row.learnt is None:
-        facts["truth"] = "none" if row.truth is None else repr(row.truth)
-    if row.scores is not None:
-        facts["reward of the truth"] = f"{_numbers(row.scores.right)} for {row.scores.answer!r}"
-        if row.scores.wrong is not None:
-            facts["reward of a wrong answer"] = _numbers(row.scores.wrong)
-        facts["reward of an empty answer"] = _numbers(row.scores.empty)
-        if not row.scores.is_best:
-            facts["warning"] = "the reward does not give its best to the truth"
-    return facts
 
 
 def _print_row(row: ShownRow, console: Console) -> None:
@@ -301,11 +286,11 @@ def _print_row(row: ShownRow, console: Console) -> None:
         if span.learnt != learning:
             text.append(BEGIN if span.learnt else END, LEARNT)
             learning = span.learnt
-        text.append(_safe(span.text), LEARNT if span.learnt else STYLES[span.kind])
+        text.append(visible(span.text), LEARNT if span.learnt else STYLES[span.kind])
     if learning:
         text.append(END, LEARNT)
     console.print(text, soft_wrap=True)
-    for name, value in row_facts(row).items():
+    for name, value in row.facts.items():
         _say(console, (f"{name}: ", "yellow" if name == "warning" else "dim"), value)
 
 
@@ -320,63 +305,7 @@ def _numbers(result: Result) -> str:
 
 def _say(console: Console, *parts: str | tuple[str, str]) -> None:
     styled = ((part, "") if isinstance(part, str) else part for part in parts)
-    console.print(Text.assemble(*((_safe(text), style) for text, style in styled)), soft_wrap=True)
-
-
-def _safe(text: str) -> str:
-    """A text of a data set without control characters, which a terminal would obey."""
-    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
-
-
-OWN_STYLE = """
-.cards { grid-template-columns: 1fr; } pre { max-height: none; }
-pre .special { color: var(--c2); } pre .media { color: var(--c3); }
-pre .learnt { background: var(--good-bg); color: var(--good); border-radius: 3px; }
-.warning { color: var(--bad); }
-"""
-
-
-def write_page(path: Path, title: str, sources: Sequence[ShownSource]) -> Path:
-    """Writes the rows to a file, and returns its path.
-
-    Raises:
-        FileNotWritten: the folder does not exist, or the disk is full, say.
-    """
-    page = PAGE.substitute(
-        title=safe_text(title),
-        subtitle="The first rows as the model sees them.",
-        style=STYLE + OWN_STYLE,
-        body="\n".join(map(_source_html, sources)),
-    )
-    temporary = path.with_name(f"{path.name}.tmp")
-    with writing(path, temporary):
-        temporary.write_text(page, encoding="utf-8", errors="replace")
-        return temporary.replace(path)
-
-
-def _source_html(source: ShownSource) -> str:
-    lines = "<br>".join(safe_text(line) for line in source_lines(source))
-    return section_html(safe_text(source.name), lines, [_row_html(row) for row in source.rows], "cards")
-
-
-def _row_html(row: ShownRow) -> str:
-    if row.error is not None:
-        body = f'<p class="warning">cannot be used: {safe_text(row.error)}</p>'
-    else:
-        pictures = "".join(map(picture_html, row.pictures))
-        facts = "".join(
-            f'<tr class="{safe_text(name)}"><th>{safe_text(name)}</th><td>{safe_text(value)}</td></tr>'
-            for name, value in row_facts(row).items()
-        )
-        body = (
-            f'<div class="pictures">{pictures}</div><pre>{"".join(map(_span, row.spans))}</pre><table>{facts}</table>'
-        )
-    return f'<article class="card rollout"><h3>row {row.index}</h3>{body}</article>'
-
-
-def _span(span: Span) -> str:
-    kind = " learnt" if span.learnt else ""
-    return f'<span class="{span.kind}{kind}">{safe_text(span.text)}</span>'
+    console.print(Text.assemble(*((visible(text), style) for text, style in styled)), soft_wrap=True)
 
 
 if __name__ == "__main__":

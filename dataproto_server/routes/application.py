@@ -22,7 +22,7 @@ from dataproto_server.routes import checkpoint_routes as checkpoints
 from dataproto_server.routes import session_routes as sessions
 from dataproto_server.routes import training_routes as training
 from dataproto_server.routes.gate import Call, Handler, gated
-from recipes.watch.style import STYLE
+from recipes.watch.pages import STYLE
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'",

@@ -1,16 +1,15 @@
-"""Line charts as inline SVG: text and lines take their colours from the page's style, so one chart suits light and dark."""
+"""Line charts as inline SVG, whose colours are those of the page's style, so that one chart suits light and dark."""
 
 import math
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import pairwise
 from typing import Any
 
+from recipes.watch.pages import number, render
+
 WIDTH, HEIGHT = 460, 220
 LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 26
-MAX_TEXT = 4000
 COLOURS = 6  # the page's style defines --c0 to --c5
 MAX_POINTS = 300
 MAX_MARKS = 40
@@ -31,7 +30,7 @@ def line_chart(series: Sequence[Series], percent: bool = False, label: str = "")
     """An SVG of the lines, or an empty string if there is no finite value.
 
     Args:
-        series: drawn in the order of the page's colours.
+        series: in the order of the page's colours.
         percent: the values are shares of 1; the axis spans 0 to 100 %.
         label: what a screen reader calls the chart.
     """
@@ -46,17 +45,24 @@ def line_chart(series: Sequence[Series], percent: bool = False, label: str = "")
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = LEFT + (x - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT)
-        return across, TOP + (y_high - y) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM)
+        return round(across, 1), round(TOP + (y_high - y) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM), 1)
 
     def name(y: float) -> str:
         return f"{y * 100:.0f}%" if percent else number(y)
 
-    grid = [_y_tick(place(x_low, y)[1], name(y)) for y in y_ticks]
-    grid += [
-        _x_tick(place(x, y_low)[0], number(x)) for x in ticks(x_low, x_high, 5) if x_low <= x <= x_high and x % 1 == 0
-    ]
-    drawn = [_line(line, colour % COLOURS, place, name) for colour, line in enumerate(lines)]
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">{"".join(grid)}{"".join(drawn)}</svg>'
+    return render(
+        "chart.svg",
+        width=WIDTH,
+        height=HEIGHT,
+        left=LEFT,
+        right=RIGHT,
+        label=label,
+        rows=[(place(x_low, y)[1], name(y)) for y in y_ticks],
+        columns=[
+            (place(x, y_low)[0], number(x)) for x in ticks(x_low, x_high, 5) if x_low <= x <= x_high and x % 1 == 0
+        ],
+        lines=[_line(line, place, name) for line in lines],
+    )
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
@@ -78,33 +84,6 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     digits = max(0, 1 - math.floor(math.log10(step)))
     return [round(index * step, digits) + 0.0 for index in range(first, last + 1)]
-
-
-def number(value: float) -> str:
-    """A number in few characters.
-
-    >>> [number(value) for value in (0, 0.25, 12.0, 1234.5, 12345678, 0.00004, -0.5, float("nan"))]
-    ['0', '0.25', '12', '1.23k', '12.3M', '4e-05', '-0.5', '–']
-    """
-    if not math.isfinite(value):
-        return "–"
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:.3g}{letter}"
-    return f"{value:.3g}"
-
-
-def format_seconds(seconds: float) -> str:
-    """A duration as minutes and seconds, or hours, minutes and seconds.
-
-    >>> [format_seconds(value) for value in (0.4, 59.9, 61, 3661, 90000, float("nan"))]
-    ['0:00', '1:00', '1:01', '1:01:01', '25:00:00', '?']
-    """
-    if not math.isfinite(seconds):
-        return "?"
-    minutes, rest = divmod(round(max(seconds, 0)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def smooth(points: Sequence[tuple[float, float]]) -> Points:
@@ -138,44 +117,17 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _line(
-    points: Points, colour: int, place: Callable[[float, float], tuple[float, float]], name: Callable[[float], str]
-) -> str:
-    if not points:
-        return ""
+    points: Points, place: Callable[[float, float], tuple[float, float]], name: Callable[[float], str]
+) -> dict[str, Any]:
+    """What the template draws of a line: its corners, those before smoothing if it is long, and marks with their texts."""
+
+    def corners(path: Points) -> str:
+        return " ".join("{},{}".format(*place(x, y)) for x, y in path)
+
     noisy = len(points) > RAW_POINTS
-    paths = [("raw", points)] if noisy else []
-    paths.append(("line", smooth(points) if noisy else points))
-    parts = []
-    for kind, path in paths:
-        places = " ".join("{:.1f},{:.1f}".format(*place(x, y)) for x, y in path)
-        parts.append(f'<polyline class="{kind}" points="{places}"/>')
-    marks = points if len(points) <= MAX_MARKS else points[:: math.ceil(len(points) / MAX_MARKS)]
-    for x, y in marks:
-        across, down = place(x, y)
-        shown = "" if noisy else ' class="mark"'
-        title = f"<title>step {number(x)}: {name(y)}</title>"
-        parts.append(f'<circle{shown} cx="{across:.1f}" cy="{down:.1f}" r="{6 if noisy else 2.5}">{title}</circle>')
-    return f'<g class="c{colour}">{"".join(parts)}</g>'
-
-
-def _y_tick(down: float, text: str) -> str:
-    return (
-        f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{down:.1f}" y2="{down:.1f}"/>'
-        f'<text x="{LEFT - 6}" y="{down + 3.5:.1f}" text-anchor="end">{text}</text>'
-    )
-
-
-def _x_tick(across: float, text: str) -> str:
-    return f'<text x="{across:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{text}</text>'
-
-
-def safe_text(value: Any) -> str:
-    """Text that is safe in a page: escaped, with control characters made visible, cut if it is very long.
-
-    >>> safe_text("<b>\\x00")
-    '&lt;b&gt;\ufffd'
-    """
-    text = str(value)
-    if len(text) > MAX_TEXT:
-        text = f"{text[:MAX_TEXT]} … ({len(text) - MAX_TEXT:,} more characters)"
-    return escape(re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", text))
+    marks = points[:: math.ceil(len(points) / MAX_MARKS) or 1]
+    return {
+        "raw": corners(points) if noisy else "",
+        "points": corners(smooth(points) if noisy else points),
+        "marks": [(*place(x, y), f"step {number(x)}: {name(y)}") for x, y in marks],
+    }

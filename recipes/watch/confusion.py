@@ -1,4 +1,4 @@
-"""Confusion of classes: counted, saved in the run's directory, and drawn for its report."""
+"""Confusion of classes: counted, saved in the run's directory, and shown in its report."""
 
 import json
 from collections import Counter
@@ -6,11 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dataproto.errors import FileFormatError, writing
-from recipes.watch.charts import safe_text
+from dataproto.errors import FileFormatError
+from recipes.watch.pages import render
+from recipes.watch.rollout_files import replace_file
 
 FOLDER = "confusion"
-CELL, MOST = 14, 110  # pixels; classes that are drawn
+CELL, MOST = 14, 110  # pixels; classes that are shown
+OTHER = "(another answer)"
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Confusion:
 
     def worst(self, number: int = 5) -> list[tuple[str, str, int]]:
         """The most frequent mistakes: class, answer, count."""
-        names = [*self.classes, "(another answer)"]
+        names = [*self.classes, OTHER]
         mistakes = [
             (self.classes[i], names[j], count)
             for i, row in enumerate(self.counts)
@@ -62,11 +64,7 @@ def save_confusion(directory: Path, step: int, confusion: Confusion) -> Path:
     """Writes ``<directory>/confusion/step_<step>.json``."""
     folder = directory / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step_{step}.json"
-    temporary = path.with_suffix(".tmp")
-    with writing(path, temporary):
-        temporary.write_text(json.dumps(vars(confusion)), encoding="utf-8")
-        return temporary.replace(path)
+    return replace_file(folder / f"step_{step}.json", json.dumps(vars(confusion)).encode())
 
 
 def latest_confusion(directory: Path) -> tuple[int, Confusion] | None:
@@ -90,28 +88,13 @@ def latest_confusion(directory: Path) -> tuple[int, Confusion] | None:
 
 def confusion_picture(confusion: Confusion) -> str:
     """The table as inline SVG: one row a class, one column an answer; the most frequent answers of a row are the darkest."""
-    classes = confusion.classes[:MOST]
-    size = len(classes)
-    names = 8 * max((min(len(name), 24) for name in classes), default=0)
-    columns = [*range(size), len(confusion.classes)]
-    cells = []
-    for i in range(size):
-        total = sum(confusion.counts[i]) or 1
-        for at, j in enumerate(columns):
-            if count := confusion.counts[i][j]:
-                colour = 2 if i == j else 4
-                cells.append(
-                    f'<rect class="c{colour}" style="fill:var(--c)" x="{names + at * CELL}" y="{i * CELL}" width="{CELL - 1}" '
-                    f'height="{CELL - 1}" fill-opacity="{0.15 + 0.85 * count / total:.2f}"><title>{safe_text(classes[i])}: '
-                    f"{count} x {safe_text([*confusion.classes, '(another answer)'][j])}</title></rect>"
-                )
-    labels = [
-        f'<text x="{names - 6}" y="{i * CELL + CELL - 4}" text-anchor="end">{safe_text(name[:24])}</text>'
-        for i, name in enumerate(classes)
-    ]
-    width, height = names + (size + 1) * CELL, size * CELL
-    frame = f'<rect x="{names}" y="0" width="{width - names}" height="{height}" fill="none" class="grid"/>'
-    return (
-        f'<svg viewBox="0 0 {width} {height}" style="max-width:{width}px" role="img" aria-label="confusion">'
-        f"{frame}{''.join(labels)}{''.join(cells)}</svg>"
+    shown = confusion.classes[:MOST]
+    answers = [*shown, OTHER]
+    rows = [list(zip(answers, [*counts[: len(shown)], counts[-1]], strict=True)) for counts in confusion.counts[:MOST]]
+    return render(
+        "confusion.svg",
+        cell=CELL,
+        longest=max((min(len(name), 24) for name in shown), default=0),
+        classes=list(zip(shown, rows, strict=True)),
+        totals=[sum(counts) or 1 for counts in confusion.counts],
     )

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from recipes.watch.charts import format_seconds
 from recipes.watch.metrics_file import METRICS_FILE, read_metrics
+from recipes.watch.pages import format_seconds
 from recipes.watch.report import REPORT_FILE
 from workers.training.checkpoint import latest_checkpoint
 

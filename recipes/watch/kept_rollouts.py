@@ -21,12 +21,13 @@ import numpy as np
 
 from dataproto import DataProto
 from dataproto.columns import COLUMNS
-from dataproto.errors import InvalidConfig, writing
+from dataproto.errors import InvalidConfig
 from recipes.watch.rollout_files import (
     FOLDER,
     TRAINING,
     pictures_of,
     prompt_text,
+    replace_file,
     rows_file,
     save_image,
     tokens_file,
@@ -114,8 +115,8 @@ class KeptRollouts:
             row |= {"length": sum(found["sampled"]), "mismatch": found.pop("mismatch")}
             if "token_level_rewards" not in kept:
                 row |= _supervised(found, self.plain)
-        _replace(tokens_file(self.directory, step), gzip.compress(_lines(tokens), compresslevel=1, mtime=0))
-        _replace(rows_file(self.directory, step), _lines(described))  # last: readers look for this one
+        replace_file(tokens_file(self.directory, step), gzip.compress(_lines(tokens), compresslevel=1, mtime=0))
+        replace_file(rows_file(self.directory, step), _lines(described))  # last: readers look for this one
 
     def _rows(self, step: int, data: DataProto, samples: Sequence[int]) -> list[Row]:
         scored = "token_level_rewards" in data
@@ -233,13 +234,6 @@ def _mismatch(engine: "Tensor | None", actor: "Tensor | None", sampled: "Tensor"
 
 def _lines(rows: Sequence[Mapping[str, Any]]) -> bytes:
     return "".join(json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n" for row in rows).encode()
-
-
-def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f"{path.name}.tmp")
-    with writing(path, temporary):
-        temporary.write_bytes(content)
-        temporary.replace(path)
 
 
 def _number(value: Any) -> float | None:

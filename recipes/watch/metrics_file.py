@@ -3,13 +3,12 @@
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import SupportsFloat
 
 from dataproto.errors import FileFormatError, InvalidConfig, writing
-from recipes.watch.rollout_files import RolloutSample
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -114,9 +113,6 @@ class MetricsLog:
         except OSError:
             os.ftruncate(self._file, size)
             raise
-
-    def log_rollouts(self, step: int, rows: Sequence[RolloutSample]) -> None:
-        """Keeps none: rollouts have files of their own."""
 
     def close(self) -> None:
         if self._file >= 0:

@@ -4,34 +4,29 @@ It reads those of ``metrics.jsonl``, ``config.json``, ``environment.json`` and `
 comes from models and data is escaped; the page loads nothing and runs no code.
 """
 
-import base64
-import io
 import json
 import math
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
-from dataproto.errors import DataProtoError, FileFormatError, writing
+from dataproto.errors import DataProtoError, FileFormatError
 from recipes.options.config_file import CONFIG_FILE
-from recipes.watch.charts import COLOURS, Series, format_seconds, line_chart, number, safe_text
-from recipes.watch.confusion import MOST, Confusion, confusion_picture, latest_confusion
+from recipes.watch.charts import COLOURS, Series, line_chart
+from recipes.watch.confusion import MOST, confusion_picture, latest_confusion
 from recipes.watch.metrics_file import METRICS_FILE, read_metrics
+from recipes.watch.pages import format_seconds, number, render, write_page
 from recipes.watch.rollout_files import RolloutSample, load_rollouts, rollout_steps
-from recipes.watch.style import PAGE, STYLE
 
 Rows = Sequence[Mapping[str, float]]
 
 ENVIRONMENT_FILE, REPORT_FILE = "environment.json", "report.html"
 MAX_CARDS = 24
-TINY = 160  # pictures narrower than this are shown enlarged
 ACCURACY, CONTROL = "val-core/*/acc/mean@*", "val-aux/*/acc/mean@*"
 PACKAGES = ("torch", "transformers", "tensordict", "numpy", "pillow", "vllm", "ray", "dataproto-vlm")
 
@@ -110,33 +105,34 @@ def write_report(run_dir: str | Path) -> Path:
     if not run_dir.is_dir():
         raise FileFormatError(f"{run_dir} is not the directory of a run")
     rows = read_metrics(run_dir / METRICS_FILE)
-    steps = rollout_steps(run_dir)
-    shown = {step: load_rollouts(run_dir, step) for step in dict.fromkeys([*steps[:1], *steps[-1:]])}
-    config = _read_json(run_dir / CONFIG_FILE)
     recorded = _read_json(run_dir / ENVIRONMENT_FILE)
-    body = [
-        curves(rows),
-        _rollouts(shown),
-        _confusion(latest_confusion(run_dir)),
-        _table("Configuration", _flatten(config)),
-        _table("Environment" if recorded else "Environment of this report", _flatten(recorded or environment())),
-        _metrics_table(rows),
-    ]
-    page = PAGE.substitute(
-        title=safe_text(run_dir.resolve().name),
+    values = {name: [value for _, value in _finite(rows, name)] for name in _names(rows, "*") if name != "step"}
+    return write_page(
+        run_dir / REPORT_FILE,
+        "report.html",
+        title=run_dir.resolve().name,
         subtitle=_subtitle(rows),
-        style=STYLE,
-        body="\n".join(filter(None, body)),
+        curves=curves(rows),
+        rollouts=_rollouts(run_dir),
+        confusion=_confusion(run_dir),
+        tables={
+            "Configuration": _flatten(_read_json(run_dir / CONFIG_FILE)),
+            "Environment" if recorded else "Environment of this report": _flatten(recorded or environment()),
+        },
+        metrics={name: found for name, found in values.items() if found},
     )
-    path, temporary = run_dir / REPORT_FILE, run_dir / f"{REPORT_FILE}.tmp"
-    with writing(path, temporary):
-        temporary.write_text(page, encoding="utf-8", errors="replace")
-        return temporary.replace(path)
 
 
 def curves(rows: Rows) -> str:
-    """A run's most important numbers, and its curves, as HTML for a page that has the report's `STYLE`."""
-    return "\n".join(filter(None, [_tiles(rows), section_html("Curves", "", _charts(rows), "charts")]))
+    """A run's most important numbers, and its curves, as HTML for a page that has the report's style."""
+    charts = []
+    for chart in CHARTS:
+        series = _series(rows, chart)
+        if drawing := line_chart(series, chart.percent, chart.title):
+            last = [(line.label, line.points[-1][1]) for line in series]
+            legend = [(label, f"{value * 100:.1f}%" if chart.percent else number(value)) for label, value in last]
+            charts.append({"title": chart.title, "note": chart.note, "drawing": drawing, "legend": legend})
+    return render("curves.html", tiles=list(_tiles(rows)), charts=charts).strip()
 
 
 def environment() -> dict[str, str]:
@@ -160,73 +156,44 @@ def held_out_accuracy(rows: Rows) -> dict[str, tuple[float, float]]:
     return found
 
 
-def _tiles(rows: Rows) -> str:
-    tiles = []
+def _tiles(rows: Rows) -> Iterator[dict[str, str]]:
+    """The most important numbers, each with its name."""
+
+    def tile(name: str, value: str, note: str = "", way: str = "", kind: str = "") -> dict[str, str]:
+        return {"name": name, "value": value, "note": note, "way": way, "kind": kind}
+
     for source, (before, after) in list(held_out_accuracy(rows).items())[:3]:
         change = (after - before) * 100
         way = "up" if change > 0 else "down" if change < 0 else "soft"
-        text = f'{before * 100:.1f}% → {after * 100:.1f}% <small class="{way}">{change:+.1f}</small>'
-        tiles.append(_tile(f"Held-out accuracy, {source}", text, "wide"))
+        text = f"{before * 100:.1f}% → {after * 100:.1f}%"
+        yield tile(f"Held-out accuracy, {source}", text, f"{change:+.1f}", way, "wide")
     for name, metric in (("Sampled reward", "critic/score/mean"), ("Held-out loss", "val/loss")):
         if values := _finite(rows, metric):
-            tiles.append(_tile(name, f"{values[0][1]:.2f} → {values[-1][1]:.2f}"))
+            yield tile(name, f"{values[0][1]:.2f} → {values[-1][1]:.2f}")
     if rows:
-        tiles.append(_tile("Steps", f"{int(rows[-1]['step']):,}"))
+        yield tile("Steps", f"{int(rows[-1]['step']):,}")
     if seconds := [value for _, value in _finite(rows, "timing_s/step") or _finite(rows, "perf/time_per_step")]:
         total = math.fsum(seconds)
-        tiles.append(
-            _tile("Time in steps", f"{format_seconds(total)} <small>{total / len(seconds):.2f} s each</small>")
-        )
-    if speed := _finite(rows, "perf/throughput"):
-        tiles.append(
-            _tile("Tokens per second and device", f"{math.fsum(value for _, value in speed) / len(speed):,.0f}")
-        )
-    return f'<div class="grid tiles">{"".join(tiles)}</div>' if tiles else ""
+        yield tile("Time in steps", format_seconds(total), f"{total / len(seconds):.2f} s each")
+    if speeds := [value for _, value in _finite(rows, "perf/throughput")]:
+        yield tile("Tokens per second and device", f"{math.fsum(speeds) / len(speeds):,.0f}")
 
 
-def _charts(rows: Rows) -> list[str]:
-    cards = []
-    for chart in CHARTS:
-        series = _series(rows, chart)
-        if drawing := line_chart(series, chart.percent, chart.title):
-            legend = "".join(_legend(line, index % COLOURS, chart.percent) for index, line in enumerate(series))
-            cards.append(
-                f'<div class="card"><h3>{chart.title}</h3><p class="soft">{chart.note}</p>{drawing}'
-                f'<ul class="legend">{legend}</ul></div>'
-            )
-    return cards
-
-
-def _series(rows: Rows, chart: Chart) -> list[Series]:
-    """The lines of a chart, at most `COLOURS`, without rare metrics; the matches of ``*`` are in descending order."""
-    lines = []
-    for pattern, label in chart.lines.items():
-        found = [Series(label or _star(pattern, name), _finite(rows, name)) for name in _names(rows, pattern)]
-        often = max((len(line.points) for line in found), default=0) / 2  # rare metrics would hide the rest
-        lines += sorted((line for line in found if len(line.points) > often), key=lambda line: -line.points[-1][1])
-    return lines[:COLOURS]
-
-
-def _legend(line: Series, colour: int, percent: bool) -> str:
-    last = line.points[-1][1]
-    shown = f"{last * 100:.1f}%" if percent else number(last)
-    return f'<li class="c{colour}">{safe_text(line.label)} <b>{shown}</b></li>'
-
-
-def _rollouts(shown: Mapping[int, Sequence[RolloutSample]]) -> str:
-    """Cards of the problems of the first evaluation, with the answers of the last one beside."""
-    if not shown:
-        return ""
-    first, last = min(shown), max(shown)
-    problems = {sample.key: sample for sample in shown[first]}
+def _rollouts(run_dir: Path) -> dict[str, Any] | None:
+    """Cards of the problems of the first evaluation, each with the answers of the last one next to it."""
+    steps = rollout_steps(run_dir)
+    if not steps:
+        return None
+    first, last = steps[0], steps[-1]
+    problems = {sample.key: sample for sample in load_rollouts(run_dir, first)}
     if first == last:
-        cards = [_card([("", first, sample)]) for sample in list(problems.values())[:MAX_CARDS]]
-        return section_html("Rollouts", f"Held-out problems, answered at step {first}.", cards, "cards")
-    later = {sample.key: sample for sample in shown[last]}
+        cards = [[("", first, sample)] for sample in list(problems.values())[:MAX_CARDS]]
+        return {"title": "Rollouts", "note": f"Held-out problems, answered at step {first}.", "cards": cards}
+    later = {sample.key: sample for sample in load_rollouts(run_dir, last)}
     pairs = [(sample, later[key]) for key, sample in problems.items() if key in later]
-    cards = [_card([("Before", first, before), ("After", last, after)]) for before, after in pairs[:MAX_CARDS]]
-    note = f"The first {len(cards)} held-out problems, as they come. {_change(pairs)}"
-    return section_html("Rollouts before and after", note, cards, "cards")
+    compared = [[("Before", first, before), ("After", last, after)] for before, after in pairs[:MAX_CARDS]]
+    note = f"The first {len(compared)} held-out problems, as they come. {_change(pairs)}"
+    return {"title": "Rollouts before and after", "note": note, "cards": compared}
 
 
 def _change(pairs: Sequence[tuple[RolloutSample, RolloutSample]]) -> str:
@@ -238,106 +205,28 @@ def _change(pairs: Sequence[tuple[RolloutSample, RolloutSample]]) -> str:
     return f"Of the {len(judged)} problems kept, {gained} went from wrong to right and {lost} from right to wrong."
 
 
-def _confusion(found: tuple[int, Confusion] | None) -> str:
+def _confusion(run_dir: Path) -> dict[str, Any] | None:
     """The confusion of classes at the last evaluation."""
+    found = latest_confusion(run_dir)
     if found is None:
-        return ""
+        return None
     step, confusion = found
-    drawn = f"; the first {MOST} are drawn" if len(confusion.classes) > MOST else ""
+    shown = f"; the first {MOST} are shown" if len(confusion.classes) > MOST else ""
     note = (
         f"{len(confusion.classes)} classes downwards, answers to the right, the last column for every other answer, at step "
-        f"{step}{drawn}. {confusion.accuracy * 100:.1f}% are right."
+        f"{step}{shown}. {confusion.accuracy * 100:.1f}% are right."
     )
-    mistakes = "".join(
-        f"<li>{safe_text(truth)} taken for {safe_text(answer)}: {count}</li>"
-        for truth, answer, count in confusion.worst()
-    )
-    card = f'<div class="card">{confusion_picture(confusion)}{f"<ul>{mistakes}</ul>" if mistakes else ""}</div>'
-    return section_html("Confusion", note, [card], "wide")
+    return {"note": note, "drawing": confusion_picture(confusion), "worst": confusion.worst()}
 
 
-def _card(answers: Sequence[tuple[str, int, RolloutSample]]) -> str:
-    problem = answers[0][2]
-    pictures = "".join(picture_html(image) for image in problem.images if not problem.actions)
-    pictures = f'<div class="pictures">{pictures}</div>' if pictures else ""
-    return (
-        f'<article class="card rollout"><div class="top">{pictures}<div class="question">'
-        f'<p class="prompt">{safe_text(problem.prompt)}</p>'
-        f'<p class="truth"><span class="soft">Answer</span> <b>{safe_text(problem.ground_truth)}</b></p></div></div>'
-        f'<div class="answers">{"".join(_answer(*answer) for answer in answers)}</div></article>'
-    )
-
-
-def _answer(when: str, step: int, sample: RolloutSample) -> str:
-    badge = ""
-    if sample.accuracy is not None:
-        right = sample.accuracy >= 0.5
-        badge = f'<span class="badge {"good" if right else "bad"}">{"correct" if right else "incorrect"}</span>'
-    title = f"<b>{when}</b> " if when else ""
-    said = _strip(sample) if sample.actions else f"<pre>{safe_text(sample.response) or '<i>(empty)</i>'}</pre>"
-    return (
-        f'<section class="answer"><header><span class="when">{title}<span class="soft">step {step}</span></span>{badge}'
-        f'<span class="badge">reward {number(sample.reward)}</span></header>{said}</section>'
-    )
-
-
-def _strip(sample: RolloutSample) -> str:
-    """The turns of an episode side by side. With one picture a turn each has its own, else the pictures come first."""
-    paired = len(sample.images) == len(sample.actions)
-    pictures = [picture_html(image) for image in sample.images]
-    shown = pictures if paired else [""] * len(sample.actions)
-    turns = [
-        f"<figure>{picture}<figcaption>{safe_text(action) or '<i>(empty)</i>'}</figcaption></figure>"
-        for picture, action in zip(shown, sample.actions, strict=True)
-    ]
-    return f'<div class="strip">{"" if paired else "".join(pictures)}{"".join(turns)}</div>'
-
-
-def picture_html(image: Image.Image) -> str:
-    buffer = io.BytesIO()
-    image.save(buffer, format="PNG", optimize=True)
-    data = base64.b64encode(buffer.getvalue()).decode()
-    kind = ' class="tiny"' if image.width < TINY else ""
-    size = f'width="{image.width}" height="{image.height}"'
-    return f'<img{kind} src="data:image/png;base64,{data}" {size} alt="picture of the problem">'
-
-
-def _metrics_table(rows: Rows) -> str:
+def _series(rows: Rows, chart: Chart) -> list[Series]:
+    """The lines of a chart, at most `COLOURS`, without rare metrics; the matches of ``*`` are in descending order."""
     lines = []
-    for name in _names(rows, "*"):
-        values = [value for _, value in _finite(rows, name)]
-        if name != "step" and values:
-            cells = (values[0], values[-1], min(values), max(values))
-            lines.append(
-                f"<tr><td>{safe_text(name)}</td>{''.join(f'<td>{number(value)}</td>' for value in cells)}</tr>"
-            )
-    if not lines:
-        return ""
-    heads = "".join(f"<th>{head}</th>" for head in ("metric", "first", "last", "lowest", "highest"))
-    return (
-        f'<details class="card"><summary>All {len(lines)} metrics</summary><div class="scroll">'
-        f'<table class="numbers"><tr>{heads}</tr>{"".join(lines)}</table></div></details>'
-    )
-
-
-def _table(title: str, entries: Mapping[str, Any]) -> str:
-    if not entries:
-        return ""
-    lines = "".join(
-        f"<tr><th>{safe_text(name)}</th><td>{safe_text(value)}</td></tr>" for name, value in entries.items()
-    )
-    return f'<details class="card"><summary>{title}</summary><div class="scroll"><table>{lines}</table></div></details>'
-
-
-def section_html(title: str, note: str, cards: Sequence[str], kind: str) -> str:
-    if not cards:
-        return ""
-    note = f'<p class="soft">{note}</p>' if note else ""
-    return f'<h2>{title}</h2>{note}<div class="grid {kind}">{"".join(cards)}</div>'
-
-
-def _tile(name: str, value: str, kind: str = "") -> str:
-    return f'<div class="card tile {kind}"><p class="soft">{safe_text(name)}</p><div class="value">{value}</div></div>'
+    for pattern, label in chart.lines.items():
+        found = [Series(label or _star(pattern, name), _finite(rows, name)) for name in _names(rows, pattern)]
+        often = max((len(line.points) for line in found), default=0) / 2  # rare metrics would hide the rest
+        lines += sorted((line for line in found if len(line.points) > often), key=lambda line: -line.points[-1][1])
+    return lines[:COLOURS]
 
 
 def _subtitle(rows: Rows) -> str:

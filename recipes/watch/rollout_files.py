@@ -121,16 +121,33 @@ def save_rollouts(directory: str | Path, step: int, rows: Iterable[RolloutSample
         fields = {name: value for name, value in vars(sample).items() if name != "images"}
         names = [save_image(folder / "images", image) for image in sample.images]
         lines.append(json.dumps(fields | {"images": names}) + "\n")
-    path = folder / f"step_{step}.jsonl"
-    temporary = path.with_suffix(".tmp")
+    return replace_file(answers_file(directory, step), "".join(lines).encode())
+
+
+def replace_file(path: Path, content: bytes) -> Path:
+    """Writes a whole file in the place of what was there, or nothing, and returns its path.
+
+    Raises:
+        FileNotWritten: the folder does not exist, or the disk is full, say.
+    """
+    temporary = path.with_name(f"{path.name}.tmp")
     with writing(path, temporary):
-        temporary.write_text("".join(lines), encoding="utf-8")
+        temporary.write_bytes(content)
         return temporary.replace(path)
+
+
+def answers_file(directory: str | Path, step: int) -> Path:
+    """The file of the answers of an evaluation in a run's directory."""
+    return Path(directory) / FOLDER / f"step_{step}.jsonl"
 
 
 def rollout_steps(directory: str | Path) -> list[int]:
     """The steps whose rollouts a run saved, in order."""
-    names = (re.fullmatch(r"step_(\d+)\.jsonl", path.name) for path in (Path(directory) / FOLDER).glob("step_*.jsonl"))
+    return _steps(Path(directory) / FOLDER)
+
+
+def _steps(folder: Path) -> list[int]:
+    names = (re.fullmatch(r"step_(\d+)\.jsonl", path.name) for path in folder.glob("step_*.jsonl"))
     return sorted(int(match[1]) for match in names if match)
 
 
@@ -140,13 +157,12 @@ def load_rollouts(directory: str | Path, step: int) -> list[RolloutSample]:
     Raises:
         FileFormatError: a line is not a rollout; the message names the line.
     """
-    folder = Path(directory) / FOLDER
-    path = folder / f"step_{step}.jsonl"
+    path = answers_file(directory, step)
     samples = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
             fields = json.loads(line)
-            images = _load_images(folder / "images", fields.pop("images"))
+            images = _load_images(path.parent / "images", fields.pop("images"))
             actions = tuple(map(str, fields.pop("actions", ())))
             samples.append(replace(RolloutSample(**fields), images=images, actions=actions))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -170,11 +186,7 @@ def save_image(folder: Path, image: Image.Image) -> str:
     if buffer.tell() > LARGEST_PNG:
         name, buffer = f"{content}.jpg", io.BytesIO()
         small.save(buffer, format="JPEG", quality=90)
-    temporary = folder / f"{name}.tmp"
-    with writing(folder / name, temporary):
-        temporary.write_bytes(buffer.getvalue())
-        temporary.replace(folder / name)
-    return name
+    return replace_file(folder / name, buffer.getvalue()).name
 
 
 def rows_file(directory: str | Path, step: int) -> Path:
@@ -189,8 +201,7 @@ def tokens_file(directory: str | Path, step: int) -> Path:
 
 def kept_steps(directory: str | Path) -> list[int]:
     """The steps whose rollouts of training a run kept, in order."""
-    paths = (Path(directory) / FOLDER / TRAINING).glob("step_*.jsonl")
-    return sorted(int(match[1]) for path in paths if (match := re.fullmatch(r"step_(\d+)\.jsonl", path.name)))
+    return _steps(Path(directory) / FOLDER / TRAINING)
 
 
 def load_kept(directory: str | Path, step: int) -> list[Row]:

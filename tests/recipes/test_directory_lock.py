@@ -21,7 +21,7 @@ from recipes.export import main as export_main
 from recipes.run import directory_lock
 from recipes.run.directory_lock import LOCK_FILE, locked
 from recipes.watch import MetricsLog, write_report
-from recipes.watch.viewer import RunFiles
+from recipes.watch.viewer import overview
 
 HOLDS = """
 import os, subprocess, sys
@@ -106,7 +106,7 @@ def test_other_commands_that_fill_a_directory_keep_a_second_one_out(
 def test_what_only_reads_a_run_needs_no_lock(taken: tuple[Path, int], tmp_path: Path) -> None:
     directory, _ = taken
     write_report(directory)
-    assert RunFiles(directory).overview()["metrics"] is not None
+    assert overview(directory)["metrics"] is not None
     with pytest.raises(Exception, match="no checkpoint of an actor"):
         export.export_model(export.ModelExportConfig(directory, tmp_path / "out"))
 

@@ -13,10 +13,11 @@ from PIL import Image
 
 from dataproto.errors import FileNotWritten, InvalidConfig
 from helpers.checkpoints import write_checkpoint
+from helpers.kept_runs import scored_batch
 from recipes.configs.shared.run_config import RunConfig
 from recipes.options.config_file import write_options
 from recipes.run.run_directory import RecordedRun, recorded_run
-from recipes.watch.kept_rollouts import _replace
+from recipes.watch.kept_rollouts import KeptRollouts
 from recipes.watch.metrics_file import MetricsLog, read_metrics
 from recipes.watch.report import write_report
 from recipes.watch.rollout_files import RolloutSample, save_image, save_rollouts
@@ -36,13 +37,19 @@ def files_of_at_most(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+def without_pictures():
+    data = scored_batch(["x" * 900], [1.0], ["a"])
+    data.pop(non_tensor_batch_keys=["multi_modal_data"])
+    return data
+
+
 WRITERS = {
     "metrics.jsonl.json": lambda folder: write_json(folder / "metrics.jsonl.json", ["x" * 100] * 9),
     "step_1.jsonl": lambda folder: save_rollouts(folder, 1, [RolloutSample("a", "p" * 900, "r", "1", 0.0)]),
     ".png": lambda folder: save_image(
         folder, Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8))
     ),
-    "step_2.jsonl": lambda folder: _replace(folder / "step_2.jsonl", b"x" * 900),
+    "step_2.tokens.jsonl.gz": lambda folder: KeptRollouts(folder, 8).keep(2, without_pictures()),
     "config.yaml": lambda folder: write_options(folder, RecordedRun(RunConfig())),
     "report.html": write_report,
 }

@@ -17,6 +17,7 @@ from helpers.tiny_prompts import tiny_tokenizer
 from recipes.watch import ViewerServer
 from recipes.watch.kept_rollouts import KeptRollouts
 from recipes.watch.metrics_file import MetricsLog
+from recipes.watch.rollout_files import load_kept
 
 pytestmark = pytest.mark.chromium
 
@@ -199,6 +200,38 @@ def test_rows_of_supervised_training_show_their_loss(opened):
     assert "loss" in page.inner_text(".sample header")
     assert "reward" not in page.inner_text(".sample header")
     assert max(alpha for *_, alpha in colours(page, 0)) > 0.5
+
+
+FILTERS = {
+    "reward>=0.5 uid:prompt-1": lambda row: row["reward"] >= 0.5 and row["uid"] == "prompt-1",
+    'response:"IS BLUE"': lambda row: "is blue" in row["response"],
+    "acc=0 truncated=1": lambda row: row["parts"]["acc"] == 0 and row["truncated"],
+    "mismatch<.1e1": lambda row: row["mismatch"] < 1,
+    "truth:re sample!=0": lambda row: row["sample"] != 0,
+    "prompt-0": lambda row: row["uid"] == "prompt-0",
+    "text:reward>1": lambda row: False,
+}
+
+
+def test_a_filter_has_numbers_and_texts(opened):
+    run, page = opened
+    rows = [row for step in (1, 2, 3) for row in load_kept(run, step)]
+    counts = {}
+    for text, fits in FILTERS.items():
+        found = page.evaluate("([rows, text]) => matching(rows, text)", [rows, text])
+        assert found == [row for row in rows if fits(row)], text
+        counts[text] = len(found)
+    assert 0 < counts["reward>=0.5 uid:prompt-1"] < counts["prompt-0"] < counts["mismatch<.1e1"] == len(rows)
+    for text, says in (
+        ("rewrd>1", "no field 'rewrd' to compare: choose one of step"),
+        ('uid:"a', "no closing quotation"),
+    ):
+        with pytest.raises(Exception, match=says):
+            page.evaluate("([rows, text]) => matching(rows, text)", [rows, text])
+    unknown = rows[0] | {"mismatch": None}
+    assert page.evaluate("rows => matching(rows, 'mismatch<9')", [unknown]) == []
+    order = page.evaluate("rows => inOrder(rows, 'mismatch', false).map(row => row.mismatch)", [unknown, *rows[:2]])
+    assert order == [*sorted(row["mismatch"] for row in rows[:2]), None]
 
 
 def test_rollouts_of_all_steps_are_sorted(opened):

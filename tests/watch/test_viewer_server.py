@@ -19,8 +19,9 @@ from helpers.kept_runs import scored_batch, write_run
 from helpers.tiny_prompts import tiny_tokenizer
 from recipes.watch.kept_rollouts import KeptRollouts
 from recipes.watch.metrics_file import MetricsLog
+from recipes.watch.pages import TEMPLATES
 from recipes.watch.rollout_files import RolloutSample, save_rollouts
-from recipes.watch.viewer import PAGE, ViewerServer, main
+from recipes.watch.viewer import ViewerServer, main
 
 
 @contextmanager
@@ -51,65 +52,46 @@ def found(server, path, **asked):
     return json.loads(body)
 
 
-def test_rollouts_are_filtered_and_sorted(tmp_path):
+def test_the_rows_of_a_step_come_with_their_tokens_and_pictures(tmp_path):
     with serving(write_run(tmp_path / "run")) as server:
-        assert found(server, "/api/run")["steps"] == {"training": [1, 2, 3], "held-out": []}
-        every = found(server, "/api/rollouts", sort="reward", order="down")
-        assert (every["total"], every["of"], len(every["rows"])) == (24, 24, 24)
-        rewards = [row["reward"] for row in every["rows"]]
-        assert rewards == sorted(rewards, reverse=True)
-        assert len(set(rewards)) > 3
-        assert every["fields"][-2:] == ["acc", "format"]
-        step = found(server, "/api/rollouts", step=2, filter="reward>=0.5 uid:prompt-1", sort="length")
-        lengths = [row["length"] for row in step["rows"]]
-        assert lengths == sorted(lengths)
-        assert 0 < len(lengths) < 8
-        assert step["of"] == 8
-        assert all(row["reward"] >= 0.5 and row["uid"] == "prompt-1" and row["step"] == 2 for row in step["rows"])
-        part = found(server, "/api/rollouts", start=20, count=3, sort="mismatch")
-        assert (part["total"], len(part["rows"])) == (24, 3)
-        assert found(server, "/api/rollouts", filter='response:"is blue"', step=1)["total"] == 1
-
-
-def test_a_group_has_its_tokens_and_pictures(tmp_path):
-    with serving(write_run(tmp_path / "run")) as server:
-        group = found(server, "/api/group", step=2, uid="prompt-1")
-        assert [row["sample"] for row in group] == [0, 1, 2, 3]
-        row = group[3]
-        assert "".join(row["texts"]) == row["response"]
-        assert row["response"].endswith("!!!")
-        assert len(row["tokens"]) == len(row["advantages"]) == len(row["engine_log_probs"]) == row["length"]
-        status, headers, body, _ = ask(server, f"/images/{row['images'][0]}")
+        steps = found(server, "/api/run")["steps"]
+        assert (list(steps["training"]), steps["held-out"]) == (["1", "2", "3"], {})
+        rows, tokens = found(server, "/api/rows", step=2), found(server, "/api/tokens", step=2)
+        assert [(row["uid"], row["sample"]) for row in rows[3:5]] == [("prompt-0", 3), ("prompt-1", 0)]
+        assert "".join(tokens[3]["texts"]) == rows[3]["response"]
+        assert rows[3]["response"].endswith("!!!")
+        numbers = [len(tokens[3][name]) for name in ("tokens", "advantages", "engine_log_probs")]
+        assert numbers == [rows[3]["length"]] * 3
+        status, headers, body, _ = ask(server, f"/images/{rows[3]['images'][0]}")
         assert (status, headers["Content-Type"], body[:4]) == (200, "image/png", b"\x89PNG")
         assert "immutable" in headers["Cache-Control"]
 
 
 def test_steps_written_while_it_serves_appear(tmp_path):
     with serving(tmp_path) as server:
-        assert found(server, "/api/rollouts") | {"fields": 0} == {"total": 0, "of": 0, "fields": 0, "rows": []}
+        assert found(server, "/api/run")["steps"] == {"training": {}, "held-out": {}}
         assert ask(server, "/api/curves")[2] == b""
         kept = KeptRollouts(tmp_path, 8, tiny_tokenizer())
         with MetricsLog(tmp_path) as log:
             for step in (1, 2):
                 kept.keep(step, scored_batch(["x", "y"], [0.0, step / 2], ["a", "a"]))
                 log.log(step, {"critic/score/mean": step / 4})
-                assert found(server, "/api/run")["steps"]["training"] == list(range(1, step + 1))
-                assert found(server, "/api/rollouts", step="all")["total"] == 2 * step
+                before = found(server, "/api/run")["steps"]["training"]
+                assert list(before) == ["1", "2"][:step]
                 assert b"<svg" in ask(server, "/api/curves")[2]
         kept.keep(2, scored_batch(["x", "y"], [0.75, 0.75], ["a", "a"]))  # a resumed run writes a step again
-        assert {row["reward"] for row in found(server, "/api/rollouts", step=2)["rows"]} == {0.75}
+        after = found(server, "/api/run")["steps"]["training"]
+        assert before["1"] == after["1"]
+        assert before["2"] != after["2"]
+        assert {row["reward"] for row in found(server, "/api/rows", step=2)} == {0.75}
 
 
-def test_answers_of_evaluations_are_shown_together(tmp_path):
-    for step in (0, 5):
-        save_rollouts(tmp_path, step, [RolloutSample("k", "Find x.", f"at {step}", "3", step / 5, float("nan"))])
+def test_answers_of_evaluations_are_rows_too(tmp_path):
+    save_rollouts(tmp_path, 5, [RolloutSample("k", "Find x.", "at 5", "3", 1.0, float("nan"))])
     with serving(tmp_path) as server:
-        rows = found(server, "/api/group", set="held-out", step=5, uid="k")
-        assert [(row["step"], row["response"], row["parts"]) for row in rows] == [
-            (0, "at 0", {}),
-            (5, "at 5", {}),
-        ]
-        assert found(server, "/api/rollouts", set="held-out", sort="mismatch")["total"] == 2
+        (row,) = found(server, "/api/rows", set="held-out", step=5)
+        assert (row["key"], row["response"], row["accuracy"]) == ("k", "at 5", None)
+        assert list(found(server, "/api/run")["steps"]["held-out"]) == ["5"]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +100,7 @@ def test_answers_of_evaluations_are_shown_together(tmp_path):
 def test_other_hosts_are_refused(tmp_path, host):
     with serving(write_run(tmp_path / "run", steps=1)) as server:
         assert server.server_address[0] == "127.0.0.1"
-        for path in ("/", "/api/rollouts", "/viewer.js"):
+        for path in ("/", "/api/run", "/viewer.js"):
             status, _, body, _ = ask(server, path, host=host)
             assert status == 403
             assert b"localhost" in body
@@ -138,14 +120,10 @@ def test_nothing_else_of_the_machine_is_served(tmp_path, path):
 @pytest.mark.parametrize(
     ("path", "asked", "message"),
     [
-        ("/api/rollouts", {"filter": "rewrd>1"}, "no field 'rewrd'"),
-        ("/api/rollouts", {"filter": 'uid:"a'}, "No closing quotation"),
-        ("/api/rollouts", {"sort": "colour"}, "no field 'colour'"),
-        ("/api/rollouts", {"step": "-1"}, "step='-1'"),
-        ("/api/rollouts", {"step": 99}, "step 99"),
-        ("/api/rollouts", {"set": "test"}, "no set 'test'"),
-        ("/api/group", {"step": 1, "uid": "nobody"}, "uid 'nobody'"),
-        ("/api/group", {}, "step=''"),
+        ("/api/rows", {"step": "-1"}, "step '-1'"),
+        ("/api/rows", {"step": 99}, "step '99'"),
+        ("/api/rows", {"step": 1, "set": "test"}, "no set 'test'"),
+        ("/api/tokens", {}, "step ''"),
     ],
 )
 def test_a_question_that_cannot_be_answered_says_why(tmp_path, path, asked, message):
@@ -158,10 +136,10 @@ def test_a_question_that_cannot_be_answered_says_why(tmp_path, path, asked, mess
 def test_a_damaged_file_is_named_and_writing_refused(tmp_path):
     with serving(write_run(tmp_path / "run", steps=1)) as server:
         (tmp_path / "run" / "rollouts" / "training" / "step_1.jsonl").write_text("nonsense\n")
-        status, _, body, _ = ask(server, "/api/rollouts")
+        status, _, body, _ = ask(server, "/api/rows", step=1)
         assert status == 500
         assert b"step_1.jsonl, line 1" in body
-        assert ask(server, "/api/rollouts", method="POST")[0] == 501
+        assert ask(server, "/api/run", method="POST")[0] == 501
 
 
 def test_text_of_rollouts_cannot_become_code(tmp_path):
@@ -170,8 +148,8 @@ def test_text_of_rollouts_cannot_become_code(tmp_path):
     with MetricsLog(tmp_path) as log:
         log.log(1, {"val-core/<script>x</script>/acc/mean@1": 0.5})
     with serving(tmp_path) as server:
-        _status, headers, body, _ = ask(server, "/api/rollouts")
-        assert json.loads(body)["rows"][0]["response"] == attack
+        _status, headers, body, _ = ask(server, "/api/rows", step=1)
+        assert json.loads(body)[0]["response"] == attack
         assert headers["Content-Type"].startswith("application/json")
         assert headers["X-Content-Type-Options"] == "nosniff"
         curves = ask(server, "/api/curves")[2]
@@ -180,7 +158,7 @@ def test_text_of_rollouts_cannot_become_code(tmp_path):
         policy = ask(server, "/")[1]["Content-Security-Policy"]
         assert "default-src 'none'; script-src 'self'; style-src 'self'" in policy
         assert "unsafe" not in policy
-    code = (PAGE / "viewer.js").read_text() + (PAGE / "index.html").read_text()
+    code = (TEMPLATES / "viewer.js").read_text() + (TEMPLATES / "viewer.html").read_text()
     assert not any(
         word in code
         for word in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "http:", "https:")
@@ -211,13 +189,11 @@ def test_a_thousand_rollouts_with_all_their_tokens_and_photographs_are_small(tmp
         kept.keep(step, batch)
     with serving(tmp_path) as server:
         sent = sum(ask(server, path)[3] for path in ("/", "/viewer.js", "/viewer.css", "/report.css"))
-        sent += ask(server, "/api/rollouts", count=1000)[3]
         pictures = set()
         for step in range(1, 5):
-            for group in range(25):
-                _, _, body, size = ask(server, "/api/group", step=step, uid=f"p{group}")
-                sent += size
-                pictures |= {name for row in json.loads(body) for name in row["images"]}
+            _, _, body, size = ask(server, "/api/rows", step=step)
+            sent += size + ask(server, "/api/tokens", step=step)[3]
+            pictures |= {name for row in json.loads(body) for name in row["images"]}
         answers = [ask(server, f"/images/{name}") for name in pictures]
         assert {headers["Content-Type"] for _, headers, _, _ in answers} == {"image/jpeg"}
         sent += sum(size for *_, size in answers)

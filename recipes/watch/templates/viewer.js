@@ -1,10 +1,10 @@
 "use strict";
 // All text of rollouts is set as text, never as HTML. The curves are HTML that the server has drawn and escaped.
 
-const POLL = 2000, PAGE = 200;
+const POLL = 2000, PAGE = 200, PREVIEW = 160;
 const COLOURS = ["advantage", "log-prob", "difference", "none"];
-const state = { run: null, set: "training", step: null, follow: true, filter: "", sort: "step", down: true, rows: [], total: 0,
-  chosen: -1, group: null, groupKey: "", colour: "advantage", single: false, request: 0, detail: 0, more: false };
+const state = { run: null, set: "training", step: null, follow: true, filter: "", sort: "step", down: true, known: [], rows: [],
+  drawn: 0, chosen: -1, group: null, groupKey: "", colour: "advantage", single: false, request: 0, detail: 0 };
 const $ = (id) => document.getElementById(id);
 
 function element(tag, attributes = {}, ...children) {
@@ -39,7 +39,7 @@ async function poll() {
     $("state").textContent = "live";
     if (!before) start(run);
     if (!before || String(before.metrics) !== String(run.metrics)) drawCurves();
-    if (!before || String(before.steps[state.set]) !== String(run.steps[state.set])) newSteps();
+    if (!before || JSON.stringify(before.steps[state.set]) !== JSON.stringify(run.steps[state.set])) newSteps();
   } catch (error) {
     $("state").textContent = `not connected: ${error.message}`;
   }
@@ -48,10 +48,10 @@ async function poll() {
 
 function start(run) {
   $("name").textContent = document.title = run.name;
-  if (!run.steps.training.length && run.steps["held-out"].length) $("set").value = state.set = "held-out";
+  if (!Object.keys(run.steps.training).length && Object.keys(run.steps["held-out"]).length) $("set").value = state.set = "held-out";
 }
 
-const steps = () => state.run ? state.run.steps[state.set] : [];
+const steps = () => state.run ? Object.keys(state.run.steps[state.set]).map(Number) : [];
 
 function newSteps() {
   const select = $("step"), known = steps();
@@ -59,7 +59,9 @@ function newSteps() {
   select.replaceChildren(element("option", { value: "all" }, "all steps"),
     ...known.map((step) => element("option", { value: step }, `step ${step}`)).reverse());
   select.value = wanted ?? "all";
-  if (wanted !== state.step || wanted === "all" || wanted === null) { state.step = wanted; load(); }
+  const same = wanted === state.step;
+  state.step = wanted;
+  load(same);
 }
 
 async function drawCurves() {
@@ -68,47 +70,106 @@ async function drawCurves() {
   $("curves").replaceChildren(...(drawn.childElementCount ? drawn.children : [element("p", { class: "soft" }, "No metrics yet.")]));
 }
 
-// ---- the list
+// ---- rows: what is kept, which of it the filter asks for, and in which order
 
-function asked(begin) {
-  return { set: state.set, step: state.step ?? "all", filter: state.filter, sort: state.sort, order: state.down ? "down" : "up",
-    start: begin, count: PAGE };
+const read = new Map();  // the rows of each file, and the stamp that the file had
+
+async function rowsOf(step) {
+  const key = `${state.set}/${step}`, set = state.set, stamp = state.run.steps[set][step];
+  if (read.get(key)?.stamp !== stamp) {
+    const found = await (await get("/api/rows", { set, step })).json();
+    read.set(key, { stamp, rows: found.map((row, place) => set === "training" ? { ...row, place } : answer(row, step)) });
+  }
+  return read.get(key).rows;
 }
 
+function answer(row, step) {  // of an evaluation, with the fields of a kept row
+  return { step, uid: String(row.key), sample: 0, source: "", prompt: row.prompt ?? "", response: row.response ?? "",
+    ground_truth: row.ground_truth ?? "", reward: row.reward ?? null, parts: row.accuracy == null ? {} : { acc: row.accuracy },
+    truncated: false, images: row.images ?? [], length: null, mismatch: null };
+}
+
+const FIELDS = ["step", "sample", "reward", "length", "mismatch", "truncated"];
+const TEXTS = { uid: ["uid"], source: ["source"], prompt: ["prompt"], response: ["response"], truth: ["ground_truth"],
+  text: ["uid", "prompt", "response", "ground_truth"] };
+const COMPARISONS = { ">": (a, b) => a > b, "<": (a, b) => a < b, ">=": (a, b) => a >= b, "<=": (a, b) => a <= b,
+  "=": (a, b) => a === b, "!=": (a, b) => a !== b };
+const COMPARISON = /^([A-Za-z_][\w/.-]*)(>=|<=|!=|=|>|<)([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)$/i;
+
+const fieldsOf = (rows) => [...FIELDS, ...new Set(rows.flatMap((row) => Object.keys(row.parts)))];
+
+function valueOf(row, field) {
+  const value = field === "uid" || FIELDS.includes(field) ? row[field] : row.parts[field];
+  return typeof value === "boolean" ? Number(value) : value ?? null;
+}
+
+// The rows that match all terms: a comparison (reward>0.5), a text in one field (uid:7, response:"x = 3"), or a text anywhere.
+function matching(rows, text) {
+  if (text.split('"').length % 2 === 0) throw new Error(`filter ${text}: no closing quotation`);
+  const terms = (text.match(/(?:[^\s"]|"[^"]*")+/g) ?? []).map((term) => term.replaceAll('"', ""));
+  const tests = terms.map((term) => test(term, fieldsOf(rows)));
+  return rows.filter((row) => tests.every((each) => each(row)));
+}
+
+function test(term, known) {
+  const [, field, sign, bound] = COMPARISON.exec(term) ?? [];
+  if (field && !known.includes(field)) {
+    throw new Error(`no field '${field}' to compare: choose one of ${known.join(", ")}; or search for text:${term}`);
+  }
+  if (field) return (row) => valueOf(row, field) !== null && COMPARISONS[sign](valueOf(row, field), Number(bound));
+  const [name, ...rest] = term.split(":"), named = rest.length && name in TEXTS;
+  const wanted = (named ? rest.join(":") : term).toLowerCase();
+  return (row) => TEXTS[named ? name : "text"].some((each) => row[each].toLowerCase().includes(wanted));
+}
+
+function inOrder(rows, field, down) {  // rows without a value come last, and equal ones stay in their order
+  const sign = down ? -1 : 1;
+  return [...rows].sort((first, second) => {
+    const [a, b] = [valueOf(first, field), valueOf(second, field)];
+    return a === b ? 0 : a === null ? 1 : b === null ? -1 : a < b ? -sign : sign;
+  });
+}
+
+// ---- the list
+
 async function load(keep = false) {
-  const request = ++state.request, chosen = keep ? state.rows[state.chosen] : null;
+  const request = ++state.request;
   try {
-    const found = await (await get("/api/rollouts", asked(0))).json();
+    const wanted = state.step === null ? [] : state.step === "all" ? steps() : [state.step];
+    const found = (await Promise.all(wanted.map(rowsOf))).flat();
     if (request !== state.request) return;
-    complain(null);
-    Object.assign(state, { rows: found.rows, total: found.total });
-    $("count").textContent = found.total === found.of ? `${found.total} rollouts` : `${found.total} of ${found.of}`;
-    const fields = ["uid", ...found.fields];
-    $("sort").replaceChildren(...fields.map((field) => element("option", { value: field }, `by ${field}`)));
-    $("sort").value = state.sort;
-    $("list").replaceChildren(...found.rows.map(entry));
-    $("list").scrollTop = 0;
-    const same = chosen ? found.rows.findIndex((row) => keyOf(row) === keyOf(chosen) && row.sample === chosen.sample) : -1;
-    choose(Math.max(same, 0));
+    state.known = found;
+    list(keep);
   } catch (error) {
     if (request === state.request) complain(error);
   }
 }
 
-async function loadMore() {
-  if (state.more || state.rows.length >= state.total) return;
-  state.more = true;
-  const request = state.request;
+function list(keep = false) {
+  const before = keep ? state.rows[state.chosen] : null;
   try {
-    const found = await (await get("/api/rollouts", asked(state.rows.length))).json();
-    if (request !== state.request) return;
-    $("list").append(...found.rows.map((row, index) => entry(row, state.rows.length + index)));
-    state.rows.push(...found.rows);
+    state.rows = inOrder(matching(state.known, state.filter), state.sort, state.down);
+    complain(null);
   } catch (error) {
     complain(error);
-  } finally {
-    state.more = false;
+    return;
   }
+  const { rows, known } = state;
+  $("count").textContent = rows.length === known.length ? `${rows.length} rollouts` : `${rows.length} of ${known.length}`;
+  const fields = ["uid", ...fieldsOf(known)];
+  if (!fields.includes(state.sort)) fields.push(state.sort);
+  $("sort").replaceChildren(...fields.map((field) => element("option", { value: field }, `by ${field}`)));
+  $("sort").value = state.sort;
+  const same = before ? rows.findIndex((row) => keyOf(row) === keyOf(before) && row.sample === before.sample) : -1;
+  $("list").replaceChildren();
+  $("list").scrollTop = state.drawn = 0;
+  drawUpTo(Math.max(same, 0) + PAGE);
+  choose(Math.max(same, 0));
+}
+
+function drawUpTo(end) {
+  $("list").append(...state.rows.slice(state.drawn, end).map((row, index) => entry(row, state.drawn + index)));
+  state.drawn = Math.max(state.drawn, Math.min(end, state.rows.length));
 }
 
 function entry(row, index) {
@@ -117,9 +178,9 @@ function entry(row, index) {
     row.truncated ? "cut" : ""].filter(Boolean).join(" · ");
   const mismatch = row.mismatch === null ? "" : ` · mismatch ${number(+row.mismatch.toPrecision(2))}`;
   const line = element("div", { class: "line" }, element("div", { class: "facts" }, facts),
-    element("div", {}, row.response || "(empty)"),
+    element("div", {}, row.response.slice(0, PREVIEW) || "(empty)"),
     element("div", { class: "soft" }, `step ${row.step}${mismatch} · ${row.uid}`));
-  const picture = row.image ? [element("img", { src: `/images/${row.image}`, alt: "", loading: "lazy" })] : [];
+  const picture = row.images.length ? [element("img", { src: `/images/${row.images[0]}`, alt: "", loading: "lazy" })] : [];
   const made = element("li", { role: "option", id: `row-${index}`, "aria-selected": "false" }, ...picture, line);
   made.dataset.index = index;
   return made;
@@ -128,13 +189,13 @@ function entry(row, index) {
 function choose(index) {
   $(`row-${state.chosen}`)?.setAttribute("aria-selected", "false");
   state.chosen = state.rows.length ? Math.min(Math.max(index, 0), state.rows.length - 1) : -1;
+  if (state.chosen > state.drawn - 20) drawUpTo(state.chosen + PAGE);
   const made = $(`row-${state.chosen}`);
   if (made) {
     made.setAttribute("aria-selected", "true");
     made.scrollIntoView({ block: "nearest" });
     $("list").setAttribute("aria-activedescendant", made.id);
   }
-  if (state.chosen > state.rows.length - 20) loadMore();
   showGroup();
 }
 
@@ -147,10 +208,10 @@ async function showGroup() {
     $("detail").replaceChildren(element("p", { class: "soft" }, state.run && steps().length ? "No rollout matches." : "No rollouts are kept yet."));
     return;
   }
-  const key = `${state.set}/${keyOf(row)}`;
+  const stamps = state.run.steps[state.set], key = JSON.stringify([state.set, keyOf(row), state.set === "training" ? stamps[row.step] : stamps]);
   if (key !== state.groupKey) {
     try {
-      const group = await (await get("/api/group", { set: state.set, step: row.step, uid: row.uid })).json();
+      const group = await groupOf(row);
       if (request !== state.detail) return;
       state.group = group;
       state.groupKey = key;
@@ -165,6 +226,25 @@ async function showGroup() {
     made.classList.toggle("chosen", chosen);
     if (chosen) made.scrollIntoView({ block: "nearest" });
   }
+}
+
+async function groupOf(row) {  // the samples of a step with their tokens, or the answers of all evaluations
+  if (state.set !== "training") {
+    return (await Promise.all(steps().map(rowsOf))).flat().filter((each) => each.uid === row.uid);
+  }
+  const [rows, tokens] = [await rowsOf(row.step), await tokensOf(row.step)];
+  if (rows.length !== tokens.length) throw new Error(`step ${row.step}: ${rows.length} rows, but the tokens of ${tokens.length}`);
+  return rows.filter((each) => each.uid === row.uid).map((each) => ({ ...each, ...tokens[each.place] }));
+}
+
+let tokens = {};  // of the step that was read last
+
+async function tokensOf(step) {
+  const stamp = state.run.steps.training[step];
+  if (tokens.step !== step || tokens.stamp !== stamp) {
+    tokens = { step, stamp, rows: await (await get("/api/tokens", { step })).json() };
+  }
+  return tokens.rows;
 }
 
 function drawGroup() {
@@ -331,12 +411,12 @@ document.addEventListener("keydown", (event) => {
 let typing;
 $("filter").addEventListener("input", () => {
   clearTimeout(typing);
-  typing = setTimeout(() => { state.filter = $("filter").value; load(); }, 150);
+  typing = setTimeout(() => { state.filter = $("filter").value; list(); }, 150);
 });
 $("set").addEventListener("change", () => { state.set = $("set").value; state.step = undefined; state.sort = "step"; newSteps(); $("set").blur(); });
 $("step").addEventListener("change", () => { const value = $("step").value; goToStep(value === "all" ? value : Number(value)); $("step").blur(); });
-$("sort").addEventListener("change", () => { state.sort = $("sort").value; load(); $("sort").blur(); });
-$("order").addEventListener("click", () => { state.down = !state.down; $("order").textContent = state.down ? "↓" : "↑"; load(); });
+$("sort").addEventListener("change", () => { state.sort = $("sort").value; list(); $("sort").blur(); });
+$("order").addEventListener("click", () => { state.down = !state.down; $("order").textContent = state.down ? "↓" : "↑"; list(); });
 $("follow").addEventListener("change", () => setFollow($("follow").checked));
 $("show-rollouts").addEventListener("click", () => show("rollouts"));
 $("show-curves").addEventListener("click", () => show("curves"));
@@ -347,7 +427,7 @@ $("list").addEventListener("click", (event) => {
 });
 $("list").addEventListener("scroll", () => {
   const list = $("list");
-  if (list.scrollTop + list.clientHeight > list.scrollHeight - 600) loadMore();
+  if (list.scrollTop + list.clientHeight > list.scrollHeight - 600) drawUpTo(state.drawn + PAGE);
 });
 $("detail").addEventListener("click", (event) => {
   const made = event.target.closest(".sample");
