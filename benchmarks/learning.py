@@ -49,7 +49,7 @@ from recipes.demo.rows import ProblemRows  # noqa: E402
 from recipes.rewards import geo3k_reward, short_answer_reward  # noqa: E402
 from recipes.run import run  # noqa: E402
 from recipes.run.run_directory import open_run_directory, with_schedules  # noqa: E402
-from recipes.watch import read_metrics  # noqa: E402
+from recipes.watch.metrics_file import read_metrics  # noqa: E402
 
 PROMPTS, SAMPLES = 16, 16
 COMMON = (

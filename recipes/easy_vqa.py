@@ -39,7 +39,7 @@ from recipes.run.policy_gradient import (
     run,
 )
 from recipes.run.supervised import SupervisedTask, held_out_loss, run_supervised
-from recipes.watch import start_phase
+from recipes.watch.console import start_phase
 from recipes.watch.metrics_file import METRICS_FILE
 from rollout.prompts import PromptBuilder, SupervisedBuilder
 from workers import Roles

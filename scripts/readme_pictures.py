@@ -29,7 +29,7 @@ def plot_curves(runs: Sequence[Sequence[Mapping[str, float]]], path: str | Path)
     """Draws sampled reward and held-out accuracy over steps into an image file.
 
     Args:
-        runs: the rows of each run, as of `recipes.watch.read_metrics`. Of several runs lines are medians, and bands ranges.
+        runs: the rows of each run, as of `read_metrics`. Of several runs lines are medians, and bands ranges.
     """
     figure = Figure(figsize=(8, 3.4), dpi=150, layout="constrained")
     axes = figure.add_subplot()

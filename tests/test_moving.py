@@ -16,7 +16,7 @@ from recipes.grpo import GRPORunConfig, main, parse
 from recipes.options import options_of
 from recipes.options.option_table import on_command_line
 from recipes.rewards import as_reward_function
-from recipes.watch import read_metrics
+from recipes.watch.metrics_file import read_metrics
 from workers.roles.reward import RewardRow
 
 PAGE = (Path(__file__).parents[1] / "docs" / "moving.md").read_text(encoding="utf-8")

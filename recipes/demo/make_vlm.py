@@ -32,7 +32,7 @@ from recipes.run.directory_lock import locked
 from recipes.run.loop import RunConfig
 from recipes.run.supervised import run_supervised
 from recipes.sft import SFTConfig, SFTDataConfig, conversation_task
-from recipes.watch import start_phase
+from recipes.watch.console import start_phase
 from recipes.watch.report import REPORT_FILE
 from rollout.engine import SamplingParams, create_engine
 from rollout.prompts import PromptBuilder, SupervisedBuilder

@@ -21,7 +21,7 @@ from recipes.run.policy_gradient import (
     prompt_builder,
     prompt_loader,
 )
-from recipes.watch import start_phase
+from recipes.watch.console import start_phase
 from rollout.environments import MakeEnvironment, TurnRenderer
 from rollout.prompts import PromptBuilder, SupervisedBuilder
 from workers import Roles

@@ -21,18 +21,12 @@ from recipes.configs.shared.run_config import RunConfig
 from recipes.run.evaluation import BestStep, Evaluate
 from recipes.run.metrics import Measure, measure_rollouts, timed
 from recipes.run.run_directory import forget_earlier
-from recipes.watch import (
-    LearningSignals,
-    LoggedRun,
-    Progress,
-    RunLoggers,
-    SpeedSignals,
-    open_loggers,
-    start_metrics,
-    start_phase,
-)
+from recipes.watch.console import Progress, start_metrics, start_phase
 from recipes.watch.kept_rollouts import KeptRollouts
+from recipes.watch.loggers import RunLoggers, open_loggers
 from recipes.watch.metrics_file import METRICS_FILE, read_metrics
+from recipes.watch.signals import LearningSignals, SpeedSignals
+from recipes.watch.trackers import LoggedRun
 from rollout.prompts import PromptBuilder
 from workers import Roles
 from workers.training.checkpoint import (

@@ -53,7 +53,7 @@ from recipes.run.run_directory import (
     with_schedules,
 )
 from recipes.run.run_forecast import RunForecast
-from recipes.watch import announce_start, start_phase
+from recipes.watch.console import announce_start, start_phase
 from recipes.watch.kept_rollouts import KeptRollouts
 from recipes.watch.report import REPORT_FILE
 from rollout.engine import returns_experts

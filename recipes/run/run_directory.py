@@ -18,8 +18,7 @@ from recipes.options import options_of, write_options
 from recipes.options.command_line import NOT_BEGUN
 from recipes.options.config_file import CONFIG_FILE
 from recipes.run.directory_lock import LOCK_FILE, locked
-from recipes.watch import show_summary
-from recipes.watch.console import Compare
+from recipes.watch.console import Compare, show_summary
 from recipes.watch.metrics_file import METRICS_FILE
 from recipes.watch.report import ENVIRONMENT_FILE, environment, write_report
 from workers.model.model_config import OptimizerConfig
@@ -221,7 +220,7 @@ def reported(directory: Path, started: float | None = None, compared: Compare | 
 
     Args:
         started: the `time.monotonic` at which the time of the run began; by default now.
-        compared: see `recipes.watch.show_summary`.
+        compared: see `recipes.watch.console.show_summary`.
     """
     started = time.monotonic() if started is None else started
     with ending(

@@ -20,7 +20,8 @@ from recipes.demo.make_vlm import main as make_vlm_main
 from recipes.export import main as export_main
 from recipes.run import directory_lock
 from recipes.run.directory_lock import LOCK_FILE, locked
-from recipes.watch import MetricsLog, write_report
+from recipes.watch.metrics_file import MetricsLog
+from recipes.watch.report import write_report
 from recipes.watch.viewer import overview
 
 HOLDS = """

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from recipes.grpo import grpo_step
-from recipes.watch import read_metrics
+from recipes.watch.metrics_file import read_metrics
 
 ROOT = Path(__file__).parents[2]
 

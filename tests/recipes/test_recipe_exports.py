@@ -8,9 +8,6 @@ EXPORTS = {
     "recipes.run": """PolicyGradientConfig RunConfig StepFunction StepState SupervisedConfig SupervisedTask attempts
         evaluate_answers evaluate_samples greedy_evaluation held_out_evaluation launch_supervised measure_rollouts
         next_token_loss recorded_run run run_supervised train""",
-    "recipes.watch": """KeptRollouts LOGGERS LearningSignals LoggedRun MetricsLog Progress RunLogger RunLoggers SpeedSignals
-        Thresholds ViewerServer announce_start check_loggers learning_problems open_loggers read_metrics run_summary
-        show_summary start_metrics start_phase write_report""",
     "recipes.forecast": """BatchSizes DEVICES Device EpisodeSizes ModelSize Phase PromptSizes RoleMemory SLACK Setting
         StepForecast as_options beside_fact fit way_out
         calibrate_cpu compared duration preparation_seconds this_cpu

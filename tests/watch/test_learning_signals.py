@@ -2,7 +2,7 @@ import pytest
 
 from dataproto import DataProto
 from recipes.run.metrics import rollout_metrics
-from recipes.watch import LearningSignals, Thresholds, learning_problems
+from recipes.watch.signals import LearningSignals, Thresholds, learning_problems
 
 HEALTHY = {
     "critic/score/max": 1.0,

@@ -3,8 +3,7 @@ import math
 
 from rich.console import Console
 
-from recipes.watch import Progress, start_phase
-from recipes.watch.console import StepTable
+from recipes.watch.console import Progress, StepTable, start_phase
 
 
 class Clock:

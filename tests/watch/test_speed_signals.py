@@ -2,7 +2,7 @@
 
 import pytest
 
-from recipes.watch import SpeedSignals
+from recipes.watch.signals import SpeedSignals
 
 STEP = {"timing_s/update_actor": 30.0, "timing_s/gen": 20.0, "timing_s/update_actor/forward": 14.0}
 

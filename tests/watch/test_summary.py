@@ -3,7 +3,7 @@ import json
 
 from rich.console import Console
 
-from recipes.watch import run_summary, show_summary
+from recipes.watch.console import run_summary, show_summary
 
 
 def rows():
