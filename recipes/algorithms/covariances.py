@@ -24,9 +24,9 @@ def random_high_covariance(
     old_log_probs: Tensor,
     advantages: Tensor,
     response_mask: Tensor,
-    cov_ratio: float,
-    cov_bounds: tuple[float, float],
-    seed: int | Sequence[int],
+    cov_ratio: float = 2e-4,
+    cov_bounds: tuple[float, float] = (1.0, 5.0),
+    seed: int | Sequence[int] = 0,
 ) -> Tensor:
     """Clip-Cov: draws a share ``cov_ratio`` of the tokens, at least one, from those with low < c_t < high.
 
@@ -51,7 +51,9 @@ def random_high_covariance(
     return _mask_of(within[torch.from_numpy(drawn).to(within.device)], sampled)
 
 
-def highest_covariance(old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, cov_ratio: float) -> Tensor:
+def highest_covariance(
+    old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, cov_ratio: float = 2e-4
+) -> Tensor:
     """KL-Cov: selects the share ``cov_ratio`` of the tokens, at least one, with the highest c_t.
 
     Args, returns: as `random_high_covariance`.

@@ -28,7 +28,7 @@ else:  # options are read without torch
     kl = LazyModule("recipes.algorithms.kl")
 
 KL_ESTIMATORS = {"k1": kl.k1_kl, "k2": kl.k2_kl, "k3": kl.k3_kl, "k3+": kl.unbiased_k3_kl}
-LOSS_OPTIONS = ("clip", "dual_clip", "sapo_temperatures", "cov_ratio", "cov_bounds", "kl_cov_coef")
+LOSS_OPTIONS = ("clip", "dual_clip")
 """Options that only some of the losses have."""
 OF_THE_PAPER: Any = None
 """The default of an option that gets the value that the papers of the loss and the advantage use, unless it is given."""
@@ -53,23 +53,15 @@ class AlgorithmConfig:
             reinforce_plus_plus_baseline, remax, opo, over turns gigpo and turn_returns, in distil reverse_kl, with a
             critic gae, turn_gae and bi_level_gae, or FILE.py:FUNCTION; default: the loss's, or grpo
         gamma: discount of rewards for each token, for reinforce_plus_plus, gae and bi_level_gae
-        turn_gamma: discount of rewards a turn, for gigpo, turn_returns, turn_gae and bi_level_gae; default: the
-            advantage's, or 1
-        step_weight: of gigpo: weight of the comparison of turns that begin in the same state
         loss: loss of log-probs and advantages: ppo, grpo, dr_grpo, dapo, gspo, cispo, sapo, clip_cov, kl_cov or
             FILE.py:FUNCTION; a name also sets the other options of its paper, unless they are given
         clip: distances below and above 1 at which the ratio is clipped; default: the loss's, or 0.2 0.2
         dual_clip: bound of the ratio where the advantage is negative, for ppo, grpo, dr_grpo and dapo
-        sapo_temperatures: of sapo: for positive and for negative advantages
-        cov_ratio: of clip_cov and kl_cov: share of the tokens that are selected
-        cov_bounds: of clip_cov: bounds of the covariances of the selected tokens
-        kl_cov_coef: of kl_cov: weight of the penalty
         kl_coef: weight of the KL term to the reference; 0 needs no reference; default: the loss's or the advantage's, or
             0
         kl_in: where the KL term is added; default: as for kl_coef, or loss
         kl: estimator of the KL term; default: as for kl_coef, or k3 in the loss, k1 in the reward
         kl_target: KL near which the weight of the term in the reward is kept; default: the weight is constant
-        kl_horizon: time constant of the adaptation, in rows
         entropy_coef: weight of the entropy bonus
         entropy_anneal: multiply the entropy bonus by 1 - accuracy of the batch
         aggregation: how the losses of tokens are averaged; default: the loss's or the advantage's, or token-mean
@@ -78,7 +70,6 @@ class AlgorithmConfig:
         filter_metric: column that compares samples for dynamic sampling; default: acc if the reward has it, else score
         overlong_buffer: length of the interval below the maximum length in which responses are penalised, in tokens or,
             below 1, as a share of the maximum length (of a turn, in episodes); 0: no penalty; default: the loss's, or 0
-        overlong_penalty: penalty of a response of maximum length
         correction: weigh tokens or responses by the importance ratio of actor to engine
         correction_limit: largest importance weight; or a lower and an upper bound, outside of which the weight is 0
         rejection: remove tokens or responses from the loss whose ratio of actor to engine is outside of the bounds
@@ -100,27 +91,19 @@ class AlgorithmConfig:
     epochs: int = 1
     advantage: str = OF_THE_PAPER
     gamma: float = 1.0
-    turn_gamma: float = OF_THE_PAPER
-    step_weight: float = 1.0
     loss: str = "ppo"
     clip: tuple[float, float] = OF_THE_PAPER
     dual_clip: float | None = 3.0
-    sapo_temperatures: tuple[float, float] = (1.0, 1.05)
-    cov_ratio: float = 2e-4
-    cov_bounds: tuple[float, float] = (1.0, 5.0)
-    kl_cov_coef: float = 1.0
     kl_coef: float = OF_THE_PAPER
     kl_in: Literal["loss", "reward"] = OF_THE_PAPER
     kl: Estimator = OF_THE_PAPER
     kl_target: float | None = None
-    kl_horizon: int = 10_000
     entropy_coef: float = 0.0
     entropy_anneal: bool = False
     aggregation: AggregationMode = OF_THE_PAPER
     dynamic_sampling: int = OF_THE_PAPER
     filter_metric: str | None = None
     overlong_buffer: float = OF_THE_PAPER
-    overlong_penalty: float = 1.0
     correction: Correction = "none"
     correction_limit: float | tuple[float, float] = 2.0
     rejection: Rejection = "none"
@@ -146,8 +129,8 @@ class AlgorithmConfig:
         if self.epochs < 1 or (self.minibatch is not None and self.minibatch < 1):
             raise InvalidConfig(f"algorithm.epochs={self.epochs}, minibatch={self.minibatch}: must be at least 1")
         buffer = self.overlong_buffer
-        if self.entropy_coef < 0 or buffer < 0 or self.overlong_penalty < 0:
-            raise InvalidConfig("algorithm.entropy_coef, overlong_buffer and overlong_penalty must be at least 0")
+        if self.entropy_coef < 0 or buffer < 0:
+            raise InvalidConfig("algorithm.entropy_coef and overlong_buffer must be at least 0")
         if buffer > 1 and buffer != int(buffer):
             raise InvalidConfig(
                 f"algorithm.overlong_buffer={buffer}: must be a whole number of tokens, or a share below 1"
@@ -169,22 +152,12 @@ class AlgorithmConfig:
             raise InvalidConfig(f"algorithm.n={self.n}: {name} compares the samples of a prompt and needs at least 2")
         if self.n < 2 and self.dynamic_sampling:
             raise InvalidConfig(f"algorithm.n={self.n}: dynamic sampling needs groups of at least 2")
-        for option, value in (("gamma", self.gamma), ("turn_gamma", self.turn_gamma)):
-            if not 0 <= value <= 1:
-                raise InvalidConfig(f"algorithm.{option}={value}: must be from 0 to 1")
+        if not 0 <= self.gamma <= 1:
+            raise InvalidConfig(f"algorithm.gamma={self.gamma}: must be from 0 to 1")
         if self.gamma != 1 and not function.takes("gamma"):
             raise InvalidConfig(
                 f"algorithm.gamma={self.gamma}: {name} has no discount for each token; reinforce_plus_plus, gae and "
                 "bi_level_gae have one"
-            )
-        if self.turn_gamma != 1 and not function.takes("turn_gamma"):
-            raise InvalidConfig(
-                f"algorithm.turn_gamma={self.turn_gamma}: {name} has no discount for each turn; gigpo, turn_returns, turn_gae "
-                "and bi_level_gae have one"
-            )
-        if self.step_weight < 0 or (self.step_weight != 1 and not function.takes("step_weight")):
-            raise InvalidConfig(
-                f"algorithm.step_weight={self.step_weight}: must be at least 0, and is an option of gigpo"
             )
 
     def _check_loss(self) -> None:
@@ -201,13 +174,6 @@ class AlgorithmConfig:
                 )
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise InvalidConfig(f"algorithm.dual_clip={self.dual_clip} must be above 1")
-        if min(self.sapo_temperatures) <= 0:
-            raise InvalidConfig(f"algorithm.sapo_temperatures={self.sapo_temperatures} must be above 0")
-        if not 0 < self.cov_ratio <= 1 or self.cov_bounds[0] >= self.cov_bounds[1] or self.kl_cov_coef < 0:
-            raise InvalidConfig(
-                f"algorithm.cov_ratio={self.cov_ratio} must be above 0 and at most 1, cov_bounds={self.cov_bounds} must "
-                f"increase, and kl_cov_coef={self.kl_cov_coef} must be at least 0"
-            )
 
     def _check_kl(self) -> None:
         if self.kl not in KL_ESTIMATORS:
@@ -238,16 +204,10 @@ class AlgorithmConfig:
         """Options that do nothing here; see `recipes.options.refuse_idle_options`."""
         return [
             (not self.kl_coef, "kl kl-in", "there is no KL term: add --algorithm.kl-coef"),
-            (self.kl_target is None, "kl-horizon", "the KL weight is constant: add --algorithm.kl-target"),
             (
                 not self.entropy_coef,
                 "entropy-anneal",
                 "there is no entropy bonus: add --algorithm.entropy-coef",
-            ),
-            (
-                not self.overlong_buffer,
-                "overlong-penalty",
-                "no response is penalised for its length: add --algorithm.overlong-buffer",
             ),
             (
                 self.advantage == "reverse_kl",
@@ -344,7 +304,7 @@ class AlgorithmConfig:
 
     def kl_controller(self) -> KLController:
         """A new controller of the KL penalty's weight."""
-        return KLController(self.kl_coef, self.kl_target, self.kl_horizon)
+        return KLController(self.kl_coef, self.kl_target)
 
     def updates(self, prompts: int) -> int:
         """Number of optimizer steps for a batch of ``prompts`` prompts."""

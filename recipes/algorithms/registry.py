@@ -48,7 +48,6 @@ VERL: Mapping[str, Any] = {
     "kl": "k3",
     "dynamic_sampling": 0,
     "overlong_buffer": 0.0,
-    "turn_gamma": 1.0,
 }
 """The options that the paper of a loss or of an advantage may set, with verl's values, which stand where no paper sets one."""
 
@@ -185,15 +184,12 @@ ADVANTAGES = Registry(
         "opo": Algorithm(advantages.length_weighted_advantage, {"kl_coef": 0.0}),
         "gigpo": Algorithm(
             turn_advantages.gigpo_advantage,
-            {"turn_gamma": 0.95, "kl_coef": 0.01},
-            arguments=("turn_gamma", "step_weight"),
+            {"kl_coef": 0.01},
         ),
-        "turn_returns": Algorithm(turn_advantages.turn_returns_advantage, arguments=("turn_gamma",)),
+        "turn_returns": Algorithm(turn_advantages.turn_returns_advantage),
         "gae": Algorithm(advantages.gae, arguments=("gamma",), critic=True),
-        "turn_gae": Algorithm(turn_advantages.turn_gae, arguments=("turn_gamma",), critic=True),
-        "bi_level_gae": Algorithm(
-            turn_advantages.bi_level_gae, {"turn_gamma": 0.99}, arguments=("gamma", "turn_gamma"), critic=True
-        ),
+        "turn_gae": Algorithm(turn_advantages.turn_gae, critic=True),
+        "bi_level_gae": Algorithm(turn_advantages.bi_level_gae, arguments=("gamma",), critic=True),
         "reverse_kl": Algorithm(kl.reverse_kl_advantage, {"kl_coef": 0.0}),
     },
 )

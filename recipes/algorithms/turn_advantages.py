@@ -150,7 +150,7 @@ def bi_level_gae(
     response_mask: Tensor,
     turn: Tensor,
     trajectory: Sequence[Hashable],
-    turn_gamma: float = 1.0,
+    turn_gamma: float = 0.99,
     gamma: float = 1.0,
     lam: float = 1.0,
 ) -> tuple[Tensor, Tensor]:

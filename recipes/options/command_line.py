@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn, Protocol, TypeVar
 from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig, later_errors
 from recipes.options.config_file import CONFIG_FILE, ONCE, OPTIONS_FILE, file_values
 from recipes.options.help_text import help_text, show_help
-from recipes.options.names import FILE_ONLY, own_name, way_out_of
+from recipes.options.names import ENDED, FILE_ONLY, own_name
 from recipes.options.option_table import (
     TRUTH,
     Option,
@@ -285,7 +285,7 @@ def _unknown(word: str, options: Sequence[Option]) -> InvalidConfig:
     known = spellings(on_command_line(options))
     if name in FILE_ONLY and any(option.name == name for option in options):
         return InvalidConfig(f"--{name} is read from files only: --config FILE with the line '{name}: VALUE'")
-    if (ended := way_out_of(name)) is not None:
+    if (ended := ENDED.get(name)) is not None:
         return InvalidConfig(f"--{name} has ended: {ended}")
     near = [each for each in names if each.endswith(f".{name}")] or get_close_matches(name, names, 1, cutoff=0.8)
     hint = f"the nearest is --{' or --'.join(near)}" if near else "--help-all shows all"

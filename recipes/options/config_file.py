@@ -9,7 +9,7 @@ from typing import Any, ClassVar, get_args, get_origin
 import yaml
 
 from dataproto.errors import InvalidConfig, writing
-from recipes.options.names import way_out_of
+from recipes.options.names import ENDED
 from recipes.options.option_table import Option, options_of
 
 OPTIONS_FILE, CONFIG_FILE = "config.yaml", "config.json"
@@ -115,7 +115,7 @@ def file_values(path: Path, options: Sequence[Option], without: Sequence[str] = 
     for key, value in _flat(found, known):
         if key not in known:
             near = get_close_matches(key, known, 1, cutoff=0.0)
-            hint = way_out_of(key) or f"the nearest is {known[near[0]].name!r}"
+            hint = ENDED.get(key) or f"the nearest is {known[near[0]].name!r}"
             raise InvalidConfig(f"{path}: there is no option {key!r}; {hint}")
         option = known[key]
         if option.name in given:

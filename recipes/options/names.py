@@ -82,13 +82,36 @@ def own_name(argument: str) -> str | None:
     return _ours.get(name)
 
 
-FILE_ONLY: tuple[str, ...] = ()
-"""Options that a file sets (``--config FILE``), and no command line."""
+FILE_ONLY = {
+    *("ray.cpus", "ray.gpus", "ray.object-store-gib", "ray.pip", "ray.working-dir", "ray.show-logs", "ray.env-vars"),
+    *("ray.timeout-s", "ray.reward-timeout-s", "ray.reward-processes"),
+    *("pipeline-schedule", "pipeline-chunks", "pipeline-layers", "flash-attention", "float8", "scoring-token-budget"),
+    *("freeze-language", "lora-vision", "num-workers", "keep-best", "save-behind", "video-key"),
+    *(
+        "algorithm.entropy-anneal",
+        "algorithm.filter-metric",
+        "algorithm.kl-target",
+        "rollout.min-p",
+        "rollout.early-rewards",
+    ),
+    *("optimizer.betas", "optimizer.min-lr-ratio"),
+}
+"""Options that a file sets (``--config FILE``) and no command line: those of a place, and those that few runs change."""
 
-ENDED: dict[str, str] = {}
+OF_THE_FUNCTION = "it is a constant of {0} now: copy that function with another one, --algorithm.{1} FILE.py:FUNCTION"
+OF_A_COLUMN = (
+    "it is a constant of recipes.algorithms.covariances now: register a loss with another one, LOSSES.register"
+)
+ENDED = {
+    "rollout.quantization": "give it to the engine, --engine-options quantization fp8",
+    "rollout.speculate": "give it to the engine, --engine-options speculate N",
+    "algorithm.sapo-temperatures": OF_THE_FUNCTION.format("recipes.algorithms.gated_policy_loss", "loss"),
+    "algorithm.cov-ratio": OF_A_COLUMN,
+    "algorithm.cov-bounds": OF_A_COLUMN,
+    "algorithm.kl-cov-coef": OF_THE_FUNCTION.format("recipes.algorithms.kl_cov_loss", "loss"),
+    "algorithm.step-weight": OF_THE_FUNCTION.format("recipes.algorithms.gigpo_advantage", "advantage"),
+    "algorithm.turn-gamma": OF_THE_FUNCTION.format("recipes.algorithms.turn_advantages", "advantage"),
+    "algorithm.kl-horizon": "the weight of the KL term is adapted over 10,000 rows",
+    "algorithm.overlong-penalty": "the penalty is 1; subtract another one in your reward function, --reward FILE.py:FUNCTION",
+}
 """Options of earlier versions, and what to do instead."""
-
-
-def way_out_of(name: str) -> str | None:
-    """What to do instead of an option of an earlier version; ``None`` if it is none."""
-    return ENDED.get(name)

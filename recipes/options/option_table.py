@@ -205,7 +205,7 @@ def refuse_idle_options(config: Any, default: Any, given: Mapping[str, Any]) -> 
     for idle, way_out in _idle(config, ""):
         for name in changed:
             if name == idle or (idle.endswith(".") and name.startswith(idle)):
-                raise InvalidConfig(f"--{name} would do nothing: {way_out}")
+                raise InvalidConfig(f"{name if name in FILE_ONLY else f'--{name}'} would do nothing: {way_out}")
 
 
 def _idle(config: Any, prefix: str) -> Iterator[tuple[str, str]]:

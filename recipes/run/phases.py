@@ -268,7 +268,7 @@ def shape_rewards(
     if buffer:
         penalties = torch.zeros_like(rewards)
         for turn in _turns(data):
-            penalty = config.overlong_penalty * overlong_penalty(turn, max_tokens, buffer)
+            penalty = overlong_penalty(turn, max_tokens, buffer)
             penalties = penalties + place_on_last_token(penalty, turn)
         rewards = rewards + penalties
         metrics["reward/overlong_penalty"] = float(penalties.sum(1).mean())

@@ -233,7 +233,7 @@ def launch_roles(
         optimizer=over_the_run(config.optimizer, config.run.steps * config.updates["optimizer"]),
         **vars(config.compute),
     )
-    options: dict[str, Any] = config.rollout.engine_options()
+    options: dict[str, Any] = {}
     prompts = {name: getattr(config.data, name) for name in ("max_prompt_length", "min_pixels", "max_pixels")}
     prompts["template_arguments"] = builder.template_arguments
     if config.engine == "vllm":  # it processes images itself

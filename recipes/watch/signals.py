@@ -111,7 +111,7 @@ def _engine_difference(last: Sequence[Metrics], limits: Thresholds) -> str | Non
         return None
     return (
         f"the engine's log-probs of sampled tokens differ from the actor's by {means[-1]:.2g} nats on average: it samples from "
-        "another policy; compare them with dataproto parity, try without --rollout.quantization or a smaller "
+        "another policy; compare them with dataproto parity, try without the engine's quantization or a smaller "
         "--rollout.max-staleness, and correct the loss (--algorithm.correction)"
     )
 

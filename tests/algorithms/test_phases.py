@@ -243,11 +243,11 @@ def scored(**columns):
 
 
 def test_length_costs_reward_near_the_limit():
-    config = AlgorithmConfig(overlong_buffer=2, overlong_penalty=0.5)
+    config = AlgorithmConfig(overlong_buffer=2)
     data, metrics = shape_rewards(scored(), config, config.kl_controller(), 4)
-    assert data["token_level_rewards"].tolist() == [[0, 1, 0, 0], [0, 0, 0, 0.0]]
+    assert data["token_level_rewards"].tolist() == [[0, 1, 0, 0], [0, 0, 0, -0.5]]
     assert data["token_level_scores"].tolist() == [[0, 1, 0, 0], [0, 0, 0, 0.5]]
-    assert metrics == {"reward/overlong_penalty": -0.25}
+    assert metrics == {"reward/overlong_penalty": -0.5}
 
 
 def test_each_turn_of_an_episode_has_the_length_of_a_response():
@@ -259,11 +259,11 @@ def test_each_turn_of_an_episode_has_the_length_of_a_response():
             "turn": torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 1, 0, 0, 0]]),
         }
     )
-    config = AlgorithmConfig(overlong_buffer=2, overlong_penalty=0.5)
+    config = AlgorithmConfig(overlong_buffer=2)
     shaped, metrics = shape_rewards(data, config, config.kl_controller(), 3)
-    expected = [[0, -0.25, 0, 0, 0, -0.5], [0, 0, 0, 0, 0, 0]]
+    expected = [[0, -0.5, 0, 0, 0, -1.0], [0, 0, 0, 0, 0, 0]]
     assert shaped["token_level_rewards"].tolist() == expected
-    assert metrics == {"reward/overlong_penalty": -0.375}
+    assert metrics == {"reward/overlong_penalty": -0.75}
     nothing = data[:]
     nothing["response_mask"] = torch.zeros(2, 6, dtype=torch.int64)  # of episodes that a limit cut, with --drop-cut
     shaped, metrics = shape_rewards(nothing, config, config.kl_controller(), 3)
@@ -274,13 +274,13 @@ def test_each_turn_of_an_episode_has_the_length_of_a_response():
 def test_distance_from_the_reference_costs_reward_and_moves_the_weight():
     log_probs = torch.full((2, 4), -1.0)
     unshaped = scored(old_log_probs=log_probs, ref_log_prob=log_probs - 0.5)
-    config = AlgorithmConfig(kl_coef=0.1, kl_in="reward", kl_target=0.25, kl_horizon=10)
+    config = AlgorithmConfig(kl_coef=0.1, kl_in="reward", kl_target=0.25)
     controller = config.kl_controller()
     data, metrics = shape_rewards(unshaped, config, controller, 4)
     expected = torch.tensor([[-0.05, 0.95, 0.0, 0.0], [-0.05, -0.05, -0.05, 0.45]])
     torch.testing.assert_close(data["token_level_rewards"], expected)
     assert metrics == {"actor/reward_kl_penalty_coeff": 0.1, "actor/reward_kl_penalty": pytest.approx(0.5)}
-    assert controller.coef == pytest.approx(0.1 * (1 + 0.2 * 2 / 10))
+    assert controller.coef == pytest.approx(0.1 * (1 + 0.2 * 2 / 10_000))
 
 
 def test_without_shaping_nothing_changes():

@@ -228,7 +228,7 @@ def test_bi_level_gae_with_one_discount_is_gae(batch):
     for turns in turns_of(batch).values():
         for cells in turns.values():
             placed[cells[-1]] = len(cells)
-    got, _ = bi_level_gae(**take(batch, *TURNS, "values"))
+    got, _ = bi_level_gae(**take(batch, *TURNS, "values"), turn_gamma=1.0)
     plain, _ = gae(placed, **take(batch, "values", "response_mask", "trajectory"))
     torch.testing.assert_close(got, plain, atol=1e-5, rtol=1e-5)
 
@@ -303,21 +303,19 @@ def test_options_reach_the_functions():
     rewards, mask, turn = torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.ones(2, 2).long(), torch.tensor([[1, 2]] * 2)
     others = {"uid": ["a", "a"], "trajectory": ["x", "y"], "states": [["s", "t"], ["s", "u"]]}
     data = batch_of(token_level_rewards=rewards, response_mask=mask, turn=turn, values=0.5 * mask, **others)
-    config = AlgorithmConfig(advantage="gigpo", turn_gamma=0.5, step_weight=2.0)
-    expected = gigpo_advantage(rewards, response_mask=mask, turn=turn, turn_gamma=0.5, step_weight=2.0, **others)
-    assert advantage_columns(config, data)["advantages"].equal(expected)
-    assert AlgorithmConfig(advantage="gigpo").turn_gamma == 0.95
-    found = advantage_columns(PPOConfig(advantage="turn_gae", turn_gamma=0.5, lam=0.0, whiten=False), data)
-    assert found["advantages"].tolist() == [[-0.25, 0.5], [-0.25, -0.5]]
-    assert PPOConfig(advantage="bi_level_gae").turn_gamma == 0.99
+    expected = gigpo_advantage(rewards, response_mask=mask, turn=turn, turn_gamma=0.95, step_weight=1.0, **others)
+    assert advantage_columns(AlgorithmConfig(advantage="gigpo"), data)["advantages"].equal(expected)
+    found = advantage_columns(PPOConfig(advantage="turn_gae", lam=0.0, whiten=False), data)
+    assert found["advantages"].tolist() == [[0.0, 0.5], [0.0, -0.5]]
+    columns = {"token_level_rewards": rewards, "values": 0.5 * mask, "response_mask": mask, "turn": turn}
+    expected = bi_level_gae(**columns, trajectory=["x", "y"], turn_gamma=0.99, gamma=0.9, lam=0.5)
+    found = advantage_columns(PPOConfig(advantage="bi_level_gae", gamma=0.9, lam=0.5, whiten=False), data)
+    assert found["advantages"].equal(expected[0])
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"turn_gamma": 0.5}, "grpo has no discount for each turn"),
-        ({"advantage": "gigpo", "turn_gamma": 1.5}, "from 0 to 1"),
-        ({"advantage": "turn_returns", "step_weight": 2.0}, "option of gigpo"),
         ({"advantage": "gigpo", "gamma": 0.5}, "gigpo has no discount for each token"),
         ({"advantage": "gigpo", "n": 1}, "needs at least 2"),
     ],

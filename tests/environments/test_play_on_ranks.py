@@ -11,6 +11,7 @@ from dataproto import object_array
 from helpers.checkpoints import write_checkpoint
 from helpers.episodes import picture, prompts_of
 from helpers.geo3k_runs import assert_same_run
+from helpers.option_files import in_files
 from helpers.processes import run_ranks
 from recipes.walk import main
 from rollout.carried_samples import BEGUN
@@ -89,7 +90,7 @@ def test_two_processes_of_ray_make_the_run_of_one(tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     assert main([*WALK.split(), "--output-dir", str(one)]) == 0
     ray = "--on ray --layout.dp 2 --ray.object-store-gib 0.2"
-    assert main([*WALK.split(), *ray.split(), "--output-dir", str(two)]) == 0
+    assert main([*WALK.split(), *in_files(ray.split(), tmp_path), "--output-dir", str(two)]) == 0
     assert_same_run(two, one)
 
 

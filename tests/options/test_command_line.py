@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dataproto.errors import CheckpointError, InvalidConfig
-from recipes.configs import export_config, grpo_config, make_vlm_config, parity_config, plan_config
+from recipes.configs import export_config, grpo_config, make_vlm_config, parity_config, plan_config, sft_config
 from recipes.configs.grpo_config import TINY
 from recipes.watch import viewer
 
@@ -57,7 +57,18 @@ def test_a_plan_divides_its_options_from_those_of_the_recipe(tmp_path):
         (plan_config.parse, "grpo --fit --devices 2 --on ray --layout.dp 2", "--layout.dp would do nothing"),
         (plan_config.parse, "sft --mean-response 5", "--mean-response would do nothing"),
         (plan_config.parse, "grpo --fit --devices 0", "devices=0: must be at least 1"),
-        (plan_config.parse, "grpo --ray.cpus 2", "--ray.cpus would do nothing"),
+        (plan_config.parse, "grpo --max_restarts=2", "--max-restarts would do nothing"),
+        (
+            grpo_config.parse,
+            "--ray.cpus 2",
+            "^--ray.cpus is read from files only: --config FILE with the line 'ray.cpus: VALUE'$",
+        ),
+        (
+            grpo_config.parse,
+            "--rollout.quantization fp8",
+            "^--rollout.quantization has ended: give it to the engine, --engine-opt",
+        ),
+        (sft_config.parse, "--float8", "^--float8 is read from files only"),
         (plan_config.parse, "parity", "one of grpo, ppo, sft, classify, walk, zoom"),
         (parity_config.parse, "--engine hf --engine-options memory_share 0.3", "no option 'memory_share'"),
         (parity_config.parse, "--engine abacus", "^engine 'abacus' is unknown"),

@@ -20,6 +20,7 @@ from recipes.configs import (
 )
 from recipes.options import REQUIRED, options_of
 from recipes.options.command_line import read
+from recipes.options.names import ENDED, FILE_ONLY
 from recipes.parity import ParityConfig
 from recipes.watch.viewer import ViewConfig
 
@@ -98,13 +99,23 @@ def test_flags_take_true_and_false():
     assert read(["--part.no-fast", "--no-fast", "--run.no-fast"], OPTIONS) == {"part.fast": False, "fast": False}
     with pytest.raises(InvalidConfig, match=r"^--bare maybe: must be true or false$"):
         read(["--bare=maybe"], OPTIONS)
-    config = ppo.parse(["--algorithm.whiten", "false", "--compile", "true", "--algorithm.entropy_anneal=false"])
+    config = ppo.parse(["--algorithm.whiten", "false", "--compile", "true"])
     assert (config.algorithm.whiten, config.compute.compile) == (False, True)
 
 
 def test_a_flag_is_switched_off_with_its_group():
     for option in ("--run.no-eval-first", "--run.no_eval_first", "--no-eval-first", "--run.eval-first=false"):
         assert not grpo.parse([option]).run.eval_first, option
+
+
+def test_what_files_set_is_an_option_and_what_has_ended_is_none():
+    names = {option.name for config in CONFIGS for option in options_of(config)}
+    assert names >= FILE_ONLY
+    assert not names & ENDED.keys()
+
+
+def test_grpo_has_at_most_95_options(capsys):
+    assert len(re.findall(r"^  --[a-z]", shown(grpo, "--help-all", capsys), re.M)) <= 95
 
 
 def shown(recipe, option, capsys):
@@ -120,6 +131,7 @@ def test_help_shows_the_common_options_and_says_how_many_more_there_are(recipe, 
         {*re.findall(r"^  --([\w.-]+)", shown(recipe, option, capsys), re.M)} for option in ("--help", "--help-all")
     )
     assert {"preset", "config", "resume", "model-path", "data-path", "steps", "optimizer.lr"} <= common < everything
-    assert {option.name for option in options_of(recipe.TINY)} <= everything
+    assert {option.name for option in options_of(recipe.TINY)} - FILE_ONLY <= everything
+    assert not FILE_ONLY & everything
     (more,) = re.findall(r"^(\d+) more options: .* --help-all$", shown(recipe, "--help", capsys), re.M)
     assert int(more) == len(everything) - len(common)

@@ -25,6 +25,7 @@ from helpers.carried_runs import (
 )
 from helpers.checkpoints import write_checkpoint
 from helpers.episodes import RandomEngine, picture, renderer_of, starts_of
+from helpers.option_files import in_files
 from recipes.algorithms.penalties import KLController
 from recipes.configs.shared.carrying_config import CarryingConfig
 from recipes.geo3k_grpo import parse
@@ -371,9 +372,9 @@ EARLY = "--on ray --ray.rollout-processes 1 --rollout.early-update --rollout.par
         (f"{APART} --algorithm.advantage remax", r"remax needs greedy .* leave out rollout\.ahead"),
     ],
 )
-def test_options_that_contradict_each_other_or_do_nothing_are_refused(options, message):
+def test_options_that_contradict_each_other_or_do_nothing_are_refused(options, message, tmp_path):
     with pytest.raises(InvalidConfig, match=message):
-        parse(options.split())
+        parse(in_files(options.split(), tmp_path))
 
 
 def test_options_that_fit_are_taken():

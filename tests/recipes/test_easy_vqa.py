@@ -9,6 +9,7 @@ import pytest
 from dataproto.errors import InvalidConfig
 from helpers.easy_vqa_files import write_easy_vqa
 from helpers.geo3k_runs import assert_same_run, rows_of
+from helpers.option_files import in_files
 from recipes.configs.easy_vqa_config import TINY, parse
 from recipes.data.easy_vqa_rows import open_easy_vqa
 from recipes.easy_vqa import main, policy_task, supervised_task, tiny_reader
@@ -130,7 +131,10 @@ def test_the_small_model_has_a_token_for_each_answer(tmp_path: Path, wheel: Path
 
 
 def test_both_phases_prepare_rows_in_processes(tmp_path: Path, wheel: Path) -> None:
-    config, rows = parse(["--num-workers", "3", "--output-dir", str(tmp_path)]), open_easy_vqa(wheel)
+    config, rows = (
+        parse(in_files(["--num-workers", "3", "--output-dir", str(tmp_path)], tmp_path)),
+        open_easy_vqa(wheel),
+    )
     path = str(tiny_reader(tmp_path / "model", 0, rows))
     supervised, policy = supervised_task(config, rows, path), policy_task(config, rows, path, short_answer_reward)
     assert (supervised.loader.num_workers, policy.loader.num_workers) == (3, 3)

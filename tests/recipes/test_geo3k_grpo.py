@@ -2,15 +2,12 @@
 
 import json
 import math
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Annotated, get_args, get_origin, get_type_hints
 
 import pytest
 
@@ -20,7 +17,6 @@ from helpers.geo3k_files import write_geometry3k
 from helpers.geo3k_runs import REWARD, arguments, rows_of, without_measurements
 from helpers.tiny_models import VLM_TYPES
 from recipes.geo3k_grpo import TINY, main, parse
-from recipes.grpo import GRPORunConfig
 from recipes.run.policy_gradient import open_data_set
 from recipes.watch.metrics_file import read_metrics
 from recipes.watch.rollout_files import kept_steps, load_kept
@@ -244,24 +240,6 @@ def check_refused(wrong, message, capfd, directory):
     assert len(lines) == 1
     assert message in lines[0]
     assert not directory.exists()
-
-
-def test_help_is_complete(capsys):
-    with pytest.raises(SystemExit) as exit_info:
-        parse(["--help-all"])
-    assert exit_info.value.code == 0
-    told = set(re.findall(r"--([\w.-]+)", capsys.readouterr().out))
-    assert set(option_names(GRPORunConfig)) - told == set()
-
-
-def option_names(config, prefix=""):
-    """Every leaf of a configuration as the command line spells it."""
-    for name, kind in get_type_hints(config, include_extras=True).items():
-        inner = get_args(kind)[0] if get_origin(kind) is Annotated else kind
-        if is_dataclass(inner):
-            yield from option_names(inner, "" if inner is not kind else f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}".replace("_", "-")
 
 
 def test_defaults_are_for_the_model_at_hand():

@@ -15,6 +15,7 @@ from helpers.checkpoints import write_checkpoint
 from helpers.geo3k_files import geometry3k as geometry3k_rows
 from helpers.geo3k_files import write_geometry3k
 from helpers.geo3k_runs import REWARD, arguments, assert_same_run
+from helpers.option_files import in_files
 from recipes.geo3k_grpo import main
 
 pytestmark = pytest.mark.slow
@@ -73,7 +74,7 @@ def test_two_processes_of_which_one_is_killed_make_the_run_of_one(files, one_pro
     directory = tmp_path / "two"
     monkeypatch.setenv("RUN_MARK", str(directory))
     killer = kill_a_worker_after(directory, step=2, mark=str(directory))
-    assert main(arguments(*files, directory, *SETTINGS, *RAY, "--max-restarts", "1")) == 0
+    assert main(arguments(*files, directory, *SETTINGS, *in_files(RAY, tmp_path), "--max-restarts", "1")) == 0
     killer.join()
     told = capsys.readouterr().err
     assert "rank" in told
@@ -88,7 +89,7 @@ def test_a_run_goes_on_in_another_layout(files, one_process, tmp_path):
     shutil.copytree(one_process, directory)
     for step in (3, 4):
         shutil.rmtree(directory / f"global_step_{step}")
-    assert main(arguments(*files, directory, *SETTINGS, *RAY, "--resume")) == 0
+    assert main(arguments(*files, directory, *SETTINGS, *in_files(RAY, tmp_path), "--resume")) == 0
     assert_same_run(directory, one_process)
     shutil.rmtree(directory / "global_step_4")  # what two processes wrote at step 3 is read by one
     assert main(arguments(*files, directory, *SETTINGS, "--resume")) == 0
@@ -99,7 +100,12 @@ def test_a_run_goes_on_in_another_layout(files, one_process, tmp_path):
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_driver_leaves_no_process(files, tmp_path, sign):
     directory = tmp_path / "interrupted"
-    command = [sys.executable, "-m", "recipes.geo3k_grpo", *arguments(*files, directory, *SETTINGS, *RAY)]
+    command = [
+        sys.executable,
+        "-m",
+        "recipes.geo3k_grpo",
+        *arguments(*files, directory, *SETTINGS, *in_files(RAY, tmp_path)),
+    ]
     process = subprocess.Popen(
         [*command, "--steps", "500"],
         stdout=subprocess.DEVNULL,

@@ -6,6 +6,7 @@ import pytest
 
 from helpers.geo3k_files import geometry3k, write_geometry3k
 from helpers.geo3k_runs import REWARD, arguments, rows_of, without_measurements
+from helpers.option_files import in_files
 from recipes.demo.tiny_model import make_tiny_model
 from recipes.geo3k_grpo import main
 
@@ -22,7 +23,7 @@ def test_vllm_in_two_processes_makes_the_run_of_one(tmp_path):
     (tmp_path / "mine.py").write_text(REWARD)
     files = str(make_tiny_model(tmp_path / "model")), str(tmp_path / "data"), f"{tmp_path / 'mine.py'}:score"
     assert main(arguments(*files, tmp_path / "one", *SETTINGS)) == 0
-    assert main(arguments(*files, tmp_path / "two", *SETTINGS, *PLACE)) == 0
+    assert main(arguments(*files, tmp_path / "two", *SETTINGS, *in_files(PLACE, tmp_path))) == 0
     one, two = (without_measurements(rows_of(tmp_path / name)) for name in ("one", "two"))
     assert [row["step"] for row in two] == [row["step"] for row in one] == [0, 1, 2]
     for row, expected in zip(two, one, strict=True):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from helpers.checkpoints import write_checkpoint
+from helpers.option_files import in_files
 from recipes.commands import COMMANDS
 
 pytestmark = pytest.mark.long
@@ -77,5 +78,14 @@ def test_nothing_in_the_working_directory_takes_the_place_of_a_package_in_rays_p
         "--batch-size 2 --algorithm.n 2 --max-prompt-length 500 --max-response-length 4 --eval-rows 2 --steps 1"
         " --eval-first false --on ray --layout.dp 2 --ray.object-store-gib 0.2 --output-dir out"
     )
-    done = run(str(installed), "grpo", "--preset", "any", "--model-path", str(model), *options.split(), cwd=shadowed)
+    done = run(
+        str(installed),
+        "grpo",
+        "--preset",
+        "any",
+        "--model-path",
+        str(model),
+        *in_files(options.split(), shadowed),
+        cwd=shadowed,
+    )
     assert "report: out/report.html" in done.stdout

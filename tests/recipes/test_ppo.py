@@ -12,6 +12,7 @@ from dataproto import DataProto
 from dataproto.errors import InvalidConfig
 from helpers.checkpoints import write_checkpoint
 from helpers.engines import ROWS
+from helpers.option_files import in_files
 from recipes.algorithms.options import advantage_columns
 from recipes.geo3k_grpo import main as run_grpo
 from recipes.geo3k_ppo import TINY, main, parse
@@ -122,10 +123,11 @@ def arguments(folder: Path, name: str, *more: str) -> list[str]:
         "--batch-size 4 --algorithm.n 2 --max-prompt-length 500 --max-response-length 6 --eval-rows 4 --optimizer.lr 1e-3"
         " --critic-optimizer.lr 1e-3 --algorithm.minibatch 2 --algorithm.critic-epochs 2 --token-budget 600 --steps 4"
         " --save-every 2 --algorithm.kl-coef 0.05 --algorithm.kl-in reward --algorithm.kl-target 0.01"
-        " --algorithm.kl-horizon 50 --algorithm.critic-warmup 1"
+        " --algorithm.critic-warmup 1"
     )
     paths = ["--preset", "any", "--model-path", str(folder / "model"), "--reward", f"{folder / 'mine.py'}:score"]
-    return [*paths, "--output-dir", str(folder / name), *settings.split(), *more]
+    given = in_files([*settings.split(), *more], folder / f"options of {name}")
+    return [*paths, "--output-dir", str(folder / name), *given]
 
 
 def rows_of(directory: Path) -> list[dict[str, float]]:

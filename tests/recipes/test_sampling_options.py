@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 from dataproto.errors import InvalidConfig
 from helpers.checkpoints import write_checkpoint
 from helpers.geo3k_runs import REWARD, rows_of
+from helpers.option_files import in_files
 from recipes import grpo, sft
 from recipes.commands import main
 from recipes.configs import walk_config
@@ -22,9 +23,9 @@ SHORT = (
 )
 
 
-def test_training_samples_by_min_p_and_both_end_at_stop_texts():
+def test_training_samples_by_min_p_and_both_end_at_stop_texts(tmp_path):
     stop = ("</answer>", "\n\n", "---")
-    options = ["--rollout.min-p", "0.1", "--rollout.stop", *stop]
+    options = in_files(["--rollout.min-p", "0.1", "--rollout.stop", *stop], tmp_path)
     for recipe in (grpo, walk_config):
         config = recipe.parse(options)
         assert (config.sampling().min_p, config.sampling().stop) == (0.1, stop)
@@ -39,19 +40,12 @@ def test_training_samples_by_min_p_and_both_end_at_stop_texts():
         (["--rollout.min-p", "1.5"], "min_p=1.5: must be between 0"),
         (["--rollout.stop", ""], "stop=.*not empty"),
         (["--rollout.stop", "a", "--rollout.ahead"], "rollout.ahead decodes during the update"),
-        (["--rollout.speculate", "-1"], "rollout.speculate=-1: must be 0"),
-        (["--rollout.quantization", "fp8"], "rollout.quantization=fp8 is of another engine: add --engine vllm"),
-        (["--rollout.quantization", "fp8", "--engine", "vllm"], "add --algorithm.correction token"),
         (["--engine", "vllm", "--engine-options", "quantization", "fp8"], "add --algorithm.correction token"),
-        (
-            ["--engine", "vllm", "--rollout.speculate", "3", "--engine-options", "speculate", "0"],
-            "speculate is given twice: leave out --engine-options speculate, or --rollout.speculate",
-        ),
     ],
 )
-def test_impossible_sampling_is_refused(given, message):
+def test_impossible_sampling_is_refused(given, message, tmp_path):
     with pytest.raises(InvalidConfig, match=message):
-        grpo.parse(given)
+        grpo.parse(in_files(given, tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -77,16 +71,6 @@ def test_engines_apart_may_be_larger_than_the_layout():
     assert grpo.parse(["--engine", "vllm", *options.split(), "--algorithm.n", "4"]).engine_slots() == 32
 
 
-def test_drafts_and_quantisation_are_options_of_the_engine():
-    options = "--engine vllm --rollout.speculate 3 --rollout.quantization fp8 --algorithm.correction token"
-    for recipe, more in ((grpo, []), (walk_config, ["--tokens", "400"])):
-        assert recipe.parse([]).rollout.engine_options() == {}
-        assert recipe.parse([*options.split(), *more]).rollout.engine_options() == {
-            "speculate": 3,
-            "quantization": "fp8",
-        }
-
-
 def test_vllm_decodes_all_samples_of_an_engine_at_a_time_by_default():
     given = ["--engine", "vllm", "--batch-size", "8", "--algorithm.n", "4"]
     assert grpo.parse(given).engine_slots() == 32
@@ -102,7 +86,7 @@ def test_a_file_gives_the_same_options_again(tmp_path):
     given = "--rollout.min-p 0.05 --rollout.stop --- 1 --template-arguments enable_thinking false depth 2 style short"
     file = tmp_path / "config.yaml"
     for recipe in (grpo, sft):
-        options = given.split() if recipe is grpo else given.split()[5:]
+        options = in_files(given.split(), tmp_path) if recipe is grpo else given.split()[5:]
         config = recipe.parse(options)
         assert config.data.template_arguments == {"enable_thinking": False, "depth": 2, "style": "short"}
         file.write_text(config_as_yaml(config))
@@ -152,7 +136,7 @@ def run(model, tmp_path, *more):
     rows = tmp_path / "sums.jsonl"
     rows.write_text("".join(f'{{"problem": "What is {n} + {n}?", "answer": "{2 * n}"}}\n' for n in range(10)))
     paths = ["--preset", "any", "--model-path", model, "--data-path", str(rows), "--reward", f"{reward}:score"]
-    return main(["grpo", *paths, "--output-dir", str(tmp_path / "run"), *SHORT.split(), *more])
+    return main(["grpo", *paths, "--output-dir", str(tmp_path / "run"), *in_files([*SHORT.split(), *more], tmp_path)])
 
 
 @pytest.mark.slow
@@ -168,7 +152,9 @@ def test_a_run_asks_its_engine_so_in_training_and_evaluation(model, requests, tm
 
 @pytest.mark.slow
 def test_a_run_with_drafts_gives_the_same_responses_and_says_how_many_counted(model, tmp_path):
-    assert run(model, tmp_path / "plain") == run(model, tmp_path / "drafting", "--rollout.speculate", "2") == 0
+    assert (
+        run(model, tmp_path / "plain") == run(model, tmp_path / "drafting", "--engine-options", "speculate", "2") == 0
+    )
     plain, drafting = (rows_of(tmp_path / name / "run")[-1] for name in ("plain", "drafting"))
     assert 0 <= drafting["speculation/accepted_per_pass"] <= 2
     assert not any(name.startswith("speculation/") for name in plain)

@@ -14,6 +14,7 @@ from PIL import Image
 from dataproto.errors import InvalidRow
 from dataproto.planning import first_fit_decreasing
 from helpers.checkpoints import write_checkpoint
+from helpers.option_files import in_files
 from recipes.data.loader import EvaluationLoader, PromptLoader
 from recipes.run.supervised import exact_match, held_out_loss, launch_supervised, measure_rows, sft_step
 from recipes.sft import SFTConfig, SFTDataConfig, main, open_data, parse
@@ -119,6 +120,7 @@ def test_epochs_the_best_checkpoint_and_the_first_evaluation_are_options(data_pa
         "--epochs 2 --batch-size 6 --eval-rows 4 --eval-every 3 --keep-best loss --keep-checkpoints 1 --no-eval-first"
     )
     own = ["--data-path", data_path, "--output-dir", str(tmp_path), "--max-response-length", "0", *given.split()]
+    own = in_files(own, tmp_path)
     assert main(own) == 0
     losses = {row["step"]: row["val/loss"] for row in read_metrics(tmp_path / "metrics.jsonl") if "val/loss" in row}
     assert sorted(losses) == [3, 6, 7]

@@ -21,6 +21,7 @@ from dataproto_server.command import made, tiny_model
 from dataproto_server.config import LimitsConfig, ServeConfig, parse
 from dataproto_server.keys import Keys, read_keys
 from dataproto_server.supervisor import ENGINE, Child, listening
+from helpers.option_files import in_files
 from workers.cluster.ray_config import RayConfig
 
 NOTHING_HEAVY = """
@@ -30,7 +31,7 @@ assert not {"torch", "transformers", "tinker", "ray", "vllm"} & set(sys.modules)
 """
 
 
-def test_options_say_what_is_impossible():
+def test_options_say_what_is_impossible(tmp_path):
     config = parse(["--model", "a=/models/a", "b", "--keep-last", "3", "--max-images", "2"])
     assert (config.models, config.keep_last, config.limits.max_images) == ({"a": "/models/a", "b": None}, 3, 2)
     for options, told in (
@@ -47,7 +48,7 @@ def test_options_say_what_is_impossible():
             ServeConfig(**options)
     with pytest.raises(InvalidConfig, match="max_images=0: must be above 0"):
         LimitsConfig(max_images=0)
-    placed = parse(["--on", "ray", "--ray.cpus", "2"])
+    placed = parse(in_files(["--on", "ray", "--ray.cpus", "2"], tmp_path))
     assert (placed.on, placed.ray.cpus) == ("ray", 2)
 
 

@@ -9,6 +9,7 @@ import torch
 from dataproto.errors import InvalidConfig, NonFiniteLogits, RewardError
 from helpers.checkpoints import write_checkpoint
 from helpers.engines import ROWS
+from helpers.option_files import in_files
 from recipes.grpo import parse
 from rollout.engine import SamplingParams
 from rollout.hf import HFEngine
@@ -113,7 +114,7 @@ def test_an_error_of_the_engine_is_raised_and_the_worker_stays_usable(checkpoint
     assert len(worker.generate(prompts, SAMPLING)) == 8
 
 
-def test_what_cannot_be_scored_early_is_refused(checkpoint):
+def test_what_cannot_be_scored_early_is_refused(checkpoint, tmp_path):
     actor, rollout = ActorConfig("nowhere"), RolloutConfig("nowhere", early_rewards=True)
     for reward in (None, ModelReward(CriticConfig("nowhere"))):  # refused before a model is looked for
         with pytest.raises(InvalidConfig, match="early_rewards needs a reward function"):
@@ -121,10 +122,10 @@ def test_what_cannot_be_scored_early_is_refused(checkpoint):
     with pytest.raises(InvalidConfig, match="tensor_parallel=2: each rank of an engine"):
         launch(actor, reward=by_length, rollout=replace(rollout, options={"tensor_parallel": 2}))
     with pytest.raises(InvalidConfig, match=r"leave out rollout\.over_ask"):
-        parse(["--rollout.early-rewards", "--rollout.over-ask", "1.5"])
+        parse(in_files(["--rollout.early-rewards", "--rollout.over-ask", "1.5"], tmp_path))
     several = "--engine vllm --on ray --layout.dp 2 --engine-options tensor_parallel 2"
     with pytest.raises(InvalidConfig, match="tensor_parallel=2: each rank of an engine"):
-        parse(["--rollout.early-rewards", *several.split()])
+        parse(in_files(["--rollout.early-rewards", *several.split()], tmp_path))
     with pytest.raises(InvalidConfig, match="each rank of an engine"):
         RolloutWorker(
             RolloutConfig(checkpoint, "vllm", {"tensor_parallel": 2}),

@@ -110,7 +110,7 @@ class ModelConfig:
             (
                 self.pipeline_schedule != "interleaved",
                 "pipeline-chunks",
-                "only one schedule has chunks: add --pipeline-schedule interleaved",
+                "only one schedule has chunks: set pipeline-schedule: interleaved",
             ),
         ]
 

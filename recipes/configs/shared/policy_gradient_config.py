@@ -102,45 +102,26 @@ class RolloutOptions(CarryingConfig):
     Attributes:
         min_p: sample from tokens with at least this share of the likeliest token's probability; 0: from all
         stop: texts that end a response, in the evaluation too; the response keeps the text
-        speculate: tokens drafted for a row at a time, from its own tokens and from the other samples of its prompt;
-            responses stay the same
         early_rewards: score whole groups while others are decoded, in the engine's process, where the reward function
             then runs too
-        quantization: of vLLM's weights; needs --algorithm.correction
     """
 
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
-    speculate: int = 0
     early_rewards: bool = False
-    quantization: Literal["none", "fp8"] = "none"
 
-    def engine_options(self) -> dict[str, Any]:
-        """What these options ask of the engine."""
-        quantized = {} if self.quantization == "none" else {"quantization": self.quantization}
-        return quantized | ({"speculate": self.speculate} if self.speculate else {})
-
-    def check_engine(self, engine: str, options: Mapping[str, Any], correction: str) -> None:
+    def check_engine(self, options: Mapping[str, Any], correction: str) -> None:
         """Raises `InvalidConfig` for an engine, further ``options`` of it, or an algorithm, that these options do not fit."""
-        own = self.engine_options()
-        for name in own.keys() & options.keys():
-            raise InvalidConfig(f"{name} is given twice: leave out --engine-options {name}, or --rollout.{name}")
-        if self.speculate < 0:
-            raise InvalidConfig(f"rollout.speculate={self.speculate}: must be 0 (no drafts) or more")
         if self.early_rewards and not self.in_order:
             raise InvalidConfig(
                 f"rollout.early_rewards is for steps that decode their own samples to the end: leave out rollout.{self._first}"
             )
         if self.early_rewards:
             check_early_rewards(options)
-        quantization = (own | dict(options)).get("quantization")
-        if quantization is None:
-            return
-        if engine != "vllm":
-            raise InvalidConfig(f"rollout.quantization={quantization} is of another engine: add --engine vllm")
-        if correction == "none":
+        quantization = options.get("quantization")
+        if quantization is not None and correction == "none":
             raise InvalidConfig(
-                f"rollout.quantization={quantization}: the engine then samples from another policy than the actor's, for "
+                f"engine_options quantization={quantization}: the engine then samples from another policy than the actor's, for "
                 "which the loss must correct: add --algorithm.correction token (or sequence, geometric)"
             )
 
@@ -185,12 +166,12 @@ class PolicyGradientConfig:
         check_kept("keep_rollouts", self.keep_rollouts)
         engine_ranks(self.engine_options, self._ranks_with_engines)  # raises for a size that does not divide them
         self.sampling()  # raises for invalid sampling options
-        self.rollout.check_engine(self.engine, self.engine_options, self.algorithm.correction)
+        self.rollout.check_engine(self.engine_options, self.algorithm.correction)
         if not self.rollout.in_order:
             needs = self._needs_own_prompts(), self._needs_whole_batches()
             self.rollout.check(self.on, self.ray.rollout_processes, *needs)
         if self.run.keep_best == "loss":
-            raise InvalidConfig("keep_best=loss: held-out responses have no loss; give --keep-best accuracy")
+            raise InvalidConfig("keep_best=loss: held-out responses have no loss; give keep-best: accuracy")
         if self.run.epochs is not None and not self.data.data_path:
             raise InvalidConfig("epochs without data_path: drawn problems do not repeat; give --steps")
         parts, batch = self.rollout.parts, self.data.batch_size
