@@ -102,40 +102,20 @@ Chunk: TypeAlias = EncodedTextChunk | ImageChunk | ImageAssetPointerChunk
 class ModelInput:
     """A sequence of chunks. An image is exactly where its chunk is; the text chunks hold any tokens around it.
 
-    >>> prompt = ModelInput.from_ints([5, 6]).append(ImageAssetPointerChunk("png", "a.png", expected_tokens=4)).append_int(7)
-    >>> prompt.length, len(prompt.chunks)
-    (7, 3)
+    >>> ModelInput([EncodedTextChunk([5, 6]), ImageAssetPointerChunk("png", "a.png", expected_tokens=4)]).length
+    6
     """
 
     chunks: Sequence[Chunk]
 
     @classmethod
-    def empty(cls) -> "ModelInput":
-        return cls([])
-
-    @classmethod
     def from_ints(cls, tokens: Sequence[int]) -> "ModelInput":
         return cls([EncodedTextChunk(tokens)])
-
-    def to_ints(self) -> list[int]:
-        """The tokens. Raises `InvalidChunk` if there is an image among them."""
-        tokens: list[int] = []
-        for number, chunk in enumerate(self.chunks):
-            if not isinstance(chunk, EncodedTextChunk):
-                raise InvalidChunk(f"chunk {number} is of type {chunk.type!r}: only text is tokens")
-            tokens += chunk.tokens
-        return tokens
 
     @property
     def length(self) -> int:
         """The number of tokens. Raises `InvalidChunk` if an image has no ``expected_tokens``."""
         return sum(chunk.length for chunk in self.chunks)
-
-    def append(self, chunk: Chunk) -> "ModelInput":
-        return ModelInput([*self.chunks, chunk])
-
-    def append_int(self, token: int) -> "ModelInput":
-        return self.append(EncodedTextChunk([token]))
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,15 @@ PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS = "prompt_routed_experts", "routed_experts
 _DATA, _ENGINE, _PLAY = "PromptBuilder", "RolloutWorker.generate", "RolloutWorker.play"
 _ACTOR, _CHUNKS = "ActorWorker", "ChunkRenderer.rows"
 
+
+def _floats(name: str, written_by: str, read_by: str, meaning: str) -> Column:
+    return Column(name, "float32", "B R", written_by, read_by, meaning)
+
+
+def _objects(name: str, written_by: str, read_by: str, meaning: str, inert: Any = None) -> Column:
+    return Column(name, "object", "B", written_by, read_by, meaning, inert)
+
+
 COLUMNS: dict[str, Column] = {
     column.name: column
     for column in (
@@ -125,16 +134,9 @@ COLUMNS: dict[str, Column] = {
             "all models",
             "0 text, 1 image, 2 video placeholder",
         ),
-        Column(
-            "response_mask",
-            "int64",
-            "B R",
-            _ENGINE,
-            "actor, critic, algorithms",
-            "1 on tokens the policy sampled",
-        ),
+        Column("response_mask", "int64", "B R", _ENGINE, "actor, critic, algorithms", "1 on tokens the policy sampled"),
         Column("truncated", "bool", "B", _ENGINE, "reports", "cut at max_tokens: no end token came by then"),
-        Column("drafted_tokens", "int64", "B", _ENGINE, "metrics", "tokens drafted for it; with speculation alone"),
+        Column("drafted_tokens", "int64", "B", _ENGINE, "metrics", "tokens drafted for it; only with speculation"),
         Column(
             "accepted_tokens", "int64", "B", _ENGINE, "metrics", "response tokens without a forward pass of their own"
         ),
@@ -144,8 +146,7 @@ COLUMNS: dict[str, Column] = {
             "B R",
             _PLAY,
             "advantages over turns, reports",
-            "number of the turn, from 1, that sampled a token or that its observation answers; 0 on padding and on "
-            "turns of earlier rows",
+            "number of the turn, from 1, that sampled a token or that its observation answers; 0 elsewhere",
         ),
         Column(
             "weight_version",
@@ -156,7 +157,7 @@ COLUMNS: dict[str, Column] = {
             "number of the weights that sampled a token, from 1; 0 on others",
         ),
         Column("turns", "int64", "B", _PLAY, "reports", "number of turns of the episode"),
-        Column("rollout_log_probs", "float32", "B R", _ENGINE, "actor, reports", "log-probs while sampling"),
+        _floats("rollout_log_probs", _ENGINE, "actor, reports", "log-probs while sampling"),
         Column(
             PROMPT_ROUTED_EXPERTS,
             "uint8 or int16",
@@ -173,40 +174,17 @@ COLUMNS: dict[str, Column] = {
             "actor",
             "the same for response tokens; the last one, which the engine did not read, repeats the one before",
         ),
-        Column("loss_weights", "float32", "B R", _CHUNKS, "cross entropy", "weight of each token in the loss"),
+        _floats("loss_weights", _CHUNKS, "cross entropy", "weight of each token in the loss"),
         Column("targets", "int64", "B R", _CHUNKS, "actor", "tokens to be scored, if some are not the next ones"),
-        Column("old_log_probs", "float32", "B R", f"{_ACTOR}.log_probs", "policy loss", "log-probs before the update"),
-        Column(
-            "actor_log_probs",
-            "float32",
-            "B R",
-            "recipes.run.phases",
-            "reports",
-            "log-probs before the update, NaN where not known",
-        ),
-        Column("ref_log_prob", "float32", "B R", "ReferenceWorker.log_probs", "KL terms", "log-probs of the reference"),
-        Column("values", "float32", "B R", "CriticWorker.values", "advantages", "value of each token"),
-        Column(
-            "token_level_rewards", "float32", "B R", "RewardWorker.score", "advantages", "rewards, usually at the end"
-        ),
-        Column(
-            "token_level_scores",
-            "float32",
-            "B R",
-            "recipes with a KL penalty",
-            "reports",
-            "rewards before any KL penalty",
-        ),
-        Column(
-            "advantages", "float32", "B R", "recipes.algorithms.advantages", "policy loss", "advantage of each token"
-        ),
-        Column(
-            "rollout_is_weights",
-            "float32",
-            "B R",
-            "recipes.run.phases",
-            "policy loss",
-            "weight of each token for the engine's error",
+        _floats("old_log_probs", f"{_ACTOR}.log_probs", "policy loss", "log-probs before the update"),
+        _floats("actor_log_probs", "recipes.run.phases", "reports", "log-probs before the update, NaN where not known"),
+        _floats("ref_log_prob", "ReferenceWorker.log_probs", "KL terms", "log-probs of the reference"),
+        _floats("values", "CriticWorker.values", "advantages", "value of each token"),
+        _floats("token_level_rewards", "RewardWorker.score", "advantages", "rewards, usually at the end"),
+        _floats("token_level_scores", "recipes with a KL penalty", "reports", "rewards before any KL penalty"),
+        _floats("advantages", "recipes.algorithms.advantages", "policy loss", "advantage of each token"),
+        _floats(
+            "rollout_is_weights", "recipes.run.phases", "policy loss", "weight of each token for the engine's error"
         ),
         Column("reward_baselines", "float32", "B", "recipes.run.phases", "advantages", "score of the greedy response"),
         Column(
@@ -217,91 +195,61 @@ COLUMNS: dict[str, Column] = {
             "policy loss",
             "tokens that are held back",
         ),
-        Column("returns", "float32", "B R", "recipes.algorithms.advantages", "critic loss", "target of the value"),
-        Column(
+        _floats("returns", "recipes.algorithms.advantages", "critic loss", "target of the value"),
+        _objects(
             "uid",
-            "object",
-            "B",
             f"{_DATA}, or the recipe",
             "engine, advantages, actor",
             "one for each occurrence of a prompt, shared by its samples",
             "inert",
         ),
-        Column("raw_prompt_ids", "object", "B", _DATA, "engine", "list[int], one placeholder an image", []),
-        Column(
+        _objects("raw_prompt_ids", _DATA, "engine", "list[int], one placeholder an image", []),
+        _objects(
             "prompt_log_probs",
-            "object",
-            "B",
             _ENGINE,
             "the caller",
             "list[float] on request, one a prompt token; NaN for the first and for media",
             [],
         ),
-        Column(
-            "top_log_probs",
-            "object",
-            "B",
-            _ENGINE,
-            "the caller",
-            "list of (token, log-prob) a response token, on request",
-            [],
-        ),
-        Column(
-            "top_prompt_log_probs", "object", "B", _ENGINE, "the caller", "the same for the tokens of the prompt", []
-        ),
-        Column(
-            "multi_modal_data", "object", "B", _DATA, "engine", '{"image": [PIL], "video": [(frames, metadata)]}', {}
-        ),
-        Column(
+        _objects("top_log_probs", _ENGINE, "the caller", "list of (token, log-prob) a response token, on request", []),
+        _objects("top_prompt_log_probs", _ENGINE, "the caller", "the same for the tokens of the prompt", []),
+        _objects("multi_modal_data", _DATA, "engine", '{"image": [PIL], "video": [(frames, metadata)]}', {}),
+        _objects(
             MEDIA_INPUTS,
-            "object",
-            "B",
             _DATA,
             "actor, reference, critic",
             "pixel values and grids; of an episode a tuple of them, one for each turn that shows media",
             {},
         ),
-        Column(
+        _objects(
             IMAGE_KEYS,
-            "object",
-            "B",
             _DATA,
             _PLAY,
-            "list of (digest, lengths) an image of the prompt: of its pixels and of all that its inputs depend on, and its "
-            "share of each of them, so that episodes do not process it again; remove it if you change multi_modal_inputs",
+            "(digest, lengths) of each image's inputs, which episodes reuse; remove it if you change multi_modal_inputs",
             [],
         ),
-        Column("raw_prompt", "object", "B", "the data set", "reports, agent loops", "chat messages"),
-        Column("data_source", "object", "B", "the data set", "rewards, reports", "where the row comes from"),
-        Column("reward_model", "object", "B", "the data set", "rewards", '{"style", "ground_truth"}'),
-        Column("extra_info", "object", "B", "the data set", "rewards", "dict of whatever else"),
-        Column("own_columns", "object", "B", "the data set", "rewards", "dict of its columns but prompts and media"),
-        Column(
-            "media_columns",
-            "object",
-            "B",
-            "the data set",
-            "rewards",
-            'dict of its columns of media: {"photo": "image"}',
-        ),
-        Column("index", "object", "B", "the data set", "reports", "row number in the data set"),
-        Column("entropys", "float32", "B R", f"{_ACTOR}.log_probs", "reports", "entropy of the policy, if asked for"),
-        Column("score", "object", "B", "RewardWorker.score", "reports", "the reward function's score"),
-        Column("acc", "object", "B", "RewardWorker.score", "reports", "1 for a right answer, if the function tells"),
-        Column("trajectory", "object", "B", _PLAY, "advantages, reports", "name of the episode, shared by its rows"),
-        Column("end_reason", "object", "B", _PLAY, "metrics, reports", "why the episode ended, see `EndReason`"),
-        Column("actions", "object", "B", _PLAY, "reports", "list[str], the text of each turn"),
-        Column(
+        _objects("raw_prompt", "the data set", "reports, agent loops", "chat messages"),
+        _objects("data_source", "the data set", "rewards, reports", "where the row comes from"),
+        _objects("reward_model", "the data set", "rewards", '{"style", "ground_truth"}'),
+        _objects("extra_info", "the data set", "rewards", "dict of whatever else"),
+        _objects("own_columns", "the data set", "rewards", "dict of its columns but prompts and media"),
+        _objects("media_columns", "the data set", "rewards", 'dict of its columns of media: {"photo": "image"}'),
+        _objects("index", "the data set", "reports", "row number in the data set"),
+        _floats("entropys", f"{_ACTOR}.log_probs", "reports", "entropy of the policy, if asked for"),
+        _objects("score", "RewardWorker.score", "reports", "the reward function's score"),
+        _objects("acc", "RewardWorker.score", "reports", "1 for a right answer, if the function tells"),
+        _objects("trajectory", _PLAY, "advantages, reports", "name of the episode, shared by its rows"),
+        _objects("end_reason", _PLAY, "metrics, reports", "why the episode ended, see `EndReason`"),
+        _objects("actions", _PLAY, "reports", "list[str], the text of each turn"),
+        _objects(
             "states",
-            "object",
-            "B",
             _PLAY,
             "advantages over turns",
             "list[str], a digest of the observation before each turn: its texts and pixels",
         ),
-        Column("info", "object", "B", _PLAY, "recipes", "numbers and texts of the environment's last info"),
-        Column("end_message", "object", "B", _PLAY, "reports", "what the environment of a failed episode did"),
-        Column("response_text", "object", "B", "RewardWorker.score", "reports", "the response without special tokens"),
+        _objects("info", _PLAY, "recipes", "numbers and texts of the environment's last info"),
+        _objects("end_message", _PLAY, "reports", "what the environment of a failed episode did"),
+        _objects("response_text", "RewardWorker.score", "reports", "the response without special tokens"),
     )
 }
 

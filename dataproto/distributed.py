@@ -246,11 +246,7 @@ def _unpickled(memory: np.ndarray, sizes: Sequence[int]) -> Any:
 
 
 def assemble(
-    form: Outline,
-    outlines: Sequence[Outline],
-    arrived: Mapping[Section, torch.Tensor],
-    own: int,
-    mine: Message,
+    form: Outline, outlines: Sequence[Outline], arrived: Mapping[Section, torch.Tensor], own: int, mine: Message
 ) -> Fields:
     """The rows of all messages that arrived. ``mine`` is this rank's own message, number ``own`` of them."""
     rests = _unpickled_rests(outlines, arrived["", "objects"], own, mine)

@@ -55,7 +55,7 @@ def split_by_tokens(lengths: Numbers, budget: int, lead: Numbers | None = None) 
 # Parts in any order
 
 
-def balance(costs: Numbers, parts: int, equal_counts: bool = False, groups: Groups | None = None) -> list[np.ndarray]:
+def balance(costs: Numbers, parts: int, groups: Groups | None = None) -> list[np.ndarray]:
     """Divides rows into parts of nearly equal cost; returns the row indices of each, ascending. Deterministic.
 
     Takes the better of two solutions: largest first (Graham 1969: at most 4/3 - 1/(3 ``parts``) of the optimal maximum) and
@@ -63,7 +63,6 @@ def balance(costs: Numbers, parts: int, equal_counts: bool = False, groups: Grou
 
     Args:
         costs: ``(B,)``, at least 0.
-        equal_counts: the numbers of rows (or groups) of parts differ by at most 1.
         groups: ``(B,)`` a key for each row, such as its ``uid``: rows of a group go to one part.
 
     Raises:
@@ -79,47 +78,41 @@ def balance(costs: Numbers, parts: int, equal_counts: bool = False, groups: Grou
         raise InvalidConfig(f"{parts} parts: must be at least 1")
     each = _amounts(costs)
     if groups is None:
-        return [np.array(sorted(part), dtype=np.int64) for part in _best(each, parts, equal_counts)]
+        return [np.array(sorted(part), dtype=np.int64) for part in _best(each, parts)]
     number_of = _numbers(groups)
     if len(number_of) != len(each):
         raise RowCountMismatch(f"{len(each)} costs, but {len(number_of)} groups")
     sums = np.zeros(int(number_of.max(initial=-1)) + 1, dtype=each.dtype)
     np.add.at(sums, number_of, each)
     owner = np.zeros(len(sums), dtype=np.int64)
-    for part, members in enumerate(_best(sums, parts, equal_counts)):
+    for part, members in enumerate(_best(sums, parts)):
         owner[members] = part
     return [np.flatnonzero(owner[number_of] == part) for part in range(parts)]
 
 
-def _best(costs: np.ndarray, parts: int, equal_counts: bool) -> list[list[int]]:
-    found = [_largest_first(costs, parts, equal_counts), _largest_differencing(costs, parts, equal_counts)]
+def _best(costs: np.ndarray, parts: int) -> list[list[int]]:
+    found = [_largest_first(costs, parts), _largest_differencing(costs, parts)]
     return min(found, key=lambda chosen: max(costs[part].sum() for part in chosen))
 
 
-def _largest_first(costs: np.ndarray, parts: int, equal_counts: bool) -> list[list[int]]:
+def _largest_first(costs: np.ndarray, parts: int) -> list[list[int]]:
     """Assigns each row, the costliest first, to the part that is cheapest so far."""
-    rows = len(costs)
-    room = [rows // parts + (part < rows % parts) if equal_counts else rows for part in range(parts)]
     chosen: list[list[int]] = [[] for _ in range(parts)]
-    queue = [(0, part) for part in range(parts) if room[part]]
+    queue = [(0, part) for part in range(parts)]
     amounts = costs.tolist()
     for row in np.argsort(-costs, kind="stable").tolist():
         total, part = heapq.heappop(queue)
         chosen[part].append(row)
-        if len(chosen[part]) < room[part]:
-            heapq.heappush(queue, (total + amounts[row], part))
+        heapq.heappush(queue, (total + amounts[row], part))
     return chosen
 
 
-def _largest_differencing(costs: np.ndarray, parts: int, equal_counts: bool) -> list[list[int]]:
+def _largest_differencing(costs: np.ndarray, parts: int) -> list[list[int]]:
     """Merges solutions of few rows, the two with the largest differences between their parts first, so that costly parts of one
-    join cheap parts of the other. If each initial solution has one row a part, the counts of rows are equal.
+    join cheap parts of the other.
     """
     amounts = costs.tolist()
-    order: list[int] = np.argsort(-costs, kind="stable").tolist()
-    step = parts if equal_counts else 1
-    starts = range(0, len(order), step)
-    solutions = [[(amounts[row], [row]) for row in order[start : start + step]] for start in starts]
+    solutions = [[(amounts[row], [row])] for row in np.argsort(-costs, kind="stable").tolist()]
     queue = [(-_difference(solution, parts), number) for number, solution in enumerate(solutions)]
     heapq.heapify(queue)
     while len(queue) > 1:

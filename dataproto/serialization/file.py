@@ -25,7 +25,7 @@ from tensordict import TensorDict
 from dataproto.errors import FileFormatError
 from dataproto.serialization import images
 from dataproto.serialization.container import CODES, Path, Section, Sections, check_shape, parse, write_sections
-from dataproto.serialization.leaves import RAGGED, RaggedColumn, dtype_name, leaf_key, ragged_name
+from dataproto.serialization.leaves import RAGGED, dtype_name, leaf_key, ragged_name
 from dataproto.tensordict_utils import nested_tensor_from_tensor_list, object_array
 
 Made = TypeVar("Made")
@@ -217,7 +217,7 @@ class Writer:
             return {"$": "pickle", "data": self._add_bytes(pickle.dumps(value, protocol=5))}
         raise self._refusal(value, f"of dtype {value.dtype}" if isinstance(value, torch.Tensor | np.ndarray) else "")
 
-    def _ragged(self, kind: str, value: RaggedColumn) -> dict[str, Any]:
+    def _ragged(self, kind: str, value: Any) -> dict[str, Any]:
         kept = value.distinct()
         node = {"$": kind, "values": self.tree(kept.storage)}
         for name in ("starts", "lengths"):
@@ -350,7 +350,7 @@ class Reader:
     def _bytes(self, node: dict[str, Any]) -> memoryview:
         return self._sections.checked(self._sections.take(node["data"]))
 
-    def _ragged(self, kind: type[RaggedColumn], node: dict[str, Any]) -> RaggedColumn:
+    def _ragged(self, kind: Any, node: dict[str, Any]) -> Any:
         values = self.tree(node["values"])
         return kind.windows(values, self._whole_numbers(node["starts"]), self._whole_numbers(node["lengths"]))
 

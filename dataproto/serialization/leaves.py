@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -102,12 +102,7 @@ def _image(mode: str, size: tuple[int, int], palette: Palette, info: dict[Any, A
     return image
 
 
-_DECODERS: dict[str, Callable[..., Any]] = {
-    "tensor": _tensor,
-    "trimmed": _trimmed,
-    "array": _array,
-    "image": _image,
-}
+_DECODERS: dict[str, Callable[..., Any]] = {"tensor": _tensor, "trimmed": _trimmed, "array": _array, "image": _image}
 
 
 # Tensors and arrays, and their bytes
@@ -166,31 +161,9 @@ def leaf_key(value: Any) -> Hashable:
 # Ragged columns
 
 
-class RaggedColumn(Protocol):
-    """B rows that are windows into one tensor, as far as serialization knows them."""
+Ragged = TypeVar("Ragged", bound=type)
 
-    @property
-    def storage(self) -> torch.Tensor: ...
-    @property
-    def starts(self) -> torch.Tensor: ...
-    @property
-    def lengths(self) -> torch.Tensor: ...
-    @property
-    def nbytes(self) -> int: ...
-    def __len__(self) -> int: ...
-    def distinct(self) -> Self:
-        """The same rows over a storage that holds each distinct window once and nothing else."""
-
-    def unbind(self) -> list[torch.Tensor]: ...
-    @classmethod
-    def windows(cls, storage: torch.Tensor, starts: Any, lengths: Any) -> Self: ...
-    @classmethod
-    def from_list(cls, rows: Sequence[Any]) -> Self: ...
-
-
-Ragged = TypeVar("Ragged", bound=type[RaggedColumn])
-
-RAGGED: dict[str, type[RaggedColumn]] = {}
+RAGGED: dict[str, Any] = {}
 """Classes of ragged columns, by the name that messages and files know them by."""
 
 

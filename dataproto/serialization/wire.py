@@ -39,7 +39,6 @@ from dataproto.serialization.images import is_image
 from dataproto.serialization.leaves import (
     RAGGED,
     Description,
-    RaggedColumn,
     decode,
     encode,
     encode_column,
@@ -399,7 +398,7 @@ class _Writer(pickle.Pickler):
             self.leaves.append(leaf)
         return place
 
-    def _ragged(self, name: str, value: RaggedColumn) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def _ragged(self, name: str, value: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         if len(value) and value.nbytes >= self._row_bytes * len(value):
             return _ragged_rows, (name, value.unbind())
         kept = value.distinct()
@@ -444,11 +443,11 @@ def _fill(array: np.ndarray, items: list[Any]) -> None:
         flat[place] = item
 
 
-def _ragged(name: str, storage: torch.Tensor, starts: np.ndarray, lengths: np.ndarray) -> RaggedColumn:
+def _ragged(name: str, storage: torch.Tensor, starts: np.ndarray, lengths: np.ndarray) -> Any:
     return RAGGED[name].windows(storage, starts, lengths)
 
 
-def _ragged_rows(name: str, rows: list[torch.Tensor]) -> RaggedColumn:
+def _ragged_rows(name: str, rows: list[torch.Tensor]) -> Any:
     return RAGGED[name].from_list(rows)
 
 

@@ -7,10 +7,18 @@
 from dataproto.vlm.costs import Flops
 from dataproto.vlm.family import VLMFamily
 from dataproto.vlm.family_registry import family_of, known_families, register_family
-from dataproto.vlm.media import DistinctMedia, MediaSpans, distinct_media, media_grids, media_spans
-from dataproto.vlm.media_layout import MediaLayout, PatchGrids
-from dataproto.vlm.mrope import extend_positions
-from dataproto.vlm.placeholders import MediaTokens, frame_seconds, image_grid
+from dataproto.vlm.media import (
+    DistinctMedia,
+    MediaLayout,
+    MediaSpans,
+    PatchGrids,
+    distinct_media,
+    image_grid,
+    media_grids,
+    media_spans,
+)
+from dataproto.vlm.positions import extend_positions
+from dataproto.vlm.prompt_layout import MediaTokens, frame_seconds
 
 __all__ = [
     "DistinctMedia",

@@ -167,6 +167,24 @@ def tower_flops(
     return torch.stack([2 * linear, 4 * width * torch.stack(list(pairs)).sum(0)], dim=1)
 
 
+def patch_tower_flops(
+    vision: Any, grids: Tensor, width: int, mlp: int, out: int, mergers: int = 1, pairs: Sequence[Tensor] | None = None
+) -> Tensor:
+    """`tower_flops` of a Qwen-VL tower by its config, ``mlp`` weights in a block beyond attention, and ``mergers`` to ``out``.
+
+    ``pairs`` are full attention within a frame in every block by default.
+    """
+    return tower_flops(
+        grids,
+        patch=patch_weights(vision, width),
+        block=4 * width**2 + mlp,
+        merger=mergers * merger_weights(vision, width, out),
+        merge_size=int(vision.spatial_merge_size),
+        width=width,
+        pairs=[frame_pairs(grids)] * int(vision.depth) if pairs is None else pairs,
+    )
+
+
 def join_grids(*grids: Tensor | None) -> Tensor:
     """All grids in one tensor ``(N, 3)`` int64 on the CPU."""
     present = [grid.long().cpu() for grid in grids if grid is not None]
@@ -177,9 +195,7 @@ def join_grids(*grids: Tensor | None) -> Tensor:
 
 
 def media_costs(
-    media: Sequence[RowMedia],
-    grids_of: Callable[[RowMedia], Tensor],
-    cost_of: Callable[[Tensor], Tensor],
+    media: Sequence[RowMedia], grids_of: Callable[[RowMedia], Tensor], cost_of: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """The cost ``(B,)`` of the media of each row. Rows that hold the same objects are computed once.
 

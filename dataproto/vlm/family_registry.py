@@ -47,7 +47,7 @@ _REFUSED = {
     "internvl+gpt_oss": (
         "the attention of gpt-oss has a learned sink in every head and a sliding window in every other layer, which packed "
         "attention does not compute"
-    ),
+    )
 }
 """Types that transformers builds and no family fits, with the reason."""
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from dataproto.errors import InvalidMedia
-from dataproto.vlm.media_layout import MediaLayout
+from dataproto.vlm.media import MediaLayout
 
 T = TypeVar("T")
 

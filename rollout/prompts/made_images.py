@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dataproto.columns import IMAGE_KEYS
-from dataproto.vlm.media_layout import MediaLayout
+from dataproto.vlm.media import MediaLayout
 from rollout.prompts.image_processing import Batch, ProcessedImage, inputs_key
 from rollout.prompts.videos import ProcessedVideo
 

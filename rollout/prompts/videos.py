@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from dataproto.errors import InvalidMedia
-from dataproto.vlm.placeholders import frame_seconds
+from dataproto.vlm.prompt_layout import frame_seconds
 from rollout.prompts.image_processing import ProcessedImage
 from rollout.prompts.images import load_image, sought_in
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from dataproto.errors import InvalidPrompt, MediaMismatch
 from dataproto.vlm import family_of
 from dataproto.vlm.family import VLMFamily
-from dataproto.vlm.mrope import IMAGE, VIDEO
+from dataproto.vlm.positions import IMAGE, VIDEO
 from rollout.continuation import Media, shown_media
 from rollout.engine import Request
 from rollout.vllm.versions.running_engine import model_of

@@ -63,15 +63,6 @@ def test_parts_are_within_grahams_bound_of_brute_force(costs, count):
     assert best <= makespan(costs, parts) <= best * (4 / 3 - 1 / (3 * count)) + 1e-9
 
 
-@given(st.lists(st.integers(0, 1000), max_size=60), st.integers(1, 9))
-def test_equal_counts_differ_by_one_at_most_and_hold_every_row(costs, count):
-    parts = balance(costs, count, equal_counts=True)
-    sizes = [len(part) for part in parts]
-    assert len(sizes) == count
-    assert max(sizes) - min(sizes) <= 1
-    assert sorted(row for part in parts for row in part.tolist()) == list(range(len(costs)))
-
-
 @given(st.lists(st.tuples(st.integers(0, 50), st.sampled_from("abcdefg")), max_size=40), st.integers(1, 4))
 def test_groups_stay_together_and_are_balanced_by_their_sums(rows, count):
     costs, groups = [cost for cost, _ in rows], [group for _, group in rows]
@@ -94,8 +85,7 @@ def test_differencing_beats_largest_first_where_that_is_known():
     rng = np.random.default_rng(0)
     for count in (2, 8, 32):
         costs = rng.lognormal(6, 1, 1024).astype(np.int64)
-        for equal_counts in (False, True):
-            assert makespan(costs, balance(costs, count, equal_counts)) <= 1.01 * costs.sum() / count
+        assert makespan(costs, balance(costs, count)) <= 1.01 * costs.sum() / count
 
 
 # Bins

@@ -41,14 +41,8 @@ def test_the_field_names_are_those_of_the_tinker_package():
 
 def test_a_model_input_behaves_like_that_of_the_tinker_package():
     for kind in (ModelInput, tinker.ModelInput):
-        made = kind.from_ints([5, 6]).append_int(7)
-        assert made.to_ints() == [5, 6, 7]
-        assert made.length == 3
-        assert kind.empty().length == 0
+        assert kind.from_ints([5, 6]).length == 2
         assert len(kind.from_ints([5]).chunks) == 1
-    one = ModelInput.empty()
-    assert one.append(EncodedTextChunk([1])) == ModelInput.from_ints([1])
-    assert one == ModelInput([])
 
 
 @given(st.lists(st.lists(st.integers(0, 300), max_size=4), max_size=4), st.sampled_from(["png", "jpeg"]))
@@ -97,8 +91,6 @@ def test_an_image_without_expected_tokens_has_no_length():
     with pytest.raises(InvalidChunk, match="expected_tokens"):
         ModelInput([ImageChunk(picture(), "png")]).length  # noqa: B018
     assert ModelInput([ImageChunk(picture(), "png", 4), EncodedTextChunk([1])]).length == 5
-    with pytest.raises(InvalidChunk, match="chunk 1 is of type 'image'"):
-        ModelInput([EncodedTextChunk([1]), ImageChunk(picture(), "png", 4)]).to_ints()
 
 
 @pytest.mark.parametrize("tokens", [[1, 2, 3], (1, 2, 3), np.array([1, 2, 3], np.int32), range(1, 4)])

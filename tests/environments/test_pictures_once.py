@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image, PngImagePlugin
 
-from dataproto.vlm.media_layout import PatchGrids
+from dataproto.vlm.media import PatchGrids
 from helpers.checkpoints import write_checkpoint
 from helpers.episodes import picture
 from rollout.engine import SamplingParams

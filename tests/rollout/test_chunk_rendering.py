@@ -278,9 +278,9 @@ def test_rows_with_other_loss_inputs_than_the_first_are_refused():
 
 def test_an_empty_or_overlong_input_is_refused():
     with pytest.raises(InvalidRow, match="empty"):
-        ChunkRenderer(builder()).prompts([ModelInput.empty()])
+        ChunkRenderer(builder()).prompts([ModelInput([])])
     with pytest.raises(InvalidRow, match="empty"):
-        ChunkRenderer(builder()).rows([datum_of(ModelInput.empty(), [])])
+        ChunkRenderer(builder()).rows([datum_of(ModelInput([]), [])])
     with pytest.raises(InvalidRow, match="max_prompt_length=8"):
         ChunkRenderer(tiny_builder(max_prompt_length=8)).prompts([ModelInput.from_ints(list(range(9)))])
 

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from dataproto.packing import PackedRows
 from dataproto.transfer import move, on_host
-from dataproto.vlm.mrope import IMAGE
+from dataproto.vlm.positions import IMAGE
 from workers.model.segment_attention import empty_gradients, empty_output
 
 Window = tuple[int, int]

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from dataproto.errors import InvalidConfig, InvalidMedia, MediaMismatch
 from dataproto.vlm.family import VLMFamily, cache_argument
-from dataproto.vlm.media_layout import MediaLayout
-from dataproto.vlm.placeholders import Ids
+from dataproto.vlm.media import Ids, MediaLayout
 
 MAX_NEWLINES = 31
 """The longest run of line breaks that is one token of Gemma's vocabulary."""

@@ -18,9 +18,7 @@ from dataproto.errors import InvalidConfig, InvalidMedia, MediaMismatch
 from dataproto.transfer import move, move_readable
 from dataproto.vlm.costs import causal_pairs
 from dataproto.vlm.family import DECODER_PLAN, VLMFamily, cache_argument
-from dataproto.vlm.media import MediaSpans
-from dataproto.vlm.media_layout import MediaLayout, check_limits
-from dataproto.vlm.placeholders import Ids
+from dataproto.vlm.media import Ids, MediaLayout, MediaSpans, check_limits
 
 FEATURES = (70, 140, 280, 560, 1120)
 """The largest numbers of features of an image that the image processor takes."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from dataproto.errors import InvalidMedia
 from dataproto.vlm.costs import attention_weights, dense_layer_weights, frame_pairs, patch_weights, tower_flops
 from dataproto.vlm.family import DECODER_PLAN, EXPERT_PLAN, VLMFamily
-from dataproto.vlm.media_layout import PatchGrids
+from dataproto.vlm.media import PatchGrids
 
 NO_CLASS = "vLLM has no class for it; GLM-4.6V is of type glm4v_moe, which it has"
 

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from dataproto.errors import InvalidConfig, InvalidMedia, MediaMismatch
 from dataproto.vlm.family import DECODER_PLAN, VLMFamily
-from dataproto.vlm.media_layout import MediaLayout, check_limits
-from dataproto.vlm.placeholders import Ids
+from dataproto.vlm.media import Ids, MediaLayout, check_limits
 
 MAX_SIDE = 4096
 """The longest side in pixels that the image processors resize to."""

@@ -15,8 +15,7 @@ from torch import Tensor
 from dataproto.errors import InvalidMedia, MediaMismatch
 from dataproto.vlm.costs import sparse_layer_weights
 from dataproto.vlm.family import DECODER_PLAN, EXPERT_PLAN, VLMFamily
-from dataproto.vlm.media_layout import MediaLayout, check_limits
-from dataproto.vlm.placeholders import Ids
+from dataproto.vlm.media import Ids, MediaLayout, check_limits
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dataproto.transfer import move_readable
 from dataproto.vlm.costs import causal_pairs, frame_pairs, tower_flops
 from dataproto.vlm.families.glm4v import GLM4VMoe
 from dataproto.vlm.family import TensorPlan, VLMFamily
-from dataproto.vlm.media_layout import PatchGrids
+from dataproto.vlm.media import PatchGrids
 
 ATTENTION = "model.language_model.layers.*.self_attn"
 

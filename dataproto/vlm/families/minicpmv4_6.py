@@ -16,8 +16,7 @@ from torch import Tensor
 
 from dataproto.errors import InvalidConfig, InvalidMedia, MediaMismatch
 from dataproto.vlm.families.qwen3_5 import Qwen35
-from dataproto.vlm.media_layout import MediaLayout, check_limits
-from dataproto.vlm.placeholders import Ids
+from dataproto.vlm.media import Ids, MediaLayout, check_limits
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from dataproto.errors import MediaMismatch
-from dataproto.vlm.costs import frame_pairs, merger_weights, patch_weights, tower_flops, window_pairs
+from dataproto.vlm.costs import frame_pairs, patch_tower_flops, window_pairs
 from dataproto.vlm.families.qwen2_vl import Qwen2VL
-from dataproto.vlm.mrope import Pieces
+from dataproto.vlm.positions import Pieces
 
 
 class Qwen25VL(Qwen2VL):
@@ -39,12 +39,6 @@ class Qwen25VL(Qwen2VL):
         width, merge = int(vision.hidden_size), int(vision.spatial_merge_size)
         window = int(vision.window_size) // merge // int(vision.patch_size) * merge
         full, windowed = frame_pairs(grids), window_pairs(grids, window)
-        return tower_flops(
-            grids,
-            patch=patch_weights(vision, width),
-            block=4 * width**2 + 3 * width * int(vision.intermediate_size),
-            merger=merger_weights(vision, width, int(vision.out_hidden_size)),
-            merge_size=merge,
-            width=width,
-            pairs=[full if block in vision.fullatt_block_indexes else windowed for block in range(vision.depth)],
-        )
+        pairs = [full if block in vision.fullatt_block_indexes else windowed for block in range(vision.depth)]
+        mlp = 3 * width * int(vision.intermediate_size)
+        return patch_tower_flops(vision, grids, width, mlp, int(vision.out_hidden_size), pairs=pairs)

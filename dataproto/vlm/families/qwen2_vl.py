@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dataproto.vlm.costs import frame_pairs, merger_weights, patch_weights, tower_flops
+from dataproto.vlm.costs import patch_tower_flops
 from dataproto.vlm.family import VLMFamily
 
 _CHECKPOINT_NAMES = ((re.compile(r"^model\.visual\."), "visual."), (re.compile(r"^model\.language_model\."), "model."))
@@ -27,12 +27,5 @@ class Qwen2VL(VLMFamily):
         """Blocks have full attention within a frame and an MLP of two layers."""
         vision = config.vision_config
         width = int(vision.embed_dim)
-        return tower_flops(
-            grids,
-            patch=patch_weights(vision, width),
-            block=4 * width**2 + 2 * width * int(width * vision.mlp_ratio),
-            merger=merger_weights(vision, width, int(vision.hidden_size)),
-            merge_size=int(vision.spatial_merge_size),
-            width=width,
-            pairs=[frame_pairs(grids)] * int(vision.depth),
-        )
+        mlp = 2 * width * int(width * vision.mlp_ratio)
+        return patch_tower_flops(vision, grids, width, mlp, int(vision.hidden_size))

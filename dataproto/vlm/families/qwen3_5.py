@@ -3,22 +3,12 @@ arXiv:2412.06464), the others attend, with a gate on their output. Tower and pro
 features.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from dataproto.vlm.costs import (
-    attention_weights,
-    attention_width,
-    frame_pairs,
-    merger_weights,
-    patch_weights,
-    tower_flops,
-)
+from dataproto.vlm.costs import attention_weights, attention_width, patch_tower_flops
 from dataproto.vlm.family import DECODER_PLAN, EXPERT_PLAN, TensorPlan, VLMFamily
-from dataproto.vlm.mrope import Pieces
 
 CHUNK = 64  # tokens whose updates of a recurrent state are computed together
 
@@ -46,12 +36,6 @@ class Qwen35(VLMFamily):
     unused_weights = ("mtp.*",)  # layers that predict several tokens at once
     tensor_plan = (*DECODER_PLAN, *RECURRENT_PLAN)
 
-    def video_pieces(self, grids: Tensor, seconds: Tensor | Sequence[float] | None, config: Any) -> Pieces:
-        """Each frame is a piece. ``seconds`` are not used: the text before a frame states its time."""
-        frames = torch.repeat_interleave(grids, grids[:, 0], dim=0)
-        frames[:, 0] = 1
-        return Pieces.of_grids(frames, config.vision_config.spatial_merge_size)
-
     def layer_weights(self, text: Any, layer: int) -> int:
         """Attention with an output gate, or the projections of a recurrent layer; and the MLP."""
         return self.mixer_weights(text, layer) + 3 * int(text.hidden_size * text.intermediate_size)
@@ -78,15 +62,8 @@ class Qwen35(VLMFamily):
         """Full attention within a frame, and an MLP of two layers."""
         vision = config.vision_config
         width = int(vision.hidden_size)
-        return tower_flops(
-            grids,
-            patch=patch_weights(vision, width),
-            block=4 * width**2 + 2 * width * int(vision.intermediate_size),
-            merger=merger_weights(vision, width, int(vision.out_hidden_size)),
-            merge_size=int(vision.spatial_merge_size),
-            width=width,
-            pairs=[frame_pairs(grids)] * int(vision.depth),
-        )
+        mlp = 2 * width * int(vision.intermediate_size)
+        return patch_tower_flops(vision, grids, width, mlp, int(vision.out_hidden_size))
 
 
 class Qwen35Moe(Qwen35):

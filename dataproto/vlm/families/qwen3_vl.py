@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dataproto.vlm.costs import frame_pairs, merger_weights, patch_weights, sparse_layer_weights, tower_flops
+from dataproto.vlm.costs import patch_tower_flops, sparse_layer_weights
 from dataproto.vlm.family import DECODER_PLAN, EXPERT_PLAN, VLMFamily
 from dataproto.vlm.media import MediaSpans
-from dataproto.vlm.mrope import Pieces
 
 
 class Qwen3VL(VLMFamily):
@@ -22,12 +21,6 @@ class Qwen3VL(VLMFamily):
     mergers = ("model.visual.merger", "model.visual.deepstack_merger_list")
     videos_by_frame = True
     deep_method = "_deepstack_process"
-
-    def video_pieces(self, grids: Tensor, seconds: Tensor | Sequence[float] | None, config: Any) -> Pieces:
-        """Each frame is a piece. ``seconds`` are not used: the text before a frame states its time."""
-        frames = torch.repeat_interleave(grids, grids[:, 0], dim=0)
-        frames[:, 0] = 1
-        return Pieces.of_grids(frames, config.vision_config.spatial_merge_size)
 
     def deep_features(self, output: Any) -> Sequence[Any]:
         """The levels of DeepStack."""
@@ -58,17 +51,9 @@ class Qwen3VL(VLMFamily):
     def vision_flops(self, config: Any, grids: Tensor) -> Tensor:
         """Full attention within a frame, an MLP of two layers, and one more merger for each deep level."""
         vision = config.vision_config
-        width = int(vision.hidden_size)
-        mergers = 1 + len(vision.deepstack_visual_indexes)
-        return tower_flops(
-            grids,
-            patch=patch_weights(vision, width),
-            block=4 * width**2 + 2 * width * int(vision.intermediate_size),
-            merger=mergers * merger_weights(vision, width, int(vision.out_hidden_size)),
-            merge_size=int(vision.spatial_merge_size),
-            width=width,
-            pairs=[frame_pairs(grids)] * int(vision.depth),
-        )
+        width, mergers = int(vision.hidden_size), 1 + len(vision.deepstack_visual_indexes)
+        mlp = 2 * width * int(vision.intermediate_size)
+        return patch_tower_flops(vision, grids, width, mlp, int(vision.out_hidden_size), mergers)
 
 
 class Qwen3VLMoe(Qwen3VL):

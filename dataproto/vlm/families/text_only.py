@@ -14,9 +14,8 @@ from torch import Tensor
 from dataproto.columns import RowMedia
 from dataproto.errors import InvalidConfig, InvalidMedia, MediaMismatch
 from dataproto.vlm.family import DECODER_PLAN, VLMFamily
-from dataproto.vlm.media import DistinctMedia
-from dataproto.vlm.media_layout import MediaLayout
-from dataproto.vlm.placeholders import Ids, MediaTokens
+from dataproto.vlm.media import DistinctMedia, Ids, MediaLayout
+from dataproto.vlm.prompt_layout import MediaTokens
 
 
 @dataclass(frozen=True)
