@@ -56,7 +56,7 @@ from workers.ranks.layout import Layout
 from workers.ranks.mesh import AXES, init_ranks
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.training.accounting import peak_flops, required_work, whole_work
-from workers.training.forward_pass import prepare_rows
+from workers.training.forward_pass import pack, sharing
 from workers.training.micro_batches import micro_batches
 from workers.training.mini_batches import share_out
 from workers.training.optimizer import OptimizerConfig
@@ -175,7 +175,7 @@ class Bench:
         family, model = module.family, module.model
         packs = []
         for part in micro_batches(batch, module, self.arguments.token_budget):
-            rows, _, _ = prepare_rows(module, part.rows)
+            rows = pack(module, part.rows, sharing(module, part.rows))
             packs.append(rows.to(self.device))
 
         def step() -> None:

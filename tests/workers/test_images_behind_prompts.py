@@ -17,7 +17,7 @@ from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits, play_episodes
 from rollout.environments.episodes.episode_rows import episode_columns, episode_starts
 from workers.model.packed_model import PackedVLM
-from workers.training.forward_pass import forward_rows, prepare_rows, sharing
+from workers.training.forward_pass import PreparedRows, forward_rows, sharing
 from workers.training.row_checks import check_rows
 
 CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ def test_a_prompt_is_computed_once_though_other_pictures_follow_it(played):
     shared = sharing(module, data)
     uids = data["uid"].tolist()
     assert shared.tolist() == [False, *(uid == before for before, uid in pairwise(uids))]
-    rows, _, _ = prepare_rows(module, data)
+    rows = PreparedRows(module, data).packed
     width = data["response_mask"].shape[1]
     lengths = data["attention_mask"].sum(1)
     prompts = data["attention_mask"][:, :-width].sum(1)
@@ -77,7 +77,7 @@ def test_a_prompt_is_computed_once_though_other_pictures_follow_it(played):
 def test_each_distinct_image_is_encoded_once(played):
     model, data = played
     module = packed(model)
-    grids = module.family.grids(prepare_rows(module, data)[1], model.config)
+    grids = module.family.grids(PreparedRows(module, data).media(module, torch.device("cpu"))[0].inputs, model.config)
     parts = {
         id(part["pixel_values"]): part for media in data["multi_modal_inputs"] for part in media_parts(media) if part
     }

@@ -14,7 +14,7 @@ from helpers.tiny_models import EACH_TYPE, TEXT_TYPES, TILED, gradient_tolerance
 from workers.model.packed_model import PackedVLM, select_rows
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.model_worker import PolicyConfig, ReferenceWorker
-from workers.training.forward_pass import forward_rows, infer_token_types, prepare_rows
+from workers.training.forward_pass import PreparedRows, forward_rows, infer_token_types
 
 CPU = torch.device("cpu")
 
@@ -59,7 +59,10 @@ def test_log_probs_and_gradients_are_equal(model):
 
 def test_a_prompt_with_several_samples_is_computed_once(model):
     data = mixed_batch(model)
-    packed, media, _ = prepare_rows(PackedVLM(copy.deepcopy(model), family_of(model.config), 1.0), data)
+    module = PackedVLM(copy.deepcopy(model), family_of(model.config), 1.0)
+    prepared = PreparedRows(module, data)
+    packed, (part, _, _) = prepared.packed, prepared.media(module, torch.device("cpu"))
+    media = {} if part is None else part.inputs
     prompts, responses = data["attention_mask"][:, :-6].sum(1), data["attention_mask"][:, -6:].sum(1)
     shared = [3, 6]  # rows 2 and 3 are samples of one prompt, and so are rows 5 and 6
     assert packed.input_ids.shape[1] == int(prompts.sum() + responses.sum() - prompts[shared].sum())

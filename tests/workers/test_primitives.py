@@ -21,9 +21,8 @@ from workers.cluster.local import LocalGroup
 from workers.model.model_config import AdamParams
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import Ranks, init_ranks
-from workers.roles.actor import ActorConfig, ActorWorker
+from workers.roles.actor import ActorConfig, ActorWorker, PassOutput, join_passes
 from workers.roles.model_worker import join_updates
-from workers.roles.step_by_step import PassOutput, join_passes
 from workers.training.loss_sums import Updated
 
 CPU = torch.device("cpu")

@@ -29,13 +29,12 @@ from helpers.layouts import (
 )
 from helpers.processes import run_ranks
 from helpers.tiny_models import MODEL_TYPES, tiny_model
-from workers.model.logprobs import token_log_probs
+from workers.model.logprobs import split_token_log_probs, token_log_probs
 from workers.model.model_config import ModelConfig
 from workers.model.named_weights import named_weights
 from workers.model.packed_model import PackedVLM
 from workers.parallel import parallelize
 from workers.parallel.tensor import VocabularyEmbedding, partial_parameters, sum_gradients
-from workers.parallel.vocabulary_split import split_token_log_probs
 from workers.ranks.autograd_collectives import Peers
 from workers.ranks.layout import Layout
 from workers.training.forward_pass import forward_rows, pack, sharing

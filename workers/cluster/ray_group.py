@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 import torch
@@ -42,24 +42,14 @@ from workers.ranks.failures import REPORT_GRACE_S, Failure, grace_period
 from workers.training.mini_batches import split_scoring
 
 
-class CountingStore(Protocol):
-    """A blob store that counts what it was given; see `dataproto.BlobStore`."""
-
-    num_bytes: int
-
-    def put(self, buffer: Any) -> Any: ...
-
-    def get(self, ref: Any) -> Buffer: ...
-
-
 class StepBlobs:
     """The media that the driver has put into the object store in this step; later calls of the step refer to them.
 
     A program that trains step by step may never end a step. So `open` first releases what is kept if it exceeds the limit.
     """
 
-    def __init__(self, new_store: Callable[[], CountingStore], limit_bytes: Callable[[], int]) -> None:
-        """``limit_bytes`` is called once, by the first `open`."""
+    def __init__(self, new_store: Callable[[], Any], limit_bytes: Callable[[], int]) -> None:
+        """``new_store`` makes a blob store that counts its ``num_bytes``; ``limit_bytes`` is called once, by the first `open`."""
         self._new_store, self._limit_bytes = new_store, limit_bytes
         self._limit: int | None = None
         self.renew()

@@ -29,13 +29,13 @@ from torch.nn.functional import embedding, linear
 
 from dataproto.errors import InvalidConfig
 from workers.model.gated_delta_net import HeadShare, channels, check_recurrent_heads
+from workers.model.logprobs import split_token_log_probs
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.model.patches import call_before_forward, keep_on_module, replace_submodule
 from workers.model.precision import in_autocast_dtype
 from workers.parallel.transform import Transform
 from workers.parallel.ulysses import check_heads, key_value_share
-from workers.parallel.vocabulary_split import split_token_log_probs
 from workers.ranks.autograd_collectives import Peers, gather_split, local_part, sum_and_split
 from workers.ranks.mesh import Ranks
 

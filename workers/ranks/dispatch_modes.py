@@ -1,6 +1,6 @@
 """Dispatch modes: how a group splits the arguments of a call over its ranks and joins their results."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
@@ -19,6 +19,16 @@ class Arguments(NamedTuple):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+    def first(self, name: str) -> Any:
+        """The first argument, which may have been given by its ``name``."""
+        return self.kwargs[name] if name in self.kwargs else self.args[0]
+
+    def with_first(self, name: str, values: Iterable[Any]) -> "list[Arguments]":
+        """The call with each of the ``values`` in the place of the first argument."""
+        if name in self.kwargs:
+            return [Arguments(self.args, self.kwargs | {name: value}) for value in values]
+        return [Arguments((value, *self.args[1:]), self.kwargs) for value in values]
 
 
 Split = Callable[[Arguments, int], Sequence[Arguments]]

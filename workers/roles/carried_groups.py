@@ -67,13 +67,10 @@ def number_groups(samples: DataProto, parts: int = 1) -> DataProto:
 
 def split_groups(call: Arguments, parts: int) -> list[Arguments]:
     """The call ``advance(samples, ...)`` for each of ``parts`` ranks; the rows of a group stay together."""
-    samples = call.kwargs["samples"] if "samples" in call.kwargs else call.args[0]
+    samples = call.first("samples")
     numbered = number_groups(samples, parts)
     numbered[ROW] = np.arange(len(samples))
-    shares = [numbered[np.flatnonzero(numbered[DEALT] == part)] for part in range(parts)]
-    if "samples" in call.kwargs:
-        return [Arguments(call.args, call.kwargs | {"samples": share}) for share in shares]
-    return [Arguments((share, *call.args[1:]), call.kwargs) for share in shares]
+    return call.with_first("samples", (numbered[np.flatnonzero(numbered[DEALT] == part)] for part in range(parts)))
 
 
 def join_in_order(results: Sequence[Any]) -> Any:

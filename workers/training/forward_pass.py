@@ -123,15 +123,6 @@ class PreparedRows:
         return found
 
 
-def prepare_rows(
-    module: PackedVLM, rows: DataProto, tower: bool = False
-) -> tuple[PackedRows, dict[str, Tensor], MediaSpans]:
-    """The rows packed, their distinct media, and the places of its features; see `place_media`."""
-    shared = sharing(module, rows)
-    packed = pack(module, rows, shared)
-    return packed, *place_media(module, rows, packed, shared, tower)
-
-
 def pack(module: PackedVLM, rows: DataProto, shared: Tensor) -> PackedRows:
     """The rows packed; rows where ``shared (B,)`` is true have the prompt of the row before."""
     ids, mask, positions, responses = (rows[name] for name in TRAINING_COLUMNS)
@@ -153,15 +144,11 @@ def recorded_experts(rows: DataProto, shared: Tensor) -> Tensor:
 
 
 def place_media(
-    module: PackedVLM, rows: DataProto, packed: PackedRows, shared: Tensor, tower: bool = False
+    module: PackedVLM, rows: DataProto, packed: PackedRows, shared: Tensor
 ) -> tuple[dict[str, Tensor], MediaSpans]:
-    """The rows' distinct media, and the places of its features. The media of a shared prompt belong to its first row.
-
-    With ``tower``, rows without media get a dummy image whose features are not used.
-    """
+    """The rows' distinct media, and the places of its features. The media of a shared prompt belong to its first row."""
     media = module.family.distinct_media(placed_media(module, rows, shared), module.model.config)
-    spans = media_spans(packed.token_types, media, packed.cu_seqlens)
-    return media.inputs or dummy_media(module, tower), spans
+    return media.inputs, media_spans(packed.token_types, media, packed.cu_seqlens)
 
 
 def placed_media(module: PackedVLM, rows: DataProto, shared: Tensor) -> list[RowMedia]:

@@ -31,10 +31,7 @@ MINIBATCH = "_minibatch"
 def split_update(call: Arguments, parts: int) -> list[Arguments]:
     """The call ``update(data, loss_fn, minibatch, ...)`` for each of ``parts`` data-parallel ranks, see `share_out`."""
     named = dict(zip(("data", "loss_fn", "minibatch"), call.args)) | call.kwargs
-    shares = share_out(named["data"], parts, named.get("minibatch"))
-    if "data" in call.kwargs:
-        return [Arguments(call.args, call.kwargs | {"data": share}) for share in shares]
-    return [Arguments((share, *call.args[1:]), call.kwargs) for share in shares]
+    return call.with_first("data", share_out(named["data"], parts, named.get("minibatch")))
 
 
 def share_out(data: DataProto, parts: int, minibatch: int | None = None) -> list[DataProto]:
@@ -63,11 +60,8 @@ def split_scoring(call: Arguments, parts: int) -> list[Arguments]:
 
     Samples of a prompt that are next to each other stay together as in `share_out`.
     """
-    data = call.args[0] if call.args else call.kwargs["data"]
-    shares = [data[start:stop] for start, stop in pairwise(scoring_bounds(data, parts))]
-    if call.args:
-        return [Arguments((share, *call.args[1:]), call.kwargs) for share in shares]
-    return [Arguments((), call.kwargs | {"data": share}) for share in shares]
+    data = call.first("data")
+    return call.with_first("data", (data[start:stop] for start, stop in pairwise(scoring_bounds(data, parts))))
 
 
 def scoring_bounds(data: DataProto, parts: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -331,12 +331,17 @@ class TrainingModel:
         for transform in self.transforms:
             transform.drop_gradients(self.module)
 
-    def report_skip(self, grad_norm: float, rows: Sequence[str]) -> None:
-        """Records that the last step was skipped, and logs it; ``rows`` are this rank's with values that are not finite."""
-        every = dict.fromkeys(name for names in self.ranks.all_gather(list(rows), "dp") for name in names)
-        self.skipped.append(SkippedStep(self.optimizer.steps - 1, grad_norm, tuple(every)))
-        if self.ranks.is_first:
-            log.warning("%s", self.skipped[-1])
+    def reported_step(self, not_finite: Callable[[], Sequence[str]]) -> dict[str, float]:
+        """A `step`, with its metrics under the role's name. A skipped one is recorded and logged with the rows ``not_finite``:
+        those of this rank with values that are not finite.
+        """
+        stepped = self.step()
+        if not math.isfinite(stepped["grad_norm"]):
+            every = dict.fromkeys(name for names in self.ranks.all_gather(list(not_finite()), "dp") for name in names)
+            self.skipped.append(SkippedStep(self.optimizer.steps - 1, stepped["grad_norm"], tuple(every)))
+            if self.ranks.is_first:
+                log.warning("%s", self.skipped[-1])
+        return {f"{self.role}/{name}": value for name, value in stepped.items()}
 
     # Updates
 
@@ -493,8 +498,5 @@ class Update:
 
     def _step(self, rows: DataProto, sums: LossSums) -> dict[str, float]:
         """Makes a step, and returns the metrics of all ranks together."""
-        stepped = self.model.step()
-        metrics = sums.means(self.model.ranks)
-        if not math.isfinite(stepped["grad_norm"]):
-            self.model.report_skip(stepped["grad_norm"], names_of_rows(rows, ~sums.finite))
-        return metrics | {f"{self.model.role}/{name}": value for name, value in stepped.items()}
+        stepped = self.model.reported_step(lambda: names_of_rows(rows, ~sums.finite))
+        return sums.means(self.model.ranks) | stepped
