@@ -12,7 +12,7 @@ from pathlib import Path
 
 from recipes.configs.classify_config import PRESETS, TINY, ClassifyConfig, ClassifyDataConfig, parse
 from recipes.configs.shared.run_config import announce_small_model
-from recipes.data.conversation_rows import Questions
+from recipes.data.conversations import Questions
 from recipes.data.labelled_pictures import IMAGES, LabelledData, drawn_data, folder_data, table_data
 from recipes.data.loader import EvaluationLoader, PromptLoader, check_row, check_rows
 from recipes.options import exit_status

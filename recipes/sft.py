@@ -2,7 +2,7 @@
 
 With no arguments it draws conversations, makes a small Qwen2.5-VL and trains it on the CPU within minutes. With ``--preset``,
 ``--model-path`` and ``--data-path`` the same loop trains any checkpoint of a known family on data sets of chat messages (see
-`recipes.data.conversation_rows`).
+`recipes.data.conversations`).
 """
 
 import sys
@@ -16,7 +16,7 @@ from torch.utils.data import ConcatDataset, Subset
 from dataproto.errors import InvalidConfig
 from recipes.configs.sft_config import PRESETS, TINY, SFTConfig, SFTDataConfig, parse
 from recipes.configs.shared.run_config import announce_small_model
-from recipes.data.conversation_rows import CONVERSATION_COLUMNS, Questions, conversation_rows, conversation_stream
+from recipes.data.conversations import CONVERSATION_COLUMNS, Questions, conversation_rows, conversation_stream
 from recipes.data.loader import EvaluationLoader, PromptLoader, check_row, drop_overlong
 from recipes.data.mixture import Mixture
 from recipes.data.row_values import columns_left_out

@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from dataproto.errors import DataProtoError, InvalidRow
 from recipes.configs.show_config import ShowConfig, parse
 from recipes.data.column_keys import ColumnKeys
-from recipes.data.conversation_rows import CONVERSATION_COLUMNS, conversation_rows, conversation_stream
+from recipes.data.conversations import CONVERSATION_COLUMNS, conversation_rows, conversation_stream
 from recipes.data.loader import draws
 from recipes.data.problem_rows import PROBLEM_COLUMNS, load_rows
 from recipes.data.row_values import columns_left_out, present_columns

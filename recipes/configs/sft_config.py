@@ -2,7 +2,7 @@
 
 With no arguments it draws conversations, makes a small Qwen2.5-VL and trains it on the CPU within minutes. With ``--preset any``,
 ``--model-path`` and ``--data-path`` the same loop trains any checkpoint of a known family on data sets of chat messages (see
-`recipes.data.conversation_rows`).
+`recipes.data.conversations`).
 """
 
 from collections.abc import Sequence

@@ -66,7 +66,7 @@ class ColumnKeys:
             return raw
         question = self.prompt_key or self.messages_key
         if question and raw.get(question) is None:
-            raise InvalidRow(place, f"no {question!r} among its columns {sorted(raw)}")
+            raise InvalidRow(place, why_lacking(raw, [question], f"no {question!r} among its columns {sorted(raw)}"))
         replaced = {*given.values(), *(name for option in given for name in _PLACES[option][1])}
         kept = {name: value for name, value in raw.items() if name not in replaced}
         return kept | {_PLACES[option][0]: raw.get(key) for option, key in given.items()}
@@ -98,6 +98,18 @@ class ColumnKeys:
                 raise InvalidConfig(
                     f"--{option.replace('_', '-')} {key}: {source} has no such column; it has {', '.join(present)}"
                 )
+
+
+def why_lacking(raw: Mapping[str, Any], names: Sequence[str], otherwise: str) -> str:
+    """Why a row has no usable value in any of the columns: what the first one holds, or ``otherwise`` if it has none of them.
+
+    >>> why_lacking({"problem": None}, ["prompt", "problem"], "no question"), why_lacking({}, ["prompt"], "no question")
+    ("'problem' holds nothing, but must be text or messages", 'no question')
+    """
+    found = next((name for name in names if name in raw), None)
+    if found is None:
+        return otherwise
+    return f"{found!r} holds {'nothing' if raw[found] is None else repr(raw[found])}, but must be text or messages"
 
 
 def with_markers(question: str, images: int, videos: int = 0) -> str:

@@ -20,11 +20,12 @@ from typing import Any
 import numpy as np
 
 from dataproto.errors import InvalidConfig, InvalidRow, RewardError
-from recipes.data.column_keys import ColumnKeys, with_markers
+from recipes.data.column_keys import ColumnKeys, why_lacking, with_markers
 from recipes.data.row_values import (
     CONTEXT_COLUMNS,
     chat_messages,
     instructed,
+    is_blank,
     keys_of_row,
     parsed_row,
     plain_answer,
@@ -151,7 +152,8 @@ def read_row(
         prompt = [{"role": "user", "content": instructed(problem, instruction)}]
     if prompt is None:
         lacking = f"no 'prompt', 'messages' or 'problem' among its columns {sorted(raw)}"
-        raise InvalidRow(index, f"{lacking}: name that of the question by --prompt-key, or --messages-key")
+        way_out = "name that of the question by --prompt-key, or --messages-key"
+        raise InvalidRow(index, why_lacking(raw, _QUESTIONS, f"{lacking}: {way_out}"))
     if isinstance(prompt, str) and messages is None:
         problem = prompt if keys.prompt_key else problem
         asked = instructed(with_markers(prompt, len(images), len(videos)), instruction) if keys.prompt_key else prompt
@@ -193,12 +195,16 @@ def own_columns(raw: Mapping[str, Any], keys: ColumnKeys = KNOWN) -> tuple[dict[
     """
     media = {}
     for kind, key in (("image", keys.image_key), ("video", keys.video_key)):
-        read = next((name for name in ([key] if key else [f"{kind}s", kind]) if raw.get(name) is not None), None)
+        read = next((name for name in ([key] if key else [f"{kind}s", kind]) if not _is_absent(raw.get(name))), None)
         if read is not None:
             several = read != "video" and isinstance(raw[read], (list, tuple, np.ndarray))
             media[read] = f"{kind}s" if several else kind
     left_out = {"prompt", "messages", "conversations", keys.messages_key, *_MEDIA, *media}
     return {name: value for name, value in raw.items() if name not in left_out}, media
+
+
+def _is_absent(value: Any) -> bool:
+    return value is None or is_blank(value)
 
 
 def row_tools(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,11 +6,12 @@ question, and a question in two columns.
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import date, datetime
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ import numpy as np
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dataproto.errors import InvalidConfig, InvalidRow
-from recipes.data.column_keys import ColumnKeys, columns_of
+from recipes.data.column_keys import STREAM_HEAD, ColumnKeys, columns_of
+from recipes.data.tables import JsonStream
 
 _QUESTIONS = ("prompt", "messages", "conversations")
 _CHATS = (*_QUESTIONS, "completion", "response", "answer", "solution")
@@ -58,8 +60,8 @@ def parsed_row(raw: Mapping[str, Any], index: int) -> dict[str, Any]:
         elif name in _QUESTIONS and items is None and isinstance(text := row.get(name), str) and _MESSAGES.match(text):
             raise InvalidRow(index, f"{name!r} looks like messages, but is not JSON: {text[:200]}")
     for name in (*_MEDIA, "history"):
-        items = _items(row.get(name))
-        row |= {} if items is None else {name: items}
+        items, blank = _items(row.get(name)), is_blank(row.get(name))
+        row |= {name: items} if items is not None else {name: None} if blank else {}
     for name in _OBJECTS:
         value = row.get(name)
         if isinstance(value, str):
@@ -76,6 +78,11 @@ def _items(value: Any) -> list[Any] | None:
         with suppress(ValueError, RecursionError):
             return list(json.loads(value))
     return None
+
+
+def is_blank(value: Any) -> bool:
+    """Whether a value is a text without a sign, which tables of text have where there is nothing."""
+    return isinstance(value, str) and not value.strip()
 
 
 def _is_turn(item: Mapping[str, Any]) -> bool:
@@ -98,7 +105,8 @@ def chat_messages(turns: Any, index: int) -> list[Mapping[str, Any]]:
     {'role': 'assistant', 'content': '', 'tool_calls': [{'type': 'function', 'function': {'name': 'zoom', 'arguments': {}}}]}
     """
     if isinstance(turns, str) or not isinstance(turns, (Sequence, np.ndarray)):
-        raise InvalidRow(index, f"the messages must be a list, not {turns!r} (--prompt-key names a column of text)")
+        way_out = " (--prompt-key names a column of text)" if isinstance(turns, str) else ""
+        raise InvalidRow(index, f"the messages must be a list{'' if way_out else ', or text'}, not {turns!r}{way_out}")
     return [_message(turn, index) for turn in turns]
 
 
@@ -145,7 +153,7 @@ def plain_answer(answer: Any) -> Any:
     if items and all(isinstance(item, Mapping) and item.get("type") == "text" for item in items):
         return "".join(str(item.get("text") or "") for item in items)
     if isinstance(answer, datetime) and answer.time() == datetime.min.time():
-        answer = answer.date()  # the reader of `datasets` makes one of a text in the JSON of a data set on the hub
+        answer = answer.date()
     return answer.isoformat() if isinstance(answer, date) else answer
 
 
@@ -230,18 +238,20 @@ def with_context(messages: Sequence[Any], raw: Mapping[str, Any], index: int) ->
         ):
             raise InvalidRow(index, f"'history' must be a list of [question, answer], not {raw['history']!r}")
         earlier += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
-    messages = [*earlier, *messages]
+    own = [each for each in messages if isinstance(each, Mapping) and each.get("role") in ("system", "developer")]
+    first = own[:1] if own and own[0] is messages[0] else []
+    messages = [*first, *earlier, *messages[len(first) :]]
     system = raw.get("system")
-    if system is None or system == "":
+    if system is None or is_blank(system):
         return messages
     if not isinstance(system, str):
         raise InvalidRow(index, f"'system' must be text, not {system!r}")
-    own = next(
-        (each["content"] for each in messages[:1] if isinstance(each, Mapping) and each.get("role") == "system"), None
-    )
-    if own is not None and own != system:
-        raise InvalidRow(index, "the row has a 'system' column and another system message: leave one of them out")
-    return messages if own is not None else [{"role": "system", "content": system}, *messages]
+    if not own:
+        return [{"role": "system", "content": system}, *messages]
+    if len(own) > 1 or own != first or own[0] != {**own[0], "role": "system", "content": system}:
+        kind = own[-1]["role"]
+        raise InvalidRow(index, f"the row has a 'system' column and another {kind} message: leave one of them out")
+    return messages
 
 
 def with_media(messages: list[Any], images: int, videos: int) -> list[Any]:
@@ -267,23 +277,31 @@ def _shows(content: Any, kind: str) -> bool:
     return f"<{kind}>" in content if isinstance(content, str) else any(part in (kind, f"{kind}_url") for part in parts)
 
 
-def present_columns(rows: Any) -> Sequence[str]:
-    """The columns of the first row of `TableRows` or `StreamRows`; other rows have none."""
-    table = rows.tables[0][0] if hasattr(rows, "tables") else getattr(rows, "stream", [])
-    return next(columns_of(table), ())
+def present_columns(rows: Any) -> list[str]:
+    """The columns of `TableRows` or `StreamRows`; other rows have none."""
+    return list(dict.fromkeys(name for names in _columns_of_rows(rows) for name in names))
 
 
 def columns_left_out(rows: Any, known: Collection[str], keys: ColumnKeys) -> list[str]:
-    """The columns of a data set, by its first row, that no reader takes.
+    """The columns of a data set that no reader takes.
 
     Args:
         rows: with ``tables`` or a ``stream``, see `recipes.data.tables`; others have no columns.
         known: what the reader of the schema knows.
     """
-    present = present_columns(rows)
-    keys = keys_of_row(dict.fromkeys(present, ""), keys)
-    read = keys.read_of(known) | ({"input"} if keys.prompt_key == "instruction" else set())
-    return [name for name in present if name not in read]
+    left_out = dict[str, None]()
+    for names in _columns_of_rows(rows):
+        of_row = keys_of_row(dict.fromkeys(names, ""), keys)
+        read = of_row.read_of(known) | ({"input"} if of_row.prompt_key == "instruction" else set())
+        left_out |= dict.fromkeys(name for name in names if name not in read)
+    return list(left_out)
+
+
+def _columns_of_rows(rows: Any) -> Iterator[Sequence[str]]:
+    """The columns of each table, or of its first rows where they may differ; of a stream of pictures those of its first row."""
+    for table in [table for table, _ in rows.tables] if hasattr(rows, "tables") else [getattr(rows, "stream", [])]:
+        local = hasattr(table, "__len__") or isinstance(table, JsonStream)
+        yield from islice(columns_of(table), STREAM_HEAD if local else 1)
 
 
 def _listed(value: Any) -> list[Any]:

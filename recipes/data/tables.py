@@ -73,20 +73,21 @@ class JsonRows(Sequence[dict[str, Any]]):
     their offsets are in memory, and values keep the types that they have in the file, which may vary by row.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Finds the rows. Raises `FileFormatError` if a ``.json`` file is neither."""
-        self.path = path
+    def __init__(self, path: Path, name: str | None = None) -> None:
+        """Finds the rows; ``name`` is that of the file on the hub. Raises `FileFormatError` if a ``.json`` file is neither."""
+        self.path, self.name = path, name or str(path)
+        in_lines = self.name.endswith(".jsonl")
         with path.open("rb") as file:
-            self.in_array = path.suffix == ".json" and file.read(64).removeprefix(BOM_UTF8).lstrip()[:1] == b"["
+            self.in_array = not in_lines and file.read(64).removeprefix(BOM_UTF8).lstrip()[:1] == b"["
             file.seek(0)
-            spans = _objects_of_array(file.read(), path) if self.in_array else _lines(file)
+            spans = _objects_of_array(file.read(), self.name) if self.in_array else _lines(file)
             self.numbers, self.starts, self.ends = np.fromiter(spans, np.dtype((np.int64, 3))).T
-        if path.suffix == ".json" and not self.in_array and len(self):
+        if not in_lines and not self.in_array and len(self):
             try:
                 self[0]
             except InvalidRow as error:
                 way_out = "it must be an array of objects, or have one object on each line"
-                raise FileFormatError(f"{path} cannot be read as json: {error.reason}; {way_out}") from error
+                raise FileFormatError(f"{self.name} cannot be read as json: {error.reason}; {way_out}") from error
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -96,7 +97,7 @@ class JsonRows(Sequence[dict[str, Any]]):
         with self.path.open("rb") as file:
             file.seek(int(self.starts[place]))
             text = file.read(int(self.ends[place] - self.starts[place]))
-        named = f"{'object' if self.in_array else 'line'} {self.numbers[place]} of {self.path}"
+        named = f"{'object' if self.in_array else 'line'} {self.numbers[place]} of {self.name}"
         try:
             row = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -119,7 +120,7 @@ def _lines(file: Iterable[bytes]) -> Iterator[Span]:
         start += len(line)
 
 
-def _objects_of_array(content: bytes, path: Path) -> Iterator[Span]:
+def _objects_of_array(content: bytes, name: str) -> Iterator[Span]:
     """The items of an array that is the whole of a file."""
     text = content.decode("latin-1")  # so that places are those of bytes: all signs of JSON are ASCII
     decoder, number = json.JSONDecoder(), 0
@@ -137,7 +138,7 @@ def _objects_of_array(content: bytes, path: Path) -> Iterator[Span]:
         if _after_space(text, at + 1) < len(text):
             raise json.JSONDecodeError("Extra data", text, at + 1)
     except (ValueError, RecursionError) as error:
-        raise FileFormatError(f"{path} cannot be read as json: {error}") from error
+        raise FileFormatError(f"{name} cannot be read as json: {error}") from error
 
 
 def _after_space(text: str, at: int) -> int:
@@ -146,14 +147,18 @@ def _after_space(text: str, at: int) -> int:
 
 
 class JsonStream:
-    """The rows of JSON files in sequence; for one that cannot be read, the error. It can be iterated repeatedly."""
+    """The rows of JSON files in sequence; for one that cannot be read, the error. It can be iterated repeatedly.
 
-    def __init__(self, files: Sequence[Path]) -> None:
+    A file of the hub is downloaded when its first row is read.
+    """
+
+    def __init__(self, files: Sequence[Path | str]) -> None:
+        """``files``: those on the hub by their addresses."""
         self.files = files
 
     def __iter__(self) -> Iterator[dict[str, Any] | InvalidRow]:
         for file in self.files:
-            rows = JsonRows(file)
+            rows = _json_rows(file)
             for place in range(len(rows)):
                 try:
                     yield rows[place]
@@ -166,6 +171,7 @@ class _ArrowTable(Sequence[dict[str, Any]]):
 
     def __init__(self, table: Any) -> None:
         self.table = table.with_format("arrow")
+        self.column_names = table.column_names
 
     def __len__(self) -> int:
         return len(self.table)
@@ -227,7 +233,7 @@ def open_tables(
         if Path(one).exists():
             tables += [(_read_file(file), root or file.parent) for file in _files(Path(one), split)]
         else:
-            tables.append((_download(str(one), split), root))
+            tables += [(table, root) for table in _download(str(one), split)]
     return tables, Path(sources[0]).resolve().stem if Path(sources[0]).exists() else str(sources[0])
 
 
@@ -246,7 +252,7 @@ def table_files(source: str | Path | Sequence[str | Path], split: str = "train")
 
 
 def open_stream(source: str, split: str = "train", media_root: str | Path | None = None) -> tuple[Any, Path | None]:
-    """Opens a data set as a `datasets.IterableDataset`, without downloading or reading ahead; see `open_tables`.
+    """Opens a data set as a `datasets.IterableDataset`, or as a `JsonStream`, without reading ahead; see `open_tables`.
 
     Returns:
         The stream, and the folder at which its relative paths start.
@@ -255,7 +261,7 @@ def open_stream(source: str, split: str = "train", media_root: str | Path | None
 
     path, root = Path(source), _folder(media_root)
     if not path.exists():
-        return _download(source, split, streaming=True), root
+        return _stream_of_hub(source, split), root
     files = _files(path, split)
     kinds = {READERS.get(file.suffix) for file in files}
     if len(kinds) > 1 or None in kinds:
@@ -332,10 +338,7 @@ def _read_file(file: Path) -> Any:
     if file.suffix not in READERS:
         raise InvalidConfig(f"{file}: names of data files must end in {', '.join(READERS)}")
     if READERS[file.suffix] == "json":
-        table = JsonRows(file)
-        if not len(table):
-            raise InvalidConfig(f"{file} has no rows")
-        return table
+        return _json_rows(file)
     if not file.stat().st_size or not _parquet_rows(file):
         raise InvalidConfig(f"{file} has no rows")
     try:
@@ -372,12 +375,59 @@ def _parquet_rows(file: Path) -> int:
         raise FileFormatError(f"{file} cannot be read as parquet: {error}") from error
 
 
-def _download(name: str, split: str, streaming: bool = False) -> Any:
-    from datasets import load_dataset
+def _json_rows(file: Path | str) -> JsonRows:
+    """The rows of a file, which is downloaded and unpacked first if it is an address. Raises `InvalidConfig` without rows."""
+    if isinstance(file, Path):
+        rows = JsonRows(file)
+    else:
+        from datasets import DownloadManager
+
+        rows = JsonRows(Path(DownloadManager().download_and_extract(file)), file)
+    if not len(rows):
+        raise InvalidConfig(f"{file} has no rows")
+    return rows
+
+
+@contextlib.contextmanager
+def _of_hub(name: str) -> Iterator[Any]:
+    """The builder of a data set on the hub; what goes wrong there, such as a network, name or split, is an `InvalidConfig`."""
+    from datasets import load_dataset_builder
 
     if not _HUB_NAME.fullmatch(name) or Path(name).suffix in READERS:
         raise InvalidConfig(f"{name}: no such file or folder")
     try:
-        return load_dataset(name, split=split, **({"streaming": True} if streaming else {}))
-    except Exception as error:  # network, name or split
+        yield load_dataset_builder(name)
+    except DataProtoError:
+        raise
+    except Exception as error:
         raise InvalidConfig(f"{name} is not a file or folder, and could not be loaded from the hub: {error}") from error
+
+
+def _json_files(builder: Any, split: str) -> list[str]:
+    """The addresses of a split's files if they are JSON; else none.
+
+    The reader of `datasets` gives all values of a column one type: 5 becomes 5.0 where another row has 5.5, and a date of a text.
+    """
+    from datasets.packaged_modules.json.json import Json
+
+    if not isinstance(builder, Json) or builder.config.field is not None:  # a field: rows within an object
+        return []
+    files = {str(name): found for name, found in builder.config.data_files.items()}
+    if split not in files:
+        raise InvalidConfig(f"{builder.repo_id or 'the data set'} has no split {split!r}; it has {', '.join(files)}")
+    return [str(file) for file in files[split]]
+
+
+def _download(name: str, split: str) -> list[Any]:
+    """The tables of a data set on the hub."""
+    with _of_hub(name) as builder:
+        if files := _json_files(builder, split):
+            return [_json_rows(file) for file in files]
+        builder.download_and_prepare()
+        return [builder.as_dataset(split=split)]
+
+
+def _stream_of_hub(name: str, split: str) -> Any:
+    with _of_hub(name) as builder:
+        files = _json_files(builder, split)
+        return JsonStream(files) if files else builder.as_streaming_dataset(split=split)

@@ -198,8 +198,8 @@ def _unwrap(source: Any) -> Any:
         if payload is None:
             raise InvalidMedia(f"image {_describe(source)} contains neither bytes nor a path")
         source = payload
-    if source is None:
-        raise InvalidMedia("the image is missing (None)")
+    if source is None or (isinstance(source, str) and not source.strip()):
+        raise InvalidMedia(f"the image is missing ({source!r})")
     return source
 
 

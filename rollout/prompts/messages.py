@@ -136,8 +136,6 @@ def read_tools(tools: Any) -> tuple[Any, ...]:
     if isinstance(tools, str):
         with suppress(ValueError, RecursionError):
             found = json.loads(tools) if tools.strip() else None
-    if isinstance(found, Mapping):
-        found = [found]
     if found is None:
         return ()
     listed = isinstance(found, (Sequence, np.ndarray)) and not isinstance(found, str)

@@ -10,7 +10,7 @@ from dataproto.errors import InvalidConfig, InvalidRow
 from helpers.geo3k_files import drawing, png
 from recipes import classify, grpo, sft
 from recipes.data.column_keys import ColumnKeys
-from recipes.data.conversation_rows import conversation_rows, conversation_stream, read_conversation_row
+from recipes.data.conversations import conversation_rows, conversation_stream, read_conversation_row
 from recipes.data.problem_rows import load_rows, read_row
 from rollout.prompts.images import load_image
 

@@ -1,4 +1,5 @@
 import base64
+import gzip
 import io
 import json
 import re
@@ -12,11 +13,10 @@ from pyarrow import Table
 from pyarrow.parquet import write_table
 
 from dataproto.errors import FileFormatError, InvalidConfig, InvalidRow
-from recipes.data.conversation_rows import (
+from recipes.data.conversations import (
     Questions,
     conversation_rows,
     conversation_stream,
-    main,
     read_conversation_row,
 )
 from recipes.data.loader import draws
@@ -117,6 +117,37 @@ def test_json_keeps_the_types_of_its_values_also_as_a_stream(name, tmp_path):
     assert sorted(streamed) == sorted(learnt)
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz"])
+def test_json_of_the_hub_keeps_the_types_of_its_values(name, tmp_path, monkeypatch):
+    rows = [{"prompt": "Which?", "answer": answer} for answer in ("2021-03-04", 5, 2.5)]
+    text = json.dumps(rows) if name == "a.json" else "".join(f"{json.dumps(row)}\n" for row in rows)
+    (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
+    files_of_hub(monkeypatch, tmp_path, {"train": [name, name]})
+    assert [row["reward_model"]["ground_truth"] for row in load_rows("org/rows")] == 2 * ["2021-03-04", 5, 2.5]
+    assert [row["prompt"][-1]["content"] for row in conversation_rows("org/rows")][3:] == ["2021-03-04", "5", "2.5"]
+    stream = conversation_stream("org/rows")
+    read = [stream.read_row(raw, place) for _, place, raw in islice(stream.draws(0, False, 0), 6)]
+    assert [row["prompt"][-1]["content"] for row in read] == 2 * ["2021-03-04", "5", "2.5"]
+    for opened in (conversation_rows, conversation_stream):
+        with pytest.raises(InvalidConfig, match=r"has no split 'test'; it has train"):
+            opened("org/rows", "test")
+
+
+def test_a_broken_line_of_the_hub_is_named_by_its_file_there(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "q", "answer": "a"}\n{broken\n')
+    files_of_hub(monkeypatch, tmp_path, {"train": ["a.jsonl"]})
+    rows = conversation_rows("org/rows")
+    with pytest.raises(InvalidRow, match=r"row 1: line 2 of .*/a\.jsonl is not JSON"):
+        rows[1]
+
+
+def files_of_hub(monkeypatch, folder, splits):
+    """Makes any name of the hub that of local files, with the builder that `datasets` has for them."""
+    files = {split: [str(folder / name) for name in names] for split, names in splits.items()}
+    builder = datasets.load_dataset_builder("json", data_files=files, cache_dir=str(folder / "cache"))
+    monkeypatch.setattr("datasets.load_dataset_builder", lambda name: builder)
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -157,42 +188,6 @@ def test_images_in_parquet_stay_bytes_until_they_are_decoded(tmp_path):
     row = conversation_rows(tmp_path)[0]
     assert row["images"][0]["bytes"].startswith(b"\x89PNG")
     assert load_image(row["images"][0]).getpixel((0, 0)) == (0, 0, 255)
-
-
-def test_the_command_converts_a_data_set_to_messages(tmp_path, capsys):
-    (tmp_path / "a.png").write_bytes(png((0, 0, 255)))
-    jpeg = io.BytesIO()
-    Image.new("RGB", (16, 16), "green").save(jpeg, format="JPEG")
-    texts = [{"user": "q", "assistant": "a", "source": "pets"}]
-    table = datasets.Dataset.from_list(
-        [
-            {"images": [{"bytes": jpeg.getvalue(), "path": None}], "texts": texts},
-            {"images": [{"bytes": None, "path": "a.png"}], "texts": texts},
-        ]
-    )
-    table.to_parquet(tmp_path / "cauldron.parquet")
-    target = tmp_path / "out.jsonl"
-    assert main([str(tmp_path / "cauldron.parquet"), str(target)]) == 0
-    assert "2 conversations" in capsys.readouterr().out
-    before, after = conversation_rows(tmp_path / "cauldron.parquet"), conversation_rows(target)
-    for old, new in zip(before, after, strict=True):
-        assert new["prompt"] == old["prompt"]
-        assert new["data_source"] == old["data_source"] == "pets"
-        one, other = load_image(old["images"][0], old["media_root"]), load_image(new["images"][0])
-        assert np.array_equal(np.asarray(one), np.asarray(other))
-    assert "image/jpeg" in after[0]["images"][0]
-    assert main([str(tmp_path / "cauldron.parquet"), str(target)]) == 1  # nothing is overwritten
-    assert main([]) == 2
-
-
-def test_the_command_converts_tools_and_refuses_videos(tmp_path, capsys):
-    row = {"messages": [{"role": "user", "content": "Look."}, ANSWERED], "tools": [{"name": "zoom"}]}
-    target = tmp_path / "out.jsonl"
-    assert main([str(write_jsonl(tmp_path / "tools.jsonl", [row])), str(target)]) == 0
-    assert conversation_rows(target)[0]["tools"] == row["tools"]
-    videos = write_jsonl(tmp_path / "videos.jsonl", [{**row, "videos": ["a.mp4"]}])
-    assert main([str(videos), str(tmp_path / "none.jsonl")]) == 1
-    assert "row 0: it has videos" in capsys.readouterr().err
 
 
 def test_a_stream_yields_every_row_once_per_epoch_and_resumes_anywhere(tmp_path):

@@ -1,16 +1,18 @@
 import json
+from itertools import islice
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from datasets import Dataset, load_dataset
+from datasets import Dataset, load_dataset, load_dataset_builder
 from datasets.utils import are_progress_bars_disabled
 
 from dataproto.errors import FileFormatError, InvalidConfig, InvalidRow
 from helpers.geo3k_files import drawing, geometry3k, png, write_geometry3k
 from helpers.tiny_prompts import tiny_builder
 from recipes.data.column_keys import ColumnKeys
+from recipes.data.conversations import conversation_stream
 from recipes.data.problem_rows import INSTRUCTION, load_rows, read_row
 
 
@@ -166,23 +168,26 @@ def test_a_broken_file_is_told_without_the_lines_of_its_reader(name, tmp_path, c
 def test_a_hub_name_is_loaded_with_datasets(monkeypatch):
     asked = []
 
-    def load(name, split):
-        asked.append((name, split))
+    def load(name):
+        asked.append(name)
         raise ConnectionError("offline")
 
-    monkeypatch.setattr("datasets.load_dataset", load)
+    monkeypatch.setattr("datasets.load_dataset_builder", load)
     with pytest.raises(InvalidConfig, match="could not be loaded from the hub: offline"):
         load_rows("hiyouga/geometry3k", split="test")
-    assert asked == [("hiyouga/geometry3k", "test")]
+    assert asked == ["hiyouga/geometry3k"]
 
 
 def test_rows_of_the_hub_have_the_name_of_the_data_set(monkeypatch, tmp_path):
     file = write_geometry3k(tmp_path / "a.parquet", geometry3k(1))
-    table = load_dataset("parquet", data_files=str(file), split="train")
-    monkeypatch.setattr("datasets.load_dataset", lambda name, split: table)
+    builder = load_dataset_builder("parquet", data_files=str(file), cache_dir=str(tmp_path / "cache"))
+    monkeypatch.setattr("datasets.load_dataset_builder", lambda name: builder)
     row = load_rows("hiyouga/geometry3k")[0]
     assert row["data_source"] == "hiyouga/geometry3k"
     assert row["images"] == [{"bytes": png(drawing(0)), "path": None}]
+    stream = conversation_stream("hiyouga/geometry3k", keys=ColumnKeys(prompt_key="problem"))
+    ((_, _, raw),) = islice(stream.draws(0, False, 0), 1)
+    assert stream.read_row(raw, 0)["images"] == row["images"]
 
 
 def test_a_row_of_unknown_schema_raises_an_error_that_names_it():

@@ -13,7 +13,7 @@ from PIL import Image, ImageFile
 from dataproto.errors import CheckpointError, InvalidConfig, InvalidRow
 from helpers.geo3k_files import drawing
 from helpers.tiny_prompts import tiny_builder, tiny_image_processor, tiny_prompt_config, tiny_tokenizer
-from recipes.data.conversation_rows import conversation_rows, conversation_stream
+from recipes.data.conversations import conversation_rows, conversation_stream
 from recipes.data.loader import EvaluationLoader, PromptLoader, check_rows, drop_overlong, occurrences
 from recipes.data.mixture import Mixture
 from rollout.prompts import SupervisedBuilder

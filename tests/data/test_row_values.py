@@ -12,7 +12,7 @@ from helpers.geo3k_files import drawing, png
 from helpers.tiny_prompts import tiny_builder
 from recipes import grpo, sft
 from recipes.data.column_keys import ColumnKeys
-from recipes.data.conversation_rows import Questions, conversation_rows, read_conversation_row
+from recipes.data.conversations import Questions, conversation_rows, read_conversation_row
 from recipes.data.loader import drop_overlong
 from recipes.data.problem_rows import load_rows, read_row
 from recipes.rewards.geometry3k import check_truth, compute_score
@@ -173,7 +173,7 @@ def test_a_row_without_a_truth_is_bad_for_a_reward_that_compares(answer, form, t
 
 @pytest.mark.parametrize("missing", [None, NAN])
 def test_an_answer_that_is_missing_is_not_learnt(missing):
-    with pytest.raises(InvalidRow, match=r"no 'messages'.*with an answer"):
+    with pytest.raises(InvalidRow, match="'answer' holds nothing, but must be"):
         read_conversation_row({"prompt": "?", "answer": missing}, 0)
     with pytest.raises(InvalidPrompt):
         read_conversation([*ASKED, {"role": "assistant", "content": missing}], ["a.png"])

@@ -14,7 +14,7 @@ from helpers.geo3k_files import drawing, png
 from helpers.tiny_prompts import tiny_image_processor, tiny_prompt_config, tiny_tokenizer
 from recipes import show
 from recipes.data.column_keys import ColumnKeys
-from recipes.data.conversation_rows import conversation_rows
+from recipes.data.conversations import conversation_rows
 from recipes.data.problem_rows import load_rows
 from rollout.prompts import PromptBuilder, SupervisedBuilder
 

@@ -4,12 +4,19 @@ import json
 
 import pytest
 
-from dataproto.errors import InvalidRow
+from dataproto.errors import InvalidMedia, InvalidPrompt, InvalidRow
 from recipes import grpo, sft
 from recipes.data.column_keys import ColumnKeys
-from recipes.data.conversation_rows import CONVERSATION_COLUMNS, conversation_rows, read_conversation_row
+from recipes.data.conversations import (
+    CONVERSATION_COLUMNS,
+    conversation_rows,
+    conversation_stream,
+    read_conversation_row,
+)
 from recipes.data.problem_rows import read_row
 from recipes.data.row_values import columns_left_out
+from rollout.prompts.images import load_image
+from rollout.prompts.messages import read_tools
 
 ASKED = [{"role": "user", "content": "How many?"}]
 ANSWERED = [*ASKED, {"role": "assistant", "content": "3"}]
@@ -40,6 +47,54 @@ def test_two_different_system_texts_are_refused():
     assert read_conversation_row(row, 0)["prompt"] == [SYSTEM, *ANSWERED]
     with pytest.raises(InvalidRow, match="another system message"):
         read_conversation_row({**row, "system": "Be brief."}, 0)
+    for role, messages in {
+        "developer": [{"role": "developer", "content": "You count dots."}, *ANSWERED],
+        "system": [*ASKED, SYSTEM, {"role": "assistant", "content": "3"}],
+    }.items():
+        with pytest.raises(InvalidRow, match=f"'system' column and another {role} message: leave one"):
+            read_conversation_row({"system": "You count dots.", "messages": messages}, 0)
+    for blank in (None, "", " \n"):
+        assert read_conversation_row({"system": blank, "messages": ANSWERED}, 0)["prompt"] == ANSWERED
+
+
+def test_earlier_turns_come_after_the_systems_text():
+    row = {"messages": [SYSTEM, *ANSWERED], "history": [["What is it?", "Dots."]]}
+    said = [message["content"] for message in read_conversation_row(row, 0)["prompt"]]
+    assert said == ["You count dots.", "What is it?", "Dots.", "How many?", "3"]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"problem": None}, "'problem' holds nothing, but must be text or messages"),
+        ({"problem": 5, "answer": 3}, "'problem' holds 5, but must be text or messages"),
+        ({"prompt": 5, "answer": 3}, "the messages must be a list, or text, not 5"),
+    ],
+)
+def test_a_question_that_is_no_text_is_named_by_what_it_is(row, reason):
+    with pytest.raises(InvalidRow, match=f"row 0: {reason}$"):
+        read_row(row, 0)
+    named = {"question": row.get("problem", row.get("prompt"))}
+    with pytest.raises(InvalidRow, match=r"'question' holds nothing|not 5$"):
+        read_row(named, 0, keys=ColumnKeys(prompt_key="question"))
+    with pytest.raises(InvalidRow, match="'answer' holds nothing"):
+        read_conversation_row({"prompt": "How many?", "answer": None}, 0)
+    with pytest.raises(InvalidRow, match="'messages' holds nothing"):
+        read_conversation_row({"messages": None}, 0)
+
+
+def test_a_blank_picture_is_none_and_one_in_a_list_is_missing():
+    assert read_row({"problem": "2 + 2?", "image": "", "video": " "}, 0) == read_row({"problem": "2 + 2?"}, 0) | {
+        "own_columns": {"problem": "2 + 2?"}
+    }
+    with pytest.raises(InvalidMedia, match=r"the image is missing \(''\)"):
+        load_image("")
+
+
+def test_tools_are_a_list():
+    for one in ({"name": "zoom"}, '{"name": "zoom"}', 3):
+        with pytest.raises(InvalidPrompt, match="tools must be a list of objects"):
+            read_tools(one)
 
 
 def test_alpacas_input_and_swifts_history_are_read_with_named_columns_too():
@@ -60,10 +115,15 @@ def test_alpacas_input_and_swifts_history_are_read_with_named_columns_too():
 
 
 def test_columns_that_nobody_reads_are_named(tmp_path):
-    def left_out(row, known, **keys):
+    def left_out(row, known, *more, **keys):
         file = tmp_path / "rows.jsonl"
-        file.write_text(json.dumps(row) + "\n")
-        return columns_left_out(conversation_rows(file, keys=ColumnKeys(**keys)), known, ColumnKeys(**keys))
+        file.write_text("".join(json.dumps(each) + "\n" for each in (row, *more)))
+        both = conversation_rows, conversation_stream
+        found, streamed = (
+            columns_left_out(opened(str(file), keys=ColumnKeys(**keys)), known, ColumnKeys(**keys)) for opened in both
+        )
+        assert streamed == found
+        return found
 
     known = CONVERSATION_COLUMNS
     assert left_out({"messages": ANSWERED, "system": "Count.", "tools": None, "id": 3, "level": "hard"}, known) == [
@@ -72,6 +132,7 @@ def test_columns_that_nobody_reads_are_named(tmp_path):
     ]
     alpaca = {"instruction": "Add.", "input": "2 + 2", "output": "4", "history": []}
     assert left_out(alpaca, known) == []
+    assert left_out(alpaca, known, {"messages": ANSWERED, "note": "Only here."}) == ["note"]
     assert left_out(alpaca, known, prompt_key="instruction", answer_key="output") == []
     assert left_out(
         {"question": "2 + 2?", "label": "4", "input": "no"}, known, prompt_key="question", answer_key="label"

@@ -10,14 +10,8 @@
 In each of them ``tools``, ``system`` and ``history`` are read (`recipes.data.row_values`).
 
 Images are in ``images`` (or ``image``) or in the parts: PIL objects, bytes, paths or data URIs.
-
-``python -m recipes.data.conversation_rows DATA_SET OUT.jsonl`` converts a data set to chat messages.
 """
 
-import base64
-import io
-import json
-import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from dataproto.errors import DataProtoError, InvalidConfig, InvalidRow
-from recipes.data.column_keys import ColumnKeys, with_markers
+from dataproto.errors import InvalidConfig, InvalidRow
+from recipes.data.column_keys import ColumnKeys, why_lacking, with_markers
 from recipes.data.problem_rows import KNOWN, row_media, row_tools
 from recipes.data.row_values import (
     CONTEXT_COLUMNS,
@@ -40,15 +34,13 @@ from recipes.data.row_values import (
 )
 from recipes.data.tables import StreamRows, TableRows, open_stream, open_tables, table_files
 from rollout.prompts import invalid_row
-from rollout.prompts.images import load_image
 
+_QUESTIONS = ("messages", "conversations", "texts", "prompt")
 _ANSWERS = ("completion", "response", "answer")
 CONVERSATION_COLUMNS = (
-    *("messages", "conversations", "texts", "prompt", *_ANSWERS),
-    *("images", "image", "videos", "video", "data_source", *CONTEXT_COLUMNS),
+    *(*_QUESTIONS, *_ANSWERS, "images", "image", "videos", "video", "data_source", *CONTEXT_COLUMNS),
 )
 """The columns that `read_conversation_row` knows."""
-_PNG, _JPEG = (b"\x89PNG\r\n\x1a\n",), (b"\xff\xd8\xff",)
 
 
 def conversation_rows(
@@ -123,7 +115,9 @@ def _messages(raw: Mapping[str, Any], index: int, images: int) -> list[Any]:
         lacking = (
             f"no 'messages', 'conversations', 'texts', or 'prompt' with an answer, among its columns {sorted(raw)}"
         )
-        raise InvalidRow(index, f"{lacking}: name yours by --messages-key, or by --prompt-key and --answer-key")
+        lacking += ": name yours by --messages-key, or by --prompt-key and --answer-key"
+        empty = _QUESTIONS if prompt is None else _ANSWERS
+        raise InvalidRow(index, why_lacking(raw, empty, lacking))
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else chat_messages(prompt, index)
     return asked + _answer_messages(answer, index)
 
@@ -181,64 +175,3 @@ class Questions(Sequence[dict[str, Any]]):
         if not isinstance(truth, str):
             truth = "".join(part.get("text") or "" for part in ([] if truth is None else truth))
         return {**row, "prompt": asked, "reward_model": {"style": "exact", "ground_truth": truth.strip()}}
-
-
-def convert(source: str, target: Path, split: str = "train") -> int:
-    """Writes a data set to JSON Lines with ``messages``, ``images`` (data URIs; formats other than JPEG and PNG become PNG)
-    and ``tools``.
-
-    Returns:
-        The number of rows.
-
-    Raises:
-        InvalidRow: a row has videos, which are not written.
-    """
-    rows = conversation_rows(source, split)
-    with target.open("x", encoding="utf-8") as file:
-        for place, row in enumerate(rows):
-            if row["videos"]:
-                raise InvalidRow(place, "it has videos, which are not converted")
-            line = {
-                "messages": [dict(message) for message in row["prompt"]],
-                "images": [_data_uri(image, row["media_root"]) for image in row["images"]],
-                "data_source": row["data_source"],
-            } | row_tools(row)
-            file.write(json.dumps(line, ensure_ascii=False, default=_plain) + "\n")
-    return len(rows)
-
-
-def _data_uri(image: Any, root: Any) -> str:
-    found = image.get("bytes") if isinstance(image, Mapping) else image
-    if isinstance(found, bytes) and found.startswith(_PNG + _JPEG):
-        kind, data = "png" if found.startswith(_PNG) else "jpeg", found
-    else:
-        buffer = io.BytesIO()
-        load_image(image, root).save(buffer, format="PNG")
-        kind, data = "png", buffer.getvalue()
-    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    if isinstance(value, bytes):
-        return _data_uri(value, None)
-    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Converts the data set that the command line names, and returns the exit status."""
-    if len(arguments) not in (2, 3) or arguments[0].startswith("-"):
-        print("usage: python -m recipes.data.conversation_rows DATA_SET OUT.jsonl [SPLIT]", file=sys.stderr)
-        return 0 if arguments in (["-h"], ["--help"]) else 2
-    try:
-        rows = convert(arguments[0], Path(arguments[1]), *arguments[2:])
-    except (DataProtoError, OSError) as error:
-        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 1
-    print(f"{arguments[1]}: {rows} conversations")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
