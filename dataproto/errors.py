@@ -110,6 +110,10 @@ class RewardError(DataProtoError, ValueError):
     """A reward function is missing or malformed, or did not return a score."""
 
 
+class ScoreCountMismatch(RewardError):
+    """A reward function returned another number of scores than it got rows."""
+
+
 class UserFunctionFailed(DataProtoError, RuntimeError):
     """A loss or an advantage of a user's own raised an exception; the message has its file and line."""
 

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dataproto.errors import InvalidConfig
-from recipes.configs.shared.run_config import RunConfig
+from recipes.configs.shared.run_config import RunConfig, check_at_least
 from recipes.configs.shared.supervised_config import RowsConfig, SupervisedConfig, tiny_schedule
 from recipes.data.labelled_pictures import Templates
 from recipes.options import parse_recipe
@@ -48,10 +47,7 @@ class ClassifyDataConfig(RowsConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.templates()
-        if self.max_response_length < 1 or self.drawn_rows < 1:
-            raise InvalidConfig(
-                f"max_response_length={self.max_response_length} and drawn_rows={self.drawn_rows} must be at least 1"
-            )
+        check_at_least(1, self, "max_response_length", "drawn_rows")
 
     def templates(self) -> Templates:
         return Templates(self.question, self.answer)

@@ -16,7 +16,7 @@ from pathlib import Path
 from dataproto.errors import InvalidConfig
 from recipes.configs.grpo_config import GRPOConfig, GRPORunConfig
 from recipes.configs.shared.policy_gradient_config import DataConfig, parse_with_defaults
-from recipes.configs.shared.run_config import RunConfig
+from recipes.configs.shared.run_config import RunConfig, check_at_least
 from workers.model.model_config import OptimizerConfig
 
 OUTPUT_DIR = Path("outputs/easy_vqa")
@@ -36,10 +36,8 @@ class SFTPhaseConfig:
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5, schedule="cosine"))
 
     def __post_init__(self) -> None:
-        if self.steps < 0 or self.batch_size < 1:
-            raise InvalidConfig(
-                f"sft.steps={self.steps} must be at least 0, sft.batch_size={self.batch_size} at least 1"
-            )
+        check_at_least(0, self, "steps", group="sft.")
+        check_at_least(1, self, "batch_size", group="sft.")
 
     def idle_options(self) -> list[tuple[bool, str, str]]:
         """Options that do nothing here; see `recipes.options.refuse_idle_options`."""

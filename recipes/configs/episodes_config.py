@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from dataproto.errors import InvalidConfig
 from recipes.configs.ppo_config import ActorCriticConfig
 from recipes.configs.shared.policy_gradient_config import PolicyGradientConfig
-from recipes.configs.shared.run_config import RunConfig
+from recipes.configs.shared.run_config import RunConfig, check_at_least
 from workers.model.model_config import OptimizerConfig
 
 if TYPE_CHECKING:
@@ -62,8 +62,7 @@ class WarmUpPhaseConfig:
     lr: float = 2e-3
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.batch_size < 1:
-            raise InvalidConfig(f"warm_up.steps={self.steps}, batch_size={self.batch_size}: must be at least 1")
+        check_at_least(1, self, "steps", "batch_size", group="warm_up.")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dataproto.errors import InvalidConfig
-from recipes.configs.shared.run_config import check_seed
+from recipes.configs.shared.run_config import check_at_least, check_seed
 from recipes.options import parse_config
 
 
@@ -77,12 +77,10 @@ class MakeVLMConfig:
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
-        if self.num_workers < 0:
-            raise InvalidConfig(f"num_workers={self.num_workers}: must be at least 0")
-        if self.steps < 0 or self.steps == 1 or self.batch_size < 1:
-            raise InvalidConfig(
-                f"steps={self.steps} must be 0 or at least 2, and batch_size={self.batch_size} at least 1"
-            )
+        check_at_least(0, self, "num_workers", "steps")
+        check_at_least(1, self, "batch_size")
+        if self.steps == 1:
+            raise InvalidConfig("steps=1: must be 0 or at least 2, one for each phase")
 
     def idle_options(self) -> list[tuple[bool, str, str]]:
         """Options that do nothing here; see `recipes.options.refuse_idle_options`."""

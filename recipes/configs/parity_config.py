@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dataproto.errors import InvalidConfig
-from recipes.configs.shared.run_config import check_seed
+from recipes.configs.shared.run_config import check_at_least, check_seed
 from recipes.options import parse_config
 from rollout.engine import ENGINES, check_engine_options
 
@@ -53,8 +53,7 @@ class ParityConfig:
             raise InvalidConfig(f"engine {self.engine!r} is unknown: choose one of {', '.join(sorted(ENGINES))}")
         check_engine_options(self.engine, self.engine_options)
         check_seed(self.seed)
-        if self.rows < 1:
-            raise InvalidConfig(f"rows={self.rows}: must be at least 1")
+        check_at_least(1, self, "rows")
 
 
 def parse(arguments: Sequence[str]) -> ParityConfig:

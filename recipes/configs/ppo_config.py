@@ -12,7 +12,7 @@ from dataproto.errors import InvalidConfig
 from recipes.algorithms.options import AlgorithmConfig
 from recipes.configs.shared.device_preset import Machine
 from recipes.configs.shared.policy_gradient_config import SIZES, DataConfig, PolicyGradientConfig, parse_with_defaults
-from recipes.configs.shared.run_config import RunConfig
+from recipes.configs.shared.run_config import RunConfig, check_at_least
 from workers.model.model_config import OptimizerConfig
 from workers.ranks.layout import Layout
 
@@ -41,11 +41,8 @@ class ActorCriticConfig(AlgorithmConfig):
         super().__post_init__()
         if not 0 <= self.lam <= 1:
             raise InvalidConfig(f"algorithm.lam={self.lam}: must be from 0 to 1")
-        if self.critic_epochs < 1 or self.critic_warmup < 0:
-            raise InvalidConfig(
-                f"algorithm.critic_epochs={self.critic_epochs} must be at least 1, critic_warmup={self.critic_warmup} "
-                "at least 0"
-            )
+        check_at_least(1, self, "critic_epochs", group="algorithm.")
+        check_at_least(0, self, "critic_warmup", group="algorithm.")
         if self.value_clip is not None and self.value_clip <= 0:
             raise InvalidConfig(f"algorithm.value_clip={self.value_clip}: must be above 0")
 

@@ -23,7 +23,7 @@ def check_reward(reward: RewardFunction, rows: Any, builder: PromptBuilder, here
         here: whether this process scores; otherwise the reward is not called.
 
     Raises:
-        RewardError: the reward needs a column that the first row does not have.
+        RewardError: the reward needs a column that the first row does not have, or does not return one score for each row.
     """
     with suppress(InvalidRow):  # the loader reports it, or skips it
         check_first_row(reward, rows[0])

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from dataproto.errors import RewardError, describe
+from dataproto.errors import RewardError, ScoreCountMismatch, describe
 from recipes.algorithms.function_files import load_named_function, source_file
 from recipes.rewards.geometry3k import geo3k_reward
 from recipes.rewards.reward_servers import RewardServer
@@ -277,7 +277,7 @@ def _read_all(results: Any, rows: Sequence[RewardRow], function: Callable[..., A
     except TypeError as error:
         raise RewardError(f"{_name(function)} returned {results!r}, not a list of scores") from error
     if len(scores) != len(rows):
-        raise RewardError(f"{_name(function)} returned {len(scores)} scores for {len(rows)} rows")
+        raise ScoreCountMismatch(f"{_name(function)} returned {len(scores)} scores for {len(rows)} rows")
     return [read_score(score, _place(number, rows[number]), function) for number, score in enumerate(scores)]
 
 

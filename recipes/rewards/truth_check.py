@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dataproto.errors import DataProtoError
+from dataproto.errors import DataProtoError, ScoreCountMismatch
 from recipes.rewards.sequence_classifier import SequenceClassifier
 from recipes.rewards.short_answers import ShuffledScores
 from workers.roles.reward import RewardFunction, RewardRow, check_results, uses_device
@@ -143,9 +143,15 @@ def answer_text(truth: Any) -> str:
 
 
 def truth_warning(reward: RewardFunction, rows: Sequence[RewardRow], count: Callable[[str], int] = len) -> str | None:
-    """One line if the reward does not give its best to the truth of one of the rows, or fails; ``None`` if all is well."""
+    """One line if the reward does not give its best to the truth of one of the rows, or fails; ``None`` if all is well.
+
+    Raises:
+        ScoreCountMismatch: the reward does not return one score for each row, so it cannot be used with any answer.
+    """
     try:
         found = truth_scores(reward, rows, count)
+    except ScoreCountMismatch:
+        raise
     except DataProtoError as error:
         return f"the reward fails for an answer that a model may give: {error}"
     for row, scores in zip(rows, found, strict=True):

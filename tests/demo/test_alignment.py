@@ -195,7 +195,7 @@ def test_the_command_teaches_the_model_and_describes_it(checkpoint, tmp_path, mo
     assert "for 1 updates of 4 captions" in card
     assert all((tmp_path / "vlm-alignment" / name / "report.html").is_file() for name in ("tower", "whole"))
     assert main(arguments) == 2  # without --resume the directory is left alone
-    with pytest.raises(InvalidConfig, match="steps=1 must be 0 or at least 2"):
+    with pytest.raises(InvalidConfig, match="steps=1: must be 0 or at least 2"):
         MakeVLMConfig(steps=1)
 
 

@@ -137,3 +137,9 @@ def test_a_path_in_the_home_directory_is_one_however_it_is_given(tmp_path, monke
     assert viewer.parse(["~/out"]).run_dir == tmp_path / "out"
     with pytest.raises(CheckpointError, match=f"--resume {tmp_path}/out: there is no run"):
         grpo_config.parse(["--resume", "~/out"])
+
+
+def test_only_the_number_that_is_too_small_is_named():
+    for given, message in {"--steps -3": "steps=-3: must be", "--save-every -1": "save_every=-1: must be"}.items():
+        with pytest.raises(InvalidConfig, match=f"^{message} at least (1|0)$"):
+            grpo_config.parse(given.split())

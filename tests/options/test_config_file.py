@@ -65,6 +65,7 @@ instruction: "--think,
         ("template-arguments: {thinking: no}", "template-arguments: thinking=no: write true or false, or, .* quotes"),
         ("template-arguments: {thinking: null}", "template-arguments: thinking=None must be a number, a text"),
         ("rollout: {stop: [[a]]}", r"rollout.stop: \['a'\] must be a number, a text"),
+        ("steps: [3, 4]", "mine.yaml: steps"),
         ("seed: 12:30", "seed 12:30: must be a whole number"),
     ],
 )

@@ -2,6 +2,9 @@
 
 import random
 
+import pytest
+
+from dataproto.errors import ScoreCountMismatch
 from helpers.geo3k_files import drawing
 from helpers.tiny_prompts import tiny_builder
 from recipes.data.problem_rows import read_row
@@ -45,3 +48,13 @@ def test_a_reward_that_is_not_asked_is_named(capsys):
         "the reward is not asked what it gives the truth: it asks something outside of this process",
         "the reward is not asked what it gives the truth: it scores in processes of its own",
     ]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_reward_that_returns_too_few_scores_ends_the_start(number):
+    def one_for_all(rows):
+        return [{"score": 1.0}] * number
+
+    for reward in (one_for_all, as_reward_function(one_for_all)):
+        with pytest.raises(ScoreCountMismatch, match=f"returned {number} (results|scores) for 3 rows"):
+            check_reward(reward, ROWS, tiny_builder(), here=True)

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from dataproto import DataProto
 from dataproto.columns import COLUMNS, SCORED_NUMBERS, require, taken_names
-from dataproto.errors import RewardError
+from dataproto.errors import RewardError, ScoreCountMismatch
 from dataproto.vlm import VLMFamily
 from rollout.engine import Completion, SamplingParams
 from rollout.responses import attach_responses
@@ -206,7 +206,7 @@ def loaded_media(kind: str, media: Mapping[str, Sequence[Any]]) -> Any:
 
 def check_results(results: Sequence[Any], rows: int) -> None:
     if len(results) != rows:
-        raise RewardError(f"the reward function returned {len(results)} results for {rows} rows")
+        raise ScoreCountMismatch(f"the reward function returned {len(results)} results for {rows} rows")
     for row, result in enumerate(results):
         if not isinstance(result, Mapping) or finite_number(result, "score") is None:
             raise RewardError(

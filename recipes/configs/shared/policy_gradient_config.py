@@ -9,7 +9,7 @@ from dataproto.errors import InvalidConfig
 from recipes.algorithms.options import AlgorithmConfig
 from recipes.configs.shared.carrying_config import CarryingConfig
 from recipes.configs.shared.device_preset import Machine, fitting, on_devices, this_machine
-from recipes.configs.shared.run_config import RunConfig, check_kept, check_placement, idle_placement
+from recipes.configs.shared.run_config import RunConfig, check_at_least, check_kept, check_placement, idle_placement
 from recipes.data.column_keys import ColumnKeys, OnBadRow
 from recipes.data.problem_rows import INSTRUCTION
 from recipes.data.row_values import read_instruction
@@ -74,13 +74,10 @@ class DataConfig:
             raise InvalidConfig(
                 f"{next(iter(self.keys.given()))} without data_path: drawn problems have their own columns"
             )
-        for name in ("batch_size", "eval_rows", "eval_samples", "max_prompt_length", "max_response_length"):
-            if getattr(self, name) < 1:
-                raise InvalidConfig(f"{name}={getattr(self, name)}: must be at least 1")
+        check_at_least(1, self, "batch_size", "eval_rows", "eval_samples", "max_prompt_length", "max_response_length")
+        check_at_least(0, self, "num_workers")
         if self.level not in LEVELS:
             raise InvalidConfig(f"level={self.level}: choose one of {sorted(LEVELS)}")
-        if self.num_workers < 0:
-            raise InvalidConfig(f"num_workers={self.num_workers}: must be at least 0")
 
     def idle_options(self) -> list[tuple[bool, str, str]]:
         """Options that do nothing here; see `recipes.options.refuse_idle_options`."""

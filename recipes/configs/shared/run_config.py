@@ -49,18 +49,22 @@ class RunConfig:
     loggers: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.keep_checkpoints < 1:
-            raise InvalidConfig(f"steps={self.steps} and keep_checkpoints={self.keep_checkpoints} must be at least 1")
-        if self.epochs is not None and self.epochs < 1:
-            raise InvalidConfig(f"epochs={self.epochs}: must be at least 1")
-        if self.eval_every < 0 or self.save_every < 0:
-            raise InvalidConfig(f"eval_every={self.eval_every} and save_every={self.save_every} must be at least 0")
+        check_at_least(1, self, "steps", "keep_checkpoints", "epochs")
+        check_at_least(0, self, "eval_every", "save_every")
         if self.keep_best and not self.eval_every:
             raise InvalidConfig(f"keep_best={self.keep_best} compares evaluations: give --eval-every")
         if self.resume and self.overwrite:
             raise InvalidConfig("resume and overwrite contradict each other: choose one")
         check_seed(self.seed)
         check_loggers(self.loggers or ())
+
+
+def check_at_least(least: int, config: Any, *names: str, group: str = "") -> None:
+    """Raises `InvalidConfig` for the first of a configuration's numbers that is too small; ``None`` is no number."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < least:
+            raise InvalidConfig(f"{group}{name}={value}: must be at least {least}")
 
 
 def announce_small_model(model_path: str | None, data_path: str | Sequence[str] | None) -> None:

@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from dataproto.errors import InvalidConfig
-from recipes.configs.shared.run_config import RunConfig, check_kept, check_placement, idle_placement
+from recipes.configs.shared.run_config import RunConfig, check_at_least, check_kept, check_placement, idle_placement
 from recipes.data.column_keys import OnBadRow
 from workers.cluster.ray_config import RayConfig
 from workers.model.model_config import ModelConfig, OptimizerConfig
@@ -39,12 +38,8 @@ class RowsConfig:
     num_workers: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "eval_rows", "max_length"):
-            if getattr(self, name) < 1:
-                raise InvalidConfig(f"{name}={getattr(self, name)}: must be at least 1")
-        for name in ("num_workers", "max_response_length"):
-            if getattr(self, name) < 0:
-                raise InvalidConfig(f"{name}={getattr(self, name)}: must be at least 0")
+        check_at_least(1, self, "batch_size", "eval_rows", "max_length")
+        check_at_least(0, self, "num_workers", "max_response_length")
 
 
 @dataclass(frozen=True, kw_only=True)
