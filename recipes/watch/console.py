@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from types import TracebackType
 
 from rich.console import Console
@@ -43,9 +44,9 @@ def start_phase(
             spinner.add_task(name, total=None)
             yield
     else:
-        console.print(f"{name} ...", markup=False, highlight=False, soft_wrap=True)
+        _say(console, f"{name} ...")
         yield
-    console.print(f"{name}: {clock() - start:.1f} s", markup=False, highlight=False, soft_wrap=True)
+    _say(console, f"{name}: {clock() - start:.1f} s")
 
 
 def start_lines(seconds: Mapping[str, float]) -> list[str]:
@@ -86,7 +87,7 @@ def start_metrics(seconds: Mapping[str, float]) -> dict[str, float]:
 def announce_start(seconds: Mapping[str, float], console: Console | None = None) -> None:
     """Prints `start_lines`, if a phase has further ones within it: the others have been printed as they ended."""
     if any("/" in name for name in seconds):
-        (console or Console()).print("\n".join(start_lines(seconds)), markup=False, highlight=False, soft_wrap=True)
+        _say(console or Console(), "\n".join(start_lines(seconds)))
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class Column:
         for pattern in self.patterns:
             values = [value for name, value in metrics.items() if re.fullmatch(pattern, name) and math.isfinite(value)]
             if values:
-                return math.fsum(values) / len(values)
+                return fmean(values)
         return None
 
 
@@ -126,9 +127,6 @@ LENGTH = Column("length", ("response_length/mean", "row_length/mean"), form=",.1
 THROUGHPUT = Column("tokens/s/device", ("perf/throughput",), form=",.0f")
 
 COLUMNS = (HELD_OUT_ACCURACY, HELD_OUT_LOSS, LOSS, REWARD, KL, LENGTH, THROUGHPUT)
-GAP = "  "
-LEFT = "left"
-LEFT_WIDTH = 8
 
 
 class StepTable:
@@ -158,14 +156,12 @@ class StepTable:
         self._rows_since_header = 1 if header else self._rows_since_header + 1
         cells = ["" if (value := values[column]) is None else f"{value:{column.form}}" for column in shown]
         row = self._line(f"{step}/{self.total}", cells, left)
-        return [self._line("step", [column.title for column in shown], LEFT), row] if header else [row]
+        return [self._line("step", [column.title for column in shown], "left"), row] if header else [row]
 
     def _line(self, step: str, cells: Sequence[str], left: str) -> str:
-        widths = [column.width for column in self.columns]
-        padded = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
-        return GAP.join(
-            [step.rjust(max(len("step"), 2 * len(str(self.total)) + 1)), *padded, left.rjust(LEFT_WIDTH)]
-        ).rstrip()
+        padded = [cell.rjust(column.width) for cell, column in zip(cells, self.columns, strict=True)]
+        width = max(len("step"), 2 * len(str(self.total)) + 1)
+        return "  ".join([step.rjust(width), *padded, left.rjust(8)]).rstrip()
 
 
 class Progress:
@@ -198,50 +194,46 @@ class Progress:
         self._printed: float | None = None
         self._started = self._first_ended = clock()
         self._first: int | None = None
-        self._bar: Bar | None = None
-        if self.console.is_terminal:
-            columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(), TextColumn("{task.description}"))
-            self._bar = Bar(*columns, console=self.console)
-            self._task = self._bar.add_task("", total=total, completed=done)
+        columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(), TextColumn("{task.description}"))
+        self._bar = Bar(*columns, console=self.console, disable=not self.console.is_terminal)
+        self._task = self._bar.add_task("", total=total, completed=done)
 
     def __enter__(self) -> "Progress":
-        if self._bar is not None:
-            self._bar.start()
+        self._bar.start()
         self._started = self.clock()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._bar.stop()
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows that ``step`` (counted from 1; 0 is the evaluation before) is done, with its metrics under verl's names."""
         now = self.clock()
-        left = f"{format_seconds(self._left(step, now))}" if 0 < step < self.total else ""
+        left = format_seconds(self._left(step, now)) if 0 < step < self.total else ""
         if step and self._first is None:
             self._first, self._first_ended = step, now
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step, description=f"{left} left" if left else "")
+        self._bar.update(self._task, completed=step, description=f"{left} left" if left else "")
         evaluated = any(column.measured_apart and column.value(metrics) is not None for column in COLUMNS)
-        due = self._printed is None or now - self._printed >= self.interval
-        if due or evaluated or step == self._first or step >= self.total:
+        if self._is_due(now) or evaluated or step == self._first or step >= self.total:
             self._printed = now
             for line in self.table.lines(step, metrics, left):
-                self._line(line)
+                self.note(line)
 
     def doing(self, text: str) -> None:
-        """Shows what the current step is doing: beside the bar; elsewhere as a line, at most every ``interval`` seconds."""
-        if self._bar is not None:
-            self._bar.update(self._task, description=text)
-        elif self._printed is None or self.clock() - self._printed >= self.interval:
+        """Shows what the current step is doing: next to the bar; elsewhere as a line, at most every ``interval`` seconds."""
+        self._bar.update(self._task, description=text)
+        if self._bar.disable and self._is_due(self.clock()):
             self._printed = self.clock()
-            self._line(text)
+            self.note(text)
 
     def note(self, text: str) -> None:
         """A line that stays, above the bar if there is one."""
-        self._line(text)
+        _say(self.console, text)
+
+    def _is_due(self, now: float) -> bool:
+        return self._printed is None or now - self._printed >= self.interval
 
     def _left(self, step: int, now: float) -> float:
         """Seconds to the end at the mean pace of the steps after the first one, which is slower than the others."""
@@ -250,9 +242,6 @@ class Progress:
         else:
             pace = (now - self._started) / max(step - self.done, 1)
         return pace * (self.total - step)
-
-    def _line(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 EVALUATED = (HELD_OUT_ACCURACY, HELD_OUT_REWARD, HELD_OUT_LOSS)
@@ -264,36 +253,24 @@ LONGEST_WINDOW = 10
 Compare = Callable[[Sequence[Mapping[str, float]]], list[tuple[str, str, str]]]
 
 
-@dataclass(frozen=True)
-class Change:
-    """A number at the beginning and at the end of a run."""
-
-    name: str
-    before: float
-    after: float
-    form: str
-
-
-def run_summary(rows: Sequence[Mapping[str, float]]) -> list[Change]:
+def run_summary(rows: Sequence[Mapping[str, float]]) -> list[tuple[Column, float, float]]:
     """Before and after: the first and the last evaluation, and means over the first and the last steps of training.
 
     Args:
         rows: of ``metrics.jsonl``; the one of step 0 is the evaluation before the first step.
 
     >>> rows = [{"step": 0, "val/loss": 4.0}, {"step": 1, "train/loss": 3.0}, {"step": 2, "train/loss": 2.0, "val/loss": 1.0}]
-    >>> for change in run_summary(rows):
-    ...     print(change.name, change.before, change.after)
+    >>> for column, before, after in run_summary(rows):
+    ...     print(column.title, before, after)
     held-out loss 4.0 1.0
     loss 3.0 2.0
     """
     changes = []
-    for column in EVALUATED:
-        if len(values := _values(column, rows)) > 1:
-            changes.append(Change(column.title, values[0], values[-1], column.form))
-    for column in TRAINED:
-        if len(values := _values(column, rows)) > 1:
-            window = min(LONGEST_WINDOW, len(values) // 2)
-            changes.append(Change(column.title, _mean(values[:window]), _mean(values[-window:]), column.form))
+    for column in (*EVALUATED, *TRAINED):
+        values = [value for row in rows if (value := column.value(row)) is not None]
+        window = 1 if column.measured_apart else min(LONGEST_WINDOW, len(values) // 2)
+        if len(values) > 1:
+            changes.append((column, fmean(values[:window]), fmean(values[-window:])))
     return changes
 
 
@@ -309,7 +286,7 @@ def show_summary(
     rows = read_metrics(directory / METRICS_FILE)
     if not rows:
         return
-    changes = [(each.name, f"{each.before:{each.form}}", f"{each.after:{each.form}}") for each in run_summary(rows)]
+    changes = [(column.title, *(f"{value:{column.form}}" for value in values)) for column, *values in run_summary(rows)]
     lines = [("", "before", "after"), *changes] if changes else []
     if compared is not None and (expected := compared(rows)):
         lines += [("", "forecast", "fact"), *expected]
@@ -324,13 +301,9 @@ def show_summary(
     widest = max(len(line[0]) for line in [*lines, *files])
     text = [f"{name:{widest}}  {before:>10}  {after:>10}" for name, before, after in lines]
     text += [f"{name:{widest}}  {value}" for name, value in files]
-    (console or Console()).print("\n".join(["", *text]), markup=False, highlight=False, soft_wrap=True)
+    _say(console or Console(), "\n".join(["", *text]))
 
 
-def _values(column: Column, rows: Sequence[Mapping[str, float]]) -> list[float]:
-    found = (column.value(row) for row in rows)
-    return [value for value in found if value is not None]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
+def _say(console: Console, text: str) -> None:
+    """Prints a text as it is."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

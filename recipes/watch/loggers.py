@@ -13,7 +13,6 @@ the command line as ``--loggers my_file.py:MyLogger``::
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,36 +24,9 @@ from dataproto.extras import require_extra
 from recipes.algorithms.function_files import load_named_function
 from recipes.watch.metrics_file import MetricsLog
 from recipes.watch.rollout_files import RolloutSample, load_rollouts, rollout_steps
-from recipes.watch.trackers import (
-    LoggedRun,
-    MlflowLogger,
-    RunLogger,
-    SwanlabLogger,
-    TensorBoardLogger,
-    TrackioLogger,
-    WandbLogger,
-)
+from recipes.watch.trackers import LOGGERS, LoggedRun, RunLogger
 
 JSONL = "jsonl"  # always written: the report, a resumed run and the summary read it
-
-
-@dataclass(frozen=True)
-class Tracker:
-    """A logger on another package, and the extra that installs it."""
-
-    logger: Callable[[LoggedRun], RunLogger]
-    package: str
-    extra: str
-
-
-LOGGERS = {
-    "tensorboard": Tracker(TensorBoardLogger, "tensorboard", "loggers"),
-    "wandb": Tracker(WandbLogger, "wandb", "wandb"),
-    "mlflow": Tracker(MlflowLogger, "mlflow", "mlflow"),
-    "trackio": Tracker(TrackioLogger, "trackio", "trackio"),
-    "swanlab": Tracker(SwanlabLogger, "swanlab", "swanlab"),
-}
-"""Trackers by the name that an option gives them; each needs a package of its own."""
 
 
 class RunLoggers:

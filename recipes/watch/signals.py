@@ -38,14 +38,7 @@ def learning_problems(steps: Sequence[Metrics], thresholds: Thresholds | None = 
     """
     limits = thresholds or Thresholds()
     last = steps[-limits.steps :]
-    if len(last) < limits.steps:
-        return {}
-    found = {"constant_reward": _constant_reward(last, limits)}
-    if found["constant_reward"] is None:
-        found["equal_groups"] = _equal_groups(last, limits)
-    found |= {"cut_responses": _cut_responses(last, limits), "no_entropy": _no_entropy(last, limits)}
-    found["engine_difference"] = _engine_difference(last, limits)
-    return {name: text for name, text in found.items() if text is not None}
+    return dict(_problems(last, limits)) if len(last) == limits.steps else {}
 
 
 class LearningSignals:
@@ -65,55 +58,42 @@ class LearningSignals:
         return new
 
 
-def _constant_reward(last: Sequence[Metrics], limits: Thresholds) -> str | None:
+def _problems(last: Sequence[Metrics], limits: Thresholds) -> Iterator[tuple[str, str]]:
     highest, lowest = _values(last, "critic/score/max"), _values(last, "critic/score/min")
-    if not highest or not lowest or max(highest) - min(lowest) > limits.reward_spread:
-        return None
-    return (
-        f"every response of the last {limits.steps} steps has the reward {highest[-1]:g}: there is nothing to learn from; look "
-        "at the responses in the report, and try the reward function on a right and on a wrong answer"
-    )
-
-
-def _equal_groups(last: Sequence[Metrics], limits: Thresholds) -> str | None:
-    shares = _values(last, "reward/equal_groups_ratio")
-    if not shares or min(shares) < limits.equal_groups:
-        return None
-    return (
-        f"in the last {limits.steps} steps the samples of each prompt had equal rewards, so that no advantage differs from 0; "
-        "try easier or harder problems, more samples (--algorithm.n), a higher temperature, or dynamic sampling"
-    )
-
-
-def _cut_responses(last: Sequence[Metrics], limits: Thresholds) -> str | None:
-    shares = _values(last, "response/truncated_ratio") or _values(last, "response_length/clip_ratio")
-    if not shares or min(shares) < limits.cut_responses:
-        return None
-    return (
-        f"{min(shares):.0%} or more of the responses of the last {limits.steps} steps are cut at the maximal length, before they "
-        "end; try a larger --max-response-length, and see whether the chat template and the end-of-turn token fit the model"
-    )
-
-
-def _no_entropy(last: Sequence[Metrics], limits: Thresholds) -> str | None:
-    entropies = _values(last, "actor/entropy")
-    if not entropies or max(entropies) >= limits.entropy:
-        return None
-    return (
-        f"the entropy of the policy is {entropies[-1]:.2g} nats per token: its samples hardly differ; try a lower learning rate, "
-        "a KL term (--algorithm.kl-coef) or an entropy bonus (--algorithm.entropy-coef)"
-    )
-
-
-def _engine_difference(last: Sequence[Metrics], limits: Thresholds) -> str | None:
-    means = _values(last, "training/rollout_probs_diff_log_mean")
-    if not means or min(means) < limits.engine_difference:
-        return None
-    return (
-        f"the engine's log-probs of sampled tokens differ from the actor's by {means[-1]:.2g} nats on average: it samples from "
-        "another policy; compare them with dataproto parity, try without the engine's quantization or a smaller "
-        "--rollout.max-staleness, and correct the loss (--algorithm.correction)"
-    )
+    if highest and lowest and max(highest) - min(lowest) <= limits.reward_spread:
+        yield (
+            "constant_reward",
+            f"every response of the last {limits.steps} steps has the reward {highest[-1]:g}: there is nothing to learn from; "
+            "look at the responses in the report, and try the reward function on a right and on a wrong answer",
+        )
+    elif (shares := _values(last, "reward/equal_groups_ratio")) and min(shares) >= limits.equal_groups:
+        yield (
+            "equal_groups",
+            f"in the last {limits.steps} steps the samples of each prompt had equal rewards, so that no advantage differs from "
+            "0; try easier or harder problems, more samples (--algorithm.n), a higher temperature, or dynamic sampling",
+        )
+    cut = _values(last, "response/truncated_ratio") or _values(last, "response_length/clip_ratio")
+    if cut and min(cut) >= limits.cut_responses:
+        yield (
+            "cut_responses",
+            f"{min(cut):.0%} or more of the responses of the last {limits.steps} steps are cut at the maximal length, before "
+            "they end; try a larger --max-response-length, and see whether the chat template and the end-of-turn token fit the "
+            "model",
+        )
+    if (entropies := _values(last, "actor/entropy")) and max(entropies) < limits.entropy:
+        yield (
+            "no_entropy",
+            f"the entropy of the policy is {entropies[-1]:.2g} nats per token: its samples hardly differ; try a lower learning "
+            "rate, a KL term (--algorithm.kl-coef) or an entropy bonus (--algorithm.entropy-coef)",
+        )
+    differences = _values(last, "training/rollout_probs_diff_log_mean")
+    if differences and min(differences) >= limits.engine_difference:
+        yield (
+            "engine_difference",
+            f"the engine's log-probs of sampled tokens differ from the actor's by {differences[-1]:.2g} nats on average: it "
+            "samples from another policy; compare them with dataproto parity, try without the engine's quantization or a smaller "
+            "--rollout.max-staleness, and correct the loss (--algorithm.correction)",
+        )
 
 
 def _values(last: Sequence[Metrics], name: str) -> list[float]:

@@ -8,7 +8,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
@@ -248,6 +248,25 @@ class TensorBoardLogger:
 
     def close(self) -> None:
         self.events.close()
+
+
+@dataclass(frozen=True)
+class Tracker:
+    """A logger on another package, and the extra that installs it."""
+
+    logger: Callable[[LoggedRun], RunLogger]
+    package: str
+    extra: str
+
+
+LOGGERS = {
+    "tensorboard": Tracker(TensorBoardLogger, "tensorboard", "loggers"),
+    "wandb": Tracker(WandbLogger, "wandb", "wandb"),
+    "mlflow": Tracker(MlflowLogger, "mlflow", "mlflow"),
+    "trackio": Tracker(TrackioLogger, "trackio", "trackio"),
+    "swanlab": Tracker(SwanlabLogger, "swanlab", "swanlab"),
+}
+"""Trackers by the name that an option gives them; each needs a package of its own."""
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -15,7 +15,7 @@ def rows():
 
 
 def test_before_and_after_by_hand():
-    got = [(change.name, round(change.before, 6), round(change.after, 6)) for change in run_summary(rows())]
+    got = [(column.title, round(before, 6), round(after, 6)) for column, before, after in run_summary(rows())]
     # five steps: the means of the first two and of the last two
     assert got == [("held-out acc", 0.25, 0.75), ("reward", 0.15, 0.45), ("length", 18.5, 15.5)]
 
