@@ -105,9 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print_source(source)
         if asked.options.page is not None:
             names = ", ".join(source.name for source in sources)
-            title, subtitle = f"{names} as {asked.recipe} reads it", "The first rows as the model sees them."
-            page = write_page(asked.options.page, "show.html", title=title, subtitle=subtitle, sources=sources)
-            print(f"page: {page}")
+            title = f"{names} as {asked.recipe} reads it"
+            print(f"page: {write_page(asked.options.page, 'show.html', title=title, sources=sources)}")
         status.code = int(not all(source.is_well for source in sources))
     return status.code
 

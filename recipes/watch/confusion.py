@@ -59,6 +59,23 @@ class Confusion:
         ]
         return sorted(mistakes, key=lambda mistake: -mistake[2])[:number]
 
+    @property
+    def shown(self) -> list[str]:
+        """The classes that a picture has room for."""
+        return self.classes[:MOST]
+
+    def picture(self) -> str:
+        """The table as inline SVG: one row a class, one column an answer; the most frequent answers of a row are the darkest."""
+        answers = [*self.shown, OTHER]
+        rows = [zip(answers, [*counts[: len(self.shown)], counts[-1]], strict=True) for counts in self.counts[:MOST]]
+        return render(
+            "confusion.svg",
+            cell=CELL,
+            longest=max((min(len(name), 24) for name in self.shown), default=0),
+            classes=list(zip(self.shown, rows, strict=True)),
+            totals=[sum(counts) or 1 for counts in self.counts],
+        )
+
 
 def save_confusion(directory: Path, step: int, confusion: Confusion) -> Path:
     """Writes ``<directory>/confusion/step_<step>.json``."""
@@ -84,17 +101,3 @@ def latest_confusion(directory: Path) -> tuple[int, Confusion] | None:
         )
     except (ValueError, TypeError, KeyError) as error:
         raise FileFormatError(f"{path}: not a table of confusion ({error})") from error
-
-
-def confusion_picture(confusion: Confusion) -> str:
-    """The table as inline SVG: one row a class, one column an answer; the most frequent answers of a row are the darkest."""
-    shown = confusion.classes[:MOST]
-    answers = [*shown, OTHER]
-    rows = [list(zip(answers, [*counts[: len(shown)], counts[-1]], strict=True)) for counts in confusion.counts[:MOST]]
-    return render(
-        "confusion.svg",
-        cell=CELL,
-        longest=max((min(len(name), 24) for name in shown), default=0),
-        classes=list(zip(shown, rows, strict=True)),
-        totals=[sum(counts) or 1 for counts in confusion.counts],
-    )

@@ -94,4 +94,4 @@ _environment = Environment(
     undefined=StrictUndefined,
     finalize=_finished,
 )
-_environment.filters.update(cut=cut, number=number, png=png)
+_environment.filters.update(cut=cut, number=number, duration=format_seconds, png=png)

@@ -8,7 +8,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +52,7 @@ class LoggedRun:
 
     def options(self) -> dict[str, Any]:
         """The options of `config` under the names that they have on the command line."""
-        return dict(_flatten(self.config))
+        return flatten(self.config)
 
     def saved_id(self, tracker: str) -> str | None:
         """The tracker's name for this run, if an earlier process of it has saved one."""
@@ -323,9 +323,14 @@ def _read_json(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a configuration under the names that they have on the command line.
+
+    >>> flatten({"model": {"path": "x", "sizes": [1, 2]}, "seed": 0})
+    {'model.path': 'x', 'model.sizes': [1, 2], 'seed': 0}
+    """
+    found: dict[str, Any] = {}
     for name, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+        inner = isinstance(value, Mapping)
+        found |= flatten(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
+    return found

@@ -17,7 +17,7 @@ from recipes import sft
 from recipes.classify import ClassifyDataConfig, main, open_labelled
 from recipes.data.labelled_pictures import Templates, folder_data, table_data
 from recipes.demo.classes import CLASSES, draw_class
-from recipes.watch.confusion import Confusion, confusion_picture, latest_confusion, save_confusion
+from recipes.watch.confusion import Confusion, latest_confusion, save_confusion
 from recipes.watch.metrics_file import read_metrics
 from rollout.prompts.images import load_image
 
@@ -255,7 +255,7 @@ def test_confusion_is_counted_kept_and_drawn(tmp_path):
     save_confusion(tmp_path, 2, Confusion.of(["a"], []))
     save_confusion(tmp_path, 10, confusion)
     assert latest_confusion(tmp_path) == (10, confusion)
-    drawing = confusion_picture(confusion)
+    drawing = confusion.picture()
     assert "&lt;c&gt;" in drawing
     assert "<c>" not in drawing
     assert drawing.count("<title>") == sum(count > 0 for row in confusion.counts for count in row)
