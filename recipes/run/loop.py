@@ -57,16 +57,6 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class Stateless:
-    """The state of an algorithm that carries nothing from step to step."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """There is nothing to load."""
-
-
 class Loader(Stateful, Protocol):
     """An endless source of batches. Each row has a unique ``uid``, the same after a resume; see `PromptLoader`."""
 
@@ -108,19 +98,21 @@ def train(
     """
     check_step(step)
     forget_earlier(run.output_dir)  # the new run has loaded
-    state, best = state or Stateless(), BestStep(run.keep_best)
-    last = begin_or_restore(run, roles, loader, state, best)
-    done = None if last is None else last.number
+    best, last = BestStep(run.keep_best), None
+    if run.resume:
+        with start_phase("loading the checkpoint"):
+            last = restore(run, roles, loader, state, best)
+    done = 0 if last is None else last.number
+    kept_row = None if not run.resume else -1 if last is None else done
     with (
-        open_loggers(run.loggers, LoggedRun(run.output_dir, last_kept_row(run, done))) as loggers,
+        open_loggers(run.loggers, LoggedRun(run.output_dir, kept_row)) as loggers,
         contextlib.closing(Checkpoints(run, roles, builder, best)) as checkpoints,
     ):
-        shown = StepReports(loggers, Progress(run.steps, done or 0), start_metrics(roles.start_seconds))
-        around = AroundSteps(run, roles, shown, best, evaluate, measure, kept)
-        around.begin(last)
+        around = AroundSteps(run, roles, loggers, Progress(run.steps, done), best, evaluate, measure, kept)
+        around.begin(last, kept_row)
         checkpoints.name_best()
-        with shown.progress:
-            for number in range((done or 0) + 1, run.steps + 1):
+        with around.progress:
+            for number in range(done + 1, run.steps + 1):
                 metrics: dict[str, float] = {}
                 with timed(metrics, "step"):
                     with timed(metrics, "data"):
@@ -147,50 +139,6 @@ class TakenStep:
     evaluates: bool
 
 
-def begin_or_restore(
-    run: RunConfig, roles: Roles, loader: Loader, progression: Stateful, best: BestStep
-) -> TakenStep | None:
-    """The step of the newest checkpoint, restored, if the run is to be resumed and has one; else ``None``."""
-    if not run.resume:
-        return None
-    with start_phase("loading the checkpoint"):
-        return restore(run, roles, loader, progression, best)
-
-
-def last_kept_row(run: RunConfig, done: int | None) -> int | None:
-    """The step of the last row of an earlier attempt that stays, -1 for none of them; ``None``: there was no attempt.
-
-    ``done``: the step of the checkpoint that was restored.
-    """
-    return done if done is not None or not run.resume else -1
-
-
-class StepReports:
-    """Where the metrics of each step go: the loggers and the display, with notes on what they are a sign of."""
-
-    def __init__(self, loggers: RunLoggers, progress: Progress, start: Mapping[str, float] | None = None) -> None:
-        """``start``: metrics of the start of the roles, which the first report gets too."""
-        self.loggers, self.progress = loggers, progress
-        self.signals, self.speed = LearningSignals(), SpeedSignals()
-        self._start = dict(start or {})
-
-    def report(self, number: int, metrics: Mapping[str, float], evaluated: bool) -> None:
-        """Gives a step's metrics to loggers and display; after an evaluation, its saved rollouts to the loggers too."""
-        start, self._start = self._start, {}
-        self.loggers.log(number, {**metrics, **start})
-        if evaluated:
-            self.loggers.log_saved_rollouts(number)
-        self.progress.update(number, metrics)
-
-    def note_signs(self, metrics: Mapping[str, float]) -> None:
-        """Shows problems that appear with the metrics of a step, in what is learned and in how long it takes."""
-        for problem in self.signals.new_problems(metrics):
-            self.progress.note(f"warning: {problem}")
-        for sign in self.speed.new_signs(metrics):
-            self.progress.note(sign)
-
-
-@dataclass(frozen=True)
 class AroundSteps:
     """What a run does before its first step and after each one: it measures, evaluates, keeps rollouts and reports.
 
@@ -198,24 +146,37 @@ class AroundSteps:
     The checkpoint of a step is written before its evaluation; if that fails, a resumed run evaluates again and loses nothing.
     """
 
-    run: RunConfig
-    roles: Roles
-    shown: StepReports
-    best: BestStep
-    evaluate: Evaluate | None
-    measure: Measure  # statistics of the rows that a step returns
-    kept: KeptRollouts | None  # writes some of these rows for the viewer
+    def __init__(
+        self,
+        run: RunConfig,
+        roles: Roles,
+        loggers: RunLoggers,
+        progress: Progress,
+        best: BestStep,
+        evaluate: Evaluate | None,
+        measure: Measure,
+        kept: KeptRollouts | None,
+    ) -> None:
+        """``measure``: statistics of the rows that a step returns. ``kept``: writes some of these rows for the viewer."""
+        self.run, self.roles, self.loggers, self.progress, self.best = run, roles, loggers, progress, best
+        self.evaluate, self.measure, self.kept = evaluate, measure, kept
+        self.signals, self.speed = LearningSignals(), SpeedSignals()
+        self._start = start_metrics(roles.start_seconds)  # which the first report gets too
 
-    def begin(self, last: TakenStep | None) -> None:
-        """``last``: the step whose checkpoint was restored. Its evaluation and its report are made up for if they are missing."""
-        kept = last_kept_row(self.run, None if last is None else last.number)
-        if self.kept is not None and kept is not None:
-            self.kept.drop_after(kept)
+    def begin(self, last: TakenStep | None, kept_row: int | None) -> None:
+        """Evaluates before the first step, if that is due, or makes up for a missing evaluation or report.
+
+        Args:
+            last: the step whose checkpoint was restored.
+            kept_row: the step of the last row of an earlier attempt that stays, -1 for none; ``None``: there was no attempt.
+        """
+        if self.kept is not None and kept_row is not None:
+            self.kept.drop_after(kept_row)
         if last is None:
             if self.evaluate is not None and self.run.eval_first:
                 with start_phase("evaluating before the first step"):
                     measured = self._evaluated(0)
-                self.shown.report(0, measured, evaluated=True)
+                self._report(0, measured, evaluated=True)
             return
         reported = [row for row in read_metrics(self.run.output_dir / METRICS_FILE) if row["step"] == last.number]
         if reported and last.evaluates:
@@ -239,9 +200,20 @@ class AroundSteps:
         held_out = self._evaluated(step.number) if step.evaluates else {}
         is_best = step.evaluates and self.best.improved(step.number, held_out)
         metrics = step.metrics | held_out
-        self.shown.report(step.number, metrics, step.evaluates)
-        self.shown.note_signs(metrics)
+        self._report(step.number, metrics, step.evaluates)
+        for problem in self.signals.new_problems(metrics):
+            self.progress.note(f"warning: {problem}")
+        for sign in self.speed.new_signs(metrics):
+            self.progress.note(sign)
         return is_best
+
+    def _report(self, number: int, metrics: Mapping[str, float], evaluated: bool) -> None:
+        """Gives a step's metrics to loggers and display; after an evaluation, its saved rollouts to the loggers too."""
+        start, self._start = self._start, {}
+        self.loggers.log(number, {**metrics, **start})
+        if evaluated:
+            self.loggers.log_saved_rollouts(number)
+        self.progress.update(number, metrics)
 
     def _evaluated(self, number: int) -> dict[str, float]:
         """The metrics of an evaluation. It leaves the random states alone, which the checkpoint of its step has already."""
@@ -337,7 +309,7 @@ class Checkpoints:
         self._writing = False
         self._best = self.best.state_dict()  # as the checkpoints tell it
 
-    def save(self, step: TakenStep, loader: Loader, progression: Stateful) -> None:
+    def save(self, step: TakenStep, loader: Loader, state: Stateful | None) -> None:
         """Writes the checkpoint of a step, after the previous one is complete.
 
         Raises:
@@ -345,12 +317,12 @@ class Checkpoints:
         """
         self.finish()
         self._best = self.best.state_dict()
-        state = {
+        saved = {
             "step": step.number,
             "metrics": step.metrics,
             "evaluates": step.evaluates,
             "loader": loader.state_dict(),
-            "progression": progression.state_dict(),
+            "progression": state.state_dict() if state else {},
             "random": random_states(),
             "best": self._best,
         }
@@ -364,7 +336,7 @@ class Checkpoints:
                 with writing(directory / "actor" / "huggingface"):
                     self.builder.save_pretrained(directory / "actor" / "huggingface")
             encoded = io.BytesIO()  # a full disk then is an `OSError`, not one of torch's own
-            torch.save(state, encoded)
+            torch.save(saved, encoded)
             with writing(directory / STATE_FILE):
                 (directory / STATE_FILE).write_bytes(encoded.getvalue())
             if self.run.save_behind:
@@ -413,7 +385,7 @@ class Checkpoints:
 
 
 def restore(
-    run: RunConfig, roles: Roles, loader: Loader, progression: Stateful, best: BestStep | None = None
+    run: RunConfig, roles: Roles, loader: Loader, state: Stateful | None, best: BestStep | None = None
 ) -> TakenStep | None:
     """Restores models, data position, random states and the best step from the newest checkpoint.
 
@@ -427,19 +399,20 @@ def restore(
     if found is None:
         return None
     step, directory = found
-    state = _read_state(directory / STATE_FILE)
-    if state.get("step") != step:
-        raise CheckpointError(f"{directory / STATE_FILE} is of step {state.get('step')}, not of step {step}")
+    saved = _read_state(directory / STATE_FILE)
+    if saved.get("step") != step:
+        raise CheckpointError(f"{directory / STATE_FILE} is of step {saved.get('step')}, not of step {step}")
     roles.actor.load(directory / "actor")
     if roles.has("critic"):
         roles.critic.load(directory / "critic")
     roles.sync_weights()
-    loader.load_state_dict(state["loader"])
-    progression.load_state_dict(state["progression"])
+    loader.load_state_dict(saved["loader"])
+    if state is not None:
+        state.load_state_dict(saved["progression"])
     if best is not None:
-        best.load_state_dict(state.get("best", {}))
-    set_random_states(state["random"])
-    return TakenStep(step, state.get("metrics", {}), state.get("evaluates", False))
+        best.load_state_dict(saved.get("best", {}))
+    set_random_states(saved["random"])
+    return TakenStep(step, saved.get("metrics", {}), saved.get("evaluates", False))
 
 
 def _read_state(file: Path) -> Mapping[str, Any]:

@@ -56,7 +56,7 @@ class CarryingRollout:
         self.samples = CarriedSamples()
         self._future: Any = None  # of the samples that are being decoded
         self._has_next = False  # whether the samples of the loader's next batch have been added
-        self._added: DataProto | None = None  # the batch of a step that has begun; if it fails, it can be made again
+        self._added: list[str] | None = None  # the uids of a step that has begun; if it fails, it can be made again
         self._given = 0  # parts of that batch
         self._error: DataProtoError | None = None  # of the engine at a sample, which the next step raises
 
@@ -94,7 +94,8 @@ class CarryingRollout:
 
     def _is_own(self, prompts: DataProto) -> bool:
         """Whether these are the loader's prompts, or those of a step that is made again."""
-        return prompts is self.loader.current or prompts is self._added
+        current = self.loader.current
+        return uids(prompts) in ([] if current is None else uids(current), self._added)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.group, name)
@@ -115,17 +116,17 @@ class CarryingRollout:
     def _parts(
         self, prompts: DataProto, sampling: SamplingParams, plan: EpisodePlan | None, count: int
     ) -> Iterator[DataProto]:
-        batch, updates = len(prompts), self.updates()
+        batch, updates, named = len(prompts), self.updates(), uids(prompts)
         at_a_time = ceil(self.config.over_ask * batch)
-        if prompts is self._added and self._given:
+        if named == self._added and self._given:
             raise InvalidConfig(
                 f"{self._given} of {count} parts of this step were given before it failed, and cannot be given again: resume "
                 "from the last checkpoint, or leave out rollout.early_update"
             )
         self._collect()  # its error is raised below, when it is known that these prompts have been added
-        if not self._has_next and prompts is not self._added:  # else a call is made again
+        if not self._has_next and named != self._added:  # else a call is made again
             self._fill(prompts, sampling.n)
-        self._has_next, self._added, self._given = False, prompts, 0
+        self._has_next, self._added, self._given = False, named, 0
         ends = [ceil(batch * part / count) for part in range(count + 1)]
         for part, (start, end) in enumerate(pairwise(ends), 1):
             self._collect_or_raise()
@@ -208,6 +209,11 @@ class CarryingRollout:
         self.loader.load_state_dict(state["loader"])
         self.samples.load_state_dict(state["samples"])
         self._has_next = bool(state["has_next"])
+
+
+def uids(prompts: DataProto) -> list[str]:
+    """The names of prompts, which no other prompts of a run have."""
+    return [str(uid) for uid in prompts["uid"]]
 
 
 def carry_samples(
