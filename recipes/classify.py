@@ -17,6 +17,7 @@ from recipes.data.labelled_pictures import IMAGES, LabelledData, drawn_data, fol
 from recipes.data.loader import EvaluationLoader, PromptLoader, check_row, check_rows
 from recipes.options import exit_status
 from recipes.run.evaluation import evaluate_answers
+from recipes.run.policy_gradient import prompt_loader
 from recipes.run.supervised import SupervisedTask, held_out_loss, run_supervised, supervised_builders
 from recipes.watch.confusion import Confusion, save_confusion
 from workers import Roles
@@ -47,15 +48,7 @@ def classification_task(config: ClassifyConfig, labelled: LabelledData, model_pa
     """Questions about labelled pictures, and the evaluation: the loss, greedy answers, and their confusion."""
     data = config.data
     builder, questions = supervised_builders(data, model_path)
-    loader = PromptLoader(
-        labelled.train,
-        builder,
-        data.batch_size,
-        config.run.seed,
-        shuffle=data.data_path is not None,
-        on_bad_row=data.on_bad_row,
-        num_workers=data.num_workers,
-    )
+    loader = prompt_loader(config, builder, labelled.train, shuffle=data.data_path is not None)
     if data.on_bad_row == "stop":  # before a model is loaded
         _check_pictures(config, loader, labelled)
     answers = {data.templates().answer.replace("{label}", label).strip(): label for label in labelled.classes}

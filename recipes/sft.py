@@ -8,21 +8,20 @@ With no arguments it draws conversations, makes a small Qwen2.5-VL and trains it
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from torch.utils.data import ConcatDataset, Subset
+from torch.utils.data import ConcatDataset
 
-from dataproto.errors import InvalidConfig
 from recipes.configs.sft_config import PRESETS, TINY, SFTConfig, SFTDataConfig, parse
 from recipes.configs.shared.run_config import announce_small_model
 from recipes.data.conversations import CONVERSATION_COLUMNS, Questions, conversation_rows, conversation_stream
-from recipes.data.loader import EvaluationLoader, PromptLoader, check_row, drop_overlong
+from recipes.data.loader import EvaluationLoader, check_row
 from recipes.data.mixture import Mixture
-from recipes.data.row_values import columns_left_out
+from recipes.data.splits import first_rows, fitting_rows, split_rows, tell_columns_left_out
 from recipes.demo.rows import DrawnSums, DrawnTalks
 from recipes.options import exit_status
 from recipes.run.evaluation import evaluate_answers
+from recipes.run.policy_gradient import prompt_loader
 from recipes.run.supervised import SupervisedTask, held_out_loss, run_supervised, supervised_builders
 from rollout.prompts import SupervisedBuilder
 from workers import Roles
@@ -51,15 +50,7 @@ def conversation_task(config: SFTConfig, model_path: str, rows: tuple[Any, Any] 
     train_rows, held_out = rows or open_data(data, builder, config.run.seed)
     if held_out and not data.data_path and data.on_bad_row == "stop":  # drawn, and not counted one by one
         check_row(held_out, 0, builder)
-    loader = PromptLoader(
-        train_rows,
-        builder,
-        data.batch_size,
-        config.run.seed,
-        shuffle=bool(data.data_path),
-        on_bad_row=data.on_bad_row,
-        num_workers=data.num_workers,
-    )
+    loader = prompt_loader(config, builder, train_rows, shuffle=bool(data.data_path))
 
     def evaluate(roles: Roles, step: int) -> dict[str, float]:
         if held_out is None:
@@ -82,61 +73,37 @@ def open_data(data: SFTDataConfig, builder: SupervisedBuilder, seed: int) -> tup
         held_out = [*(DrawnTalks(0, "test")[i] for i in range(data.eval_rows - half))]
         held_out += [DrawnSums(0, "test")[i] for i in range(half)]
         return Mixture([DrawnTalks(seed), DrawnSums(seed)], weights=[3, 1]), held_out
+
+    def tell(path: str, rows: Any) -> None:
+        tell_columns_left_out(path, rows, CONVERSATION_COLUMNS, data.keys, "are not read")
+
+    def read(path: str, split: str) -> Any:
+        rows = conversation_rows(path, split, data.keys, data.media_root)
+        if split == "train":
+            tell(path, rows)
+        return fitting_rows(path, split, rows, builder, data.on_bad_row)
+
+    held_out: Any = None
     if data.streaming:
-        streams = [
+        sources: list[Any] = [
             conversation_stream(path, buffer=data.shuffle_buffer, keys=data.keys, media_root=data.media_root)
             for path in data.data_path
         ]
-        for path, stream in zip(data.data_path, streams):
-            _tell_columns_left_out(path, stream, data)
-        rows = Mixture(streams, data.weights or [1.0]) if len(streams) > 1 else streams[0]
-        return rows, _first_rows(data.eval_data_path, data, builder) if data.eval_data_path else None
-    sources, held_out = [], []
-    for path in data.data_path:
-        rows, last = _split(path, data, builder)
-        sources.append(rows)
-        held_out.append(last)
-    weights = data.weights or [float(len(rows)) for rows in sources]
-    rows = Mixture(sources, weights) if len(sources) > 1 else sources[0]
+        for path, stream in zip(data.data_path, sources, strict=True):
+            tell(path, stream)
+    elif data.eval_data_path:
+        sources = [read(path, "train") for path in data.data_path]
+    else:
+        share = max(data.eval_rows // len(data.data_path), 1)
+        sources, parts = zip(*(split_rows(path, read, None, share) for path in data.data_path), strict=True)
+        parts = [part for part in parts if len(part)]
+        held_out = ConcatDataset(parts) if parts else None
+    rows = sources[0]
+    if len(sources) > 1:
+        rows = Mixture(sources, data.weights or [float(len(each)) for each in sources])
     if data.eval_data_path:
-        return rows, _first_rows(data.eval_data_path, data, builder)
-    held_out = [part for part in held_out if len(part)]
-    return rows, ConcatDataset(held_out) if held_out else None
-
-
-def _split(path: str, data: SFTDataConfig, builder: SupervisedBuilder) -> tuple[Any, Any]:
-    """Rows to train on and to hold out: of a folder or name its splits, of a file its last rows, at most a fifth."""
-    rows = _fitting(path, "train", data, builder)
-    if data.eval_data_path:
-        return rows, []
-    share = max(data.eval_rows // len(data.data_path), 1)
-    if not Path(path).is_file():
-        held_out = _fitting(path, "test", data, builder)
-        return rows, Subset(held_out, range(min(share, len(held_out))))
-    kept = len(rows) - min(share, len(rows) // 5)
-    if kept == len(rows):
-        raise InvalidConfig(f"{path} has {len(rows)} rows, too few to hold some out: give --eval-data-path")
-    return Subset(rows, range(kept)), Subset(rows, range(kept, len(rows)))
-
-
-def _first_rows(path: str, data: SFTDataConfig, builder: SupervisedBuilder) -> Any:
-    held_out = _fitting(path, "test", data, builder)
-    return Subset(held_out, range(min(data.eval_rows, len(held_out))))
-
-
-def _fitting(path: str, split: str, data: SFTDataConfig, builder: SupervisedBuilder) -> Any:
-    read = conversation_rows(path, split, data.keys, data.media_root)
-    if split == "train":
-        _tell_columns_left_out(path, read, data)
-    rows, dropped = drop_overlong(read, builder, data.on_bad_row)
-    if dropped:
-        print(f"{path}: {len(dropped)} rows of {split} exceed {builder.max_prompt_length} tokens and are left out")
-    return rows
-
-
-def _tell_columns_left_out(path: str, rows: Any, data: SFTDataConfig) -> None:
-    if left_out := columns_left_out(rows, CONVERSATION_COLUMNS, data.keys):
-        print(f"{path}: columns that are not read: {', '.join(left_out)}")
+        held_out = first_rows(read(data.eval_data_path, "test"), data.eval_rows)
+    return rows, held_out
 
 
 if __name__ == "__main__":

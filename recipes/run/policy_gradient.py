@@ -11,18 +11,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import Subset
 from transformers.utils.logging import disable_progress_bar
 
 from dataproto import DataProto
-from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily
 from recipes.configs.shared.device_preset import preset_line, this_machine
 from recipes.configs.shared.policy_gradient_config import SIZES, Config, DataConfig, PolicyGradientConfig
 from recipes.configs.shared.run_config import announce_small_model
-from recipes.data.loader import EvaluationLoader, PromptLoader, drop_overlong
+from recipes.configs.shared.supervised_config import SupervisedConfig
+from recipes.data.loader import EvaluationLoader, PromptLoader
 from recipes.data.problem_rows import PROBLEM_COLUMNS, CheckTruth, load_rows
-from recipes.data.row_values import columns_left_out
+from recipes.data.splits import fitting_rows, split_rows, tell_columns_left_out
 from recipes.demo.rows import ProblemRows
 from recipes.demo.tiny_model import tiny_checkpoint
 from recipes.forecast import (
@@ -249,17 +248,30 @@ def launch_roles(
         early_rewards=config.rollout.early_rewards,
     )
     announce_replay(rollout, builder.family)
+    critic = CriticConfig(model_path, optimizer=config.critic, **vars(config.compute)) if config.critic else None
+    return launched(config, restarted, actor, rollout, reward, reference=config.reference(actor), critic=critic)
+
+
+def launched(
+    config: PolicyGradientConfig | SupervisedConfig,
+    restarted: bool,
+    actor: ActorConfig,
+    rollout: RolloutConfig,
+    reward: RewardFunction | None,
+    **others: Any,
+) -> Roles:
+    """The roles of a run where its options place them; says how long they took. ``others``: of `workers.launch`."""
+    places = vars(config.ray) if config.on == "ray" else {}
     roles = launch(
-        actor=actor,
-        reference=config.reference(actor),
+        actor,
         reward=reward,
         rollout=rollout,
         on=config.on,
         layout=config.layout,
-        critic=CriticConfig(model_path, optimizer=config.critic, **vars(config.compute)) if config.critic else None,
         phase=start_phase,
         may_shrink=restarted,
-        **(vars(config.ray) if config.on == "ray" else {}),
+        **others,
+        **places,
     )
     announce_start(roles.start_seconds)
     return roles
@@ -300,9 +312,9 @@ def announce_replay(rollout: RolloutConfig, family: VLMFamily) -> None:
 
 
 def prompt_loader(
-    config: PolicyGradientConfig, builder: PromptBuilder, rows: Any, shuffle: bool = True
+    config: PolicyGradientConfig | SupervisedConfig, builder: PromptBuilder, rows: Any, shuffle: bool = True
 ) -> PromptLoader:
-    """Batches of prompts without end."""
+    """Batches of rows without end."""
     data = config.data
     return PromptLoader(
         rows,
@@ -338,27 +350,12 @@ def open_problems(
 
 
 def open_data_set(data: DataConfig, builder: PromptBuilder, check_truth: CheckTruth | None = None) -> tuple[Any, Any]:
-    """Training and held-out rows that fit; a single file gives its last rows, at most a fifth, as held-out ones."""
-    path = str(data.data_path)
-    rows = fitting_rows(path, "train", data, builder, check_truth)
-    if data.eval_data_path or not Path(path).is_file():
-        held_out = fitting_rows(data.eval_data_path or path, "test", data, builder, check_truth)
-        return rows, Subset(held_out, range(min(data.eval_rows, len(held_out))))
-    kept = len(rows) - min(data.eval_rows, len(rows) // 5)
-    if kept == len(rows):
-        raise InvalidConfig(f"{path} has {len(rows)} rows, too few to hold some out: give --eval-data-path")
-    return Subset(rows, range(kept)), Subset(rows, range(kept, len(rows)))
+    """Training and held-out rows that fit; see `split_rows`."""
 
+    def read(path: str, split: str) -> Any:
+        rows = load_rows(path, split, None, data.instruction, data.keys, data.media_root, check_truth)
+        if split == "train":
+            tell_columns_left_out(path, rows, PROBLEM_COLUMNS, data.keys, "only the reward gets")
+        return fitting_rows(path, split, rows, builder, data.on_bad_row)
 
-def fitting_rows(
-    path: str, split: str, data: DataConfig, builder: PromptBuilder, check_truth: CheckTruth | None = None
-) -> Any:
-    """The rows of a data set whose prompts are not too long; says how many were, and which columns the model is not shown."""
-    read = load_rows(path, split, None, data.instruction, data.keys, data.media_root, check_truth)
-    left_out = columns_left_out(read, PROBLEM_COLUMNS, data.keys) if split == "train" else []
-    if left_out:
-        print(f"{path}: columns that only the reward gets: {', '.join(left_out)}")
-    rows, dropped = drop_overlong(read, builder, data.on_bad_row)
-    if dropped:
-        print(f"{path}: {len(dropped)} prompts of {split} exceed {data.max_prompt_length} tokens and are left out")
-    return rows
+    return split_rows(str(data.data_path), read, data.eval_data_path, data.eval_rows)

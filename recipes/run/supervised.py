@@ -19,7 +19,7 @@ from recipes.forecast import Setting, kept_image_bytes, measure_conversations, s
 from recipes.run.evaluation import Evaluate
 from recipes.run.loop import attempts, train
 from recipes.run.metrics import speed_metrics, timed
-from recipes.run.policy_gradient import ChooseDevice
+from recipes.run.policy_gradient import ChooseDevice, launched
 from recipes.run.run_directory import (
     held_directory,
     open_run_directory,
@@ -29,11 +29,11 @@ from recipes.run.run_directory import (
     with_schedules,
 )
 from recipes.run.run_forecast import RunForecast
-from recipes.watch.console import announce_start, start_phase
+from recipes.watch.console import start_phase
 from recipes.watch.kept_rollouts import KeptRollouts
 from recipes.watch.report import REPORT_FILE
 from rollout.prompts import PromptBuilder, SupervisedBuilder
-from workers import Roles, launch
+from workers import Roles
 from workers.cluster.launcher import check_extras
 from workers.model.packed_model import Outputs
 from workers.roles.actor import ActorConfig
@@ -150,21 +150,9 @@ def launch_supervised(
         optimizer=over_the_run(config.optimizer, config.run.steps),
         **vars(config.compute),
     )
-    engine_options = dict(limits or {"sleep_level": 1}) if config.engine == "vllm" else {}
-    roles = launch(
-        actor=actor,
-        reward=exact_match,
-        rollout=RolloutConfig(
-            model_path, config.engine, engine_options | dict(config.engine_options), replay_routing=False
-        ),
-        on=config.on,
-        layout=config.layout,
-        phase=start_phase,
-        may_shrink=restarted,
-        **(vars(config.ray) if config.on == "ray" else {}),
-    )
-    announce_start(roles.start_seconds)
-    return roles
+    options = (dict(limits or {"sleep_level": 1}) if config.engine == "vllm" else {}) | dict(config.engine_options)
+    rollout = RolloutConfig(model_path, config.engine, options, replay_routing=False)
+    return launched(config, restarted, actor, rollout, exact_match)
 
 
 def sft_step(roles: Roles, rows: DataProto) -> tuple[DataProto, dict[str, float]]:

@@ -199,7 +199,7 @@ def test_prompts_that_are_left_out_and_rows_that_are_skipped_are_counted(checkpo
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     more = ("--on-bad-row", "skip", "--steps", "3", "--eval-rows", "2")
     assert main(arguments(checkpoint, str(path), reward, tmp_path / "run", *more)) == 0
-    assert "1 prompts of train exceed 500 tokens and are left out" in capsys.readouterr().out
+    assert "1 rows of train exceed 500 tokens and are left out" in capsys.readouterr().out
     written = rows_of(tmp_path / "run")
     assert written[0]["data/skipped_eval_rows"] == 1
     assert written[-1]["data/skipped_rows"] == 1

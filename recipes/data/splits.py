@@ -1,0 +1,52 @@
+"""Rows to train on and rows to hold out, of those that fit."""
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Subset
+
+from dataproto.errors import InvalidConfig
+from recipes.data.column_keys import ColumnKeys, OnBadRow
+from recipes.data.loader import drop_overlong
+from recipes.data.row_values import columns_left_out
+from rollout.prompts import PromptBuilder
+
+ReadSplit = Callable[[str, str], Any]
+"""A path or the name of a data set, and ``train`` or ``test`` -> its rows."""
+
+
+def split_rows(path: str, read: ReadSplit, eval_path: str | None, eval_rows: int) -> tuple[Any, Any]:
+    """Rows to train on, and rows to hold out.
+
+    These are of ``eval_path``; without it of a file its last rows, at most a fifth, and of a folder or a name its ``test`` split.
+
+    Raises:
+        InvalidConfig: a file has too few rows to hold some out.
+    """
+    rows = read(path, "train")
+    if eval_path or not Path(path).is_file():
+        return rows, first_rows(read(eval_path or path, "test"), eval_rows)
+    kept = len(rows) - min(eval_rows, len(rows) // 5)
+    if kept == len(rows):
+        raise InvalidConfig(f"{path} has {len(rows)} rows, too few to hold some out: give --eval-data-path")
+    return Subset(rows, range(kept)), Subset(rows, range(kept, len(rows)))
+
+
+def first_rows(rows: Any, most: int) -> "Subset[Any]":
+    """At most so many of the first rows."""
+    return Subset(rows, range(min(most, len(rows))))
+
+
+def fitting_rows(path: str, split: str, rows: Any, builder: PromptBuilder, on_bad_row: OnBadRow) -> Any:
+    """The rows that are not too long for the builder; prints how many are."""
+    kept, dropped = drop_overlong(rows, builder, on_bad_row)
+    if dropped:
+        print(f"{path}: {len(dropped)} rows of {split} exceed {builder.max_prompt_length} tokens and are left out")
+    return kept
+
+
+def tell_columns_left_out(path: str, rows: Any, columns: Collection[str], keys: ColumnKeys, which: str) -> None:
+    """Prints the columns of a data set that the model is not shown; ``which`` says what becomes of them."""
+    if left_out := columns_left_out(rows, columns, keys):
+        print(f"{path}: columns that {which}: {', '.join(left_out)}")
