@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
@@ -115,90 +115,73 @@ class AlgorithmConfig:
         for name, value in paper_options(self.loss, given).items():
             object.__setattr__(self, name, value)
         self.sampling(max_tokens=1, seed=0)  # raises for invalid sampling options
-        self._check_ranges()
-        self._check_advantage()
-        self._check_loss()
-        self._check_kl()
-        self._check_correction()
-
-    def _check_ranges(self) -> None:
-        if self.temperature <= 0:
-            raise InvalidConfig(
-                f"algorithm.temperature={self.temperature}: must be above 0, since policy gradients need random samples"
-            )
-        if self.epochs < 1 or (self.minibatch is not None and self.minibatch < 1):
-            raise InvalidConfig(f"algorithm.epochs={self.epochs}, minibatch={self.minibatch}: must be at least 1")
-        buffer = self.overlong_buffer
-        if self.entropy_coef < 0 or buffer < 0:
-            raise InvalidConfig("algorithm.entropy_coef and overlong_buffer must be at least 0")
-        if buffer > 1 and buffer != int(buffer):
-            raise InvalidConfig(
-                f"algorithm.overlong_buffer={buffer}: must be a whole number of tokens, or a share below 1"
-            )
-        generations = self.dynamic_sampling
-        if generations < 0 or generations == 1:
-            raise InvalidConfig(
-                f"algorithm.dynamic_sampling={generations}: must be at least 2 generations, or 0 to keep all groups"
-            )
-        if self.filter_metric is not None and not generations:
-            raise InvalidConfig(
-                f"algorithm.filter_metric={self.filter_metric} needs dynamic sampling: set dynamic_sampling"
-            )
-
-    def _check_advantage(self) -> None:
-        name = self.advantage
-        function = ADVANTAGES.find(name)
-        if self.n < 2 and not function.critic and function.takes("uid"):  # a critic needs no other samples
-            raise InvalidConfig(f"algorithm.n={self.n}: {name} compares the samples of a prompt and needs at least 2")
-        if self.n < 2 and self.dynamic_sampling:
-            raise InvalidConfig(f"algorithm.n={self.n}: dynamic sampling needs groups of at least 2")
-        if not 0 <= self.gamma <= 1:
-            raise InvalidConfig(f"algorithm.gamma={self.gamma}: must be from 0 to 1")
-        if self.gamma != 1 and not function.takes("gamma"):
-            raise InvalidConfig(
-                f"algorithm.gamma={self.gamma}: {name} has no discount for each token; reinforce_plus_plus, gae and "
-                "bi_level_gae have one"
-            )
-
-    def _check_loss(self) -> None:
-        function = LOSSES.find(self.loss)
-        if min(self.clip) < 0:
-            raise InvalidConfig(f"algorithm.clip={self.clip} must not be negative")
-        defaults = {each.name: each.default for each in fields(AlgorithmConfig)} | {**VERL}
-        for name in LOSS_OPTIONS:
-            value = getattr(self, name)
-            if value not in (None, defaults[name]) and not function.takes(name):
-                others = ", ".join(each for each in LOSSES.names if LOSSES.find(each).takes(name))
-                raise InvalidConfig(
-                    f"algorithm.{name}={value}: {self.loss} does not have this option; it is for {others}"
-                )
-        if self.dual_clip is not None and self.dual_clip <= 1:
-            raise InvalidConfig(f"algorithm.dual_clip={self.dual_clip} must be above 1")
-
-    def _check_kl(self) -> None:
-        if self.kl not in KL_ESTIMATORS:
-            raise InvalidConfig(f"algorithm.kl={self.kl!r}: choose one of {', '.join(KL_ESTIMATORS)}")
-        if self.kl_coef < 0:
-            raise InvalidConfig(f"algorithm.kl_coef={self.kl_coef} must be at least 0")
-        if self.kl_in == "loss" and self.kl == "k1":
-            raise InvalidConfig(
-                "algorithm.kl=k1 has no gradient in expectation: choose k2, k3 or k3+, or set kl_in=reward"
-            )
-        if self.kl_target is not None and (self.kl_in != "reward" or not self.kl_coef):
-            raise InvalidConfig("algorithm.kl_target adapts a penalty in the reward: set kl_in=reward and kl_coef")
         self.kl_controller()  # raises for an invalid target or horizon
-
-    def _check_correction(self) -> None:
-        for name, choices in (("correction", get_args(Correction)), ("rejection", get_args(Rejection))):
-            if getattr(self, name) not in choices:
-                raise InvalidConfig(f"algorithm.{name}={getattr(self, name)!r}: choose one of {', '.join(choices)}")
         check_limit(self.correction_limit)
         check_bounds(self.rejection_bounds)
-        if self.skip_old_log_probs and self.compares_engine:
-            raise InvalidConfig(
-                f"algorithm.correction={self.correction}, rejection={self.rejection} compare the actor's old log-probs with the "
-                "engine's, which skip_old_log_probs assumes to be equal: choose one of them"
-            )
+        for impossible, message in (*self._ranges(), *self._combinations()):
+            if impossible:
+                raise InvalidConfig(f"algorithm.{message}")
+
+    def _ranges(self) -> Iterator[tuple[bool, str]]:
+        """Values that are impossible, each with the message that says so."""
+        yield (
+            self.temperature <= 0,
+            f"temperature={self.temperature}: must be above 0, since policy gradients need random samples",
+        )
+        invalid = self.epochs < 1 or (self.minibatch is not None and self.minibatch < 1)
+        yield invalid, f"epochs={self.epochs}, minibatch={self.minibatch}: must be at least 1"
+        for name in ("entropy_coef", "overlong_buffer", "kl_coef"):
+            yield getattr(self, name) < 0, f"{name}={getattr(self, name)}: must be at least 0"
+        buffer, generations = self.overlong_buffer, self.dynamic_sampling
+        yield (
+            buffer > 1 and buffer != int(buffer),
+            f"overlong_buffer={buffer}: must be a whole number of tokens, or a share below 1",
+        )
+        yield (
+            generations < 0 or generations == 1,
+            f"dynamic_sampling={generations}: must be at least 2 generations, or 0 to keep all groups",
+        )
+        yield not 0 <= self.gamma <= 1, f"gamma={self.gamma}: must be from 0 to 1"
+        yield min(self.clip) < 0, f"clip={self.clip} must not be negative"
+        yield self.dual_clip is not None and self.dual_clip <= 1, f"dual_clip={self.dual_clip} must be above 1"
+        choices = {"kl": tuple(KL_ESTIMATORS), "correction": get_args(Correction), "rejection": get_args(Rejection)}
+        for name, names in choices.items():
+            yield getattr(self, name) not in names, f"{name}={getattr(self, name)!r}: choose one of {', '.join(names)}"
+
+    def _combinations(self) -> Iterator[tuple[bool, str]]:
+        """Values that do not go together, each with the message that says so."""
+        name, generations = self.advantage, self.dynamic_sampling
+        advantage, loss = ADVANTAGES.find(name), LOSSES.find(self.loss)
+        compares = not advantage.critic and advantage.takes("uid")  # a critic needs no other samples
+        yield self.n < 2 and compares, f"n={self.n}: {name} compares the samples of a prompt and needs at least 2"
+        yield self.n < 2 and generations > 0, f"n={self.n}: dynamic sampling needs groups of at least 2"
+        yield (
+            self.filter_metric is not None and not generations,
+            f"filter_metric={self.filter_metric} needs dynamic sampling: set dynamic_sampling",
+        )
+        yield (
+            self.gamma != 1 and not advantage.takes("gamma"),
+            f"gamma={self.gamma}: {name} has no discount for each token; reinforce_plus_plus, gae and bi_level_gae have one",
+        )
+        defaults = {each.name: each.default for each in fields(AlgorithmConfig)} | {**VERL}
+        for option in LOSS_OPTIONS:
+            value = getattr(self, option)
+            if value not in (None, defaults[option]) and not loss.takes(option):
+                others = ", ".join(each for each in LOSSES.names if LOSSES.find(each).takes(option))
+                yield True, f"{option}={value}: {self.loss} does not have this option; it is for {others}"
+        yield (
+            self.kl_in == "loss" and self.kl == "k1",
+            "kl=k1 has no gradient in expectation: choose k2, k3 or k3+, or set kl_in=reward",
+        )
+        yield (
+            self.kl_target is not None and not self.kl_in_reward,
+            "kl_target adapts a penalty in the reward: set kl_in=reward and kl_coef",
+        )
+        yield (
+            self.skip_old_log_probs and self.compares_engine,
+            f"correction={self.correction}, rejection={self.rejection} compare the actor's old log-probs with the "
+            "engine's, which skip_old_log_probs assumes to be equal: choose one of them",
+        )
 
     def idle_options(self) -> list[tuple[bool, str, str]]:
         """Options that do nothing here; see `recipes.options.refuse_idle_options`."""
