@@ -70,9 +70,9 @@ def open_data(data: SFTDataConfig, builder: SupervisedBuilder, seed: int) -> tup
     """Training and held-out rows; held-out ones are `None` where there are none."""
     if not data.data_path:
         half = data.eval_rows // 2
-        held_out = [*(DrawnTalks(0, "test")[i] for i in range(data.eval_rows - half))]
-        held_out += [DrawnSums(0, "test")[i] for i in range(half)]
-        return Mixture([DrawnTalks(seed), DrawnSums(seed)], weights=[3, 1]), held_out
+        talks = [*(DrawnTalks(0, "test")[i] for i in range(data.eval_rows - half))]
+        sums = [*(DrawnSums(0, "test")[i] for i in range(half))]
+        return Mixture([DrawnTalks(seed), DrawnSums(seed)], weights=[3, 1]), talks + sums
 
     def tell(path: str, rows: Any) -> None:
         tell_columns_left_out(path, rows, CONVERSATION_COLUMNS, data.keys, "are not read")
@@ -95,8 +95,8 @@ def open_data(data: SFTDataConfig, builder: SupervisedBuilder, seed: int) -> tup
         sources = [read(path, "train") for path in data.data_path]
     else:
         share = max(data.eval_rows // len(data.data_path), 1)
-        sources, parts = zip(*(split_rows(path, read, None, share) for path in data.data_path), strict=True)
-        parts = [part for part in parts if len(part)]
+        split = [split_rows(path, read, None, share) for path in data.data_path]
+        sources, parts = [rows for rows, _ in split], [part for _, part in split if len(part)]
         held_out = ConcatDataset(parts) if parts else None
     rows = sources[0]
     if len(sources) > 1:

@@ -311,10 +311,8 @@ def announce_replay(rollout: RolloutConfig, family: VLMFamily) -> None:
         print(f"no routing replay: {reason}")
 
 
-def prompt_loader(
-    config: PolicyGradientConfig | SupervisedConfig, builder: PromptBuilder, rows: Any, shuffle: bool = True
-) -> PromptLoader:
-    """Batches of rows without end."""
+def prompt_loader(config: Any, builder: PromptBuilder, rows: Any, shuffle: bool = True) -> PromptLoader:
+    """Batches of rows without end, by the options ``config.data`` and the seed of ``config.run``."""
     data = config.data
     return PromptLoader(
         rows,
