@@ -280,11 +280,10 @@ def test_a_thousand_rollouts_are_painted_within_a_second_and_sorted_by_each_fiel
 
 
 def listed(page, pattern):
-    """What the entries of the list say, once they are there."""
-    page.wait_for_load_state("networkidle")
-    page.wait_for_timeout(300)
-    found = [re.search(pattern, each.text_content()) for each in page.query_selector_all("#list li")]
-    return [each[1] if each[1].startswith("prompt") else float(each[1]) for each in found]
+    """What the entries of the list say."""
+    texts = page.eval_on_selector_all("#list li", "all => all.map(each => each.textContent)")
+    found = [re.search(pattern, each)[1] for each in texts]
+    return [each if each.startswith("prompt") else float(each) for each in found]
 
 
 def test_new_steps_appear_by_themselves_and_their_text_stays_text(opened):
