@@ -58,7 +58,7 @@ def _as_numpy(row: torch.Tensor) -> Any:
     """The same memory as a numpy array. (Pickle writes a numpy view alone, but a view of a tensor with its whole storage.)"""
     try:
         return row.numpy()
-    except (TypeError, RuntimeError):  # a dtype that numpy lacks; another device, or a gradient
+    except (TypeError, RuntimeError):  # Numpy lacks the dtype, or the row is on a device or has a gradient.
         return row
 
 
@@ -145,7 +145,7 @@ def _decode(name: str, value: tuple[Any, ...]) -> torch.Tensor:
 
 # Dispatch
 
-_padding_size_key = "_padding_size_key_x123d"  # verl's dispatch passes the number of added rows under this name
+_padding_size_key = "_padding_size_key_x123d"  # Verl's dispatch passes the number of added rows under this name.
 
 
 @dataclass
@@ -276,7 +276,7 @@ def _chunk_tensordict(data: TensorDictBase, chunks: int) -> list[TensorDict]:
 
 def _concat_tensordicts(parts: Sequence[TensorDictBase]) -> TensorDictBase:
     first = parts[0]
-    if not first.batch_size:  # values of the whole batch and no rows
+    if not first.batch_size:  # It has values of the whole batch and no rows.
         return first
     nested = [name for name, column in first.items() if isinstance(column, torch.Tensor) and column.is_nested]
     whole: TensorDict = TensorDict.cat([part.exclude(*nested) for part in parts], dim=0)

@@ -126,7 +126,7 @@ class Datum:
     """
 
     model_input: ModelInput
-    loss_fn_inputs: Mapping[str, Any] = field(default_factory=dict)  # lists, arrays, tensors, or tinker's TensorData
+    loss_fn_inputs: Mapping[str, Any] = field(default_factory=dict)  # Lists, arrays, tensors, or tinker's TensorData.
 
 
 def read_model_input(value: Any) -> ModelInput:

@@ -133,7 +133,7 @@ def _alike(rows: Rows, like: RaggedTensor, name: str, most: int) -> RaggedTensor
     if (wrong := (made.lengths != like.lengths).nonzero()).numel():
         row = int(wrong[0])
         raise InvalidRow(row, f"{int(like.lengths[row])} input_ids, but {int(made.lengths[row])} of {name}")
-    if len(made.storage) and int(made.storage.max()) > most:  # the storage may hold more than the rows
+    if len(made.storage) and int(made.storage.max()) > most:  # The storage may hold more than the rows.
         for row, numbers in enumerate(made):
             if (numbers > most).any():
                 raise InvalidRow(row, f"{name} are numbers from 0 to {most}, not {numbers.tolist()}")

@@ -274,7 +274,7 @@ SCORED_NUMBERS = ("score", "acc")
 """The columns of the table that are numbers of a reward function."""
 
 
-_FREE = ("index", "turns")  # no reader takes a batch for another one because of these
+_FREE = ("index", "turns")  # No reader takes a batch for another one because of these.
 
 
 def taken_names(names: Iterable[str], present: Iterable[str]) -> list[str]:

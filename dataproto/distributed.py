@@ -31,12 +31,13 @@ from dataproto.serialization.leaves import tensor_bytes, tensor_of
 from dataproto.serialization.wire import Fields
 from dataproto.transfer import all_gather_equal
 
-MOST_PADDING = 2  # all-gathers may move this many times the bytes of the messages, to be one collective
-LITTLE = 1 << 26  # or this many bytes on each rank
+MOST_PADDING = 2  # An all-gather may move this many times the bytes of the messages, to be one collective,
+LITTLE = 1 << 26  # or this many bytes on each rank.
 
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")
-Section: TypeAlias = tuple[str, str]  # a column and a part of it; ("", "objects") for everything that is pickled
+# A column and a part of it; ("", "objects") stands for everything that is pickled.
+Section: TypeAlias = tuple[str, str]
 _ALIGNMENT = 64
 _ON_DEVICE = {"tensor", "ragged", "nested"}
 
@@ -93,7 +94,7 @@ def _prepare(data: Any, with_facts: bool) -> "tuple[Message, Outline]":
 class Form:
     """The properties of a column that ranks must agree on: its kind, dtype, and the shape of a row or token."""
 
-    kind: str  # "tensor" and "ragged" are sections, all others are pickled
+    kind: str  # "tensor" and "ragged" are sections; all others are pickled.
     dtype: Any = None
     tail: tuple[int, ...] = ()
 
@@ -124,12 +125,12 @@ class Outline:
     """The columns of a batch and the sizes of its sections."""
 
     rows: int
-    forms: Mapping[str, Form]  # by column; a batch without columns agrees with all others
-    devices: Mapping[str, str]  # by column: kind of device
+    forms: Mapping[str, Form]  # By column; a batch without columns agrees with all others.
+    devices: Mapping[str, str]  # The kind of device of each column.
     has_batch: bool
     batch_device: str | None
-    values: Mapping[str, int]  # by ragged column: stored tokens
-    pickled: Sequence[int]  # bytes of the pickle and of each of its buffers
+    values: Mapping[str, int]  # The number of stored tokens of each ragged column.
+    pickled: Sequence[int]  # The bytes of the pickle and of each of its buffers.
 
     def sections(self) -> Iterator[Section]:
         """All sections, in the order in which they are sent."""
@@ -372,7 +373,7 @@ class GroupRanks:
 
         Gloo claims to support GPU memory, but point-to-point operations on it end the process.
         """
-        config = str(dist.get_backend_config(self.group))  # such as cpu:gloo,cuda:nccl
+        config = str(dist.get_backend_config(self.group))  # The form is cpu:gloo,cuda:nccl.
         backends = dict(part.split(":") for part in config.split(","))
         kinds = [kind for kind, backend in backends.items() if kind == "cpu" or backend != "gloo"]
         return local_device(wanted if wanted in kinds else kinds[0])
@@ -423,7 +424,7 @@ def attempted(act: Callable[[], Result]) -> tuple[Result | None, Exception | Non
     """The result of ``act``, or what it raised."""
     try:
         return act(), None
-    except Exception as error:  # any error: the other ranks must not wait for this one
+    except Exception as error:  # It may be any error: the other ranks must not wait for this one.
         return None, error
 
 

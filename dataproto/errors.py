@@ -13,7 +13,7 @@ from pathlib import Path
 class DataProtoError(Exception):
     """The root: ``except DataProtoError`` catches every error that this library raises on purpose."""
 
-    def __str__(self) -> str:  # KeyError would print the message in quotes
+    def __str__(self) -> str:  # KeyError would print the message in quotes.
         return str(self.args[0]) if len(self.args) == 1 else super().__str__()
 
 
@@ -220,7 +220,7 @@ def ending(*ends: Callable[[], object]) -> Iterator[None]:
     """
     try:
         yield
-    except GeneratorExit:  # the caller reads no further, which is no error
+    except GeneratorExit:  # The caller reads no further, which is no error.
         end_after(None, *ends)
         raise
     except BaseException as error:
@@ -254,10 +254,10 @@ def describe(failure: BaseException, file: str | None = None) -> str:
     """
     try:
         text = str(failure)
-    except Exception as error:  # of a class of one's own
+    except Exception as error:  # The class is the user's own.
         text = f"(its message cannot be made: {type(error).__name__})"
     message = " ".join(f"{type(failure).__name__}: {text}".split())
-    if isinstance(failure, SyntaxError):  # its message has file and line
+    if isinstance(failure, SyntaxError):  # Its message has file and line.
         return message
     frames = traceback.extract_tb(failure.__traceback__)
     own = [frame for frame in frames if file is not None and frame.filename == file]

@@ -58,7 +58,7 @@ def lazy_names(package: str, file: str) -> Callable[[str], Any]:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(import_module(modules[name]), name)
-        setattr(sys.modules[package], name, value)  # from now on Python finds it itself
+        setattr(sys.modules[package], name, value)  # From now on Python finds it itself.
         return value
 
     return find
@@ -92,7 +92,7 @@ class LazyFunction:
         self.module, self.name = module, name
 
     @property
-    def __wrapped__(self) -> Callable[..., Any]:  # which `inspect` follows
+    def __wrapped__(self) -> Callable[..., Any]:  # `inspect` follows this attribute.
         function: Callable[..., Any] = getattr(import_module(self.module), self.name)
         return function
 
@@ -110,7 +110,7 @@ class LazyFunction:
 
 
 class LazyModule:
-    """A module whose functions are `LazyFunction`; for a table of functions that is also read for its names alone."""
+    """A module whose functions are `LazyFunction`; for a table of functions that is also read only for its names."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -26,7 +26,8 @@ PAD_TOKEN = "pad_token_id"
 _TOKEN_COLUMNS = ("prompts", "responses", "input_ids")
 _ROW_COLUMNS = ("attention_mask", "input_ids", "position_ids", "mm_token_type_ids")  # (B, L)
 _RESPONSE_COLUMNS = ("response_mask", "responses")  # (B, R)
-_READ_ON_HOST = ("token_types", "cu_seqlens", "key_index", "key_cu_seqlens", "predictors")  # fields of packed rows
+# These fields of packed rows are read on the host.
+_READ_ON_HOST = ("token_types", "cu_seqlens", "key_index", "key_cu_seqlens", "predictors")
 
 Batch = TypeVar("Batch", bound=HasColumns)
 
@@ -35,7 +36,7 @@ Batch = TypeVar("Batch", bound=HasColumns)
 class PackedRows:
     """Rows without their padding and the positions of their response tokens.
 
-    Each row is a segment. A row with the prompt of the row before is a segment of its response tokens alone, whose queries attend
+    Each row is a segment. A row with the prompt of the row before is a segment of only its response tokens, whose queries attend
     to the keys of the shared prompt and to its own. So a prompt with n samples is computed once.
 
     Dimension letters: T packed tokens, B rows, K keys that segments attend to (T if no prompt is shared), N response tokens in
@@ -137,7 +138,7 @@ def _packed_index(attended: Tensor, shared: Tensor, prompt: int) -> tuple[Tensor
     kept = attended.clone()
     kept[shared, :prompt] = False
     packed_index = (kept.flatten().cumsum(0) - 1).view(rows, length)
-    leader = torch.where(shared, 0, torch.arange(rows)).cummax(0).values  # the row whose prompt each row uses
+    leader = torch.where(shared, 0, torch.arange(rows)).cummax(0).values  # This is the row whose prompt each row uses.
     packed_index[shared, :prompt] = packed_index[leader[shared], :prompt]
     return kept, packed_index
 
@@ -183,7 +184,7 @@ def _response_places(
     width, length = response_mask.shape[1], attended.shape[1]
     cells = response_mask.bool().flatten().nonzero().squeeze(1)
     row, column = cells // max(width, 1), cells % max(width, 1) + length - width
-    before = packed_index.where(attended, -1).cummax(1).values  # of the last attended token up to each cell
+    before = packed_index.where(attended, -1).cummax(1).values  # The index of the last attended token up to each cell.
     predictors = before[row, column - 1].where(column > 0, -1)
     misplaced = ~attended[row, column] | (predictors < 0)
     if bool(misplaced.any()):
@@ -267,7 +268,7 @@ def widen(data: Batch, prompt: int, response: int, others: Collection[str] = ())
     """Pads prompts on the left to ``prompt`` columns, responses on the right to ``response``; ``data`` itself if it is as wide.
 
     The padding is as in a rollout of that width: the pad token (see `PAD_TOKEN`; 0 without it) in token columns, positions that
-    continue behind the response, and 0 everywhere else.
+    continue after the response, and 0 everywhere else.
 
     Args:
         others: columns of responses ``(B, R, ...)`` that `COLUMNS` does not list.

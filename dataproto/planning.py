@@ -134,10 +134,10 @@ def _difference(solution: _Solution, parts: int) -> float:
 def _merged(one: _Solution, other: _Solution, parts: int) -> _Solution:
     """Joins cheap parts of one with empty and costly parts of the other."""
     meeting = max(len(one) + len(other) - parts, 0)
-    alone = one[: len(one) - meeting] + other[: len(other) - meeting]
+    apart = one[: len(one) - meeting] + other[: len(other) - meeting]
     pairs = zip(one[len(one) - meeting :], reversed(other[len(other) - meeting :]))
     together = [(cost + cost_there, rows + rows_there) for (cost, rows), (cost_there, rows_there) in pairs]
-    return sorted(alone + together, key=lambda part: -part[0])
+    return sorted(apart + together, key=lambda part: -part[0])
 
 
 def first_fit_decreasing(lengths: Numbers, capacity: int) -> list[np.ndarray]:
@@ -170,7 +170,7 @@ def first_fit_decreasing(lengths: Numbers, capacity: int) -> list[np.ndarray]:
 def _first_fits(sizes: list[int], capacity: int) -> list[int]:
     """The first bin with room for each size in turn, found in a tree of the largest rooms: O(n log n)."""
     leaves = 1 << (len(sizes) - 1).bit_length()
-    room = [capacity] * (2 * leaves)  # room[n] is the larger of nodes 2n and 2n + 1; leaves are bins
+    room = [capacity] * (2 * leaves)  # room[n] is the larger of nodes 2n and 2n + 1; leaves are bins.
     chosen = []
     for size in sizes:
         node = 1

@@ -622,7 +622,7 @@ class DataProto:
         self.check_consistency()
         ends = list(accumulate(sizes))
         nested = any(getattr(tensor, "is_nested", False) for tensor in self._tensors().values())
-        if nested or not sizes or 0 in sizes:  # tensordict does not split these
+        if nested or not sizes or 0 in sizes:  # Tensordict does not split these.
             return [self.slice(end - size, end) for size, end in zip(sizes, ends)]
         batches = [None] * len(ends) if self.batch is None else self.batch.split(sizes)
         return [
@@ -690,7 +690,7 @@ class DataProto:
 
         Without shuffling they are views of this batch. ``dataloader_kwargs={"shuffle": True}`` (arguments of torch's
         ``DataLoader``) shuffles in another order each epoch, which ``seed`` determines, or torch's global generator without it.
-        As in verl, a seed alone does not shuffle.
+        As in verl, a seed does not shuffle by itself.
 
         Raises:
             IndivisibleBatch: the rows do not divide.

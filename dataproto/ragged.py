@@ -102,7 +102,7 @@ class RaggedTensor:
         >>> RaggedTensor.from_list([[1, 2], [], [3]]).values
         tensor([1, 2, 3])
         """
-        rows = list(rows)  # an array makes a new object for each row: keep them alive, so that no two have one id
+        rows = list(rows)  # An array makes a new object for each row; they stay alive, so that no two have one id.
         first: dict[int, int] = {}
         owners = [first.setdefault(id(row), number) for number, row in enumerate(rows)]
         distinct = alike_tensors({number: rows[number] for number in first.values()}, dtype)
@@ -198,7 +198,8 @@ class RaggedTensor:
             whole = starts[0] == 0 and ends[0] == len(self._storage)
             return self._storage if whole else self._storage[starts[0] : ends[0]]
         total = int((ends - starts).sum())
-        if self._storage.requires_grad or total < 32 * len(starts):  # one backward step, and short pieces, by tokens
+        # This takes one backward step, and is faster for short pieces.
+        if self._storage.requires_grad or total < 32 * len(starts):
             before = np.cumsum(lengths) - lengths
             index = np.arange(total) + np.repeat(self._starts[self._lengths > 0] - before, lengths)
             return rows_at(self._storage, torch.from_numpy(index).to(self.device))
@@ -254,7 +255,7 @@ class RaggedTensor:
         return self.equal(other) if isinstance(other, RaggedTensor) else NotImplemented
 
     __hash__ = None  # type: ignore[assignment]
-    __array_ufunc__ = None  # numpy does not take it for a sequence, so that comparing an array with it is False
+    __array_ufunc__ = None  # Numpy does not take it for a sequence: comparing an array with it is False.
 
     def equal(self, other: "RaggedTensor") -> bool:
         """Whether dtype, device, lengths and values are equal (NaN equals NaN), however the rows are stored."""

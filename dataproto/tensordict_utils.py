@@ -230,7 +230,7 @@ def as_slice(index: slice, rows: int) -> slice:
         return slice(0, 0, 1)
     return slice(
         chosen.start, None if chosen.stop < 0 else chosen.stop, chosen.step
-    )  # a reversed slice ends at row 0, not -1
+    )  # A reversed slice ends at row 0, not -1.
 
 
 def as_row(index: Any, rows: int) -> int:
@@ -257,7 +257,7 @@ def whole_numbers(numbers: Any, name: str) -> np.ndarray:
     return array
 
 
-# Deep equality: NaN equals NaN, dtypes and shapes must agree, cycles are legal
+# Equality is deep: NaN equals NaN, dtypes and shapes must agree, and cycles are legal.
 
 
 def same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -275,9 +275,10 @@ def same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
         return same_tensor(left.to_dense(), right.to_dense())
     if _view(left) == _view(right):
         return True
-    if left.dtype == torch.complex32:  # torch does not compare it
+    if left.dtype == torch.complex32:  # Torch does not compare it.
         return same_tensor(torch.view_as_real(left.resolve_conj()), torch.view_as_real(right.resolve_conj()))
-    if left.element_size() == 1 and left.dtype.is_floating_point:  # torch does not compare fp8: compare the bits
+    # Torch does not compare fp8, so its bits are compared.
+    if left.element_size() == 1 and left.dtype.is_floating_point:
         return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
     if torch.equal(left, right):
         return True
@@ -334,5 +335,5 @@ def same_value(left: Any, right: Any, pairs: Pairs = frozenset()) -> bool:
 def _same_scalar(left: Any, right: Any) -> bool:
     try:
         return bool(left == right) or (bool(left != left) and bool(right != right))
-    except (RuntimeError, TypeError, ValueError):  # objects that cannot be compared count as different
+    except (RuntimeError, TypeError, ValueError):  # Objects that cannot be compared count as different.
         return False

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-all_gather_equal = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
+all_gather_equal = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # Torch calls it so from 2.13 on.
 """``all_gather_into_tensor`` of equal parts."""
 
 

@@ -158,7 +158,7 @@ def check_in_vllm(model_path: str) -> None:
 
 def load_prompt_parts(path: str | os.PathLike[str]) -> tuple[Any, Any, Any]:
     """Tokenizer, image processor and config of a checkpoint directory. The image processor is ``None`` if the model's family
-    reads text alone. The tokenizer has the chat template that ``AutoProcessor`` takes.
+    reads only text. The tokenizer has the chat template that ``AutoProcessor`` takes.
 
     Raises:
         InvalidConfig: one of them is absent, or the template cannot be read.

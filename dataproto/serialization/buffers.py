@@ -38,7 +38,7 @@ def bytes_of(bits: np.ndarray) -> bytes:
     """``bits.tobytes()``. Most of its time is spent on new pages of memory, so that large copies ask for huge pages."""
     if sys.platform != "linux" or bits.nbytes < _LARGE:
         return bits.tobytes()
-    made = bytes(bits.nbytes)  # zeros, not yet backed by memory
+    made = bytes(bits.nbytes)  # These zeros are not yet backed by memory.
     fresh = memory_of(made)
     ask_for_large_pages(fresh.ctypes.data, fresh.size)
     fresh[:] = bits
@@ -63,9 +63,9 @@ def same_bytes(left: np.ndarray, right: Any) -> bool:
     return not _memcmp(*addresses, left.size) if sys.platform == "linux" else np.array_equal(left, other)
 
 
-_LARGE = 4 << 20  # as in numpy, which asks for huge pages from this size on
+_LARGE = 4 << 20  # Numpy asks for huge pages from this size on, too.
 if sys.platform == "linux":
-    _madvise = ctypes.CDLL(None).madvise  # only advice: its result does not matter
+    _madvise = ctypes.CDLL(None).madvise  # It is only advice: its result does not matter.
     _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     _memcmp = ctypes.CDLL(None).memcmp
     _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]

@@ -32,7 +32,7 @@ FORMAT, VERSION = "dataproto", "1"
 Path: TypeAlias = str | os.PathLike[str]
 Content: TypeAlias = torch.Tensor | np.ndarray | bytes
 
-# Names of dtypes in safetensors files, and the bytes of an element
+# These are the names of dtypes in safetensors files.
 CODES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -52,11 +52,11 @@ CODES = {
 }
 _ITEM_BYTES = {code: dtype.itemsize for dtype, code in CODES.items()}
 
-_MAX_HEAD = 100_000_000  # as in safetensors
+_MAX_HEAD = 100_000_000  # This is the limit of safetensors.
 _MAX_DIMS = 32
-_MAX_EMPTY = 2**31  # the largest dimension of a shape without elements
+_MAX_EMPTY = 2**31  # No dimension of a shape without elements may be larger.
 _ALIGNMENT = 64
-_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)  # named from Python 3.13 on
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)  # Python names it from 3.13 on.
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Section:
     code: str
     shape: tuple[int, ...]
     content: Content
-    alignment: int = 1  # 1, 2, 4, 8 or 16; divides the number of bytes
+    alignment: int = 1  # It is 1, 2, 4, 8 or 16, and divides the number of bytes.
 
     @property
     def size(self) -> int:
@@ -152,7 +152,7 @@ class Sections:
                 raise FileFormatError("it is cut short, or of another format")
             text = file.read(length)
             self._entries = _entries(text, size - 8 - length)
-            kind = mmap.MAP_PRIVATE | _NO_RESERVE  # writes stay with this process
+            kind = mmap.MAP_PRIVATE | _NO_RESERVE  # Writes stay with this process.
             self._memory = mmap.mmap(file.fileno(), size, flags=kind, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         self._base = 8 + length
         self._checksums = self._find_checksums()

@@ -67,7 +67,7 @@ def save(
         text = json.dumps(header, allow_nan=False, separators=(",", ":")).encode()
     except RecursionError as error:
         raise FileFormatError("a value contains itself, or is nested too deeply to be written") from error
-    except ValueError as error:  # an integer with more digits than Python converts
+    except ValueError as error:  # An integer has more digits than Python converts.
         if isinstance(error, FileFormatError):
             raise
         raise FileFormatError(f"a value cannot be written: {error}") from error
@@ -105,7 +105,7 @@ def load(path: Path, make: Callable[[Any, Any, Any], Made], allow_pickle: bool =
         if error.filename is not None:
             raise
         raise FileFormatError(f"{path} cannot be read: {error}") from error
-    except Exception as error:  # anything that a damaged or hostile file causes
+    except Exception as error:  # A damaged or hostile file may cause anything.
         hint = "only files written by save_to_disk can be read (not pickles, which would run code)"
         raise FileFormatError(
             f"{path} is damaged or of another format: {type(error).__name__}: {str(error)[:300]}; {hint}"
@@ -125,8 +125,8 @@ class Writer:
     def __init__(self, allow_pickle: bool) -> None:
         self.sections: dict[str, Section] = {}
         self._allow_pickle = allow_pickle
-        self._numbers: dict[Any, int] = {}  # identity of a value -> its number
-        self._alive: list[Any] = []  # by number; keeps identities unique while writing
+        self._numbers: dict[Any, int] = {}  # The number of each value, by its identity.
+        self._alive: list[Any] = []  # The values by number: while they live, identities stay unique.
         self._path: list[Any] = []
 
     def tree(self, value: Any) -> Any:
@@ -268,7 +268,7 @@ class Reader:
     def __init__(self, sections: Sections, allow_pickle: bool) -> None:
         self._sections = sections
         self._allow_pickle = allow_pickle
-        self._made: list[Any] = []  # by number
+        self._made: list[Any] = []  # The values by number.
 
     def tree(self, node: Any) -> Any:
         """The value of a node; raises FileFormatError, or what Python, numpy and torch raise for invalid values."""
@@ -329,7 +329,7 @@ class Reader:
             return self._ragged(RAGGED[tag], node)
         if tag == "array":
             entry, dtype = self._sections.take(node["data"]), _dtype(node["dtype"])
-            if dtype.itemsize == 0:  # numpy would allocate one byte for each claimed element
+            if dtype.itemsize == 0:  # Numpy would allocate one byte for each claimed element.
                 raise FileFormatError("elements of an array take no bytes")
             if dtype.kind == "U":
                 _check_text(self._sections.checked(entry), dtype)

@@ -16,9 +16,9 @@ import numpy as np
 from dataproto.errors import FileFormatError
 from dataproto.serialization.buffers import Memory, memory_of
 
-Palette: TypeAlias = "tuple[str, bytes] | None"  # mode and colours
+Palette: TypeAlias = "tuple[str, bytes] | None"  # The mode and the colours.
 
-# Modes whose memory PIL shares, and its name for their layout.
+# These are the modes whose memory PIL shares, and its name for their layout.
 SHARED = {"L": "L", "P": "P", "RGB": "RGBX", "RGBA": "RGBA", "RGBX": "RGBX", "CMYK": "CMYK", "I;16": "I;16"}
 
 
@@ -34,9 +34,9 @@ def pixels_of(image: Any) -> np.ndarray:
     if image.mode in SHARED and _exports_safely() and 0 not in image.size:
         try:
             return _own_memory(image)
-        except ValueError:  # in several blocks, as in very large images
+        except ValueError:  # It is in several blocks, as in very large images.
             pass
-    return memory_of(image.tobytes("raw", SHARED.get(image.mode, image.mode)))  # no other object holds these bytes
+    return memory_of(image.tobytes("raw", SHARED.get(image.mode, image.mode)))  # No other object holds these bytes.
 
 
 def palette_of(image: Any) -> Palette:
@@ -54,7 +54,7 @@ def image_of(pixels: np.ndarray, mode: str, size: tuple[int, int], palette: Pale
 
     if mode in SHARED and pixels.size:
         image = Image.Image()._new(Image.core.map_buffer(pixels, size, "raw", 0, (mode, 0, 1)))
-        image.readonly = 0  # else PIL would copy the memory on the first write
+        image.readonly = 0  # Else PIL would copy the memory on the first write.
     else:
         image = Image.frombytes(mode, size, pixels)
     if palette is not None and palette[1]:
@@ -100,7 +100,7 @@ def _own_memory(image: Any) -> np.ndarray:
 
 # Images in files
 
-# An image that needs this many times the memory of its bytes is refused; `value_codec` writes images raw before they reach it.
+# An image that needs this many times the memory of its bytes is refused; images are written raw before they reach it.
 MAX_RATIO = 342
 
 _PNG_MODES = {"1", "L", "LA", "P", "RGB", "RGBA"}
@@ -151,7 +151,7 @@ def decode_image(described: dict[str, Any], data: memoryview, info: dict[str, An
     if not isinstance(info, dict):
         raise FileFormatError("the info of an image is not a dict")
     plane = "L" if mode == "P" else mode
-    bits = len(Image.new(plane, (8, 1)).tobytes())  # bits of a pixel: bytes of eight
+    bits = len(Image.new(plane, (8, 1)).tobytes())  # The bits of a pixel are the bytes of eight pixels.
     claimed = -(-width * bits // 8) * height
     bomb = _memory(plane, width, height) > MAX_RATIO * len(data)
     if codec not in ("raw", "png") or (claimed != len(data) if codec == "raw" else bomb):
@@ -163,7 +163,7 @@ def decode_image(described: dict[str, Any], data: memoryview, info: dict[str, An
         with Image.open(io.BytesIO(data), formats=["PNG"]) as opened:
             if (opened.mode, opened.size) != (plane, (width, height)):
                 raise FileFormatError(f"an image is of mode {opened.mode} and size {opened.size}, not as described")
-            image = opened.copy()  # a plain image, not a reader that keeps its bytes
+            image = opened.copy()  # A copy is a plain image, not a reader that keeps its bytes.
     if mode in ("P", "PA"):
         palette_mode, colors = described["palette"]
         image.putpalette(base64.b64decode(colors), palette_mode)

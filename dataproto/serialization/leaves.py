@@ -184,7 +184,7 @@ def ragged_name(kind: Any) -> str | None:
     return next((name for name, registered in RAGGED.items() if issubclass(kind, registered)), None)
 
 
-# Padded columns ``(..., L)`` as the inner parts of their rows: what a message holds of a column that is half padding or more.
+# A message holds of a padded column ``(..., L)``, one that is half padding or more, only the inner parts of its rows.
 #
 # A row begins and ends with a run of elements of which each differs from the one before by the same number: padding (by 0), or
 # positions that continue after a response (by 1). A run is its first element, its step and its length. Elements are compared as
@@ -192,12 +192,13 @@ def ragged_name(kind: Any) -> str | None:
 #
 # A few rows tell whether a column is worth a search, and a search reads each row from its ends, no further than its runs go.
 
-_WORDS: dict[int, np.dtype[Any]] = {size: np.dtype(f"i{size}") for size in (1, 2, 4, 8)}  # by bytes of an element
-_LEAST = 1 << 16  # bytes of a column; below, a message costs more than its bytes
-_NARROWEST = 64  # elements of a row; a row of runs alone costs about eight
-_WORTH = 1 / 2  # of a column's bytes: where more remain, a column travels as it is, without a copy
-_ROWS = 64  # that are compared at a time; so many of a column tell whether a search is worth its time
-_BLOCK = 1 << 16  # elements that are compared at a time
+# The keys are the bytes of an element.
+_WORDS: dict[int, np.dtype[Any]] = {size: np.dtype(f"i{size}") for size in (1, 2, 4, 8)}
+_LEAST = 1 << 16  # In a column of fewer bytes the message costs more than they do.
+_NARROWEST = 64  # A row has at least so many elements; one that is all runs costs about eight.
+_WORTH = 1 / 2  # A column of which more remains travels as it is, without a copy.
+_ROWS = 64  # So many are compared at a time, and tell whether a search is worth its time.
+_BLOCK = 1 << 16  # So many elements are compared at a time.
 
 
 @dataclass(frozen=True)
@@ -254,8 +255,8 @@ def _inner(rows: np.ndarray) -> np.ndarray:
     """Begin and end ``(N, 2)`` of the inner part of each row."""
     width = rows.shape[1]
     begin = _run_lengths(rows, np.arange(len(rows)))
-    behind = _run_lengths(rows[:, ::-1], np.flatnonzero(begin < width))
-    return np.stack([begin, np.where(begin < width, np.maximum(width - behind, begin), width)], axis=1)
+    after = _run_lengths(rows[:, ::-1], np.flatnonzero(begin < width))
+    return np.stack([begin, np.where(begin < width, np.maximum(width - after, begin), width)], axis=1)
 
 
 def _run_lengths(rows: np.ndarray, running: np.ndarray) -> np.ndarray:
@@ -275,8 +276,8 @@ def _run_lengths(rows: np.ndarray, running: np.ndarray) -> np.ndarray:
 
 
 def _run_values(rows: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    """First element and step ``(N, 4)`` of the runs before and behind the inner parts at ``bounds (N, 2)``."""
+    """First element and step ``(N, 4)`` of the runs before and after the inner parts at ``bounds (N, 2)``."""
     number, width = np.arange(len(rows)), rows.shape[1]
-    last, behind = np.minimum(bounds[:, 1], width - 1), np.minimum(bounds[:, 1] + 1, width - 1)
+    last, after = np.minimum(bounds[:, 1], width - 1), np.minimum(bounds[:, 1] + 1, width - 1)
     start, end = rows[:, 0], rows[number, last]
-    return np.stack([start, rows[:, 1] - start, end, rows[number, behind] - end], axis=1)
+    return np.stack([start, rows[:, 1] - start, end, rows[number, after] - end], axis=1)

@@ -48,12 +48,12 @@ from dataproto.serialization.leaves import (
 )
 from dataproto.tensordict_utils import same_value
 
-Buffer: TypeAlias = Any  # bytes, bytearray, memoryview, PickleBuffer, or a uint8 array
+Buffer: TypeAlias = Any  # It is bytes, bytearray, memoryview, PickleBuffer, or a uint8 array.
 Encoded: TypeAlias = tuple[Description, np.ndarray | None]
-Form: TypeAlias = tuple[Any, ...]  # the description of a leaf, and last its buffer
+Form: TypeAlias = tuple[Any, ...]  # The last item is the buffer of the leaf, and the others describe it.
 
-_SMALL = 1024  # leaves inside of objects below this many bytes are written in place
-_LARGE_ROW = 65536  # rows of ragged tensors from this many bytes on are put into a store one by one
+_SMALL = 1024  # Leaves inside of objects below this many bytes are written in place.
+_LARGE_ROW = 65536  # Ragged rows from this many bytes on are put into a store one by one.
 
 
 class BlobStore(Protocol):
@@ -73,7 +73,7 @@ class _Blobs:
     store: BlobStore
     forms: dict[Hashable, Form] = field(default_factory=dict)
     leaves: list[Any] = field(default_factory=list)
-    compared: dict[Hashable, Form] = field(default_factory=dict)  # forms that match the present content of their leaves
+    compared: dict[Hashable, Form] = field(default_factory=dict)  # These match the present content of their leaves.
 
 
 _sharing: contextvars.ContextVar[_Blobs | None] = contextvars.ContextVar("dataproto_blobs", default=None)
@@ -241,7 +241,7 @@ def _stored(leaf: Any, described: Description, bits: np.ndarray, blobs: _Blobs) 
     else:
         blobs.leaves.append(leaf)
         form = blobs.forms[key] = (*described, _Stored(blobs.store.put(bits)))
-    blobs.compared[key] = form  # a new leaf may be at the address of one that is gone
+    blobs.compared[key] = form  # A new leaf may be at the address of one that is gone.
     return form
 
 
@@ -282,7 +282,7 @@ class _Reading:
             return self._made(described, buffer)
         if buffer.put not in self._stored:
             leaf = self._stored[buffer.put] = self._made(described, memoryview(self._store.get(buffer.ref)))
-            _remember(leaf, (*described, buffer), self._store)  # a new form: identical forms mean the same leaf
+            _remember(leaf, (*described, buffer), self._store)  # The form is new: identical forms mean the same leaf.
         return self._stored[buffer.put]
 
     def _made(self, described: list[Any], buffer: Buffer) -> Any:
@@ -301,7 +301,7 @@ class _Reading:
         return leaf
 
 
-# Forms of the leaves that were read from a store and are still alive, by key: their references are sent again.
+# These are the forms, by key, of leaves that were read from a store and still live: their references are sent again.
 _origins: dict[Hashable, tuple["weakref.ref[Any]", Form, BlobStore]] = {}
 
 
@@ -430,7 +430,7 @@ def _holds_values(kind: Any) -> bool:
 
 
 def _leaf(place: int) -> Any:
-    raise NotImplementedError  # only a name: the reader replaces it by an access to its list of leaves
+    raise NotImplementedError  # It is only a name: the reader accesses its list of leaves instead.
 
 
 def _objects(shape: tuple[int, ...]) -> np.ndarray:

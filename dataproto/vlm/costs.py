@@ -1,4 +1,4 @@
-"""Floating-point operations of one forward pass, computed from sizes alone. One multiply-add counts as two operations.
+"""Floating-point operations of one forward pass, computed only from sizes. One multiply-add counts as two operations.
 
 A linear layer takes ``2 * tokens * in * out`` operations. Attention takes ``4 * heads * head_dim`` for each pair of a query and
 a key that it attends to: ``n * (n + 1) / 2`` pairs in a causal segment of n tokens, ``n * n`` in a vision frame or window.
@@ -59,7 +59,7 @@ def of_layers(text: Any, name: str) -> Any:
     """A value of the config, the largest where layers differ; ``None`` if it has none."""
     try:
         return getattr(text, name, None)
-    except RuntimeError:  # transformers refuses to name one value for all layers
+    except RuntimeError:  # Transformers refuses to name one value for all layers.
         return max(getattr(text.per_layer_config[layer], name) for layer in range(text.num_hidden_layers))
 
 
@@ -314,7 +314,7 @@ class ForwardCosts(ABC):
         return whole - lead, lead
 
     def mixing_flops(self, text: Any, lengths: Tensor) -> Tensor:
-        """Operations ``(B,)`` int64 that mix tokens in all decoder layers, beside `layer_weights`, for causal segments of
+        """Operations ``(B,)`` int64 that mix tokens in all decoder layers, in addition to `layer_weights`, for causal segments of
         ``lengths (B,)`` tokens. Default: attention in every layer, over a window where the config has one.
         """
         layers, window = int(text.num_hidden_layers), attention_window(text)

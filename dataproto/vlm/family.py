@@ -1,8 +1,8 @@
 """`VLMFamily`: everything that is specific to one family of vision-language models.
 
 A family is a subclass in a file of its own that overrides what differs; `dataproto.vlm.family_registry` finds it by model type.
-Methods read Hugging Face configs and models by attribute, so importing a family imports no transformers. Submodules are used by
-their paths alone, so a model may be wrapped or sharded as long as these paths exist.
+Methods read Hugging Face configs and models by attribute, so importing a family imports no transformers. Submodules are only used
+by their paths: a model may be wrapped or sharded as long as these paths exist.
 """
 
 import copy
@@ -68,13 +68,13 @@ class VLMFamily(PromptLayout, ForwardCosts):
     # Module paths
 
     vision_tower: str | None = "model.visual"
-    """``None``: the model reads text alone."""
+    """``None``: the model reads only text."""
     vision_blocks: str | None = "model.visual.blocks"
     """The list of the tower's repeated layers."""
     gated_tower: bool = False
     """The tower's MLP multiplies two products, of which an activation gates one."""
     tower_indexes_grids: bool = False
-    """The tower looks up the grid of each patch on its device, beside what `grid_arguments` computes from the grids."""
+    """The tower looks up the grid of each patch on its device, in addition to what `grid_arguments` computes from the grids."""
     mergers: tuple[str, ...] = ("model.visual.merger",)
     """Modules, inside or outside of the tower, that join patches into features."""
     language_model: str = "model.language_model"
@@ -103,7 +103,7 @@ class VLMFamily(PromptLayout, ForwardCosts):
     experts: str | None = None
     """Pattern of the modules that hold the fused weights ``(experts, ...)`` of a sparse layer. ``None``: all layers are dense."""
     router: str = "gate"
-    """Name of the module beside the experts that chooses among them; it returns logits, and weights and numbers of the chosen."""
+    """Name of the module, next to the experts, that chooses among them; it returns logits, weights and numbers of the chosen."""
     tensor_plan: TensorPlan = DECODER_PLAN
     """Module or parameter patterns with their style: ``colwise``, ``rowwise`` or, for fused weights, ``packed_colwise``."""
 
@@ -223,7 +223,8 @@ class VLMFamily(PromptLayout, ForwardCosts):
         """
         tower = model.get_submodule(str(self.vision_tower))
         shown = [media[name] for name in ("pixel_values", "pixel_values_videos") if name in media]
-        pixels = shown[0] if len(shown) == 1 else torch.cat(shown)  # often larger than what the tower makes of them
+        # Pixels are often larger than what the tower makes of them.
+        pixels = shown[0] if len(shown) == 1 else torch.cat(shown)
         grids = torch.cat([media[name] for name in ("image_grid_thw", "video_grid_thw") if name in media])
         if grids.device != pixels.device:
             found = grid_arguments(tower, grids)
@@ -260,7 +261,7 @@ class VLMFamily(PromptLayout, ForwardCosts):
         return {}
 
     def layer_inputs(self, model: Any, embeddings: Tensor, extras: Mapping[str, Tensor]) -> Tensor | None:
-        """``(layers, L, P)``: a vector of each token for each decoder layer beside the states, from what `merge` returns for one
+        """``(layers, L, P)``: a further vector of each token for each decoder layer, from what `merge` returns for one
         sequence. The first stage of a pipeline makes them, and sends the others theirs. Default: ``None``.
         """
         return None
@@ -339,7 +340,7 @@ class VLMFamily(PromptLayout, ForwardCosts):
     # Checkpoints
 
     def processor_files(self, config: Any) -> dict[str, dict[str, Any]]:
-        """Files of a checkpoint by name, with their content as JSON, that Hugging Face's processor reads beside those of the
+        """Files of a checkpoint by name, with their content as JSON, that Hugging Face's processor reads next to those of the
         tokenizer and the image processor. vLLM needs them to expand prompts. Default: none.
         """
         return {}
@@ -367,7 +368,7 @@ class VLMFamily(PromptLayout, ForwardCosts):
         return (self.rollout_weight(name, weight) for name, weight in weights)
 
     def rollout_config(self, config: Any) -> Mapping[str, Any]:
-        """Settings that vLLM needs beside those of a checkpoint's config, and that published configs may have. Default: none."""
+        """Settings that vLLM needs and a checkpoint's config lacks; published configs may have them. Default: none."""
         return {}
 
     def rollout_media(self, media: Mapping[str, Tensor], config: Any) -> Mapping[str, Tensor]:
@@ -393,7 +394,7 @@ def pooled(output: Any) -> Tensor:
 
 
 def grid_arguments(tower: Any, grids: Tensor) -> dict[str, Any]:
-    """Keywords of a Qwen-VL tower's forward that depend on grids ``(N, 3)`` alone, computed where the grids are.
+    """Keywords of a Qwen-VL tower's forward that depend only on grids ``(N, 3)``, computed where the grids are.
 
     Positions of patches, bounds and longest length of frames and, if the tower has them, of windows, or interpolation of learned
     positions. The tower would compute them on its device and wait for it several times.

@@ -56,7 +56,7 @@ class MediaLayout(Protocol):
         ...
 
     def image_inputs(self, made: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The inputs of one image, from what the image processor makes of it alone. Default: those that the forward takes."""
+        """The inputs of one image, from what the image processor makes of it. Default: those that the forward takes."""
         return {name: made[name] for name in self.names("image")}
 
     def count_image_features(
@@ -284,7 +284,7 @@ def media_spans(token_types: Tensor, media: DistinctMedia, cu_seqlens: Tensor | 
             f"{len(parts)} rows of media, but {len(bounds) - 1} rows of tokens, "
             f"which end at {int(bounds[-1])} of {len(types)}"
         )
-    rows = torch.arange(len(parts)).repeat_interleave(parts).to(types.device)  # of each part
+    rows = torch.arange(len(parts)).repeat_interleave(parts).to(types.device)  # The row of each part.
     features = torch.full_like(types, -1, dtype=torch.int64)
     for kind, table, name in ((IMAGE, media.images, "image"), (VIDEO, media.videos, "video")):
         table = table.to(types.device)
@@ -300,7 +300,7 @@ def media_spans(token_types: Tensor, media: DistinctMedia, cu_seqlens: Tensor | 
             )
         shift = table[:, 0] - (
             table[:, 1].cumsum(0) - table[:, 1]
-        )  # the media tokens of a kind lie in the order of the parts
+        )  # The media tokens of a kind lie in the order of the parts.
         features[chosen] = before[:-1][chosen] + torch.repeat_interleave(shift, table[:, 1])
     positions = (features >= 0).nonzero().squeeze(-1)
     return MediaSpans(positions, features[positions])

@@ -68,9 +68,10 @@ def mrope_positions(token_types: Tensor, attention_mask: Tensor, images: Pieces,
     attended = attention_mask.bool()
     types = torch.where(attended, token_types, 0)
     ranks = attended.cumsum(-1).sub_(1)
-    if not (len(images.sizes) or len(videos.sizes) or types.any()):  # for text all four dimensions are equal
+    if not (len(images.sizes) or len(videos.sizes) or types.any()):  # For text all four dimensions are equal.
         return ranks.masked_fill_(~attended, 0)[:, None].expand(-1, 4, -1).contiguous()
-    steps = (attended & (types == 0)).long()  # distance to the next token; for a medium, its first token has all of it
+    # The distance to the next token; the first token of a medium has all of it.
+    steps = (attended & (types == 0)).long()
     media = []
     for kind, pieces in ((IMAGE, images), (VIDEO, videos)):
         pieces = pieces.to(types.device)
@@ -86,7 +87,7 @@ def mrope_positions(token_types: Tensor, attention_mask: Tensor, images: Pieces,
     positions[:, 1:] = (following - 1).masked_fill_(padding, 0)[:, None]
     for index, grid in media:
         end = following.view(-1)[index]
-        place = index + index // length * 3 * length  # index of the token's rank in the flat result
+        place = index + index // length * 3 * length  # The index of the token's rank in the flat result.
         for offset in grid:
             positions.view(-1).index_copy_(0, place.add_(length), offset.add_(end))
     return positions
@@ -117,7 +118,7 @@ def extend_positions(position_ids: Tensor, attention_mask: Tensor, length: int) 
             [3, 4]])
     """
     places = torch.arange(1, attention_mask.shape[-1] + 1, device=attention_mask.device)
-    last = (attention_mask.long() * places).amax(-1)  # (B,), one-based; 0 where nothing is attended
+    last = (attention_mask.long() * places).amax(-1)  # (B,), from 1 on; 0 where nothing is attended
     rows = position_ids if position_ids.ndim == 3 else position_ids[:, None]
     index = (last - 1).clamp(min=0)[:, None, None].expand(-1, rows.shape[1], 1)
     final = torch.where((last > 0)[:, None, None], rows.gather(-1, index), -1)  # (B, 4 or 1, 1)
@@ -197,7 +198,7 @@ def _distinct(columns: list[Tensor]) -> tuple[Tensor, Tensor]:
     number = columns[0].new_zeros(len(columns[0]), dtype=torch.int64)
     for column in columns:
         values, code = column.unique(return_inverse=True)
-        number = (number * len(values) + code).unique(return_inverse=True)[1]  # renumbered to keep it small
+        number = (number * len(values) + code).unique(return_inverse=True)[1]  # The numbers stay small.
     one_of = number.new_empty(int(number.max()) + 1 if len(number) else 0)
     one_of[number] = torch.arange(len(number), device=number.device)
     return number, one_of

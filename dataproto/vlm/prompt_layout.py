@@ -47,7 +47,7 @@ class PromptLayout:
     processor_tokens: tuple[str, ...] = ()
     """Further special tokens, as text, that the processor writes around and between the parts of an image."""
     typed_content: bool = False
-    """The chat template reads lists of parts alone: of content that is a string it would write nothing."""
+    """The chat template reads only lists of parts: of content that is a string it would write nothing."""
     mrope: bool = True
     """Positions are ``(B, 4, L)``: text, time, height, width. If false, they are ``(B, L)``: ranks of tokens."""
     videos_by_frame: bool = False
@@ -55,7 +55,7 @@ class PromptLayout:
     numbers_images: bool = False
     """The text around an image has its number in the prompt, see `numbered`."""
     frames_as_images: bool = False
-    """A video's frames are images among the others, between the texts of `frame_captions`; no input is of videos alone."""
+    """A video's frames are images among the others, between the texts of `frame_captions`; no input is only of videos."""
 
     # Tokens
 
@@ -166,14 +166,14 @@ class PromptLayout:
         self, ids: Ids, texts: Sequence[tuple[str, ...]], config: Any, encode_text: Callable[[str], Sequence[int]]
     ) -> Ids:
         """Prompt ids with the `image_texts` of each image in the place of its placeholder, and a placeholder between each two of
-        them. Default: the texts are tokenized alone. Raises `MediaMismatch`.
+        them. Default: the texts are tokenized by themselves. Raises `MediaMismatch`.
         """
         placeholder = self.media_tokens(config).image
         assert placeholder is not None
         return enclose(ids, placeholder, [[encode_text(text) for text in image] for image in texts])
 
     def joined_tokens(self, ids: Sequence[int] | Ids, config: Any, encode_text: Callable[[str], Sequence[int]]) -> int:
-        """How many tokens fewer `place_texts` makes of prompt ids than the prompt and the texts have alone. Default: 0."""
+        """How many tokens fewer `place_texts` makes of prompt ids than the prompt and the texts have apart. Default: 0."""
         return 0
 
     def _counts(self, kind: str, media: Sequence[Mapping[str, Any]], config: Any) -> Ids:
@@ -255,7 +255,7 @@ class PromptLayout:
         return self.media_layout.smallest(config)
 
 
-# Placeholders: unexpanded ids hold one for each image or video, expanded ids one for each of its features
+# Unexpanded ids hold one placeholder for each image or video, expanded ids one for each of its features.
 
 
 def expand_ids(ids: Ids, tokens: MediaTokens, images: Ids, videos: Ids) -> tuple[Ids, npt.NDArray[np.int8]]:

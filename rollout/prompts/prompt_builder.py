@@ -79,7 +79,7 @@ class PromptBuilder:
         template_arguments: Mapping[str, Any] | None = None,
         end_ids: Sequence[int] | None = None,
     ) -> None:
-        """``config`` is the model's. A model that reads text alone has no image processor (``None``).
+        """``config`` is the model's. A model that reads only text has no image processor (``None``).
 
         Images are resized to between ``min_pixels`` and ``max_pixels`` (default: the limits of the image processor). Processed
         images are cached in at most ``image_cache_bytes`` of memory; with 0, each call processes its images again.
@@ -273,7 +273,7 @@ class PromptBuilder:
         """Raises `InvalidPrompt` if the model takes no media of this kind, ``"image"`` or ``"video"``."""
         layout = self.family.media_layout
         if not layout.names(kind) and not (kind == "video" and self.family.frames_as_images):
-            way_out = "show a video's frames as images" if layout.names("image") else "they read text alone"
+            way_out = "show a video's frames as images" if layout.names("image") else "they read only text"
             raise InvalidPrompt(f"models of type {self.family.model_type} take no {kind}s; {way_out}")
 
     def render(

@@ -47,7 +47,7 @@ def test_text_in_parts_reaches_a_template_that_takes_strings():
 @pytest.mark.parametrize("kind", ["image", "video"])
 def test_a_row_with_media_is_refused_by_its_number(kind):
     rows = [{"prompt": "a"}, {"prompt": f"<{kind}>b", f"{kind}s": [PICTURE if kind == "image" else [PICTURE]]}]
-    said = rf"row 1: models of type qwen3 take no {kind}s; they read text alone"
+    said = rf"row 1: models of type qwen3 take no {kind}s; they read only text"
     builder = tiny_builder("qwen3")
     with pytest.raises(InvalidRow, match=said):
         builder(rows)
@@ -76,7 +76,7 @@ def test_media_of_another_model_are_refused_by_their_row(tmp_path):
     reference = ReferenceWorker(PolicyConfig(str(tmp_path)), CPU)
     assert reference.log_probs(data)["ref_log_prob"].shape == (2, 2)
     data["multi_modal_inputs"] = pixels
-    said = "row 1: it has image_grid_thw, pixel_values, but models of type qwen3 read text alone"
+    said = "row 1: it has image_grid_thw, pixel_values, but models of type qwen3 read only text"
     with pytest.raises(MediaMismatch, match=said):
         reference.log_probs(data)
     with pytest.raises(MediaMismatch, match=said):
@@ -85,7 +85,7 @@ def test_media_of_another_model_are_refused_by_their_row(tmp_path):
 
 def test_options_of_a_tower_are_refused(tmp_path):
     path = write_checkpoint("qwen3", tmp_path)
-    with pytest.raises(InvalidConfig, match="min_pixels=64 and max_pixels=None: the model reads text alone"):
+    with pytest.raises(InvalidConfig, match="min_pixels=64 and max_pixels=None: the model reads only text"):
         PromptBuilder.from_pretrained(path, 100, min_pixels=64)
     for options in ({"freeze_vision": True}, {"freeze_language": True}, {"lora_rank": 2, "lora_vision": True}):
         with pytest.raises(InvalidConfig, match="models of type qwen3 have no vision tower"):

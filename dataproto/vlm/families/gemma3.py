@@ -45,7 +45,7 @@ class Squares(MediaLayout):
         return np.full(len(self.grids(kind, inputs, config)), int(config.mm_tokens_per_image), dtype=np.int64)
 
     def processor_options(self, processor: Any, min_pixels: int | None, max_pixels: int | None) -> dict[str, Any]:
-        """Images have one size, so there are no limits to keep; crops beside the image ("pan and scan") are off."""
+        """Images have one size, so there are no limits to keep; crops next to the image ("pan and scan") are off."""
         if min_pixels is not None or max_pixels is not None:
             size = processor.size
             raise InvalidConfig(
@@ -111,8 +111,8 @@ class Gemma3(VLMFamily):
         count = int((raw == config.boi_token_id).sum())
         if not count:
             return 0
-        alone = len(raw) + count * sum(len(encode_text(text)) for text in self.image_text)
-        return alone - len(self.place_texts(raw, [self.image_text] * count, config, encode_text))
+        apart = len(raw) + count * sum(len(encode_text(text)) for text in self.image_text)
+        return apart - len(self.place_texts(raw, [self.image_text] * count, config, encode_text))
 
     def tower_output(self, model: Any, media: Mapping[str, Tensor], **vision_kwargs: Any) -> Tensor:
         """Features ``(F, H)`` after the tower, the means over squares of patches, and the projection."""

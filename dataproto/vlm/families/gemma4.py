@@ -1,6 +1,6 @@
 """Gemma 4 with images of any size: layers with a sliding window, in which the tokens of an image may see each other, and layers
 without, whose heads are wider and whose keys may also be values; logits have a soft cap. The small models give each layer an
-embedding of its own of each token, and their last layers use the keys of earlier ones; one has experts beside its dense MLP.
+embedding of its own of each token, and their last layers use the keys of earlier ones; one has experts next to its dense MLP.
 """
 
 import math
@@ -49,7 +49,7 @@ class PlacedPatches(MediaLayout):
         pixels, places = inputs["pixel_values"], inputs["image_position_ids"].long()
         ends = (places[1:] == 0).all(1).nonzero().squeeze(1)
         ends = torch.cat([ends, ends.new_tensor([len(places) - 1])])
-        sides, merge = places[ends] + 1, self.merge_size(config)  # width, height
+        sides, merge = places[ends] + 1, self.merge_size(config)  # Width and height.
         counts = ends.diff(prepend=ends.new_tensor([-1]))
         if len(pixels) != len(places) or bool((sides.prod(1) != counts).any()) or bool((sides % merge).any()):
             raise MediaMismatch(
@@ -154,7 +154,7 @@ class Gemma4(VLMFamily):
         own = text.layer_types[: text.num_hidden_layers - text.num_kv_shared_layers]
         if not 0 < len(own) < text.num_hidden_layers:
             return range(0)
-        read = {kind: layer for layer, kind in enumerate(own)}  # of each kind the last, which later ones read
+        read = {kind: layer for layer, kind in enumerate(own)}  # Later layers read the last one of each kind.
         return range(min(read.values()), text.num_hidden_layers)
 
     def mutual_images(self, config: Any) -> Literal["windowed"] | None:
@@ -288,13 +288,14 @@ class Gemma4PerLayer(Gemma4):
             ids = ids.masked_fill(ids == token, text.pad_token_id)
         found = model.get_submodule(self.layer_embedding)(
             ids
-        )  # under tensor parallelism of this rank's part of the tokens
+        )  # Under tensor parallelism this rank has a part of the tokens.
         return embeddings, extras | {"per_layer_inputs": found.unflatten(-1, (text.num_hidden_layers, -1))}
 
     def layer_inputs(self, model: Any, embeddings: Tensor, extras: Mapping[str, Tensor]) -> Tensor:
         """Embeddings of the tokens, and the projection of the first layer's input."""
         decoder = model.get_submodule(self.language_model)
-        make = getattr(type(decoder), self.layer_input_method)  # of the class: a stage gets them made
+        # This is the method of the class: a stage gets them made.
+        make = getattr(type(decoder), self.layer_input_method)
         found: Tensor = make(decoder, embeddings, extras["per_layer_inputs"])
         return found[0].transpose(0, 1)
 
@@ -312,7 +313,7 @@ class Gemma4PerLayer(Gemma4):
 
 
 class Gemma4Moe(Gemma4):
-    """A mixture of experts, which read the states before the dense MLP beside them. A router's weights have a factor for each
+    """A mixture of experts, which read the states before the dense MLP next to them. A router's weights have a factor for each
     expert.
     """
 

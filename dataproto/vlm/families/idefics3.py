@@ -1,7 +1,7 @@
 """Idefics3 and SmolVLM: a SigLIP tower, a Llama decoder, one-dimensional positions.
 
 An image is resized and cut into square tiles of one size, and the whole image is added as one more tile. In the prompt each tile
-follows a token that names its row and column; an image that fits into one tile is that tile alone.
+follows a token that names its row and column; an image that fits into one tile is only that tile.
 """
 
 import math
@@ -108,7 +108,7 @@ class SquareTiles(MediaLayout):
         if inputs.get("image_tiles") is None:
             raise MediaMismatch("pixel_values without image_tiles, the rows and columns of each image's tiles")
         tiles = np.asarray(inputs["image_tiles"].cpu()).prod(1)
-        tiles = tiles + 1  # the whole image
+        tiles = tiles + 1  # This is the whole image.
         if tiles.sum() != len(grids):
             raise MediaMismatch(f"image_tiles counts {tiles.sum()} tiles, but there are {len(grids)}")
         return np.asarray(tiles * (int(grids[0].prod()) // self.merge_size(config) ** 2), dtype=np.int64)

@@ -60,7 +60,7 @@ names than they are for, and the published ones."""
 
 @dataclass(frozen=True)
 class SquarePatches(PatchGrids):
-    """`PatchGrids` of images alone, whose patches ``(patches, 3, side, side)`` lie row by row."""
+    """`PatchGrids` of only images, whose patches ``(patches, 3, side, side)`` lie row by row."""
 
     def names(self, kind: str) -> tuple[str, ...]:
         """None for videos."""
@@ -124,7 +124,7 @@ class KimiK25(VLMFamily):
     model_type = "kimi_k25"
     published = ("Kimi-K2.5", "Kimi-K2.6")
     vllm_module = (
-        "vllm.transformers_utils.processors.kimi_k25_vision_fused"  # older versions run code in the checkpoint
+        "vllm.transformers_utils.processors.kimi_k25_vision_fused"  # Older versions run code in the checkpoint.
     )
     rollout_modality = "vision_chunk"
     media_layout = SquarePatches()
@@ -146,12 +146,12 @@ class KimiK25(VLMFamily):
             )
 
     def banned_ids(self, config: Any) -> tuple[int, ...]:
-        """Those of the vocabulary: published configs name a token of videos behind its end."""
+        """Those of the vocabulary: published configs name a token of videos after its end."""
         size = int(config.get_text_config().vocab_size)
         return tuple(token for token in super().banned_ids(config) if token < size)
 
     def tower_output(self, model: Any, media: Mapping[str, Tensor], **vision_kwargs: Any) -> Tensor:
-        """Features ``(F, H)`` after the tower and the projector. What depends on grids alone is computed where they are."""
+        """Features ``(F, H)`` after the tower and the projector. What depends only on grids is computed where they are."""
         tower, projector = (model.get_submodule(path) for path in self.vision_parts)
         pixels, grids = media["pixel_values"], media["image_grid_thw"]
         if grids.device != pixels.device:
@@ -186,14 +186,14 @@ class KimiK25(VLMFamily):
         heads = int(config.vision_config.num_attention_heads)
         waiting: dict[tuple[str, str], dict[str, Tensor]] = defaultdict(dict)
         for name, weight in super().rollout_weights(weights, config):
-            before, fused, behind = name.partition(".wqkv.")
+            before, fused, after = name.partition(".wqkv.")
             if ".mlp.experts." in name:
                 yield from apart(name, weight)
                 continue
             if not fused:
                 yield name, weight
                 continue
-            which, kind = behind.split(".")
+            which, kind = after.split(".")
             parts = waiting[before, kind]
             parts[which] = weight if which == "v" else neighbours(weight, heads)
             if len(parts) == 3:
@@ -273,7 +273,7 @@ def _on_device(value: Any, device: torch.device) -> Any:
 
 
 def grid_arguments(tower: Any, grids: Tensor) -> dict[str, Any]:
-    """Keywords of the tower's forward that depend on grids ``(N, 3)`` of images alone, computed where the grids are."""
+    """Keywords of the tower's forward that depend only on grids ``(N, 3)`` of images, computed where the grids are."""
     from transformers import vision_utils as hf
     from transformers.models.kimi_k25.modeling_kimi_k25 import get_vision_frame_index, get_vision_temporal_merge_index
 

@@ -102,7 +102,8 @@ class Slices(MediaLayout):
             raise InvalidMedia(f"image of height {height} and width {width} is empty")
         size, scale, patch = (height, width), processor.scale_resolution, processor.patch_size
         more = {}
-        if "downsample_mode" in signature(processor.find_best_resize).parameters:  # of newer versions of transformers
+        # Newer versions of transformers have it.
+        if "downsample_mode" in signature(processor.find_best_resize).parameters:
             more = {"downsample_mode": processor.downsample_mode}
         grid = processor.get_sliced_grid(size, options["max_slice_nums"], scale) if processor.slice_mode else None
         whole = processor.find_best_resize(size, scale, patch, allow_upscale=grid is None, **more)

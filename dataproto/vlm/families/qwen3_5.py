@@ -10,7 +10,7 @@ from torch import Tensor
 from dataproto.vlm.costs import attention_weights, attention_width, patch_tower_flops
 from dataproto.vlm.family import DECODER_PLAN, EXPERT_PLAN, TensorPlan, VLMFamily
 
-CHUNK = 64  # tokens whose updates of a recurrent state are computed together
+CHUNK = 64  # Updates of a recurrent state by so many tokens are computed together.
 
 RECURRENT_PLAN: TensorPlan = (
     ("model.language_model.layers.*.linear_attn", "recurrent"),
@@ -33,7 +33,7 @@ class Qwen35(VLMFamily):
         "model.language_model.layers.*.linear_attn.A_log",
         "model.language_model.layers.*.linear_attn.dt_bias",
     )
-    unused_weights = ("mtp.*",)  # layers that predict several tokens at once
+    unused_weights = ("mtp.*",)  # These layers predict several tokens at once.
     tensor_plan = (*DECODER_PLAN, *RECURRENT_PLAN)
 
     def layer_weights(self, text: Any, layer: int) -> int:

@@ -20,7 +20,7 @@ from dataproto.vlm.prompt_layout import MediaTokens
 
 @dataclass(frozen=True)
 class NoMedia(MediaLayout):
-    """The layout of models that read text alone: no media, so every count is 0."""
+    """The layout of models that read only text: no media, so every count is 0."""
 
     def names(self, kind: str) -> tuple[str, ...]:
         """None."""
@@ -34,7 +34,7 @@ class NoMedia(MediaLayout):
         """None. Raises `MediaMismatch` for a row with media."""
         if inputs:
             raise MediaMismatch(
-                f"it has {', '.join(sorted(inputs))}, but models of type {config.model_type} read text alone"
+                f"it has {', '.join(sorted(inputs))}, but models of type {config.model_type} read only text"
             )
         return torch.zeros(0, 3, dtype=torch.int64)
 
@@ -46,7 +46,7 @@ class NoMedia(MediaLayout):
         """None. Raises `InvalidConfig` for limits, which would have no effect."""
         if min_pixels is not None or max_pixels is not None:
             raise InvalidConfig(
-                f"min_pixels={min_pixels} and max_pixels={max_pixels}: the model reads text alone; leave them out"
+                f"min_pixels={min_pixels} and max_pixels={max_pixels}: the model reads only text; leave them out"
             )
         return {}
 
@@ -54,7 +54,7 @@ class NoMedia(MediaLayout):
         self, height: int, width: int, processor: Any, options: Mapping[str, Any], config: Any
     ) -> int:
         """Raises `InvalidMedia`."""
-        raise InvalidMedia(f"models of type {config.model_type} read text alone")
+        raise InvalidMedia(f"models of type {config.model_type} read only text")
 
     def smallest(self, config: Any) -> dict[str, Tensor]:
         """Nothing: there is no tower to run."""
