@@ -1,4 +1,4 @@
-"""A real server of two processes, on a state directory, with the backend in NumPy."""
+"""Servers on a state directory, with the backend in NumPy or the real engine: of two processes, or of two threads."""
 
 import hashlib
 import json
@@ -6,11 +6,18 @@ import os
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from dataproto_server.supervisor import Supervisor
+import uvicorn
+
+from dataproto_server.backend import Backend
+from dataproto_server.config import parse
+from dataproto_server.engine_process import EngineProcess
+from dataproto_server.front import Service
+from dataproto_server.routes import application
+from dataproto_server.supervisor import Supervisor, listening
 
 BACKEND = "helpers.vector_backend:open_backend"
 ENGINE = "dataproto_server.engine:engine_from_json"
@@ -18,28 +25,35 @@ TESTS = Path(__file__).parents[1]
 KEY, OTHER_KEY = "tml-ann", "tml-bob"
 
 
-class Server:
-    """A running server; ``url`` and ``key`` are what a client needs."""
+class Served:
+    """What a client needs of a server."""
+
+    def __init__(self, port: int) -> None:
+        self.port, self.url, self.key = port, f"http://127.0.0.1:{port}", KEY
+
+
+def arguments_of(state: Path, options: Sequence[str]) -> list[str]:
+    """The command line of a server with two keys."""
+    state.mkdir(parents=True, exist_ok=True)
+    keys = state / "keys"
+    digests = {name: hashlib.sha256(key.encode()).hexdigest() for name, key in (("ann", KEY), ("bob", OTHER_KEY))}
+    keys.write_text("".join(f"{name}: {digest}\n" for name, digest in digests.items()))
+    return ["--state", str(state), "--api-keys", str(keys), "--session-seconds", "600", *options]
+
+
+class Server(Served):
+    """A running server of two processes."""
 
     def __init__(
         self, state: Path, *options: str, options_of_engine: str = "0", factory: str = BACKEND, port: int = 0
     ) -> None:
-        state.mkdir(parents=True, exist_ok=True)
-        keys = state / "keys"
-        keys.write_text(
-            "".join(
-                f"{name}: {hashlib.sha256(key.encode()).hexdigest()}\n"
-                for name, key in (("ann", KEY), ("bob", OTHER_KEY))
-            )
-        )
         path = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
-        arguments = ["--state", str(state), "--api-keys", str(keys), "--session-seconds", "600", *options]
+        arguments = arguments_of(state, options)
         environment = os.environ | {"PYTHONPATH": path}
         self.supervisor = Supervisor(
             state, "127.0.0.1", port, arguments, factory, options_of_engine, environment=environment
         )
-        self.url = f"http://127.0.0.1:{self.supervisor.port}"
-        self.key = KEY
+        super().__init__(self.supervisor.port)
         self._stopped = threading.Event()
         self._watch = threading.Thread(target=self.supervisor.run, args=(self._stopped.is_set,), daemon=True)
         self._watch.start()
@@ -64,7 +78,25 @@ def serving(state: Path, *options: str, **settings) -> Iterator[Server]:
         server.close()
 
 
-def send(server: Server, path: str, body: bytes, key: str | None = None, **headers: str) -> tuple[int, bytes]:
+@contextmanager
+def serving_in_threads(state: Path, backend: Backend, *options: str) -> Iterator[Served]:
+    """The same server without its supervisor and without processes of its own, which take long to start."""
+    engine = EngineProcess(backend, state / "engine")
+    threading.Thread(target=engine.run, daemon=True).start()
+    listener = listening("127.0.0.1", 0)
+    app = application(Service(parse(arguments_of(state, options)), state / "engine"))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+    thread.start()
+    try:
+        yield Served(listener.getsockname()[1])
+    finally:
+        server.should_exit = True
+        thread.join()
+        engine.listener.close()
+
+
+def send(server: Served, path: str, body: bytes, key: str | None = None, **headers: str) -> tuple[int, bytes]:
     given = {"X-API-Key": key or server.key, "Content-Type": "application/json"} | {
         k.replace("_", "-"): v for k, v in headers.items()
     }
@@ -76,6 +108,6 @@ def send(server: Server, path: str, body: bytes, key: str | None = None, **heade
         return error.code, error.read()
 
 
-def call(server: Server, name: str, key: str | None = None, **fields) -> tuple[int, dict]:
+def call(server: Served, name: str, key: str | None = None, **fields) -> tuple[int, dict]:
     status, body = send(server, f"/api/v1/{name}", json.dumps(fields).encode(), key)
     return status, json.loads(body)

@@ -1,7 +1,6 @@
 """A deterministic `Backend` in NumPy: adapters are vectors, passes add to a gradient, updates subtract, samples are hashes."""
 
 import hashlib
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -193,16 +192,3 @@ class VectorBackend:
 def open_backend(options: str) -> VectorBackend:
     """``options``: seconds that each call of passes takes."""
     return VectorBackend(float(options or 0))
-
-
-class FragileBackend(VectorBackend):
-    """Ends its process at a pass with the loss ``ppo``."""
-
-    def _pass(self, each: Pass) -> PassResult | Failure:
-        if each.loss == "ppo":
-            os._exit(1)
-        return super()._pass(each)
-
-
-def open_fragile_backend(options: str) -> FragileBackend:
-    return FragileBackend()

@@ -1,17 +1,19 @@
-"""Servers for the tests that do not kill them."""
-
-import json
+"""Servers for the tests that do not kill them: their front and their engine are threads."""
 
 import pytest
+import torch
 
-from helpers.servers import ENGINE, serving
+from dataproto_server.engine import EngineOptions, InProcessEngine
+from helpers.servers import serving_in_threads
+from helpers.vector_backend import VectorBackend
 from recipes.demo.tiny_model import make_tiny_model
 
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
     """With the backend in NumPy."""
-    with serving(tmp_path_factory.mktemp("serve"), "--gap-seconds", "30", "--poll-seconds", "5") as server:
+    options = ("--gap-seconds", "30", "--poll-seconds", "1")
+    with serving_in_threads(tmp_path_factory.mktemp("serve"), VectorBackend(), *options) as server:
         yield server
 
 
@@ -23,7 +25,7 @@ def tiny_path(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_server(tiny_path, tmp_path_factory):
-    """With the real engine and the small model "tiny"."""
-    options = json.dumps({"models": {"tiny": str(tiny_path)}})
-    with serving(tmp_path_factory.mktemp("tiny"), options_of_engine=options, factory=ENGINE) as server:
+    """With the real engine and the small model "tiny", of which one client may train all weights."""
+    engine = InProcessEngine({"tiny": tiny_path}, EngineOptions(full_finetuning=True), torch.device("cpu"))
+    with serving_in_threads(tmp_path_factory.mktemp("tiny"), engine) as server:
         yield server

@@ -43,7 +43,7 @@ def test_a_browsers_password_opens_the_pages_alone(server):
 @pytest.mark.slow
 @pytest.mark.parametrize("line", ["POST /nowhere", "GET /api/v1/healthz", "POST /api/v1/create_session"])
 def test_who_has_no_key_is_answered_before_a_body_comes(server, line):
-    with socket.create_connection(("127.0.0.1", server.supervisor.port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         connection.sendall(f"{line} HTTP/1.1\r\nHost: x\r\nContent-Length: 60000000\r\n\r\n".encode())
         found = connection.recv(12).decode()
     assert found == ("HTTP/1.1 200" if "healthz" in line else "HTTP/1.1 401")

@@ -140,13 +140,3 @@ def test_a_server_that_was_stopped_goes_on_where_it_was(tmp_path):
     with serving(tmp_path, port=port):
         client.forward_backward([datum(3, 0)], "cross_entropy").result(timeout=120)
         assert client.optim_step(RATE).result(timeout=120).metrics["steps"] == 4
-
-
-def test_a_request_that_always_ends_the_engine_fails_and_the_run_goes_on(tmp_path):
-    with serving(tmp_path, factory="helpers.vector_backend:open_fragile_backend") as server:
-        service = tinker.ServiceClient(base_url=server.url, api_key=server.key)
-        client = service.create_lora_training_client("tiny/vector", rank=4).result()
-        with pytest.raises(tinker._exceptions.RequestFailedError, match="failed 3 times at this request"):
-            client.forward_backward([datum(0, 0)], "ppo").result(timeout=120)
-        client.forward_backward([datum(0, 0)], "cross_entropy").result(timeout=120)
-        assert client.optim_step(RATE).result(timeout=120).metrics["steps"] == 1

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from dataproto_server.protobuf_messages import ForwardBackwardRequest, SampleResponse
-from helpers.servers import Server, call, send, serving
+from helpers.servers import Served, call, send, serving_in_threads
+from helpers.vector_backend import VectorBackend
 
 pytestmark = pytest.mark.slow
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
@@ -15,22 +16,22 @@ ROWS, TOKENS = 20, 4000  # of a pass whose result is larger than a quarter of a 
 
 @pytest.fixture(scope="module")
 def slow_server(tmp_path_factory):
-    """Whose passes take two seconds, and whose polls a tenth."""
-    with serving(tmp_path_factory.mktemp("polls"), "--poll-seconds", "0.1", options_of_engine="2") as server:
+    """Whose passes take half a second, and whose polls a tenth."""
+    with serving_in_threads(tmp_path_factory.mktemp("polls"), VectorBackend(0.5), "--poll-seconds", "0.1") as server:
         yield server
 
 
-def new_run(server: Server) -> tuple[str, str]:
+def new_run(server: Served) -> tuple[str, str]:
     session = call(server, "create_session", tags=[], sdk_version="0.38.0")[1]["session_id"]
     fields = {"session_id": session, "model_seq_id": 0, "base_model": "tiny/vector", "lora_config": {"rank": 4}}
     return session, call(server, "create_model", **fields)[1]["model_id"]
 
 
-def polled(server: Server, request: str, **fields) -> tuple[int, bytes]:
+def polled(server: Served, request: str, **fields) -> tuple[int, bytes]:
     return send(server, "/api/v1/retrieve_future", json.dumps({"request_id": request} | fields).encode())
 
 
-def finished(server: Server, request: str, **fields) -> bytes:
+def finished(server: Served, request: str, **fields) -> bytes:
     status = 408
     while status == 408:
         status, found = polled(server, request, **fields)

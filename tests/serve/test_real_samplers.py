@@ -1,13 +1,10 @@
 """The SDK's samplers on the real engine: snapshots, a moving one, the base, and all weights of a model."""
 
-import json
-
 import numpy as np
 import pytest
 import tinker
 
 from helpers.served_models import png
-from helpers.servers import ENGINE, serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
 SECONDS = 60
@@ -56,18 +53,10 @@ def answers(sampler, **sampling) -> tuple:
     return drawn, found.prompt_logprobs, found.topk_prompt_logprobs, list(found.target_prompt_logprobs.data)
 
 
-@pytest.fixture(scope="module")
-def full_server(tiny_path, tmp_path_factory):
-    options = json.dumps({"models": {"tiny": str(tiny_path)}, "full_finetuning": True})
-    with serving(tmp_path_factory.mktemp("full"), options_of_engine=options, factory=ENGINE) as server:
-        yield server
-
-
 @pytest.mark.parametrize("rank", [8, 0])
-def test_a_snapshot_keeps_its_weights_and_a_moving_one_has_those_of_the_last_save(request, rank):
+def test_a_snapshot_keeps_its_weights_and_a_moving_one_has_those_of_the_last_save(tiny_server, rank):
     """Of an adapter and of all weights, one model of which there may be."""
-    server = request.getfixturevalue("tiny_server" if rank else "full_server")
-    with tinker.ServiceClient(base_url=server.url, api_key=server.key) as service:
+    with tinker.ServiceClient(base_url=tiny_server.url, api_key=tiny_server.key) as service:
         base = service.create_sampling_client(base_model="tiny")
         of_base = answers(base)
         client = service.create_lora_training_client("tiny", rank=rank, seed=4).result(timeout=SECONDS)

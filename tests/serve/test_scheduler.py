@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dataproto.errors import CheckpointError
-from dataproto_server.front import lanes, round_journal
+from dataproto_server.front import lanes, recovery, round_journal
 from dataproto_server.front.barriers import Barriers
 from dataproto_server.front.futures import PROTOBUF
 from dataproto_server.front.round_journal import RoundJournal
@@ -388,8 +388,9 @@ def test_a_front_that_starts_again_finds_results_and_continues(tmp_path):
     assert drive(after, tmp_path).backend.groups == [["r"], ["r"]]
 
 
-@pytest.mark.slow
-def test_a_run_that_cannot_be_restored_fails_and_the_others_go_on(tmp_path):
+def test_a_run_that_cannot_be_restored_fails_and_the_others_go_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(recovery, "FIRST_PAUSE_SECONDS", 0.01)
+
     async def work(front: Front):
         a, b = await front.new_run("a"), await front.new_run("b")
         for run in (a, b):

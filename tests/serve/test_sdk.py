@@ -5,7 +5,6 @@ import io
 import json
 import multiprocessing
 import pickle
-import time
 import urllib.request
 
 import numpy as np
@@ -18,7 +17,7 @@ from tinker._exceptions import RequestFailedError
 from tinker.cli.__main__ import main_cli as cli
 from tinker.types import RequestErrorCategory
 
-from helpers.servers import OTHER_KEY, serving
+from helpers.servers import OTHER_KEY
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
 MODEL = "tiny/vector"
@@ -315,23 +314,6 @@ def test_four_tenants_at_once_get_what_each_gets_alone(service):
         assert alone.optim_step(RATE).result().metrics["grad_norm"] == norms[place]
 
 
-def test_a_number_that_never_comes_fails_those_that_wait_and_the_run_goes_on(tmp_path):
-    with serving(tmp_path, "--gap-seconds", "1") as server:
-        service = tinker.ServiceClient(base_url=server.url, api_key=server.key)
-        _check_gap(service.create_lora_training_client(MODEL, rank=2).result())
-
-
-def _check_gap(client):
-    pointer = tinker.types.ImageAssetPointerChunk(format="png", location="x", expected_tokens=1)
-    broken = tinker.Datum(
-        model_input=tinker.ModelInput(chunks=[pointer]), loss_fn_inputs={"target_tokens": [1], "weights": [1.0]}
-    )
-    with pytest.raises(Exception, match=r"Unsupported model input chunk type|asset"):
-        client.forward_backward([broken], "cross_entropy").result(timeout=60)
-    assert "has not come within 1 s (--gap-seconds)" in failure(client.forward_backward([datum(1)], "cross_entropy"))
-    assert learn(client, 1)
-
-
 def test_the_page_and_the_metrics_ask_for_the_key(server, client):
     learn(client, 1)
     with pytest.raises(urllib.error.HTTPError, match="401"):
@@ -339,25 +321,6 @@ def test_the_page_and_the_metrics_ask_for_the_key(server, client):
     for path, found in (("/", client.model_id), ("/metrics", "dataproto_serve_engine_connected 1")):
         request = urllib.request.Request(server.url + path, headers={"X-API-Key": server.key})
         assert found in urllib.request.urlopen(request).read().decode()
-
-
-def test_old_checkpoints_go_with_keep_last_and_a_silent_session_leaves_one(tmp_path):
-    with serving(tmp_path, "--keep-last", "2", "--session-seconds", "1") as server:
-        rest = tinker.RestClient(base_url=server.url, api_key=server.key)
-        client = (
-            tinker.ServiceClient(base_url=server.url, api_key=server.key)
-            .create_lora_training_client(MODEL, rank=2)
-            .result()
-        )
-        for name in "abc":
-            client.save_state(name).result()
-        names = [each.checkpoint_id for each in rest.list_checkpoints(client.model_id).result().checkpoints]
-        assert names == ["weights/b", "weights/c"]
-        deadline = time.monotonic() + 60  # heartbeats come every 10 s, so that a session of 1 s expires
-        while "weights/_expired" not in names and time.monotonic() < deadline:
-            time.sleep(0.2)
-            names = [each.checkpoint_id for each in rest.list_checkpoints(client.model_id).result().checkpoints]
-        assert "weights/_expired" in names
 
 
 def test_asynchronous_calls_work_too(client):

@@ -1,5 +1,7 @@
 """The engine against Hugging Face's own forward and against itself: log-probs of passes, of samples and of prompts."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
@@ -33,6 +35,9 @@ TYPES = [
     ),
 ]
 
+UNLIKE = ["qwen2_5_vl", *(pytest.param(each, marks=pytest.mark.slow) for each in ("qwen3_vl", "qwen3", "qwen3_5"))]
+"""Those whose passes are computed in different ways: features of layers, no images, and recurrent layers."""
+
 
 class Served:
     """An engine with a trained adapter, its export and samplers of it and of the base."""
@@ -57,15 +62,31 @@ class Served:
         return hugging_face_logprobs(self.path, parts or self.prompt, self.engine, self.adapter if adapter else None)
 
 
-@pytest.fixture(scope="module", params=TYPES)
-def served(request, tmp_path_factory):
-    model_type, _, tied = request.param.partition(" with ")
-    return Served(model_type, tmp_path_factory.mktemp(model_type), bool(tied))
-
-
 @pytest.fixture(scope="module")
-def qwen(tmp_path_factory):
-    return Served("qwen2_5_vl", tmp_path_factory.mktemp("qwen"))
+def made(tmp_path_factory):
+    """Makes each engine once."""
+
+    @cache
+    def make(name: str) -> Served:
+        model_type, _, tied = name.partition(" with ")
+        return Served(model_type, tmp_path_factory.mktemp(model_type), bool(tied))
+
+    return make
+
+
+@pytest.fixture(params=TYPES)
+def served(request, made):
+    return made(request.param)
+
+
+@pytest.fixture(params=UNLIKE)
+def unlike(request, made):
+    return made(request.param)
+
+
+@pytest.fixture
+def qwen(made):
+    return made("qwen2_5_vl")
 
 
 def test_log_probs_of_a_pass_are_those_of_hugging_face_with_the_exported_adapter(served):
@@ -79,30 +100,30 @@ def test_log_probs_of_a_pass_are_those_of_hugging_face_with_the_exported_adapter
     assert (served.expected(adapter=False) - served.expected()).abs().max() > 0.05
 
 
-def test_samples_of_a_prompt_are_trained_as_if_each_were_alone(served):
+def test_samples_of_a_prompt_are_trained_as_if_each_were_alone(unlike):
     """The prompt, which is learned too, is computed once. Log-probs are those of Hugging Face within 1e-5."""
-    prompt = [*served.prompt, EncodedTextChunk(list(range(5, 45)))]
+    prompt = [*unlike.prompt, EncodedTextChunk(list(range(5, 45)))]
     answers = ([7, 8, 9], [7, 8, 10, 11], [30], [7, 8, 9])
     parts = [[*prompt, EncodedTextChunk(answer)] for answer in answers]
     data = [
-        Datum(each, random_inputs(length(served.engine, each), "importance_sampling", seed=number))
+        Datum(each, random_inputs(length(unlike.engine, each), "importance_sampling", seed=number))
         for number, each in enumerate(parts)
     ]
-    matrices = served.engine._models["m"].trained.matrices
+    matrices = unlike.engine._models["m"].trained.matrices
     found, gradients = [], []
     for passes in ([data], [[each] for each in data]):
         for matrix in matrices.values():
             matrix.grad = None
         for rows in passes:
-            found += run_pass(served.engine, "m", rows, "importance_sampling").outputs
+            found += run_pass(unlike.engine, "m", rows, "importance_sampling").outputs
         gradients.append({name: matrix.grad for name, matrix in matrices.items()})
     for together, alone, given, each in zip(found[:4], found[4:], data, parts, strict=True):
-        expected = served.expected(each).gather(1, torch.from_numpy(given.inputs["target_tokens"])[:, None])[:, 0]
+        expected = unlike.expected(each).gather(1, torch.from_numpy(given.inputs["target_tokens"])[:, None])[:, 0]
         np.testing.assert_allclose(together["logprobs"], expected, atol=1e-5, rtol=0)
         np.testing.assert_allclose(together["logprobs"], alone["logprobs"], atol=1e-5, rtol=0)
     for name, gradient in gradients[1].items():
         torch.testing.assert_close(gradients[0][name], gradient, atol=1e-5 * float(gradient.abs().max() + 1), rtol=1e-4)
-    base = served.engine.base("tiny")
+    base = unlike.engine.base("tiny")
     rendered = base.renderer.placed([base.sequence(ModelInput(each)) for each in parts])
     packed = PackedPart([ScoredRow(each, None, None, None) for each in rendered])
     assert packed.lengths == [len(rendered[0]), 2, 1, 3]  # what each row has not in common with the row before
@@ -116,26 +137,26 @@ def test_prompts_with_other_pictures_are_not_shared(qwen):
     assert [len(each) for each in PackedPart(rows).images] == [1, 1]
 
 
-def test_sampled_log_probs_are_those_of_a_forward_pass(served):
+def test_sampled_log_probs_are_those_of_a_forward_pass(unlike):
     """Of the adapter and of the base, decoded in one batch. Within 1e-4."""
     for name in ("adapter", "base"):
-        served.engine.submit(SampleRequest(name, name, served.prompt, 3, Sampling(max_tokens=5, seed=7, stop=[])))
-    for result in until_done(served.engine, 2):
+        unlike.engine.submit(SampleRequest(name, name, unlike.prompt, 3, Sampling(max_tokens=5, seed=7, stop=[])))
+    for result in until_done(unlike.engine, 2):
         assert len({tuple(one.tokens) for one in result.samples}) > 1
         for one in result.samples:
             assert len(one.tokens) == 5
             assert one.stop_reason == "length"
-            whole = [*served.prompt, EncodedTextChunk(one.tokens.tolist())]
-            after = served.expected(whole, result.request_id == "adapter")[served.tokens - 1 : -1]
+            whole = [*unlike.prompt, EncodedTextChunk(one.tokens.tolist())]
+            after = unlike.expected(whole, result.request_id == "adapter")[unlike.tokens - 1 : -1]
             expected = after.gather(1, torch.from_numpy(one.tokens).long()[:, None])[:, 0]
             np.testing.assert_allclose(one.logprobs, expected, atol=1e-4, rtol=0)
 
 
-def test_a_prompt_is_scored_by_the_sampler_and_not_by_the_model(served):
-    parts, count = served.prompt, served.tokens
+def test_a_prompt_is_scored_by_the_sampler_and_not_by_the_model(unlike):
+    parts, count = unlike.prompt, unlike.tokens
     targets = np.stack([np.arange(count - 1), np.full(count - 1, -1)], 1)
     found = sample(
-        served.engine,
+        unlike.engine,
         "adapter",
         parts,
         sampling={"max_tokens": 1},
@@ -143,8 +164,8 @@ def test_a_prompt_is_scored_by_the_sampler_and_not_by_the_model(served):
         topk_prompt_logprobs=3,
         target_prompt_logprobs=targets,
     )
-    rendered = served.engine.base("tiny").rendered(ModelInput(parts))
-    text, expected = rendered.token_types[1:] == 0, served.expected()[:-1]
+    rendered = unlike.engine.base("tiny").rendered(ModelInput(parts))
+    text, expected = rendered.token_types[1:] == 0, unlike.expected()[:-1]
     own = expected.gather(1, rendered.input_ids[1:, None])[:, 0]
     assert np.isnan(found.prompt_logprobs[0])
     assert len(found.prompt_logprobs) == count
