@@ -15,8 +15,8 @@ from typing import Any
 
 from dataproto.errors import CheckpointError
 from dataproto_server.backend import OPTIMIZER_FILE
-from dataproto_server.config import LimitsConfig, ServeConfig
-from dataproto_server.engine_link import CallFailed, EngineLink
+from dataproto_server.config import LimitsConfig
+from dataproto_server.engine_link import CallFailed
 from dataproto_server.front.sample_queue import Samples
 from dataproto_server.json_requests import (
     CreateModel,
@@ -136,9 +136,10 @@ class Barriers:
     A request that a crash interrupted can be carried out again.
     """
 
-    def __init__(self, link: EngineLink, catalogue: Catalogue, config: ServeConfig, samples: Samples) -> None:
-        self.link, self.catalogue, self.config, self.samples = link, catalogue, config, samples
-        self.room = CheckpointRoom(catalogue, config.limits)
+    def __init__(self, samples: Samples) -> None:
+        self.samples, self.link, self.catalogue = samples, samples.link, samples.catalogue
+        self.config = samples.config
+        self.room = CheckpointRoom(self.catalogue, self.config.limits)
         self.syncs = Syncs()
         self.kinds: dict[str, Callable[[Run, Entry, bytes], Any]] = {
             "create": self._create,
@@ -327,11 +328,8 @@ class Barriers:
             owner=run.owner,
             run=run.id,
             base_model=run.base_model,
-            model_path=None,
             directory=self.catalogue.name_of(directory),
             own=1,
-            digest="",
-            created=time.time(),
             moving=int(moving),
         )
         return self._new_sampler(sampler, stages)

@@ -12,7 +12,6 @@ from dataproto.errors import not_hiding
 from dataproto_server.backend import Failure, Pass
 from dataproto_server.codec import read_pass
 from dataproto_server.engine_link import CallFailed, EngineLost
-from dataproto_server.front.barriers import Barriers
 from dataproto_server.front.futures import failed, pass_outcome
 from dataproto_server.front.scheduler import Results, Scheduler
 from dataproto_server.ledger import journal
@@ -40,8 +39,8 @@ class Recovery:
     wait, and the journal keeps all that it needs. One whose snapshot is damaged has failed.
     """
 
-    def __init__(self, scheduler: Scheduler, barriers: Barriers) -> None:
-        self.scheduler, self.barriers = scheduler, barriers
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler, self.barriers = scheduler, scheduler.barriers
         self.link, self.database, self.catalogue = scheduler.link, scheduler.database, scheduler.catalogue
         self._losses: Counter[tuple[str, ...]] = Counter()  # of the engine, by the run or the requests that it was at
 

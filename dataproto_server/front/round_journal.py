@@ -8,17 +8,15 @@ from collections import Counter
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import NoReturn
 
-from dataproto_server.config import ServeConfig
-from dataproto_server.engine_link import CallFailed, EngineLink, EngineLost
+from dataproto_server.engine_link import CallFailed, EngineLost
 from dataproto_server.front.barriers import SAVES, Barriers
-from dataproto_server.front.counters import Counters
-from dataproto_server.front.futures import Futures, failed
+from dataproto_server.front.futures import failed
 from dataproto_server.front.lanes import Lane
 from dataproto_server.ledger import journal
-from dataproto_server.ledger.database import Database, NotWritten
+from dataproto_server.ledger.database import NotWritten
 from dataproto_server.ledger.directories import remove_directory
 from dataproto_server.ledger.journal import Entry, Outcome
-from dataproto_server.ledger.records import Catalogue, Job, Run, put, together
+from dataproto_server.ledger.records import Job, Run, put, together
 
 log = logging.getLogger("dataproto.serve")
 MOST_TRIES = 3  # of a round at which the engine ends
@@ -31,24 +29,16 @@ class RoundJournal:
     Where something cannot be written, its requests fail; if the engine has computed them, it starts again from the journal.
     """
 
-    def __init__(
-        self,
-        link: EngineLink,
-        database: Database,
-        catalogue: Catalogue,
-        futures: Futures,
-        counters: Counters,
-        lanes: MutableMapping[str, Lane],
-        on_ended: Callable[[Lane], None],
-    ) -> None:
+    def __init__(self, barriers: Barriers, lanes: MutableMapping[str, Lane], on_ended: Callable[[Lane], None]) -> None:
         """
         Args:
             lanes: of all runs; that of a run that has ended goes with its last request.
             on_ended: is called with a lane that a request has left.
         """
-        self.link, self.database, self.catalogue, self.futures = link, database, catalogue, futures
-        self.counters, self.lanes, self.on_ended = counters, lanes, on_ended
-        self._last_round = database.run_now(journal.last_round)
+        self.link, self.catalogue, self.database = barriers.link, barriers.catalogue, barriers.catalogue.database
+        self.futures, self.counters = barriers.samples.futures, barriers.samples.counters
+        self.lanes, self.on_ended = lanes, on_ended
+        self._last_round = self.database.run_now(journal.last_round)
         self._tries: Counter[tuple[str, ...]] = Counter()
 
     async def begin(self, entries: Sequence[Entry]) -> bool:
@@ -175,8 +165,9 @@ class RunSnapshots:
     The engine copies the state before the next request of the run, and a thread writes the copy.
     """
 
-    def __init__(self, database: Database, catalogue: Catalogue, barriers: Barriers, config: ServeConfig) -> None:
-        self.database, self.catalogue, self.barriers, self.config = database, catalogue, barriers, config
+    def __init__(self, barriers: Barriers) -> None:
+        self.barriers, self.config = barriers, barriers.config
+        self.catalogue, self.database = barriers.catalogue, barriers.catalogue.database
         self._writing: dict[str, asyncio.Task[None]] = {}  # by run
 
     async def after_step(self, lane: Lane, seq: int) -> None:

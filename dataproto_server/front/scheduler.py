@@ -9,18 +9,16 @@ from typing import Literal
 
 from dataproto_server.backend import Failure, Pass, PassResult
 from dataproto_server.codec import read_pass
-from dataproto_server.config import ServeConfig
-from dataproto_server.engine_link import CallFailed, EngineLink, EngineLost
+from dataproto_server.engine_link import CallFailed, EngineLost
 from dataproto_server.front.barriers import WITH_FILES, Barriers, Done, remove_run_files
-from dataproto_server.front.counters import Counters
 from dataproto_server.front.fair_share import FairShare
-from dataproto_server.front.futures import Futures, failed, pass_outcome
+from dataproto_server.front.futures import failed, pass_outcome
 from dataproto_server.front.lanes import Intake, Lane
 from dataproto_server.front.round_journal import RoundJournal, RunSnapshots
 from dataproto_server.ledger import journal
-from dataproto_server.ledger.database import Database, NotWritten
+from dataproto_server.ledger.database import NotWritten
 from dataproto_server.ledger.journal import Entry
-from dataproto_server.ledger.records import Catalogue, Job, put, together
+from dataproto_server.ledger.records import Job, put, together
 from dataproto_server.refusals import InvalidRequest, failure_of
 
 log = logging.getLogger("dataproto.serve")
@@ -38,36 +36,31 @@ class Scheduler:
     Of the passes that wait, a round has a fair share of each client: see `FairShare`. A client is a session.
     """
 
-    def __init__(
-        self,
-        link: EngineLink,
-        database: Database,
-        catalogue: Catalogue,
-        futures: Futures,
-        barriers: Barriers,
-        config: ServeConfig,
-        counters: Counters,
-    ) -> None:
-        self.link, self.database, self.catalogue, self.futures = link, database, catalogue, futures
-        self.barriers, self.config, self.counters = barriers, config, counters
-        self.snapshots = RunSnapshots(database, catalogue, barriers, config)
+    def __init__(self, barriers: Barriers) -> None:
+        self.barriers, self.config, self.link = barriers, barriers.config, barriers.link
+        self.catalogue, self.database = barriers.catalogue, barriers.catalogue.database
+        self.futures, self.counters = barriers.samples.futures, barriers.samples.counters
+        self.snapshots = RunSnapshots(barriers)
         self.lanes: dict[str, Lane] = {}
         self.on_connected: Callable[[], Awaitable[None]]  # to an engine that holds no run
-        self.rounds = RoundJournal(link, database, catalogue, futures, counters, self.lanes, self._begin_save)
-        self._intake = Intake(database, config.limits, self.lanes, self._enter)
+        self.rounds = RoundJournal(barriers, self.lanes, self._begin_save)
+        self._intake = Intake(self.database, self.config.limits, self.lanes, self._enter)
         self.accept = self._intake.accept
         self._share: FairShare[Entry] = FairShare()
         self._pass_seconds = 0.0  # of the last round of passes
         self._wake = asyncio.Event()
         self._in_rounds = False
         self._saves: set[asyncio.Task[None]] = set()
-        for run in catalogue.runs.values():
+        for run in self.catalogue.runs.values():
             if run.state in ("new", "live"):
                 self.lanes[run.id] = Lane(run)
         unfinished = [
-            entry for group in database.run_now(journal.rounds_to_replay) for entry in group if entry.state == "queued"
+            entry
+            for group in self.database.run_now(journal.rounds_to_replay)
+            for entry in group
+            if entry.state == "queued"
         ]
-        for entry in [*unfinished, *database.run_now(journal.waiting)]:
+        for entry in [*unfinished, *self.database.run_now(journal.waiting)]:
             if entry.run in self.lanes:
                 self._enter(entry)
 

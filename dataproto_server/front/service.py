@@ -30,11 +30,9 @@ FETCHED_SECONDS = 600.0  # that a fetched result is kept, for a client that lost
 class Lifecycle:
     """Looks every few seconds for what has ended."""
 
-    def __init__(
-        self, catalogue: Catalogue, scheduler: Scheduler, samples: Samples, futures: Futures, config: ServeConfig
-    ) -> None:
-        self.catalogue, self.scheduler, self.samples = catalogue, scheduler, samples
-        self.futures, self.config = futures, config
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler, self.samples, self.catalogue = scheduler, scheduler.barriers.samples, scheduler.catalogue
+        self.futures, self.config = scheduler.futures, scheduler.config
         self._ending = asyncio.Lock()
         self._offset = time.time() - time.monotonic()
 
@@ -137,13 +135,10 @@ class Service:
         self.catalogue = Catalogue(self.database, state)
         self.link = EngineLink(socket, lambda request, result: self.samples.received(request, result))
         self.samples = Samples(self.link, self.catalogue, self.futures, config, self.counters)
-        barriers = Barriers(self.link, self.catalogue, config, self.samples)
-        self.scheduler = Scheduler(
-            self.link, self.database, self.catalogue, self.futures, barriers, config, self.counters
-        )
-        self.recovery = Recovery(self.scheduler, barriers)
+        self.scheduler = Scheduler(Barriers(self.samples))
+        self.recovery = Recovery(self.scheduler)
         self.scheduler.on_connected = self._connected
-        self.lifecycle = Lifecycle(self.catalogue, self.scheduler, self.samples, self.futures, config)
+        self.lifecycle = Lifecycle(self.scheduler)
         self._models: list[ModelInfo] = []
         self._described = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []

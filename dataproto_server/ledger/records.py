@@ -4,9 +4,10 @@ import asyncio
 import json
 import re
 import sqlite3
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +26,7 @@ KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights"
 class Session:
     id: str
     owner: str
-    created: float
+    created: float = field(default_factory=time.time)
     state: str = "live"  # live, finished or expired
     project: str | None = None
     display_name: str | None = None
@@ -43,8 +44,8 @@ class Run:
     base_model: str
     lora: str | None
     metadata: str
-    created: float
-    last_request: float
+    created: float = field(default_factory=time.time)
+    last_request: float = field(default_factory=time.time)
     state: str = "new"  # new, live, failed, or ended
     next_seq: int = 0  # of the next request that is carried out
     snapshot_seq: int = -1  # the last request that the snapshot covers
@@ -60,13 +61,13 @@ class Sampler:
     id: str
     session: str
     owner: str
-    run: str | None
+    run: str | None = None
     base_model: str
-    model_path: str | None
+    model_path: str | None = None
     directory: str | None  # of the adapter; None: the base model
-    own: int  # the directory belongs to this sampler alone, and is removed with it
-    digest: str
-    created: float
+    own: int = 0  # the directory belongs to this sampler alone, and is removed with it
+    digest: str = ""
+    created: float = field(default_factory=time.time)
     moving: int = 0  # follows the inflight saves of its run
     joined: int = 0  # clients that joined, as of its start: see `join`
 
@@ -113,7 +114,7 @@ def together(*jobs: Job) -> Job:
 
 def everything(kind: type[Record]) -> Callable[[sqlite3.Connection], list[Record]]:
     """All records of a kind, in the order in which they were written: the system clock may have been set back since."""
-    names = [field.name for field in fields(kind) if field.name not in NOT_WRITTEN]  # type: ignore[arg-type]
+    names = [each.name for each in fields(kind) if each.name not in NOT_WRITTEN]  # type: ignore[arg-type]
     sql = f"SELECT {', '.join(names)} FROM {TABLES[kind]} ORDER BY rowid"
     return lambda db: [kind(**dict(row)) for row in db.execute(sql)]
 

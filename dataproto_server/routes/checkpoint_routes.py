@@ -158,8 +158,6 @@ async def copy_weights(call: Call) -> Response:
         base_model=base,
         lora=None if lora is None else text(lora),
         metadata=text({"copy_of": source.path, "project": asked.destination_project_id or ""}),
-        created=now,
-        last_request=now,
         state="ended",
     )
     directory = service.catalogue.run_directory(run) / source.kind / source.name

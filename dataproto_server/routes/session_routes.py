@@ -75,7 +75,6 @@ async def create_session(call: Call) -> Response:
     session = Session(
         id=uuid.uuid4().hex,
         owner=call.owner,
-        created=time.time(),
         project=asked.project_id,
         display_name=asked.display_name,
         metadata=text(asked.user_metadata),
@@ -146,13 +145,10 @@ async def create_sampling_session(call: Call) -> Response:
         id=sampler_id,
         session=session.id,
         owner=call.owner,
-        run=None,
         base_model=base,
         model_path=asked.model_path,
         directory=directory,
-        own=0,
         digest=digest,
-        created=time.time(),
     )
     with nullcontext() if directory is None else call.service.samples.hold(directory):
         await _check(call, sampler)

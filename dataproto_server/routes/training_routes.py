@@ -81,7 +81,6 @@ async def _new_run(
         if kind != "invalid" and others >= most:
             kind, body = "invalid", f"this key has {most} runs in training: finish a session (--max-runs)".encode()
         if run is None:
-            now = time.time()
             run = Run(
                 id=run_id,
                 number=catalogue.next_number(),
@@ -90,8 +89,6 @@ async def _new_run(
                 base_model=base_model,
                 lora=None if lora is None else text(lora),
                 metadata=text(metadata),
-                created=now,
-                last_request=now,
             )
             await catalogue.write(run)
             if catalogue.sessions[session_id].state != "live":  # it has ended meanwhile, with the runs that it had
