@@ -7,6 +7,7 @@ When the same calls come in the same order and grouping, a backend on the CPU gi
 replays a journal of calls after a crash.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy.typing as npt
 
 from dataproto.chunks import Chunk
+from dataproto.errors import InvalidConfig
 from workers.model.model_config import AdamParams
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -24,6 +26,7 @@ TopK: TypeAlias = tuple[Array, Array]
 Later: TypeAlias = Callable[[Callable[[], None]], None]
 """Carries out some work now or later, in any thread."""
 
+LEAST_TEMPERATURE = 1e-30  # by which float32 can divide logits
 OPTIMIZER_FILE = "optimizer.safetensors"
 """The file of `Backend.save` with the AdamW state; the other files are the adapter, as `Backend.export` writes it."""
 
@@ -158,6 +161,21 @@ class Sampling:
     top_p: float = 1.0
     seed: int | None = None
     stop: str | Sequence[str | int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise InvalidConfig(f"max_tokens={self.max_tokens}: must be at least 1")
+        if not (self.temperature == 0 or LEAST_TEMPERATURE <= self.temperature < math.inf):
+            raise InvalidConfig(
+                f"temperature={self.temperature}: must be 0, which takes the most probable token, or at least "
+                f"{LEAST_TEMPERATURE:g}"
+            )
+        if not 0 < self.top_p <= 1:
+            raise InvalidConfig(f"top_p={self.top_p}: must be above 0 and at most 1")
+        if self.top_k != -1 and self.top_k < 1:
+            raise InvalidConfig(f"top_k={self.top_k}: must be at least 1, or -1 for all")
+        if "" in ([self.stop] if isinstance(self.stop, str) else self.stop or ()):
+            raise InvalidConfig(f"stop={self.stop!r}: a text that ends an answer has at least one character")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from PIL import Image
 
 from dataproto.chunks import Chunk, EncodedTextChunk, ImageChunk
-from dataproto.errors import InvalidChunk
+from dataproto.errors import InvalidChunk, InvalidConfig
 from dataproto_server.arrays import (
     FLOAT32,
     INT32,
@@ -27,7 +27,7 @@ from dataproto_server.arrays import (
 )
 from dataproto_server.backend import Array, Datum, Pass, PassResult, SampleRequest, SampleResult, Sampling, SparseRows
 from dataproto_server.config import LimitsConfig
-from dataproto_server.json_requests import SampleBody, SamplingBody
+from dataproto_server.json_requests import SampleBody
 from dataproto_server.protobuf_messages import ForwardBackwardOutput, ForwardBackwardRequest, SampleResponse
 from dataproto_server.refusals import InvalidRequest, Refused
 
@@ -159,7 +159,6 @@ def _write_batched(arrays: Sequence[Array], message: Any) -> None:
 
 
 MOST_TARGETS = 1 << 22  # of a request, after the rows are filled up to the longest
-LEAST_TEMPERATURE = 1e-30  # by which float32 can divide logits
 STOP_REASONS = {"stop": 0, "length": 1}
 
 
@@ -192,6 +191,10 @@ def read_sample(body: SampleBody, request_id: str, sampler_id: str, limits: Limi
         raise InvalidRequest(
             "record_stability_info belongs to a loss without a public formula, which this server lacks"
         )
+    try:
+        sampling = Sampling(**body.sampling_params.values())
+    except InvalidConfig as error:
+        raise InvalidRequest(str(error)) from error
     last = body.prompt_logprobs_last_n
     if last is not None and (last < 1 or not body.prompt_logprobs):
         raise InvalidRequest(f"prompt_logprobs_last_n={last}: must be at least 1, and needs prompt_logprobs")
@@ -206,7 +209,7 @@ def read_sample(body: SampleBody, request_id: str, sampler_id: str, limits: Limi
         sampler_id,
         chunks,
         body.num_samples,
-        read_sampling(body.sampling_params),
+        sampling,
         bool(body.prompt_logprobs),
         body.topk_prompt_logprobs,
         body.topk_sample_logprobs,
@@ -214,23 +217,6 @@ def read_sample(body: SampleBody, request_id: str, sampler_id: str, limits: Limi
         last,
     )
     return SampleCall(request, targets)
-
-
-def read_sampling(body: SamplingBody) -> Sampling:
-    """Sampling parameters, after a check of their ranges."""
-    if body.max_tokens is not None and body.max_tokens < 1:
-        raise InvalidRequest(f"max_tokens={body.max_tokens}: must be at least 1")
-    if not (body.temperature == 0 or LEAST_TEMPERATURE <= body.temperature < float("inf")):
-        raise InvalidRequest(
-            f"temperature={body.temperature}: must be 0, which takes the most probable token, or at least {LEAST_TEMPERATURE:g}"
-        )
-    if not 0 < body.top_p <= 1:
-        raise InvalidRequest(f"top_p={body.top_p}: must be above 0 and at most 1")
-    if body.top_k != -1 and body.top_k < 1:
-        raise InvalidRequest(f"top_k={body.top_k}: must be at least 1, or -1 for all")
-    if (isinstance(body.stop, str) and not body.stop) or (isinstance(body.stop, list) and "" in body.stop):
-        raise InvalidRequest("a stop text is empty")
-    return Sampling(body.max_tokens, body.temperature, body.top_k, body.top_p, body.seed, body.stop)
 
 
 def _targets(value: Mapping[str, Any]) -> Array | SparseRows:

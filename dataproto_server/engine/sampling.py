@@ -252,12 +252,8 @@ def sampling_params(request: SampleRequest, room: int) -> SamplingParams:
     """
     given = request.sampling
     texts, tokens = stops(given.stop)
-    if given.max_tokens is not None and given.max_tokens < 1:
-        raise InvalidConfig(f"max_tokens={given.max_tokens}: must be at least 1")
     if not 0 <= request.topk_sample_logprobs <= MOST_LIKELY:
         raise InvalidConfig(f"topk_sample_logprobs={request.topk_sample_logprobs}: must be from 0 to {MOST_LIKELY}")
-    if not np.isfinite(given.temperature):
-        raise InvalidConfig(f"temperature={given.temperature}: must be a finite number")
     return SamplingParams(
         temperature=float(given.temperature),
         top_p=float(given.top_p),
@@ -279,8 +275,6 @@ def stops(stop: str | Sequence[str | int] | None) -> tuple[tuple[str, ...], tupl
     given: list[str | int] = [stop] if isinstance(stop, str) else list(stop or ())
     texts = tuple(each for each in given if isinstance(each, str))
     tokens = tuple(int(each) for each in given if not isinstance(each, str))
-    if not all(texts):
-        raise InvalidConfig(f"stop={stop!r}: a text that ends an answer has at least one character")
     return texts, tokens
 
 

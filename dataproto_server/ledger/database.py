@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -48,11 +47,10 @@ CREATE TABLE samplers (
 
 
 class Answer(NamedTuple):
-    """What a function has returned or raised, and whether it has changed anything."""
+    """What a function has returned or raised."""
 
     result: Any = None
     problem: BaseException | None = None
-    written: bool = False
 
 
 class NotWritten(DataProtoError):
@@ -90,8 +88,6 @@ class Database:
 
     def __init__(self, path: Path) -> None:
         """Opens or makes the database. Raises `FileFormatError` for one of another version."""
-        self._failing_since: float | None = None  # no write has succeeded since
-        self._last_failure = -inf
         self._unwritten: list[Callable[[sqlite3.Connection], Any]] = []
         self._jobs: queue.Queue[Job | None] = queue.Queue()
         self._later: deque[Job] = deque()
@@ -109,7 +105,7 @@ class Database:
         or if another program holds the database.
 
         Raises:
-            NotWritten: it, or anything at all, could not be written for that time.
+            NotWritten: it could not be written for that time.
         """
         began = time.monotonic()
         while True:
@@ -120,8 +116,7 @@ class Database:
                 found = obstacle(error)
                 if found is None:
                     raise
-                since = self._failing_since
-                if time.monotonic() - (began if since is None else min(began, since)) >= DISK_SECONDS:
+                if time.monotonic() - began >= DISK_SECONDS:
                     raise NotWritten(
                         f"the server could not write to {found.place} for {DISK_SECONDS:g} s: {found.reason}; "
                         f"{found.way_out}, and send the request again"
@@ -172,7 +167,6 @@ class Database:
                 again: list[Job] = [(function, Future()) for function in self._unwritten]
                 together = [*again, *jobs]
                 answers = _commit(connection, together)
-                self._note(answers)
                 _tell(together, answers)
                 for function, done in again:
                     problem = done.exception()
@@ -187,18 +181,6 @@ class Database:
             )
             os._exit(1)  # without this thread all requests would wait for ever
         connection.close()
-
-    def _note(self, answers: Sequence[Answer]) -> None:
-        """Notes whether anything was written, and whether anything could not be. A failure long ago says nothing of a new one."""
-        written = any(each.written for each in answers)
-        failed = any(obstacle(each.problem) is not None for each in answers)
-        now = time.monotonic()
-        if written:
-            self._failing_since = None
-        elif failed and (self._failing_since is None or now - self._last_failure > DISK_SECONDS):
-            self._failing_since = now
-        if failed:
-            self._last_failure = now
 
     def _next(self) -> list[Job] | None:
         """All jobs that wait, at least one unless something unwritten is to be tried again; ``None`` at the end."""
@@ -296,10 +278,8 @@ def _results(connection: sqlite3.Connection, jobs: list[Job]) -> list[Answer]:
     answers: list[Answer] = []
     for function, _ in jobs:
         connection.execute("SAVEPOINT job")
-        changes = connection.total_changes
         try:
-            result = function(connection)
-            answers.append(Answer(result, written=connection.total_changes > changes))
+            answers.append(Answer(function(connection)))
         except BaseException as error:
             if not connection.in_transaction:  # the writes of the functions before this one are lost too
                 raise

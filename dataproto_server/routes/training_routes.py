@@ -39,42 +39,26 @@ LARGE_RESULT = 1 << 18  # bytes of a result whose size is told before it is sent
 
 
 async def create_model(call: Call) -> Response:
-    given = await call.json()
-    session, number = identity_of(given, "session_id", "model_seq_id")
-    try:
-        asked = read(CreateModel, given)
-        lora = None if asked.lora_config is None else asked.lora_config.values()
-        return await _new_run(call, session, number, "create", asked.base_model, lora, asked.user_metadata)
-    except InvalidRequest as error:
-        return await _new_run(call, session, number, "invalid", "", None, None, str(error).encode())
+    return await _new_run(call, "create", CreateModel)
 
 
 async def load_weights(call: Call) -> Response:
-    given = await call.json()
-    if given.get("session_id") is None:
+    if (await call.json()).get("session_id") is None:
         return await load_in_order(call)
-    session, number = identity_of(given, "session_id", "model_seq_id")
+    return await _new_run(call, "load", LoadWeights)
+
+
+async def _new_run(call: Call, kind: str, form: type[CreateModel] | type[LoadWeights]) -> Response:
+    """Makes a run, and takes in its first request, number 0; one that is malformed fails in its turn."""
+    given, catalogue = await call.json(), call.service.catalogue
+    session_id, number = identity_of(given, "session_id", "model_seq_id")
+    asked, body = None, call.body
     try:
-        asked = read(LoadWeights, given)
-        return await _new_run(call, session, number, "load", asked.base_model or "", None, asked.user_metadata)
+        asked = read(form, given)
     except InvalidRequest as error:
-        return await _new_run(call, session, number, "invalid", "", None, None, str(error).encode())
-
-
-async def _new_run(
-    call: Call,
-    session_id: str,
-    number: int,
-    kind: str,
-    base_model: str,
-    lora: dict[str, Any] | None,
-    metadata: dict[str, Any] | None,
-    body: bytes | None = None,
-) -> Response:
-    """Makes a run, and takes in its first request, number 0."""
-    catalogue = call.service.catalogue
+        kind, body = "invalid", str(error).encode()
     run_id = f"{catalogue.live_session(session_id, call.owner).id}:train:{number}"
-    sent = kind, call.body if body is None else body
+    sent = kind, body
     async with catalogue.making[call.owner]:  # the same request may come again while the run is being written
         run, most = catalogue.runs.get(run_id), call.service.config.limits.max_runs
         others = sum(each.id != run_id for each in catalogue.live_runs(call.owner))
@@ -86,16 +70,16 @@ async def _new_run(
                 number=catalogue.next_number(),
                 session=session_id,
                 owner=call.owner,
-                base_model=base_model,
-                lora=None if lora is None else text(lora),
-                metadata=text(metadata),
+                base_model=asked.base_model or "" if asked else "",
+                lora=text(lora.values()) if (lora := getattr(asked, "lora_config", None)) else None,
+                metadata=text(asked.user_metadata if asked else None),
             )
             await catalogue.write(run)
             if catalogue.sessions[session_id].state != "live":  # it has ended meanwhile, with the runs that it had
                 await catalogue.database.run(drop(run))
                 catalogue.live_session(session_id, call.owner)
             catalogue.runs[run_id] = run
-    return await _accepted(call, run, 0, kind, call.body if body is None else body, sent=sent)
+    return await _accepted(call, run, 0, kind, body, sent=sent)
 
 
 async def create_custom_loss(call: Call) -> Response:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dataproto.chunks import EncodedTextChunk, ImageChunk, ModelInput
+from dataproto.errors import InvalidConfig
 from dataproto_server.backend import Datum, Failure, Pass, SampleRequest, Sampling
 from dataproto_server.engine import InProcessEngine
 from helpers.checkpoints import write_checkpoint
@@ -296,9 +297,9 @@ def test_mistakes_in_a_request_are_the_users(qwen):
     assert failed.category == "user"
     assert "sampler 'nobody' is unknown" in failure(engine, text, sampler_id="nobody")
     assert "max_tokens=5000 exceed the model's context of 1024 tokens" in failure(engine, text, Sampling(5000))
-    assert "max_tokens=0" in failure(engine, text, Sampling(0))
-    assert "top_p=2.0" in failure(engine, text, Sampling(4, top_p=2.0))
-    assert "top_k=-2" in failure(engine, text, Sampling(4, top_k=-2))
+    for impossible in ({"max_tokens": 0}, {"top_p": 2.0}, {"top_k": -2}, {"temperature": np.inf}, {"stop": ["a", ""]}):
+        with pytest.raises(InvalidConfig, match=next(iter(impossible))):
+            Sampling(**impossible)
     assert "its model input is empty" in failure(engine, [])
     assert "from 1 to 0" in failure(engine, text, prompt_logprobs=True, prompt_logprobs_last_n=3)
     assert "takes int64 of (0, K)" in failure(engine, text, target_prompt_logprobs=np.zeros((1, 1), np.int64))
