@@ -1,4 +1,4 @@
-"""Batches over 2 and over 4 processes that talk through gloo."""
+"""Batches over four processes that talk through gloo."""
 
 import multiprocessing
 from collections.abc import Callable
@@ -25,6 +25,7 @@ DTYPES = [
     *(torch.bool, torch.uint8, torch.int16, torch.uint16, torch.int64, torch.float16, torch.bfloat16, torch.float32),
     *(torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2),
 ]
+RANKS = 4
 ROWS = (3, 1, 0, 4)  # of each rank
 
 
@@ -269,8 +270,6 @@ def call_by_rank(*calls: Callable[[DataProto], Any]) -> Callable[[int, int], tup
 
 
 RAGGED = RaggedTensor(torch.zeros(2, 3, dtype=torch.int64), [1, 1])
-LAST = {2: "rank 1", 4: "rank 3"}
-OTHERS = {2: "rank 0", 4: "ranks 0, 1, 2"}
 
 # name -> (scenario, error, what its message holds, with {last} and {others} for the ranks)
 BAD: dict[str, tuple[Callable[[int, int], Any], type, str]] = {
@@ -334,12 +333,10 @@ def run(rank: int, size: int, store: str, results: Any) -> None:
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def outcomes(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[int, dict[str, list[Any]]]:
-    """The number of ranks, and what each reports for every scenario."""
-    size = request.param
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What each rank reports for every scenario."""
+    size = RANKS
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["dataproto.distributed"])
     results = context.Queue()
@@ -353,22 +350,20 @@ def outcomes(
         found[name][rank] = outcome
     for process in ranks:
         process.join(timeout=60)
-    return size, found
+    return found
 
 
 @pytest.mark.parametrize("name", [scenario.__name__ for scenario in GOOD])
-def test_every_rank(outcomes: tuple[int, dict[str, list[Any]]], name: str) -> None:
-    size, found = outcomes
-    assert found[name] == [None] * size
+def test_every_rank(outcomes: dict[str, list[Any]], name: str) -> None:
+    assert outcomes[name] == [None] * RANKS
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_all_ranks_raise_the_same(outcomes: tuple[int, dict[str, list[Any]]], name: str) -> None:
-    size, found = outcomes
+def test_all_ranks_raise_the_same(outcomes: dict[str, list[Any]], name: str) -> None:
     _, error, message = BAD[name]
-    assert len(set(found[name])) == 1
-    assert found[name][0][0] is error
-    assert message.format(last=LAST[size], others=OTHERS[size]) in found[name][0][1]
+    assert len(set(outcomes[name])) == 1
+    assert outcomes[name][0][0] is error
+    assert message.format(last="rank 3", others="ranks 0, 1, 2") in outcomes[name][0][1]
 
 
 def test_distinct_media_and_rows_are_sent_once() -> None:

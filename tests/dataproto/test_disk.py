@@ -347,6 +347,26 @@ def test_empty_and_partial_batches(data: DataProto, tmp_path: Path) -> None:
     assert (None if back.batch is None else back.batch.device) == (None if data.batch is None else data.batch.device)
 
 
+def test_a_file_of_an_earlier_version_is_read() -> None:
+    """`written_in_2026.dp` was written once, and is never written again."""
+    back = DataProto.load_from_disk(Path(__file__).with_name("written_in_2026.dp"), verify=True)
+    assert back["ids"].tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert (back["half"].dtype, back["half"].tolist()) == (torch.bfloat16, [0.5, -1.0, 3.0])
+    assert back["uid"].tolist() == ["a", "b", "c"]
+    images = [row["image"][0] for row in back["media"][:2]]
+    assert images[0] is images[1]
+    assert (images[0].size, images[0].getpixel((1, 2)), images[0].getpixel((0, 0))) == (
+        (6, 4),
+        (200, 0, 7),
+        (10, 20, 30),
+    )
+    assert torch.equal(back["pixels"][0]["pixel_values"], torch.ones(2, 3))
+    assert [row.tolist() for row in back["tokens"]] == [[0], [1, 2, 3], [4, 5]]
+    assert (back["numbers"].tolist(), back["texts"].tolist()) == ([1.0, 2.0, 3.0], ["x", "yy", "z"])
+    facts = {"step": 3, "pair": (1, float("inf")), "by number": {1: "a", (2, 3): "b"}, "loss": np.float32(0.25)}
+    assert same_value(back.meta_info, facts)
+
+
 # What may not be written or read
 
 

@@ -10,7 +10,7 @@ import dataproto
 from dataproto.extras import LazyModule
 
 
-def test_a_module_is_imported_without_its_neighbours_and_a_name_is_the_same_object() -> None:
+def test_a_module_loads_no_neighbour_the_package_no_heavy_library_and_a_name_is_the_same_object() -> None:
     program = """
 import sys
 import dataproto.errors, workers.ranks.layout, workers.model.model_config, rollout.engine, recipes.algorithms.options
@@ -18,6 +18,8 @@ assert not {"torch", "tensordict", "transformers"} & set(sys.modules)
 from dataproto import DataProto
 from dataproto.protocol import DataProto as same
 assert DataProto is same is sys.modules["dataproto"].__dict__["DataProto"]
+from dataproto import *
+assert not {"ray", "vllm", "transformers"} & set(sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
