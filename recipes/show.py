@@ -3,7 +3,7 @@
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby, islice, takewhile
 from pathlib import Path
 from typing import Any, Literal
@@ -52,31 +52,12 @@ class ShownRow:
 
     index: int
     spans: tuple[Span, ...] = ()
-    tokens: int = 0
-    learnt: int | None = None  # tokens that are learnt; None: those that are sampled
     pictures: tuple[Image.Image, ...] = ()
-    sizes: tuple[str, ...] = ()  # of the pictures, as given and as seen
-    truth: Any = None
-    scores: TruthScores | None = None
+    facts: Mapping[str, str] = field(
+        default_factory=dict
+    )  # tokens, pictures and truth, and what the reward gives, by name
     error: str | None = None
-
-    @property
-    def facts(self) -> dict[str, str]:
-        """The tokens, pictures and truth, and what the reward gives, by name."""
-        learnt = "" if self.learnt is None else f", {self.learnt} of them learnt"
-        facts = {"tokens": f"{self.tokens}{learnt}"}
-        if self.sizes:
-            facts["pictures"] = "; ".join(self.sizes)
-        if self.learnt is None:
-            facts["truth"] = "none" if self.truth is None else repr(self.truth)
-        if self.scores is not None:
-            facts["reward of the truth"] = f"{_numbers(self.scores.right)} for {self.scores.answer!r}"
-            if self.scores.wrong is not None:
-                facts["reward of a wrong answer"] = _numbers(self.scores.wrong)
-            facts["reward of an empty answer"] = _numbers(self.scores.empty)
-            if not self.scores.is_best:
-                facts["warning"] = "the reward does not give its best to the truth"
-        return facts
+    is_best: bool = True  # what the reward gives the truth
 
 
 @dataclass(frozen=True)
@@ -91,8 +72,7 @@ class ShownSource:
     @property
     def is_well(self) -> bool:
         """Whether all rows can be used, and the reward gives its best to their truths."""
-        best = all(row.error is None and (row.scores is None or row.scores.is_best) for row in self.rows)
-        return best and not self.is_refused
+        return not self.is_refused and all(row.error is None and row.is_best for row in self.rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -202,15 +182,15 @@ def shown_row(place: int, row: Mapping[str, Any] | DataProtoError, builder: Prom
     except DataProtoError as error:
         return ShownRow(place, error=_reason(error))
     learnt = prompt.loss_mask if isinstance(prompt, TrainingRow) else None
-    return ShownRow(
-        place,
-        token_spans(builder.tokenizer, prompt.input_ids.tolist(), prompt.token_types.tolist(), learnt),
-        len(prompt.input_ids),
-        None if learnt is None else int(learnt.sum()),
-        tuple(pictures_of(media_objects(prompt.images, prompt.videos))),
-        tuple(_sizes(prompt, builder)),
-        (row.get("reward_model") or {}).get("ground_truth"),
-    )
+    count = len(prompt.input_ids)
+    facts = {"tokens": f"{count}" if learnt is None else f"{count}, {int(learnt.sum())} of them learnt"}
+    if sizes := list(_sizes(prompt, builder)):
+        facts["pictures"] = "; ".join(sizes)
+    if learnt is None:
+        truth = (row.get("reward_model") or {}).get("ground_truth")
+        facts["truth"] = "none" if truth is None else repr(truth)
+    spans = token_spans(builder.tokenizer, prompt.input_ids.tolist(), prompt.token_types.tolist(), learnt)
+    return ShownRow(place, spans, tuple(pictures_of(media_objects(prompt.images, prompt.videos))), facts)
 
 
 def _reason(error: DataProtoError) -> str:
@@ -253,7 +233,9 @@ def with_scores(
         return replace(source, lines=(*source.lines, f"the reward refuses these rows: {error}"), is_refused=True)
     rows = list(source.rows)
     for place, scores in zip(used, found, strict=True):
-        rows[place] = replace(rows[place], scores=scores)
+        if scores is not None:
+            facts = {**rows[place].facts, **_score_facts(scores)}
+            rows[place] = replace(rows[place], facts=facts, is_best=scores.is_best)
     return replace(source, rows=tuple(rows))
 
 
@@ -291,6 +273,15 @@ def _print_row(row: ShownRow, console: Console) -> None:
     console.print(text, soft_wrap=True)
     for name, value in row.facts.items():
         _say(console, (f"{name}: ", "yellow" if name == "warning" else "dim"), value)
+
+
+def _score_facts(scores: TruthScores) -> dict[str, str]:
+    facts = {"reward of the truth": f"{_numbers(scores.right)} for {scores.answer!r}"}
+    if scores.wrong is not None:
+        facts["reward of a wrong answer"] = _numbers(scores.wrong)
+    facts["reward of an empty answer"] = _numbers(scores.empty)
+    warning = {} if scores.is_best else {"warning": "the reward does not give its best to the truth"}
+    return facts | warning
 
 
 def _numbers(result: Result) -> str:

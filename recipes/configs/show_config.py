@@ -26,7 +26,7 @@ RECIPES: Mapping[str, Callable[[Sequence[str]], Any]] = {
 
 @dataclass(frozen=True)
 class ShowOptions:
-    """The options of the command alone.
+    """The options of the command itself.
 
     Attributes:
         rows: number of rows of each data set to show: the first ones

@@ -13,7 +13,7 @@ LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 26
 COLOURS = 6  # the page's style defines --c0 to --c5
 MAX_POINTS = 300
 MAX_MARKS = 40
-RAW_POINTS = 25  # longer lines are drawn smoothed, with the raw one faint behind
+RAW_POINTS = 25  # longer lines are shown smoothed, over the raw one, which is faint
 
 Points = list[tuple[float, float]]
 

@@ -26,7 +26,7 @@ def start_phase(
 ) -> Iterator[None]:
     """Names what the block does, and prints the seconds that it took.
 
-    On a terminal the name stands beside a spinner and the time so far. Elsewhere (a log file, a CI job) it is a line before the
+    On a terminal the name stands next to a spinner and the time so far. Elsewhere (a log file, a CI job) it is a line before the
     block, so that the last line of the log names the phase that still runs.
 
     >>> import sys
@@ -168,7 +168,7 @@ class Progress:
     """Prints held-out accuracy, reward, KL, length, tokens per second and device, and the time left, in aligned columns.
 
     A row is printed at the first step, at the last step, after each evaluation, and in between at most every ``interval``
-    seconds; the header again every 20 rows. On a terminal a bar below the table is redrawn at every step.
+    seconds; the header again every 20 rows. On a terminal a bar below the table changes at every step.
 
     >>> import sys
     >>> with Progress(2, console=Console(file=sys.stdout, width=100)) as progress:

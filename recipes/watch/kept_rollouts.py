@@ -2,7 +2,7 @@
 
 A row is a rollout with its reward, or a row of supervised training with its loss.
 
-A run's directory holds ``rollouts/training/step_<step>.jsonl``, one line a row, and beside it
+A run's directory holds ``rollouts/training/step_<step>.jsonl``, one line a row, and next to it
 ``step_<step>.tokens.jsonl.gz``, the tokens of the same rows, line by line. Pictures lie once each in ``rollouts/images``, for all
 steps.
 """
@@ -25,6 +25,7 @@ from dataproto.errors import InvalidConfig
 from recipes.watch.rollout_files import (
     FOLDER,
     TRAINING,
+    Row,
     pictures_of,
     prompt_text,
     replace_file,
@@ -55,8 +56,6 @@ PER_TOKEN = {  # name in the file: columns (B, R), of which the first that the b
     "advantages": ("advantages",),
 }
 DIGITS = 6  # decimals of numbers in the files
-
-Row = dict[str, Any]
 
 
 class KeptRollouts:
@@ -154,7 +153,7 @@ class KeptRollouts:
 def chosen_rows(uids: Sequence[Any], limit: int, seed: int) -> tuple[np.ndarray, list[int]]:
     """The rows of some whole groups, at most ``limit``, and the number of each row within its group.
 
-    Groups are drawn at random by the seed, until the next one would be too many. Only where the first group alone is larger than
+    Groups are taken at random by the seed, until the next one would be too many. Only where the first group is itself larger than
     the limit are its first rows taken.
 
     >>> rows, samples = chosen_rows(["a", "b", "a", "b", "c", "c"], limit=5, seed=1)

@@ -30,7 +30,7 @@ JSONL = "jsonl"  # always written: the report, a resumed run and the summary rea
 
 
 class RunLoggers:
-    """Gives metrics and rollouts to ``metrics.jsonl`` and to trackers. Without the file no run goes on; a tracker may fail."""
+    """Gives metrics and rollouts to ``metrics.jsonl`` and to trackers. Without the file no run continues; a tracker may fail."""
 
     def __init__(self, directory: Path, file: MetricsLog, trackers: Mapping[str, RunLogger]) -> None:
         self.directory, self.file, self.trackers = directory, file, dict(trackers)
@@ -67,7 +67,7 @@ class RunLoggers:
                 del self.trackers[name]
                 why = _described(name, tracker, error)
                 print(
-                    f"warning: logger {name} failed {when} and gets nothing more, the run goes on: {why}",
+                    f"warning: logger {name} failed {when} and gets nothing more, the run continues: {why}",
                     file=sys.stderr,
                 )
 

@@ -175,7 +175,7 @@ def test_each_family_is_shown(model_type):
     places = sum(int(span.text.rpartition("× ")[2]) for span in shown.spans if span.kind == "media")
     assert places == (prompt.token_types != 0).sum() > 0
     assert "How many dots?" in "".join(span.text for span in shown.spans if span.kind == "text")
-    assert shown.sizes[0].startswith("60 x 40")
+    assert shown.facts["pictures"].startswith("60 x 40")
 
 
 def test_columns_of_alpaca_are_read(tmp_path, capsys):

@@ -28,7 +28,7 @@ def test_nothing_finite_is_no_chart(points):
     assert line_chart([]) == ""
 
 
-def test_a_single_point_is_drawn():
+def test_a_single_point_is_shown():
     svg = line_chart([Series("a", [(5, 0.3)])])
     assert "<circle" in svg
     assert "step 5: 0.3" in svg

@@ -107,7 +107,7 @@ def test_a_whole_run(tmp_path):
     assert ACCURACY in shown
 
 
-def test_controls_engine_staleness_and_ends_of_episodes_are_drawn(tmp_path):
+def test_controls_engine_staleness_and_ends_of_episodes_have_charts(tmp_path):
     with MetricsLog(tmp_path) as log:
         for step in range(1, 4):
             metrics = {"training/staleness/mean": 0.5, "training/staleness/max": 1.0, "episode/turns/mean": 2.0 + step}
@@ -196,7 +196,7 @@ def test_episodes_are_strips_of_pictures(tmp_path):
     page, text = page_of(tmp_path)
     assert len(page.all("div", "strip")) == 2
     assert len(page.all("figure")) == 3
-    assert len(page.all("img")) == 4  # none beside the question
+    assert len(page.all("img")) == 4  # none next to the question
     assert "".join(page.text).count("<up>") == 1
     assert "<up>" not in text
 

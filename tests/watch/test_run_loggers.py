@@ -63,7 +63,7 @@ def words(directory):
     return [json.loads(line) for line in (directory / "lines.txt").read_text().splitlines()]
 
 
-def test_a_users_class_gets_everything_beside_the_file(tmp_path, own):
+def test_a_users_class_gets_everything_next_to_the_file(tmp_path, own):
     run = LoggedRun(tmp_path / "run")
     run.directory.mkdir()
     (run.directory / "config.json").write_text('{"run": {"steps": 2}}')
@@ -95,7 +95,7 @@ def test_a_logger_that_fails_is_told_once_and_the_others_go_on(tmp_path, own, ca
     told = capsys.readouterr().err.splitlines()
     line = OWN[: OWN.index('raise OSError("disk')].count("\n") + 1
     assert told == [
-        f"warning: logger {own}:Failing failed at step 2 and gets nothing more, the run goes on: OSError: disk full "
+        f"warning: logger {own}:Failing failed at step 2 and gets nothing more, the run continues: OSError: disk full "
         f"({own}:{line}, in log)"
     ]
     assert [line[0] for line in words(tmp_path / "run")] == ["open", "log", "log"]

@@ -198,7 +198,7 @@ class Own:
 @pytest.mark.tracker("swanlab")
 @pytest.mark.slow
 def test_all_trackers_take_all_metrics_of_a_run_at_once(directory, tmp_path, monkeypatch, capsys):
-    """MLflow's files cannot hold ``timing_s/step`` beside ``timing_s/step/read``, and so it got nothing of a real run."""
+    """MLflow's files cannot hold ``timing_s/step`` next to ``timing_s/step/read``, and so it got nothing of a real run."""
     import mlflow
 
     for name, value in (("WANDB_MODE", "offline"), ("WANDB_SILENT", "true"), ("SWANLAB_MODE", "offline")):

@@ -1,5 +1,5 @@
 "use strict";
-// All text of rollouts is set as text, never as HTML. The curves are HTML that the server has drawn and escaped.
+// All text of rollouts is set as text, never as HTML. The curves are HTML that the server has made and escaped.
 
 const POLL = 2000, PAGE = 200, PREVIEW = 160;
 const COLOURS = ["advantage", "log-prob", "difference", "none"];
