@@ -58,4 +58,15 @@ __all__ = [
     "unpad_inert",
 ]
 
-__getattr__ = lazy_names(__name__, __file__)
+__getattr__ = lazy_names(
+    __name__,
+    ".collation",
+    ".columns",
+    ".distributed",
+    ".packing",
+    ".planning",
+    ".protocol",
+    ".ragged",
+    ".serialization.wire",
+    ".tensordict_utils",
+)

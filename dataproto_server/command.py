@@ -44,11 +44,11 @@ with tinker.ServiceClient() as service:
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, config: ServeConfig | None = None) -> int:
     """Parses the command line, serves until it is interrupted, and returns the exit status."""
     with exit_status(arguments, resumes=False) as status:
         require_extra("serve", "dataproto serve", "starlette", "uvicorn", "zstandard")
-        serve(parse(status.arguments), status.arguments)
+        serve(config or parse(status.arguments), status.arguments)
     return status.code
 
 

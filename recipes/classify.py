@@ -34,10 +34,10 @@ __all__ = [
 ]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, config: ClassifyConfig | None = None) -> int:
     """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
     with exit_status(arguments) as status:
-        config = parse(status.arguments)
+        config = config or parse(status.arguments)
         announce_small_model(config.model_path, config.data.data_path)
         pictures = open_labelled(config.data, config.run.seed)
         print(f"report: {run_supervised(config, partial(classification_task, config, pictures))}")

@@ -30,10 +30,10 @@ def distil_step(
     return data, metrics | {"distil/reverse_kl": -float(sampled.mean())}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, config: DistilRunConfig | None = None) -> int:
     """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
     with exit_status(arguments) as status:
-        print(f"report: {run(parse(status.arguments), distil_step)}")
+        print(f"report: {run(config or parse(status.arguments), distil_step)}")
     return status.code
 
 

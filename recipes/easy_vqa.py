@@ -50,10 +50,10 @@ TINY_MODEL = TinyConfig(text_std=0.088, vision_std=0.2, min_pixels=112 * 112)
 SFT, MODEL, SHUFFLED = "sft", "model", "shuffled"  # folders of the run's directory
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, config: EasyVQAConfig | None = None) -> int:
     """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
     with exit_status(arguments) as status:
-        print(f"report: {run(config := parse(status.arguments), step_for(config), easy_vqa_task)}")
+        print(f"report: {run(config := config or parse(status.arguments), step_for(config), easy_vqa_task)}")
         if config.shuffled_control:
             print("control: the same steps with shuffled rewards")
             print(f"report: {run(control := shuffled_control(config), step_for(control), easy_vqa_task)}")

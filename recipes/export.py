@@ -95,10 +95,10 @@ def _reason(error: Exception) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str] | None = None, config: ModelExportConfig | None = None) -> int:
     """Parses the command line, exports, and returns the exit status; a user's mistake is one line on stderr."""
     with exit_status(arguments, resumes=False) as status:
-        config = parse(arguments)
+        config = config or parse(status.arguments)
         disable_progress_bar()
         print(f"model: {export_model(config)}")
     return status.code

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from dataproto import DataProto
-from recipes.algorithms.options import KL_ESTIMATORS, AlgorithmConfig, NamedLoss
+from recipes.algorithms.kl import KL_ESTIMATORS
+from recipes.algorithms.options import AlgorithmConfig, NamedLoss
 from recipes.configs.grpo_config import PRESETS, TINY, GRPOConfig, GRPORunConfig, parse
 from recipes.configs.shared.policy_gradient_config import PolicyGradientConfig
 from recipes.options import exit_status
@@ -136,10 +137,10 @@ def step_for(config: PolicyGradientConfig) -> AlgorithmStep:
     return grpo_step_in_parts if config.rollout.early_update else grpo_step
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, config: GRPORunConfig | None = None) -> int:
     """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
     with exit_status(arguments) as status:
-        print(f"report: {run(config := parse(status.arguments), step_for(config))}")
+        print(f"report: {run(config := config or parse(status.arguments), step_for(config))}")
     return status.code
 
 

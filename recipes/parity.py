@@ -81,10 +81,10 @@ def _without_images(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, "prompt": messages, "images": []}
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str] | None = None, config: ParityConfig | None = None) -> int:
     """Parses the command line, compares, prints, and returns the exit status."""
     with exit_status(arguments, resumes=False) as status:
-        config = parse(arguments)
+        config = config or parse(status.arguments)
         disable_progress_bar()
         found, differing = compare_log_probs(config)
     if status.code:

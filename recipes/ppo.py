@@ -80,10 +80,10 @@ def episode_step(config: EpisodeRunConfig) -> AlgorithmStep:
     return ppo_step if config.algorithm.needs_critic else step_for(config)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, config: PPORunConfig | None = None) -> int:
     """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
     with exit_status(arguments) as status:
-        print(f"report: {run(parse(status.arguments), ppo_step)}")
+        print(f"report: {run(config or parse(status.arguments), ppo_step)}")
     return status.code
 
 

@@ -29,10 +29,10 @@ from workers import Roles
 __all__ = ["PRESETS", "TINY", "SFTConfig", "SFTDataConfig", "conversation_task", "main", "open_data", "parse"]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, config: SFTConfig | None = None) -> int:
     """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
     with exit_status(arguments) as status:
-        config = parse(status.arguments)
+        config = config or parse(status.arguments)
         announce_small_model(config.model_path, config.data.data_path)
         print(f"report: {run_supervised(config, partial(conversation_task, config))}")
     return status.code

@@ -75,10 +75,10 @@ class ShownSource:
         return not self.is_refused and all(row.error is None and row.is_best for row in self.rows)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, config: ShowConfig | None = None) -> int:
     """Prints the rows and returns the exit status: 1 if one cannot be used, or the truth does not get the best reward."""
     with exit_status(arguments, resumes=False) as status:
-        asked = parse(status.arguments)
+        asked = config or parse(status.arguments)
         disable_progress_bar()
         sources = list(shown_sources(asked))
         for source in sources:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from recipes.configs.walk_config import parse
+from recipes.configs.walk_config import WalkConfig, parse
 from recipes.demo.grid_walk import MOVES, TASK, GridWalk, RandomWalks, WalkRows
 from recipes.demo.tiny_model import TinyConfig
 from recipes.options import exit_status
@@ -31,10 +31,10 @@ WALK = DrawnEnvironment(
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, config: WalkConfig | None = None) -> int:
     """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
     with exit_status(arguments) as status:
-        config = parse(status.arguments)
+        config = config or parse(status.arguments)
         print(f"report: {run(config, episode_step(config), partial(episode_task, drawn=WALK))}")
     return status.code
 

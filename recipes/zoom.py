@@ -43,10 +43,10 @@ ZOOM = DrawnEnvironment(
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, config: ZoomConfig | None = None) -> int:
     """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
     with exit_status(arguments) as status:
-        config = parse(status.arguments)
+        config = config or parse(status.arguments)
         print(f"report: {run(config, episode_step(config), zoom_task)}")
     return status.code
 

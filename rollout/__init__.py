@@ -9,4 +9,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Completion", "Request", "RolloutEngine", "SamplingParams", "create_engine"]
 
-__getattr__ = lazy_names(__name__, __file__)
+__getattr__ = lazy_names(__name__, ".engine")

@@ -42,4 +42,18 @@ __all__ = [
     "launch",
 ]
 
-__getattr__ = lazy_names(__name__, __file__)
+__getattr__ = lazy_names(
+    __name__,
+    ".cluster.launcher",
+    ".cluster.role_groups",
+    ".model.packed_model",
+    ".ranks.layout",
+    ".roles.actor",
+    ".roles.critic",
+    ".roles.model_worker",
+    ".roles.reward",
+    ".roles.rollout_worker",
+    ".roles.sharding_manager",
+    ".training.forward_pass",
+    ".training.optimizer",
+)

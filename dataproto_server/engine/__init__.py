@@ -11,4 +11,4 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineOptions", "InProcessEngine", "PlacedEngine", "engine_from_json", "placed_engine_from_json"]
 
-__getattr__ = lazy_names(__name__, __file__)
+__getattr__ = lazy_names(__name__, ".engine_options", ".in_process", ".placed_engine")

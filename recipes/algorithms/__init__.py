@@ -93,4 +93,17 @@ __all__ = [
     "whiten",
 ]
 
-__getattr__ = lazy_names(__name__, __file__)
+__getattr__ = lazy_names(
+    __name__,
+    ".advantages",
+    ".correction",
+    ".covariances",
+    ".datum_losses",
+    ".kl",
+    ".losses",
+    ".mismatch",
+    ".options",
+    ".penalties",
+    ".registry",
+    ".turn_advantages",
+)

@@ -23,6 +23,7 @@ follow each other in the order of its rows. Without ``trajectory`` each row is a
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -81,6 +82,10 @@ def group_advantage(
         variance = torch.zeros_like(centred).index_add(0, group, centred.square()) / (size - 1).clamp(min=1)
         centred = torch.where(centred == 0, 0.0, centred / (variance.sqrt()[group] + eps))
     return _spread(centred[responses.of], response_mask)
+
+
+dr_grpo_advantage = partial(group_advantage, normalise_std=False)
+"""Dr. GRPO: the score of a response minus the mean of all responses to the same prompt."""
 
 
 def leave_one_out_advantage(

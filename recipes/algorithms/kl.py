@@ -13,6 +13,8 @@ The KL term is part of the loss or a penalty in the rewards; see `recipes.algori
 Dimension letters: B rows, R response tokens.
 """
 
+from collections.abc import Callable, Mapping
+
 import torch
 from torch import Tensor
 
@@ -95,3 +97,12 @@ def reverse_kl_advantage(old_log_probs: Tensor, ref_log_prob: Tensor, response_m
     """
     difference = ref_log_prob.detach().float() - old_log_probs.detach().float()
     return torch.where(response_mask != 0, difference, 0.0)
+
+
+KL_ESTIMATORS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "k1": k1_kl,
+    "k2": k2_kl,
+    "k3": k3_kl,
+    "k3+": unbiased_k3_kl,
+}
+"""The estimators by the names that `AlgorithmConfig` gives them."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from dataproto.errors import InvalidColumn, InvalidConfig
-from dataproto.extras import LazyModule
 from recipes.algorithms.correction import Correction, Rejection, check_bounds, check_limit
 from recipes.algorithms.function_files import in_users_function
 from recipes.algorithms.penalties import KLController
@@ -20,14 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from dataproto import DataProto
-    from recipes.algorithms import advantages as advantages_of
-    from recipes.algorithms import kl
     from workers.model.packed_model import Outputs
-else:  # options are read without torch
-    advantages_of = LazyModule("recipes.algorithms.advantages")
-    kl = LazyModule("recipes.algorithms.kl")
 
-KL_ESTIMATORS = {"k1": kl.k1_kl, "k2": kl.k2_kl, "k3": kl.k3_kl, "k3+": kl.unbiased_k3_kl}
 LOSS_OPTIONS = ("clip", "dual_clip")
 """Options that only some of the losses have."""
 OF_THE_PAPER: Any = None
@@ -144,7 +137,7 @@ class AlgorithmConfig:
         yield not 0 <= self.gamma <= 1, f"gamma={self.gamma}: must be from 0 to 1"
         yield min(self.clip) < 0, f"clip={self.clip} must not be negative"
         yield self.dual_clip is not None and self.dual_clip <= 1, f"dual_clip={self.dual_clip} must be above 1"
-        choices = {"kl": tuple(KL_ESTIMATORS), "correction": get_args(Correction), "rejection": get_args(Rejection)}
+        choices = {"kl": get_args(Estimator), "correction": get_args(Correction), "rejection": get_args(Rejection)}
         for name, names in choices.items():
             yield getattr(self, name) not in names, f"{name}={getattr(self, name)!r}: choose one of {', '.join(names)}"
 
@@ -152,8 +145,10 @@ class AlgorithmConfig:
         """Values that do not go together, each with the message that says so."""
         name, generations = self.advantage, self.dynamic_sampling
         advantage, loss = ADVANTAGES.find(name), LOSSES.find(self.loss)
-        compares = not advantage.critic and advantage.takes("uid")  # a critic needs no other samples
-        yield self.n < 2 and compares, f"n={self.n}: {name} compares the samples of a prompt and needs at least 2"
+        yield (
+            self.n < 2 and not advantage.critic and advantage.takes("uid"),  # a critic needs no other samples
+            f"n={self.n}: {name} compares the samples of a prompt and needs at least 2",
+        )
         yield self.n < 2 and generations > 0, f"n={self.n}: dynamic sampling needs groups of at least 2"
         yield (
             self.filter_metric is not None and not generations,
@@ -317,8 +312,10 @@ def advantage_columns(config: AlgorithmConfig, data: DataProto) -> dict[str, Ten
     with in_users_function(what, named.function):
         found = named.function(**given)
     if named.critic:
+        from recipes.algorithms.advantages import whiten
+
         advantages, returns = found
-        whitened = advantages_of.whiten(advantages, data["response_mask"]) if options.get("whiten") else advantages
+        whitened = whiten(advantages, data["response_mask"]) if options.get("whiten") else advantages
         return {"advantages": whitened, "returns": returns}
     _check_shape(what, found, data["response_mask"])
     return {"advantages": found}

@@ -20,21 +20,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Literal
+from functools import cache
+from pkgutil import resolve_name
+from typing import Any, Literal
 
 from dataproto.errors import InvalidConfig
-from dataproto.extras import LazyModule
 from recipes.algorithms.function_files import load_named_function
-
-if TYPE_CHECKING:
-    from recipes.algorithms import advantages, covariances, kl, losses, turn_advantages
-else:  # their names are options, which are read without torch
-    advantages = LazyModule("recipes.algorithms.advantages")
-    covariances = LazyModule("recipes.algorithms.covariances")
-    kl = LazyModule("recipes.algorithms.kl")
-    losses = LazyModule("recipes.algorithms.losses")
-    turn_advantages = LazyModule("recipes.algorithms.turn_advantages")
 
 Estimator = Literal["k1", "k2", "k3", "k3+"]
 
@@ -57,23 +48,41 @@ class Algorithm:
     """A loss or an advantage.
 
     Attributes:
-        function: the function; see the docstring of this module.
+        source: the function, or for those of this package its module and name, which are imported when it is asked for: the
+            names of algorithms are options, which are read without torch.
         paper: the options that its paper sets, of those in `VERL`. Options that the user sets take precedence.
-        columns: further columns that the function reads, each with the function that computes it from the whole batch before
-            an update.
+        sources: further columns that the function reads, each with the function that computes it from the whole batch
+            before an update.
         arguments: some of the function's arguments, so that asking for them does not import it.
         critic: of an advantage: it needs the column ``values`` of a critic, and returns the advantages and the critic's returns.
     """
 
-    function: Callable[..., Any]
+    source: Callable[..., Any] | str
     paper: Mapping[str, Any] = field(default_factory=dict)
-    columns: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    sources: Mapping[str, Callable[..., Any] | str] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
     critic: bool = False
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The function; see the docstring of this module."""
+        return _resolved(self.source)
+
+    @property
+    def columns(self) -> dict[str, Callable[..., Any]]:
+        """The functions of the further columns."""
+        return {name: _resolved(source) for name, source in self.sources.items()}
 
     def takes(self, name: str) -> bool:
         """Whether the function, or one that computes a column for it, has an argument ``name``."""
         return name in self.arguments or any(takes(each, name) for each in (self.function, *self.columns.values()))
+
+
+def _resolved(source: Callable[..., Any] | str) -> Callable[..., Any]:
+    found: Callable[..., Any] = (
+        resolve_name(f"recipes.algorithms.{source.replace('.', ':')}") if isinstance(source, str) else source
+    )
+    return found
 
 
 class Registry:
@@ -169,28 +178,26 @@ _CONSTANT_LENGTH = {"aggregation": "seq-mean-token-sum-norm"}
 ADVANTAGES = Registry(
     "advantage",
     {
-        "grpo": Algorithm(advantages.group_advantage),
-        "dr_grpo": Algorithm(
-            partial(advantages.group_advantage, normalise_std=False), _CONSTANT_LENGTH | {"kl_coef": 0.0}
-        ),
-        "rloo": Algorithm(advantages.leave_one_out_advantage, {"kl_coef": 0.05, "kl_in": "reward"}),
+        "grpo": Algorithm("advantages.group_advantage"),
+        "dr_grpo": Algorithm("advantages.dr_grpo_advantage", _CONSTANT_LENGTH | {"kl_coef": 0.0}),
+        "rloo": Algorithm("advantages.leave_one_out_advantage", {"kl_coef": 0.05, "kl_in": "reward"}),
         "reinforce_plus_plus": Algorithm(
-            advantages.reinforce_plus_plus, {"kl_coef": 0.01, "kl_in": "reward"}, arguments=("gamma",)
+            "advantages.reinforce_plus_plus", {"kl_coef": 0.01, "kl_in": "reward"}, arguments=("gamma",)
         ),
         "reinforce_plus_plus_baseline": Algorithm(
-            advantages.reinforce_plus_plus_baseline, {"kl_coef": 0.001, "kl": "k2"}
+            "advantages.reinforce_plus_plus_baseline", {"kl_coef": 0.001, "kl": "k2"}
         ),
-        "remax": Algorithm(advantages.greedy_baseline_advantage, {"kl_coef": 0.001, "kl_in": "reward"}),
-        "opo": Algorithm(advantages.length_weighted_advantage, {"kl_coef": 0.0}),
+        "remax": Algorithm("advantages.greedy_baseline_advantage", {"kl_coef": 0.001, "kl_in": "reward"}),
+        "opo": Algorithm("advantages.length_weighted_advantage", {"kl_coef": 0.0}),
         "gigpo": Algorithm(
-            turn_advantages.gigpo_advantage,
+            "turn_advantages.gigpo_advantage",
             {"kl_coef": 0.01},
         ),
-        "turn_returns": Algorithm(turn_advantages.turn_returns_advantage),
-        "gae": Algorithm(advantages.gae, arguments=("gamma",), critic=True),
-        "turn_gae": Algorithm(turn_advantages.turn_gae, critic=True),
-        "bi_level_gae": Algorithm(turn_advantages.bi_level_gae, arguments=("gamma",), critic=True),
-        "reverse_kl": Algorithm(kl.reverse_kl_advantage, {"kl_coef": 0.0}),
+        "turn_returns": Algorithm("turn_advantages.turn_returns_advantage"),
+        "gae": Algorithm("advantages.gae", arguments=("gamma",), critic=True),
+        "turn_gae": Algorithm("turn_advantages.turn_gae", critic=True),
+        "bi_level_gae": Algorithm("turn_advantages.bi_level_gae", arguments=("gamma",), critic=True),
+        "reverse_kl": Algorithm("kl.reverse_kl_advantage", {"kl_coef": 0.0}),
     },
 )
 """The advantages by name."""
@@ -198,11 +205,13 @@ ADVANTAGES = Registry(
 LOSSES = Registry(
     "loss",
     {
-        "ppo": Algorithm(losses.clipped_policy_loss),
-        "grpo": Algorithm(losses.clipped_policy_loss, _SEQUENCE_MEAN | {"kl_coef": 0.04, "kl": "k3", "kl_in": "loss"}),
-        "dr_grpo": Algorithm(losses.clipped_policy_loss, _CONSTANT_LENGTH | {"advantage": "dr_grpo", "kl_coef": 0.0}),
+        "ppo": Algorithm("losses.clipped_policy_loss"),
+        "grpo": Algorithm(
+            "losses.clipped_policy_loss", _SEQUENCE_MEAN | {"kl_coef": 0.04, "kl": "k3", "kl_in": "loss"}
+        ),
+        "dr_grpo": Algorithm("losses.clipped_policy_loss", _CONSTANT_LENGTH | {"advantage": "dr_grpo", "kl_coef": 0.0}),
         "dapo": Algorithm(
-            losses.clipped_policy_loss,
+            "losses.clipped_policy_loss",
             {
                 "aggregation": "token-mean",
                 "clip": (0.2, 0.28),
@@ -211,20 +220,20 @@ LOSSES = Registry(
                 "overlong_buffer": 0.2,
             },
         ),
-        "gspo": Algorithm(losses.sequence_policy_loss, _SEQUENCE_MEAN | {"clip": (3e-4, 4e-4), "kl_coef": 0.0}),
+        "gspo": Algorithm("losses.sequence_policy_loss", _SEQUENCE_MEAN | {"clip": (3e-4, 4e-4), "kl_coef": 0.0}),
         "cispo": Algorithm(
-            losses.clipped_weight_loss, {"aggregation": "token-mean", "clip": (1.0, 4.0), "kl_coef": 0.0}
+            "losses.clipped_weight_loss", {"aggregation": "token-mean", "clip": (1.0, 4.0), "kl_coef": 0.0}
         ),
-        "sapo": Algorithm(losses.gated_policy_loss, _SEQUENCE_MEAN | {"kl_coef": 0.0}),
+        "sapo": Algorithm("losses.gated_policy_loss", _SEQUENCE_MEAN | {"kl_coef": 0.0}),
         "clip_cov": Algorithm(
-            losses.clip_cov_loss,
+            "losses.clip_cov_loss",
             {"aggregation": "token-mean", "clip": (1.0, 1.0), "kl_coef": 0.0},
-            {"high_covariance": covariances.random_high_covariance},
+            {"high_covariance": "covariances.random_high_covariance"},
         ),
         "kl_cov": Algorithm(
-            losses.kl_cov_loss,
+            "losses.kl_cov_loss",
             {"aggregation": "token-mean", "kl_coef": 0.0},
-            {"high_covariance": covariances.highest_covariance},
+            {"high_covariance": "covariances.highest_covariance"},
         ),
     },
 )

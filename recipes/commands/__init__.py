@@ -23,9 +23,9 @@ class Command:
     """A command by the names, as ``module:function``, of its functions.
 
     Attributes:
-        target: ``main(arguments) -> exit status``.
+        target: ``main(arguments, config) -> exit status``.
         text: what it is for.
-        parse: reads the options, and ends the program after ``--help``.
+        parse: makes the configuration of the arguments, and ends the program after ``--help``.
     """
 
     target: str
@@ -129,15 +129,13 @@ def _main(arguments: Sequence[str]) -> int:
         return 2
     silence()
     command = COMMANDS[name]
-    if command.parse is not None:
-        from recipes.options import exit_status  # which takes longer than the table above
+    if command.parse is None:
+        return int(_named(command.target)(rest))
+    from recipes.options import exit_status  # which takes longer than the table above
 
-        with exit_status(rest, resumes=False) as status:
-            _named(command.parse)(rest)
-        if status.code:
-            return status.code
-    code: int = _named(command.target)(rest)
-    return code
+    with exit_status(rest, resumes=False) as status:
+        config = _named(command.parse)(rest)
+    return status.code or int(_named(command.target)(rest, config))
 
 
 def _show_version() -> int:

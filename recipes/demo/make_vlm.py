@@ -335,10 +335,10 @@ def replace_weights(checkpoint: Path, trained: Path) -> None:
         (checkpoint / name).unlink()
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str] | None = None, config: MakeVLMConfig | None = None) -> int:
     """Parses the command line, makes the model, and returns the exit status; a user's mistake is one line on stderr."""
     with exit_status(arguments) as status:
-        print(f"model: {make_vlm(parse(arguments))}")
+        print(f"model: {make_vlm(config or parse(status.arguments))}")
     return status.code
 
 

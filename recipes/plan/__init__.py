@@ -49,10 +49,10 @@ from workers.training.loading import checkpoint_family
 __all__ = ["PlanConfig", "PlanOptions", "as_options", "fit", "main", "plan"]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, config: PlanConfig | SimulationConfig | None = None) -> int:
     """Prints the plan and returns the exit status: 1 if the run does not fit, 2 after a user's mistake."""
     with exit_status(arguments, resumes=False) as status:
-        asked = parse(status.arguments)
+        asked = config or parse(status.arguments)
         disable_progress_bar()  # of the small model's files
         if isinstance(asked, SimulationConfig):
             print("\n".join(simulation_lines(simulated(asked))))

@@ -61,4 +61,16 @@ __all__ = [
     "train",
 ]
 
-__getattr__ = lazy_names(__name__, __file__)
+__getattr__ = lazy_names(
+    __name__,
+    "recipes.configs.shared.policy_gradient_config",
+    "recipes.configs.shared.run_config",
+    "recipes.configs.shared.supervised_config",
+    ".evaluation",
+    ".loop",
+    ".metrics",
+    ".phases",
+    ".policy_gradient",
+    ".run_directory",
+    ".supervised",
+)

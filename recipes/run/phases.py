@@ -22,8 +22,9 @@ from dataproto.packing import equally_wide
 from dataproto.planning import cut_minibatches
 from recipes.algorithms.advantages import informative_rows
 from recipes.algorithms.correction import importance_weights, kept_tokens
+from recipes.algorithms.kl import KL_ESTIMATORS
 from recipes.algorithms.mismatch import correction_metrics, difference_metrics
-from recipes.algorithms.options import KL_ESTIMATORS, AlgorithmConfig, add_loss_columns, advantage_columns
+from recipes.algorithms.options import AlgorithmConfig, add_loss_columns, advantage_columns
 from recipes.algorithms.penalties import KLController, overlong_penalty, penalised_rewards
 from recipes.run.metrics import timed
 from rollout.engine import SamplingParams

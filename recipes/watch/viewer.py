@@ -68,10 +68,10 @@ def parse(arguments: Sequence[str]) -> ViewConfig:
     return parse_config(arguments, ViewConfig(REQUIRED), __doc__, "dataproto view")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, config: ViewConfig | None = None) -> int:
     """Parses the command line, serves until it is interrupted, and returns the exit status."""
     with exit_status(arguments, resumes=False) as status:
-        config = parse(status.arguments)
+        config = config or parse(status.arguments)
         with ViewerServer(check_run(config.run_dir), config.port) as server:
             print(f"{config.run_dir}: {server.url} (Ctrl-C ends)", flush=True)
             with contextlib.suppress(KeyboardInterrupt):

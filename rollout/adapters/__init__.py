@@ -22,4 +22,4 @@ __all__ = [
     "write_adapter",
 ]
 
-__getattr__ = lazy_names(__name__, __file__)
+__getattr__ = lazy_names(__name__, ".adapter", ".adapter_files", ".adapter_requests", ".router")

@@ -33,4 +33,14 @@ __all__ = [
     "with_tools",
 ]
 
-__getattr__ = lazy_names(__name__, __file__)
+__getattr__ = lazy_names(
+    __name__,
+    ".environment",
+    ".episodes.episode",
+    ".episodes.episode_loop",
+    ".episodes.turn_renderer",
+    ".gymnasium_environment",
+    ".tool_environment",
+    ".trl_environment",
+    ".vagen_environment",
+)

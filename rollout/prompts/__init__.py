@@ -40,4 +40,14 @@ __all__ = [
     "token_values",
 ]
 
-__getattr__ = lazy_names(__name__, __file__)
+__getattr__ = lazy_names(
+    __name__,
+    "rollout.pretrained",
+    ".chunk_rendering",
+    ".content_store",
+    ".conversations",
+    ".image_processing",
+    ".messages",
+    ".prepared_rows",
+    ".prompt_builder",
+)

@@ -13,7 +13,8 @@ import pytest
 from dataproto.columns import COLUMNS
 from recipes import distil, geo3k_grpo, geo3k_ppo, walk
 from recipes.algorithms.correction import Correction, Rejection
-from recipes.algorithms.options import KL_ESTIMATORS, AlgorithmConfig
+from recipes.algorithms.kl import KL_ESTIMATORS
+from recipes.algorithms.options import AlgorithmConfig
 from recipes.algorithms.registry import ADVANTAGES, LOSSES
 from recipes.ppo import PPOConfig
 from workers.training.aggregation import MODES

@@ -1,13 +1,11 @@
 """Names of packages that are imported when they are used: what an import loads, and what stays as it was."""
 
-import pickle
 import subprocess
 import sys
 
 import pytest
 
 import dataproto
-from dataproto.extras import LazyModule
 
 
 def test_a_module_loads_no_neighbour_the_package_no_heavy_library_and_a_name_is_the_same_object() -> None:
@@ -30,11 +28,3 @@ def test_an_unknown_name_is_an_attribute_error_that_names_the_package() -> None:
         dataproto.DataPorto  # noqa: B018
     with pytest.raises(ImportError, match="DataPorto"):
         from dataproto import DataPorto  # noqa: F401
-
-
-def test_a_lazy_function_is_called_compared_and_pickled() -> None:
-    functions = LazyModule("posixpath")
-    join = pickle.loads(pickle.dumps(functions.join))
-    assert join == functions.join != functions.split
-    assert join("a", "b") == "a/b"
-    assert (repr(join), len({join, functions.join})) == ("posixpath.join", 1)

@@ -11,4 +11,4 @@ if TYPE_CHECKING:
 
 __all__ = ["AdapterTrainer", "ScoredPrompt", "ScoredRow", "TrainedAdapter", "TrainedMatrices", "TrainedWeights"]
 
-__getattr__ = lazy_names(__name__, __file__)
+__getattr__ = lazy_names(__name__, ".adapter_trainer", ".full_weights", ".trained_adapter")

@@ -24,4 +24,4 @@ __all__ = [
     "play_episodes",
 ]
 
-__getattr__ = lazy_names(__name__, __file__)
+__getattr__ = lazy_names(__name__, ".episode", ".episode_loop", ".episode_rows", ".held_episodes", ".turn_renderer")
