@@ -151,7 +151,7 @@ def test_a_frozen_decoder_passes_gradients_to_the_tower_alone(checkpoint):
         assert (gradient - whole[name]).norm() <= 1e-4 * whole[name].norm() + 1e-7, name
     actor.forward_backward(text_rows(actor.module.model.config), lambda outputs, rows: (-outputs.log_probs, {}))
     for options in ({"freeze_vision": True}, {"lora_rank": 2}):
-        with pytest.raises(InvalidConfig, match="freeze_language=True trains the vision tower alone"):
+        with pytest.raises(InvalidConfig, match="freeze_language=True trains only the vision tower"):
             ActorConfig(checkpoint, freeze_language=True, **options)
     assert not ActorConfig(checkpoint, freeze_language=True).frozen().freeze_language
 

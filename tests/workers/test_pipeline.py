@@ -479,11 +479,11 @@ def test_what_cannot_be_staged_is_named(outcomes):
         assert "makes 4 stages, but the model has 2 decoder layers" in said[0]
         assert "pipeline_layers=(2, 1, 1): must name at least one layer for each of 2 stages" in said[1]
         assert "pipeline_layers=(2, 0)" in said[2]
-        assert "freeze_language=True trains the first stage alone" in said[3]
+        assert "freeze_language=True trains only the first stage" in said[3]
         assert (
             "makes 4 stages, but the model has 5 decoder layers; decoder layers 1 to 4 share keys and values" in said[4]
         )
-        assert "use at most 2 stages, and dp, sp or tp beside them" in said[4]
+        assert "use at most 2 stages, and dp, sp or tp in addition" in said[4]
         assert "pipeline_layers=(3, 2): a stage ends before layer 3, but decoder layers 1 to 4 share keys" in said[5]
         assert "have to be on one stage: begin it at layer 1 or earlier" in said[5]
 

@@ -34,7 +34,7 @@ def adapted_log_probs(
         weight: W ``(V, H)``.
         places: ``(M,)`` int64 on the CPU: the state that predicts each target.
         targets: ``(M,)`` int64.
-        pair: A ``(r, H)`` and B ``(V, r)``; ``None`` for the head alone.
+        pair: A ``(r, H)`` and B ``(V, r)``; ``None`` for the head only.
         chunk_elements: logits in memory at a time, see `workers.model.logprobs.chunk_size`.
 
     Returns:

@@ -1,4 +1,4 @@
-"""All weights of a language model, trained in the place of an adapter by one model alone."""
+"""All weights of a language model, trained in the place of an adapter by one model only."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -43,7 +43,7 @@ class TrainedWeights(TrainedMatrices):
         """
         Args:
             model: of which they are the weights.
-            processors: writes what a checkpoint has beside its weights; see `PromptBuilder.save_pretrained`.
+            processors: writes what a checkpoint has next to its weights; see `PromptBuilder.save_pretrained`.
         """
         super().__init__(weights)
         self.model, self.processors = model, processors

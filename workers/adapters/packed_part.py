@@ -37,7 +37,7 @@ def shared_tokens(before: AdaptedRow, row: AdaptedRow) -> int:
     """How many tokens at the beginning of a row are those of the row before it, with the same adapter; 0 for a few.
 
     Their states are the same, since no token sees a later one. The last token of a row is never shared. A beginning with images
-    is shared by rows that have the same images, and none behind it.
+    is shared by rows that have the same images, and none after it.
     """
     one, two = before.rendered, row.rendered
     most = min(len(one), len(two) - 1)

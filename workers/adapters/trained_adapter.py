@@ -76,7 +76,7 @@ class TrainedMatrices(ABC):
                 )
 
     def add_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Adds gradients, in the order of the matrices, and keeps them. Takes no memory, so that none fails behind others."""
+        """Adds gradients, in the order of the matrices, and keeps them. Takes no memory, so that none fails after others."""
         for matrix, gradient in zip(self.matrices.values(), gradients, strict=True):
             if matrix.grad is None:
                 matrix.grad = gradient

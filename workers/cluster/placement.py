@@ -87,7 +87,7 @@ class NodeResources(NamedTuple):
     """The resources of a node by name, such as ``CPU``."""
 
     total: Mapping[str, float]
-    free: Mapping[str, float]  # beside what runs there
+    free: Mapping[str, float]  # what nothing that runs there uses
 
 
 def answers(address: str, port: int) -> bool:

@@ -165,7 +165,7 @@ def layout_with_room(plan: LaunchPlan, config: RayConfig) -> Layout:
         kept = [{name: node.get(name, 0) for name in ("CPU", "GPU")} for node in free]
         raise InvalidConfig(
             f"the nodes that are left have {kept} free, which is too little: {layout} needs at least {least} processes with "
-            f"models, {together} of them on a node at a time, beside those of separate engines and the reward"
+            f"models, {together} of them on a node at a time, in addition to those of separate engines and the reward"
         )
     if found != layout:
         told = "the nodes that are left have room for %d processes with models: %s instead of %s"

@@ -132,7 +132,7 @@ def _attend(
 
 
 def as_wide_as(value: Tensor, key: Tensor) -> Tensor:
-    """Values with zeros behind them, up to the width of the keys.
+    """Values with zeros after them, up to the width of the keys.
 
     >>> as_wide_as(torch.ones(1, 2), torch.ones(1, 3))
     tensor([[1., 1., 0.]])

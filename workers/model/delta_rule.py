@@ -93,7 +93,7 @@ def _unit_length(x: Tensor) -> Tensor:
 
 
 def _chunks(x: Tensor, chunk: int) -> Tensor:
-    """``(N, L, H, .)`` to ``(N, H, chunks, C, .)``, with zeros behind the last token."""
+    """``(N, L, H, .)`` to ``(N, H, chunks, C, .)``, with zeros after the last token."""
     x = pad(x.transpose(1, 2), (0, 0, 0, -x.shape[1] % chunk))
     return x.unflatten(2, (-1, chunk))
 

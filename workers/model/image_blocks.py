@@ -1,8 +1,8 @@
 """Images whose tokens see each other, in rows that are causal otherwise: where their blocks lie, and flash attention over them.
 
 A block is a run of an image's tokens within a row. Its tokens see what causal attention shows them, and the tokens of the block
-after their own. A kernel that knows causal windows alone computes this in two pieces: causal attention of all queries, and for
-the tokens of a block attention to those after their own. Each piece normalises its scores alone; the log-sum-exps of both say
+after their own. A kernel that knows only causal windows computes this in two pieces: causal attention of all queries, and for
+the tokens of a block attention to those after their own. Each piece normalises only its own scores; the log-sum-exps of both say
 how to join the outputs. The gradient of a piece is the kernel's, given the joined output and log-sum-exp (as in ring attention,
 arXiv:2310.01889).
 
@@ -42,7 +42,7 @@ class ImageBlocks(NamedTuple):
     keys: Tensor  # (M,) index into K of the key after that of each of these queries
     cu_seqlens: Tensor  # (N + 1,) int32, bounds of the blocks among both
     max_length: int
-    windowed: bool = False  # the blocks count in layers with a sliding window alone
+    windowed: bool = False  # the blocks count only in layers with a sliding window
 
 
 def image_blocks(rows: PackedRows, windowed: bool = False) -> ImageBlocks | None:
@@ -59,7 +59,7 @@ def image_blocks(rows: PackedRows, windowed: bool = False) -> ImageBlocks | None
     image, places = types == IMAGE, torch.arange(len(types))
     first = torch.zeros_like(image)  # of a row
     first[key_cu_seqlens[:-1].long()] = True
-    joins = image[1:] & image[:-1] & ~first[1:]  # the block of the key before goes on
+    joins = image[1:] & image[:-1] & ~first[1:]  # the block of the key before continues
     ends = pad(~joins, (0, 1), value=True)
     last = torch.where(ends, places, len(types)).flip(0).cummin(0).values.flip(0)
     ahead = torch.where(image, last - places, 0)

@@ -82,7 +82,7 @@ class SortedPairs(NamedTuple):
     order: Tensor  # (N k,) the pair at each place
     places: Tensor  # (N k,) the place of each pair
     there: Tensor  # (N, k) bool: pairs whose expert is there
-    ends: Tensor  # (E,) int32, the place behind the pairs of each expert
+    ends: Tensor  # (E,) int32, the place after the pairs of each expert
 
     @classmethod
     def of(cls, chosen: Tensor, experts: int) -> "SortedPairs":
@@ -102,7 +102,7 @@ class SortedPairs(NamedTuple):
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """``(n, out)`` of rows ``x (n, in)`` that are sorted by expert, with ``weight (E, out, in)``; see `SortedPairs.ends`.
 
-    Rows behind the last end are not computed: their values, and those of their gradients, are arbitrary. Widths that are no
+    Rows after the last end are not computed: their values, and those of their gradients, are arbitrary. Widths that are no
     multiple of 16 bytes, and dtypes other than bfloat16 under torch.compile, take a loop over experts that waits for the device.
     """
     into = in_autocast_dtype(weight).transpose(-2, -1)
@@ -188,7 +188,7 @@ class PackedRouter:
 
 
 class RoutedLayer:
-    """The forward of a decoder layer, with what its router needs beside the states.
+    """The forward of a decoder layer, with what its router needs in addition to the states.
 
     The arguments come with each call, since the backward pass may compute a layer again after others have run.
     """

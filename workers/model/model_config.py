@@ -97,7 +97,7 @@ class ModelConfig:
             raise InvalidConfig("load_in_4bit=True is for weights under adapters: it needs lora_rank above 0")
         if self.freeze_language and (self.freeze_vision or self.lora_rank):
             raise InvalidConfig(
-                f"freeze_language=True trains the vision tower alone: it needs freeze_vision=False (now {self.freeze_vision}) "
+                f"freeze_language=True trains only the vision tower: it needs freeze_vision=False (now {self.freeze_vision}) "
                 f"and lora_rank=0 (now {self.lora_rank})"
             )
         if self.pipeline_chunks < 2:

@@ -64,7 +64,7 @@ def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_row_sharded(parameter: Tensor) -> TypeGuard[DTensor]:
-    """Whether a parameter is sharded by FSDP alone: along its rows, within each replica if there are several."""
+    """Whether a parameter is sharded by FSDP only: along its rows, within each replica if there are several."""
     by_rows = ((Shard(0),), (Replicate(), Shard(0)))
     return isinstance(parameter, DTensor) and parameter.placements in by_rows
 

@@ -157,7 +157,7 @@ class PackedVLM(nn.Module):
     """Whether the head computes logits over the vocabulary; a critic's does not."""
 
     float32_parts: tuple[str, ...] = ()
-    """Paths of modules beside ``model`` whose weights are used in float32 whatever the model computes in."""
+    """Paths of modules next to ``model`` whose weights are used in float32 whatever the model computes in."""
 
     def __init__(self, model: PreTrainedModel, family: VLMFamily, temperature: float) -> None:
         super().__init__()

@@ -32,10 +32,10 @@ REASONS = {
         "copies in bfloat16 have to take the parameters' places."
     ),
     "workers.model.gated_delta_net": (
-        "transformers' recurrent layers keep packed rows apart by kernels for CUDA alone, and know no rows that share a prompt."
+        "transformers' recurrent layers keep packed rows apart by kernels for CUDA only, and know no rows that share a prompt."
     ),
     "workers.parallel.activation_checkpointing": (
-        "transformers checkpoints layers in training mode alone and without a selection of operators, and outside of the hooks "
+        "transformers checkpoints layers only in training mode and without a selection of operators, and outside of the hooks "
         "of FSDP2."
     ),
     "workers.parallel.compiling": (
@@ -89,7 +89,7 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
 
 
 def replace_method(module: nn.Module, name: str, method: Callable[..., Any]) -> None:
-    """Makes this instance call ``method``, which gets the arguments alone, instead of its class's method ``name``."""
+    """Makes this instance call ``method``, which gets only the arguments, instead of its class's method ``name``."""
     setattr(module, name, method)
 
 

@@ -1,7 +1,7 @@
 """Which token each packed token comes after, and the pieces of the packed sequence that a recurrence runs over.
 
 Attention of a row that shares its prompt reads the keys of the row whose prompt it is (`dataproto.packing.PackedRows`). A
-recurrence has one state instead of keys, so the row goes on from the state behind that prompt. For this the sequence is cut into
+recurrence has one state instead of keys, so the row continues from the state after that prompt. For this the sequence is cut into
 pieces: at each row's start, and where other rows branch off. A piece starts from the final state of another piece, or from zero.
 All of this is computed on the host, and then moved to the device of the tokens.
 
@@ -102,8 +102,8 @@ class Pieces:
         """What a convolution over ``count`` tokens reads where a row does not lie in one piece.
 
         Returns:
-            Tokens ``(m,)`` that do not simply read the places before them, because their row starts there or goes on from another
-            place; and for each of them the ``count`` tokens ``(m, count)`` that it reads, itself last, and -1 for none.
+            Tokens ``(m,)`` that do not simply read the places before them, because their row starts there or continues from
+            another place; and for each of them the ``count`` tokens ``(m, count)`` that it reads, itself last, and -1 for none.
         """
         total = len(self.previous)
         if count not in self._taps:
@@ -155,7 +155,7 @@ class Pieces:
         for piece, parent in enumerate(parents):
             if parent >= piece:
                 raise UnsupportedAttention(
-                    f"piece {piece} of a packed sequence goes on from piece {parent}, which comes after it: rows that share a "
+                    f"piece {piece} of a packed sequence continues from piece {parent}, which comes after it: rows that share a "
                     "prompt follow the row that holds it"
                 )
             depth.append(0 if parent < 0 else depth[parent] + 1)

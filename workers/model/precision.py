@@ -1,10 +1,10 @@
 """How a model with float32 parameters computes in bfloat16. Which way it takes depends on who holds the weights:
 
 - FSDP shards them (dp x sp above 1): FSDP casts each layer's weights as it gathers them (`mixed_precision`).
-- They are split over tp alone: autocast casts a weight at each use; states between layers stay in float32.
+- They are split over tp only: autocast casts a weight at each use; states between layers stay in float32.
 - One process holds them (pp splits layers, not weights): `HalfWeights` puts a bfloat16 copy in the place of each parameter.
 
-A model that is never trained stores the bfloat16 weights alone, where these are all that it computes with
+A model that is never trained stores only the bfloat16 weights, where these are all that it computes with
 (`workers.training.loading.store_in_half`).
 
 All three leave float32 parameters, gradients and moments to the optimizer, checkpoints and the weights that are handed to an

@@ -54,7 +54,7 @@ def parallelize(module: PackedVLM, ranks: Ranks, options: ModelConfig) -> list[T
         )
     if ranks.size("pp") > 1 and options.freeze_language:
         raise InvalidConfig(
-            f"freeze_language=True trains the first stage alone, and {ranks.layout} has others: it needs pp=1"
+            f"freeze_language=True trains only the first stage, and {ranks.layout} has others: it needs pp=1"
         )
     transforms = [kind(ranks, options) for kind in TRANSFORMS if kind.is_due(ranks, options)]
     for transform in transforms:

@@ -84,7 +84,7 @@ def selective_contexts() -> tuple[Any, Any]:
 class KeptResults(TorchDispatchMode):
     """Looks up the results of `costly_operators`, and computes any other operator, whether the forward pass had it or not.
 
-    torch's own mode refuses operators that the forward pass did not have. Hooks of FSDP have such: where a layer goes on behind
+    torch's own mode refuses operators that the forward pass did not have. Hooks of FSDP have such: where a layer continues after
     its split experts (shared experts, a norm), its recomputation begins before FSDP's backward pass reaches the experts. FSDP
     then takes the experts for the root of a new forward pass, and records that for the profiler.
     """

@@ -5,7 +5,7 @@ experts of each layer, as DTensors, so that FSDP2, the norm of gradients, checkp
 weights. Every rank has the whole router. Ranks gather each other's tokens with their choices, compute the choices that are for
 their own experts, and sum the results, of which each rank keeps its own tokens' (the all-gather dispatcher of Megatron-Core). So
 the gradient of an expert is complete within such a group; FSDP shards the experts over the dp x sp / ep ranks that hold the same
-ones, and sums over those alone.
+ones, and sums only over those.
 
 All sizes are known on the host: no rank waits for its device to learn how many tokens come. What that costs: a rank receives
 ``ep x tp - 1`` times its N tokens, where an all-to-all would receive about k times for k choices, so it is cheaper up to groups
@@ -47,7 +47,7 @@ class ExpertParallel(Transform):
         model, degree, tp = module.model, self.ranks.size("ep"), self.ranks.size("tp")
         mesh: DeviceMesh = self.ranks.expert_mesh["ep"]  # type: ignore[index]
         names = module.family.expert_layers(model)
-        if module.family.experts is None and degree > 1:  # a pipeline stage may have dense layers alone
+        if module.family.experts is None and degree > 1:  # a pipeline stage may have only dense layers
             raise InvalidConfig(f"layout.ep={degree}: {model.config.model_type} has no experts to split; use ep=1")
         experts = int(model.get_submodule(names[0]).num_experts) if names else 0  # type: ignore[arg-type]
         if names and experts % (degree * tp):

@@ -40,7 +40,7 @@ class StageCosts:
 
 
 def stage_costs(module: PackedVLM, options: ModelConfig) -> StageCosts:
-    """The costs of a model's parts: forward passes alone if nothing in it is trained, else with their backward passes.
+    """The costs of a model's parts: only forward passes if nothing in it is trained, else with their backward passes.
 
     A backward pass costs two forward ones. It computes the logits again, and the layers too with full activation checkpointing.
     """
@@ -86,7 +86,7 @@ def stage_layers(costs: StageCosts, stages: int, given: Sequence[int] | None = N
         told = f"; {shared}, and have to be on one stage" if inside else ""
         raise InvalidConfig(
             f"layout.pp makes {stages} stages, but the model has {layers} decoder layers{told}: use at most "
-            f"{layers - len(inside)} stages, and dp, sp or tp beside them"
+            f"{layers - len(inside)} stages, and dp, sp or tp in addition"
         )
     if given is not None:
         if len(given) != stages or sum(given) != layers or min(given) < 1:

@@ -2,7 +2,7 @@
 
 The sequence is cut into equal slices over sp, and a slice into equal parts over tp; inert tokens at the end make it long enough.
 A rank embeds its slice, and computes the projections of attention and the MLPs for all of it. Between those, it computes the
-residual stream, norms, deep vision features, routers and whole experts for its part alone. After the decoder the parts of a slice
+residual stream, norms, deep vision features, routers and whole experts for its part only. After the decoder the parts of a slice
 are joined. Along sp, states that predict response tokens are then shared evenly before the head, whose work would otherwise fall
 to the ranks that hold the responses: a rank sends those that others get, and receives its share. So no rank ever holds states of
 more tokens than its slice has. Every rank returns the log-probs of all response tokens.

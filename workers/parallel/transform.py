@@ -24,7 +24,7 @@ class Transform:
         self.ranks, self.options = ranks, options
 
     def take_options(self, options: ModelConfig) -> None:
-        """Works by these options from the next call on; they differ from the former ones in ``unsharded`` alone."""
+        """Works by these options from the next call on; they differ from the former ones only in ``unsharded``."""
         self.options = options
 
     @classmethod
@@ -68,7 +68,7 @@ class Transform:
         """Called after the backward passes of a pipeline, none of which `before_backward` has named the last."""
 
     def drop_gradients(self, module: PackedVLM) -> None:
-        """Drops gradients that a transform holds beside those of the parameters; called after errors."""
+        """Drops gradients that a transform holds in addition to those of the parameters; called after errors."""
 
     def reshard(self, module: PackedVLM) -> None:
         """Frees gathered weights; called after passes without backward passes, and after errors."""

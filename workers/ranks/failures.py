@@ -9,7 +9,7 @@ REPORT_GRACE_S = (
     10.0  # for ranks that refuse a call together, or to report the failure that a secondary one follows from
 )
 LIBRARY_WORDS = ("gloo", "nccl", "pair closure")
-"""One of them is in each error of the collectives' library; gloo ends other operations beside one that took too long without its
+"""One of them is in each error of the collectives' library; gloo ends other operations next to one that took too long without its
 name.
 """
 FAILURE_GRACE_S = 2.0  # for ranks to fail alike; the others may wait for the failed rank in a collective for ever

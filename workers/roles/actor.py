@@ -157,7 +157,7 @@ class ActorWorker(TrainedWorker, PolicyWorker):
 
     @dispatch(split=split_rows, join=join_tensors)
     def compute_logprobs(self, data: DataProto) -> Tensor:
-        """Log-probs of tokens given those before, ``(B, L)`` float32 beside ``input_ids``, of prompts or of any other rows.
+        """Log-probs of tokens given those before, ``(B, L)`` float32 next to ``input_ids``, of prompts or of any other rows.
 
         NaN where there is none: on padding, a row's first token, and tokens that the policy never gives (media and their
         delimiters).

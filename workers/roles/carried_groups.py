@@ -1,4 +1,4 @@
-"""How samples that go on later are spread over ranks, and their rows.
+"""How samples that continue later are spread over ranks, and their rows.
 
 Letters: B rows, R response tokens.
 """
@@ -163,6 +163,6 @@ def engine_error(failed: Sequence[str], row: str) -> DataProtoError:
     kind = getattr(errors, name, RequestFailed)  # also of an engine of one's own, with errors of its own
     try:
         error: DataProtoError = kind(f"{row}: {message}")
-    except TypeError:  # of a class that is not made of a message alone
+    except TypeError:  # of a class that is not made of only a message
         return RequestFailed(f"{row}: {name}: {message}")
     return error

@@ -251,7 +251,7 @@ class TrainedWorker(ModelWorker):
 
     @dispatch("all")
     def save(self, directory: Path, behind: bool = False) -> None:
-        """Writes the weights as a Hugging Face checkpoint, adapters merged, and the training state beside it.
+        """Writes the weights as a Hugging Face checkpoint, adapters merged, and the training state next to it.
 
         It may be called at any time and does not change the training; gradients are not written. With ``behind`` it returns
         as soon as the state is copied, and `finish_save` waits for the rest.

@@ -134,7 +134,7 @@ class RolloutWorker:
 
         A sample's random stream derives from ``sampling.seed``, the row's ``uid`` and the number among the samples of that uid:
         ``prompts.repeat(4)`` with ``n=1`` gives what ``prompts`` gives with ``n=4``, and the same prompts with the same seed
-        give the same samples again. Rows without uids draw other streams in every call, counted from the worker's start.
+        give the same samples again. Rows without uids use other streams in every call, counted from the worker's start.
 
         With `RolloutConfig.early_rewards` also the column `EARLY_RESULTS`, which `RewardWorker.score` reads.
         """
@@ -171,7 +171,7 @@ class RolloutWorker:
     ) -> DataProto:
         """``sampling.n`` episodes for each prompt row, next to each other, one row each, with the columns of `episode_columns`.
 
-        With ``last_pictures`` an episode goes on in a new row of its ``trajectory`` whenever pictures are left out.
+        With ``last_pictures`` an episode continues in a new row of its ``trajectory`` whenever pictures are left out.
 
         Streams are those of `generate`, with one of its own for each later turn. If an engine has several ranks, environments run
         on its first one. An environment that fails ends its episode, with
@@ -223,14 +223,14 @@ class RolloutWorker:
         due: Collection[str] = (),
         plan: EpisodePlan | None = None,
     ) -> DataProto:
-        """Decodes samples until ``wanted`` groups are whole: all of their samples have finished. The others can go on later.
+        """Decodes samples until ``wanted`` groups are whole: all of their samples have finished. The others can continue later.
 
         Each data-parallel rank decodes until its share of the groups is whole. Streams are those of `generate` and `play`.
 
         Args:
             samples: a row for each sample, with the columns of its prompt, ``uid``, `OCCURRENCE` (the number of the sample), and
                 `BEGUN`, what an earlier call returned.
-            weight_version: written beside each token that is sampled now.
+            weight_version: written next to each token that is sampled now.
             due: uids of groups that have to be whole.
             plan: of episodes; without it each sample is a response.
 
@@ -318,7 +318,7 @@ class RolloutWorker:
 
     @dispatch("all")
     def release(self) -> None:
-        """Closes the environments of episodes that would go on later, before the process ends."""
+        """Closes the environments of episodes that would continue later, before the process ends."""
         self._held.release()
 
     @dispatch("all")

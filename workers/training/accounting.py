@@ -138,7 +138,7 @@ def joined_metrics(figures: Sequence[Figures], role: str) -> dict[str, float]:
     - ``timing_s/update_<role>/<phase>``: of the slowest rank.
     - ``perf/throughput/<role>``: packed tokens of all ranks per second, of the slowest, and device.
     - ``perf/mfu/<role>``: operations of all ranks over the time of the slowest and the peak of all devices together, and
-      ``perf/mfu/<role>/language`` of the language model alone; absent where a device's peak is not known.
+      ``perf/mfu/<role>/language`` of the language model only; absent where a device's peak is not known.
     - ``perf/max_memory_allocated_gb`` and ``perf/max_memory_reserved_gb``: of the fullest device, in GiB.
     - ``perf/memory_gb/<phase>`` and ``perf/memory_gb/<phase>/left``: the peak of a phase and what it left, of the fullest device,
       or on CPUs of the largest process, in GiB; of the phases that ended since the last update, itself not included.

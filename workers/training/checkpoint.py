@@ -79,7 +79,7 @@ def latest_checkpoint(root: Path) -> tuple[int, Path] | None:
 
 def random_states() -> dict[str, Any]:
     """States of the Python, NumPy and torch generators, of plain types that `torch.load` reads without running code."""
-    name, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 (libraries draw from it)
+    name, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 (libraries sample from it)
     states: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached),
@@ -160,7 +160,7 @@ class Saving:
             self.save_training(directory, module, optimizer, behind)
 
     def save_training(self, directory: Path, module: PackedVLM, optimizer: Optimizer, behind: bool) -> None:
-        """Writes ``training/`` alone."""
+        """Writes only ``training/``."""
         state = _training_state(module, optimizer, optimizer.moments)
         if behind:
             self._writes.append(write_state_behind(state, directory / "training"))

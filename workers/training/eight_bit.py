@@ -50,7 +50,7 @@ def new_moments_8bit(rule: Any, parameter: nn.Parameter) -> dict[str, Tensor]:
 
 @cache
 def _rule() -> type[Any]:
-    """torchao's class, for even shards alone, and without compilation on a CPU, where each shape would take seconds."""
+    """torchao's class, for even shards only, and without compilation on a CPU, where each shape would take seconds."""
     with needs_torchao('optimizer.kind="adamw8bit"'):
         from torchao.optim import AdamW8bit
 

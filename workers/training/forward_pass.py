@@ -152,7 +152,7 @@ def place_media(
 
 
 def placed_media(module: PackedVLM, rows: DataProto, shared: Tensor) -> list[RowMedia]:
-    """The media of each packed row: of one that shares its prompt, those behind it."""
+    """The media of each packed row: of one that shares its prompt, those after it."""
     inputs = list(media_of(rows))
     if bool(shared.any()):
         for row, split in enumerate(split_at_prompt(module, rows)):
@@ -181,7 +181,7 @@ def sharing(module: PackedVLM, rows: DataProto) -> Tensor:
 
 
 def split_at_prompt(module: PackedVLM, rows: DataProto) -> list[tuple[RowMedia, RowMedia] | None]:
-    """For each row the media of its prompt and those behind it; ``None`` if a mapping of its media has both."""
+    """For each row the media of its prompt and those after it; ``None`` if a mapping of its media has both."""
     types = known_types(rows)
     prompt = types.shape[1] - rows["response_mask"].shape[1]
     behind = (types[:, prompt:] != 0).any(1).tolist()

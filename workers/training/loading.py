@@ -124,7 +124,7 @@ def freeze(model: PreTrainedModel, family: VLMFamily, config: ModelConfig, train
 def store_in_half(model: PreTrainedModel, family: VLMFamily, ranks: Ranks) -> None:
     """Casts the weights of a model that are never trained to bfloat16, in place; its results stay the same to the bit.
 
-    Weights that the layout computes with in float32 keep it: those of the family, those of recurrent mixers under FSDP beside
+    Weights that the layout computes with in float32 keep it: those of the family, those of recurrent mixers under FSDP except
     their projections, and all under autocast.
     """
     sharded = ranks.size("dp", "sp") > 1

@@ -134,7 +134,7 @@ def plan_rows(
 ) -> list[np.ndarray]:
     """Row indices, ascending, of micro-batches of at most ``token_budget`` tokens; some are empty if another rank needs more.
 
-    Rows that share the prompt or media of the row before (``lead_costs`` above 0) stay behind it as far as the budget allows. The
+    Rows that share the prompt or media of the row before (``lead_costs`` above 0) stay after it as far as the budget allows. The
     number of micro-batches is that of first-fit decreasing; their costs are made as
     equal as the budget allows, since a small one would not keep the device busy, and all ranks wait for the slowest.
 

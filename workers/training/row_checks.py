@@ -53,7 +53,7 @@ def check_shapes(data: DataProto, module: PackedVLM) -> None:
         if name in data and tuple(data[name].shape) not in shapes:
             fitting = " or ".join(map(str, shapes))
             raise InvalidColumn(
-                f"column {name!r}: expected {fitting} beside 'input_ids' {tokens}, found {tuple(data[name].shape)}"
+                f"column {name!r}: expected {fitting} next to 'input_ids' {tokens}, found {tuple(data[name].shape)}"
             )
 
 

@@ -411,7 +411,7 @@ class TrainingModel:
                 yield name, self.residence.outlasting(weight)
 
     def save(self, directory: Path, behind: bool = False, export: bool = True) -> None:
-        """Writes the training state and, with ``export``, a Hugging Face checkpoint beside it; see `Saving`.
+        """Writes the training state and, with ``export``, a Hugging Face checkpoint next to it; see `Saving`.
 
         The checkpoint has the dtype that the model computes in, the training state float32.
 
@@ -430,7 +430,7 @@ class TrainingModel:
         self.saving.finish()
 
     def load(self, directory: Path) -> None:
-        """Reads what `save` wrote, in this layout or another, and clears the gradients; a frozen model reads weights alone.
+        """Reads what `save` wrote, in this layout or another, and clears the gradients; a frozen model reads only weights.
 
         Raises:
             CheckpointError: the checkpoint is missing, damaged, or of another model.
