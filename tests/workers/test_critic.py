@@ -2,6 +2,7 @@
 
 import os
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -219,18 +220,6 @@ def find(data, part, row):
     return int((data["returns"] == part["returns"][row]).all(1).nonzero())
 
 
-def over_dp() -> None:
-    equals_one_process(Layout(dp=2))
-
-
-def over_sp() -> None:
-    equals_one_process(Layout(sp=2))
-
-
-def over_tp() -> None:
-    equals_one_process(Layout(tp=2))
-
-
 def in_bfloat16(layout: Layout) -> None:
     """FSDP rounded the head to bfloat16 with the model's other weights: an update below its third digit changed no value."""
     data, ranks = rows(), init_ranks(layout, CPU)
@@ -250,27 +239,11 @@ def in_bfloat16(layout: Layout) -> None:
         assert not torch.equal(full_tensor(worker.module.value_head.weight), weight)
 
 
-def dp_in_bfloat16() -> None:
-    in_bfloat16(Layout(dp=2))
-
-
-def sp_in_bfloat16() -> None:
-    in_bfloat16(Layout(sp=2))
-
-
-def tp_in_bfloat16() -> None:
-    in_bfloat16(Layout(tp=2))
-
-
-def test_two_processes_equal_one(checkpoints, tmp_path, monkeypatch):
+def test_two_processes_equal_one_and_keep_the_head_in_float32(checkpoints, tmp_path, monkeypatch):
     monkeypatch.setenv("TEST_CRITIC_FOLDER", str(checkpoints))
-    found = run_ranks(2, {"dp": over_dp, "sp": over_sp, "tp": over_tp}, tmp_path)
-    assert found == {name: [None, None] for name in ("dp", "sp", "tp")}
-
-
-def test_two_processes_keep_the_head_in_float32(checkpoints, tmp_path, monkeypatch):
-    monkeypatch.setenv("TEST_CRITIC_FOLDER", str(checkpoints))
-    checks = {"dp": dp_in_bfloat16, "sp": sp_in_bfloat16, "tp": tp_in_bfloat16}
+    layouts = {"dp": Layout(dp=2), "sp": Layout(sp=2), "tp": Layout(tp=2)}
+    checks = {name: partial(equals_one_process, layout) for name, layout in layouts.items()}
+    checks |= {f"{name} in bfloat16": partial(in_bfloat16, layout) for name, layout in layouts.items()}
     assert run_ranks(2, checks, tmp_path) == {name: [None, None] for name in checks}
 
 

@@ -79,6 +79,7 @@ def test_named_weights_are_those_of_the_base_model_with_adapters_merged(adapted,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "internvl"], indirect=True)
 def test_the_export_is_an_ordinary_checkpoint_and_training_resumes(adapted, model_type, tmp_path):
     import transformers
 

@@ -167,9 +167,16 @@ def checkpoints(tmp_path_factory):
         yield root
 
 
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+IN_ONE = {
+    "whole": LAWS,
+    "frozen tower": (saving_before_the_first_step_changes_nothing,),
+    "adapters": (a_first_image_may_come_after_the_save, gradients_that_stand_are_dropped_and_moments_are_not),
+}
+
+
 @pytest.mark.parametrize(
-    "model", ["whole", *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name != "whole")]
+    ("model", "law"),
+    [pytest.param(model, law, id=f"{model}-{law.__name__}") for model in IN_ONE for law in IN_ONE[model]],
 )
 @pytest.mark.slow
 def test_in_one_process(model, law):
@@ -206,7 +213,7 @@ SCENARIOS = {
     **{
         f"{law.__name__}, {name}": partial(holds, law, layout, options, name)
         for name, (layout, options) in LAYOUTS.items()
-        for law in (LAWS if name in ("dp, offload, adapters", "pp") else LAWS[:1])
+        for law in (LAWS if name == "dp, offload, adapters" else LAWS[:1])
     },
     **{f"saved, {layout}": partial(text_is_learnt, layout) for layout in (DP, TP, PP)},
     **{
