@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
+from helpers.aggregated import aggregate
 from recipes.algorithms.correction import importance_weights, kept_tokens
 from recipes.algorithms.mismatch import correction_metrics
 from recipes.algorithms.options import AlgorithmConfig
 from recipes.grpo import policy_loss
 from recipes.run.phases import rows_to_learn
 from workers.model.packed_model import Outputs
-from workers.training.aggregation import aggregate
 
 OLD = torch.tensor([[0.4, 0.9, 0.5], [0.1, 0.6, 0.5]]).log()
 ROLLOUT = torch.tensor([[0.1, 0.6, 0.5], [0.4, 0.9, math.nan]]).log()

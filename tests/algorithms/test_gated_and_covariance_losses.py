@@ -8,9 +8,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dataproto.errors import InvalidConfig
+from helpers.aggregated import aggregate
 from recipes.algorithms.covariances import highest_covariance, random_high_covariance
 from recipes.algorithms.losses import clip_cov_loss, gated_policy_loss, kl_cov_loss
-from workers.training.aggregation import aggregate
 
 LOSSES = [
     gated_policy_loss,

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.aggregated import aggregate
 from recipes.algorithms.kl import k1_kl, k2_kl, k3_kl, unbiased_k3_kl
-from workers.training.aggregation import aggregate
 
 ESTIMATORS = [k1_kl, k2_kl, k3_kl, unbiased_k3_kl]
 

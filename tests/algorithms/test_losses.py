@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataproto.errors import InvalidConfig
+from helpers.aggregated import aggregate
 from recipes.algorithms.losses import clipped_policy_loss
-from workers.training.aggregation import aggregate
 
 
 def loss_of(ratio, advantage, **options):

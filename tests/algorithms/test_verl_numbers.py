@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers.aggregated import aggregate
 from recipes.algorithms import advantages, correction, covariances, kl, losses, mismatch, penalties
-from workers.training.aggregation import MODES, aggregate
+from workers.training.aggregation import MODES
 
 NUMBERS = json.loads(Path(__file__).with_name("verl_numbers.json").read_text())
 GIVEN = {name: torch.tensor(values) for name, values in NUMBERS["inputs"].items()}

@@ -12,7 +12,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from dataproto.errors import InvalidConfig, RowCountMismatch
+from dataproto.errors import InvalidConfig
 from workers.model.model_config import AggregationMode
 
 MODES: tuple[str, ...] = get_args(AggregationMode)
@@ -63,6 +63,9 @@ def token_weights(
     Raises:
         InvalidConfig: an unknown mode, or a ``max_length`` below 1.
 
+    >>> loss, mask = torch.tensor([[1.0, 2.0, 3.0], [5.0, 0.0, 0.0]]), torch.tensor([[1, 1, 1], [1, 0, 0]])
+    >>> [round(float((token_weights(mask, mode) * loss).sum()), 4) for mode in MODES]
+    [2.75, 3.5, 1.8333]
     >>> token_weights(torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]]), "seq-mean-token-mean")
     tensor([[0.2500, 0.2500, 0.0000, 0.0000],
             [0.5000, 0.0000, 0.0000, 0.0000]])
@@ -77,36 +80,6 @@ def token_weights(
     elif mode == "seq-mean-token-sum-norm":
         sampled = sampled / (mask.shape[-1] if max_length is None else max_length)
     return sampled / divisor.clamp(min=1)
-
-
-def aggregate(
-    loss: Tensor, mask: Tensor, mode: str, total: Tensor | float | None = None, max_length: int | None = None
-) -> Tensor:
-    """The loss of a mini-batch, or, with the mini-batch's ``total``, the share of it that these rows contribute.
-
-    Values outside the mask are never read, so they may be NaN. Arguments as in `token_weights`.
-
-    Args:
-        loss: (B, R) float.
-
-    Returns:
-        () of the dtype of ``loss`` (at least float32); 0 if nothing was sampled.
-
-    Raises:
-        InvalidConfig: as `token_weights`.
-        RowCountMismatch: ``loss`` and ``mask`` differ in shape.
-
-    >>> loss, mask = torch.tensor([[1.0, 2.0, 3.0], [5.0, 0.0, 0.0]]), torch.tensor([[1, 1, 1], [1, 0, 0]])
-    >>> [round(float(aggregate(loss, mask, mode)), 4) for mode in MODES]
-    [2.75, 3.5, 1.8333]
-    >>> total = denominator(mask, "token-mean")
-    >>> float(sum(aggregate(loss[i : i + 1], mask[i : i + 1], "token-mean", total) for i in (0, 1)))
-    2.75
-    """
-    if loss.shape != mask.shape:
-        raise RowCountMismatch(f"loss has shape {tuple(loss.shape)}, its mask {tuple(mask.shape)}")
-    weights = token_weights(mask, mode, total, max_length)
-    return (weights * torch.where(mask != 0, loss, 0.0)).sum()
 
 
 def check_mode(mode: str) -> None:
