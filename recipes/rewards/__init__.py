@@ -2,7 +2,6 @@
 
 from recipes.rewards.checking import AnswerChecker
 from recipes.rewards.geometry3k import compute_score, format_score, geo3k_reward
-from recipes.rewards.judge import Judge
 from recipes.rewards.reward_functions import (
     as_reward_function,
     from_easyr1,
@@ -11,6 +10,7 @@ from recipes.rewards.reward_functions import (
     load_reward,
     remote_reward,
 )
+from recipes.rewards.reward_servers import Judge
 from recipes.rewards.sequence_classifier import SequenceClassifier
 from recipes.rewards.short_answers import ShuffledScores, normalised, short_answer_reward
 from workers.roles.reward import RewardFunction, RewardRow

@@ -10,7 +10,8 @@ import pytest
 from PIL import Image
 
 from dataproto.errors import RewardError
-from recipes.rewards import Judge, RewardRow, judge, load_reward
+from recipes.rewards import Judge, RewardRow, load_reward
+from recipes.rewards import reward_servers as judge
 
 QUESTION = [
     {
