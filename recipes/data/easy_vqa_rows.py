@@ -22,12 +22,12 @@ import numpy as np
 from PIL import Image
 
 from dataproto.errors import FileFormatError, InvalidConfig
-from recipes.data.packages import Wheel, fetch
+from recipes.data.packages import Package, fetch
 from recipes.data.problem_rows import read_row
 from recipes.demo.problems import Split
 from rollout.prompts.images import load_image
 
-EASY_VQA = Wheel(
+EASY_VQA = Package(
     name="easy-vqa",
     version="1.0",
     file="easy_vqa-1.0-py3-none-any.whl",
@@ -51,23 +51,16 @@ class EasyVQAQuestion:
     picture: int
 
 
-class Pictures(Mapping[int, Image.Image]):
+class Pictures(dict[int, Image.Image]):
     """RGB pictures by number; each is decoded once."""
 
     def __init__(self, encoded: Mapping[int, bytes]) -> None:
+        super().__init__()
         self._encoded = encoded
-        self._decoded: dict[int, Image.Image] = {}
 
-    def __getitem__(self, number: int) -> Image.Image:
-        if number not in self._decoded:
-            self._decoded[number] = load_image(self._encoded[number])
-        return self._decoded[number]
-
-    def __iter__(self) -> Any:
-        return iter(self._encoded)
-
-    def __len__(self) -> int:
-        return len(self._encoded)
+    def __missing__(self, number: int) -> Image.Image:
+        picture = self[number] = load_image(self._encoded[number])
+        return picture
 
 
 @dataclass(frozen=True)
@@ -217,16 +210,7 @@ def open_easy_vqa(wheel: str | Path | None = None) -> EasyVQA:
     try:
         with zipfile.ZipFile(path) as archive:
             return EasyVQA(_read_split(archive, "train"), _read_split(archive, "test"))
-    except (
-        zipfile.BadZipFile,
-        zlib.error,
-        EOFError,
-        NotImplementedError,
-        RuntimeError,
-        LookupError,
-        ValueError,
-        TypeError,
-    ) as error:
+    except (zipfile.BadZipFile, *DAMAGED) as error:
         raise FileFormatError(f"{path} is not a wheel of easy-vqa: {error}; {WAY_OUT}") from error
 
 

