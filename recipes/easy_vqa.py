@@ -13,7 +13,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 from dataproto.errors import InvalidConfig
@@ -21,7 +20,7 @@ from recipes.configs.easy_vqa_config import EasyVQAConfig, parse
 from recipes.configs.shared.policy_gradient_config import PolicyGradientConfig
 from recipes.configs.shared.run_config import RunConfig
 from recipes.configs.shared.supervised_config import SupervisedConfig
-from recipes.data.easy_vqa_rows import Answered, Conversations, EasyVQA, EasyVQARows, open_easy_vqa
+from recipes.data.easy_vqa_rows import Answered, Conversations, EasyVQA, open_easy_vqa
 from recipes.data.loader import EvaluationLoader, PromptLoader
 from recipes.data.mixture import Mixture
 from recipes.demo.tiny_model import TinyConfig, make_tiny_model, model_of_run
@@ -29,10 +28,9 @@ from recipes.grpo import step_for
 from recipes.options import exit_status
 from recipes.rewards import RewardFunction, ShuffledScores, load_reward, short_answer_reward
 from recipes.rewards.reward_check import check_reward
-from recipes.run.evaluation import Evaluate, evaluate_samples
+from recipes.run.drawn_environment import controlled_evaluation
 from recipes.run.policy_gradient import (
     PolicyTask,
-    answered_at_a_time,
     open_task_directory,
     prompt_builder,
     prompt_loader,
@@ -41,7 +39,7 @@ from recipes.run.policy_gradient import (
 from recipes.run.supervised import SupervisedTask, held_out_loss, run_supervised
 from recipes.watch.console import start_phase
 from recipes.watch.metrics_file import METRICS_FILE
-from rollout.prompts import PromptBuilder, SupervisedBuilder
+from rollout.prompts import SupervisedBuilder
 from workers import Roles
 from workers.training.checkpoint import latest_checkpoint
 
@@ -183,28 +181,12 @@ def policy_task(config: PolicyGradientConfig, rows: EasyVQA, model_path: str, re
     data = config.data
     builder = prompt_builder(data, model_path)
     check_reward(reward, rows.train, builder, here=config.on == "local")
-    evaluate = controlled_evaluation(config, rows.test, builder)
+    test = rows.test.in_random_order()
+    few = test[: data.eval_rows]
+    controls = [test.with_other_pictures()[: data.eval_rows], few.without_pictures()]
+    # After the last step these are all test questions, before it ``data.eval_rows`` of them, always the same.
+    evaluate = controlled_evaluation(config, lambda step: test if step == config.run.steps else few, controls, builder)
     return PolicyTask(config, model_path, builder, prompt_loader(config, builder, rows.train), reward, evaluate)
-
-
-def controlled_evaluation(config: PolicyGradientConfig, test: EasyVQARows, builder: PromptBuilder) -> Evaluate:
-    """Answers to test questions as ``val-core/easy_vqa/*``, and the controls on ``data.eval_rows`` of them as ``val-aux/*``.
-
-    After the last step these are all test questions, before it ``data.eval_rows`` of them, chosen at random and always the same.
-    """
-    test = test.in_random_order()
-    few = test[: config.data.eval_rows]
-    controls = [test.with_other_pictures()[: config.data.eval_rows], few.without_pictures()]
-    at_a_time = answered_at_a_time(config)
-
-    def evaluate(roles: Roles, step: int) -> dict[str, float]:
-        shown = [test if step == config.run.steps else few, *controls]
-        batches = chain.from_iterable(EvaluationLoader(each, builder, at_a_time) for each in shown)
-        metrics, _ = evaluate_samples(roles, batches, config.eval_sampling(), config.run.output_dir, step)
-        sources = tuple(f"val-core/{each.source}/" for each in controls)
-        return {name.replace("core", "aux", 1) if name.startswith(sources) else name: metrics[name] for name in metrics}
-
-    return evaluate
 
 
 if __name__ == "__main__":

@@ -24,8 +24,15 @@ from recipes.demo.rows import DrawnTalks, ProblemRows
 from recipes.demo.tiny_model import make_tiny_processors
 from recipes.options import exit_status
 from recipes.rewards import RewardFunction, load_reward
-from recipes.rewards.reward_check import check_first_row, examples, truth_check
-from recipes.rewards.truth_check import Result, TruthScores, reason_not_to_ask, truth_scores
+from recipes.rewards.reward_check import (
+    Result,
+    TruthScores,
+    check_first_row,
+    examples,
+    reason_not_to_ask,
+    truth_check,
+    truth_scores,
+)
 from recipes.run.policy_gradient import prompt_builder
 from recipes.run.supervised import supervised_builders
 from recipes.watch.pages import visible, write_page

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from dataproto.errors import RewardError
-from recipes.rewards.prompt_text import prompt_images, text_turns
+from recipes.rewards.sequence_classifier import prompt_images, text_turns
 from rollout.prompts.images import load_image
 from workers.roles.reward import RewardRow
 

@@ -1,14 +1,13 @@
 """Rewards of Hugging Face sequence classifiers, such as reward models that were trained on preferences."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from dataproto.errors import RewardError
-from recipes.rewards.prompt_text import text_turns
 from workers.roles.reward import RewardRow
 
 
@@ -95,3 +94,28 @@ class SequenceClassifier:
             logits = model(**inputs).logits.float()  # (rows, labels)
         scores = logits[:, 0] if logits.shape[1] == 1 else logits.softmax(-1)[:, self.label]
         return [float(score) for score in scores]
+
+
+def text_turns(prompt: Any) -> list[dict[str, str]]:
+    """The turns of a `RewardRow.prompt` with their text alone.
+
+    >>> text_turns([{"role": "user", "content": [{"type": "image", "image": ...}, {"type": "text", "text": "Find x."}]}])
+    [{'role': 'user', 'content': 'Find x.'}]
+    """
+    return [{"role": turn["role"], "content": "".join(_texts(turn["content"]))} for turn in _turns(prompt)]
+
+
+def prompt_images(prompt: Any) -> list[Any]:
+    """The images of a `RewardRow.prompt`, in order."""
+    parts = [part for turn in _turns(prompt) if not isinstance(turn["content"], str) for part in turn["content"]]
+    return [part["image"] for part in parts if part.get("type") == "image" and part.get("image") is not None]
+
+
+def _turns(prompt: Any) -> list[Mapping[str, Any]]:
+    if prompt is None:
+        return []
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+
+
+def _texts(content: Any) -> list[str]:
+    return [content] if isinstance(content, str) else [part["text"] for part in content if part.get("type") == "text"]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.configs.episodes_config import EpisodeRunConfig, WarmUpPhaseConfig
+from recipes.configs.shared.policy_gradient_config import PolicyGradientConfig
 from recipes.configs.shared.run_config import announce_small_model
 from recipes.data.loader import EvaluationLoader, PromptLoader
 from recipes.demo.tiny_model import TinyConfig, make_tiny_model, model_of_run, negative_log_probs
@@ -67,8 +68,9 @@ def episode_task(config: EpisodeRunConfig, drawn: DrawnEnvironment) -> PolicyTas
     name_departures(builder)
     rows, held_out = episode_rows(config, drawn, builder)
     loader = prompt_loader(config, builder, rows, shuffle=config.data.data_path is not None)
-    evaluate = controlled_evaluation(config, held_out, builder)
-    return PolicyTask(config, model_path, builder, loader, None, evaluate, played, len(held_out[0]))
+    own, *controls = held_out
+    evaluate = controlled_evaluation(config, lambda step: own, controls, builder)
+    return PolicyTask(config, model_path, builder, loader, None, evaluate, played, len(own))
 
 
 def open_environment(
@@ -103,17 +105,17 @@ def episode_rows(config: EpisodeRunConfig, drawn: DrawnEnvironment, builder: Pro
     return drawn.rows(config.run.seed, "train", 2**20, "own"), held_out
 
 
-def controlled_evaluation(config: EpisodeRunConfig, held_out: Sequence[Any], builder: PromptBuilder) -> Evaluate:
-    """Greedy episodes from the first rows as ``val-core/*``, and from those of controls, the others, as ``val-aux/*``."""
+def controlled_evaluation(
+    config: PolicyGradientConfig, task: Callable[[int], Any], controls: Sequence[Any], builder: PromptBuilder
+) -> Evaluate:
+    """Answers to the rows that ``task`` gives for a step as ``val-core/*``, and to those of controls as ``val-aux/*``."""
     at_a_time = answered_at_a_time(config)
-    controls = tuple(f"val-core/{rows.source}/" for rows in held_out[1:])
+    sources = tuple(f"val-core/{rows.source}/" for rows in controls)
 
     def evaluate(roles: Roles, step: int) -> dict[str, float]:
-        batches = chain.from_iterable(EvaluationLoader(rows, builder, at_a_time) for rows in held_out)
+        batches = chain.from_iterable(EvaluationLoader(rows, builder, at_a_time) for rows in (task(step), *controls))
         metrics, _ = evaluate_samples(roles, batches, config.eval_sampling(), config.run.output_dir, step)
-        return {
-            name.replace("core", "aux", 1) if name.startswith(controls) else name: metrics[name] for name in metrics
-        }
+        return {name.replace("core", "aux", 1) if name.startswith(sources) else name: metrics[name] for name in metrics}
 
     return evaluate
 

@@ -13,7 +13,7 @@ from recipes.rewards import (
     remote_reward,
     short_answer_reward,
 )
-from recipes.rewards.truth_check import reason_not_to_ask, truth_scores, truth_warning
+from recipes.rewards.reward_check import reason_not_to_ask, truth_scores, truth_warning
 
 
 def rows(*truths):
