@@ -15,7 +15,7 @@ from rollout.engine import Completion, RequestEngine
 from rollout.hf import AdapterEngine
 from rollout.prompts import ChunkRenderer, ContentStore, PlacedSequence, PromptBuilder, TokenSequence
 from rollout.vllm import VLLMAdapterEngine
-from workers.adapters import AdapterTrainer, ScoredPrompt
+from workers.adapters.adapter_trainer import AdapterTrainer, ScoredPrompt
 
 log = logging.getLogger("dataproto.serve.engine")
 LONGEST = 1 << 20  # tokens that are rendered at most; the limit that counts is the context

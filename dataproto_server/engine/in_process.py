@@ -34,7 +34,7 @@ from dataproto_server.refusals import failure_of, server_failure
 from rollout.adapters import Adapter, AdapterConfig
 from rollout.adapters.adapter import unpacked
 from rollout.adapters.adapter_files import write_packed_adapter
-from workers.adapters import TrainedAdapter, TrainedMatrices, TrainedWeights
+from workers.adapters.trained_adapter import TrainedAdapter, TrainedMatrices, TrainedWeights
 from workers.model.model_config import AdamParams
 
 log = logging.getLogger("dataproto.serve.engine")

@@ -24,8 +24,7 @@ from helpers.served_models import (
     until_done,
 )
 from helpers.tiny_models import TEXT_TYPES
-from workers.adapters import ScoredRow
-from workers.adapters.packed_part import PackedPart
+from workers.adapters.adapter_trainer import PackedPart, ScoredRow
 
 CPU = torch.device("cpu")
 TYPES = [

@@ -8,8 +8,8 @@ import torch
 
 from dataproto.errors import InvalidConfig
 from helpers.served_models import ADAM, gradients, new_model, rows, run_pass
-from workers.adapters import step_check
-from workers.adapters.step_check import LARGEST_GRADIENT, StepCheck, bound_after
+from workers.adapters import trained_adapter
+from workers.adapters.trained_adapter import LARGEST_GRADIENT, StepCheck, bound_after
 from workers.model.model_config import LARGEST_FLOAT32, AdamParams, OptimizerConfig
 from workers.training.optimizer import Optimizer, new_moments
 
@@ -128,9 +128,9 @@ def test_loaded_numbers_are_looked_at(engine, tmp_path):
 
 def test_an_ordinary_step_is_made_once(engine, monkeypatch):
     """Its bound says that it fits, whatever the gradients; the weights are looked at before the first one alone."""
-    measured, norm = [], step_check.get_total_norm
-    monkeypatch.setattr(step_check, "adamw", None)
-    monkeypatch.setattr(step_check, "get_total_norm", lambda *given: measured.append(1) or norm(*given))
+    measured, norm = [], trained_adapter.get_total_norm
+    monkeypatch.setattr(trained_adapter, "adamw", None)
+    monkeypatch.setattr(trained_adapter, "get_total_norm", lambda *given: measured.append(1) or norm(*given))
     new_model(engine, "ordinary")
     for params in (AdamParams(), AdamParams(learning_rate=1e-2, weight_decay=0.1), AdamParams(learning_rate=1e4)):
         run_pass(engine, "ordinary", rows(engine, "cross_entropy", seed=1))

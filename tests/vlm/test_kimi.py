@@ -23,7 +23,7 @@ from helpers.examples import at_most
 from helpers.tiny_models import image_inputs, tiny_config, tiny_model
 from helpers.tiny_prompts import tiny_image_processor
 from rollout.pretrained import load_image_processor
-from workers.adapters.full_weights import FullWeights, TrainedWeights
+from workers.adapters.trained_adapter import FullWeights, TrainedWeights
 from workers.roles.actor import ActorConfig, ActorWorker
 
 FAMILY = family_of("kimi_k25")

@@ -6,8 +6,7 @@ import torch
 from helpers.checkpoints import write_checkpoint
 from rollout.adapters import AdapterConfig
 from rollout.prompts import PlacedSequence
-from workers.adapters import AdapterTrainer, ScoredRow
-from workers.adapters.adapted_logprobs import adapted_log_probs
+from workers.adapters.adapter_trainer import AdapterTrainer, ScoredRow, adapted_log_probs
 from workers.model.named_weights import float32_weights
 
 VOCABULARY, HIDDEN = 50, 8

@@ -1,29 +1,254 @@
-"""A frozen model and passes of rows with different adapters over it. Letters: T packed tokens of a part, M targets of a row."""
+"""A frozen model and passes of rows with different adapters over it, packed so that rows that begin alike have their beginning
+once.
+
+Letters: N tokens of a row (or states), T packed tokens of a part, M targets of a row, H hidden size, V vocabulary, r rank.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from dataproto.packing import PackedRows
 from dataproto.transfer import move
-from rollout.adapters import Adapter, AdapterConfig, AdapterRouter, PromptScores, new_adapter
-from rollout.image_features import ImageFeatures
+from rollout.adapters import Adapter, AdapterConfig, AdapterRouter, PromptScores, Run, new_adapter
+from rollout.adapters.router import add_head
+from rollout.image_features import ImageFeatures, KeyedImage
 from rollout.pretrained import load_model
 from rollout.prompts import PlacedSequence
-from workers.adapters.adapted_logprobs import adapted_log_probs
-from workers.adapters.full_weights import FullWeights
-from workers.adapters.packed_part import PackedPart, shared_tokens
-from workers.adapters.trained_adapter import Trainable
+from rollout.sampling import project
+from workers.adapters.trained_adapter import FullWeights, Trainable
+from workers.model.logprobs import chunk_size
 from workers.model.model_config import ModelConfig
-from workers.model.packed_model import PackedVLM
+from workers.model.packed_model import PackedVLM, select_rows
 from workers.model.precision import compute_dtype
 from workers.parallel import parallelize
 from workers.ranks.mesh import Ranks
 from workers.training.loading import checkpoint_family
+
+
+def adapted_log_probs(
+    states: Tensor,
+    weight: Tensor,
+    places: Tensor,
+    targets: Tensor,
+    pair: tuple[Tensor, Tensor] | None = None,
+    scaling: float = 1.0,
+    chunk_elements: int | None = None,
+) -> Tensor:
+    """``log softmax(states (W + scaling B A)^T)`` at targets of the states: no temperature, and no id masked.
+
+    The backward pass computes the logits again, unless they are one chunk on the CPU.
+
+    Args:
+        states: ``(N, H)``.
+        weight: W ``(V, H)``.
+        places: ``(M,)`` int64 on the CPU: the state that predicts each target.
+        targets: ``(M,)`` int64.
+        pair: A ``(r, H)`` and B ``(V, r)``; ``None`` for the head only.
+        chunk_elements: logits in memory at a time, see `workers.model.logprobs.chunk_size`.
+
+    Returns:
+        ``(M,)`` float32 (float64 for float64 states).
+
+    >>> adapted_log_probs(torch.zeros(1, 2), torch.ones(4, 2), torch.tensor([0, 0]), torch.tensor([0, 3])).exp()
+    tensor([0.2500, 0.2500])
+    """
+    if not bool((places.diff() >= 0).all()):
+        return _once_each(states, weight, places, targets, pair, scaling, chunk_elements)
+    size = chunk_size(len(weight), states.device, chunk_elements)
+    starts = torch.arange(0, len(states), size)
+    bounds = [*torch.searchsorted(places, starts).tolist(), len(places)]
+    places, targets = move(places, states.device), move(targets, states.device)
+    down, up = pair or (None, None)
+    found: Tensor = _AdaptedLogProbs.apply(states, weight, places, targets, down, up, scaling, size, bounds)
+    return found
+
+
+def _once_each(
+    states: Tensor, weight: Tensor, places: Tensor, targets: Tensor, pair: tuple[Tensor, Tensor] | None, *settings: Any
+) -> Tensor:
+    """`adapted_log_probs` for places in any order: each target of a place is computed once, in their order."""
+    keys, which = torch.unique(places * len(weight) + targets.cpu(), return_inverse=True)
+    found = adapted_log_probs(states, weight, keys // len(weight), keys % len(weight), pair, *settings)
+    return select_rows(found[:, None], move(which, found.device)).squeeze(1)
+
+
+class _AdaptedLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        places: Tensor,
+        targets: Tensor,
+        down: Tensor | None,
+        up: Tensor | None,
+        scaling: float,
+        size: int,
+        bounds: list[int],
+    ) -> Tensor:
+        keep = len(states) <= size and not states.is_cuda
+        parts, sums, kept = [], [], None
+        for number, part in enumerate(states.split(size)):
+            logits, _ = _logits(part, weight, down, up, scaling)
+            log_sum = logits.logsumexp(1)
+            own = slice(*bounds[number : number + 2])
+            rows = places[own] - number * size
+            parts.append(logits[rows, targets[own]] - log_sum[rows])
+            sums.append(log_sum)
+            kept = logits if keep else None
+        ctx.save_for_backward(states, weight, places, targets, down, up, torch.cat(sums), kept)
+        ctx.settings = scaling, size, bounds
+        return torch.cat(parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        states, weight, places, targets, down, up, sums, kept = ctx.saved_tensors
+        scaling, size, bounds = ctx.settings
+        grad_states = torch.empty_like(states)
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        grads = () if down is None or up is None else (torch.zeros_like(down), torch.zeros_like(up))
+        for number, start in enumerate(range(0, len(states), size)):
+            rows, own = slice(start, start + size), slice(*bounds[number : number + 2])
+            where = places[own] - start
+            logits, inner = (kept, None) if kept is not None else _logits(states[rows], weight, down, up, scaling)
+            # d log p_t / d z_j = [j = t] - p_j
+            of_rows = grad.new_zeros(len(logits)).index_add_(0, where, grad[own])
+            slope = (logits - sums[rows, None]).exp_().mul_(-of_rows[:, None])
+            slope.index_put_((where, targets[own]), grad[own], accumulate=True)
+            torch.mm(slope.to(states.dtype), weight, out=grad_states[rows])
+            if grad_weight is not None:
+                grad_weight += torch.mm(slope.to(states.dtype).t(), states[rows])
+            if not grads:
+                continue
+            part = states[rows].to(slope.dtype)
+            inner = torch.mm(part, down.t().to(slope.dtype)) if inner is None else inner
+            grad_inner = torch.mm(slope, up.to(slope.dtype)).mul_(scaling)
+            grad_states[rows] += torch.mm(grad_inner, down.to(slope.dtype)).to(states.dtype)
+            grads[0].addmm_(grad_inner.t(), part)
+            grads[1].addmm_(slope.t(), inner, alpha=scaling)
+        return grad_states, grad_weight, None, None, *(grads or (None, None)), None, None, None
+
+
+def _logits(
+    states: Tensor, weight: Tensor, down: Tensor | None, up: Tensor | None, scaling: float
+) -> tuple[Tensor, Tensor | None]:
+    """Logits ``(n, V)`` float32 and, with an adapter, ``states A^T``."""
+    logits = project(states, weight)
+    if down is None or up is None:
+        return logits, None
+    return logits, add_head(logits, states, down, up, scaling)
+
+
+FEWEST_SHARED = 32
+"""Tokens of a beginning that is worth sharing: the keys of all rows are then gathered in every layer."""
+
+
+class AdaptedRow(Protocol):
+    """A row and its adapter."""
+
+    @property
+    def rendered(self) -> PlacedSequence: ...
+
+    @property
+    def adapter(self) -> Adapter | None: ...
+
+
+Row = TypeVar("Row", bound=AdaptedRow)
+
+
+def shared_tokens(before: AdaptedRow, row: AdaptedRow) -> int:
+    """How many tokens at the beginning of a row are those of the row before it, with the same adapter; 0 for a few.
+
+    Their states are the same, since no token sees a later one. The last token of a row is never shared. A beginning with images
+    is shared by rows that have the same images, and none after it.
+    """
+    one, two = before.rendered, row.rendered
+    most = min(len(one), len(two) - 1)
+    if before.adapter is not row.adapter or most < FEWEST_SHARED:
+        return 0
+    equal = (one.input_ids[:most] == two.input_ids[:most]) & (one.token_types[:most] == two.token_types[:most])
+    equal &= (one.position_ids[..., :most] == two.position_ids[..., :most]).reshape(-1, most).all(0)
+    shared = most if bool(equal.all()) else int(equal.int().argmin())
+    media = two.token_types.nonzero().squeeze(1)
+    if len(media) and (shared <= int(media[-1]) or [i.key for i in one.images] != [i.key for i in two.images]):
+        shared = min(shared, int(media[0]))
+    return shared if shared >= FEWEST_SHARED else 0
+
+
+@dataclass(frozen=True)
+class PackedPart(Generic[Row]):
+    """Rows of which one pass over the base is made; those of one adapter follow each other."""
+
+    rows: Sequence[Row]
+
+    @cached_property
+    def shared(self) -> list[int]:
+        """Tokens of each row that are those of the row before it; see `shared_tokens`."""
+        return [shared_tokens(self.rows[n - 1], row) if n else 0 for n, row in enumerate(self.rows)]
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Tokens that each row adds to the packed ones."""
+        return [len(row.rendered) - shared for row, shared in zip(self.rows, self.shared, strict=True)]
+
+    @property
+    def runs(self) -> list[Run]:
+        """The packed tokens of each row with its adapter."""
+        return [(row.adapter, length) for row, length in zip(self.rows, self.lengths, strict=True)]
+
+    @cached_property
+    def places(self) -> list[Tensor]:
+        """For each row, where its tokens are among the packed ones, ``(N,)`` int64."""
+        found: list[Tensor] = []
+        start = 0
+        for shared, length in zip(self.shared, self.lengths, strict=True):
+            own = torch.arange(start, start + length)
+            found.append(torch.cat([found[-1][:shared], own]) if shared else own)
+            start += length
+        return found
+
+    @property
+    def images(self) -> list[Sequence[KeyedImage]]:
+        """The images of the packed tokens of each row."""
+        behind = (bool((row.rendered.token_types[shared:] != 0).any()) for row, shared in zip(self.rows, self.shared))
+        return [row.rendered.images if any_ else () for row, any_ in zip(self.rows, behind)]
+
+    def packed(self) -> PackedRows:
+        """The packed rows; every token predicts something."""
+        rows, shared = [row.rendered for row in self.rows], self.shared
+        pairs = list(zip(rows, shared, strict=True))
+        bounds, longest = _bounds(self.lengths)
+        key_bounds, key_longest = _bounds([len(row) for row in rows])
+        ids = torch.cat([row.input_ids[n:] for row, n in pairs])
+        every = torch.arange(len(ids))
+        return PackedRows(
+            input_ids=ids[None],
+            position_ids=torch.cat([row.position_ids[..., n:] for row, n in pairs], dim=-1).unsqueeze(-2),
+            token_types=torch.cat([row.token_types[n:] for row, n in pairs])[None],
+            cu_seqlens=bounds,
+            max_length=longest,
+            key_index=torch.cat(self.places) if any(shared) else None,
+            key_cu_seqlens=key_bounds,
+            key_max_length=key_longest,
+            predictors=every,
+            targets=ids,
+            response_cells=every,
+        )
+
+
+def _bounds(lengths: Sequence[int]) -> tuple[Tensor, int]:
+    bounds = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    bounds[1:] = torch.tensor(lengths).cumsum(0)
+    return bounds, max(lengths)
+
 
 Gradients = Mapping[Trainable, list[Tensor | None]]
 """For each adapter, or for all weights, the gradients of the matrices in their order."""

@@ -1,23 +1,123 @@
-"""What is trained by itself, with its gradients and its AdamW state: an adapter, or all weights of a model."""
+"""What is trained by itself, with its gradients and its AdamW state: an adapter, or all weights of a model.
+
+An AdamW step that would leave numbers that float32 does not hold is refused before it changes anything.
+"""
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
+from torch.optim.adamw import adamw
 
-from dataproto.errors import CheckpointError
-from dataproto.vlm import VLMFamily
+from dataproto.errors import CheckpointError, InvalidConfig
+from dataproto.vlm import VLMFamily, family_of
 from rollout.adapters import Adapter, read_adapter, write_adapter
 from rollout.adapters.adapter_files import check_digests, read_tensors, write_digests, write_packed_adapter
 from rollout.adapters.packed_tensors import pack_by_kind, write_packed
-from workers.adapters.step_check import StepCheck
-from workers.model.model_config import AdamParams, OptimizerConfig
-from workers.training.optimizer import Optimizer, new_moments
+from workers.model.model_config import LARGEST_FLOAT32, AdamParams, OptimizerConfig
+from workers.ranks.mesh import Ranks
+from workers.training.optimizer import Moments, Optimizer, clipping, new_moments
+from workers.weights.sharded_export import ShardedExport
+
+LARGEST_GRADIENT = math.sqrt(LARGEST_FLOAT32)
+"""The largest number in gradients whose norm float32 holds, and so in their means."""
+LARGEST_BOUND = LARGEST_FLOAT32 / 2  # the other half is for rounding
+
+
+class StepCheck:
+    """Keeps a bound of the numbers in some matrices, and tries a step that may take them beyond float32 on copies first."""
+
+    def __init__(self, matrices: Mapping[str, Tensor]) -> None:
+        self.matrices = matrices
+        self._bound = math.inf  # not known yet
+
+    def forget(self) -> None:
+        """Has the matrices measured again before the next step, after other numbers were loaded into them."""
+        self._bound = math.inf
+
+    def __call__(self, params: AdamParams, moments: Moments) -> None:
+        """Checks the step that AdamW would make with the gradients of the matrices.
+
+        Args:
+            moments: of the matrices before the step.
+
+        Raises:
+            InvalidConfig: the step would leave a number that is not finite; nothing has been changed.
+        """
+        bound = bound_after(self._bound, params)
+        if not bound <= LARGEST_BOUND:
+            largest = self._measured()
+            if not math.isfinite(largest):
+                raise InvalidConfig(
+                    "the weights are not finite already, so no update was made: load an earlier checkpoint"
+                )
+            bound = bound_after(largest, params)
+        if not bound <= LARGEST_BOUND:
+            self._bound = math.inf
+            return self._try(params, moments)
+        self._bound = bound
+
+    def _measured(self) -> float:
+        return float(get_total_norm([matrix.detach() for matrix in self.matrices.values()], math.inf))
+
+    def _try(self, params: AdamParams, moments: Moments) -> None:
+        """Makes the step on copies, one matrix after another."""
+        gradients = {name: matrix.grad for name, matrix in self.matrices.items() if matrix.grad is not None}
+        norm = float(get_total_norm(list(gradients.values()))) if gradients else 0.0
+        if not math.isfinite(norm):
+            return  # the optimizer skips such a step
+        scale = clipping(norm, params.grad_clip_norm)
+        for name, gradient in gradients.items():
+            matrix = self.matrices[name]
+            state = {part: value.clone() for part, value in moments.get(matrix, {}).items()}
+            after = _stepped(matrix, gradient if scale is None else gradient * scale, state, params)
+            if not bool(torch.stack([each.isfinite().all() for each in after]).all()):
+                raise InvalidConfig(
+                    f"learning_rate={params.learning_rate:g}, eps={params.eps:g} and weight_decay={params.weight_decay:g} would "
+                    f"leave numbers in {name} that float32 does not hold: no update was made, and the gradients are kept for "
+                    "another step with smaller settings"
+                )
+
+
+def bound_after(bound: float, params: AdamParams) -> float:
+    """A bound of the numbers in matrices after a step, and of all that AdamW computes on the way.
+
+    A matrix has at most ``bound`` before. The means of gradients are at most `LARGEST_GRADIENT`; what divides them is at least
+    eps, and the correction of the first mean at least 1 - beta1.
+    """
+    rate = max(1.0, params.learning_rate / (1 - params.beta1))
+    return bound * (1 + params.learning_rate * params.weight_decay) + rate * LARGEST_GRADIENT / min(params.eps, 1.0)
+
+
+def _stepped(matrix: Tensor, gradient: Tensor, state: dict[str, Tensor], params: AdamParams) -> list[Tensor]:
+    """A matrix and its means after a step, which is made on copies."""
+    copy = nn.Parameter(matrix.detach().clone())
+    state = state or new_moments(copy)
+    with torch.no_grad():
+        adamw(
+            [copy],
+            [gradient],
+            [state["exp_avg"]],
+            [state["exp_avg_sq"]],
+            [],
+            [state["step"]],
+            fused=True,
+            amsgrad=False,
+            beta1=params.beta1,
+            beta2=params.beta2,
+            lr=params.learning_rate,
+            weight_decay=params.weight_decay,
+            eps=params.eps,
+            maximize=False,
+        )
+    return [copy.detach(), state["exp_avg"], state["exp_avg_sq"]]
+
 
 COUNTS = ("steps", "skipped_steps")
 Later = Callable[[Callable[[], None]], None]
@@ -203,3 +303,68 @@ def _taken(tensors: dict[str, Tensor], name: str, shape: Sequence[int], file: Pa
     if found is None or tuple(found.shape) != tuple(shape):
         raise CheckpointError(f"{file} lacks {name} of shape {tuple(shape)}")
     return found
+
+
+WEIGHTS_FILE = "weights.safetensors"
+
+
+class FullWeights:
+    """The parameters of a model, those of its vision tower and mergers excepted, which stay frozen."""
+
+    trained = True
+
+    def __init__(self, model: nn.Module, family: VLMFamily) -> None:
+        """Turns their gradients on."""
+        frozen = tuple(f"{part}." for part in family.vision_parts)
+        self.parameters = {
+            name: parameter.requires_grad_()
+            for name, parameter in model.named_parameters()
+            if not name.startswith(frozen)
+        }
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The parameters under their names in the model, tied ones once."""
+        yield from self.parameters.items()
+
+
+class TrainedWeights(TrainedMatrices):
+    """`FullWeights` with their gradients and AdamW state."""
+
+    def __init__(self, weights: FullWeights, model: Any, processors: Any) -> None:
+        """
+        Args:
+            model: of which they are the weights.
+            processors: writes what a checkpoint has next to its weights; see `PromptBuilder.save_pretrained`.
+        """
+        super().__init__(weights)
+        self.model, self.processors = model, processors
+
+    def export(self, directory: Path, base_model: str) -> None:
+        """Writes a whole checkpoint, as ``from_pretrained`` loads it."""
+        export = ShardedExport(directory, self.model, family_of(self.model), Ranks(), dtype=None)
+        export.collect(behind=False)
+        export.finish()
+        self.processors.save_pretrained(directory)
+
+    def save(
+        self,
+        directory: Path,
+        base_model: str,
+        optimizer_file: str,
+        later: Later = at_once,
+        between: Callable[[], None] = nothing,
+    ) -> None:
+        """See `TrainedMatrices.save`."""
+        for file, found in ((WEIGHTS_FILE, self.matrices), (optimizer_file, self.state())):
+            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}
+            save_file(tensors, directory / file)
+            write_digests(directory, file)
+
+    def read(self, directory: Path) -> Mapping[str, Tensor]:
+        """See `TrainedMatrices.read`."""
+        check_digests(directory, WEIGHTS_FILE)
+        found = read_tensors(directory / WEIGHTS_FILE)
+        shapes = {name: matrix.shape for name, matrix in self.matrices.items()}
+        if {name: tensor.shape for name, tensor in found.items()} != shapes:
+            raise CheckpointError(f"{directory / WEIGHTS_FILE} is of another model")
+        return found
