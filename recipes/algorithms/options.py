@@ -182,11 +182,7 @@ class AlgorithmConfig:
         """Options that do nothing here; see `recipes.options.refuse_idle_options`."""
         return [
             (not self.kl_coef, "kl kl-in", "there is no KL term: add --algorithm.kl-coef"),
-            (
-                not self.entropy_coef,
-                "entropy-anneal",
-                "there is no entropy bonus: add --algorithm.entropy-coef",
-            ),
+            (not self.entropy_coef, "entropy-anneal", "there is no entropy bonus: add --algorithm.entropy-coef"),
             (
                 self.advantage == "reverse_kl",
                 "overlong-buffer",

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipes.commands import COMMANDS, main
+from recipes.commands import COMMANDS, main, places
 from recipes.commands.import_warnings import TORCHAO_ENUMS, silence
 from recipes.options import exit_status
 
@@ -30,10 +30,9 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_is_a_function_of_a_module(name):
-    for target in filter(None, (COMMANDS[name].target, COMMANDS[name].parse)):
-        module, _, function = target.partition(":")
-        assert callable(getattr(importlib.import_module(module), function))
-    assert COMMANDS[name].text
+    for module, function in zip(places(name), ("main", "parse"), strict=True):
+        assert module is None or callable(getattr(importlib.import_module(module), function))
+    assert COMMANDS[name]
 
 
 HELP_OF_ALL = """

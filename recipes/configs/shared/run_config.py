@@ -113,16 +113,8 @@ def idle_placement(config: Placed) -> list[tuple[bool, str, str]]:
     layout = config.layout
     return [
         (config.on == "local", "ray. max-restarts", "this run starts no processes: add --on ray"),
-        (
-            layout.pp == 1,
-            "pipeline-schedule pipeline-chunks pipeline-layers",
-            "there is one stage: add --layout.pp",
-        ),
-        (
-            layout.dp * layout.sp == 1,
-            "unsharded offload",
-            "weights are not sharded: add --layout.dp or --layout.sp",
-        ),
+        (layout.pp == 1, "pipeline-schedule pipeline-chunks pipeline-layers", "there is one stage: add --layout.pp"),
+        (layout.dp * layout.sp == 1, "unsharded offload", "weights are not sharded: add --layout.dp or --layout.sp"),
     ]
 
 
