@@ -6,7 +6,7 @@ import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path, PurePath
 from typing import Any, Protocol, TypeVar
@@ -296,7 +296,9 @@ def _options_inside(directory: Path, config: Any) -> Iterator[str]:
 
 
 def _check_same(directory: Path, config: Any) -> None:
-    now: dict[str, Any] = json.loads(json.dumps(_options(config), default=str))
+    now: dict[str, Any] = json.loads(
+        json.dumps({".".join(option.path): option.default for option in options_of(config)}, default=str)
+    )
     before = _flatten(_read(directory), now.keys())
     if not before and latest_checkpoint(directory) is not None:
         raise CheckpointError(
@@ -334,17 +336,8 @@ def _read(directory: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _options(config: Any, prefix: str = "") -> dict[str, Any]:
-    """The values of all options by their names on the command line; a dictionary is one value."""
-    found: dict[str, Any] = {}
-    for field in fields(config):
-        name, value = f"{prefix}{field.name}", getattr(config, field.name)
-        found |= _options(value, f"{name}.") if is_dataclass(value) else {name: value}
-    return found
-
-
 def _flatten(value: Any, names: Collection[str] = (), prefix: str = "") -> dict[str, Any]:
-    """The values of a recorded configuration by their names as in `_options`; a value in ``names`` is not divided further."""
+    """The values of a recorded configuration by the paths of the options; a value in ``names`` is not divided further."""
     if prefix in names or not isinstance(value, Mapping):
         return {prefix: value}
     parts = (_flatten(inner, names, f"{prefix}.{name}" if prefix else name) for name, inner in value.items())

@@ -10,8 +10,8 @@ from dataproto.errors import InvalidRow
 from helpers.tiny_prompts import tiny_builder
 from recipes.data.loader import PromptLoader
 from recipes.grpo import grpo_step, parse
-from recipes.run import policy_gradient
-from recipes.run.carrying import LookAhead, look_ahead
+from recipes.run import carrying, policy_gradient
+from recipes.run.carrying import LookAhead
 
 
 class Numbers:
@@ -76,7 +76,7 @@ def test_a_restored_position_forgets_what_was_prepared(background):
 
 
 def test_a_batch_is_prepared_while_nobody_asks_for_it(monkeypatch):
-    monkeypatch.setattr(look_ahead, "DELAY_S", 0.01)
+    monkeypatch.setattr(carrying, "DELAY_S", 0.01)
     ahead = LookAhead(Numbers(), background=True)
     next(ahead)
     assert number(ahead._preparing.batch.result(timeout=60)) == 1
