@@ -150,10 +150,11 @@ def torch_flash(q: Tensor, k: Tensor, v: Tensor, at: Segments, scaling: float | 
 
     before = -1 if at.window is None else at.window - 1
     size = (before, 0) if at.causal else (-1, -1)  # aligned to the last query and key, as in flash attention
+    bounds: Any = at.cu_q, at.cu_k, at.max_q, at.max_k
     options: dict[str, Any] = {"scale": scaling, "window_size": size}
     if _takes_enable_gqa():
         options["enable_gqa"] = q.shape[1] != k.shape[1]
-    return cast(Tensor, varlen_attn(q, k, v, at.cu_q, at.cu_k, at.max_q, at.max_k, **options))
+    return cast(Tensor, varlen_attn(q, k, v, *bounds, **options))
 
 
 @cache

@@ -184,8 +184,10 @@ block_attention.register_fake(empty_output)
         f"{BLOCK_SEGMENTS}) -> (Tensor, Tensor, Tensor)"
     ),
 )
-def _block_attention_backward(grad: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return joined_backward(flash_backward, grad, *args[:5], block_segments(*args[5:]))
+def _block_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *at: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return joined_backward(flash_backward, grad, q, k, v, out, lse, block_segments(*at))
 
 
 _block_attention_backward.register_fake(empty_gradients)
