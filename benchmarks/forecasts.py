@@ -14,15 +14,15 @@ sys.path[:] = [str(HERE.parent), *(place for place in sys.path if Path(place or 
 
 from benchmarks.workload import make_batch, model_config, shape_of  # noqa: E402
 from dataproto import DataProto  # noqa: E402
-from recipes.forecast import DEVICES, BatchSizes, PromptSizes, Setting, forecast  # noqa: E402
-from recipes.forecast.devices import GIB  # noqa: E402
-from recipes.forecast.step_time import prefill_seconds  # noqa: E402
+from recipes.plan import DEVICES, BatchSizes, PromptSizes, Setting, forecast  # noqa: E402
+from recipes.plan.devices import GIB  # noqa: E402
+from recipes.plan.seconds import prefill_seconds  # noqa: E402
 from workers.model.model_config import ModelConfig, Unsharded  # noqa: E402
 from workers.ranks.layout import Layout  # noqa: E402
 
 H200 = DEVICES["h200"]
 HOST_BEFORE = 0.7
-"""`recipes.forecast.host_pace` of the hosts of 2026-11-21, which was not measured."""
+"""Seconds of the hosts of 2026-11-21 for Python, as a multiple of those of the reference host; not measured."""
 HOST = 0.8
 """The same of the hosts of 2026-11-23, which were timed at 0.75 to 0.83."""
 
@@ -70,6 +70,10 @@ class OnOneDevice:
     scoring: tuple[float, float]
     update: tuple[float, float]
 
+    @property
+    def name(self) -> str:
+        return f"{self.size.upper()}, {self.checkpointing}, budget {self.budget:,}, {self.prompts} prompts x {self.samples}"
+
 
 ON_ONE_DEVICE = (
     OnOneDevice("3b", 12_288, "selective", 12, 4, (0.73, 50.2), (2.20, 102.3)),
@@ -94,6 +98,11 @@ class Generation:
     parallel: int = 1
     memory_share: float = 0.5
 
+    @property
+    def name(self) -> str:
+        place = f"{self.devices} devices, tp {self.parallel}, " if self.devices > 1 else ""
+        return f"{self.size.upper()}, {place}prompts of {self.prompt[0]}"
+
 
 GENERATIONS = (
     Generation("3b", 28_384, 83.6, 15.7),
@@ -116,7 +125,7 @@ class WholeStep:
     size: str
     tokens: int  # of a response
     prompt: tuple[int, int]  # tokens, and patches along a side of the image
-    host: float  # `recipes.forecast.host_pace`
+    host: float  # see `recipes.plan.Device`
     gen: float  # seconds, with waking the engine and the hand-over of weights
     ref: float
     update_actor: float
@@ -187,10 +196,12 @@ def whole_step_rows(step: WholeStep) -> dict[str, tuple[float, float]]:
         reference=True,
         variation=0,
     )
-    return {
+    found = {
         phase.name: (phase.seconds, sum(role.device for role in phase.roles[:-1]) / GIB)
         for phase in forecast(setting).phases
     }
+    handed, (generating, gib) = found.pop("hand_over"), found["gen"]
+    return found | {"gen": (handed[0] + generating, gib)}
 
 
 def batch_sizes(data: DataProto, config: object, samples: int) -> BatchSizes:
@@ -250,19 +261,21 @@ def generation_row(measured: Generation) -> tuple[float, float, float]:
     layout = Layout(dp=measured.devices)
     device = replace(H200, host=HOST_BEFORE)
     setting = Setting(config, sizes, device, layout=layout, engine="vllm", engine_options=options)
-    generating, updating = (forecast(setting).phases[place] for place in (0, -1))
+    phases = {phase.name: phase for phase in forecast(setting).phases}
+    generating, updating = phases["gen"], phases["update_actor"]
     weights = generating.roles[0].weights  # copies and moments come with the first update
     awake, asleep = (
         (weights + engine.device + H200.context) / GIB
         for engine in (phase.roles[-1] for phase in (generating, updating))
     )
-    seconds = generating.seconds - reading_seconds(sizes, measured.devices, measured.parallel)
+    seconds = generating.seconds - reading_seconds(setting)
     return count * measured.tokens / seconds, awake, asleep
 
 
-def reading_seconds(sizes: BatchSizes, devices: int, parallel: int) -> float:
-    """Forecast seconds in which engines over ``parallel`` devices each read these prompts."""
-    return prefill_seconds(sizes.part(len(sizes.prompts.tokens) * parallel // devices), H200) / parallel
+def reading_seconds(setting: Setting) -> float:
+    """Forecast seconds in which the engines read their prompts; the engine had them and its host took no further requests."""
+    share = setting.batch.share(setting.prompts, setting.layout.world_size // setting.engine_parallel)
+    return prefill_seconds(replace(setting, device=replace(setting.device, host=0.0)), share, len(share.responses))
 
 
 def lines() -> Iterator[str]:
@@ -272,19 +285,33 @@ def lines() -> Iterator[str]:
     for each in UPDATES:
         yield line(f"{each.name}, update", *update_row(each), each.seconds, each.gib)
     for alone in ON_ONE_DEVICE:
-        name = f"{alone.size.upper()}, {alone.checkpointing}, budget {alone.budget:,}, {alone.prompts} prompts x {alone.samples}"
         scored, updated = one_device_rows(alone)
-        yield line(f"{name}, log-probs", *scored, *alone.scoring)
-        yield line(f"{name}, update", *updated, *alone.update)
+        yield line(f"{alone.name}, log-probs", *scored, *alone.scoring)
+        yield line(f"{alone.name}, update", *updated, *alone.update)
     for one in GENERATIONS:
-        place = f"{one.devices} devices, tp {one.parallel}, " if one.devices > 1 else ""
-        name = f"{one.size.upper()}, {place}prompts of {one.prompt[0]}"
         rate, awake, asleep = generation_row(one)
-        yield line(f"{name}, generation, tokens/s", rate, awake, one.tokens_per_second, one.gib)
+        yield line(f"{one.name}, generation, tokens/s", rate, awake, one.tokens_per_second, one.gib)
         if one.asleep is not None:
-            yield line(f"{name}, engine asleep", None, asleep, None, one.asleep)
+            yield line(f"{one.name}, engine asleep", None, asleep, None, one.asleep)
     for step in WHOLE_STEPS:
         yield from whole_step_lines(step)
+
+
+def names() -> Iterator[str]:
+    """What the rows of the table are named, without computing them."""
+    yield from (f"{each.name}, update" for each in UPDATES)
+    yield from (f"{each.name}, {work}" for each in ON_ONE_DEVICE for work in ("log-probs", "update"))
+    yield from (f"{each.name}, generation, tokens/s" for each in GENERATIONS)
+    yield from (f"{each.name}, engine asleep" for each in GENERATIONS if each.asleep is not None)
+    for step in WHOLE_STEPS:
+        phases = (
+            "gen",
+            *(["old_log_prob"] if step.old_log_prob is not None else []),
+            "ref",
+            "update_actor",
+            "all of these",
+        )
+        yield from (f"{step.name}, whole step: {phase}" for phase in phases)
 
 
 def whole_step_lines(step: WholeStep) -> Iterator[str]:

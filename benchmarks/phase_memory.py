@@ -53,7 +53,7 @@ from benchmarks.random_checkpoint import make
 from benchmarks.workload import TINY, Shape, make_batch, model_config, random_weights
 from dataproto import DataProto
 from recipes.algorithms.losses import clipped_policy_loss
-from recipes.forecast import DEVICES, Setting, forecast
+from recipes.plan import DEVICES, Setting, forecast
 from rollout.prompts import PromptBuilder
 from rollout.sampling import SamplingParams
 from workers.ranks.layout import Layout

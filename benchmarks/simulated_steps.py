@@ -15,8 +15,8 @@ sys.path[:] = [str(HERE.parent), *(place for place in sys.path if Path(place or 
 
 from benchmarks.forecasts import H200, HOST_BEFORE, batch_sizes, reading_seconds  # noqa: E402
 from benchmarks.workload import make_batch, model_config, shape_of  # noqa: E402
-from recipes.forecast import BatchSizes, PromptSizes, response_lengths  # noqa: E402
-from recipes.simulation import Choice, Cluster, Workload, simulate  # noqa: E402
+from recipes.plan import BatchSizes, PromptSizes, Setting, forecast, response_lengths  # noqa: E402
+from recipes.plan.fitting import with_share  # noqa: E402
 from workers.model.model_config import ModelConfig, Unsharded  # noqa: E402
 from workers.ranks.layout import Layout  # noqa: E402
 
@@ -152,6 +152,9 @@ HAND_OVERS = (
 )
 """Seconds of waking, the hand-over and the cache."""
 
+NAMES = {"generation": "gen", "old_log_probs": "old_log_prob", "reference": "ref", "update": "update_actor"}
+"""The phases of a forecast by those of the measured steps."""
+
 Row = tuple[str, str, float, float]
 """What, its phase, simulated, measured."""
 
@@ -163,15 +166,14 @@ def config_of(size: str, layers: int | None = None) -> object:
 
 def step_rows(step: Step) -> Iterator[Row]:
     sizes = PromptSizes((step.prompt[0],), ((step.prompt[1],),)).repeated(step.prompts)
-    workload = Workload(
-        BatchSizes(config_of(step.size), sizes, step.responses, 5), step.minibatch, old_log_probs=step.old_log_probs
-    )
-    choice = Choice(Layout(dp=step.devices), step.compute)
-    found = simulate(workload, Cluster(H200, step.devices), choice)
-    seconds = {phase.name: phase.seconds for phase in found.phases}
-    seconds["generation"] += seconds.pop("hand_over")
+    config = config_of(step.size)
+    batch, layout = BatchSizes(config, sizes, step.responses, 5), Layout(dp=step.devices)
+    given = {"minibatch": step.minibatch, "old_log_probs": step.old_log_probs, "reference": True}
+    found = forecast(with_share(Setting(config, batch, H200, step.compute, layout, "vllm", **given)))
+    seconds = {phase.name: phase.seconds for phase in found.phases} | {"step": found.seconds}
+    seconds["gen"] += seconds.pop("hand_over")
     for name, measured in step.seconds.items():
-        yield step.name, name, found.seconds if name == "step" else seconds[name], measured
+        yield step.name, name, seconds[NAMES.get(name, name)], measured
 
 
 def update_row(update: Update) -> Row:
@@ -187,9 +189,8 @@ def update_row(update: Update) -> Row:
     seconds = []
     for number in (3, 4, 5):
         data = make_batch(config, shape_of(update.size), update.prompts, 1, seed=1000 * number)
-        workload = Workload(batch_sizes(data, config, 1), update.prompts, reference=False)
-        found = simulate(workload, Cluster(H200, update.layout.world_size), Choice(update.layout, compute))
-        seconds.append(found.phases[-1].seconds)
+        setting = Setting(config, batch_sizes(data, config, 1), H200, compute, update.layout, engine=None)
+        seconds.append(forecast(setting).phases[-1].seconds)
     return update.name, "update", sorted(seconds)[1], update.seconds
 
 
@@ -197,19 +198,19 @@ def rollout_row(rollout: Rollout) -> Row:
     prompts = 256 * rollout.devices
     sizes = PromptSizes((361,), (((1, 30, 30),),)).repeated(prompts)
     batch = BatchSizes(config_of(rollout.size), sizes, (rollout.tokens,) * prompts)
-    workload = Workload(batch, prompts, reference=False)
-    choice = Choice(Layout(dp=rollout.devices), COMPILED, rollout.parallel)
     roomy = replace(H200, host=HOST_BEFORE, memory=2 * H200.memory)  # the benchmark's actor has no moments
-    found = simulate(workload, Cluster(roomy, rollout.devices), choice)
-    seconds = next(phase.seconds for phase in found.phases if phase.name == "generation")
-    seconds -= reading_seconds(batch, rollout.devices, rollout.parallel)
+    options = {"tensor_parallel": rollout.parallel, "memory_share": 0.5}
+    setting = Setting(batch.config, batch, roomy, COMPILED, Layout(dp=rollout.devices), "vllm", options)
+    phases = {phase.name: phase.seconds for phase in forecast(setting).phases}
+    seconds = phases["gen"] - reading_seconds(setting)
     return rollout.name, "generation, tokens/s", prompts * rollout.tokens / seconds, rollout.rate
 
 
 def hand_over_row(name: str, size: str, devices: int, measured: float) -> Row:
     sizes = PromptSizes((361,), (((1, 30, 30),),)).repeated(devices)
-    workload = Workload(BatchSizes(config_of(size), sizes, (64,) * devices), devices, reference=False)
-    found = simulate(workload, Cluster(H200, devices), Choice(Layout(dp=devices), COMPILED))
+    config = config_of(size)
+    batch = BatchSizes(config, sizes, (64,) * devices)
+    found = forecast(Setting(config, batch, H200, COMPILED, Layout(dp=devices), "vllm"))
     return name, "hand-over", found.phases[0].seconds, measured
 
 

@@ -15,7 +15,7 @@ import transformers
 from dataproto import DataProto
 from dataproto.vlm import family_of, media_grids
 from dataproto.vlm.families.qwen3_5 import CHUNK, recurrence_flops
-from recipes.simulation import PUBLISHED
+from recipes.configs.shared.published_models import PUBLISHED
 
 
 def _without(settings: dict[str, Any], *names: str) -> dict[str, Any]:

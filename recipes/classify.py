@@ -68,7 +68,7 @@ def classification_task(config: ClassifyConfig, labelled: LabelledData, model_pa
         metrics |= found | {"val/other_answers": confusion.other_share}
         return metrics | {"data/skipped_eval_rows": len(rows.skipped)}
 
-    return SupervisedTask(builder, loader, evaluate, data.max_length + data.max_response_length, data.eval_rows)
+    return SupervisedTask(builder, loader, evaluate, longest=data.max_length + data.max_response_length)
 
 
 def _check_pictures(config: ClassifyConfig, loader: PromptLoader, labelled: LabelledData) -> None:

@@ -173,7 +173,7 @@ def supervised_task(config: EasyVQAConfig, rows: EasyVQA, model_path: str) -> Su
     def evaluate(roles: Roles, step: int) -> dict[str, float]:
         return held_out_loss(roles, EvaluationLoader(held_out, builder, config.sft.batch_size))
 
-    return SupervisedTask(builder, loader, evaluate, longest, len(held_out))
+    return SupervisedTask(builder, loader, evaluate, longest)
 
 
 def policy_task(config: PolicyGradientConfig, rows: EasyVQA, model_path: str, reward: RewardFunction) -> PolicyTask:

@@ -62,8 +62,7 @@ def conversation_task(config: SFTConfig, model_path: str, rows: tuple[Any, Any] 
             metrics |= evaluate_answers(roles, asked, data.max_response_length, config.run.output_dir, step)[0]
         return metrics | {"data/skipped_eval_rows": len(rows.skipped)}
 
-    longest, asked = data.max_length + data.max_response_length, 0 if held_out is None else len(held_out)
-    return SupervisedTask(builder, loader, evaluate, longest, asked)
+    return SupervisedTask(builder, loader, evaluate, longest=data.max_length + data.max_response_length)
 
 
 def open_data(data: SFTDataConfig, builder: SupervisedBuilder, seed: int) -> tuple[Any, Any]:

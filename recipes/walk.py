@@ -24,7 +24,6 @@ WALK = DrawnEnvironment(
     make=GridWalk,
     rows=WalkRows,
     controls=("other", "blank"),
-    actions=("up",) * 6,
     model=TinyConfig(vocabulary=400, layers=1, text_std=0.05, vision_std=0.2, min_pixels=SIDE**2, max_pixels=SIDE**2),
     texts=[*(20 * [TASK]), *(50 * list(MOVES))],
     demonstrations=RandomWalks,

@@ -36,7 +36,6 @@ ZOOM = DrawnEnvironment(
     make=DigitZoom,
     rows=ZoomRows,
     controls=("other", "blank"),
-    actions=(next(iter(PLACES)), "0"),
     model=TinyConfig(vocabulary=400, layers=1, text_std=0.05, vision_std=0.2, min_pixels=SIDE**2, max_pixels=SIDE**2),
     texts=[*(20 * [TASK]), *(50 * list(PLACES)), *(50 * list("0123456789"))],
     demonstrations=RandomLooks,
@@ -60,14 +59,10 @@ def environment_of(config: ZoomConfig) -> DrawnEnvironment:
     """`ZOOM`, or the same pictures with a tool that shows parts of them."""
     if not config.crop_tool:
         return ZOOM
-    call = (
-        '<tool_call>\n{"name": "crop", "arguments": {"left": 84, "top": 84, "right": 140, "bottom": 140}}\n</tool_call>'
-    )
     return replace(
         ZOOM,
         make=DigitZoomByTool,
         rows=partial(ZoomRows, task=TOOL_TASK),
-        actions=(call, "0"),
         template_arguments={"tools": [get_json_schema(DigitZoomByTool().crop)]},
     )
 

@@ -63,6 +63,32 @@ def of_layers(text: Any, name: str) -> Any:
         return max(getattr(text.per_layer_config[layer], name) for layer in range(text.num_hidden_layers))
 
 
+def mlp_width(text: Any) -> int:
+    """Width between the products of a layer's MLP; of a mixture, those of the experts that a token is sent to and of the
+    experts that all tokens share. If the first layers are dense, the mean of all layers, rounded up.
+
+    >>> from types import SimpleNamespace
+    >>> sizes = {"hidden_size": 64, "intermediate_size": 96, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    >>> mlp_width(SimpleNamespace(**sizes)), mlp_width(SimpleNamespace(**sizes, n_shared_experts=1))
+    (128, 160)
+    >>> mlp_width(SimpleNamespace(**sizes, first_k_dense_replace=1, num_hidden_layers=4))
+    120
+    """
+    experts, width = getattr(text, "num_experts_per_tok", None), getattr(text, "moe_intermediate_size", None)
+    beside = getattr(text, "top_k_experts", None)  # a dense MLP
+    if beside and width:
+        return int(text.intermediate_size) + int(beside) * (int(width) + int(text.hidden_size) // 2)
+    if not experts or not width:
+        return int(text.intermediate_size)
+    shared = (getattr(text, "n_shared_experts", None) or 0) * int(width)
+    shared += getattr(text, "shared_expert_intermediate_size", None) or 0
+    sparse = int(experts) * (int(width) + int(text.hidden_size) // 2) + int(shared)
+    if not (dense := int(getattr(text, "first_k_dense_replace", None) or 0)):
+        return sparse
+    layers = int(text.num_hidden_layers)
+    return -(-(dense * int(text.intermediate_size) + (layers - dense) * sparse) // layers)
+
+
 def attention_width(text: Any) -> int:
     """``heads * head_dim`` of the decoder."""
     return int(text.num_attention_heads) * head_dim(text)

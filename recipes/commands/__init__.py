@@ -29,7 +29,7 @@ COMMANDS = {
     "parity": "compare log-probs of the rollout engine with the actor's",
     "make-vlm": "make a small VLM with the real words of SmolLM2",
     "export": "make a checkpoint of a run an ordinary Hugging Face model",
-    "plan": "forecast memory, time and disk of a run before anything is loaded",
+    "plan": "forecast memory and time of a run before anything is loaded",
     "show": "show the first rows of a data set as the model sees them, and what the reward gives their truths",
     "view": "show a run in the browser, while it trains",
     "serve": "train and sample for clients of the Tinker SDK",

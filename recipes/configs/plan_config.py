@@ -1,40 +1,36 @@
 """What a run will take, before anything is loaded: ``dataproto plan RECIPE [options of the recipe]``.
 
 Reads the checkpoint's config, tokenizer and image processor, and the headers of the data's images, and prints the memory of each
-role in each phase, the operations and the time of a step, and the time and disk of the run. Ends with status 1 if it does not
-fit. In addition to its own options it takes those of the recipe, --config and --preset included (see dataproto RECIPE --help).
+role in each phase, the operations and the time of a step, and the time of the run. Ends with status 1 if it does not fit. In
+addition to its own options it takes those of the recipe, --config and --preset included (see dataproto RECIPE --help).
 
-``dataproto plan --devices N``, without a recipe, simulates a step on a cluster (see dataproto plan --devices N --help).
+``dataproto plan --devices N``, without a recipe, is for a step on a cluster (see dataproto plan --devices N --help).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from dataproto.errors import InvalidConfig
-from recipes.configs import (
-    classify_config,
-    grpo_config,
-    ppo_config,
-    sft_config,
-    simulation_config,
-    walk_config,
-    zoom_config,
-)
-from recipes.configs.shared.device_preset import Machine, this_machine
-from recipes.options import asks_for_help, divided, options_of, over, print_help
+from recipes.configs import classify_config, grpo_config, ppo_config, sft_config
+from recipes.configs.shared.device_preset import DEVICE_MEMORY, Machine, this_machine
+from recipes.options import asks_for_help, divided, options_of, over, parse_config, print_help
+from workers.ranks.layout import Layout
 
 RECIPES: Mapping[str, Callable[..., Any]] = {
     "grpo": grpo_config.parse,
     "ppo": ppo_config.parse,
     "sft": sft_config.parse,
     "classify": classify_config.parse,
-    "walk": walk_config.parse,
-    "zoom": zoom_config.parse,
 }
 """The recipes that can be planned, each with the function that reads its options."""
 
 CHOSEN_BY_FIT = ("--token-budget", "--activation-checkpointing")
+CLUSTER = """What a step takes on devices that are not at hand: ``dataproto plan --devices N``.
+
+Computes a step of GRPO from measured parts: seconds, memory and traffic of generation, scoring, update and the hand-over of
+weights, for the layout that is given or for the fastest that fits. Ends with status 2 if nothing fits. See docs/cluster_plan.md.
+"""
 
 
 @dataclass(frozen=True)
@@ -42,8 +38,8 @@ class PlanOptions:
     """The options of the plan alone.
 
     Attributes:
-        device: device to plan for: h200, h100, a100-80g, or cpu, which is measured; default: the machine's GPU, or h200
-        mean_response: expected tokens of a response, or of a turn; default: half of --max-response-length
+        device: device to plan for: h200, h100 or a100-80g; default: the machine's GPU, or h200
+        mean_response: expected tokens of a response; default: half of --max-response-length
         fit: choose layout, token budget, checkpointing and the engine's share of memory: the fastest that fits
         devices: how many devices --fit may use; default: those of the layout
     """
@@ -76,16 +72,95 @@ class PlanConfig:
     machine: Machine | None = None  # to which a preset of a size was fitted
 
 
-def parse(arguments: Sequence[str]) -> PlanConfig | simulation_config.SimulationConfig:
+@dataclass(frozen=True)
+class ClusterConfig:
+    """The options of a step on a cluster.
+
+    Attributes:
+        devices: number of devices
+        preset: a published model: 3b, 7b, 32b, 72b, 30b-a3b or 235b-a22b
+        model_path: a checkpoint, or a directory with its config, instead of a preset
+        device: kind of device: h200, h100 or a100-80g
+        node: devices of a node
+        network_gbit: gigabits per second of each device's network card
+        layout: default: the fastest that fits
+        tensor_parallel: devices of an engine; default: the fastest number
+        batch_size: prompts of a step
+        n: samples of each prompt
+        minibatch: prompts of an optimizer step
+        prompt_length: tokens of a prompt, its image included
+        image_patches: patches of the image of a prompt; 0: no image
+        mean_response: expected tokens of a response
+        max_response_length: tokens of the longest response
+        token_budget: tokens of a micro-batch on each rank
+        activation_checkpointing: activations that the backward pass computes again
+    """
+
+    devices: int = 8
+    preset: str = "72b"
+    model_path: str | None = None
+    device: str = "h200"
+    node: int = 8
+    network_gbit: float = 400.0
+    layout: Layout = field(default_factory=Layout)
+    tensor_parallel: int | None = None
+    batch_size: int = 512
+    n: int = 5
+    minibatch: int = 128
+    prompt_length: int = 361
+    image_patches: int = 900
+    mean_response: int = 400
+    max_response_length: int = 2048
+    token_budget: int = 16_384
+    activation_checkpointing: Literal["none", "selective", "full"] = "full"
+
+    def __post_init__(self) -> None:
+        for name in (
+            "devices",
+            "node",
+            "batch_size",
+            "n",
+            "minibatch",
+            "prompt_length",
+            "mean_response",
+            "token_budget",
+        ):
+            if getattr(self, name) < 1:
+                raise InvalidConfig(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.network_gbit <= 0:
+            raise InvalidConfig(f"network_gbit={self.network_gbit}: must be above 0")
+        if self.layout.world_size not in (1, self.devices):
+            raise InvalidConfig(f"{self.layout} has {self.layout.world_size} ranks for --devices {self.devices}")
+        if self.devices > self.node and self.devices % self.node:
+            raise InvalidConfig(f"devices={self.devices}: must be whole nodes of --node {self.node}")
+        if self.tensor_parallel is not None and self.devices % self.tensor_parallel:
+            raise InvalidConfig(f"tensor_parallel={self.tensor_parallel} must divide --devices {self.devices}")
+        if self.minibatch > self.batch_size:
+            raise InvalidConfig(f"minibatch={self.minibatch} has more prompts than --batch-size {self.batch_size}")
+
+
+def _asks_for_cluster(arguments: Sequence[str]) -> bool:
+    """Whether a command line of ``dataproto plan`` names no recipe but a number of devices.
+
+    >>> _asks_for_cluster(["--devices", "64"]), _asks_for_cluster(["grpo", "--fit", "--devices", "2"])
+    (True, False)
+    """
+    given = {argument.partition("=")[0] for argument in arguments}
+    return bool(arguments) and arguments[0].startswith("--") and "--devices" in given
+
+
+def parse(arguments: Sequence[str]) -> PlanConfig | ClusterConfig:
     """The plan that a command line asks for: of a recipe, or without one of a step on a cluster.
 
     Raises:
         InvalidConfig: the recipe is missing, or an option of it or of the plan is unknown, ill-typed or does nothing.
     """
-    if simulation_config.asks_for_simulation(arguments):
-        return simulation_config.parse(arguments)
+    if _asks_for_cluster(arguments):
+        return parse_config(arguments, ClusterConfig(), CLUSTER, "dataproto plan --devices N")
     if asks_for_help(arguments):
         print_help(arguments, options_of(PlanOptions()), __doc__, "dataproto plan RECIPE")
+    if arguments[:1] and arguments[0] in ("walk", "zoom", "easy-vqa", "distil"):
+        raise InvalidConfig(f"{arguments[0]} is not planned: its run says after the first steps what they took")
     if not arguments or arguments[0] not in RECIPES:
         raise InvalidConfig(f"plan which recipe? give one of {', '.join(RECIPES)} first, then its options")
     recipe, *rest = arguments
@@ -101,13 +176,10 @@ def parse(arguments: Sequence[str]) -> PlanConfig | simulation_config.Simulation
 
 
 def _machine(options: PlanOptions) -> Machine | None:
-    """The devices that are planned for; none on a CPU."""
-    from recipes.forecast.devices import device_named
-
-    if options.device == "cpu":
-        return None
+    """The devices that are planned for; ``None`` if the plan is to refuse their name."""
     here = None if options.device else this_machine()
-    return here or Machine(device_named(options.device or "h200").memory)
+    memory = DEVICE_MEMORY.get(options.device or "h200")
+    return here or (Machine(memory) if memory else None)
 
 
 def _refuse_chosen(arguments: Sequence[str], devices: bool) -> None:

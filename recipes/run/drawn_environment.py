@@ -42,7 +42,6 @@ class DrawnEnvironment:
     make: MakeEnvironment
     rows: Callable[..., Any]
     controls: Sequence[str]
-    actions: Sequence[str]  # of a long episode, for the forecast
     model: TinyConfig
     texts: Sequence[str]  # on which the small model's tokenizer is trained
     demonstrations: Callable[[int], Any]  # of a seed, as conversations
@@ -70,7 +69,7 @@ def episode_task(config: EpisodeRunConfig, drawn: DrawnEnvironment) -> PolicyTas
     loader = prompt_loader(config, builder, rows, shuffle=config.data.data_path is not None)
     own, *controls = held_out
     evaluate = controlled_evaluation(config, lambda step: own, controls, builder)
-    return PolicyTask(config, model_path, builder, loader, None, evaluate, played, len(own))
+    return PolicyTask(config, model_path, builder, loader, None, evaluate, played)
 
 
 def open_environment(
@@ -80,9 +79,9 @@ def open_environment(
     named, data = config.episodes.environment, config.data
     limits, drop_cut = config.episodes.limits(), config.episodes.drop_cut
     if named is not None:
-        return prompt_builder(data, model_path), PlayedEnvironment(load_environment(named), limits, drop_cut=drop_cut)
+        return prompt_builder(data, model_path), PlayedEnvironment(load_environment(named), limits, drop_cut)
     builder = prompt_builder(data, model_path, drawn.template_arguments)
-    return builder, PlayedEnvironment(drawn.make, limits, tuple(drawn.actions), drop_cut)
+    return builder, PlayedEnvironment(drawn.make, limits, drop_cut)
 
 
 def name_departures(builder: PromptBuilder) -> None:

@@ -34,13 +34,11 @@ def load_environment(name: str) -> MakeEnvironment:
 class PlayedEnvironment:
     """An environment and how its episodes are played.
 
-    ``actions`` are those of a typical episode if they are known, for the forecast. With ``drop_cut`` nothing is learned from
-    episodes that a limit cut, see `uncut_tokens`.
+    With ``drop_cut`` nothing is learned from episodes that a limit cut, see `uncut_tokens`.
     """
 
     make: MakeEnvironment
     limits: EpisodeLimits
-    actions: tuple[str, ...] = ()
     drop_cut: bool = False
 
 

@@ -24,18 +24,6 @@ from recipes.data.problem_rows import PROBLEM_COLUMNS, CheckTruth, load_rows
 from recipes.data.splits import fitting_rows, split_rows, tell_columns_left_out
 from recipes.demo.rows import ProblemRows
 from recipes.demo.tiny_model import tiny_checkpoint
-from recipes.forecast import (
-    BatchSizes,
-    Device,
-    Setting,
-    episode_batch,
-    kept_image_bytes,
-    measure_episode,
-    measure_prompts,
-    policy_gradient_batch,
-    policy_gradient_setting,
-    this_device,
-)
 from recipes.rewards import RewardFunction, load_reward
 from recipes.rewards.reward_check import check_reward, truth_check
 from recipes.run.carrying import LookAhead, carry_samples
@@ -51,7 +39,6 @@ from recipes.run.run_directory import (
     reported,
     with_schedules,
 )
-from recipes.run.run_forecast import RunForecast
 from recipes.watch.console import announce_start, start_phase
 from recipes.watch.kept_rollouts import KeptRollouts
 from recipes.watch.report import REPORT_FILE
@@ -59,15 +46,12 @@ from rollout.engine import returns_experts
 from rollout.prompts import PromptBuilder
 from workers import Roles, launch
 from workers.cluster.launcher import check_extras
-from workers.model.model_config import ModelConfig
 from workers.roles.actor import ActorConfig
 from workers.roles.critic import CriticConfig
 from workers.roles.rollout_worker import RolloutConfig, replays_routing
 
 AlgorithmStep = Callable[..., tuple[DataProto, dict[str, float]]]
 """``step(roles, prompts, config, sampling, state)`` -> rollouts, metrics; as `recipes.grpo.grpo_step`."""
-ChooseDevice = Callable[[BatchSizes, PromptLoader, ModelConfig], Device]
-"""The rows of an optimizer step, the loader, and the model's options -> the device that a forecast is for."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +65,6 @@ class PolicyTask:
     reward: RewardFunction | None  # None: the rewards are those of an environment
     evaluate: Evaluate
     played: PlayedEnvironment | None = None  # episodes in it are the rollouts
-    held_out: int | None = None  # rows of an evaluation; None: ``config.data.eval_rows``
 
     def roles(self, launched: Roles) -> Roles:
         """The roles of a step: those that were launched, or roles that play."""
@@ -127,11 +110,8 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[An
             task.loader, background=config.on == "ray"
         )  # where models do not wait for threads of this process
         kept = KeptRollouts(config.run.output_dir, config.keep_rollouts, builder.tokenizer)
-        setting = partial(expected_setting, config, task.loader, task.played, held_out=task.held_out)
-        expected = RunForecast(setting, config.on == "local", here=config.ray.address is None)
-        with reported(config.run.output_dir, started, expected.compared) as directory, closing(ahead):
+        with reported(config.run.output_dir, started) as directory, closing(ahead):
             announce_preset(config)
-            expected.begin()
             for attempt in attempts(config.run, ahead, config.max_restarts):
                 state = StepState(config.algorithm.kl_controller(), more=partial(next_batch, ahead))
                 bound = partial(step, config=config.algorithm, sampling=config.sampling(), state=state)
@@ -167,7 +147,7 @@ def problems(config: PolicyGradientConfig) -> PolicyTask:
     config = open_task_directory(config, asked)
     held_out = EvaluationLoader(test_rows, builder, answered_at_a_time(config), data.on_bad_row)
     evaluate = held_out_evaluation(held_out, config.eval_sampling(), config.run.output_dir)
-    return PolicyTask(config, model_path, builder, loader, reward, evaluate, held_out=len(test_rows))
+    return PolicyTask(config, model_path, builder, loader, reward, evaluate)
 
 
 def open_task_directory(config: Config, asked: Config | None = None) -> Config:
@@ -182,37 +162,6 @@ def open_task_directory(config: Config, asked: Config | None = None) -> Config:
     completed = with_schedules(config.run, config, **config.updates)
     open_run_directory(config.run, completed, config if asked is None else asked)
     return completed
-
-
-def expected_setting(
-    config: PolicyGradientConfig,
-    loader: PromptLoader,
-    played: PlayedEnvironment | None = None,
-    device: ChooseDevice = this_device,
-    mean_response: int | None = None,
-    held_out: int | None = None,
-) -> Setting:
-    """What the forecast of a run depends on: its options, its first prompts or an episode of the first one, and the device.
-
-    Args:
-        loader: of the run; it stays where it is.
-        mean_response: see `recipes.forecast.policy_gradient_batch`.
-        held_out: number of rows of an evaluation, by default that of the options; a small data set may have fewer.
-    """
-    model, kept = loader.builder.config, 0
-    held_out = config.data.eval_rows if held_out is None else held_out
-    if played is None:
-        prompts = measure_prompts(loader)
-        batch = policy_gradient_batch(config, model, prompts, mean_response)
-        kept = kept_image_bytes(loader, prompts, config.run.steps * config.data.batch_size, held_out)
-    else:
-        sizes = measure_episode(loader, played.make, played.limits, played.actions)
-        batch = episode_batch(config, model, sizes, mean_response)
-    trained = batch.part(config.algorithm.minibatch or len(batch.prompts.tokens))  # at a time
-    setting = policy_gradient_setting(config, batch, device(trained, loader, config.compute))
-    answered = min(held_out, answered_at_a_time(config))
-    samples = config.data.eval_samples
-    return replace(setting, kept_images=kept, eval_rows=held_out, answered=answered, eval_samples=samples)
 
 
 def launch_roles(

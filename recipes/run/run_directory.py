@@ -18,7 +18,7 @@ from recipes.options import options_of, write_options
 from recipes.options.command_line import NOT_BEGUN
 from recipes.options.config_file import CONFIG_FILE
 from recipes.run.directory_lock import LOCK_FILE, locked
-from recipes.watch.console import Compare, show_summary
+from recipes.watch.console import show_summary
 from recipes.watch.metrics_file import METRICS_FILE
 from recipes.watch.report import ENVIRONMENT_FILE, environment, write_report
 from workers.model.model_config import OptimizerConfig
@@ -215,17 +215,16 @@ def _has_begun(directory: Path) -> bool:
 
 
 @contextmanager
-def reported(directory: Path, started: float | None = None, compared: Compare | None = None) -> Iterator[Path]:
+def reported(directory: Path, started: float | None = None) -> Iterator[Path]:
     """Writes the report of a run at the end of a block, also after an error, and prints what the run has changed.
 
     Args:
         started: the `time.monotonic` at which the time of the run began; by default now.
-        compared: see `recipes.watch.console.show_summary`.
     """
     started = time.monotonic() if started is None else started
     with ending(
         partial(write_report, directory),
-        lambda: show_summary(directory, time.monotonic() - started, compared=compared),
+        lambda: show_summary(directory, time.monotonic() - started),
     ):
         yield directory
 

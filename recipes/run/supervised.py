@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,11 +14,10 @@ from dataproto import DataProto
 from recipes.configs.shared.supervised_config import RowsConfig, SupervisedConfig
 from recipes.data.loader import PromptLoader
 from recipes.demo.tiny_model import make_tiny_model, model_of_run
-from recipes.forecast import Setting, kept_image_bytes, measure_conversations, supervised_setting, this_device
 from recipes.run.evaluation import Evaluate
 from recipes.run.loop import attempts, train
 from recipes.run.metrics import speed_metrics, timed
-from recipes.run.policy_gradient import ChooseDevice, launched
+from recipes.run.policy_gradient import launched
 from recipes.run.run_directory import (
     held_directory,
     open_run_directory,
@@ -28,7 +26,6 @@ from recipes.run.run_directory import (
     reported,
     with_schedules,
 )
-from recipes.run.run_forecast import RunForecast
 from recipes.watch.console import start_phase
 from recipes.watch.kept_rollouts import KeptRollouts
 from recipes.watch.report import REPORT_FILE
@@ -52,7 +49,6 @@ class SupervisedTask:
     loader: PromptLoader
     evaluate: Evaluate
     longest: int  # tokens of a question and its answer
-    held_out: int = 0  # rows of an evaluation
 
 
 def run_supervised(config: SupervisedConfig, make_task: Callable[[str], SupervisedTask]) -> Path:
@@ -88,11 +84,7 @@ def _run_supervised(config: SupervisedConfig, make_task: Callable[[str], Supervi
             task = make_task(model_path)
     limits = {"image_options": task.builder.image_options, "max_model_len": task.longest}
     loader, builder = task.loader, task.builder
-    expected = RunForecast(
-        partial(expected_setting, config, task), config.on == "local", here=config.ray.address is None
-    )
-    with reported(directory, started, expected.compared):
-        expected.begin()
+    with reported(directory, started):
         for attempt in attempts(config.run, loader, config.max_restarts):
             with attempt, launch_supervised(config, model_path, limits, attempt.restarted) as roles:
                 train(
@@ -115,14 +107,6 @@ def supervised_builders(data: RowsConfig, model_path: str) -> tuple[SupervisedBu
     questions = PromptBuilder.from_pretrained(model_path, *limits, template_arguments=data.template_arguments)
     builder.limit_name = questions.limit_name = "max_length"
     return builder, questions
-
-
-def expected_setting(config: SupervisedConfig, task: SupervisedTask, device: ChooseDevice = this_device) -> Setting:
-    """What the forecast of a run depends on: its options, its first rows, and the device."""
-    batch, loader = measure_conversations(task.loader), task.loader
-    setting = supervised_setting(config, batch, device(batch, loader, config.compute), task.longest)
-    drawn = config.run.steps * loader.batch_size
-    return replace(setting, kept_images=kept_image_bytes(loader, batch.prompts, drawn, task.held_out))
 
 
 def tiny_model(directory: Path, seed: int, resumed: bool = False) -> Path:

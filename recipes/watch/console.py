@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from types import TracebackType
 
 from rich.console import Console
@@ -250,9 +250,6 @@ LONGEST_WINDOW = 10
 """Steps at each end of a run over which the numbers of training, which are noisy, are averaged; less than half of a short run."""
 
 
-Compare = Callable[[Sequence[Mapping[str, float]]], list[tuple[str, str, str]]]
-
-
 def run_summary(rows: Sequence[Mapping[str, float]]) -> list[tuple[Column, float, float]]:
     """Before and after: the first and the last evaluation, and means over the first and the last steps of training.
 
@@ -274,24 +271,63 @@ def run_summary(rows: Sequence[Mapping[str, float]]) -> list[tuple[Column, float
     return changes
 
 
-def show_summary(
-    directory: Path, seconds: float, console: Console | None = None, compared: Compare | None = None
-) -> None:
+def measured_step(rows: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
+    """What a step took, by name: medians of seconds, tokens and what a phase left in memory, and the most memory of each phase.
+
+    The first step is left out, if there are others: it compiles, and its passes have no optimizer state yet.
+
+    >>> rows = [{"step": 1, "timing_s/step": 9.0}, {"step": 2, "timing_s/step": 3.0, "perf/memory_gb/gen": 1.5}]
+    >>> measured_step(rows)
+    [('seconds of step', '3'), ('memory of gen, GiB', '1.5')]
+    """
+    steps = [row for row in rows if row["step"] > 0]
+    found: dict[str, list[float]] = {}
+    for row in steps[1:] or steps:
+        for name, value in row.items():
+            found.setdefault(name, []).append(value)
+    names = {name: _measured_name(name) for name in found}
+    return [
+        (title, _figures((max if title.startswith("memory") else median)(found[name])))
+        for name, title in names.items()
+        if title is not None
+    ]
+
+
+def _measured_name(metric: str) -> str | None:
+    """How the table names a metric; ``None`` if it leaves it out."""
+    kind, _, name = metric.removeprefix("perf/").partition("/")
+    if kind == "timing_s":
+        return None if "/" in name else f"seconds of {name}"
+    if kind == "memory_gb":
+        return f"left after {name.removesuffix('/left')}, GiB" if name.endswith("/left") else f"memory of {name}, GiB"
+    return {"perf/total_num_tokens": "tokens of a step", "perf/max_memory_allocated_gb": "memory of a device, GiB"}.get(
+        metric
+    )
+
+
+def _figures(value: float) -> str:
+    """Four digits, or all of a larger whole number.
+
+    >>> _figures(0.35012), _figures(16_710.2)
+    ('0.3501', '16,710')
+    """
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def show_summary(directory: Path, seconds: float, console: Console | None = None) -> None:
     """Prints the table of a run that has ended or was interrupted.
 
     Args:
         seconds: how long this process trained.
-        compared: from the rows of ``metrics.jsonl``, names with forecast and fact.
     """
     rows = read_metrics(directory / METRICS_FILE)
     if not rows:
         return
     changes = [(column.title, *(f"{value:{column.form}}" for value in values)) for column, *values in run_summary(rows)]
     lines = [("", "before", "after"), *changes] if changes else []
-    if compared is not None and (expected := compared(rows)):
-        lines += [("", "forecast", "fact"), *expected]
     checkpoint = latest_checkpoint(directory.absolute())
     files = [
+        *measured_step(rows),
         ("steps", f"{rows[-1]['step']:.0f}"),
         ("time", format_seconds(seconds)),
         ("report", str(directory / REPORT_FILE)),

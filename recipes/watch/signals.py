@@ -108,7 +108,9 @@ SLOW = 1.5
 """A phase is slow that takes this many times the median of the steps before."""
 MIN_EXCESS_S = 1.0
 """A phase that takes less than this many seconds more is not worth a warning."""
-PHASE = "timing_s/"
+MEASURED_STEPS = 3
+"""Steps of a process after which it says what a step takes. The first one compiles, and has no optimizer state yet."""
+PHASE, MEMORY = "timing_s/", "perf/memory_gb/"
 
 
 class SpeedSignals:
@@ -124,6 +126,7 @@ class SpeedSignals:
     def __init__(self) -> None:
         self._steps = 0
         self._seconds: dict[str, list[float]] = defaultdict(list)
+        self._memory: dict[str, float] = {}  # GiB at the peak of each phase
         self._told: set[str] = set()
 
     def new_signs(self, metrics: Mapping[str, float]) -> list[str]:
@@ -131,12 +134,31 @@ class SpeedSignals:
         not compared.
         """
         self._steps += 1
+        self._note_memory(metrics)
         found = {name: text for name, text in self._signs(metrics) if name not in self._told}
         self._told |= found.keys()
         if self._steps > 1:
             for name, seconds in phases(metrics).items():
                 self._seconds[name].append(seconds)
-        return list(found.values())
+        measured = [self._measured()] if self._steps == MEASURED_STEPS and self._seconds["step"] else []
+        return [*measured, *found.values()]
+
+    def _note_memory(self, metrics: Mapping[str, float]) -> None:
+        for name, gib in metrics.items():
+            if name.startswith(MEMORY) and not name.endswith("/left"):
+                phase = name.removeprefix(MEMORY)
+                self._memory[phase] = max(self._memory.get(phase, 0.0), gib)
+
+    def _measured(self) -> str:
+        """What a step takes, from the first steps without the very first one."""
+        took = {name: median(seconds) for name, seconds in self._seconds.items()}
+        step = took.pop("step")
+        parts = ", ".join(f"{name} {seconds:.3g}" for name, seconds in took.items() if seconds > 0.01 * step)
+        line = f"measured in the first {self._steps} steps: a step takes {step:.3g} s ({parts})"
+        if self._memory:
+            fullest = max(self._memory, key=lambda phase: self._memory[phase])
+            line += f", at most {self._memory[fullest]:.1f} GiB of memory ({fullest})"
+        return line
 
     def _signs(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
         if retries := metrics.get("perf/allocator_retries"):

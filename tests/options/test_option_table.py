@@ -14,7 +14,6 @@ from recipes.configs import (
     export_config,
     make_vlm_config,
     plan_config,
-    simulation_config,
     walk_config,
     zoom_config,
 )
@@ -37,7 +36,7 @@ CONFIGS = (
     ParityConfig(),
     export_config.DEFAULT,
     plan_config.PlanOptions(),
-    simulation_config.SimulationConfig(),
+    plan_config.ClusterConfig(),
     ViewConfig(REQUIRED),
     ServeConfig(),
 )

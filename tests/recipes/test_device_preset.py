@@ -7,8 +7,10 @@ import pytest
 from dataproto.errors import InvalidConfig
 from recipes.configs import grpo_config, plan_config, ppo_config
 from recipes.configs.shared.device_preset import GIB, Machine, preset_line, sizes_of
-from recipes.forecast import DEVICES, PromptSizes, forecast, model_size, policy_gradient_batch, policy_gradient_setting
-from recipes.simulation import published_config
+from recipes.configs.shared.published_models import published_config
+from recipes.plan import DEVICES, BatchSizes, PromptSizes, forecast, response_lengths
+from recipes.plan.command import policy_setting
+from recipes.plan.model_size import model_size
 from workers.model.model_config import ModelConfig
 
 H100 = DEVICES["h100"]
@@ -23,8 +25,11 @@ def chosen(options, memory=CARD, devices=1, parse=grpo_config.parse):
 def expected(config, memory, response):
     """The forecast with prompts of one picture."""
     model = published_config(config.preset)
-    batch = policy_gradient_batch(config, model, PromptSizes((361,), (((1, 30, 30),),)), response)
-    return forecast(policy_gradient_setting(config, batch, replace(H100, memory=round(memory * GIB))))
+    prompts, samples = config.data.batch_size, config.algorithm.n
+    sizes = PromptSizes((361,), (((1, 30, 30),),)).repeated(prompts)
+    responses = response_lengths(prompts * samples, response, config.data.max_response_length)
+    batch = BatchSizes(model, sizes, responses, samples)
+    return forecast(policy_setting(config, batch, replace(H100, memory=round(memory * GIB))))
 
 
 CHOICES = {
@@ -67,8 +72,7 @@ def test_what_is_given_is_not_chosen():
 def test_the_engine_gets_what_resting_roles_leave():
     for options, memory, devices in (("--preset 3b", 140, 1), ("--preset 7b --lora-rank 32", CARD, 1)):
         config = chosen(options, memory, devices)
-        generating = expected(config, memory, 512).phases[0]
-        assert generating.name == "gen"
+        generating = next(phase for phase in expected(config, memory, 512).phases if phase.name == "gen")
         assert 0.75 * memory < generating.memory / GIB < memory
 
 
@@ -76,10 +80,27 @@ def test_a_row_longer_than_the_token_budget_counts():
     assert chosen("--preset 3b --max-response-length 16384").compute.activation_checkpointing == "full"
 
 
-def test_what_fits_nowhere_stays_as_it_was():
-    config = chosen("--preset 7b")
-    assert config.compute == grpo_config.PRESETS["7b"].compute
-    assert not expected(config, CARD, 512).fits
+REFUSED = {
+    "7B on one of 80 GB": ("--preset 7b", CARD, 1, ("--lora-rank 32", "--on ray --layout.dp 2")),
+    "3B on 24 GB": ("--preset 3b", SMALL, 1, ("--lora-rank 32", "--on ray --layout.dp 4")),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_fits_nowhere_is_refused_with_options_that_fit(case):
+    """Each way that the message names is a choice that the forecast finds to fit."""
+    options, memory, devices, ways = REFUSED[case]
+    with pytest.raises(InvalidConfig, match=r"needs .* GiB of each device, which has .* GiB: it fits with") as refused:
+        chosen(options, memory, devices)
+    assert str(refused.value).endswith(" or with ".join(ways))
+    for way in ways:
+        found = expected(chosen(f"{options} {way}", memory, devices), memory, 512)
+        assert found.fits, found.problems
+
+
+def test_a_cluster_of_ones_own_is_not_refused():
+    config = chosen("--preset 7b --on ray --ray.address cluster:1 --layout.dp 1")
+    assert config.compute.token_budget == grpo_config.PRESETS["7b"].compute.token_budget
 
 
 def test_a_critic_counts():

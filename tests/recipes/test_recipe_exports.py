@@ -8,15 +8,8 @@ EXPORTS = {
     "recipes.run": """PolicyGradientConfig RunConfig StepFunction StepState SupervisedConfig SupervisedTask attempts
         evaluate_answers evaluate_samples greedy_evaluation held_out_evaluation launch_supervised measure_rollouts
         next_token_loss recorded_run run run_supervised train""",
-    "recipes.forecast": """BatchSizes DEVICES Device EpisodeSizes ModelSize Phase PromptSizes RoleMemory SLACK Setting
-        StepForecast as_options beside_fact fit way_out
-        calibrate_cpu compared duration preparation_seconds this_cpu
-        device_named episode_batch forecast forecast_lines kept_image_bytes measure_conversations measure_episode
-        measure_prompts model_size
-        policy_gradient_batch policy_gradient_setting response_lengths supervised_setting this_device this_gpu""",
-    "recipes.simulation": """Choice Cluster ModelParts PUBLISHED SimulatedPhase SimulatedStep Traffic Workload as_options
-        best_step possible_layouts published_config simulate simulated simulation_lines""",
-    "recipes.plan": "PlanConfig PlanOptions as_options fit main plan",
+    "recipes.plan": """BatchSizes DEVICES Forecast PromptSizes Setting as_options fastest_layout fit forecast main plan
+        response_lengths way_out""",
     "dataproto_server": "Backend",
 }
 

@@ -13,7 +13,6 @@ from recipes import grpo, sft
 from recipes.commands import main
 from recipes.configs import walk_config
 from recipes.options.config_file import config_as_yaml
-from recipes.run.run_forecast import RunForecast
 from rollout.hf import HFEngine
 
 THINKING = "{%- if enable_thinking is defined and not enable_thinking %}{{ '<think></think>' }}{%- endif -%}"
@@ -114,18 +113,12 @@ def model(tmp_path_factory):
 def requests(model, monkeypatch):
     """Of what a run asks its engine: whether it is greedy, the prompt's text, and the settings."""
     asked, generate, tokenizer = [], HFEngine.generate, AutoTokenizer.from_pretrained(model)
-    begin = RunForecast.begin
 
     def noted(self, given, sampling):
         asked.extend((sampling.temperature == 0, tokenizer.decode(each.input_ids), sampling) for each in given)
         return generate(self, given, sampling)
 
-    def begun(self):
-        begin(self)
-        asked.clear()  # decoding that the forecast timed
-
     monkeypatch.setattr(HFEngine, "generate", noted)
-    monkeypatch.setattr(RunForecast, "begin", begun)
     return asked
 
 

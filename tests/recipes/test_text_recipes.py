@@ -96,6 +96,5 @@ def test_a_row_with_an_image_is_named_on_the_command_line(checkpoint, tmp_path, 
 @pytest.mark.slow
 def test_the_plan_forecasts_a_language_model(checkpoint, problems, capsys):
     paths = ["--preset", "any", "--model-path", checkpoint, "--data-path", problems]
-    for device in ("h200", "cpu"):
-        assert main(["plan", "grpo", *paths, *GRPO.split(), "--device", device]) == 0
-        assert "actor" in capsys.readouterr().out
+    assert main(["plan", "grpo", *paths, *GRPO.split(), "--device", "h200"]) == 0
+    assert "actor" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Looks at a picture and answers: the drawn pictures, looks by words and by calls of a tool, a run, and its forecast."""
+"""Looks at a picture and answers: the drawn pictures, looks by words and by calls of a tool, and a run."""
 
 import copy
 import json
@@ -8,11 +8,10 @@ import pytest
 from PIL import Image
 
 from dataproto.errors import InvalidConfig
-from helpers.episodes import RandomEngine, picture, renderer_of
+from helpers.episodes import RandomEngine
 from helpers.geo3k_runs import rows_of
-from helpers.tiny_prompts import TEMPLATE, tiny_builder, tiny_image_processor, tiny_prompt_config, tiny_tokenizer
-from recipes.configs.zoom_config import TINY, parse
-from recipes.data.loader import PromptLoader
+from helpers.tiny_prompts import TEMPLATE, tiny_image_processor, tiny_prompt_config, tiny_tokenizer
+from recipes.configs.zoom_config import parse
 from recipes.demo.digit_zoom import (
     PLACES,
     SIDE,
@@ -26,16 +25,11 @@ from recipes.demo.digit_zoom import (
     draw_part,
     draw_picture,
 )
-from recipes.forecast import BatchSizes, episode_batch, measure_episode, model_size
-from recipes.forecast.step_time import update_flops
 from recipes.zoom import environment_of, main
 from rollout.engine import SamplingParams
-from rollout.environments import EpisodeLimits, Observation, TurnRenderer, play_episodes
-from rollout.environments.episodes.episode_rows import episode_columns, episode_starts
+from rollout.environments import EpisodeLimits, TurnRenderer, play_episodes
+from rollout.environments.episodes.episode_rows import episode_starts
 from rollout.prompts import PromptBuilder
-from workers.model.model_config import ModelConfig
-from workers.model.packed_model import PackedVLM
-from workers.training.accounting import required_work
 
 SMALL = (
     "--batch-size 2 --algorithm.n 2 --eval-rows 3 --warm-up.steps 2 --warm-up.batch-size 4 --optimizer.warmup-steps 0"
@@ -116,6 +110,9 @@ def test_the_tool_shows_parts_and_says_what_is_wrong_with_a_box():
     assert (end.reward, end.done, end.info["acc"]) == (1.0, True, 1.0)
 
 
+CROP = '<tool_call>\n{"name": "crop", "arguments": {"left": 84, "top": 84, "right": 140, "bottom": 140}}\n</tool_call>'
+
+
 def test_episodes_by_tool_with_a_template_that_describes_it():
     """The prompt has the tool's schema, and the turns are the calls and their pictures."""
     drawn = environment_of(parse_by_tool())
@@ -127,7 +124,7 @@ def test_episodes_by_tool_with_a_template_that_describes_it():
     builder = PromptBuilder(*parts, 4096, template_arguments=drawn.template_arguments)
     renderer = TurnRenderer(builder)
     prompts = builder(drawn.rows(0, "test", 3, "own")[:3])
-    engine = RandomEngine(renderer, answers=drawn.actions)
+    engine = RandomEngine(renderer, answers=(CROP, "0"))
     starts = episode_starts(prompts, SamplingParams(n=4))
     played = play_episodes(engine, renderer, starts, drawn.make, SamplingParams(max_tokens=200), EpisodeLimits(3))
     assert {each.ended for each in played} <= {"done", "turns"}
@@ -139,62 +136,6 @@ def test_episodes_by_tool_with_a_template_that_describes_it():
 
 def parse_by_tool():
     return parse(["--crop-tool", "--preset", "any", "--model-path", "some/model"])
-
-
-class Pages:
-    """Two pictures that no other row shows."""
-
-    def reset(self, row, seed):
-        self.number = row["index"]
-        return Observation([picture(24, 16, self.number), "Look."])
-
-    def step(self, action):
-        return Observation([picture(33, 48, 100 + self.number)])
-
-
-def test_the_forecast_counts_the_pictures_of_later_turns_as_they_are_played():
-    renderer = renderer_of("qwen2_5_vl")
-    builder, limits = renderer.builder, EpisodeLimits(2)
-    prompts = builder(ZoomRows(rows=4)[:4])
-    starts = episode_starts(prompts, SamplingParams(n=1))
-    engine = RandomEngine(renderer, answers=["southwest"])
-    episodes = play_episodes(engine, renderer, starts, Pages, SamplingParams(max_tokens=20), limits)
-    played = episode_columns(prompts, episodes, renderer, 40)
-    loader = PromptLoader(ZoomRows(rows=4), builder, 4, shuffle=False)
-    sizes = measure_episode(loader, Pages, limits, ("southwest", "southwest"))
-    assert loader.state_dict()["drawn"] == 0
-    batch = BatchSizes(builder.config, sizes.prompts.repeated(4), (sizes.sampled,) * 4, 1, sizes.shown.repeated(4))
-    assert batch.lengths.tolist() == played["attention_mask"].sum(1).tolist()
-    assert [sizes.sampled] * 4 == played["response_mask"].sum(1).tolist()
-    assert len(sizes.prompts.grids[0]) == len(sizes.shown.grids[0]) == 1
-    model = builder.family.model_class().from_config(builder.config, attn_implementation="sdpa")
-    module = PackedVLM(model, builder.family, 1.0)
-    work, size = required_work(module, played), model_size(builder.config, ModelConfig())
-    flops = update_flops(batch, size, ModelConfig())
-    assert (flops.language, flops.vision, batch.packed_tokens) == (work.language, work.vision, work.tokens)
-    (whole,) = batch.micro_batches(10**6)
-    assert whole.patches == int(batch.patches.sum() + batch.shown_patches.sum())
-    assert sum(part.patches for part in batch.micro_batches(int(batch.lengths[0]))) == whole.patches
-
-
-def test_the_forecast_ends_actions_where_the_model_stops():
-    """The tokenizers of Gemma and GLM name another end token."""
-    builder, actions = tiny_builder("qwen2_5_vl", max_prompt_length=4096), ("southwest", "southwest")
-    sizes = measure_episode(PromptLoader(ZoomRows(rows=1), builder, 1), Pages, EpisodeLimits(2), actions)
-    builder.tokenizer = copy.deepcopy(builder.tokenizer)
-    builder.tokenizer.eos_token = "<|endoftext|>"
-    assert builder.tokenizer.eos_token_id not in builder.end_ids
-    assert measure_episode(PromptLoader(ZoomRows(rows=1), builder, 1), Pages, EpisodeLimits(2), actions) == sizes
-
-
-def test_without_known_actions_each_turn_counts_as_the_first():
-    renderer, drawn = renderer_of("qwen2_5_vl"), environment_of(TINY)
-    sizes = measure_episode(PromptLoader(ZoomRows(rows=1), renderer.builder, 1), drawn.make, EpisodeLimits(4))
-    assert sizes.sampled is None
-    assert sizes.shown.grids[0] == 3 * sizes.prompts.grids[0]
-    config = parse(["--turns", "4", "--max-response-length", "10", "--batch-size", "3", "--algorithm.n", "2"])
-    batch = episode_batch(config, renderer.builder.config, sizes, mean_response=10)
-    assert (batch.responses, len(batch.shown.tokens), batch.part(2).lengths.shape) == ((40,) * 6, 6, (4,))
 
 
 @pytest.mark.parametrize(
@@ -230,5 +171,5 @@ def test_a_run_looks_answers_measures_the_controls_and_shows_strips(tmp_path, ca
     assert 1 <= rows[1]["episode/turns/mean"] <= 2
     assert rows[1]["actor/grad_norm"] > 0
     printed = capsys.readouterr().out
-    assert printed.index("forecast: 1 x cpu") < printed.index("2/2") < printed.index("tokens of a step")
+    assert printed.index("2/2") < printed.index("seconds of step") < printed.index("tokens of a step")
     assert '<div class="strip">' in (directory / "report.html").read_text()

@@ -73,10 +73,10 @@ def _counted_peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def begin_peak(anew: bool = False) -> None:
-    """Lets `peak_bytes` count from now on, where the system can do that (Linux), and with ``anew`` `resident_bytes` too."""
+def begin_peak() -> None:
+    """Lets `peak_bytes` count from now on, where the system can do that (Linux)."""
     global _highest
-    _highest = 0 if anew else max(_highest, _counted_peak())
+    _highest = max(_highest, _counted_peak())
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 

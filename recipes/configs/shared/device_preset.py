@@ -6,8 +6,12 @@ from the second step on includes the optimizer's state. All candidates compute t
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from dataproto.errors import InvalidConfig
+from recipes.configs.shared.published_models import PUBLISHED
 
 if TYPE_CHECKING:
     from recipes.configs.shared.policy_gradient_config import PolicyGradientConfig
@@ -16,6 +20,7 @@ Config = TypeVar("Config", bound="PolicyGradientConfig")
 Mode = Literal["selective", "full"]
 
 GIB = 2**30
+DEVICE_MEMORY = {"h200": 150_754_820_096, "h100": 85_520_809_984, "a100-80g": 85_095_874_560}  # bytes
 TOWER = 670_000_000  # parameters of the vision tower of Qwen2.5-VL, with its merger
 IMAGE_SHARE = 0.25  # of the tokens of a micro-batch
 LOGITS = 13 * 2**28  # bytes of a chunk of logits with its gradient
@@ -66,11 +71,56 @@ def on_devices(default: Config, given: Sequence[str], machine: Machine) -> Confi
 
 
 def fitting(default: Config, asked: Config, machine: Machine) -> Config:
-    """A preset with the first candidate that fits the machine.
+    """A preset with the first candidate that fits the machine; as it is where one fits only without the reserve.
 
     Args:
         asked: the preset with the command line's options, which a choice does not change.
+
+    Raises:
+        InvalidConfig: no candidate fits into the memory of a device; the message has options with which one does.
     """
+    if (fitted := _first_that_fits(default, asked, machine)) is not None:
+        return fitted
+    if asked.ray.address is None:  # else the run has the devices of another cluster
+        _refuse_what_is_too_large(default, asked, machine)
+    return default
+
+
+def _refuse_what_is_too_large(default: Config, asked: Config, machine: Machine) -> None:
+    needed = min(
+        least_bytes(replace(asked, compute=replace(asked.compute, **each))) for each in _choices(default, asked)
+    )
+    if needed <= machine.memory:
+        return
+    layout, compute = asked.layout, asked.compute
+    adapters: dict[str, Any] = {
+        f"--lora-rank 32{' --load-in-4bit' * four_bit}": {
+            "compute": replace(compute, lora_rank=32, load_in_4bit=four_bit)
+        }
+        for four_bit in (False, True)
+    }
+    wider: dict[str, Any] = {
+        f"--on ray --layout.dp {dp}": {"layout": replace(layout, dp=dp), "on": "ray"}
+        for dp in (2 * layout.dp, 4 * layout.dp, 8 * layout.dp)
+    }
+    fitting_ways = []
+    for ways in (adapters, wider):
+        for options, changed in ways.items():
+            with suppress(InvalidConfig):  # an option that does not go with the others
+                if _first_that_fits(default, replace(asked, **changed), machine) is not None:
+                    fitting_ways.append(options)
+                    break
+    raise InvalidConfig(
+        f"preset {asked.preset} needs {needed / GIB:.1f} GiB of each device, which has {machine.memory / GIB:.1f} GiB: "
+        + (
+            f"it fits with {' or with '.join(fitting_ways)}"
+            if fitting_ways
+            else "take a smaller model or larger devices"
+        )
+    )
+
+
+def _first_that_fits(default: Config, asked: Config, machine: Machine) -> Config | None:
     own_share = asked.engine_options.get("memory_share")
     if own_share == default.engine_options.get("memory_share"):
         own_share = None
@@ -84,7 +134,7 @@ def fitting(default: Config, asked: Config, machine: Machine) -> Config:
                 compute=replace(default.compute, **chosen),
                 engine_options={**default.engine_options, **options},
             )
-    return default  # the forecast of the run says what to change
+    return None
 
 
 def _choices(default: "PolicyGradientConfig", asked: "PolicyGradientConfig") -> Iterator[dict[str, Any]]:
@@ -118,8 +168,6 @@ def sizes_of(name: str) -> Sizes:
     >>> round(sizes_of("3b").total / 1e9, 2), round(sizes_of("7b").total / 1e9, 2)
     (3.76, 8.29)
     """
-    from recipes.simulation.published_models import PUBLISHED
-
     text, vision = PUBLISHED[name]["text_config"], PUBLISHED[name]["vision_config"]
     hidden, inner, layers = text["hidden_size"], text["intermediate_size"], text["num_hidden_layers"]
     keys = 2 * hidden // text["num_attention_heads"] * text["num_key_value_heads"]
@@ -187,9 +235,20 @@ def has_room(config: "PolicyGradientConfig", machine: Machine, share: float) -> 
     """Whether a share of the device holds vLLM, and the rest of the device the other roles."""
     if config.engine != "vllm":
         return True
-    parallel = int(config.engine_options.get("tensor_parallel", 1))
-    engine = 2 * sizes_of(config.preset).total / parallel + ENGINE
-    return engine <= share * machine.memory <= machine.usable - resting_bytes(config) + machine.memory // 100
+    return (
+        engine_bytes(config) <= share * machine.memory <= machine.usable - resting_bytes(config) + machine.memory // 100
+    )
+
+
+def engine_bytes(config: "PolicyGradientConfig") -> int:
+    """Bytes of vLLM on a device, with a cache for at least some rows."""
+    return round(2 * sizes_of(config.preset).total / int(config.engine_options.get("tensor_parallel", 1))) + ENGINE
+
+
+def least_bytes(config: "PolicyGradientConfig") -> int:
+    """Bytes of the fuller of generation and update."""
+    generating = resting_bytes(config) + (engine_bytes(config) if config.engine == "vllm" else 0)
+    return max(generating, training_bytes(config))
 
 
 def training_bytes(config: "PolicyGradientConfig") -> int:

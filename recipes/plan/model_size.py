@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from dataproto.vlm import VLMFamily, family_of
 from workers.model.lora import base_layers
@@ -12,6 +11,7 @@ from workers.model.model_config import ModelConfig
 from workers.ranks.layout import Layout
 from workers.training.loading import freeze
 
+FREEZING = ("lora_rank", "lora_vision", "load_in_4bit", "freeze_vision", "freeze_language")
 PARTS = ("vision", "layers", "embedding", "head", "rest")
 
 
@@ -27,9 +27,9 @@ class ModelSize:
     largest_layer: int  # of the decoder
     trained: int  # of all parts, adapters included
     tower_trained: bool
-    norms: tuple[int, ...] = ()  # widths of the norms in a decoder layer
+    experts: int = 0  # of the layers, those in experts that tokens choose from
     expert_layers: int = 0  # decoder layers that are mixtures of experts
-    matrices: int = 0  # of the trained ones, those in matrices of layers, which Muon steps
+    tensors: int = 0  # weights that are handed over to an engine
     four_bit: int = 0  # of the layers, those kept in 4 bits
     largest_four_bit: int = 0  # of one weight
 
@@ -38,17 +38,27 @@ class ModelSize:
         return self.vision + self.layers + self.embedding + self.head + self.rest
 
     def on_rank(self, layout: Layout) -> int:
-        """Parameters that the fullest rank keeps: layers are split over pp and tp, words over tp, everything over the shards.
-
-        >>> size = ModelSize(100, 800, embedding=40, head=60, rest=0, largest_layer=80, trained=1000, tower_trained=True)
-        >>> size.on_rank(Layout()), size.on_rank(Layout(dp=2)), size.on_rank(Layout(tp=2)), size.on_rank(Layout(pp=2))
-        (1000, 500, 550, 540)
-        """
+        """Parameters that the fullest rank keeps: layers are split over pp and tp, words over tp, everything over the shards."""
         layers, embedding, head = (part / layout.tp for part in (self.layers, self.embedding, self.head))
         ends = self.vision + embedding + head + self.rest
         if layout.pp > 1:  # the first stage has tower and embedding, the last one the head, tied or not
             ends = max(self.vision + embedding, (head or embedding) + self.rest)
         return round((layers / layout.pp + ends) / layout.shards)
+
+    def gathered(self, layout: Layout) -> float:
+        """Parameters of a rank's part of the model, which has a part of the experts with ep, once FSDP has gathered them."""
+        return self.on_rank(layout) * layout.shards - self._experts_elsewhere(layout) / layout.pp / layout.tp
+
+    def experts_here(self, layout: Layout) -> float:
+        """Of `gathered`, those in experts."""
+        return self.experts / (layout.ep * layout.tp * layout.pp)
+
+    def computed_layer(self, layout: Layout) -> float:
+        """Parameters of the largest decoder layer as a rank computes it."""
+        return (self.largest_layer - self._experts_elsewhere(layout) / max(self.expert_layers, 1)) / layout.tp
+
+    def _experts_elsewhere(self, layout: Layout) -> float:
+        return self.experts * (1 - 1 / layout.ep)
 
 
 def model_size(config: Any, compute: ModelConfig, trains: bool = True, makes_logits: bool = True) -> ModelSize:
@@ -59,26 +69,16 @@ def model_size(config: Any, compute: ModelConfig, trains: bool = True, makes_log
         trains: ``False`` for a reference.
         makes_logits: ``False`` for a critic, whose head has one output.
     """
-    frozen = (
-        compute.lora_rank,
-        compute.lora_vision,
-        compute.load_in_4bit,
-        compute.freeze_vision,
-        compute.freeze_language,
-    )
+    frozen = [getattr(compute, name) for name in FREEZING]
     key = (config.to_json_string(), *frozen, trains, makes_logits)
     if key not in _counted:
-        _counted[key] = count(meta_model(config), family_of(config), compute, trains, makes_logits)
+        with torch.device("meta"):
+            model = family_of(config).new_model(config)
+        _counted[key] = count(model, family_of(config), compute, trains, makes_logits)
     return _counted[key]
 
 
 _counted: dict[tuple[Any, ...], ModelSize] = {}
-
-
-def meta_model(config: Any) -> Any:
-    """The model without storage."""
-    with torch.device("meta"):
-        return family_of(config).new_model(config)
 
 
 def count(model: Any, family: VLMFamily, compute: ModelConfig, trains: bool, makes_logits: bool) -> ModelSize:
@@ -103,13 +103,6 @@ def count(model: Any, family: VLMFamily, compute: ModelConfig, trains: bool, mak
     layers = list(model.get_submodule(family.decoder_layers).children())
     rounded = base_layers(model, family) if compute.load_in_4bit and trains else {}
     four_bit = {id(model.get_parameter(name)): model.get_parameter(name).numel() for name in rounded}
-    blocks = [path for path in (family.vision_blocks, family.decoder_layers) if path is not None]
-    matrices = (
-        weight.numel()
-        for path in blocks
-        for weight in model.get_submodule(path).parameters()
-        if weight.requires_grad and weight.ndim == 2
-    )
     return ModelSize(
         **sizes,
         largest_layer=max(
@@ -117,44 +110,9 @@ def count(model: Any, family: VLMFamily, compute: ModelConfig, trains: bool, mak
         ),
         trained=sum(trained.values()),
         tower_trained=trained["vision"] > 0,
-        norms=tuple(_norms(layers[0])),
+        experts=sum(weight.numel() for name, weight in model.named_parameters() if ".experts." in name),
         expert_layers=len(family.expert_layers(model)),
-        matrices=sum(matrices),
+        tensors=sum(1 for _ in model.parameters()),
         four_bit=sum(four_bit.values()),
         largest_four_bit=max(four_bit.values(), default=0),
     )
-
-
-def _norms(layer: nn.Module) -> list[int]:
-    return [
-        int(weight.numel())
-        for module in layer.modules()
-        if type(module).__name__.endswith("Norm")
-        for weight in module.parameters(recurse=False)
-    ]
-
-
-def mlp_width(text: Any) -> int:
-    """Numbers between the two products of a layer's MLP; of a mixture, those of the experts that a token is sent to and of the
-    experts that all tokens share. If the first layers are dense, the mean of all layers, rounded up.
-
-    >>> from types import SimpleNamespace
-    >>> sizes = {"hidden_size": 64, "intermediate_size": 96, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    >>> mlp_width(SimpleNamespace(**sizes)), mlp_width(SimpleNamespace(**sizes, n_shared_experts=1))
-    (128, 160)
-    >>> mlp_width(SimpleNamespace(**sizes, first_k_dense_replace=1, num_hidden_layers=4))
-    120
-    """
-    experts, width = getattr(text, "num_experts_per_tok", None), getattr(text, "moe_intermediate_size", None)
-    beside = getattr(text, "top_k_experts", None)  # a dense MLP
-    if beside and width:
-        return int(text.intermediate_size) + int(beside) * (int(width) + int(text.hidden_size) // 2)
-    if not experts or not width:
-        return int(text.intermediate_size)
-    shared = (getattr(text, "n_shared_experts", None) or 0) * int(width)
-    shared += getattr(text, "shared_expert_intermediate_size", None) or 0
-    sparse = int(experts) * (int(width) + int(text.hidden_size) // 2) + int(shared)
-    if not (dense := int(getattr(text, "first_k_dense_replace", None) or 0)):
-        return sparse
-    layers = int(text.num_hidden_layers)
-    return -(-(dense * int(text.intermediate_size) + (layers - dense) * sparse) // layers)

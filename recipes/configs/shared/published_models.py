@@ -1,8 +1,6 @@
-"""The configs of published models by name, so that a cluster can be planned for them without their checkpoints."""
+"""The configs of published models by name, so that a run can be fitted to devices, or planned, without their checkpoints."""
 
 from typing import Any
-
-from transformers import AutoConfig
 
 from dataproto.errors import InvalidConfig
 
@@ -87,6 +85,8 @@ def published_config(name: str, layers: int | None = None) -> Any:
     Raises:
         InvalidConfig: the table does not have it.
     """
+    from transformers import AutoConfig  # which the presets, that need the table only, do not wait for
+
     if name not in PUBLISHED:
         raise InvalidConfig(f"preset {name!r} is unknown: choose one of {', '.join(PUBLISHED)}, or give --model-path")
     settings = dict(PUBLISHED[name])

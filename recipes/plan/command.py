@@ -1,0 +1,210 @@
+"""The command ``dataproto plan``: from a recipe's options and data, or a step on a cluster, to a forecast as text."""
+
+import json
+import math
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from math import isqrt
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+from transformers import AutoConfig
+from transformers.utils.logging import disable_progress_bar
+
+from dataproto.vlm import family_of
+from recipes.classify import classification_task, open_labelled
+from recipes.configs.plan_config import ClusterConfig, PlanConfig, parse
+from recipes.configs.shared.device_preset import preset_line
+from recipes.configs.shared.policy_gradient_config import SIZES
+from recipes.configs.shared.published_models import published_config
+from recipes.demo.tiny_model import make_tiny_model
+from recipes.options import exit_status
+from recipes.plan.devices import GIB, Device, Nodes, device_named
+from recipes.plan.fitting import as_options, fastest_layout, fit, way_out
+from recipes.plan.forecast import Forecast, forecast
+from recipes.plan.memory import RoleMemory
+from recipes.plan.rows import BatchSizes, PromptSizes, measure_conversations, measure_prompts, response_lengths
+from recipes.plan.setting import Setting
+from recipes.run import policy_gradient
+from recipes.run.run_directory import over_epochs
+from recipes.sft import conversation_task
+from workers.model.model_config import ModelConfig
+from workers.training.loading import checkpoint_family
+
+COLUMNS = [name for name in RoleMemory.__dataclass_fields__ if name not in ("role", "host")]
+
+
+def main(arguments: Sequence[str] | None = None, config: PlanConfig | ClusterConfig | None = None) -> int:
+    """Prints the plan and returns the exit status: 1 if the run does not fit, 2 after a user's mistake."""
+    with exit_status(arguments, resumes=False) as status:
+        asked = config or parse(status.arguments)
+        disable_progress_bar()  # of the small model's files
+        if isinstance(asked, ClusterConfig):
+            found = simulated(asked)
+        else:
+            if asked.machine is not None and asked.config.preset in SIZES and not asked.options.fit:
+                print(preset_line(asked.config, asked.machine))
+            found = plan(asked)
+        print("\n".join(forecast_lines(found)))
+        if not found.fits:
+            print(f"what fits: {way_out(found.setting)}")
+        if isinstance(asked, ClusterConfig) or asked.options.fit:
+            print(f"options: {as_options(found.setting)}")
+        status.code = int(not found.fits)
+    return status.code
+
+
+def plan(asked: PlanConfig) -> Forecast:
+    """The forecast of a recipe's options; with ``--fit`` that of the chosen setting."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = model_to_plan(asked, Path(folder) / "model")
+        checkpoint_family(path)  # raises for an unknown model
+        setting = expected_setting(asked, path)
+    if asked.options.fit:
+        return fit(setting, asked.options.devices or setting.layout.world_size)
+    return forecast(setting)
+
+
+def expected_setting(asked: PlanConfig, path: str) -> Setting:
+    """What the forecast depends on, for the model in ``path``: from data and options by the run's own functions."""
+    config, device = asked.config, device_named(asked.options.device)
+    if asked.recipe in ("sft", "classify"):
+        if asked.recipe == "sft":
+            task = conversation_task(config, path)
+        else:
+            task = classification_task(config, open_labelled(config.data, config.run.seed), path)
+        config = replace(config, run=over_epochs(config.run, task.loader))
+        return _setting(config, measure_conversations(task.loader), device, engine=None, longest=task.longest)
+    data = config.data
+    builder = policy_gradient.prompt_builder(data, path)
+    rows, _ = policy_gradient.open_problems(config, builder)
+    loader = policy_gradient.prompt_loader(config, builder, rows, shuffle=data.data_path is not None)
+    config = replace(config, run=over_epochs(config.run, loader))
+    mean = asked.options.mean_response or max(math.ceil(data.max_response_length / 2), 1)
+    responses = response_lengths(data.batch_size * config.algorithm.n, mean, data.max_response_length)
+    prompts = measure_prompts(loader).repeated(data.batch_size)
+    return policy_setting(config, BatchSizes(builder.config, prompts, responses, config.algorithm.n), device)
+
+
+def policy_setting(config: Any, batch: BatchSizes, device: Device) -> Setting:
+    """The setting of a run with such rows; ``config`` is a `recipes.run.PolicyGradientConfig`."""
+    algorithm = config.algorithm
+    scored = not algorithm.skip_old_log_probs and algorithm.needs_old_log_probs(config.data.batch_size)
+    critic = {"critic_epochs": algorithm.critic_epochs, "critic_optimizer": config.critic.kind} if config.critic else {}
+    return _setting(
+        *(config, batch, device),
+        minibatch=algorithm.minibatch,
+        epochs=algorithm.epochs,
+        old_log_probs=float(scored),
+        reference=algorithm.needs_reference,
+        teacher=getattr(config, "teacher", None) is not None,
+        longest=config.data.max_prompt_length + config.longest_response,
+        engine=config.engine,
+        engine_options=dict(config.engine_options),
+        engine_apart=config.on == "ray" and bool(config.ray.rollout_processes),
+        **critic,
+    )
+
+
+def _setting(config: Any, batch: BatchSizes, device: Device, **own: Any) -> Setting:
+    place = config.compute, config.layout
+    return Setting(batch.config, batch, device, *place, optimizer=config.optimizer.kind, steps=config.run.steps, **own)
+
+
+def model_to_plan(asked: PlanConfig, path: Path) -> str:
+    """The model that the options name. A preset's own that is not on this machine is not fetched: the published sizes take its
+    place, with the tokenizer of the small model.
+    """
+    config = asked.config
+    if config.model_path is None:
+        return str(make_tiny_model(path, config.run.seed))
+    named = SIZES.get(config.preset, {}).get("model_path") == config.model_path
+    if not named or Path(config.model_path).exists() or try_to_load_from_cache(config.model_path, "config.json"):
+        return str(config.model_path)
+    print(
+        f"{config.model_path} is not on this machine: its published sizes, and prompts by the small model's tokenizer"
+    )
+    return str(make_published_model(path, config.preset))
+
+
+def make_published_model(path: Path, preset: str) -> Path:
+    """A folder with the config of a published model, and tokenizer and image processor of the small one."""
+    config, small = published_config(preset), AutoConfig.from_pretrained(make_tiny_model(path))
+    for name in ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"):
+        setattr(config, name, getattr(small, name))
+    config.save_pretrained(path)
+    file = path / "preprocessor_config.json"
+    limits = {"size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16_384}}  # as published
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | limits), encoding="utf-8")
+    return path
+
+
+def simulated(asked: ClusterConfig) -> Forecast:
+    """The step of GRPO that ``plan --devices`` asks for: prompts of one length with one image, responses of log-normal lengths.
+
+    Old log-probs of the first mini-batch are those of the update, so they are computed for the others only.
+
+    Raises:
+        InvalidConfig: the model or the device is unknown, or nothing fits.
+    """
+    if asked.model_path is None:
+        config = published_config(asked.preset)
+    else:
+        config = AutoConfig.from_pretrained(asked.model_path)
+        family_of(config).check_supported(config)
+    side = 2 * max(isqrt(asked.image_patches) // 2, 1)
+    grids = ((1, side, side),) if asked.image_patches else ()
+    prompts = PromptSizes((asked.prompt_length,), (grids,)).repeated(asked.batch_size)
+    responses = response_lengths(asked.batch_size * asked.n, asked.mean_response, asked.max_response_length)
+    budget, checkpointing = asked.token_budget, asked.activation_checkpointing
+    setting = Setting(
+        config,
+        BatchSizes(config, prompts, responses, asked.n),
+        device_named(asked.device),
+        ModelConfig(token_budget=budget, activation_checkpointing=checkpointing, compile=True),
+        engine="vllm",
+        longest=asked.prompt_length + asked.max_response_length,
+        minibatch=asked.minibatch,
+        old_log_probs=1 - asked.minibatch / asked.batch_size,
+        reference=True,
+        variation=0,
+        nodes=Nodes(asked.node, network=1e9 * asked.network_gbit / 8),
+    )
+    layouts = [] if asked.layout.world_size == 1 < asked.devices else [asked.layout]
+    return fastest_layout(setting, asked.devices, layouts, asked.tensor_parallel)
+
+
+def forecast_lines(found: Forecast) -> list[str]:
+    """Memory by phase and role, operations, seconds and traffic by phase, and the run, as lines of text."""
+    setting, devices = found.setting, found.setting.layout.world_size
+    layout = (
+        ", ".join(f"{name} {degree}" for name, degree in vars(setting.layout).items() if degree > 1) or "one device"
+    )
+    columns = [name for name in COLUMNS if any(getattr(role, name) for phase in found.phases for role in phase.roles)]
+    lines = [
+        f"forecast, not measured: {devices} x {setting.device.name} ({layout}), {setting.size.total / 1e9:.3g} B parameters "
+        f"({setting.size.trained / 1e9:.3g} B trained); {setting.prompts} prompts x {setting.batch.samples}, {found.tokens:,} "
+        "tokens",
+        "",
+        f"{'GiB on the fullest device':25}{''.join(f'{name:>12}' for name in columns)}",
+    ]
+    for phase in found.phases:
+        for number, role in enumerate(phase.roles):
+            cells = "".join(f"{getattr(role, name) / GIB:12.1f}" for name in columns)
+            lines.append(f"{'' if number else phase.name:14}{role.role:11}{cells}")
+    lines += ["", f"{'phase':14}{'TFLOP':>12}{'MFU':>7}{'seconds':>10}{'GiB':>10}{'GB in nodes':>14}{'GB between':>12}"]
+    for phase in found.phases:
+        mfu = phase.flops / phase.seconds / devices / setting.device.peak
+        sent = f"{phase.traffic.inside / 1e9:14,.1f}{phase.traffic.between / 1e9:12,.1f}"
+        work = f"{phase.flops / 1e12:12,.4g}{mfu:7.2f}" if phase.flops else f"{'':19}"
+        lines.append(f"{phase.name:14}{work}{phase.seconds:10.3g}{phase.memory / GIB:10.1f}{sent}")
+    rate, hours = found.tokens / found.seconds / devices, setting.steps * found.seconds / 3600
+    host = f"; {found.host / GIB:.1f} GiB of host memory a process" if found.host else ""
+    lines += [
+        f"{'step':33}{found.seconds:10.3g}{found.memory / GIB:10.1f} of {setting.device.memory / GIB:,.1f} with reserve; "
+        f"{rate:,.0f} tokens/s/device; GB are those that a device receives{host}",
+        f"run: {setting.steps} steps in {hours:.3g} h, without evaluations and checkpoints",
+    ]
+    return [*lines, *(f"does not fit: {problem}" for problem in found.problems)]

@@ -1,0 +1,202 @@
+"""The forecast of a step: seconds, operations, traffic, and the memory of each role in each phase."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from recipes.plan.devices import GIB, Traffic
+from recipes.plan.memory import (
+    RoleMemory,
+    asleep,
+    awake,
+    held,
+    idle,
+    kv_bytes,
+    own_gradients,
+    scoring,
+    updating,
+)
+from recipes.plan.seconds import (
+    generation_seconds,
+    hand_over_seconds,
+    scoring_flops,
+    scoring_seconds,
+    update_flops,
+    update_seconds,
+)
+from recipes.plan.setting import Role, Setting
+from rollout.engine import slots_for
+from workers.model.model_config import UNSHARDED, Unsharded
+
+FULL = 0.92  # share of the memory that weights and gradients stay unsharded in
+SLACK = 1.05  # memory that the allocator reserves for what is in use
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase of a step, named as in ``timing_s/<name>``; ``hand_over`` is a part of a run's ``gen``."""
+
+    name: str
+    seconds: float
+    flops: float  # on all devices together
+    roles: tuple[RoleMemory, ...]  # on the fullest device
+    traffic: Traffic = field(default_factory=Traffic)  # that a device receives
+
+    @property
+    def memory(self) -> int:
+        """Bytes of all roles on that device."""
+        return sum(role.device for role in self.roles)
+
+    @property
+    def reserved(self) -> int:
+        """Bytes with the allocator's slack, which an engine's memory does not need."""
+        return round(sum(role.device * (1.0 if role.role == "engine" else SLACK) for role in self.roles))
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a step takes."""
+
+    setting: Setting
+    phases: tuple[Phase, ...]
+    problems: tuple[str, ...] = ()  # why it does not fit
+
+    @property
+    def fits(self) -> bool:
+        return not self.problems
+
+    @property
+    def seconds(self) -> float:
+        return sum(phase.seconds for phase in self.phases)
+
+    @property
+    def fullest(self) -> Phase:
+        return max(self.phases, key=lambda phase: phase.reserved)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of the fullest phase on a device, with the allocator's slack and the driver."""
+        return self.fullest.reserved + self.setting.device.context
+
+    @property
+    def working(self) -> int:
+        """Bytes of the fullest phase that is not generation, in which vLLM takes what the other roles leave."""
+        phases = (phase.reserved for phase in self.phases if phase.name not in ("hand_over", "gen"))
+        return max(phases) + self.setting.device.context
+
+    @property
+    def host(self) -> int:
+        """Bytes that a process keeps in host memory in the fullest phase."""
+        return max(sum(role.host for role in phase.roles) for phase in self.phases)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of prompts and responses of all rows, as ``perf/total_num_tokens``."""
+        return int(self.setting.batch.lengths.sum())
+
+
+def forecast(setting: Setting) -> Forecast:
+    """The forecast of a setting; `Forecast.problems` says what does not fit.
+
+    With ``unsharded="auto"`` as much stays unsharded between micro-batches as fits. A run measures what fits
+    (`workers.training.memory.unsharding`).
+    """
+    kept: list[Unsharded] = [setting.compute.unsharded]
+    if setting.compute.unsharded == "auto":
+        kept = ["nothing"] if setting.layout.shards == 1 else list(reversed(UNSHARDED))
+    for each in kept:
+        chosen = replace(setting, compute=replace(setting.compute, unsharded=each))
+        found = Forecast(chosen, (*_generation(chosen), *_passes(chosen)))
+        if found.working <= FULL * setting.device.memory:
+            break
+    return replace(found, problems=tuple(_problems(found)))
+
+
+def _present(setting: Setting) -> dict[str, RoleMemory]:
+    """What each role with a model holds while it works, without what the work takes."""
+    roles = {"actor": held(setting, "actor")}
+    if setting.reference:
+        roles["reference"] = RoleMemory("reference") if setting.base_is_reference else held(setting, "reference")
+    if setting.critic_epochs:
+        roles["critic"] = held(setting, "critic")
+    return roles
+
+
+def resting(setting: Setting) -> dict[str, RoleMemory]:
+    """What each role with a model holds while another one works."""
+    roles = _present(setting)
+    return {name: idle(each) for name, each in roles.items()} if setting.compute.offload_idle else roles
+
+
+def busy(setting: Setting, role: Role, learns: bool) -> tuple[RoleMemory, ...]:
+    """All roles while ``role`` updates, or makes a pass without gradients."""
+    present, roles, aside = _present(setting), resting(setting), setting.compute.offload_idle
+    if learns:
+        own = idle(present[role], moments_only=True) if aside else present[role]
+        memory = updating(setting, own, role)
+        if aside:  # the moments come for the optimizer step, after the passes
+            step = replace(present[role], gradients=own_gradients(setting, role))
+            memory = max(memory, step, key=lambda each: each.device)
+    else:
+        memory = scoring(setting, present[role], role)
+        memory = idle(memory, moments_only=True) if aside else memory
+    if role == "reference" and setting.base_is_reference and aside:
+        roles["actor"] = idle(present["actor"], moments_only=True)  # whose weights the reference uses
+    roles[role] = memory
+    if setting.engine is not None and not setting.engine_apart:
+        roles["engine"] = asleep(setting)
+    return tuple(roles.values())
+
+
+def _generation(setting: Setting) -> Iterator[Phase]:
+    if setting.engine is None:
+        return
+    roles = () if setting.engine_apart else tuple(resting(setting).values())
+    share = setting.batch.share(setting.prompts, max(setting.layout.world_size // setting.engine_parallel, 1))
+    default = slots_for(len(share.responses)) if setting.engine == "vllm" else 256
+    rows = min(int(setting.engine_options.get("max_num_seqs", default)), len(share.responses))
+    memory = awake(setting, share, rows)
+    if setting.engine == "vllm":
+        key_bytes = max(kv_bytes(setting.config.get_text_config()) // setting.engine_parallel, 1)
+        rows = max(min(rows, int(memory.kv_cache / key_bytes / float(share.lengths.double().mean()))), 1)
+        seconds, traffic = hand_over_seconds(setting)
+        yield Phase("hand_over", seconds, 0.0, (*roles, replace(memory, kv_cache=0, other=2 * GIB)), traffic)
+    key = ("generation", setting.engine, setting.engine_parallel, rows, setting.device)
+    seconds = share.once(key, lambda: generation_seconds(setting, share, rows))
+    yield Phase("gen", seconds, scoring_flops(setting.batch).total, (*roles, memory))
+
+
+def _passes(setting: Setting) -> Iterator[Phase]:
+    """The passes of a step in order."""
+    scored: list[tuple[str, Role, float]] = [
+        ("old_log_prob", "actor", setting.old_log_probs),
+        ("ref", "reference", float(setting.reference)),
+        ("values", "critic", float(setting.critic_epochs > 0)),
+    ]
+    for name, role, share in scored:
+        if share:
+            seconds, traffic = scoring_seconds(setting, share)
+            flops = share * scoring_flops(setting.batch).total
+            yield Phase(name, seconds, flops, busy(setting, role, learns=False), traffic)
+    learning: list[tuple[Role, int]] = [("critic", setting.critic_epochs), ("actor", setting.epochs)]
+    for role, epochs in learning:
+        if epochs:
+            size = setting.size_of(role)
+            seconds, traffic = update_seconds(setting, size)
+            flops = epochs * update_flops(setting.batch, size, setting.compute).total
+            yield Phase(f"update_{role}", epochs * seconds, flops, busy(setting, role, learns=True), epochs * traffic)
+
+
+def _problems(found: Forecast) -> Iterator[str]:
+    """What does not fit; `recipes.plan.way_out` finds options with which it does."""
+    setting, memory = found.setting, found.setting.device.memory
+    if found.memory > memory:
+        needs = f"{found.memory / GIB:.1f} GiB of the {memory / GIB:.1f} GiB of {setting.device.name}"
+        yield f"{found.fullest.name} needs {needs}"
+    if setting.engine == "vllm" and not setting.engine_apart:
+        engine = next(phase for phase in found.phases if phase.name == "gen").roles[-1]
+        key_bytes = max(kv_bytes(setting.config.get_text_config()) // setting.engine_parallel, 1)
+        if engine.kv_cache < key_bytes * setting.longest:
+            yield (
+                f"the engine's share of the device has no place for one row of {setting.longest} tokens next to "
+                f"{engine.weights / GIB:.1f} GiB of weights: raise --engine-options memory_share, or tensor_parallel"
+            )
