@@ -145,7 +145,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How samples are drawn.
+    """How responses are sampled.
 
     Args:
         max_tokens: of an answer; ``None`` fills the context.

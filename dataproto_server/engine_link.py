@@ -53,7 +53,6 @@ class EngineLink:
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._sending = asyncio.Lock()
-        self._unsent: list[bytes] = []
         self._reading: asyncio.Task[None] | None = None
 
     @property
@@ -96,18 +95,12 @@ class EngineLink:
         await self._send({"id": None, "method": method, "arguments": arguments})
 
     async def _send(self, message: Any) -> None:
-        """Sends a message, together with those that others send in the same turn of the event loop, in the order of the calls."""
-        if self._writer is None:
-            raise EngineLost("there is no engine now")
-        self._unsent += packed(message)
-        await asyncio.sleep(0)
+        """Sends a message, in the order of the calls."""
         async with self._sending:
             if self._writer is None:
-                raise EngineLost("the engine process has gone")
-            parts, self._unsent = self._unsent, []
+                raise EngineLost("there is no engine now")
             try:
-                if parts:  # else another one has sent the message with its own
-                    self._writer.writelines(parts)
+                self._writer.writelines(packed(message))
                 await self._writer.drain()
             except OSError as error:
                 raise EngineLost("the engine process has gone") from error
@@ -130,7 +123,6 @@ class EngineLink:
         if self._writer is not None:
             self._writer.close()
         self._writer = None
-        self._unsent.clear()
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(EngineLost("the engine process has gone"))

@@ -31,7 +31,7 @@ log = logging.getLogger("dataproto.serve.engine")
 SAMPLING = ("close_sampler", "submit", "abort")
 TRAINING = ("describe", "create", "passes", "optim_step", "save", "load", "export", "release", "reset")
 WRITING = ("export", "save")  # in the order in which they are carried out
-BESIDES = (*WRITING, "training")
+NOT_SAMPLING = (*WRITING, "training")
 """The kinds of calls that are not for samples, in the order in which they are taken."""
 WRITERS = 8  # threads that write files
 Incoming = tuple[socket.socket, dict[str, Any]]
@@ -41,12 +41,12 @@ class Calls:
     """Calls that wait: those for samples, those that write files, and the others; each kind in its order.
 
     What writes files comes before the others, and an adapter alone, from which a client may want to sample, before all that a run
-    has. Such a call overtakes others. So the front process sends no later call for the same model before it: behind a client's
-    save it waits for the answer, behind a snapshot of a run only until that is sent.
+    has. Such a call overtakes others. So the front process sends no later call for the same model before it: after a client's
+    save it waits for the answer, after a snapshot of a run only until that is sent.
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[str, deque[Incoming]] = {kind: deque() for kind in ("sampling", *BESIDES)}
+        self._waiting: dict[str, deque[Incoming]] = {kind: deque() for kind in ("sampling", *NOT_SAMPLING)}
         self._news = threading.Condition()
 
     def put(self, call: Incoming) -> None:
@@ -74,7 +74,7 @@ class Calls:
     def training_waits(self) -> bool:
         """Whether a call that trains, or writes files, waits."""
         with self._news:
-            return any(self._waiting[kind] for kind in BESIDES)
+            return any(self._waiting[kind] for kind in NOT_SAMPLING)
 
 
 class EngineProcess:
@@ -116,7 +116,7 @@ class EngineProcess:
             self.calls.wait()
         self._write_files("export")
         self._take_samples_in()
-        while self._lead <= 0 and (call := self.calls.take(*BESIDES)) is not None:
+        while self._lead <= 0 and (call := self.calls.take(*NOT_SAMPLING)) is not None:
             self._mark = self.clock()
             self._carry_out(*call)
             self._lead += self.clock() - self._mark

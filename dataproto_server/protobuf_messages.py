@@ -1,6 +1,6 @@
 """The protobuf messages of the Tinker API (``tinker_public.textproto``), in a descriptor pool of their own.
 
-protobuf's default pool refuses a second file with the same names: this module would not load beside the ``tinker`` package.
+protobuf's default pool refuses a second file with the same names: there this module would not load after the ``tinker`` package.
 """
 
 from pathlib import Path

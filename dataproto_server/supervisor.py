@@ -148,7 +148,7 @@ def listening(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(family, socket.SOCK_STREAM)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Connections inherit it. Without it the body of an answer, written behind the head, waits 40 ms for the client's ACK.
+    # Connections inherit it. Without it the body of an answer, written after the head, waits 40 ms for the client's ACK.
     found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
         found.bind((host, port))

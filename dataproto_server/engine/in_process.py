@@ -245,7 +245,7 @@ class InProcessEngine:
         self._samplers.close(sampler_id)
 
     def submit(self, request: SampleRequest) -> None:
-        """See `Backend.submit`. A request of a checkpoint waits while others have no room for it, and others behind it."""
+        """See `Backend.submit`. A request of a checkpoint waits while others have no room for it, and later ones after it."""
         behind = self._waiting and self._samplers.is_checkpoint(request.sampler_id)
         if behind or not self._begin(request):
             self._waiting.append(request)

@@ -245,7 +245,7 @@ def open_sample(request: SampleRequest, base: BaseModel, adapter: Adapter | None
 
 
 def sampling_params(request: SampleRequest, room: int) -> SamplingParams:
-    """How one sample is drawn. Stops that are given replace the model's own end tokens.
+    """How one response is sampled. Stops that are given replace the model's own end tokens.
 
     Raises:
         InvalidConfig: see `SamplingParams`.

@@ -174,7 +174,7 @@ class Barriers:
         return replace(done, after=after)
 
     async def repeat(self, run: Run, entry: Entry, body: bytes) -> None:
-        """Brings the engine to where it was behind a request that was carried out before."""
+        """Brings the engine to where it was after a request that was carried out before."""
         if entry.kind in ("create", "load", "optim_step"):
             await self.kinds[entry.kind](run, entry, body)
         elif entry.kind == "save_for_sampler" and not self.syncs.wrote(run.id, self._sampler_directory(run, entry)):
@@ -413,7 +413,7 @@ class Barriers:
         return [each for each in others[: max(0, len(others) + 1 - self.config.keep_last)] if not each.public]
 
     async def snapshot(self, run: Run, seq: int) -> Path:
-        """Writes the state of a run behind an update, and returns the directory."""
+        """Writes the state of a run after an update, and returns the directory."""
         directory = self._snapshot_directory(run, seq)
         async with new_directory(directory) as temporary:
             await self.link.call("save", model_id=run.id, directory=temporary)

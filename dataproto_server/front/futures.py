@@ -106,7 +106,7 @@ class Futures:
         return found.outcome
 
     async def finished_since(self, sampler: str, cursor: int, seconds: float) -> list[PendingResult]:
-        """The finished results of a sampling session behind a cursor, as soon as there is one, or none in time."""
+        """The finished results of a sampling session after a cursor, as soon as there is one, or none in time."""
         deadline = time.monotonic() + seconds
         while True:
             found = [each for each in self._finished_in.get(sampler, []) if each.announced > cursor]

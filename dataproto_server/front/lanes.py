@@ -37,9 +37,11 @@ class Lane:
     steps: int = 0  # updates since the last snapshot
     last_snapshot: float = field(default_factory=time.monotonic)
     last_pass: float = -inf  # when one was computed
-    saving: bool = False  # a request that reads or writes files is carried out while rounds go on, or the run ends so
+    saving: bool = (
+        False  # a request that reads or writes files is carried out while rounds continue, or the run ends so
+    )
     resting: str = ""  # why the run could not be restored: nothing is carried out before the next start
-    not_before: float = 0.0  # it rests until this time behind an error of the server
+    not_before: float = 0.0  # it rests until this time after an error of the server
     ending: Literal["", "dropped", "kept"] = ""  # what becomes of it when nothing waits
 
     def add(self, entry: Entry) -> None:
@@ -127,7 +129,7 @@ class Intake:
         known, task = self._accepting[request_id]
         if known != digest:
             raise other_content(run, seq)
-        await asyncio.shield(task)  # which goes on when this client has gone
+        await asyncio.shield(task)  # which continues when this client has gone
         return request_id
 
     async def gather(self, lanes: Sequence[Lane], pass_seconds: float, news: asyncio.Event) -> None:

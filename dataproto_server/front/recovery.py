@@ -29,7 +29,7 @@ ENDED = Failure(f"the engine ended {MOST_REPLAYS} times when it was brought back
 
 
 class Recovery:
-    """Loads the runs from their snapshots, and carries out the requests behind them again, in the same order and groups.
+    """Loads the runs from their snapshots, and carries out the requests after them again, in the same order and groups.
 
     No limit applies to a request that has been carried out before. One that failed changed nothing, and is left out. An error of
     the server, such as too little memory, may pass: then everything is tried again, from the snapshots, since a part of a round

@@ -104,7 +104,7 @@ class RoundJournal:
 
         Raises:
             EngineLost: what the engine has done could not be written. Its requests have failed, and the engine was left.
-            NotWritten: the same of requests that change nothing in the engine, which goes on.
+            NotWritten: the same of requests that change nothing in the engine, which continues.
         """
         now = time.time()
         outcomes = [_record(entry, outcome, now) for entry, outcome in finished]
@@ -160,7 +160,7 @@ def _record(entry: Entry, outcome: Outcome, now: float) -> Job:
 
 
 class RunSnapshots:
-    """Writes the state of a run behind an update, where no gradient stands.
+    """Writes the state of a run after an update, where no gradient stands.
 
     The engine copies the state before the next request of the run, and a thread writes the copy.
     """
@@ -171,7 +171,7 @@ class RunSnapshots:
         self._writing: dict[str, asyncio.Task[None]] = {}  # by run
 
     async def after_step(self, lane: Lane, seq: int) -> None:
-        """Begins a snapshot behind the update ``seq`` if it is time, and none is being written."""
+        """Begins a snapshot after the update ``seq`` if it is time, and none is being written."""
         lane.steps += 1
         due = lane.steps >= self.config.snapshot_steps
         if self.barriers.syncs.failed(lane.run.id):  # none could be recorded

@@ -1,4 +1,4 @@
-"""Samples that wait or are drawn: they are kept in memory, and sent again to an engine that starts anew."""
+"""Samples that wait or are being sampled: they are kept in memory, and sent again to an engine that starts anew."""
 
 import asyncio
 import logging

@@ -24,7 +24,7 @@ from dataproto_server.refusals import InvalidRequest, failure_of
 log = logging.getLogger("dataproto.serve")
 ROUND_BYTES = 32 << 20  # of the bodies of a round's passes, of each run
 LOOK_SECONDS = 1.0  # between looks for gaps
-LARGE_BYTES = 1 << 18  # of the bodies of a round's passes that are read beside the event loop
+LARGE_BYTES = 1 << 18  # of the bodies of a round's passes that are read in another thread than the event loop's
 KEEP_SECONDS = 30.0  # between tries to write the checkpoint of an expired run
 Results = list[PassResult | Failure]
 
@@ -108,7 +108,7 @@ class Scheduler:
                 await self.link.close()
 
     async def settled(self) -> None:
-        """Returns when nothing goes on beside the rounds."""
+        """Returns when nothing is carried out in addition to the rounds."""
         await asyncio.gather(*self._saves, return_exceptions=True)
         await self.snapshots.settled()
 
@@ -170,13 +170,13 @@ class Scheduler:
         self._begin(lane, self.barrier(head))
 
     def _begin(self, lane: Lane, work: Awaitable[None]) -> None:
-        """Begins work for a run, of which nothing else is carried out meanwhile. The rounds of others go on."""
+        """Begins work for a run, of which nothing else is carried out meanwhile. The rounds of others continue."""
         lane.saving = True
-        task = asyncio.create_task(self._while_rounds_go_on(lane, work))
+        task = asyncio.create_task(self._while_rounds_continue(lane, work))
         self._saves.add(task)
         task.add_done_callback(self._saves.discard)
 
-    async def _while_rounds_go_on(self, lane: Lane, work: Awaitable[None]) -> None:
+    async def _while_rounds_continue(self, lane: Lane, work: Awaitable[None]) -> None:
         try:
             await self._contained(lane, work)
         except EngineLost:

@@ -37,7 +37,7 @@ class Lifecycle:
         self._offset = time.time() - time.monotonic()
 
     def begin(self) -> None:
-        """Removes what a kill left, and goes on with ends that it interrupted. Sessions count as seen now."""
+        """Removes what a kill left, and continues ends that it interrupted. Sessions count as seen now."""
         for session in self.catalogue.sessions.values():
             session.seen = time.monotonic()
         for sampler in list(self.catalogue.samplers.values()):

@@ -160,7 +160,7 @@ def last_round(db: sqlite3.Connection) -> int:
 
 
 def rounds_to_replay(db: sqlite3.Connection) -> list[list[Entry]]:
-    """The rounds of which at least one request is unfinished or behind its run's snapshot, in their order, without bodies."""
+    """The rounds of which at least one request is unfinished or later than its run's snapshot, in their order, without bodies."""
     needed = f"{ROUNDS} runs.state IN ('new', 'live') AND (requests.state = 'queued' OR seq > snapshot_seq)"
     sql = f"SELECT {MEMBERS} FROM requests WHERE round IN ({needed}) ORDER BY round, place"
     rounds: dict[int, list[Entry]] = {}

@@ -1,4 +1,4 @@
-"""The HTTP side of the server: one function a route, behind a gate that checks keys and limits."""
+"""The HTTP side of the server: one function a route, after a gate that checks keys and limits."""
 
 from dataproto_server.routes.application import application
 

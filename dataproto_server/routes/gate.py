@@ -43,7 +43,7 @@ class Call:
     notes: dict[str, Any] = field(default_factory=dict)  # for the log
 
     async def json(self) -> dict[str, Any]:
-        """The body, a large one read beside the event loop. Raises `InvalidRequest`."""
+        """The body, a large one read in another thread than the event loop's. Raises `InvalidRequest`."""
         return await asyncio.to_thread(parse_json, self.body) if self.large else parse_json(self.body)
 
     async def read(self, kind: type[Kind]) -> Kind:

@@ -198,7 +198,7 @@ def _mark_fetched(service: Service, request_id: str) -> None:
 
 
 async def retrieve_futures(call: Call) -> Response:
-    """The finished samples of a sampling session, behind a cursor."""
+    """The finished samples of a sampling session, after a cursor."""
     asked = await call.read(RetrieveFutures)
     sampler = call.service.catalogue.sampler(asked.target.sampling_session_id, call.owner)
     seconds = min(asked.timeout if asked.timeout is not None else 40.0, call.service.config.poll_seconds)

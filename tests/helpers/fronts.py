@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -74,7 +75,7 @@ class Front:
     async def new_run(self, name: str, load: str | None = None, session: str = "s") -> Run:
         """A run with initial weights, or those of a checkpoint."""
         if session not in self.service.catalogue.sessions:
-            made = Session(id=session, owner="ann", created=0.0)
+            made = Session(id=session, owner="ann", seen=time.monotonic())
             self.service.catalogue.sessions[session] = made
             await self.service.catalogue.write(made)
         run = Run(
@@ -85,8 +86,6 @@ class Front:
             base_model="tiny/vector",
             lora=LORA,
             metadata="{}",
-            created=0.0,
-            last_request=0.0,
         )
         self.service.catalogue.runs[name] = run
         await self.service.catalogue.write(run)
@@ -166,13 +165,8 @@ def take_in(front: Front, number: int = 1, directory: str | None = None) -> None
         id="k",
         session="s",
         owner="ann",
-        run=None,
         base_model="tiny/vector",
-        model_path=None,
         directory=directory,
-        own=0,
-        digest="",
-        created=0.0,
     )
     request = SampleRequest(f"k:{number}", engine_key(sampler), [EncodedTextChunk([3])], 1, Sampling(4))
     front.service.samples.take_in(SampleCall(request), sampler, 10)

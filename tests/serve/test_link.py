@@ -11,7 +11,7 @@ import pytest
 from dataproto.chunks import EncodedTextChunk, ImageChunk
 from dataproto_server.backend import Datum, Failure, LoraSpec, Pass, SampleRequest, Sampling, SparseRows
 from dataproto_server.engine_link import SIZE, CallFailed, EngineLink, EngineLost, packed
-from dataproto_server.engine_process import BESIDES, Calls, EngineProcess
+from dataproto_server.engine_process import NOT_SAMPLING, Calls, EngineProcess
 from helpers.vector_backend import VectorBackend
 from workers.model.model_config import AdamParams
 
@@ -182,11 +182,11 @@ def test_an_adapter_is_written_before_what_trains_and_before_all_that_a_run_has(
         calls.put((None, {"method": method}))
     assert calls.training_waits()
     taken = [calls.take("export")[1]["method"]]
-    while (call := calls.take(*BESIDES)) is not None:
+    while (call := calls.take(*NOT_SAMPLING)) is not None:
         taken.append(call[1]["method"])
     assert taken == ["export", "export", "save", "passes", "optim_step"]
     assert not calls.training_waits()
     for method in ("export", "passes", "submit", "reset"):
         calls.put((None, {"method": method}))
-    assert calls.take(*BESIDES)[1]["method"] == "reset"
-    assert (calls.take(*BESIDES), calls.take("sampling")) == (None, None)
+    assert calls.take(*NOT_SAMPLING)[1]["method"] == "reset"
+    assert (calls.take(*NOT_SAMPLING), calls.take("sampling")) == (None, None)

@@ -244,7 +244,7 @@ def test_runs_of_one_client_take_turns_by_their_age(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("most", [None, 4_095, 1_000_000])
+@pytest.mark.parametrize("most", [None, 4_095, 10_000])
 def test_samples_of_a_session_do_not_wait_for_all_those_of_another(tmp_path, most):
     """Four answers that fill the context of 4096 tokens are a turn, whether they were asked for with more tokens, or without a
     number. The engine decodes one answer at a time, so one request is sent to it behind another."""
@@ -276,11 +276,6 @@ def sampler_of(session: str) -> Sampler:
         id=f"{session}:sample:0",
         session=session,
         owner="ann",
-        run=None,
         base_model="tiny/vector",
-        model_path=None,
         directory=None,
-        own=0,
-        digest="",
-        created=0.0,
     )

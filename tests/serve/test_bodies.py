@@ -1,70 +1,12 @@
-"""What the front process writes, sends and reads at once rather than in parts."""
+"""Where the bodies of requests are read from."""
 
 import asyncio
-import pickle
 from types import SimpleNamespace
 
 import pytest
 
-from dataproto_server.engine_link import SIZE, EngineLink, EngineLost
 from dataproto_server.front import lanes, scheduler
 from helpers.fronts import Front, drive
-
-
-class Writer:
-    """Notes the writes of a stream."""
-
-    def __init__(self) -> None:
-        self.writes: list[bytes] = []
-
-    def writelines(self, parts) -> None:
-        self.writes.append(b"".join(parts))
-
-    async def drain(self) -> None:
-        await asyncio.sleep(0)
-
-    def close(self) -> None:
-        pass
-
-
-def methods(frames: bytes) -> list[str]:
-    """The methods of some calls, in the order of their frames."""
-    found = []
-    while frames:
-        end = SIZE.size + SIZE.unpack_from(frames)[0]
-        found.append(pickle.loads(frames[SIZE.size : end])["method"])
-        frames = frames[end:]
-    return found
-
-
-def test_messages_of_a_moment_are_sent_together_in_their_order(tmp_path):
-    async def work() -> list[bytes]:
-        link = EngineLink(tmp_path / "socket", lambda request, result: None)
-        link._writer = writer = Writer()
-        await asyncio.gather(*(link.post(name) for name in ("a", "b", "c")))
-        await link.post("d")
-        return writer.writes
-
-    together, later = asyncio.run(work())
-    assert methods(together) == ["a", "b", "c"]
-    assert methods(later) == ["d"]
-
-
-def test_a_message_to_a_lost_engine_is_not_sent_to_the_next_one(tmp_path):
-    async def work() -> list[bytes]:
-        link = EngineLink(tmp_path / "socket", lambda request, result: None)
-        link._writer = Writer()
-        call = asyncio.create_task(link.call("optim_step"))
-        await asyncio.sleep(0)  # it waits to be sent
-        link._lose()
-        link._writer = following = Writer()
-        with pytest.raises(EngineLost):
-            await call
-        await link.post("reset")
-        return following.writes
-
-    (only,) = asyncio.run(work())
-    assert methods(only) == ["reset"]
 
 
 @pytest.mark.parametrize(("kept", "read_again"), [(1 << 20, 0), (0, 2)])
