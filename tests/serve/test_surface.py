@@ -17,6 +17,7 @@ from helpers.servers import call as post
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 MODEL = "tiny"
 SECONDS = 60
+HTTP = httpx.Client()
 PROMPT = tinker.ModelInput.from_ints([1, 2, 3])
 IMAGE = tinker.types.ImageChunk(data=png(28, 28), format="png", expected_tokens=1)
 DATUM = tinker.Datum(model_input=PROMPT, loss_fn_inputs={"target_tokens": [2, 3, 4], "weights": [1.0] * 3})
@@ -215,7 +216,7 @@ ELSEWHERE = {"POST": "sessions/search trace_export", "GET": "billing audit auth/
 
 def answered(server: Any, method: str, path: str, key: str | None) -> tuple[int, str]:
     headers = {} if key is None else {"X-API-Key": key}
-    found = httpx.request(method, f"{server.url}/api/v1/{path}", headers=headers, timeout=SECONDS)
+    found = HTTP.request(method, f"{server.url}/api/v1/{path}", headers=headers, timeout=SECONDS)
     return found.status_code, str(found.json().get("detail") if found.content else "")
 
 
