@@ -269,7 +269,7 @@ def model_config(config: TinyConfig, tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLCon
         "fullatt_block_indexes": [config.vision_depth - 1],
     }
     places = {"image": IMAGE_PAD, "video": VIDEO_PAD, "vision_start": VISION_START, "vision_end": VISION_END}
-    ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in places.items()}
+    ids: dict[str, Any] = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in places.items()}
     return Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **ids)
 
 
