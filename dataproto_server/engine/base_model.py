@@ -9,13 +9,13 @@ from transformers import AutoConfig
 
 from dataproto.chunks import ModelInput
 from dataproto.errors import InvalidPrompt
+from dataproto_server.engine.adapter_trainer import AdapterTrainer, ScoredPrompt
 from dataproto_server.engine.engine_options import EngineOptions
 from rollout.adapters import Adapter, PromptScores
 from rollout.engine import Completion, RequestEngine
 from rollout.hf import AdapterEngine
 from rollout.prompts import ChunkRenderer, ContentStore, PlacedSequence, PromptBuilder, TokenSequence
 from rollout.vllm import VLLMAdapterEngine
-from workers.adapters.adapter_trainer import AdapterTrainer, ScoredPrompt
 
 log = logging.getLogger("dataproto.serve.engine")
 LONGEST = 1 << 20  # tokens that are rendered at most; the limit that counts is the context

@@ -12,13 +12,13 @@ from torch.nn.utils import get_total_norm
 from dataproto.chunks import ModelInput
 from dataproto.errors import DataProtoError, InvalidColumn, InvalidRow, NonFiniteLogits
 from dataproto_server.backend import Array, Failure, Pass, PassResult, SparseRows
+from dataproto_server.engine.adapter_trainer import Gradients, ScoredRow
 from dataproto_server.engine.base_model import BaseModel
+from dataproto_server.engine.trained_adapter import Trainable
 from dataproto_server.refusals import failure_of
 from recipes.algorithms.datum_losses import DATUM_LOSSES, THRESHOLDS, loss_options, option_names
 from rollout.adapters import Adapter
 from rollout.prompts import TokenSequence
-from workers.adapters.adapter_trainer import Gradients, ScoredRow
-from workers.adapters.trained_adapter import Trainable
 
 TARGETS, MASK = "target_tokens", "mask"
 READ_BY_LOSS = {"loss_weights": "weights", "rollout_log_probs": "logprobs", "advantages": "advantages"}

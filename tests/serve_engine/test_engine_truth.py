@@ -10,6 +10,7 @@ from dataproto.chunks import EncodedTextChunk, ImageChunk, ModelInput
 from dataproto.errors import InvalidConfig
 from dataproto_server.backend import Datum, Failure, Pass, SampleRequest, Sampling
 from dataproto_server.engine import InProcessEngine
+from dataproto_server.engine.adapter_trainer import PackedPart, ScoredRow
 from helpers.checkpoints import write_checkpoint
 from helpers.served_models import (
     chunks,
@@ -24,7 +25,6 @@ from helpers.served_models import (
     until_done,
 )
 from helpers.tiny_models import TEXT_TYPES
-from workers.adapters.adapter_trainer import PackedPart, ScoredRow
 
 CPU = torch.device("cpu")
 TYPES = [

@@ -8,6 +8,7 @@ import torch
 
 from dataproto.chunks import EncodedTextChunk
 from dataproto_server.backend import Datum, Pass, SparseRows
+from dataproto_server.engine import adapter_trainer
 from helpers.served_models import (
     ADAM,
     chunks,
@@ -19,7 +20,6 @@ from helpers.served_models import (
     run_pass,
 )
 from recipes.algorithms.datum_losses import DATUM_LOSSES
-from workers.adapters import adapter_trainer
 
 DTYPES = {"target_tokens": np.int64, "weights": np.float32}
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from dataproto.errors import InvalidConfig
+from dataproto_server.engine import trained_adapter
+from dataproto_server.engine.trained_adapter import LARGEST_GRADIENT, StepCheck, bound_after
 from helpers.served_models import ADAM, gradients, new_model, rows, run_pass
-from workers.adapters import trained_adapter
-from workers.adapters.trained_adapter import LARGEST_GRADIENT, StepCheck, bound_after
 from workers.model.model_config import LARGEST_FLOAT32, AdamParams, OptimizerConfig
 from workers.training.optimizer import Optimizer, new_moments
 

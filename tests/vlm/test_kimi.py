@@ -18,12 +18,12 @@ from safetensors.torch import load_file
 from dataproto.errors import InvalidConfig, InvalidMedia
 from dataproto.vlm import family_of
 from dataproto.vlm.families.kimi_k25 import grid_arguments, scaled_size
+from dataproto_server.engine.trained_adapter import FullWeights, TrainedWeights
 from helpers.checkpoints import write_checkpoint
 from helpers.examples import at_most
 from helpers.tiny_models import image_inputs, tiny_config, tiny_model
 from helpers.tiny_prompts import tiny_image_processor
 from rollout.pretrained import load_image_processor
-from workers.adapters.trained_adapter import FullWeights, TrainedWeights
 from workers.roles.actor import ActorConfig, ActorWorker
 
 FAMILY = family_of("kimi_k25")

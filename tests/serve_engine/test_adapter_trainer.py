@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from dataproto_server.engine.adapter_trainer import AdapterTrainer, ScoredRow, adapted_log_probs
 from helpers.checkpoints import write_checkpoint
 from rollout.adapters import AdapterConfig
 from rollout.prompts import PlacedSequence
-from workers.adapters.adapter_trainer import AdapterTrainer, ScoredRow, adapted_log_probs
 from workers.model.named_weights import float32_weights
 
 VOCABULARY, HIDDEN = 50, 8
@@ -101,7 +101,7 @@ def test_layers_that_are_computed_again_have_the_adapters_of_the_rows(path, trai
 
 def test_weights_that_are_used_in_float32_are_not_rounded(tmp_path, monkeypatch):
     """On CUDA, where the base computes in bfloat16: decays of recurrent layers are those of the actor and of vLLM."""
-    monkeypatch.setattr("workers.adapters.adapter_trainer.compute_dtype", lambda *_: torch.bfloat16)
+    monkeypatch.setattr("dataproto_server.engine.adapter_trainer.compute_dtype", lambda *_: torch.bfloat16)
     base = AdapterTrainer(write_checkpoint("qwen3_5", tmp_path), torch.device("cpu"))
     exact = {id(weight) for weight in float32_weights(base.model, base.family)}
     assert len(exact) == 2

@@ -16,13 +16,13 @@ from torch.autograd.function import once_differentiable
 
 from dataproto.packing import PackedRows
 from dataproto.transfer import move
+from dataproto_server.engine.trained_adapter import FullWeights, Trainable
 from rollout.adapters import Adapter, AdapterConfig, AdapterRouter, PromptScores, Run, new_adapter
 from rollout.adapters.router import add_head
 from rollout.image_features import ImageFeatures, KeyedImage
 from rollout.pretrained import load_model
 from rollout.prompts import PlacedSequence
 from rollout.sampling import project
-from workers.adapters.trained_adapter import FullWeights, Trainable
 from workers.model.logprobs import chunk_size
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM, select_rows

@@ -1,1 +1,0 @@
-"""Training of many adapters of one frozen model, whose rows are computed in one packed pass."""
