@@ -14,9 +14,9 @@ from dataproto.errors import DataProtoError, InvalidColumn, InvalidRow, NonFinit
 from dataproto_server.backend import Array, Failure, Pass, PassResult, SparseRows
 from dataproto_server.engine.adapter_trainer import Gradients, ScoredRow
 from dataproto_server.engine.base_model import BaseModel
+from dataproto_server.engine.datum_losses import DATUM_LOSSES, THRESHOLDS, loss_options, option_names
 from dataproto_server.engine.trained_adapter import Trainable
 from dataproto_server.refusals import failure_of
-from recipes.algorithms.datum_losses import DATUM_LOSSES, THRESHOLDS, loss_options, option_names
 from rollout.adapters import Adapter
 from rollout.prompts import TokenSequence
 

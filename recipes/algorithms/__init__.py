@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     )
     from recipes.algorithms.correction import importance_weights, kept_tokens
     from recipes.algorithms.covariances import highest_covariance, random_high_covariance
-    from recipes.algorithms.datum_losses import datum_loss
     from recipes.algorithms.kl import k1_kl, k2_kl, k3_kl, reverse_kl_advantage, unbiased_k3_kl
     from recipes.algorithms.losses import (
         clip_cov_loss,
@@ -60,7 +59,6 @@ __all__ = [
     "clipped_policy_loss",
     "clipped_weight_loss",
     "correction_metrics",
-    "datum_loss",
     "difference_metrics",
     "differences",
     "gae",
@@ -98,7 +96,6 @@ __getattr__ = lazy_names(
     ".advantages",
     ".correction",
     ".covariances",
-    ".datum_losses",
     ".kl",
     ".losses",
     ".mismatch",

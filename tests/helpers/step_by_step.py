@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from dataproto.chunks import Datum, read_model_input
-from recipes.algorithms.datum_losses import datum_loss
+from dataproto_server.engine.datum_losses import datum_loss
 from rollout.engine import SamplingParams
 from rollout.prompts import ChunkRenderer, token_values
 from workers import Roles

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dataproto.errors import InvalidConfig
 from dataproto_server.backend import Datum, Failure, Pass, SparseRows
+from dataproto_server.engine.datum_losses import DATUM_LOSSES
 from helpers.served_models import (
     ADAM,
     chunks,
@@ -21,7 +22,6 @@ from helpers.served_models import (
     rows,
     run_pass,
 )
-from recipes.algorithms.datum_losses import DATUM_LOSSES
 from workers.model.model_config import SMALLEST_EPS
 
 WRONG = [

@@ -9,6 +9,7 @@ import torch
 from dataproto.chunks import EncodedTextChunk
 from dataproto_server.backend import Datum, Pass, SparseRows
 from dataproto_server.engine import adapter_trainer
+from dataproto_server.engine.datum_losses import DATUM_LOSSES
 from helpers.served_models import (
     ADAM,
     chunks,
@@ -19,7 +20,6 @@ from helpers.served_models import (
     rows,
     run_pass,
 )
-from recipes.algorithms.datum_losses import DATUM_LOSSES
 
 DTYPES = {"target_tokens": np.int64, "weights": np.float32}
 

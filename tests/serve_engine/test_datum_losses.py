@@ -5,7 +5,7 @@ import torch
 
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig, MissingColumn
-from recipes.algorithms.datum_losses import (
+from dataproto_server.engine.datum_losses import (
     DATUM_LOSSES,
     cispo,
     cross_entropy,
