@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dataproto.errors import InvalidConfig
-from recipes.configs.shared.run_config import check_at_least, check_seed
+from recipes.configs.shared.run_config import check_at_least, check_engine, check_seed
 from recipes.options import parse_config
-from rollout.engine import ENGINES, check_engine_options
 
 
 @dataclass(frozen=True)
@@ -49,9 +47,7 @@ class ParityConfig:
     check_weights: bool = False
 
     def __post_init__(self) -> None:
-        if self.engine not in ENGINES:
-            raise InvalidConfig(f"engine {self.engine!r} is unknown: choose one of {', '.join(sorted(ENGINES))}")
-        check_engine_options(self.engine, self.engine_options)
+        check_engine(self.engine, self.engine_options)
         check_seed(self.seed)
         check_at_least(1, self, "rows")
 

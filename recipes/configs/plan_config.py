@@ -14,6 +14,7 @@ from typing import Any, Literal
 from dataproto.errors import InvalidConfig
 from recipes.configs import classify_config, grpo_config, ppo_config, sft_config
 from recipes.configs.shared.device_preset import DEVICE_MEMORY, Machine, this_machine
+from recipes.configs.shared.run_config import check_at_least
 from recipes.options import asks_for_help, divided, options_of, over, parse_config, print_help
 from workers.ranks.layout import Layout
 
@@ -50,10 +51,7 @@ class PlanOptions:
     devices: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("mean_response", "devices"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InvalidConfig(f"{name}={value}: must be at least 1")
+        check_at_least(1, self, "mean_response", "devices")
 
     def idle_options(self) -> list[tuple[bool, str, str]]:
         """Options that do nothing here; see `recipes.options.refuse_idle_options`."""
@@ -115,18 +113,9 @@ class ClusterConfig:
     activation_checkpointing: Literal["none", "selective", "full"] = "full"
 
     def __post_init__(self) -> None:
-        for name in (
-            "devices",
-            "node",
-            "batch_size",
-            "n",
-            "minibatch",
-            "prompt_length",
-            "mean_response",
-            "token_budget",
-        ):
-            if getattr(self, name) < 1:
-                raise InvalidConfig(f"{name}={getattr(self, name)}: must be at least 1")
+        check_at_least(
+            1, self, "devices", "node", "batch_size", "n", "minibatch", "prompt_length", "mean_response", "token_budget"
+        )
         if self.network_gbit <= 0:
             raise InvalidConfig(f"network_gbit={self.network_gbit}: must be above 0")
         if self.layout.world_size not in (1, self.devices):

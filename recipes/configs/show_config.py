@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dataproto.errors import InvalidConfig
 from recipes.configs import grpo_config, ppo_config, sft_config
+from recipes.configs.shared.run_config import check_at_least
 from recipes.options import asks_for_help, divided, options_of, over, print_help
 
 RECIPES: Mapping[str, Callable[[Sequence[str]], Any]] = {
@@ -37,8 +37,7 @@ class ShowOptions:
     page: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.rows < 1:
-            raise InvalidConfig(f"rows={self.rows}: must be at least 1")
+        check_at_least(1, self, "rows")
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from dataproto import DataProto
 from dataproto.vlm import VLMFamily
 from recipes.configs.shared.device_preset import preset_line, this_machine
 from recipes.configs.shared.policy_gradient_config import SIZES, Config, DataConfig, PolicyGradientConfig
-from recipes.configs.shared.run_config import announce_small_model
-from recipes.configs.shared.supervised_config import SupervisedConfig
+from recipes.configs.shared.run_config import RecipeConfig, announce_small_model
 from recipes.data.loader import EvaluationLoader, PromptLoader
 from recipes.data.problem_rows import PROBLEM_COLUMNS, CheckTruth, load_rows
 from recipes.data.splits import fitting_rows, split_rows, tell_columns_left_out
@@ -202,7 +201,7 @@ def launch_roles(
 
 
 def launched(
-    config: PolicyGradientConfig | SupervisedConfig,
+    config: RecipeConfig,
     restarted: bool,
     actor: ActorConfig,
     rollout: RolloutConfig,

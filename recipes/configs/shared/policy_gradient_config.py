@@ -3,20 +3,19 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.options import AlgorithmConfig
 from recipes.configs.shared.carrying_config import CarryingConfig
 from recipes.configs.shared.device_preset import Machine, fitting, on_devices, this_machine
-from recipes.configs.shared.run_config import RunConfig, check_at_least, check_kept, check_placement, idle_placement
+from recipes.configs.shared.run_config import RecipeConfig, check_at_least, check_kept
 from recipes.data.column_keys import ColumnKeys, OnBadRow
 from recipes.data.problem_rows import INSTRUCTION
 from recipes.data.row_values import read_instruction
 from recipes.demo.problems import LEVELS
 from recipes.options import parse_recipe
 from rollout.engine import SamplingParams, check_early_rewards, engine_ranks, slots_for
-from workers.cluster.ray_config import RayConfig
 from workers.model.model_config import ModelConfig, OptimizerConfig
 from workers.ranks.layout import Layout
 
@@ -124,42 +123,25 @@ class RolloutOptions(CarryingConfig):
 
 
 @dataclass(frozen=True)
-class PolicyGradientConfig:
+class PolicyGradientConfig(RecipeConfig):
     """All options of a run; written to config.json in its directory.
 
     Attributes:
-        preset: name of the preset whose defaults these are
-        model_path: checkpoint directory or hub name; by default a small Qwen2.5-VL is made on the spot
+        layout: how actor and reference are spread over processes
         reward: reward function: FILE.py:FUNCTION in verl's, EasyR1's or TRL's form, classifier:MODEL, or the URL of a
             server; default: Geo3K's
-        engine: engine that generates: hf or vllm
-        engine_options: options of the engine
-        on: where to run: in this process, or in a Ray process for each rank of the layout
-        layout: how actor and reference are spread over processes
-        max_restarts: how often to restart from the last checkpoint after a worker has failed
         keep_rollouts: rows of each step to keep in output_dir for the viewer, in whole groups; below 1 a share of them;
             0: none
     """
 
-    preset: str = "any"
-    model_path: str | None = None
     reward: str | None = None
-    engine: str = "hf"
-    engine_options: dict[str, int | float | bool | str] = field(default_factory=dict)
-    compute: ModelConfig = field(default_factory=ModelConfig)
-    on: Literal["local", "ray"] = "local"
-    layout: Layout = field(default_factory=Layout)
-    ray: RayConfig = field(default_factory=RayConfig)
-    max_restarts: int = 0
     keep_rollouts: int | float = 64
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
     data: DataConfig = field(default_factory=DataConfig)
-    run: RunConfig = field(default_factory=RunConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
     def __post_init__(self) -> None:
-        check_placement(self)
+        super().__post_init__()
         check_kept("keep_rollouts", self.keep_rollouts)
         engine_ranks(self.engine_options, self._ranks_with_engines)  # raises for a size that does not divide them
         self.sampling()  # raises for invalid sampling options
@@ -184,7 +166,7 @@ class PolicyGradientConfig:
         algorithm = self.algorithm
         scores = self.critic is not None or algorithm.needs_reference or not algorithm.skip_old_log_probs
         return [
-            *idle_placement(self),
+            *super().idle_options(),
             (self.model_path is None, "rollout.replay-routing", "the small model has no experts: leave it out"),
             (not scores, "scoring-token-budget", "no pass of this run is without gradients: leave it out"),
             (

@@ -1,13 +1,15 @@
 """The options that every run has: its length, what it writes and when, and where it runs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from dataproto.errors import InvalidConfig
 from recipes.watch.loggers import check_loggers
 from rollout.engine import ENGINES, check_engine_options
+from workers.cluster.ray_config import RayConfig
+from workers.model.model_config import ModelConfig, OptimizerConfig
 from workers.ranks.layout import Layout
 
 Measured = Literal["accuracy", "loss"]
@@ -89,45 +91,58 @@ def check_kept(option: str, limit: float) -> None:
         raise InvalidConfig(f"{option}={limit}: must be a number of rows, a share below 1, or 0")
 
 
-class Placed(Protocol):
-    """The fields of a recipe's configuration that say where and in how many processes it runs."""
+@dataclass(frozen=True)
+class RecipeConfig:
+    """The options of every recipe that trains; written to config.json in its directory.
 
-    @property
-    def engine(self) -> str: ...
-
-    @property
-    def engine_options(self) -> Mapping[str, Any]: ...
-
-    @property
-    def on(self) -> str: ...
-
-    @property
-    def layout(self) -> Layout: ...
-
-    @property
-    def max_restarts(self) -> int: ...
-
-
-def idle_placement(config: Placed) -> list[tuple[bool, str, str]]:
-    """The options that do nothing where a run is placed; see `recipes.options.refuse_idle_options`."""
-    layout = config.layout
-    return [
-        (config.on == "local", "ray. max-restarts", "this run starts no processes: add --on ray"),
-        (layout.pp == 1, "pipeline-schedule pipeline-chunks pipeline-layers", "there is one stage: add --layout.pp"),
-        (layout.dp * layout.sp == 1, "unsharded offload", "weights are not sharded: add --layout.dp or --layout.sp"),
-    ]
-
-
-def check_placement(config: Placed) -> None:
-    """Refuses what no machine can run.
-
-    Raises:
-        InvalidConfig: an unknown engine or option of it, a number out of range, or several processes without Ray.
+    Attributes:
+        preset: name of the preset whose defaults these are
+        model_path: checkpoint directory or hub name; by default a small Qwen2.5-VL is made on the spot
+        engine: engine that generates: hf or vllm
+        engine_options: options of the engine
+        on: where to run: in this process, or in a Ray process for each rank of the layout
+        layout: how the model is spread over processes
+        max_restarts: how often to restart from the last checkpoint after a worker has failed
     """
-    if config.engine not in ENGINES:
-        raise InvalidConfig(f"engine {config.engine!r} is unknown: choose one of {', '.join(sorted(ENGINES))}")
-    check_engine_options(config.engine, config.engine_options)
-    if config.max_restarts < 0:
-        raise InvalidConfig(f"max_restarts={config.max_restarts}: must be at least 0")
-    if config.on == "local" and config.layout.world_size > 1:
-        raise InvalidConfig(f"{config.layout} needs {config.layout.world_size} processes: add --on ray")
+
+    preset: str = "any"
+    model_path: str | None = None
+    engine: str = "hf"
+    engine_options: dict[str, int | float | bool | str] = field(default_factory=dict)
+    compute: ModelConfig = field(default_factory=ModelConfig)
+    on: Literal["local", "ray"] = "local"
+    layout: Layout = field(default_factory=Layout)
+    ray: RayConfig = field(default_factory=RayConfig)
+    max_restarts: int = 0
+    run: RunConfig = field(default_factory=RunConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+    def __post_init__(self) -> None:
+        check_engine(self.engine, self.engine_options)
+        check_at_least(0, self, "max_restarts")
+        if self.on == "local" and self.layout.world_size > 1:
+            raise InvalidConfig(f"{self.layout} needs {self.layout.world_size} processes: add --on ray")
+
+    def idle_options(self) -> list[tuple[bool, str, str]]:
+        """Options that do nothing here; see `recipes.options.refuse_idle_options`."""
+        layout = self.layout
+        return [
+            (self.on == "local", "ray. max-restarts", "this run starts no processes: add --on ray"),
+            (
+                layout.pp == 1,
+                "pipeline-schedule pipeline-chunks pipeline-layers",
+                "there is one stage: add --layout.pp",
+            ),
+            (
+                layout.dp * layout.sp == 1,
+                "unsharded offload",
+                "weights are not sharded: add --layout.dp or --layout.sp",
+            ),
+        ]
+
+
+def check_engine(name: str, options: Mapping[str, Any]) -> None:
+    """Raises `InvalidConfig` for an unknown engine, or an option that it does not have."""
+    if name not in ENGINES:
+        raise InvalidConfig(f"engine {name!r} is unknown: choose one of {', '.join(sorted(ENGINES))}")
+    check_engine_options(name, options)

@@ -2,13 +2,11 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from recipes.configs.shared.run_config import RunConfig, check_at_least, check_kept, check_placement, idle_placement
+from recipes.configs.shared.run_config import RecipeConfig, RunConfig, check_at_least, check_kept
 from recipes.data.column_keys import OnBadRow
-from workers.cluster.ray_config import RayConfig
-from workers.model.model_config import ModelConfig, OptimizerConfig
-from workers.ranks.layout import Layout
+from workers.model.model_config import OptimizerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,41 +41,21 @@ class RowsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SupervisedConfig:
+class SupervisedConfig(RecipeConfig):
     """Model, optimizer and run; written to config.json in the run's directory.
 
     Attributes:
-        preset: name of the preset whose defaults these are
-        model_path: checkpoint directory or hub name; by default a small Qwen2.5-VL is made on the spot
         engine: engine that answers held-out questions: hf or vllm
-        engine_options: options of the engine
-        on: where to run: in this process, or in a Ray process for each rank of the layout
-        layout: how the model is spread over processes
-        max_restarts: how often to restart from the last checkpoint after a worker has failed
         keep_rows: rows of each step to keep in output_dir for the viewer, with the loss of each token; below 1 a share of
             them; 0: none
     """
 
-    preset: str = "any"
-    model_path: str | None = None
-    engine: str = "hf"
-    engine_options: dict[str, int | float | bool | str] = field(default_factory=dict)
-    compute: ModelConfig = field(default_factory=ModelConfig)
-    on: Literal["local", "ray"] = "local"
-    layout: Layout = field(default_factory=Layout)
-    ray: RayConfig = field(default_factory=RayConfig)
-    max_restarts: int = 0
-    keep_rows: int | float = 16
-    run: RunConfig = field(default_factory=RunConfig)
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5, schedule="cosine"))
+    keep_rows: int | float = 16
 
     def __post_init__(self) -> None:
-        check_placement(self)
+        super().__post_init__()
         check_kept("keep_rows", self.keep_rows)
-
-    def idle_options(self) -> list[tuple[bool, str, str]]:
-        """Options that do nothing here; see `recipes.options.refuse_idle_options`."""
-        return idle_placement(self)
 
 
 def tiny_schedule(output_dir: Path) -> dict[str, Any]:
