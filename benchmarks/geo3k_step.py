@@ -41,7 +41,6 @@ from recipes.grpo import GRPOConfig, grpo_step  # noqa: E402
 from recipes.rewards import load_reward  # noqa: E402
 from recipes.run.carrying import LookAhead, carry_samples  # noqa: E402
 from recipes.run.phases import StepState  # noqa: E402
-from recipes.watch.console import start_lines  # noqa: E402
 from rollout.prompts import PromptBuilder  # noqa: E402
 from workers import ActorConfig, launch  # noqa: E402
 from workers.model.model_config import UNSHARDED  # noqa: E402
@@ -218,7 +217,7 @@ def main() -> None:
         timeout_s=500,
         show_logs=True,
     ) as roles:
-        print("\n".join(start_lines(roles.start_seconds)), flush=True)
+        print(roles.start_seconds, flush=True)
         print(f"roles launched: {time.perf_counter() - started:.0f} s", flush=True)
         state, loader = StepState(KLController(0.0)), LookAhead(Steps(prompts))
         carrying = CarryingConfig(over_ask=arguments.over_ask)

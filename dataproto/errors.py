@@ -122,6 +122,10 @@ class NonFiniteLogits(DataProtoError, ArithmeticError):
     """The logits of a model are NaN or infinite; the message names the row."""
 
 
+class OutOfMemory(DataProtoError, RuntimeError):
+    """A device had no memory left; the message names the options that help most."""
+
+
 class RequestFailed(DataProtoError, RuntimeError):
     """A request ended neither with an end token nor by length; the message names the row and the reason."""
 

@@ -17,7 +17,7 @@ from recipes.configs.shared.run_config import announce_small_model
 from recipes.data.conversations import CONVERSATION_COLUMNS, Questions, conversation_rows, conversation_stream
 from recipes.data.loader import EvaluationLoader, check_row
 from recipes.data.mixture import Mixture
-from recipes.data.splits import first_rows, fitting_rows, split_rows, tell_columns_left_out
+from recipes.data.splits import first_rows, fitting_rows, split_rows, tell_columns_left_out, tell_data
 from recipes.demo.rows import DrawnSums, DrawnTalks
 from recipes.options import exit_status
 from recipes.run.evaluation import evaluate_answers
@@ -51,6 +51,7 @@ def conversation_task(config: SFTConfig, model_path: str, rows: tuple[Any, Any] 
     if held_out and not data.data_path and data.on_bad_row == "stop":  # drawn, and not counted one by one
         check_row(held_out, 0, builder)
     loader = prompt_loader(config, builder, train_rows, shuffle=bool(data.data_path))
+    tell_data(loader, held_out)
 
     def evaluate(roles: Roles, step: int) -> dict[str, float]:
         if held_out is None:

@@ -8,7 +8,7 @@ from torch.utils.data import Subset
 
 from dataproto.errors import InvalidConfig
 from recipes.data.column_keys import ColumnKeys, OnBadRow
-from recipes.data.loader import drop_overlong
+from recipes.data.loader import PromptLoader, drop_overlong, may_recur
 from recipes.data.row_values import columns_left_out
 from rollout.prompts import PromptBuilder
 
@@ -44,6 +44,28 @@ def fitting_rows(path: str, split: str, rows: Any, builder: PromptBuilder, on_ba
     if dropped:
         print(f"{path}: {len(dropped)} rows of {split} exceed {builder.max_prompt_length} tokens and are left out")
     return kept
+
+
+def tell_data(loader: PromptLoader, held_out: Any) -> None:
+    """Prints how many rows a run has read, trains on and holds out, its steps an epoch, and whether rows repeat within a step."""
+    held, batch = len(held_out or ()), loader.batch_size
+    if not may_recur(loader.rows) or not hasattr(loader.rows, "__len__"):
+        kind = "a stream or mixture of rows" if may_recur(loader.rows) else "synthetic rows, new ones in each step"
+        print(f"data: {kind}, {batch} a step; {held:,} held out")
+        return
+    rows, steps = len(loader.rows), loader.steps(1)
+    sources = {id(source): len(source) for source in map(_source, (loader.rows, held_out or ()))}
+    read = f"{sum(sources.values()):,} rows read, {rows:,} to train on, {held:,} held out"
+    print(f"data: {read}; {batch} a step, {steps:,} step{'s' * (steps > 1)} an epoch")
+    if batch > rows:
+        print(f"warning: --batch-size {batch} is more than the {rows} rows, so that rows repeat within a step")
+
+
+def _source(rows: Any) -> Any:
+    """The rows of which these are a part."""
+    while isinstance(rows, Subset):
+        rows = rows.dataset
+    return rows
 
 
 def tell_columns_left_out(path: str, rows: Any, columns: Collection[str], keys: ColumnKeys, which: str) -> None:

@@ -9,7 +9,7 @@ from recipes.options.command_line import (
     parse_recipe,
     print_help,
 )
-from recipes.options.config_file import config_as_yaml, file_values, write_options
+from recipes.options.config_file import config_as_yaml, file_values, settings_line, write_options
 from recipes.options.help_text import help_text, show_help
 from recipes.options.option_table import REQUIRED, Option, options_of, refuse_idle_options
 
@@ -28,6 +28,7 @@ __all__ = [
     "parse_recipe",
     "print_help",
     "refuse_idle_options",
+    "settings_line",
     "show_help",
     "write_options",
 ]

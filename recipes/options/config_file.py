@@ -54,6 +54,22 @@ _AsWritten.add_implicit_resolver(NULL, re.compile("^(?:~|null|Null|NULL|)$"), ["
 _AsWritten.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile("^<<$"), ["<"])
 
 
+def settings_line(config: Any) -> str:
+    """What the preset of a run and its options have chosen, in one line: all values that are not those of ``--preset any``."""
+    usual = {option.path: option.default for option in options_of(type(config)())}
+    chosen = {option.name: option.default for option in options_of(config) if option.default != usual.get(option.path)}
+    texts = [f"{name} {_on_one_line(value)}" for name, value in chosen.items() if name not in (*ONCE, "preset")]
+    return f"preset {config.preset} and options: {', '.join(texts) or 'all by default'}"
+
+
+def _on_one_line(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return " ".join(f"{name} {each}" for name, each in value.items())
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(str, value))
+    return repr(value) if isinstance(value, str) and (not value or len(value.split()) > 1) else str(value)
+
+
 def write_options(directory: Path, config: Any) -> Path:
     """Writes ``config.yaml``, the options of a configuration, into a directory, and returns the file's path."""
     path = directory / OPTIONS_FILE

@@ -21,7 +21,7 @@ from recipes.configs.shared.run_config import RunConfig
 from recipes.run.evaluation import BestStep, Evaluate
 from recipes.run.metrics import Measure, measure_rollouts, timed
 from recipes.run.run_directory import forget_earlier
-from recipes.watch.console import Progress, start_metrics, start_phase
+from recipes.watch.console import LIBRARIES_FILE, Progress, libraries_aside, start_metrics, start_phase
 from recipes.watch.kept_rollouts import KeptRollouts
 from recipes.watch.loggers import RunLoggers, open_loggers
 from recipes.watch.metrics_file import METRICS_FILE, read_metrics
@@ -111,7 +111,7 @@ def train(
         around = AroundSteps(run, roles, loggers, Progress(run.steps, done), best, evaluate, measure, kept)
         around.begin(last, kept_row)
         checkpoints.name_best()
-        with around.progress:
+        with libraries_aside(run.output_dir / LIBRARIES_FILE), around.progress:
             for number in range(done + 1, run.steps + 1):
                 metrics: dict[str, float] = {}
                 with timed(metrics, "step"):
@@ -203,7 +203,7 @@ class AroundSteps:
         self._report(step.number, metrics, step.evaluates)
         for problem in self.signals.new_problems(metrics):
             self.progress.note(f"warning: {problem}")
-        for sign in self.speed.new_signs(metrics):
+        for sign in self.speed.new_signs(metrics, self.progress.left):
             self.progress.note(sign)
         return is_best
 

@@ -15,12 +15,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from dataproto import DataProto
 from dataproto.vlm import VLMFamily
-from recipes.configs.shared.device_preset import preset_line, this_machine
-from recipes.configs.shared.policy_gradient_config import SIZES, Config, DataConfig, PolicyGradientConfig
+from recipes.configs.shared.policy_gradient_config import Config, DataConfig, PolicyGradientConfig
 from recipes.configs.shared.run_config import RecipeConfig, announce_small_model
 from recipes.data.loader import EvaluationLoader, PromptLoader
 from recipes.data.problem_rows import PROBLEM_COLUMNS, CheckTruth, load_rows
-from recipes.data.splits import fitting_rows, split_rows, tell_columns_left_out
+from recipes.data.splits import fitting_rows, split_rows, tell_columns_left_out, tell_data
 from recipes.demo.rows import ProblemRows
 from recipes.demo.tiny_model import tiny_checkpoint
 from recipes.rewards import RewardFunction, load_reward
@@ -29,6 +28,7 @@ from recipes.run.carrying import LookAhead, carry_samples
 from recipes.run.environment_roles import PlayedEnvironment, with_environment
 from recipes.run.evaluation import Evaluate, held_out_evaluation
 from recipes.run.loop import attempts, check_step, next_batch, train
+from recipes.run.out_of_memory import naming_options
 from recipes.run.phases import StepState
 from recipes.run.run_directory import (
     held_directory,
@@ -38,7 +38,7 @@ from recipes.run.run_directory import (
     reported,
     with_schedules,
 )
-from recipes.watch.console import announce_start, start_phase
+from recipes.watch.console import start_phase
 from recipes.watch.kept_rollouts import KeptRollouts
 from recipes.watch.report import REPORT_FILE
 from rollout.engine import returns_experts
@@ -109,8 +109,11 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[An
             task.loader, background=config.on == "ray"
         )  # where models do not wait for threads of this process
         kept = KeptRollouts(config.run.output_dir, config.keep_rollouts, builder.tokenizer)
-        with reported(config.run.output_dir, started) as directory, closing(ahead):
-            announce_preset(config)
+        with (
+            naming_options(config, config.data.max_prompt_length + config.longest_response),
+            reported(config.run.output_dir, started) as directory,
+            closing(ahead),
+        ):
             for attempt in attempts(config.run, ahead, config.max_restarts):
                 state = StepState(config.algorithm.kl_controller(), more=partial(next_batch, ahead))
                 bound = partial(step, config=config.algorithm, sampling=config.sampling(), state=state)
@@ -142,6 +145,7 @@ def problems(config: PolicyGradientConfig) -> PolicyTask:
         train_rows, test_rows = open_problems(config, builder, reward)
         check_reward(reward, train_rows, builder, here=config.on == "local")
         loader = prompt_loader(config, builder, train_rows, shuffle=data.data_path is not None)
+    tell_data(loader, test_rows)
     asked, config = config, replace(config, run=over_epochs(config.run, loader))
     config = open_task_directory(config, asked)
     held_out = EvaluationLoader(test_rows, builder, answered_at_a_time(config), data.on_bad_row)
@@ -208,9 +212,9 @@ def launched(
     reward: RewardFunction | None,
     **others: Any,
 ) -> Roles:
-    """The roles of a run where its options place them; says how long they took. ``others``: of `workers.launch`."""
+    """The roles of a run where its options place them. ``others``: of `workers.launch`."""
     places = vars(config.ray) if config.on == "ray" else {}
-    roles = launch(
+    return launch(
         actor,
         reward=reward,
         rollout=rollout,
@@ -221,8 +225,6 @@ def launched(
         **others,
         **places,
     )
-    announce_start(roles.start_seconds)
-    return roles
 
 
 def prompt_builder(
@@ -271,12 +273,6 @@ def prompt_loader(config: Any, builder: PromptBuilder, rows: Any, shuffle: bool 
         on_bad_row=data.on_bad_row,
         num_workers=data.num_workers,
     )
-
-
-def announce_preset(config: PolicyGradientConfig) -> None:
-    """Says in one line what a preset of a size has chosen for the GPUs of this machine."""
-    if config.preset in SIZES and (machine := this_machine()) is not None:
-        print(preset_line(config, machine))
 
 
 def answered_at_a_time(config: PolicyGradientConfig) -> int:

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 from dataproto.errors import LATER, CheckpointError, InvalidConfig, end_after, ending, writing
 from recipes.configs.shared.run_config import RunConfig
 from recipes.data.loader import PromptLoader
-from recipes.options import options_of, write_options
+from recipes.options import options_of, settings_line, write_options
 from recipes.options.command_line import NOT_BEGUN
 from recipes.options.config_file import CONFIG_FILE
 from recipes.run.directory_lock import LOCK_FILE, locked
@@ -252,6 +252,8 @@ def open_run_directory(run: RunConfig, config: Any = None, asked: Any = None) ->
         directory.mkdir(parents=True, exist_ok=True)
     write_json(directory / CONFIG_FILE, asdict(config))
     write_options(directory, config if asked is None else asked)
+    if hasattr(config, "preset"):
+        print(settings_line(config if asked is None else asked))
     write_json(directory / ENVIRONMENT_FILE, environment())
     return directory
 

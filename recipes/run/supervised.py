@@ -17,6 +17,7 @@ from recipes.demo.tiny_model import make_tiny_model, model_of_run
 from recipes.run.evaluation import Evaluate
 from recipes.run.loop import attempts, train
 from recipes.run.metrics import speed_metrics, timed
+from recipes.run.out_of_memory import naming_options
 from recipes.run.policy_gradient import launched
 from recipes.run.run_directory import (
     held_directory,
@@ -84,7 +85,7 @@ def _run_supervised(config: SupervisedConfig, make_task: Callable[[str], Supervi
             task = make_task(model_path)
     limits = {"image_options": task.builder.image_options, "max_model_len": task.longest}
     loader, builder = task.loader, task.builder
-    with reported(directory, started):
+    with naming_options(config, task.longest), reported(directory, started):
         for attempt in attempts(config.run, loader, config.max_restarts):
             with attempt, launch_supervised(config, model_path, limits, attempt.restarted) as roles:
                 train(

@@ -1,13 +1,15 @@
 """What a run shows on the console: the phases of its start, a table of steps with a bar below it, and a summary at its end."""
 
+import logging
 import math
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from types import TracebackType
 
 from rich.console import Console
@@ -17,6 +19,7 @@ from rich.progress import Progress as Bar
 from recipes.watch.metrics_file import METRICS_FILE, read_metrics
 from recipes.watch.pages import format_seconds
 from recipes.watch.report import REPORT_FILE
+from recipes.watch.signals import learning_problems, measured_step
 from workers.training.checkpoint import latest_checkpoint
 
 
@@ -49,31 +52,6 @@ def start_phase(
     _say(console, f"{name}: {clock() - start:.1f} s")
 
 
-def start_lines(seconds: Mapping[str, float]) -> list[str]:
-    """A table of the phases of a start, those within another one indented below it, and their sum.
-
-    Args:
-        seconds: of `workers.Roles.start_seconds`.
-
-    >>> for line in start_lines({"loading the actor": 24.0, "starting the engine": 60.0, "starting the engine/model": 41.5}):
-    ...     print(line)
-    start                        s
-    loading the actor         24.0
-    starting the engine       60.0
-      model                   41.5
-    all                       84.0
-    """
-    outer = [name for name in seconds if "/" not in name]
-    lines = [("start", "s")]
-    for name in outer:
-        lines.append((name, f"{seconds[name]:.1f}"))
-        inner = [other for other in seconds if other.startswith(f"{name}/")]
-        lines += [(f"  {other.partition('/')[2]}", f"{seconds[other]:.1f}") for other in inner]
-    lines.append(("all", f"{sum(seconds[name] for name in outer):.1f}"))
-    width = max(len(name) for name, _ in lines)
-    return [f"{name:{width}}  {value:>9}" for name, value in lines]
-
-
 def start_metrics(seconds: Mapping[str, float]) -> dict[str, float]:
     """The phases of a start as metrics.
 
@@ -82,12 +60,6 @@ def start_metrics(seconds: Mapping[str, float]) -> dict[str, float]:
     """
     short = {re.sub(r" \(.*?\)", "", name).replace(" ", "_"): each for name, each in seconds.items()}
     return {f"perf/start_s/{name}": each for name, each in short.items()}
-
-
-def announce_start(seconds: Mapping[str, float], console: Console | None = None) -> None:
-    """Prints `start_lines`, if a phase has further ones within it: the others have been printed as they ended."""
-    if any("/" in name for name in seconds):
-        _say(console or Console(), "\n".join(start_lines(seconds)))
 
 
 @dataclass(frozen=True)
@@ -101,7 +73,7 @@ class Column:
 
     @property
     def width(self) -> int:
-        return max(len(self.title), 8)
+        return max(len(self.title), 7)
 
     def value(self, metrics: Mapping[str, float]) -> float | None:
         """The number to show; ``None`` where the metrics have no finite one.
@@ -121,12 +93,14 @@ HELD_OUT_ACCURACY = Column("held-out acc", (r"val-core/.*/acc/mean@\d+",), measu
 HELD_OUT_REWARD = Column("held-out reward", (r"val-core/.*/reward/mean@\d+",), measured_apart=True)
 HELD_OUT_LOSS = Column("held-out loss", ("val/loss",), measured_apart=True)
 LOSS = Column("loss", ("train/loss",))
+POLICY_LOSS = Column("loss", ("actor/loss",))  # whose change says little, so that a summary leaves it out
 REWARD = Column("reward", ("critic/score/mean",))
 KL = Column("KL", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), form=".4f")
 LENGTH = Column("length", ("response_length/mean", "row_length/mean"), form=",.1f")
-THROUGHPUT = Column("tokens/s/device", ("perf/throughput",), form=",.0f")
+RATE = Column("lr", ("actor/lr",), form=".1e")
+THROUGHPUT = Column("tokens/s", ("perf/throughput",), form=",.0f")
 
-COLUMNS = (HELD_OUT_ACCURACY, HELD_OUT_LOSS, LOSS, REWARD, KL, LENGTH, THROUGHPUT)
+COLUMNS = (HELD_OUT_ACCURACY, HELD_OUT_LOSS, LOSS, POLICY_LOSS, REWARD, KL, RATE, LENGTH, THROUGHPUT)
 
 
 class StepTable:
@@ -144,10 +118,10 @@ class StepTable:
         >>> table = StepTable(10)
         >>> for line in table.lines(1, {"critic/score/mean": 0.25, "perf/throughput": 1234.5}, "0:09"):
         ...     print(line)
-         step    reward  tokens/s/device      left
-         1/10     0.250            1,234      0:09
+         step  reward tokens/s    left
+         1/10   0.250    1,234    0:09
         >>> table.lines(2, {"critic/score/mean": 0.5, "perf/throughput": float("nan")})
-        [' 2/10     0.500']
+        [' 2/10   0.500']
         """
         values = {column: column.value(metrics) for column in COLUMNS}
         shown = tuple(column for column in COLUMNS if column in self.columns or values[column] is not None)
@@ -161,11 +135,11 @@ class StepTable:
     def _line(self, step: str, cells: Sequence[str], left: str) -> str:
         padded = [cell.rjust(column.width) for cell, column in zip(cells, self.columns, strict=True)]
         width = max(len("step"), 2 * len(str(self.total)) + 1)
-        return "  ".join([step.rjust(width), *padded, left.rjust(8)]).rstrip()
+        return " ".join([step.rjust(width), *padded, left.rjust(7)]).rstrip()
 
 
 class Progress:
-    """Prints held-out accuracy, reward, KL, length, tokens per second and device, and the time left, in aligned columns.
+    """Prints held-out accuracy, loss, reward, KL, rate, length, tokens per second and device, and the time left, in columns.
 
     A row is printed at the first step, at the last step, after each evaluation, and in between at most every ``interval``
     seconds; the header again every 20 rows. On a terminal a bar below the table changes at every step.
@@ -175,8 +149,8 @@ class Progress:
     ...     progress.note("reading")
     ...     progress.update(2, {"critic/score/mean": 0.5, "perf/throughput": 12345.6})
     reading
-    step    reward  tokens/s/device      left
-     2/2     0.500           12,346
+    step  reward tokens/s    left
+     2/2   0.500   12,346
     """
 
     def __init__(
@@ -189,6 +163,8 @@ class Progress:
     ) -> None:
         """``total``: steps of the run; ``done``: steps that an earlier process made."""
         self.total, self.done, self.interval, self.clock = total, done, interval, clock
+        self.left = ""
+        """The time that is left after the last step, at the pace of the steps so far."""
         self.console = console or Console()
         self.table = StepTable(total)
         self._printed: float | None = None
@@ -211,14 +187,14 @@ class Progress:
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows that ``step`` (counted from 1; 0 is the evaluation before) is done, with its metrics under verl's names."""
         now = self.clock()
-        left = format_seconds(self._left(step, now)) if 0 < step < self.total else ""
+        self.left = format_seconds(self._left(step, now)) if 0 < step < self.total else ""
         if step and self._first is None:
             self._first, self._first_ended = step, now
-        self._bar.update(self._task, completed=step, description=f"{left} left" if left else "")
+        self._bar.update(self._task, completed=step, description=f"{self.left} left" if self.left else "")
         evaluated = any(column.measured_apart and column.value(metrics) is not None for column in COLUMNS)
         if self._is_due(now) or evaluated or step == self._first or step >= self.total:
             self._printed = now
-            for line in self.table.lines(step, metrics, left):
+            for line in self.table.lines(step, metrics, self.left):
                 self.note(line)
 
     def doing(self, text: str) -> None:
@@ -244,8 +220,44 @@ class Progress:
         return pace * (self.total - step)
 
 
+@contextmanager
+def libraries_aside(file: Path) -> Iterator[None]:
+    """Appends what libraries log and warn of to a file instead of the console, whose table it would break; errors stay there."""
+    aside = logging.FileHandler(file, encoding="utf-8", delay=True)
+    aside.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
+
+    def divert(record: logging.LogRecord) -> bool:
+        if record.levelno < logging.ERROR:
+            aside.handle(record)
+        return record.levelno >= logging.ERROR
+
+    loggers = [
+        logging.root,
+        *(each for each in logging.root.manager.loggerDict.values() if isinstance(each, logging.Logger)),
+    ]
+    console = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    handlers = {each for logger in loggers for each in logger.handlers if getattr(each, "stream", None) in console}
+    handlers |= {logging.lastResort} if logging.lastResort else set()
+    warned = logging.getLogger("py.warnings")
+    for handler in handlers:
+        handler.addFilter(divert)
+    warned.addHandler(aside)
+    warned.propagate = False
+    logging.captureWarnings(True)
+    try:
+        yield
+    finally:
+        logging.captureWarnings(False)
+        warned.propagate = True
+        warned.removeHandler(aside)
+        for handler in handlers:
+            handler.removeFilter(divert)
+        aside.close()
+
+
 EVALUATED = (HELD_OUT_ACCURACY, HELD_OUT_REWARD, HELD_OUT_LOSS)
 TRAINED = (LOSS, REWARD, LENGTH)
+LIBRARIES_FILE = "libraries.log"
 LONGEST_WINDOW = 10
 """Steps at each end of a run over which the numbers of training, which are noisy, are averaged; less than half of a short run."""
 
@@ -271,51 +283,8 @@ def run_summary(rows: Sequence[Mapping[str, float]]) -> list[tuple[Column, float
     return changes
 
 
-def measured_step(rows: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
-    """What a step took, by name: medians of seconds, tokens and what a phase left in memory, and the most memory of each phase.
-
-    The first step is left out, if there are others: it compiles, and its passes have no optimizer state yet.
-
-    >>> rows = [{"step": 1, "timing_s/step": 9.0}, {"step": 2, "timing_s/step": 3.0, "perf/memory_gb/gen": 1.5}]
-    >>> measured_step(rows)
-    [('seconds of step', '3'), ('memory of gen, GiB', '1.5')]
-    """
-    steps = [row for row in rows if row["step"] > 0]
-    found: dict[str, list[float]] = {}
-    for row in steps[1:] or steps:
-        for name, value in row.items():
-            found.setdefault(name, []).append(value)
-    names = {name: _measured_name(name) for name in found}
-    return [
-        (title, _figures((max if title.startswith("memory") else median)(found[name])))
-        for name, title in names.items()
-        if title is not None
-    ]
-
-
-def _measured_name(metric: str) -> str | None:
-    """How the table names a metric; ``None`` if it leaves it out."""
-    kind, _, name = metric.removeprefix("perf/").partition("/")
-    if kind == "timing_s":
-        return None if "/" in name else f"seconds of {name}"
-    if kind == "memory_gb":
-        return f"left after {name.removesuffix('/left')}, GiB" if name.endswith("/left") else f"memory of {name}, GiB"
-    return {"perf/total_num_tokens": "tokens of a step", "perf/max_memory_allocated_gb": "memory of a device, GiB"}.get(
-        metric
-    )
-
-
-def _figures(value: float) -> str:
-    """Four digits, or all of a larger whole number.
-
-    >>> _figures(0.35012), _figures(16_710.2)
-    ('0.3501', '16,710')
-    """
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
-
-
 def show_summary(directory: Path, seconds: float, console: Console | None = None) -> None:
-    """Prints the table of a run that has ended or was interrupted.
+    """Prints the table of a run that has ended or was interrupted, and why it does not learn, if the last steps show that.
 
     Args:
         seconds: how long this process trained.
@@ -327,16 +296,20 @@ def show_summary(directory: Path, seconds: float, console: Console | None = None
     lines = [("", "before", "after"), *changes] if changes else []
     checkpoint = latest_checkpoint(directory.absolute())
     files = [
-        *measured_step(rows),
         ("steps", f"{rows[-1]['step']:.0f}"),
         ("time", format_seconds(seconds)),
         ("report", str(directory / REPORT_FILE)),
         ("metrics", str(directory / METRICS_FILE)),
         ("checkpoint", str(checkpoint[1]) if checkpoint else "none"),
     ]
+    if (directory / LIBRARIES_FILE).exists():
+        files.append(("warnings of libraries", str(directory / LIBRARIES_FILE)))
     widest = max(len(line[0]) for line in [*lines, *files])
     text = [f"{name:{widest}}  {before:>10}  {after:>10}" for name, before, after in lines]
     text += [f"{name:{widest}}  {value}" for name, value in files]
+    if measured := measured_step(rows):
+        text.append(measured)
+    text += [f"warning: {problem}" for problem in learning_problems(rows).values()]
     _say(console or Console(), "\n".join(["", *text]))
 
 

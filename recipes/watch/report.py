@@ -22,6 +22,7 @@ from recipes.watch.confusion import latest_confusion
 from recipes.watch.metrics_file import METRICS_FILE, read_metrics
 from recipes.watch.pages import number, render, write_page
 from recipes.watch.rollout_files import load_rollouts, rollout_steps
+from recipes.watch.signals import learning_problems
 from recipes.watch.trackers import flatten
 
 Rows = Sequence[Mapping[str, float]]
@@ -125,7 +126,10 @@ def curves(rows: Rows) -> str:
         for name in ("critic/score/mean", "val/loss", "timing_s/step", "perf/time_per_step", "perf/throughput")
     }
     accuracies = list(held_out_accuracy(rows).items())[:3]
-    return render("curves.html", rows=rows, accuracies=accuracies, values=values, charts=charts).strip()
+    problems = list(learning_problems(rows).values())
+    return render(
+        "curves.html", rows=rows, accuracies=accuracies, values=values, charts=charts, problems=problems
+    ).strip()
 
 
 def environment() -> dict[str, str]:

@@ -113,6 +113,36 @@ MEASURED_STEPS = 3
 PHASE, MEMORY = "timing_s/", "perf/memory_gb/"
 
 
+def measured_step(rows: Sequence[Metrics]) -> str:
+    """What a step takes, in one line: medians of seconds, and the most memory of any phase; empty without a measured step.
+
+    The first step is left out, if there are others: it compiles, and its passes have no optimizer state yet.
+
+    >>> row = {"step": 2, "timing_s/step": 3.0, "timing_s/gen": 2.0, "perf/memory_gb/gen": 1.5}
+    >>> measured_step([{"step": 1, "timing_s/step": 9.0}, row])
+    'measured: a step takes 3 s (gen 2), at most 1.5 GiB of memory (gen)'
+    """
+    steps = [row for row in rows if "timing_s/step" in row]
+    seconds, memory = defaultdict[str, list[float]](list), dict[str, float]()
+    for row in steps[1:] or steps:
+        for name, value in phases(row).items():
+            seconds[name].append(value)
+        for name, value in row.items():
+            if name.startswith(MEMORY) and not name.endswith("/left"):
+                phase = name.removeprefix(MEMORY)
+                memory[phase] = max(memory.get(phase, 0.0), value)
+    if not seconds:
+        return ""
+    took = {name: median(each) for name, each in seconds.items()}
+    step = took.pop("step")
+    parts = ", ".join(f"{name} {each:.3g}" for name, each in took.items() if each > 0.01 * step)
+    line = f"measured: a step takes {step:.3g} s{f' ({parts})' if parts else ''}"
+    if memory:
+        fullest = max(memory, key=lambda phase: memory[phase])
+        line += f", at most {memory[fullest]:.1f} GiB of memory ({fullest})"
+    return line
+
+
 class SpeedSignals:
     """Remembers the seconds of each phase, and tells of each kind of problem, and of each phase, once.
 
@@ -126,39 +156,24 @@ class SpeedSignals:
     def __init__(self) -> None:
         self._steps = 0
         self._seconds: dict[str, list[float]] = defaultdict(list)
-        self._memory: dict[str, float] = {}  # GiB at the peak of each phase
+        self._first: list[Mapping[str, float]] = []
         self._told: set[str] = set()
 
-    def new_signs(self, metrics: Mapping[str, float]) -> list[str]:
+    def new_signs(self, metrics: Mapping[str, float], left: str = "") -> list[str]:
         """Lines for the console, from the metrics of one more step; those of the first step of a process, which compiles, are
-        not compared.
+        not compared. ``left`` is the time that is left.
         """
         self._steps += 1
-        self._note_memory(metrics)
         found = {name: text for name, text in self._signs(metrics) if name not in self._told}
         self._told |= found.keys()
         if self._steps > 1:
             for name, seconds in phases(metrics).items():
                 self._seconds[name].append(seconds)
-        measured = [self._measured()] if self._steps == MEASURED_STEPS and self._seconds["step"] else []
-        return [*measured, *found.values()]
-
-    def _note_memory(self, metrics: Mapping[str, float]) -> None:
-        for name, gib in metrics.items():
-            if name.startswith(MEMORY) and not name.endswith("/left"):
-                phase = name.removeprefix(MEMORY)
-                self._memory[phase] = max(self._memory.get(phase, 0.0), gib)
-
-    def _measured(self) -> str:
-        """What a step takes, from the first steps without the very first one."""
-        took = {name: median(seconds) for name, seconds in self._seconds.items()}
-        step = took.pop("step")
-        parts = ", ".join(f"{name} {seconds:.3g}" for name, seconds in took.items() if seconds > 0.01 * step)
-        line = f"measured in the first {self._steps} steps: a step takes {step:.3g} s ({parts})"
-        if self._memory:
-            fullest = max(self._memory, key=lambda phase: self._memory[phase])
-            line += f", at most {self._memory[fullest]:.1f} GiB of memory ({fullest})"
-        return line
+        if self._steps > MEASURED_STEPS:
+            return [*found.values()]
+        self._first.append(metrics)
+        measured = measured_step(self._first) if self._steps == MEASURED_STEPS else ""
+        return [*([f"{measured}{f'; about {left} left' if left else ''}"] if measured else []), *found.values()]
 
     def _signs(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
         if retries := metrics.get("perf/allocator_retries"):

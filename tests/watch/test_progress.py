@@ -1,9 +1,12 @@
 import io
+import logging
 import math
+import sys
+import warnings
 
 from rich.console import Console
 
-from recipes.watch.console import Progress, StepTable, start_phase
+from recipes.watch.console import Progress, StepTable, libraries_aside, start_phase
 
 
 class Clock:
@@ -20,6 +23,8 @@ def plain(total, done=0, **options):
 
 
 METRICS = {
+    "actor/loss": -0.03,
+    "actor/lr": 1.25e-4,
     "critic/score/mean": 0.25,
     "actor/kl_loss": 0.0123,
     "response_length/mean": 17.25,
@@ -34,11 +39,11 @@ def test_a_plain_log_has_aligned_columns_at_most_every_few_seconds_and_at_the_en
             clock.now += 1.0
             progress.update(step, METRICS)
     assert file.getvalue().splitlines() == [
-        " step    reward        KL    length  tokens/s/device      left",
-        " 1/10     0.250    0.0123      17.2            1,234      0:09",
-        " 4/10     0.250    0.0123      17.2            1,234      0:06",
-        " 7/10     0.250    0.0123      17.2            1,234      0:03",
-        "10/10     0.250    0.0123      17.2            1,234",
+        " step    loss  reward      KL      lr  length tokens/s    left",
+        " 1/10  -0.030   0.250  0.0123 1.3e-04    17.2    1,234    0:09",
+        " 4/10  -0.030   0.250  0.0123 1.3e-04    17.2    1,234    0:06",
+        " 7/10  -0.030   0.250  0.0123 1.3e-04    17.2    1,234    0:03",
+        "10/10  -0.030   0.250  0.0123 1.3e-04    17.2    1,234",
     ]
 
 
@@ -49,10 +54,10 @@ def test_an_evaluation_is_always_shown_and_adds_its_column():
             clock.now += 1.0
             progress.update(step, METRICS | ({"val-core/geo/acc/mean@1": 0.5} if step == 3 else {}))
     assert file.getvalue().splitlines() == [
-        "step    reward        KL    length  tokens/s/device      left",
-        " 1/4     0.250    0.0123      17.2            1,234      0:03",
-        "step  held-out acc    reward        KL    length  tokens/s/device      left",
-        " 3/4         0.500     0.250    0.0123      17.2            1,234      0:01",
+        "step    loss  reward      KL      lr  length tokens/s    left",
+        " 1/4  -0.030   0.250  0.0123 1.3e-04    17.2    1,234    0:03",
+        "step held-out acc    loss  reward      KL      lr  length tokens/s    left",
+        " 3/4        0.500  -0.030   0.250  0.0123 1.3e-04    17.2    1,234    0:01",
     ]
 
 
@@ -64,9 +69,9 @@ def test_the_evaluation_before_the_first_step_does_not_enter_the_pace():
         clock.now += 10.0
         progress.update(1, {})
     assert file.getvalue().splitlines() == [
-        " step  held-out loss      left",
-        " 0/11          4.000",
-        " 1/11                     1:40",
+        " step held-out loss    left",
+        " 0/11         4.000",
+        " 1/11                  1:40",
     ]
 
 
@@ -90,14 +95,14 @@ def test_a_resumed_run_counts_its_own_steps_only():
     with progress:
         clock.now += 2.0
         progress.update(91, {})
-    assert file.getvalue().splitlines() == ["   step      left", " 91/100      0:18"]
+    assert file.getvalue().splitlines() == ["   step    left", " 91/100    0:18"]
 
 
 def test_numbers_that_are_missing_or_not_finite_are_left_out():
     progress, file, _ = plain(1)
     with progress:
         progress.update(1, {"critic/score/mean": math.nan})
-    assert file.getvalue().splitlines() == ["step      left", " 1/1"]
+    assert file.getvalue().splitlines() == ["step    left", " 1/1"]
 
 
 def test_notes_are_printed_as_they_are():
@@ -117,8 +122,24 @@ def test_a_terminal_gets_the_rows_and_one_bar():
     shown = file.getvalue()
     assert "before" in shown
     assert "step 3/3" in shown
-    assert " 3/3     0.250    0.0123      17.2            1,234" in shown
+    assert " 3/3  -0.030   0.250  0.0123 1.3e-04    17.2    1,234" in shown
     assert "\x1b[" in shown
+
+
+def test_what_libraries_warn_of_is_in_a_file_and_their_errors_on_the_console(tmp_path, capsys):
+    library, handler = logging.getLogger("some.library"), logging.StreamHandler(sys.stderr)
+    library.addHandler(handler)
+    with warnings.catch_warnings(), libraries_aside(tmp_path / "libraries.log"):
+        warnings.simplefilter("always")
+        library.warning("slow path")
+        warnings.warn("old argument", FutureWarning, stacklevel=1)
+        library.error("broken")
+    library.warning("again")
+    library.removeHandler(handler)
+    said, kept = capsys.readouterr().err, (tmp_path / "libraries.log").read_text()
+    assert said.splitlines() == ["broken", "again"]
+    assert "some.library: slow path" in kept
+    assert kept.count("FutureWarning: old argument") == 1
 
 
 def test_a_phase_is_named_before_it_ends_and_timed_after():

@@ -4,6 +4,7 @@ import json
 from rich.console import Console
 
 from recipes.watch.console import run_summary, show_summary
+from recipes.watch.report import write_report
 
 
 def rows():
@@ -41,6 +42,18 @@ def test_the_table_names_time_and_files(tmp_path):
         f"metrics       {tmp_path}/metrics.jsonl",
         f"checkpoint    {tmp_path}/global_step_5",
     ]
+
+
+def test_what_a_step_took_and_why_nothing_is_learned_come_last(tmp_path):
+    step = {"critic/score/max": 0.0, "critic/score/min": 0.0, "timing_s/step": 2.0, "timing_s/gen": 1.5}
+    lines = [json.dumps({"step": number, "perf/memory_gb/gen": 3.0, **step}) + "\n" for number in range(1, 7)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    file = io.StringIO()
+    show_summary(tmp_path, 12.0, Console(file=file, force_terminal=False))
+    *_, measured, warning = file.getvalue().splitlines()
+    assert measured == "measured: a step takes 2 s (gen 1.5), at most 3.0 GiB of memory (gen)"
+    assert warning.startswith("warning: every response of the last 5 steps has the reward 0")
+    assert "has the reward 0" in write_report(tmp_path).read_text()
 
 
 def test_a_run_without_metrics_has_no_table(tmp_path):
