@@ -53,4 +53,4 @@ def _ways(config: RecipeConfig, longest: int, phase: str) -> Iterator[tuple[bool
     yield not (compute.lora_rank or compute.freeze_language), "--lora-rank 16"
     yield compute.lora_rank > 0 and not compute.load_in_4bit, "--load-in-4bit"
     yield not compute.lora_rank and config.optimizer.kind == "adamw", "--optimizer.kind adamw8bit"
-    yield True, f"--max-response-length {max(config.data.max_response_length // 2, 1)}"
+    yield True, "smaller --max-response-length and --max-pixels"
