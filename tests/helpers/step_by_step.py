@@ -44,18 +44,16 @@ class Program:
         self.roles, self.renderer = roles, renderer
         roles.save_weights_for_sampler()
 
-    def forward(self, data: Sequence[Any], loss: str | LossFn = "cross_entropy", per_token: bool = False) -> Passed:
-        return self._pass(self.roles.actor.forward, data, loss, per_token)
+    def forward(self, data: Sequence[Any], loss: str | LossFn = "cross_entropy") -> Passed:
+        return self._pass(self.roles.actor.forward, data, loss)
 
-    def forward_backward(
-        self, data: Sequence[Any], loss: str | LossFn = "cross_entropy", per_token: bool = False
-    ) -> Passed:
-        return self._pass(self.roles.actor.forward_backward, data, loss, per_token)
+    def forward_backward(self, data: Sequence[Any], loss: str | LossFn = "cross_entropy") -> Passed:
+        return self._pass(self.roles.actor.forward_backward, data, loss)
 
-    def _pass(self, method: Any, data: Sequence[Any], loss: str | LossFn, per_token: bool) -> Passed:
+    def _pass(self, method: Any, data: Sequence[Any], loss: str | LossFn) -> Passed:
         loss_fn = datum_loss(loss) if isinstance(loss, str) else loss
-        passed = method(self.renderer.rows(data), loss_fn, per_token)
-        return Passed(passed.metrics, token_values(passed.log_probs, data) if per_token else [])
+        passed = method(self.renderer.rows(data), loss_fn)
+        return Passed(passed.metrics, token_values(passed.log_probs, data))
 
     def optim_step(self, params: Any) -> dict[str, float]:
         return self.roles.actor.optim_step(AdamParams.of(params))
@@ -77,7 +75,7 @@ class Program:
 
     def save_state(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
-        self.roles.actor.save_state(path.absolute())
+        self.roles.actor.save(path.absolute())
 
     def load_state(self, path: Path) -> None:
-        self.roles.actor.load_state(path.absolute())
+        self.roles.actor.load(path.absolute())

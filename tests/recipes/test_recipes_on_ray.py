@@ -125,7 +125,7 @@ def program(client: Program, directory: Path) -> list[float]:
         data.append(Datum(each, {"target_tokens": [*ids[1:], 0], "weights": learnt}))
     found = []
     for at in range(2):
-        passed = client.forward_backward(data, per_token=True)
+        passed = client.forward_backward(data)
         found += [passed.loss, *(float(values.sum()) for values in passed.log_probs)]
         found.append(client.optim_step(AdamParams(learning_rate=1e-3, eps=1e-3))["grad_norm"])
         if at == 0:

@@ -100,7 +100,7 @@ def test_sample_train_and_sample_again(client):
         )
         for number, sample in enumerate(samples)
     ]
-    passed = client.forward(data, "importance_sampling", per_token=True)
+    passed = client.forward(data, "importance_sampling")
     for sample, log_probs in zip(samples, passed.log_probs, strict=True):
         assert log_probs[-len(sample.tokens) :].tolist() == pytest.approx(sample.logprobs, abs=1e-4)
     expected = -sum(len(sample.tokens) * (1.0 if number == 0 else -0.3) for number, sample in enumerate(samples))
@@ -109,13 +109,13 @@ def test_sample_train_and_sample_again(client):
     for _ in range(8):
         client.forward_backward(data, "importance_sampling")
         client.optim_step(RATE)
-    likelier = client.forward(data, "importance_sampling", per_token=True).log_probs[0]
+    likelier = client.forward(data, "importance_sampling").log_probs[0]
     assert likelier[-len(samples[0].tokens) :].sum() > sum(samples[0].logprobs) + 1
     assert client.sample(asked, sampling) == again  # still of the old weights
     client.roles.save_weights_for_sampler()
     greedy = client.sample(asked, SamplingParams(max_tokens=6, temperature=0))
     weights = [1.0] * len(greedy[0].tokens)
-    trained = client.forward([datum(asked, greedy[0].tokens, weights=weights)], per_token=True).log_probs[0]
+    trained = client.forward([datum(asked, greedy[0].tokens, weights=weights)]).log_probs[0]
     assert trained[-len(weights) :].tolist() == pytest.approx(greedy[0].logprobs, abs=1e-4)
 
 
@@ -171,7 +171,7 @@ def test_cross_entropy_is_the_sum_that_a_loop_over_hugging_face_gives(client, pa
     assert client.forward_backward(data, "cross_entropy").loss == pytest.approx(total, rel=1e-5)
 
 
-def test_gradients_add_up_until_the_step_and_per_token_outputs_change_nothing(client):
+def test_gradients_add_up_until_the_step(client):
     data = supervised(client, ["one", "two", "three"], *SIZES)
     parameters = [p for p in client.roles.actor.worker.module.parameters() if p.requires_grad]
 
@@ -186,12 +186,7 @@ def test_gradients_add_up_until_the_step_and_per_token_outputs_change_nothing(cl
     parts = sum(client.forward_backward([one]).loss for one in data)
     assert torch.allclose(gradients(), together, atol=1e-5)
     assert whole.loss == pytest.approx(parts, rel=1e-5)
-    shown = client.forward_backward(data, per_token=True)
-    assert torch.allclose(gradients(), together, atol=1e-5)
-    assert shown.metrics.keys() == whole.metrics.keys()
-    assert shown.loss == pytest.approx(whole.loss, rel=1e-6)
-    assert not whole.log_probs
-    assert [len(values) for values in shown.log_probs] == [one.model_input.length for one in data]
+    assert [len(values) for values in whole.log_probs] == [one.model_input.length for one in data]
     client.forward(data)
     assert all(parameter.grad is None for parameter in parameters)
 
@@ -239,7 +234,7 @@ def test_log_probs_of_a_prompt_are_those_of_its_tokens(client):
     banned = client.renderer.builder.family.banned_ids(client.renderer.builder.config)
     assert [value is None for value in found] == [place == 0 or token in banned for place, token in enumerate(ids)]
     rows = client.renderer.rows([Datum(ModelInput(asked.chunks), {"target_tokens": [*ids[1:], 0]})])
-    scored = client.roles.actor.forward(rows, next_token_loss, per_token=True).log_probs[0, :-1]
+    scored = client.roles.actor.forward(rows, next_token_loss).log_probs[0, :-1]
     assert [value or 0.0 for value in found[1:]] == pytest.approx(scored.tolist(), abs=1e-5)
     longer = client.compute_logprobs(tinker.ModelInput.from_ints([5, 6] * 300))  # than the longest prompt
     assert len(longer) == 600
@@ -253,7 +248,7 @@ def test_targets_other_than_the_next_tokens_are_learnt(client):
             loss_fn_inputs={"target_tokens": torch.full((len(ids),), ids[0]), "weights": torch.ones(len(ids))},
         )
     ]
-    before = client.forward(data, per_token=True)
+    before = client.forward(data)
     assert before.loss == pytest.approx(-float(before.log_probs[0].sum()), rel=1e-6)
     for _ in range(10):
         client.forward_backward(data)
@@ -266,13 +261,12 @@ def test_every_published_loss_makes_its_step(client, name):
     asked = prompt(client, "x", SIZES[0])
     answer = client.renderer.builder.encode_text("abc")
     data = [datum(asked, answer, logprobs=[-3.0] * len(answer), advantages=[1.0] * len(answer))]
-    first = client.forward_backward(data, name, per_token=True)
+    first = client.forward_backward(data, name)
     assert client.optim_step(RATE)["grad_norm"] > 0
     assert math.isfinite(first.loss)
-    then = client.forward(data, name, per_token=True)
+    then = client.forward(data, name)
     before, after = (float(passed.log_probs[0].sum()) for passed in (first, then))
     assert after > before  # an answer that is better than expected becomes likelier
-    assert client.forward(data, name, per_token=True).loss == pytest.approx(client.forward(data, name).loss, rel=1e-5)
 
 
 def test_a_custom_loss_sees_outputs_and_rows(client):
@@ -281,7 +275,7 @@ def test_a_custom_loss_sees_outputs_and_rows(client):
     def squared(outputs, rows):
         return outputs.log_probs**2, {"mine": torch.ones_like(outputs.log_probs)}
 
-    passed = client.forward_backward(data, squared, per_token=True)
+    passed = client.forward_backward(data, squared)
     own = passed.log_probs[0][data[0].loss_fn_inputs["weights"].to_torch() > 0]
     assert passed.loss == pytest.approx(float((own**2).sum()), rel=1e-5)
     assert passed.metrics["mine"] == len(own)
@@ -294,12 +288,11 @@ def test_a_custom_loss_may_normalise_by_the_response_mask(client):
         mask = rows["response_mask"]
         return -outputs.log_probs * mask / mask.sum(1, keepdim=True), {"learnt": mask.float()}
 
-    plain, shown = (client.forward(data, mean_of_rows, per_token=asked) for asked in (False, True))
+    passed = client.forward(data, mean_of_rows)
     weights = [one.loss_fn_inputs["weights"].to_torch() for one in data]
-    own = [log_probs[weight > 0].mean() for log_probs, weight in zip(shown.log_probs, weights)]
-    assert shown.metrics == pytest.approx(plain.metrics, rel=1e-6)
-    assert shown.loss == pytest.approx(-float(sum(own)), rel=1e-5)
-    assert shown.metrics["learnt"] == sum(float((weight > 0).sum()) for weight in weights)
+    own = [log_probs[weight > 0].mean() for log_probs, weight in zip(passed.log_probs, weights)]
+    assert passed.loss == pytest.approx(-float(sum(own)), rel=1e-5)
+    assert passed.metrics["learnt"] == sum(float((weight > 0).sum()) for weight in weights)
 
 
 def test_what_cannot_be_done_is_refused(client):

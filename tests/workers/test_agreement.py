@@ -109,7 +109,7 @@ CALLS: dict[str, Callable[[Any, DataProto], Any]] = {
     "log_probs": lambda actor, data: actor.log_probs(data),
     "update": lambda actor, data: actor.update(data, likelihood),
     "update_and_score": lambda actor, data: actor.update_and_score(data, likelihood),
-    "forward": lambda actor, data: actor.forward(data, likelihood, per_token=True),
+    "forward": lambda actor, data: actor.forward(data, likelihood),
     "forward_backward": lambda actor, data: actor.forward_backward(data, likelihood),
 }
 

@@ -109,7 +109,7 @@ def packed(model_type, dtype, device, folder):
     tiny_model(model_type, config=config).save_pretrained(folder)
     actor = ActorWorker(ActorConfig(str(folder), dtype=dtype, temperature=TEMPERATURE), device)
     scored = actor.log_probs(data)["old_log_probs"]
-    sums = LossSums("loss", data["response_mask"].float(), device, keep_scores=True)
+    sums = LossSums("loss", data["response_mask"].float(), device)
     actor.model.run(data, loss_of, sums)
     return scored, sums.scores.cpu(), gradients_of(actor.module.model)
 

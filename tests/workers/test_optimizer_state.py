@@ -104,7 +104,7 @@ def saving_between_passes_changes_nothing(make: Make, name: str) -> Pairs:
     quiet, saving, loading = make(), make(), make()
     for actor in (quiet, saving):
         actor.forward_backward(mixed(actor), loss)
-    loading.load_state(saved(saving, f"{name}-passes"))
+    loading.load(saved(saving, f"{name}-passes"))
     loading.forward_backward(mixed(loading), loss)  # gradients are not part of it
     for actor in (quiet, saving, loading):
         actor.forward_backward(text(actor), loss)
@@ -120,7 +120,7 @@ def gradients_that_stand_are_dropped_and_moments_are_not(make: Make, name: str) 
     used.update(text(used), loss)
     for actor in (fresh, used):
         actor.forward_backward(text(actor), loss)
-        actor.load_state(target)
+        actor.load(target)
     for actor in (first, fresh, used):
         actor.update(mixed(actor), loss)
     yield fresh, first

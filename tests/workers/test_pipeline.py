@@ -133,7 +133,7 @@ def learn_values(path, data, layout=None):
 def a_pass_without_step(path, data, layout=None):
     """Training step by step: two passes whose gradients add up, then the optimizer."""
     actor = ActorWorker(ActorConfig(path, token_budget=60), CPU, layout and joined(layout))
-    passes = [actor.forward_backward(data, token_loss, per_token=True) for _ in range(2)]
+    passes = [actor.forward_backward(data, token_loss) for _ in range(2)]
     stepped = actor.optim_step()
     return [(each.metrics["loss:sum"], each.log_probs) for each in passes], stepped["grad_norm"]
 

@@ -46,7 +46,7 @@ def weighted(module, data, device):
     """The log-probs of one micro-batch, and the gradients of the sum of these times the advantages."""
     outputs = forward_rows(module, data, device, entropy=True)
     rows = rows_to_device(data, device)
-    sums = LossSums("loss", data["response_mask"].float(), device, keep_scores=True)
+    sums = LossSums("loss", data["response_mask"].float(), device)
     metrics = {"entropy": outputs.entropy, "entropy_max": outputs.entropy}
     sums.add(slice(0, len(data)), outputs.scores, outputs.log_probs * rows["advantages"], metrics).backward()
     return sums.scores, {name: weight.grad for name, weight in module.named_parameters() if weight.grad is not None}

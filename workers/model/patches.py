@@ -2,6 +2,45 @@
 
 All such changes go through the functions of this file; nothing else in `workers` assigns to such a module, replaces one of its
 methods or registers a hook on it. Classes stay as they are: only instances are changed.
+
+Who makes such changes, and why:
+
+- `workers.model.attention`: The attention function is chosen by name in each part's config. transformers checks names that
+  contain 'flash' for an installed package, and only under such names does a vision tower make one variable-length call a
+  layer.
+- `workers.model.lora`: Fused experts have no linear layers that peft could wrap, and peft's own way to adapt parameters uses
+  one matrix for all experts, which cannot be split by expert. peft's own way to turn adapters off also changes which are
+  trained.
+- `workers.model.mixture`: transformers' functions for experts scatter gradients in any order, and compute the tokens that only
+  fill up a sequence. Layers of transformers hand their routers nothing but states: neither recorded experts, nor which tokens
+  are padding.
+- `workers.model.packed_model`: Decoders of transformers take a mask of media tokens, not their places. Vision towers embed
+  patches by a convolution; no option of theirs computes it as a matrix product.
+- `workers.model.precision`: Layers read their weights as attributes. Autocast casts a weight at each use, and sums in float32
+  between layers; copies in bfloat16 have to take the parameters' places.
+- `workers.model.gated_delta_net`: transformers' recurrent layers keep packed rows apart by kernels for CUDA only, and know no
+  rows that share a prompt.
+- `workers.parallel.activation_checkpointing`: transformers checkpoints layers only in training mode and without a selection of
+  operators, and outside of the hooks of FSDP2.
+- `workers.parallel.compiling`: `nn.Module.compile` compiles hooks too, those of FSDP2 among them, and marks no dynamic sizes.
+  torch's limit of recompilations is too low for the variants of a layer. Without settings torch 2.11 and 2.12 compile no
+  checkpointed function that sets an attribute, as the layers of a mixture do for their routers, and torch takes an integer for
+  a constant until a second value comes.
+- `workers.parallel.expert`: transformers splits experts only together with its own tensor parallelism; this rank's experts
+  take the place of all.
+- `workers.parallel.fsdp`: FSDP2 has no function before torch 2.12 that drops gradients which it has not reduced yet, and none
+  that drops those which it has not summed over replicas.
+- `workers.parallel.pipeline`: Models of transformers have no stages: a rank keeps some layers under their names, only the last
+  stage runs the final norm, and only the first one makes the inputs that Gemma 4 has for each layer.
+- `workers.parallel.tensor`: transformers' tensor parallelism replicates the tokens and the vision tower; split layers take the
+  place of whole ones, and gather the tokens before.
+- `workers.training.loading`: A weight that is never trained is stored in the dtype of the computation, but not all of a model
+  are: `Module.to` casts all of them. A weight of 4 bits is made when it is read, after the model has been spread over ranks.
+- `workers.weights.hollow_model`: transformers fills models before they are spread over ranks; buffers and adapters need their
+  values, and weights none, before that.
+- `workers.weights.sharded_export`: transformers reverts the conversions of a checkpoint's weights by those that the model was
+  loaded with, or looks them up in each call; here there is one call for each file.
+- `workers.roles.critic`: No class of transformers has a vision tower and a value head, so the head for logits is removed.
 """
 
 from collections.abc import Callable
@@ -9,71 +48,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-REASONS = {
-    "workers.model.attention": (
-        "The attention function is chosen by name in each part's config. transformers checks names that contain 'flash' for an "
-        "installed package, and only under such names does a vision tower make one variable-length call a layer."
-    ),
-    "workers.model.lora": (
-        "Fused experts have no linear layers that peft could wrap, and peft's own way to adapt parameters uses one matrix for "
-        "all experts, which cannot be split by expert. peft's own way to turn adapters off also changes which are trained."
-    ),
-    "workers.model.mixture": (
-        "transformers' functions for experts scatter gradients in any order, and compute the tokens that only fill up a sequence."
-        " Layers of transformers hand their routers nothing but states: neither recorded experts, nor which tokens are padding."
-    ),
-    "workers.model.packed_model": (
-        "Decoders of transformers take a mask of media tokens, not their places. Vision towers embed patches by a convolution; "
-        "no option of theirs computes it as a matrix product."
-    ),
-    "workers.model.precision": (
-        "Layers read their weights as attributes. Autocast casts a weight at each use, and sums in float32 between layers; "
-        "copies in bfloat16 have to take the parameters' places."
-    ),
-    "workers.model.gated_delta_net": (
-        "transformers' recurrent layers keep packed rows apart by kernels for CUDA only, and know no rows that share a prompt."
-    ),
-    "workers.parallel.activation_checkpointing": (
-        "transformers checkpoints layers only in training mode and without a selection of operators, and outside of the hooks "
-        "of FSDP2."
-    ),
-    "workers.parallel.compiling": (
-        "`nn.Module.compile` compiles hooks too, those of FSDP2 among them, and marks no dynamic sizes. "
-        "torch's limit of recompilations is too low for the variants of a layer. Without settings torch 2.11 and 2.12 compile no "
-        "checkpointed function that sets an attribute, as the layers of a mixture do for their routers, and torch takes an "
-        "integer for a constant until a second value comes."
-    ),
-    "workers.parallel.expert": (
-        "transformers splits experts only together with its own tensor parallelism; this rank's experts take the place of all."
-    ),
-    "workers.parallel.fsdp": (
-        "FSDP2 has no function before torch 2.12 that drops gradients which it has not reduced yet, and none that drops those "
-        "which it has not summed over replicas."
-    ),
-    "workers.parallel.pipeline": (
-        "Models of transformers have no stages: a rank keeps some layers under their names, only the last stage runs the final "
-        "norm, and only the first one makes the inputs that Gemma 4 has for each layer."
-    ),
-    "workers.parallel.tensor": (
-        "transformers' tensor parallelism replicates the tokens and the vision tower; split layers take the place of whole ones, "
-        "and gather the tokens before."
-    ),
-    "workers.training.loading": (
-        "A weight that is never trained is stored in the dtype of the computation, but not all of a model are: `Module.to` casts "
-        "all of them. A weight of 4 bits is made when it is read, after the model has been spread over ranks."
-    ),
-    "workers.weights.hollow_model": (
-        "transformers fills models before they are spread over ranks; buffers and adapters need their values, and weights none, "
-        "before that."
-    ),
-    "workers.weights.sharded_export": (
-        "transformers reverts the conversions of a checkpoint's weights by those that the model was loaded with, or looks them "
-        "up in each call; here there is one call for each file."
-    ),
-    "workers.roles.critic": "No class of transformers has a vision tower and a value head, so the head for logits is removed.",
-}
-"""Each module that changes others through this file, and why. A test compares the keys with what the modules import."""
 
 
 def route_attention(part: nn.Module, name: str) -> None:

@@ -93,13 +93,12 @@ class AccumulatedUpdate:
                 raise InvalidConfig(f"parts of an update need the same max_tokens: {self._longest}, then {longest}")
             self._longest = int(longest)
         weights = token_weights(mask, self.aggregation, 1.0, max_length=self._longest)
-        sums = LossSums(self._name, weights, model.device, keep_scores=True)
+        sums = LossSums(self._name, weights, model.device)
         model.run(data, loss_fn, sums, self.entropy)
         self._denominator += sum(model.ranks.all_gather(int(denominator(mask, self.aggregation)), "dp"))
         self._sums += sums.gathered(model.ranks)
         self._not_finite += names_of_rows(data, ~sums.finite, self._rows)
         self._rows += len(data)
-        assert sums.scores is not None
         return sums.scores.cpu()
 
     def finish(self) -> dict[str, float]:

@@ -50,12 +50,12 @@ class LossSums:
     {'loss': 2.0, 'kl': 4.0, 'kl_max': 3.0}
     """
 
-    def __init__(self, loss_name: str, weights: Tensor, device: torch.device, keep_scores: bool = False) -> None:
-        """``weights (B, R)`` lie on the host; ``keep_scores`` also keeps the outputs' scores of all rows."""
+    def __init__(self, loss_name: str, weights: Tensor, device: torch.device) -> None:
+        """``weights (B, R)`` lie on the host."""
         self.loss_name, self.weights, self.device = loss_name, weights, device
         self.totals: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=device))
         self.finite = torch.ones(len(weights), dtype=torch.bool, device=device)  # rows whose loss and scores are finite
-        self.scores = torch.zeros(weights.shape, device=device) if keep_scores else None  # (B, R)
+        self.scores = torch.zeros(weights.shape, device=device)  # (B, R), of the outputs
 
     def add(self, index: slice | Tensor, scores: Tensor, loss: Tensor, metrics: Mapping[str, Tensor]) -> Tensor:
         """Adds the rows at ``index``, with values ``(n, R)``; returns their weighted loss (), with gradient."""
@@ -68,8 +68,7 @@ class LossSums:
             else:
                 self.totals[name] += weighted_sum(values.detach(), weights)
         self.finite[rows] = all_finite(loss, scores, weights)
-        if self.scores is not None:
-            self.scores[rows] = scores.detach()
+        self.scores[rows] = scores.detach()
         return total
 
     def take_from_last_stage(self, ranks: Ranks) -> None:
@@ -77,10 +76,8 @@ class LossSums:
         if ranks.size("pp") == 1:
             return
         totals = {name: value.cpu() for name, value in self.totals.items()}
-        scores = None if self.scores is None else self.scores.cpu()
-        self.totals, finite, scores = ranks.broadcast_from_last((totals, self.finite.cpu(), scores), "pp")
-        self.finite = finite.to(self.device)
-        self.scores = None if scores is None else scores.to(self.device)
+        self.totals, finite, scores = ranks.broadcast_from_last((totals, self.finite.cpu(), self.scores.cpu()), "pp")
+        self.finite, self.scores = finite.to(self.device), scores.to(self.device)
 
     def sums(self, ranks: Ranks) -> dict[str, float]:
         """The sums over the rows of all ranks; of metrics named by `LARGEST`, the largest."""

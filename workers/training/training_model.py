@@ -468,11 +468,11 @@ class Update:
         for epoch in range(self.epochs):
             for part in self.parts:
                 rows = self.data if part is None else self.data[part]
-                sums = LossSums(f"{model.role}/loss", self._token_weights(rows), model.device, epoch == 0)
+                sums = LossSums(f"{model.role}/loss", self._token_weights(rows), model.device)
                 model.accounting.add(whole_work(model.ranks.all_gather(required_work(model.module, rows), "pp")))
                 yield rows, sums
                 self._steps.append(self._step(rows, sums))
-                if sums.scores is not None:
+                if epoch == 0:
                     self._scores[slice(None) if part is None else torch.from_numpy(part)] = sums.scores.cpu()
 
     def finish(self) -> None:
