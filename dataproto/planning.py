@@ -4,8 +4,8 @@ Tokens and costs are whole numbers, one a row; costs usually come from `VLMFamil
 """
 
 import heapq
-from collections.abc import Hashable, Iterable, Sequence
-from typing import TypeAlias
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -14,9 +14,28 @@ from dataproto.errors import InvalidConfig, InvalidRow, RowCountMismatch
 
 Numbers: TypeAlias = Sequence[int] | np.ndarray | Tensor
 Groups: TypeAlias = Iterable[Hashable] | np.ndarray | Tensor
+Item = TypeVar("Item")
 
 
 # Contiguous splits
+
+
+def split_by_size(items: Iterable[tuple[Item, int]], limit: int) -> Iterator[list[Item]]:
+    """Items with their sizes, in order, in lists of at most ``limit`` together; a larger item is a list by itself.
+
+    >>> list(split_by_size([("a", 2), ("b", 1), ("c", 9), ("d", 1)], limit=3))
+    [['a', 'b'], ['c'], ['d']]
+    """
+    part: list[Item] = []
+    filled = 0
+    for item, size in items:
+        if part and filled + size > limit:
+            yield part
+            part, filled = [], 0
+        part.append(item)
+        filled += size
+    if part:
+        yield part
 
 
 def split_by_tokens(lengths: Numbers, budget: int, lead: Numbers | None = None) -> list[slice]:

@@ -233,7 +233,9 @@ def test_log_probs_of_a_prompt_are_those_of_its_tokens(client):
     ids = client.renderer.token_ids(asked)
     banned = client.renderer.builder.family.banned_ids(client.renderer.builder.config)
     assert [value is None for value in found] == [place == 0 or token in banned for place, token in enumerate(ids)]
-    rows = client.renderer.rows([Datum(ModelInput(asked.chunks), {"target_tokens": [*ids[1:], 0]})])
+    targets = [*ids[1:], 0]
+    weights = [float(token not in banned) for token in targets]
+    rows = client.renderer.rows([Datum(ModelInput(asked.chunks), {"target_tokens": targets, "weights": weights})])
     scored = client.roles.actor.forward(rows, next_token_loss).log_probs[0, :-1]
     assert [value or 0.0 for value in found[1:]] == pytest.approx(scored.tolist(), abs=1e-5)
     longer = client.compute_logprobs(tinker.ModelInput.from_ints([5, 6] * 300))  # than the longest prompt

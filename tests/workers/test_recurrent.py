@@ -13,15 +13,15 @@ from torch.nn.functional import conv1d, pad
 from transformers import DynamicCache
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
-from dataproto.errors import InvalidConfig, UnsupportedAttention
+from dataproto.errors import UnsupportedAttention
 from dataproto.packing import fill_up, pack_rows
 from dataproto.vlm import family_of
 from helpers.checkpoints import write_checkpoint
 from helpers.examples import at_most
-from helpers.tiny_models import tiny_config, tiny_model
+from helpers.tiny_models import tiny_model
 from workers.model import delta_rule
 from workers.model.delta_rule import gated_delta_rule, packed_convolution, packed_delta_rule
-from workers.model.gated_delta_net import check_recurrent_heads, use_packed_recurrence
+from workers.model.gated_delta_net import use_packed_recurrence
 from workers.model.named_weights import float32_weights, named_weights
 from workers.model.pieces import Pieces, previous_tokens
 from workers.model.precision import HalfWeights
@@ -206,15 +206,6 @@ def test_masks_and_caches_are_refused():
         mixer(states, attention_mask=torch.ones(1, 3), **packed)
     with pytest.raises(UnsupportedAttention, match="take no mask or cache"):  # by the name that this transformers has
         family_of(model).decode(model, states, positions, cache=cache, **packed)
-
-
-def test_layouts_that_do_not_divide_the_key_heads_are_refused():
-    text = tiny_config("qwen3_5").get_text_config()
-    check_recurrent_heads(text, 2, 2)
-    with pytest.raises(
-        InvalidConfig, match=r"layout.sp=2 x layout.tp=3 = 6 must divide the 4 key heads.*one of \[1, 2, 4\]"
-    ):
-        check_recurrent_heads(text, 2, 3)
 
 
 def test_weights_that_the_model_does_not_load_are_kept_by_an_export(tmp_path):

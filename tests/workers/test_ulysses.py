@@ -3,6 +3,7 @@ each parameter's gradient within 1e-4 of its norm. All cases run in one start of
 """
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -279,8 +280,11 @@ def test_every_query_head_meets_its_own_key_value_head(key_value_heads, group):
 
 
 def test_heads_that_do_not_divide_are_named():
-    check_heads(28, sp=2, tp=7)
+    text = SimpleNamespace(num_attention_heads=28, linear_num_key_heads=4)
+    check_heads(text, recurrent=False, sp=2, tp=7)
     with pytest.raises(
         InvalidConfig, match=r"layout.sp=4 x layout.tp=2 = 8 must divide the 28 query heads.*4, 7, 14, 28"
     ):
-        check_heads(28, sp=4, tp=2)
+        check_heads(text, recurrent=False, sp=4, tp=2)
+    with pytest.raises(InvalidConfig, match=r"layout.sp=2 x layout.tp=7 = 14 must divide the 4 key heads.*\[1, 2, 4\]"):
+        check_heads(text, recurrent=True, sp=2, tp=7)

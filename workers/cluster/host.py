@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, distributed
 
 from dataproto.errors import InvalidConfig, RankFailure
+from dataproto.planning import split_by_size
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import Ranks, init_ranks, raised_on_all_ranks
 
@@ -229,7 +230,7 @@ def log_progress() -> None:
     )
 
 
-BUCKET_BYTES = 1 << 28  # tensors are sent together up to this size
+BUCKET_BYTES = 1 << 28  # tensors are sent together up to this size; a larger one by itself
 
 Sending = tuple[distributed.Work, Tensor]
 """A broadcast that has begun, and its tensor, which has to last until it ends."""
@@ -248,7 +249,7 @@ class WeightChannel:
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """On rank 0: sends all pairs, bucket by bucket. The next bucket is gathered while one is on its way."""
         on_the_way: list[Sending] = []
-        for bucket in _buckets(weights):
+        for bucket in split_by_size(((pair, pair[1].nbytes) for pair in weights), BUCKET_BYTES):
             header = json.dumps([(name, str(w.dtype).removeprefix("torch."), list(w.shape)) for name, w in bucket])
             header_bytes = torch.frombuffer(bytearray(header.encode()), dtype=torch.uint8)
             data = torch.cat([weight.contiguous().view(-1).view(torch.uint8) for _, weight in bucket])
@@ -278,17 +279,3 @@ class WeightChannel:
     def _begin(self, tensor: Tensor) -> Sending:
         tensor = tensor.to(self._device)
         return self._group.broadcast([tensor]), tensor
-
-
-def _buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Groups pairs into lists of at most `BUCKET_BYTES`. A larger tensor is alone in its list; empty tensors are kept."""
-    bucket: list[tuple[str, Tensor]] = []
-    filled = 0
-    for name, weight in weights:
-        if bucket and filled + weight.nbytes > BUCKET_BYTES:
-            yield bucket
-            bucket, filled = [], 0
-        bucket.append((name, weight))
-        filled += weight.nbytes
-    if bucket:
-        yield bucket

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 from transformers import Cache
 
-from dataproto.errors import InvalidConfig, UnsupportedAttention
+from dataproto.errors import UnsupportedAttention
 from dataproto.vlm import VLMFamily
 from workers.model.delta_rule import delta_rule_along_rows, packed_convolution
-from workers.model.patches import keep_on_module, replace_forward
+from workers.model.patches import replace_forward, set_on_module
 from workers.model.pieces import Pieces
 from workers.ranks.autograd_collectives import Peers, exchange
 
@@ -151,7 +151,7 @@ def use_packed_recurrence(model: nn.Module, family: VLMFamily) -> None:
     The forward is a method of each layer, not an object of its own: so one compiled code serves all layers.
     """
     for mixer in recurrent_mixers(model, family).values():
-        keep_on_module(mixer, "head_share", HeadShare())
+        set_on_module(mixer, "head_share", HeadShare())
         replace_forward(mixer, MethodType(packed_gated_delta_net, mixer))
 
 
@@ -161,14 +161,3 @@ def recurrent_mixers(model: nn.Module, family: VLMFamily) -> Mapping[str, Any]:
     if pattern is None:
         return {}
     return {name: module for name, module in model.named_modules() if fnmatchcase(name, pattern)}
-
-
-def check_recurrent_heads(text: Any, sp: int, tp: int) -> None:
-    """Raises `InvalidConfig` unless sp x tp divides the key heads of the recurrent layers."""
-    heads = text.linear_num_key_heads
-    if heads % (sp * tp):
-        fitting = [degree for degree in range(1, heads + 1) if heads % degree == 0]
-        raise InvalidConfig(
-            f"layout.sp={sp} x layout.tp={tp} = {sp * tp} must divide the {heads} key heads of this model's recurrent layers: "
-            f"use one of {fitting}"
-        )

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily
 from workers.model.model_config import ModelConfig
-from workers.model.patches import hollow_parameter, replace_submodule, set_expert_count, turn_adapters
+from workers.model.patches import hollow_parameter, replace_submodule, set_on_module
 
 BASE_LAYER = ".base_layer"  # peft inserts it between the name of an adapted layer and those of its parameters
 ADAPTER_NAME = "default"
@@ -106,7 +106,7 @@ class AdaptedExperts(nn.Module):
 
     @num_experts.setter
     def num_experts(self, count: int) -> None:
-        set_expert_count(self.compute[0], count)
+        set_on_module(self.compute[0], "num_experts", count)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Calls the experts with their merged weights."""
@@ -125,12 +125,12 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     """In here the model computes as it did before it had adapters."""
     adapted = list(_with_adapters(model))
     for layer in adapted:
-        turn_adapters(layer, ADAPTERS_OFF, off=True)
+        set_on_module(layer, ADAPTERS_OFF, True)
     try:
         yield
     finally:
         for layer in adapted:
-            turn_adapters(layer, ADAPTERS_OFF, off=False)
+            set_on_module(layer, ADAPTERS_OFF, False)
 
 
 def _with_adapters(model: nn.Module) -> Iterator[nn.Module]:

@@ -23,7 +23,7 @@ from workers.model.image_blocks import image_blocks
 from workers.model.kept_features import HeldFeatures, KeptFeatures, Wanted
 from workers.model.logprobs import token_log_probs
 from workers.model.mixture import use_packed_experts
-from workers.model.patches import replace_forward, replace_method
+from workers.model.patches import replace_forward, set_on_module
 from workers.model.pieces import Pieces
 
 
@@ -276,7 +276,7 @@ def use_placed_levels(model: nn.Module, family: VLMFamily) -> None:
     until the device has counted them.
     """
     if family.deep_method:
-        replace_method(model.get_submodule(family.language_model), family.deep_method, add_level)
+        set_on_module(model.get_submodule(family.language_model), family.deep_method, add_level)
 
 
 def add_level(states: Tensor, places: Tensor | None, level: Tensor) -> Tensor:

@@ -62,14 +62,10 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     module.forward = forward
 
 
-def replace_method(module: nn.Module, name: str, method: Callable[..., Any]) -> None:
-    """Makes this instance call ``method``, which gets only the arguments, instead of its class's method ``name``."""
-    setattr(module, name, method)
-
-
-def keep_on_module(module: nn.Module, name: str, value: object) -> None:
-    """Keeps a value on this instance, for a forward that replaces its own. A method of the instance finds it there, and unlike an
-    object around the instance it lets ``torch.compile`` use one code for all layers.
+def set_on_module(module: nn.Module, name: str, value: object) -> None:
+    """Gives this instance an attribute: a function in the place of its class's method, which gets only the arguments; a switch;
+    or a value for a forward that replaces its own. A method of the instance finds it there, and unlike an object around the
+    instance it lets ``torch.compile`` use one code for all layers.
     """
     setattr(module, name, value)
 
@@ -90,16 +86,6 @@ def hollow_parameter(module: nn.Module, name: str) -> None:
     """Leaves a parameter of ``module`` without storage; `torch.func.functional_call` then gives it a value in each call."""
     shape = torch.empty_like(module.get_parameter(name), device="meta")
     setattr(module, name, nn.Parameter(shape, requires_grad=False))
-
-
-def set_expert_count(experts: nn.Module, count: int) -> None:
-    """Tells fused experts how many of them compute here."""
-    experts.num_experts = count  # type: ignore[assignment]
-
-
-def turn_adapters(layer: nn.Module, attribute: str, off: bool) -> None:
-    """Turns the adapters of a layer, peft's or ours, off or on."""
-    setattr(layer, attribute, off)
 
 
 def cast_parameter(weight: nn.Parameter, dtype: torch.dtype) -> None:
@@ -134,11 +120,6 @@ def keep_value(tensor: Tensor) -> None:
     tensor._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
-def keep_conversions(model: nn.Module, conversions: list[Any]) -> None:
-    """Tells transformers by which conversions of weights ``model`` was loaded; a checkpoint is written by their reverse."""
-    model._weight_conversions = conversions  # type: ignore[assignment]
-
-
 def call_after_gradient(weight: Tensor, hook: Callable[[Tensor], None]) -> None:
     """Calls ``hook`` with ``weight`` each time that a backward pass has added to its gradient."""
     weight.register_post_accumulate_grad_hook(hook)
@@ -149,22 +130,16 @@ def call_before_forward(module: nn.Module, hook: Callable[..., Any]) -> None:
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def allow_recompilations(count: int) -> None:
-    """Lets torch compile one function at least ``count`` times, for all modules of the process."""
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, count)
+def prepare_compilation(variants: int, sizes: str) -> None:
+    """Sets what torch compiles, for all modules of the process:
 
-
-def trace_checkpoints_that_set_attributes() -> None:
-    """Lets torch compile a checkpointed function that sets attributes of its objects, for all modules of the process.
-
-    Compiled code reads what was set in the same call, in the forward pass and where the backward pass computes it again; the
-    backward pass does not set the attributes.
+    - one function at least ``variants`` times;
+    - a checkpointed function that sets attributes of its objects. Compiled code reads what was set in the same call, in the
+      forward pass and where the backward pass computes it again; the backward pass does not set the attributes;
+    - code for any value of the integers whose names match the pattern ``sizes``.
     """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, variants)
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-
-
-def take_as_sizes(pattern: str) -> None:
-    """Lets torch compile code for any value of the integers whose names match, for all modules of the process."""
     known = torch.compiler.config.dynamic_sources
-    if pattern not in known.split(","):
-        torch.compiler.config.dynamic_sources = f"{known},{pattern}".removeprefix(",")
+    if sizes not in known.split(","):
+        torch.compiler.config.dynamic_sources = f"{known},{sizes}".removeprefix(",")

@@ -22,12 +22,7 @@ from dataproto.errors import InvalidConfig
 from workers.model.mixture import fused_module
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
-from workers.model.patches import (
-    allow_recompilations,
-    replace_forward,
-    take_as_sizes,
-    trace_checkpoints_that_set_attributes,
-)
+from workers.model.patches import prepare_compilation, replace_forward
 from workers.parallel.activation_checkpointing import Checkpointed
 from workers.parallel.expert import split_experts
 from workers.parallel.transform import Transform, repeated_layers
@@ -106,9 +101,7 @@ class Compiled:
     """
 
     def __init__(self, forward: Callable[..., Any]) -> None:
-        allow_recompilations(VARIANTS)
-        trace_checkpoints_that_set_attributes()
-        take_as_sizes(LENGTHS)
+        prepare_compilation(VARIANTS, LENGTHS)
         self.forward = torch.compile(forward, options=compile_options())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

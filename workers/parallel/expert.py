@@ -25,7 +25,7 @@ from torch.func import functional_call
 from dataproto.errors import InvalidConfig
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
-from workers.model.patches import hollow_parameter, replace_submodule, set_expert_count
+from workers.model.patches import hollow_parameter, replace_submodule, set_on_module
 from workers.parallel.transform import Transform
 from workers.ranks.autograd_collectives import Peers, all_gather_tensor, gather_split, local_part, sum_and_split
 from workers.ranks.mesh import Ranks
@@ -79,7 +79,7 @@ class SplitExperts(nn.Module):
             self.register_parameter(name, nn.Parameter(split, requires_grad=weight.requires_grad))
             hollow_parameter(experts, name)
         self.here = whole // self.peers.size
-        set_expert_count(experts, self.here)
+        set_on_module(experts, "num_experts", self.here)
         self.compute = (experts,)  # in a tuple, so that its empty parameters are not this module's
 
     @torch.compiler.disable  # FSDP gathers the weights in hooks; what computes is compiled by itself

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
-from workers.model.patches import remove_submodule, replace_forward, replace_method, replace_submodule
+from workers.model.patches import remove_submodule, replace_forward, replace_submodule, set_on_module
 from workers.parallel.pipeline_stages import (
     Feed,
     PassOptions,
@@ -61,7 +61,7 @@ class PipelineParallel(Transform):
         layers = StageLayers(whole, kept, family.numbered_layers)
         replace_submodule(model, family.decoder_layers, layers)
         if family.layer_input_method:
-            replace_method(model.get_submodule(family.language_model), family.layer_input_method, _made_already)
+            set_on_module(model.get_submodule(family.language_model), family.layer_input_method, _made_already)
         self.tied = _remove_outer_parts(module, first=numbers[0] == 0, last=numbers[-1] == len(bounds) - 1)
         norm = model.get_submodule(family.final_norm)
         replace_forward(norm, partial(_after_last_layers, norm.forward, layers, bounds[-1]))

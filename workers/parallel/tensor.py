@@ -15,9 +15,10 @@ Each weight that stays whole takes part in a share of the work, of tokens, heads
 each rank: `TensorParallel.sum_gradients` adds the parts, once for each optimizer step.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import chain, groupby
 from math import gcd
 from typing import Any, cast
 
@@ -28,11 +29,12 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.functional import embedding, linear
 
 from dataproto.errors import InvalidConfig
-from workers.model.gated_delta_net import HeadShare, channels, check_recurrent_heads
+from dataproto.planning import split_by_size
+from workers.model.gated_delta_net import HeadShare, channels
 from workers.model.logprobs import split_token_log_probs
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
-from workers.model.patches import call_before_forward, keep_on_module, replace_submodule
+from workers.model.patches import call_before_forward, replace_submodule, set_on_module
 from workers.model.precision import in_autocast_dtype
 from workers.parallel.transform import Transform
 from workers.parallel.ulysses import check_heads, key_value_share
@@ -62,10 +64,9 @@ class TensorParallel(Transform):
                 f"lora with layout.tp={ranks.size('tp')}: adapters are not split; use dp or sp instead of tp"
             )
         model, family, peers = module.model, module.family, Peers.of(mesh.get_group())
-        check_heads(model.config.get_text_config().num_attention_heads, ranks.size("sp"), ranks.size("tp"))
-        if family.recurrent_mixers is not None:
-            check_recurrent_heads(model.config.get_text_config(), ranks.size("sp"), ranks.size("tp"))
-        split = _Split(mesh, peers, model.config.get_text_config())
+        text = model.config.get_text_config()
+        check_heads(text, family.recurrent_mixers is not None, ranks.size("sp"), ranks.size("tp"))
+        split = _Split(mesh, peers, text)
         names = [name for name, _ in model.named_modules()]
         parents: dict[int, nn.Module] = {}  # of layers split by column, which need all tokens
         for pattern, style in ((family.embedding, "vocabulary"), *family.tensor_plan):
@@ -102,24 +103,13 @@ def sum_gradients(parameters: Sequence[nn.Parameter], group: distributed.Process
     """Adds up gradients over ``group``, in place; every rank holds the same shards and has gradients for the same ones."""
     held = [p.grad for p in parameters if p.grad is not None]
     gradients = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in held]
-    for bucket in _buckets([gradient for gradient in gradients if gradient.numel()]):
+    sized = ((gradient, gradient.numel()) for gradient in gradients if gradient.numel())
+    alike = (split_by_size(group, BUCKET_ELEMENTS) for _, group in groupby(sized, lambda each: each[0].dtype))
+    for bucket in chain.from_iterable(alike):
         total = torch.cat([gradient.flatten() for gradient in bucket]).to(device_type)  # offloaded ones lie on the host
         distributed.all_reduce(total, group=group)
         for gradient, summed in zip(bucket, total.split([gradient.numel() for gradient in bucket]), strict=True):
             gradient.copy_(summed.view_as(gradient))
-
-
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    bucket: list[Tensor] = []
-    for tensor in tensors:
-        if bucket and (
-            sum(t.numel() for t in bucket) + tensor.numel() > BUCKET_ELEMENTS or tensor.dtype != bucket[0].dtype
-        ):
-            yield bucket
-            bucket = []
-        bucket.append(tensor)
-    if bucket:
-        yield bucket
 
 
 # Layers
@@ -258,7 +248,7 @@ class _Split:
 
     def _recurrent(self, mixer: Any) -> nn.Module:
         """A recurrent mixer that computes this rank's part of the heads; the other layers of it are split by the plan."""
-        keep_on_module(mixer, "head_share", HeadShare(self.peers.rank, self.peers.size))
+        set_on_module(mixer, "head_share", HeadShare(self.peers.rank, self.peers.size))
         block = gcd(mixer.head_k_dim, mixer.head_v_dim)
         places = torch.arange(mixer.in_proj_qkv.out_features // block)[:, None].expand(-1, block).reshape(-1, 1)
         mine = channels(mixer, places, mixer.head_share)[::block, 0].tolist()

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from dataproto.errors import InvalidConfig
 from workers.model.attention import FLASH_KERNELS, packed_attention, set_attention
-from workers.model.gated_delta_net import check_recurrent_heads
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.model.precision import in_autocast_dtype
@@ -38,10 +37,8 @@ class UlyssesParallel(Transform):
         Raises:
             InvalidConfig: sp x tp does not divide the query heads.
         """
-        heads, flash = module.model.config.get_text_config().num_attention_heads, self.options.flash_attention
-        check_heads(heads, self.ranks.size("sp"), self.ranks.size("tp"))
-        if module.family.recurrent_mixers is not None:
-            check_recurrent_heads(module.model.config.get_text_config(), self.ranks.size("sp"), self.ranks.size("tp"))
+        text, flash = module.model.config.get_text_config(), self.options.flash_attention
+        check_heads(text, module.family.recurrent_mixers is not None, self.ranks.size("sp"), self.ranks.size("tp"))
         decoder = module.model.get_submodule(module.family.language_model)
         set_attention(decoder, f"ulysses_packed_flash_{flash}", partial(ulysses_attention, flash=FLASH_KERNELS[flash]))
 
@@ -85,13 +82,17 @@ def _by_rank(states: Sequence[Tensor], size: int) -> Tensor:
     return torch.cat([x[0].unflatten(0, (size, -1)).transpose(1, 2).flatten(2) for x in states], dim=-1)
 
 
-def check_heads(heads: int, sp: int, tp: int) -> None:
-    """Raises `InvalidConfig` unless sp x tp divides the query heads."""
-    if heads % (sp * tp):
-        fitting = [degree for degree in range(1, heads + 1) if heads % degree == 0]
-        raise InvalidConfig(
-            f"layout.sp={sp} x layout.tp={tp} = {sp * tp} must divide the {heads} query heads of this model: use one of {fitting}"
-        )
+def check_heads(text: Any, recurrent: bool, sp: int, tp: int) -> None:
+    """Raises `InvalidConfig` unless sp x tp divides the query heads and, of ``recurrent`` models, key heads of those layers."""
+    counts = {"query heads of this model": text.num_attention_heads}
+    if recurrent:
+        counts["key heads of this model's recurrent layers"] = text.linear_num_key_heads
+    for name, heads in counts.items():
+        if heads % (sp * tp):
+            fitting = [degree for degree in range(1, heads + 1) if heads % degree == 0]
+            raise InvalidConfig(
+                f"layout.sp={sp} x layout.tp={tp} = {sp * tp} must divide the {heads} {name}: use one of {fitting}"
+            )
 
 
 def key_value_repeats(heads: int, key_value_heads: int, ranks: int) -> int:

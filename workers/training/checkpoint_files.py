@@ -8,7 +8,7 @@ import contextlib
 import io
 import pickle
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from enum import EnumMeta
@@ -23,11 +23,12 @@ from torch.distributed.checkpoint import metadata as contents
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils._pytree import tree_map
 
 from dataproto.errors import WAY_OUT, CheckpointError
+from dataproto.planning import split_by_size
 
 FILE_BYTES = 1 << 30
 """Of a file of a training state."""
@@ -157,26 +158,13 @@ class FileByFile(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> "torch.futures.Future[list[WriteResult]]":
         """Writes one file after the other."""
         written: list[WriteResult] = []
-        for number, items in enumerate(_by_size(plan.items)):
+        sized = ((item, item.tensor_storage_size() or 0) for item in plan.items)
+        for number, items in enumerate(split_by_size(sized, FILE_BYTES)):
             place = replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{number}_")
             written += super().write_data(replace(plan, items=items, storage_data=place), planner).wait()
         done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         done.set_result(written)
         return done
-
-
-def _by_size(items: Iterable[WriteItem]) -> Iterator[list[WriteItem]]:
-    part: list[WriteItem] = []
-    total = 0
-    for item in items:
-        size = item.tensor_storage_size() or 0
-        if part and total + size > FILE_BYTES:
-            yield part
-            part, total = [], 0
-        part.append(item)
-        total += size
-    if part:
-        yield part
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from dataproto.errors import WAY_OUT, CheckpointError, not_hiding
 from dataproto.vlm import VLMFamily
 from workers.model.lora import base_name
 from workers.model.named_weights import meta_copy, named_buffers, named_weights
-from workers.model.patches import keep_conversions
+from workers.model.patches import set_on_module
 from workers.ranks.mesh import Ranks
 from workers.weights.hollow_model import absent_weights, hollow_model
 from workers.weights.stored_tensors import CheckpointFiles, whole
@@ -140,7 +140,8 @@ class ShardedExport:
         self.rank = 0 if ranks.mesh is None else distributed.get_rank()
         self.shell = meta_copy(model)
         conversions = get_model_conversion_mapping(self.shell, add_legacy=False)
-        keep_conversions(self.shell, [each for each in conversions if not isinstance(each, PrefixChange)])
+        reverted = [each for each in conversions if not isinstance(each, PrefixChange)]
+        set_on_module(self.shell, "_weight_conversions", reverted)  # a file is written by their reverse
         self.unused = UnusedWeights(model, family)
         layers = [path for path in (family.vision_blocks, family.decoder_layers) if path is not None]
         stages = ranks.all_gather(self._stage(), "pp")

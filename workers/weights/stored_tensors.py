@@ -1,8 +1,8 @@
 """Tensors of a checkpoint, and what is made of them, of which any part can be read without the rest.
 
-Checkpoints often hold a weight in another form than the model: each expert by itself, queries, keys and values as one, or rows
-and columns swapped. `Stacked`, `Joined`, `Swapped`, `Chunk` and `SplitPairs` are such weights. A part of them is read as the
-parts of the tensors that it consists of.
+Checkpoints often hold a weight in another form than the model: each expert by itself, queries, keys and values apart, or rows and
+columns swapped. `Stacked`, `Joined` and `Swapped` are such weights. A part of them is read as the parts of the tensors that it
+consists of.
 """
 
 import json
@@ -247,65 +247,3 @@ class Swapped:
         swapped, (one, other) = list(values), self.dims
         swapped[one], swapped[other] = swapped[other], swapped[one]
         return swapped
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """The part ``number`` of ``count`` into which ``torch.chunk`` divides a tensor along ``dim``."""
-
-    tensor: StoredTensor
-    dim: int
-    number: int
-    count: int
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.tensor.names
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        bounds = self._bounds()
-        return (*self.tensor.shape[: self.dim], bounds.stop - bounds.start, *self.tensor.shape[self.dim + 1 :])
-
-    def read(self, part: Range) -> Tensor:
-        begin, here = self._bounds().start, part[self.dim]
-        moved = slice(begin + here.start, begin + here.stop)
-        return self.tensor.read((*part[: self.dim], moved, *part[self.dim + 1 :]))
-
-    def _bounds(self) -> slice:
-        total = self.tensor.shape[self.dim]
-        size = -(-total // self.count)
-        return slice(min(size * self.number, total), min(size * (self.number + 1), total))
-
-
-@dataclass(frozen=True)
-class SplitPairs:
-    """A tensor with other rows in each of ``heads`` equal parts: first the even ones, then the odd ones."""
-
-    tensor: StoredTensor
-    heads: int
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.tensor.names
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.tensor.shape
-
-    def read(self, part: Range) -> Tensor:
-        size, (row, stop), rest = self.shape[0] // self.heads, (part[0].start, part[0].stop), part[1:]
-        found = []
-        while row < stop:
-            if row % size == 0 and row + size <= stop:  # whole heads
-                behind = stop // size * size
-                pairs = self.tensor.read((slice(row, behind), *rest)).unflatten(0, (-1, size // 2, 2))
-                found.append(pairs.transpose(1, 2).flatten(0, 2))
-                row = behind
-                continue
-            head, place = divmod(row, size)
-            odd, pair = divmod(place, size // 2)
-            first = head * size + 2 * pair + odd
-            found.append(self.tensor.read((slice(first, first + 1), *rest)))
-            row += 1
-        return found[0] if len(found) == 1 else torch.cat(found)

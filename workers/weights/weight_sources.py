@@ -13,12 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
-    Chunk as ChunkOperation,
-)
-from transformers.core_model_loading import (
     Concatenate,
     MergeModulelist,
-    PermuteForRope,
     Transpose,
     WeightConverter,
     WeightRenaming,
@@ -30,10 +26,8 @@ from dataproto.errors import CheckpointError
 from dataproto.vlm import VLMFamily
 from workers.weights.stored_tensors import (
     CheckpointFiles,
-    Chunk,
     Joined,
     Range,
-    SplitPairs,
     Stacked,
     StoredTensor,
     Swapped,
@@ -122,7 +116,7 @@ def _converted(
         step = _OPERATIONS.get(type(operation))
         if step is None:
             return _converted_whole(first, converter, collected, shapes, config)
-        made = step(operation, made, converter, shapes[first], config)
+        made = step(operation, made, converter, shapes[first])
     full = first.replace("*.", "0.")
     inside = next((pattern for pattern in made if pattern in full), None)
     if inside is None:
@@ -131,7 +125,7 @@ def _converted(
     return {before + pattern + behind: tensors[0] for pattern, tensors in made.items()}
 
 
-def _merge(operation: Any, made: Collected, converter: WeightConverter, shape: Sequence[int], config: Any) -> Collected:
+def _merge(operation: Any, made: Collected, converter: WeightConverter, shape: Sequence[int]) -> Collected:
     merged: Collected = {}
     for pattern, tensors in made.items():
         name = operation.get_target_pattern(len(made), pattern, converter.target_patterns)
@@ -139,18 +133,12 @@ def _merge(operation: Any, made: Collected, converter: WeightConverter, shape: S
     return merged
 
 
-def _join(operation: Any, made: Collected, converter: WeightConverter, shape: Sequence[int], config: Any) -> Collected:
+def _join(operation: Any, made: Collected, converter: WeightConverter, shape: Sequence[int]) -> Collected:
     tensors = [tensor for pattern in converter.source_patterns for tensor in made.get(pattern, ())]
     return {operation.get_target_pattern(converter.target_patterns): [Joined(tuple(tensors), operation.dim)]}
 
 
-def _chunk(operation: Any, made: Collected, converter: WeightConverter, shape: Sequence[int], config: Any) -> Collected:
-    (tensors,) = made.values()
-    names = operation.get_target_patterns(converter.target_patterns, config=config)
-    return {name: [Chunk(tensors[0], operation.dim, number, len(names))] for number, name in enumerate(names)}
-
-
-def _swap(operation: Any, made: Collected, converter: WeightConverter, shape: Sequence[int], config: Any) -> Collected:
+def _swap(operation: Any, made: Collected, converter: WeightConverter, shape: Sequence[int]) -> Collected:
     (tensors,) = made.values()
     name = operation.get_target_pattern(made, converter.source_patterns, converter.target_patterns)
     if operation.check_dims and tensors[0].shape == tuple(shape):
@@ -158,25 +146,12 @@ def _swap(operation: Any, made: Collected, converter: WeightConverter, shape: Se
     return {name: [Swapped(tensors[0], (operation.dim0, operation.dim1))]}
 
 
-def _permute(
-    operation: Any, made: Collected, converter: WeightConverter, shape: Sequence[int], config: Any
-) -> Collected:
-    heads = int(getattr(config, operation.subconfig_key or "", config).num_attention_heads)
-    parts = operation.permute_layer_names
-    return {
-        name: [SplitPairs(tensors[0], heads)] if parts is None or any(each in name for each in parts) else tensors
-        for name, tensors in made.items()
-    }
-
-
 _OPERATIONS: dict[type, Callable[..., Collected]] = {
     MergeModulelist: _merge,
     Concatenate: _join,
-    ChunkOperation: _chunk,
     Transpose: _swap,
-    PermuteForRope: _permute,
 }
-"""The operations that can be applied to parts."""
+"""The operations that are applied to parts: those of large weights, such as experts."""
 
 
 def _converted_whole(
