@@ -10,17 +10,15 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from dataproto import DataProto
 from recipes.configs.classify_config import PRESETS, TINY, ClassifyConfig, ClassifyDataConfig, parse
 from recipes.configs.shared.run_config import announce_small_model
-from recipes.data.conversations import Questions
 from recipes.data.labelled_pictures import IMAGES, LabelledData, drawn_data, folder_data, table_data
-from recipes.data.loader import EvaluationLoader, PromptLoader, check_row, check_rows
+from recipes.data.loader import PromptLoader, check_row, check_rows
 from recipes.options import exit_status
-from recipes.run.evaluation import evaluate_answers
 from recipes.run.policy_gradient import prompt_loader
-from recipes.run.supervised import SupervisedTask, held_out_loss, run_supervised, supervised_builders
+from recipes.run.supervised import SupervisedTask, run_supervised, supervised_builders, supervised_evaluation
 from recipes.watch.confusion import Confusion, save_confusion
-from workers import Roles
 
 __all__ = [
     "PRESETS",
@@ -47,27 +45,23 @@ def main(arguments: Sequence[str] | None = None, config: ClassifyConfig | None =
 def classification_task(config: ClassifyConfig, labelled: LabelledData, model_path: str) -> SupervisedTask:
     """Questions about labelled pictures, and the evaluation: the loss, greedy answers, and their confusion."""
     data = config.data
-    builder, questions = supervised_builders(data, model_path)
+    builder, _ = builders = supervised_builders(data, model_path)
     loader = prompt_loader(config, builder, labelled.train, shuffle=data.data_path is not None)
     if data.on_bad_row == "stop":  # before a model is loaded
         _check_pictures(config, loader, labelled)
     answers = {data.templates().answer.replace("{label}", label).strip(): label for label in labelled.classes}
 
-    def evaluate(roles: Roles, step: int) -> dict[str, float]:
-        rows = EvaluationLoader(labelled.held_out, builder, data.batch_size, data.on_bad_row)
-        metrics = held_out_loss(roles, rows)
-        asked = EvaluationLoader(Questions(labelled.held_out), questions, 4 * data.batch_size, data.on_bad_row)
-        found, batches = evaluate_answers(roles, asked, data.max_response_length, config.run.output_dir, step)
+    def confusion_of(step: int, answered: list[DataProto]) -> dict[str, float]:
         pairs = [
             (answers[model["ground_truth"]], answers.get(text.strip(), ""))
-            for batch in batches
+            for batch in answered
             for model, text in zip(batch["reward_model"], batch["response_text"])
         ]
         confusion = Confusion.of(labelled.classes, pairs)
         save_confusion(config.run.output_dir, step, confusion)
-        metrics |= found | {"val/other_answers": confusion.other_share}
-        return metrics | {"data/skipped_eval_rows": len(rows.skipped)}
+        return {"val/other_answers": confusion.other_share}
 
+    evaluate = supervised_evaluation(config, data, labelled.held_out, builders, confusion_of)
     return SupervisedTask(builder, loader, evaluate, longest=data.max_length + data.max_response_length)
 
 

@@ -14,17 +14,15 @@ from torch.utils.data import ConcatDataset
 
 from recipes.configs.sft_config import PRESETS, TINY, SFTConfig, SFTDataConfig, parse
 from recipes.configs.shared.run_config import announce_small_model
-from recipes.data.conversations import CONVERSATION_COLUMNS, Questions, conversation_rows, conversation_stream
-from recipes.data.loader import EvaluationLoader, check_row
+from recipes.data.conversations import CONVERSATION_COLUMNS, conversation_rows, conversation_stream
+from recipes.data.loader import check_row
 from recipes.data.mixture import Mixture
 from recipes.data.splits import first_rows, fitting_rows, split_rows, tell_columns_left_out, tell_data
 from recipes.demo.rows import DrawnSums, DrawnTalks
 from recipes.options import exit_status
-from recipes.run.evaluation import evaluate_answers
 from recipes.run.policy_gradient import prompt_loader
-from recipes.run.supervised import SupervisedTask, held_out_loss, run_supervised, supervised_builders
+from recipes.run.supervised import SupervisedTask, run_supervised, supervised_builders, supervised_evaluation
 from rollout.prompts import SupervisedBuilder
-from workers import Roles
 
 __all__ = ["PRESETS", "TINY", "SFTConfig", "SFTDataConfig", "conversation_task", "main", "open_data", "parse"]
 
@@ -45,7 +43,7 @@ def conversation_task(config: SFTConfig, model_path: str, rows: tuple[Any, Any] 
         rows: conversations to train on and held-out ones, by default those that the options name.
     """
     data = config.data
-    builder, questions = supervised_builders(data, model_path)
+    builder, _ = builders = supervised_builders(data, model_path)
     builder.learning(data.turns)
     train_rows, held_out = rows or open_data(data, builder, config.run.seed)
     if held_out and not data.data_path and data.on_bad_row == "stop":  # drawn, and not counted one by one
@@ -53,16 +51,7 @@ def conversation_task(config: SFTConfig, model_path: str, rows: tuple[Any, Any] 
     loader = prompt_loader(config, builder, train_rows, shuffle=bool(data.data_path))
     tell_data(loader, held_out)
 
-    def evaluate(roles: Roles, step: int) -> dict[str, float]:
-        if held_out is None:
-            return {}
-        rows = EvaluationLoader(held_out, builder, data.batch_size, data.on_bad_row)
-        metrics = held_out_loss(roles, rows)
-        if data.max_response_length:
-            asked = EvaluationLoader(Questions(held_out), questions, 4 * data.batch_size, data.on_bad_row)
-            metrics |= evaluate_answers(roles, asked, data.max_response_length, config.run.output_dir, step)[0]
-        return metrics | {"data/skipped_eval_rows": len(rows.skipped)}
-
+    evaluate = supervised_evaluation(config, data, held_out, builders)
     return SupervisedTask(builder, loader, evaluate, longest=data.max_length + data.max_response_length)
 
 

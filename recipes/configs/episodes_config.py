@@ -5,10 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dataproto.errors import InvalidConfig
-from recipes.configs.ppo_config import ActorCriticConfig
-from recipes.configs.shared.policy_gradient_config import PolicyGradientConfig
+from recipes.configs.ppo_config import ActorCriticConfig, ActorCriticRunConfig
 from recipes.configs.shared.run_config import RunConfig, check_at_least
-from workers.model.model_config import OptimizerConfig
 
 if TYPE_CHECKING:
     from rollout.environments import EpisodeLimits
@@ -76,16 +74,14 @@ class EpisodeAlgorithmConfig(ActorCriticConfig):
 
 
 @dataclass(frozen=True)
-class EpisodeRunConfig(PolicyGradientConfig):
+class EpisodeRunConfig(ActorCriticRunConfig):
     """A run of GRPO or PPO over episodes.
 
     Attributes:
-        critic_optimizer: of a critic
         warm_up: of the small model
     """
 
     algorithm: EpisodeAlgorithmConfig = field(default_factory=EpisodeAlgorithmConfig)
-    critic_optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
     episodes: EpisodesConfig = field(default_factory=EpisodesConfig)
     warm_up: WarmUpPhaseConfig = field(default_factory=WarmUpPhaseConfig)
     run: RunConfig = field(default_factory=lambda: RunConfig(output_dir=Path("outputs/episodes")))
@@ -137,17 +133,6 @@ class EpisodeRunConfig(PolicyGradientConfig):
                 "--last-pictures makes several rows of an episode, but samples that go on after their step have one: leave out "
                 "--rollout.over-ask, --rollout.ahead and --rollout.early-update"
             )
-
-    @property
-    def updates(self) -> dict[str, int]:
-        policy = super().updates["optimizer"]
-        epochs = self.algorithm.critic_epochs
-        critic = {"critic_optimizer": epochs * policy // self.algorithm.epochs} if self.algorithm.needs_critic else {}
-        return {"optimizer": policy, **critic}
-
-    @property
-    def critic(self) -> OptimizerConfig | None:
-        return self.critic_optimizer if self.algorithm.needs_critic else None
 
     @property
     def longest_response(self) -> int:

@@ -68,26 +68,34 @@ class PPOConfig(ActorCriticConfig):
 
 
 @dataclass(frozen=True)
-class PPORunConfig(PolicyGradientConfig):
-    """A run of PPO.
+class ActorCriticRunConfig(PolicyGradientConfig):
+    """A run in which a critic learns if the advantage needs one.
 
     Attributes:
-        critic_optimizer: verl's rate
+        critic_optimizer: optimizer of the critic, with verl's rate
     """
 
-    algorithm: PPOConfig = field(default_factory=PPOConfig)
-    run: RunConfig = field(default_factory=lambda: RunConfig(output_dir=OUTPUT_DIR))
+    algorithm: ActorCriticConfig = field(default_factory=ActorCriticConfig)
     critic_optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
 
     @property
     def updates(self) -> dict[str, int]:
         policy = super().updates["optimizer"]
-        critic = self.algorithm.critic_epochs * policy // self.algorithm.epochs
-        return {"optimizer": policy, "critic_optimizer": critic}
+        epochs = self.algorithm.critic_epochs
+        critic = {"critic_optimizer": epochs * policy // self.algorithm.epochs} if self.algorithm.needs_critic else {}
+        return {"optimizer": policy, **critic}
 
     @property
-    def critic(self) -> OptimizerConfig:
-        return self.critic_optimizer
+    def critic(self) -> OptimizerConfig | None:
+        return self.critic_optimizer if self.algorithm.needs_critic else None
+
+
+@dataclass(frozen=True)
+class PPORunConfig(ActorCriticRunConfig):
+    """A run of PPO."""
+
+    algorithm: PPOConfig = field(default_factory=PPOConfig)
+    run: RunConfig = field(default_factory=lambda: RunConfig(output_dir=OUTPUT_DIR))
 
 
 # What a model of under a million parameters learns from drawn problems within minutes on two cores.

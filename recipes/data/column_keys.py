@@ -1,6 +1,6 @@
 """How the rows of a data set are read: names of its columns where its schema is not known, and what to do at a bad row."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -87,17 +87,28 @@ class ColumnKeys:
         Raises:
             InvalidConfig: a column is missing; names the option and the columns that are present.
         """
-        for table in tables:
-            wanted, present = self.given(), dict[str, None]()
-            for columns in columns_of(table) if wanted else ():
-                present |= dict.fromkeys(columns)
-                wanted = {option: key for option, key in wanted.items() if key not in present}
-                if not wanted:
-                    break
-            for option, key in wanted.items():
-                raise InvalidConfig(
-                    f"--{option.replace('_', '-')} {key}: {source} has no such column; it has {', '.join(present)}"
-                )
+        given = self.given()
+        for table in tables if given else ():
+            missing, present = missing_columns(table, {*given.values()})
+            for option, key in given.items():
+                if key in missing:
+                    raise InvalidConfig(
+                        f"--{option.replace('_', '-')} {key}: {source} has no such column; it has {', '.join(present)}"
+                    )
+
+
+def missing_columns(table: Any, wanted: Set[str]) -> tuple[Set[str], Collection[str]]:
+    """The wanted columns that no row of a table has, and columns that are there: all of them if one is missing.
+
+    >>> missing_columns([{"a": 1}, {"b": 2}], {"b", "c"})
+    ({'c'}, dict_keys(['a', 'b']))
+    """
+    present = dict[str, None]()
+    for columns in columns_of(table):
+        present |= dict.fromkeys(columns)
+        if wanted <= present.keys():
+            break
+    return wanted - present.keys(), present.keys()
 
 
 def why_lacking(raw: Mapping[str, Any], names: Sequence[str], otherwise: str) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from dataproto.errors import InvalidConfig, InvalidRow
-from recipes.data.column_keys import OnBadRow, columns_of
+from recipes.data.column_keys import OnBadRow, missing_columns
+from recipes.data.row_values import conversation
 from recipes.data.tables import Table, TableRows, open_tables
 from recipes.demo.classes import CLASSES, draw_class
 from recipes.demo.problems import EPOCH_ROWS, Split
@@ -38,14 +39,7 @@ class Templates:
         ['<image>One of: cat, dog?', 'cat']
         """
         question = self.question.replace("{classes}", ", ".join(classes))
-        turns = (f"<image>{question}", self.answer.replace("{label}", label))
-        return {
-            "prompt": [{"role": role, "content": text} for role, text in zip(("user", "assistant"), turns)],
-            "images": [image],
-            "videos": [],
-            "data_source": source,
-            "index": place,
-        }
+        return conversation((f"<image>{question}", self.answer.replace("{label}", label)), source, place, [image])
 
 
 class LabelledRows(Sequence[dict[str, Any]]):
@@ -192,15 +186,11 @@ class TablePairs:
 
     def __init__(self, tables: Sequence[Table], image_column: str, label_column: str) -> None:
         for table, _ in tables:
-            columns: dict[str, None] = {}
-            for row in columns_of(table):  # rows of JSON Lines may differ
-                columns |= dict.fromkeys(row)
-                if {image_column, label_column} <= columns.keys():
-                    break
+            missing, present = missing_columns(table, {image_column, label_column})
             for option, column in (("image", image_column), ("label", label_column)):
-                if column not in columns:
+                if column in missing:
                     raise InvalidConfig(
-                        f"no column {column!r}: the data set has {', '.join(columns)}; name yours by --{option}-column"
+                        f"no column {column!r}: the data set has {', '.join(present)}; name yours by --{option}-column"
                     )
         self.image_column, self.label_column = image_column, label_column
         self.rows = TableRows(tables, _as_it_is)
@@ -290,14 +280,9 @@ def _divided(
 
 def _held_out(labels: Sequence[str], seed: int) -> set[int]:
     """Places to hold out: an eighth of each class, at least one if the class has two rows."""
-    by_class: dict[str, list[int]] = {}
-    for place, label in enumerate(labels):
-        by_class.setdefault(label, []).append(place)
     held_out: set[int] = set()
-    for number, label in enumerate(sorted(by_class)):
-        places = by_class[label]
-        count = max(len(places) // 8, 1) if len(places) > 1 else 0
-        held_out |= {
-            places[at] for at in np.random.default_rng([seed, number]).permutation(len(places))[:count].tolist()
-        }
+    for number, label in enumerate(sorted(set(labels))):
+        places = np.flatnonzero(np.array(labels) == label)
+        chosen = np.random.default_rng([seed, number]).permutation(places)
+        held_out |= {*chosen[: max(len(places) // 8, len(places) > 1)].tolist()}
     return held_out

@@ -34,7 +34,7 @@ from recipes.data.row_values import (
     with_context,
     with_media,
 )
-from recipes.data.tables import Table, TableRows, open_tables, table_files
+from recipes.data.tables import TableRows, open_tables, table_files
 from rollout.prompts.images import media_list
 
 INSTRUCTION = (
@@ -60,37 +60,6 @@ CheckTruth = Callable[[Any], None]
 """Raises `RewardError` for a ground truth that a reward cannot use."""
 
 
-class Geo3KDataset(TableRows):
-    """Rows for `PromptBuilder`, read from disk on access.
-
-    ``rows[i]`` has ``prompt``, ``images``, ``videos``, ``data_source``, ``ability``, ``reward_model``, ``extra_info``,
-    ``own_columns`` and ``media_columns`` (see `own_columns`), ``index`` (i) and ``media_root``. It raises `InvalidRow` if the row
-    matches none of the schemas.
-    """
-
-    def __init__(
-        self,
-        tables: Sequence[Table],
-        split: str,
-        data_source: str,
-        instruction: str = INSTRUCTION,
-        keys: ColumnKeys = KNOWN,
-        files: Sequence[Path] = (),
-        check_truth: CheckTruth | None = None,
-    ) -> None:
-        """``tables`` are `datasets.Dataset` objects, each with the folder at which its relative paths start."""
-        self.split, self.data_source, self.instruction = split, data_source, instruction
-        read = partial(
-            read_row,
-            split=split,
-            data_source=data_source,
-            instruction=instruction,
-            keys=keys,
-            check_truth=check_truth,
-        )
-        super().__init__(tables, read, files)
-
-
 def load_rows(
     source: str | Path | Sequence[str | Path],
     split: str = "train",
@@ -99,8 +68,8 @@ def load_rows(
     keys: ColumnKeys = KNOWN,
     media_root: str | Path | None = None,
     check_truth: CheckTruth | None = None,
-) -> Geo3KDataset:
-    """Opens a data set of problems.
+) -> TableRows:
+    """Opens a data set of problems; its rows are those of `read_row`, read from disk on access.
 
     Args:
         source, split, media_root: as `recipes.data.tables.open_tables`.
@@ -117,7 +86,8 @@ def load_rows(
     instruction = read_instruction(instruction)
     tables, name = open_tables(source, split, media_root)
     keys.check([table for table, _ in tables], name)
-    rows = Geo3KDataset(tables, split, data_source or name, instruction, keys, table_files(source, split), check_truth)
+    options = {"split": split, "data_source": data_source or name, "instruction": instruction, "keys": keys}
+    rows = TableRows(tables, partial(read_row, **options, check_truth=check_truth), table_files(source, split))
     if not len(rows):
         raise InvalidConfig(f"data set {name!r} has no rows")
     return rows
@@ -133,6 +103,9 @@ def read_row(
     check_truth: CheckTruth | None = None,
 ) -> dict[str, Any]:
     """Converts a row of any of the schemas, or with the columns that ``keys`` names, to verl's.
+
+    It has ``prompt``, ``images``, ``videos``, ``data_source``, ``ability``, ``reward_model``, ``extra_info``, ``own_columns`` and
+    ``media_columns`` (see `own_columns`), and ``index``.
 
     Raises:
         InvalidRow: the row matches none of the schemas, or ``check_truth`` refuses its ground truth.

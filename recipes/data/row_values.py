@@ -217,6 +217,12 @@ def whole_question(raw: Mapping[str, Any], keys: ColumnKeys) -> Mapping[str, Any
     return {**raw, "instruction": f"{raw['instruction']}\n{more}"}
 
 
+def conversation(turns: Sequence[str], source: str, place: int, images: Sequence[Any] = ()) -> dict[str, Any]:
+    """A row for `rollout.prompts.SupervisedBuilder`, of turns of the user and of the assistant."""
+    messages = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(turns)]
+    return {"prompt": messages, "images": list(images), "videos": [], "data_source": source, "index": place}
+
+
 def with_context(messages: Sequence[Any], raw: Mapping[str, Any], index: int) -> list[Any]:
     """The messages after the row's ``system`` text and the turns of its ``history``.
 

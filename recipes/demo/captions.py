@@ -13,9 +13,9 @@ from typing import Any
 from PIL import Image
 
 from dataproto.errors import FileFormatError
+from recipes.data.row_values import conversation
 from recipes.demo.classes import COLOURS, SHAPES, draw_class
 from recipes.demo.problems import EPOCH_ROWS, DrawnRows, Split
-from recipes.demo.rows import conversation
 from rollout.prompts.images import load_image
 
 SIDE = 64  # pixels of an icon

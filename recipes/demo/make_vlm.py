@@ -23,8 +23,8 @@ from recipes.configs.make_vlm_config import MakeVLMConfig, parse
 from recipes.data.easy_vqa_rows import Answered, EasyVQA, fetch_easy_vqa, open_easy_vqa
 from recipes.data.mixture import Mixture
 from recipes.data.packages import ICONS, SMOLLM2, fetch
+from recipes.data.row_values import conversation
 from recipes.demo.captions import DrawnCaptions, Icon, IconCaptions, read_icons
-from recipes.demo.rows import conversation
 from recipes.demo.smolvlm import Learnt, assemble, load_text_model, write_card
 from recipes.options import exit_status, options_of, write_options
 from recipes.options.config_file import OPTIONS_FILE

@@ -1,16 +1,16 @@
 """Drawn problems and conversations as rows of a data set, without a file."""
 
-from collections.abc import Sequence
 from random import Random
 from typing import Any
 
 from recipes.data.problem_rows import read_row
+from recipes.data.row_values import conversation
 from recipes.demo.classes import draw_class
 from recipes.demo.problems import EPOCH_ROWS, DrawnRows, Split, make_problem
 
 
 class ProblemRows(DrawnRows):
-    """Drawn problems as rows like those of `Geo3KDataset`.
+    """Drawn problems as rows like those of `recipes.data.problem_rows.load_rows`.
 
     >>> row = ProblemRows(level=1)[7]
     >>> row["data_source"], row["index"], len(row["images"])
@@ -56,9 +56,3 @@ class DrawnSums(DrawnRows):
         random = Random(f"sums/{self.split}/{self.seed}/{place}")
         a, b = random.randint(0, 9), random.randint(0, 9)
         return conversation((f"What is {a} + {b}?", str(a + b)), "synthetic/sums", place)
-
-
-def conversation(turns: Sequence[str], source: str, place: int, images: Sequence[Any] = ()) -> dict[str, Any]:
-    """A row for `rollout.prompts.SupervisedBuilder`, of turns of the user and of the assistant."""
-    messages = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(turns)]
-    return {"prompt": messages, "images": list(images), "videos": [], "data_source": source, "index": place}

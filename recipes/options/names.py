@@ -82,6 +82,9 @@ def own_name(argument: str) -> str | None:
     return _ours.get(name)
 
 
+OTHER_NAMES = {"image-column": "image-key", "label-column": "answer-key"}
+"""Options, and the names that columns of the same kind have in other commands, which a command line may give too."""
+
 FILE_ONLY = {
     *("ray.cpus", "ray.gpus", "ray.object-store-gib", "ray.pip", "ray.working-dir", "ray.show-logs", "ray.env-vars"),
     *("ray.timeout-s", "ray.reward-timeout-s", "ray.reward-processes"),

@@ -10,7 +10,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Optional, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from dataproto.errors import InvalidConfig
-from recipes.options.names import FILE_ONLY
+from recipes.options.names import FILE_ONLY, OTHER_NAMES
 
 Config = TypeVar("Config")
 
@@ -127,7 +127,8 @@ def spellings(options: Sequence[Option]) -> dict[str, tuple[Option, bool]]:
     found: dict[str, tuple[Option, bool]] = {}
     for option in options:
         whole = ".".join(option.path).replace("_", "-")
-        names = [] if option.positional else [option.name, whole, f"{'.'.join(option.path[:1])}.{option.name}"]
+        short, other = f"{'.'.join(option.path[:1])}.{option.name}", OTHER_NAMES.get(option.name)
+        names = [] if option.positional else [option.name, whole, short, other]
         for name in filter(None, names):
             found.setdefault(f"--{name}", (option, True))
             if option.kind is bool:

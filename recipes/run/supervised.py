@@ -12,9 +12,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from dataproto import DataProto
 from recipes.configs.shared.supervised_config import RowsConfig, SupervisedConfig
-from recipes.data.loader import PromptLoader
+from recipes.data.conversations import Questions
+from recipes.data.loader import EvaluationLoader, PromptLoader
 from recipes.demo.tiny_model import make_tiny_model, model_of_run
-from recipes.run.evaluation import Evaluate
+from recipes.run.evaluation import Evaluate, evaluate_answers
 from recipes.run.loop import attempts, train
 from recipes.run.metrics import speed_metrics, timed
 from recipes.run.out_of_memory import naming_options
@@ -189,6 +190,35 @@ def held_out_loss(roles: Roles, batches: Iterable[DataProto]) -> dict[str, float
         total -= float(log_probs[mask].double().sum())
         tokens += int(mask.sum())
     return {"val/loss": total / tokens} if tokens else {}
+
+
+def supervised_evaluation(
+    config: SupervisedConfig,
+    data: RowsConfig,
+    held_out: Sequence[Any] | None,
+    builders: tuple[SupervisedBuilder, PromptBuilder],
+    also: Callable[[int, list[DataProto]], dict[str, float]] = lambda step, answered: {},
+) -> Evaluate:
+    """The held-out loss and, unless answers have no tokens, greedy answers to the last question of each conversation.
+
+    Args:
+        builders: those of `supervised_builders`.
+        also: further metrics of the number of the step and the scored answers.
+    """
+    builder, questions = builders
+
+    def evaluate(roles: Roles, step: int) -> dict[str, float]:
+        if held_out is None:
+            return {}
+        rows = EvaluationLoader(held_out, builder, data.batch_size, data.on_bad_row)
+        metrics = held_out_loss(roles, rows)
+        if data.max_response_length:
+            asked = EvaluationLoader(Questions(held_out), questions, 4 * data.batch_size, data.on_bad_row)
+            found, answered = evaluate_answers(roles, asked, data.max_response_length, config.run.output_dir, step)
+            metrics |= found | also(step, answered)
+        return metrics | {"data/skipped_eval_rows": len(rows.skipped)}
+
+    return evaluate
 
 
 def exact_match(rows: Sequence[RewardRow]) -> list[dict[str, float]]:

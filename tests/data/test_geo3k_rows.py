@@ -27,7 +27,6 @@ def test_the_layout_of_geometry3k_loads_as_it_is(tmp_path):
     assert row["images"][0].size == (24, 16)  # `datasets` decodes the pictures, as in the original
     rows = load_rows(tmp_path / "geometry3k")
     assert len(rows) == 3
-    assert rows.data_source == "geometry3k"
     row = rows[2]
     assert row["prompt"] == [{"role": "user", "content": f"<image>Find x of triangle 2. {INSTRUCTION}"}]
     assert row["images"] == [{"bytes": png(drawing(2)), "path": None}]
