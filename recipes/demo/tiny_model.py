@@ -57,39 +57,7 @@ SPECIAL_TOKENS = (  # in the order of their ids in Qwen2.5-VL
 )
 WORD_TOKENS = ("<think>", "</think>")  # single tokens, but not special, as in Qwen3
 
-CHAT_TEMPLATE = """\
-{%- if tools %}
-{{- '<|im_start|>system\\n# Tools\\n' }}
-{%- for tool in tools %}{{- (tool | tojson) + '\\n' }}{%- endfor %}
-{{- '<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-{%- if loop.first and message['role'] != 'system' %}
-{{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}
-{%- endif %}
-{{- '<|im_start|>' + message['role'] + '\\n' }}
-{%- if message['content'] is string %}
-{{- message['content'] }}
-{%- else %}
-{%- for part in message['content'] %}
-{%- if part['type'] == 'image' or 'image' in part or 'image_url' in part %}
-{{- '<|vision_start|><|image_pad|><|vision_end|>' }}
-{%- elif part['type'] == 'video' or 'video' in part %}
-{{- '<|vision_start|><|video_pad|><|vision_end|>' }}
-{%- elif 'text' in part %}
-{{- part['text'] }}
-{%- endif %}
-{%- endfor %}
-{%- endif %}
-{%- for call in message['tool_calls'] or [] %}
-{{- '<tool_call>\\n' + (call['function'] | tojson) + '\\n</tool_call>' }}
-{%- endfor %}
-{{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
+CHAT_TEMPLATE = Path(__file__).with_name("qwen_chat_template.jinja").read_text(encoding="utf-8")
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Qwen2Tokenizer:
