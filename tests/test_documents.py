@@ -1,11 +1,15 @@
 """What the documents promise."""
 
+import re
 import runpy
 from pathlib import Path
 
 import pytest
 
+from recipes.configs import grpo_config, sft_config, walk_config
+from recipes.configs.parity_config import ParityConfig
 from recipes.demo.tiny_model import make_tiny_model
+from recipes.options import options_of
 from recipes.watch.metrics_file import METRICS_FILE, read_metrics
 from workers.roles.reward import RewardRow
 from workers.training.checkpoint import checkpoint_steps
@@ -48,3 +52,21 @@ def test_the_custom_recipe_rewards_the_right_name_alone():
     reward = runpy.run_path(str(ROOT / "docs" / "custom_recipe.py"))["reward"]
     rows = [RewardRow(answer, "red") for answer in ("red", "", "blue", "red green blue", "redred")]
     assert [row["score"] for row in reward(rows)] == [1, 0, 0, 0, 0]
+
+
+@pytest.mark.slow
+def test_the_calls_of_roles_run_as_their_page_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "roles.md").read_text()
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
+    exec(compile(code.replace('"CHECKPOINT"', repr(str(make_tiny_model(tmp_path / "model")))), "roles.md", "exec"), {})
+    assert (tmp_path / "checkpoint" / "huggingface" / "config.json").is_file()
+
+
+def test_the_options_of_what_now_exist():
+    page = (ROOT / "docs" / "what_now.md").read_text()
+    configs = [grpo_config.TINY, walk_config.TINY, sft_config.TINY, ParityConfig()]
+    known = {option.name for config in configs for option in options_of(config)} | {"resume"}
+    named = re.findall(r"--([a-z][\w.-]*)", page) + re.findall(r"`([a-z][\w.-]+): ", page)
+    assert len(named) > 40
+    assert set(named) <= known
