@@ -89,6 +89,7 @@ class Column:
 MEDIA_INPUTS, IMAGE_KEYS = "multi_modal_inputs", "image_keys"
 PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS = "prompt_routed_experts", "routed_experts"
 _DATA, _ENGINE, _PLAY = "PromptBuilder", "RolloutWorker.generate", "RolloutWorker.play"
+_RUN = "RolloutWorker.run"
 _ACTOR, _CHUNKS = "ActorWorker", "ChunkRenderer.rows"
 
 
@@ -136,6 +137,7 @@ COLUMNS: dict[str, Column] = {
         ),
         Column("response_mask", "int64", "B R", _ENGINE, "actor, critic, algorithms", "1 on tokens the policy sampled"),
         Column("truncated", "bool", "B", _ENGINE, "reports", "cut at max_tokens: no end token came by then"),
+        Column("agent_scored", "bool", "B", _RUN, "rewards", "the agent returned a reward of the row's episode"),
         Column("drafted_tokens", "int64", "B", _ENGINE, "metrics", "tokens drafted for it; only with speculation"),
         Column(
             "accepted_tokens", "int64", "B", _ENGINE, "metrics", "response tokens without a forward pass of their own"
@@ -249,6 +251,7 @@ COLUMNS: dict[str, Column] = {
         ),
         _objects("info", _PLAY, "recipes", "numbers and texts of the environment's last info"),
         _objects("end_message", _PLAY, "reports", "what the environment of a failed episode did"),
+        _objects("new_row", _RUN, "metrics, reports", "why an agent's episode has this row; empty for its first"),
         _objects("response_text", "RewardWorker.score", "reports", "the response without special tokens"),
     )
 }

@@ -85,7 +85,8 @@ def rollout_metrics(
         ``reward/equal_groups_ratio`` (share of groups whose samples have equal scores; of groups with several samples).
         With drafts ``speculation/accepted_per_pass`` (accepted tokens in a forward pass over a row) and
         ``speculation/accepted_ratio`` (share of drafted tokens that were accepted). Of
-        episodes also ``episode/turns/{mean,max,min}``, and ``episode/ended/<reason>``, the share that ended so.
+        episodes also ``episode/turns/{mean,max,min}``, and ``episode/ended/<reason>``, the share that ended so. Of
+        agents also ``agent/new_rows/<reason>``, the number of rows that did not continue another one of their episode.
     """
     prompt, response = _lengths(data)
     mask, rewards = data["response_mask"] != 0, data["token_level_rewards"]
@@ -120,6 +121,9 @@ def rollout_metrics(
         metrics |= _statistics("episode/turns", ends["turns"])
         reasons = Counter(ends["end_reason"].tolist())
         metrics |= {f"episode/ended/{reason}": count / len(ends) for reason, count in sorted(reasons.items())}
+    if "new_row" in data:
+        reasons = Counter(reason for reason in data["new_row"] if reason)
+        metrics |= {f"agent/new_rows/{reason}": float(count) for reason, count in sorted(reasons.items())}
     return metrics | {"response/aborted_ratio": _mean(~answered)}
 
 

@@ -1,6 +1,6 @@
 """The role that turns prompts into responses."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -14,6 +14,7 @@ from dataproto import DataProto, object_array
 from dataproto.columns import ROUTED_EXPERTS
 from dataproto.errors import DataProtoError, InvalidConfig
 from dataproto.vlm import VLMFamily
+from rollout.agents import Agent, agent_columns, run_agents
 from rollout.carried_samples import BEGUN, BegunTurn, Tokens, WholeGroups, decode_groups
 from rollout.engine import (
     RequestEngine,
@@ -186,8 +187,47 @@ class RolloutWorker:
         Raises:
             InvalidConfig: the chat template cannot show observations, or ``sampling`` asks for further log-probs.
         """
-        sampling.check_sampled_alone("episodes")
         limits = EpisodeLimits(turns, tokens, seconds, last_pictures, memory_gib, wall_clock)
+        return self._in_episodes(prompts, partial(play_episodes, make_environment=make_environment), sampling, limits)
+
+    @dispatch(split=split_prompts, join=join_rows)
+    def run(
+        self,
+        prompts: DataProto,
+        agent: Agent,
+        sampling: SamplingParams,
+        turns: int,
+        tokens: int | None = None,
+        seconds: float = 60.0,
+        wall_clock: float | None = None,
+    ) -> DataProto:
+        """``sampling.n`` episodes of an agent for each prompt row, next to each other, with the columns of `play` and those of
+        `rollout.agents.agent_columns`.
+
+        An agent is a function of an `rollout.agents.AgentTask` that talks to the policy through any client of OpenAI's or
+        Anthropic's API, and returns the reward. Each episode is a row, or several where its requests do not continue each
+        other. An agent that fails ends its episode, see `play`.
+
+        Args:
+            prompts: with ``raw_prompt``, the messages of the task.
+            sampling: of each turn; ``max_tokens`` limits a turn.
+            turns, tokens, seconds, wall_clock: see `EpisodeLimits`; the time is that of the agent between its requests.
+
+        Raises:
+            MissingPackage: the extra ``agents`` is not installed.
+        """
+        limits = EpisodeLimits(turns, tokens, seconds, wall_clock=wall_clock)
+        return self._in_episodes(prompts, partial(run_agents, agent=agent), sampling, limits, agent_columns)
+
+    def _in_episodes(
+        self,
+        prompts: DataProto,
+        play: Callable[..., Sequence[Episode]],
+        sampling: SamplingParams,
+        limits: EpisodeLimits,
+        add_columns: Callable[[DataProto, Sequence[Any]], None] = lambda data, episodes: None,
+    ) -> DataProto:
+        sampling.check_sampled_alone("episodes")
         self._calls += 1
         with self.sharding as sharding:
             with self.ranks.fail_together():
@@ -196,10 +236,9 @@ class RolloutWorker:
                 shared = sharding.preprocess_data(numbered)
                 starts = episode_starts(shared, sampling, self._calls)
                 played = partial(
-                    play_episodes,
+                    play,
                     renderer=self.renderer,
                     starts=starts,
-                    make_environment=make_environment,
                     sampling=sampling,
                     limits=limits,
                     weight_version=sharding.version,
@@ -208,6 +247,7 @@ class RolloutWorker:
                 repeated = shared.repeat(sampling.n, interleave=True)
                 most = limits.most_tokens(sampling.max_tokens)
                 rollouts = episode_columns(repeated, episodes, self.renderer, most, self._no_experts)
+                add_columns(rollouts, episodes)
             with self.ranks.fail_together():
                 own = sharding.postprocess_data(rollouts, HOLDER)
                 own.pop(non_tensor_batch_keys=[OCCURRENCE, HOLDER])

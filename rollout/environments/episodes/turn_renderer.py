@@ -81,7 +81,7 @@ class TurnRenderer:
         if observation.system:
             messages.insert(0, {"role": "system", "content": _parts(observation.system, pixels=True)})
         if observation.content:
-            self._check_shown(observation)
+            self._check_shown(observation.role)
             shown = _parts(observation.content, pixels=True)
             if messages and messages[-1]["role"] == observation.role:
                 content = messages[-1]["content"]
@@ -114,13 +114,50 @@ class TurnRenderer:
         end = last if last is None or last in self.end_ids else NO_END
         key = (end, observation.role, *shape)
         if key not in self._turns:
-            self._turns[key] = self._turn(observation, images, end)
+            self._turns[key] = self._encoded(self._text(observation), images, end)
         return replace(self._turns[key], images=images, media=self.media(images) if images else {})
 
-    def _turn(self, observation: Observation, images: Sequence[ProcessedImage], end: int | None) -> RenderedTurn:
-        """The turn without its media."""
+    def messages(
+        self, conversation: Conversation, last: int | None = None, follows: bool = False, begins: str = ""
+    ) -> RenderedTurn:
+        """A whole conversation, or messages that follow an answer, as tokens, with the start of the next answer.
+
+        Args:
+            conversation: its images are decoded.
+            last: with ``follows``, the answer's last token, see `turn`.
+            begins: text with which the next answer begins.
+
+        Raises:
+            InvalidPrompt: see `turn`.
+        """
+        builder = self.builder
+        builder.check_content(conversation)
+        if follows and conversation.images and builder.family.numbers_images:
+            raise InvalidPrompt(f"models of type {builder.family.model_type} number the images of a prompt")
+        messages = [self._as_taken(message) for message in conversation.messages]
+        if follows:
+            text = self._behind(ANSWERED, *messages, tools=conversation.tools)
+        else:
+            text = builder.render(messages, add_generation_prompt=True, tools=conversation.tools)
+        images = tuple(map(self._image, conversation.images))
+        ended = not follows or last in self.end_ids
+        found = self._encoded(text + begins, images, last if follows and ended else NO_END)
+        return replace(found, images=images, media=self.media(images) if images else {})
+
+    def _as_taken(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The message with its texts joined to a string, where the template takes a string alone."""
+        content = message["content"]
+        if message["role"] not in ("user", "tool") or isinstance(content, str):
+            return message
+        self._check_shown(message["role"])
+        if not self._joins[message["role"]] or any(part["type"] != "text" for part in content):
+            return message
+        return {**message, "content": "".join(part["text"] for part in content)}
+
+    def _encoded(self, text: str, images: Sequence[ProcessedImage], end: int | None) -> RenderedTurn:
+        """Text as a turn without its media."""
         builder, config = self.builder, self.builder.config
-        ids = builder.encode_text(self._text(observation))
+        ids = builder.encode_text(text)
         if ids and ids[0] in self.end_ids and end in (None, ids[0]):
             ids = ids[1:]
         placeholder = builder.family.image_placeholder(config)
@@ -179,7 +216,7 @@ class TurnRenderer:
 
     def _text(self, observation: Observation) -> str:
         """The text behind the sentinel."""
-        self._check_shown(observation)
+        self._check_shown(observation.role)
         message: dict[str, Any] = {"role": observation.role, "content": _parts(observation.content)}
         images = [part for part in observation.content if not isinstance(part, str)]
         self.builder.check_content(Conversation([message], images, []))
@@ -187,12 +224,11 @@ class TurnRenderer:
             message["content"] = "".join(map(str, observation.content))
         return self._behind(ANSWERED, message)
 
-    def _check_shown(self, observation: Observation) -> None:
+    def _check_shown(self, role: str) -> None:
         """Finds out how the template takes messages of this role. Raises `InvalidPrompt` if it leaves out their text.
 
         Many templates take the text of a tool as a string alone, and write a list of parts as Python does.
         """
-        role = observation.role
         if role in self._joins:
             return
         joins = role == "tool" and self._shows_string(role)
@@ -208,9 +244,9 @@ class TurnRenderer:
         except InvalidPrompt:
             return False
 
-    def _behind(self, messages: Sequence[dict[str, Any]], message: dict[str, Any]) -> str:
+    def _behind(self, messages: Sequence[dict[str, Any]], *following: dict[str, Any], tools: Sequence[Any] = ()) -> str:
         """What the template writes behind the sentinel, which the last of the messages is."""
-        text = self.builder.render([*messages, message], add_generation_prompt=True)
+        text = self.builder.render([*messages, *following], add_generation_prompt=True, tools=tools)
         if text.count(SENTINEL) != 1:
             raise InvalidPrompt(
                 f"the chat template wrote the answer {text.count(SENTINEL)} times before an observation"

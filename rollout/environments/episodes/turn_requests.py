@@ -44,7 +44,7 @@ class TurnRequests:
         _, request = self.first_turn(episode.start, first)
         for turn, observation in zip(episode.turns, others, strict=True):
             shown = self.renderer.turn(observation, turn.token_ids[-1])
-            request = self._continued(request, turn.token_ids, shown)
+            request = self.continued(request, turn.token_ids, shown)
         request = replace(request, seed=turn_seed(episode.start.seed, len(episode.turns)), uid=episode.start.uid)
         return EpisodeRow(len(episode.turns), request, request, omitted)
 
@@ -66,10 +66,10 @@ class TurnRequests:
     def next_request(self, episode: Episode, shown: RenderedTurn) -> Request:
         """The request of the next turn, behind an observation."""
         assert episode.request is not None
-        request = self._continued(episode.request, episode.turns[-1].token_ids, shown)
+        request = self.continued(episode.request, episode.turns[-1].token_ids, shown)
         return replace(request, seed=turn_seed(episode.start.seed, len(episode.turns)), uid=episode.start.uid)
 
-    def _continued(self, earlier: Request, token_ids: Sequence[int], shown: RenderedTurn) -> Request:
+    def continued(self, earlier: Request, token_ids: Sequence[int], shown: RenderedTurn) -> Request:
         """The request behind an earlier one, what was sampled for it, and an observation."""
         sampled = torch.tensor(token_ids)
         types = torch.zeros_like(sampled, dtype=torch.int8)

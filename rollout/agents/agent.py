@@ -1,0 +1,213 @@
+"""What an agent is: a function of a task, or a command, that talks to the policy through a client of its own choice."""
+
+import asyncio
+import base64
+import inspect
+import io
+import json
+import os
+import resource
+import shlex
+import signal
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+from PIL import Image
+
+from dataproto.errors import InvalidConfig
+
+Outcome = float | Mapping[str, Any] | None
+"""The reward of an episode; or a dict with ``score`` and further numbers; or nothing, for a reward function that scores it."""
+
+
+@dataclass(frozen=True)
+class AgentTask:
+    """What an agent gets: where the policy is, and what to do.
+
+    ``base_url`` is that of OpenAI's clients, ``server_url`` that of Anthropic's. ``messages`` are those of the row, in the form
+    of chat/completions with pictures as data URIs; ``tools`` are its tools.
+    """
+
+    base_url: str
+    server_url: str
+    api_key: str
+    model: str
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    row: Mapping[str, Any]
+    seed: int  # the same for all samples of a prompt
+    give: Callable[[float], None] = field(repr=False, default=lambda value: None)
+
+    def reward(self, value: float) -> None:
+        """Adds to the reward of the last turn that was answered."""
+        self.give(value)
+
+
+Agent = Callable[[AgentTask], Awaitable[Outcome] | Outcome]
+"""An ``async`` function, of which all calls share one event loop; or a plain one, of which each call has its thread."""
+
+
+@dataclass(frozen=True)
+class Rewarded:
+    """An agent gave a reward for a turn."""
+
+    episode: int
+    value: Any
+
+
+@dataclass(frozen=True)
+class Ended:
+    """An agent returned or raised."""
+
+    episode: int
+    outcome: Any = None
+    error: BaseException | None = None
+
+
+class AgentHost:
+    """Runs agents in threads of their own, and puts what becomes of them into an inbox."""
+
+    def __init__(self, agent: Agent, inbox: "SimpleQueue[Any]") -> None:
+        self.agent, self.inbox = agent, inbox
+        call = getattr(agent, "__call__", agent)  # noqa: B004
+        self._is_async = inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(call)
+        self._running: dict[int, Future[Any]] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="agents", daemon=True)
+
+    def __enter__(self) -> "AgentHost":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Cancels the agents that still run. One that does not give way, such as one in a loop, is left alone."""
+        with suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result(2.0)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(2.0)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    async def _cancel_all(self) -> None:
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def begin(self, episode: int, task: AgentTask) -> None:
+        """Calls the agent with a task."""
+        if self._is_async:
+            running = asyncio.run_coroutine_threadsafe(self._awaited(task), self._loop)
+            self._running[episode] = running
+            running.add_done_callback(partial(self._ended, episode))
+        else:
+            threading.Thread(target=self._call, args=(episode, task), name="agent", daemon=True).start()
+
+    def cancel(self, episode: int) -> None:
+        """Tells an agent to stop; a plain function runs on until it returns."""
+        if episode in self._running:
+            self._running.pop(episode).cancel()
+
+    def _ended(self, episode: int, done: "Future[Any]") -> None:
+        if not done.cancelled():
+            error = done.exception()
+            self.inbox.put(Ended(episode, None if error else done.result(), error))
+
+    async def _awaited(self, task: AgentTask) -> Outcome:
+        try:
+            found: Any = self.agent(task)
+            return await found
+        except (SystemExit, KeyboardInterrupt) as error:  # which would end the loop of all agents
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+    def _call(self, episode: int, task: AgentTask) -> None:
+        try:
+            self.inbox.put(Ended(episode, self.agent(task)))
+        except BaseException as error:  # SystemExit too: it ends the episode, not the run
+            self.inbox.put(Ended(episode, error=error))
+
+
+def task_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages of a row in the form of chat/completions, with pictures as data URIs.
+
+    >>> task_messages([{"role": "user", "content": [{"type": "text", "text": "Go."}]}])
+    [{'role': 'user', 'content': [{'type': 'text', 'text': 'Go.'}]}]
+    """
+    found = []
+    for message in messages:
+        content = message["content"]
+        if not isinstance(content, str):
+            content = [_part(part) for part in content]
+        found.append({**message, "content": content})
+    return found
+
+
+def _part(part: Mapping[str, Any]) -> dict[str, Any]:
+    picture = part.get("image")
+    if not isinstance(picture, Image.Image):
+        if part.get("type") == "text":
+            return dict(part)
+        raise InvalidConfig(f"agents get texts and images: a row has a part of the type {part.get('type')!r}")
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    uri = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return {"type": "image_url", "image_url": {"url": uri}}
+
+
+class CommandAgent:
+    """An agent that is a command, such as ``python my_agent.py``.
+
+    Its process finds the policy by OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and MODEL, and the
+    task as JSON on its standard input: ``messages``, ``tools``, ``seed``, and what JSON has of ``row``. The last line that it
+    prints is the JSON of its reward; ``null``, or nothing, leaves it to the reward function.
+    """
+
+    def __init__(self, command: str, memory_gib: float | None = None) -> None:
+        """``memory_gib`` bounds the address space of the process."""
+        self.command, self.memory_gib = shlex.split(command), memory_gib
+
+    async def __call__(self, task: AgentTask) -> Outcome:
+        """Runs the command. Raises `RuntimeError` with the end of what it wrote on its standard error if it fails."""
+        given = {"messages": task.messages, "tools": task.tools, "seed": task.seed, "row": _plain(task.row)}
+        pipe, environment = asyncio.subprocess.PIPE, self._environment(task)
+        process = await asyncio.create_subprocess_exec(
+            *self.command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, start_new_session=True
+        )
+        if self.memory_gib is not None:
+            resource.prlimit(process.pid, resource.RLIMIT_AS, (int(self.memory_gib * 2**30),) * 2)
+        try:
+            out, error = await process.communicate(json.dumps(given).encode())
+        finally:
+            if process.returncode is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        if process.returncode:
+            last = error.decode(errors="replace").strip()[-500:]
+            raise RuntimeError(f"{shlex.join(self.command)} ended with status {process.returncode}: {last}")
+        lines = out.decode(errors="replace").strip().splitlines()
+        try:
+            return json.loads(lines[-1]) if lines else None
+        except ValueError as problem:
+            raise RuntimeError(
+                f"the last line that it printed is not the JSON of a reward: {lines[-1]!r:.200}"
+            ) from problem
+
+    def _environment(self, task: AgentTask) -> dict[str, str]:
+        openai = {"OPENAI_BASE_URL": task.base_url, "OPENAI_API_KEY": task.api_key}
+        anthropic = {"ANTHROPIC_BASE_URL": task.server_url, "ANTHROPIC_API_KEY": task.api_key}
+        return {**os.environ, **openai, **anthropic, "MODEL": task.model}
+
+
+def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What JSON has of a row."""
+    found = {}
+    for name, value in row.items():
+        with suppress(TypeError, ValueError):
+            found[name] = json.loads(json.dumps(value))
+    return found

@@ -1,0 +1,354 @@
+"""Bodies of three wires to one form: chat/completions, responses (OpenAI) and messages (Anthropic).
+
+What changes the meaning of a request and cannot be done is refused by its name. Settings of sampling that a run fixes, such as
+the temperature, and what has no meaning here, such as ``user``, are ignored.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rollout.agents.messages import Ask, Call, Message, Part, Picture, Refused, canonical, results_in_order
+
+MOST_SAMPLES = 128
+"""The largest ``n`` of a request."""
+_SAMPLING = ("temperature", "top_p", "top_k", "metadata", "service_tier", "model")
+_OPENAI = (
+    *_SAMPLING,
+    "user",
+    "store",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "top_logprobs",
+)
+_CHAT = (
+    *(
+        *_OPENAI,
+        "messages",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "n",
+        "max_tokens",
+        "stop",
+        "seed",
+        "logprobs",
+    ),
+    *("max_completion_tokens", "stream", "stream_options", "reasoning_effort", "verbosity"),
+)
+_RESPONSES = (
+    *(*_OPENAI, "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "max_output_tokens", "stream"),
+    *("include", "reasoning", "truncation", "stream_options", "max_tool_calls"),
+)
+_MESSAGES = (
+    *(*_SAMPLING, "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream", "thinking"),
+    *("cache_control", "betas", "output_config"),
+)
+_TEXT = {"type": "text"}
+_PLAIN: dict[str, Any] = {"response_format": _TEXT, "modalities": ["text"]}
+"""Fields that say what is the case anyway."""
+_ADVICE = {
+    "thread": "the history is not kept here: pass thread=False to the client's tool runner, which then sends all messages",
+    "previous_response_id": "the history is not kept here: send all items as input",
+    "conversation": "the history is not kept here: send all items as input",
+}
+_ITEM = re.compile(r"(?:msg|rs|fc)_(\w{8}_\d{8})(?:_\d\d)?")
+
+
+def read_chat(body: Mapping[str, Any]) -> Ask:
+    """A body of /v1/chat/completions. Raises `Refused`."""
+    _check_fields(body, _CHAT)
+    messages = []
+    for place, each in enumerate(_list(body, "messages")):
+        name = f"messages[{place}]"
+        message = _mapping(each, name)
+        role = _role(message, name, ("system", "developer", "user", "assistant", "tool"))
+        calls = []
+        for number, given in enumerate(message.get("tool_calls") or ()):
+            call = _mapping(given, f"{name}.tool_calls[{number}]")
+            function = _mapping(call.get("function"), f"{name}.tool_calls[{number}].function")
+            calls.append(_call(function.get("name"), function.get("arguments"), call.get("id"), name))
+        thoughts = message.get("reasoning_content") or message.get("reasoning") or ""
+        content = tuple(_parts(message.get("content"), f"{name}.content"))
+        call_id = str(message.get("tool_call_id") or "")
+        messages.append(Message(role, content, tuple(calls), thoughts=str(thoughts), call_id=call_id))
+    tools = tuple(_tool(each, f"tools[{place}]", "function") for place, each in enumerate(body.get("tools") or ()))
+    options = body.get("stream_options") or {}
+    top = _whole(body, "top_logprobs", 0, 20)
+    return Ask(
+        results_in_order(messages),
+        tools,
+        _choice(body.get("tool_choice"), tools),
+        body.get("parallel_tool_calls") is not False,
+        _whole(body, "n", 1, MOST_SAMPLES) or 1,
+        _whole(body, "max_completion_tokens", 1) or _whole(body, "max_tokens", 1),
+        _stop(body, "stop"),
+        _whole(body, "seed"),
+        (top or 0) if body.get("logprobs") else None,
+        bool(body.get("stream")),
+        bool(options.get("include_usage")) if isinstance(options, Mapping) else False,
+        str(body.get("model") or ""),
+    )
+
+
+def read_responses(body: Mapping[str, Any]) -> Ask:
+    """A body of /v1/responses. Raises `Refused`."""
+    _check_fields(body, _RESPONSES)
+    given = body.get("input")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else _list(body, "input")
+    messages = [Message("system", (str(body["instructions"]),))] if body.get("instructions") else []
+    answer: dict[str, Any] = {}
+    for place, item in enumerate(items):
+        name = f"input[{place}]"
+        message = _item(_mapping(item, name), name, answer)
+        if message is not None:
+            messages += [*_joined(answer), message]
+            answer = {}
+    messages += _joined(answer)
+    tools = tuple(_tool(each, f"tools[{place}]", None) for place, each in enumerate(body.get("tools") or ()))
+    wants = "message.output_text.logprobs" in (body.get("include") or ())
+    top = _whole(body, "top_logprobs", 0, 20)
+    return Ask(
+        results_in_order(messages),
+        tools,
+        _choice(body.get("tool_choice"), tools),
+        body.get("parallel_tool_calls") is not False,
+        max_tokens=_whole(body, "max_output_tokens", 1),
+        top_log_probs=(top or 0) if wants or top else None,
+        stream=bool(body.get("stream")),
+        model=str(body.get("model") or ""),
+    )
+
+
+def _item(item: Mapping[str, Any], name: str, answer: dict[str, Any]) -> Message | None:
+    """The message of an input item; parts of an answer, which are items of their own, are added to ``answer``."""
+    kind = item.get("type") or "message"
+    if kind == "message":
+        role = _role(item, name, ("system", "developer", "user", "assistant"))
+        content = tuple(_parts(item.get("content"), f"{name}.content"))
+        if role != "assistant":
+            return Message(role, content)
+        answer.setdefault("content", []).extend(content)
+    elif kind == "reasoning":
+        texts = [*(item.get("content") or ()), *(() if item.get("content") else item.get("summary") or ())]
+        answer.setdefault("thoughts", []).extend(str(_mapping(each, name).get("text") or "") for each in texts)
+    elif kind == "function_call":
+        call_id = item.get("call_id") or item.get("id")
+        answer.setdefault("calls", []).append(_call(item.get("name"), item.get("arguments"), call_id, name))
+    elif kind == "function_call_output":
+        content = tuple(_parts(item.get("output"), f"{name}.output"))
+        return Message("tool", content, call_id=str(item.get("call_id") or ""))
+    else:
+        raise Refused(f"{name}.type: items of the type {kind!r} are not supported", f"{name}.type")
+    if found := _ITEM.fullmatch(str(item.get("id") or "")):
+        answer["id"] = found[1]
+    answer.setdefault("content", [])
+    return None
+
+
+def _joined(answer: Mapping[str, Any]) -> list[Message]:
+    """The parts of an answer as one message."""
+    if not answer:
+        return []
+    thoughts = "".join(answer.get("thoughts", ()))
+    content, calls = tuple(answer["content"]), tuple(answer.get("calls", ()))
+    return [Message("assistant", content, calls, thoughts=thoughts, reply_id=answer.get("id", ""))]
+
+
+def read_messages(body: Mapping[str, Any]) -> Ask:
+    """A body of Anthropic's /v1/messages. Raises `Refused`."""
+    _check_fields(body, _MESSAGES)
+    system = tuple(_parts(body.get("system"), "system"))
+    messages = [Message("system", system)] if system else []
+    for place, each in enumerate(_list(body, "messages")):
+        name = f"messages[{place}]"
+        message = _mapping(each, name)
+        role = _role(message, name, ("system", "user", "assistant"))
+        content = message.get("content")
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
+        messages += _block_messages(role, blocks, f"{name}.content")
+    tools = tuple(_anthropic_tool(each, f"tools[{place}]") for place, each in enumerate(body.get("tools") or ()))
+    choice = _mapping(body.get("tool_choice") or {"type": "auto"}, "tool_choice")
+    kinds: dict[Any, Any] = {"auto": "auto", "any": "required", "none": "none", "tool": {"name": choice.get("name")}}
+    if choice.get("type") not in kinds:
+        raise Refused(f"tool_choice.type: {choice.get('type')!r} is not one of {', '.join(kinds)}", "tool_choice.type")
+    return Ask(
+        results_in_order(messages),
+        tools,
+        _choice(kinds[choice["type"]], tools),
+        not choice.get("disable_parallel_tool_use"),
+        max_tokens=_whole(body, "max_tokens", 1),
+        stop=_stop(body, "stop_sequences"),
+        stream=bool(body.get("stream")),
+        model=str(body.get("model") or ""),
+    )
+
+
+def _block_messages(role: Any, blocks: Sequence[Any], name: str) -> list[Message]:
+    """The messages of a message's blocks: results of tools are messages of their own."""
+    found: list[Message] = []
+    content: list[Part] = []
+    calls, thoughts, reply_id = list[Call](), list[str](), ""
+    for place, each in enumerate(blocks):
+        field = f"{name}[{place}]"
+        block = _mapping(each, field)
+        kind = block.get("type")
+        if kind == "tool_result":
+            if content:
+                found.append(Message(role, tuple(content)))
+                content = []
+            result = tuple(_parts(block.get("content"), f"{field}.content"))
+            found.append(Message("tool", result, call_id=str(block.get("tool_use_id") or "")))
+        elif kind == "tool_use":
+            calls.append(_call(block.get("name"), block.get("input") or {}, block.get("id"), field))
+        elif kind == "thinking":
+            thoughts.append(str(block.get("thinking") or ""))
+            reply_id = str(block.get("signature") or "")
+        elif kind != "redacted_thinking":
+            content += _parts([block], field)
+    if content or calls or not found:
+        message = Message(role, tuple(content), tuple(calls), thoughts="".join(thoughts), reply_id=reply_id)
+        found.append(message)
+    return found
+
+
+def _parts(content: Any, field: str) -> Iterator[Part]:
+    """Texts and pictures of a message's content, in any of the wires' forms."""
+    if content is None or content == "":
+        return
+    if isinstance(content, str):
+        yield content
+        return
+    if not isinstance(content, Sequence):
+        raise Refused(f"{field}: content is a text or a list of parts, not {type(content).__name__}", field)
+    for place, each in enumerate(content):
+        name = f"{field}[{place}]"
+        if isinstance(each, str):
+            yield each
+            continue
+        part = _mapping(each, name)
+        read = _PARTS.get(str(part.get("type")))
+        if read is None:
+            raise Refused(f"{name}.type: parts of the type {part.get('type')!r} are not supported", f"{name}.type")
+        found = read(part, name)
+        if found != "":
+            yield found
+
+
+def _text_of(part: Mapping[str, Any], field: str) -> Part:
+    return str(part.get("text") or part.get("refusal") or "")
+
+
+def _picture_of_url(part: Mapping[str, Any], field: str) -> Part:
+    url = part.get("image_url")
+    return Picture.of_uri(url.get("url") if isinstance(url, Mapping) else url, f"{field}.image_url")
+
+
+def _picture_of_source(part: Mapping[str, Any], field: str) -> Part:
+    source = _mapping(part.get("source"), f"{field}.source")
+    if source.get("type") != "base64":
+        raise Refused(f"{field}.source.type: pictures come as base64, nothing is fetched", f"{field}.source.type")
+    return Picture.of_uri(f"data:{source.get('media_type')};base64,{source.get('data')}", f"{field}.source.data")
+
+
+_PARTS: dict[str, Callable[[Mapping[str, Any], str], Part]] = {
+    **dict.fromkeys(("text", "input_text", "output_text", "refusal"), _text_of),
+    **dict.fromkeys(("image_url", "input_image"), _picture_of_url),
+    "image": _picture_of_source,
+}
+
+
+def _call(name: Any, arguments: Any, call_id: Any, field: str) -> Call:
+    if not isinstance(name, str) or not name:
+        raise Refused(f"{field}: a call has no name", field)
+    return Call(name, canonical("" if arguments is None else arguments), str(call_id or ""))
+
+
+def _tool(tool: Any, field: str, inside: str | None) -> dict[str, Any]:
+    """A tool in the form of chat/completions, which chat templates take."""
+    given = _mapping(tool, field)
+    if given.get("type", "function") != "function":
+        raise Refused(f"{field}.type: tools of the type {given['type']!r} are not supported", f"{field}.type")
+    function = _mapping(given.get(inside), f"{field}.{inside}") if inside else given
+    if not isinstance(function.get("name"), str):
+        raise Refused(f"{field}: the tool has no name", field)
+    kept = {name: function[name] for name in ("name", "description", "parameters") if function.get(name) is not None}
+    return {"type": "function", "function": kept}
+
+
+def _anthropic_tool(tool: Any, field: str) -> dict[str, Any]:
+    given = _mapping(tool, field)
+    if given.get("type") not in (None, "custom"):
+        raise Refused(f"{field}.type: tools of the type {given['type']!r} are not supported", f"{field}.type")
+    function = {
+        "name": given.get("name"),
+        "description": given.get("description"),
+        "parameters": given.get("input_schema"),
+    }
+    return _tool(function, field, None)
+
+
+def _choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
+    """``tool_choice`` as in `Ask`."""
+    if isinstance(choice, Mapping):
+        choice = {"name": (choice.get("function") or choice).get("name")}
+        name = choice["name"]
+        if name not in [tool["function"]["name"] for tool in tools]:
+            raise Refused(f"tool_choice: there is no tool {name!r}", "tool_choice")
+        return str(name)
+    if choice not in (None, "auto", "none", "required"):
+        raise Refused(f"tool_choice: {choice!r} is not auto, none, required or a tool", "tool_choice")
+    if choice == "required" and not tools:
+        raise Refused("tool_choice: 'required' needs tools", "tool_choice")
+    return choice or "auto"
+
+
+def _check_fields(body: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Raises `Refused` for a field that is set and means something that is not supported."""
+    for name, value in body.items():
+        if name in known or not value or value == _PLAIN.get(name):
+            continue
+        if name == "text" and isinstance(value, Mapping) and value.get("format") in (None, _TEXT):
+            continue
+        raise Refused(f"{name}: {_ADVICE.get(name, 'this field is not supported')}", name, "unsupported_parameter")
+
+
+def _whole(body: Mapping[str, Any], name: str, least: int | None = None, most: int | None = None) -> int | None:
+    value = body.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise Refused(f"{name}: {value!r} is not a whole number", name)
+    if (least is not None and value < least) or (most is not None and value > most):
+        bounds = f"at least {least}" + ("" if most is None else f" and at most {most}")
+        raise Refused(f"{name}: {value} must be {bounds}", name)
+    return value
+
+
+def _stop(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    value = body.get(name) or ()
+    texts = (value,) if isinstance(value, str) else tuple(value)
+    if not all(isinstance(text, str) and text for text in texts):
+        raise Refused(f"{name}: must be texts that are not empty", name)
+    return texts
+
+
+def _list(body: Mapping[str, Any], name: str) -> list[Any]:
+    value = body.get(name)
+    if not isinstance(value, list) or not value:
+        raise Refused(f"{name}: must be a list that is not empty", name)
+    return value
+
+
+def _mapping(value: Any, field: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise Refused(f"{field}: must be an object, not {type(value).__name__}", field)
+    return value
+
+
+def _role(message: Mapping[str, Any], field: str, known: Sequence[str]) -> Any:
+    role = message.get("role")
+    if role not in known:
+        raise Refused(f"{field}.role: {role!r} is not one of {', '.join(known)}", f"{field}.role")
+    return "system" if role == "developer" else role

@@ -1,0 +1,293 @@
+"""Rewards of agents, and agents that fail: each fault ends its episode with a named reason, and never the run."""
+
+import asyncio
+import re
+import sys
+import time
+
+import numpy as np
+import pytest
+from openai import OpenAI
+
+from dataproto.errors import InvalidConfig, NonFiniteLogits
+from helpers.agents import ScriptedEngine, run, starts, tool_renderer
+from helpers.episodes import picture
+from rollout.agents import CommandAgent
+from rollout.agents.agent_loop import run_agents
+from rollout.engine import Completion, SamplingParams
+from rollout.environments import EpisodeLimits
+from rollout.environments.episodes.episode_rows import episode_columns
+
+
+@pytest.fixture(scope="module")
+def renderer():
+    return tool_renderer()
+
+
+def ask(task, text="Go.", **options):
+    """One request by a plain client, which opens and closes its connection."""
+    with OpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0) as client:
+        messages = [{"role": "user", "content": text}]
+        return client.chat.completions.create(model=task.model, messages=messages, **options)
+
+
+def raises(task):
+    ask(task)
+    raise KeyError("no map")
+
+
+def leaves(task):
+    ask(task)
+    sys.exit(3)
+
+
+async def leaves_the_loop(task):
+    await asyncio.to_thread(ask, task)
+    sys.exit(3)
+
+
+async def hangs(task):
+    await asyncio.to_thread(ask, task)
+    await asyncio.sleep(1000)
+
+
+def hangs_in_its_thread(task):
+    ask(task)
+    time.sleep(3)
+
+
+def never_calls(task):
+    return 1.0
+
+
+def rewards_nothing_yet(task):
+    task.reward(1.0)
+    ask(task)
+
+
+def returns_text(task):
+    ask(task)
+    return "1.0"
+
+
+def returns_nan(task):
+    ask(task)
+    return {"score": float("nan")}
+
+
+def floods(task):
+    for number in range(100):
+        ask(task, str(number))
+
+
+@pytest.mark.parametrize(
+    ("agent", "reason", "message"),
+    [
+        (raises, "error", "the agent raised KeyError: .*no map"),
+        (leaves, "error", "the agent raised SystemExit: 3"),
+        (leaves_the_loop, "error", "SystemExit: 3"),
+        (hangs, "timeout", "more than 1 seconds between its requests"),
+        (hangs_in_its_thread, "timeout", "more than 1 seconds between its requests"),
+        (never_calls, "invalid", "returned before a request of it was answered"),
+        (rewards_nothing_yet, "invalid", "a reward before a request was answered"),
+        (returns_text, "invalid", "the reward '1.0', not a finite number"),
+        (returns_nan, "invalid", "the reward nan, not a finite number"),
+        (floods, "turns", ""),
+    ],
+)
+def test_a_fault_ends_its_episode_with_a_named_reason(renderer, agent, reason, message):
+    limits = EpisodeLimits(turns=4, seconds=1.0)
+    (episode,) = run(renderer, ScriptedEngine(renderer, "ok"), agent, limits=limits)
+    assert episode.ended == reason
+    assert re.search(message, episode.message)
+    if agent is floods:
+        assert len(episode.turns) == 4
+
+
+def test_faults_end_no_other_episode(renderer):
+    async def agent(task):
+        await asyncio.to_thread(ask, task)
+        if task.row["number"] == 1:
+            raise ValueError("mine")
+        return float(task.row["number"])
+
+    all_starts = [each for number in range(3) for each in starts(1)]
+    for number, each in enumerate(all_starts):
+        object.__setattr__(each, "row", {**each.row, "number": number})
+    limits = EpisodeLimits(turns=4, seconds=20)
+    engine = ScriptedEngine(renderer, "ok")
+    episodes = run_agents(engine, renderer, all_starts, agent, SamplingParams(max_tokens=20), limits)
+    assert [episode.ended for episode in episodes] == ["done", "error", "done"]
+    assert [sum(turn.reward for turn in episode.turns) for episode in episodes] == [0.0, 0.0, 2.0]
+
+
+def test_a_wall_clock_ends_an_episode_while_it_is_decoded(renderer):
+    class Never(ScriptedEngine):
+        def poll(self):
+            time.sleep(0.01)
+            return []
+
+    limits = EpisodeLimits(turns=4, seconds=5, wall_clock=0.5)
+    (episode,) = run(renderer, Never(renderer, "ok"), raises, limits=limits)
+    assert (episode.ended, episode.turns, episode.rows) == ("clock", [], [])
+
+
+def test_an_agent_may_go_on_after_a_limit_of_tokens_with_a_shorter_history(renderer):
+    codes = []
+
+    def agent(task):
+        with OpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0) as client:
+            messages = [{"role": "user", "content": "Go."}]
+            for _ in range(3):
+                try:
+                    reply = client.chat.completions.create(model="m", messages=messages)
+                    messages += [{"role": "assistant", "content": reply.choices[0].message.content}]
+                    messages += [{"role": "user", "content": "on " * 20}]
+                except Exception as error:
+                    codes.append(error.code)
+                    messages = [{"role": "user", "content": "Shortened."}]
+        return 1.0
+
+    (episode,) = run(renderer, ScriptedEngine(renderer, "ok"), agent, limits=EpisodeLimits(turns=8, tokens=50))
+    assert codes == ["context_length_exceeded"]
+    assert (episode.ended, episode.new_rows, len(episode.turns)) == ("done", ["", "conversation"], 2)
+
+
+def test_a_full_context_that_an_agent_does_not_know_ends_its_episode_as_cut(renderer):
+    def agent(task):
+        ask(task)
+        ask(task, "long " * 100)
+
+    (episode,) = run(renderer, ScriptedEngine(renderer, "ok", most=200), agent)
+    assert (episode.ended, len(episode.turns)) == ("tokens", 1)
+
+
+def test_a_request_after_the_end_is_refused(renderer):
+    late = []
+
+    def agent(task):
+        ask(task)
+        late.append(task)
+        return 1.0
+
+    async def second(task):
+        for _ in range(200):
+            if late:
+                break
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        with pytest.raises(Exception, match="episode of this key is over"):
+            await asyncio.to_thread(ask, late[0])
+        await asyncio.to_thread(ask, task)
+        return 2.0
+
+    def either(task):
+        return agent(task) if task.row["number"] == 0 else asyncio.run(second(task))
+
+    both = starts(2)
+    for number, each in enumerate(both):
+        object.__setattr__(each, "row", {**each.row, "number": number})
+    limits = EpisodeLimits(turns=4, seconds=20)
+    episodes = run_agents(ScriptedEngine(renderer, "ok"), renderer, both, either, SamplingParams(max_tokens=20), limits)
+    assert [(episode.ended, len(episode.turns)) for episode in episodes] == [("done", 1), ("done", 1)]
+
+
+def test_rewards_of_turns_and_of_the_end_add_up(renderer):
+    def agent(task):
+        for number in range(3):
+            ask(task, f"turn {number}")
+            task.reward(number)
+        return {"score": 10, "acc": True}
+
+    (episode,) = run(renderer, ScriptedEngine(renderer, "ok"), agent)
+    assert [turn.reward for turn in episode.turns] == [0.0, 1.0, 12.0]
+    assert episode.info == {"acc": True}
+
+
+def test_the_task_tells_messages_with_pictures_tools_and_the_row(renderer):
+    tasks = []
+
+    def agent(task):
+        tasks.append(task)
+        ask(task)
+
+    content = [{"type": "image", "image": picture(16, 16)}, {"type": "text", "text": "Which?"}]
+    run(renderer, ScriptedEngine(renderer, "ok"), agent, messages=[{"role": "user", "content": content}])
+    shown, text = tasks[0].messages[0]["content"]
+    assert shown["image_url"]["url"].startswith("data:image/png;base64,")
+    assert text == {"type": "text", "text": "Which?"}
+    assert tasks[0].seed == 7
+    assert len(tasks[0].api_key) > 30
+
+
+def test_an_engine_that_fails_ends_the_run(renderer):
+    class Broken(ScriptedEngine):
+        def poll(self):
+            return [Completion(number, [], [], "error", error=NonFiniteLogits("broken")) for number in self.waiting]
+
+    with pytest.raises(NonFiniteLogits, match="broken"):
+        run(renderer, Broken(renderer, "ok"), raises)
+
+
+def test_last_pictures_are_the_agents_own_choice(renderer):
+    with pytest.raises(InvalidConfig, match="keeps its own history"):
+        run(renderer, ScriptedEngine(renderer, "ok"), raises, limits=EpisodeLimits(turns=2, last_pictures=1))
+
+
+COMMAND = """
+import json, os, sys
+from urllib.request import Request, urlopen
+task = json.load(sys.stdin)
+body = json.dumps({"model": os.environ["MODEL"], "messages": task["messages"]}).encode()
+headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"}
+reply = json.load(urlopen(Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)))
+assert os.environ["ANTHROPIC_BASE_URL"] + "/v1" == os.environ["OPENAI_BASE_URL"]
+print("said", reply["choices"][0]["message"]["content"])
+print(json.dumps({"score": 2.5, "acc": 1}))
+"""
+
+
+@pytest.mark.slow
+def test_an_agent_can_be_a_command(renderer, tmp_path):
+    (tmp_path / "agent.py").write_text(COMMAND)
+    engine = ScriptedEngine(renderer, "ok")
+    (episode,) = run(renderer, engine, CommandAgent(f"{sys.executable} {tmp_path / 'agent.py'}"))
+    assert (episode.ended, episode.message) == ("done", "")
+    assert (episode.turns[0].reward, episode.info) == (2.5, {"acc": 1})
+    (tmp_path / "agent.py").write_text("import sys; sys.exit('no task')")
+    (episode,) = run(renderer, engine, CommandAgent(f"{sys.executable} {tmp_path / 'agent.py'}"))
+    assert episode.ended == "error"
+    assert "status 1: no task" in episode.message
+    (tmp_path / "agent.py").write_text("x = bytearray(1 << 31)")
+    (episode,) = run(renderer, engine, CommandAgent(f"{sys.executable} {tmp_path / 'agent.py'}", memory_gib=0.5))
+    assert "MemoryError" in episode.message
+
+
+def test_rows_of_several_conversations_hold_each_turn_once(renderer):
+    """A sub-agent and a compaction: three rows, whose masks are 1 on what was sampled in them only."""
+
+    def agent(task):
+        with OpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0) as client:
+
+            def say(messages):
+                reply = client.chat.completions.create(model="m", messages=messages).choices[0].message.content
+                return [*messages, {"role": "assistant", "content": reply}, {"role": "user", "content": "on"}]
+
+            talk = say(say([{"role": "user", "content": "one"}]))
+            say([{"role": "system", "content": "You help."}, {"role": "user", "content": "two"}])
+            say([{"role": "user", "content": "one, summed up"}, *talk[-2:]])
+        return 1.0
+
+    engine = ScriptedEngine(renderer, "a", "bb", "ccc", "dddd")
+    episodes = run(renderer, engine, agent)
+    assert episodes[0].new_rows == ["", "conversation", "history"]
+    builder = renderer.builder
+    prompts = builder([{"prompt": "Which colour is it?", "uid": "u"}])
+    data = episode_columns(prompts, episodes, renderer, 100)
+    assert len(data) == 3
+    sampled = [row[mask.bool()].tolist() for row, mask in zip(data["responses"], data["response_mask"])]
+    done = [each.token_ids for each in engine.done]
+    assert sampled == [[*done[0], *done[1]], done[2], done[3]]
+    assert set(data["trajectory"]) == {"u/0"}
+    assert [float(rewards.sum()) for rewards in data["token_level_rewards"]] == [0, 0, 1]
+    assert np.unique(data["turns"]).tolist() == [4]
