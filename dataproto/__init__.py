@@ -18,12 +18,10 @@ if TYPE_CHECKING:
         collate_fn,
         fold_batch_dim,
         pad_dataproto_to_divisor,
-        pad_inert,
         unfold_batch_dim,
         union_numpy_dict,
         union_tensor_dict,
         unpad_dataproto,
-        unpad_inert,
     )
     from dataproto.ragged import RaggedTensor
     from dataproto.serialization.wire import BlobStore, shared_blobs
@@ -46,7 +44,6 @@ __all__ = [
     "object_array",
     "pack_rows",
     "pad_dataproto_to_divisor",
-    "pad_inert",
     "require",
     "shared_blobs",
     "split_by_tokens",
@@ -55,7 +52,6 @@ __all__ = [
     "union_tensor_dict",
     "unpack_cells",
     "unpad_dataproto",
-    "unpad_inert",
 ]
 
 __getattr__ = lazy_names(

@@ -56,7 +56,6 @@ class Column:
 
     Args:
         shape: dimension letters; ``|`` separates alternatives.
-        inert: the value of a column of objects in inert rows (see ``pad_inert``); ``None``: any value.
     """
 
     name: str
@@ -65,7 +64,6 @@ class Column:
     written_by: str
     read_by: str
     meaning: str
-    inert: Any = None
 
     @property
     def shapes(self) -> list[list[str]]:
@@ -81,10 +79,6 @@ class Column:
         """
         return " or ".join(f"({', '.join(letters)}{',' * (len(letters) == 1)})" for letters in self.shapes)
 
-    def inert_row(self, row: int) -> Any:
-        """A new inert object for the ``row``-th inert row. Strings get a number, so that no two rows share a ``uid``."""
-        return f"{self.inert}-{row}" if isinstance(self.inert, str) else type(self.inert)(self.inert)
-
 
 MEDIA_INPUTS, IMAGE_KEYS = "multi_modal_inputs", "image_keys"
 PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS = "prompt_routed_experts", "routed_experts"
@@ -97,8 +91,8 @@ def _floats(name: str, written_by: str, read_by: str, meaning: str) -> Column:
     return Column(name, "float32", "B R", written_by, read_by, meaning)
 
 
-def _objects(name: str, written_by: str, read_by: str, meaning: str, inert: Any = None) -> Column:
-    return Column(name, "object", "B", written_by, read_by, meaning, inert)
+def _objects(name: str, written_by: str, read_by: str, meaning: str) -> Column:
+    return Column(name, "object", "B", written_by, read_by, meaning)
 
 
 COLUMNS: dict[str, Column] = {
@@ -203,32 +197,28 @@ COLUMNS: dict[str, Column] = {
             f"{_DATA}, or the recipe",
             "engine, advantages, actor",
             "one for each occurrence of a prompt, shared by its samples",
-            "inert",
         ),
-        _objects("raw_prompt_ids", _DATA, "engine", "list[int], one placeholder an image", []),
+        _objects("raw_prompt_ids", _DATA, "engine", "list[int], one placeholder an image"),
         _objects(
             "prompt_log_probs",
             _ENGINE,
             "the caller",
             "list[float] on request, one a prompt token; NaN for the first and for media",
-            [],
         ),
-        _objects("top_log_probs", _ENGINE, "the caller", "list of (token, log-prob) a response token, on request", []),
-        _objects("top_prompt_log_probs", _ENGINE, "the caller", "the same for the tokens of the prompt", []),
-        _objects("multi_modal_data", _DATA, "engine", '{"image": [PIL], "video": [(frames, metadata)]}', {}),
+        _objects("top_log_probs", _ENGINE, "the caller", "list of (token, log-prob) a response token, on request"),
+        _objects("top_prompt_log_probs", _ENGINE, "the caller", "the same for the tokens of the prompt"),
+        _objects("multi_modal_data", _DATA, "engine", '{"image": [PIL], "video": [(frames, metadata)]}'),
         _objects(
             MEDIA_INPUTS,
             _DATA,
             "actor, reference, critic",
             "pixel values and grids; of an episode a tuple of them, one for each turn that shows media",
-            {},
         ),
         _objects(
             IMAGE_KEYS,
             _DATA,
             _PLAY,
             "(digest, lengths) of each image's inputs, which episodes reuse; remove it if you change multi_modal_inputs",
-            [],
         ),
         _objects("raw_prompt", "the data set", "reports, agent loops", "chat messages"),
         _objects("data_source", "the data set", "rewards, reports", "where the row comes from"),

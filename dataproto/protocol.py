@@ -42,7 +42,7 @@ from dataproto._verl import (
     serialize_tensordict,
 )
 from dataproto.column_ops import Column, concat_meta_info, union_meta_info, union_numpy_dict, union_tensor_dict
-from dataproto.columns import COLUMNS, missing_message
+from dataproto.columns import missing_message
 from dataproto.distributed import gathered_fields
 from dataproto.errors import (
     ColumnConflict,
@@ -62,7 +62,6 @@ from dataproto.tensordict_utils import (
     as_row,
     as_slice,
     get_tensordict,
-    object_array,
     stack_objects,
 )
 
@@ -79,14 +78,12 @@ __all__ = [
     "deserialize_tensordict",
     "fold_batch_dim",
     "pad_dataproto_to_divisor",
-    "pad_inert",
     "serialize_single_tensor",
     "serialize_tensordict",
     "unfold_batch_dim",
     "union_numpy_dict",
     "union_tensor_dict",
     "unpad_dataproto",
-    "unpad_inert",
 ]
 
 logger = logging.getLogger(__name__)
@@ -884,46 +881,6 @@ def unpad_dataproto(data: Batch, pad_size: int) -> Batch:
     if not 0 <= pad_size <= len(data):
         raise InvalidIndex(f"cannot take {pad_size} rows off a batch of {len(data)} rows")
     return data if pad_size == 0 else data.slice(0, len(data) - pad_size)
-
-
-def pad_inert(data: Batch, rows: int) -> Batch:
-    """Adds ``rows`` inert rows at the end: all masks are 0, and there are no media, so that they change no result.
-
-    Tensors and numbers are 0 there, strings and ragged rows empty. Columns of objects hold the inert value of ``columns.py``
-    (no media, no prompt tokens, a ``uid`` that no other row has). Other columns of objects repeat the last row, so that code
-    that relies on the form of the objects works. :func:`unpad_inert` removes the rows.
-
-    Raises:
-        InvalidIndex: ``rows`` is negative.
-
-    >>> data = DataProto.from_dict({"response_mask": torch.ones(1, 2)}, {"multi_modal_inputs": [{"pixel_values": 1}]})
-    >>> pad_inert(data, 1)["response_mask"].tolist(), pad_inert(data, 1)["multi_modal_inputs"].tolist()
-    ([[1.0, 1.0], [0.0, 0.0]], [{'pixel_values': 1}, {}])
-    """
-    if rows < 0:
-        raise InvalidIndex(f"cannot add {rows} rows")
-    if rows == 0:
-        return data
-    return data._map(
-        len(data) + rows, lambda name, column: columnwise.concat([column, _inert(name, column, rows)], name)
-    )
-
-
-def unpad_inert(data: Batch, rows: int) -> Batch:
-    """Removes the last ``rows`` rows, which :func:`pad_inert` added; returns ``data`` itself for 0."""
-    return unpad_dataproto(data, rows)
-
-
-def _inert(name: str, column: Column, rows: int) -> Column:
-    if isinstance(column, RaggedTensor):
-        return RaggedTensor.windows(column.storage, [0] * rows, [0] * rows)
-    if not isinstance(column, np.ndarray):
-        return column.new_zeros((rows, *column.shape[1:]))
-    if column.dtype != object:
-        return np.zeros((rows, *column.shape[1:]), dtype=column.dtype)
-    if name in COLUMNS and COLUMNS[name].inert is not None:
-        return object_array([COLUMNS[name].inert_row(row) for row in range(rows)])
-    return np.repeat(column[-1:], rows, axis=0) if len(column) else object_array([None] * rows)
 
 
 def fold_batch_dim(data: Batch, new_batch_size: int) -> Batch:

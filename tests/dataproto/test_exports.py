@@ -8,9 +8,9 @@ def test_the_package_exports_exactly_this() -> None:
     assert sorted(dataproto.__all__) == [
         *("BlobStore", "COLUMNS", "DataProto", "DataProtoConfig", "DataProtoItem", "RaggedTensor", "all_gather"),
         *("all_gather_data_proto", "balance", "collate_fn", "collate_supervised", "first_fit_decreasing"),
-        *("fold_batch_dim", "object_array", "pack_rows", "pad_dataproto_to_divisor", "pad_inert", "require"),
+        *("fold_batch_dim", "object_array", "pack_rows", "pad_dataproto_to_divisor", "require"),
         *("shared_blobs", "split_by_tokens", "unfold_batch_dim", "union_numpy_dict", "union_tensor_dict"),
-        *("unpack_cells", "unpad_dataproto", "unpad_inert"),
+        *("unpack_cells", "unpad_dataproto"),
     ]
     assert all(hasattr(dataproto, name) for name in dataproto.__all__)
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dataproto import DataProto, pad_dataproto_to_divisor, pad_inert, unpad_dataproto, unpad_inert
+from dataproto import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from dataproto.errors import IndivisibleBatch, InvalidIndex
 
 
@@ -49,7 +49,6 @@ def test_nothing_to_add_or_take_is_the_batch_itself() -> None:
     data = batch()
     assert pad_dataproto_to_divisor(data, 3) == (data, 0)
     assert unpad_dataproto(data, 0) is data
-    assert pad_inert(data, 0) is data
 
 
 def test_an_empty_batch_stays_empty(caplog: pytest.LogCaptureFixture) -> None:
@@ -64,41 +63,3 @@ def test_impossible_numbers_are_refused() -> None:
     for rows in (-1, 4):
         with pytest.raises(InvalidIndex, match="off a batch of 3 rows"):
             unpad_dataproto(batch(), rows)
-    with pytest.raises(InvalidIndex):
-        pad_inert(batch(), -1)
-
-
-def test_inert_rows_change_nothing() -> None:
-    padded = pad_inert(batch(), 2)
-    assert len(padded) == 5
-    for name in ("input_ids", "attention_mask", "response_mask", "advantages", "length"):
-        assert not padded[name][3:].any()
-        assert (padded[name][:3] == batch()[name]).all()
-    assert padded["multi_modal_data"][3:].tolist() == padded["multi_modal_inputs"][3:].tolist() == [{}, {}]
-    assert padded["raw_prompt_ids"][3:].tolist() == [[], []]
-    assert len(set(padded["uid"])) == 5
-    assert padded["reward_model"][4] == {"style": "rule", "ground_truth": "2"}
-    total = (padded["advantages"] * padded["response_mask"]).sum() / padded["response_mask"].sum()
-    assert total == 2.0
-
-
-def test_inert_rows_share_no_objects() -> None:
-    padded = pad_inert(batch(), 2)
-    padded["multi_modal_data"][3]["image"] = []
-    assert padded["multi_modal_data"][4] == {}
-    assert pad_inert(batch(), 1)["multi_modal_data"][3] == {}
-
-
-def test_inert_rows_come_off_again() -> None:
-    data = batch()
-    back = unpad_inert(pad_inert(data, 4), 4)
-    assert back["uid"].tolist() == data["uid"].tolist()
-    assert torch.equal(back["input_ids"], data["input_ids"])
-    assert all(one is other for one, other in zip(back["multi_modal_data"], data["multi_modal_data"]))
-
-
-def test_an_empty_batch_can_be_filled_with_inert_rows() -> None:
-    padded = pad_inert(batch()[:0], 2)
-    assert padded["input_ids"].tolist() == [[0, 0], [0, 0]]
-    assert padded["multi_modal_inputs"].tolist() == [{}, {}]
-    assert padded["reward_model"].tolist() == [None, None]

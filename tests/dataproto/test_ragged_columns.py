@@ -15,10 +15,8 @@ from dataproto import (
     collate_fn,
     fold_batch_dim,
     pad_dataproto_to_divisor,
-    pad_inert,
     unfold_batch_dim,
     unpad_dataproto,
-    unpad_inert,
 )
 from dataproto.errors import ColumnConflict, IndivisibleBatch, InvalidColumn, InvalidIndex, RowCountMismatch
 
@@ -84,7 +82,6 @@ VERBS: dict[str, tuple[Callable[[DataProto], DataProto], list[int]]] = {
     "padding": (padded, [0, 1, 2, 3, 0, 0]),
     "pad": (lambda data: pad_dataproto_to_divisor(data, 3)[0], [0, 1, 2, 3, 0, 1]),
     "unpad": (lambda data: unpad_dataproto(*pad_dataproto_to_divisor(data, 3)), [0, 1, 2, 3]),
-    "pad_inert": (lambda data: unpad_inert(pad_inert(data, 2), 2), [0, 1, 2, 3]),
     "to": (lambda data: data.to("cpu"), [0, 1, 2, 3]),
     "pickle": (lambda data: pickle.loads(pickle.dumps(data)), [0, 1, 2, 3]),
     "pickle rows": (lambda data: pickle.loads(pickle.dumps(data[[2, 2]], protocol=5)), [2, 2]),
@@ -171,14 +168,6 @@ def test_concat_wants_the_same_kind() -> None:
         wrong["r"] = other
         with pytest.raises(ColumnConflict, match="'r'"):
             DataProto.concat([data, wrong])
-
-
-def test_inert_rows_are_empty() -> None:
-    data = batch()
-    inert = pad_inert(data, 2)
-    assert [row.tolist() for row in inert["r"]] == [*ROWS, [], []]
-    assert inert["r"].storage is data["r"].storage
-    assert [row.tolist() for row in pad_inert(batch()[:0], 1)["r"]] == [[]]
 
 
 def test_splitting_rows() -> None:

@@ -45,7 +45,7 @@ def micro_batches(
 ) -> list[MicroBatch]:
     """Parts of at most ``token_budget`` packed tokens, a shared prompt counted once; the same number of parts on every rank.
 
-    Rows without response tokens (`pad_inert`) are in none of them. Every rank calls it; a rank with fewer rows spreads them
+    Rows without response tokens are in none of them. Every rank calls it; a rank with fewer rows spreads them
     over the same number of parts and, if it has too few, gets inert ones.
     """
     ranks = ranks or Ranks()
