@@ -43,7 +43,7 @@ from geo3k_step import OF_DRAWN_LENGTHS, Steps, rest_of, rows  # noqa: E402
 from dataproto import DataProto  # noqa: E402
 from recipes.configs.shared.carrying_config import CarryingConfig  # noqa: E402
 from recipes.run.carrying import CarryingRollout, LookAhead  # noqa: E402
-from rollout.carried_samples import BEGUN  # noqa: E402
+from rollout.continuation import BEGUN  # noqa: E402
 from rollout.engine import Completion, FinishReason, Request, SamplingParams, cpu_or_cuda, slots_for  # noqa: E402
 from rollout.prompts import PromptBuilder  # noqa: E402
 from workers.cluster.local import LocalGroup  # noqa: E402

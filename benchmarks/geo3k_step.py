@@ -64,8 +64,8 @@ def rest_of(seed: int, drawn: int, rest: int) -> int:
 
 def vllm_of_drawn_lengths() -> type:
     """The vLLM engine, with responses of sampled lengths."""
-    from rollout.vllm.engine_requests import RunningRequests
-    from rollout.vllm.vllm_engine import VLLMEngine
+    from rollout.vllm.engine import VLLMEngine
+    from rollout.vllm.requests import RunningRequests
 
     class DrawnRequests(RunningRequests):
         def __init__(self, *args: Any) -> None:
@@ -87,7 +87,7 @@ def vllm_of_drawn_lengths() -> type:
 
 def hf_of_drawn_lengths() -> type:
     """The Hugging Face engine, with responses of sampled lengths."""
-    from rollout.hf.hf_engine import HFEngine
+    from rollout.hf.engine import HFEngine
 
     class DrawnLengths(HFEngine):
         def _add(self, request: Any, sampling: Any, *args: Any, **options: Any) -> int:

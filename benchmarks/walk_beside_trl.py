@@ -40,7 +40,7 @@ from recipes.run.run_directory import over_the_run  # noqa: E402
 from recipes.walk import WALK  # noqa: E402
 from rollout.engine import SamplingParams  # noqa: E402
 from rollout.environments import TurnRenderer, play_episodes  # noqa: E402
-from rollout.environments.episodes.episode_rows import episode_starts  # noqa: E402
+from rollout.environments.episode_rows import episode_starts  # noqa: E402
 from rollout.hf import HFEngine  # noqa: E402
 from rollout.prompts import PromptBuilder  # noqa: E402
 

@@ -8,6 +8,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -253,3 +254,14 @@ def _mix(z: np.ndarray) -> np.ndarray:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
+
+
+def completes_stop_text(tokenizer: Any, token_ids: Sequence[int], stop: Sequence[str]) -> bool:
+    """Whether the last token of a response completes one of the texts, if no token before it did.
+
+    Texts of special tokens count. A token has at least one byte of text, so a few more tokens than the longest text has bytes are
+    decoded.
+    """
+    length = max(len(text.encode()) for text in stop) + 4
+    tail = tokenizer.decode(token_ids[-length:], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return any(text in tail for text in stop)

@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 from dataproto.packing import PackedRows
 from dataproto.transfer import move
 from dataproto_server.engine.trained_adapter import FullWeights, Trainable
-from rollout.adapters import Adapter, AdapterConfig, AdapterRouter, PromptScores, Run, new_adapter
-from rollout.adapters.router import add_head
+from rollout.adapter_layers import AdapterRouter, Run, add_head
+from rollout.adapters import Adapter, AdapterConfig, PromptScores, new_adapter
 from rollout.image_features import ImageFeatures, KeyedImage
 from rollout.pretrained import load_model
 from rollout.prompts import PlacedSequence

@@ -32,9 +32,7 @@ from dataproto_server.engine.passes import OpenPass, open_pass, run_passes
 from dataproto_server.engine.sampling import OpenSample, Samplers, finished, open_sample
 from dataproto_server.engine.trained_adapter import TrainedAdapter, TrainedMatrices, TrainedWeights
 from dataproto_server.refusals import failure_of, server_failure
-from rollout.adapters import Adapter, AdapterConfig
-from rollout.adapters.adapter import unpacked
-from rollout.adapters.adapter_files import write_packed_adapter
+from rollout.adapters import Adapter, AdapterConfig, unpacked, write_packed_adapter
 from workers.model.model_config import AdamParams
 
 log = logging.getLogger("dataproto.serve.engine")

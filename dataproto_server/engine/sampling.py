@@ -16,9 +16,7 @@ from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig, Inv
 from dataproto_server.backend import Array, Sample, SampleRequest, SampleResult, Sampling, TopK
 from dataproto_server.engine.base_model import BaseModel
 from dataproto_server.engine.engine_options import EngineOptions
-from rollout.adapters import Adapter, AdapterRequest, PromptScores, read_adapter
-from rollout.adapters.adapter_files import WEIGHTS_FILE
-from rollout.adapters.adapter_requests import NO_LOG_PROB
+from rollout.adapters import NO_LOG_PROB, WEIGHTS_FILE, Adapter, AdapterRequest, PromptScores, read_adapter
 from rollout.engine import Completion, SamplingParams, TopLogProbs
 from rollout.sampling import derive_seed
 

@@ -17,9 +17,16 @@ from torch.optim.adamw import adamw
 
 from dataproto.errors import CheckpointError, InvalidConfig
 from dataproto.vlm import VLMFamily, family_of
-from rollout.adapters import Adapter, read_adapter, write_adapter
-from rollout.adapters.adapter_files import check_digests, read_tensors, write_digests, write_packed_adapter
-from rollout.adapters.packed_tensors import pack_by_kind, write_packed
+from rollout.adapters import (
+    Adapter,
+    check_digests,
+    read_adapter,
+    read_tensors,
+    write_adapter,
+    write_digests,
+    write_packed_adapter,
+)
+from rollout.packed_tensors import pack_by_kind, write_packed
 from workers.model.model_config import LARGEST_FLOAT32, AdamParams, OptimizerConfig
 from workers.ranks.mesh import Ranks
 from workers.training.optimizer import Moments, Optimizer, clipping, new_moments

@@ -28,10 +28,10 @@ from recipes.run.environment_roles import PlayingRollout
 from recipes.run.loop import Loader
 from recipes.run.metrics import Measure, measure_rollouts
 from recipes.run.phases import StepState
-from rollout.carried_samples import BEGUN
+from rollout.continuation import BEGUN
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits, MakeEnvironment
-from rollout.environments.episodes.held_episodes import EpisodePlan
+from rollout.environments.episode_loop import EpisodePlan
 from rollout.responses import OCCURRENCE, number_occurrences
 from workers import Roles
 from workers.roles.carried_groups import DEALT, FAILED, FINISHED, GROUPS, engine_error

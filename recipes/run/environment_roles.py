@@ -15,7 +15,7 @@ from recipes.algorithms.turn_advantages import uncut_tokens
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits, MakeEnvironment
 from rollout.environments.environment import Failure
-from rollout.environments.episodes.held_episodes import EpisodePlan
+from rollout.environments.episode_loop import EpisodePlan
 from workers import Roles
 
 FAILURES = get_args(Failure)

@@ -19,14 +19,12 @@ from rollout.agents.conversations import AgentTurn, Conversations, Prompts
 from rollout.agents.endpoint import Asked, Endpoint
 from rollout.agents.messages import Refused, Reply, TokenLogProb, read_reply
 from rollout.agents.wire_replies import CONTEXT
-from rollout.carried_samples import Tokens
+from rollout.continuation import Tokens
 from rollout.engine import Completion, RequestEngine, SamplingParams
 from rollout.environments.environment import MAX_REWARD
-from rollout.environments.episodes.episode import Episode, EpisodeLimits, EpisodeStart, Turn
-from rollout.environments.episodes.shown_history import EpisodeRow
-from rollout.environments.episodes.turn_renderer import TurnRenderer
-from rollout.environments.episodes.turn_requests import TurnRequests
-from rollout.prompts.made_images import batch_of, joined
+from rollout.environments.episode import Episode, EpisodeLimits, EpisodeRow, EpisodeStart, Turn, TurnRequests
+from rollout.environments.turn_renderer import TurnRenderer
+from rollout.prompts.image_processing import batch_of, joined
 
 MODEL = "policy"
 """The name of the model on the endpoint; requests may name it otherwise."""

@@ -16,12 +16,10 @@ from torch import Tensor
 
 from dataproto.errors import InvalidPrompt
 from rollout.agents.messages import TEXT_CLIENTS, Ask, Message, Refused, Reply, shown
-from rollout.carried_samples import Tokens
-from rollout.continuation import continued_experts
+from rollout.continuation import Tokens, continued_experts
 from rollout.engine import Request
-from rollout.environments.episodes.episode import EpisodeStart
-from rollout.environments.episodes.turn_renderer import RenderedTurn, TurnRenderer
-from rollout.environments.episodes.turn_requests import TurnRequests
+from rollout.environments.episode import EpisodeStart, TurnRequests
+from rollout.environments.turn_renderer import RenderedTurn, TurnRenderer
 from rollout.prompts.prepared_rows import media_objects
 from rollout.sampling import derive_seed
 

@@ -6,27 +6,31 @@ from dataproto.extras import lazy_names
 
 if TYPE_CHECKING:
     from rollout.environments.environment import Environment, EnvironmentFailed, MakeEnvironment, Observation
-    from rollout.environments.episodes.episode import Episode, EpisodeLimits, EpisodeStart
-    from rollout.environments.episodes.episode_loop import play_episodes
-    from rollout.environments.episodes.turn_renderer import TurnRenderer
-    from rollout.environments.gymnasium_environment import from_gymnasium
+    from rollout.environments.episode import Episode, EpisodeLimits, EpisodeStart
+    from rollout.environments.episode_loop import EpisodePlan, HeldEpisodes, go_on, play_episodes
+    from rollout.environments.episode_rows import episode_columns, episode_starts
+    from rollout.environments.other_libraries import from_gymnasium, from_trl, from_vagen, trl_tools
     from rollout.environments.tool_environment import ToolEnvironment, hermes_calls, with_tools
-    from rollout.environments.trl_environment import from_trl, trl_tools
-    from rollout.environments.vagen_environment import from_vagen
+    from rollout.environments.turn_renderer import TurnRenderer
 
 __all__ = [
     "Environment",
     "EnvironmentFailed",
     "Episode",
     "EpisodeLimits",
+    "EpisodePlan",
     "EpisodeStart",
+    "HeldEpisodes",
     "MakeEnvironment",
     "Observation",
     "ToolEnvironment",
     "TurnRenderer",
+    "episode_columns",
+    "episode_starts",
     "from_gymnasium",
     "from_trl",
     "from_vagen",
+    "go_on",
     "hermes_calls",
     "play_episodes",
     "trl_tools",
@@ -36,11 +40,10 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     ".environment",
-    ".episodes.episode",
-    ".episodes.episode_loop",
-    ".episodes.turn_renderer",
-    ".gymnasium_environment",
+    ".episode",
+    ".episode_loop",
+    ".episode_rows",
+    ".other_libraries",
     ".tool_environment",
-    ".trl_environment",
-    ".vagen_environment",
+    ".turn_renderer",
 )

@@ -5,6 +5,6 @@ from dataproto.extras import require_extra
 require_extra("train", "rollout.hf", "transformers")
 
 from rollout.hf.adapter_engine import AdapterEngine
-from rollout.hf.hf_engine import HFEngine
+from rollout.hf.engine import HFEngine
 
 __all__ = ["AdapterEngine", "HFEngine"]

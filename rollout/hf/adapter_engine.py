@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from dataproto.vlm import MediaSpans
-from rollout.adapters import Adapter, AdapterRequest, AdapterRouter, Run
+from rollout.adapter_layers import AdapterRouter, Run
+from rollout.adapters import Adapter, AdapterRequest
 from rollout.engine import Request, SamplingParams
 from rollout.hf.batch import Batch
 from rollout.hf.decoder import Decoder, Read, Unread
-from rollout.hf.hf_engine import HFEngine
-from rollout.hf.open_requests import OpenRequest
+from rollout.hf.engine import HFEngine
+from rollout.hf.requests import OpenRequest
 from rollout.image_features import ImageFeatures
 
 

@@ -1,5 +1,9 @@
-"""Rows that are decoded together, and their KV cache. Letters: W rows, T tokens of the longest row, H hidden size."""
+"""Rows that are decoded together, and what each layer caches for them: keys and values of every token, or a recurrent state.
 
+Letters: W rows, T tokens of the longest row, H hidden size, or heads in a layer's cache.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,20 +12,75 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from dataproto.transfer import move
-from rollout.hf.kept_prefixes import Prefix
-from rollout.hf.layer_caches import (
-    LayerCache,
-    add_rows,
-    arrange_tokens,
-    can_join,
-    fill_layer,
-    row_cache,
-    select_rows,
-    select_tokens,
-)
-from rollout.hf.open_requests import OpenRequest
+from rollout.hf.requests import LayerCache, OpenRequest, Prefix
+
+
+def is_recurrent(layer: Any) -> bool:
+    """Whether a layer keeps a state instead of keys and values."""
+    return type(layer) is LinearAttentionLayer
+
+
+def can_join(layers: Sequence[Any]) -> bool:
+    """Whether rows can be added to these layers, and kept: each of them caches every token, or a state."""
+    return all(type(layer) in (DynamicLayer, LinearAttentionLayer) for layer in layers)
+
+
+def select_rows(layer: Any, index: Tensor) -> None:
+    """Keeps the rows of ``index`` alone, in its order."""
+    if is_recurrent(layer):
+        layer.conv_states[0], layer.recurrent_states[0] = layer.conv_states[0][index], layer.recurrent_states[0][index]
+    else:
+        layer.batch_select_indices(index)
+
+
+def select_tokens(layer: Any, columns: Tensor) -> None:
+    """Keeps the keys and values of these tokens alone; a state stays."""
+    if not is_recurrent(layer):
+        layer.keys, layer.values = layer.keys[:, :, columns], layer.values[:, :, columns]
+
+
+def arrange_tokens(layer: Any, columns: Tensor) -> None:
+    """Keeps, of each row, the keys and values of its tokens ``columns (W, T')`` alone, in this order."""
+    for name in ("keys", "values"):
+        states = getattr(layer, name)  # (W, H, T, D)
+        setattr(layer, name, states.take_along_dim(columns[:, None, :, None], dim=2))
+
+
+def add_rows(layer: Any, other: Any, length: int) -> None:
+    """Adds the rows of another batch's layer. Keys and values are padded at the left to ``length`` tokens."""
+    if is_recurrent(layer):
+        for mine, others in ((layer.conv_states, other.conv_states), (layer.recurrent_states, other.recurrent_states)):
+            mine[0] = torch.cat([mine[0], others[0]])
+        return
+    for name in ("keys", "values"):
+        setattr(layer, name, torch.cat([lengthened(getattr(each, name), length) for each in (layer, other)]))
+
+
+def row_cache(layer: Any, row: int, columns: Tensor) -> LayerCache:
+    """A copy of what the layer holds for a row, whose tokens are ``columns``."""
+    if is_recurrent(layer):
+        return layer.conv_states[0][row].clone(), layer.recurrent_states[0][row].clone()
+    return layer.keys[row][:, columns], layer.values[row][:, columns]
+
+
+def fill_layer(cache: DynamicCache, number: int, rows: Sequence[LayerCache], length: int) -> None:
+    """Puts what several rows have cached into layer ``number`` of a new cache, padded at the left to ``length`` tokens."""
+    layer: Any = cache.layers[number] if number < len(cache.layers) else None
+    if is_recurrent(layer):
+        inputs, states = (torch.stack([row[part] for row in rows]) for part in (0, 1))
+        layer.update_conv_state(inputs, conv_kernel_size=inputs.shape[-1])
+        layer.update_recurrent_state(states)
+    else:
+        keys, values = (torch.stack([lengthened(row[part], length) for row in rows]) for part in (0, 1))
+        cache.update(keys, values, number)
+
+
+def lengthened(states: Tensor, length: int) -> Tensor:
+    """States ``(..., T, D)`` with padding before them, up to this number of tokens."""
+    return pad(states, (0, 0, length - states.shape[-2], 0))
 
 
 @dataclass(eq=False)
@@ -65,7 +124,7 @@ class Batch:
 
     @property
     def layers(self) -> list[Any]:
-        """The layers of the cache; see `rollout.hf.layer_caches`."""
+        """The layers of the cache; see `rollout.hf.batch`."""
         return self.cache.layers
 
     @property

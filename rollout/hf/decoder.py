@@ -12,15 +12,48 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from dataproto.transfer import move
-from dataproto.vlm import MediaSpans, media_spans
+from dataproto.vlm import MediaSpans, VLMFamily, media_spans
 from dataproto.vlm.costs import attention_window
-from dataproto.vlm.family import VLMFamily
 from rollout.continuation import Media, shown_media
-from rollout.hf.batch import Batch, stack_prefixes
-from rollout.hf.kept_prefixes import Prefix
-from rollout.hf.layer_caches import select_rows
-from rollout.hf.open_requests import OpenRequest
-from rollout.hf.route_recorder import RouteRecorder
+from rollout.engine import expert_dtype
+from rollout.hf.batch import Batch, select_rows, stack_prefixes
+from rollout.hf.requests import OpenRequest, Prefix
+
+
+class RouteRecorder:
+    """Keeps what the routers of a model choose from `begin` to `take`."""
+
+    def __init__(self, model: Any, family: VLMFamily) -> None:
+        text = model.config.get_text_config()
+        self.dtype = expert_dtype(family.expert_count(text))
+        self._chosen: list[Tensor] = []  # (rows * L, k) of each layer, pass after pass
+        routers = family.routers(model)
+        self._layers, self._choices = len(routers), family.experts_per_token(text)
+        for router in routers:
+            router.register_forward_hook(self._record)
+
+    def _record(self, router: Any, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        self._chosen.append(output[2].to(self.dtype))
+
+    def begin(self) -> None:
+        """Forgets what a pass that was interrupted has left."""
+        self._chosen = []
+
+    @property
+    def nothing(self) -> Tensor:
+        """The experts ``(0, M, k)`` of no token."""
+        return torch.zeros(0, self._layers, self._choices, dtype=self.dtype)
+
+    def take(self, rows: int) -> Tensor:
+        """The experts ``(rows, L, M, k)`` of all tokens that the ``rows`` rows have read, on the host.
+
+        A long prompt is read in several forward passes.
+        """
+        chosen, self._chosen = self._chosen, []
+        passes = [
+            torch.stack(chosen[first : first + self._layers], dim=1) for first in range(0, len(chosen), self._layers)
+        ]
+        return torch.cat([each.unflatten(0, (rows, -1)) for each in passes], dim=1).cpu()
 
 
 class Unread(NamedTuple):

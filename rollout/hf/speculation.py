@@ -10,7 +10,7 @@ from torch import Tensor
 from dataproto.transfer import move
 from rollout.drafts import Drafts
 from rollout.hf.batch import Batch
-from rollout.hf.open_requests import OpenRequest
+from rollout.hf.requests import OpenRequest
 
 
 class Speculation:

@@ -13,9 +13,8 @@ require_extra("train", "rollout.prompts", "transformers")
 if TYPE_CHECKING:
     from rollout.pretrained import IMAGE_BACKEND, load_image_processor
     from rollout.prompts.chunk_rendering import ChunkRenderer, PlacedSequence, Resolver, TokenSequence, token_values
-    from rollout.prompts.content_store import ContentStore
     from rollout.prompts.conversations import SupervisedBuilder, TrainingRow
-    from rollout.prompts.image_processing import ProcessedImage
+    from rollout.prompts.image_processing import ContentStore, ProcessedImage
     from rollout.prompts.messages import Turns
     from rollout.prompts.prepared_rows import Prompt, invalid_row, row_digest, row_number
     from rollout.prompts.prompt_builder import PromptBuilder
@@ -44,7 +43,6 @@ __getattr__ = lazy_names(
     __name__,
     "rollout.pretrained",
     ".chunk_rendering",
-    ".content_store",
     ".conversations",
     ".image_processing",
     ".messages",

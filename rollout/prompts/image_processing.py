@@ -1,9 +1,14 @@
-"""Images to the model's inputs, each distinct image once: the image processor and the cache of its results."""
+"""Images to the model's inputs, each distinct image once: the image processor, and what keeps its results.
+
+`ImageCache` keeps inputs by the pixels of an image, `ContentStore` images by the bytes of their files. A prompt batch says in the
+column `IMAGE_KEYS` which images its inputs were made of, so that episodes of a row do not make them again (`made_images`): what
+the process of a loader has made is found by the process that plays.
+"""
 
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,8 +19,10 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from dataproto.columns import IMAGE_KEYS
 from dataproto.errors import InvalidMedia
 from dataproto.vlm.media import MediaLayout
+from rollout.continuation import same_tensors
 
 T = TypeVar("T")
 
@@ -167,3 +174,110 @@ def _copied(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _size(inputs: Mapping[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in inputs.values())
+
+
+Made = dict[bytes, dict[str, Tensor]]
+"""The inputs of images, by `inputs_key`."""
+
+
+def made_images(row: Mapping[str, Any]) -> Made:
+    """The inputs of each image of a row with the columns `IMAGE_KEYS` and ``multi_modal_inputs``.
+
+    Empty for other rows, and for those whose inputs have other lengths by now.
+
+    >>> import torch
+    >>> keys = [(b"a", {"pixel_values": 1}), (b"b", {"pixel_values": 2})]
+    >>> made_images({"image_keys": keys, "multi_modal_inputs": {"pixel_values": torch.tensor([1, 2, 3])}})
+    {b'a': {'pixel_values': tensor([1])}, b'b': {'pixel_values': tensor([2, 3])}}
+    """
+    keys: Sequence[tuple[bytes, dict[str, int]]] = row.get(IMAGE_KEYS) or ()
+    inputs = row.get("multi_modal_inputs") or {}
+    if not isinstance(inputs, Mapping):
+        return {}
+    names = dict.fromkeys(name for _, lengths in keys for name in lengths)
+    total = {name: sum(lengths.get(name, 0) for _, lengths in keys) for name in names}
+    if any(inputs.get(name) is None or len(inputs[name]) != total[name] for name in names):
+        return {}
+    if len(keys) == 1:  # the tensors themselves, which rows share
+        return {keys[0][0]: {name: inputs[name] for name in names}}
+    made: Made = {}
+    ends = dict.fromkeys(names, 0)
+    for key, lengths in keys:
+        made[key] = {name: inputs[name][ends[name] : ends[name] + length] for name, length in lengths.items()}
+        ends = {name: end + lengths.get(name, 0) for name, end in ends.items()}
+    return made
+
+
+def joined(parts: Iterable[Made]) -> Made:
+    """The images of several rows. One whose inputs differ between rows, because they were changed in some, is left out.
+
+    >>> import torch
+    >>> one, other = {"pixel_values": torch.tensor([1])}, {"pixel_values": torch.tensor([0])}
+    >>> joined([{b"a": one, b"b": one}, {b"a": other}])
+    {b'b': {'pixel_values': tensor([1])}}
+    """
+    found: Made = {}
+    changed = set()
+    for part in parts:
+        for key, inputs in part.items():
+            if not same_tensors(found.setdefault(key, inputs), inputs):
+                changed.add(key)
+    return {key: inputs for key, inputs in found.items() if key not in changed}
+
+
+def batch_of(made: Mapping[bytes, dict[str, Tensor]]) -> Batch:
+    """A batch for `PromptBuilder.one_batch` that holds these images."""
+    batch: Batch = {}
+    for key, inputs in made.items():
+        batch[key] = Future()
+        batch[key].set_result(inputs)
+    return batch
+
+
+Key = bytes | str
+
+
+class ContentStore(MutableMapping[Key, ProcessedImage]):
+    """The most recently used images, in at most ``max_bytes`` of pixels; the last one is always kept.
+
+    A key is the bytes of a file, of which the digest is stored, or the location of an asset.
+
+    >>> store = ContentStore(max_bytes=0)
+    >>> len(store), b"a file" in store
+    (0, False)
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.bytes = 0
+        self._images: OrderedDict[Key, ProcessedImage] = OrderedDict()
+
+    def __getitem__(self, key: Key) -> ProcessedImage:
+        found = self._images[_short(key)]
+        self._images.move_to_end(_short(key))
+        return found
+
+    def __setitem__(self, key: Key, image: ProcessedImage) -> None:
+        self.pop(key, None)
+        self._images[_short(key)] = image
+        self.bytes += _image_bytes(image)
+        while self.bytes > self.max_bytes and len(self._images) > 1:
+            self.bytes -= _image_bytes(self._images.popitem(last=False)[1])
+
+    def __delitem__(self, key: Key) -> None:
+        self.bytes -= _image_bytes(self._images.pop(_short(key)))
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._images)
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+
+def _short(key: Key) -> Key:
+    return blake2b(key, digest_size=32).digest() if isinstance(key, bytes) else key
+
+
+def _image_bytes(image: ProcessedImage) -> int:
+    pixels = image.image.width * image.image.height * len(image.image.getbands())
+    return pixels + sum(tensor.nbytes for tensor in image.inputs.values())

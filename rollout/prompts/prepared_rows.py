@@ -18,9 +18,9 @@ from dataproto.columns import IMAGE_KEYS
 from dataproto.errors import InvalidPrompt, InvalidRow
 from dataproto.vlm import media_grids
 from dataproto.vlm.family import VLMFamily
-from rollout.prompts.image_processing import ProcessedImage
+from dataproto.vlm.media import MediaLayout
+from rollout.prompts.image_processing import ProcessedImage, inputs_key
 from rollout.prompts.images import media_list
-from rollout.prompts.made_images import image_keys
 from rollout.prompts.messages import Conversation, read_conversation, read_tools
 from rollout.prompts.videos import ProcessedVideo, join_inputs
 
@@ -116,6 +116,17 @@ def _pad_left(rows: Sequence[np.ndarray], width: int, value: int, dtype: Any) ->
     for target, row in zip(padded, rows):
         target[width - len(row) :] = row
     return torch.from_numpy(padded)
+
+
+def image_keys(
+    media: Sequence[ProcessedImage | ProcessedVideo], layout: MediaLayout
+) -> list[tuple[bytes, dict[str, int]]]:
+    """The value of `IMAGE_KEYS` for a row with these media: for each image its key, and its share of each of the row's inputs."""
+    images = [image for each in media for image in (each.images if isinstance(each, ProcessedVideo) else [each])]
+    return [
+        (inputs_key(image.key, layout), {name: len(tensor) for name, tensor in image.inputs.items()})
+        for image in images
+    ]
 
 
 def share_media(prompts: Sequence[Prompt]) -> tuple[list[dict[str, Any]], list[dict[str, Tensor]]]:

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily
 from dataproto.vlm.positions import IMAGE
-from rollout.vllm.versions.running_engine import model_of
+from rollout.vllm.running_engine import model_of
 
 READ_WHOLE = {"enable_prefix_caching": False, "enable_chunked_prefill": False}
 """Options of vLLM by which a step computes the keys and values of whole prompts."""

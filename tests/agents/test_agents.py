@@ -16,7 +16,7 @@ from rollout.agents import CommandAgent
 from rollout.agents.agent_loop import run_agents
 from rollout.engine import Completion, SamplingParams
 from rollout.environments import EpisodeLimits
-from rollout.environments.episodes.episode_rows import episode_columns
+from rollout.environments.episode_rows import episode_columns
 
 
 @pytest.fixture(scope="module")

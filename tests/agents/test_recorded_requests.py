@@ -9,9 +9,9 @@ from helpers.agents import WIRES, recorded, starts, tool_renderer
 from rollout.agents.conversations import REASONS, Conversations, Prompts
 from rollout.agents.messages import Refused, read_reply
 from rollout.agents.wire_replies import WIRES as PATHS
-from rollout.carried_samples import Tokens
+from rollout.continuation import Tokens
 from rollout.environments import EpisodeLimits
-from rollout.environments.episodes.turn_requests import TurnRequests
+from rollout.environments.episode import TurnRequests
 
 NEW_ROWS = {
     "pydantic-ai.messages": "history",  # unsigned thoughts come back as words of the user

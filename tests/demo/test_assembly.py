@@ -17,7 +17,7 @@ from recipes.data.packages import ICONS
 from recipes.demo.make_vlm import MakeVLMConfig, make_vlm
 from recipes.demo.smolvlm import IMAGE_TOKENS, Learnt, assemble, with_image_tokens, write_card
 from rollout.engine import SamplingParams
-from rollout.hf.hf_engine import HFEngine
+from rollout.hf.engine import HFEngine
 from rollout.prompts import PromptBuilder
 from rollout.responses import build_requests
 

@@ -14,13 +14,12 @@ from dataproto.columns import ROUTED_EXPERTS
 from dataproto.errors import InvalidConfig
 from helpers.checkpoints import write_checkpoint
 from helpers.episodes import RandomEngine, prompts_of, renderer_of, starts_of
-from rollout.carried_samples import BegunTurn, Tokens, WholeGroups
+from rollout.continuation import BegunTurn, Tokens, WholeGroups
 from rollout.engine import Completion, SamplingParams
-from rollout.environments import EpisodeLimits, Observation, TurnRenderer, environment_host, play_episodes
+from rollout.environments import EpisodeLimits, Observation, TurnRenderer, environment_host, episode_loop, play_episodes
 from rollout.environments.environment_host import EnvironmentHost
-from rollout.environments.episodes import episode_loop
-from rollout.environments.episodes.episode_rows import episode_columns
-from rollout.environments.episodes.held_episodes import EpisodePlan, HeldEpisodes
+from rollout.environments.episode_loop import EpisodePlan, HeldEpisodes
+from rollout.environments.episode_rows import episode_columns
 from rollout.hf import HFEngine
 from rollout.prompts import PromptBuilder
 

@@ -8,11 +8,11 @@ import pytest
 
 from dataproto.errors import InvalidConfig, MediaMismatch
 from helpers.episodes import RandomEngine, renderer_of, starts_of
-from rollout.carried_samples import WholeGroups
+from rollout.continuation import WholeGroups
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits, EpisodeStart, Observation
 from rollout.environments.environment_host import EnvironmentHost
-from rollout.environments.episodes.held_episodes import EpisodePlan, HeldEpisodes
+from rollout.environments.episode_loop import EpisodePlan, HeldEpisodes
 
 
 def wait_until(condition):

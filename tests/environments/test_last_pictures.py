@@ -11,8 +11,8 @@ from recipes.algorithms import group_advantage, turn_gae
 from recipes.run.metrics import last_rows, rollout_metrics
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits, Observation, play_episodes
-from rollout.environments.episodes.episode_rows import episode_columns, episode_starts
-from rollout.environments.episodes.shown_history import OMITTED, last_pictures
+from rollout.environments.episode import OMITTED, last_pictures
+from rollout.environments.episode_rows import episode_columns, episode_starts
 from rollout.sampling import turn_seed
 
 ANSWERS = ("up", "to the left", "{}")

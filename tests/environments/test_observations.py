@@ -21,8 +21,8 @@ from recipes.run.evaluation import evaluate_samples
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits, Observation, play_episodes
 from rollout.environments.environment_host import EnvironmentHost
-from rollout.environments.episodes.episode_rows import episode_columns, episode_starts
-from rollout.environments.gymnasium_environment import from_gymnasium
+from rollout.environments.episode_rows import episode_columns, episode_starts
+from rollout.environments.other_libraries import from_gymnasium
 from rollout.environments.tool_environment import with_tools
 from rollout.prompts.images import load_image
 

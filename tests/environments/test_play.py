@@ -19,8 +19,8 @@ from recipes.run.environment_roles import PlayedEnvironment, PlayingRollout
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits, Observation, TurnRenderer, play_episodes
 from rollout.environments.environment_host import EnvironmentHost
-from rollout.environments.episodes.episode_loop import WORTH_WAITING
-from rollout.environments.episodes.episode_rows import episode_columns
+from rollout.environments.episode_loop import WORTH_WAITING
+from rollout.environments.episode_rows import episode_columns
 from rollout.hf import HFEngine
 from rollout.prompts import PromptBuilder
 from workers.roles.actor import ActorConfig, ActorWorker

@@ -14,10 +14,10 @@ from helpers.geo3k_runs import assert_same_run
 from helpers.option_files import in_files
 from helpers.processes import run_ranks
 from recipes.walk import main
-from rollout.carried_samples import BEGUN
+from rollout.continuation import BEGUN
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits, Observation
-from rollout.environments.episodes.held_episodes import EpisodePlan
+from rollout.environments.episode_loop import EpisodePlan
 from rollout.hf import HFEngine
 from rollout.prompts import PromptBuilder
 from rollout.responses import number_occurrences

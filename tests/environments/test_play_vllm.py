@@ -9,12 +9,12 @@ import torch
 from dataproto.columns import PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS
 from helpers.engines import start
 from helpers.episodes import DrawnEnvironment, prompts_of, starts_of
-from rollout.carried_samples import Tokens, WholeGroups, decode_groups
+from rollout.continuation import Tokens, WholeGroups, decode_groups
 from rollout.engine import SamplingParams
 from rollout.environments import Episode, EpisodeLimits, TurnRenderer, play_episodes
 from rollout.environments.environment_host import EnvironmentHost
-from rollout.environments.episodes.episode_loop import go_on
-from rollout.environments.episodes.episode_rows import episode_columns
+from rollout.environments.episode_loop import go_on
+from rollout.environments.episode_rows import episode_columns
 from rollout.hf import HFEngine
 
 pytestmark = pytest.mark.vllm

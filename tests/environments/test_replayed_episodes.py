@@ -15,10 +15,10 @@ from helpers.episodes import DrawnEnvironment, picture, prompts_of
 from helpers.routes import routes_in_one_pass, routes_of
 from helpers.tiny_models import MOE_TYPES, tiny_model
 from recipes.run.carrying import CarriedSamples
-from rollout.carried_samples import BEGUN, Tokens, WholeGroups, decode_groups
+from rollout.continuation import BEGUN, Tokens, WholeGroups, decode_groups
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits, Observation
-from rollout.environments.episodes.held_episodes import EpisodePlan
+from rollout.environments.episode_loop import EpisodePlan
 from rollout.prompts import PromptBuilder
 from rollout.responses import build_requests
 from workers.roles.actor import ActorConfig, ActorWorker
@@ -196,6 +196,6 @@ def test_an_engine_that_forgets_the_experts_of_a_turn_is_refused(roles):
 
 
 def test_an_engine_that_cannot_say_how_many_experts_is_refused(roles, monkeypatch):
-    monkeypatch.setattr("rollout.hf.route_recorder.RouteRecorder.nothing", None)
+    monkeypatch.setattr("rollout.hf.decoder.RouteRecorder.nothing", None)
     with pytest.raises(InvalidConfig, match="no attribute no_experts"):
         roles.worker()

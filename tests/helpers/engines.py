@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from dataproto.vlm import family_of
 from helpers.checkpoints import write_checkpoint
 from rollout.engine import SamplingParams, create_engine
-from rollout.hf.hf_engine import HFEngine
+from rollout.hf.engine import HFEngine
 from rollout.prompts import PromptBuilder
 from rollout.responses import attach_responses, build_requests
 from workers.model.named_weights import named_weights

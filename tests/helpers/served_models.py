@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from dataproto.chunks import Chunk, EncodedTextChunk, ImageChunk, ModelInput
 from dataproto_server.backend import Datum, LoraSpec, Pass, PassResult, SampleRequest, SampleResult, Sampling
 from dataproto_server.engine import EngineOptions, InProcessEngine
-from rollout.adapters.adapter_files import WEIGHTS_FILE
+from rollout.adapters import WEIGHTS_FILE
 from workers.model.model_config import AdamParams
 
 ADAM = AdamParams(learning_rate=2e-3)

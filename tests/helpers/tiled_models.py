@@ -13,7 +13,7 @@ from dataproto.vlm import family_of
 from helpers.checkpoints import write_checkpoint
 from helpers.tiny_models import TILE, forward_media, image_inputs, tiny_config
 from rollout.engine import SamplingParams
-from rollout.hf.hf_engine import HFEngine
+from rollout.hf.engine import HFEngine
 from rollout.prompts import PromptBuilder
 from rollout.responses import attach_responses, build_requests
 

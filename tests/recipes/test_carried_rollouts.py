@@ -33,12 +33,11 @@ from recipes.grpo import GRPOConfig, grpo_step, grpo_step_in_parts
 from recipes.run.carrying import CarryingRollout, LookAhead, carry_samples
 from recipes.run.environment_roles import PlayedEnvironment, with_environment
 from recipes.run.phases import StepState
-from rollout.carried_samples import WholeGroups
+from rollout.continuation import WholeGroups
 from rollout.engine import SamplingParams
 from rollout.environments import Episode, EpisodeLimits, Observation, play_episodes
 from rollout.environments.environment_host import EnvironmentHost
-from rollout.environments.episodes.episode_loop import go_on
-from rollout.environments.episodes.held_episodes import EpisodePlan
+from rollout.environments.episode_loop import EpisodePlan, go_on
 from workers.cluster.local import LocalGroup
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.reference import reference_worker

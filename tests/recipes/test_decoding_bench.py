@@ -9,7 +9,7 @@ from benchmarks.geo3k_step import OF_DRAWN_LENGTHS, drawn_length, hf_of_drawn_le
 from helpers.checkpoints import write_checkpoint
 from helpers.engines import start
 from helpers.turns import finish
-from rollout.carried_samples import continued
+from rollout.continuation import continued
 from rollout.engine import SamplingParams, create_engine
 from rollout.prompts import PromptBuilder
 from rollout.responses import build_requests

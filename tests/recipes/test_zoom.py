@@ -28,7 +28,7 @@ from recipes.demo.digit_zoom import (
 from recipes.zoom import environment_of, main
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits, TurnRenderer, play_episodes
-from rollout.environments.episodes.episode_rows import episode_starts
+from rollout.environments.episode_rows import episode_starts
 from rollout.prompts import PromptBuilder
 
 SMALL = (

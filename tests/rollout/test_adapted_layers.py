@@ -13,9 +13,17 @@ from dataproto.errors import CheckpointError, InvalidConfig, InvalidPrompt, RowC
 from dataproto.vlm import family_of
 from helpers.tiny_models import tiny_model
 from helpers.turns import finish
-from rollout.adapters import AdapterConfig, AdapterRequest, AdapterRouter, new_adapter, read_adapter, write_adapter
-from rollout.adapters.adapter_files import CONFIG_FILE, DIGESTS_FILE, WEIGHTS_FILE
-from rollout.adapters.low_rank import Groups, Segment, low_rank_linear, stacked
+from rollout.adapter_layers import AdapterRouter, Groups, Segment, low_rank_linear, stacked
+from rollout.adapters import (
+    CONFIG_FILE,
+    DIGESTS_FILE,
+    WEIGHTS_FILE,
+    AdapterConfig,
+    AdapterRequest,
+    new_adapter,
+    read_adapter,
+    write_adapter,
+)
 from rollout.engine import SamplingParams
 from rollout.hf.adapter_engine import AdapterEngine
 from rollout.image_features import ImageFeatures
@@ -107,7 +115,7 @@ def test_grouped_products_of_a_model_equal_slices(monkeypatch):
     with router.routed(runs):
         expected = model.model(x).last_hidden_state
     monkeypatch.setattr(
-        "rollout.adapters.router.low_rank_linear",
+        "rollout.adapter_layers.low_rank_linear",
         lambda x, weight, bias, segments, matrices, _: low_rank_linear(
             x, weight, bias, segments, matrices, router._groups(names[id(weight)], segments, matrices, x)
         ),

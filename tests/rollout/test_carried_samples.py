@@ -15,7 +15,7 @@ from helpers.carried_runs import failing, refusing
 from helpers.engines import start
 from helpers.tiny_models import tiny_model
 from rollout import carried_samples
-from rollout.carried_samples import BegunTurn, Tokens, WholeGroups, decode_groups, submitted_together
+from rollout.continuation import BegunTurn, Tokens, WholeGroups, decode_groups, submitted_together
 from rollout.engine import Completion, SamplingParams
 from rollout.hf import HFEngine
 from rollout.responses import build_requests

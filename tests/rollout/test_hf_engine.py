@@ -36,9 +36,9 @@ def test_half_precision_engines_and_actors_score_by_one_policy(tmp_path, monkeyp
     engine = HFEngine(str(tmp_path), dtype="bfloat16", device=CPU)
     states, steps = [], []
     monkeypatch.setattr(
-        "rollout.hf.hf_engine.project", lambda hidden, *rest: states.append(hidden) or project(hidden, *rest)
+        "rollout.hf.engine.project", lambda hidden, *rest: states.append(hidden) or project(hidden, *rest)
     )
-    monkeypatch.setattr("rollout.hf.drawing.sample", lambda *given: steps.append(sample(*given)) or steps[-1])
+    monkeypatch.setattr("rollout.hf.engine.sample", lambda *given: steps.append(sample(*given)) or steps[-1])
     generate(engine, SamplingParams(n=4, temperature=0.7, max_tokens=8, seed=1))
     hidden, (tokens, found) = torch.cat(states), map(torch.cat, zip(*steps, strict=True))
     head = engine.model.lm_head.weight

@@ -19,7 +19,7 @@ from helpers.turns import finish, next_turn
 from rollout.engine import Request, SamplingParams
 from rollout.hf import HFEngine
 from rollout.hf.batch import Batch
-from rollout.hf.open_requests import OpenRequest
+from rollout.hf.requests import OpenRequest
 from rollout.prompts import PromptBuilder
 from rollout.responses import attach_responses, build_requests
 

@@ -11,7 +11,7 @@ from rollout.hf import HFEngine
 from rollout.responses import build_requests
 
 CPU = torch.device("cpu")
-QUIET = {"rollout.hf.decoder", "rollout.hf.drawing"}
+QUIET = {"rollout.hf.decoder", "rollout.hf.engine"}
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3"])
@@ -33,4 +33,4 @@ def test_the_engine_copies_to_the_device_without_waiting(model_type, tmp_path, m
     with second_device() as waits:
         assert generate(DEVICE, waits) == expected
     assert QUIET.isdisjoint(waits)
-    assert "rollout.hf.hf_engine" in waits  # for the tokens of each step
+    assert "rollout.hf.engine" in waits  # for the tokens of each step

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rollout.vllm.lora_slots import SlotWrites
+from rollout.vllm.lora_engine import SlotWrites
 
 pytestmark = pytest.mark.vllm
 

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollout.adapters import packed_tensors
-from rollout.adapters.packed_tensors import PART_BYTES, PackedTensors, pack, pack_by_kind, write_packed
+from rollout import packed_tensors
+from rollout.packed_tensors import PART_BYTES, PackedTensors, pack, pack_by_kind, write_packed
 
 LARGE = PART_BYTES // 4 + 7  # numbers of more than one part
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]

@@ -7,8 +7,8 @@ import torch
 
 from rollout.adapters import Adapter, AdapterConfig, AdapterRequest
 from rollout.engine import Request, SamplingParams
-from rollout.vllm.engine_requests import first_samples_first
 from rollout.vllm.prompt_rendering import SHARED_TOKENS, RenderedAhead, prompt_tokens_of
+from rollout.vllm.requests import first_samples_first
 
 
 def test_the_first_samples_of_prompts_come_first():

@@ -18,8 +18,8 @@ from rollout.engine import SamplingParams, create_engine
 from rollout.prompts import PromptBuilder
 from rollout.responses import build_requests
 from rollout.vllm import engine_requests
+from rollout.vllm.memory import model_state
 from rollout.vllm.prompt_rendering import PromptRenderer, image_key
-from rollout.vllm.weights.model_state import model_state
 
 pytestmark = pytest.mark.vllm
 
@@ -72,7 +72,7 @@ def test_media_tokens_are_never_sampled(setup):
 
 
 def test_log_probs_are_kept_for_as_long_as_responses_are(setup, monkeypatch):
-    monkeypatch.setattr("rollout.vllm.policy.sampler.FIRST_COLUMNS", 2)
+    monkeypatch.setattr("rollout.vllm.sampler.FIRST_COLUMNS", 2)
     whole = generate(setup, setup.vllm, SAMPLED)
     torch.testing.assert_close(
         whole["rollout_log_probs"], generate(setup, setup.hf, SAMPLED)["rollout_log_probs"], atol=2e-5, rtol=0

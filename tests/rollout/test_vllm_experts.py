@@ -12,11 +12,11 @@ from helpers.checkpoints import write_checkpoint
 from helpers.engines import GREEDY, ROWS, SAMPLED, generate, publish, start
 from helpers.routes import differences_with_and_without, write_like_a3b
 from rollout.engine import SamplingParams, create_engine
-from rollout.hf.hf_engine import HFEngine
+from rollout.hf.engine import HFEngine
 from rollout.prompts import PromptBuilder
 from rollout.responses import attach_responses, build_requests
-from rollout.vllm.versions.process_settings import set_environment
-from rollout.vllm.versions.start_options import prefixes_within_blocks, recording_options
+from rollout.vllm.process_settings import set_environment
+from rollout.vllm.startup import prefixes_within_blocks, recording_options
 from workers.roles.actor import ActorConfig, ActorWorker
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]

@@ -11,7 +11,7 @@ from dataproto.vlm import family_of
 from helpers import checkpoints
 from helpers.engines import SAMPLED, generate, start
 from helpers.tiny_prompts import tiny_prompt_config
-from rollout.vllm.versions import start_options, vllm_patches
+from rollout.vllm import process_settings, startup
 
 pytestmark = pytest.mark.vllm
 
@@ -50,9 +50,9 @@ def test_a_version_without_the_image_processor_is_refused():
         mock.patch.object(type(FAMILY), "vllm_module", "vllm.of_another_version"),
         pytest.raises(InvalidConfig, match=r"takes no models of type kimi_k25: it has no vllm.of_another_version"),
     ):
-        start_options.check_version(FAMILY)
-    start_options.check_version(FAMILY)
-    start_options.check_version(family_of("qwen3"))
+        startup.check_version(FAMILY)
+    startup.check_version(FAMILY)
+    startup.check_version(family_of("qwen3"))
 
 
 class Wrapper:
@@ -66,5 +66,5 @@ class Wrapper:
 
 def test_objects_that_only_say_that_they_have_attributes_have_none():
     assert callable(vars(Wrapper()))
-    assert vllm_patches._attributes(Wrapper()) == {}
-    assert vllm_patches._attributes(SimpleNamespace(kernel=1)) == {"kernel": 1}
+    assert process_settings._attributes(Wrapper()) == {}
+    assert process_settings._attributes(SimpleNamespace(kernel=1)) == {"kernel": 1}

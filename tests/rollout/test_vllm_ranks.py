@@ -15,7 +15,7 @@ from helpers.engines import GREEDY, ROWS, SAMPLED
 from helpers.turns import observed_turn
 from rollout.engine import SamplingParams
 from rollout.engine_ranks import drive
-from rollout.hf.hf_engine import HFEngine
+from rollout.hf.engine import HFEngine
 from rollout.prompts import PromptBuilder
 from rollout.responses import attach_responses, build_requests
 from workers.ranks.layout import Layout

@@ -14,7 +14,7 @@ from dataproto.vlm import family_of
 from helpers.tiny_models import tiny_config
 from rollout.engine import SamplingParams
 from rollout.sampling import policy_log_probs, sample, uniforms
-from rollout.vllm.policy import runner_chosen, takes_second_runner
+from rollout.vllm.process_settings import runner_chosen, takes_second_runner
 
 pytestmark = pytest.mark.vllm
 
@@ -55,7 +55,7 @@ def expected(logits: Tensor, sampling: SamplingParams, seed: int, number: int) -
 
 
 def test_rows_are_found_by_their_places_in_the_runner(runner: SimpleNamespace) -> None:
-    from rollout.vllm.policy.second_runner import SecondRunnerSampler
+    from rollout.vllm.second_runner import SecondRunnerSampler
 
     sampler = SecondRunnerSampler(runner)
     warm, hot = SamplingParams(max_tokens=9, temperature=0.7), SamplingParams(max_tokens=9, temperature=1.3)
@@ -74,7 +74,7 @@ def test_rows_are_found_by_their_places_in_the_runner(runner: SimpleNamespace) -
 
 
 def test_a_prompt_that_is_read_in_parts_samples_nothing(runner: SimpleNamespace) -> None:
-    from rollout.vllm.policy.second_runner import SecondRunnerSampler
+    from rollout.vllm.second_runner import SecondRunnerSampler
 
     sampler = SecondRunnerSampler(runner)
     slot = begin(sampler, 1, seed=5, sampling=SamplingParams(max_tokens=4))
@@ -91,7 +91,7 @@ def test_a_prompt_that_is_read_in_parts_samples_nothing(runner: SimpleNamespace)
 
 
 def test_a_slot_that_is_given_again_has_the_settings_of_its_new_request(runner: SimpleNamespace) -> None:
-    from rollout.vllm.policy.second_runner import SecondRunnerSampler
+    from rollout.vllm.second_runner import SecondRunnerSampler
 
     sampler = SecondRunnerSampler(runner)
     kept = begin(sampler, 0, seed=1, sampling=SamplingParams(max_tokens=4))
@@ -108,7 +108,7 @@ def test_a_slot_that_is_given_again_has_the_settings_of_its_new_request(runner: 
 
 
 def test_requests_of_a_start_get_tokens_without_a_slot(runner: SimpleNamespace) -> None:
-    from rollout.vllm.policy.second_runner import SecondRunnerSampler
+    from rollout.vllm.second_runner import SecondRunnerSampler
 
     sampler = SecondRunnerSampler(runner)
     sampler.add_request(0, SimpleNamespace(extra_args=None))
@@ -120,7 +120,7 @@ def test_requests_of_a_start_get_tokens_without_a_slot(runner: SimpleNamespace) 
 
 
 def test_prompts_are_scored_under_the_policy(runner: SimpleNamespace) -> None:
-    from rollout.vllm.policy.second_runner import SecondRunnerSampler
+    from rollout.vllm.second_runner import SecondRunnerSampler
 
     sampler = SecondRunnerSampler(runner)
     sampler.prompt_temperature = 0.5
@@ -134,7 +134,7 @@ def test_prompts_are_scored_under_the_policy(runner: SimpleNamespace) -> None:
 
 def test_a_request_that_goes_on_after_it_was_put_off_draws_its_next_number(runner: SimpleNamespace) -> None:
     """vLLM reads the prompt of 3 and the two tokens sampled before anew: in one step, or in two."""
-    from rollout.vllm.policy.second_runner import SecondRunnerSampler
+    from rollout.vllm.second_runner import SecondRunnerSampler
 
     sampler = SecondRunnerSampler(runner)
     slot = begin(sampler, 1, seed=4, sampling=SamplingParams(max_tokens=9))

@@ -18,12 +18,17 @@ from rollout.engine import awaits_weights, has_option, prepare_engine
 from rollout.prompts import PromptBuilder
 from rollout.responses import build_requests
 from rollout.vllm import VLLMEngine
+from rollout.vllm.memory import model_state
+from rollout.vllm.process_settings import count_whole_images, one_compile_thread
 from rollout.vllm.start_timeline import REST, StartTimeline, replaced
-from rollout.vllm.startup import check_options, default_options, graph_sizes, inspect_ahead, with_graph_sizes
-from rollout.vllm.versions.process_settings import one_compile_thread
-from rollout.vllm.versions.start_options import error_line
-from rollout.vllm.versions.vllm_patches import count_whole_images
-from rollout.vllm.weights.model_state import model_state
+from rollout.vllm.startup import (
+    check_options,
+    default_options,
+    error_line,
+    graph_sizes,
+    inspect_ahead,
+    with_graph_sizes,
+)
 from rollout.vllm.whole_images import check_reads_whole
 from workers import ActorConfig, launch
 from workers.cluster.role_groups import engine_phase

@@ -8,8 +8,8 @@ import torch
 from dataproto_server.backend import Datum, LoraSpec, Pass, SampleRequest, Sampling
 from dataproto_server.engine import InProcessEngine
 from helpers.served_models import chunks, gradients, length, new_model, random_inputs, rows, run_pass, train
-from rollout.adapters.adapter_files import CONFIG_FILE
-from rollout.adapters.router import Route
+from rollout.adapter_layers import Route
+from rollout.adapters import CONFIG_FILE
 from rollout.hf.adapter_engine import AdapterDecoder
 from workers.model.model_config import AdamParams
 

@@ -26,8 +26,7 @@ from helpers.served_models import (
     train,
     weights,
 )
-from rollout.adapters import read_adapter
-from rollout.adapters.adapter_files import WEIGHTS_FILE
+from rollout.adapters import WEIGHTS_FILE, read_adapter
 
 
 def test_saved_and_loaded_is_uninterrupted_bit_for_bit(path, tmp_path):

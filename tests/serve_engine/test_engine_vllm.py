@@ -21,7 +21,7 @@ from helpers.served_models import (
     train,
     until_done,
 )
-from rollout.adapters.adapter_files import WEIGHTS_FILE
+from rollout.adapters import WEIGHTS_FILE
 
 pytestmark = pytest.mark.vllm
 

@@ -17,7 +17,7 @@ from helpers.tiled_models import tiled_rows, write_with_pictures
 from helpers.tiny_models import forward_inputs, tiny_config
 from helpers.tiny_prompts import tiny_builder, tiny_tokenizer
 from rollout.engine import SamplingParams
-from rollout.hf.hf_engine import HFEngine
+from rollout.hf.engine import HFEngine
 from rollout.prompts import ChunkRenderer, PromptBuilder, load_image_processor
 from rollout.responses import attach_responses, build_requests
 

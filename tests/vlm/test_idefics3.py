@@ -22,7 +22,7 @@ from helpers.shown_models import TILED_TYPES
 from helpers.tiled_models import check_greedy_tokens, check_prompts, check_wrong_tiles, tiled_rows, write_with_pictures
 from helpers.tiny_models import IMAGE, TILE, encode_text, image_inputs, tiny_config, tiny_model
 from helpers.tiny_prompts import tiny_builder, tiny_image_processor
-from rollout.hf.hf_engine import HFEngine
+from rollout.hf.engine import HFEngine
 from rollout.prompts import PromptBuilder, SupervisedBuilder, load_image_processor
 
 FAMILY, CONFIG = family_of("smolvlm"), tiny_config("smolvlm")

@@ -11,7 +11,7 @@ from dataproto.vlm import family_of
 from helpers.tiled_models import check_greedy_tokens, check_prompts, check_wrong_tiles, tiled_rows, write_with_pictures
 from helpers.tiny_models import IMAGE, encode_text, image_inputs, tiny_config
 from helpers.tiny_prompts import tiny_builder, tiny_image_processor
-from rollout.hf.hf_engine import HFEngine
+from rollout.hf.engine import HFEngine
 from rollout.prompts import PromptBuilder, load_image_processor
 
 FAMILY, CONFIG = family_of("internvl"), tiny_config("internvl")

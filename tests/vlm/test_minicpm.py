@@ -15,8 +15,8 @@ from helpers.tiled_models import check_greedy_tokens, check_prompts, tiled_rows,
 from helpers.tiny_models import image_inputs, tiny_config
 from helpers.tiny_prompts import tiny_builder, tiny_image_processor
 from rollout.environments import Observation
-from rollout.environments.episodes.turn_renderer import TurnRenderer
-from rollout.hf.hf_engine import HFEngine
+from rollout.environments.turn_renderer import TurnRenderer
+from rollout.hf.engine import HFEngine
 from rollout.pretrained import check_in_vllm
 from rollout.prompts import ChunkRenderer, PromptBuilder, SupervisedBuilder, load_image_processor
 

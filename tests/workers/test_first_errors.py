@@ -22,14 +22,14 @@ from helpers.checkpoints import write_checkpoint
 from helpers.environments import Drawing
 from helpers.episodes import RandomEngine, renderer_of, starts_of
 from helpers.tiny_models import tiny_model
-from rollout.carried_samples import Tokens, WholeGroups, decode_groups
+from rollout.continuation import Tokens, WholeGroups, decode_groups
 from rollout.engine import SamplingParams
 from rollout.engine_ranks import drive
 from rollout.environments import EpisodeLimits, play_episodes
-from rollout.hf.hf_engine import HFEngine
+from rollout.hf.engine import HFEngine
 from rollout.responses import build_requests
-from rollout.vllm.versions.process_settings import process_settings_kept
-from rollout.vllm.vllm_engine import VLLMEngine
+from rollout.vllm.engine import VLLMEngine
+from rollout.vllm.process_settings import process_settings_kept
 from workers import launch
 from workers.cluster.ray_config import RayConfig
 from workers.cluster.ray_group import end_processes, running_ray

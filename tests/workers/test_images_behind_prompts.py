@@ -15,7 +15,7 @@ from helpers.episodes import DrawnEnvironment, RandomEngine, prompts_of, rendere
 from helpers.tiny_models import gradient_tolerance, rounding, tiny_model
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits, play_episodes
-from rollout.environments.episodes.episode_rows import episode_columns, episode_starts
+from rollout.environments.episode_rows import episode_columns, episode_starts
 from workers.model.packed_model import PackedVLM
 from workers.training.forward_pass import PreparedRows, forward_rows, sharing
 from workers.training.row_checks import check_rows

@@ -96,7 +96,7 @@ def start(model: str) -> Roles:
 
 def calls(folder: Path) -> dict[str, tuple[str, tuple[type, str], Callable[[Roles], Any]]]:
     """By phase: the call's name, what rank 1 is trapped in, and the call."""
-    from rollout.hf.hf_engine import HFEngine
+    from rollout.hf.engine import HFEngine
     from workers.training.loss_sums import LossSums
     from workers.training.training_model import TrainingModel
 

@@ -21,7 +21,7 @@ from helpers.batches import prompt_batch
 from helpers.tiny_models import tiny_model
 from helpers.tiny_prompts import tiny_tokenizer
 from rollout.engine import SamplingParams
-from rollout.hf.hf_engine import HFEngine
+from rollout.hf.engine import HFEngine
 from rollout.responses import attach_responses, build_requests, number_occurrences
 from workers.ranks.dispatch_modes import Arguments
 from workers.ranks.layout import Layout
@@ -228,7 +228,7 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory, checkpoint):
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["workers.roles.rollout_worker", "rollout.hf.hf_engine", "helpers.batches"])
+    context.set_forkserver_preload(["workers.roles.rollout_worker", "rollout.hf.engine", "helpers.batches"])
     results = context.Queue()
     store = str(Path(tmp_path_factory.mktemp("store")) / "file")
     processes = [

@@ -17,7 +17,7 @@ from dataproto.collation import pad_rows, ragged_rows
 from dataproto.columns import PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS, require
 from dataproto.errors import DataProtoError, RequestFailed
 from dataproto.vlm import VLMFamily
-from rollout.carried_samples import BEGUN, BegunTurn, Tokens
+from rollout.continuation import BEGUN, BegunTurn, Tokens
 from rollout.engine import Completion, FinishReason, SamplingParams
 from rollout.environments import Episode
 from rollout.responses import attach_responses, expert_columns

@@ -15,7 +15,7 @@ from dataproto.columns import ROUTED_EXPERTS
 from dataproto.errors import DataProtoError, InvalidConfig
 from dataproto.vlm import VLMFamily
 from rollout.agents import Agent, agent_columns, run_agents
-from rollout.carried_samples import BEGUN, BegunTurn, Tokens, WholeGroups, decode_groups
+from rollout.continuation import BEGUN, BegunTurn, Tokens, WholeGroups, decode_groups
 from rollout.engine import (
     RequestEngine,
     SamplingParams,
@@ -27,8 +27,8 @@ from rollout.engine import (
 )
 from rollout.engine_ranks import drive
 from rollout.environments import Episode, EpisodeLimits, MakeEnvironment, TurnRenderer, play_episodes
-from rollout.environments.episodes.episode_rows import episode_columns, episode_starts
-from rollout.environments.episodes.held_episodes import EpisodePlan, HeldEpisodes
+from rollout.environments.episode_loop import EpisodePlan, HeldEpisodes
+from rollout.environments.episode_rows import episode_columns, episode_starts
 from rollout.prompts import PromptBuilder
 from rollout.responses import OCCURRENCE, attach_responses, build_requests, number_occurrences, prompt_names
 from workers.ranks.dispatch_modes import Arguments, dispatch, join_rows, split_rows

@@ -1,0 +1,404 @@
+"""Episodes: turns of policy and environment on one engine, each at its own pace, to the end or over several steps of training."""
+
+import math
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from dataproto.errors import InvalidConfig, InvalidPrompt, end_after, ending
+from rollout.continuation import BegunTurn, Tokens, WholeGroups, continued
+from rollout.engine import Completion, FinishReason, Request, RequestEngine, SamplingParams
+from rollout.environments.environment import EnvironmentFailed, MakeEnvironment, Observation
+from rollout.environments.environment_host import EnvironmentHost, Outcome
+from rollout.environments.episode import Episode, EpisodeLimits, EpisodeRow, EpisodeStart, Turn, TurnRequests
+from rollout.environments.turn_renderer import RenderedTurn, TurnRenderer
+from rollout.prompts.image_processing import batch_of, joined
+from rollout.sampling import turn_seed
+
+WORTH_WAITING = 0.1
+"""Part of the engine's last step that it waits for environments which usually answer sooner."""
+
+
+def play_episodes(
+    engine: RequestEngine,
+    renderer: TurnRenderer,
+    starts: Sequence[EpisodeStart],
+    make_environment: MakeEnvironment,
+    sampling: SamplingParams,
+    limits: EpisodeLimits,
+    weight_version: int = 0,
+) -> list[Episode]:
+    """Plays an episode from each start to its end; environments step while the engine decodes others.
+
+    Args:
+        sampling: of each turn; ``max_tokens`` is the limit of a turn, and ``n`` is not used.
+        weight_version: of the engine's weights.
+
+    Raises:
+        InvalidConfig: ``make_environment`` cannot be sent to another process, for a limit of memory.
+        DataProtoError: the engine failed at a request, e.g. `NonFiniteLogits`. Failures of environments raise nothing.
+    """
+    episodes = [Episode(start) for start in starts]
+    everyone = WholeGroups([str(number) for number in range(len(starts))], wanted=len(starts))
+    with EnvironmentHost(make_environment, limits.seconds, limits.memory_gib) as host:
+        go_on(engine, renderer, episodes, host, sampling, limits, everyone, weight_version)
+    if everyone.failure is not None:
+        raise everyone.failure[1]
+    return episodes
+
+
+def go_on(
+    engine: RequestEngine,
+    renderer: TurnRenderer,
+    episodes: Sequence[Episode],
+    host: EnvironmentHost,
+    sampling: SamplingParams,
+    limits: EpisodeLimits,
+    groups: WholeGroups,
+    weight_version: int,
+) -> None:
+    """Plays episodes, begun or not, until there are enough whole groups, or the engine fails at an episode: see
+    ``groups.failure``. The others can go on later, and so can that one, from its tokens before this call.
+
+    The environment of an episode that goes on is the one that ``host`` holds. If it holds none, a new one gets the actions of
+    ``Episode.repeated``; should it show something else than before, the episode ends as "invalid".
+
+    Raises:
+        InvalidConfig: see `play_episodes`.
+    """
+    play = _Play(engine, renderer, episodes, host, sampling, limits, groups, weight_version)
+    images = batch_of(joined(episode.start.images for episode in episodes))
+    with renderer.builder.one_batch(images), ending(play.stop, renderer.forget):
+        play.run()
+
+
+class _Play:
+    """The loop of `go_on`."""
+
+    def __init__(
+        self,
+        engine: RequestEngine,
+        renderer: TurnRenderer,
+        episodes: Sequence[Episode],
+        host: EnvironmentHost,
+        sampling: SamplingParams,
+        limits: EpisodeLimits,
+        groups: WholeGroups,
+        weight_version: int,
+    ) -> None:
+        self.engine, self.renderer, self.episodes, self.host = engine, renderer, episodes, host
+        self.sampling, self.limits = sampling, limits
+        self.groups, self.weight_version = groups, weight_version
+        self.requests: dict[int, int] = {}  # number of a request -> of its episode
+        self.names = [episode.start.trajectory or str(number) for number, episode in enumerate(episodes)]
+        self.turn_requests = TurnRequests(renderer, limits)
+        self.began = time.monotonic()
+
+    def run(self) -> None:
+        host, numbers = self.host, {name: number for number, name in enumerate(self.names)}
+        for number in range(len(self.episodes)):
+            self._begin(number)
+        step_s = 0.0  # of the engine's last step
+        while (host.working or self.requests) and not self.groups.enough:
+            if (left := self._time_left()) <= 0:
+                continue
+            # Environments that answer at once have their next turns together. The engine never waits long for that: a turn that
+            # begins a step later costs it nothing.
+            patience = step_s * WORTH_WAITING
+            patience = patience if host.typical_s < patience else 0.0
+            answered = host.poll(patience if self.requests else None, left)
+            for name, outcome in sorted(answered, key=lambda each: numbers[each[0]]):
+                self._observe(numbers[name], outcome)
+                self._free_ended(numbers[name])
+            if not self.requests:
+                continue
+            began = time.monotonic()
+            completions = self.engine.poll()
+            step_s = time.monotonic() - began
+            for completion in completions:
+                if completion.request in self.requests:
+                    number = self.requests.pop(completion.request)
+                    self._completed(number, completion)
+                    self._free_ended(number)
+
+    def _begin(self, number: int) -> None:
+        """Starts an episode, or lets it go on."""
+        episode, name = self.episodes[number], self.names[number]
+        if name not in self.host:
+            self.host.reset(name, episode.start.row, episode.start.environment_seed)
+        elif episode.partial is not None:
+            self._start(number, episode.request, None)
+
+    def _free_ended(self, number: int) -> None:
+        """Closes the environment of an episode that has ended, and frees what the engine holds of it."""
+        episode = self.episodes[number]
+        if episode.ended:
+            self.groups.finish(number)
+            self.host.close(self.names[number])
+            if episode.number is not None:
+                self.engine.abort(episode.number)
+
+    def stop(self) -> None:
+        """Takes the tokens of turns that are not finished, and frees what the engine holds of episodes that have not ended."""
+        end_after(None, *(partial(self._stop, episode) for episode in self.episodes if not episode.ended))
+
+    def _stop(self, episode: Episode) -> None:
+        episode.elapsed += time.monotonic() - self.began
+        self._take_tokens(episode)
+
+    def _take_tokens(self, episode: Episode) -> None:
+        """Stops the episode's request. The tokens of a turn that is decoded become its partial turn."""
+        if episode.number is not None:
+            stopped = self.engine.abort(episode.number)
+            if self.requests.pop(episode.number, None) is not None:
+                tokens = Tokens() if stopped is None else Tokens.of(stopped, self.weight_version)
+                episode.partial = (episode.partial or Tokens()) + tokens
+                episode.add_experts(tokens)
+            episode.number = None
+
+    def _time_left(self) -> float:
+        """Seconds until the wall clock of an episode is over. Those for which it is over now are ended; then 0.
+
+        The clock of an episode that is played again begins behind what it repeats.
+        """
+        if self.limits.wall_clock is None:
+            return math.inf
+        played, left = time.monotonic() - self.began, math.inf
+        for number, episode in enumerate(self.episodes):
+            if episode.ended or episode.repeated:
+                continue
+            rest = self.limits.wall_clock - episode.elapsed - played
+            left = min(left, max(rest, 0.0))
+            if rest <= 0:
+                self._cut(number)
+        return left
+
+    def _cut(self, number: int) -> None:
+        """Ends an episode whose wall clock is over, with the tokens so far of a turn that is decoded."""
+        episode = self.episodes[number]
+        self._take_tokens(episode)
+        tokens, episode.partial = episode.partial, None
+        if tokens:
+            episode.turns.append(self._turn(episode, tokens))
+        episode.end("clock")
+        self._free_ended(number)
+
+    # From an environment
+
+    def _observe(self, number: int, outcome: Outcome) -> None:
+        episode = self.episodes[number]
+        if isinstance(outcome, EnvironmentFailed):
+            episode.end(outcome.reason, str(outcome))
+            return
+        episode.info = dict(outcome.info)
+        if episode.turns:
+            episode.turns[-1] = replace(episode.turns[-1], reward=float(outcome.reward))
+        if outcome.done or len(episode.turns) == self.limits.turns:
+            self._end(episode, outcome)
+            return
+        try:
+            if self.limits.last_pictures is not None:
+                episode.observations.append(self.renderer.kept(outcome))
+            shown, row = self._shown(episode, outcome), self.turn_requests.new_row(episode)
+        except InvalidPrompt as error:
+            episode.end("invalid", f"its observation cannot be shown: {error}")
+            return
+        episode.state = self.renderer.digest(outcome)
+        if row is not None:
+            self._begin_row(number, row)
+        elif shown is None:
+            self._submit(number, episode.request, None)
+        elif self.limits.room(episode.length + len(shown.ids)) < 1:
+            episode.end("tokens")
+        else:
+            self._submit(number, self.turn_requests.next_request(episode, shown), shown)
+
+    def _end(self, episode: Episode, observation: Observation) -> None:
+        if not episode.turns:
+            episode.end("invalid", "its environment was over before the first turn")
+        else:
+            episode.end("done" if observation.done else "turns")
+
+    def _shown(self, episode: Episode, observation: Observation) -> RenderedTurn | None:
+        """The observation as tokens behind the last turn; the first one becomes the prompt of the episode."""
+        if episode.turns:
+            return self.renderer.turn(observation, episode.turns[-1].token_ids[-1])
+        episode.prompt, request = self.turn_requests.first_turn(episode.start, observation)
+        episode.request = replace(request, seed=turn_seed(episode.start.seed, 0), uid=episode.start.uid)
+        experts = episode.repeated[-1].tokens.experts if episode.repeated else None
+        episode.rows = [EpisodeRow(0, episode.request, episode.request, experts=experts)]
+        return None
+
+    def _begin_row(self, number: int, row: EpisodeRow) -> None:
+        """Starts the next turn in a new row."""
+        episode = self.episodes[number]
+        assert episode.prompt is not None
+        if self.limits.room(len(row.begins.input_ids) - len(episode.prompt.input_ids)) < 1:
+            episode.end("tokens")
+            return
+        episode.rows.append(row)
+        if episode.number is not None:
+            self.engine.abort(episode.number)
+            episode.number = None
+        self._submit(number, row.begins, None)
+
+    def _submit(self, number: int, request: Request | None, shown: RenderedTurn | None) -> None:
+        """Starts the next turn, which ``shown`` precedes."""
+        episode = self.episodes[number]
+        assert request is not None
+        if episode.repeated:
+            turn = episode.repeated.pop(0)
+            if not episode.repeated:
+                episode.elapsed = self.began - time.monotonic()
+            same = turn.before == (request.input_ids if shown is None else shown.ids).tolist()
+            if not same or turn.state not in ("", episode.state):
+                episode.end(
+                    "invalid", f"its environment did not repeat what it showed before turn {len(episode.turns)}"
+                )
+                return
+            if turn.whole:
+                self._shown_before(episode, request, shown)
+                self._sampled(number, turn.tokens, "stop")
+                return
+            episode.partial = turn.tokens
+        self._start(number, request, shown)
+
+    def _start(self, number: int, request: Request | None, shown: RenderedTurn | None) -> None:
+        """Gives the next turn to the engine, from the tokens that it has so far."""
+        episode, earlier = self.episodes[number], self.episodes[number].number
+        assert request is not None
+        begun = (episode.partial or Tokens()).token_ids
+        rest = continued(request, begun, self.renderer.builder.family)
+        keep, sampling = len(episode.turns) + 1 < self.limits.turns, self._sampling(episode, shown, len(begun))
+        try:
+            if earlier is None:
+                episode.number = self.engine.submit(rest, sampling, keep)
+            else:
+                episode.number = self.engine.fork(earlier, rest, sampling, keep)
+                self.engine.abort(earlier)
+        except InvalidPrompt as error:
+            episode.end("tokens", f"the engine has no room for the next turn: {error}")
+            return
+        self.requests[episode.number] = number
+        self._shown_before(episode, request, shown)
+
+    def _shown_before(self, episode: Episode, request: Request, shown: RenderedTurn | None) -> None:
+        episode.request = episode.rows[-1].ends = request
+        if shown is not None:
+            episode.turns[-1] = replace(episode.turns[-1], shown=shown)
+
+    def _sampling(self, episode: Episode, shown: RenderedTurn | None, begun: int) -> SamplingParams:
+        """Of the next turn: at most as many tokens as the episode has left. ``begun`` of them have been sampled."""
+        used = episode.length + (0 if shown is None else len(shown.ids))
+        most = int(min(self.sampling.max_tokens, self.limits.room(used))) - begun
+        return self.sampling if most == self.sampling.max_tokens else replace(self.sampling, max_tokens=most)
+
+    # From the engine
+
+    def _completed(self, number: int, completion: Completion) -> None:
+        episode = self.episodes[number]
+        if completion.error is not None:
+            episode.partial = episode.partial or Tokens()  # its turn has begun
+            self.groups.fail(number, completion.error)
+            return
+        tokens = (episode.partial or Tokens()) + Tokens.of(completion, self.weight_version)
+        episode.partial = None
+        episode.add_experts(tokens)
+        self._sampled(number, tokens, completion.finish_reason)
+
+    def _sampled(self, number: int, tokens: Tokens, reason: FinishReason) -> None:
+        """Adds a turn and, unless the episode ends with it, passes its action on."""
+        episode = self.episodes[number]
+        episode.turns.append(self._turn(episode, tokens))
+        if reason != "stop":
+            whole = self.limits.room(episode.length) > 0
+            episode.end("length" if whole else "tokens")
+            return
+        tokenizer = self.renderer.builder.tokenizer
+        self.host.step(self.names[number], tokenizer.decode(tokens.token_ids, skip_special_tokens=True))
+
+    def _turn(self, episode: Episode, tokens: Tokens) -> Turn:
+        return Turn(tokens.token_ids, tokens.log_probs, weight_versions=tokens.weight_versions, state=episode.state)
+
+
+@dataclass(frozen=True)
+class EpisodePlan:
+    """Where episodes take place, and how long they may be."""
+
+    make_environment: MakeEnvironment
+    limits: EpisodeLimits
+
+    def __post_init__(self) -> None:
+        if self.limits.last_pictures is not None:
+            raise InvalidConfig(
+                f"last_pictures={self.limits.last_pictures} makes several rows of an episode; one that goes on later has "
+                "one row"
+            )
+
+
+class HeldEpisodes:
+    """The episodes of this process that have begun and not ended, and their environments."""
+
+    def __init__(self) -> None:
+        self._episodes: dict[str, Episode] = {}  # by trajectory
+        self._host: EnvironmentHost | None = None
+        self._shut: Callable[[], Any] = lambda: None  # closes the environments, also when the process ends
+
+    def go_on(
+        self,
+        engine: RequestEngine,
+        renderer: TurnRenderer,
+        starts: Sequence[EpisodeStart],
+        begun: Sequence[Sequence[Mapping[str, Any]]],
+        plan: EpisodePlan,
+        sampling: SamplingParams,
+        groups: WholeGroups,
+        weight_version: int,
+    ) -> list[Episode]:
+        """Plays episodes until there are enough whole groups, and holds those that have not ended.
+
+        An episode that is held goes on in its environment. Another one that has ``begun``, in an earlier process, is played
+        again with what was sampled then; see `go_on`. Held episodes that are not among ``starts``
+        are dropped. If this raises, nothing is held: the episodes are somewhere between ``begun`` and what comes next.
+        """
+        turns = [[BegunTurn.of(turn) for turn in each] for each in begun]
+        episodes = [self._taken(start, before) for start, before in zip(starts, turns, strict=True)]
+        host = self._opened(plan)
+        names = [episode.start.trajectory for episode in episodes]
+        held = {name for name, episode in zip(names, episodes, strict=True) if self._episodes.get(name) is episode}
+        for name in host.episodes:
+            if name not in held:
+                host.close(name)
+        host.resume()
+        try:
+            go_on(engine, renderer, episodes, host, sampling, plan.limits, groups, weight_version)
+        except BaseException as error:
+            end_after(error, self.release)
+            raise
+        host.pause()
+        self._episodes = {each.start.trajectory: each for each in episodes if not each.ended}
+        if not self._episodes:
+            self.release()
+        return episodes
+
+    def release(self) -> None:
+        """Closes all environments. Episodes that have not ended can be played again."""
+        self._shut()
+        self._host, self._episodes = None, {}
+
+    def _taken(self, start: EpisodeStart, begun: list[BegunTurn]) -> Episode:
+        held = self._episodes.get(start.trajectory)
+        if held is not None and held.begun == begun:
+            return held
+        return Episode(start, repeated=begun)
+
+    def _opened(self, plan: EpisodePlan) -> EnvironmentHost:
+        if self._host is None:
+            self._host = EnvironmentHost(plan.make_environment, plan.limits.seconds, plan.limits.memory_gib)
+            self._shut = weakref.finalize(self, self._host.shut)
+        else:
+            self._host.make_by(plan.make_environment)
+        return self._host

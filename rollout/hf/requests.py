@@ -1,0 +1,180 @@
+"""What the engine knows of a request: from its submission to its end, and afterwards if others may continue it."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dataproto.errors import DataProtoError, InvalidConfig, InvalidPrompt
+from rollout.continuation import Media, check_continues, shown_media
+from rollout.engine import Completion, FinishReason, Request, SamplingParams, TopLogProbs
+
+LayerCache = tuple[Tensor, Tensor]
+"""Of one layer and one row: keys and values ``(H, T, D)``, or the last inputs ``(C, width)`` of the convolution and the state
+``(H, D, E)``.
+"""
+
+
+@dataclass(eq=False)
+class Prefix:
+    """The prompt and the response of a finished request."""
+
+    input_ids: Tensor  # (P' + R',) int64
+    media: tuple[Media, ...]  # one for each turn that shows some
+    cache: list[LayerCache] | None
+    """One for each layer, of all tokens but the last, which was sampled and not read. ``None`` once it is dropped."""
+    experts: Tensor | None = None  # (P' + R' - 1, M, k) that its tokens were sent to, if they are recorded
+
+    @property
+    def cached_tokens(self) -> int:
+        """Number of tokens in the cache."""
+        return len(self.input_ids) - 1
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the cache."""
+        return sum(part.nbytes for layer in self.cache or () for part in layer)
+
+
+class KeptPrefixes:
+    """Prefixes by the numbers of their requests, with caches of at most ``max_bytes``."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._prefixes: OrderedDict[int, Prefix] = OrderedDict()  # last used last
+        self.bytes = 0
+        """Memory of all caches."""
+
+    def add(self, number: int, prefix: Prefix) -> None:
+        """Adds a prefix. If there is too little memory, the cache that was used longest ago is dropped, or else this one."""
+        self._prefixes[number] = prefix
+        self.bytes += prefix.bytes
+        for each in self._prefixes.values():
+            if self.bytes <= self.max_bytes:
+                break
+            self._drop(each)
+
+    def continued_by(self, request: Request, number: int) -> Prefix:
+        """The prefix ``number``, which the request continues. Raises the errors of `RequestEngine.fork`."""
+        if number not in self._prefixes:
+            raise InvalidConfig(f"request {number} cannot be continued: it is no finished request submitted with keep")
+        self._prefixes.move_to_end(number)
+        prefix = self._prefixes[number]
+        check_continues(request, prefix.input_ids, prefix.media)
+        return prefix
+
+    def remove(self, number: int) -> None:
+        """Forgets a prefix, if there is one of this number. A request that waits to continue it still can."""
+        prefix = self._prefixes.pop(number, None)
+        if prefix is not None:
+            self.bytes -= prefix.bytes
+
+    def drop_caches(self) -> None:
+        """Drops all caches, because the weights change. The prefixes can still be continued."""
+        for prefix in self._prefixes.values():
+            self._drop(prefix)
+
+    def _drop(self, prefix: Prefix) -> None:
+        self.bytes -= prefix.bytes
+        prefix.cache = None
+
+
+@dataclass(eq=False)
+class OpenRequest:
+    """A request that is waiting or running."""
+
+    number: int
+    name: str  # for messages
+    request: Request
+    sampling: SamplingParams
+    keep: bool
+    stop_ids: frozenset[int]
+    prefix: Prefix | None = None  # that it continues, until its prompt has been read
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    cached_tokens: int = 0
+    prompt_log_probs: list[float] | None = None
+    top_log_probs: list[TopLogProbs] = field(default_factory=list)
+    top_prompt_log_probs: list[TopLogProbs] | None = None
+    experts: list[Tensor] = field(default_factory=list)  # (n, M, k) of its tokens so far, in order
+    experts_known: int = 0  # tokens that they are of
+    drafts: list[int] = field(default_factory=list)  # numbers of drafted and of accepted tokens, if any are drafted
+
+    def add_experts(self, found: Tensor, prefix: Prefix | None = None) -> None:
+        """Adds the experts ``(n, M, k)`` of the last n of its tokens that have been read, which follow those of ``prefix``. What
+        is known stays as it was: a request that was interrupted is read again.
+        """
+        if prefix is not None and prefix.experts is not None and not self.experts:
+            self._append(prefix.experts)
+        first = len(self.request.input_ids) + len(self.token_ids) - len(found)
+        self._append(found[self.experts_known - first :])
+
+    def _append(self, experts: Tensor) -> None:
+        self.experts.append(experts)
+        self.experts_known += len(experts)
+
+    @property
+    def policy(self) -> tuple[float, float, int, float]:
+        """The settings that rows must have in common to be sampled by one call."""
+        sampling = self.sampling
+        return sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p
+
+    @property
+    def drawn(self) -> int:
+        """Numbers drawn from its random stream."""
+        return self.request.drawn + len(self.token_ids)
+
+    @property
+    def unread_tokens(self) -> int:
+        """Number of its tokens so far that are in no cache, if it waits."""
+        cached = 0 if self.prefix is None else self.prefix.cached_tokens
+        return len(self.request.input_ids) + len(self.token_ids) - cached
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probs of its prompt are still to be computed."""
+        wanted = self.sampling.prompt_log_probs or self.sampling.top_prompt_log_probs > 0
+        return wanted and self.prompt_log_probs is None
+
+    @property
+    def response(self) -> Sequence[int]:
+        """Its tokens so far, those of an earlier request that it goes on with included."""
+        drawn = self.request.drawn
+        return [*self.request.input_ids[len(self.request.input_ids) - drawn :].tolist(), *self.token_ids]
+
+    def prefix_with(self, cache: list[LayerCache] | None) -> Prefix:
+        """Its prompt and response, for requests that continue it."""
+        ids = torch.cat([self.request.input_ids, torch.tensor(self.token_ids)])
+        experts = torch.cat(self.experts) if self.experts else None
+        return Prefix(ids, shown_media(self.request.multi_modal_inputs), cache, experts)
+
+    def completion(self, reason: FinishReason, error: DataProtoError | None = None) -> Completion:
+        """Its tokens so far."""
+        return Completion(
+            self.number,
+            self.token_ids,
+            self.log_probs,
+            reason,
+            cached_tokens=self.cached_tokens,
+            prompt_log_probs=self.prompt_log_probs if self.sampling.prompt_log_probs else None,
+            top_log_probs=self.top_log_probs if self.sampling.top_log_probs else None,
+            top_prompt_log_probs=self.top_prompt_log_probs if self.sampling.top_prompt_log_probs else None,
+            routed_experts=torch.cat(self.experts) if self.experts else None,
+            error=error,
+            drafted_tokens=self.drafts[0] if self.drafts else None,
+            accepted_tokens=self.drafts[1] if self.drafts else None,
+        )
+
+
+def check_room(request: Request, sampling: SamplingParams, positions: int | None) -> None:
+    """Raises `InvalidPrompt` for a request that is longer, with its response, than the model has positions.
+
+    An environment may show any amount of text, and reading it could take for ever.
+    """
+    length = len(request.input_ids)
+    if positions is not None and length + sampling.max_tokens > positions:
+        raise InvalidPrompt(
+            f"{length} prompt tokens and max_tokens={sampling.max_tokens} exceed the {positions} positions of the model"
+        )

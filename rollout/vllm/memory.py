@@ -1,0 +1,205 @@
+"""What of an engine is in device memory: its weights, its KV cache, and what else its model computes with.
+
+Sleep at level 2 drops all memory of the model. vLLM restores registered buffers itself; weights are handed over again. Other
+tensors, such as tables of positions that an attention kernel holds, would be lost, so they are copied to the host. Functions of a
+worker run in this process.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dataproto.errors import DataProtoError, InvalidConfig
+from rollout.vllm.running_engine import error_line, model_of
+from rollout.vllm.weights import Weights, differing_parameters, load_parameters
+
+State = Mapping[str, Tensor | None]
+"""Copies on the host by name; ``None``: all bytes are zero, as those of scratch memory between steps."""
+
+_MAX_DEPTH = 4  # of helpers in helpers
+_MODULE_FIELDS = vars(nn.Module()).keys()
+
+
+def model_state(worker: Any) -> dict[str, Tensor]:
+    """All tensors of a worker's model on its device that are neither parameters nor views of them, nor of the KV cache."""
+    model = model_of(worker)
+    device = next(model.parameters()).device
+    others = {_storage(each) for each in (*model.parameters(), *_tensors(worker.model_runner.kv_caches))}
+    seen: set[Any] = set()
+    found: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        own = dict(module.named_buffers(recurse=False)) | {
+            name: value for name, value in vars(module).items() if name not in _MODULE_FIELDS and name != "kv_cache"
+        }
+        for name, tensor in _named_tensors(own, path, 0, set()):
+            place = _storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
+            if tensor.device == device and tensor.numel() and place[0] not in others and place not in seen:
+                found[name] = tensor
+                seen.add(place)
+    return found
+
+
+def copied_state(worker: Any) -> State:
+    """Copies of `model_state`."""
+    return {
+        name: tensor.detach().cpu().clone() if _has_bytes(tensor) else None
+        for name, tensor in model_state(worker).items()
+    }
+
+
+@torch.inference_mode()  # some of them were made in it
+def restore_state(worker: Any, copies: State) -> list[str]:
+    """Writes the copies into the model, in place. Returns the names of the tensors that were not equal to them."""
+    lost = _differing(worker, copies)
+    for name, tensor in lost.items():
+        copy = copies[name]
+        _ = tensor.zero_() if copy is None else tensor.copy_(copy)
+    return sorted(lost)
+
+
+def differing_buffers(worker: Any, copies: State) -> list[str]:
+    """Names of the registered buffers that are not equal to their copies. Other tensors may change from step to step."""
+    registered = {name for name, _ in model_of(worker).named_buffers()}
+    return sorted(_differing(worker, {name: copy for name, copy in copies.items() if name in registered}))
+
+
+def _differing(worker: Any, copies: State) -> dict[str, Tensor]:
+    state = model_state(worker)
+    return {name: state[name] for name, copy in copies.items() if name in state and not _equal(state[name], copy)}
+
+
+def _equal(tensor: Tensor, copy: Tensor | None) -> bool:
+    if copy is None:
+        return not _has_bytes(tensor)
+    return torch.equal(_bytes(tensor), _bytes(copy.to(tensor.device)))  # NaN included
+
+
+def _has_bytes(tensor: Tensor) -> bool:
+    return bool(_bytes(tensor).any())
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _storage(tensor: Tensor) -> int:
+    """Equal for tensors that share memory."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def _named_tensors(values: Mapping[str, Any], path: str, depth: int, visited: set[int]) -> Iterator[tuple[str, Tensor]]:
+    for name, value in values.items():
+        full = f"{path}.{name}" if path else str(name)
+        if isinstance(value, Tensor):
+            yield full, value
+        elif depth < _MAX_DEPTH and id(value) not in visited:
+            visited.add(id(value))
+            yield from _named_tensors(_parts(value), full, depth + 1, visited)
+
+
+def _parts(value: Any) -> Mapping[str, Any]:
+    """What a container, or a helper object of vLLM's, holds. Modules of a model are visited by themselves."""
+    if isinstance(value, dict):
+        return {str(name): each for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return {str(number): each for number, each in enumerate(value)}
+    place = type(value).__module__
+    if isinstance(value, nn.Module) or not place.startswith("vllm.") or place.startswith("vllm.config"):
+        return {}
+    return getattr(value, "__dict__", {})
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors of nested lists."""
+    if isinstance(value, Tensor):
+        yield value
+    else:
+        for each in value:
+            yield from _tensors(each)
+
+
+class EngineMemory:
+    """Frees the memory of a ``vllm.LLM`` on CUDA and allocates it again. On a CPU vLLM cannot sleep, so all stays in memory."""
+
+    def __init__(self, llm: Any, device: torch.device, sleep_level: int) -> None:
+        """``sleep_level`` 1 moves the weights to the host, 2 drops them. What else the model computes with is kept."""
+        self.llm, self.device, self.sleep_level = llm, device, sleep_level
+        self.has_weights = True
+        """Whether the engine has all its weights."""
+        self._awake = self._has_kv_cache = True
+        self._freed_bytes = 0  # by the last sleep
+        self.lost: list[str] = []
+        """Names of the tensors, other than weights, that the last sleep lost and that were restored from copies."""
+        self.keep_state()
+
+    def load(self, weights: Weights) -> None:
+        """Loads all weights, by their names in vLLM's checkpoints, into the running model, in place.
+
+        Raises:
+            InvalidConfig: vLLM's model has no such name or shape, or one of its own weights is missing.
+        """
+        self.has_weights = False
+        try:
+            (missing,) = self.llm.collective_rpc(load_parameters, args=(weights,))
+        except DataProtoError:
+            raise
+        except (ValueError, KeyError, AttributeError, AssertionError) as error:
+            raise InvalidConfig(f"these weights do not fit vLLM's model: {error_line(error)}") from error
+        if missing:
+            raise InvalidConfig(f"vLLM's model has weights that were not given: {sorted(missing)[:10]}")
+        self.has_weights = True
+
+    def differing(self, weights: Weights) -> list[str]:
+        """Names of weights that differ from the given ones, in the engine's dtype, and of buffers that a sleep has changed."""
+        (differing,) = self.llm.collective_rpc(differing_parameters, args=(weights,))
+        return [*differing, *self.differing_buffers()]
+
+    def sleep(self) -> None:
+        """Frees the KV cache and the weights.
+
+        Calls the worker directly, because ``vllm.LLM.sleep`` would also drop processed images, which do not depend on weights.
+        """
+        if self.device.type == "cuda" and self._awake:
+            torch.cuda.synchronize()  # a step that was scheduled ahead of the last token still reads this memory
+            self.keep_state()
+            before = torch.cuda.mem_get_info()[0]
+            self.llm.collective_rpc("sleep", kwargs={"level": self.sleep_level})
+            self._freed_bytes = torch.cuda.mem_get_info()[0] - before
+            self._awake, self._has_kv_cache = False, False
+            self.has_weights = self.has_weights and self.sleep_level == 1
+
+    def wake(self) -> None:
+        """Allocates the weights."""
+        if not self._awake:
+            self._empty_torch_cache()
+            self.llm.collective_rpc("wake_up", kwargs={"tags": ["weights"]})
+            self._awake = True
+            self.restore_state()
+
+    def keep_state(self) -> None:
+        """Copies what the model computes with besides its weights to the host."""
+        copies: tuple[State] = self.llm.collective_rpc(copied_state)
+        (self._state,) = copies
+
+    def restore_state(self) -> None:
+        """Restores what the model has lost of this since then."""
+        (self.lost,) = self.llm.collective_rpc(restore_state, args=(self._state,))
+
+    def differing_buffers(self) -> list[str]:
+        """Names of the model's buffers that are not what they were before the last sleep, or at the start."""
+        (differing,) = self.llm.collective_rpc(differing_buffers, args=(self._state,))
+        return list(differing)
+
+    def wake_kv_cache(self) -> None:
+        """Allocates the KV cache."""
+        if not self._has_kv_cache:
+            self._empty_torch_cache()
+            self.llm.collective_rpc("wake_up", kwargs={"tags": ["kv_cache"]})
+            self._has_kv_cache = True
+
+    def _empty_torch_cache(self) -> None:
+        """Returns torch's cached blocks to the device if too little memory is free for what the last sleep freed."""
+        if torch.cuda.mem_get_info()[0] < self._freed_bytes:
+            torch.cuda.empty_cache()

@@ -1,0 +1,260 @@
+"""What the engine knows of a request that vLLM runs, and vLLM's output as a completion."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dataproto.errors import DataProtoError, InvalidPrompt, NonFiniteLogits, RequestFailed
+from rollout.continuation import Media, continued_experts, shown_media
+from rollout.engine import FINISH_REASONS, Completion, FinishReason, Request, SamplingParams, TopLogProbs
+from rollout.sampling import check_sampled, completes_stop_text
+from rollout.vllm.prompt_rendering import RenderedAhead
+from rollout.vllm.running_engine import error_line, state_of
+
+
+@dataclass(frozen=True)
+class FinishedRequest:
+    """The prompt and the response of a request that may be continued. Its KV cache is in vLLM's cache of prefixes."""
+
+    input_ids: Tensor  # (P' + R',) int64
+    media: tuple[Media, ...]
+
+
+@dataclass(eq=False)
+class EngineRequest:
+    """A request that is waiting or running."""
+
+    number: int
+    name: str  # for messages
+    request: Request
+    sampling: SamplingParams
+    keep: bool
+    slot: int = -1  # in the sampler
+    token_ids: list[int] = field(default_factory=list)  # sampled before vLLM got the request for the last time
+    log_probs: list[float] = field(default_factory=list)
+    top_log_probs: list[TopLogProbs] = field(default_factory=list)
+    experts: Tensor | None = None  # (n, M, k) of its first tokens, if they are recorded
+    drafts: tuple[int, int] | None = None  # drafted and accepted tokens, if any are drafted
+    prompt: list[Mapping[int, Any] | None] | None = None  # vLLM's log-probs of the prompt
+    searched: int = 0  # tokens of its response, in this engine, among which none completes a stop text
+
+    def add_experts(self, found: Tensor | None) -> None:
+        """Adds the experts ``(n, M, k)`` of all its tokens that have been read. What is known stays as it was: a request that was
+        interrupted is read again.
+        """
+        self.experts = continued_experts(self.experts, found)
+
+    def add_drafts(self, found: tuple[int, int] | None) -> None:
+        """Adds numbers of drafted and accepted tokens."""
+        if found is not None:
+            drafted, accepted = self.drafts or (0, 0)
+            self.drafts = drafted + found[0], accepted + found[1]
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether it wants log-probs of its prompt."""
+        return self.sampling.prompt_log_probs or self.sampling.top_prompt_log_probs > 0
+
+    @property
+    def rest(self) -> tuple[Request, SamplingParams]:
+        """The request for the tokens that are still to be sampled."""
+        if not self.token_ids:
+            return self.request, self.sampling
+        request, ids, count = self.request, torch.tensor(self.token_ids), len(self.token_ids)
+        prompt_ids = list(request.prompt_ids) or request.input_ids.tolist()
+        whole = torch.cat([request.input_ids, ids])
+        return replace(
+            request, prompt_ids=[*prompt_ids, *self.token_ids], input_ids=whole, drawn=request.drawn + count
+        ), replace(self.sampling, max_tokens=self.sampling.max_tokens - count)
+
+    def response(self, token_ids: Sequence[int]) -> list[int]:
+        """All its tokens, with those of an earlier request that it goes on with, if ``token_ids`` are the last ones."""
+        ids = self.request.input_ids
+        return [*ids[len(ids) - self.request.drawn :].tolist(), *self.token_ids, *token_ids]
+
+    def stopped_at(self, token_ids: Sequence[int], tokenizer: Any) -> int | None:
+        """How many of ``token_ids``, sampled behind those it has, there are up to the first one that completes a stop text.
+
+        A step of vLLM adds several tokens where some were drafted.
+        """
+        first = max(self.searched - len(self.token_ids), 0) + 1
+        for count in range(first, len(token_ids) + 1):
+            if completes_stop_text(tokenizer, self.response(token_ids[:count]), self.sampling.stop):
+                return count
+        self.searched = len(self.token_ids) + len(token_ids)
+        return None
+
+    def finished(self) -> FinishedRequest:
+        """Its prompt and response, for requests that continue it."""
+        ids = torch.cat([self.request.input_ids, torch.tensor(self.token_ids, dtype=torch.int64)])
+        return FinishedRequest(ids, shown_media(self.request.multi_modal_inputs))
+
+    def completion(
+        self, reason: FinishReason, cached_tokens: int = 0, error: DataProtoError | None = None
+    ) -> Completion:
+        """Its tokens so far."""
+        sampling = self.sampling
+        scores, top = prompt_scores(self.prompt, self.request, sampling.top_prompt_log_probs)
+        return Completion(
+            self.number,
+            self.token_ids,
+            self.log_probs,
+            reason,
+            cached_tokens=cached_tokens,
+            prompt_log_probs=scores if sampling.prompt_log_probs else None,
+            top_log_probs=self.top_log_probs if sampling.top_log_probs else None,
+            top_prompt_log_probs=top if sampling.top_prompt_log_probs else None,
+            routed_experts=self.experts,
+            error=error,
+            drafted_tokens=None if self.drafts is None else self.drafts[0],
+            accepted_tokens=None if self.drafts is None else self.drafts[1],
+        )
+
+
+class RunningRequests:
+    """The requests that vLLM runs. Each has a slot in the policy's sampler, which knows what has been drawn for it."""
+
+    def __init__(self, engine: Any, sampler: Any, end_ids: Sequence[int]) -> None:
+        """``end_ids`` are the tokens that end a response; ``engine`` is vLLM's ``LLMEngine``."""
+        self.rows: dict[str, EngineRequest] = {}  # by the names that vLLM knows them by
+        self._engine, self._sampler, self._end_ids = engine, sampler, end_ids
+
+    def add(self, name: str, row: EngineRequest, prompt: Any, adapter: Any) -> None:
+        """Gives vLLM the rest of a request, with its prompt in vLLM's form.
+
+        Raises:
+            InvalidPrompt: vLLM refuses it.
+        """
+        request, sampling = row.rest
+        stop_ids, sampler = sampling.stop_ids(self._end_ids), self._sampler
+        row.slot = sampler.open(request.seed, request.drawn, sampling, stop_ids[0] if stop_ids else None)
+        sampler.open_drafts(row.slot, request.uid or id(row.request.input_ids), request.input_ids)
+        if row.scores_prompt:
+            sampler.prompt_temperature = sampling.temperature or 1.0
+        try:
+            params = vllm_params(sampling, row.slot, stop_ids)
+            self._engine.add_request(name, prompt, params, lora_request=adapter)
+        except BaseException as error:
+            sampler.close(row.slot)
+            if isinstance(error, ValueError):
+                raise InvalidPrompt(f"{row.name}: {error_line(error)}") from error
+            raise
+        self.rows[name] = row
+
+    def tokens(self, name: str) -> list[int]:
+        """The tokens that a request has sampled so far."""
+        state = state_of(self._engine, name)
+        return [] if state is None else list(state.detokenizer.output_token_ids)
+
+    def end(self, name: str, token_ids: list[int]) -> EngineRequest:
+        """The request, which vLLM has ended, with the tokens that it has sampled."""
+        row, sampler = self.rows.pop(name), self._sampler
+        row.log_probs = row.log_probs + sampler.log_probs(row.slot, len(token_ids))
+        if row.sampling.top_log_probs:
+            row.top_log_probs = row.top_log_probs + sampler.top_log_probs(row.slot, len(token_ids))
+        read = len(row.request.input_ids) + len(row.token_ids) + len(token_ids) - 1
+        row.add_experts(sampler.experts(row.slot, read))
+        row.add_drafts(sampler.drafted_and_accepted(row.slot, len(token_ids)))
+        row.token_ids = row.token_ids + token_ids
+        sampler.close(row.slot)
+        return row
+
+    def interrupt(self, name: str, count: int | None = None) -> EngineRequest:
+        """Takes a request, with its tokens so far or the first ``count`` of them, from vLLM."""
+        row = self.end(name, self.tokens(name)[:count])
+        self._engine.abort_request([name])
+        return row
+
+    def interrupt_all(self) -> list[EngineRequest]:
+        """Takes all requests, with their tokens so far, from vLLM."""
+        return [self.interrupt(name) for name in list(self.rows)]
+
+    def drop(self, names: Sequence[str]) -> None:
+        """Aborts requests in vLLM and frees their slots; their tokens are lost."""
+        if names:
+            self._engine.abort_request(list(names))
+        for name in names:
+            self._sampler.close(self.rows.pop(name).slot)
+
+
+class ComingRun(NamedTuple):
+    """The requests of a run that vLLM has not got yet, and those before them."""
+
+    rows: Sequence[EngineRequest]
+    sampling: SamplingParams
+    prompts: RenderedAhead
+    call: int  # a part of the names that vLLM knows them by
+
+
+def first_samples_first(requests: Sequence[Request], window: int) -> list[int]:
+    """The places of requests in an order in which, among ``window`` neighbours, the first request of each prompt comes before the
+    others. Requests with images or videos stay in the order of the prompts.
+
+    vLLM keeps a recurrent state at the end of a step. So the first samples of several prompts are read in one step, and the other
+    samples go on from their states; in the order of the prompts, each would wait for the step of its first one.
+
+    vLLM caches images twice, where prompts are rendered, one after another, and where they are computed, and sends only those
+    that the first cache lacks. Both forget the same images only if requests come in the order in which they were rendered.
+    """
+    first = {request.prompt_key: place for place, request in reversed(list(enumerate(requests)))}
+    later = [
+        first[request.prompt_key] != place and not any(request.multi_modal_data.values())
+        for place, request in enumerate(requests)
+    ]
+    return sorted(range(len(requests)), key=lambda place: (place // window, later[place]))
+
+
+def vllm_params(sampling: SamplingParams, slot: int, stop_ids: Sequence[int]) -> Any:
+    """vLLM's settings of a request, whose tokens are sampled by the policy's own sampler."""
+    from vllm import SamplingParams as Params
+    from vllm.sampling_params import RequestOutputKind
+
+    from rollout.vllm.sampler import EXTRA_ARGUMENT
+
+    scored = sampling.prompt_log_probs or sampling.top_prompt_log_probs > 0
+    return Params(
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=list(stop_ids),
+        ignore_eos=True,  # the end tokens are among the stop tokens
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        prompt_logprobs=sampling.top_prompt_log_probs if scored else None,
+        extra_args={EXTRA_ARGUMENT: slot},
+    )
+
+
+def failure(row: EngineRequest, reason: str | None, banned_ids: Sequence[int]) -> DataProtoError | None:
+    """Why a request that vLLM ended for this reason has no response, if it has none."""
+    if reason not in FINISH_REASONS:
+        return RequestFailed(
+            f"{row.name}: vLLM ended its request with {reason!r} after {len(row.token_ids)} tokens, neither by an end token nor "
+            "by length"
+        )
+    try:
+        check_sampled(row.token_ids, row.log_probs, banned_ids, row.name)
+    except NonFiniteLogits as error:
+        return error
+    return None
+
+
+def prompt_scores(
+    found: Sequence[Mapping[int, Any] | None] | None, request: Request, count: int
+) -> tuple[list[float] | None, list[TopLogProbs] | None]:
+    """Log-probs of a prompt's tokens and the ``count`` likeliest ones at each place, from those that vLLM found."""
+    if found is None:
+        return None, None
+    values: list[float] = []
+    top: list[TopLogProbs] = []
+    for token, medium, place in zip(request.input_ids.tolist(), request.token_types.tolist(), found, strict=False):
+        if place is None or medium:
+            values.append(math.nan)
+            top.append([])
+            continue
+        values.append(float(place[token].logprob))
+        likeliest = sorted(((each.logprob, -other) for other, each in place.items()), reverse=True)
+        top.append([(-other, value) for value, other in likeliest[:count]])
+    return values, top

@@ -1,0 +1,81 @@
+"""What vLLM knows of its requests and their steps, and where it keeps it."""
+
+import re
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+
+def state_of(engine: Any, name: str) -> Any:
+    """What vLLM knows of a request that it has: ``detokenizer.output_token_ids``, ``logprobs_processor.prompt_logprobs`` and
+    ``num_cached_tokens``. ``None`` if it has dropped it.
+    """
+    processor = engine.output_processor
+    (own,) = getattr(processor, "external_req_ids", {}).get(name) or [name]  # its own names, in later versions
+    return processor.request_states.get(own)
+
+
+def error_line(error: BaseException) -> str:
+    """The root cause of an error of vLLM's, in one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line for line in str(error).strip().splitlines() if not re.match(r"\d+ validation errors? for ", line)]
+    line = lines[0].strip().partition(" [type=")[0] if lines else type(error).__name__
+    if "cached item" in line:
+        line += "; its images are larger than vLLM's cache of processed images: raise mm_processor_cache_gb"
+    return line
+
+
+def model_of(worker: Any) -> nn.Module:
+    """The model of a worker."""
+    model: nn.Module = worker.model_runner.get_model()
+    return model
+
+
+def batch_of(runner: Any) -> tuple[list[str], np.ndarray, np.ndarray]:
+    """The rows of the current step: names of the requests, the number of tokens that each has after its prompt, and whether its
+    next token is discarded because only a part of its prompt has been read.
+    """
+    batch = runner.input_batch
+    rows = batch.num_reqs
+    tokens = runner.optimistic_seq_lens_cpu[:rows].numpy() - batch.num_prompt_tokens[:rows]
+    return list(batch.req_ids[:rows]), tokens, runner.discard_request_mask.np[:rows]
+
+
+def attention_group(runner: Any) -> int:
+    """The group of layers whose KV cache has a slot for each token: those with full attention."""
+    groups = [type(group.kv_cache_spec).__name__ for group in runner.kv_cache_config.kv_cache_groups]
+    return next((number for number, name in enumerate(groups) if "FullAttention" in name), 0)
+
+
+def slots_of_step(runner: Any, group: int) -> torch.Tensor:
+    """The slots ``(N,)`` of the tokens of the current step in the KV cache of a group of layers."""
+    batch = runner.input_batch
+    slots: torch.Tensor = batch.block_table[group].slot_mapping.gpu[: int(runner.query_start_loc.np[batch.num_reqs])]
+    return slots
+
+
+def slots_of_request(runner: Any, name: str, group: int, tokens: int) -> np.ndarray | None:
+    """The slots ``(tokens,)`` of the first tokens of a request, by vLLM's own name of it; ``None`` if it does not run."""
+    state = runner.requests.get(name)
+    if state is None or name not in runner.input_batch.req_id_to_index:
+        return None
+    size = runner.kv_cache_config.kv_cache_groups[group].kv_cache_spec.block_size
+    blocks = np.asarray(state.block_ids[group], dtype=np.int64)
+    if len(blocks) * size < tokens:
+        return None
+    slots: np.ndarray = (blocks[:, None] * size + np.arange(size)).ravel()[:tokens]
+    return slots
+
+
+def clear_kv_cache(worker: Any) -> None:
+    """Fills the KV cache with zeros. Attention multiplies masked values by 0, so NaN of an earlier row would spread."""
+    layers = list(worker.model_runner.kv_caches)
+    while layers:
+        layer = layers.pop()
+        if isinstance(layer, torch.Tensor):
+            layer.zero_()
+        else:  # several tensors per layer
+            layers.extend(layer)

@@ -1,0 +1,339 @@
+"""The policy inside vLLM: tokens and log-probs by the same functions as in the Hugging Face engine.
+
+vLLM's sampler is replaced by one that samples tokens with `rollout.sampling`. So banned ids, temperature, top-p and top-k mean
+the same in both engines, log-probs are those before top-p and top-k, a sample draws the same numbers in any batch and on any
+rank, and the random state of the process is not used. (With its own seeds vLLM would loop over rows; with a logits processor it
+would wait for the tokens of each step before it prepares the next.) Log-probs stay on the device until their response is
+complete.
+
+With drafts (`rollout.vllm.sampler`) a step has several tokens of a row. Each is drawn from its row's random stream,
+in place of vLLM's rejection sampler, whose tokens have the same distribution but are others. A drafted token counts if it is the
+one that is drawn, so the tokens are those of a run without drafts.
+
+Logits are float32, as in the actor. vLLM would round them to the model's dtype, where a logit of 20 becomes a multiple of 1/8.
+"""
+
+from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.sampler import Sampler
+
+from dataproto.vlm import family_of
+from rollout.drafts import Drafts
+from rollout.engine import SamplingParams, TopLogProbs
+from rollout.sampling import likeliest, policy_log_probs, project, sample, uniforms
+from rollout.vllm.expert_slots import ExpertSlots
+from rollout.vllm.running_engine import batch_of
+
+EXTRA_ARGUMENT = "dataproto_request"
+"""The argument of a vLLM request that holds its slot."""
+FIRST_COLUMNS = 256
+"""Initial number of log-probs per response that memory is allocated for."""
+FIRST_SLOTS = 64
+"""Initial number of open requests that memory is allocated for."""
+CHUNK_ROWS = 512
+"""Rows sampled at a time, which bounds memory to a few copies of their logits."""
+
+
+@dataclass(eq=False)
+class Slot:
+    """How the tokens of an open request are sampled, and the likeliest ones found so far."""
+
+    sampling: SamplingParams
+    stop_id: int | None
+    drafted: int = 0  # tokens
+    steps: int = 0
+    top: dict[int, list[TopLogProbs]] = field(default_factory=dict)  # by place, counted from 1
+
+    @property
+    def policy(self) -> tuple[float, float, int, float, int | None]:
+        """What rows must have in common to be sampled by one call."""
+        sampling = self.sampling
+        return sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, self.stop_id
+
+
+CLOSED = Slot(SamplingParams(), None)
+"""Of a row whose request has ended, in a step that had been prepared."""
+
+
+class PolicySampler(Sampler):
+    """Samples the next token of every row, each by the settings of its request. An open request has a slot."""
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+        config = runner.model_config.hf_config
+        self.banned_ids = family_of(config).banned_ids(config)  # masked in the policy
+        self.undrawn_ids: tuple[int, ...] = ()  # never drawn, although the policy gives them probability
+        self.runner = runner
+        self.expert_slots: ExpertSlots | None = None
+        self.drafts = Drafts(self.banned_ids) if runner.speculative_config is not None else None
+        self.device: torch.device = runner.device
+        # Log-probs are read after their tokens reached the host: reading them need not wait for the current step.
+        self.side_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.prompt_temperature = 1.0
+        """Of the requests that want log-probs of their prompts."""
+        self._clear()
+
+    def _clear(self) -> None:
+        self.slots: dict[int, Slot] = {}
+        self.seeds = np.zeros(0, dtype=np.uint64)
+        self.drawn = np.zeros(0, dtype=np.int64)
+        # Log-probs (slots, tokens). The first column is for tokens that vLLM discards, of prompts that are read in parts.
+        self.found = torch.zeros(0, 1 + FIRST_COLUMNS, device=self.device)
+        self._free: list[int] = []
+        self._rows = np.zeros(0, dtype=np.int64)  # the slots of the rows of a step
+        self._names: list[str] = []
+        self._name_of: dict[int, str] = {}  # vLLM's own names of the requests in slots
+
+    # Requests
+
+    def open(self, seed: int, drawn: int, sampling: SamplingParams, stop_id: int | None) -> int:
+        """A slot for a request that draws from the stream of ``seed``, from number ``drawn`` on. ``stop_id`` is any of the
+        tokens that end it. For drafts see `open_drafts`.
+        """
+        if not self.slots:
+            self._clear()
+        if not self._free:
+            self._add_slots(max(FIRST_SLOTS, len(self.seeds)))
+        slot = self._free.pop()
+        self._name_of.pop(slot, None)
+        self.slots[slot] = Slot(sampling, stop_id)
+        self.seeds[slot], self.drawn[slot] = seed, drawn
+        return slot
+
+    def open_drafts(self, slot: int, key: Hashable, prompt: Tensor) -> None:
+        """Drafts tokens for the request in a slot, of the group ``key`` with the ``prompt (P',)``, if the engine drafts any."""
+        if self.drafts is not None:
+            self.drafts.open(slot, key, prompt)
+
+    def close(self, slot: int) -> None:
+        """Frees a slot. The next step may still write to it, before the first step of the request that gets it."""
+        if self.slots.pop(slot, None) is not None:
+            self._free.append(slot)
+            if self.drafts is not None:
+                self.drafts.close(slot)
+
+    def drafted_and_accepted(self, slot: int, count: int) -> tuple[int, int] | None:
+        """How many tokens were drafted for the request in a slot, and how many of its ``count`` tokens took no step of their own;
+        ``None`` if the engine drafts none.
+        """
+        found = self.slots[slot]
+        return None if self.drafts is None else (found.drafted, max(count - found.steps, 0))
+
+    def log_probs(self, slot: int, count: int) -> list[float]:
+        """Log-probs of the first ``count`` sampled tokens of the request in a slot."""
+        with nullcontext() if self.side_stream is None else torch.cuda.stream(self.side_stream):
+            values: list[float] = self.found[slot, 1 : 1 + count].tolist()
+        return values
+
+    def experts(self, slot: int, tokens: int) -> Tensor | None:
+        """The experts ``(tokens, M, k)`` of the first tokens of the request in a slot, if they are recorded."""
+        name = self._name_of.get(slot)
+        return None if self.expert_slots is None or name is None else self.expert_slots.of(name, tokens)
+
+    def top_log_probs(self, slot: int, count: int) -> list[TopLogProbs]:
+        """The likeliest tokens at the places of the first ``count`` sampled tokens."""
+        return [self.slots[slot].top[place][0] for place in range(1, 1 + count)]
+
+    # Steps
+
+    def forward(self, logits: Tensor, *_: Any, **__: Any) -> SamplerOutput:
+        """Samples tokens ``(B, 1)`` int32 for the ``logits (B, V)`` of the current step."""
+        if not self.runner.input_batch.num_reqs:
+            return SamplerOutput(sampled_token_ids=self._trial(logits), logprobs_tensors=None)
+        names, steps, discarded = self._begin_step()
+        tokens = self._draw(logits, np.arange(len(names)), steps, discarded, self._parts, self._order)
+        return SamplerOutput(sampled_token_ids=tokens.int().unsqueeze(-1), logprobs_tensors=None)
+
+    def verify(self, metadata: Any, draft_probs: Any, logits: Tensor, sampling_metadata: Any) -> SamplerOutput:
+        """Samples tokens ``(B, 1 + K)`` int32 for the ``logits (N, V)`` of the current step, which has up to K drafted tokens of
+        each row; -1 fills a row after its first token that differs from the draft. It replaces vLLM's rejection sampler.
+        """
+        if not self.runner.input_batch.num_reqs:
+            return SamplerOutput(sampled_token_ids=self._trial(logits), logprobs_tensors=None)
+        names, steps, discarded = self._begin_step()
+        drafted = np.array(metadata.num_draft_tokens)
+        rows = np.repeat(np.arange(len(names)), drafted + 1)
+        ahead = np.arange(len(rows)) - np.repeat(np.cumsum(drafted + 1) - (drafted + 1), drafted + 1)
+        for slot, count in zip(self._rows.tolist(), drafted.tolist(), strict=True):
+            if slot in self.slots:
+                self.slots[slot].drafted += count
+        tokens = self._draw(logits, rows, (steps - drafted)[rows] + ahead, discarded[rows], *self._parts_of(rows)).int()
+        place = self._sent(np.stack([rows, ahead]))
+        drawn = tokens.new_full((len(names), 1 + int(drafted.max(initial=0))), -1)
+        drawn[place[0], place[1]] = tokens
+        wanted, targets = torch.full_like(drawn, -2), place[:, metadata.target_logits_indices.long()]
+        wanted[targets[0], targets[1]] = metadata.draft_token_ids.int()
+        kept = (drawn == wanted)[:, :-1].cumprod(1).bool()
+        drawn[:, 1:] = drawn[:, 1:].masked_fill(~kept, -1)
+        return SamplerOutput(sampled_token_ids=drawn, logprobs_tensors=None)
+
+    def _trial(self, logits: Tensor) -> Tensor:
+        """Tokens ``(N, 1)`` int32 for the ``logits (N, V)`` of no request, by which a start measures memory."""
+        halves = torch.full((len(logits),), 0.5, dtype=torch.float64, device=logits.device)
+        parts = zip(logits.split(CHUNK_ROWS), halves.split(CHUNK_ROWS), strict=True)
+        drawn = [sample(part, SamplingParams(), each, self.banned_ids, self.undrawn_ids)[0] for part, each in parts]
+        return torch.cat(drawn).int().unsqueeze(-1)
+
+    def next_drafts(self, sampled: Sequence[Sequence[int]], most: int) -> list[list[int]]:
+        """Drafts of at most ``most`` tokens for the rows of the step that has just ended, which ``sampled`` these tokens."""
+        found: list[list[int]] = [[] for _ in sampled]
+        for row, token_ids in enumerate(sampled):
+            slot = int(self._rows[row]) if row < len(self._rows) else -1
+            if self.drafts is not None and token_ids and slot in self.slots:
+                self.drafts.add(slot, token_ids)
+                found[row] = self.drafts.next_tokens(slot, most)
+        return found
+
+    def _begin_step(self) -> tuple[list[str], np.ndarray, np.ndarray]:
+        """Names of the rows of the current step, the number of the last of the tokens that each samples, and whether they are
+        discarded."""
+        names, steps, discarded = batch_of(self.runner)
+        if self.expert_slots is not None:
+            self.expert_slots.record()
+        if names != self._names:
+            self._set_names(names)
+        if self.drafts is not None:
+            for slot, skipped in zip(self._rows.tolist(), discarded.tolist(), strict=True):
+                if slot in self.slots and not skipped:
+                    self.slots[slot].steps += 1
+        return names, steps, discarded
+
+    def _draw(
+        self,
+        logits: Tensor,
+        rows: np.ndarray,
+        steps: np.ndarray,
+        discarded: np.ndarray,
+        parts: Sequence[tuple[slice | Tensor, Slot]],
+        order: Tensor | None,
+    ) -> Tensor:
+        """Tokens ``(N,)`` for ``logits (N, V)``, which are token number ``steps (N,)`` of ``rows (N,)``; notes log-probs."""
+        places = np.where(discarded, 0, steps + 1)
+        self._add_columns(int(places.max(initial=0)))
+        slots = self._rows[rows]
+        numbers = uniforms(self.seeds[slots], self.drawn[slots] + np.where(discarded, 0, steps))
+        sent = self._sent(np.stack([slots, places, numbers.view(np.int64)]))
+        chosen, log_probs = [], []
+        for part, slot in parts:
+            tokens, values = sample(
+                logits[part], slot.sampling, sent[2, part].view(torch.float64), self.banned_ids, self.undrawn_ids
+            )
+            if slot.stop_id is not None:  # a row with non-finite logits ends here; its log-prob reports it
+                tokens = tokens.where(values.isfinite(), slot.stop_id)
+            chosen.append(tokens)
+            log_probs.append(values)
+        tokens, values = torch.cat(chosen), torch.cat(log_probs)
+        if order is not None:
+            tokens, values = tokens[order], values[order]
+        self.found[sent[0], sent[1]] = values
+        for row, slot in self._with_top:
+            for place in np.flatnonzero(rows == row):
+                found = policy_log_probs(logits[place, None], slot.sampling.temperature or 1.0, self.banned_ids)
+                slot.top[int(places[place])] = likeliest(found, slot.sampling.top_log_probs)
+        return tokens
+
+    def _sent(self, values: np.ndarray) -> Tensor:
+        """The values on the device, in one copy that the host does not wait for."""
+        tensor = torch.from_numpy(values)
+        return tensor if self.side_stream is None else tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def _set_names(self, names: list[str]) -> None:
+        """Finds the slots of rows by vLLM's names of their requests."""
+        requests = self.runner.requests
+        self._names = names
+        self._set_slots(np.array([requests[name].sampling_params.extra_args[EXTRA_ARGUMENT] for name in names]))
+        self._name_of |= zip(self._rows.tolist(), names, strict=True)
+
+    def _set_slots(self, rows: np.ndarray) -> None:
+        """Sets the slots ``(B,)`` of the rows of a step, and finds the rows that one call of `sample` can serve."""
+        self._rows = rows
+        slots = [self.slots.get(row, CLOSED) for row in self._rows.tolist()]
+        self._with_top = [(row, slot) for row, slot in enumerate(slots) if slot.sampling.top_log_probs]
+        groups: dict[Any, list[int]] = {}
+        for row, slot in enumerate(slots):
+            groups.setdefault(slot.policy, []).append(row)
+        self._groups = [(slots[rows[0]], rows) for rows in groups.values()]
+        self._parts, self._order = self._parts_of(np.arange(len(rows)))
+
+    def _parts_of(self, rows: np.ndarray) -> tuple[list[tuple[slice | Tensor, Slot]], Tensor | None]:
+        """The places of ``rows (N,)`` in parts of at most `CHUNK_ROWS` for one call of `sample` each, and what sorts them."""
+        parts: list[tuple[slice | Tensor, Slot]] = []
+        if len(self._groups) == 1:
+            starts = range(0, len(rows), CHUNK_ROWS)
+            return [(slice(start, start + CHUNK_ROWS), self._groups[0][0]) for start in starts], None
+        for slot, members in self._groups:
+            places = torch.from_numpy(np.flatnonzero(np.isin(rows, members))).to(self.device)
+            parts += [(part, slot) for part in places.split(CHUNK_ROWS)]
+        return parts, torch.cat([part for part, _ in parts if isinstance(part, Tensor)]).argsort()
+
+    def _add_slots(self, count: int) -> None:
+        first = len(self.seeds)
+        self.seeds = np.concatenate([self.seeds, np.zeros(count, dtype=np.uint64)])
+        self.drawn = np.concatenate([self.drawn, np.zeros(count, dtype=np.int64)])
+        self._free += range(first + count - 1, first - 1, -1)
+        self._pad((0, 0, 0, count))
+
+    def _add_columns(self, column: int) -> None:
+        """Adds columns up to this one, so that memory grows with the longest response, not to ``max_tokens``."""
+        width = self.found.shape[1]
+        if column >= width:
+            self._pad((0, max(column + 1, 2 * column) - width))
+
+    def _pad(self, sides: tuple[int, ...]) -> None:
+        self.found = torch.nn.functional.pad(self.found, sides)
+        if self.side_stream is not None:  # the copy of earlier values is ordered after the current step
+            self.side_stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    # Log-probs of prompts, of which vLLM asks the sampler
+
+    def compute_logprobs(self, logits: Tensor) -> Tensor:
+        """Log-probs ``(P, V)`` of the policy."""
+        return policy_log_probs(logits, self.prompt_temperature, self.banned_ids)
+
+    def gather_logprobs(self, logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
+        """Log-probs of the tokens ``(P,)`` and of the likeliest ones, ``(P, 1 + num_logprobs)``."""
+        values, tokens = logprobs.topk(num_logprobs, dim=-1)
+        own = token_ids.unsqueeze(-1)
+        values, tokens = torch.cat([logprobs.gather(-1, own), values], -1), torch.cat([own, tokens], -1)
+        return LogprobsTensors(tokens.int(), values, torch.zeros_like(token_ids, dtype=torch.int32))
+
+
+class Float32Head(UnquantizedEmbeddingMethod):
+    """An output projection that does not round logits."""
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """States ``(N, H)`` of any dtype to logits ``(N, V)`` float32."""
+        logits = project(x, layer.weight)
+        return logits if bias is None else logits + bias
+
+
+class SiblingDrafter:
+    """Drafts from the tokens of a request, of its prompt and of the other samples of it."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self._most = int(vllm_config.speculative_config.num_speculative_tokens)
+        self._max_tokens = int(vllm_config.model_config.max_model_len)
+        self.sampler: Any = None  # set once the policy's sampler is installed
+
+    def load_model(self, *_: Any, **__: Any) -> None:
+        """There is no model to load."""
+
+    def propose(
+        self, sampled_token_ids: Sequence[Sequence[int]], num_tokens_no_spec: Any, *_: Any, **__: Any
+    ) -> list[list[int]]:
+        """A draft for each row of the step that has just ended; ``num_tokens_no_spec`` tokens of a row are known."""
+        if self.sampler is None:
+            return [[] for _ in sampled_token_ids]
+        drafts = self.sampler.next_drafts(sampled_token_ids, self._most)
+        return [
+            draft[: max(self._max_tokens - int(known) - 1, 0)]
+            for draft, known in zip(drafts, num_tokens_no_spec, strict=False)
+        ]
