@@ -25,7 +25,7 @@ from helpers.carried_runs import (
 from helpers.checkpoints import write_checkpoint
 from recipes.configs.shared.carrying_config import CarryingConfig
 from recipes.run.carrying import CarryingRollout, LookAhead
-from rollout import carried_samples
+from rollout import continuation
 from rollout.engine import SamplingParams
 from workers.cluster.local import LocalGroup
 from workers.roles.actor import ActorConfig, ActorWorker
@@ -36,7 +36,7 @@ from workers.roles.rollout_worker import RolloutConfig, RolloutWorker
 @pytest.mark.parametrize("sample", [generated, played])
 def test_a_step_that_failed_at_a_sample_goes_on_with_what_had_begun(sample, tmp_path, monkeypatch):
     """The first step refuses, or fails at, the fourth prompt: it is made again, or another process makes the next one."""
-    monkeypatch.setattr(carried_samples, "SUBMITTED_AT_A_TIME", 1)
+    monkeypatch.setattr(continuation, "SUBMITTED_AT_A_TIME", 1)
     path = write_checkpoint("qwen2_5_vl", tmp_path / "model")
     actor = ActorWorker(ActorConfig(path), torch.device("cpu"))
     group, later = [

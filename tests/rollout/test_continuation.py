@@ -14,7 +14,7 @@ from helpers.batches import prompt_batch
 from helpers.carried_runs import failing, refusing
 from helpers.engines import start
 from helpers.tiny_models import tiny_model
-from rollout import carried_samples
+from rollout import continuation
 from rollout.continuation import BegunTurn, Tokens, WholeGroups, decode_groups, submitted_together
 from rollout.engine import Completion, SamplingParams
 from rollout.hf import HFEngine
@@ -55,7 +55,7 @@ def assert_same(engine, family, requests, uids):
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_5"])  # the second has states that cannot be cut back
 def test_slices_give_the_tokens_of_one_run(model_type, tmp_path, monkeypatch):
-    monkeypatch.setattr(carried_samples, "SUBMITTED_AT_A_TIME", 4)
+    monkeypatch.setattr(continuation, "SUBMITTED_AT_A_TIME", 4)
     tiny_model(model_type).save_pretrained(tmp_path)
     engine = HFEngine(str(tmp_path), device=torch.device("cpu"), max_num_seqs=7)  # some wait when decoding ends
     prompts = prompt_batch(engine.model.config, [[(4, 6), (8, 4)], [(6, 6)], []], texts=[4, 7, 3])
@@ -84,7 +84,7 @@ class Recorded:
 
 def test_the_engine_steps_before_all_requests_are_submitted(monkeypatch):
     """In a batch of 5 requests 2 are submitted at a time, and none after enough groups are whole."""
-    monkeypatch.setattr(carried_samples, "SUBMITTED_AT_A_TIME", 2)
+    monkeypatch.setattr(continuation, "SUBMITTED_AT_A_TIME", 2)
     model = tiny_model("qwen2_5_vl")
     requests = build_requests(prompt_batch(model.config, [[]] * 5, texts=[3] * 5), replace(SAMPLED, n=1))
     arguments = requests, [Tokens() for _ in requests], SAMPLED
@@ -100,7 +100,7 @@ def test_the_engine_steps_before_all_requests_are_submitted(monkeypatch):
 
 
 def test_the_samples_of_a_group_are_submitted_together(monkeypatch):
-    monkeypatch.setattr(carried_samples, "SUBMITTED_AT_A_TIME", 3)
+    monkeypatch.setattr(continuation, "SUBMITTED_AT_A_TIME", 3)
     assert list(submitted_together("aabbacbd")) == [[0, 1, 4], [2, 3, 6], [5, 7]]
     model = tiny_model("qwen2_5_vl")
     requests = build_requests(prompt_batch(model.config, [[]] * 2, texts=[3] * 2), replace(SAMPLED, n=2))
@@ -110,7 +110,7 @@ def test_the_samples_of_a_group_are_submitted_together(monkeypatch):
 
 
 def test_a_mistake_in_a_later_request_is_found_before_anything_is_decoded(monkeypatch):
-    monkeypatch.setattr(carried_samples, "SUBMITTED_AT_A_TIME", 1)
+    monkeypatch.setattr(continuation, "SUBMITTED_AT_A_TIME", 1)
     model = tiny_model("qwen2_5_vl")
     requests = build_requests(prompt_batch(model.config, [[]] * 2, texts=[3] * 2), replace(SAMPLED, n=1))
     engine, whole = Recorded(), Tokens([7] * 9, [-0.5] * 9, [1] * 9)  # of 9 tokens none is left
@@ -122,7 +122,7 @@ def test_a_mistake_in_a_later_request_is_found_before_anything_is_decoded(monkey
 @pytest.mark.parametrize("error", [InvalidPrompt, NonFiniteLogits])
 def test_tokens_are_kept_where_the_engine_fails_at_a_sample(error, tmp_path, monkeypatch):
     """Of five samples the fourth is refused when the others have a few tokens, or fails; then all go on."""
-    monkeypatch.setattr(carried_samples, "SUBMITTED_AT_A_TIME", 1)
+    monkeypatch.setattr(continuation, "SUBMITTED_AT_A_TIME", 1)
     tiny_model("qwen2_5_vl").save_pretrained(tmp_path)
     engine = HFEngine(str(tmp_path), device=torch.device("cpu"))
     sampling = replace(SAMPLED, n=1, max_tokens=12, ignore_eos=True, stop_token_ids=())
@@ -169,7 +169,7 @@ def test_slices_give_the_tokens_of_one_run_of_vllm(tmp_path, monkeypatch):
 @pytest.mark.vllm
 def test_tokens_are_kept_where_vllm_refuses_a_prompt(tmp_path, monkeypatch):
     """The second prompt is too long with what it has sampled, which vLLM finds when the first one is being decoded."""
-    monkeypatch.setattr(carried_samples, "SUBMITTED_AT_A_TIME", 1)
+    monkeypatch.setattr(continuation, "SUBMITTED_AT_A_TIME", 1)
     setup = start("qwen2_5_vl", tmp_path, max_images=6)
     sampling = replace(SAMPLED, n=1, max_tokens=300, ignore_eos=True, stop_token_ids=())
     requests = build_requests(setup.prompts, sampling)[:3]
