@@ -231,9 +231,9 @@ def ours(path: str, arguments: argparse.Namespace) -> None:
 
 def bare(path: str, arguments: argparse.Namespace) -> None:
     """vLLM without our engine."""
-    from rollout.vllm import versions as vllm_versions
+    from rollout.vllm.process_settings import set_environment
 
-    vllm_versions.set_environment()
+    set_environment()
     from vllm import LLM
     from vllm import SamplingParams as Params
 

@@ -17,7 +17,7 @@ from helpers.turns import finish
 from rollout.engine import SamplingParams, create_engine
 from rollout.prompts import PromptBuilder
 from rollout.responses import build_requests
-from rollout.vllm import engine_requests
+from rollout.vllm import requests as vllm_requests
 from rollout.vllm.memory import model_state
 from rollout.vllm.prompt_rendering import PromptRenderer, image_key
 
@@ -414,7 +414,7 @@ def test_processed_images_outlive_sleep_and_new_weights(setup, monkeypatch):
 @pytest.mark.parametrize("where", ["render_one", "vllm_params"])
 def test_an_interruption_leaves_no_image_half_known(setup, where, monkeypatch):
     rows = [{"prompt": "<image>", "images": [picture(50, 40, 300 + number)]} for number in range(3)]
-    owner = engine_requests if where == "vllm_params" else PromptRenderer
+    owner = vllm_requests if where == "vllm_params" else PromptRenderer
     whole, times = getattr(owner, where), []
 
     def interrupted(*args):
