@@ -41,7 +41,7 @@ import torch  # noqa: E402
 from geo3k_step import OF_DRAWN_LENGTHS, Steps, rest_of, rows  # noqa: E402
 
 from dataproto import DataProto  # noqa: E402
-from recipes.configs.shared.carrying_config import CarryingConfig  # noqa: E402
+from recipes.configs.shared.rollout_options import RolloutOptions  # noqa: E402
 from recipes.run.carrying import CarryingRollout, LookAhead  # noqa: E402
 from rollout.continuation import BEGUN  # noqa: E402
 from rollout.engine import Completion, FinishReason, Request, SamplingParams, cpu_or_cuda, slots_for  # noqa: E402
@@ -96,7 +96,7 @@ class Decoding:
         self.rollout: Any = LocalGroup(worker)
         self.loader: Any = LookAhead(Steps(prompts))
         if over_ask > 1:
-            config = CarryingConfig(over_ask=over_ask, max_staleness=max_staleness)
+            config = RolloutOptions(over_ask=over_ask, max_staleness=max_staleness)
             self.carried = CarryingRollout(self.rollout, self.loader, config, lambda: self.done)
             self.rollout = self.loader = self.carried
 

@@ -36,7 +36,7 @@ from PIL import Image, ImageDraw  # noqa: E402
 
 from dataproto import DataProto, object_array  # noqa: E402
 from recipes.algorithms.penalties import KLController  # noqa: E402
-from recipes.configs.shared.carrying_config import CarryingConfig  # noqa: E402
+from recipes.configs.shared.rollout_options import RolloutOptions  # noqa: E402
 from recipes.grpo import GRPOConfig, grpo_step  # noqa: E402
 from recipes.rewards import load_reward  # noqa: E402
 from recipes.run.carrying import LookAhead, carry_samples  # noqa: E402
@@ -220,7 +220,7 @@ def main() -> None:
         print(roles.start_seconds, flush=True)
         print(f"roles launched: {time.perf_counter() - started:.0f} s", flush=True)
         state, loader = StepState(KLController(0.0)), LookAhead(Steps(prompts))
-        carrying = CarryingConfig(over_ask=arguments.over_ask)
+        carrying = RolloutOptions(over_ask=arguments.over_ask)
         batches, measure = carry_samples(roles, loader, carrying, state, 1 + arguments.steps, corrected=False)
         config = GRPOConfig(n=arguments.samples, kl_coef=0.01, minibatch=arguments.minibatch)
         found = []

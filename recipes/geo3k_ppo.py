@@ -18,11 +18,7 @@ from recipes.run.policy_gradient import run
 OUTPUT_DIR = Path("outputs/geo3k_ppo")
 
 
-def _here(config: PPORunConfig) -> PPORunConfig:
-    return replace(config, run=replace(config.run, output_dir=OUTPUT_DIR))
-
-
-PRESETS = {name: _here(each) for name, each in ppo.PRESETS.items()}
+PRESETS = {name: replace(each, run=replace(each.run, output_dir=OUTPUT_DIR)) for name, each in ppo.PRESETS.items()}
 TINY = PRESETS["tiny"]
 
 

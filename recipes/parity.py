@@ -73,11 +73,7 @@ def _with_uid(row: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def _without_images(row: Mapping[str, Any]) -> dict[str, Any]:
-    messages = row["prompt"]
-    if isinstance(messages, str):
-        messages = messages.replace(MARKER, "")
-    else:
-        messages = [{**message, "content": message["content"].replace(MARKER, "")} for message in messages]
+    messages = [{**message, "content": message["content"].replace(MARKER, "")} for message in row["prompt"]]
     return {**row, "prompt": messages, "images": []}
 
 

@@ -251,9 +251,9 @@ LEARNT, BEGIN, END = "bold green", "⟦", "⟧"
 """How what is learnt looks; the marks show it without colours too."""
 
 
-def print_source(source: ShownSource, console: Console | None = None) -> None:
+def print_source(source: ShownSource) -> None:
     """Prints the rows of a data set and what there is to say of them."""
-    console = console or Console(highlight=False)
+    console = Console(highlight=False)
     _say(console, (source.name, "bold"))
     for row in source.rows:
         console.print()

@@ -12,7 +12,7 @@ from pathlib import Path
 from dataproto.errors import InvalidConfig
 from recipes.configs.shared.run_config import RunConfig
 from recipes.configs.shared.supervised_config import RowsConfig, SupervisedConfig, tiny_schedule
-from recipes.data.column_keys import ColumnKeys
+from recipes.data.column_keys import ColumnKeys, refuse_without_data
 from recipes.options import parse_recipe
 from rollout.prompts.messages import Turns
 
@@ -47,14 +47,7 @@ class SFTDataConfig(RowsConfig):
         super().__post_init__()
         if self.weights and len(self.weights) != len(self.data_path):
             raise InvalidConfig(f"{len(self.weights)} weights for {len(self.data_path)} data sets")
-        if self.keys.given() and not self.data_path:
-            raise InvalidConfig(
-                f"{next(iter(self.keys.given()))} without data_path: drawn conversations have their own columns"
-            )
-        if not self.data_path and (self.eval_data_path or self.streaming or self.media_root):
-            raise InvalidConfig(
-                "eval_data_path, streaming or media_root without data_path: drawn conversations have their own"
-            )
+        refuse_without_data(self, "conversations", "eval_data_path", "media_root", "streaming")
         if self.streaming and len(self.data_path) > 1 and not self.weights:
             raise InvalidConfig("streams have no length that could tell how often to draw from each: give --weights")
 

@@ -97,6 +97,19 @@ class ColumnKeys:
                     )
 
 
+def refuse_without_data(data: Any, rows: str, *names: str) -> None:
+    """Raises `InvalidConfig` for an option of a data set, one of ``names`` or of its ``keys``, without ``data_path``.
+
+    Args:
+        rows: what takes the place of the data set's rows.
+    """
+    given = [*data.keys.given(), *(name for name in names if getattr(data, name))]
+    if given and not data.data_path:
+        raise InvalidConfig(
+            f"{given[0]} without data_path: drawn {rows} have their own columns and held-out rows, and no files"
+        )
+
+
 def missing_columns(table: Any, wanted: Set[str]) -> tuple[Set[str], Collection[str]]:
     """The wanted columns that no row of a table has, and columns that are there: all of them if one is missing.
 

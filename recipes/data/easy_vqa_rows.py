@@ -125,21 +125,20 @@ class EasyVQARows(Sequence[dict[str, Any]]):
 
 
 class Answered(Sequence[dict[str, Any]]):
-    """Problems with their answers as conversations, for `rollout.prompts.SupervisedBuilder`.
+    """Problems with their answers as conversations, for `rollout.prompts.SupervisedBuilder`."""
 
-    ``form`` is the text of an answer, with ``{answer}`` where the true one stands.
-    """
-
-    def __init__(self, rows: Sequence[Mapping[str, Any]], form: str = "{answer}") -> None:
-        self.rows, self.form = rows, form
+    def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.rows = rows
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, place: Any) -> Any:
         row = self.rows[place]
-        text = self.form.format(answer=row["reward_model"]["ground_truth"])
-        return {**row, "prompt": [*row["prompt"], {"role": "assistant", "content": text}]}
+        return {
+            **row,
+            "prompt": [*row["prompt"], {"role": "assistant", "content": row["reward_model"]["ground_truth"]}],
+        }
 
 
 class Conversations(Sequence[dict[str, Any]]):

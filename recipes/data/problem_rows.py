@@ -86,7 +86,12 @@ def load_rows(
     instruction = read_instruction(instruction)
     tables, name = open_tables(source, split, media_root)
     keys.check([table for table, _ in tables], name)
-    options = {"split": split, "data_source": data_source or name, "instruction": instruction, "keys": keys}
+    options: dict[str, Any] = {
+        "split": split,
+        "data_source": data_source or name,
+        "instruction": instruction,
+        "keys": keys,
+    }
     rows = TableRows(tables, partial(read_row, **options, check_truth=check_truth), table_files(source, split))
     if not len(rows):
         raise InvalidConfig(f"data set {name!r} has no rows")

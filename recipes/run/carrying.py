@@ -23,7 +23,7 @@ from torch import Tensor
 from dataproto import DataProto, object_array
 from dataproto.errors import DataProtoError, InvalidConfig, InvalidRow, RowCountMismatch
 from dataproto.packing import equally_wide
-from recipes.configs.shared.carrying_config import CarryingConfig
+from recipes.configs.shared.rollout_options import RolloutOptions
 from recipes.run.environment_roles import PlayingRollout
 from recipes.run.loop import Loader
 from recipes.run.metrics import Measure, measure_rollouts
@@ -282,7 +282,7 @@ class CarryingRollout:
         self,
         group: Any,
         loader: LookAhead,
-        config: CarryingConfig,
+        config: RolloutOptions,
         updates: Callable[[], int],
         goes_on: Callable[[], bool] = lambda: True,
         corrected: bool = False,
@@ -461,7 +461,7 @@ def uids(prompts: DataProto) -> list[str]:
 
 
 def carry_samples(
-    roles: Roles, loader: LookAhead, config: CarryingConfig, state: StepState, steps: int, corrected: bool
+    roles: Roles, loader: LookAhead, config: RolloutOptions, state: StepState, steps: int, corrected: bool
 ) -> tuple[Loader, Measure]:
     """Replaces the rollout group by a `CarryingRollout`, if the options say so, for a run of ``steps``.
 

@@ -9,7 +9,7 @@ import torch
 from dataproto import DataProto, object_array
 from dataproto.errors import InvalidPrompt, NonFiniteLogits
 from helpers.episodes import picture
-from recipes.configs.shared.carrying_config import CarryingConfig
+from recipes.configs.shared.rollout_options import RolloutOptions
 from recipes.data.loader import PromptLoader
 from recipes.run.carrying import CarryingRollout, LookAhead
 from rollout.engine import Completion, SamplingParams
@@ -42,7 +42,7 @@ def loader_of(path: str) -> LookAhead:
 class Run:
     """Steps of a run that learns nothing."""
 
-    def __init__(self, group: LocalGroup, path: str, config: CarryingConfig, done: int = 0) -> None:
+    def __init__(self, group: LocalGroup, path: str, config: RolloutOptions, done: int = 0) -> None:
         self.done = done
         self.rollout = CarryingRollout(group, loader_of(path), config, lambda: self.done)
 

@@ -27,7 +27,7 @@ from helpers.checkpoints import write_checkpoint
 from helpers.episodes import RandomEngine, picture, renderer_of, starts_of
 from helpers.option_files import in_files
 from recipes.algorithms.penalties import KLController
-from recipes.configs.shared.carrying_config import CarryingConfig
+from recipes.configs.shared.rollout_options import RolloutOptions
 from recipes.geo3k_grpo import parse
 from recipes.grpo import GRPOConfig, grpo_step, grpo_step_in_parts
 from recipes.run.carrying import CarryingRollout, LookAhead, carry_samples
@@ -62,7 +62,7 @@ def groups(path) -> list[LocalGroup]:
 @pytest.mark.parametrize("sample", [generated, played])
 def test_samples_that_are_carried_over_are_those_of_an_uninterrupted_run(groups, path, sample, tmp_path):
     """Also in a new process, where environments are made anew and get the same actions again."""
-    config = CarryingConfig(over_ask=2.0, max_staleness=3)
+    config = RolloutOptions(over_ask=2.0, max_staleness=3)
     run = Run(groups[0], path, config)
     parts = [run.step(sample) for _ in range(2)]
     assert any(turn["token_ids"].numel() for turns in run.rollout.samples.unfinished["_begun"] for turn in turns)
@@ -119,7 +119,7 @@ def test_an_environment_that_does_not_repeat_itself_ends_its_episode(make):
 class Roles:
     """An actor and a rollout role whose groups are whole in another order than they began."""
 
-    def __init__(self, path: str, config: CarryingConfig | None) -> None:
+    def __init__(self, path: str, config: RolloutOptions | None) -> None:
         optimizer = OptimizerConfig(lr=1e-3, max_grad_norm=1e9)
         self.actor = ActorWorker(ActorConfig(path, optimizer=optimizer), torch.device("cpu"))
         group = LocalGroup(RolloutWorker(RolloutConfig(path), lambda dtype: self.actor.named_weights()))
@@ -139,7 +139,7 @@ def scored(data: DataProto) -> DataProto:
     return DataProto.from_dict({"token_level_rewards": rewards}, {"score": rewards.sum(1).numpy().astype(object)})
 
 
-def weights_after_a_step(path: str, make, algorithm: GRPOConfig, config: CarryingConfig | None):
+def weights_after_a_step(path: str, make, algorithm: GRPOConfig, config: RolloutOptions | None):
     roles = Roles(path, config)
     data, metrics = make(roles, roles.prompts, algorithm, SAMPLING)
     return data, metrics, {name: weight.detach().clone() for name, weight in roles.actor.named_weights()}
@@ -151,7 +151,7 @@ def test_an_early_update_is_the_update_of_the_whole_batch(path, aggregation):
     """Float32: metrics to 1e-4 of their size; weights to 1e-5 after a step of 1e-3, almost all of them."""
     algorithm = GRPOConfig(n=2, kl_coef=0.0, entropy_coef=0.01, aggregation=aggregation, correction="token")
     _, before, waited = weights_after_a_step(path, grpo_step, algorithm, None)
-    early = CarryingConfig(early_update=True, parts=2)
+    early = RolloutOptions(early_update=True, parts=2)
     data, after, begun = weights_after_a_step(path, grpo_step_in_parts, algorithm, early)
     assert len(data) == BATCH * 2
     for name in ("actor/grad_norm", "actor/loss", "actor/entropy", "actor/pg_loss"):
@@ -167,7 +167,7 @@ def test_an_early_update_is_the_update_of_the_whole_batch(path, aggregation):
 def test_a_reference_scores_the_parts_of_an_early_update(path):
     algorithm = GRPOConfig(n=2, kl_coef=0.1, minibatch=BATCH)
     found = []
-    for make, config in ((grpo_step, None), (grpo_step_in_parts, CarryingConfig(early_update=True, parts=2))):
+    for make, config in ((grpo_step, None), (grpo_step_in_parts, RolloutOptions(early_update=True, parts=2))):
         roles = Roles(path, config)
         roles.reference = reference_worker(roles.actor.config.frozen(), roles.actor)
         found.append(make(roles, roles.prompts, algorithm, SAMPLING))
@@ -230,19 +230,19 @@ def steps_of(config, count, state=None, done=0):
 
 
 def test_a_batch_decoded_ahead_is_one_update_old():
-    _, found, calls = steps_of(CarryingConfig(ahead=True), 3)
+    _, found, calls = steps_of(RolloutOptions(ahead=True), 3)
     assert found == [([0, 1], [1, 1]), ([2, 3], [1, 1]), ([4, 5], [2, 2])]
     assert [wanted for _, wanted, _ in calls] == [2, 2, 2, 2]
 
 
 def test_new_weights_come_after_the_first_part():
-    _, found, _ = steps_of(CarryingConfig(ahead=True, parts=2), 3)
+    _, found, _ = steps_of(RolloutOptions(ahead=True, parts=2), 3)
     assert found == [([0, 1], [1, 1]), ([2, 3], [2, 1]), ([4, 5], [3, 2])]
 
 
 def test_a_step_in_parts_gives_each_part_as_soon_as_it_is_whole():
     group = Group()
-    config = CarryingConfig(early_update=True, parts=2)
+    config = RolloutOptions(early_update=True, parts=2)
     rollout = CarryingRollout(group, LookAhead(Numbers()), config, lambda: 0)
     found = [(part["uid"].tolist(), len(group.calls)) for part in rollout.in_parts(next(rollout), SamplingParams())]
     assert found == [(["1"], 2), (["0"], 2)]  # the second part is being decoded when the first one is given
@@ -252,11 +252,11 @@ def test_a_step_in_parts_gives_each_part_as_soon_as_it_is_whole():
 
 def test_the_oldest_groups_are_waited_for():
     """By hand: four groups at a time, of which the newest finish first."""
-    rollout, found, calls = steps_of(CarryingConfig(over_ask=2.0, max_staleness=1), 3)
+    rollout, found, calls = steps_of(RolloutOptions(over_ask=2.0, max_staleness=1), 3)
     assert found == [([2, 3], [1, 1]), ([0, 1], [2, 2]), ([4, 5], [3, 3])]
     assert calls == [(4, 2, ()), (4, 2, ("0", "1")), (4, 2, ("4", "5"))]
     assert rollout.samples.unfinished["_dealt"].tolist() == [7, 7]  # where they go on
-    _, found, _ = steps_of(CarryingConfig(over_ask=2.0, max_staleness=2), 3)
+    _, found, _ = steps_of(RolloutOptions(over_ask=2.0, max_staleness=2), 3)
     assert found == [([2, 3], [1, 1]), ([4, 5], [2, 2]), ([0, 1], [3, 3])]
 
 
@@ -264,7 +264,7 @@ def test_the_oldest_groups_are_waited_for():
 @pytest.mark.parametrize(("over_ask", "parts"), [(1.25, 1), (1.25, 8), (1.5, 3), (2.0, 2), (2.0, 5)])
 def test_no_group_is_older_than_the_bound_in_any_part(over_ask, parts, ahead):
     """The newest groups finish first, and gradients of all parts are of one update."""
-    config = CarryingConfig(over_ask=over_ask, parts=parts, ahead=ahead, early_update=parts > 1)
+    config = RolloutOptions(over_ask=over_ask, parts=parts, ahead=ahead, early_update=parts > 1)
     group, updates, ages = Group(), [0], []
     rollout = CarryingRollout(group, LookAhead(Numbers(8)), config, lambda: updates[0])
     for _ in range(6):
@@ -276,7 +276,7 @@ def test_no_group_is_older_than_the_bound_in_any_part(over_ask, parts, ahead):
 
 
 def test_a_saved_state_holds_what_is_decoded_ahead():
-    config = CarryingConfig(over_ask=1.5, ahead=True, parts=2)
+    config = RolloutOptions(over_ask=1.5, ahead=True, parts=2)
     _, expected, _ = steps_of(config, 4)
     rollout, first, _ = steps_of(config, 2)
     _, second, _ = steps_of(config, 2, rollout.state_dict(), done=2)
@@ -289,7 +289,7 @@ def test_a_saved_state_holds_what_is_decoded_ahead():
 def test_episodes_are_carried_over_whichever_comes_first(first):
     group, loader = Group(), LookAhead(Numbers())
     roles = workers.Roles(SimpleNamespace(), group, {})
-    config, state = CarryingConfig(over_ask=2.0), StepState(KLController(0.0))
+    config, state = RolloutOptions(over_ask=2.0), StepState(KLController(0.0))
     limits = EpisodeLimits(turns=2)
     if first == "environment":
         roles = with_environment(roles, PlayedEnvironment(Corridor, limits))
@@ -315,7 +315,7 @@ class Telling:
 @pytest.mark.slow
 def test_episodes_learn_early_though_their_info_differs(path):
     """The episodes of one of two prompts say how far they came."""
-    roles = Roles(path, CarryingConfig(early_update=True, parts=2))
+    roles = Roles(path, RolloutOptions(early_update=True, parts=2))
     learner = workers.Roles(roles.actor, roles.rollout, {})
     learner = with_environment(learner, PlayedEnvironment(Telling, EpisodeLimits(turns=2)))
     data, _ = grpo_step_in_parts(learner, roles.prompts, GRPOConfig(n=2, kl_coef=0.0), SAMPLING)
@@ -324,7 +324,7 @@ def test_episodes_learn_early_though_their_info_differs(path):
 
 
 def test_other_prompts_are_generated_for_at_once():
-    rollout, _, calls = steps_of(CarryingConfig(over_ask=2.0), 1)
+    rollout, _, calls = steps_of(RolloutOptions(over_ask=2.0), 1)
     held_out = next(Numbers())
     assert rollout.generate(held_out, SamplingParams()) is held_out
     assert len(calls) == 1

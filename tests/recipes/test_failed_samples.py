@@ -23,7 +23,7 @@ from helpers.carried_runs import (
     uninterrupted,
 )
 from helpers.checkpoints import write_checkpoint
-from recipes.configs.shared.carrying_config import CarryingConfig
+from recipes.configs.shared.rollout_options import RolloutOptions
 from recipes.run.carrying import CarryingRollout, LookAhead
 from rollout import continuation
 from rollout.engine import SamplingParams
@@ -42,7 +42,7 @@ def test_a_step_that_failed_at_a_sample_goes_on_with_what_had_begun(sample, tmp_
     group, later = [
         LocalGroup(RolloutWorker(RolloutConfig(path), lambda dtype: actor.named_weights())) for _ in range(2)
     ]
-    config = CarryingConfig(over_ask=2.0, max_staleness=3)
+    config = RolloutOptions(over_ask=2.0, max_staleness=3)
     run = Run(group, path, config)
     prompts = next(run.rollout)
     error = InvalidPrompt if sample is generated else NonFiniteLogits
@@ -99,7 +99,7 @@ class Idle(Group):
 
 
 def test_a_worker_that_ends_too_early_makes_no_smaller_batch():
-    rollout = CarryingRollout(Idle(), LookAhead(Numbers()), CarryingConfig(over_ask=2.0), lambda: 0)
+    rollout = CarryingRollout(Idle(), LookAhead(Numbers()), RolloutOptions(over_ask=2.0), lambda: 0)
     with pytest.raises(RowCountMismatch, match="0 groups are whole, but a step takes 2"):
         rollout.generate(next(rollout), SamplingParams(n=1))
 
@@ -112,7 +112,7 @@ def test_two_groups_of_one_uid_are_refused(uids, row):
             batch["uid"] = object_array([uids[int(uid)] for uid in batch["uid"]])
             return batch
 
-    rollout = CarryingRollout(Group(), LookAhead(Repeating()), CarryingConfig(over_ask=2.0), lambda: 0)
+    rollout = CarryingRollout(Group(), LookAhead(Repeating()), RolloutOptions(over_ask=2.0), lambda: 0)
     with pytest.raises(InvalidRow, match=rf"row {row}: uid {uids[-1]} is that of another prompt"):
         rollout.generate(next(rollout), SamplingParams(n=1))
 
@@ -133,14 +133,14 @@ class FailsAt(Group):
         return answer
 
 
-def failing_at(call: int, config: CarryingConfig) -> CarryingRollout:
+def failing_at(call: int, config: RolloutOptions) -> CarryingRollout:
     return CarryingRollout(FailsAt(call), LookAhead(Numbers()), config, lambda: 0)
 
 
 @pytest.mark.parametrize("repeated", [True, False])
 def test_no_prompt_is_lost_when_the_engine_fails_at_a_batch_that_it_decodes_ahead(repeated):
     """The second step raises. It is made again, or the third one is made."""
-    rollout = failing_at(2, CarryingConfig(ahead=True))
+    rollout = failing_at(2, RolloutOptions(ahead=True))
     assert rollout.generate(next(rollout), SamplingParams())["uid"].tolist() == ["0", "1"]
     prompts = next(rollout)
     with pytest.raises(InvalidPrompt, match=r"^uid 2, sample 0: no room"):
@@ -152,7 +152,7 @@ def test_no_prompt_is_lost_when_the_engine_fails_at_a_batch_that_it_decodes_ahea
 
 
 def test_a_step_in_parts_is_made_again_only_while_it_has_given_none():
-    config = CarryingConfig(early_update=True, parts=2)
+    config = RolloutOptions(early_update=True, parts=2)
     rollout = failing_at(2, config)
     prompts = next(rollout)
     parts = rollout.in_parts(prompts, SamplingParams())
@@ -170,7 +170,7 @@ def test_a_step_in_parts_is_made_again_only_while_it_has_given_none():
 
 @pytest.mark.parametrize("saved", [True, False])
 def test_nothing_of_a_failed_step_is_left_behind_a_loaded_state(saved):
-    rollout = failing_at(2, CarryingConfig(ahead=True))
+    rollout = failing_at(2, RolloutOptions(ahead=True))
     start = rollout.state_dict()
     rollout.generate(next(rollout), SamplingParams())  # the second batch is being decoded, and fails
     if saved:
@@ -181,7 +181,7 @@ def test_nothing_of_a_failed_step_is_left_behind_a_loaded_state(saved):
 
 
 def test_a_loaded_state_begins_a_step_that_had_failed_before_from_its_prompts():
-    rollout = failing_at(1, CarryingConfig(early_update=True, parts=2))
+    rollout = failing_at(1, RolloutOptions(early_update=True, parts=2))
     start = rollout.state_dict()
     prompts = next(rollout)
     with pytest.raises(InvalidPrompt):

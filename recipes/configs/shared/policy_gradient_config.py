@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.options import AlgorithmConfig
-from recipes.configs.shared.carrying_config import CarryingConfig
 from recipes.configs.shared.device_preset import Machine, fitting, on_devices, this_machine
+from recipes.configs.shared.rollout_options import RolloutOptions
 from recipes.configs.shared.run_config import RecipeConfig, check_at_least, check_kept
-from recipes.data.column_keys import ColumnKeys, OnBadRow
+from recipes.data.column_keys import ColumnKeys, OnBadRow, refuse_without_data
 from recipes.data.problem_rows import INSTRUCTION
 from recipes.data.row_values import read_instruction
 from recipes.demo.problems import LEVELS
 from recipes.options import parse_recipe
-from rollout.engine import SamplingParams, check_early_rewards, engine_ranks, slots_for
+from rollout.engine import SamplingParams, engine_ranks, slots_for
 from workers.model.model_config import ModelConfig, OptimizerConfig
 from workers.ranks.layout import Layout
 
@@ -65,14 +65,7 @@ class DataConfig:
     num_workers: int = 0
 
     def __post_init__(self) -> None:
-        if self.eval_data_path and not self.data_path:
-            raise InvalidConfig("eval_data_path without data_path: drawn problems have their own held-out problems")
-        if self.media_root and not self.data_path:
-            raise InvalidConfig("media_root without data_path: drawn problems name no files")
-        if self.keys.given() and not self.data_path:
-            raise InvalidConfig(
-                f"{next(iter(self.keys.given()))} without data_path: drawn problems have their own columns"
-            )
+        refuse_without_data(self, "problems", "eval_data_path", "media_root")
         check_at_least(1, self, "batch_size", "eval_rows", "eval_samples", "max_prompt_length", "max_response_length")
         check_at_least(0, self, "num_workers")
         if self.level not in LEVELS:
@@ -89,37 +82,6 @@ class DataConfig:
                 "messages stay as they are: leave it out, or name a column of text by --prompt-key",
             ),
         ]
-
-
-@dataclass(frozen=True)
-class RolloutOptions(CarryingConfig):
-    """Which tokens are sampled, beside ``temperature``, ``top_p`` and ``top_k`` of the algorithm, and which samples when.
-
-    Attributes:
-        min_p: sample from tokens with at least this share of the likeliest token's probability; 0: from all
-        stop: texts that end a response, in the evaluation too; the response keeps the text
-        early_rewards: score whole groups while others are decoded, in the engine's process, where the reward function
-            then runs too
-    """
-
-    min_p: float = 0.0
-    stop: tuple[str, ...] = ()
-    early_rewards: bool = False
-
-    def check_engine(self, options: Mapping[str, Any], correction: str) -> None:
-        """Raises `InvalidConfig` for an engine, further ``options`` of it, or an algorithm, that these options do not fit."""
-        if self.early_rewards and not self.in_order:
-            raise InvalidConfig(
-                f"rollout.early_rewards is for steps that decode their own samples to the end: leave out rollout.{self._first}"
-            )
-        if self.early_rewards:
-            check_early_rewards(options)
-        quantization = options.get("quantization")
-        if quantization is not None and correction == "none":
-            raise InvalidConfig(
-                f"engine_options quantization={quantization}: the engine then samples from another policy than the actor's, for "
-                "which the loss must correct: add --algorithm.correction token (or sequence, geometric)"
-            )
 
 
 @dataclass(frozen=True)

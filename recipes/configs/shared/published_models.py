@@ -75,8 +75,8 @@ PUBLISHED: dict[str, Any] = {
 """Qwen2.5-VL of four sizes, and Qwen3-VL's mixtures."""
 
 
-def published_config(name: str, layers: int | None = None) -> Any:
-    """The config of a published model, with ``layers`` decoder layers if given.
+def published_config(name: str) -> Any:
+    """The config of a published model.
 
     >>> config = published_config("72b")
     >>> config.text_config.num_hidden_layers, config.vision_config.out_hidden_size
@@ -89,7 +89,4 @@ def published_config(name: str, layers: int | None = None) -> Any:
 
     if name not in PUBLISHED:
         raise InvalidConfig(f"preset {name!r} is unknown: choose one of {', '.join(PUBLISHED)}, or give --model-path")
-    settings = dict(PUBLISHED[name])
-    if layers is not None:
-        settings["text_config"] = settings["text_config"] | {"num_hidden_layers": layers}
-    return AutoConfig.for_model(**settings)
+    return AutoConfig.for_model(**PUBLISHED[name])

@@ -1,16 +1,18 @@
 """The options of rollouts: which samples are decoded when, and what comes with them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dataproto.errors import InvalidConfig
+from rollout.engine import check_early_rewards
 
 
 @dataclass(frozen=True)
-class CarryingConfig:
-    """Which samples are decoded when, and what comes with them. By default a step decodes the samples of its own prompts to their
-    end.
+class RolloutOptions:
+    """Which tokens are sampled, as far as the options of the algorithm leave that open, which samples are decoded when, and what
+    comes with them. By default a step decodes the samples of its own prompts to their end.
 
     Attributes:
         over_ask: groups decoded at a time, in batch sizes, from 1 to 2: a step ends when its batch of groups is whole,
@@ -21,6 +23,10 @@ class CarryingConfig:
         max_staleness: updates after which a begun group is waited for; default: 2 with over-ask above 1, and 1 more with
             ahead
         replay_routing: let the actor use the experts that the engine chose, with a mixture of experts
+        min_p: sample from tokens with at least this share of the likeliest token's probability; 0: from all
+        stop: texts that end a response, in the evaluation too; the response keeps the text
+        early_rewards: score whole groups while others are decoded, in the engine's process, where the reward function
+            then runs too
     """
 
     over_ask: float = 1.0
@@ -29,6 +35,9 @@ class CarryingConfig:
     early_update: bool = False
     max_staleness: int | None = None
     replay_routing: bool = True
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    early_rewards: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.over_ask <= 2 or not math.isfinite(self.over_ask):
@@ -79,6 +88,21 @@ class CarryingConfig:
         # Over-asking by 1.5 saves little with one update: a step then lasts half of the longest response.
         usual = self._least + int(self.over_ask > 1)
         return usual if self.max_staleness is None else self.max_staleness
+
+    def check_engine(self, options: Mapping[str, Any], correction: str) -> None:
+        """Raises `InvalidConfig` for an engine, further ``options`` of it, or an algorithm, that these options do not fit."""
+        if self.early_rewards and not self.in_order:
+            raise InvalidConfig(
+                f"rollout.early_rewards is for steps that decode their own samples to the end: leave out rollout.{self._first}"
+            )
+        if self.early_rewards:
+            check_early_rewards(options)
+        quantization = options.get("quantization")
+        if quantization is not None and correction == "none":
+            raise InvalidConfig(
+                f"engine_options quantization={quantization}: the engine then samples from another policy than the actor's, for "
+                "which the loss must correct: add --algorithm.correction token (or sequence, geometric)"
+            )
 
     def check(self, on: str, rollout_processes: int, reasons: Sequence[str], whole: Sequence[str]) -> None:
         """Raises `InvalidConfig` for a run that these options do not fit.
