@@ -514,8 +514,18 @@ class DataProto:
         return self._map(rows, lambda _, column: columnwise.cut(column, bounds))
 
     def reorder(self, indices: Index) -> None:
-        """Reorders the rows in place; on an error they stay as they are."""
-        self._adopt(self.select_idxs(indices))
+        """Reorders the rows in place; on an error they stay as they are.
+
+        Raises:
+            InvalidIndex: the indices do not name each row once; ``data[indices]`` takes some rows.
+        """
+        positions = as_positions(indices, len(self))
+        if not np.array_equal(np.sort(positions), np.arange(len(self))):
+            raise InvalidIndex(
+                f"reorder needs each of the {len(self)} rows once, and got {len(positions)} indices that do not name them so: "
+                "data[indices] takes some rows"
+            )
+        self._adopt(self.select_idxs(positions))
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> Self:
         """Repeats every row: ``aabb``, or ``abab`` without ``interleave``. Objects are shared, not copied."""

@@ -117,7 +117,7 @@ def train(
                 with timed(metrics, "step"):
                     with timed(metrics, "data"):
                         prompts = next_batch(loader)
-                    data, found = step(roles, prompts)
+                    data, found = step_result(step(roles, prompts))
                 metrics |= found | {"data/skipped_rows": len(loader.skipped)}
                 taken = around.measured(number, data, metrics)
                 saved = is_due(number, run.save_every, run.steps)
@@ -192,7 +192,7 @@ class AroundSteps:
             with timed(metrics, "keep_rollouts"):
                 self.kept.keep(number, data)
         evaluates = self.evaluate is not None and is_due(number, self.run.eval_every, self.run.steps)
-        plain = {name: value if isinstance(value, int) else float(value) for name, value in metrics.items()}
+        plain = {name: value if isinstance(value, int) else one_number(name, value) for name, value in metrics.items()}
         return TakenStep(number, plain, evaluates)
 
     def finish(self, step: TakenStep) -> bool:
@@ -232,6 +232,31 @@ def check_step(step: Callable[..., Any]) -> None:
             "a step is called as step(roles, prompts, config, sampling, state) by run, and as step(roles, prompts) by train: "
             "state has what progression and more gave (recipes.run.StepState)"
         )
+
+
+def step_result(found: Any) -> tuple[DataProto, dict[str, float]]:
+    """What a step returned. Raises `InvalidConfig` unless it is rows and metrics."""
+    if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], Mapping):
+        kinds = (
+            f"({', '.join(type(each).__name__ for each in found)})"
+            if isinstance(found, tuple)
+            else type(found).__name__
+        )
+        raise InvalidConfig(
+            f"the step returned {kinds}: it must end with `return data, metrics`, the rows and a dict of numbers"
+        )
+    return found[0], dict(found[1])
+
+
+def one_number(name: str, value: Any) -> float:
+    """A metric as a number. Raises `InvalidConfig` if it is none."""
+    try:
+        return float(value)
+    except (RuntimeError, TypeError, ValueError):
+        shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+        raise InvalidConfig(
+            f"the step's metric {name!r} is a {type(value).__name__}{shape}: a metric is one number, such as float(values.mean())"
+        ) from None
 
 
 def next_batch(loader: Loader) -> DataProto:

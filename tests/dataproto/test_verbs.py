@@ -79,10 +79,14 @@ def test_reorder_is_in_place(order: object) -> None:
     assert data.meta_info == {"step": 1}
 
 
-def test_a_reorder_that_fails_changes_nothing() -> None:
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [([0, 1, 3], "row 3 is out of range for 3 rows"), ([0, 1], "each of the 3 rows once"), ([0, 1, 1], "3 rows once")],
+)
+def test_a_reorder_that_fails_changes_nothing(order: list[int], message: str) -> None:
     data = batch(3)
-    with pytest.raises(InvalidIndex, match="row 3 is out of range for 3 rows"):
-        data.reorder([0, 1, 3])
+    with pytest.raises(InvalidIndex, match=message):
+        data.reorder(order)
     assert rows_of(data) == [0, 1, 2]
 
 

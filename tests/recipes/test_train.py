@@ -84,6 +84,20 @@ def without_times(row):
     return {name: value for name, value in row.items() if not name.startswith(("timing_s/", "perf/"))}
 
 
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (lambda roles, prompts: prompts, "the step returned DataProto: it must end with `return data, metrics`"),
+        (lambda roles, prompts: (prompts, 0.5), r"returned \(DataProto, float\)"),
+        (lambda roles, prompts: (prompts, {"kl": torch.ones(2)}), r"metric 'kl' is a Tensor of shape \(2,\)"),
+        (lambda roles, prompts: (prompts, {"kl": None}), "metric 'kl' is a NoneType: a metric is one number"),
+    ],
+)
+def test_a_step_that_returns_something_else_is_told_so(step, message, tmp_path):
+    with pytest.raises(InvalidConfig, match=message), start() as roles:  # of two rows, which unpack like a result
+        train(RunConfig(steps=1, output_dir=tmp_path), roles, Batches(), step, measure=rows)
+
+
 def test_a_run_records_each_step_evaluates_and_saves(tmp_path):
     run = RunConfig(steps=3, eval_every=2, save_every=2, output_dir=tmp_path)
     with recorded_run(run), start() as roles:

@@ -87,7 +87,7 @@ class AccumulatedUpdate:
         """
         model, mask = self.model, data["response_mask"]
         with model.ranks.fail_together():
-            check_rows(data, model.module)
+            check_rows(data, model.module, data.names())
             longest = data.meta_info.get(MAX_TOKENS)
             if longest is None or self._longest not in (None, longest):
                 raise InvalidConfig(f"parts of an update need the same max_tokens: {self._longest}, then {longest}")

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dataproto.errors import InvalidColumn
 from dataproto.serialization.wire import reduce_value
 from dataproto.transfer import move
 from workers.ranks.mesh import Ranks
@@ -58,7 +59,13 @@ class LossSums:
         self.scores = torch.zeros(weights.shape, device=device)  # (B, R), of the outputs
 
     def add(self, index: slice | Tensor, scores: Tensor, loss: Tensor, metrics: Mapping[str, Tensor]) -> Tensor:
-        """Adds the rows at ``index``, with values ``(n, R)``; returns their weighted loss (), with gradient."""
+        """Adds the rows at ``index``, with values ``(n, R)``; returns their weighted loss (), with gradient.
+
+        Raises:
+            InvalidColumn: the loss, or a metric that is no single number, has another shape than the scores.
+        """
+        refuse_other_shapes({self.loss_name: loss}, scores.shape)
+        refuse_other_shapes(metrics, scores.shape, torch.Size())
         weights, rows = move(self.weights[index], self.device), index_on(index, self.device)
         total = weighted_sum(loss, weights)
         self.totals[self.loss_name] += total.detach()
@@ -91,6 +98,17 @@ class LossSums:
         """Of each data-parallel rank: its weight and its sums."""
         sums = {name: float(value) for name, value in self.totals.items()}
         return ranks.all_gather((float(self.weights.sum()), sums), "dp")
+
+
+def refuse_other_shapes(results: Mapping[str, object], tokens: torch.Size, *others: torch.Size) -> None:
+    """Raises `InvalidColumn` for a result of a loss function that is not ``tokens``, or one of ``others``."""
+    for name, values in results.items():
+        if not isinstance(values, Tensor) or values.shape not in (tokens, *others):
+            found = tuple(values.shape) if isinstance(values, Tensor) else f"a {type(values).__name__}"
+            raise InvalidColumn(
+                f"the loss function returned {found} as {name!r}; it must be a tensor with one number for each token, "
+                f"{tuple(tokens)}, which the update masks and averages"
+            )
 
 
 def joined_sums(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -2,25 +2,32 @@
 the arguments of an update.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dataproto import DataProto
-from dataproto.columns import PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS, require
+from dataproto.columns import COLUMNS, PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS, require
 from dataproto.errors import InvalidColumn, InvalidConfig, MediaMismatch, NonFiniteLogits
 from dataproto.ragged import RaggedTensor
 from workers.model.packed_model import PackedVLM
 from workers.training.aggregation import check_mode
 from workers.training.forward_pass import TRAINING_COLUMNS, media_of, token_types
 
+READ = (*TRAINING_COLUMNS, "targets", "mm_token_type_ids")
+"""The dense columns that a forward pass reads."""
 
-def check_rows(data: DataProto, module: PackedVLM) -> None:
+
+def check_rows(data: DataProto, module: PackedVLM, columns: Iterable[str] = READ) -> None:
     """Refuses batches that the policy cannot have produced, and those at which a forward pass would stop.
 
     Ranks agree on these errors before the first collective; they do not agree on errors that the content of a row causes later.
+
+    Args:
+        columns: those whose shape is checked against `COLUMNS`; an update, whose loss may read any, checks all.
 
     Raises:
         MissingColumn: a column that training reads is absent.
@@ -30,7 +37,7 @@ def check_rows(data: DataProto, module: PackedVLM) -> None:
             incomplete or of another shape than the model's; names the row.
     """
     require(data, *TRAINING_COLUMNS)
-    check_shapes(data, module)
+    check_shapes(data, module, columns)
     check_attended(data)
     check_vocabulary(data, module.model.config.get_text_config().vocab_size)
     check_responses(data, module.banned_ids)
@@ -38,22 +45,23 @@ def check_rows(data: DataProto, module: PackedVLM) -> None:
     check_media(data, module)
 
 
-def check_shapes(data: DataProto, module: PackedVLM) -> None:
+def check_shapes(data: DataProto, module: PackedVLM, columns: Iterable[str]) -> None:
     rows, length = data["input_ids"].shape
-    tokens, responses = (rows, length), (rows, min(data["response_mask"].shape[-1], length))
-    positions = [(rows, 4, length), tokens] if module.family.mrope else [tokens]
-    expected = {
-        "attention_mask": [tokens],
-        "position_ids": positions,
-        "response_mask": [responses],
-        "targets": [responses],
-        "mm_token_type_ids": [tokens],
-    }
-    for name, shapes in expected.items():
-        if name in data and tuple(data[name].shape) not in shapes:
-            fitting = " or ".join(map(str, shapes))
+    sizes = {"B": rows, "L": length, "R": min(data["response_mask"].shape[-1], length), "4": 4}
+    for name in columns:
+        if name not in data or name not in COLUMNS or COLUMNS[name].dtype == "object":
+            continue
+        shapes = [tuple(map(sizes.get, letters)) for letters in COLUMNS[name].shapes if sizes.keys() >= {*letters}]
+        if name == "position_ids" and not module.family.mrope:
+            shapes = [(rows, length)]
+        column = data[name]
+        if shapes and isinstance(column, Tensor | np.ndarray) and tuple(column.shape) not in shapes:
+            one_a_row = shapes == [(rows, sizes["R"])] and column.shape == (rows,)
             raise InvalidColumn(
-                f"column {name!r}: expected {fitting} next to 'input_ids' {tokens}, found {tuple(data[name].shape)}"
+                f"column {name!r}: expected {' or '.join(map(str, shapes))} next to 'input_ids' {(rows, length)}, "
+                f"found {tuple(column.shape)}"
+                + f"; give each token the number of its row: data[{name!r}][:, None] * data['response_mask']"
+                * one_a_row
             )
 
 
