@@ -92,6 +92,11 @@ def test_rows_of_the_other_libraries_are_read(raw: dict) -> None:
 def test_images_without_any_place_come_first() -> None:
     row = read_row({"prompt": [{"role": "user", "content": "Which colour?"}], "image": PICTURE, "solution": "red"}, 0)
     assert row["prompt"][0]["content"] == "<image>Which colour?"
+    rows = [{"prompt": prompt, "images": [PICTURE]} for prompt in (row["prompt"], "Which colour?")]
+    marked, unread = tiny_builder()(rows)[
+        "raw_prompt_ids"
+    ]  # a loop of one's own takes rows that no reader has converted
+    assert marked == unread
     two = read_row({"prompt": "<image>Which colour?", "images": [PICTURE, PICTURE], "solution": "red"}, 0)
     with pytest.raises(DataProtoError, match="1 image markers in the prompt, but 2 images"):
         tiny_builder()([two])

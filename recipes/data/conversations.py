@@ -30,10 +30,10 @@ from recipes.data.row_values import (
     plain_answer,
     whole_question,
     with_context,
-    with_media,
 )
 from recipes.data.tables import StreamRows, TableRows, open_stream, open_tables, table_files
 from rollout.prompts import invalid_row
+from rollout.prompts.messages import with_media
 
 _QUESTIONS = ("messages", "conversations", "texts", "prompt")
 _ANSWERS = ("completion", "response", "answer")

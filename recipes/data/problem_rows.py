@@ -26,16 +26,17 @@ from recipes.data.row_values import (
     chat_messages,
     instructed,
     is_blank,
+    json_list,
     keys_of_row,
     parsed_row,
     plain_answer,
     read_instruction,
     whole_question,
     with_context,
-    with_media,
 )
 from recipes.data.tables import TableRows, open_tables, table_files
 from rollout.prompts.images import media_list
+from rollout.prompts.messages import with_media
 
 INSTRUCTION = (
     "You FIRST think about the reasoning process as an internal monologue and then provide the final answer. "
@@ -170,12 +171,15 @@ def own_columns(raw: Mapping[str, Any], keys: ColumnKeys = KNOWN) -> tuple[dict[
 
     >>> own_columns({"problem": "Where?", "solution": [0, 0, 4, 4], "photo": "a.png"}, ColumnKeys(image_key="photo"))
     ({'problem': 'Where?', 'solution': [0, 0, 4, 4]}, {'photo': 'image'})
+    >>> own_columns({"problem": "Where?", "images": '["a.png", "b.png"]'})
+    ({'problem': 'Where?'}, {'images': 'images'})
     """
     media = {}
     for kind, key in (("image", keys.image_key), ("video", keys.video_key)):
         read = next((name for name in ([key] if key else [f"{kind}s", kind]) if not _is_absent(raw.get(name))), None)
         if read is not None:
-            several = read != "video" and isinstance(raw[read], (list, tuple, np.ndarray))
+            listed = isinstance(raw[read], (list, tuple, np.ndarray)) or json_list(raw[read]) is not None
+            several = read != "video" and listed
             media[read] = f"{kind}s" if several else kind
     left_out = {"prompt", "messages", "conversations", keys.messages_key, *_MEDIA, *media}
     return {name: value for name, value in raw.items() if name not in left_out}, media

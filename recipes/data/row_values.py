@@ -54,13 +54,13 @@ def parsed_row(raw: Mapping[str, Any], index: int) -> dict[str, Any]:
     """
     row: dict[str, Any] = {name: None if _is_nan(value) else value for name, value in raw.items()}
     for name in _CHATS:
-        items = _items(row.get(name))
+        items = json_list(row.get(name))
         if items and all(isinstance(item, dict) and _is_turn(item) for item in items):
             row[name] = items
         elif name in _QUESTIONS and items is None and isinstance(text := row.get(name), str) and _MESSAGES.match(text):
             raise InvalidRow(index, f"{name!r} looks like messages, but is not JSON: {text[:200]}")
     for name in (*_MEDIA, "history"):
-        items, blank = _items(row.get(name)), is_blank(row.get(name))
+        items, blank = json_list(row.get(name)), is_blank(row.get(name))
         row |= {name: items} if items is not None else {name: None} if blank else {}
     for name in _OBJECTS:
         value = row.get(name)
@@ -72,7 +72,7 @@ def parsed_row(raw: Mapping[str, Any], index: int) -> dict[str, Any]:
     return row
 
 
-def _items(value: Any) -> list[Any] | None:
+def json_list(value: Any) -> list[Any] | None:
     """The list whose JSON a text is, else `None`."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         with suppress(ValueError, RecursionError):
@@ -258,29 +258,6 @@ def with_context(messages: Sequence[Any], raw: Mapping[str, Any], index: int) ->
         kind = own[-1]["role"]
         raise InvalidRow(index, f"the row has a 'system' column and another {kind} message: leave one of them out")
     return messages
-
-
-def with_media(messages: list[Any], images: int, videos: int) -> list[Any]:
-    """The messages with their media before the first question, if neither a marker nor a part says where one of a kind belongs.
-
-    So do TRL, R1-V and ms-swift.
-
-    >>> with_media([{"role": "system", "content": "Count."}, {"role": "user", "content": "How many?"}], images=2, videos=0)[1]
-    {'role': 'user', 'content': '<image><image>How many?'}
-    """
-    first = next((place for place, each in enumerate(messages) if each.get("role") == "user"), None)
-    for kind, count in (("video", videos), ("image", images)):
-        if count and first is not None and not any(_shows(each.get("content"), kind) for each in messages):
-            content = messages[first].get("content")
-            parts = [{"type": kind}] * count
-            shown = f"<{kind}>" * count + content if isinstance(content, str) else parts + _listed(content)
-            messages = [*messages[:first], {**messages[first], "content": shown}, *messages[first + 1 :]]
-    return messages
-
-
-def _shows(content: Any, kind: str) -> bool:
-    parts = (part.get("type") for part in _listed(content) if isinstance(part, Mapping))
-    return f"<{kind}>" in content if isinstance(content, str) else any(part in (kind, f"{kind}_url") for part in parts)
 
 
 def present_columns(rows: Any) -> list[str]:

@@ -93,14 +93,17 @@ def read_conversation(messages: Any, images: Iterable[Any] = (), videos: Iterabl
     """Messages (or one string, the user's message) with markers or typed parts, and the media that belong to them.
 
     ``<image>`` and ``<video>`` in string content become parts. In typed parts text stays text, so a text part can contain
-    "<image>" literally. Each marker, and each media part without a payload, takes the next of ``images`` or ``videos``. Raises
-    `InvalidPrompt` if their numbers differ or a message is malformed.
+    "<image>" literally. Each marker, and each media part without a payload, takes the next of ``images`` or ``videos``; without
+    any, they come before the first question (`with_media`). Raises `InvalidPrompt` if their numbers differ or a message is
+    malformed.
 
     >>> chat = read_conversation("<image>Which angle?", images=["a.png"])
     >>> chat.messages
     [{'role': 'user', 'content': [{'type': 'image'}, {'type': 'text', 'text': 'Which angle?'}]}]
     >>> chat.images
     ['a.png']
+    >>> read_conversation("Which angle?", images=["a.png"]) == chat
+    True
     >>> own = [{"type": "image"}, {"type": "text", "text": "What does <image> mean in this page?"}]
     >>> read_conversation([{"role": "user", "content": own}], images=["a.png"]).messages[0]["content"] == own
     True
@@ -111,7 +114,11 @@ def read_conversation(messages: Any, images: Iterable[Any] = (), videos: Iterabl
         raise InvalidPrompt(f"the prompt must be a string or a list of messages, not {messages!r}")
     given = {"image": list(images), "video": list(videos)}
     found: dict[str, list[Any]] = {"image": [], "video": []}
-    typed = [{**_message_head(message), "content": _content(message.get("content"), found)} for message in messages]
+    heads = [_message_head(message) for message in messages]  # which refuses what is no message
+    placed = with_media(list(messages), len(given["image"]), len(given["video"]))
+    typed = [
+        {**head, "content": _content(each.get("content"), found)} for head, each in zip(heads, placed, strict=True)
+    ]
     for kind, media in given.items():
         marked = sum(payload is None for payload in found[kind])
         if marked != len(media):
@@ -124,6 +131,32 @@ def read_conversation(messages: Any, images: Iterable[Any] = (), videos: Iterabl
         queue = iter(media)
         found[kind] = [next(queue) if payload is None else payload for payload in found[kind]]
     return Conversation(typed, found["image"], found["video"])
+
+
+def with_media(messages: Sequence[Any], images: int, videos: int) -> Sequence[Any]:
+    """The messages with their media before the first question, if neither a marker nor a part says where one of a kind belongs.
+
+    So do TRL, R1-V and ms-swift.
+
+    >>> with_media([{"role": "system", "content": "Count."}, {"role": "user", "content": "How many?"}], images=2, videos=0)[1]
+    {'role': 'user', 'content': '<image><image>How many?'}
+    """
+    first = next((place for place, each in enumerate(messages) if each.get("role") == "user"), None)
+    for kind, count in (("video", videos), ("image", images)):
+        if count and first is not None and not any(_shows(each.get("content"), kind) for each in messages):
+            content = messages[first].get("content")
+            shown = f"<{kind}>" * count + content if isinstance(content, str) else content
+            if content is None or isinstance(content, (list, tuple, np.ndarray)):
+                shown = [{"type": kind}] * count + list(() if content is None else content)
+            messages = [*messages[:first], {**messages[first], "content": shown}, *messages[first + 1 :]]
+    return messages
+
+
+def _shows(content: Any, kind: str) -> bool:
+    if isinstance(content, str):
+        return f"<{kind}>" in content
+    parts = content if isinstance(content, (list, tuple, np.ndarray)) else ()
+    return any(_KINDS.get(str(part.get("type"))) == kind for part in parts if isinstance(part, Mapping))
 
 
 def read_tools(tools: Any) -> tuple[Any, ...]:

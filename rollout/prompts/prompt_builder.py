@@ -56,10 +56,10 @@ _TEXT = Lock()
 class PromptBuilder:
     """Rows to a prompt batch: ``builder(rows)``.
 
-    A row is a mapping with ``prompt`` (messages or a string), ``images`` and ``videos`` (if the messages have markers for them),
-    and optionally ``media_root`` (the folder of relative paths) and ``tools`` (a list, or the JSON of one), which the chat
-    template gets for this row. All values except messages and media become object columns. Within a call each distinct image is
-    decoded and processed once. If the cache is large enough, later epochs find all images there.
+    A row is a mapping with ``prompt`` (messages or a string), ``images`` and ``videos`` (where the messages have markers, else
+    before the question), and optionally ``media_root`` (the folder of relative paths) and ``tools`` (a list, or the JSON of one),
+    which the chat template gets for this row. All values except messages and media become object columns. Within a call each
+    distinct image is decoded and processed once. If the cache is large enough, later epochs find all images there.
 
     A row's ``uid`` identifies one occurrence of the prompt: its samples form a group, and their random streams derive from the
     uid. A row without a uid gets a new one at each occurrence, and the same one in every run that passes the same rows in the

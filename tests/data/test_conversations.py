@@ -73,7 +73,8 @@ def test_media_go_back_into_their_parts():
     ("messages", "images", "says"),
     [
         ("<image><image>", ["a"], "2 image markers in the prompt, but 1 images"),
-        ("no marker", ["a"], "0 image markers in the prompt, but 1 images"),
+        ([{"role": "system", "content": "Look."}], ["a"], "0 image markers in the prompt, but 1 images"),
+        ([{"role": "user", "content": 5}], ["a"], "a message's content must be a string or a list of parts, not 5"),
         ("<image>", [], "1 image markers in the prompt, but 0 images"),
         ("<video>", [], "1 video markers in the prompt, but 0 videos"),
         ([], [], "list of messages"),

@@ -8,7 +8,7 @@ from helpers.checkpoints import write_checkpoint
 from helpers.geo3k_files import drawing
 from helpers.geo3k_runs import rows_of
 from recipes import sft
-from recipes.grpo import main
+from recipes.grpo import main, parse
 
 MINE = """
 def loss(log_probs, advantages):
@@ -72,6 +72,16 @@ def test_an_error_of_ones_own_function_is_one_line_with_its_place(option, functi
     if function == "mine.py:failing_score":
         assert line.startswith("error: row 0 (uid ")
         assert ", response '" in line
+
+
+def test_a_loss_of_ones_own_tells_that_the_presets_kl_term_is_gone(given, capsys):
+    own = ["--algorithm.loss", f"{given[1]}/mine.py:loss"]
+    parse(own)
+    told = f"no KL term: --algorithm.loss {own[1]} replaces that of preset tiny; --algorithm.kl-coef 0.1 keeps it\n"
+    assert capsys.readouterr().out == told
+    for others in (["--algorithm.kl-coef", "0.0"], ["--preset", "any", "--model-path", given[0][-3]]):
+        parse([*own, *others])
+        assert not capsys.readouterr().out
 
 
 GROUNDING = """

@@ -262,4 +262,10 @@ def parse_with_defaults(
         return read(fitting(default, read(default), found))
 
     config = parse_recipe(arguments, presets, description, prog, on_machine)
+    algorithm, kl_coef = config.algorithm, presets[config.preset].algorithm.kl_coef
+    own = next((f"{n} {each}" for n in ("loss", "advantage") if ":" in (each := getattr(algorithm, n))), None)
+    if own and kl_coef and not algorithm.kl_coef and not any("kl" in each and "coef" in each for each in arguments):
+        print(
+            f"no KL term: --algorithm.{own} replaces that of preset {config.preset}; --algorithm.kl-coef {kl_coef} keeps it"
+        )
     return replace(config, data=replace(config.data, instruction=read_instruction(config.data.instruction)))
