@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from workers.roles.rollout_worker import RolloutConfig, RolloutWorker
     from workers.roles.sharding_manager import ShardingManager
     from workers.training.forward_pass import LossFn
-    from workers.training.optimizer import OptimizerConfig
+    from workers.training.optimizer import AdamParams, OptimizerConfig
 
 __all__ = [
     "ActorConfig",
     "ActorWorker",
+    "AdamParams",
     "CriticConfig",
     "CriticWorker",
     "Layout",

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
@@ -223,7 +223,7 @@ def spelled_kind(kind: Any) -> str:
     if origin is Literal:
         return "|".join(map(str, inner))
     if origin in (Union, UnionType):
-        return "|".join(dict.fromkeys(spelled_kind(each) for each in inner))
+        return "|".join(dict.fromkeys(spelled_kind(each) for each in inner if get_origin(each) is not Callable))
     if origin is tuple:
         return f"{spelled_kind(inner[0])} ..." if Ellipsis in inner else " ".join(map(spelled_kind, inner))
     return "NAME VALUE ..." if origin is dict else KINDS.get(kind, "VALUE")

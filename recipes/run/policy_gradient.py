@@ -36,6 +36,7 @@ from recipes.run.run_directory import (
     over_epochs,
     over_the_run,
     reported,
+    with_function,
     with_schedules,
 )
 from recipes.watch.console import start_phase
@@ -181,7 +182,7 @@ def launch_roles(
     actor = ActorConfig(
         model_path,
         temperature=config.algorithm.temperature,
-        optimizer=over_the_run(config.optimizer, config.run.steps * config.updates["optimizer"]),
+        optimizer=with_function(over_the_run(config.optimizer, config.run.steps * config.updates["optimizer"])),
         **vars(config.compute),
     )
     options: dict[str, Any] = {}
@@ -200,7 +201,9 @@ def launch_roles(
         early_rewards=config.rollout.early_rewards,
     )
     announce_replay(rollout, builder.family)
-    critic = CriticConfig(model_path, optimizer=config.critic, **vars(config.compute)) if config.critic else None
+    critic = None
+    if config.critic:
+        critic = CriticConfig(model_path, optimizer=with_function(config.critic), **vars(config.compute))
     return launched(config, restarted, actor, rollout, reward, reference=config.reference(actor), critic=critic)
 
 

@@ -7,11 +7,12 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path, PurePath
 from typing import Any, Protocol, TypeVar
 
 from dataproto.errors import LATER, CheckpointError, InvalidConfig, end_after, ending, writing
+from recipes.algorithms.function_files import in_users_function, load_named_function
 from recipes.configs.shared.run_config import RunConfig
 from recipes.data.loader import PromptLoader
 from recipes.options import options_of, settings_line, write_options
@@ -21,7 +22,7 @@ from recipes.run.directory_lock import LOCK_FILE, locked
 from recipes.watch.console import show_summary
 from recipes.watch.metrics_file import METRICS_FILE
 from recipes.watch.report import ENVIRONMENT_FILE, environment, write_report
-from workers.model.model_config import OptimizerConfig
+from workers.model.model_config import OptimizerConfig, Schedule
 from workers.training.checkpoint import checkpoint_steps, latest_checkpoint, write_json
 
 Config = TypeVar("Config")
@@ -57,6 +58,8 @@ FILES = (
     "reward",
     "algorithm.loss",
     "algorithm.advantage",
+    "optimizer.schedule",
+    "critic_optimizer.schedule",
 )
 
 
@@ -79,6 +82,23 @@ def over_the_run(optimizer: OptimizerConfig, updates: int) -> OptimizerConfig:
     if optimizer.total_steps is not None:
         return optimizer
     return replace(optimizer, total_steps=updates, warmup_steps=min(optimizer.warmup_steps, updates - 1))
+
+
+def with_function(optimizer: OptimizerConfig) -> OptimizerConfig:
+    """The optimizer with the function that its schedule names as ``FILE.py:FUNCTION``. Raises `InvalidConfig`."""
+    if isinstance(optimizer.schedule, str) and ":" in optimizer.schedule:
+        return replace(optimizer, schedule=partial(_own_factor, optimizer.schedule, _own_schedule(optimizer.schedule)))
+    return optimizer
+
+
+@cache
+def _own_schedule(name: str) -> Schedule:
+    return load_named_function(name, "schedule", InvalidConfig)
+
+
+def _own_factor(name: str, schedule: Schedule, step: int, total_steps: int) -> float:
+    with in_users_function(f"optimizer.schedule={name}", schedule):
+        return float(schedule(step, total_steps))
 
 
 def over_epochs(run: RunConfig, loader: PromptLoader) -> RunConfig:
@@ -106,6 +126,7 @@ def with_schedules(run: RunConfig, config: Config, **updates: int) -> Config:
     changed = {}
     for name, each in updates.items():
         optimizer: OptimizerConfig = getattr(config, name)
+        with_function(optimizer)  # which refuses a wrong name or file
         steps = before.get("run.steps") or run.steps
         total = before.get(f"{name}.total_steps") or steps * each
         if optimizer.total_steps is None and optimizer.schedule != "constant" and run.steps > max(steps, total // each):

@@ -26,6 +26,7 @@ from recipes.run.run_directory import (
     over_epochs,
     over_the_run,
     reported,
+    with_function,
     with_schedules,
 )
 from recipes.watch.console import start_phase
@@ -133,7 +134,7 @@ def launch_supervised(
     """
     actor = ActorConfig(
         model_path=model_path,
-        optimizer=over_the_run(config.optimizer, config.run.steps),
+        optimizer=with_function(over_the_run(config.optimizer, config.run.steps)),
         **vars(config.compute),
     )
     options = (dict(limits or {"sleep_level": 1}) if config.engine == "vllm" else {}) | dict(config.engine_options)

@@ -127,7 +127,7 @@ def program(client: Program, directory: Path) -> list[float]:
     for at in range(2):
         passed = client.forward_backward(data)
         found += [passed.loss, *(float(values.sum()) for values in passed.log_probs)]
-        found.append(client.optim_step(AdamParams(learning_rate=1e-3, eps=1e-3))["grad_norm"])
+        found.append(client.optim_step(AdamParams(learning_rate=1e-3, eps=1e-3))["actor/grad_norm"])
         if at == 0:
             client.save_state(directory)
     client.load_state(directory)

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from dataproto.errors import CheckpointError, FileNotWritten, InvalidConfig
+from dataproto.errors import CheckpointError, DataProtoError, FileNotWritten, InvalidConfig
 from recipes import classify, geo3k_grpo, geo3k_ppo, grpo, sft
 from recipes.data.loader import PromptLoader
 from recipes.data.mixture import Mixture
 from recipes.demo.tiny_model import make_tiny_model
 from recipes.options.config_file import CONFIG_FILE
 from recipes.run.loop import STATE_FILE, RunConfig, restore
-from recipes.run.run_directory import open_run_directory, over_epochs, with_schedules
+from recipes.run.run_directory import open_run_directory, over_epochs, with_function, with_schedules
 from recipes.sft import SFTConfig
 from workers.ranks.layout import Layout
 from workers.training.optimizer import OptimizerConfig, learning_rate_factor
@@ -42,6 +42,37 @@ def test_schedules_are_as_long_as_the_run_that_began_however_often_it_is_resumed
         resumed = opened(config(tmp_path, steps=steps, resume=True))
         assert resumed.optimizer == whole.optimizer
         assert rates(resumed, 4, steps) == rates(whole, 4, steps)
+
+
+def test_a_schedule_of_ones_own_is_loaded_where_the_run_opens_and_stays_as_it_is_named(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def halving(step, total_steps):\n    return 0.5 ** (step // 2)\n"
+        "def failing(step, total_steps):\n    return 1 / (step - total_steps)\n"
+        "def falling(step, total_steps):\n    return -step\n"
+    )
+    options = ["--output-dir", str(tmp_path / "run"), "--steps", "4", "--optimizer.lr", "0.1", "--optimizer.schedule"]
+    named = opened(sft.parse([*options, f"{file}:halving"]))
+    assert named.optimizer.schedule == f"{file}:halving"
+    launched = with_function(named.optimizer)
+    warm = launched.warmup_steps
+    assert [learning_rate_factor(step, launched) for step in range(warm, warm + 3)] == [
+        0.5 ** (step // 2) for step in range(warm, warm + 3)
+    ]
+    for function, message in (("failing", r"failing raised ZeroDivisionError.*mine.py:4"), ("falling", "gave -8.0")):
+        with pytest.raises(DataProtoError, match=message):
+            learning_rate_factor(8, with_function(replace(named.optimizer, schedule=f"{file}:{function}")))
+    for wrong, message in (
+        (f"{file}:rising", "no function 'rising'"),
+        ("mine.py:halving", "no file"),
+        ("cosin", "FILE.py"),
+    ):
+        with pytest.raises(InvalidConfig, match=message):
+            opened(sft.parse([*options, wrong]))
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    file.rename(moved / "mine.py")
+    assert opened(sft.parse([*options, f"{moved}/mine.py:halving", "--resume"])).optimizer.total_steps == 8
 
 
 def test_a_run_that_goes_on_past_its_schedule_is_told_what_to_give(tmp_path):

@@ -203,8 +203,8 @@ def test_a_step_is_torchs_adamw_with_the_given_settings(client):
     norm = math.sqrt(sum(float(copy.grad.square().sum()) for copy in copies if copy.grad is not None))
     params = tinker.AdamParams(learning_rate=3e-3, beta1=0.8, beta2=0.9, eps=1e-9, weight_decay=0.1)
     metrics = client.optim_step(params)
-    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
-    assert metrics["lr"] == 3e-3
+    assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert metrics["actor/lr"] == 3e-3
     for copy, parameter in zip(copies, parameters):
         assert torch.allclose(copy, parameter, atol=1e-6)
     with pytest.raises(InvalidConfig, match="negative"):
@@ -264,7 +264,7 @@ def test_every_published_loss_makes_its_step(client, name):
     answer = client.renderer.builder.encode_text("abc")
     data = [datum(asked, answer, logprobs=[-3.0] * len(answer), advantages=[1.0] * len(answer))]
     first = client.forward_backward(data, name)
-    assert client.optim_step(RATE)["grad_norm"] > 0
+    assert client.optim_step(RATE)["actor/grad_norm"] > 0
     assert math.isfinite(first.loss)
     then = client.forward(data, name)
     before, after = (float(passed.log_probs[0].sum()) for passed in (first, then))

@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 
+from dataproto import DataProto
 from dataproto.errors import InvalidColumn, MissingColumn
 from dataproto.vlm import family_of
 from helpers.batches import padded_log_probs, prompt_batch, with_responses
@@ -162,6 +163,28 @@ def test_a_banned_token_in_a_response_is_named(checkpoint):
     reference = ReferenceWorker(PolicyConfig(checkpoint), CPU)
     with pytest.raises(InvalidColumn, match="row 2, response position 0: token 250"):
         reference.log_probs(data)
+
+
+def test_wrong_shapes_are_refused_by_name_before_a_step(checkpoint):
+    data = training_batch(tiny_model("qwen2_5_vl"))[:6]  # as many rows as response tokens: (B,) would broadcast
+    actor = ActorWorker(ActorConfig(checkpoint), CPU)
+    data.meta_info["max_tokens"] = 6
+    whole, each_row = data["advantages"], data["advantages"].sum(1)
+    for call in (actor.update, actor.accumulate, actor.forward_backward):
+        data["advantages"] = each_row
+        with pytest.raises(InvalidColumn, match=r"'advantages': expected \(6, 6\).* found \(6,\); give each token"):
+            call(data, pg_loss)
+        data["advantages"] = whole
+        for returned, message in (
+            (lambda outputs: (outputs.log_probs.sum(1), {}), r"returned \(6,\) as '.*loss.*'"),
+            (lambda outputs: (outputs.log_probs.mean(), {}), r"returned \(\) as '.*loss.*'"),
+            (lambda outputs: (outputs.log_probs, {"kl": outputs.log_probs.sum(1)}), r"returned \(6,\) as 'kl'"),
+            (lambda outputs: (outputs.log_probs, {"kl": 0.5}), "returned a float as 'kl'"),
+        ):
+            with pytest.raises(InvalidColumn, match=message):
+                call(data, lambda outputs, rows, returned=returned: returned(outputs))
+    actor.log_probs(data | DataProto.from_dict({"returns": each_row}))  # a pass that reads no such column
+    assert actor.model.optimizer.steps == 0
 
 
 def test_a_batch_without_response_tokens_makes_no_step(checkpoint):

@@ -135,7 +135,7 @@ def a_pass_without_step(path, data, layout=None):
     actor = ActorWorker(ActorConfig(path, token_budget=60), CPU, layout and joined(layout))
     passes = [actor.forward_backward(data, token_loss) for _ in range(2)]
     stepped = actor.optim_step()
-    return [(each.metrics["loss:sum"], each.log_probs) for each in passes], stepped["grad_norm"]
+    return [(each.metrics["loss:sum"], each.log_probs) for each in passes], stepped["actor/grad_norm"]
 
 
 def token_loss(outputs, rows):

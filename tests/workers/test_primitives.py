@@ -9,6 +9,7 @@ import torch
 
 from dataproto import DataProto
 from dataproto.errors import InvalidColumn, InvalidConfig
+from dataproto.planning import cut_minibatches
 from dataproto.vlm import family_of
 from helpers.batches import prompt_batch, with_responses
 from helpers.checkpoints import write_checkpoint
@@ -69,7 +70,7 @@ def sharded_passes_equal_one_process() -> None:
     for one, other in zip(passes, ours, strict=True):
         assert other.metrics.keys() == {"loss:sum", "tokens", "prob_max"}
         assert dict(other.metrics) == pytest.approx(dict(one.metrics), rel=1e-5)
-    assert moved["grad_norm"] == pytest.approx(stepped["grad_norm"], rel=1e-4)
+    assert moved["actor/grad_norm"] == pytest.approx(stepped["actor/grad_norm"], rel=1e-4)
     assert dict(seen.metrics) == pytest.approx(dict(after.metrics), rel=1e-4)
     torch.testing.assert_close(seen.log_probs, after.log_probs[[mine, 2 + mine]], atol=1e-4, rtol=0)
 
@@ -104,7 +105,7 @@ def a_program(worker: ActorWorker, saved: Path, loaded: Path):
     for part in (data[:3], data[3:]):  # the second is of one row, fewer than a pipeline has stages
         found.append(worker.forward(part, loss_fn))
         found.append(worker.forward_backward(part, loss_fn))
-    norms = [worker.optim_step(STEP)["grad_norm"]]
+    norms = [worker.optim_step(STEP)["actor/grad_norm"]]
     scored = [worker.log_probs(data)["old_log_probs"]]
     worker.save(saved)
     for directory in (None, saved, loaded):
@@ -112,7 +113,7 @@ def a_program(worker: ActorWorker, saved: Path, loaded: Path):
             worker.forward_backward(data, loss_fn)  # its gradients must not survive the loading
             worker.load(directory)
         worker.forward_backward(data, loss_fn)
-        norms.append(worker.optim_step(STEP)["grad_norm"])
+        norms.append(worker.optim_step(STEP)["actor/grad_norm"])
         scored.append(worker.log_probs(data[:1])["old_log_probs"])
     scored.append(worker.compute_logprobs(data).nan_to_num())
     return found, norms, scored
@@ -175,6 +176,29 @@ def test_passes_equal_an_update_and_leave_the_weights_alone():
     other.update(data, loss_fn, aggregation="token-mean")
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
+
+
+def test_passes_and_steps_of_mini_batches_are_an_update(tmp_path, monkeypatch):
+    monkeypatch.setenv("TEST_PRIMITIVES_FOLDER", write_checkpoint("qwen3_vl", tmp_path))
+    data, worker, other = rows(), actor(), actor()
+
+    def loss(outputs, data):
+        pg_loss, metrics = loss_fn(outputs, data)
+        return pg_loss - 0.1 * outputs.entropy, metrics | {"actor/entropy": outputs.entropy}
+
+    options = {"aggregation": "seq-mean-token-mean", "entropy": True}
+    expected = other.update(data, loss, minibatch=2, **options)
+    steps = []
+    for part in cut_minibatches(data["uid"], 2):
+        passed = worker.forward_backward(data[part], loss, **options)
+        steps.append({**passed.metrics, **worker.optim_step()})
+    assert steps[0].keys() == {name for name in expected if not name.startswith(("perf/", "timing_s/"))}
+    assert {"actor/lr", "actor/loss", "actor/entropy", "actor/grad_norm"} <= steps[0].keys()
+    for name in steps[0].keys() - {"prob_max", "actor/skipped_steps"}:
+        assert (steps[0][name] + steps[1][name]) / 2 == pytest.approx(expected[name], rel=1e-5)
+    assert all(torch.equal(a, b) for a, b in zip(worker.module.parameters(), other.module.parameters(), strict=True))
+    with pytest.raises(InvalidConfig, match="unknown aggregation mode 'mean'"):
+        worker.forward_backward(data, loss, aggregation="mean")
 
 
 @pytest.mark.parametrize("call", ["update", "accumulate"])

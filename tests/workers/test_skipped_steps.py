@@ -45,7 +45,7 @@ def step(actor: ActorWorker, way: str, data: DataProto) -> float:
         actor.accumulate(data[1:], pg_loss)
         return actor.finish_update()["actor/grad_norm"]
     actor.forward_backward(data, pg_loss)
-    return actor.optim_step()["grad_norm"]
+    return actor.optim_step()["actor/grad_norm"]
 
 
 def state_of(actor: ActorWorker) -> list[torch.Tensor]:

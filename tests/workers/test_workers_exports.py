@@ -17,6 +17,7 @@ EXPORTS = {
         *(
             "ActorConfig",
             "ActorWorker",
+            "AdamParams",
             "CriticConfig",
             "CriticWorker",
             "Layout",

@@ -4,6 +4,7 @@ Imports no torch, so that a command shows its options at once.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -143,6 +144,11 @@ OptimizerKind = Literal["adamw", "adamw8bit", "muon"]
 """
 
 
+SCHEDULES = ("constant", "linear", "cosine")
+Schedule = Callable[[int, int], float]
+"""``schedule(step, total_steps)`` to the share of the learning rate at optimizer step ``step``, from 0."""
+
+
 @dataclass(frozen=True)
 class OptimizerConfig:
     """The optimizer and its schedule, counted in optimizer steps.
@@ -153,7 +159,8 @@ class OptimizerConfig:
             the layers
         betas: AdamW's decay of the means of gradients and of their squares
         weight_decay: decay decoupled from the gradient; the weights shrink by lr times this in a step
-        schedule: how the learning rate falls after the warm-up
+        schedule: how the learning rate falls after the warm-up: constant, linear, cosine, or FILE.py:FUNCTION, the function
+            of an optimizer step and their number that gives the share of lr
         warmup_steps: optimizer steps in which the learning rate rises linearly
         total_steps: optimizer steps of the whole schedule; default: those of the run
         min_lr_ratio: last learning rate of a schedule as a share of lr
@@ -164,7 +171,7 @@ class OptimizerConfig:
     kind: OptimizerKind = "adamw"
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.01
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: str | Schedule = "constant"
     warmup_steps: int = 0
     total_steps: int | None = None
     min_lr_ratio: float = 0.0
@@ -178,6 +185,8 @@ class OptimizerConfig:
                 raise InvalidConfig(
                     f"{name}={value}: must be at most {LARGEST_FLOAT32:g}, the largest number of float32"
                 )
+        if isinstance(self.schedule, str) and self.schedule not in SCHEDULES and ":" not in self.schedule:
+            raise InvalidConfig(f"schedule={self.schedule}: must be one of {', '.join(SCHEDULES)}, or FILE.py:FUNCTION")
         if self.schedule != "constant" and self.total_steps is not None and self.total_steps <= self.warmup_steps:
             raise InvalidConfig(f"total_steps={self.total_steps} must be above warmup_steps={self.warmup_steps}")
 

@@ -17,20 +17,22 @@ from dataproto.vlm import VLMFamily
 from workers.model.packed_model import PackedVLM
 from workers.ranks.dispatch_modes import dispatch, split_rows
 from workers.roles.model_worker import PolicyConfig, PolicyWorker, TrainedWorker
+from workers.training.aggregation import MODES, check_mode
 from workers.training.forward_pass import LossFn, token_types
 from workers.training.loss_sums import LossSums
 from workers.training.optimizer import AdamParams, OptimizerConfig
 from workers.training.row_checks import check_rows
 
-LOSS_SUM = "loss:sum"
+LOSS_SUM, MEAN_LOSS = "loss:sum", "actor/loss"
 
 
 @dataclass(frozen=True)
 class PassOutput:
     """The result of a pass over rows.
 
-    ``metrics`` are sums over tokens of all rows, with the loss as ``loss:sum``. ``log_probs (B, R)`` float32 are those that the
-    loss function got, 0 where ``response_mask`` is 0.
+    ``metrics`` are sums over tokens of all rows, with the loss as ``loss:sum``; with an ``aggregation`` they are means, with the
+    loss as ``actor/loss``, as those of an update. ``log_probs (B, R)`` float32 are those that the loss function got, 0 where
+    ``response_mask`` is 0.
     """
 
     metrics: Mapping[str, float]
@@ -84,7 +86,8 @@ class ActorConfig(PolicyConfig):
 class ActorWorker(TrainedWorker, PolicyWorker):
     """The policy that learns, by whole updates or step by step.
 
-    Step by step, the loss is the sum over tokens of what the loss function gives, where ``response_mask`` is not 0. Gradients add
+    Step by step, the loss is the sum over tokens of what the loss function gives, where ``response_mask`` is not 0, or their mean
+    by an ``aggregation``: such a `forward_backward` and an `optim_step` are the step of `update` for a mini-batch. Gradients add
     up over calls until `optim_step`; a `forward_backward` that raises in its loss function clears them. `Roles.sample` and
     `Roles.save_weights_for_sampler`, which need an engine as well, complete these methods.
     """
@@ -98,23 +101,31 @@ class ActorWorker(TrainedWorker, PolicyWorker):
         return module
 
     @dispatch(split=split_rows, join=join_passes)
-    def forward(self, data: DataProto, loss_fn: LossFn) -> PassOutput:
+    def forward(
+        self, data: DataProto, loss_fn: LossFn, aggregation: str | None = None, entropy: bool = False
+    ) -> PassOutput:
         """The loss, without gradients.
+
+        Args:
+            aggregation, entropy: as of `update`; without an ``aggregation`` the loss is a sum over tokens.
 
         Raises:
             MissingColumn, InvalidColumn, MediaMismatch: see `check_rows`.
+            InvalidConfig: an unknown ``aggregation``.
         """
-        return self._pass(data, loss_fn, backward=False)
+        return self._pass(data, loss_fn, aggregation, entropy, backward=False)
 
     @dispatch(split=split_rows, join=join_passes)
-    def forward_backward(self, data: DataProto, loss_fn: LossFn) -> PassOutput:
+    def forward_backward(
+        self, data: DataProto, loss_fn: LossFn, aggregation: str | None = None, entropy: bool = False
+    ) -> PassOutput:
         """The loss, whose gradients are added to those of earlier calls. Arguments and errors as `forward`.
 
         Raises:
             InvalidConfig: the parts of an update are open (`accumulate`); they stay as they are.
         """
         self._refuse_open_update("forward_backward")
-        return self._pass(data, loss_fn, backward=True)
+        return self._pass(data, loss_fn, aggregation, entropy, backward=True)
 
     @dispatch(split=split_rows, join=join_tensors)
     def compute_logprobs(self, data: DataProto) -> Tensor:
@@ -134,7 +145,8 @@ class ActorWorker(TrainedWorker, PolicyWorker):
 
     @dispatch("all")
     def optim_step(self, params: AdamParams | None = None) -> dict[str, float]:
-        """One step with the gradients so far, which are then cleared; ``grad_norm``, ``lr`` and ``skipped_steps``.
+        """One step with the gradients so far, which are then cleared; ``actor/grad_norm``, ``actor/lr`` and
+        ``actor/skipped_steps``, as of `update`.
 
         Args:
             params: of this step; without them the configured ones and their schedule.
@@ -144,7 +156,7 @@ class ActorWorker(TrainedWorker, PolicyWorker):
         """
         self._refuse_open_update("optim_step")
         self.module.forget_features()
-        return self.model.step(params)
+        return self.model.reported_step(list, params)
 
     def _refuse_open_update(self, call: str) -> None:
         """All ranks raise it, since all have made the same calls of `accumulate`."""
@@ -155,12 +167,17 @@ class ActorWorker(TrainedWorker, PolicyWorker):
                     "finish_update makes its step, and drop_update drops its parts"
                 )
 
-    def _pass(self, data: DataProto, loss_fn: LossFn, backward: bool) -> PassOutput:
+    def _pass(
+        self, data: DataProto, loss_fn: LossFn, aggregation: str | None, entropy: bool, backward: bool
+    ) -> PassOutput:
         model = self.model
         with model.ranks.fail_together():
-            check_rows(data, self.module)
-            sums = LossSums(LOSS_SUM, data["response_mask"].float(), model.device)
-        model.run(data, loss_fn, sums, backward=backward)
+            check_mode(aggregation or MODES[0])
+            check_rows(data, self.module, data.names())
+        weights = model.token_weights(data, aggregation) if aggregation else data["response_mask"].float()
+        sums = LossSums(MEAN_LOSS if aggregation else LOSS_SUM, weights, model.device)
+        model.run(data, loss_fn, sums, entropy, backward)
         if backward:
             model.note_pass()
-        return PassOutput({LOSS_SUM: 0.0} | sums.sums(model.ranks), sums.scores.cpu())
+        metrics = sums.means(model.ranks) if aggregation else {LOSS_SUM: 0.0} | sums.sums(model.ranks)
+        return PassOutput(metrics, sums.scores.cpu())

@@ -32,6 +32,8 @@ def learning_rate_factor(step: int, config: OptimizerConfig) -> float:
     >>> linear = OptimizerConfig(schedule="linear", warmup_steps=2, total_steps=6)
     >>> [learning_rate_factor(step, linear) for step in range(7)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    >>> learning_rate_factor(3, OptimizerConfig(schedule=lambda step, total: (total - step) ** 0.5, total_steps=7))
+    2.0
     """
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
@@ -39,6 +41,13 @@ def learning_rate_factor(step: int, config: OptimizerConfig) -> float:
         return 1.0
     if config.total_steps is None:
         raise InvalidConfig(f"schedule {config.schedule!r} needs total_steps")
+    if not isinstance(config.schedule, str):
+        decayed = float(config.schedule(step, config.total_steps))
+        if not 0 <= decayed < math.inf:
+            raise InvalidConfig(
+                f"the schedule gave {decayed} for optimizer step {step}: must be a share of lr, at least 0"
+            )
+        return config.min_lr_ratio + (1 - config.min_lr_ratio) * decayed
     progress = min((step - config.warmup_steps) / (config.total_steps - config.warmup_steps), 1.0)
     decayed = 1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * decayed

@@ -331,11 +331,13 @@ class TrainingModel:
         for transform in self.transforms:
             transform.drop_gradients(self.module)
 
-    def reported_step(self, not_finite: Callable[[], Sequence[str]]) -> dict[str, float]:
+    def reported_step(
+        self, not_finite: Callable[[], Sequence[str]], params: AdamParams | None = None
+    ) -> dict[str, float]:
         """A `step`, with its metrics under the role's name. A skipped one is recorded and logged with the rows ``not_finite``:
         those of this rank with values that are not finite.
         """
-        stepped = self.step()
+        stepped = self.step(params)
         if not math.isfinite(stepped["grad_norm"]):
             every = dict.fromkeys(name for names in self.ranks.all_gather(list(not_finite()), "dp") for name in names)
             self.skipped.append(SkippedStep(self.optimizer.steps - 1, stepped["grad_norm"], tuple(every)))
@@ -344,6 +346,14 @@ class TrainingModel:
         return {f"{self.role}/{name}": value for name, value in stepped.items()}
 
     # Updates
+
+    def token_weights(self, rows: DataProto, aggregation: str) -> Tensor:
+        """``(B, R)``, with the denominators of all ranks' rows and the largest possible response length."""
+        mask = rows["response_mask"]
+        longest = int(rows.meta_info.get(MAX_TOKENS, mask.shape[1]))
+        every_rank = self.ranks.all_gather((int(denominator(mask, aggregation)), longest), "dp")
+        total, longest = sum(count for count, _ in every_rank), max(longest for _, longest in every_rank)
+        return token_weights(mask, aggregation, total, max_length=max(longest, 1))
 
     @contextmanager
     def updating(
@@ -366,7 +376,7 @@ class TrainingModel:
         """
         with self.ranks.fail_together():
             check_update(epochs, aggregation, entropy, self.module)
-            check_rows(data, self.module)
+            check_rows(data, self.module, data.names())
             parts = cut_minibatches_of_rank(data, minibatch, self.ranks)
         with self.ranks.fail_together():
             parts = pad_minibatches(parts, data["response_mask"], self.ranks)
@@ -468,7 +478,8 @@ class Update:
         for epoch in range(self.epochs):
             for part in self.parts:
                 rows = self.data if part is None else self.data[part]
-                sums = LossSums(f"{model.role}/loss", self._token_weights(rows), model.device)
+                weights = model.token_weights(rows, self.aggregation)
+                sums = LossSums(f"{model.role}/loss", weights, model.device)
                 model.accounting.add(whole_work(model.ranks.all_gather(required_work(model.module, rows), "pp")))
                 yield rows, sums
                 self._steps.append(self._step(rows, sums))
@@ -487,14 +498,6 @@ class Update:
         if self._result is None:
             raise RuntimeError("the update has not ended")
         return self._result
-
-    def _token_weights(self, rows: DataProto) -> Tensor:
-        """``(B, R)``, with the denominators of all ranks' rows and the largest possible response length."""
-        mask = rows["response_mask"]
-        longest = int(rows.meta_info.get(MAX_TOKENS, mask.shape[1]))
-        every_rank = self.model.ranks.all_gather((int(denominator(mask, self.aggregation)), longest), "dp")
-        total, longest = sum(count for count, _ in every_rank), max(longest for _, longest in every_rank)
-        return token_weights(mask, self.aggregation, total, max_length=max(longest, 1))
 
     def _step(self, rows: DataProto, sums: LossSums) -> dict[str, float]:
         """Makes a step, and returns the metrics of all ranks together."""
