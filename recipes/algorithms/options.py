@@ -108,12 +108,12 @@ class AlgorithmConfig:
         for name, value in paper_options(self.loss, given).items():
             object.__setattr__(self, name, value)
         self.sampling(max_tokens=1, seed=0)  # raises for invalid sampling options
-        self.kl_controller()  # raises for an invalid target or horizon
         check_limit(self.correction_limit)
         check_bounds(self.rejection_bounds)
         for impossible, message in (*self._ranges(), *self._combinations()):
             if impossible:
                 raise InvalidConfig(f"algorithm.{message}")
+        self.kl_controller()  # raises for an invalid target or horizon
 
     def _ranges(self) -> Iterator[tuple[bool, str]]:
         """Values that are impossible, each with the message that says so."""

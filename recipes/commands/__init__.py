@@ -2,7 +2,8 @@
 
 The options are read first, by a module that imports no torch, so that help and mistakes appear at once.
 
-``python -m recipes.NAME`` does the same, but looks for ``recipes`` in the working directory first; the command does not.
+Where the module of a command is ``recipes.NAME``, ``python -m recipes.NAME`` does the same, but looks for ``recipes`` in the
+working directory first; the command does not.
 """
 
 import importlib
@@ -37,6 +38,9 @@ COMMANDS = {
 }
 """What each command is for, by its name."""
 
+PREFERENCES = ("dpo", "kto", "orpo", "cpo")
+"""Trainers of other libraries that learn from preferred answers, which no command here does."""
+
 PLACES: dict[str, tuple[str, str | None]] = {
     "make-vlm": ("recipes.demo.make_vlm", "recipes.configs.make_vlm_config"),
     "view": ("recipes.watch.viewer", "recipes.watch.viewer"),
@@ -67,6 +71,7 @@ def _main(arguments: Sequence[str]) -> int:
     if name not in COMMANDS:
         near = get_close_matches(name, COMMANDS, 1)
         hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(COMMANDS)}"
+        hint = "grpo learns from a reward, sft from the answers that were preferred" if name in PREFERENCES else hint
         print(f"error: there is no command {name!r}: {hint}", file=sys.stderr)
         return 2
     silence()
@@ -114,7 +119,6 @@ def usage() -> str:
             *lines,
             "",
             "dataproto COMMAND --help shows the common options of a command, --help-all shows all.",
-            "python -m recipes.COMMAND does the same unless the working directory has its own recipes; this command ignores it.",
         ]
     )
 

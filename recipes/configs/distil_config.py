@@ -41,7 +41,7 @@ class DistilConfig(AlgorithmConfig):
         if self.advantage != "reverse_kl" or self.kl_coef:
             raise InvalidConfig(
                 f"algorithm.advantage={self.advantage}, kl_coef={self.kl_coef}: distillation has the reverse "
-                "KL to the teacher as its advantage, and no other KL term; for other advantages run recipes.grpo"
+                "KL to the teacher as its advantage, and no other KL term; for other advantages run dataproto grpo"
             )
 
 

@@ -70,7 +70,7 @@ class EpisodeAlgorithmConfig(ActorCriticConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.advantage == "reverse_kl":
-            raise InvalidConfig("algorithm.advantage=reverse_kl needs a teacher: run recipes.distil")
+            raise InvalidConfig("algorithm.advantage=reverse_kl needs a teacher: run dataproto distil")
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,9 @@ class GRPOConfig(AlgorithmConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.needs_critic:
-            raise InvalidConfig(
-                f"algorithm.advantage={self.advantage} needs the values of a critic: run recipes.ppo or "
-                "recipes.geo3k_ppo"
-            )
+            raise InvalidConfig(f"algorithm.advantage={self.advantage} needs the values of a critic: run dataproto ppo")
         if self.advantage == "reverse_kl":
-            raise InvalidConfig("algorithm.advantage=reverse_kl needs a teacher: run recipes.distil")
+            raise InvalidConfig("algorithm.advantage=reverse_kl needs a teacher: run dataproto distil")
 
 
 @dataclass(frozen=True)

@@ -62,9 +62,7 @@ class PPOConfig(ActorCriticConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.needs_critic:
-            raise InvalidConfig(
-                f"algorithm.advantage={self.advantage} does not use a critic: run recipes.grpo or recipes.geo3k_grpo"
-            )
+            raise InvalidConfig(f"algorithm.advantage={self.advantage} does not use a critic: run dataproto grpo")
 
 
 @dataclass(frozen=True)

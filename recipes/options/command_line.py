@@ -4,7 +4,7 @@ import contextlib
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -43,6 +43,8 @@ OnMachine = Callable[[Recipe, Sequence[str], Callable[[Recipe], Recipe]], Recipe
 
 HELP = ("-h", "--help", "--help-all")
 IS_OPTION = re.compile("--[a-zA-Z]")
+PYTHON_NAME = re.compile(r"(?<![\w./'\"-])([a-z]+(?:[._][a-z]\w*)+(?![\w.]*=)|[a-z][\w.]*(?==\S))(=?)")
+"""A name with an underscore or a dot in it, or before a value."""
 NAMES_OF_AN_ALGORITHM = ("algorithm.loss", "algorithm.advantage")
 NOT_BEGUN = "the new one had not begun"
 """What a run that ends before its first step adds to its error, so that nothing is said of resuming it."""
@@ -202,9 +204,31 @@ def parse_config(arguments: Sequence[str], default: Config, description: str | N
 
 def over(default: Config, given: Mapping[str, Any]) -> Config:
     """Given options over a default. Raises `InvalidConfig` for an impossible combination, or an option that does nothing."""
-    config = built(default, given)
+    try:
+        config = built(default, given)
+    except InvalidConfig as error:
+        raise InvalidConfig(as_typed(str(error), options_of(default), given)) from error
     refuse_idle_options(config, default, given)
     return config
+
+
+def as_typed(message: str, options: Sequence[Option], given: Collection[str]) -> str:
+    """The message of a configuration with the names of a command line in place of those of Python, where they are clear.
+
+    >>> options = [Option("algorithm.kl-coef", ("algorithm", "kl_coef"), float, 0, "")]
+    >>> as_typed("algorithm.kl_coef=-1: must be at least 0; leave out kl_coef", options, ["algorithm.kl-coef"])
+    '--algorithm.kl-coef -1: must be at least 0; leave out --algorithm.kl-coef'
+    """
+
+    def typed(found: re.Match[str]) -> str:
+        name = found[1].replace("_", "-")
+        wholes = {option.name: ".".join(option.path).replace("_", "-") for option in on_command_line(options)}
+        named = [each for each, whole in wholes.items() if name in (each, whole)]
+        named = named or [each for each in wholes if each.endswith(f".{name}")]
+        named = [each for each in named if each in given] or named
+        return f"--{named[0]}{' ' * bool(found[2])}" if len(named) == 1 else found[0]
+
+    return PYTHON_NAME.sub(typed, message)
 
 
 def joined(first: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, Any]:

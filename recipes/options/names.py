@@ -32,13 +32,21 @@ PEER_NAMES = {
     "--algorithm.dual-clip": "clip_ratio_c delta actor.clip_ratio_c actor.clip_ratio_dual",
     "--algorithm.entropy-coef": "entropy_coef actor.entropy_coeff",
     "--algorithm.dynamic-sampling GENERATIONS": "algorithm.filter_groups.enable algorithm.online_filtering",
-    "--algorithm.correction": "vllm_importance_sampling_mode algorithm.rollout_correction.rollout_is",
+    "--algorithm.kl k3+": "use_bias_correction_kl",
+    "--algorithm.correction": "vllm_importance_sampling_mode algorithm.rollout_correction.rollout_is "
+    "algorithm.rollout_correction.",
+    "--algorithm.correction-limit": "vllm_importance_sampling_cap algorithm.rollout_correction.rollout_is_threshold",
+    "--algorithm.rejection": "algorithm.rollout_correction.rollout_rs",
+    "--algorithm.rejection-bounds LOW HIGH": "algorithm.rollout_correction.rollout_rs_threshold "
+    "algorithm.rollout_correction.rollout_rs_threshold_lower",
+    "--algorithm.skip-old-log-probs true|false": "algorithm.rollout_correction.bypass_mode",
     "--optimizer.lr": "learning_rate actor.optim.lr",
     "--optimizer.schedule": "lr_scheduler_type actor.optim.lr_scheduler_type",
     "--optimizer.warmup-steps": "lr_warmup_steps warmup_steps actor.optim.lr_warmup_steps",
     "--optimizer.max-grad-norm": "max_grad_norm actor.optim.clip_grad actor.max_grad_norm",
     "--activation-checkpointing none|full": "gradient_checkpointing enable_gradient_checkpointing "
     "model.enable_gradient_checkpointing actor.model.enable_gradient_checkpointing",
+    "--dtype float32|bfloat16": "fp16 bf16 torch_dtype precision",
     "--compile true|false": "torch_compile actor.use_torch_compile",
     "--freeze-vision true|false": "freeze_vision_tower actor.freeze_vision_tower actor.model.freeze_vision_tower",
     "--lora-rank": "peft_config lora_r model.lora_rank actor.model.lora.rank",
@@ -48,9 +56,9 @@ PEER_NAMES = {
     "--engine-options memory_share SHARE": "gpu_memory_utilization vllm_gpu_memory_utilization rollout.gpu_memory_utilization",
     "--engine-options tensor_parallel N": "vllm_tensor_parallel_size rollout.tensor_model_parallel_size "
     "rollout.tensor_parallel_size",
-    "--on ray --layout.dp N": "n_gpus_per_node nnodes num_gpus trainer.n_gpus_per_node trainer.nnodes",
+    "--on ray --layout.dp N": "n_gpus_per_node nnodes num_gpus gpus device devices trainer.n_gpus_per_node trainer.nnodes",
     "--layout.sp": "ulysses_size actor.ulysses_sequence_parallel_size actor.ulysses_size",
-    "--epochs": "num_train_epochs trainer.total_epochs",
+    "--epochs": "num_epochs num_train_epochs trainer.total_epochs",
     "--steps": "max_steps trainer.total_training_steps trainer.max_steps",
     "--eval-every": "test_freq val_freq eval_steps trainer.test_freq trainer.val_freq",
     "--eval-first true|false": "val_before_train eval_on_start trainer.val_before_train",
@@ -63,8 +71,8 @@ PEER_NAMES = {
     "--reward FILE.py:FUNCTION": "reward_funcs reward_function compute_score reward.custom_reward_function.path "
     "reward.reward_function",
 }
-"""Options of this library, and their names in other frameworks. Where another framework takes true or false, the entry names the
-values that the option takes here.
+"""Options of this library, and their names in other frameworks, where a name with a dot at its end stands for all of its group.
+Where another framework takes true or false, the entry names the values that the option takes here.
 """
 
 _ours = {name: ours for ours, names in PEER_NAMES.items() for name in names.split()}
@@ -79,7 +87,7 @@ def own_name(argument: str) -> str | None:
     name = argument.partition("=")[0].lstrip("-+").replace("-", "_").lower()
     for prefix in PREFIXES:
         name = name.removeprefix(prefix)
-    return _ours.get(name)
+    return _ours.get(name) or _ours.get(f"{name.rpartition('.')[0]}.")
 
 
 OTHER_NAMES = {"image-column": "image-key", "label-column": "answer-key"}

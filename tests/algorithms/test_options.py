@@ -112,7 +112,7 @@ def test_a_buffer_below_one_is_a_share_of_the_maximum_length():
 
 
 def test_grpo_has_no_critic():
-    with pytest.raises(InvalidConfig, match="geo3k_ppo"):
+    with pytest.raises(InvalidConfig, match="dataproto ppo"):
         GRPOConfig(advantage="gae")
     with pytest.raises(InvalidConfig, match="critic"):
         advantage_columns(AlgorithmConfig(advantage="gae"), rollouts())

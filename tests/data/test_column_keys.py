@@ -105,5 +105,5 @@ def test_the_command_lines_take_them():
     with pytest.raises(InvalidConfig, match="both name the question"):
         grpo.parse([*model, "--prompt-key", "a", "--messages-key", "b"])
     for recipe in (grpo, sft):
-        with pytest.raises(InvalidConfig, match="prompt_key without data_path"):
+        with pytest.raises(InvalidConfig, match=r"^--prompt-key without --data-path"):
             recipe.parse(["--prompt-key", "a"])

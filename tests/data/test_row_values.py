@@ -258,7 +258,7 @@ def test_relative_paths_start_at_the_media_root(tmp_path):
     given = ["--preset", "any", "--model-path", "m", "--data-path", "d", "--media-root", "pictures"]
     assert grpo.parse(given).data.media_root == sft.parse(given).data.media_root == "pictures"
     for recipe in (grpo, sft):
-        with pytest.raises(InvalidConfig, match="media_root without data_path"):
+        with pytest.raises(InvalidConfig, match=r"--media-root without --data-path"):
             recipe.parse(["--media-root", "pictures"])
         for theirs in ("data.image_dir", "media_dir", "image_folder"):
             with pytest.raises(InvalidConfig, match="is --media-root here"):

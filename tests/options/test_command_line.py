@@ -56,7 +56,7 @@ def test_a_plan_divides_its_options_from_those_of_the_recipe(tmp_path):
         ),
         (plan_config.parse, "grpo --fit --devices 2 --on ray --layout.dp 2", "--layout.dp would do nothing"),
         (plan_config.parse, "sft --mean-response 5", "--mean-response would do nothing"),
-        (plan_config.parse, "grpo --fit --devices 0", "devices=0: must be at least 1"),
+        (plan_config.parse, "grpo --fit --devices 0", "--devices 0: must be at least 1"),
         (plan_config.parse, "grpo --max_restarts=2", "--max-restarts would do nothing"),
         (
             grpo_config.parse,
@@ -73,7 +73,11 @@ def test_a_plan_divides_its_options_from_those_of_the_recipe(tmp_path):
         (plan_config.parse, "parity", "one of grpo, ppo, sft, classify"),
         (parity_config.parse, "--engine hf --engine-options memory_share 0.3", "no option 'memory_share'"),
         (parity_config.parse, "--engine abacus", "^engine 'abacus' is unknown"),
-        (grpo_config.parse, "--optimizer.total-steps 5", "^total_steps=5 must be above warmup_steps=10"),
+        (
+            grpo_config.parse,
+            "--optimizer.total-steps 5",
+            "^--optimizer.total-steps 5 must be above --optimizer.warmup-steps 10",
+        ),
         (viewer.parse, "", "^dataproto view needs RUN-DIR$"),
         (grpo_config.parse, "--step 3", "^there is no option --step: the nearest is --steps$"),
         (grpo_config.parse, "--kl_coef=0.1", "^there is no option --kl-coef: the nearest is --algorithm.kl-coef$"),
@@ -109,7 +113,7 @@ def test_a_column_may_be_named_with_the_group_of_the_data() -> None:
 @pytest.mark.parametrize("parse", [grpo_config.parse, parity_config.parse, make_vlm_config.parse])
 @pytest.mark.parametrize("seed", ["-1", str(2**63)])
 def test_a_seed_that_no_generator_takes_is_refused(parse, seed):
-    with pytest.raises(InvalidConfig, match=f"seed={seed}: must be at least 0"):
+    with pytest.raises(InvalidConfig, match=f"--seed {seed}: must be at least 0"):
         parse([f"--seed={seed}"])
 
 
@@ -140,7 +144,22 @@ def test_a_path_in_the_home_directory_is_one_however_it_is_given(tmp_path, monke
         grpo_config.parse(["--resume", "~/out"])
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--algorithm.kl-coef -1", "^--algorithm.kl-coef -1.0: must be at least 0$"),
+        ("--algorithm.overlong-buffer 99", "^--algorithm.overlong-buffer 99 is more than --max-response-length 24$"),
+        ("--algorithm.epochs 0", "^--algorithm.epochs 0, --algorithm.minibatch 8: must be at least 1$"),
+        ("--algorithm.advantage gae", "^--algorithm.advantage gae needs the values of a critic: run dataproto ppo$"),
+        ("--algorithm.kl k1 --algorithm.kl-in loss", "choose k2, k3 or k3[+], or set --algorithm.kl-in reward$"),
+    ],
+)
+def test_messages_speak_of_what_was_typed(given, message):
+    with pytest.raises(InvalidConfig, match=message):
+        grpo_config.parse(given.split())
+
+
 def test_only_the_number_that_is_too_small_is_named():
-    for given, message in {"--steps -3": "steps=-3: must be", "--save-every -1": "save_every=-1: must be"}.items():
+    for given, message in {"--steps -3": "--steps -3: must be", "--save-every -1": "--save-every -1: must be"}.items():
         with pytest.raises(InvalidConfig, match=f"^{message} at least (1|0)$"):
             grpo_config.parse(given.split())

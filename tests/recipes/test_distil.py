@@ -48,11 +48,11 @@ def test_the_gradient_is_that_of_the_reverse_kl():
 
 
 def test_options_that_are_not_distillation_are_refused():
-    with pytest.raises(InvalidConfig, match=r"advantage=rloo, .*run recipes\.grpo"):
+    with pytest.raises(InvalidConfig, match=r"advantage[= ]rloo, .*run dataproto grpo"):
         DistilConfig(advantage="rloo")
     with pytest.raises(InvalidConfig, match="no other KL term"):
         DistilConfig(kl_coef=0.1)
-    with pytest.raises(InvalidConfig, match=r"reverse_kl needs a teacher: run recipes\.distil"):
+    with pytest.raises(InvalidConfig, match=r"reverse_kl needs a teacher: run dataproto distil"):
         GRPOConfig(advantage="reverse_kl")
     assert parse([]) == TINY
     assert DistilConfig(minibatch=None).needs_old_log_probs(64)

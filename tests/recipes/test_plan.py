@@ -290,11 +290,11 @@ def test_the_command_plans_a_cluster(tmp_path, capsys):
         ("grpo --device abacus", "device='abacus' is unknown: choose one of h200, h100, a100-80g"),
         ("grpo --device cpu", "only GPUs are planned; a run on a CPU says after its first steps what they took"),
         ("--devices 8 --preset 9000b", "preset '9000b' is unknown: choose one of 3b"),
-        ("--devices 12", "devices=12: must be whole nodes of --node 8"),
+        ("--devices 12", "--devices 12: must be whole nodes of --node 8"),
         ("--devices 16 --layout.dp 8", "has 8 ranks for --devices 16"),
-        ("--devices 8 --minibatch 1024", "minibatch=1024 has more prompts than --batch-size 512"),
-        ("--devices 8 --network-gbit 0", "network_gbit=0.0: must be above 0"),
-        ("--devices 9 --node 9 --tensor-parallel 2", "tensor_parallel=2 must divide --devices 9"),
+        ("--devices 8 --minibatch 1024", "--minibatch 1024 has more prompts than --batch-size 512"),
+        ("--devices 8 --network-gbit 0", "--network-gbit 0.0: must be above 0"),
+        ("--devices 9 --node 9 --tensor-parallel 2", "--tensor-parallel 2 must divide --devices 9"),
     ],
 )
 def test_the_command_refuses_what_it_cannot_plan(options, message, capsys):

@@ -81,7 +81,7 @@ def test_a_step_of_the_warm_up_leaves_no_features_of_the_tower(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
-        ({"advantage": "grpo", "n": 2}, "geo3k_grpo"),
+        ({"advantage": "grpo", "n": 2}, "dataproto grpo"),
         ({"lam": 1.5}, "from 0 to 1"),
         ({"gamma": -0.1}, "from 0 to 1"),
         ({"value_clip": 0.0}, "above 0"),
@@ -103,7 +103,7 @@ def test_options_are_typed_on_the_command_line():
     assert config.algorithm.clip == (0.1, 0.3)
     assert config.data == TINY.data
     assert parse(["--preset", "any", "--model-path", "x"]).algorithm == PPOConfig()
-    with pytest.raises(InvalidConfig, match="geo3k_grpo"):
+    with pytest.raises(InvalidConfig, match=r"^--algorithm.advantage rloo does not use a critic: run dataproto grpo$"):
         parse(["--algorithm.advantage", "rloo"])
 
 

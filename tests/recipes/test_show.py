@@ -143,7 +143,7 @@ def test_without_data_the_synthetic_rows_are_shown(capsys):
     ("arguments", "says"),
     [
         (["nowhere.jsonl"], "nowhere.jsonl"),
-        (["--rows", "0"], "rows=0: must be at least 1"),
+        (["--rows", "0"], "--rows 0: must be at least 1"),
         (["--rwos", "2"], "--rwos"),
     ],
 )

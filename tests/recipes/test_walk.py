@@ -146,7 +146,7 @@ def test_what_the_chat_template_does_to_earlier_turns_is_named_at_the_start(tmp_
         ("--warm-up.steps 0", "at least 1"),
         ("--last-pictures 1 --algorithm.advantage remax", "choose another advantage"),
         ("--algorithm.lam 0.9", "there is no critic: add --algorithm.advantage gae"),
-        ("--algorithm.advantage reverse_kl", "run recipes.distil"),
+        ("--algorithm.advantage reverse_kl", "run dataproto distil"),
         ("--engine vllm", "needs --tokens"),
     ],
 )

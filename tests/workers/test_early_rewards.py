@@ -121,7 +121,7 @@ def test_what_cannot_be_scored_early_is_refused(checkpoint, tmp_path):
             launch(actor, reward=reward, rollout=rollout)
     with pytest.raises(InvalidConfig, match="tensor_parallel=2: each rank of an engine"):
         launch(actor, reward=by_length, rollout=replace(rollout, options={"tensor_parallel": 2}))
-    with pytest.raises(InvalidConfig, match=r"leave out rollout\.over_ask"):
+    with pytest.raises(InvalidConfig, match=r"leave out --rollout\.over-ask"):
         parse(in_files(["--rollout.early-rewards", "--rollout.over-ask", "1.5"], tmp_path))
     several = "--engine vllm --on ray --layout.dp 2 --engine-options tensor_parallel 2"
     with pytest.raises(InvalidConfig, match="tensor_parallel=2: each rank of an engine"):
