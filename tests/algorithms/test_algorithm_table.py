@@ -11,7 +11,7 @@ from typing import get_args
 import pytest
 
 from dataproto.columns import COLUMNS
-from recipes import distil, geo3k_grpo, geo3k_ppo, walk
+from recipes import distil, grpo, ppo, walk
 from recipes.algorithms.correction import Correction, Rejection
 from recipes.algorithms.kl import KL_ESTIMATORS
 from recipes.algorithms.options import AlgorithmConfig
@@ -20,7 +20,7 @@ from recipes.ppo import PPOConfig
 from workers.training.aggregation import MODES
 
 TEXT = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
-RECIPES = {"geo3k_grpo": geo3k_grpo, "geo3k_ppo": geo3k_ppo, "distil": distil, "walk": walk}
+RECIPES = {"grpo": grpo, "ppo": ppo, "distil": distil, "walk": walk}
 
 
 def table(heading: str) -> list[list[str]]:
@@ -89,12 +89,12 @@ def test_the_table_lists_the_options_that_names_set():
 
 def test_every_correction_in_the_table_parses():
     for _, options, _ in table("## Corrections for the engine"):
-        config = geo3k_grpo.parse(["--preset", "any", "--model-path", "anything", *shlex.split(options.strip("`"))])
+        config = grpo.parse(["--preset", "any", "--model-path", "anything", *shlex.split(options.strip("`"))])
         assert config.algorithm.compares_engine
 
 
 def test_option_comments_list_all_names():
-    source = Path(geo3k_grpo.__file__).with_name("algorithms").joinpath("options.py").read_text()
+    source = Path(grpo.__file__).with_name("algorithms").joinpath("options.py").read_text()
     for registry, field in ((ADVANTAGES, "    advantage: str"), (LOSSES, "    loss: str")):
         comment = source.split(field)[0].rsplit("\n    #", 3)
         text = " ".join(comment[-3:])
@@ -107,7 +107,7 @@ def test_the_table_lists_exactly_the_options():
     of_ppo = {
         name
         for option, _, use in OPTIONS
-        if use.startswith("of `geo3k_ppo` and `walk`")
+        if use.startswith("of `ppo` and `walk`")
         for name in re.findall(r"`(\w+)`", option)
     }
     assert listed - of_ppo == {field.name for field in fields(AlgorithmConfig)}
