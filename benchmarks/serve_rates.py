@@ -44,7 +44,8 @@ from PIL import Image  # noqa: E402
 
 from dataproto.chunks import EncodedTextChunk, ImageChunk, ModelInput  # noqa: E402
 from dataproto_server.backend import Datum, LoraSpec, Pass, SampleRequest, Sampling  # noqa: E402
-from dataproto_server.engine import EngineOptions, InProcessEngine  # noqa: E402
+from dataproto_server.config import EngineOptions  # noqa: E402
+from dataproto_server.engine import InProcessEngine  # noqa: E402
 from recipes.demo.tiny_model import make_tiny_model  # noqa: E402
 
 MODEL, RANK, SESSIONS = "tiny", 8, 4

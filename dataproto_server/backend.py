@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
+import numpy as np
 import numpy.typing as npt
 
 from dataproto.chunks import Chunk
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidColumn, InvalidConfig
 from workers.model.model_config import AdamParams
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -81,12 +82,22 @@ class SparseRows:
         crow_indices: ``(N + 1,)`` int64, not decreasing, from 0 to ``nonzero``.
         col_indices: ``(nonzero,)`` int64, each in ``[0, K)``.
         shape: ``(N, K)``.
+
+    Raises:
+        InvalidColumn: the indices do not fit the values and the shape.
     """
 
     values: Array
     crow_indices: Array
     col_indices: Array
     shape: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        crow, columns, (rows, width) = self.crow_indices, self.col_indices, self.shape
+        if len(crow) != rows + 1 or crow[0] != 0 or crow[-1] != len(self.values) or (np.diff(crow) < 0).any():
+            raise InvalidColumn(f"crow_indices must rise from 0 to {len(self.values)} in {rows + 1} numbers")
+        if len(columns) != len(self.values) or (len(columns) and not 0 <= columns.min() <= columns.max() < width):
+            raise InvalidColumn(f"col_indices must be {len(self.values)} numbers from 0 to {width - 1}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,35 +1,166 @@
-"""Passes over data and requests for samples as the Tinker SDK sends them, and their results."""
+"""The bodies of the Tinker API as plain data: messages, arrays, passes over data, requests for samples, and results."""
 
-import base64
 import io
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from math import prod
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 from google.protobuf.message import DecodeError
 from PIL import Image
 
 from dataproto.chunks import Chunk, EncodedTextChunk, ImageChunk
-from dataproto.errors import InvalidChunk, InvalidConfig
-from dataproto_server.arrays import (
-    FLOAT32,
-    INT32,
-    INT64,
-    json_numbers,
-    padded_rows,
-    read_json_tensor,
-    read_tensor,
-    unpadded_rows,
-    values_of,
-    write_tensor,
-)
+from dataproto.errors import InvalidChunk, InvalidColumn, InvalidConfig
 from dataproto_server.backend import Array, Datum, Pass, PassResult, SampleRequest, SampleResult, Sampling, SparseRows
 from dataproto_server.config import LimitsConfig
-from dataproto_server.json_requests import SampleBody
-from dataproto_server.protobuf_messages import ForwardBackwardOutput, ForwardBackwardRequest, SampleResponse
+from dataproto_server.json_requests import ImageBody, SampleBody, TensorBody, TextBody, read
 from dataproto_server.refusals import InvalidRequest, Refused
+
+# Messages
+
+
+def file_descriptor() -> descriptor_pb2.FileDescriptorProto:
+    """The messages as protobuf describes a file of them."""
+    text = Path(__file__).with_name("tinker_public.textproto").read_text(encoding="utf-8")
+    file: descriptor_pb2.FileDescriptorProto = text_format.Parse(text, descriptor_pb2.FileDescriptorProto())
+    return file
+
+
+_pool = descriptor_pool.DescriptorPool()
+_pool.Add(file_descriptor())
+
+
+def _message(name: str) -> Any:
+    return message_factory.GetMessageClass(_pool.FindMessageTypeByName(f"tinker_public.{name}"))
+
+
+ForwardBackwardRequest = _message("ForwardBackwardRequest")
+ForwardBackwardOutput = _message("ForwardBackwardOutput")
+SampleResponse = _message("SampleResponse")
+Tensor = _message("Tensor")
+
+
+# Arrays: all of them are checked
+
+FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4
+DTYPES: dict[int, Any] = {FLOAT32: np.float32, INT64: np.int64, INT32: np.int32, BFLOAT16: np.uint16}
+
+
+def values_of(data: bytes, dtype: int) -> Array:
+    """The numbers of a protobuf field, ``(n,)`` float32 or int64.
+
+    >>> values_of(b"\\x80\\x3f", BFLOAT16)
+    array([1.], dtype=float32)
+    """
+    if dtype not in DTYPES:
+        raise InvalidRequest(f"dtype {dtype} is unknown: there are 1 float32, 2 int64, 3 int32 and 4 bfloat16")
+    size = np.dtype(DTYPES[dtype]).itemsize
+    if len(data) % size:
+        raise InvalidRequest(f"{len(data)} bytes are no whole number of values of {size} bytes")
+    values = np.frombuffer(data, DTYPES[dtype])
+    if dtype == BFLOAT16:
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.int64) if dtype == INT32 else values
+
+
+def read_tensor(message: Any) -> Array | SparseRows:
+    """The array of a protobuf ``Tensor``."""
+    encoding = message.WhichOneof("encoding")
+    if encoding == "sparse_csr":
+        csr = message.sparse_csr
+        crow, columns = values_of(csr.crow_indices, INT64), values_of(csr.col_indices, INT64)
+        return sparse_rows(values_of(csr.values, message.dtype), crow, columns, list(message.shape))
+    return shaped(values_of(message.dense, message.dtype), list(message.shape))
+
+
+def read_json_tensor(value: Mapping[str, Any]) -> Array | SparseRows:
+    """The array of a JSON ``TensorData``."""
+    body = read(TensorBody, value)
+    values = json_numbers(body.data, body.dtype)
+    if body.sparse_crow_indices is None:
+        return shaped(values, [len(values)] if body.shape is None else body.shape)
+    crow, columns = (np.array(part or [], np.int64) for part in (body.sparse_crow_indices, body.sparse_col_indices))
+    return sparse_rows(values, crow, columns, body.shape or [])
+
+
+def json_numbers(values: list[int | float], dtype: str) -> Array:
+    """A list of numbers as an ``(n,)`` array; numbers with a fraction are no integers."""
+    try:
+        return np.asarray(values).astype(dtype, casting="same_kind" if values else "unsafe")
+    except TypeError as error:
+        raise InvalidRequest(f"expected a list of numbers of {dtype}: {error}") from error
+
+
+def shaped(values: Array, shape: list[int]) -> Array:
+    """Values in their shape; no shape is one dimension.
+
+    >>> shaped(np.arange(4), [2, 2]).tolist()
+    [[0, 1], [2, 3]]
+    """
+    if not shape and values.size != 1:
+        return values
+    if len(shape) > 2:
+        raise InvalidRequest(f"shape {shape} has {len(shape)} dimensions: there may be 1 or 2")
+    if min(shape, default=0) < 0 or prod(shape) != values.size:
+        raise InvalidRequest(f"shape {shape} does not hold {values.size} values")
+    return values.reshape(shape or [1])
+
+
+def sparse_rows(values: Array, crow: Array, columns: Array, shape: list[int]) -> SparseRows:
+    """Compressed sparse rows, after all checks."""
+    if len(shape) != 2 or min(shape) < 0:
+        raise InvalidRequest(f"shape {shape} of a sparse array is not (rows, columns)")
+    try:
+        return SparseRows(values, crow, columns, (shape[0], shape[1]))
+    except InvalidColumn as error:
+        raise InvalidRequest(str(error)) from error
+
+
+def write_tensor(array: Array | SparseRows) -> Any:
+    """A protobuf ``Tensor`` of float32 or int64 values."""
+    values = array.values if isinstance(array, SparseRows) else array
+    dtype = FLOAT32 if values.dtype.kind == "f" else INT64
+    data = np.ascontiguousarray(values, DTYPES[dtype]).tobytes()
+    message = Tensor(dtype=dtype, shape=array.shape)
+    if isinstance(array, SparseRows):
+        message.sparse_csr.values = data
+        message.sparse_csr.crow_indices = array.crow_indices.astype("<i8").tobytes()
+        message.sparse_csr.col_indices = array.col_indices.astype("<i8").tobytes()
+    else:
+        message.dense = data
+    return message
+
+
+def padded_rows(array: Array | SparseRows, filler: int) -> Array:
+    """``(N, K)`` with the values of each row first, and then filler; K is the largest number of values of a row.
+
+    >>> sparse = SparseRows(np.array([7, 8, 9]), np.array([0, 1, 3]), np.array([5, 0, 2]), (2, 6))
+    >>> padded_rows(sparse, -1).tolist()
+    [[7, -1], [8, 9]]
+    """
+    if not isinstance(array, SparseRows):
+        return array
+    counts = np.diff(array.crow_indices)
+    rows = np.full((len(counts), int(counts.max(initial=0))), filler, array.values.dtype)
+    rows[np.arange(rows.shape[1])[None] < counts[:, None]] = array.values
+    return rows
+
+
+def unpadded_rows(rows: Array, like: Array | SparseRows) -> Array | SparseRows:
+    """The values of `padded_rows`, in the layout of the array that it was given."""
+    if not isinstance(like, SparseRows):
+        return rows
+    counts = np.diff(like.crow_indices)
+    values = rows[np.arange(rows.shape[1])[None] < counts[:, None]]
+    return SparseRows(values, like.crow_indices, like.col_indices, like.shape)
+
+
+# Passes
 
 OUTPUT_TYPE = "ArrayRecord"
 UNTOLD_IMAGE_TOKENS = 1024
@@ -129,7 +260,8 @@ def _read_chunk(message: Any) -> Chunk:
 def write_pass_result(result: PassResult) -> bytes:
     """The protobuf bytes of a result. Neighbouring data whose outputs have the same names and width share a record."""
     message = ForwardBackwardOutput(loss_fn_output_type=OUTPUT_TYPE, metrics=dict(result.metrics))
-    for outputs in _records(result.outputs):
+    for _, group in groupby(result.outputs, _layout):
+        outputs = list(group)
         record = message.loss_fn_outputs.add(type_tag=OUTPUT_TYPE, num_datums=len(outputs))
         for name in outputs[0]:
             _write_batched([output[name] for output in outputs], record.fields[name])
@@ -137,16 +269,8 @@ def write_pass_result(result: PassResult) -> bytes:
     return data
 
 
-def _records(outputs: Sequence[Mapping[str, Array]]) -> list[list[Mapping[str, Array]]]:
-    records: list[list[Mapping[str, Array]]] = []
-    last = None
-    for output in outputs:
-        layout = {name: (array.shape[1:], array.dtype) for name, array in output.items()}
-        if layout != last:
-            records.append([])
-        records[-1].append(output)
-        last = layout
-    return records
+def _layout(output: Mapping[str, Array]) -> dict[str, Any]:
+    return {name: (array.shape[1:], array.dtype) for name, array in output.items()}
 
 
 def _write_batched(arrays: Sequence[Array], message: Any) -> None:
@@ -195,15 +319,7 @@ def read_sample(body: SampleBody, request_id: str, sampler_id: str, limits: Limi
         sampling = Sampling(**body.sampling_params.values())
     except InvalidConfig as error:
         raise InvalidRequest(str(error)) from error
-    last = body.prompt_logprobs_last_n
-    if last is not None and (last < 1 or not body.prompt_logprobs):
-        raise InvalidRequest(f"prompt_logprobs_last_n={last}: must be at least 1, and needs prompt_logprobs")
     targets = None if body.target_prompt_logprobs is None else _targets(body.target_prompt_logprobs)
-    texts = [chunk for chunk in chunks if isinstance(chunk, EncodedTextChunk)]
-    if targets is not None and len(texts) == len(chunks):  # the engine alone knows the length of images
-        tokens = sum(len(chunk.ids()) for chunk in texts)
-        if targets.shape[0] != tokens - 1:
-            raise InvalidRequest(f"target_prompt_logprobs has {targets.shape[0]} rows for a prompt of {tokens} tokens")
     request = SampleRequest(
         request_id,
         sampler_id,
@@ -214,7 +330,7 @@ def read_sample(body: SampleBody, request_id: str, sampler_id: str, limits: Limi
         body.topk_prompt_logprobs,
         body.topk_sample_logprobs,
         None if targets is None else padded_rows(targets, -1),
-        last,
+        body.prompt_logprobs_last_n,
     )
     return SampleCall(request, targets)
 
@@ -239,14 +355,11 @@ def _read_json_chunk(value: Any, number: int) -> Chunk:
     kind = value.get("type", "encoded_text") if isinstance(value, Mapping) else type(value).__name__
     try:
         if kind == "encoded_text":
-            return EncodedTextChunk(cast(Sequence[int], json_numbers(value.get("tokens"), np.dtype(np.int64))))
+            return EncodedTextChunk(cast(Sequence[int], np.array(read(TextBody, value).tokens, np.int64)))
         if kind == "image":
-            data, tokens = value.get("data"), value.get("expected_tokens")
-            texts = isinstance(data, str) and isinstance(value.get("format"), str)
-            if not texts or not (tokens is None or type(tokens) is int):
-                raise InvalidRequest("an image has data in base64 and a format, and expected_tokens is a whole number")
-            return ImageChunk(base64.b64decode(data, validate=True), value["format"], tokens)
-    except (InvalidChunk, InvalidRequest, ValueError) as error:
+            image = read(ImageBody, value)
+            return ImageChunk(image.data, image.format, image.expected_tokens)
+    except (InvalidChunk, InvalidRequest) as error:
         raise InvalidRequest(f"chunk {number} ({kind}): {error}") from error
     raise InvalidRequest(
         f"chunk {number} is of type {kind!r}, which is not supported: there are encoded_text and image"

@@ -15,15 +15,18 @@ from dataproto_server.keys import read_keys
 from dataproto_server.supervisor import Supervisor
 from recipes.options import exit_status
 
-ENGINES = {
-    "local": "dataproto_server.engine:engine_from_json",
-    "ray": "dataproto_server.engine:placed_engine_from_json",
-}
-"""What makes the engine's backend, by ``--on``."""
+ENGINE = "dataproto_server.engine:engine_from_json"
+"""What makes the engine's backend."""
 TINY_NAMES = ("tiny", "Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-VL-30B-A3B-Instruct")
 """Names of the small model: its own, and two that the Tinker cookbook knows, so that its recipes run on it."""
 
-PROGRAM = """import tinker
+USE = """{url} serves {model}; the page of runs asks for the key as password. Ctrl-C ends.
+
+export TINKER_BASE_URL={url}
+export TINKER_API_KEY={key}
+export TINKER_TELEMETRY=0
+
+import tinker
 
 with tinker.ServiceClient() as service:
     client = service.create_lora_training_client("{model}", rank=8).result()
@@ -72,7 +75,7 @@ def serve(config: ServeConfig, arguments: Sequence[str]) -> None:
     options = json.dumps({"models": models} | cluster | asdict(config.engine))
     read_keys(config.api_keys, made(config.state))
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with Supervisor(config.state, config.host, config.port, arguments, ENGINES[config.on], options) as supervisor:
+    with Supervisor(config.state, config.host, config.port, arguments, ENGINE, options) as supervisor:
         print(how_to_use(config, supervisor.port, next(iter(models))), flush=True)
         try:
             supervisor.run()
@@ -111,13 +114,4 @@ def how_to_use(config: ServeConfig, port: int, model: str) -> str:
         key = f'"$(cat {(config.state / "api-key").resolve()})"'
     else:
         key = "tml-..."
-    lines = [
-        f"http://{host}:{port} serves {model}; the page of runs asks for the key as password. Ctrl-C ends.",
-        "",
-        f"export TINKER_BASE_URL=http://{host}:{port}",
-        f"export TINKER_API_KEY={key}",
-        "export TINKER_TELEMETRY=0",
-        "",
-        PROGRAM.format(model=model),
-    ]
-    return "\n".join(lines)
+    return USE.format(url=f"http://{host}:{port}", key=key, model=model)

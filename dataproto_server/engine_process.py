@@ -22,14 +22,12 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from dataproto.errors import InvalidConfig
-from dataproto_server.backend import Backend, Failure, SampleRequest, SampleResult
+from dataproto_server.backend import Backend, SampleRequest
 from dataproto_server.engine_link import SIZE, packed
 from dataproto_server.refusals import failure_of
 
 log = logging.getLogger("dataproto.serve.engine")
 SAMPLING = ("close_sampler", "submit", "abort")
-TRAINING = ("describe", "create", "passes", "optim_step", "save", "load", "export", "release", "reset")
 WRITING = ("export", "save")  # in the order in which they are carried out
 NOT_SAMPLING = (*WRITING, "training")
 """The kinds of calls that are not for samples, in the order in which they are taken."""
@@ -52,13 +50,12 @@ class Calls:
     def put(self, call: Incoming) -> None:
         """Adds a call. Those before a ``reset`` are dropped: they are of a front process that has gone."""
         method = call[1]["method"]
+        kind = method if method in WRITING else "sampling" if method in SAMPLING else "training"
         with self._news:
             if method == "reset":
                 for queue in self._waiting.values():
                     queue.clear()
-            self._waiting[method if method in WRITING else "sampling" if method in SAMPLING else "training"].append(
-                call
-            )
+            self._waiting[kind].append(call)
             self._news.notify()
 
     def wait(self) -> None:
@@ -177,13 +174,13 @@ class EngineProcess:
         try:
             result = self._called(connection, message["method"], message["arguments"], writes)
         except Exception as error:
-            result = failure_of(error)
-        if writes and not isinstance(result, Failure):
+            result, writes = failure_of(error), []
+        if writes:
             writing = self._writers.submit(self._write, writes, connection, message["id"])
             self._writing.add(writing)
             writing.add_done_callback(self._writing.discard)
-        elif message["id"] is not None:
-            self._send(connection, {"id": message["id"], "result": result})
+        else:
+            self._answer(connection, message["id"], result)
 
     def _write(self, writes: Sequence[Callable[[], None]], connection: socket.socket, number: int | None) -> None:
         """Writes files, and answers the call that wrote them."""
@@ -193,26 +190,23 @@ class EngineProcess:
                 write()
         except Exception as error:
             result = failure_of(error)
+        self._answer(connection, number, result)
+
+    def _answer(self, connection: socket.socket, number: int | None, result: Any) -> None:
         if number is not None:
             self._send(connection, {"id": number, "result": result})
 
     def _called(
-        self,
-        connection: socket.socket,
-        method: str,
-        arguments: dict[str, Any],
-        writes: list[Callable[[], None]] | None = None,
+        self, connection: socket.socket, method: str, arguments: dict[str, Any], writes: list[Callable[[], None]]
     ) -> Any:
         """What a method returns. It may add to ``writes`` what is left of its work, for a thread."""
         if method == "reset":
             return self.reset()
-        if method not in SAMPLING + TRAINING:
-            raise InvalidConfig(f"there is no method {method!r}")
         if method == "submit":
             return self._submit(connection, **arguments)
         if method == "passes":
             return self.backend.passes(**arguments, between=self._between_parts)
-        if writes is not None and method in WRITING:
+        if method in WRITING:
             arguments = arguments | {"later": writes.append}
         if method == "save":
             arguments = arguments | {"between": self._export_at_once}
@@ -244,19 +238,16 @@ class EngineProcess:
         if not self._flying:
             return
         began = self.clock()
-        done = self._polled()
+        try:
+            done = self.backend.poll()
+        except Exception as error:
+            failure = failure_of(error)
+            self.backend.abort(list(self._flying))
+            done = [(request, failure) for request in self._flying]
         self._lead -= self.clock() - began
         for result in done:
             request, value = result if isinstance(result, tuple) else (result.request_id, result)
             self._finish(request, value)
-
-    def _polled(self) -> list[SampleResult | tuple[str, Failure]]:
-        try:
-            return self.backend.poll()
-        except Exception as error:
-            failure = failure_of(error)
-            self.backend.abort(list(self._flying))
-            return [(request, failure) for request in self._flying]
 
     def _finish(self, request: str, value: Any) -> None:
         connection = self._flying.pop(request, None)

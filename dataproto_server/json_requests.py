@@ -89,7 +89,7 @@ class CreateModel(Body):
     base_model: str
     user_metadata: Metadata | None = None
     lora_config: LoraBody | None = None
-    optimizer_config: dict[str, Any] = msgspec.field(default_factory=lambda: {"type": "adamw"})
+    optimizer_config: dict[str, Any] | None = None
 
 
 class AdamBody(Body):
@@ -152,6 +152,24 @@ class CreateSampler(Body):
     sampling_session_seq_id: Int
     base_model: str | None = None
     model_path: str | None = None
+
+
+class TextBody(Body):
+    tokens: list[Int]
+
+
+class ImageBody(Body, forbid_unknown_fields=False):
+    data: bytes  # in base64
+    format: Literal["png", "jpeg"]
+    expected_tokens: Int | None = None
+
+
+class TensorBody(Body):
+    data: list[Int | float]
+    dtype: Literal["int64", "float32"]
+    shape: list[Int] | None = None
+    sparse_crow_indices: list[Int] | None = None
+    sparse_col_indices: list[Int] | None = None
 
 
 class PromptBody(Body):

@@ -31,32 +31,22 @@ class Keys:
         self.owners, self.secret = owners, secret
 
     def owner(self, key: str | None) -> str | None:
-        """The owner of a key or a token, or ``None``. Takes the same time for every wrong key."""
+        """The owner of a key or a valid token, or ``None``."""
         if not key:
             return None
-        if self.is_token(key):
-            with contextlib.suppress(jwt.InvalidTokenError):
-                owner: str = jwt.decode(key, self.secret, ["HS256"], options={"verify_iat": False})["sub"]
-                return owner if owner in self.owners.values() else None
-            return None
-        digest = hashlib.sha256(key.encode(errors="replace")).hexdigest()
-        found = None
-        for known, owner in self.owners.items():
-            if hmac.compare_digest(known, digest):
-                found = owner
-        return found
+        return self.owner_of_token(key) or self.owners.get(hashlib.sha256(key.encode(errors="replace")).hexdigest())
 
     def token(self, owner: str, now: float) -> str:
         """A JSON Web Token (RFC 7519) that is as good as a key of an owner for an hour, as long as the owner has a key."""
         claims = {"sub": owner, "org_id": OWNER, "iat": int(now), "exp": int(now) + TOKEN_SECONDS}
         return jwt.encode(claims, self.secret, "HS256")
 
-    def is_token(self, key: str) -> bool:
-        """Whether this is a token of this server, and no key."""
+    def owner_of_token(self, key: str) -> str | None:
+        """The owner of a token of this server that has not expired, or ``None``, as for a key."""
         with contextlib.suppress(jwt.InvalidTokenError):
-            jwt.decode(key, self.secret, ["HS256"], options={"verify_exp": False, "verify_iat": False})
-            return True
-        return False
+            owner: str = jwt.decode(key, self.secret, ["HS256"], options={"verify_iat": False})["sub"]
+            return owner if owner in self.owners.values() else None
+        return None
 
     def signature(self, path: str, expires: int) -> str:
         """The signature of a path until a time in seconds."""

@@ -18,9 +18,13 @@ class Refused(DataProtoError):
 class InvalidRequest(DataProtoError, ValueError):
     """A request has its place in the order of its run, but cannot be carried out: its future fails with category ``user``."""
 
+    status = 400
+
 
 class NotFound(InvalidRequest):
     """What a request names does not exist, or belongs to another key."""
+
+    status = 404
 
 
 log = logging.getLogger("dataproto.serve")

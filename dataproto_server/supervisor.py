@@ -146,14 +146,11 @@ class Supervisor:
 def listening(host: str, port: int) -> socket.socket:
     """A socket that listens. Raises `InvalidConfig` if it cannot."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    found = socket.socket(family, socket.SOCK_STREAM)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        dual = family == socket.AF_INET6
+        found = socket.create_server((host, port), family=family, backlog=2048, dualstack_ipv6=dual)
+    except OSError as error:
+        raise InvalidConfig(f"{host}:{port} cannot be used ({error}): give another --port or --host") from error
     # Connections inherit it. Without it the body of an answer, written after the head, waits 40 ms for the client's ACK.
     found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    try:
-        found.bind((host, port))
-    except OSError as error:
-        found.close()
-        raise InvalidConfig(f"{host}:{port} cannot be used ({error}): give another --port or --host") from error
-    found.listen(2048)
     return found

@@ -9,8 +9,8 @@ from transformers import AutoConfig
 
 from dataproto.chunks import ModelInput
 from dataproto.errors import InvalidPrompt
+from dataproto_server.config import EngineOptions
 from dataproto_server.engine.adapter_trainer import AdapterTrainer, ScoredPrompt
-from dataproto_server.engine.engine_options import EngineOptions
 from rollout.adapters import Adapter, PromptScores
 from rollout.engine import Completion, RequestEngine
 from rollout.hf import AdapterEngine

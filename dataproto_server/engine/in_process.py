@@ -1,6 +1,5 @@
 """`InProcessEngine`: the backend of the server that computes in this process, on its CPU or its first CUDA device."""
 
-import json
 import logging
 import time
 from collections import deque
@@ -8,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -26,8 +24,8 @@ from dataproto_server.backend import (
     at_once,
     nothing,
 )
+from dataproto_server.config import EngineOptions
 from dataproto_server.engine.base_model import BaseModel, context_length
-from dataproto_server.engine.engine_options import EngineOptions
 from dataproto_server.engine.passes import OpenPass, open_pass, run_passes
 from dataproto_server.engine.sampling import OpenSample, Samplers, finished, open_sample
 from dataproto_server.engine.trained_adapter import TrainedAdapter, TrainedMatrices, TrainedWeights
@@ -288,11 +286,8 @@ class InProcessEngine:
         for each in finished(group, completions):
             if each.request.request_id not in wrong:
                 ready.append(each.result())
-        self._forget(ready)
-        return ready
-
-    def _forget(self, ready: Polled) -> None:
         self.abort([request_of(each) for each in ready])
+        return ready
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """See `Backend.abort`."""
@@ -304,29 +299,3 @@ class InProcessEngine:
         self._open = {base: group for base, group in self._open.items() if group}
         self._waiting = deque(each for each in self._waiting if each.request_id not in names)
         self._ready = [each for each in self._ready if request_of(each) not in names]
-
-
-def engine_from_json(text: str) -> InProcessEngine:
-    """An engine in this process, of options as JSON.
-
-    They are ``models`` (paths by name; null: the name itself) and those of `EngineOptions`.
-
-    Raises:
-        InvalidConfig: the text is no such JSON; names what is wrong.
-
-    >>> engine_from_json('{"models": {"tiny": "path/to/tiny"}, "max_models": 8}').options.max_models
-    8
-    """
-    models, options, _ = read_options(text)
-    return InProcessEngine(models, options)
-
-
-def read_options(text: str, *others: str) -> tuple[dict[str, str], EngineOptions, dict[str, Any]]:
-    """The models, options and ``others`` of JSON. Raises `InvalidConfig`."""
-    try:
-        given = json.loads(text)
-        models = {str(name): str(path or name) for name, path in given.pop("models").items()}
-        rest = {name: given.pop(name) for name in others}
-        return models, EngineOptions(**given), rest
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidConfig(f"the options of the engine cannot be read: {error}") from error

@@ -185,16 +185,6 @@ def _check_shape(name: str, value: Array | SparseRows, tokens: int, room: int | 
         raise InvalidColumn(
             f"loss_fn_inputs[{name!r}] has shape {shape}, but the pass has room for {room} more targets (--max-targets)"
         )
-    if not isinstance(value, SparseRows):
-        return
-    starts, columns = (np.asarray(part) for part in (value.crow_indices, value.col_indices))
-    if any(part.ndim != 1 or part.dtype.kind not in "iu" for part in (starts, columns)) or value.values.ndim != 1:
-        raise InvalidColumn(f"loss_fn_inputs[{name!r}] is no sparse array: its parts are not one-dimensional")
-    fits = len(starts) == tokens + 1 and starts[0] == 0 and starts[-1] == len(columns) == len(value.values)
-    if not fits or (np.diff(starts) < 0).any() or (columns < 0).any() or (columns >= shape[1]).any():
-        raise InvalidColumn(
-            f"loss_fn_inputs[{name!r}] is no sparse array of shape {shape}: its indices are out of range"
-        )
 
 
 def _whole(array: Array) -> Array:
@@ -204,8 +194,6 @@ def _whole(array: Array) -> Array:
 
 
 def _finite(name: str, array: Array, layout: Layout) -> Array:
-    if array.dtype.kind not in "iufb":
-        raise InvalidColumn(f"loss_fn_inputs[{name!r}] is {array.dtype}, not float32")
     with np.errstate(over="ignore"):
         found = np.array(array, dtype=np.float32)
     if not np.isfinite(found).all():

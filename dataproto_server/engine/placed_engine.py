@@ -8,8 +8,8 @@ import torch
 
 from dataproto.errors import WorkerFailed
 from dataproto_server.backend import Failure, Pass, PassResult
-from dataproto_server.engine.engine_options import EngineOptions
-from dataproto_server.engine.in_process import InProcessEngine, Polled, read_options, request_of
+from dataproto_server.config import EngineOptions
+from dataproto_server.engine.in_process import InProcessEngine, Polled, request_of
 from workers.cluster.launcher import launch_worker
 from workers.ranks.dispatch_modes import dispatch
 
@@ -82,13 +82,3 @@ class PlacedEngine:
             if self._group.closed_reason is not None:
                 raise SystemExit(f"the engine's worker has ended: {error}") from error
             raise
-
-
-def placed_engine_from_json(text: str) -> PlacedEngine:
-    """An engine in a process of Ray, of the options of `engine_from_json` and ``ray``, those of `RayConfig`.
-
-    Raises:
-        InvalidConfig: the text is no such JSON; names what is wrong. See also `launch_worker`.
-    """
-    models, options, rest = read_options(text, "ray")
-    return PlacedEngine(models, options, "ray", **rest["ray"])

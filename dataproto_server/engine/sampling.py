@@ -14,8 +14,8 @@ import torch
 from dataproto.chunks import ModelInput
 from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig, InvalidPrompt
 from dataproto_server.backend import Array, Sample, SampleRequest, SampleResult, Sampling, TopK
+from dataproto_server.config import EngineOptions
 from dataproto_server.engine.base_model import BaseModel
-from dataproto_server.engine.engine_options import EngineOptions
 from rollout.adapters import NO_LOG_PROB, WEIGHTS_FILE, Adapter, AdapterRequest, PromptScores, read_adapter
 from rollout.engine import Completion, SamplingParams, TopLogProbs
 from rollout.sampling import derive_seed
@@ -192,12 +192,7 @@ class OpenSample:
         request, scores = self.request, self.scores
         samples = [_sample(self.done[number], request.topk_sample_logprobs) for number in self.numbers]
         top: TopK | None = None
-        if (
-            request.topk_prompt_logprobs
-            and scores
-            and scores.top_tokens is not None
-            and scores.top_log_probs is not None
-        ):
+        if scores and scores.top_tokens is not None and scores.top_log_probs is not None:
             top = scores.top_tokens, scores.top_log_probs
         return SampleResult(
             request.request_id,

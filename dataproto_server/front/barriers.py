@@ -58,6 +58,7 @@ class CheckpointRoom:
     @asynccontextmanager
     async def limited(self, run: Run, directory: Path, *, synced: bool = True) -> AsyncIterator[Path]:
         """`new_directory` within the room of the key. Raises as `check_room`: another run may take the rest meanwhile."""
+        self.forget(run)  # what a try that failed has written
         self.check_room(run.owner)
         async with new_directory(directory, synced=synced) as temporary:
             yield temporary
@@ -148,7 +149,6 @@ class Barriers:
             "save": self._save,
             "save_for_sampler": self._save_for_sampler,
             "save_external": self._save_external,
-            "invalid": self._invalid,
         }
 
     async def carry_out(self, run: Run, entry: Entry, body: bytes) -> Done:
@@ -167,11 +167,11 @@ class Barriers:
             self.room.forget(run)
             raise
 
-        def after() -> None:
-            done.after()
+        def counted(last: Callable[[], None]) -> None:
+            last()
             self.room.forget(run)
 
-        return replace(done, after=after)
+        return replace(done, after=partial(counted, done.after), undo=partial(counted, done.undo))
 
     async def repeat(self, run: Run, entry: Entry, body: bytes) -> None:
         """Brings the engine to where it was after a request that was carried out before."""
@@ -202,16 +202,19 @@ class Barriers:
         else:
             self.syncs.mark_written(run.id, directory)
 
-    async def _invalid(self, run: Run, entry: Entry, body: bytes) -> Done:
-        raise InvalidRequest(body.decode())
-
     async def _create(self, run: Run, entry: Entry, body: bytes) -> Done:
-        asked = read(CreateModel, parse_json(body))
-        if asked.optimizer_config != {"type": "adamw"}:
-            raise InvalidRequest(f"optimizer {asked.optimizer_config.get('type')!r} is not supported: there is adamw")
+        check_optimizer(read(CreateModel, parse_json(body)).optimizer_config)
+        self._check_runs(run, entry)
         await self._new_model(run, replayed=entry.state != "queued")
         run.state = "live"
         return Done({"model_id": run.id, "type": "create_model"}, [put(run)])
+
+    def _check_runs(self, run: Run, entry: Entry) -> None:
+        """Raises `InvalidRequest` if the earlier runs of a key are as many as it may have. No limit applies to a replay."""
+        most = self.config.limits.max_runs
+        earlier = sum(each.number < run.number for each in self.catalogue.live_runs(run.owner))
+        if entry.state == "queued" and earlier >= most:
+            raise InvalidRequest(f"this key has {earlier} runs in training: finish a session (--max-runs {most})")
 
     async def _new_model(self, run: Run, *, replayed: bool) -> None:
         model = {"model_id": run.id, "base_model": run.base_model, "lora": run.spec}
@@ -221,8 +224,9 @@ class Barriers:
         asked = read(LoadWeights, parse_json(body))
         if asked.weights_access_token is not None:
             raise InvalidRequest("weights_access_token is not supported: publish the checkpoint to give others access")
-        if asked.optimizer_config not in (None, {"type": "adamw"}):
-            raise InvalidRequest(f"optimizer {asked.optimizer_config.get('type')!r} is not supported: there is adamw")
+        check_optimizer(asked.optimizer_config)
+        if entry.seq == 0:
+            self._check_runs(run, entry)
         checkpoint = self.catalogue.checkpoint(asked.path, run.owner)
         if asked.optimizer and checkpoint.kind != "weights":
             raise InvalidRequest(f"{asked.path} holds no optimizer state: load a checkpoint of save_state")
@@ -438,6 +442,12 @@ SAVED = {
     "sampler_weights": "save_weights_for_sampler",
     "external_weights": "save_weights_external",
 }
+
+
+def check_optimizer(config: dict[str, Any] | None) -> None:
+    """Raises `InvalidRequest` for any optimizer but AdamW."""
+    if config not in (None, {"type": "adamw"}):
+        raise InvalidRequest(f"optimizer {config.get('type')!r} is not supported: there is adamw")
 
 
 def check_ttl(ttl: int | None) -> None:

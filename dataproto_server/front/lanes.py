@@ -37,9 +37,7 @@ class Lane:
     steps: int = 0  # updates since the last snapshot
     last_snapshot: float = field(default_factory=time.monotonic)
     last_pass: float = -inf  # when one was computed
-    saving: bool = (
-        False  # a request that reads or writes files is carried out while rounds continue, or the run ends so
-    )
+    saving: bool = False  # it reads or writes files or ends, while rounds continue
     resting: str = ""  # why the run could not be restored: nothing is carried out before the next start
     not_before: float = 0.0  # it rests until this time after an error of the server
     ending: Literal["", "dropped", "kept"] = ""  # what becomes of it when nothing waits
@@ -103,24 +101,18 @@ class Intake:
         """
         self.database, self.limits, self.lanes, self.enter = database, limits, lanes, enter
         self._accepting: dict[str, tuple[str, asyncio.Task[None]]] = {}
-        self._unwritten: dict[
-            str, tuple[str, int]
-        ] = {}  # owner and bytes of requests that are on their way to the disk
+        self._unwritten: dict[str, tuple[str, int]] = {}  # owner and bytes of requests that are not on disk yet
 
-    async def accept(
-        self, run: Run, seq: int, kind: str, body: bytes, tokens: int = 0, sent: tuple[str, bytes] | None = None
-    ) -> str:
+    async def accept(self, run: Run, seq: int, kind: str, body: bytes, tokens: int = 0) -> str:
         """Takes in a request, and returns its id as soon as it is on disk. One that came before has the same id.
 
         Args:
             tokens: of a pass.
-            sent: kind and body as the client sent them, by which a request that comes again is known, if they are others.
 
         Raises:
             Refused: another request has this number, or too much waits.
         """
-        known_by, content = sent or (kind, body)
-        request_id, digest = f"{run.id}:{seq}", hashlib.sha256(known_by.encode() + b"\0" + content).hexdigest()
+        request_id, digest = f"{run.id}:{seq}", hashlib.sha256(kind.encode() + b"\0" + body).hexdigest()
         if request_id not in self._accepting:
             entry = Entry(request_id, run.id, seq, kind, body, len(body), time.time(), tokens=tokens)
             task = asyncio.create_task(self._take_in(run, entry, digest))

@@ -23,9 +23,7 @@ from dataproto_server.refusals import Refused
 
 log = logging.getLogger("dataproto.serve")
 MOST_OPEN = 64  # adapters that the engine holds for sampling; more if all have requests
-SENT_AHEAD = (
-    2  # as many times the samples that the engine decodes at a time are sent to it; the others wait for their share
-)
+SENT_AHEAD = 2  # times the samples that the engine decodes at a time are sent to it; the others wait for their share
 
 
 @dataclass
@@ -99,7 +97,8 @@ class Samples:
         if taken + size > limits.max_queued_mb << 20:
             raise Refused(429, f"the waiting samples of this key take {taken >> 20} MB (--max-queued-mb)")
         request = call.request.request_id
-        self.futures.open(request, sampler.owner, sampler.id).reason = self._reason
+        pending = self.futures.open(request, sampler.owner, sampler.id)
+        pending.reason, pending.samples = self._reason, call.request.num_samples
         self.flights[request] = Flight(
             call, sampler.owner, sampler.base_model, sampler.directory, sampler.session, size
         )

@@ -151,7 +151,7 @@ class Scheduler:
             await self._passes(group)
         steps = [head for lane in lanes if (head := lane.head()) is not None and head.kind == "optim_step"]
         await self._updates(steps)
-        others = [head for lane in lanes if (head := lane.head()) is not None and head.kind in ("create", "invalid")]
+        others = [head for lane in lanes if (head := lane.head()) is not None and head.kind == "create"]
         await self._together({entry.run: self.barrier(entry) for entry in others})
         ended = [lane for lane in lanes if lane.ending and not lane.entries and not lane.saving and self.link.connected]
         for lane in ended:
@@ -343,14 +343,11 @@ class Scheduler:
                 for _, _, each in done:
                     each.after()
             except (EngineLost, NotWritten) as error:
-                for lane, _, each in done:
+                for _, _, each in done:
                     await asyncio.to_thread(each.undo)
-                    self.barriers.room.forget(lane.run)
                 if isinstance(error, EngineLost):
                     raise
             except Exception as error:  # what the engine has done may not be done twice
-                for lane, _, _ in done:
-                    self.barriers.room.forget(lane.run)
                 await self.rounds.start_over(error)
         for entry, result in ended:
             if isinstance(result, Failure):

@@ -166,8 +166,9 @@ class Database:
             while (jobs := self._next()) is not None:
                 again: list[Job] = [(function, Future()) for function in self._unwritten]
                 together = [*again, *jobs]
-                answers = _commit(connection, together)
-                _tell(together, answers)
+                for _, done in together:
+                    done.set_running_or_notify_cancel()  # it can no longer be cancelled
+                _tell(together, _commit(connection, together))
                 for function, done in again:
                     problem = done.exception()
                     if obstacle(problem) is not None:
@@ -223,13 +224,30 @@ def _wait_at_most(connection: sqlite3.Connection, seconds: float) -> None:
 
 
 def _commit(connection: sqlite3.Connection, jobs: list[Job]) -> list[Answer]:
-    """Writes jobs together. If that fails, each is written alone: those that read, or for which there is room, do not fail."""
-    for _, done in jobs:
-        done.set_running_or_notify_cancel()  # it can no longer be cancelled
-    answers = _tried(connection, jobs)
-    if answers is None:
-        answers = [answer for job in jobs for answer in _tried(connection, [job], alone=True) or ()]
-    return answers
+    """The result or error of each function, after the commit of all. If nothing could be written, each has one of its own:
+    those that read, or for which there is room, do not fail.
+    """
+    try:
+        return _written(connection, jobs)
+    except sqlite3.Error as error:  # a full disk, say
+        if connection.in_transaction:  # SQLite rolls back by itself at some errors
+            connection.execute("ROLLBACK")
+        if len(jobs) == 1:
+            return [Answer(problem=error)]
+        return [answer for job in jobs for answer in _commit(connection, [job])]
+
+
+def _written(connection: sqlite3.Connection, jobs: list[Job]) -> list[Answer]:
+    """Begins with the right to write, for which it waits. Without it functions that write fail, with no wait for each."""
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+    except sqlite3.OperationalError:
+        _wait_at_most(connection, 0)
+        connection.execute("BEGIN")
+    try:
+        return _results(connection, jobs)
+    finally:
+        _wait_at_most(connection, HELD_SECONDS)
 
 
 def _tell(jobs: Sequence[Job], answers: Sequence[Answer]) -> None:
@@ -241,37 +259,6 @@ def _tell(jobs: Sequence[Job], answers: Sequence[Answer]) -> None:
             done.set_exception(answer.problem)
         else:
             done.set_result(answer.result)
-
-
-def _tried(connection: sqlite3.Connection, jobs: list[Job], alone: bool = False) -> list[Answer] | None:
-    """What `_written` returns. If nothing could be written: ``None``, or the error of a job that is ``alone``."""
-    try:
-        return _written(connection, jobs)
-    except sqlite3.Error as error:  # a full disk, say
-        if connection.in_transaction:  # SQLite rolls back by itself at some errors
-            connection.execute("ROLLBACK")
-        return [Answer(problem=error)] if alone else None
-
-
-def _written(connection: sqlite3.Connection, jobs: list[Job]) -> list[Answer]:
-    """The result or error of each function, after the commit. Raises `sqlite3.Error` if nothing could be written."""
-    if _begun(connection):
-        return _results(connection, jobs)
-    _wait_at_most(connection, 0)  # functions that write fail, without a wait for each, and others do not
-    try:
-        connection.execute("BEGIN")
-        return _results(connection, jobs)
-    finally:
-        _wait_at_most(connection, HELD_SECONDS)
-
-
-def _begun(connection: sqlite3.Connection) -> bool:
-    """Begins with the right to write, for which it waits; ``False`` if it cannot be had."""
-    try:
-        connection.execute("BEGIN IMMEDIATE")
-    except sqlite3.OperationalError:
-        return False
-    return True
 
 
 def _results(connection: sqlite3.Connection, jobs: list[Job]) -> list[Answer]:

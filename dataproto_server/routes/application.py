@@ -1,6 +1,5 @@
 """The process that clients talk to: all routes of the server, and the page of runs. It imports no torch."""
 
-import html
 import logging
 import os
 import sys
@@ -8,8 +7,10 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import uvicorn
+from jinja2 import Environment
 from starlette.applications import Starlette
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute
@@ -31,32 +32,20 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 MOST_RUNS = 200
-COLUMNS = ("run", "model", "rank", "state", "next request", "waiting", "checkpoints", "last request")
+PAGE = Environment(autoescape=True).from_string((Path(__file__).parent / "runs.html").read_text(encoding="utf-8"))
 
 
 async def page(call: Call) -> Response:
     """The runs of a key, the last used first."""
     mine = [run for run in call.service.catalogue.runs.values() if run.owner == call.owner]
     mine.sort(key=lambda run: -run.last_request)
-    rows = "".join(_row(call, run) for run in mine[:MOST_RUNS])
-    heads = "".join(f"<th>{name}</th>" for name in COLUMNS)
-    gauges = call.service.gauges()
-    engine = "is running" if gauges["engine_connected"] else "is starting"
-    summary = (
-        f"The engine {engine}. {gauges['live_runs']:g} runs are in training, {gauges['waiting_requests']:g} requests and "
-        f"{gauges['sample_requests_in_flight']:g} requests for samples wait."
-    )
-    text = (
-        f"<!doctype html><html lang='en'><meta charset='utf-8'><title>dataproto serve</title><style>{STYLE}</style>"
-        f"<main><h1>Runs of {html.escape(call.owner)}</h1><p>{summary}</p><table><thead><tr>{heads}</tr></thead>"
-        f"<tbody>{rows}</tbody></table></main></html>"
-    )
-    return HTMLResponse(text, headers=HEADERS)
+    rows = [_row(call, run) for run in mine[:MOST_RUNS]]
+    return HTMLResponse(PAGE.render(owner=call.owner, rows=rows, style=STYLE, **call.service.gauges()), headers=HEADERS)
 
 
-def _row(call: Call, run: Run) -> str:
+def _row(call: Call, run: Run) -> tuple[Any, ...]:
     lane = call.service.scheduler.lanes.get(run.id)
-    cells = (
+    return (
         run.id,
         run.base_model,
         run.spec.rank if run.spec else "all weights",
@@ -66,7 +55,6 @@ def _row(call: Call, run: Run) -> str:
         len(call.service.catalogue.checkpoints_of(run=run.id)),
         f"{time.time() - run.last_request:.0f} s ago",
     )
-    return "<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in cells) + "</tr>"
 
 
 async def metrics(call: Call) -> Response:

@@ -6,7 +6,6 @@ import binascii
 import io
 import logging
 import time
-import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -20,15 +19,13 @@ from dataproto_server.front.service import Service
 from dataproto_server.json_requests import Body, parse_json, read
 from dataproto_server.ledger.database import obstacle
 from dataproto_server.ledger.journal import Outcome
-from dataproto_server.refusals import InvalidRequest, NotFound, Refused
+from dataproto_server.refusals import InvalidRequest, Refused, server_failure
 
 log = logging.getLogger("dataproto.serve.requests")
 Kind = TypeVar("Kind", bound=Body)
 ERROR_SECONDS = 5.0  # clients repeat a request at once after an error of the server
 LARGE_BODY = 1 << 18  # bytes
-UNREAD = (
-    8  # limits' worth of a body that is read to its end, so that its sender sees the refusal and no broken connection
-)
+UNREAD = 8  # times the limit: such a body is read to its end, so that its sender sees the refusal
 MOST_WINDOW = 1 << 26  # bytes that a zstd frame may refer back to
 
 
@@ -99,10 +96,8 @@ async def _answered(
         body = b"" if owner is None else await read_body(request, service.config.limits.max_body_mb << 20)
         notes["bytes"] = len(body)
         return await handler(Call(service, request, owner or "", body, notes)), owner
-    except Refused as error:
+    except (Refused, InvalidRequest) as error:
         return refusal(error.status, str(error)), owner
-    except InvalidRequest as error:
-        return refusal(404 if isinstance(error, NotFound) else 400, str(error)), owner
     except asyncio.CancelledError:  # the server stops: clients repeat what has this status
         return refusal(429, "the server is stopping"), owner
     except ClientDisconnect:
@@ -111,10 +106,9 @@ async def _answered(
         if (found := obstacle(error)) is not None:  # clients repeat what has this status, more and more seldom
             log.error("the database cannot be written: %s", error)
             return refusal(429, f"the server cannot write to {found.place}: {found.reason}; {found.way_out}"), owner
-        incident = uuid.uuid4().hex[:8]
-        logging.getLogger("dataproto.serve").exception("incident %s", incident)
+        failure = server_failure(error)
         await asyncio.sleep(ERROR_SECONDS)
-        return refusal(500, f"the server failed, incident {incident}: its log has more"), owner
+        return refusal(500, failure.message), owner
 
 
 def refusal(status: int, message: str) -> Response:

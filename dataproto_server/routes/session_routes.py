@@ -55,7 +55,7 @@ async def dynamic_config(call: Call) -> Response:
 async def auth_token(call: Call) -> Response:
     """Returns a token that is valid for one hour in place of the key. A token is exchanged for itself: it makes no later one."""
     key, keys = call.request.headers["x-api-key"], call.service.keys
-    return answer({"jwt": key if keys.is_token(key) else keys.token(call.owner, time.time())})
+    return answer({"jwt": key if keys.owner_of_token(key) else keys.token(call.owner, time.time())})
 
 
 async def telemetry(call: Call) -> Response:
@@ -209,20 +209,16 @@ async def asample(call: Call) -> Response:
     known = futures.pending.get(request_id)
     if known is not None and known.digest != digest:
         raise Refused(400, f"request {seq} of {sampler.id} has come before with another content")
-    count = given.get("num_samples", 1)
     if known is None:
         try:
             body = read(SampleBody, given)
             arguments = (body, request_id, engine_key(sampler), call.service.config.limits)
             sample = await asyncio.to_thread(read_sample, *arguments) if call.large else read_sample(*arguments)
-            count = body.num_samples
             if request_id not in futures.pending:  # the same request may have come while this one was read
                 call.service.samples.take_in(sample, sampler, len(call.body))
         except InvalidRequest as error:
             futures.open(request_id, call.owner, sampler.id)
             futures.resolve(request_id, failed(str(error), "user"))
-            count = 1
         futures.pending[request_id].digest = digest
-        futures.pending[request_id].samples = count
     ids = [f"{request_id}:{number}" for number in range(futures.pending[request_id].samples)]
     return answer({"request_id": request_id, "sample_sequence_ids": ids})

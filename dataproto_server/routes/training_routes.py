@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from contextlib import suppress
 from typing import Any
 
 from starlette.responses import Response
@@ -11,18 +12,13 @@ from dataproto_server.codec import read_header
 from dataproto_server.front.futures import ACTIVE, PAUSED, failed
 from dataproto_server.front.service import Service
 from dataproto_server.json_requests import (
-    Body,
     CreateCustomLoss,
     CreateModel,
     LoadWeights,
     ModelOnly,
-    OptimStep,
     RequestOnly,
     RetrieveFuture,
     RetrieveFutures,
-    SaveExternal,
-    SaveForSampler,
-    SaveWeights,
     read,
 )
 from dataproto_server.ledger import journal
@@ -52,19 +48,12 @@ async def _new_run(call: Call, kind: str, form: type[CreateModel] | type[LoadWei
     """Makes a run, and takes in its first request, number 0; one that is malformed fails in its turn."""
     given, catalogue = await call.json(), call.service.catalogue
     session_id, number = identity_of(given, "session_id", "model_seq_id")
-    asked, body = None, call.body
-    try:
-        asked = read(form, given)
-    except InvalidRequest as error:
-        kind, body = "invalid", str(error).encode()
     run_id = f"{catalogue.live_session(session_id, call.owner).id}:train:{number}"
-    sent = kind, body
+    asked = None
+    with suppress(InvalidRequest):
+        asked = read(form, given)
     async with catalogue.making[call.owner]:  # the same request may come again while the run is being written
-        run, most = catalogue.runs.get(run_id), call.service.config.limits.max_runs
-        others = sum(each.id != run_id for each in catalogue.live_runs(call.owner))
-        if kind != "invalid" and others >= most:
-            kind, body = "invalid", f"this key has {most} runs in training: finish a session (--max-runs)".encode()
-        if run is None:
+        if (run := catalogue.runs.get(run_id)) is None:
             run = Run(
                 id=run_id,
                 number=catalogue.next_number(),
@@ -79,7 +68,7 @@ async def _new_run(call: Call, kind: str, form: type[CreateModel] | type[LoadWei
                 await catalogue.database.run(drop(run))
                 catalogue.live_session(session_id, call.owner)
             catalogue.runs[run_id] = run
-    return await _accepted(call, run, 0, kind, body, sent=sent)
+    return await _accepted(call, run, 0, kind)
 
 
 async def create_custom_loss(call: Call) -> Response:
@@ -96,33 +85,26 @@ async def create_custom_loss(call: Call) -> Response:
 async def forward_backward(call: Call) -> Response:
     header = await asyncio.to_thread(read_header, call.body) if call.large else read_header(call.body)
     run = call.service.catalogue.run(header.model_id, call.owner)
-    return await _accepted(call, run, _numbered(header.seq_id), "pass", call.body, header.tokens)
+    return await _accepted(call, run, _numbered(header.seq_id), "pass", header.tokens)
 
 
-def ordered(kind: str, form: type[Body]) -> Handler:
-    """A route that takes in a request with a place in the order of its run. One that is malformed fails in its turn, so that no
-    gap stays.
+def ordered(kind: str) -> Handler:
+    """A route that takes in a request with a place in the order of its run. It is read in its turn: one that is malformed fails
+    then, so that no gap stays.
     """
 
     async def take_in(call: Call) -> Response:
-        given = await call.json()
-        model, seq = identity_of(given, "model_id", "seq_id")
-        run = call.service.catalogue.run(model, call.owner)
-        try:
-            if not (kind == "optim_step" and "optimizer_params" in given):  # refused by name in its turn
-                read(form, given)
-        except InvalidRequest as error:
-            return await _accepted(call, run, _numbered(seq), "invalid", str(error).encode())
-        return await _accepted(call, run, _numbered(seq), kind, call.body)
+        model, seq = identity_of(await call.json(), "model_id", "seq_id")
+        return await _accepted(call, call.service.catalogue.run(model, call.owner), _numbered(seq), kind)
 
     return take_in
 
 
-optim_step = ordered("optim_step", OptimStep)
-save_weights = ordered("save", SaveWeights)
-save_weights_for_sampler = ordered("save_for_sampler", SaveForSampler)
-save_weights_external = ordered("save_external", SaveExternal)
-load_in_order = ordered("load", LoadWeights)
+optim_step = ordered("optim_step")
+save_weights = ordered("save")
+save_weights_for_sampler = ordered("save_for_sampler")
+save_weights_external = ordered("save_external")
+load_in_order = ordered("load")
 
 
 def identity_of(given: dict[str, Any], name: str, number: str) -> tuple[str, int]:
@@ -139,17 +121,9 @@ def _numbered(seq: int) -> int:
     return seq
 
 
-async def _accepted(
-    call: Call,
-    run: Run,
-    seq: int,
-    kind: str,
-    body: bytes,
-    tokens: int = 0,
-    sent: tuple[str, bytes] | None = None,
-) -> Response:
+async def _accepted(call: Call, run: Run, seq: int, kind: str, tokens: int = 0) -> Response:
     call.notes |= {"run": run.id, "seq": seq}
-    request_id = await call.service.scheduler.accept(run, seq, kind, body, tokens, sent)
+    request_id = await call.service.scheduler.accept(run, seq, kind, call.body, tokens)
     return answer({"request_id": request_id, "model_id": run.id})
 
 

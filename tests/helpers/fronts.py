@@ -10,15 +10,13 @@ import numpy as np
 from starlette.requests import Request
 
 from dataproto.chunks import EncodedTextChunk
-from dataproto_server.arrays import FLOAT32
 from dataproto_server.backend import SampleRequest, Sampling
-from dataproto_server.codec import SampleCall
+from dataproto_server.codec import FLOAT32, ForwardBackwardOutput, ForwardBackwardRequest, SampleCall
 from dataproto_server.config import LimitsConfig, ServeConfig
 from dataproto_server.engine_process import EngineProcess
-from dataproto_server.front import Service
 from dataproto_server.front.sample_queue import engine_key
-from dataproto_server.ledger import Run, Sampler, Session
-from dataproto_server.protobuf_messages import ForwardBackwardOutput, ForwardBackwardRequest
+from dataproto_server.front.service import Service
+from dataproto_server.ledger.records import Run, Sampler, Session
 from dataproto_server.routes.gate import Call
 from helpers.vector_backend import VectorBackend
 

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 from dataproto.chunks import Chunk, EncodedTextChunk, ImageChunk, ModelInput
 from dataproto_server.backend import Datum, LoraSpec, Pass, PassResult, SampleRequest, SampleResult, Sampling
-from dataproto_server.engine import EngineOptions, InProcessEngine
+from dataproto_server.config import EngineOptions
+from dataproto_server.engine import InProcessEngine
 from rollout.adapters import WEIGHTS_FILE
 from workers.model.model_config import AdamParams
 

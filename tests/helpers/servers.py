@@ -15,8 +15,8 @@ import uvicorn
 from dataproto_server.backend import Backend
 from dataproto_server.config import parse
 from dataproto_server.engine_process import EngineProcess
-from dataproto_server.front import Service
-from dataproto_server.routes import application
+from dataproto_server.front.service import Service
+from dataproto_server.routes.application import application
 from dataproto_server.supervisor import Supervisor, listening
 
 BACKEND = "helpers.vector_backend:open_backend"

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from dataproto_server.engine import EngineOptions, InProcessEngine
+from dataproto_server.config import EngineOptions
+from dataproto_server.engine import InProcessEngine
 from helpers.servers import serving_in_threads
 from helpers.vector_backend import VectorBackend
 from recipes.demo.tiny_model import make_tiny_model

@@ -14,7 +14,8 @@ from dataproto.chunks import EncodedTextChunk
 from dataproto_server.backend import SampleRequest, Sampling
 from dataproto_server.codec import SampleCall
 from dataproto_server.front.futures import Futures
-from dataproto_server.ledger import Outcome, Sampler
+from dataproto_server.ledger.journal import Outcome
+from dataproto_server.ledger.records import Sampler
 from dataproto_server.refusals import Refused
 from dataproto_server.routes import gate
 from helpers.fronts import Front, drive

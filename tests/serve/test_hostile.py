@@ -14,7 +14,7 @@ import pytest
 import zstandard
 from PIL import Image
 
-from dataproto_server.protobuf_messages import ForwardBackwardRequest
+from dataproto_server.codec import ForwardBackwardRequest
 from helpers.servers import ENGINE, OTHER_KEY, Server, call, send, serving
 from recipes.demo.tiny_model import make_tiny_model
 

@@ -11,7 +11,8 @@ from contextlib import closing, contextmanager, suppress
 import pytest
 
 from dataproto.errors import CheckpointError
-from dataproto_server.ledger import Database, Entry, NotWritten, Outcome, Run, journal
+from dataproto_server.ledger import journal
+from dataproto_server.ledger.database import Database, NotWritten
 from dataproto_server.ledger.directories import (
     check_directory,
     checked_name,
@@ -19,7 +20,8 @@ from dataproto_server.ledger.directories import (
     new_directory,
     remove_unfinished,
 )
-from dataproto_server.ledger.records import everything, put
+from dataproto_server.ledger.journal import Entry, Outcome
+from dataproto_server.ledger.records import Run, everything, put
 from dataproto_server.refusals import InvalidRequest
 
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from dataproto_server.protobuf_messages import ForwardBackwardRequest, SampleResponse
+from dataproto_server.codec import ForwardBackwardRequest, SampleResponse
 from helpers.servers import Served, call, send, serving_in_threads
 from helpers.vector_backend import VectorBackend
 

@@ -6,13 +6,13 @@ from unittest.mock import patch
 
 import pytest
 
-from dataproto_server.ledger import Session
+from dataproto_server.ledger.records import Session
 from dataproto_server.refusals import Refused
 from dataproto_server.routes.training_routes import create_model, retrieve_future
 from helpers.fronts import Front, drive
 
 ONE = {"max_runs": 1}
-FULL = "this key has 1 runs in training: finish a session (--max-runs)"
+FULL = "this key has 1 runs in training: finish a session (--max-runs 1)"
 
 
 async def new_session(front: Front, name: str) -> None:

@@ -13,7 +13,8 @@ from dataproto_server.engine_link import CallFailed
 from dataproto_server.front import barriers, recovery
 from dataproto_server.front.futures import PROTOBUF
 from dataproto_server.front.service import DATABASE_FILE
-from dataproto_server.ledger import Run, directories
+from dataproto_server.ledger import directories
+from dataproto_server.ledger.records import Run
 from helpers.fronts import Front, drive, take_in, until
 from helpers.vector_backend import ADAPTER_FILE, VectorBackend
 

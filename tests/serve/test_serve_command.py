@@ -22,7 +22,6 @@ from dataproto_server.config import LimitsConfig, ServeConfig, parse
 from dataproto_server.keys import Keys, read_keys
 from dataproto_server.supervisor import ENGINE, Child, listening
 from helpers.option_files import in_files
-from workers.cluster.ray_config import RayConfig
 
 NOTHING_HEAVY = """
 import sys
@@ -40,14 +39,18 @@ def test_options_say_what_is_impossible(tmp_path):
         ({"port": 70_000}, "port=70000"),
         ({"snapshot_steps": 0}, "snapshot_steps=0"),
         ({"gap_seconds": 0}, "gap_seconds"),
-        ({"ray": RayConfig(cpus=2)}, "ray.cpus does nothing: .* add --on ray"),
-        ({"on": "ray", "ray": RayConfig(rollout_processes=1)}, "ray.rollout_processes does nothing"),
-        ({"on": "ray", "ray": RayConfig(reward_timeout_s=9)}, "ray.reward_timeout_s does nothing"),
     ):
         with pytest.raises(InvalidConfig, match=told):
             ServeConfig(**options)
     with pytest.raises(InvalidConfig, match="max_images=0: must be above 0"):
         LimitsConfig(max_images=0)
+    for arguments, told in (
+        (["--ray.cpus", "2"], "--ray.cpus would do nothing: .* add --on ray"),
+        (["--on", "ray", "--ray.rollout-processes", "1"], "--ray.rollout-processes would do nothing"),
+        (["--on", "ray", "--ray.reward-timeout-s", "9"], "--ray.reward-timeout-s would do nothing"),
+    ):
+        with pytest.raises(InvalidConfig, match=told):
+            parse(in_files(arguments, tmp_path))
     placed = parse(in_files(["--on", "ray", "--ray.cpus", "2"], tmp_path))
     assert (placed.on, placed.ray.cpus) == ("ray", 2)
 

@@ -7,14 +7,11 @@ import psutil
 import pytest
 import tinker
 
-from helpers.servers import Server, serving
+from helpers.servers import ENGINE, Server, serving
 from recipes.demo.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore::FutureWarning")]
-FACTORIES = {
-    "local": ("dataproto_server.engine:engine_from_json", {}),
-    "ray": ("dataproto_server.engine:placed_engine_from_json", {"ray": {"cpus": 1.0, "object_store_gib": 0.2}}),
-}
+OPTIONS = {"local": {}, "ray": {"ray": {"cpus": 1.0, "object_store_gib": 0.2}}}
 TOKENS = [5, 6, 7, 8, 9, 10]
 
 
@@ -55,9 +52,9 @@ def program(server: Server, disturbed: bool) -> tuple[list[float], list[list[flo
 def test_a_run_on_ray_is_the_run_of_this_machine_and_goes_on_after_a_kill(tmp_path, monkeypatch):
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     path, found = str(make_tiny_model(tmp_path / "tiny")), {}
-    for on, (factory, more) in FACTORIES.items():
+    for on, more in OPTIONS.items():
         options = json.dumps({"models": {"tiny": path}} | more)
-        with serving(tmp_path / on, options_of_engine=options, factory=factory) as server:
+        with serving(tmp_path / on, options_of_engine=options, factory=ENGINE) as server:
             found[on] = program(server, disturbed=on == "ray")
     (losses, logprobs, tokens), (same_losses, same_logprobs, same_tokens) = found["ray"], found["local"]
     np.testing.assert_allclose(losses, same_losses, atol=1e-5, rtol=0)

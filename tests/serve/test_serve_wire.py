@@ -14,12 +14,20 @@ from tinker.proto import tinker_public_pb2 as sdk
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
 
-from dataproto_server.arrays import padded_rows, unpadded_rows
 from dataproto_server.backend import PassResult, Sample, SampleResult, SparseRows
-from dataproto_server.codec import read_header, read_pass, read_sample, write_pass_result, write_sample_result
+from dataproto_server.codec import (
+    ForwardBackwardRequest,
+    file_descriptor,
+    padded_rows,
+    read_header,
+    read_pass,
+    read_sample,
+    unpadded_rows,
+    write_pass_result,
+    write_sample_result,
+)
 from dataproto_server.config import LimitsConfig
 from dataproto_server.json_requests import SampleBody, parse_json, read
-from dataproto_server.protobuf_messages import ForwardBackwardRequest, file_descriptor
 from dataproto_server.refusals import InvalidRequest, Refused
 
 LIMITS = LimitsConfig()
@@ -256,17 +264,21 @@ def sparse_targets(counts: list[int]) -> dict:
             {"prompt": {"chunks": [{"type": "image_asset_pointer", "location": "http://x", "format": "png"}]}},
             "chunk 0 is of type",
         ),
-        ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1.5]}]}}, "list of numbers of int64"),
+        (
+            {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1.5]}]}},
+            "chunk 0 .encoded_text.: Expected `int`, got `float`",
+        ),
         ({"prompt": {"chunks": [7]}}, "chunk 0 is of type 'int'"),
-        ({"prompt": {"chunks": [{"type": "image", "data": "AAAA", "format": ["png"]}]}}, "data in base64 and a format"),
+        (
+            {"prompt": {"chunks": [{"type": "image", "data": "AAAA", "format": ["png"]}]}},
+            "chunk 0 .image.: Expected `str`, got `array`",
+        ),
         ({"prompt": {"chunks": [{"type": "image", "data": "\u00e9", "format": "png"}]}}, r"chunk 0 \(image\): "),
         ({"sampling_params": {"top_p": 0}}, "top_p=0.0"),
         ({"sampling_params": {"temperature": float("nan")}}, "temperature=nan"),
         ({"sampling_params": {"temperature": 1e-40}}, "temperature=1e-40: must be 0, .* or at least 1e-30"),
         ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k is not supported"),
-        ({"prompt_logprobs_last_n": 2}, "needs prompt_logprobs"),
         ({"target_prompt_logprobs": {"data": [1], "dtype": "int64"}}, "int64 array .prompt - 1, K."),
-        ({"target_prompt_logprobs": sparse_targets([1, 0, 0, 0, 0])}, "has 5 rows for a prompt of 3 tokens"),
         (
             {
                 "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1] * 60_001}]},

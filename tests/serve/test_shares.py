@@ -15,7 +15,7 @@ from dataproto_server.config import EngineOptions
 from dataproto_server.engine_process import EngineProcess
 from dataproto_server.front.fair_share import FairShare
 from dataproto_server.front.sample_queue import engine_key
-from dataproto_server.ledger import Sampler
+from dataproto_server.ledger.records import Sampler
 from helpers.examples import at_most
 from helpers.fronts import Front, drive
 from helpers.vector_backend import VectorBackend

@@ -11,7 +11,8 @@ import torch
 from dataproto.chunks import EncodedTextChunk, ModelInput
 from dataproto.errors import CheckpointError, InvalidConfig
 from dataproto_server.backend import Datum, LoraSpec, Pass, SampleRequest, Sampling
-from dataproto_server.engine import EngineOptions, InProcessEngine
+from dataproto_server.config import EngineOptions
+from dataproto_server.engine import InProcessEngine
 from dataproto_server.engine.base_model import BaseModel
 from helpers.checkpoints import write_checkpoint
 from helpers.served_models import (

@@ -301,6 +301,7 @@ def test_mistakes_in_a_request_are_the_users(qwen):
             Sampling(**impossible)
     assert "its model input is empty" in failure(engine, [])
     assert "from 1 to 0" in failure(engine, text, prompt_logprobs=True, prompt_logprobs_last_n=3)
+    assert "needs prompt_logprobs" in failure(engine, text, prompt_logprobs_last_n=1)
     assert "takes int64 of (0, K)" in failure(engine, text, target_prompt_logprobs=np.zeros((1, 1), np.int64))
     assert "token 0 is 1000000, but the model has tokens 0 to" in failure(engine, [EncodedTextChunk([10**6])])
     assert sample(engine, "base", text).samples  # the engine goes on

@@ -9,7 +9,8 @@ import torch
 
 from dataproto.chunks import EncodedTextChunk
 from dataproto_server.backend import Datum, Failure, SampleRequest, Sampling
-from dataproto_server.engine import EngineOptions, InProcessEngine
+from dataproto_server.config import EngineOptions
+from dataproto_server.engine import InProcessEngine
 from helpers.checkpoints import write_checkpoint
 from helpers.served_models import (
     chunks,

@@ -6,7 +6,8 @@ import pytest
 
 from dataproto.errors import InvalidConfig
 from dataproto_server.backend import Backend, Datum, LoraSpec, Pass, SampleRequest, Sampling
-from dataproto_server.engine import EngineOptions, InProcessEngine, PlacedEngine, placed_engine_from_json
+from dataproto_server.config import EngineOptions
+from dataproto_server.engine import InProcessEngine, PlacedEngine
 from helpers.checkpoints import write_checkpoint
 from helpers.served_models import ADAM, chunks, length, random_inputs, until_done
 from workers.cluster.launcher import launch_worker
@@ -70,5 +71,3 @@ def test_a_request_that_is_dropped_behind_its_end_is_never_polled(path):
 def test_a_worker_that_cannot_be_started_is_told():
     with pytest.raises(InvalidConfig, match="on='moon' is unknown"):
         launch_worker(lambda device: None, ExitStack(), "moon")
-    with pytest.raises(InvalidConfig, match=r"the options of the engine cannot be read: 'ray'"):
-        placed_engine_from_json('{"models": {}}')
