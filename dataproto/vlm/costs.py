@@ -211,6 +211,20 @@ def patch_tower_flops(
     )
 
 
+def siglip_flops(vision: Any, grids: Tensor, merger: int, merge_size: int) -> Tensor:
+    """`tower_flops` of a SigLIP tower by its config: full attention within an image, and an MLP of two layers in a block."""
+    width = int(vision.hidden_size)
+    return tower_flops(
+        grids,
+        patch=width * int(getattr(vision, "num_channels", 3)) * int(vision.patch_size) ** 2,
+        block=4 * width**2 + 2 * width * int(vision.intermediate_size),
+        merger=merger,
+        merge_size=merge_size,
+        width=width,
+        pairs=[frame_pairs(grids)] * int(vision.num_hidden_layers),
+    )
+
+
 def join_grids(*grids: Tensor | None) -> Tensor:
     """All grids in one tensor ``(N, 3)`` int64 on the CPU."""
     present = [grid.long().cpu() for grid in grids if grid is not None]

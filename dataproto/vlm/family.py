@@ -7,6 +7,7 @@ by their paths: a model may be wrapped or sharded as long as these paths exist.
 
 import copy
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -96,6 +97,8 @@ class VLMFamily(PromptLayout, ForwardCosts):
     """Method ``(embeddings, inputs)`` of the language model that makes `layer_inputs`, which a pipeline stage gets made."""
     float32_weights: tuple[str, ...] = ()
     """Patterns of parameters that stay in float32 where the model computes in a narrower dtype."""
+    checkpoint_names: tuple[tuple[str, str], ...] = ()
+    """Patterns of names of parameters, of which the first that fits is replaced, and what replaces it in checkpoints."""
     unused_configs: tuple[str, ...] = ()
     """Names in a model's config of the configs of parts that nothing here runs, such as a tower for audio; see `used_config`."""
     unused_weights: tuple[str, ...] = ()
@@ -356,8 +359,12 @@ class VLMFamily(PromptLayout, ForwardCosts):
     def rollout_weight(self, name: str, weight: Tensor) -> tuple[str, Tensor]:
         """A parameter under the name and in the layout of the family's checkpoints, which rollout engines load.
 
-        Default: the model's own.
+        Default: renamed by `checkpoint_names`.
         """
+        for pattern, published in self.checkpoint_names:
+            name, found = re.subn(pattern, published, name)
+            if found:
+                break
         return name, weight
 
     def rollout_weights(self, weights: Iterable[tuple[str, Tensor]], config: Any) -> Iterator[tuple[str, Tensor]]:
@@ -385,6 +392,13 @@ def cache_argument(function: Callable[..., Any]) -> str:
     """
     old = "past_key_values"
     return old if old in inspect.signature(function).parameters else "cache"
+
+
+def masks_by_kind(model: Any, embeddings: Tensor, attention_mask: Tensor, cache: Any, **types: Tensor) -> Any:
+    """`VLMFamily.decoder_masks` as transformers makes them: one for each kind of layer, by the types of tokens."""
+    make = model.create_masks_for_generate
+    shown = {"inputs_embeds": embeddings, "attention_mask": attention_mask, cache_argument(make): cache}
+    return make(config=model.config, position_ids=None, **shown, **types)
 
 
 def pooled(output: Any) -> Tensor:

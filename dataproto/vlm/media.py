@@ -12,7 +12,7 @@ In a layout, ``inputs`` are a row's ``multi_modal_inputs``, or part of them. A k
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -33,11 +33,14 @@ class MediaLayout(Protocol):
     ``merge_size ** 2`` patches become one feature; patches attend to each other within a time step of their grid.
     """
 
+    image_names: ClassVar[tuple[str, ...]] = ()
+    video_names: ClassVar[tuple[str, ...]] = ()
+
     def names(self, kind: str) -> tuple[str, ...]:
         """Arguments of the Hugging Face forward, each joined along its first dimension, pixels first. Empty if the family has no
-        media of this kind.
+        media of this kind: prompts may show a video's frames as images.
         """
-        ...
+        return self.image_names if kind == "image" else self.video_names
 
     def merge_size(self, config: Any) -> int:
         """Patches along each side of a feature."""
@@ -62,8 +65,8 @@ class MediaLayout(Protocol):
     def count_image_features(
         self, height: int, width: int, processor: Any, options: Mapping[str, Any], config: Any
     ) -> int:
-        """Number of features of an image of this size in pixels, processed with the options. Raises `InvalidMedia` for a size
-        that the processor refuses.
+        """Number of features of an image of this size in pixels, which is not empty, processed with the options. Raises
+        `InvalidMedia` for a size that the processor refuses.
         """
         ...
 
@@ -78,9 +81,8 @@ class PatchGrids(MediaLayout):
     grids ``(media, 3)``.
     """
 
-    def names(self, kind: str) -> tuple[str, ...]:
-        """Pixels and grids."""
-        return {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}[kind]
+    image_names = ("pixel_values", "image_grid_thw")
+    video_names: ClassVar[tuple[str, ...]] = ("pixel_values_videos", "video_grid_thw")
 
     def merge_size(self, config: Any) -> int:
         """From the config of the tower."""
@@ -88,11 +90,12 @@ class PatchGrids(MediaLayout):
 
     def grids(self, kind: str, inputs: Mapping[str, Any], config: Any) -> Tensor:
         """The grids of the inputs, compared with the pixels if those are present."""
-        pixel_name, grid_name = self.names(kind)
-        if inputs.get(grid_name) is None:
-            if inputs.get(pixel_name) is not None:
-                raise MediaMismatch(f"{pixel_name} without {grid_name}")
+        names = self.names(kind)
+        if all(inputs.get(name) is None for name in names):
             return torch.zeros(0, 3, dtype=torch.int64)
+        pixel_name, grid_name = names
+        if inputs.get(grid_name) is None:
+            raise MediaMismatch(f"{pixel_name} without {grid_name}")
         grid, merge = torch.as_tensor(inputs[grid_name]).long(), self.merge_size(config)
         if grid.ndim != 2 or grid.shape[-1] != 3 or bool((grid[:, 1:] % merge).any()):
             raise MediaMismatch(f"{kind} grid {grid.tolist()} is not (N, 3) with height and width divisible by {merge}")

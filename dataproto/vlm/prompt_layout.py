@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dataproto.columns import RowMedia, media_parts
-from dataproto.errors import MediaMismatch
+from dataproto.errors import InvalidMedia, MediaMismatch
 from dataproto.vlm.media import PATCH_GRIDS, DistinctMedia, Ids, MediaLayout, distinct_media, split_media
 from dataproto.vlm.positions import IMAGE, VIDEO, Pieces, extend_positions, mrope_positions, text_positions
 
@@ -90,6 +90,8 @@ class PromptLayout:
         """Number of placeholder tokens of an image of this size in pixels, if the image processor runs with ``options`` (see
         `MediaLayout.processor_options`). Raises `InvalidMedia` for a size that the processor refuses.
         """
+        if min(height, width) <= 0:
+            raise InvalidMedia(f"image of height {height} and width {width} is empty")
         return self.media_layout.count_image_features(height, width, processor, options, config)
 
     def image_texts(self, media: Mapping[str, Any], config: Any) -> list[tuple[str, ...]]:

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dataproto.errors import InvalidConfig, InvalidMedia, MediaMismatch
-from dataproto.vlm.family import VLMFamily, cache_argument
+from dataproto.errors import InvalidConfig, MediaMismatch
+from dataproto.vlm.costs import siglip_flops
+from dataproto.vlm.family import VLMFamily, masks_by_kind
 from dataproto.vlm.media import Ids, MediaLayout
 
 MAX_NEWLINES = 31
@@ -24,9 +25,7 @@ MAX_NEWLINES = 31
 class Squares(MediaLayout):
     """Images ``(images, 3, size, size)``, each of which is one grid of patches."""
 
-    def names(self, kind: str) -> tuple[str, ...]:
-        """Pixels of images. There are no videos: prompts show their frames as images."""
-        return ("pixel_values",) if kind == "image" else ()
+    image_names = ("pixel_values",)
 
     def merge_size(self, config: Any) -> int:
         """Patches along each side of a square whose mean becomes a feature."""
@@ -58,8 +57,6 @@ class Squares(MediaLayout):
         self, height: int, width: int, processor: Any, options: Mapping[str, Any], config: Any
     ) -> int:
         """The same number for each size."""
-        if min(height, width) <= 0:
-            raise InvalidMedia(f"image of height {height} and width {width} is empty")
         return int(config.mm_tokens_per_image)
 
     def smallest(self, config: Any) -> dict[str, Tensor]:
@@ -85,6 +82,13 @@ class Gemma3(VLMFamily):
     vision_tower = "model.vision_tower"
     vision_blocks = "model.vision_tower.encoder.layers"
     mergers = ("model.multi_modal_projector",)
+    checkpoint_names = (
+        (r"^lm_head\.", "language_model.lm_head."),
+        (r"^model\.language_model\.", "language_model.model."),
+        (r"^model\.vision_tower\.", "vision_tower.vision_model."),
+        (r"^model\.", ""),
+    )
+    """Those from when the output projection belonged to the language model."""
 
     def mutual_images(self, config: Any) -> Literal["all"]:
         """In all layers."""
@@ -124,15 +128,7 @@ class Gemma3(VLMFamily):
         self, model: Any, embeddings: Tensor, attention_mask: Tensor, token_types: Tensor, cache: Any = None
     ) -> Any:
         """Masks by kind of layer, in which tokens of an image see each other."""
-        make = model.create_masks_for_generate
-        return make(
-            config=model.config,
-            inputs_embeds=embeddings,
-            attention_mask=attention_mask,
-            **{cache_argument(make): cache},
-            position_ids=None,
-            token_type_ids=token_types,
-        )
+        return masks_by_kind(model, embeddings, attention_mask, cache, token_type_ids=token_types)
 
     def processor_files(self, config: Any) -> dict[str, dict[str, Any]]:
         """The number of tokens of an image."""
@@ -141,26 +137,8 @@ class Gemma3(VLMFamily):
 
     def vision_flops(self, config: Any, grids: Tensor) -> Tensor:
         """Full attention within an image, an MLP of two layers, and one matrix for each feature."""
-        vision = config.vision_config
-        width, depth = int(vision.hidden_size), int(vision.num_hidden_layers)
-        patches = grids.prod(-1)
-        embedding = width * int(vision.num_channels) * int(vision.patch_size) ** 2
-        block = 4 * width**2 + 2 * width * int(vision.intermediate_size)
-        features = patches // self.merge_size(config) ** 2
-        linear = patches * (embedding + depth * block) + features * width * int(config.text_config.hidden_size)
-        return torch.stack([2 * linear, 4 * width * depth * patches**2], dim=1)
-
-    def rollout_weight(self, name: str, weight: Tensor) -> tuple[str, Tensor]:
-        """Published checkpoints keep the names from when the output projection belonged to the language model."""
-        for old, new in (
-            ("lm_head.", "language_model.lm_head."),
-            ("model.language_model.", "language_model.model."),
-            ("model.vision_tower.", "vision_tower.vision_model."),
-            ("model.", ""),
-        ):
-            if name.startswith(old):
-                return new + name.removeprefix(old), weight
-        return name, weight
+        merger = int(config.vision_config.hidden_size * config.text_config.hidden_size)
+        return siglip_flops(config.vision_config, grids, merger, self.merge_size(config))
 
 
 def join_newlines(ids: Ids, encode_text: Callable[[str], Sequence[int]]) -> Ids:

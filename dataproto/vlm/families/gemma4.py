@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from dataproto.errors import InvalidConfig, InvalidMedia, MediaMismatch
 from dataproto.transfer import move, move_readable
 from dataproto.vlm.costs import causal_pairs
-from dataproto.vlm.family import DECODER_PLAN, VLMFamily, cache_argument
+from dataproto.vlm.family import DECODER_PLAN, VLMFamily, masks_by_kind
 from dataproto.vlm.media import Ids, MediaLayout, MediaSpans, check_limits
 
 FEATURES = (70, 140, 280, 560, 1120)
@@ -30,9 +30,7 @@ class PlacedPatches(MediaLayout):
     forward of Hugging Face takes them padded.
     """
 
-    def names(self, kind: str) -> tuple[str, ...]:
-        """Patches and their places. There are no videos: prompts show their frames as images."""
-        return ("pixel_values", "image_position_ids") if kind == "image" else ()
+    image_names = ("pixel_values", "image_position_ids")
 
     def merge_size(self, config: Any) -> int:
         """Patches along each side of a square whose mean becomes a feature."""
@@ -88,8 +86,6 @@ class PlacedPatches(MediaLayout):
         self, height: int, width: int, processor: Any, options: Mapping[str, Any], config: Any
     ) -> int:
         """As the image processor scales: the largest size with this shape, in squares of a feature."""
-        if min(height, width) <= 0:
-            raise InvalidMedia(f"image of height {height} and width {width} is empty")
         most, side = int(options["max_soft_tokens"]), int(processor.patch_size) * int(processor.pooling_kernel_size)
         factor = math.sqrt(most * side**2 / (height * width))
         rows, columns = int(factor * height // side), int(factor * width // side)
@@ -200,15 +196,7 @@ class Gemma4(VLMFamily):
         self, model: Any, embeddings: Tensor, attention_mask: Tensor, token_types: Tensor, cache: Any = None
     ) -> Any:
         """Masks by kind of layer."""
-        make = model.create_masks_for_generate
-        return make(
-            config=model.config,
-            inputs_embeds=embeddings,
-            attention_mask=attention_mask,
-            **{cache_argument(make): cache},
-            position_ids=None,
-            mm_token_type_ids=token_types,
-        )
+        return masks_by_kind(model, embeddings, attention_mask, cache, mm_token_type_ids=token_types)
 
     def processor_files(self, config: Any) -> dict[str, dict[str, Any]]:
         """The processors of audio and videos, without which there is no Gemma4Processor."""

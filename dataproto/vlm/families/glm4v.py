@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dataproto.errors import InvalidMedia
@@ -21,20 +20,12 @@ NO_CLASS = "vLLM has no class for it; GLM-4.6V is of type glm4v_moe, which it ha
 class _ImageGrids(PatchGrids):
     """`PatchGrids` without videos, for a processor that resizes in another way."""
 
-    def names(self, kind: str) -> tuple[str, ...]:
-        """None for videos."""
-        return super().names(kind) if kind == "image" else ()
-
-    def grids(self, kind: str, inputs: Mapping[str, Any], config: Any) -> Tensor:
-        """None for videos."""
-        return super().grids(kind, inputs, config) if kind == "image" else torch.zeros(0, 3, dtype=torch.int64)
+    video_names = ()
 
     def count_image_features(
         self, height: int, width: int, processor: Any, options: Mapping[str, Any], config: Any
     ) -> int:
         """Computed by the processor."""
-        if min(height, width) <= 0:
-            raise InvalidMedia(f"image of height {height} and width {width} is empty")
         try:
             patches = processor.get_number_of_image_patches(height, width, dict(options))
         except ValueError as error:

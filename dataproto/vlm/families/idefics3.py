@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dataproto.errors import InvalidConfig, InvalidMedia, MediaMismatch
+from dataproto.vlm.costs import siglip_flops
 from dataproto.vlm.family import DECODER_PLAN, VLMFamily
 from dataproto.vlm.media import Ids, MediaLayout, check_limits
 
@@ -83,9 +84,7 @@ class SquareTiles(MediaLayout):
     tile: the prompt depends on it, the tower does not. Images are processed one at a time, so no tile is padding.
     """
 
-    def names(self, kind: str) -> tuple[str, ...]:
-        """Pixels of images. There are no videos: prompts show their frames as images."""
-        return ("pixel_values",) if kind == "image" else ()
+    image_names = ("pixel_values",)
 
     def merge_size(self, config: Any) -> int:
         """Patches along each side of the "pixel shuffle", which joins neighbouring patches."""
@@ -220,15 +219,10 @@ class Idefics3(VLMFamily):
 
     def vision_flops(self, config: Any, grids: Tensor) -> Tensor:
         """Full attention within a tile; the connector is one matrix."""
-        vision = config.vision_config
-        width, depth = int(vision.hidden_size), int(vision.num_hidden_layers)
-        patches = grids.prod(-1)
-        embedding = width * int(vision.num_channels) * int(vision.patch_size) ** 2
-        block = 4 * width**2 + 2 * width * int(vision.intermediate_size)
+        vision, merge = config.vision_config, self.merge_size(config)
         # A feature joins the patches of a square and is multiplied with a row of weights for each of them.
-        connector = width * int(config.text_config.hidden_size)
-        linear = patches * (embedding + depth * block + connector)
-        return torch.stack([2 * linear, 4 * width * depth * patches**2], dim=1)
+        connector = merge**2 * int(vision.hidden_size * config.text_config.hidden_size)
+        return siglip_flops(vision, grids, connector, merge)
 
 
 class SmolVLM(Idefics3):

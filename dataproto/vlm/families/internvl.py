@@ -3,7 +3,6 @@ thumbnail, each tile takes a fixed number of tokens, and positions are one-dimen
 """
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dataproto.errors import InvalidMedia, MediaMismatch
+from dataproto.errors import MediaMismatch
 from dataproto.vlm.costs import sparse_layer_weights
 from dataproto.vlm.family import DECODER_PLAN, EXPERT_PLAN, VLMFamily
 from dataproto.vlm.media import Ids, MediaLayout, check_limits
@@ -22,9 +21,7 @@ from dataproto.vlm.media import Ids, MediaLayout, check_limits
 class Tiles(MediaLayout):
     """Tiles ``(tiles, 3, height, width)`` of all images, one image after another. Each tile is one grid of patches."""
 
-    def names(self, kind: str) -> tuple[str, ...]:
-        """Pixels of images. There are no videos: prompts show their frames as images."""
-        return ("pixel_values",) if kind == "image" else ()
+    image_names = ("pixel_values",)
 
     def merge_size(self, config: Any) -> int:
         """Patches along each side of the "pixel shuffle", which joins neighbouring patches."""
@@ -57,21 +54,12 @@ class Tiles(MediaLayout):
         self, height: int, width: int, processor: Any, options: Mapping[str, Any], config: Any
     ) -> int:
         """The processor computes the number of tiles."""
-        if min(height, width) <= 0:
-            raise InvalidMedia(f"image of height {height} and width {width} is empty")
         tiles = processor.get_number_of_image_patches(height, width, dict(options))
         return int(tiles) * int(self.feature_counts("image", self.smallest(config), config)[0])
 
     def smallest(self, config: Any) -> dict[str, Tensor]:
         """One tile."""
         return {"pixel_values": torch.zeros(1, 3, *config.vision_config.image_size)}
-
-
-_CHECKPOINT_NAMES = (
-    (re.compile(r"^lm_head\."), "language_model.lm_head."),
-    (re.compile(r"^model\.language_model\."), "language_model.model."),
-    (re.compile(r"^model\."), ""),
-)
 
 
 class InternVL(VLMFamily):
@@ -85,6 +73,12 @@ class InternVL(VLMFamily):
     vision_tower = "model.vision_tower"
     vision_blocks = "model.vision_tower.encoder.layer"
     mergers = ("model.multi_modal_projector",)
+    checkpoint_names = (
+        (r"^lm_head\.", "language_model.lm_head."),
+        (r"^model\.language_model\.", "language_model.model."),
+        (r"^model\.", ""),
+    )
+    """Those from when the output projection belonged to the language model."""
 
     def tower_output(self, model: Any, media: Mapping[str, Tensor], **vision_kwargs: Any) -> Tensor:
         """Features ``(F, H)`` after the tower, the pixel shuffle and the projector.
@@ -121,14 +115,6 @@ class InternVL(VLMFamily):
         projector = (width * merged + int(text.hidden_size)) * int(text.hidden_size)
         linear = patches * embedding + tokens * depth * block + patches // merged * projector
         return torch.stack([2 * linear, 4 * width * depth * tokens**2], dim=1)
-
-    def rollout_weight(self, name: str, weight: Tensor) -> tuple[str, Tensor]:
-        """Checkpoints keep the names from when the output projection belonged to the language model."""
-        for pattern, prefix in _CHECKPOINT_NAMES:
-            name, found = pattern.subn(prefix, name)
-            if found:
-                break
-        return name, weight
 
 
 class InternVLMoe(InternVL):

@@ -3,7 +3,6 @@ arXiv:2412.19437, section 2.1), with a tower for images of any size. Positions a
 """
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dataproto.errors import InvalidConfig, InvalidMedia
+from dataproto.errors import InvalidConfig
 from dataproto.transfer import move_readable
-from dataproto.vlm.costs import causal_pairs, frame_pairs, tower_flops
+from dataproto.vlm.costs import causal_pairs, siglip_flops
 from dataproto.vlm.families.glm4v import GLM4VMoe
 from dataproto.vlm.family import TensorPlan, VLMFamily
 from dataproto.vlm.media import PatchGrids
@@ -62,17 +61,11 @@ names than they are for, and the published ones."""
 class SquarePatches(PatchGrids):
     """`PatchGrids` of only images, whose patches ``(patches, 3, side, side)`` lie row by row."""
 
-    def names(self, kind: str) -> tuple[str, ...]:
-        """None for videos."""
-        return super().names(kind) if kind == "image" else ()
+    video_names = ()
 
     def merge_size(self, config: Any) -> int:
         """From the config of the tower."""
         return int(config.vision_config.merge_kernel_size[0])
-
-    def grids(self, kind: str, inputs: Mapping[str, Any], config: Any) -> Tensor:
-        """None for videos."""
-        return super().grids(kind, inputs, config) if kind == "image" else torch.zeros(0, 3, dtype=torch.int64)
 
     def processor_options(self, processor: Any, min_pixels: int | None, max_pixels: int | None) -> dict[str, Any]:
         """The limit of an image's area, in patches. Images are never enlarged."""
@@ -91,8 +84,6 @@ class SquarePatches(PatchGrids):
         self, height: int, width: int, processor: Any, options: Mapping[str, Any], config: Any
     ) -> int:
         """Of the image after `scaled_size`, filled up to whole features."""
-        if min(height, width) <= 0:
-            raise InvalidMedia(f"image of height {height} and width {width} is empty")
         patch, side = int(processor.patch_size), self.merge_size(config) * int(processor.patch_size)
         most = int(options["max_patches"]), int(processor.size["max_height"])
         return math.prod(-(-size // side) for size in scaled_size(height, width, patch, *most))
@@ -132,6 +123,7 @@ class KimiK25(VLMFamily):
     vision_tower = "model.vision_tower"
     vision_blocks = "model.vision_tower.layers"
     mergers = ("model.mm_projector",)
+    checkpoint_names = PUBLISHED_NAMES
     experts = GLM4VMoe.experts
     tensor_plan = (*(each for each in GLM4VMoe.tensor_plan if ".self_attn." not in each[0]), *LATENT_PLAN)
     expert_count = GLM4VMoe.expert_count
@@ -167,14 +159,6 @@ class KimiK25(VLMFamily):
             if name.startswith(saved):
                 return published + name.removeprefix(saved)
         return name
-
-    def rollout_weight(self, name: str, weight: Tensor) -> tuple[str, Tensor]:
-        """Under the published name; see `PUBLISHED_NAMES`."""
-        for pattern, published in PUBLISHED_NAMES:
-            name, count = re.subn(pattern, published, name)
-            if count:
-                break
-        return name, weight
 
     def rollout_weights(self, weights: Iterable[tuple[str, Tensor]], config: Any) -> Iterator[tuple[str, Tensor]]:
         """Experts apart, and the tower's queries, keys and values as one tensor, in which the two numbers that are rotated
@@ -234,17 +218,8 @@ class KimiK25(VLMFamily):
     def vision_flops(self, config: Any, grids: Tensor) -> Tensor:
         """Full attention within an image, an MLP of two layers, and a projector of two."""
         vision, merge = config.vision_config, self.merge_size(config)
-        width, out = int(vision.hidden_size), int(config.text_config.hidden_size)
-        joined = merge**2 * width
-        return tower_flops(
-            grids,
-            patch=3 * int(vision.patch_size) ** 2 * width,
-            block=4 * width**2 + 2 * width * int(vision.intermediate_size),
-            merger=joined**2 + joined * out,
-            merge_size=merge,
-            width=width,
-            pairs=[frame_pairs(grids)] * int(vision.num_hidden_layers),
-        )
+        joined = merge**2 * int(vision.hidden_size)
+        return siglip_flops(vision, grids, joined**2 + joined * int(config.text_config.hidden_size), merge)
 
 
 def apart(name: str, experts: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -28,9 +28,7 @@ class Slices(MediaLayout):
     depends on it, the tower does not.
     """
 
-    def names(self, kind: str) -> tuple[str, ...]:
-        """Patches and sizes of images. Videos are not read."""
-        return ("pixel_values", "target_sizes") if kind == "image" else ()
+    image_names = ("pixel_values", "target_sizes")
 
     def merge_size(self, config: Any) -> int:
         """Patches along each side of a feature: the tower joins squares of 2, the merger too."""

@@ -22,10 +22,6 @@ from dataproto.vlm.prompt_layout import MediaTokens
 class NoMedia(MediaLayout):
     """The layout of models that read only text: no media, so every count is 0."""
 
-    def names(self, kind: str) -> tuple[str, ...]:
-        """None."""
-        return ()
-
     def merge_size(self, config: Any) -> int:
         """1, without a meaning."""
         return 1
