@@ -12,7 +12,6 @@ import torch
 
 from dataproto.errors import CheckpointError, InvalidConfig, end_after
 from dataproto_server.backend import (
-    OPTIMIZER_FILE,
     Failure,
     Later,
     LoraSpec,
@@ -178,11 +177,11 @@ class InProcessEngine:
     ) -> None:
         """See `Backend.save`; a file of digests is added, which `load` compares."""
         model = self._finite(model_id)
-        model.trained.save(directory, model.base_model, OPTIMIZER_FILE, later, between)
+        model.trained.save(directory, model.base_model, later, between)
 
     def load(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
         """See `Backend.load`."""
-        self._model(model_id).trained.load(directory, OPTIMIZER_FILE if optimizer else None)
+        self._model(model_id).trained.load(directory, optimizer=optimizer)
 
     def export(self, model_id: str, directory: Path, *, sampled: bool = False, later: Later = at_once) -> None:
         """See `Backend.export`."""

@@ -17,6 +17,7 @@ from torch.optim.adamw import adamw
 
 from dataproto.errors import CheckpointError, InvalidConfig
 from dataproto.vlm import VLMFamily, family_of
+from dataproto_server.backend import OPTIMIZER_FILE, Later, at_once, nothing
 from rollout.adapters import (
     Adapter,
     check_digests,
@@ -127,17 +128,6 @@ def _stepped(matrix: Tensor, gradient: Tensor, state: dict[str, Tensor], params:
 
 
 COUNTS = ("steps", "skipped_steps")
-Later = Callable[[Callable[[], None]], None]
-"""Carries out some work now or later, in any thread."""
-
-
-def at_once(work: Callable[[], None]) -> None:
-    """Carries out some work now."""
-    work()
-
-
-def nothing() -> None:
-    """Does nothing."""
 
 
 class Trainable(Protocol):
@@ -201,12 +191,7 @@ class TrainedMatrices(ABC):
 
     @abstractmethod
     def save(
-        self,
-        directory: Path,
-        base_model: str,
-        optimizer_file: str,
-        later: Later = at_once,
-        between: Callable[[], None] = nothing,
+        self, directory: Path, base_model: str, later: Later = at_once, between: Callable[[], None] = nothing
     ) -> None:
         """Writes the matrices and the AdamW state, without gradients.
 
@@ -227,11 +212,11 @@ class TrainedMatrices(ABC):
         }
         return moments | counts
 
-    def load(self, directory: Path, optimizer_file: str | None) -> None:
+    def load(self, directory: Path, *, optimizer: bool) -> None:
         """Replaces the matrices by saved ones, and drops the gradients.
 
         Args:
-            optimizer_file: in the directory; ``None`` begins with a new AdamW state.
+            optimizer: whether to read the AdamW state; without it a new one begins.
 
         Raises:
             CheckpointError: see `read`; or the AdamW state is missing or damaged. Everything is then as before.
@@ -239,11 +224,11 @@ class TrainedMatrices(ABC):
         saved = self.read(directory)
         moments: Mapping[Tensor, dict[str, Tensor]] = {}
         counts = dict.fromkeys(COUNTS, 0)
-        if optimizer_file is not None:
-            check_digests(directory, optimizer_file)
-            tensors = read_tensors(directory / optimizer_file)
-            counts = {name: int(_taken(tensors, name, (), directory / optimizer_file)) for name in COUNTS}
-            moments = self._moments(tensors, directory / optimizer_file)
+        if optimizer:
+            check_digests(directory, OPTIMIZER_FILE)
+            tensors, file = read_tensors(directory / OPTIMIZER_FILE), directory / OPTIMIZER_FILE
+            counts = {name: int(_taken(tensors, name, (), file)) for name in COUNTS}
+            moments = self._moments(tensors, file)
         with torch.no_grad():
             for name, matrix in self.matrices.items():
                 matrix.copy_(saved[name])
@@ -277,12 +262,7 @@ class TrainedAdapter(TrainedMatrices):
         write_adapter(self.adapter, directory, base_model)
 
     def save(
-        self,
-        directory: Path,
-        base_model: str,
-        optimizer_file: str,
-        later: Later = at_once,
-        between: Callable[[], None] = nothing,
+        self, directory: Path, base_model: str, later: Later = at_once, between: Callable[[], None] = nothing
     ) -> None:
         """See `TrainedMatrices.save`. The weights are copied now, and written later."""
         matrices = self.adapter.packed().for_writing()
@@ -291,8 +271,8 @@ class TrainedAdapter(TrainedMatrices):
 
         def write() -> None:
             write_packed_adapter(self.adapter.config, matrices, directory, base_model)
-            digest = write_packed(state, directory / optimizer_file)
-            write_digests(directory, known={optimizer_file: digest})
+            digest = write_packed(state, directory / OPTIMIZER_FILE)
+            write_digests(directory, known={OPTIMIZER_FILE: digest})
 
         later(write)
 
@@ -354,15 +334,10 @@ class TrainedWeights(TrainedMatrices):
         self.processors.save_pretrained(directory)
 
     def save(
-        self,
-        directory: Path,
-        base_model: str,
-        optimizer_file: str,
-        later: Later = at_once,
-        between: Callable[[], None] = nothing,
+        self, directory: Path, base_model: str, later: Later = at_once, between: Callable[[], None] = nothing
     ) -> None:
         """See `TrainedMatrices.save`."""
-        for file, found in ((WEIGHTS_FILE, self.matrices), (optimizer_file, self.state())):
+        for file, found in ((WEIGHTS_FILE, self.matrices), (OPTIMIZER_FILE, self.state())):
             tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}
             save_file(tensors, directory / file)
             write_digests(directory, file)
