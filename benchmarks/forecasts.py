@@ -14,9 +14,11 @@ sys.path[:] = [str(HERE.parent), *(place for place in sys.path if Path(place or 
 
 from benchmarks.workload import make_batch, model_config, shape_of  # noqa: E402
 from dataproto import DataProto  # noqa: E402
-from recipes.plan import DEVICES, BatchSizes, PromptSizes, Setting, forecast  # noqa: E402
-from recipes.plan.devices import GIB  # noqa: E402
+from recipes.plan.devices import DEVICES, GIB  # noqa: E402
+from recipes.plan.forecast import forecast  # noqa: E402
+from recipes.plan.rows import BatchSizes, PromptSizes  # noqa: E402
 from recipes.plan.seconds import prefill_seconds  # noqa: E402
+from recipes.plan.setting import Setting  # noqa: E402
 from workers.model.model_config import ModelConfig, Unsharded  # noqa: E402
 from workers.ranks.layout import Layout  # noqa: E402
 

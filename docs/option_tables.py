@@ -11,9 +11,9 @@ from docutils.parsers.rst import Directive
 from docutils.statemachine import StringList
 from sphinx.application import Sphinx
 
-from recipes.options import Option, options_of
+from recipes.options import options_of
 from recipes.options.help_text import spelled_value, spelling
-from recipes.options.option_table import on_command_line
+from recipes.options.option_table import Option, on_command_line
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -43,6 +43,7 @@ PREFERENCES = ("dpo", "kto", "orpo", "cpo")
 
 PLACES: dict[str, tuple[str, str | None]] = {
     "make-vlm": ("recipes.demo.make_vlm", "recipes.configs.make_vlm_config"),
+    "plan": ("recipes.plan.command", "recipes.configs.plan_config"),
     "view": ("recipes.watch.viewer", "recipes.watch.viewer"),
     "serve": ("dataproto_server.command", "dataproto_server.config"),
     "report": ("recipes.watch.report", None),

@@ -15,7 +15,7 @@ from dataproto.errors import InvalidConfig
 from recipes.configs import classify_config, grpo_config, ppo_config, sft_config
 from recipes.configs.shared.device_preset import DEVICE_MEMORY, Machine, this_machine
 from recipes.configs.shared.run_config import check_at_least
-from recipes.options import asks_for_help, divided, options_of, over, parse_config, print_help
+from recipes.options import own_options, parse_config
 from workers.ranks.layout import Layout
 
 RECIPES: Mapping[str, Callable[..., Any]] = {
@@ -146,15 +146,12 @@ def parse(arguments: Sequence[str]) -> PlanConfig | ClusterConfig:
     """
     if _asks_for_cluster(arguments):
         return parse_config(arguments, ClusterConfig(), CLUSTER, "dataproto plan --devices N")
-    if asks_for_help(arguments):
-        print_help(arguments, options_of(PlanOptions()), __doc__, "dataproto plan RECIPE")
+    options, others = own_options(arguments, PlanOptions(), __doc__, "dataproto plan RECIPE")
     if arguments[:1] and arguments[0] in ("walk", "zoom", "easy-vqa", "distil"):
         raise InvalidConfig(f"{arguments[0]} is not planned: its run says after the first steps what they took")
     if not arguments or arguments[0] not in RECIPES:
         raise InvalidConfig(f"plan which recipe? give one of {', '.join(RECIPES)} first, then its options")
-    recipe, *rest = arguments
-    own, others = divided(rest, options_of(PlanOptions()))
-    options = over(PlanOptions(), own)
+    recipe, *others = others
     if options.fit:
         _refuse_chosen(others, options.devices is not None)
     if options.mean_response is not None and recipe in ("sft", "classify"):

@@ -14,7 +14,7 @@ from typing import Any
 
 from recipes.configs import grpo_config, ppo_config, sft_config
 from recipes.configs.shared.run_config import check_at_least
-from recipes.options import asks_for_help, divided, options_of, over, print_help
+from recipes.options import own_options
 
 RECIPES: Mapping[str, Callable[[Sequence[str]], Any]] = {
     "grpo": grpo_config.parse,
@@ -55,14 +55,11 @@ def parse(arguments: Sequence[str]) -> ShowConfig:
     Raises:
         InvalidConfig: an option of the recipe or of the command is unknown, ill-typed or does nothing.
     """
-    if asks_for_help(arguments):
-        print_help(arguments, options_of(ShowOptions()), __doc__, "dataproto show [RECIPE] DATA")
     rest = list(arguments)
     recipe = rest.pop(0) if rest and rest[0] in RECIPES else "grpo"
     if rest and not rest[0].startswith("-"):
         rest.insert(0, "--data-path")
-    own, others = divided(rest, options_of(ShowOptions()))
-    options = over(ShowOptions(), own)
+    options, others = own_options(rest, ShowOptions(), __doc__, "dataproto show [RECIPE] DATA")
     names = {each.partition("=")[0].replace("_", "-") for each in others}
     if "--model-path" in names and not names & {"--preset", "--config"}:
         others = ["--preset", "any", *others]

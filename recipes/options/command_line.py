@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig, later_errors
 from recipes.options.config_file import CONFIG_FILE, ONCE, OPTIONS_FILE, file_values
@@ -115,8 +115,7 @@ def parse_recipe(
     """
     options = options_of(presets[TINY])
     given = read(arguments, recipe_options(presets), prog)
-    if asks_for_help(arguments):
-        print_help(arguments, recipe_options(presets, given.get("preset", TINY)), description, prog)
+    show_help_if_asked(arguments, recipe_options(presets, given.get("preset", TINY)), description, prog)
     if isinstance(run_dir := given.get("resume"), str):
         if "preset" in given or "config" in given:
             raise InvalidConfig(
@@ -192,14 +191,27 @@ def parse_config(arguments: Sequence[str], default: Config, description: str | N
     """
     options = options_of(default)
     shared = [CONFIG, TRACEBACK] if any(not option.positional for option in options) else [TRACEBACK]
-    if asks_for_help(arguments):
-        print_help(arguments, [*shared, *options], description, prog)
+    show_help_if_asked(arguments, [*shared, *options], description, prog)
     given = read(arguments, [*shared, *options], prog)
     if missing := [option.name.upper() for option in options if option.positional and option.name not in given]:
         raise InvalidConfig(f"{prog} needs {' and '.join(missing)}")
     if given.get("config"):
         given = joined(file_values(Path(given["config"]), options), given)
     return over(default, given)
+
+
+def own_options(
+    arguments: Sequence[str], default: Config, description: str | None, prog: str
+) -> tuple[Config, list[str]]:
+    """The options of a command that takes those of another one too, over ``default``, and the words that belong to the other one.
+
+    Raises:
+        InvalidConfig: an ill-typed or idle option, or an impossible combination, in one line.
+    """
+    options = options_of(default)
+    show_help_if_asked(arguments, options, description, prog)
+    given, others = divided(arguments, options)
+    return over(default, given), others
 
 
 def over(default: Config, given: Mapping[str, Any]) -> Config:
@@ -328,12 +340,8 @@ def _left_over(words: Sequence[str]) -> str:
     return f"{', '.join(words)}: belongs to no option{hint}"
 
 
-def asks_for_help(arguments: Sequence[str]) -> bool:
-    """Whether a command line has ``--help`` or ``--help-all``."""
-    return bool({*HELP} & {*arguments})
-
-
-def print_help(arguments: Sequence[str], options: Sequence[Option], description: str | None, prog: str) -> NoReturn:
-    """Prints options, with ``--help-all`` all of them, and ends the program."""
-    show_help(help_text(prog, description, on_command_line(options), "--help-all" in arguments))
-    raise SystemExit(0)
+def show_help_if_asked(arguments: Sequence[str], options: Sequence[Option], description: str | None, prog: str) -> None:
+    """Prints options and ends the program if a command line has ``--help``, or ``--help-all``, which prints all of them."""
+    if {*HELP} & {*arguments}:
+        show_help(help_text(prog, description, on_command_line(options), "--help-all" in arguments))
+        sys.exit()

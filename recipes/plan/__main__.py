@@ -2,7 +2,7 @@
 
 import sys
 
-from recipes.plan import main
+from recipes.plan.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -187,7 +187,7 @@ def _passes(setting: Setting) -> Iterator[Phase]:
 
 
 def _problems(found: Forecast) -> Iterator[str]:
-    """What does not fit; `recipes.plan.way_out` finds options with which it does."""
+    """What does not fit; `recipes.plan.fitting.way_out` finds options with which it does."""
     setting, memory = found.setting, found.setting.device.memory
     if found.memory > memory:
         needs = f"{found.memory / GIB:.1f} GiB of the {memory / GIB:.1f} GiB of {setting.device.name}"

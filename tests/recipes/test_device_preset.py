@@ -8,9 +8,11 @@ from dataproto.errors import InvalidConfig
 from recipes.configs import grpo_config, plan_config, ppo_config
 from recipes.configs.shared.device_preset import GIB, Machine, preset_line, sizes_of
 from recipes.configs.shared.published_models import published_config
-from recipes.plan import DEVICES, BatchSizes, PromptSizes, forecast, response_lengths
 from recipes.plan.command import policy_setting
+from recipes.plan.devices import DEVICES
+from recipes.plan.forecast import forecast
 from recipes.plan.model_size import model_size
+from recipes.plan.rows import BatchSizes, PromptSizes, response_lengths
 from workers.model.model_config import ModelConfig
 
 H100 = DEVICES["h100"]

@@ -20,23 +20,14 @@ from recipes.configs.shared.published_models import PUBLISHED, published_config
 from recipes.data.loader import PromptLoader, draws
 from recipes.demo.rows import ProblemRows
 from recipes.demo.tiny_model import make_tiny_model
-from recipes.plan import (
-    DEVICES,
-    BatchSizes,
-    PromptSizes,
-    Setting,
-    fastest_layout,
-    fit,
-    forecast,
-    main,
-    response_lengths,
-    way_out,
-)
-from recipes.plan.devices import Nodes, Traffic
-from recipes.plan.fitting import grown, possible_layouts
+from recipes.plan.command import main
+from recipes.plan.devices import DEVICES, Nodes, Traffic
+from recipes.plan.fitting import fastest_layout, fit, grown, possible_layouts, way_out
+from recipes.plan.forecast import forecast
 from recipes.plan.model_size import model_size
-from recipes.plan.rows import measure_prompts
+from recipes.plan.rows import BatchSizes, PromptSizes, measure_prompts, response_lengths
 from recipes.plan.seconds import update_flops
+from recipes.plan.setting import Setting
 from rollout.prompts import PromptBuilder
 from workers.model.lora import add_adapters
 from workers.model.model_config import ModelConfig
