@@ -88,6 +88,8 @@ class EasyVQAConfig(GRPORunConfig):
         super().__post_init__()
         if self.shuffled_rewards and self.shuffled_control:
             raise InvalidConfig("--shuffled-rewards makes the run its own control: leave out --shuffled-control")
+        if self.agent is not None:
+            raise InvalidConfig("--agent: a question of easy-VQA has one answer: run dataproto grpo")
         if not self.sft.steps and self.model_path is None:
             raise InvalidConfig("sft.steps=0 needs --model-path: the small model has random weights")
         if self.run.epochs is not None:

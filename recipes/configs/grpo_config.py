@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.options import AlgorithmConfig
+from recipes.configs.shared.agents_config import AgentsConfig
 from recipes.configs.shared.device_preset import Machine
 from recipes.configs.shared.policy_gradient_config import SIZES, DataConfig, PolicyGradientConfig, parse_with_defaults
 from recipes.configs.shared.run_config import RunConfig
@@ -29,9 +30,50 @@ class GRPOConfig(AlgorithmConfig):
 
 @dataclass(frozen=True)
 class GRPORunConfig(PolicyGradientConfig):
-    """A run of GRPO."""
+    """A run of GRPO.
+
+    Attributes:
+        agent: agent whose episodes are the responses: FILE.py:NAME of a function, or a command such as "python my_agent.py"
+    """
 
     algorithm: GRPOConfig = field(default_factory=GRPOConfig)
+    agent: str | None = None
+    agents: AgentsConfig = field(default_factory=AgentsConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.agent is not None:
+            self._check_agent()
+
+    def _check_agent(self) -> None:
+        if self.algorithm.needs_greedy:
+            raise InvalidConfig(
+                f"--agent makes several rows of an episode, but {self.algorithm.advantage} needs one: choose another advantage"
+            )
+        if not self.rollout.in_order:
+            raise InvalidConfig(
+                "--agent: an agent's episodes end in their step: leave out --rollout.over-ask, --rollout.ahead and "
+                "--rollout.early-update"
+            )
+        if self.rollout.early_rewards:
+            raise InvalidConfig("--agent: episodes are scored as they end: leave out --rollout.early-rewards")
+        if self.engine == "vllm" and self.agents.tokens is None:
+            raise InvalidConfig("engine=vllm needs --agents.tokens: it reserves room for the longest episode")
+
+    def idle_options(self) -> list[tuple[bool, str, str]]:
+        """Options that do nothing here; see `recipes.options.refuse_idle_options`."""
+        no_agent = (self.agent is None, "agents.", "there is no agent: add --agent FILE.py:NAME")
+        return [*super().idle_options(), no_agent]
+
+    @property
+    def played_agent(self) -> tuple[str, AgentsConfig] | None:
+        return None if self.agent is None else (self.agent, self.agents)
+
+    @property
+    def longest_response(self) -> int:
+        """The largest number of tokens behind a prompt."""
+        most = super().longest_response
+        return most if self.agent is None else self.agents.tokens or self.agents.turns * most
 
 
 # What a model of under a million parameters learns from drawn problems within minutes on two cores.

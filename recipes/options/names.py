@@ -106,6 +106,7 @@ FILE_ONLY = {
         "rollout.early-rewards",
     ),
     *("optimizer.betas", "optimizer.min-lr-ratio"),
+    *("agents.seconds", "agents.wall-clock", "agents.memory-gib", "agents.drop-cut"),
 }
 """Options that a file sets (``--config FILE``) and no command line: those of a place, and those that few runs change."""
 

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import numpy as np
 
@@ -55,6 +55,7 @@ def with_environment(roles: Roles, played: PlayedEnvironment) -> Roles:
 class PlayingRollout:
     """A rollout role whose ``generate`` is its ``play``."""
 
+    who: ClassVar[str] = "environment"  # acts, for messages
     rollout: Any
     played: PlayedEnvironment
     told: set[str] = field(default_factory=set)  # failures and renamed columns that have been shown
@@ -95,7 +96,7 @@ class PlayingRollout:
         if column not in self.told:
             self.told.add(column)
             print(
-                f"warning: {name} in the environment's info is the column {column}: {name} is a column of the library or of the "
+                f"warning: {name} in the {self.who}'s info is the column {column}: {name} is a column of the library or of the "
                 "data (docs/columns.md)",
                 file=sys.stderr,
             )
@@ -115,7 +116,7 @@ class PlayingRollout:
                 self.told.add(message)
                 place = f"row {row} (uid {data['uid'][row]}, response {str(data['response_text'][row])!r:.100})"
                 print(
-                    f"warning: the environment of {place} failed, nothing is learned from its episode: {message}",
+                    f"warning: the {self.who} of {place} failed, nothing is learned from its episode: {message}",
                     file=sys.stderr,
                 )
 

@@ -24,6 +24,7 @@ from recipes.demo.rows import ProblemRows
 from recipes.demo.tiny_model import tiny_checkpoint
 from recipes.rewards import RewardFunction, load_reward
 from recipes.rewards.reward_check import check_reward, truth_check
+from recipes.run.agent_roles import PlayedAgent, with_agent
 from recipes.run.carrying import LookAhead, carry_samples
 from recipes.run.environment_roles import PlayedEnvironment, with_environment
 from recipes.run.evaluation import Evaluate, held_out_evaluation
@@ -62,12 +63,14 @@ class PolicyTask:
     model_path: str  # the checkpoint that training starts from
     builder: PromptBuilder
     loader: PromptLoader
-    reward: RewardFunction | None  # None: the rewards are those of an environment
+    reward: RewardFunction | None  # None: the rewards are those of an environment, or of an agent
     evaluate: Evaluate
-    played: PlayedEnvironment | None = None  # episodes in it are the rollouts
+    played: PlayedEnvironment | PlayedAgent | None = None  # its episodes are the rollouts
 
     def roles(self, launched: Roles) -> Roles:
         """The roles of a step: those that were launched, or roles that play."""
+        if isinstance(self.played, PlayedAgent):
+            return with_agent(launched, self.played)
         return launched if self.played is None else with_environment(launched, self.played)
 
 
@@ -136,7 +139,9 @@ def problems(config: PolicyGradientConfig) -> PolicyTask:
         InvalidConfig, CheckpointError: see `run`.
     """
     announce_small_model(config.model_path, config.data.data_path)
-    reward = load_reward(config.reward or "geo3k", here=config.on == "local")
+    played = None if config.played_agent is None else PlayedAgent.of(*config.played_agent)
+    named = config.reward or (None if played else "geo3k")
+    reward = None if named is None else load_reward(named, here=config.on == "local")
     model_path = config.model_path or str(tiny_checkpoint(config.run.seed, phase=start_phase))
     config.check_models(model_path)  # before anything is written
     data = config.data
@@ -144,14 +149,15 @@ def problems(config: PolicyGradientConfig) -> PolicyTask:
         builder = prompt_builder(data, model_path)
     with start_phase("reading data"):
         train_rows, test_rows = open_problems(config, builder, reward)
-        check_reward(reward, train_rows, builder, here=config.on == "local")
+        if reward is not None:
+            check_reward(reward, train_rows, builder, here=config.on == "local")
         loader = prompt_loader(config, builder, train_rows, shuffle=data.data_path is not None)
     tell_data(loader, test_rows)
     asked, config = config, replace(config, run=over_epochs(config.run, loader))
     config = open_task_directory(config, asked)
     held_out = EvaluationLoader(test_rows, builder, answered_at_a_time(config), data.on_bad_row)
     evaluate = held_out_evaluation(held_out, config.eval_sampling(), config.run.output_dir)
-    return PolicyTask(config, model_path, builder, loader, reward, evaluate)
+    return PolicyTask(config, model_path, builder, loader, reward, evaluate, played)
 
 
 def open_task_directory(config: Config, asked: Config | None = None) -> Config:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.options import AlgorithmConfig
+from recipes.configs.shared.agents_config import AgentsConfig
 from recipes.configs.shared.device_preset import Machine, fitting, on_devices, this_machine
 from recipes.configs.shared.rollout_options import RolloutOptions
 from recipes.configs.shared.run_config import RecipeConfig, check_at_least, check_kept
@@ -178,6 +179,11 @@ class PolicyGradientConfig(RecipeConfig):
     def longest_response(self) -> int:
         """The largest number of tokens behind a prompt."""
         return self.data.max_response_length
+
+    @property
+    def played_agent(self) -> tuple[str, AgentsConfig] | None:
+        """The name of the agent whose episodes are the rollouts, and their options; ``None`` for single responses."""
+        return None
 
     @property
     def critic(self) -> OptimizerConfig | None:

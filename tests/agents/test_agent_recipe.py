@@ -1,0 +1,121 @@
+"""Training an agent by ``dataproto grpo --agent``: its rewards, those of a reward function, and what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from dataproto import DataProto, object_array
+from dataproto.errors import InvalidConfig
+from recipes.configs.shared.rollout_options import RolloutOptions
+from recipes.grpo import GRPORunConfig, main, parse
+from recipes.run.agent_roles import AgentRollout, PlayedAgent, load_agent
+from recipes.watch.metrics_file import METRICS_FILE, read_metrics
+from rollout.agents import CommandAgent
+from rollout.environments import EpisodeLimits
+
+OWN = """
+from openai import AsyncOpenAI
+
+async def agent(task):
+    async with AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+        messages = list(task.messages)
+        for _ in range(2):
+            reply = (await client.chat.completions.create(model=task.model, messages=messages)).choices[0].message
+            messages += [reply, {"role": "user", "content": "Sure?"}]
+    return {"score": float(len(reply.content or "") % 3), "acc": 1.0}
+
+async def silent(task):
+    await agent(task)
+
+def score(data_source, solution_str, ground_truth, extra_info):
+    return {"score": float(len(solution_str)), "long": 1.0}
+"""
+OPTIONS = "--batch-size 2 --algorithm.n 2 --algorithm.minibatch 2 --eval-rows 2 --steps 1 --max-response-length 6 --save-every 0"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["agent", "silent"])
+def test_an_agent_of_ones_own_trains(name, tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    reward = ["--reward", f"{tmp_path}/own.py:score"] if name == "silent" else []
+    options = [*OPTIONS.split(), "--agent", f"{tmp_path}/own.py:{name}", "--agents.turns", "3", *reward]
+    assert main([*options, "--output-dir", str(tmp_path / "run")]) == 0
+    row = read_metrics(tmp_path / "run" / METRICS_FILE)[1]
+    assert row["episode/turns/mean"] == 2
+    assert row["episode/ended/done"] == 1
+    assert row["reward/long" if reward else "reward/acc"] == 1
+    assert np.isfinite(row["critic/score/mean"])
+    assert not [key for key in row if key.startswith("agent/new_rows")]
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["agent"].endswith(name)
+
+
+def rows(scored):
+    """Two episodes, of which the first has two rows, and what their agents have given for turns."""
+    data = DataProto.from_dict(
+        {
+            "token_level_rewards": torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, 0.0]]),
+            "response_mask": torch.ones(3, 2, dtype=torch.int64),
+            "agent_scored": torch.tensor(scored),
+        },
+        non_tensors={
+            "trajectory": object_array(["a", "a", "b"]),
+            "uid": object_array(["u", "u", "u"]),
+            "score": object_array([1.0, 1.0, 0.0]),
+            "response_text": object_array(["x", "y", "z"]),
+        },
+    )
+    return data
+
+
+class Reward:
+    """Scores each row by its number."""
+
+    def score(self, data):
+        self.asked = list(data["trajectory"])
+        rewards = torch.zeros(len(data), 2)
+        rewards[:, -1] = torch.arange(len(data)) + 5.0
+        columns = {"score": object_array(rewards.sum(1).tolist()), "long": object_array([1.0] * len(data))}
+        return DataProto.from_dict({"token_level_rewards": rewards}, non_tensors=columns)
+
+
+def test_the_reward_function_scores_the_last_row_of_episodes_without_a_reward():
+    reward, data = Reward(), rows([False, False, True])
+    AgentRollout(None, PlayedAgent(print, EpisodeLimits(2)), reward=reward)._score(data)
+    assert reward.asked == ["a"]
+    assert data["token_level_rewards"].tolist() == [[0, 1], [0, 5], [0, 0]]
+    assert data["score"].tolist() == [6.0, 6.0, 0.0]
+    assert data["long"].tolist() == [1.0, 1.0, None]
+
+
+def test_an_episode_without_any_reward_is_refused():
+    with pytest.raises(InvalidConfig, match=r"row 1 \(uid u\): the agent returned no reward"):
+        AgentRollout(None, PlayedAgent(print, EpisodeLimits(2)))._score(rows([False, False, True]))
+
+
+def test_a_name_of_several_words_is_a_command(tmp_path):
+    (tmp_path / "own.py").write_text("def agent(task): ...")
+    assert isinstance(load_agent("python own.py"), CommandAgent)
+    assert load_agent(f"{tmp_path}/own.py:agent").__name__ == "agent"
+    with pytest.raises(InvalidConfig, match="no function 'other'"):
+        load_agent(f"{tmp_path}/own.py:other")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--agents.turns 3", "there is no agent: add --agent"),
+        ("--agent own.py:agent --algorithm.advantage remax", "choose another advantage"),
+        ("--agent own.py:agent --rollout.over-ask 2", "leave out --rollout.over-ask"),
+        ("--agent own.py:agent --engine vllm", "needs --agents.tokens"),
+    ],
+)
+def test_impossible_options(options, message):
+    with pytest.raises(InvalidConfig, match=message):
+        parse(options.split())
+
+
+def test_rewards_while_others_are_decoded_are_refused():
+    with pytest.raises(InvalidConfig, match=r"leave out --rollout\.early-rewards"):
+        GRPORunConfig(agent="own.py:agent", rollout=RolloutOptions(early_rewards=True))
