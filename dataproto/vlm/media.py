@@ -51,8 +51,8 @@ class MediaLayout(Protocol):
         ...
 
     def feature_counts(self, kind: str, inputs: Mapping[str, Any], config: Any) -> Ids:
-        """Number of features ``(M,)`` of each medium."""
-        ...
+        """Number of features ``(M,)`` int64 of each medium. Default: each grid is one medium."""
+        return np.asarray(self.grids(kind, inputs, config).cpu().prod(-1) // self.merge_size(config) ** 2)
 
     def processor_options(self, processor: Any, min_pixels: int | None, max_pixels: int | None) -> dict[str, Any]:
         """Keywords that make the image processor keep these limits (default: its own). Raises `InvalidConfig`."""
@@ -103,10 +103,6 @@ class PatchGrids(MediaLayout):
         if pixels is not None and patches != len(pixels):
             raise MediaMismatch(f"{kind} grid {grid.tolist()} counts {patches} patches, but there are {len(pixels)}")
         return grid
-
-    def feature_counts(self, kind: str, inputs: Mapping[str, Any], config: Any) -> Ids:
-        """Each grid is one medium."""
-        return np.asarray(self.grids(kind, inputs, config).cpu().prod(-1) // self.merge_size(config) ** 2)
 
     def processor_options(self, processor: Any, min_pixels: int | None, max_pixels: int | None) -> dict[str, Any]:
         """Limits of an image's area."""

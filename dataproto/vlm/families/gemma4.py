@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -18,7 +17,7 @@ from dataproto.errors import InvalidConfig, InvalidMedia, MediaMismatch
 from dataproto.transfer import move, move_readable
 from dataproto.vlm.costs import causal_pairs
 from dataproto.vlm.family import DECODER_PLAN, VLMFamily, masks_by_kind
-from dataproto.vlm.media import Ids, MediaLayout, MediaSpans, check_limits
+from dataproto.vlm.media import MediaLayout, MediaSpans, check_limits
 
 FEATURES = (70, 140, 280, 560, 1120)
 """The largest numbers of features of an image that the image processor takes."""
@@ -54,10 +53,6 @@ class PlacedPatches(MediaLayout):
                 f"{len(pixels)} patches and {len(places)} image_position_ids do not fill images in squares of {merge} x {merge}"
             )
         return torch.cat([torch.ones_like(counts)[:, None], sides.flip(1)], dim=1)
-
-    def feature_counts(self, kind: str, inputs: Mapping[str, Any], config: Any) -> Ids:
-        """Each grid is one image."""
-        return np.asarray(self.grids(kind, inputs, config).cpu().prod(-1) // self.merge_size(config) ** 2)
 
     def processor_options(self, processor: Any, min_pixels: int | None, max_pixels: int | None) -> dict[str, Any]:
         """Limits become a number of features: images are scaled to nearly fill it. It is one of `FEATURES`."""

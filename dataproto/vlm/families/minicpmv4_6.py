@@ -50,15 +50,14 @@ class Slices(MediaLayout):
 
     def feature_counts(self, kind: str, inputs: Mapping[str, Any], config: Any) -> Ids:
         """Those of the whole image and of its slices."""
-        counts = self.part_counts(kind, inputs, config)
+        counts = super().feature_counts(kind, inputs, config)
         if not len(counts):
             return counts
         return np.add.reduceat(counts, self._first_parts(inputs, len(counts)))
 
-    def part_counts(self, kind: str, inputs: Mapping[str, Any], config: Any) -> Ids:
+    def part_counts(self, inputs: Mapping[str, Any], config: Any) -> Ids:
         """Number of features ``(parts,)`` of each part."""
-        grids = self.grids(kind, inputs, config).cpu().numpy()
-        return np.asarray(grids.prod(-1) // self.merge_size(config) ** 2, dtype=np.int64)
+        return super().feature_counts("image", inputs, config)
 
     def _first_parts(self, inputs: Mapping[str, Any], parts: int) -> Ids:
         if inputs.get("image_slices") is None:
@@ -168,7 +167,7 @@ class MiniCPMV46(Qwen35):
 
     def run_counts(self, media: Mapping[str, Any], config: Any) -> Ids:
         """A run of placeholders for each part of an image."""
-        return self.SLICES.part_counts("image", media, config)
+        return self.SLICES.part_counts(media, config)
 
     def numbered(self, texts: Sequence[str], number: int) -> tuple[str, ...]:
         """The texts of an image, with the number of the image put before the first one."""

@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dataproto.columns import RowMedia
 from dataproto.errors import InvalidConfig, InvalidMedia, MediaMismatch
 from dataproto.vlm.family import DECODER_PLAN, VLMFamily
-from dataproto.vlm.media import DistinctMedia, Ids, MediaLayout
+from dataproto.vlm.media import DistinctMedia, MediaLayout
 from dataproto.vlm.prompt_layout import MediaTokens
 
 
@@ -33,10 +32,6 @@ class NoMedia(MediaLayout):
                 f"it has {', '.join(sorted(inputs))}, but models of type {config.model_type} read only text"
             )
         return torch.zeros(0, 3, dtype=torch.int64)
-
-    def feature_counts(self, kind: str, inputs: Mapping[str, Any], config: Any) -> Ids:
-        """None. Raises `MediaMismatch` for a row with media."""
-        return np.zeros(len(self.grids(kind, inputs, config)), dtype=np.int64)
 
     def processor_options(self, processor: Any, min_pixels: int | None, max_pixels: int | None) -> dict[str, Any]:
         """None. Raises `InvalidConfig` for limits, which would have no effect."""
