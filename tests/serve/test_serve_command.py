@@ -45,9 +45,9 @@ def test_options_say_what_is_impossible(tmp_path):
     with pytest.raises(InvalidConfig, match="max_images=0: must be above 0"):
         LimitsConfig(max_images=0)
     for arguments, told in (
-        (["--ray.cpus", "2"], "--ray.cpus would do nothing: .* add --on ray"),
-        (["--on", "ray", "--ray.rollout-processes", "1"], "--ray.rollout-processes would do nothing"),
-        (["--on", "ray", "--ray.reward-timeout-s", "9"], "--ray.reward-timeout-s would do nothing"),
+        (["--ray.cpus", "2"], "ray.cpus would do nothing: .* add --on ray"),
+        (["--on", "ray", "--ray.rollout-processes", "1"], "ray.rollout-processes would do nothing"),
+        (["--on", "ray", "--ray.reward-timeout-s", "9"], "ray.reward-timeout-s would do nothing"),
     ):
         with pytest.raises(InvalidConfig, match=told):
             parse(in_files(arguments, tmp_path))
