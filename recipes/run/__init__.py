@@ -19,26 +19,16 @@ rows and rewards of your own; docs/custom_recipe.py is a whole recipe around it:
 `recorded_run` prepares the run's directory and writes its report; `attempts` starts a run again after a worker has failed.
 """
 
-from typing import TYPE_CHECKING
-
-from dataproto.extras import lazy_names
-
-if TYPE_CHECKING:
-    from recipes.configs.shared.policy_gradient_config import PolicyGradientConfig
-    from recipes.configs.shared.run_config import RunConfig
-    from recipes.configs.shared.supervised_config import SupervisedConfig
-    from recipes.run.evaluation import evaluate_answers, evaluate_samples, greedy_evaluation, held_out_evaluation
-    from recipes.run.loop import StepFunction, attempts, train
-    from recipes.run.metrics import measure_rollouts
-    from recipes.run.phases import StepState
-    from recipes.run.policy_gradient import run
-    from recipes.run.run_directory import recorded_run
-    from recipes.run.supervised import (
-        SupervisedTask,
-        launch_supervised,
-        next_token_loss,
-        run_supervised,
-    )
+from recipes.configs.shared.policy_gradient_config import PolicyGradientConfig
+from recipes.configs.shared.run_config import RunConfig
+from recipes.configs.shared.supervised_config import SupervisedConfig
+from recipes.run.evaluation import evaluate_answers, evaluate_samples, greedy_evaluation, held_out_evaluation
+from recipes.run.loop import StepFunction, attempts, train
+from recipes.run.metrics import measure_rollouts
+from recipes.run.phases import StepState
+from recipes.run.policy_gradient import run
+from recipes.run.run_directory import recorded_run
+from recipes.run.supervised import SupervisedTask, launch_supervised, next_token_loss, run_supervised
 
 __all__ = [
     "PolicyGradientConfig",
@@ -60,17 +50,3 @@ __all__ = [
     "run_supervised",
     "train",
 ]
-
-__getattr__ = lazy_names(
-    __name__,
-    "recipes.configs.shared.policy_gradient_config",
-    "recipes.configs.shared.run_config",
-    "recipes.configs.shared.supervised_config",
-    ".evaluation",
-    ".loop",
-    ".metrics",
-    ".phases",
-    ".policy_gradient",
-    ".run_directory",
-    ".supervised",
-)

@@ -15,10 +15,10 @@ from dataproto.errors import LATER, CheckpointError, InvalidConfig, end_after, e
 from recipes.algorithms.function_files import in_users_function, load_named_function
 from recipes.configs.shared.run_config import RunConfig
 from recipes.data.loader import PromptLoader
+from recipes.directory_lock import LOCK_FILE, locked
 from recipes.options import options_of, settings_line, write_options
 from recipes.options.command_line import NOT_BEGUN
 from recipes.options.config_file import CONFIG_FILE
-from recipes.run.directory_lock import LOCK_FILE, locked
 from recipes.watch.console import show_summary
 from recipes.watch.metrics_file import METRICS_FILE
 from recipes.watch.report import ENVIRONMENT_FILE, environment, write_report

@@ -15,11 +15,23 @@ import pytest
 
 from dataproto.errors import InvalidConfig
 from dataproto_server.supervisor import Supervisor
-from recipes import classify, distil, easy_vqa, export, geo3k_grpo, geo3k_ppo, grpo, ppo, sft, walk, zoom
+from recipes import (
+    classify,
+    directory_lock,
+    distil,
+    easy_vqa,
+    export,
+    geo3k_grpo,
+    geo3k_ppo,
+    grpo,
+    ppo,
+    sft,
+    walk,
+    zoom,
+)
 from recipes.demo.make_vlm import main as make_vlm_main
+from recipes.directory_lock import LOCK_FILE, locked
 from recipes.export import main as export_main
-from recipes.run import directory_lock
-from recipes.run.directory_lock import LOCK_FILE, locked
 from recipes.watch.metrics_file import MetricsLog
 from recipes.watch.report import write_report
 from recipes.watch.viewer import overview
@@ -27,7 +39,7 @@ from recipes.watch.viewer import overview
 HOLDS = """
 import os, subprocess, sys
 from pathlib import Path
-from recipes.run.directory_lock import locked
+from recipes.directory_lock import locked
 with locked(Path(sys.argv[1]), inside=sys.argv[2] == "inside"):
     children = []
     if sys.argv[3] == "with-children":

@@ -11,9 +11,9 @@ import pytest
 from dataproto.errors import InvalidConfig, WorkerFailed
 from recipes import classify, distil, easy_vqa, geo3k_grpo, geo3k_ppo, grpo, ppo, sft, walk, zoom
 from recipes.demo.tiny_model import make_tiny_model
+from recipes.directory_lock import LOCK_FILE
 from recipes.options.config_file import CONFIG_FILE
 from recipes.run import RunConfig, recorded_run
-from recipes.run.directory_lock import LOCK_FILE
 from recipes.run.run_directory import (
     DISCARDED,
     EARLIER,
