@@ -127,7 +127,7 @@ class WholeStep:
     size: str
     tokens: int  # of a response
     prompt: tuple[int, int]  # tokens, and patches along a side of the image
-    host: float  # see `recipes.plan.Device`
+    host: float  # see `recipes.plan.devices.Device`
     gen: float  # seconds, with waking the engine and the hand-over of weights
     ref: float
     update_actor: float

@@ -8,8 +8,6 @@ EXPORTS = {
     "recipes.run": """PolicyGradientConfig RunConfig StepFunction StepState SupervisedConfig SupervisedTask attempts
         evaluate_answers evaluate_samples greedy_evaluation held_out_evaluation launch_supervised measure_rollouts
         next_token_loss recorded_run run run_supervised train""",
-    "recipes.plan": """BatchSizes DEVICES Forecast PromptSizes Setting as_options fastest_layout fit forecast main plan
-        response_lengths way_out""",
     "dataproto_server": "Backend",
 }
 
