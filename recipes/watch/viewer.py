@@ -1,4 +1,4 @@
-"""A run in the browser while it trains: ``dataproto view RUN_DIR``.
+"""A run in the browser while it trains: ``dataproto view RUN_DIR``; of a directory of runs, how they compare.
 
 Serves its curves and kept rows on this machine only, for reading only.
 """
@@ -30,6 +30,7 @@ from recipes.watch.rollout_files import (
     rollout_steps,
     rows_file,
 )
+from recipes.watch.runs import comparison, is_run, runs_in
 
 ADDRESS = "127.0.0.1"
 HOSTS = re.compile(r"(?:127\.0\.0\.1|localhost)(?::\d+)?", re.IGNORECASE)
@@ -51,7 +52,7 @@ class ViewConfig:
     """What is served, and where.
 
     Attributes:
-        run_dir: the --output-dir of the run
+        run_dir: the --output-dir of the run, or the directory that holds several
         port: port of 127.0.0.1; 0: any free one
     """
 
@@ -81,15 +82,9 @@ def main(arguments: Sequence[str] | None = None, config: ViewConfig | None = Non
 
 
 def check_run(directory: Path) -> Path:
-    """The directory, if a run has written there; raises `FileFormatError` otherwise, and names runs that are in it."""
-
-    def is_run(directory: Path) -> bool:
-        return any((directory / name).is_file() for name in (CONFIG_FILE, METRICS_FILE))
-
-    if not is_run(directory):
-        inside = [each for each in sorted(directory.glob("*/")) if is_run(each)]
-        there = f", but has {', '.join(map(str, inside[:5]))}" if inside else f", which would have a {CONFIG_FILE}"
-        raise FileFormatError(f"{directory} is not the directory of a run{there}")
+    """The directory, if a run has written there or into a folder of it; raises `FileFormatError` otherwise."""
+    if not is_run(directory) and not runs_in(directory):
+        raise FileFormatError(f"{directory} is not the directory of a run, which would have a {CONFIG_FILE}")
     return directory
 
 
@@ -142,6 +137,8 @@ class ViewerServer(ThreadingHTTPServer):
         Raises:
             DataProtoError: what is asked for does not exist, or a file of the run is damaged.
         """
+        if path == "/" and not is_run(self.directory) and runs_in(self.directory):
+            return comparison(self.directory).encode(errors="replace"), "text/html"
         if path in ("/", "/viewer.js", "/viewer.css", "/report.css"):
             file = TEMPLATES / (path[1:] or "viewer.html")
             return file.read_bytes(), KINDS[file.suffix[1:]]

@@ -4,6 +4,7 @@ import gzip
 import http.client
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -221,11 +222,34 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path, capsys):
         assert process.wait(20) == 0
     assert main([str(tmp_path / "absent")]) == 2
     assert "absent is not the directory of a run" in capsys.readouterr().err
-    assert main([str(tmp_path)]) == 2
-    assert f"is not the directory of a run, but has {run}" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     assert main([str(tmp_path / "empty")]) == 2
     assert "empty is not the directory of a run, which would have a config.json" in capsys.readouterr().err
+
+
+def test_a_directory_of_runs_shows_their_curves_over_each_other_and_the_options_that_differ(tmp_path):
+    for name, rate, rewards in (("slow", 1e-6, [0.25, 0.5]), ("fast <b>", 1e-5, [0.25, 0.875])):
+        (tmp_path / name).mkdir()
+        config = {"optimizer": {"lr": rate, "kind": "adamw"}, "run": {"output_dir": name, "steps": 2}}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        rows = [{"step": step, "critic/score/mean": reward} for step, reward in enumerate(rewards, 1)]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "other").mkdir()
+    with serving(tmp_path) as server:
+        status, _, body, _ = ask(server, "/")
+    page = body.decode()
+    assert status == 200
+    assert "2 runs" in page
+    (table,) = re.findall(r"<table.*?</table>", page, re.DOTALL)
+    cells = [re.findall(r"<t[hd]>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>.*?</tr>", table)]
+    assert cells == [
+        ["", "fast &lt;b&gt;", "slow"],
+        ["steps", "2", "2"],
+        ["Reward", "0.875", "0.5"],
+        ["optimizer.lr", "1e-05", "1e-06"],
+    ]
+    assert page.count("<svg") == 1
+    assert page.count('<polyline class="line"') == 2
 
 
 def test_a_missing_directory_and_a_taken_port_are_refused(tmp_path):
