@@ -1,4 +1,5 @@
-"""The JSON bodies of the Tinker API, read strictly: an unknown or ill-typed field is refused by name.
+"""The JSON bodies of the Tinker API, read strictly: an unknown or ill-typed field is refused by name. Those that only one route
+reads are next to it.
 
 Names are those of the API. Fields without a default must be given.
 """
@@ -53,26 +54,6 @@ def read(kind: type[Kind], value: Any) -> Kind:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise InvalidRequest(str(error)) from error
-
-
-class CreateSession(Body):
-    tags: list[str]
-    sdk_version: str
-    user_metadata: Metadata | None = None
-    project_id: str | None = None
-    display_name: str | None = None
-
-
-class SessionOnly(Body):
-    session_id: str
-
-
-class CreateCustomLoss(Body):
-    session_id: str
-    custom_loss_seq_id: Int
-    name: str
-    inputs: list[Metadata]
-    graph: Metadata
 
 
 class LoraBody(Body):
@@ -147,13 +128,6 @@ class LoadWeights(Body):
     weights_access_token: str | None = None
 
 
-class CreateSampler(Body):
-    session_id: str
-    sampling_session_seq_id: Int
-    base_model: str | None = None
-    model_path: str | None = None
-
-
 class TextBody(Body):
     tokens: list[Int]
 
@@ -198,58 +172,3 @@ class SampleBody(Body):
     prompt_alt_tokens_k: Int = 0
     prompt_logprobs_last_n: Int | None = None
     record_stability_info: bool | None = None
-
-
-class RetrieveFuture(Body):
-    request_id: str
-    allow_metadata_only: bool = False
-
-
-class SamplerTarget(Body):
-    sampling_session_id: str
-    cloned_sampler_id: Int = 0
-
-
-class RetrieveFutures(Body):
-    target: SamplerTarget
-    prev_cursor: Int = 0
-    timeout: float | None = None
-    retrieved_request_ids: list[str] = []
-
-
-class RequestOnly(Body):
-    request_id: str
-
-
-class ModelOnly(Body):
-    model_id: str
-
-
-class SamplerOnly(Body):
-    sampling_session_id: str
-
-
-class WeightsInfo(Body):
-    tinker_path: str
-
-
-class SetTtl(Body):
-    ttl_seconds: Int | None = None
-
-
-class CopyWeights(Body):
-    source_path: str
-    session_id: str | None = None
-    model_seq_id: Int | None = None
-    destination_project_id: str | None = None
-    ttl_seconds: Int | None = None
-    weights_access_token: str | None = None
-
-
-class FinishReason(Body):
-    type: Literal["success", "errored", "interrupted"] = "success"
-
-
-class FinishSession(Body):
-    reason: FinishReason = msgspec.field(default_factory=FinishReason)
-    detail: str | None = None

@@ -12,7 +12,7 @@ from urllib.parse import quote
 from starlette.responses import FileResponse, Response
 
 from dataproto_server.front.barriers import check_ttl
-from dataproto_server.json_requests import CopyWeights, SetTtl, WeightsInfo
+from dataproto_server.json_requests import Body, Int
 from dataproto_server.ledger.directories import MANIFEST, checked_name, link_files, new_directory
 from dataproto_server.ledger.records import KINDS, Catalogue, Checkpoint, Run, text
 from dataproto_server.refusals import InvalidRequest, NotFound, Refused
@@ -122,12 +122,20 @@ async def publish(call: Call) -> Response:
     return Response(status_code=204)
 
 
+class SetTtl(Body):
+    ttl_seconds: Int | None = None
+
+
 async def set_ttl(call: Call) -> Response:
     ttl = (await call.read(SetTtl)).ttl_seconds
     checkpoint = _checkpoint(call)
     check_ttl(ttl)
     await call.service.catalogue.change(checkpoint, expires=None if ttl is None else time.time() + ttl)
     return Response(status_code=204)
+
+
+class WeightsInfo(Body):
+    tinker_path: str
 
 
 async def weights_info(call: Call) -> Response:
@@ -137,6 +145,15 @@ async def weights_info(call: Call) -> Response:
     if lora is not None:
         info |= {"lora_rank": lora["rank"]} | {key: lora[key] for key in ("train_unembed", "train_mlp", "train_attn")}
     return answer(info)
+
+
+class CopyWeights(Body):
+    source_path: str
+    session_id: str | None = None
+    model_seq_id: Int | None = None
+    destination_project_id: str | None = None
+    ttl_seconds: Int | None = None
+    weights_access_token: str | None = None
 
 
 async def copy_weights(call: Call) -> Response:

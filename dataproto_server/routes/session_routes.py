@@ -6,22 +6,16 @@ import json
 import time
 import uuid
 from contextlib import nullcontext
+from typing import Literal
 
+import msgspec
 from starlette.responses import Response
 
 from dataproto.errors import CheckpointError
 from dataproto_server.codec import read_sample
 from dataproto_server.front.futures import failed
 from dataproto_server.front.sample_queue import engine_key
-from dataproto_server.json_requests import (
-    CreateSampler,
-    CreateSession,
-    FinishSession,
-    SampleBody,
-    SamplerOnly,
-    SessionOnly,
-    read,
-)
+from dataproto_server.json_requests import Body, Int, Metadata, SampleBody, read
 from dataproto_server.ledger.directories import check_directory
 from dataproto_server.ledger.records import Sampler, Session, join, text
 from dataproto_server.refusals import InvalidRequest, NotFound, Refused
@@ -70,6 +64,14 @@ async def server_capabilities(call: Call) -> Response:
     return answer({"supported_models": found})
 
 
+class CreateSession(Body):
+    tags: list[str]
+    sdk_version: str
+    user_metadata: Metadata | None = None
+    project_id: str | None = None
+    display_name: str | None = None
+
+
 async def create_session(call: Call) -> Response:
     asked = await call.read(CreateSession)
     session = Session(
@@ -87,10 +89,23 @@ async def create_session(call: Call) -> Response:
     return answer({"type": "create_session", "session_id": session.id})
 
 
+class SessionOnly(Body):
+    session_id: str
+
+
 async def heartbeat(call: Call) -> Response:
     session = call.service.catalogue.live_session((await call.read(SessionOnly)).session_id, call.owner)
     session.seen = time.monotonic()
     return answer({"type": "session_heartbeat"})
+
+
+class FinishReason(Body):
+    type: Literal["success", "errored", "interrupted"] = "success"
+
+
+class FinishSession(Body):
+    reason: FinishReason = msgspec.field(default_factory=FinishReason)
+    detail: str | None = None
 
 
 async def finish_session(call: Call) -> Response:
@@ -127,6 +142,13 @@ async def not_here(call: Call) -> Response:
     if not call.owner:
         raise Refused(401, "the API key is missing or unknown")
     raise NotFound(f"this server has no {call.request.method} {call.request.url.path[:200]}")
+
+
+class CreateSampler(Body):
+    session_id: str
+    sampling_session_seq_id: Int
+    base_model: str | None = None
+    model_path: str | None = None
 
 
 async def create_sampling_session(call: Call) -> Response:
@@ -187,6 +209,10 @@ async def get_sampler(call: Call) -> Response:
     sampler = call.service.catalogue.sampler(call.path("sampler"), call.owner)
     found = {"sampler_id": sampler.id, "base_model": sampler.base_model}
     return answer(found if sampler.model_path is None else found | {"model_path": sampler.model_path})
+
+
+class SamplerOnly(Body):
+    sampling_session_id: str
 
 
 async def join_sampling_session(call: Call) -> Response:

@@ -11,16 +11,7 @@ from starlette.responses import Response
 from dataproto_server.codec import read_header
 from dataproto_server.front.futures import ACTIVE, PAUSED, failed
 from dataproto_server.front.service import Service
-from dataproto_server.json_requests import (
-    CreateCustomLoss,
-    CreateModel,
-    LoadWeights,
-    ModelOnly,
-    RequestOnly,
-    RetrieveFuture,
-    RetrieveFutures,
-    read,
-)
+from dataproto_server.json_requests import Body, CreateModel, Int, LoadWeights, Metadata, read
 from dataproto_server.ledger import journal
 from dataproto_server.ledger.journal import Outcome
 from dataproto_server.ledger.records import Run, drop, text
@@ -69,6 +60,14 @@ async def _new_run(call: Call, kind: str, form: type[CreateModel] | type[LoadWei
                 catalogue.live_session(session_id, call.owner)
             catalogue.runs[run_id] = run
     return await _accepted(call, run, 0, kind)
+
+
+class CreateCustomLoss(Body):
+    session_id: str
+    custom_loss_seq_id: Int
+    name: str
+    inputs: list[Metadata]
+    graph: Metadata
 
 
 async def create_custom_loss(call: Call) -> Response:
@@ -130,6 +129,11 @@ async def _accepted(call: Call, run: Run, seq: int, kind: str, tokens: int = 0) 
 # Results
 
 
+class RetrieveFuture(Body):
+    request_id: str
+    allow_metadata_only: bool = False
+
+
 async def retrieve_future(call: Call) -> Response:
     """Waits for a result: 408 with the state of the queue if it takes long, and 410 if the server does not know the request."""
     asked = await call.read(RetrieveFuture)
@@ -171,6 +175,18 @@ def _mark_fetched(service: Service, request_id: str) -> None:
         service.database.later(journal.fetched(request_id, time.time()))
 
 
+class SamplerTarget(Body):
+    sampling_session_id: str
+    cloned_sampler_id: Int = 0
+
+
+class RetrieveFutures(Body):
+    target: SamplerTarget
+    prev_cursor: Int = 0
+    timeout: float | None = None
+    retrieved_request_ids: list[str] | None = None
+
+
 async def retrieve_futures(call: Call) -> Response:
     """The finished samples of a sampling session, after a cursor."""
     asked = await call.read(RetrieveFutures)
@@ -187,6 +203,10 @@ async def retrieve_futures(call: Call) -> Response:
     return answer({"completions": completions, "cursor": found[-1].announced if found else asked.prev_cursor})
 
 
+class RequestOnly(Body):
+    request_id: str
+
+
 async def cancel_future(call: Call) -> Response:
     """Drops a request for samples; one that trains keeps its place, and nothing happens."""
     request = (await call.read(RequestOnly)).request_id
@@ -194,6 +214,10 @@ async def cancel_future(call: Call) -> Response:
     if known is not None and known.owner == call.owner and known.sampler is not None:
         call.service.samples.cancel(request)
     return answer({})
+
+
+class ModelOnly(Body):
+    model_id: str
 
 
 async def get_info(call: Call) -> Response:
