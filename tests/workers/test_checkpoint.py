@@ -7,6 +7,7 @@ import torch
 from workers.training.checkpoint import (
     checkpoint_steps,
     latest_checkpoint,
+    prune_checkpoints,
     random_states,
     set_random_states,
     writing_checkpoint,
@@ -35,8 +36,9 @@ def test_a_draft_left_by_a_killed_run_is_ignored_and_replaced(tmp_path):
 
 def test_only_the_newest_are_kept(tmp_path):
     for step in (2, 10, 30):
-        with writing_checkpoint(tmp_path, step, keep=2) as directory:
+        with writing_checkpoint(tmp_path, step) as directory:
             (directory / "a").write_text("x")
+        prune_checkpoints(tmp_path, keep=2)
     assert checkpoint_steps(tmp_path) == [10, 30]
 
 

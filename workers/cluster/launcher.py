@@ -19,17 +19,10 @@ from workers.roles.model_worker import PolicyConfig
 from workers.roles.reward import ModelReward, RewardFunction
 from workers.roles.rollout_worker import RolloutConfig
 
-BACKENDS = {
-    "local": "workers.cluster.local:launch_local",
-    "ray": "workers.cluster.ray_launcher:launch_ray",
-}
-"""``(LaunchPlan, Phase, **options) -> Roles`` by name, as ``module:function``: imported when chosen, since Ray is optional."""
-
-WORKER_BACKENDS = {
-    "local": "workers.cluster.local:local_worker",
-    "ray": "workers.cluster.ray_launcher:ray_worker",
-}
-"""The same for `launch_worker`."""
+BACKENDS = {"local": "workers.cluster.local", "ray": "workers.cluster.ray_launcher"}
+"""Modules with ``start_roles(LaunchPlan, Phase, **options) -> Roles`` and ``start_worker``, see `launch_worker`: imported when
+chosen, since Ray is optional.
+"""
 
 
 def launch(
@@ -68,7 +61,7 @@ def launch(
     plan = LaunchPlan(actor, reference, reward, rollout, layout or Layout(), critic, may_shrink)
     check_extras(rollout.engine, on, options.get("address"))
     seconds: dict[str, float] = {}
-    roles: Roles = _function(BACKENDS, on)(plan, timed_phase(phase, seconds), **options)
+    roles: Roles = _backend(on).start_roles(plan, timed_phase(phase, seconds), **options)
     engine = engine_phase(rollout.engine)
     parts = {f"{engine}/{name}": found for name, found in roles.rollout.start_seconds().items()}
     return replace(roles, start_seconds=seconds | parts)
@@ -101,14 +94,12 @@ def launch_worker(
     Raises:
         InvalidConfig, MissingPackage: see `launch`.
     """
-    return _function(WORKER_BACKENDS, on)(make, stack, **options)
+    return _backend(on).start_worker(make, stack, **options)
 
 
-def _function(backends: dict[str, str], on: str) -> Callable[..., Any]:
-    if on not in backends:
-        raise InvalidConfig(f"on={on!r} is unknown: choose one of {sorted(backends)}")
+def _backend(on: str) -> Any:
+    if on not in BACKENDS:
+        raise InvalidConfig(f"on={on!r} is unknown: choose one of {sorted(BACKENDS)}")
     if on == "ray":
         require_extra("ray", "on='ray'", "ray")
-    module, _, name = backends[on].partition(":")
-    found: Callable[..., Any] = getattr(import_module(module), name)
-    return found
+    return import_module(BACKENDS[on])

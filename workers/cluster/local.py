@@ -5,7 +5,7 @@ A recipe calls ``group.method(...)``, or ``group.submit("method", ...)`` for a f
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ class LocalGroup:
         return method
 
 
-def launch_local(plan: LaunchPlan, phase: Phase = nullcontext) -> Roles:
+def start_roles(plan: LaunchPlan, phase: Phase) -> Roles:
     """Builds the workers of all roles in this process.
 
     Raises:
@@ -75,7 +75,7 @@ def launch_local(plan: LaunchPlan, phase: Phase = nullcontext) -> Roles:
     return Roles(LocalGroup(actor), rollout, optional)
 
 
-def local_worker(make: Callable[[torch.device | None], Any], stack: ExitStack) -> LocalGroup:
+def start_worker(make: Callable[[torch.device | None], Any], stack: ExitStack) -> LocalGroup:
     """See `workers.cluster.launcher.launch_worker`."""
     return LocalGroup(make(None))
 

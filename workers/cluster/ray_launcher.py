@@ -2,8 +2,9 @@
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from math import ceil, gcd, lcm
 from pathlib import Path
 from typing import Any, cast
@@ -36,7 +37,7 @@ from workers.roles.rollout_worker import RolloutWorker
 log = logging.getLogger(__name__)
 
 
-def launch_ray(plan: LaunchPlan, phase: Phase = nullcontext, **options: Any) -> Roles:
+def start_roles(plan: LaunchPlan, phase: Phase, **options: Any) -> Roles:
     """Starts one process for each rank of the layout, which holds that rank of actor, reference, critic and rollout.
 
     Engines get separate processes if ``rollout_processes`` is set, and start while the actor is loaded. A reward function gets
@@ -58,8 +59,9 @@ def launch_ray(plan: LaunchPlan, phase: Phase = nullcontext, **options: Any) -> 
                 plan = replace(plan, layout=layout_with_room(plan, config))
             model_processes = plan.layout.world_size + config.rollout_processes
             pools = _start_pools(plan, config, stack)
-            pool = pools.models
-            _prepare_engines(plan, pools.engines or pool)
+            pool = pools["models"]
+            prepare = partial(prepare_engine, plan.rollout.engine, plan.rollout.model_path)
+            pools.get("engines", pool).prepare(prepare)  # on each node, while the actor is loaded
             reward, rollout = _begin_reward(plan, pools), _begin_rollout(plan, pools)
         with phase("loading the actor"):
             actor = pool.build("actor", lambda host: ActorWorker(plan.actor, host.device, host.ranks))
@@ -77,7 +79,7 @@ def launch_ray(plan: LaunchPlan, phase: Phase = nullcontext, **options: Any) -> 
             transfer_weights()
 
         devices = _num_devices(model_processes, gpus_per_process(config))
-        apart = pools.scorers is not None and not uses_device(cast(RewardFunction, plan.reward))
+        apart = "scorers" in pools and not uses_device(cast(RewardFunction, plan.reward))
         ends = stack.pop_all().close
         return Roles(actor, engines, optional, ends, after_sync, engines.release, devices, scores_apart=apart)
 
@@ -116,7 +118,7 @@ class PlannedPool:
 
 
 def planned_pools(plan: LaunchPlan, config: RayConfig) -> dict[str, PlannedPool]:
-    """The processes of a run, by the name of their field in `Pools`.
+    """The processes of a run: ``models``, ``engines`` unless these share the models', and ``scorers`` of a reward function.
 
     Raises:
         InvalidConfig: the engine's ``tensor_parallel`` does not divide the processes that have engines.
@@ -173,7 +175,7 @@ def layout_with_room(plan: LaunchPlan, config: RayConfig) -> Layout:
     return found
 
 
-def ray_worker(make: Callable[[torch.device | None], Any], stack: ExitStack, **options: Any) -> RayGroup:
+def start_worker(make: Callable[[torch.device | None], Any], stack: ExitStack, **options: Any) -> RayGroup:
     """Starts a process with one device. See `workers.cluster.launcher.launch_worker`."""
     config = _config(options)
     pickle_unimportable_modules_by_value()
@@ -201,30 +203,19 @@ def _num_devices(processes: int, gpus: float) -> int:
     return ceil(processes * gpus) if 0 < gpus < 1 else processes
 
 
-@dataclass(frozen=True)
-class Pools:
-    """The processes of a run."""
-
-    models: RayPool
-    engines: RayPool | None = None  # None: engines share the processes of the models
-    scorers: RayPool | None = None  # of a reward function
+Pools = dict[str, RayPool]
+"""The pools of `planned_pools`, started."""
 
 
 def _start_pools(plan: LaunchPlan, config: RayConfig, stack: ExitStack) -> Pools:
     """Starts all processes at once, and waits for them."""
-    blobs, pools = new_step_blobs(), {}
+    blobs, pools = new_step_blobs(), Pools()
     for name, planned in planned_pools(plan, config).items():
         pools[name] = RayPool(planned.layout, planned.config, blobs, planned.together, planned.device)
         stack.enter_context(ending(pools[name].close))
     for pool in pools.values():
         pool.connect()
-    return Pools(**pools)
-
-
-def _prepare_engines(plan: LaunchPlan, pool: RayPool) -> None:
-    """Lets each node begin what its engines need, while the actor is loaded."""
-    engine, model_path = plan.rollout.engine, plan.rollout.model_path
-    pool.prepare(lambda: prepare_engine(engine, model_path))
+    return pools
 
 
 def _build_optional(plan: LaunchPlan, pool: RayPool, phase: Phase) -> dict[str, RayGroup | None]:
@@ -246,24 +237,24 @@ def _begin_reward(plan: LaunchPlan, pools: Pools) -> Callable[[], RayGroup] | No
     """A reward model shares the actor's processes. A function has separate ones, so that scoring overlaps with the models."""
     reward, model_path = plan.reward, plan.actor.model_path
     if isinstance(reward, ModelReward):
-        return lambda: pools.models.build(
+        return lambda: pools["models"].build(
             "reward", lambda host: ModelRewardWorker(reward, model_path, host.device, host.ranks)
         )
-    if reward is None or pools.scorers is None:
+    if reward is None:
         return None
-    return pools.scorers.begin_build("reward", lambda host: RewardWorker(reward, model_path))
+    return pools["scorers"].begin_build("reward", lambda host: RewardWorker(reward, model_path))
 
 
 def _begin_rollout(plan: LaunchPlan, pools: Pools) -> Callable[[], RayGroup]:
     """Engines with devices of their own start now, others when the result is called: their devices are shared."""
-    if pools.engines is None:
-        return lambda: pools.models.build(
+    if "engines" not in pools:
+        return lambda: pools["models"].build(
             "rollout",
             lambda host: RolloutWorker(
                 plan.rollout, host.roles["actor"].named_weights, host.ranks, reward=early_reward(plan)
             ),
         )
-    return pools.engines.begin_build(
+    return pools["engines"].begin_build(
         "rollout",
         lambda host: RolloutWorker(
             plan.rollout,
@@ -277,13 +268,13 @@ def _begin_rollout(plan: LaunchPlan, pools: Pools) -> Callable[[], RayGroup]:
 
 def _weight_transfer(pools: Pools, rollout: RayGroup) -> Callable[[], None]:
     """A function that sends separate engines the actor's weights at the end of a step; they get them now for the first time."""
-    if pools.engines is None:
+    if "engines" not in pools:
         return lambda: None  # these engines read the actor's weights before they next generate
-    pools.models.open_channel(pools.engines)
+    pools["models"].open_channel(pools["engines"])
     dtype = rollout.weights_dtype()
 
     def transfer_weights() -> None:
-        pools.models.transfer_weights("actor", rollout, dtype)
+        pools["models"].transfer_weights("actor", rollout, dtype)
 
     transfer_weights()
     return transfer_weights

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig, end_after, ending, raise_first
@@ -66,9 +66,8 @@ def engine_phase(engine: str) -> str:
 
 def early_reward(plan: LaunchPlan) -> RewardWorker | None:
     """What scores whole groups in the process of the engine, while others are decoded, if the plan says so."""
-    if not plan.rollout.early_rewards or plan.reward is None or isinstance(plan.reward, ModelReward):
-        return None
-    return RewardWorker(plan.reward, plan.actor.model_path)
+    reward = cast(RewardFunction, plan.reward)  # as `LaunchPlan` has checked
+    return RewardWorker(reward, plan.actor.model_path) if plan.rollout.early_rewards else None
 
 
 @dataclass

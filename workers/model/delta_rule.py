@@ -161,16 +161,12 @@ def packed_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, 
             states = final if states is None else torch.cat([states, final])
     if len(levels) == 1:
         return outputs[0]
-    return torch.empty_like(value).index_copy(0, _tokens(levels), torch.cat(outputs))
+    return torch.empty_like(value).index_copy(0, torch.cat([level.tokens for level in levels]), torch.cat(outputs))
 
 
 def _rule_for(device_type: str, dtype: torch.dtype) -> Rule:
     """The kernels for half precision on CUDA; they compute products of float32 in TF32, which keeps three digits."""
     return _by_fla if device_type == "cuda" and dtype != torch.float32 and has_fla() else _by_length
-
-
-def _tokens(levels: list[Level]) -> Tensor:
-    return torch.cat([level.tokens for level in levels])
 
 
 def _by_length(

@@ -78,8 +78,8 @@ class Pieces:
 
     def __init__(self, previous: Tensor, device: torch.device | str = "cpu") -> None:
         """``previous``: see `previous_tokens`, on the host; the tokens of the sequence lie on ``device``."""
-        self.previous = previous
-        self.device = device
+        self.previous, self.device = previous, device
+        self._taps: dict[int, tuple[Tensor, Tensor]] = {}
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, key_cu_seqlens: Tensor | None, key_index: Tensor | None) -> "Pieces":
@@ -116,10 +116,6 @@ class Pieces:
             chosen = (read != plain.clamp_min(-1)).any(1).nonzero().squeeze(1)
             self._taps[count] = move(chosen, self.device), move(read[chosen], self.device)
         return self._taps[count]
-
-    @cached_property
-    def _taps(self) -> dict[int, tuple[Tensor, Tensor]]:
-        return {}
 
     @cached_property
     def levels(self) -> list[Level]:

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import cast
 
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from dataproto.errors import InvalidConfig
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.ranks.mesh import Ranks
@@ -41,15 +41,8 @@ class Transform:
         raise NotImplementedError
 
     def mesh(self, *axes: str) -> DeviceMesh:
-        """The ranks along ``axes``; see `Ranks.submesh`.
-
-        Raises:
-            InvalidConfig: this rank is alone there, so that the transform is not due.
-        """
-        mesh = self.ranks.submesh(*axes)
-        if mesh is None:
-            raise InvalidConfig(f"{type(self).__name__} is not for {self.ranks.layout}: it has one rank along {axes}")
-        return mesh
+        """The ranks along ``axes``, which are several where the transform is due; see `Ranks.submesh`."""
+        return cast(DeviceMesh, self.ranks.submesh(*axes))
 
     def sum_gradients(self, module: PackedVLM) -> None:
         """Adds up gradients of which several ranks hold parts; called once before each optimizer step.

@@ -32,7 +32,7 @@ class Peers(NamedTuple):
 
 def exchange(x: Tensor, peers: Peers) -> Tensor:
     """``(size, ...)``: part i goes to rank i, and part i of the result comes from rank i (all-to-all)."""
-    return cast(Tensor, _Exchange.apply(x, peers))
+    return cast(Tensor, _Collective.apply(x, "exchange", "exchange", peers))
 
 
 def exchange_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], peers: Peers) -> Tensor:
@@ -44,17 +44,17 @@ def exchange_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], peers
 
 def gather_shared(x: Tensor, peers: Peers) -> Tensor:
     """``(n, ...)`` of every rank joined ``(size * n, ...)``, for shared work: each rank's gradient is that of its own part."""
-    return cast(Tensor, _GatherShared.apply(x, peers))
+    return cast(Tensor, _Collective.apply(x, "gather", "own part", peers))
 
 
 def gather_split(x: Tensor, peers: Peers) -> Tensor:
     """``(n, ...)`` of every rank joined ``(size * n, ...)``, for split work: the gradients of a part are summed at its owner."""
-    return cast(Tensor, _GatherSplit.apply(x, peers))
+    return cast(Tensor, _Collective.apply(x, "gather", "sum and split", peers))
 
 
 def sum_and_split(x: Tensor, peers: Peers) -> Tensor:
     """Sum over ranks of ``(size * n, ...)``, of which each rank gets its part ``(n, ...)`` (reduce-scatter)."""
-    return cast(Tensor, _SumAndSplit.apply(x, peers))
+    return cast(Tensor, _Collective.apply(x, "sum and split", "gather", peers))
 
 
 def all_reduce(x: Tensor, name: str) -> Tensor:
@@ -92,15 +92,29 @@ def _all_to_all_rows(x: Tensor, sent: list[int], received: list[int], peers: Pee
     return _done(_c10d.all_to_all_single(x.contiguous(), received, sent, peers.name))
 
 
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
-        ctx.peers = peers
-        return _all_to_all(x, peers)
+def _own_part(x: Tensor, peers: Peers) -> Tensor:
+    return x.chunk(peers.size)[peers.rank]
+
+
+_COLLECTIVES = {
+    "exchange": _all_to_all,
+    "gather": all_gather_tensor,
+    "sum and split": _reduce_scatter,
+    "own part": _own_part,
+}
+
+
+class _Collective(torch.autograd.Function):
+    """One of `_COLLECTIVES`, and another one for its gradient, by their names, which ``torch.compile`` understands."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _all_to_all(gradient, ctx.peers), None
+    def forward(ctx: Any, x: Tensor, name: str, back: str, peers: Peers) -> Tensor:
+        ctx.back, ctx.peers = back, peers
+        return _COLLECTIVES[name](x, peers)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _COLLECTIVES[ctx.back](gradient, ctx.peers), None, None, None
 
 
 class _ExchangeRows(torch.autograd.Function):
@@ -112,36 +126,3 @@ class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         return _all_to_all_rows(gradient, *ctx.back), None, None, None
-
-
-class _GatherShared(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
-        ctx.peers = peers
-        return all_gather_tensor(x, peers)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.chunk(ctx.peers.size)[ctx.peers.rank], None
-
-
-class _GatherSplit(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
-        ctx.peers = peers
-        return all_gather_tensor(x, peers)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _reduce_scatter(gradient, ctx.peers), None
-
-
-class _SumAndSplit(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
-        ctx.peers = peers
-        return _reduce_scatter(x, peers)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_gather_tensor(gradient, ctx.peers), None

@@ -96,19 +96,6 @@ class ValueWorker(ModelWorker):
         return self.model.score(data, into)
 
 
-class FrozenCriticWorker(ValueWorker):
-    """A critic that is not trained any more: its weights, without gradients and optimizer."""
-
-    def load(self, directory: Path) -> None:
-        """Reads the weights that `CriticWorker.save` wrote, in this layout or another. Every rank calls it.
-
-        Raises:
-            CheckpointError: the checkpoint is missing, damaged, or of another model.
-            RankFailure: another rank cannot read it.
-        """
-        self.model.load(directory)
-
-
 class CriticWorker(TrainedWorker, ValueWorker):
     """Values of responses, and the update by a loss function that the recipe hands in.
 

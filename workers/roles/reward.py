@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import AutoTokenizer
 
 from dataproto import DataProto
@@ -25,7 +26,7 @@ from rollout.engine import Completion, SamplingParams
 from rollout.responses import attach_responses
 from workers.ranks.dispatch_modes import dispatch
 from workers.ranks.mesh import Ranks
-from workers.roles.critic import CriticConfig, FrozenCriticWorker
+from workers.roles.critic import CriticConfig, ValueWorker
 
 EARLY_RESULTS = "_early_results"
 """The column with what the reward function has returned for a row while others were decoded, or ``None``."""
@@ -141,17 +142,22 @@ class ModelRewardWorker(RewardWorker):
     ) -> None:
         """``model_path`` is the directory of the responses' tokenizer."""
         super().__init__(lambda rows: [], model_path, ranks)
-        self.critic = FrozenCriticWorker(config.critic, device, ranks)
+        self.critic = ValueWorker(config.critic, device, ranks)
         if config.directory is not None:
-            self.critic.load(config.directory)
+            self.critic.model.load(config.directory)
 
     def results(self, data: DataProto, texts: Sequence[str]) -> Sequence[Mapping[str, float]]:
         """The values; 0 for a row without a response."""
         values = self.critic.values(data)["values"]
-        mask = data["response_mask"].bool()
-        last = torch.where(mask, torch.arange(mask.shape[1]), -1).amax(1)
+        last = last_tokens(data["response_mask"])
         scores = values.gather(1, last.clamp(min=0)[:, None])[:, 0].where(last >= 0, 0.0)
         return [{"score": score} for score in scores.tolist()]
+
+
+def last_tokens(response_mask: Tensor) -> Tensor:
+    """``(B,)`` int64: the place of each row's last response token, -1 for a row without one."""
+    numbers = torch.arange(1, response_mask.shape[1] + 1, device=response_mask.device)
+    return pad(torch.where(response_mask != 0, numbers, 0), (1, 0)).amax(1) - 1
 
 
 def place_on_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
@@ -160,10 +166,8 @@ def place_on_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
     >>> place_on_last_token(torch.tensor([1.0, 2.0]), torch.tensor([[1, 1, 0], [0, 0, 0]])).tolist()
     [[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
     """
-    mask = response_mask.bool()
-    columns = torch.arange(mask.shape[1], device=mask.device)
-    last = torch.where(mask, columns, -1).max(dim=1).values if mask.shape[1] else mask.new_full((len(mask),), -1).long()
-    return torch.where(columns == last[:, None], scores[:, None], 0.0)
+    columns = torch.arange(response_mask.shape[1], device=response_mask.device)
+    return torch.where(columns == last_tokens(response_mask)[:, None], scores[:, None], 0.0)
 
 
 def reward_rows(data: DataProto, texts: Sequence[str]) -> list[RewardRow]:

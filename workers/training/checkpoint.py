@@ -34,12 +34,8 @@ _STEP = re.compile(r"global_step_(\d+)")
 
 
 @contextmanager
-def writing_checkpoint(root: Path, step: int, keep: int | None = None) -> Iterator[Path]:
-    """A directory to fill, which is renamed to ``root/global_step_<step>`` when the block ends without an error.
-
-    Args:
-        keep: how many of the newest checkpoints to keep; ``None`` keeps all.
-    """
+def writing_checkpoint(root: Path, step: int) -> Iterator[Path]:
+    """A directory to fill, which is renamed to ``root/global_step_<step>`` when the block ends without an error."""
     target = root / f"global_step_{step}"
     draft = root / f".{target.name}.partial"
     shutil.rmtree(draft, ignore_errors=True)
@@ -52,8 +48,6 @@ def writing_checkpoint(root: Path, step: int, keep: int | None = None) -> Iterat
         raise
     shutil.rmtree(target, ignore_errors=True)
     draft.rename(target)
-    if keep is not None:
-        prune_checkpoints(root, keep)
 
 
 def prune_checkpoints(root: Path, keep: int, spared: int | None = None) -> None:

@@ -107,7 +107,7 @@ class PreparedRows:
                 "part", lambda: module.features.share(config, joined, device), lambda made: made.inputs.values()
             )
             return part, spans, wanted
-        inputs = inputs or dummy_media(module, tower)
+        inputs = inputs or (module.family.dummy_media(config) if tower else {})
         return (module.features.share(config, inputs, device) if inputs else None), spans, wanted
 
     def _filled(self, module: PackedVLM, device: torch.device, length: int) -> PackedRows:
@@ -159,11 +159,6 @@ def placed_media(module: PackedVLM, rows: DataProto, shared: Tensor) -> list[Row
             if split is not None and shared[row]:
                 inputs[row] = split[1]
     return inputs
-
-
-def dummy_media(module: PackedVLM, tower: bool) -> dict[str, Tensor]:
-    """An image whose features are not used, for a tower that has to run without media."""
-    return module.family.dummy_media(module.model.config) if tower else {}
 
 
 def needs_tower(module: PackedVLM, parts: Sequence[DataProto]) -> list[bool]:

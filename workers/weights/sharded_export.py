@@ -6,7 +6,7 @@ first, so that an export that `from_pretrained` finds is complete.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -318,8 +318,10 @@ def copy_weights(source: str, family: VLMFamily, directory: Path, dtype: torch.d
     if absent := absent_weights(model, sources):
         raise CheckpointError(f"{source} lacks {len(absent)} weights of its model: {', '.join(absent[:3])}")
     exact = {name for weight, tensor in sources.stored.items() if family.in_float32(weight) for name in tensor.names}
-    dtypes = _dtypes(files, lambda name, stored: stored if name in exact or not stored.is_floating_point else dtype)
     with files.opened():
+        firsts = {name: tuple(slice(0, 1) for _ in files.tensor(name).shape) for name in files.names}
+        kinds = {name: files.read(name, first).dtype for name, first in firsts.items()}
+        dtypes = {name: kind if name in exact or not kind.is_floating_point else dtype for name, kind in kinds.items()}
         sizes = {name: prod(files.tensor(name).shape) * each.itemsize for name, each in dtypes.items()}
     places: dict[str, tuple[str, int]] = {}
     for file in plan_export([StageWeights(sizes, [0])], [], FILE_BYTES):
@@ -328,13 +330,6 @@ def copy_weights(source: str, family: VLMFamily, directory: Path, dtype: torch.d
     if {file for file, _ in places.values()} != {SAFE_WEIGHTS_NAME}:
         write_index(directory, places, parameters=sum(weight.numel() for weight in model.parameters()))
     return files
-
-
-def _dtypes(files: CheckpointFiles, wanted: Callable[[str, torch.dtype], torch.dtype]) -> dict[str, torch.dtype]:
-    """What ``wanted`` returns for the name and dtype of each tensor."""
-    with files.opened():
-        firsts = {name: tuple(slice(0, 1) for _ in files.tensor(name).shape) for name in files.names}
-        return {name: wanted(name, files.read(name, first).dtype) for name, first in firsts.items()}
 
 
 def _copy_file(files: CheckpointFiles, dtypes: Mapping[str, torch.dtype], path: Path) -> None:
