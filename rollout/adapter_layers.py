@@ -206,7 +206,7 @@ def _gradients_grouped(
 
 @torch.no_grad()
 def stacked(segments: Sequence[Segment], matrices: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`Groups.downs` and `Groups.ups`. Segments without an adapter have zeros alone."""
+    """`Groups.downs` and `Groups.ups`. Segments without an adapter have only zeros."""
     largest = max(len(down) for down in matrices[::2])
     rank = -(-largest // RANK_MULTIPLE) * RANK_MULTIPLE
     downs, ups = [], []
@@ -272,7 +272,7 @@ class AdapterRouter:
     def __init__(self, model: nn.Module, family: VLMFamily) -> None:
         """Takes over the linear layers of ``model``; one router a model. Raises `InvalidConfig` for logits with a soft cap.
 
-        Each layer's ``forward`` is replaced, on the instance alone: a hook would get the output of the frozen product, and adding
+        Each layer's ``forward`` is replaced, only on the instance: a hook would get the output of the frozen product, and adding
         to that takes a copy of it. A module around the layer would change the names of its parameters.
         """
         if family.logit_cap(model.config) is not None:

@@ -50,7 +50,7 @@ def check_continues(request: Request, input_ids: Tensor, media: Sequence[Media])
 def continued_experts(known: Tensor | None, found: Tensor | None) -> Tensor | None:
     """The experts ``(n, M, k)`` of a row's first tokens, from those ``known`` and those ``found`` when the row was read again.
 
-    Both begin with the first token. What is known stays: the tokens that follow were sampled behind it.
+    Both begin with the first token. What is known stays: the tokens that follow were sampled after it.
 
     >>> continued_experts(torch.tensor([[[3]], [[1]]]), torch.tensor([[[3]], [[0]], [[2]]])).flatten().tolist()
     [3, 1, 2]

@@ -1,7 +1,8 @@
 """Drafts of the tokens that a sample draws next, by n-grams of its own tokens and of the other samples of its prompt.
 
 A draft changes no token: the engine draws each token from the sample's own random stream, and keeps a drafted one only if it is
-the one that was drawn (exact-match speculation). After prompt lookup decoding (Saxena 2023), with siblings beside the prompt.
+the one that was drawn (exact-match speculation). After prompt lookup decoding (Saxena 2023), with siblings in addition to
+the prompt.
 """
 
 from collections.abc import Collection, Hashable, Sequence

@@ -38,7 +38,7 @@ class SamplingParams:
     seed: int = 0
     min_p: float = 0.0  # tokens below this share of the likeliest token's probability are not sampled; 0: all may be
     stop: tuple[str, ...] = ()  # texts that end a response; the token that completes one is its last
-    top_log_probs: int = 0  # number of likeliest tokens to return beside each sampled token
+    top_log_probs: int = 0  # number of likeliest tokens to return with each sampled token
     prompt_log_probs: bool = False  # return the log-probs of the prompt's tokens
     top_prompt_log_probs: int = 0  # number of likeliest tokens to return at each place of the prompt
     ignore_eos: bool = False  # the model's own end tokens do not end a response
@@ -72,11 +72,11 @@ class SamplingParams:
             )
 
     def check_sampled_alone(self, what: str) -> None:
-        """Raises `InvalidConfig` for log-probs beside those of the sampled tokens, which ``what`` does not return."""
+        """Raises `InvalidConfig` for log-probs in addition to those of the sampled tokens, which ``what`` does not return."""
         names = ("top_log_probs", "prompt_log_probs", "top_prompt_log_probs")
         if asked := [name for name in names if getattr(self, name)]:
             raise InvalidConfig(
-                f"sampling asks for {', '.join(asked)}, and {what} have the log-probs of sampled tokens alone: leave it out, or "
+                f"sampling asks for {', '.join(asked)}, and {what} have only the log-probs of sampled tokens: leave it out, or "
                 "use RolloutWorker.generate"
             )
 
@@ -100,7 +100,7 @@ class Request:
     seed: int = 0  # of this sample's random stream (see `rollout.sampling.turn_seed`)
     uid: str = ""  # of its prompt, for messages
     drawn: int = (
-        0  # numbers already drawn from the random stream: a response that goes on after ``drawn`` of its tokens
+        0  # numbers already drawn from the random stream: a response that continues after ``drawn`` of its tokens
     )
 
     @property
@@ -205,7 +205,7 @@ class RequestEngine(Protocol):
 
         Returns:
             For a request that was waiting or running, its tokens so far, with the reason "abort". They can be sampled further by
-            a request with these tokens behind its prompt and their number as ``drawn``. Otherwise ``None``.
+            a request with these tokens after its prompt and their number as ``drawn``. Otherwise ``None``.
         """
         ...
 
@@ -337,7 +337,7 @@ def awaits_weights(name: str) -> bool:
 
 
 def prepare_engine(name: str, model_path: str) -> None:
-    """Begins, beside other work of the process, what an engine can do before it is created: its ``prepare``, if it has one."""
+    """Begins, during other work of the process, what an engine can do before it is created: its ``prepare``, if it has one."""
     prepare = getattr(_engine_class(name), "prepare", None)
     if prepare is not None:
         prepare(model_path)

@@ -1,4 +1,4 @@
-"""The image processor of Kimi K2.5 by PIL; transformers has it for torchvision alone."""
+"""The image processor of Kimi K2.5 by PIL; transformers has it only for torchvision."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ ONLY_PUBLISHED = {
 
 
 class KimiImageKwargs(ImagesKwargs, total=False):
-    """Settings beside those of all image processors."""
+    """Settings in addition to those of all image processors."""
 
     max_patches: int
     patch_size: int

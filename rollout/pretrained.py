@@ -198,7 +198,7 @@ def _processor_template(path: str | os.PathLike[str]) -> Any:
 
 
 def _own_processor(path: str | os.PathLike[str]) -> Any:
-    """This project's image processor by PIL for a checkpoint of a type for which transformers has one for torchvision alone;
+    """This project's image processor by PIL for a checkpoint of a type for which transformers has one only for torchvision;
     ``None`` if there is none.
     """
     from transformers import AutoConfig
@@ -227,7 +227,7 @@ def load_image_processor(path: str | os.PathLike[str]) -> Any:
             return own
         if "Could not load any image processor class" in str(error):
             raise InvalidConfig(
-                f"{path}: transformers has its image processor for torchvision alone; prompts are made with the "
+                f"{path}: transformers has its image processor only for torchvision; prompts are made with the "
                 f"{IMAGE_BACKEND} backend, on every machine the same"
             ) from error
         # The first Qwen2.5-VL checkpoints name a class that no longer exists. Its successor reads their settings.

@@ -162,7 +162,7 @@ def expert_columns(
     response_lengths: Sequence[int],
     owners: Sequence[Hashable],
 ) -> tuple[RaggedTensor, RaggedTensor]:
-    """The experts of the prompt tokens, and of the tokens behind the prompt, of whole rows.
+    """The experts of the prompt tokens, and of the tokens after the prompt, of whole rows.
 
     Args:
         rows: the experts ``(n, M, k)`` of each row's tokens, of all or all but the last, which repeats those of the one before.

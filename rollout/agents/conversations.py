@@ -1,7 +1,7 @@
 """The conversations of an episode, and the law of tokens: what continues them goes on from the ids that were sampled.
 
 An agent keeps its own history and sends it whole. Where a history continues what this episode has seen and said, its ids are
-those that the engine was given and sampled, and only what is new is rendered, as what the template adds behind an answer. All
+those that the engine was given and sampled, and only what is new is rendered, as what the template adds after an answer. All
 other histories begin a new row, for a reason that has a name, see `REASONS`.
 """
 

@@ -45,7 +45,7 @@ class Environment(Protocol):
             seed: the same for all samples of a prompt.
 
         Returns:
-            What is shown behind the messages of the row.
+            What is shown after the messages of the row.
         """
         ...
 

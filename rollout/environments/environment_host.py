@@ -1,4 +1,4 @@
-"""Runs environments beside the engine: each in a thread of its own, ``async`` methods on the event loop of the process."""
+"""Runs environments next to the engine: each in a thread of its own, ``async`` methods on the event loop of the process."""
 
 import asyncio
 import contextlib
@@ -185,7 +185,7 @@ class EnvironmentHost:
         return list(self._running)
 
     def pause(self) -> None:
-        """Stops the clock. The environments go on."""
+        """Stops the clock. The environments continue."""
         self._clock = self._now(), self._clock[1]
 
     def resume(self) -> None:
@@ -305,7 +305,7 @@ class EnvironmentHost:
                     running.environment = self.make_environment()
                     if running.closed:  # before there was a process to kill
                         break
-                if method == "reset":  # here, beside the other environments and the engine
+                if method == "reset":  # here, next to the other environments and the engine
                     row, seed = arguments
                     arguments = _copied(row, {}), seed
                 answer: Outcome = check_observation(

@@ -77,7 +77,7 @@ class EpisodeLimits:
     """How long an episode may be, and what the policy sees of it."""
 
     turns: int  # of the policy
-    tokens: int | None = None  # of a row behind the prompt, sampled ones and observations; None: no limit
+    tokens: int | None = None  # of a row after the prompt, sampled ones and observations; None: no limit
     seconds: float = (
         60.0  # that the environment may take, all its calls together; decoding does not count, see `EndReason`
     )
@@ -100,11 +100,11 @@ class EpisodeLimits:
             raise InvalidConfig(f"memory_gib={self.memory_gib}: must be above 0, or None for no limit")
 
     def most_tokens(self, most_of_turn: int) -> int:
-        """The largest number of sampled tokens, or of tokens behind the prompt if those are limited."""
+        """The largest number of sampled tokens, or of tokens after the prompt if those are limited."""
         return self.turns * most_of_turn if self.tokens is None else self.tokens
 
     def room(self, used: int) -> float:
-        """The number of tokens that are left behind ``used`` ones."""
+        """The number of tokens that are left after ``used`` ones."""
         return float("inf") if self.tokens is None else self.tokens - used
 
 
@@ -155,7 +155,7 @@ class Episode:
 
     @property
     def begun(self) -> list[BegunTurn]:
-        """What was sampled so far, for an episode that goes on later."""
+        """What was sampled so far, for an episode that continues later."""
         if self.prompt is None:
             return list(self.repeated)
         befores = [turn.shown.ids.tolist() if turn.shown else [] for turn in self.turns]  # before the next turn
@@ -179,7 +179,7 @@ class Episode:
 
     @property
     def length(self) -> int:
-        """Number of tokens behind the prompt, in the row that grows."""
+        """Number of tokens after the prompt, in the row that grows."""
         if self.prompt is None:
             return 0
         row, before = self.rows[-1], len(self.prompt.input_ids)
@@ -214,7 +214,7 @@ class TurnRequests:
         return self._first[key]
 
     def new_row(self, episode: Episode) -> EpisodeRow | None:
-        """The row in which the episode goes on if it has to leave out pictures that its present row shows."""
+        """The row in which the episode continues if it has to leave out pictures that its present row shows."""
         if self.limits.last_pictures is None or not episode.turns:
             return None
         (first, *others), omitted = last_pictures(episode.observations, self.limits.last_pictures)
@@ -243,13 +243,13 @@ class TurnRequests:
         )
 
     def next_request(self, episode: Episode, shown: RenderedTurn) -> Request:
-        """The request of the next turn, behind an observation."""
+        """The request of the next turn, after an observation."""
         assert episode.request is not None
         request = self.continued(episode.request, episode.turns[-1].token_ids, shown)
         return replace(request, seed=turn_seed(episode.start.seed, len(episode.turns)), uid=episode.start.uid)
 
     def continued(self, earlier: Request, token_ids: Sequence[int], shown: RenderedTurn) -> Request:
-        """The request behind an earlier one, what was sampled for it, and an observation."""
+        """The request after an earlier one, what was sampled for it, and an observation."""
         sampled = torch.tensor(token_ids)
         types = torch.zeros_like(sampled, dtype=torch.int8)
         data = dict(earlier.multi_modal_data)
@@ -267,7 +267,7 @@ class TurnRequests:
         return request
 
     def _positions(self, earlier: Tensor, sampled: int, shown: Tensor) -> Tensor:
-        """Positions of a row that goes on with sampled tokens and an observation, whose own positions begin at 0.
+        """Positions of a row that continues with sampled tokens and an observation, whose own positions begin at 0.
 
         They continue from the largest position of the row so far.
         """

@@ -61,9 +61,9 @@ def go_on(
     weight_version: int,
 ) -> None:
     """Plays episodes, begun or not, until there are enough whole groups, or the engine fails at an episode: see
-    ``groups.failure``. The others can go on later, and so can that one, from its tokens before this call.
+    ``groups.failure``. The others can continue later, and so can that one, from its tokens before this call.
 
-    The environment of an episode that goes on is the one that ``host`` holds. If it holds none, a new one gets the actions of
+    The environment of an episode that continues is the one that ``host`` holds. If it holds none, a new one gets the actions of
     ``Episode.repeated``; should it show something else than before, the episode ends as "invalid".
 
     Raises:
@@ -125,7 +125,7 @@ class _Play:
                     self._free_ended(number)
 
     def _begin(self, number: int) -> None:
-        """Starts an episode, or lets it go on."""
+        """Starts an episode, or lets it continue."""
         episode, name = self.episodes[number], self.names[number]
         if name not in self.host:
             self.host.reset(name, episode.start.row, episode.start.environment_seed)
@@ -162,7 +162,7 @@ class _Play:
     def _time_left(self) -> float:
         """Seconds until the wall clock of an episode is over. Those for which it is over now are ended; then 0.
 
-        The clock of an episode that is played again begins behind what it repeats.
+        The clock of an episode that is played again begins after what it repeats.
         """
         if self.limits.wall_clock is None:
             return math.inf
@@ -223,7 +223,7 @@ class _Play:
             episode.end("done" if observation.done else "turns")
 
     def _shown(self, episode: Episode, observation: Observation) -> RenderedTurn | None:
-        """The observation as tokens behind the last turn; the first one becomes the prompt of the episode."""
+        """The observation as tokens after the last turn; the first one becomes the prompt of the episode."""
         if episode.turns:
             return self.renderer.turn(observation, episode.turns[-1].token_ids[-1])
         episode.prompt, request = self.turn_requests.first_turn(episode.start, observation)
@@ -334,7 +334,7 @@ class EpisodePlan:
     def __post_init__(self) -> None:
         if self.limits.last_pictures is not None:
             raise InvalidConfig(
-                f"last_pictures={self.limits.last_pictures} makes several rows of an episode; one that goes on later has "
+                f"last_pictures={self.limits.last_pictures} makes several rows of an episode; one that continues later has "
                 "one row"
             )
 
@@ -360,7 +360,7 @@ class HeldEpisodes:
     ) -> list[Episode]:
         """Plays episodes until there are enough whole groups, and holds those that have not ended.
 
-        An episode that is held goes on in its environment. Another one that has ``begun``, in an earlier process, is played
+        An episode that is held continues in its environment. Another one that has ``begun``, in an earlier process, is played
         again with what was sampled then; see `go_on`. Held episodes that are not among ``starts``
         are dropped. If this raises, nothing is held: the episodes are somewhere between ``begun`` and what comes next.
         """

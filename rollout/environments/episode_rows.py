@@ -1,6 +1,6 @@
 """Rows of prompts to episodes, and episodes to rows of a rollout batch: prompt | sampled | observation | sampled | ...
 
-A row that goes on with an episode has its history between the prompt and the first sampled token.
+A row that continues with an episode has its history between the prompt and the first sampled token.
 
 Letters: B rows, P prompt tokens, R response tokens, L = P + R.
 """
@@ -32,6 +32,7 @@ from rollout.environments.episode import Episode, EpisodeRow, EpisodeStart
 from rollout.environments.turn_renderer import TurnRenderer
 from rollout.prompts import PromptBuilder
 from rollout.prompts.image_processing import made_images
+from rollout.prompts.prepared_rows import pad_left
 from rollout.responses import OCCURRENCE, expert_columns, number_occurrences, prompt_names
 from rollout.sampling import derive_seed
 
@@ -108,11 +109,11 @@ def _tensors(records: Sequence["_Record"], builder: Any) -> dict[str, Tensor]:
     def padded(name: str, code: Literal["q", "f"] = "q") -> Tensor:
         return _pad_right([getattr(record, name) for record in records], width, 0, code)[0]
 
-    prompt_ids = _pad_left([record.prompt_ids for record in records], builder.pad_token_id)
-    prompt_mask = _pad_left([np.ones_like(record.prompt_ids) for record in records], 0)
+    prompt_ids = pad_left([record.prompt_ids for record in records], builder.pad_token_id)
+    prompt_mask = pad_left([np.ones_like(record.prompt_ids) for record in records])
     responses, filled = _pad_right([record.ids for record in records], width, builder.pad_token_id)
     mask = torch.cat([prompt_mask, filled.to(torch.int64)], dim=1)
-    prompt_types = _pad_left([record.prompt_types for record in records], 0)
+    prompt_types = pad_left([record.prompt_types for record in records])
     types = torch.cat([prompt_types, padded("types")], dim=1).to(torch.int8)
     cut = [record.is_last and record.episode.ended in ("length", "tokens", "clock") for record in records]
     return {
@@ -133,7 +134,7 @@ def _tensors(records: Sequence["_Record"], builder: Any) -> dict[str, Tensor]:
 
 
 def _records(episodes: Sequence[Episode], renderer: TurnRenderer) -> list["_Record"]:
-    """The rows of all episodes, those of an episode behind each other."""
+    """The rows of all episodes, those of an episode one after another."""
     shared = _shared_prompts(episodes)
     records = []
     for place, episode in enumerate(episodes):
@@ -174,7 +175,7 @@ def _common_length(rows: Sequence[Tensor]) -> int:
 
 
 class _Record:
-    """A row of an episode: the tokens behind its prompt, and a value of each; empty for an episode that did not begin."""
+    """A row of an episode: the tokens after its prompt, and a value of each; empty for an episode that did not begin."""
 
     def __init__(
         self,
@@ -186,7 +187,7 @@ class _Record:
         prompt: int | None,
         renderer: TurnRenderer,
     ) -> None:
-        """``stop``: index of the turn behind the row's last one. ``prompt``: length of its prompt, if not what came before its
+        """``stop``: index of the turn after the row's last one. ``prompt``: length of its prompt, if not what came before its
         first turn.
         """
         self.place, self.episode, self.row, self.is_last = place, episode, row, is_last
@@ -296,7 +297,7 @@ def _messages(episode: Episode) -> Any:
 
 
 def _positions(builder: Any, types: Tensor, mask: Tensor, media: Sequence[Any]) -> Tensor:
-    """Positions of whole rows; those of the padding on the right go on, as in other rollouts."""
+    """Positions of whole rows; those of the padding on the right continue, as in other rollouts."""
     family = builder.family
     positions: Tensor = family.position_ids(types, mask, **media_grids(media), config=builder.config)
     lengths = mask.flip(1).argmax(1)  # padding on the right
@@ -309,14 +310,6 @@ def _positions(builder: Any, types: Tensor, mask: Tensor, media: Sequence[Any]) 
         index = index[:, None].expand_as(positions)
         places = places[:, None].expand_as(positions)
     return torch.where(places >= 0, following.gather(-1, index), positions)
-
-
-def _pad_left(rows: Sequence[np.ndarray], fill: int) -> Tensor:
-    width = max((len(row) for row in rows), default=1)
-    padded = np.full((len(rows), width), fill, dtype=np.int64)
-    for target, row in zip(padded, rows, strict=True):
-        target[width - len(row) :] = row
-    return torch.from_numpy(padded)
 
 
 def _pad_right(

@@ -93,7 +93,7 @@ class ToolEnvironment:
 
     @staticmethod
     async def _shown_later(found: Sequence[Any]) -> Observation:
-        """The results, those of ``async`` tools made beside each other."""
+        """The results, those of ``async`` tools made at the same time."""
 
         async def wait(each: Any) -> Any:
             try:

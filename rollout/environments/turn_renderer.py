@@ -1,7 +1,7 @@
-"""Turns to tokens so that a row only grows: what a template adds behind an answer, and nothing that it would change before it.
+"""Turns to tokens so that a row only grows: what a template adds after an answer, and nothing that it would change before it.
 
 The ids of a turn begin with the ids of the turn before and what was sampled, and are never rendered again. An observation becomes
-the text that the chat template adds behind a sentinel, in the place of the answer, when the observation follows it.
+the text that the chat template adds after a sentinel, in the place of the answer, when the observation follows it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,12 +22,11 @@ from rollout.environments.environment import Content, Observation
 from rollout.prompts import ProcessedImage, Prompt, PromptBuilder
 from rollout.prompts.images import load_image
 from rollout.prompts.messages import Conversation
+from rollout.prompts.prompt_builder import ANSWER as SENTINEL
+from rollout.prompts.prompt_builder import THOUGHT as SECOND
 from rollout.prompts.videos import ProcessedVideo, join_inputs
 
 Ids = npt.NDArray[np.int64]
-SENTINEL, SECOND = "8412906735", "5390718264"
-"""Answers that stand for any other. They are digits: no template strips, escapes or splits them."""
-THOUGHTS = f"<think>\n{SECOND}\n</think>\n\n"
 NO_END = -1
 """In the place of an end token, of an answer without one."""
 
@@ -108,7 +107,7 @@ class TurnRenderer:
         if images and self.builder.family.numbers_images:
             raise InvalidPrompt(
                 f"models of type {self.builder.family.model_type} number the images of a prompt: show images in the first "
-                "observation alone"
+                "observation only"
             )
         shape = [part if isinstance(part, str) else self._image(part).image.size for part in observation.content]
         end = last if last is None or last in self.end_ids else NO_END
@@ -145,7 +144,7 @@ class TurnRenderer:
         return replace(found, images=images, media=self.media(images) if images else {})
 
     def _as_taken(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The message with its texts joined to a string, where the template takes a string alone."""
+        """The message with its texts joined to a string, where the template takes only a string."""
         content = message["content"]
         if message["role"] not in ("user", "tool") or isinstance(content, str):
             return message
@@ -215,7 +214,7 @@ class TurnRenderer:
             kept.clear()
 
     def _text(self, observation: Observation) -> str:
-        """The text behind the sentinel."""
+        """The text after the sentinel."""
         self._check_shown(observation.role)
         message: dict[str, Any] = {"role": observation.role, "content": _parts(observation.content)}
         images = [part for part in observation.content if not isinstance(part, str)]
@@ -227,14 +226,14 @@ class TurnRenderer:
     def _check_shown(self, role: str) -> None:
         """Finds out how the template takes messages of this role. Raises `InvalidPrompt` if it leaves out their text.
 
-        Many templates take the text of a tool as a string alone, and write a list of parts as Python does.
+        Many templates take the text of a tool only as a string, and write a list of parts as Python does.
         """
         if role in self._joins:
             return
         joins = role == "tool" and self._shows_string(role)
         if not joins and SECOND not in self._behind(ANSWERED, {"role": role, "content": _parts([SECOND])}):
             raise InvalidPrompt(
-                f"the chat template leaves out messages of the role {role!r} behind an answer: show it in another role"
+                f"the chat template leaves out messages of the role {role!r} after an answer: show it in another role"
             )
         self._joins[role] = joins
 
@@ -245,7 +244,7 @@ class TurnRenderer:
             return False
 
     def _behind(self, messages: Sequence[dict[str, Any]], *following: dict[str, Any], tools: Sequence[Any] = ()) -> str:
-        """What the template writes behind the sentinel, which the last of the messages is."""
+        """What the template writes after the sentinel, which the last of the messages is."""
         text = self.builder.render([*messages, *following], add_generation_prompt=True, tools=tools)
         if text.count(SENTINEL) != 1:
             raise InvalidPrompt(
@@ -280,18 +279,19 @@ class TurnRenderer:
             )
         earlier = [_user("?"), _assistant(SECOND), _user("?"), _assistant(SENTINEL)]
         if self._behind(earlier, shown) != behind:
-            raise InvalidPrompt("what it writes behind an answer depends on the turns before")
+            raise InvalidPrompt("what it writes after an answer depends on the turns before")
         ids = self.builder.encode_text(behind)
         if not ids or ids[0] not in self.end_ids:
-            found.append(f"it writes {behind!r} behind an answer, which does not begin with an end token of the model")
+            found.append(f"it writes {behind!r} after an answer, which does not begin with an end token of the model")
         else:
             gap = behind[len(str(self.builder.tokenizer.decode(ids[:1]))) :]
             gap = gap[: len(gap) - len(gap.lstrip())]
             if gap:
                 found.append(
-                    f"it writes {gap!r} behind the end token, which is not sampled: it stands before the observation"
+                    f"it writes {gap!r} after the end token, which is not sampled: it stands before the observation"
                 )
-        thinking = self.builder.render([_user("?"), _assistant(THOUGHTS + SENTINEL), shown], add_generation_prompt=True)
+        thought = f"<think>\n{SECOND}\n</think>\n\n{SENTINEL}"
+        thinking = self.builder.render([_user("?"), _assistant(thought), shown], add_generation_prompt=True)
         if SECOND not in thinking:
             found.append("it strips thinking from answers that an observation follows: rows keep it")
         return found
@@ -309,7 +309,7 @@ def _image_key(image: Image.Image) -> tuple[Any, ...]:
 
 
 def _difference(one: str, other: str) -> str:
-    """What ``other`` has behind the longest common beginning.
+    """What ``other`` has after the longest common beginning.
 
     >>> _difference("<a>x", "<a><think>")
     '<think>'

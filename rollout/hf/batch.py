@@ -29,7 +29,7 @@ def can_join(layers: Sequence[Any]) -> bool:
 
 
 def select_rows(layer: Any, index: Tensor) -> None:
-    """Keeps the rows of ``index`` alone, in its order."""
+    """Keeps only the rows of ``index``, in its order."""
     if is_recurrent(layer):
         layer.conv_states[0], layer.recurrent_states[0] = layer.conv_states[0][index], layer.recurrent_states[0][index]
     else:
@@ -37,13 +37,13 @@ def select_rows(layer: Any, index: Tensor) -> None:
 
 
 def select_tokens(layer: Any, columns: Tensor) -> None:
-    """Keeps the keys and values of these tokens alone; a state stays."""
+    """Keeps only the keys and values of these tokens; a state stays."""
     if not is_recurrent(layer):
         layer.keys, layer.values = layer.keys[:, :, columns], layer.values[:, :, columns]
 
 
 def arrange_tokens(layer: Any, columns: Tensor) -> None:
-    """Keeps, of each row, the keys and values of its tokens ``columns (W, T')`` alone, in this order."""
+    """Keeps, of each row, only the keys and values of its tokens ``columns (W, T')``, in this order."""
     for name in ("keys", "values"):
         states = getattr(layer, name)  # (W, H, T, D)
         setattr(layer, name, states.take_along_dim(columns[:, None, :, None], dim=2))

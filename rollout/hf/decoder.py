@@ -79,7 +79,7 @@ class Read:
 
 @dataclass(frozen=True)
 class ReadAhead:
-    """Sampled tokens of a batch, and drafted ones behind them, which have been read."""
+    """Sampled tokens of a batch, and drafted ones after them, which have been read."""
 
     hidden: Tensor  # (W, L, H)
     first: int  # column of the sampled tokens in the cache
@@ -101,7 +101,7 @@ class Decoder:
         """Runs each distinct prompt once, left-padded, and gives each request a row of the cache.
 
         Either all requests continue a prefix that is cached, or none. Those of a model with recurrent layers or sliding windows
-        then have equal numbers of new tokens: padding behind a prefix would change its state, or take places in the window.
+        then have equal numbers of new tokens: padding after a prefix would change its state, or take places in the window.
         """
         parts: list[Unread] = []
         prompt_of: dict[Hashable, int] = {}
@@ -146,7 +146,9 @@ class Decoder:
         return [part for rows in groups.values() for part in self._within_budget(rows)]
 
     def _within_budget(self, rows: list[OpenRequest]) -> list[list[OpenRequest]]:
-        """The rows in groups whose distinct prompts keep the budget with padding, longest first. A longer prompt is alone."""
+        """The rows in groups whose distinct prompts keep the budget with padding, longest first. A longer prompt is
+        a group of its own.
+        """
         prompts: dict[Hashable, list[OpenRequest]] = {}
         for row in rows:
             prompts.setdefault(_prompt_key(row), []).append(row)
@@ -237,7 +239,7 @@ class Decoder:
         batch.hidden, batch.next_position = read.hidden[:, -1], batch.next_position + 1
 
     def read_ahead(self, batch: Batch, tokens: Tensor, filled: Tensor) -> ReadAhead:
-        """Reads tokens ``(W, L)`` of every row, those of the mask ``filled`` behind each other; the first one is sampled.
+        """Reads tokens ``(W, L)`` of every row, those of the mask ``filled`` one after another; the first one is sampled.
 
         `keep_ahead` says which others are kept, and `go_on` ends this.
         """
@@ -256,7 +258,7 @@ class Decoder:
         return ReadAhead(hidden, mask.shape[1], experts)
 
     def keep_ahead(self, batch: Batch, read: ReadAhead, place: int, ahead: int) -> None:
-        """Notes, before a row takes the drafted token behind ``ahead`` others, that these have been read.
+        """Notes, before a row takes the drafted token after ``ahead`` others, that these have been read.
 
         If the row ends with that token, its cache ends before it.
         """
@@ -267,7 +269,7 @@ class Decoder:
             batch.attention_mask[place, read.first :] = torch.arange(read.hidden.shape[1], device=self.device) <= ahead
 
     def go_on(self, batch: Batch, read: ReadAhead, taken: np.ndarray) -> None:
-        """Goes on behind the sampled token of each row and the ``taken (W,)`` drafted ones; the others are forgotten."""
+        """Continues after the sampled token of each row and the ``taken (W,)`` drafted ones; the others are forgotten."""
         counts = move(torch.from_numpy(taken), self.device)
         length = read.hidden.shape[1]
         batch.attention_mask[:, read.first :] = torch.arange(length, device=self.device) <= counts[:, None]

@@ -98,14 +98,6 @@ class HFEngine:
         self._path = model_path
         self._begin(model.to(self.device), max_num_seqs, kept_bytes, token_budget, routed_experts, speculate)
 
-    @classmethod
-    def of_model(cls, model: Any, max_num_seqs: int = 256) -> "HFEngine":
-        """An engine around a model in memory, which it freezes; it has no end tokens and no tokenizer for stop texts."""
-        engine = cls.__new__(cls)
-        engine.device, engine.dtype, engine.end_ids, engine._path = model.device, model.dtype, (), ""
-        engine._begin(model, max_num_seqs, KEPT_BYTES, TOKEN_BUDGET)
-        return engine
-
     def _begin(
         self,
         model: Any,
@@ -235,7 +227,7 @@ class HFEngine:
             self._start(rows)
 
     def _start(self, rows: list[OpenRequest]) -> None:
-        """Reads prompts, all of which continue a prefix or none. If one of them is refused, each is read alone."""
+        """Reads prompts, all of which continue a prefix or none. If one of them is refused, each is read by itself."""
         if not rows:
             return
         try:
@@ -321,7 +313,7 @@ class HFEngine:
             row.top_log_probs += likeliest(log_probs, wanted)
 
     def _read_drafts(self, batch: Batch, chosen: Tensor, drafts: list[list[int]]) -> None:
-        """Reads the sampled tokens ``(W,)`` and the drafts behind them, and takes drafted tokens as far as they are drawn."""
+        """Reads the sampled tokens ``(W,)`` and the drafts after them, and takes drafted tokens as far as they are drawn."""
         read = self._decoder.read_ahead(batch, *padded_drafts(chosen, drafts))
         places = DraftPlaces.of(drafts)
         logits = project(read.hidden[places.rows, places.ahead], self.family.lm_head(self.model).weight, self._cap)
@@ -344,7 +336,7 @@ class HFEngine:
         return project(batch.hidden, self.family.lm_head(self.model).weight, self._cap)
 
     def _finish_reason(self, row: OpenRequest) -> FinishReason | None:
-        """Why the row ends with its last token, or ``None`` if it goes on."""
+        """Why the row ends with its last token, or ``None`` if it continues."""
         token = row.token_ids[-1]
         if not math.isfinite(row.log_probs[-1]) or token in self.banned_ids:
             return "error"
@@ -389,7 +381,7 @@ class HFEngine:
         """Copies all weights in place, one after another. Tied weights are required under one of their names only, buffers not at
         all.
 
-        Requests that run go on from their tokens so far, which are read again. After an error the engine may hold a mix of old
+        Requests that run continue from their tokens so far, which are read again. After an error the engine may hold a mix of old
         and new weights: load all of them again.
 
         Raises:

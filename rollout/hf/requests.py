@@ -140,7 +140,7 @@ class OpenRequest:
 
     @property
     def response(self) -> Sequence[int]:
-        """Its tokens so far, those of an earlier request that it goes on with included."""
+        """Its tokens so far, those of an earlier request that it continues included."""
         drawn = self.request.drawn
         return [*self.request.input_ids[len(self.request.input_ids) - drawn :].tolist(), *self.token_ids]
 

@@ -12,7 +12,7 @@ require_extra("train", "rollout.prompts", "transformers")
 
 if TYPE_CHECKING:
     from rollout.pretrained import IMAGE_BACKEND, load_image_processor
-    from rollout.prompts.chunk_rendering import ChunkRenderer, PlacedSequence, Resolver, TokenSequence, token_values
+    from rollout.prompts.chunk_rendering import ChunkRenderer, PlacedSequence, Resolver, TokenSequence
     from rollout.prompts.conversations import SupervisedBuilder, TrainingRow
     from rollout.prompts.image_processing import ContentStore, ProcessedImage
     from rollout.prompts.messages import Turns
@@ -36,7 +36,6 @@ __all__ = [
     "load_image_processor",
     "row_digest",
     "row_number",
-    "token_values",
 ]
 
 __getattr__ = lazy_names(

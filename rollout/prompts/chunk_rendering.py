@@ -4,7 +4,7 @@ The position of an image is that of its chunk; token ids are never searched for 
 longest row, R = L - 1.
 """
 
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from dataproto import DataProto, RaggedTensor
 from dataproto.chunks import (
-    Datum,
     EncodedTextChunk,
     ImageAssetPointerChunk,
     ImageChunk,
@@ -258,8 +257,8 @@ class ChunkRenderer:
         return parts, tuple(images)
 
     def _check_neighbours(self, parts: Sequence[Part]) -> None:
-        """Raises `InvalidChunk` if the model's tokenizer would join the text around an image with the tokens beside it: a chunk's
-        tokens are kept as they are, so the model would read other tokens than in a prompt of messages.
+        """Raises `InvalidChunk` if the model's tokenizer would join the text around an image with the tokens next to it: the
+        tokens of a chunk are kept as they are, so the model would read other tokens than in a prompt of messages.
         """
         family, config, place = self.builder.family, self.builder.config, 0
         ids = self._raw_ids(parts)
@@ -268,7 +267,7 @@ class ChunkRenderer:
             if part.types is not None and family.joined_tokens(beside, config, self.builder.encode_text):
                 raise InvalidChunk(
                     f"chunk {number} is an image, and models of type {family.model_type} join the line breaks around it with "
-                    "those beside it in one token: leave them out of the chunks beside it, or make such prompts with a "
+                    "those next to it in one token: leave them out of the chunks next to it, or make such prompts with a "
                     "PromptBuilder"
                 )
             place += len(part.ids) if part.types is None else 1
@@ -345,16 +344,3 @@ def _joined(parts: Sequence[Part]) -> tuple[Ids, npt.NDArray[np.int8]]:
             types[place : place + len(part.ids)] = part.types
         place += len(part.ids)
     return ids, types
-
-
-def token_values(column: Tensor, data: Iterable[Datum | Any]) -> list[Tensor]:
-    """The values of a ``(B, R)`` column for each datum, ``(input tokens,)``: the inverse of `ChunkRenderer.rows`.
-
-    >>> import torch
-    >>> from dataproto.chunks import ModelInput
-    >>> one, two = ({"target_tokens": targets} for targets in ([6, 7], [9]))
-    >>> token_values(torch.tensor([[1.0, 2.0], [3.0, 0.0]]), [Datum(ModelInput([]), one), Datum(ModelInput([]), two)])
-    [tensor([1., 2.]), tensor([3.])]
-    """
-    lengths = [len(read_datum(datum).loss_fn_inputs["target_tokens"]) for datum in data]
-    return [row[:length] for row, length in zip(column, lengths, strict=True)]

@@ -119,7 +119,9 @@ class SupervisedBuilder(PromptBuilder):
         return pieces
 
     def _check_thoughts(self, conversation: Conversation, place: int, whole: str) -> None:
-        """Raises `InvalidPrompt` if the template writes thoughts of its own beside those in the text of message ``place``."""
+        """Raises `InvalidPrompt` if the template writes thoughts of its own in addition to those in the text of message
+        ``place``.
+        """
         begin, end = THOUGHTS
         messages, tools = conversation.messages, conversation.tools
         own = sum(text.count(begin) for text in Conversation([messages[place]], [], []).texts())

@@ -115,7 +115,7 @@ def image_size(source: Any, root: str | os.PathLike[str] | None = None) -> tuple
 def check_whole(source: Any, root: str | os.PathLike[str] | None = None) -> None:
     """Raises `InvalidMedia` for a PNG, JPEG or GIF that is cut, as `load_image` does.
 
-    Only a file that does not end as its format does is decoded: such a file may have bytes behind its image.
+    Only a file that does not end as its format does is decoded: such a file may have bytes after its image.
     """
     with _opened(source, root) as image:
         end, file = _ENDS.get(image.format or ""), getattr(image, "fp", None)

@@ -67,7 +67,7 @@ def conversation_of(row: Mapping[str, Any]) -> Conversation:
 def in_prompt_order(
     conversation: Conversation, images: Sequence[ProcessedImage], videos: Sequence[ProcessedVideo]
 ) -> list[ProcessedImage | ProcessedVideo]:
-    """The media of a conversation in the order of its parts; without parts, of chunks, images alone."""
+    """The media of a conversation in the order of its parts; without parts, of chunks, only images."""
     queues: dict[str, Iterator[ProcessedImage | ProcessedVideo]] = {"image": iter(images), "video": iter(videos)}
     return [next(queues[kind]) for kind in conversation.kinds()] or list(images)
 
@@ -82,10 +82,9 @@ def prompt_batch(prompts: Sequence[Prompt], pad_token_id: int, family: VLMFamily
     """The batch of prepared rows without their ``uid``; see `PromptBuilder.collate`."""
     if not prompts:
         raise InvalidPrompt("a prompt batch needs at least one row")
-    width = max(len(prompt.input_ids) for prompt in prompts)
-    input_ids = _pad_left([prompt.input_ids for prompt in prompts], width, pad_token_id, np.int64)
-    mask = _pad_left([np.ones_like(prompt.input_ids) for prompt in prompts], width, 0, np.int64)
-    types = _pad_left([prompt.token_types for prompt in prompts], width, 0, np.int8)
+    input_ids = pad_left([prompt.input_ids for prompt in prompts], pad_token_id)
+    mask = pad_left([np.ones_like(prompt.input_ids) for prompt in prompts])
+    types = pad_left([prompt.token_types for prompt in prompts], dtype=np.int8)
     data, inputs = share_media(prompts)
     positions = family.position_ids(types, mask, **media_grids(inputs), config=config)
     objects: dict[str, list[Any]] = {
@@ -111,9 +110,11 @@ def prompt_batch(prompts: Sequence[Prompt], pad_token_id: int, family: VLMFamily
     return DataProto.from_dict(tensors, non_tensors={name: object_array(values) for name, values in objects.items()})
 
 
-def _pad_left(rows: Sequence[np.ndarray], width: int, value: int, dtype: Any) -> Tensor:
+def pad_left(rows: Sequence[np.ndarray], value: int = 0, dtype: Any = np.int64) -> Tensor:
+    """Rows ``(P,)`` of any lengths as ``(B, P)``, with ``value`` before each of them."""
+    width = max(map(len, rows), default=1)
     padded = np.full((len(rows), width), value, dtype=dtype)
-    for target, row in zip(padded, rows):
+    for target, row in zip(padded, rows, strict=True):
         target[width - len(row) :] = row
     return torch.from_numpy(padded)
 

@@ -135,7 +135,9 @@ class PromptBuilder:
         return cls(tokenizer, processor, config, *options)
 
     def save_pretrained(self, path: str | os.PathLike[str]) -> None:
-        """Writes all that a checkpoint has beside weights and config: the files of tokenizer, image processor and processor."""
+        """Writes all that a checkpoint has in addition to weights and config: the files of tokenizer, image processor and
+        processor.
+        """
         for part in self.processors:
             part.save_pretrained(path)
         for name, settings in self.family.processor_files(self.config).items():
@@ -143,7 +145,9 @@ class PromptBuilder:
 
     @property
     def processors(self) -> tuple[Any, ...]:
-        """What a checkpoint keeps beside its weights to make prompts: the tokenizer and, if there is one, the image processor."""
+        """What a checkpoint keeps in addition to its weights to make prompts: the tokenizer and, if there is one, the
+        image processor.
+        """
         return (self.tokenizer,) if self.image_processor is None else (self.tokenizer, self.image_processor)
 
     @property
@@ -201,11 +205,6 @@ class PromptBuilder:
     def image_cache_bytes(self) -> int:
         """The size of the cache of processed images."""
         return self._processed.max_bytes
-
-    @property
-    def cached_bytes(self) -> int:
-        """Bytes of the processed images that are in the cache."""
-        return self._processed.bytes
 
     # One row
 

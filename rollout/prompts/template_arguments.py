@@ -1,4 +1,4 @@
-"""What a chat template reads beside messages, such as ``tools`` and ``enable_thinking``."""
+"""What a chat template reads in addition to messages, such as ``tools`` and ``enable_thinking``."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -68,5 +68,5 @@ def check_template_arguments(tokenizer: Any, arguments: Mapping[str, Any]) -> No
         ) from error
     for name in arguments:
         if name not in known:
-            takes = f"it reads {', '.join(sorted(known))}" if known else "it reads nothing beside the messages"
+            takes = f"it reads {', '.join(sorted(known))}" if known else "it reads nothing but the messages"
             raise InvalidConfig(f"template_arguments: the chat template does not use {name!r}; {takes}")

@@ -44,7 +44,7 @@ def process_video(
 ) -> ProcessedVideo:
     """Read a video and make the model's inputs, with ``options`` for the image processor. Raises `InvalidMedia`.
 
-    ``source`` is ``(frames, metadata)``, frames alone (a list of anything that `load_image` accepts, or an array), a path, or a
+    ``source`` is ``(frames, metadata)``, only frames (a list of anything that `load_image` accepts, or an array), a path, or a
     mapping with one of them under ``video``.
     """
     # The decoder resizes frames to multiples of a merged patch, so that the image processor does not resize them again.

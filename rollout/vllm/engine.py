@@ -4,7 +4,7 @@ vLLM expands image placeholders and processes images itself, so that its caches 
 it gets are compared with those of the training side before anything is generated. For videos see `rollout.vllm.prompt_rendering`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -12,6 +12,7 @@ from itertools import count
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from dataproto.errors import (
     DataProtoError,
@@ -46,11 +47,10 @@ from rollout.vllm.requests import (
 )
 from rollout.vllm.running_engine import clear_kv_cache, state_of
 from rollout.vllm.startup import inspect_ahead, processor_options, quantization_options, start_llm
-from rollout.vllm.streamed_weights import StreamedWeights
 from rollout.vllm.whole_images import limit_of_images
 
 
-class VLLMEngine(StreamedWeights):
+class VLLMEngine:
     """Generates with vLLM; tokens are sampled by the policy's own function (see `rollout.vllm.sampler`)."""
 
     requests_type: ClassVar[type[RunningRequests]] = RunningRequests  # a subclass may change them
@@ -400,3 +400,50 @@ class VLLMEngine(StreamedWeights):
     def _suspend(self) -> None:
         """Lets all running requests wait, with their tokens so far."""
         self._waiting |= {row.number: row for row in self._running.interrupt_all()}
+
+    # Weights and memory
+
+    def _check_weights(self) -> None:
+        if self._awaits_weights:
+            raise InvalidConfig("the engine was started without weights (awaits_weights): call load_weights first")
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Streams Hugging Face parameters into the running engine, in place, and clears all caches that depend on weights.
+        Running requests continue from their tokens so far.
+
+        Raises:
+            InvalidConfig: vLLM's model has no such name or shape, or one of its own weights is missing.
+        """
+        self._suspend()
+        with ending(self._reset_caches):
+            self.memory.load(self._checkpoint_weights(weights))
+        self._awaits_weights = False
+
+    def differing_weights(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """Names of weights that differ from the given ones, in the engine's dtype, and of buffers that a sleep has changed."""
+        return self.memory.differing(self._checkpoint_weights(weights))
+
+    def _checkpoint_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        return self.family.rollout_weights(weights, self.llm.model_config.hf_config)
+
+    def _reset_caches(self) -> None:
+        """Clears cached prefixes and image features, which depend on weights. Processed images, which do not, are kept."""
+        self.engine.reset_prefix_cache()
+        self.engine.reset_encoder_cache()
+
+    def sleep(self) -> None:
+        """Clears caches and, on CUDA, frees the KV cache and the weights. Processed images stay in host memory, up to vLLM's
+        ``mm_processor_cache_gb``.
+        """
+        self._suspend()
+        self._reset_caches()
+        self.memory.sleep()
+
+    def wake(self) -> bool:
+        """Allocates the weights; `generate` allocates the KV cache. See `RolloutEngine.wake`."""
+        self.memory.wake()
+        return self.memory.has_weights
+
+    def wake_kv_cache(self) -> None:
+        """Allocates the KV cache, if sleep freed it. `generate` calls this."""
+        self.memory.wake_kv_cache()

@@ -16,7 +16,7 @@ from dataproto.errors import ending
 from dataproto.vlm.family import VLMFamily
 
 FORCED = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process, beside the actor
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process, next to the actor
 }
 
 DEFAULTS = {
@@ -89,8 +89,8 @@ def variables_kept() -> Iterator[None]:
 
 @contextmanager
 def one_compile_thread() -> Iterator[None]:
-    """Lets Inductor compile in this process within the block, as vLLM means it: its start hung beside a pool of processes (vLLM's
-    issues 10480 and 10619).
+    """Lets Inductor compile in this process within the block, as vLLM means it: its start hung next to a pool of processes
+    (vLLM's issues 10480 and 10619).
     """
     from torch._inductor import config
 

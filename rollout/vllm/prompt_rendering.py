@@ -108,7 +108,7 @@ def media_spans_of(family: VLMFamily, types: Tensor, media: Media, config: Any) 
                 f"the prompt has {len(places)} {kind} tokens, but its {len(counts)} {kind}s have {sum(counts)} features"
             )
         for number, own in enumerate(places.split(counts)):
-            # vLLM's models look for the tokens that enclose a video's frames behind the start of its span.
+            # vLLM's models look for the tokens that enclose a video's frames after the start of its span.
             border = int(kind == "video" and family.videos_by_frame)
             start, stop = int(own[0]) - border, int(own[-1]) + 1 + border
             holds = torch.zeros(stop - start, dtype=torch.bool)

@@ -72,12 +72,12 @@ class EngineRequest:
         ), replace(self.sampling, max_tokens=self.sampling.max_tokens - count)
 
     def response(self, token_ids: Sequence[int]) -> list[int]:
-        """All its tokens, with those of an earlier request that it goes on with, if ``token_ids`` are the last ones."""
+        """All its tokens, with those of an earlier request that it continues, if ``token_ids`` are the last ones."""
         ids = self.request.input_ids
         return [*ids[len(ids) - self.request.drawn :].tolist(), *self.token_ids, *token_ids]
 
     def stopped_at(self, token_ids: Sequence[int], tokenizer: Any) -> int | None:
-        """How many of ``token_ids``, sampled behind those it has, there are up to the first one that completes a stop text.
+        """How many of ``token_ids``, sampled after those it has, there are up to the first one that completes a stop text.
 
         A step of vLLM adds several tokens where some were drafted.
         """
@@ -195,7 +195,7 @@ def first_samples_first(requests: Sequence[Request], window: int) -> list[int]:
     others. Requests with images or videos stay in the order of the prompts.
 
     vLLM keeps a recurrent state at the end of a step. So the first samples of several prompts are read in one step, and the other
-    samples go on from their states; in the order of the prompts, each would wait for the step of its first one.
+    samples continue from their states; in the order of the prompts, each would wait for the step of its first one.
 
     vLLM caches images twice, where prompts are rendered, one after another, and where they are computed, and sends only those
     that the first cache lacks. Both forget the same images only if requests come in the order in which they were rendered.

@@ -40,7 +40,7 @@ class SecondRunnerSampler(PolicySampler):
         worker.compute_prompt_logprobs = scored
 
     def add_request(self, place: int, *settings: Any) -> None:
-        """A request begins, or goes on, at this place of the runner's states; the last of ``settings`` are vLLM's."""
+        """A request begins, or continues, at this place of the runner's states; the last of ``settings`` are vLLM's."""
         self._slot_at[place] = (settings[-1].extra_args or {}).get(EXTRA_ARGUMENT, NO_SLOT)
 
     def apply_staged_writes(self) -> None:

@@ -44,7 +44,7 @@ WORKER_CALLS = {
 
 
 class StartTimeline:
-    """The phases of a start. While one runs within another, its time counts for it alone."""
+    """The phases of a start. While one runs within another, its time counts only for it."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.seconds: dict[str, float] = {}

@@ -72,46 +72,31 @@ def executor(tensor_parallel: int) -> str | None:
     return "external_launcher" if several else None
 
 
-def normalized_pixels() -> dict[str, bool]:
-    """The option by which vLLM takes pixels as the image processor makes them. Later versions have some models normalize the
-    pixels, and would normalize those that the training side has processed a second time.
+def known_options(**options: Any) -> dict[str, Any]:
+    """Those of these options that this version of vLLM has."""
+    from vllm import EngineArgs
+
+    return {name: value for name, value in options.items() if name in EngineArgs.__dataclass_fields__}
+
+
+def chosen_options(family: VLMFamily) -> dict[str, Any]:
+    """Options by which vLLM takes pixels as the image processor makes them, and finds more of a prefix that it has.
+
+    Later versions have some models normalize the pixels, and would normalize those that the training side has processed a second
+    time. They also find a prefix of a model with recurrent layers inside a block, whose size the states set (528 tokens or more).
     """
-    from vllm import EngineArgs
-
-    name = "mm_device_do_normalize"
-    return {name: False} if name in EngineArgs.__dataclass_fields__ else {}
-
-
-def untuned() -> dict[str, bool]:
-    """The option by which a start leaves out a pass that tunes FlashInfer's kernels, for models that use none of them."""
-    from vllm import EngineArgs
-
-    name = "enable_flashinfer_autotune"
-    return {name: False} if name in EngineArgs.__dataclass_fields__ else {}
-
-
-def prefixes_within_blocks(family: VLMFamily) -> dict[str, int]:
-    """The option by which vLLM finds a prefix of a model with recurrent layers also inside a block, whose size their states set
-    (528 tokens or more). Earlier versions have none.
-    """
-    from vllm import EngineArgs
-
-    name = "prefix_match_unit"
-    usable = family.recurrent_mixers is not None and name in EngineArgs.__dataclass_fields__
-    return {name: PREFIX_MATCH_UNIT} if usable else {}
+    inside = {} if family.recurrent_mixers is None else {"prefix_match_unit": PREFIX_MATCH_UNIT}
+    return known_options(mm_device_do_normalize=False, **inside)
 
 
 def recording_options() -> dict[str, Any]:
     """The options by which vLLM records experts in the slots of its KV cache (`rollout.vllm.expert_slots`).
 
     A step that vLLM schedules ahead would give away the slots of a response that ends in the step before, so it must not. Neither
-    may it copy a block of the cache that a request goes on to write, as it does for prefixes that end inside a block: the experts
-    would stay under the slots of the block before.
+    may it copy a block of the cache that a request continues to write, as it does for prefixes that end inside a block: the
+    experts would stay under the slots of the block before.
     """
-    from vllm import EngineArgs
-
-    whole_blocks = {"prefix_match_unit": None} if "prefix_match_unit" in EngineArgs.__dataclass_fields__ else {}
-    return {"worker_cls": RECORDING_WORKER, "async_scheduling": False} | whole_blocks
+    return {"worker_cls": RECORDING_WORKER, "async_scheduling": False} | known_options(prefix_match_unit=None)
 
 
 def speculative_options(tokens: int) -> dict[str, Any]:
@@ -123,7 +108,7 @@ def speculative_options(tokens: int) -> dict[str, Any]:
 def quantization_options(kind: str | None) -> dict[str, Any]:
     """The option by which vLLM quantises the weights that it loads: fp8 with a scale for each output channel.
 
-    Its kernels for ``fp8`` alone changed between versions: since 0.30 that name reads quantised checkpoints only.
+    Its kernels for plain ``fp8`` changed between versions: since 0.30 that name reads quantised checkpoints only.
 
     Raises:
         InvalidConfig: ``kind`` is no quantisation that this engine has.
@@ -137,7 +122,7 @@ def quantization_options(kind: str | None) -> dict[str, Any]:
 
 def register_awaiting_loader() -> None:
     """Tells vLLM of the loader `AWAITING`, which reads no checkpoint: parameters get small numbers, with which memory can be
-    profiled, and buffers keep what the model's class computes, as they do beside a checkpoint that lacks them.
+    profiled, and buffers keep what the model's class computes, as they do with a checkpoint that lacks them.
     """
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
@@ -334,6 +319,8 @@ def default_options(
     elif family.model_type in TILED:
         defaults["skip_mm_profiling"] = True
     if family.experts is None and options.get("quantization") is None:
-        defaults |= untuned()
-    defaults |= normalized_pixels() | prefixes_within_blocks(family) | speculative_options(speculate)
+        defaults |= known_options(
+            enable_flashinfer_autotune=False
+        )  # a pass that tunes kernels which none of these models uses
+    defaults |= chosen_options(family) | speculative_options(speculate)
     return defaults | recording_options() if routed_experts else defaults

@@ -54,7 +54,7 @@ def renamed(model: Any, name: str) -> list[str]:
 
 def takes_transposed(model: nn.Module, name: str) -> bool:
     """Whether checkpoints hold the fused weights of experts as ``(experts, in, out)``; the parameter ``name`` is ``(experts, out,
-    in)``. Before 0.30 vLLM's models did not say so, and those of Qwen3-VL alone were fused.
+    in)``. Before 0.30 vLLM's models did not say so, and only those of Qwen3-VL were fused.
     """
     return bool(getattr(model.get_submodule(name.rpartition(".")[0]), "is_fused_checkpoint_transposed", True))
 
@@ -183,7 +183,7 @@ def differing_parameters(worker: Any, weights: Weights) -> list[str]:
 
 
 def equal_in_fp8(held: Tensor, wanted: Tensor) -> bool:
-    """Whether weights ``(out, in)`` are ``wanted``, rounded to 3 bits behind the first one, with a scale for each output channel.
+    """Whether weights ``(out, in)`` are ``wanted``, rounded to 3 bits after the first one, with a scale for each output channel.
 
     >>> weight = torch.tensor([[448.0, 17.0, 0.0009]])
     >>> equal_in_fp8(torch.tensor([[448.0, 18.0, 0.0]]), weight), equal_in_fp8(torch.tensor([[448.0, 20.0, 0.0]]), weight)

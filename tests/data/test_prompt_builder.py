@@ -464,7 +464,7 @@ def test_an_argument_that_the_template_does_not_use_is_refused(arguments, messag
     with pytest.raises(InvalidConfig, match="no chat template to give them to"):
         PromptBuilder(*parts, template_arguments=arguments)
     tokenizer.chat_template = "{{ messages }}"
-    with pytest.raises(InvalidConfig, match="it reads nothing beside the messages"):
+    with pytest.raises(InvalidConfig, match="it reads nothing but the messages"):
         PromptBuilder(*parts, template_arguments=arguments)
 
 

@@ -105,7 +105,7 @@ def with_template(change):
 
 def test_the_newline_behind_the_end_token_is_named():
     (found,) = renderer_of("qwen2_5_vl").departures
-    assert found.startswith(r"it writes '\n' behind the end token")
+    assert found.startswith(r"it writes '\n' after the end token")
 
 
 CONTENT = "{{ message['content'] }}"

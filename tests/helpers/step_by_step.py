@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from dataproto.chunks import Datum, read_model_input
+from dataproto.chunks import Datum, read_datum, read_model_input
 from dataproto_server.engine.datum_losses import datum_loss
 from rollout.engine import SamplingParams
-from rollout.prompts import ChunkRenderer, token_values
+from rollout.prompts import ChunkRenderer
 from workers import Roles
 from workers.model.model_config import AdamParams
 from workers.training.forward_pass import LossFn
@@ -53,7 +53,8 @@ class Program:
     def _pass(self, method: Any, data: Sequence[Any], loss: str | LossFn) -> Passed:
         loss_fn = datum_loss(loss) if isinstance(loss, str) else loss
         passed = method(self.renderer.rows(data), loss_fn)
-        return Passed(passed.metrics, token_values(passed.log_probs, data))
+        lengths = [len(read_datum(datum).loss_fn_inputs["target_tokens"]) for datum in data]
+        return Passed(passed.metrics, [row[:length] for row, length in zip(passed.log_probs, lengths, strict=True)])
 
     def optim_step(self, params: Any) -> dict[str, float]:
         return self.roles.actor.optim_step(AdamParams.of(params))

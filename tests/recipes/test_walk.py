@@ -116,7 +116,7 @@ def test_an_environment_of_ones_own(name, memory, tmp_path, capsys):
         f"{tmp_path}/rows.jsonl",
     ]
     assert main([*options.split(), *named, *memory, "--output-dir", str(tmp_path / "run")]) == 0
-    assert r"chat template: it writes '\n' behind the end token" in capsys.readouterr().out
+    assert r"chat template: it writes '\n' after the end token" in capsys.readouterr().out
     ended = {key for key in rows_of(tmp_path / "run")[1] if key.startswith("episode/ended/")}
     assert ended <= {"episode/ended/done", "episode/ended/length", "episode/ended/error"}
 
@@ -129,7 +129,7 @@ def test_what_the_chat_template_does_to_earlier_turns_is_named_at_the_start(tmp_
     builder.tokenizer.chat_template = template.replace("{{ part['text'] }}", thoughtless)
     name_departures(builder)
     newline, thinking = capsys.readouterr().out.splitlines()
-    assert newline.startswith(r"chat template: it writes '\n' behind the end token")
+    assert newline.startswith(r"chat template: it writes '\n' after the end token")
     assert thinking.startswith("chat template: it strips thinking from answers")
     forgetful = template.replace("for message in messages -", "for message in messages[-1:] -")
     assert forgetful != template

@@ -23,7 +23,7 @@ from rollout.engine import ENGINES
             [
                 *("ChunkRenderer", "ContentStore", "IMAGE_BACKEND", "PlacedSequence", "ProcessedImage", "Prompt"),
                 *("PromptBuilder", "Resolver", "SupervisedBuilder", "TokenSequence", "TrainingRow", "Turns"),
-                *("invalid_row", "load_image_processor", "row_digest", "row_number", "token_values"),
+                *("invalid_row", "load_image_processor", "row_digest", "row_number"),
             ],
         ),
     ],

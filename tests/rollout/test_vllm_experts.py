@@ -16,7 +16,7 @@ from rollout.hf.engine import HFEngine
 from rollout.prompts import PromptBuilder
 from rollout.responses import attach_responses, build_requests
 from rollout.vllm.process_settings import set_environment
-from rollout.vllm.startup import prefixes_within_blocks, recording_options
+from rollout.vllm.startup import chosen_options, recording_options
 from workers.roles.actor import ActorConfig, ActorWorker
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
@@ -95,7 +95,7 @@ def test_prefixes_are_found_in_whole_blocks():
     set_environment()
     from vllm import EngineArgs
 
-    recurrent = prefixes_within_blocks(family_of("qwen3_5_moe"))
+    recurrent = chosen_options(family_of("qwen3_5_moe"))
     args = EngineArgs("model", **recurrent | recording_options())
     assert getattr(args, "prefix_match_unit", None) is None
     assert args.async_scheduling is False

@@ -51,7 +51,7 @@ def test_a_video_is_refused_where_there_are_none(model_type):
 
 def test_an_image_processor_without_a_pil_backend_is_named(tmp_path):
     (tmp_path / "preprocessor_config.json").write_text('{"image_processor_type": "Sam2ImageProcessor"}')
-    with pytest.raises(InvalidConfig, match=r"for torchvision alone|Sam2ImageProcessor has no pil backend"):
+    with pytest.raises(InvalidConfig, match=r"only for torchvision|Sam2ImageProcessor has no pil backend"):
         load_image_processor(tmp_path)
 
 
