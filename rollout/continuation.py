@@ -19,7 +19,7 @@ from torch import Tensor
 from dataproto.columns import RowMedia, media_parts
 from dataproto.errors import DataProtoError, InvalidPrompt, MediaMismatch, end_after, ending
 from dataproto.vlm import VLMFamily
-from rollout.engine import Completion, FinishReason, Request, RequestEngine, SamplingParams
+from rollout.engine import Completion, FinishReason, Request, RequestEngine, SamplingParams, TopLogProbs
 
 Media = Mapping[str, Tensor]
 """``multi_modal_inputs`` of a part of a prompt."""
@@ -28,6 +28,58 @@ Media = Mapping[str, Tensor]
 def shown_media(inputs: RowMedia) -> tuple[Media, ...]:
     """The mappings of `Request.multi_modal_inputs` that are not empty."""
     return tuple(part for part in media_parts(inputs) if part)
+
+
+@dataclass(eq=False)
+class SubmittedRequest:
+    """A request of an engine from its submission to its end, and what was found for it so far."""
+
+    number: int
+    name: str  # for messages
+    request: Request
+    sampling: SamplingParams
+    keep: bool
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    top_log_probs: list[TopLogProbs] = field(default_factory=list)
+    prompt_log_probs: list[float] | None = None
+    top_prompt_log_probs: list[TopLogProbs] | None = None
+    drafts: list[int] = field(default_factory=list)  # numbers of drafted and of accepted tokens, if any are drafted
+
+    @property
+    def wants_prompt_scores(self) -> bool:
+        """Whether log-probs of its prompt are asked for."""
+        return self.sampling.prompt_log_probs or self.sampling.top_prompt_log_probs > 0
+
+    @property
+    def ids(self) -> Tensor:
+        """The tokens ``(P' + R',)`` int64 of its prompt and of its response so far."""
+        return torch.cat([self.request.input_ids, torch.tensor(self.token_ids, dtype=torch.int64)])
+
+    def response(self, more: Sequence[int] = ()) -> list[int]:
+        """Its tokens so far and ``more`` of them, after those of an earlier request that it continues."""
+        ids = self.request.input_ids
+        return [*ids[len(ids) - self.request.drawn :].tolist(), *self.token_ids, *more]
+
+    def completed(
+        self, reason: FinishReason, experts: Tensor | None, cached_tokens: int, error: DataProtoError | None
+    ) -> Completion:
+        """The completion with its tokens so far, and with what its sampling asks for."""
+        sampling, (drafted, accepted) = self.sampling, self.drafts or (None, None)
+        return Completion(
+            self.number,
+            self.token_ids,
+            self.log_probs,
+            reason,
+            cached_tokens=cached_tokens,
+            prompt_log_probs=self.prompt_log_probs if sampling.prompt_log_probs else None,
+            top_log_probs=self.top_log_probs if sampling.top_log_probs else None,
+            top_prompt_log_probs=self.top_prompt_log_probs if sampling.top_prompt_log_probs else None,
+            routed_experts=experts,
+            error=error,
+            drafted_tokens=drafted,
+            accepted_tokens=accepted,
+        )
 
 
 def check_continues(request: Request, input_ids: Tensor, media: Sequence[Media]) -> None:

@@ -156,7 +156,9 @@ class HFEngine:
         number = next(self._numbers)
         stop_ids = frozenset(sampling.stop_ids(self.end_ids))
         name = name or request_name(number, request)
-        self._waiting[number] = row = OpenRequest(number, name, request, sampling, keep, stop_ids, prefix)
+        self._waiting[number] = row = OpenRequest(
+            number, name, request, sampling, keep, stop_ids=stop_ids, prefix=prefix
+        )
         if self._speculation is not None:
             self._speculation.open(row)
         return number
@@ -342,7 +344,7 @@ class HFEngine:
             return "error"
         if token in row.stop_ids:
             return "stop"
-        if row.sampling.stop and completes_stop_text(self._tokenizer, row.response, row.sampling.stop):
+        if row.sampling.stop and completes_stop_text(self._tokenizer, row.response(), row.sampling.stop):
             return "stop"
         return "length" if len(row.token_ids) >= row.sampling.max_tokens else None
 

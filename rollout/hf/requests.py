@@ -1,15 +1,14 @@
 """What the engine knows of a request: from its submission to its end, and afterwards if others may continue it."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from dataproto.errors import DataProtoError, InvalidConfig, InvalidPrompt
-from rollout.continuation import Media, check_continues, shown_media
-from rollout.engine import Completion, FinishReason, Request, SamplingParams, TopLogProbs
+from rollout.continuation import Media, SubmittedRequest, check_continues, shown_media
+from rollout.engine import Completion, FinishReason, Request, SamplingParams
 
 LayerCache = tuple[Tensor, Tensor]
 """Of one layer and one row: keys and values ``(H, T, D)``, or the last inputs ``(C, width)`` of the convolution and the state
@@ -82,25 +81,14 @@ class KeptPrefixes:
 
 
 @dataclass(eq=False)
-class OpenRequest:
+class OpenRequest(SubmittedRequest):
     """A request that is waiting or running."""
 
-    number: int
-    name: str  # for messages
-    request: Request
-    sampling: SamplingParams
-    keep: bool
-    stop_ids: frozenset[int]
+    stop_ids: frozenset[int] = frozenset()
     prefix: Prefix | None = None  # that it continues, until its prompt has been read
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
     cached_tokens: int = 0
-    prompt_log_probs: list[float] | None = None
-    top_log_probs: list[TopLogProbs] = field(default_factory=list)
-    top_prompt_log_probs: list[TopLogProbs] | None = None
     experts: list[Tensor] = field(default_factory=list)  # (n, M, k) of its tokens so far, in order
     experts_known: int = 0  # tokens that they are of
-    drafts: list[int] = field(default_factory=list)  # numbers of drafted and of accepted tokens, if any are drafted
 
     def add_experts(self, found: Tensor, prefix: Prefix | None = None) -> None:
         """Adds the experts ``(n, M, k)`` of the last n of its tokens that have been read, which follow those of ``prefix``. What
@@ -135,37 +123,19 @@ class OpenRequest:
     @property
     def scores_prompt(self) -> bool:
         """Whether log-probs of its prompt are still to be computed."""
-        wanted = self.sampling.prompt_log_probs or self.sampling.top_prompt_log_probs > 0
-        return wanted and self.prompt_log_probs is None
+        return self.wants_prompt_scores and self.prompt_log_probs is None
 
     @property
-    def response(self) -> Sequence[int]:
-        """Its tokens so far, those of an earlier request that it continues included."""
-        drawn = self.request.drawn
-        return [*self.request.input_ids[len(self.request.input_ids) - drawn :].tolist(), *self.token_ids]
+    def _all_experts(self) -> Tensor | None:
+        return torch.cat(self.experts) if self.experts else None
 
     def prefix_with(self, cache: list[LayerCache] | None) -> Prefix:
         """Its prompt and response, for requests that continue it."""
-        ids = torch.cat([self.request.input_ids, torch.tensor(self.token_ids)])
-        experts = torch.cat(self.experts) if self.experts else None
-        return Prefix(ids, shown_media(self.request.multi_modal_inputs), cache, experts)
+        return Prefix(self.ids, shown_media(self.request.multi_modal_inputs), cache, self._all_experts)
 
     def completion(self, reason: FinishReason, error: DataProtoError | None = None) -> Completion:
         """Its tokens so far."""
-        return Completion(
-            self.number,
-            self.token_ids,
-            self.log_probs,
-            reason,
-            cached_tokens=self.cached_tokens,
-            prompt_log_probs=self.prompt_log_probs if self.sampling.prompt_log_probs else None,
-            top_log_probs=self.top_log_probs if self.sampling.top_log_probs else None,
-            top_prompt_log_probs=self.top_prompt_log_probs if self.sampling.top_prompt_log_probs else None,
-            routed_experts=torch.cat(self.experts) if self.experts else None,
-            error=error,
-            drafted_tokens=self.drafts[0] if self.drafts else None,
-            accepted_tokens=self.drafts[1] if self.drafts else None,
-        )
+        return self.completed(reason, self._all_experts, self.cached_tokens, error)
 
 
 def check_room(request: Request, sampling: SamplingParams, positions: int | None) -> None:

@@ -327,8 +327,8 @@ class VLLMEngine:
         """Whether the log-probs of its prompt, if it wants some, can be computed: vLLM does not tell the sampler whose prompt
         they are of, so prompts that run together have one temperature.
         """
-        others = [other.sampling.temperature for other in self._running.rows.values() if other.scores_prompt]
-        return not row.scores_prompt or all(other == row.sampling.temperature for other in others)
+        others = [other.sampling.temperature for other in self._running.rows.values() if other.wants_prompt_scores]
+        return not row.wants_prompt_scores or all(other == row.sampling.temperature for other in others)
 
     def _add(self, rows: Sequence[EngineRequest], sampling: SamplingParams) -> None:
         """Gives requests to vLLM, all or none, or lets them wait."""

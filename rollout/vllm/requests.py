@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dataproto.errors import DataProtoError, InvalidPrompt, NonFiniteLogits, RequestFailed
-from rollout.continuation import Media, continued_experts, shown_media
+from rollout.continuation import Media, SubmittedRequest, continued_experts, shown_media
 from rollout.engine import FINISH_REASONS, Completion, FinishReason, Request, SamplingParams, TopLogProbs
 from rollout.sampling import check_sampled, completes_stop_text
 from rollout.vllm.prompt_rendering import RenderedAhead
@@ -25,20 +25,11 @@ class FinishedRequest:
 
 
 @dataclass(eq=False)
-class EngineRequest:
-    """A request that is waiting or running."""
+class EngineRequest(SubmittedRequest):
+    """A request that is waiting or running. Its ``token_ids`` were sampled before vLLM got it for the last time."""
 
-    number: int
-    name: str  # for messages
-    request: Request
-    sampling: SamplingParams
-    keep: bool
     slot: int = -1  # in the sampler
-    token_ids: list[int] = field(default_factory=list)  # sampled before vLLM got the request for the last time
-    log_probs: list[float] = field(default_factory=list)
-    top_log_probs: list[TopLogProbs] = field(default_factory=list)
     experts: Tensor | None = None  # (n, M, k) of its first tokens, if they are recorded
-    drafts: tuple[int, int] | None = None  # drafted and accepted tokens, if any are drafted
     prompt: list[Mapping[int, Any] | None] | None = None  # vLLM's log-probs of the prompt
     searched: int = 0  # tokens of its response, in this engine, among which none completes a stop text
 
@@ -52,12 +43,7 @@ class EngineRequest:
         """Adds numbers of drafted and accepted tokens."""
         if found is not None:
             drafted, accepted = self.drafts or (0, 0)
-            self.drafts = drafted + found[0], accepted + found[1]
-
-    @property
-    def scores_prompt(self) -> bool:
-        """Whether it wants log-probs of its prompt."""
-        return self.sampling.prompt_log_probs or self.sampling.top_prompt_log_probs > 0
+            self.drafts = [drafted + found[0], accepted + found[1]]
 
     @property
     def rest(self) -> tuple[Request, SamplingParams]:
@@ -70,11 +56,6 @@ class EngineRequest:
         return replace(
             request, prompt_ids=[*prompt_ids, *self.token_ids], input_ids=whole, drawn=request.drawn + count
         ), replace(self.sampling, max_tokens=self.sampling.max_tokens - count)
-
-    def response(self, token_ids: Sequence[int]) -> list[int]:
-        """All its tokens, with those of an earlier request that it continues, if ``token_ids`` are the last ones."""
-        ids = self.request.input_ids
-        return [*ids[len(ids) - self.request.drawn :].tolist(), *self.token_ids, *token_ids]
 
     def stopped_at(self, token_ids: Sequence[int], tokenizer: Any) -> int | None:
         """How many of ``token_ids``, sampled after those it has, there are up to the first one that completes a stop text.
@@ -90,29 +71,15 @@ class EngineRequest:
 
     def finished(self) -> FinishedRequest:
         """Its prompt and response, for requests that continue it."""
-        ids = torch.cat([self.request.input_ids, torch.tensor(self.token_ids, dtype=torch.int64)])
-        return FinishedRequest(ids, shown_media(self.request.multi_modal_inputs))
+        return FinishedRequest(self.ids, shown_media(self.request.multi_modal_inputs))
 
     def completion(
         self, reason: FinishReason, cached_tokens: int = 0, error: DataProtoError | None = None
     ) -> Completion:
         """Its tokens so far."""
-        sampling = self.sampling
-        scores, top = prompt_scores(self.prompt, self.request, sampling.top_prompt_log_probs)
-        return Completion(
-            self.number,
-            self.token_ids,
-            self.log_probs,
-            reason,
-            cached_tokens=cached_tokens,
-            prompt_log_probs=scores if sampling.prompt_log_probs else None,
-            top_log_probs=self.top_log_probs if sampling.top_log_probs else None,
-            top_prompt_log_probs=top if sampling.top_prompt_log_probs else None,
-            routed_experts=self.experts,
-            error=error,
-            drafted_tokens=None if self.drafts is None else self.drafts[0],
-            accepted_tokens=None if self.drafts is None else self.drafts[1],
-        )
+        wanted = self.sampling.top_prompt_log_probs
+        self.prompt_log_probs, self.top_prompt_log_probs = prompt_scores(self.prompt, self.request, wanted)
+        return self.completed(reason, self.experts, cached_tokens, error)
 
 
 class RunningRequests:
@@ -133,7 +100,7 @@ class RunningRequests:
         stop_ids, sampler = sampling.stop_ids(self._end_ids), self._sampler
         row.slot = sampler.open(request.seed, request.drawn, sampling, stop_ids[0] if stop_ids else None)
         sampler.open_drafts(row.slot, request.uid or id(row.request.input_ids), request.input_ids)
-        if row.scores_prompt:
+        if row.wants_prompt_scores:
             sampler.prompt_temperature = sampling.temperature or 1.0
         try:
             params = vllm_params(sampling, row.slot, stop_ids)

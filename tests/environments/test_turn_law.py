@@ -170,7 +170,7 @@ def test_a_template_that_leaves_out_tools_ends_the_episode():
         sampling = SamplingParams(max_tokens=5)
         (found,) = play_episodes(RandomEngine(renderer), renderer, starts_of(1), Tool, sampling, EpisodeLimits(turns=3))
     assert found.ended == "invalid"
-    assert "leaves out messages of the role 'tool' behind an answer: show it in another role" in found.message
+    assert "leaves out messages of the role 'tool' after an answer: show it in another role" in found.message
 
 
 def test_the_text_of_a_tool_is_a_string_for_templates_that_write_parts_as_python_does():

@@ -145,7 +145,7 @@ def test_prompts_are_read_under_the_token_budget(any_engine, monkeypatch):
 def test_prompts_of_about_the_same_length_are_read_together(engine, budget, expected):
     prompts = {length: torch.zeros(length, dtype=torch.int64) for length in (5, 9, 20, 7)}
     rows = [
-        OpenRequest(0, "", Request((), prompts[length], prompts[length], prompts[length]), SAMPLED, False, frozenset())
+        OpenRequest(0, "", Request((), prompts[length], prompts[length], prompts[length]), SAMPLED, False)
         for length in (5, 5, 9, 20, 7)
     ]
     groups = replace(engine._decoder, token_budget=budget).groups(rows)
