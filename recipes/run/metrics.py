@@ -80,8 +80,9 @@ def rollout_metrics(
     Returns:
         ``critic/{score,rewards,advantages,values,returns}/{mean,max,min}``, ``critic/vf_explained_var`` (1 where values are
         the returns), ``{prompt,response}_length/{mean,max,min,clip_ratio}``, ``response/aborted_ratio`` (share of rows without
-        a response), ``response/truncated_ratio`` (share of rows whose response was cut), ``reward/<name>`` (the mean of a number
-        that the reward function, or an environment, gave in addition to the score; ``reward/acc`` is the share of right answers),
+        a response), ``response/truncated_ratio`` (share of rows whose response was cut), ``response/commonest_ratio`` (share of
+        the commonest text among the responses to several prompts), ``reward/<name>`` (the mean of a number that the reward
+        function, or an environment, gave in addition to the score; ``reward/acc`` is the share of right answers),
         ``reward/equal_groups_ratio`` (share of groups whose samples have equal scores; of groups with several samples).
         With drafts ``speculation/accepted_per_pass`` (accepted tokens in a forward pass over a row) and
         ``speculation/accepted_ratio`` (share of drafted tokens that were accepted). Of
@@ -113,6 +114,8 @@ def rollout_metrics(
         metrics[f"{name}/clip_ratio"] = _mean(lengths == limit)
     if "uid" in data:
         metrics |= _equal_groups(totals.tolist(), list(ends["uid"]))
+    if "response_text" in data and "uid" in data and len(set(ends["uid"])) > 1:
+        metrics["response/commonest_ratio"] = max(Counter(ends["response_text"]).values()) / len(ends)
     if "truncated" in data:
         metrics["response/truncated_ratio"] = _mean(ends["truncated"])
     if "drafted_tokens" in data:

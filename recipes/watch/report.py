@@ -75,6 +75,12 @@ CHARTS = (
     Chart("Turns", "Of an episode", {"episode/turns/mean": "mean", "episode/turns/max": "most"}),
     Chart("Ends of episodes", "Share of the sampled ones", {"episode/ended/*": None}, percent=True),
     Chart("Response length", "Tokens", {f"response_length/{name}": label for name, label in LENGTHS.items()}),
+    Chart(
+        "Commonest answer",
+        "Share of the responses that are the same text",
+        {"response/commonest_ratio": None},
+        percent=True,
+    ),
     Chart("Time", "Seconds in each stage of a step", {"timing_s/*": None}),
     Chart("Gradient norm", "Before clipping", {"actor/grad_norm": "norm"}),
     Chart("Clipped", "Share of tokens, and of responses cut at the length limit", CLIPPED),

@@ -19,6 +19,7 @@ class Thresholds:
     equal_groups: float = 1.0  # share of groups whose samples all have the same reward
     reward_spread: float = 1e-6  # highest minus lowest reward
     cut_responses: float = 0.95  # share of responses that end at max_tokens
+    one_answer: float = 0.95  # share of responses that are the same text, of several prompts
     entropy: float = 0.01  # nats per token
     engine_difference: float = 0.2  # nats per token, mean
 
@@ -31,7 +32,7 @@ def learning_problems(steps: Sequence[Metrics], thresholds: Thresholds | None = 
 
     Returns:
         A message by the name of the problem: ``constant_reward``, ``equal_groups`` (unless the reward is constant),
-        ``cut_responses``, ``no_entropy`` or ``engine_difference``.
+        ``cut_responses``, ``one_answer``, ``no_entropy`` or ``engine_difference``.
 
     >>> list(learning_problems(5 * [{"actor/entropy": 0.002}]))
     ['no_entropy']
@@ -79,6 +80,13 @@ def _problems(last: Sequence[Metrics], limits: Thresholds) -> Iterator[tuple[str
             f"{min(cut):.0%} or more of the responses of the last {limits.steps} steps are cut at the maximal length, before "
             "they end; try a larger --max-response-length, and see whether the chat template and the end-of-turn token fit the "
             "model",
+        )
+    if (same := _values(last, "response/commonest_ratio")) and min(same) >= limits.one_answer:
+        yield (
+            "one_answer",
+            f"{min(same):.0%} or more of the responses of the last {limits.steps} steps are one and the same text, whatever the "
+            "prompt; see in the report whether the reward favours it, and try a lower learning rate or a KL term "
+            "(--algorithm.kl-coef)",
         )
     if (entropies := _values(last, "actor/entropy")) and max(entropies) < limits.entropy:
         yield (

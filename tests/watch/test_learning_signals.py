@@ -19,6 +19,7 @@ HEALTHY = {
         ({"reward/equal_groups_ratio": 1.0}, "equal_groups", "--algorithm.n"),
         ({"critic/score/max": 0.1, "critic/score/min": 0.1}, "constant_reward", "reward 0.1"),
         ({"response/truncated_ratio": 0.96}, "cut_responses", "--max-response-length"),
+        ({"response/commonest_ratio": 0.95}, "one_answer", "--algorithm.kl-coef"),
         ({"actor/entropy": 0.009}, "no_entropy", "--algorithm.entropy-coef"),
         ({"training/rollout_probs_diff_log_mean": 0.3}, "engine_difference", "--algorithm.correction"),
     ],
@@ -38,6 +39,7 @@ def test_just_below_each_threshold_there_is_no_sign():
         "critic/score/min": 0.09,
         "reward/equal_groups_ratio": 0.999,
         "response/truncated_ratio": 0.949,
+        "response/commonest_ratio": 0.949,
         "actor/entropy": 0.01,
         "training/rollout_probs_diff_log_mean": 0.199,
     }
@@ -75,6 +77,9 @@ def test_groups_with_equal_scores_are_counted_among_those_with_several_samples()
         "response_mask": torch.ones(5, 2),
         "token_level_rewards": torch.tensor([[0.0, 1.0], [0.5, 0.5], [0.0, 0.0], [0.0, 1.0], [0.0, 1.0]]),
     }
+    said = {"uid": list("aabbc"), "response_text": ["red", "red", "red", "blue", "red"]}
+    assert rollout_metrics(DataProto.from_dict(tensors, said))["response/commonest_ratio"] == 0.8
+    assert "response/commonest_ratio" not in rollout_metrics(DataProto.from_dict(tensors, said | {"uid": ["a"] * 5}))
     grouped, apart = (DataProto.from_dict(tensors, non_tensors={"uid": list(uids)}) for uids in ("aabbc", "abcde"))
     assert rollout_metrics(grouped)["reward/equal_groups_ratio"] == 0.5
     assert "reward/equal_groups_ratio" not in rollout_metrics(apart)

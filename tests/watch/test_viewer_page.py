@@ -173,6 +173,13 @@ def test_the_keyboard_is_enough(opened):
     assert page.is_visible("#curves svg")
     assert not page.is_visible("#list")
     page.keyboard.press("c")
+    assert page.is_visible("#list")
+    page.click("a >> text=Curves")  # a link, which a reader can keep and go back from
+    assert page.url.endswith("#tab-curves")
+    page.reload()
+    until(page, "document.querySelector('#curves svg') && document.querySelector('#rollouts').hidden")
+    page.go_back()
+    until(page, "document.querySelector('#curves').hidden")
     page.keyboard.press("?")
     assert page.is_visible("#keys")
     page.keyboard.press("Escape")

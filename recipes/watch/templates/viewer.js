@@ -383,9 +383,15 @@ function nextColour() {
 }
 
 function show(name) {
+  location.hash = `tab-${name}`;
+  showTab();
+}
+
+function showTab() {
+  const name = location.hash === "#tab-curves" ? "curves" : "rollouts";
   for (const each of ["rollouts", "curves"]) {
     $(each).hidden = each !== name;
-    $(`show-${each}`).setAttribute("aria-pressed", String(each === name));
+    $(`show-${each}`).toggleAttribute("aria-current", each === name);
   }
 }
 
@@ -418,8 +424,7 @@ $("step").addEventListener("change", () => { const value = $("step").value; goTo
 $("sort").addEventListener("change", () => { state.sort = $("sort").value; list(); $("sort").blur(); });
 $("order").addEventListener("click", () => { state.down = !state.down; $("order").textContent = state.down ? "↓" : "↑"; list(); });
 $("follow").addEventListener("change", () => setFollow($("follow").checked));
-$("show-rollouts").addEventListener("click", () => show("rollouts"));
-$("show-curves").addEventListener("click", () => show("curves"));
+addEventListener("hashchange", showTab);
 $("show-keys").addEventListener("click", () => $("keys").showModal());
 $("list").addEventListener("click", (event) => {
   const made = event.target.closest("li");
@@ -441,4 +446,5 @@ $("detail").addEventListener("pointerover", (event) => {
   if (token) tell(token);
 });
 $("order").textContent = "↓";
+showTab();
 poll();
