@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import HfApi
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoProcessor
 from transformers.utils.logging import disable_progress_bar
 
 from dataproto.errors import CheckpointError, InvalidConfig
@@ -69,6 +69,16 @@ def _write_model(config: ModelExportConfig, source: Path) -> None:
     draft.rename(config.output)
 
 
+def how_to_load(model: Path) -> str:
+    """How transformers loads the processor of a model here, in one line."""
+    try:
+        AutoProcessor.from_pretrained(model)
+    except Exception as error:  # of the class that the model names, which may need torchvision for its videos
+        reason = _reason(error).partition(". ")[0]
+        return f"processor: AutoTokenizer and AutoImageProcessor load its parts; AutoProcessor does not here: {reason}"
+    return "processor: AutoProcessor loads it"
+
+
 def create_on_hub(name: str) -> None:
     """Creates a private model on the hub unless it exists. Raises `InvalidConfig` with the hub's reason."""
     try:
@@ -101,6 +111,7 @@ def main(arguments: Sequence[str] | None = None, config: ModelExportConfig | Non
         config = config or parse(status.arguments)
         disable_progress_bar()
         print(f"model: {export_model(config)}")
+        print(how_to_load(config.output))
     return status.code
 
 

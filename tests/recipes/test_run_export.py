@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from helpers.checkpoints import write_checkpoint
+from recipes import export
 from recipes.configs.export_config import ModelExportConfig, parse
 from recipes.export import main
 from workers import ActorConfig, ActorWorker
@@ -27,7 +28,7 @@ def test_an_exported_checkpoint_loads_with_its_tokenizer(tmp_path, capsys):
     worker.save(tmp_path / "global_step_3" / "actor")
     AutoTokenizer.from_pretrained(path).save_pretrained(tmp_path / "global_step_3" / "actor" / "huggingface")
     assert main([str(tmp_path / "global_step_3"), str(tmp_path / "out")]) == 0
-    assert "model: " in capsys.readouterr().out
+    assert {line.split(":")[0] for line in capsys.readouterr().out.splitlines()} >= {"model", "processor"}
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
     assert model.dtype == torch.bfloat16
     assert torch.equal(model.lm_head.weight, worker.module.model.lm_head.weight.bfloat16())
@@ -37,6 +38,21 @@ def test_an_exported_checkpoint_loads_with_its_tokenizer(tmp_path, capsys):
     again = ["--config", str(tmp_path / "out" / "config.yaml")]
     assert parse(["other", "place", *again]) == ModelExportConfig(Path("other"), Path("place"))
     assert parse(["other", "place", *again, "--dtype", "float32"]).dtype == "float32"
+
+
+def test_an_export_says_how_its_processor_is_loaded(tmp_path, monkeypatch):
+    def needs_torchvision(path):
+        raise ImportError(
+            "\nQwen2VLVideoProcessor requires the Torchvision library but it was not found. Check out\nthe page"
+        )
+
+    monkeypatch.setattr(export.AutoProcessor, "from_pretrained", needs_torchvision)
+    assert export.how_to_load(tmp_path) == (
+        "processor: AutoTokenizer and AutoImageProcessor load its parts; AutoProcessor does not here: "
+        "Qwen2VLVideoProcessor requires the Torchvision library but it was not found"
+    )
+    monkeypatch.setattr(export.AutoProcessor, "from_pretrained", lambda path: path)
+    assert export.how_to_load(tmp_path) == "processor: AutoProcessor loads it"
 
 
 def test_what_cannot_be_exported_is_one_line(tmp_path, capsys):
