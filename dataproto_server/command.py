@@ -36,14 +36,14 @@ with tinker.ServiceClient() as service:
         model_input=tinker.ModelInput.from_ints(tokens[:-1]),
         loss_fn_inputs={{"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)}},
     )
-    for step in range(20):
+    for step in range(60):
         passed = client.forward_backward([datum], "cross_entropy")
-        client.optim_step(tinker.AdamParams(learning_rate=1e-2))
+        client.optim_step(tinker.AdamParams(learning_rate=3e-3))
         print(step, passed.result().metrics["loss:sum"] / len(tokens))
     sampler = client.save_weights_and_get_sampling_client().result()
     prompt = tinker.ModelInput.from_ints(tokens[:6])
     answer = sampler.sample(prompt, 1, tinker.SamplingParams(max_tokens=16, temperature=0)).result()
-    print(tokenizer.decode(list(answer.sequences[0].tokens)))
+    print(tokenizer.decode([*tokens[:6], *answer.sequences[0].tokens]))  # what it has learned by heart
 """
 
 

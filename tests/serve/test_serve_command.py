@@ -211,6 +211,7 @@ def test_without_arguments_it_serves_a_small_model_and_prints_a_program_that_wor
         assert done.returncode == 0, done.stderr
         losses = [float(line.split()[1]) for line in done.stdout.splitlines() if re.fullmatch(r"\d+ [\d.]+", line)]
         assert losses[-1] < 0.6 * losses[0]
+        assert "look: the circle is blue. look:" in done.stdout  # which it has learned by heart
     finally:
         server.send_signal(signal.SIGINT)
         assert server.wait(60) == 0
