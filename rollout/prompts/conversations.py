@@ -65,14 +65,9 @@ class SupervisedBuilder(PromptBuilder):
         self.check_length(len(ids))
         return TrainingRow(ids, types, raw_ids, conversation, images, videos, self.other_columns(row), mask)
 
-    def prompt_length(self, row: Mapping[str, Any]) -> int:
-        """Number of tokens of the row's conversation, read from the headers of its images. Raises `InvalidPrompt`, also
-        for images whose files are cut.
-        """
-        conversation = conversation_of(row)
-        raw_ids = [token for ids, _ in self._pieces(self.shown(conversation)) for token in ids]
-        self.check_files(conversation, row.get("media_root"))
-        return self.length(conversation, raw_ids, row.get("media_root"))
+    def _encode(self, conversation: Conversation) -> list[int]:
+        """Token ids of the whole conversation, with one placeholder for each image and video."""
+        return [token for ids, _ in self._pieces(conversation) for token in ids]
 
     def collate(self, prompts: Sequence[Prompt]) -> DataProto:
         """The training batch, see `collate_rows`. Raises `InvalidRow` for a row that is not a `TrainingRow`."""

@@ -214,7 +214,8 @@ class PromptBuilder:
         """
         conversation = conversation_of(row)
         raw_ids = self._encode(self.shown(conversation))
-        self.check_files(conversation, row.get("media_root"))
+        for source in conversation.images:
+            check_whole(source, row.get("media_root"))
         return self.length(conversation, raw_ids, row.get("media_root"))
 
     def prepare(self, row: Mapping[str, Any]) -> Prompt:
@@ -262,11 +263,6 @@ class PromptBuilder:
             for token in self._media_strings:
                 if token in text:
                     raise InvalidPrompt(f"the text contains {token}, which only the chat template may write")
-
-    def check_files(self, conversation: Conversation, root: Any) -> None:
-        """Raises `InvalidPrompt` if the file of an image is cut; see `check_whole`."""
-        for source in conversation.images:
-            check_whole(source, root)
 
     def check_taken(self, kind: str) -> None:
         """Raises `InvalidPrompt` if the model takes no media of this kind, ``"image"`` or ``"video"``."""
