@@ -86,7 +86,9 @@ def easy_vqa_task(config: EasyVQAConfig) -> PolicyTask:
         config.check_models(config.model_path)  # before anything is written
     with start_phase("reading data"):
         rows = open_easy_vqa(config.data.data_path)
-    reward = load_reward(config.reward, here=config.on == "local") if config.reward else short_answer_reward
+    reward: RewardFunction = short_answer_reward
+    if config.reward is not None:
+        reward = load_reward(config.reward, config.on == "local", config.reward_weights)
     reward = ShuffledScores(reward) if config.shuffled_rewards else reward
     refuse_earlier_phase(config.run)
     config = open_task_directory(config)

@@ -114,7 +114,11 @@ def shown_sources(asked: ShowConfig) -> Iterator[ShownSource]:
         given = list(islice(_rows(rows), asked.options.rows))
         shown = tuple(shown_row(place, row, builder) for place, row in enumerate(given))
         source = ShownSource(name, tuple(_columns(rows, config.data.keys, supervised)), shown)
-        yield source if supervised else with_scores(source, given, load_reward(config.reward or "geo3k"), builder)
+        yield (
+            source
+            if supervised
+            else with_scores(source, given, load_reward(config.rewards, weights=config.reward_weights), builder)
+        )
 
 
 def _opened(asked: ShowConfig) -> Iterator[tuple[str, Any]]:
@@ -129,7 +133,7 @@ def _opened(asked: ShowConfig) -> Iterator[tuple[str, Any]]:
     elif data.data_path is None:
         yield "synthetic problems", ProblemRows(data.level, config.run.seed, "train", data.instruction)
     else:
-        usable = truth_check(load_reward(config.reward or "geo3k"))
+        usable = truth_check(load_reward(config.rewards, weights=config.reward_weights))
         rows = load_rows(data.data_path, "train", None, data.instruction, data.keys, data.media_root, usable)
         yield data.data_path, rows
 

@@ -77,7 +77,7 @@ class EasyVQAConfig(GRPORunConfig):
         shuffled_control: run the GRPO phase again with such rewards after the run, in its folder shuffled
     """
 
-    reward: str | None = None
+    reward: str | tuple[str, ...] | None = None
     data: EasyVQADataConfig = field(default_factory=EasyVQADataConfig)
     sft: SFTPhaseConfig = field(default_factory=SFTPhaseConfig)
     shuffled_rewards: bool = False

@@ -105,10 +105,24 @@ FILE_ONLY = {
         "rollout.min-p",
         "rollout.early-rewards",
     ),
-    *("optimizer.betas", "optimizer.min-lr-ratio"),
+    *("optimizer.betas", "optimizer.min-lr-ratio", "optimizer.total-steps", "algorithm.gamma"),
     *("agents.seconds", "agents.wall-clock", "agents.memory-gib", "agents.drop-cut"),
+    "console-columns",
 }
 """Options that a file sets (``--config FILE``) and no command line: those of a place, and those that few runs change."""
+
+CHANGEABLE = {
+    *("steps", "epochs", "eval-every", "eval-first", "eval-rows", "eval-samples", "eval-data-path"),
+    *("save-every", "save-behind", "keep-checkpoints", "keep-best", "keep-rollouts", "loggers", "console-columns"),
+    *("reward-weights", "algorithm.clip", "algorithm.dual-clip", "algorithm.value-clip"),
+    *("algorithm.kl-coef", "algorithm.kl-in", "algorithm.kl", "algorithm.kl-target"),
+    *(
+        f"{optimizer}.{name}"
+        for optimizer in ("optimizer", "critic-optimizer")
+        for name in ("lr", "schedule", "warmup-steps", "total-steps", "min-lr-ratio", "max-grad-norm")
+    ),
+}
+"""Options that ``--resume RUN --change NAME=VALUE ...`` may change."""
 
 OF_THE_FUNCTION = "it is a constant of {0} now: copy that function with another one, --algorithm.{1} FILE.py:FUNCTION"
 OF_A_COLUMN = (

@@ -148,7 +148,7 @@ def value_of(kind: Any, words: Sequence[str]) -> Any:
     """
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        for each in sorted(inner, key=lambda each: (each is not NoneType, each is str)):
+        for each in sorted(inner, key=lambda each: (each is not NoneType, get_origin(each) is tuple, each is str)):
             with suppress(ValueError, KeyError, OverflowError):
                 return value_of(each, words)
     if origin is tuple:

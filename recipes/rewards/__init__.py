@@ -3,6 +3,7 @@
 from recipes.rewards.checking import AnswerChecker
 from recipes.rewards.geometry3k import compute_score, format_score, geo3k_reward
 from recipes.rewards.reward_functions import (
+    WeightedRewards,
     as_reward_function,
     from_easyr1,
     from_trl,
@@ -22,6 +23,7 @@ __all__ = [
     "RewardRow",
     "SequenceClassifier",
     "ShuffledScores",
+    "WeightedRewards",
     "as_reward_function",
     "compute_score",
     "format_score",

@@ -18,6 +18,7 @@ import numpy as np
 
 from dataproto.errors import DataProtoError, InvalidRow, ScoreCountMismatch
 from recipes.rewards.geometry3k import check_truth, geo3k_reward
+from recipes.rewards.reward_functions import WeightedRewards, parts_of
 from recipes.rewards.sequence_classifier import SequenceClassifier
 from recipes.rewards.short_answers import ShuffledScores
 from rollout.prompts import PromptBuilder
@@ -71,6 +72,8 @@ class TruthScores:
 
 def reason_not_to_ask(reward: RewardFunction) -> str | None:
     """Why a reward is not called only to see what it gives the truth; ``None`` if it can be."""
+    if isinstance(reward, WeightedRewards):
+        return next(filter(None, map(reason_not_to_ask, reward.parts.values())), None)
     function = getattr(reward, "function", reward)
     if isinstance(function, ShuffledScores):
         return "its scores are shuffled"
@@ -216,4 +219,4 @@ def check_first_row(reward: RewardFunction, row: Mapping[str, Any]) -> None:
 
 def truth_check(reward: RewardFunction | None) -> Callable[[Any], None] | None:
     """What raises `RewardError` for a truth that a reward cannot use; ``None`` for a reward that takes any."""
-    return check_truth if reward is geo3k_reward else None
+    return check_truth if geo3k_reward in parts_of(reward) else None

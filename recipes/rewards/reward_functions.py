@@ -4,8 +4,10 @@ import asyncio
 import inspect
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,7 +17,7 @@ from recipes.algorithms.function_files import load_named_function, source_file
 from recipes.rewards.geometry3k import geo3k_reward
 from recipes.rewards.reward_servers import RewardServer
 from recipes.rewards.sequence_classifier import SequenceClassifier
-from workers.roles.reward import RewardFunction, RewardRow, check_ready, finite_number, uses_device
+from workers.roles.reward import RewardFunction, RewardRow, check_ready, check_results, finite_number, uses_device
 
 T = TypeVar("T")
 
@@ -31,18 +33,27 @@ SHOWN = 200
 """Characters of a response that an error message shows."""
 
 
-def load_reward(name: str, here: bool = False) -> RewardFunction:
-    """The reward function that a command line names.
+def load_reward(
+    name: str | Sequence[str], here: bool = False, weights: Sequence[float] | None = None
+) -> RewardFunction:
+    """The reward function that a command line names, or the weighted sum of several.
 
     Args:
         name: ``geo3k``, ``FILE.py:FUNCTION`` with one of the known signatures (see `as_reward_function`), the URL of a server
-            (see `remote_reward`), or ``classifier:MODEL`` (see `SequenceClassifier`).
+            (see `remote_reward`), or ``classifier:MODEL`` (see `SequenceClassifier`); or several of them.
         here: whether this process will call it, so that it can be checked now (see `check_ready`).
+        weights: one for each name; by default each counts once.
 
     Raises:
         RewardError: the file or the function does not exist, or its signature is unknown; or its server cannot be reached.
     """
-    reward = _named_reward(name)
+    names = [name] if isinstance(name, str) else list(name)
+    reward: RewardFunction
+    if len(names) == 1 and weights is None:
+        reward = _named_reward(names[0])
+    else:
+        parts = {label: _named_reward(each) for label, each in zip(_labels(names), names, strict=True)}
+        reward = WeightedRewards(parts, (1.0,) * len(names) if weights is None else tuple(weights))
     if here:
         check_ready(reward)
     return reward
@@ -54,6 +65,66 @@ def _named_reward(name: str) -> RewardFunction:
     if name.startswith("classifier:"):
         return SequenceClassifier(name.removeprefix("classifier:"))
     return geo3k_reward if name == "geo3k" else as_reward_function(load_named_function(name, "reward", RewardError))
+
+
+def _labels(names: Sequence[str]) -> list[str]:
+    """What the parts of a reward are called: a function by its name, and with its file where that is not enough.
+
+    >>> _labels(["mine.py:near", "rules/form.py:score", "classifier:org/judge"]), _labels(["a.py:f", "b.py:f"])
+    (['near', 'form/score', 'judge'], ['a/f', 'b/f'])
+    """
+    short = [PurePath(name.rpartition(":")[2]).name for name in names]
+    taken = {name for name, count in Counter([*short, "score"]).items() if count > 1}
+    return [
+        f"{PurePath(name.rpartition(':')[0]).stem}/{label}" if label in taken else label
+        for name, label in zip(names, short, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class WeightedRewards:
+    """The sum of several rewards, each times its weight; the score of each is also a number under its name.
+
+    >>> halves = WeightedRewards({"one": lambda rows: [{"score": 1.0}], "two": lambda rows: [{"score": 3.0}]}, (0.5, 0.5))
+    >>> halves([RewardRow("", "")])
+    [{'score': 2.0, 'one': 1.0, 'two': 3.0}]
+    """
+
+    parts: Mapping[str, RewardFunction]
+    weights: Sequence[float]
+
+    @property
+    def uses_device(self) -> bool:
+        return any(map(uses_device, self.parts.values()))
+
+    def check(self) -> None:
+        for part in self.parts.values():
+            check_ready(part)
+
+    def check_columns(self, row: RewardRow) -> None:
+        for part in self.parts.values():
+            if callable(check := getattr(part, "check_columns", None)):
+                check(row)
+
+    def __call__(self, rows: Sequence[RewardRow]) -> list[dict[str, float]]:
+        """Raises `RewardError` if two rewards return a number of the same name."""
+        joined: list[dict[str, float]] = [{"score": 0.0} for _ in rows]
+        for (name, part), weight in zip(self.parts.items(), self.weights, strict=True):
+            results = part(rows)
+            check_results(results, len(rows))
+            for numbers, result in zip(joined, results, strict=True):
+                own = {name: result["score"]} | {each: value for each, value in result.items() if each != "score"}
+                if twice := sorted(numbers.keys() & own.keys()):
+                    raise RewardError(
+                        f"the reward {name} returns {', '.join(twice)}, as another one does: give its numbers other names"
+                    )
+                numbers |= own | {"score": numbers["score"] + weight * result["score"]}
+        return joined
+
+
+def parts_of(reward: RewardFunction | None) -> list[RewardFunction | None]:
+    """The rewards of which one is the weighted sum; of another one itself."""
+    return [*reward.parts.values()] if isinstance(reward, WeightedRewards) else [reward]
 
 
 def as_reward_function(function: Callable[..., Any]) -> RewardFunction:

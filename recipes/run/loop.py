@@ -108,7 +108,9 @@ def train(
         open_loggers(run.loggers, LoggedRun(run.output_dir, kept_row)) as loggers,
         contextlib.closing(Checkpoints(run, roles, builder, best)) as checkpoints,
     ):
-        around = AroundSteps(run, roles, loggers, Progress(run.steps, done), best, evaluate, measure, kept)
+        around = AroundSteps(
+            run, roles, loggers, Progress(run.steps, done, run.console_columns), best, evaluate, measure, kept
+        )
         around.begin(last, kept_row)
         checkpoints.name_best()
         with libraries_aside(run.output_dir / LIBRARIES_FILE), around.progress:

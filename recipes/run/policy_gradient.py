@@ -140,8 +140,9 @@ def problems(config: PolicyGradientConfig) -> PolicyTask:
     """
     announce_small_model(config.model_path, config.data.data_path)
     played = None if config.played_agent is None else PlayedAgent.of(*config.played_agent)
-    named = config.reward or (None if played else "geo3k")
-    reward = None if named is None else load_reward(named, here=config.on == "local")
+    reward = None
+    if config.reward is not None or played is None:
+        reward = load_reward(config.rewards, config.on == "local", config.reward_weights)
     model_path = config.model_path or str(tiny_checkpoint(config.run.seed, phase=start_phase))
     config.check_models(model_path)  # before anything is written
     data = config.data

@@ -71,9 +71,15 @@ class Column:
     form: str = ".3f"
     measured_apart: bool = False  # from training, by an evaluation: its row is never left out
 
-    @property
-    def width(self) -> int:
-        return max(len(self.title), 7)
+    def heading(self, metrics: Mapping[str, float]) -> str:
+        """The title, which says of how many metrics the number is the mean.
+
+        >>> metrics = {"val-core/a/acc/mean@1": 0.5, "val-core/b/acc/mean@1": 1.0}
+        >>> Column("accuracy", (r"val-core/.*/acc/mean@\\d+",)).heading(metrics)
+        'accuracy (mean of 2)'
+        """
+        count = len(self._values(metrics))
+        return f"{self.title} (mean of {count})" if count > 1 else self.title
 
     def value(self, metrics: Mapping[str, float]) -> float | None:
         """The number to show; ``None`` where the metrics have no finite one.
@@ -82,11 +88,14 @@ class Column:
         >>> Column("accuracy", (r"val-core/.*/acc/mean@\\d+",)).value(metrics)
         0.75
         """
-        for pattern in self.patterns:
-            values = [value for name, value in metrics.items() if re.fullmatch(pattern, name) and math.isfinite(value)]
-            if values:
-                return fmean(values)
-        return None
+        return fmean(values) if (values := self._values(metrics)) else None
+
+    def _values(self, metrics: Mapping[str, float]) -> list[float]:
+        found = (
+            [value for name, value in metrics.items() if re.fullmatch(pattern, name) and math.isfinite(value)]
+            for pattern in self.patterns
+        )
+        return next(filter(None, found), [])
 
 
 HELD_OUT_ACCURACY = Column("held-out acc", (r"val-core/.*/acc/mean@\d+",), measured_apart=True)
@@ -106,10 +115,11 @@ COLUMNS = (HELD_OUT_ACCURACY, HELD_OUT_LOSS, LOSS, POLICY_LOSS, REWARD, KL, RATE
 class StepTable:
     """Rows of numbers under a header. A column appears with its first number, and stays."""
 
-    def __init__(self, total: int, repeat: int = 20) -> None:
-        """``total``: steps of the run; ``repeat``: rows after which the header is printed again."""
+    def __init__(self, total: int, repeat: int = 20, further: Sequence[str] = ()) -> None:
+        """``total``: steps of the run; ``repeat``: rows after which the header is printed again; ``further``: metrics by name."""
         self.total, self.repeat = total, repeat
-        self.columns: tuple[Column, ...] = ()
+        self.columns = (*COLUMNS, *(Column(name, (re.escape(name),)) for name in further))
+        self.headings: dict[Column, str] = {}
         self._rows_since_header = repeat
 
     def lines(self, step: int, metrics: Mapping[str, float], left: str = "") -> list[str]:
@@ -123,17 +133,18 @@ class StepTable:
         >>> table.lines(2, {"critic/score/mean": 0.5, "perf/throughput": float("nan")})
         [' 2/10   0.500']
         """
-        values = {column: column.value(metrics) for column in COLUMNS}
-        shown = tuple(column for column in COLUMNS if column in self.columns or values[column] is not None)
-        header = shown != self.columns or self._rows_since_header == self.repeat
-        self.columns = shown
+        values = {column: column.value(metrics) for column in self.columns}
+        new = {column: column.heading(metrics) for column, value in values.items() if value is not None}
+        known = self.headings | new
+        header = known != self.headings or self._rows_since_header == self.repeat
+        self.headings = {column: known[column] for column in self.columns if column in known}
         self._rows_since_header = 1 if header else self._rows_since_header + 1
-        cells = ["" if (value := values[column]) is None else f"{value:{column.form}}" for column in shown]
+        cells = ["" if (value := values[column]) is None else f"{value:{column.form}}" for column in self.headings]
         row = self._line(f"{step}/{self.total}", cells, left)
-        return [self._line("step", [column.title for column in shown], "left"), row] if header else [row]
+        return [self._line("step", [*self.headings.values()], "left"), row] if header else [row]
 
     def _line(self, step: str, cells: Sequence[str], left: str) -> str:
-        padded = [cell.rjust(column.width) for cell, column in zip(cells, self.columns, strict=True)]
+        padded = [cell.rjust(max(len(title), 7)) for cell, title in zip(cells, self.headings.values(), strict=True)]
         width = max(len("step"), 2 * len(str(self.total)) + 1)
         return " ".join([step.rjust(width), *padded, left.rjust(7)]).rstrip()
 
@@ -157,16 +168,17 @@ class Progress:
         self,
         total: int,
         done: int = 0,
+        further: Sequence[str] = (),
         console: Console | None = None,
         interval: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``total``: steps of the run; ``done``: steps that an earlier process made."""
+        """``total``: steps of the run; ``done``: steps that an earlier process made; ``further``: metrics to show too."""
         self.total, self.done, self.interval, self.clock = total, done, interval, clock
         self.left = ""
         """The time that is left after the last step, at the pace of the steps so far."""
         self.console = console or Console()
-        self.table = StepTable(total)
+        self.table, self.further = StepTable(total, further=further), further
         self._printed: float | None = None
         self._started = self._first_ended = clock()
         self._first: int | None = None
@@ -196,6 +208,11 @@ class Progress:
             self._printed = now
             for line in self.table.lines(step, metrics, self.left):
                 self.note(line)
+        absent = [name for name in self.further if name not in metrics and not name.startswith("val")]
+        if step == self._first and absent:
+            self.note(
+                f"console-columns: the steps measure no {', '.join(absent)}; they measure {', '.join(sorted(metrics))}"
+            )
 
     def doing(self, text: str) -> None:
         """Shows what the current step is doing: next to the bar; elsewhere as a line, at most every ``interval`` seconds."""
@@ -292,7 +309,10 @@ def show_summary(directory: Path, seconds: float, console: Console | None = None
     rows = read_metrics(directory / METRICS_FILE)
     if not rows:
         return
-    changes = [(column.title, *(f"{value:{column.form}}" for value in values)) for column, *values in run_summary(rows)]
+    changes = [
+        (max((column.heading(row) for row in rows), key=len), *(f"{value:{column.form}}" for value in values))
+        for column, *values in run_summary(rows)
+    ]
     lines = [("", "before", "after"), *changes] if changes else []
     checkpoint = latest_checkpoint(directory.absolute())
     files = [

@@ -52,6 +52,7 @@ CLIPPED = {
 }
 CHARTS = (
     Chart("Held-out accuracy", "Answers to problems never trained on", {ACCURACY: None}, percent=True),
+    Chart("Held-out reward", "Of the same answers", {"val-core/*/reward/mean@*": None}),
     Chart("Controls", "The same answers where pictures tell nothing", {CONTROL: None}, percent=True),
     Chart("Loss", "Of the tokens to be learnt, each in nats", {"train/loss": "training"}),
     Chart("Held-out loss", "The same, of rows never trained on", {"val/loss": "held out"}),
@@ -87,6 +88,10 @@ CHARTS = (
     Chart("Learning rate", "Of the last update in a step", {"actor/lr": "rate"}),
     Chart("Throughput", "Tokens per second and device", {"perf/throughput": "tokens/s"}),
 )
+NOT_OF_THE_REWARD = {
+    f"reward/{name}" for name in ("acc", "equal_groups_ratio", "early_ratio", "greedy_baseline", "overlong_penalty")
+}
+"""Metrics that have charts of their own, or that a step adds."""
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -121,7 +126,7 @@ def write_report(run_dir: str | Path) -> Path:
 def curves(rows: Rows) -> str:
     """A run's most important numbers, and its curves, as HTML for a page that has the report's style."""
     charts = []
-    for chart in CHARTS:
+    for chart in (*CHARTS, *_reward_charts(rows)):
         series = _series(rows, chart)
         if drawing := line_chart(series, chart.percent, chart.title):
             last = [(line.label, line.points[-1][1]) for line in series]
@@ -136,6 +141,19 @@ def curves(rows: Rows) -> str:
     return render(
         "curves.html", rows=rows, accuracies=accuracies, values=values, charts=charts, problems=problems
     ).strip()
+
+
+def _reward_charts(rows: Rows) -> list[Chart]:
+    """A chart of each number that the reward gives next to the score."""
+    names = [name.removeprefix("reward/") for name in _names(rows, "reward/*") if name not in NOT_OF_THE_REWARD]
+    return [
+        Chart(
+            f"Reward: {name}",
+            "Mean of the sampled responses, and of held-out answers",
+            {f"reward/{name}": "training", f"val-aux/*/{name}/mean@*": None},
+        )
+        for name in names
+    ]
 
 
 def environment() -> dict[str, str]:

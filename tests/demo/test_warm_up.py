@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from dataproto import DataProto
+from helpers.option_files import in_files
 from recipes.demo.rows import ProblemRows
 from recipes.demo.tiny_model import tiny_checkpoint
 from recipes.geo3k_grpo import main
@@ -92,7 +93,7 @@ def test_what_grpo_learns_is_in_the_pictures(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     run = tmp_path / "run"
     settings = ["--steps", "200", "--optimizer.total-steps", "400", "--eval-every", "0", "--save-every", "0"]
-    assert main([*settings, "--output-dir", str(run)]) == 0
+    assert main(in_files([*settings, "--output-dir", str(run)], tmp_path)) == 0
     trained = run / "global_step_200" / "actor" / "huggingface"
     prompts = prompts_of(trained, 256)
     true, mixed = scores(trained, prompts), scores(trained, shuffled(prompts))

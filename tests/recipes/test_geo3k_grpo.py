@@ -15,6 +15,7 @@ from helpers.checkpoints import write_checkpoint
 from helpers.geo3k_files import geometry3k as geometry3k_rows
 from helpers.geo3k_files import write_geometry3k
 from helpers.geo3k_runs import REWARD, arguments, rows_of, without_measurements
+from helpers.option_files import in_files
 from helpers.tiny_models import VLM_TYPES
 from recipes.geo3k_grpo import TINY, main, parse
 from recipes.run.policy_gradient import open_data_set
@@ -81,8 +82,8 @@ def test_a_run_leaves_metrics_report_and_checkpoints(finished_run):
     ],
 )
 def test_options_of_algorithm_and_model_are_there(options, checkpoint, geometry3k, reward, tmp_path):
-    steps = ("--steps", "1", "--optimizer.lr", "1e-2")
-    assert main(arguments(checkpoint, geometry3k, reward, tmp_path / "run", *steps, *options)) == 0
+    given = in_files(["--steps", "1", "--optimizer.lr", "1e-2", *options], tmp_path)
+    assert main(arguments(checkpoint, geometry3k, reward, tmp_path / "run", *given)) == 0
     row = rows_of(tmp_path / "run")[1]
     assert 0 < row["training/rollout_probs_diff_log_max"] < 1e-4  # of the rows that met the policy that sampled them
     mismatches = [row["mismatch"] for row in load_kept(tmp_path / "run", 1)]
@@ -212,7 +213,6 @@ def test_prompts_that_are_left_out_and_rows_that_are_skipped_are_counted(checkpo
     [
         (["--algorithm.n", "1"], "needs at least 2"),
         (["--engine", "sglang"], "'sglang'"),
-        (["--optimizer.schedule", "linear", "--optimizer.total-steps", "0"], "--optimizer.total-steps 0"),
         (["--resume", "--overwrite"], "contradict"),
         (["--preset", "any", "--model-path", "/nowhere"], "/nowhere"),
         (["--reward", "nowhere.py:f"], "nowhere.py"),

@@ -136,7 +136,7 @@ def test_epochs_the_best_checkpoint_and_the_first_evaluation_are_options(data_pa
 def test_a_resumed_run_is_the_whole_run_to_the_bit(finished_run, checkpoints, data_path, tmp_path):
     directory = tmp_path / "parts"
     own = arguments(checkpoints["qwen2_5_vl"], data_path, directory)
-    assert main([*own, "--steps", "2", "--optimizer.total-steps", "4"]) == 0
+    assert main(in_files([*own, "--steps", "2", "--optimizer.total-steps", "4"], tmp_path)) == 0
     assert main([*own, "--resume"]) == 0
     again, expected = without_times(directory), without_times(finished_run)
     assert again[3:] == expected[3:]

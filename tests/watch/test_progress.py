@@ -75,6 +75,21 @@ def test_the_evaluation_before_the_first_step_does_not_enter_the_pace():
     ]
 
 
+def test_a_mean_says_of_how_many_it_is_and_named_metrics_have_columns():
+    progress, file, _ = plain(4, further=("reward/near", "reward/far"))
+    sets = {"val-core/easy/acc/mean@1": 1.0, "val-core/hard/acc/mean@1": 0.5}
+    with progress:
+        progress.update(1, {"reward/near": 0.25} | sets)
+        progress.update(4, {"reward/near": 0.5})
+    assert file.getvalue().splitlines() == [
+        "step  held-out acc (mean of 2)  reward/near      left",
+        " 1/4                     0.750        0.250      0:00",
+        "console-columns: the steps measure no reward/far; they measure reward/near, val-core/easy/acc/mean@1, "
+        "val-core/hard/acc/mean@1",
+        " 4/4                                  0.500",
+    ]
+
+
 def test_the_header_comes_again():
     table = StepTable(100, repeat=3)
     heights = [len(table.lines(step, METRICS)) for step in range(1, 9)]

@@ -107,6 +107,18 @@ def test_a_whole_run(tmp_path):
     assert ACCURACY in shown
 
 
+def test_each_number_of_a_reward_has_a_chart_in_training_and_of_each_held_out_set(tmp_path):
+    with MetricsLog(tmp_path) as log:
+        for step in range(3):
+            parts = {f"reward/{name}": 0.1 for name in ("near", "short", "equal_groups_ratio")}
+            held_out = {f"val-aux/{name}/near/mean@1": 0.2 for name in ("easy", "hard")}
+            log.log(step, parts | held_out)
+    page, _ = page_of(tmp_path)
+    assert [svg["aria-label"] for svg in page.all("svg")] == ["Reward: near", "Reward: short"]
+    shown = "".join(page.text)
+    assert shown.index("Reward: near") < shown.index("easy") < shown.index("hard") < shown.index("Reward: short")
+
+
 def test_controls_engine_staleness_and_ends_of_episodes_have_charts(tmp_path):
     with MetricsLog(tmp_path) as log:
         for step in range(1, 4):

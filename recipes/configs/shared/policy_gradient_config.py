@@ -92,12 +92,14 @@ class PolicyGradientConfig(RecipeConfig):
     Attributes:
         layout: how actor and reference are spread over processes
         reward: reward function: FILE.py:FUNCTION in verl's, EasyR1's or TRL's form, classifier:MODEL, or the URL of a
-            server; default: Geo3K's
+            server; of several the sum; default: Geo3K's
+        reward_weights: weight of each of several rewards; default: 1
         keep_rollouts: rows of each step to keep in output_dir for the viewer, in whole groups; below 1 a share of them;
             0: none
     """
 
-    reward: str | None = None
+    reward: str | tuple[str, ...] | None = None
+    reward_weights: tuple[float, ...] | None = None
     keep_rollouts: int | float = 64
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
     data: DataConfig = field(default_factory=DataConfig)
@@ -106,6 +108,8 @@ class PolicyGradientConfig(RecipeConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_kept("keep_rollouts", self.keep_rollouts)
+        if self.reward_weights is not None and len(self.reward_weights) != len(self.rewards):
+            raise InvalidConfig(f"{len(self.reward_weights)} reward_weights for {len(self.rewards)} rewards")
         engine_ranks(self.engine_options, self._ranks_with_engines)  # raises for a size that does not divide them
         self.sampling()  # raises for invalid sampling options
         self.rollout.check_engine(self.engine_options, self.algorithm.correction)
@@ -131,6 +135,7 @@ class PolicyGradientConfig(RecipeConfig):
         return [
             *super().idle_options(),
             (self.model_path is None, "rollout.replay-routing", "the small model has no experts: leave it out"),
+            (len(self.rewards) == 1, "reward-weights", "one reward has the whole weight: name several"),
             (not scores, "scoring-token-budget", "no pass of this run is without gradients: leave it out"),
             (
                 self.rollout.carries,
@@ -164,6 +169,11 @@ class PolicyGradientConfig(RecipeConfig):
         ranks = self._ranks_with_engines
         groups = math.ceil(self.data.batch_size * self.rollout.over_ask)
         return slots_for(groups * self.algorithm.n, ranks // engine_ranks(self.engine_options, ranks))
+
+    @property
+    def rewards(self) -> tuple[str, ...]:
+        """The names of the reward functions."""
+        return (self.reward,) if isinstance(self.reward, str) else self.reward or ("geo3k",)
 
     @property
     def _ranks_with_engines(self) -> int:

@@ -29,11 +29,14 @@ class RunConfig:
         keep_checkpoints: number of newest checkpoints to keep
         keep_best: also keep the checkpoint with the best held-out accuracy or loss; best.json names its step
         resume: continue from the newest checkpoint in output_dir, or begin if there is none
+        change: options of a run that --resume continues, as NAME=VALUE, which change from here on: steps, rates,
+            schedules, evaluation, saving, weights of rewards, clip and KL; config.json records them
         overwrite: begin anew; the run that output_dir holds is deleted once this one has loaded
         seed: seed of data order and sampling, and of the small model's weights
         output_dir: directory of metrics, checkpoints and report
         loggers: trackers in addition to metrics.jsonl: tensorboard, wandb, mlflow, trackio, swanlab, or a class of yours
             as MODULE:CLASS or FILE.py:CLASS; default: tensorboard if it is installed
+        console_columns: metrics that the console shows too, such as reward/acc
     """
 
     steps: int = 100
@@ -45,10 +48,12 @@ class RunConfig:
     keep_checkpoints: int = 2
     keep_best: Measured | None = None
     resume: bool = False
+    change: tuple[str, ...] = ()
     overwrite: bool = False
     seed: int = 0
     output_dir: Path = Path("outputs/grpo")
     loggers: tuple[str, ...] | None = None
+    console_columns: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_at_least(1, self, "steps", "keep_checkpoints", "epochs")
