@@ -45,7 +45,7 @@ from rollout.hf import HFEngine  # noqa: E402
 from rollout.prompts import PromptBuilder  # noqa: E402
 
 Row = dict[str, float]
-RUNS = {"walk": "", "walk_grpo": "--algorithm.advantage grpo --algorithm.gamma 1", "trl": ""}
+RUNS = {"walk": "", "walk_grpo": "--algorithm.advantage grpo", "trl": ""}
 FIELDS = ("step", "seconds", "processor", "accuracy")
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig, later_errors
 from recipes.options.config_file import CONFIG_FILE, ONCE, OPTIONS_FILE, file_values
 from recipes.options.help_text import help_text, show_help
-from recipes.options.names import ENDED, FILE_ONLY, own_name
+from recipes.options.names import CHANGEABLE, ENDED, FILE_ONLY, own_name
 from recipes.options.option_table import (
     TRUTH,
     Option,
@@ -116,13 +116,16 @@ def parse_recipe(
     options = options_of(presets[TINY])
     given = read(arguments, recipe_options(presets), prog)
     show_help_if_asked(arguments, recipe_options(presets, given.get("preset", TINY)), description, prog)
+    if "change" in given:
+        given |= _changes(given, presets[TINY])
     if isinstance(run_dir := given.get("resume"), str):
         if "preset" in given or "config" in given:
             raise InvalidConfig(
                 f"--resume {run_dir} continues with the options of that run: leave out --preset and --config"
             )
         began = _recorded(run_dir, presets, given)
-        return over(began, given | {"resume": True, "output-dir": Path(run_dir)})
+        length = {"epochs": None} if "steps" in given else {}
+        return over(began, length | given | {"resume": True, "output-dir": Path(run_dir)})
     if "steps" in given and "epochs" in given:
         raise InvalidConfig("--steps and --epochs both set the length of the run: give one of them")
     if given.get("config"):
@@ -181,6 +184,42 @@ def _recorded(run_dir: str, presets: Mapping[str, Recipe], given: Mapping[str, A
     moved = {name: given[name] for name in NAMES_OF_AN_ALGORITHM if name in given}
     usual = TINY if recorded.get("model-path") is None else ANY  # of a run that has recorded no preset
     return built(_chosen_preset(presets, {"preset": usual} | recorded), recorded | moved)
+
+
+def _changes(given: Mapping[str, Any], default: Any) -> dict[str, Any]:
+    """The options that ``--change NAME=VALUE ...`` gives to a run that is resumed, and ``change``, their names.
+
+    Words without the name of an option belong to the value before them.
+    """
+    if not given.get("resume"):
+        raise InvalidConfig("--change is for a run that continues: add --resume RUN_DIR")
+    options = options_of(default)
+    known = spellings(options)
+    words_of: dict[str, list[str]] = {}
+    last: Option | None = None
+    for word in given["change"]:
+        name, equals, value = word.partition("=")
+        option, _ = known.get(f"--{name.removeprefix('--').replace('_', '-')}", (None, True))
+        if equals and option is not None:
+            last, words_of[option.name] = option, [value]
+        elif last is not None and last.takes_many:
+            words_of[last.name].append(word)
+        else:
+            raise _unknown(f"--{name}", options) if equals else InvalidConfig(f"--change {word}: write NAME=VALUE")
+    run_dir = given["resume"] if isinstance(given["resume"], str) else given.get("output-dir", default.run.output_dir)
+    if refused := [name for name in words_of if name not in CHANGEABLE]:
+        raise InvalidConfig(f"--change {refused[0]}: {way_out_of_resuming(run_dir)}")
+    values = {option.name: option.value(words_of[option.name]) for option in options if option.name in words_of}
+    return values | {"change": tuple(values)}
+
+
+def way_out_of_resuming(run_dir: str | Path) -> str:
+    """What to do where a resumed run cannot have other values of an option."""
+    weights = Path(run_dir, "global_step_N", "actor", "huggingface")
+    return (
+        "a run that is resumed keeps it; begin a new run from its weights, with another --output-dir: "
+        f"--preset any --model-path {weights}"
+    )
 
 
 def parse_config(arguments: Sequence[str], default: Config, description: str | None, prog: str) -> Config:

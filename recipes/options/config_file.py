@@ -15,8 +15,10 @@ from recipes.options.option_table import Option, options_of
 OPTIONS_FILE, CONFIG_FILE = "config.yaml", "config.json"
 """In a run's directory: the options as they were asked for, to start or resume a run from, and all options as they are."""
 HEADER = "# The options that made this directory. `--config FILE` reads such a file; options on the command line override it.\n"
-ONCE = ("resume", "overwrite")
+ONCE = ("resume", "overwrite", "change")
 """Options of one call of a command, which its file leaves out."""
+CHANGES = "changes"
+"""The key of ``config.json`` under which the changes of a resumed run are recorded, each with its step."""
 AMBIGUOUS = ("yes", "no", "on", "off", "y", "n")
 """Texts that YAML 1.1 reads as true or false, and YAML 1.2 as texts."""
 NULL = "tag:yaml.org,2002:null"
@@ -129,6 +131,8 @@ def file_values(path: Path, options: Sequence[Option], without: Sequence[str] = 
     known |= {".".join(option.path).replace("_", "-"): option for option in known.values()}
     given: dict[str, Any] = {}
     for key, value in _flat(found, known):
+        if key == CHANGES:
+            continue
         if key not in known:
             near = get_close_matches(key, known, 1, cutoff=0.0)
             hint = ENDED.get(key) or f"the nearest is {known[near[0]].name!r}"

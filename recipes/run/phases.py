@@ -47,11 +47,17 @@ class StepState:
     steps: int = 0
     more: Callable[[], DataProto] | None = None
 
+    def __post_init__(self) -> None:
+        self._began = self.kl.coef
+
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": self.steps, "kl_coef": self.kl.coef}
+        return {"steps": self.steps, "kl_coef": self.kl.coef, "kl_began": self._began}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.steps, self.kl.coef = int(state["steps"]), float(state["kl_coef"])
+        """Continues from a state; a weight that the options have changed begins anew."""
+        self.steps = int(state["steps"])
+        if self.kl.target is not None and state.get("kl_began", self._began) == self._began:
+            self.kl.coef = float(state["kl_coef"])
 
 
 def sample(

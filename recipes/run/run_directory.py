@@ -17,8 +17,9 @@ from recipes.configs.shared.run_config import RunConfig
 from recipes.data.loader import PromptLoader
 from recipes.directory_lock import LOCK_FILE, locked
 from recipes.options import options_of, settings_line, write_options
-from recipes.options.command_line import NOT_BEGUN
-from recipes.options.config_file import CONFIG_FILE
+from recipes.options.command_line import NOT_BEGUN, way_out_of_resuming
+from recipes.options.config_file import CHANGES, CONFIG_FILE
+from recipes.options.names import CHANGEABLE
 from recipes.watch.console import show_summary
 from recipes.watch.metrics_file import METRICS_FILE
 from recipes.watch.report import ENVIRONMENT_FILE, environment, write_report
@@ -33,6 +34,7 @@ EARLIER, MOVING, DISCARDED = ".earlier", ".earlier.moving", ".earlier.discarded"
 # Options that a resumed run may change: they do not affect a step, only the number of steps.
 FREE = (
     "run.resume",
+    "run.change",
     "run.overwrite",
     "run.output_dir",
     "run.steps",
@@ -44,6 +46,7 @@ FREE = (
     "run.keep_checkpoints",
     "run.keep_best",
     "run.loggers",
+    "run.console_columns",
     "data.num_workers",
     "keep_rollouts",
     "keep_rows",
@@ -114,7 +117,7 @@ def with_schedules(run: RunConfig, config: Config, **updates: int) -> Config:
     """Sets the length of each learning-rate schedule in ``config`` that has none.
 
     The schedules of a new run end with it. A resumed run keeps the lengths with which it began, whatever its number of steps is
-    now, so that every step equals that of an uninterrupted run.
+    now, so that every step equals that of an uninterrupted run, unless ``run.change`` names the steps or the schedule.
 
     Args:
         updates: optimizer steps in each step of the run, by the name of the optimizer's field.
@@ -127,16 +130,22 @@ def with_schedules(run: RunConfig, config: Config, **updates: int) -> Config:
     for name, each in updates.items():
         optimizer: OptimizerConfig = getattr(config, name)
         with_function(optimizer)  # which refuses a wrong name or file
+        option, now = name.replace("_", "-"), {*run.change}
         steps = before.get("run.steps") or run.steps
-        total = before.get(f"{name}.total_steps") or steps * each
-        if optimizer.total_steps is None and optimizer.schedule != "constant" and run.steps > max(steps, total // each):
+        began = before.get(f"{name}.total_steps") or steps * each
+        anew = now & {"steps", "epochs", f"{option}.schedule"}
+        total = optimizer.total_steps or (run.steps * each if anew else began)
+        is_short = optimizer.schedule != "constant" and run.steps > max(steps, total // each)
+        if is_short and (optimizer.total_steps is None or (anew and f"{option}.total-steps" not in now)):
+            longer = "" if optimizer.total_steps is None else f" {option}.total-steps={run.steps * each}"
             raise CheckpointError(
                 f"--resume with --steps {run.steps}, but the {optimizer.schedule} schedule of {name} ends with step "
-                f"{total // each}: give --{name.replace('_', '-')}.total-steps {run.steps * each} to continue with a longer one, "
-                "which changes the learning rate from here on"
+                f"{total // each}: give --change steps={run.steps}{longer} to continue with a longer one, which changes the "
+                "learning rate from here on"
             )
         warmup = before.get(f"{name}.warmup_steps")
-        if warmup is not None and warmup == total - 1 < optimizer.warmup_steps:  # shortened as the run began
+        kept = f"{option}.warmup-steps" not in now
+        if kept and warmup is not None and warmup == began - 1 < optimizer.warmup_steps:  # shortened as the run began
             optimizer = replace(optimizer, warmup_steps=warmup)
         changed[name] = over_the_run(optimizer, total)
     completed: Config = replace(config, **changed)  # type: ignore[type-var]
@@ -267,11 +276,10 @@ def open_run_directory(run: RunConfig, config: Any = None, asked: Any = None) ->
     check_run_directory(config)
     if run.overwrite and _entries(directory):
         _set_aside(directory)
-    elif run.resume:
-        _check_same(directory, config)
+    changes = _changes(directory, config) if run.resume else []
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
-    write_json(directory / CONFIG_FILE, asdict(config))
+    write_json(directory / CONFIG_FILE, asdict(config) | ({CHANGES: changes} if changes else {}))
     write_options(directory, config if asked is None else asked)
     if hasattr(config, "preset"):
         print(settings_line(config if asked is None else asked))
@@ -317,26 +325,50 @@ def _options_inside(directory: Path, config: Any) -> Iterator[str]:
                     yield f"--{option.name} {text}"
 
 
-def _check_same(directory: Path, config: Any) -> None:
+def _changes(directory: Path, config: HasRun) -> list[dict[str, Any]]:
+    """What resumed runs have changed until now, each with the last step before it; prints what this one changes.
+
+    Raises:
+        CheckpointError: see `open_run_directory`.
+    """
     now: dict[str, Any] = json.loads(
         json.dumps({".".join(option.path): option.default for option in options_of(config)}, default=str)
     )
-    before = _flatten(_read(directory), now.keys())
-    if not before and latest_checkpoint(directory) is not None:
+    recorded = _read(directory)
+    changes: list[dict[str, Any]] = recorded.pop(CHANGES, [])
+    before = _flatten(recorded, now.keys())
+    found = latest_checkpoint(directory.absolute())
+    if not before and found is not None:
         raise CheckpointError(
             f"{directory} holds checkpoints, but no {CONFIG_FILE} with their settings: restore that file, or choose another "
             "--output-dir"
         )
+    names = {".".join(option.path): option.name for option in options_of(config)}
+    changed = {name for name, option in names.items() if option in CHANGEABLE and option in config.run.change}
     for name in before:
         free = name in FREE or name.split(".")[0] in FREE_PLACES
         lengthened = name.endswith("optimizer.total_steps") and now.get(name) is not None  # see `with_schedules`
         moved = name in FILES and _file_names(before[name]) == _file_names(now.get(name))
-        if before[name] != now.get(name) and not (free or lengthened or moved):
-            way_out = "the same name in another folder" if name in FILES else "its own settings"
+        if before[name] != now.get(name) and not (free or lengthened or moved or name in changed):
+            way_out = f"resume it with {'the same name in another folder' if name in FILES else 'its own settings'}"
+            if (option := names.get(name)) in CHANGEABLE:
+                way_out += f", or change them from here on: --change {option}=VALUE"
+            elif option is not None:
+                way_out += f"; {way_out_of_resuming(directory)}"
             raise CheckpointError(
-                f"--resume with {name}={now.get(name)!r}, but the run in {directory} has {before[name]!r}: "
-                f"resume it with {way_out}, or choose another --output-dir"
+                f"--resume with {name}={now.get(name)!r}, but the run in {directory} has {before[name]!r}: {way_out}"
             )
+    differing = {
+        names[name]: {"before": before.get(name), "after": now[name]}
+        for name in sorted(changed)
+        if before.get(name) != now[name]
+    }
+    if not differing:
+        return changes
+    step = 0 if found is None else found[0]
+    told = ", ".join(f"{name} {each['after']} (before {each['before']})" for name, each in differing.items())
+    print(f"after step {step}: {told}")
+    return [*changes, {"step": step, **differing}]
 
 
 def _file_names(value: Any) -> Any:

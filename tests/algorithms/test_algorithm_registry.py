@@ -9,6 +9,7 @@ import torch
 
 from dataproto import DataProto
 from dataproto.errors import InvalidColumn, InvalidConfig
+from helpers.option_files import in_files
 from recipes.algorithms.options import AlgorithmConfig, advantage_columns
 from recipes.algorithms.registry import ADVANTAGES, LOSSES
 from recipes.geo3k_grpo import parse
@@ -52,11 +53,10 @@ def outputs():
     return Outputs(torch.tensor([[-1.0, -2.0]]), torch.tensor([[0.5, 0.25]]))
 
 
-def test_functions_of_a_file_get_columns_and_options_by_name(mine):
+def test_functions_of_a_file_get_columns_and_options_by_name(mine, tmp_path):
     options = ["--algorithm.loss", f"{mine}:loss", "--algorithm.advantage", f"{mine}:advantage"]
-    config = parse(
-        ["--preset", "any", "--model-path", "x", *options, "--algorithm.gamma", "0.5", "--algorithm.clip", "0", "0"]
-    ).algorithm
+    options += ["--algorithm.gamma", "0.5", "--algorithm.clip", "0", "0"]
+    config = parse(in_files(["--preset", "any", "--model-path", "x", *options], tmp_path)).algorithm
     assert advantage_columns(config, batch())["advantages"].tolist() == [[1.0, 1.0]]
     loss, metrics = policy_loss(config, 0.0)(outputs(), batch())
     assert loss.tolist() == [[-2.0, 2.0]]

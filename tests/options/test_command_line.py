@@ -5,8 +5,17 @@ from pathlib import Path
 import pytest
 
 from dataproto.errors import CheckpointError, InvalidConfig
-from recipes.configs import export_config, grpo_config, make_vlm_config, parity_config, plan_config, sft_config
+from recipes.configs import (
+    export_config,
+    grpo_config,
+    make_vlm_config,
+    parity_config,
+    plan_config,
+    ppo_config,
+    sft_config,
+)
 from recipes.configs.grpo_config import TINY
+from recipes.options import write_options
 from recipes.watch import viewer
 
 
@@ -68,14 +77,16 @@ def test_a_plan_divides_its_options_from_those_of_the_recipe(tmp_path):
             "--rollout.quantization fp8",
             "^--rollout.quantization has ended: give it to the engine, --engine-opt",
         ),
+        (grpo_config.parse, "--optimizer.total-steps 5", "files only: .* the line 'optimizer.total-steps: VALUE'$"),
+        (grpo_config.parse, "--algorithm.gamma 0.9", "the line 'algorithm.gamma: VALUE'$"),
         (sft_config.parse, "--float8", "^--float8 is read from files only"),
         (plan_config.parse, "walk --device h200", "^walk is not planned: its run says after the first steps"),
         (plan_config.parse, "parity", "one of grpo, ppo, sft, classify"),
         (parity_config.parse, "--engine hf --engine-options memory_share 0.3", "no option 'memory_share'"),
         (parity_config.parse, "--engine abacus", "^engine 'abacus' is unknown"),
         (
-            grpo_config.parse,
-            "--optimizer.total-steps 5",
+            ppo_config.parse,
+            "--critic-optimizer.total-steps 5",
             "^--optimizer.total-steps 5 must be above --optimizer.warmup-steps 10",
         ),
         (viewer.parse, "", "^dataproto view needs RUN-DIR$"),
@@ -163,3 +174,41 @@ def test_only_the_number_that_is_too_small_is_named():
     for given, message in {"--steps -3": "--steps -3: must be", "--save-every -1": "--save-every -1: must be"}.items():
         with pytest.raises(InvalidConfig, match=f"^{message} at least (1|0)$"):
             grpo_config.parse(given.split())
+
+
+def test_what_a_resumed_run_may_change_is_given_by_name(tmp_path):
+    began = grpo_config.parse(["--epochs", "2", "--data-path", "x.jsonl", "--output-dir", str(tmp_path)])
+    write_options(tmp_path, began)
+    words = ["optimizer.lr=1e-4", "steps=28", "algorithm.clip=0.1", "0.3", "algorithm.kl_coef=0", "eval-first=false"]
+    changed = grpo_config.parse(["--resume", str(tmp_path), "--change", *words, "--save-every", "4"])
+    assert (changed.optimizer.lr, changed.algorithm.clip, changed.algorithm.kl_coef) == (1e-4, (0.1, 0.3), 0)
+    assert (changed.run.steps, changed.run.epochs, changed.run.save_every, changed.run.eval_first) == (
+        28,
+        None,
+        4,
+        False,
+    )
+    assert {*changed.run.change} == {"optimizer.lr", "steps", "algorithm.clip", "algorithm.kl-coef", "eval-first"}
+    again = ["--data-path", "x.jsonl", "--output-dir", str(tmp_path), "--resume"]
+    assert grpo_config.parse([*again, "--change", "optimizer.total-steps=90"]).run.change == ("optimizer.total-steps",)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--change steps=3", "^--change is for a run that continues: add --resume RUN_DIR$"),
+        ("--resume RUN --change steps", "^--change steps: write NAME=VALUE$"),
+        (
+            "--resume RUN --change optimizer.lrr=1",
+            "^there is no option --optimizer.lrr: the nearest is --optimizer.lr$",
+        ),
+        ("--resume RUN --change steps=many", "^--steps many: must be a whole number$"),
+        (
+            "--resume RUN --change batch-size=3",
+            "^--change batch-size: .* begin a new run .* --model-path RUN/global_step_N/actor/huggingface$",
+        ),
+    ],
+)
+def test_what_a_resumed_run_cannot_change_is_refused_with_the_way_out(given, message):
+    with pytest.raises(InvalidConfig, match=message):
+        grpo_config.parse(given.split())

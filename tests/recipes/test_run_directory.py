@@ -12,7 +12,9 @@ from recipes.data.loader import PromptLoader
 from recipes.data.mixture import Mixture
 from recipes.demo.tiny_model import make_tiny_model
 from recipes.options.config_file import CONFIG_FILE
+from recipes.options.names import CHANGEABLE
 from recipes.run.loop import STATE_FILE, RunConfig, restore
+from recipes.run.policy_gradient import open_task_directory
 from recipes.run.run_directory import open_run_directory, over_epochs, with_function, with_schedules
 from recipes.sft import SFTConfig
 from workers.ranks.layout import Layout
@@ -77,11 +79,42 @@ def test_a_schedule_of_ones_own_is_loaded_where_the_run_opens_and_stays_as_it_is
 
 def test_a_run_that_goes_on_past_its_schedule_is_told_what_to_give(tmp_path):
     opened(config(tmp_path, steps=10))
-    message = r"--steps 12, but the linear schedule of optimizer ends with step 10: give --optimizer.total-steps 24 "
+    message = r"--steps 12, but the linear schedule of optimizer ends with step 10: give --change steps=12 to "
     with pytest.raises(CheckpointError, match=message):
         opened(config(tmp_path, steps=12, resume=True))
     assert opened(config(tmp_path, steps=12, resume=True, total_steps=24)).optimizer.total_steps == 24
     assert opened(config(tmp_path, steps=12, resume=True)).optimizer.total_steps == 24
+
+
+def changed(given: SFTConfig, *names: str) -> SFTConfig:
+    return replace(given, run=replace(given.run, change=names))
+
+
+def test_changed_steps_lengthen_the_schedule_and_are_recorded_once_with_their_step(tmp_path, capsys):
+    opened(config(tmp_path, steps=10))
+    (tmp_path / "global_step_7").mkdir()
+    longer = changed(config(tmp_path, steps=12, resume=True, lr=1.0), "steps", "optimizer.lr")
+    for _ in range(2):  # the same command after a crash changes nothing more
+        assert opened(longer).optimizer.total_steps == 24
+    first = {
+        "step": 7,
+        "optimizer.lr": {"before": 1e-6, "after": 1.0},
+        "steps": {"before": 10, "after": 12},
+    }
+    assert capsys.readouterr().out == "after step 7: optimizer.lr 1.0 (before 1e-06), steps 12 (before 10)\n"
+    opened(changed(config(tmp_path, steps=12, resume=True, lr=1.0, schedule="cosine"), "optimizer.schedule"))
+    second = {"step": 7, "optimizer.schedule": {"before": "linear", "after": "cosine"}}
+    opened(config(tmp_path, steps=12, resume=True, lr=1.0, schedule="cosine"))
+    assert json.loads((tmp_path / CONFIG_FILE).read_text())["changes"] == [first, second]
+
+
+def test_changed_steps_leave_a_length_of_its_own_to_be_changed_too(tmp_path):
+    opened(config(tmp_path, steps=10, total_steps=20))
+    longer = changed(config(tmp_path, steps=12, resume=True, total_steps=20), "steps")
+    with pytest.raises(CheckpointError, match=r"give --change steps=12 optimizer\.total-steps=24 to"):
+        opened(longer)
+    longer = replace(longer, optimizer=replace(longer.optimizer, total_steps=24))
+    assert opened(changed(longer, "steps", "optimizer.total-steps")).optimizer.total_steps == 24
 
 
 def test_a_run_whose_warm_up_was_shortened_goes_on_as_it_is_told_to(tmp_path):
@@ -130,12 +163,11 @@ def test_every_recipe_keeps_its_schedules(recipe, model, tmp_path, capsys):
     open_run_directory(began.run, began)
     arguments = [*given, "--resume", "--steps", "50"]
     assert recipe.main(arguments) == 2
-    steps = 100 if recipe is geo3k_grpo else 50  # two for each batch, or one
-    assert f"schedule of optimizer ends with step 40: give --optimizer.total-steps {steps} " in capsys.readouterr().err
-    if recipe is geo3k_ppo:
-        assert recipe.main([*arguments, "--optimizer.total-steps", "50"]) == 2
-        error = capsys.readouterr().err
-        assert "schedule of critic_optimizer ends with step 40: give --critic-optimizer.total-steps 50 " in error
+    assert "schedule of optimizer ends with step 40: give --change steps=50 to" in capsys.readouterr().err
+    if recipe in (geo3k_grpo, geo3k_ppo):
+        longer = open_task_directory(recipe.parse(["--resume", str(tmp_path), "--change", "steps=50"]))
+        assert longer.optimizer.total_steps == (100 if recipe is geo3k_grpo else 50)  # two for each batch, or one
+        assert longer.critic is None or longer.critic.total_steps == 50
 
 
 def test_what_bears_on_the_steps_is_refused_by_name_and_the_rest_may_change(tmp_path):
@@ -152,7 +184,11 @@ def test_what_bears_on_the_steps_is_refused_by_name_and_the_rest_may_change(tmp_
         "run.seed=": replace(resumed, run=replace(resumed.run, seed=3)),
     }
     for name, other in refused.items():
-        with pytest.raises(CheckpointError, match=f"--resume with {name}"):
+        option = name.partition("=")[0].removeprefix("run.").removeprefix("data.").replace("_", "-")
+        way_out = (
+            f"--change {option}=VALUE" if option in CHANGEABLE else "begin a new run .* --model-path .*/global_step_N/"
+        )
+        with pytest.raises(CheckpointError, match=f"--resume with {name}.*{way_out}"):
             open_run_directory(other.run, other)
     run = replace(resumed.run, steps=3, save_every=1, save_behind=True, eval_every=2, keep_checkpoints=9)
     data = replace(began.data, num_workers=2)
