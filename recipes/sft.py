@@ -84,7 +84,7 @@ def open_data(data: SFTDataConfig, builder: SupervisedBuilder, seed: int) -> tup
         sources = [read(path, "train") for path in data.data_path]
     else:
         share = max(data.eval_rows // len(data.data_path), 1)
-        split = [split_rows(path, read, None, share) for path in data.data_path]
+        split = [split_rows(path, read, share) for path in data.data_path]
         sources, parts = [rows for rows, _ in split], [part for _, part in split if len(part)]
         held_out = ConcatDataset(parts) if parts else None
     rows = sources[0]

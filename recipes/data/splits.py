@@ -16,17 +16,15 @@ ReadSplit = Callable[[str, str], Any]
 """A path or the name of a data set, and ``train`` or ``test`` -> its rows."""
 
 
-def split_rows(path: str, read: ReadSplit, eval_path: str | None, eval_rows: int) -> tuple[Any, Any]:
-    """Rows to train on, and rows to hold out.
-
-    These are of ``eval_path``; without it of a file its last rows, at most a fifth, and of a folder or a name its ``test`` split.
+def split_rows(path: str, read: ReadSplit, eval_rows: int) -> tuple[Any, Any]:
+    """Rows to train on, and rows to hold out: of a file its last rows, at most a fifth, of a folder or a name its ``test`` split.
 
     Raises:
         InvalidConfig: a file has too few rows to hold some out.
     """
     rows = read(path, "train")
-    if eval_path or not Path(path).is_file():
-        return rows, first_rows(read(eval_path or path, "test"), eval_rows)
+    if not Path(path).is_file():
+        return rows, first_rows(read(path, "test"), eval_rows)
     kept = len(rows) - min(eval_rows, len(rows) // 5)
     if kept == len(rows):
         raise InvalidConfig(f"{path} has {len(rows)} rows, too few to hold some out: give --eval-data-path")
@@ -46,15 +44,16 @@ def fitting_rows(path: str, split: str, rows: Any, builder: PromptBuilder, on_ba
     return kept
 
 
-def tell_data(loader: PromptLoader, held_out: Any) -> None:
+def tell_data(loader: PromptLoader, *held_out: Any) -> None:
     """Prints how many rows a run has read, trains on and holds out, its steps an epoch, and whether rows repeat within a step."""
-    held, batch = len(held_out or ()), loader.batch_size
+    sets = [each for each in held_out if each is not None]
+    held, batch = sum(map(len, sets)), loader.batch_size
     if not may_recur(loader.rows) or not hasattr(loader.rows, "__len__"):
         kind = "a stream or mixture of rows" if may_recur(loader.rows) else "synthetic rows, new ones in each step"
         print(f"data: {kind}, {batch} a step; {held:,} held out")
         return
     rows, steps = len(loader.rows), loader.steps(1)
-    sources = {id(source): len(source) for source in map(_source, (loader.rows, held_out or ()))}
+    sources = {id(source): len(source) for source in map(_source, (loader.rows, *sets))}
     read = f"{sum(sources.values()):,} rows read, {rows:,} to train on, {held:,} held out"
     print(f"data: {read}; {batch} a step, {steps:,} step{'s' * (steps > 1)} an epoch")
     if batch > rows:

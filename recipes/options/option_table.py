@@ -223,7 +223,8 @@ def spelled_kind(kind: Any) -> str:
     if origin is Literal:
         return "|".join(map(str, inner))
     if origin in (Union, UnionType):
-        return "|".join(dict.fromkeys(spelled_kind(each) for each in inner if get_origin(each) is not Callable))
+        forms = dict.fromkeys(spelled_kind(each) for each in inner if get_origin(each) is not Callable)
+        return "|".join(form for form in forms if f"{form} ..." not in forms)
     if origin is tuple:
         return f"{spelled_kind(inner[0])} ..." if Ellipsis in inner else " ".join(map(spelled_kind, inner))
     return "NAME VALUE ..." if origin is dict else KINDS.get(kind, "VALUE")

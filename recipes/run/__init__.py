@@ -26,7 +26,7 @@ from recipes.run.evaluation import evaluate_answers, evaluate_samples, greedy_ev
 from recipes.run.loop import StepFunction, attempts, train
 from recipes.run.metrics import measure_rollouts
 from recipes.run.phases import StepState
-from recipes.run.policy_gradient import run
+from recipes.run.policy_gradient import evaluate, run
 from recipes.run.run_directory import recorded_run
 from recipes.run.supervised import SupervisedTask, launch_supervised, next_token_loss, run_supervised
 
@@ -38,6 +38,7 @@ __all__ = [
     "SupervisedConfig",
     "SupervisedTask",
     "attempts",
+    "evaluate",
     "evaluate_answers",
     "evaluate_samples",
     "greedy_evaluation",

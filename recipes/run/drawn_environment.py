@@ -17,6 +17,7 @@ from recipes.run.evaluation import Evaluate, evaluate_samples
 from recipes.run.policy_gradient import (
     PolicyTask,
     answered_at_a_time,
+    evaluation_of_sets,
     open_data_set,
     open_task_directory,
     prompt_builder,
@@ -65,10 +66,11 @@ def episode_task(config: EpisodeRunConfig, drawn: DrawnEnvironment) -> PolicyTas
     )
     builder, played = open_environment(config, drawn, model_path)
     name_departures(builder)
-    rows, held_out = episode_rows(config, drawn, builder)
+    rows, held_out, controls = episode_rows(config, drawn, builder)
     loader = prompt_loader(config, builder, rows, shuffle=config.data.data_path is not None)
-    own, *controls = held_out
-    evaluate = controlled_evaluation(config, lambda step: own, controls, builder)
+    evaluate = evaluation_of_sets(config, builder, held_out)
+    if controls:
+        evaluate = controlled_evaluation(config, lambda step: held_out[""], controls, builder)
     return PolicyTask(config, model_path, builder, loader, None, evaluate, played)
 
 
@@ -94,14 +96,15 @@ def name_departures(builder: PromptBuilder) -> None:
         print(f"chat template: {departure}")
 
 
-def episode_rows(config: EpisodeRunConfig, drawn: DrawnEnvironment, builder: PromptBuilder) -> tuple[Any, list[Any]]:
-    """Training rows, and the held-out rows of each evaluation: those of the task, and those of the controls."""
+def episode_rows(
+    config: EpisodeRunConfig, drawn: DrawnEnvironment, builder: PromptBuilder
+) -> tuple[Any, dict[str, Any], list[Any]]:
+    """Training rows, the held-out rows of each set by its name, and those of the controls."""
     data = config.data
     if data.data_path is not None:
-        rows, held_out = open_data_set(data, builder)
-        return rows, [held_out]
-    held_out = [drawn.rows(0, "test", data.eval_rows, shown) for shown in ("own", *drawn.controls)]
-    return drawn.rows(config.run.seed, "train", 2**20, "own"), held_out
+        return *open_data_set(data, builder), []
+    own, *controls = (drawn.rows(0, "test", data.eval_rows, shown) for shown in ("own", *drawn.controls))
+    return drawn.rows(config.run.seed, "train", 2**20, "own"), {"": own}, controls
 
 
 def controlled_evaluation(

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from recipes.data.loader import EvaluationLoader
 from recipes.rewards.geometry3k import boxed_answer
 from recipes.run.metrics import last_rows, timed, validation_metrics
 from recipes.watch.kept_rollouts import reward_parts
-from recipes.watch.rollout_files import rollout_samples, save_rollouts
+from recipes.watch.rollout_files import RolloutSample, rollout_samples, save_rollouts
 from rollout.engine import SamplingParams
 from workers import Roles
 
@@ -34,31 +35,44 @@ def evaluate_answers(
 
 
 def evaluate_samples(
-    roles: Roles, held_out: Iterable[DataProto], sampling: SamplingParams, output_dir: Path, step: int
+    roles: Roles,
+    held_out: Iterable[DataProto] | Mapping[str, Iterable[DataProto]],
+    sampling: SamplingParams,
+    output_dir: Path,
+    step: int,
 ) -> tuple[dict[str, float], list[DataProto]]:
     r"""Answers held-out problems with ``sampling.n`` samples each; see `evaluate_answers`.
+
+    Args:
+        held_out: of several sets, each by its name, which then is the source in the metrics of all its rows; a set named ""
+            keeps their own.
 
     Returns:
         The metrics of `recipes.run.metrics.validation_metrics`, and the scored batches. Majority votes count what is in the last
         ``\boxed{}`` of a response.
     """
     metrics: dict[str, float] = {}
-    batches = []
+    batches: list[DataProto] = []
+    sources: list[str] = []
+    reported: list[RolloutSample] = []
+    sets = held_out if isinstance(held_out, Mapping) else {"": held_out}
     with timed(metrics, "testing"):
-        for prompts in held_out:
-            data = roles.rollout.generate(prompts, sampling)
-            data |= roles.reward.score(data)
-            batches.append(last_rows(data))
-    firsts = (data[:: sampling.n] for data in batches)  # of each problem
-    samples = [sample for data in firsts for sample in rollout_samples(data, REPORTED_ROLLOUTS)]
-    save_rollouts(output_dir, step, samples[:REPORTED_ROLLOUTS])
+        for number, (name, rows) in enumerate(sets.items(), 1):
+            most = REPORTED_ROLLOUTS * number // len(sets)
+            for prompts in rows:
+                data = roles.rollout.generate(prompts, sampling)
+                data |= roles.reward.score(data)
+                batches.append(last_rows(data))
+                sources += [name or source for source in batches[-1]["data_source"]]
+                samples = rollout_samples(batches[-1][:: sampling.n], most - len(reported))  # the first of each problem
+                reported += [replace(each, key=f"{name} {each.key}".strip()) for each in samples]
+    save_rollouts(output_dir, step, reported)
     parts = [reward_parts(data) for data in batches]
     columns = {
         name: [value for data, part in zip(batches, parts, strict=True) for value in part.get(name, [None] * len(data))]
         for name in dict.fromkeys(name for part in parts for name in part)
     }
     columns["reward"] = [value for data in batches for value in data["score"]]
-    sources = [source for data in batches for source in data["data_source"]]
     uids = [uid for data in batches for uid in data["uid"]]
     answers = [boxed_answer(text) for data in batches for text in data["response_text"]] if sampling.n > 1 else []
     voted = answers if any(answer is not None for answer in answers) else None
@@ -120,16 +134,21 @@ def held_out_value(metrics: Mapping[str, float], measure: Measured) -> float:
     return math.fsum(found) / len(found)
 
 
-def held_out_evaluation(held_out: EvaluationLoader, sampling: SamplingParams, output_dir: Path) -> Evaluate:
+HeldOut = EvaluationLoader | Mapping[str, EvaluationLoader]
+"""A held-out set, or several by their names."""
+
+
+def held_out_evaluation(held_out: HeldOut, sampling: SamplingParams, output_dir: Path) -> Evaluate:
     """`evaluate_samples` for `recipes.run.train`; counts the rows that could not be used as ``data/skipped_eval_rows``."""
+    sets = held_out if isinstance(held_out, Mapping) else {"": held_out}
 
     def evaluate(roles: Roles, step: int) -> dict[str, float]:
-        metrics, _ = evaluate_samples(roles, held_out, sampling, output_dir, step)
-        return metrics | {"data/skipped_eval_rows": len(held_out.skipped)}
+        metrics, _ = evaluate_samples(roles, sets, sampling, output_dir, step)
+        return metrics | {"data/skipped_eval_rows": sum(len(each.skipped) for each in sets.values())}
 
     return evaluate
 
 
-def greedy_evaluation(held_out: EvaluationLoader, max_tokens: int, output_dir: Path) -> Evaluate:
+def greedy_evaluation(held_out: HeldOut, max_tokens: int, output_dir: Path) -> Evaluate:
     """`held_out_evaluation` with the greedy answer to each problem."""
     return held_out_evaluation(held_out, SamplingParams(temperature=0, max_tokens=max_tokens), output_dir)

@@ -19,7 +19,7 @@ from recipes.configs.shared.policy_gradient_config import Config, DataConfig, Po
 from recipes.configs.shared.run_config import RecipeConfig, announce_small_model
 from recipes.data.loader import EvaluationLoader, PromptLoader
 from recipes.data.problem_rows import PROBLEM_COLUMNS, CheckTruth, load_rows
-from recipes.data.splits import fitting_rows, split_rows, tell_columns_left_out, tell_data
+from recipes.data.splits import first_rows, fitting_rows, split_rows, tell_columns_left_out, tell_data
 from recipes.demo.rows import ProblemRows
 from recipes.demo.tiny_model import tiny_checkpoint
 from recipes.rewards import RewardFunction, load_reward
@@ -42,7 +42,9 @@ from recipes.run.run_directory import (
 )
 from recipes.watch.console import start_phase
 from recipes.watch.kept_rollouts import KeptRollouts
+from recipes.watch.loggers import open_loggers
 from recipes.watch.report import REPORT_FILE
+from recipes.watch.trackers import LoggedRun
 from rollout.engine import returns_experts
 from rollout.prompts import PromptBuilder
 from workers import Roles, launch
@@ -153,12 +155,44 @@ def problems(config: PolicyGradientConfig) -> PolicyTask:
         if reward is not None:
             check_reward(reward, train_rows, builder, here=config.on == "local")
         loader = prompt_loader(config, builder, train_rows, shuffle=data.data_path is not None)
-    tell_data(loader, test_rows)
+    tell_data(loader, *test_rows.values())
     asked, config = config, replace(config, run=over_epochs(config.run, loader))
     config = open_task_directory(config, asked)
-    held_out = EvaluationLoader(test_rows, builder, answered_at_a_time(config), data.on_bad_row)
-    evaluate = held_out_evaluation(held_out, config.eval_sampling(), config.run.output_dir)
+    evaluate = evaluation_of_sets(config, builder, test_rows)
     return PolicyTask(config, model_path, builder, loader, reward, evaluate, played)
+
+
+def evaluate(config: PolicyGradientConfig) -> dict[str, float]:
+    """Answers the held-out problems that the options name, without training; the metrics.
+
+    Metrics, answers and report are in the directory of the options, as those of step 0 of a run::
+
+        sets = ["--eval-data-path", "easy=a.jsonl", "hard=b.jsonl"]
+        evaluate(recipes.grpo.parse([*options, *sets, "--output-dir", "outputs/eval"]))
+
+    Raises:
+        InvalidConfig, CheckpointError: see `run`.
+    """
+    disable_progress_bar()
+    check_extras(config.engine, config.on, config.ray.address)
+    with held_directory(config):
+        task = problems(config)
+        with (
+            reported(config.run.output_dir) as directory,
+            launch_roles(task.config, task.model_path, task.builder, task.reward) as launched,
+            open_loggers(config.run.loggers, LoggedRun(directory)) as loggers,
+        ):
+            metrics = task.evaluate(task.roles(launched), 0)
+            loggers.log(0, metrics)
+            loggers.log_saved_rollouts(0)
+    return metrics
+
+
+def evaluation_of_sets(config: PolicyGradientConfig, builder: PromptBuilder, sets: Mapping[str, Any]) -> Evaluate:
+    """Answers to the rows of held-out sets, by their names."""
+    at_a_time, on_bad_row = answered_at_a_time(config), config.data.on_bad_row
+    loaders = {name: EvaluationLoader(rows, builder, at_a_time, on_bad_row) for name, rows in sets.items()}
+    return held_out_evaluation(loaders, config.eval_sampling(), config.run.output_dir)
 
 
 def open_task_directory(config: Config, asked: Config | None = None) -> Config:
@@ -292,17 +326,19 @@ def answered_at_a_time(config: PolicyGradientConfig) -> int:
 
 def open_problems(
     config: PolicyGradientConfig, builder: PromptBuilder, reward: RewardFunction | None = None
-) -> tuple[Any, Any]:
-    """Training and held-out rows; those with a truth of no use for the reward count as bad."""
+) -> tuple[Any, dict[str, Any]]:
+    """Training rows, and the held-out rows of each set by its name; those with a truth of no use for the reward count as bad."""
     data = config.data
     if data.data_path is not None:
         return open_data_set(data, builder, truth_check(reward))
     test = ProblemRows(data.level, 0, "test", data.instruction)
-    return ProblemRows(data.level, config.run.seed, "train", data.instruction), test[: data.eval_rows]
+    return ProblemRows(data.level, config.run.seed, "train", data.instruction), {"": test[: data.eval_rows]}
 
 
-def open_data_set(data: DataConfig, builder: PromptBuilder, check_truth: CheckTruth | None = None) -> tuple[Any, Any]:
-    """Training and held-out rows that fit; see `split_rows`."""
+def open_data_set(
+    data: DataConfig, builder: PromptBuilder, check_truth: CheckTruth | None = None
+) -> tuple[Any, dict[str, Any]]:
+    """Training rows, and the held-out rows of each set by its name, that fit; without such sets see `split_rows`."""
 
     def read(path: str, split: str) -> Any:
         rows = load_rows(path, split, None, data.instruction, data.keys, data.media_root, check_truth)
@@ -310,4 +346,9 @@ def open_data_set(data: DataConfig, builder: PromptBuilder, check_truth: CheckTr
             tell_columns_left_out(path, rows, PROBLEM_COLUMNS, data.keys, "only the reward gets")
         return fitting_rows(path, split, rows, builder, data.on_bad_row)
 
-    return split_rows(str(data.data_path), read, data.eval_data_path, data.eval_rows)
+    path, sets = str(data.data_path), data.eval_sets
+    if not sets:
+        rows, held_out = split_rows(path, read, data.eval_rows)
+        return rows, {"": held_out}
+    rows = read(path, "train")
+    return rows, {name: first_rows(read(each, "test"), data.eval_rows) for name, each in sets.items()}

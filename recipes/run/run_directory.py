@@ -318,7 +318,9 @@ def _options_inside(directory: Path, config: Any) -> Iterator[str]:
             value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else [value]
         )
         for text in (str(each) for each in values if isinstance(each, (str, Path))):
-            named = {os.path.expanduser(each) for each in (text, text.rpartition(":")[0]) if each}  # FILE.py:NAME
+            named = {
+                os.path.expanduser(each) for each in (text, text.rpartition(":")[0], text.partition("=")[2]) if each
+            }
             for path in filter(os.path.exists, named):
                 spelled = Path(os.path.abspath(path)).is_relative_to(os.path.abspath(directory))
                 if spelled or Path(os.path.realpath(path)).is_relative_to(os.path.realpath(directory)):

@@ -1,6 +1,7 @@
 """Dynamic sampling and reward shaping on hand-made rollouts; no model takes part."""
 
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -298,6 +299,10 @@ def test_what_goes_on_from_step_to_step_survives_a_checkpoint():
     again = StepState(config.kl_controller())
     again.load_state_dict(state.state_dict())
     assert again == state
+    for other, coef in (({"kl_coef": 0.2}, 0.2), ({"kl_coef": 0.2, "kl_target": None}, 0.2)):  # --change
+        changed = StepState(replace(config, **other).kl_controller())
+        changed.load_state_dict(state.state_dict())
+        assert (changed.steps, changed.kl.coef) == (7, coef)
 
 
 def test_accuracy_is_a_share():

@@ -87,7 +87,7 @@ def test_a_plan_divides_its_options_from_those_of_the_recipe(tmp_path):
         (
             ppo_config.parse,
             "--critic-optimizer.total-steps 5",
-            "^--optimizer.total-steps 5 must be above --optimizer.warmup-steps 10",
+            "^--critic-optimizer.total-steps 5 must be above warmup_steps=10",
         ),
         (viewer.parse, "", "^dataproto view needs RUN-DIR$"),
         (grpo_config.parse, "--step 3", "^there is no option --step: the nearest is --steps$"),

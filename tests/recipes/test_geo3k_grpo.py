@@ -163,7 +163,7 @@ def test_a_single_file_holds_out_its_last_rows(geometry3k, checkpoint):
     builder = PromptBuilder.from_pretrained(checkpoint, 500)
     train_rows, held_out = open_data_set(config.data, builder)
     assert [row["index"] for row in train_rows] == list(range(10))
-    assert [row["index"] for row in held_out] == [10, 11]
+    assert [row["index"] for row in held_out[""]] == [10, 11]
 
 
 def test_a_second_run_does_not_write_over_the_first(finished_run, checkpoint, geometry3k, reward, capsys):

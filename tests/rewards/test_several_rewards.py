@@ -67,7 +67,7 @@ def test_the_command_line_takes_several_rewards_with_a_weight_for_each():
     config = parse(["--reward", "a.py:f", "b.py:g", "--reward-weights", "0.8", "0.2"])
     assert (config.reward, config.reward_weights) == (("a.py:f", "b.py:g"), (0.8, 0.2))
     assert parse(["--reward", "a.py:f"]).reward == "a.py:f"
-    with pytest.raises(InvalidConfig, match="1 reward_weights for 2 rewards"):
+    with pytest.raises(InvalidConfig, match="1 --reward-weights for 2 rewards"):
         parse(["--reward", "a.py:f", "b.py:g", "--reward-weights", "0.8"])
     with pytest.raises(InvalidConfig, match="--reward-weights would do nothing: one reward has the whole weight"):
         parse(["--reward", "a.py:f", "--reward-weights", "0.8"])

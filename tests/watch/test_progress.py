@@ -82,11 +82,11 @@ def test_a_mean_says_of_how_many_it_is_and_named_metrics_have_columns():
         progress.update(1, {"reward/near": 0.25} | sets)
         progress.update(4, {"reward/near": 0.5})
     assert file.getvalue().splitlines() == [
-        "step  held-out acc (mean of 2)  reward/near      left",
-        " 1/4                     0.750        0.250      0:00",
+        "step held-out acc (mean of 2) reward/near    left",
+        " 1/4                    0.750       0.250    0:00",
         "console-columns: the steps measure no reward/far; they measure reward/near, val-core/easy/acc/mean@1, "
         "val-core/hard/acc/mean@1",
-        " 4/4                                  0.500",
+        " 4/4                                0.500",
     ]
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dataproto.errors import InvalidConfig
@@ -31,11 +32,12 @@ class DataConfig:
 
     Attributes:
         data_path: training data: parquet file, folder, or data set name; default: synthetic problems
-        eval_data_path: held-out problems; default: the "test" split of --data-path, or a single file's last rows
+        eval_data_path: held-out problems: a set, or several, each as PATH or NAME=PATH; default: the "test" split of
+            --data-path, or a single file's last rows
         media_root: folder at which relative paths of images and videos start; default: that of the file
         level: level of the synthetic problems
         batch_size: prompts of a step
-        eval_rows: number of held-out problems: the first ones of their split
+        eval_rows: number of held-out problems of each set: the first ones of their split
         eval_samples: answers to each held-out problem: 1 greedy one, or several sampled as in training, for pass@k
         max_prompt_length: tokens of a prompt, image tokens included; longer prompts are left out
         max_response_length: tokens of a response; longer responses are cut
@@ -49,7 +51,7 @@ class DataConfig:
     """
 
     data_path: str | None = None
-    eval_data_path: str | None = None
+    eval_data_path: str | tuple[str, ...] | None = None
     media_root: str | None = None
     level: int = 1
     batch_size: int = 512
@@ -69,8 +71,27 @@ class DataConfig:
         refuse_without_data(self, "problems", "eval_data_path", "media_root")
         check_at_least(1, self, "batch_size", "eval_rows", "eval_samples", "max_prompt_length", "max_response_length")
         check_at_least(0, self, "num_workers")
+        self.eval_sets  # noqa: B018 raises for two sets of one name
         if self.level not in LEVELS:
             raise InvalidConfig(f"level={self.level}: choose one of {sorted(LEVELS)}")
+
+    @property
+    def eval_sets(self) -> dict[str, str]:
+        """The paths of held-out sets by name: the one that is given, else of several that of the file; of one "".
+
+        >>> DataConfig(data_path="x", eval_data_path=("new/easy.jsonl", "hard=b.jsonl")).eval_sets
+        {'easy': 'new/easy.jsonl', 'hard': 'b.jsonl'}
+        """
+        given = (self.eval_data_path,) if isinstance(self.eval_data_path, str) else self.eval_data_path or ()
+        found: dict[str, str] = {}
+        for text in given:
+            name, equals, path = text.partition("=")
+            if not equals or Path(text).exists():
+                name, path = Path(text).stem if len(given) > 1 else "", text
+            if name in found:
+                raise InvalidConfig(f"eval_data_path: {found[name]} and {path} are both {name!r}: write NAME=PATH")
+            found[name] = path
+        return found
 
     def idle_options(self) -> list[tuple[bool, str, str]]:
         """Options that do nothing here; see `recipes.options.refuse_idle_options`."""

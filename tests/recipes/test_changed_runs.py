@@ -1,0 +1,98 @@
+"""What a user changes after the first run: parts of the reward, several held-out sets, and options of a run that goes on."""
+
+import json
+
+import pytest
+
+from helpers.geo3k_runs import rows_of
+from recipes.demo.tiny_model import make_tiny_model
+from recipes.grpo import main, parse
+from recipes.run import evaluate
+from recipes.watch.report import write_report
+from recipes.watch.rollout_files import load_rollouts
+from recipes.watch.viewer import overview
+
+REWARDS = """
+def near(solution_str, ground_truth):
+    return {"score": len(solution_str) / 99, "letters": len(set(solution_str))}
+
+def short(completions, **columns):
+    return [1 / (1 + len(each[0]["content"])) for each in completions]
+"""
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("given")
+    for name, count in (("train.jsonl", 8), ("easy/test.jsonl", 2), ("hard/test.jsonl", 3)):
+        (folder / name).parent.mkdir(exist_ok=True)
+        rows = [{"problem": f"Say {row}.", "answer": str(row), "data_source": "said"} for row in range(count)]
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "mine.py").write_text(REWARDS)
+    (folder / "console.yaml").write_text("console-columns: [reward/letters]\n")
+    model = make_tiny_model(folder / "model")
+    words = (
+        f"--preset tiny --model-path {model} --data-path {folder}/train.jsonl --config {folder}/console.yaml"
+        f" --eval-data-path easy={folder}/easy/test.jsonl hard={folder}/hard/test.jsonl"
+        f" --reward {folder}/mine.py:near {folder}/mine.py:short --reward-weights 0.8 0.2"
+        " --batch-size 2 --algorithm.n 2 --algorithm.minibatch 2 --max-response-length 4 --save-every 1"
+        " --optimizer.warmup-steps 0"
+    )
+    return words.split()
+
+
+@pytest.fixture(scope="module")
+def first_run(options, tmp_path_factory):
+    run = tmp_path_factory.mktemp("runs") / "first"
+    assert main([*options, "--steps", "2", "--output-dir", str(run)]) == 0
+    return run
+
+
+def test_parts_of_the_reward_and_sets_are_measured_and_shown(first_run, capsys):
+    row = rows_of(first_run)[-1]
+    parts = {f"reward/{name}" for name in ("near", "short", "letters")}
+    held_out = {f"val-aux/{name}/{part}/mean@1" for name in ("easy", "hard") for part in ("near", "short", "letters")}
+    assert parts | held_out | {"val-core/easy/reward/mean@1", "val-core/hard/reward/mean@1"} <= row.keys()
+    assert not any("said" in name for name in row)
+    assert row["critic/score/mean"] == pytest.approx(0.8 * row["reward/near"] + 0.2 * row["reward/short"])
+    keys = [sample.key for sample in load_rollouts(first_run, 2)]
+    assert [key.split()[0] for key in keys] == ["easy"] * 2 + ["hard"] * 3
+    assert len(set(keys)) == 5  # the rows of both sets have the same source and the same places
+    page = write_report(first_run).read_text()
+    assert all(f"Reward: {name}" in page for name in ("near", "short", "letters"))
+
+
+def test_a_run_goes_on_with_a_lower_rate_and_for_longer(first_run, capsys):
+    change = ["--change", "optimizer.lr=1e-5", "steps=3", "reward-weights=0.5", "0.5"]
+    assert main(["--resume", str(first_run), *change]) == 0
+    shown = capsys.readouterr().out
+    assert "after step 2: optimizer.lr 1e-05 (before 0.0005)" in shown
+    assert "reward/letters" in shown  # a column of the console
+    assert "held-out reward (mean of 2)" in shown  # in the summary
+    last = rows_of(first_run)[-1]
+    assert last["step"] == 3
+    assert last["actor/lr"] == pytest.approx(1e-5 / 3)  # the linear schedule ends with the run
+    assert last["critic/score/mean"] == pytest.approx(0.5 * last["reward/near"] + 0.5 * last["reward/short"])
+    (changes,) = json.loads((first_run / "config.json").read_text())["changes"]
+    assert changes["step"] == 2
+    assert changes["steps"] == {"before": 2, "after": 3}
+    assert parse(["--resume", str(first_run)]).optimizer.lr == 1e-5
+    assert main(["--resume", str(first_run), "--optimizer.lr", "1"]) == 2
+    assert "--change optimizer.lr=VALUE" in capsys.readouterr().err
+
+
+def test_one_call_answers_held_out_sets_for_report_and_viewer(first_run, options, tmp_path):
+    trained = first_run / "global_step_2" / "actor" / "huggingface"
+    found = evaluate(parse([*options, "--model-path", str(trained), "--output-dir", str(tmp_path / "answers")]))
+    expected = next(row for row in rows_of(first_run) if row["step"] == 2)
+    names = [name for name in found if name.startswith("val-core/")]
+    assert len(names) == 2
+    assert {name: found[name] for name in names} == pytest.approx({name: expected[name] for name in names})
+    assert "easy" in (tmp_path / "answers" / "report.html").read_text()
+    assert [*overview(tmp_path / "answers")["steps"]["held-out"]] == [0]
+
+
+def test_two_sets_of_one_name_are_told_to_be_named(options, capsys):
+    sets = ["--eval-data-path", "a/test.jsonl", "b/test.jsonl"]
+    assert main([*options, *sets]) == 2
+    assert "a/test.jsonl and b/test.jsonl are both 'test': write NAME=PATH" in capsys.readouterr().err
