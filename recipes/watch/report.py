@@ -79,7 +79,7 @@ CHARTS = (
     Chart(
         "Commonest answer",
         "Share of the responses that are the same text",
-        {"response/commonest_ratio": None},
+        {"response/commonest_ratio": "responses"},
         percent=True,
     ),
     Chart("Time", "Seconds in each stage of a step", {"timing_s/*": None}),
