@@ -15,6 +15,7 @@ from recipes.configs.classify_config import PRESETS, TINY, ClassifyConfig, Class
 from recipes.configs.shared.run_config import announce_small_model
 from recipes.data.labelled_pictures import IMAGES, LabelledData, drawn_data, folder_data, table_data
 from recipes.data.loader import PromptLoader, check_row, check_rows
+from recipes.data.splits import tell_data
 from recipes.options import exit_status
 from recipes.run.policy_gradient import prompt_loader
 from recipes.run.supervised import SupervisedTask, run_supervised, supervised_builders, supervised_evaluation
@@ -47,6 +48,7 @@ def classification_task(config: ClassifyConfig, labelled: LabelledData, model_pa
     data = config.data
     builder, _ = builders = supervised_builders(data, model_path)
     loader = prompt_loader(config, builder, labelled.train, shuffle=data.data_path is not None)
+    tell_data(loader, labelled.held_out)
     if data.on_bad_row == "stop":  # before a model is loaded
         _check_pictures(config, loader, labelled)
     answers = {data.templates().answer.replace("{label}", label).strip(): label for label in labelled.classes}
