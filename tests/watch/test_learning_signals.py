@@ -2,6 +2,7 @@ import pytest
 
 from dataproto import DataProto
 from recipes.run.metrics import rollout_metrics
+from recipes.watch.report import curves
 from recipes.watch.signals import LearningSignals, Thresholds, learning_problems
 
 HEALTHY = {
@@ -31,6 +32,10 @@ def test_a_sign_counts_when_all_of_the_last_steps_show_it(sign, problem, advice)
     found = learning_problems([HEALTHY, *5 * [bad]])
     assert list(found) == [problem]
     assert advice in found[problem]
+
+
+def test_the_share_of_the_commonest_answer_is_a_curve():
+    assert "Commonest answer" in curves([{"step": step, "response/commonest_ratio": 0.5} for step in (1, 2)])
 
 
 def test_just_below_each_threshold_there_is_no_sign():
