@@ -28,7 +28,6 @@ from workers.roles.model_worker import PolicyConfig, ReferenceWorker
 from workers.training.forward_pass import forward_rows
 from workers.training.micro_batches import micro_batches
 from workers.training.optimizer import OptimizerConfig
-from workers.training.training_model import Update
 
 CPU = torch.device("cpu")
 packed_of = cache(lambda model_type: PackedVLM(tiny_model(model_type), family_of(model_type), 1.0))
@@ -203,6 +202,6 @@ def test_the_constant_of_dr_grpo_is_how_long_a_response_could_have_been(tmp_path
     for data, told in ((widen(narrow, token_widths(narrow)[0], 8), {}), (narrow, {"max_tokens": 8}), (narrow, {})):
         data = data[:]
         data.meta_info |= told
-        weights = Update(actor.model, data, [None], 1, "seq-mean-token-sum-norm")._token_weights(data)
+        weights = actor.model.token_weights(data, "seq-mean-token-sum-norm")
         losses.append(float(weights.sum()))
     assert losses == pytest.approx([5 / 8 / 2, 5 / 8 / 2, 5 / 3 / 2])
