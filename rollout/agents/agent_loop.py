@@ -25,6 +25,7 @@ from rollout.environments.environment import MAX_REWARD
 from rollout.environments.episode import Episode, EpisodeLimits, EpisodeRow, EpisodeStart, Turn, TurnRequests
 from rollout.environments.turn_renderer import TurnRenderer
 from rollout.prompts.image_processing import batch_of, joined
+from rollout.prompts.messages import read_tools
 
 MODEL = "policy"
 """The name of the model on the endpoint; requests may name it otherwise."""
@@ -176,7 +177,7 @@ class _Run:
             live.key,
             MODEL,
             task_messages(row["raw_prompt"]),
-            [dict(tool) for tool in row.get("tools") or ()],
+            [dict(tool) for tool in read_tools(row.get("tools"))],
             row,
             live.start.environment_seed,
             lambda value: self.inbox.put(Rewarded(live.number, value)),

@@ -16,6 +16,9 @@ Body = dict[str, Any]
 CONTEXT = "context_length_exceeded"
 """The code of an error that agents know: they shorten their history."""
 
+LEAST_LOG_PROB = -9999.0
+"""In the place of a smaller log-prob, as JSON has no infinity; OpenAI's API writes the same."""
+
 
 @dataclass(frozen=True)
 class Wire:
@@ -98,7 +101,7 @@ def _chat_logprobs(ask: Ask, reply: Reply) -> Body:
 
 def _logprobs(reply: Reply) -> list[Body]:
     def entry(text: str, log_prob: float) -> Body:
-        return {"token": text, "logprob": log_prob, "bytes": list(text.encode())}
+        return {"token": text, "logprob": max(log_prob, LEAST_LOG_PROB), "bytes": list(text.encode())}
 
     return [
         {**entry(each.text, each.log_prob), "top_logprobs": [entry(*other) for other in each.likeliest]}

@@ -15,7 +15,7 @@ from helpers.episodes import picture
 from rollout.agents import CommandAgent
 from rollout.agents.agent_loop import run_agents
 from rollout.engine import Completion, SamplingParams
-from rollout.environments import EpisodeLimits
+from rollout.environments import EpisodeLimits, EpisodeStart
 from rollout.environments.episode_rows import episode_columns
 
 
@@ -212,11 +212,19 @@ def test_the_task_tells_messages_with_pictures_tools_and_the_row(renderer):
         ask(task)
 
     content = [{"type": "image", "image": picture(16, 16)}, {"type": "text", "text": "Which?"}]
-    run(renderer, ScriptedEngine(renderer, "ok"), agent, messages=[{"role": "user", "content": content}])
+    row = {
+        "tools": '[{"type": "function", "function": {"name": "zoom"}}]',
+        "raw_prompt": [{"role": "user", "content": content}],
+    }
+    start = EpisodeStart(row, 1, 7, "u", "u/0")
+    run_agents(
+        ScriptedEngine(renderer, "ok"), renderer, [start], agent, SamplingParams(max_tokens=20), EpisodeLimits(turns=2)
+    )
     shown, text = tasks[0].messages[0]["content"]
     assert shown["image_url"]["url"].startswith("data:image/png;base64,")
     assert text == {"type": "text", "text": "Which?"}
     assert tasks[0].seed == 7
+    assert tasks[0].tools[0]["function"]["name"] == "zoom"
     assert len(tasks[0].api_key) > 30
 
 
