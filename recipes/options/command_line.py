@@ -383,4 +383,4 @@ def show_help_if_asked(arguments: Sequence[str], options: Sequence[Option], desc
     """Prints options and ends the program if a command line has ``--help``, or ``--help-all``, which prints all of them."""
     if {*HELP} & {*arguments}:
         show_help(help_text(prog, description, on_command_line(options), "--help-all" in arguments))
-        sys.exit()
+        sys.exit(0)
