@@ -58,7 +58,9 @@ class GRPORunConfig(PolicyGradientConfig):
         if self.rollout.early_rewards:
             raise InvalidConfig("--agent: episodes are scored as they end: leave out --rollout.early-rewards")
         if self.engine == "vllm" and self.agents.tokens is None:
-            raise InvalidConfig("engine=vllm needs --agents.tokens: it reserves room for the longest episode")
+            raise InvalidConfig(
+                "engine=vllm reserves room for the longest episode: set agents.tokens in a file (--config FILE)"
+            )
 
     def idle_options(self) -> list[tuple[bool, str, str]]:
         """Options that do nothing here; see `recipes.options.refuse_idle_options`."""

@@ -105,8 +105,8 @@ FILE_ONLY = {
         "rollout.min-p",
         "rollout.early-rewards",
     ),
-    *("optimizer.betas", "optimizer.min-lr-ratio", "optimizer.total-steps", "algorithm.gamma"),
-    *("agents.seconds", "agents.wall-clock", "agents.memory-gib", "agents.drop-cut"),
+    *("optimizer.betas", "optimizer.min-lr-ratio", "optimizer.total-steps", "algorithm.gamma", "algorithm.dual-clip"),
+    *("agents.turns", "agents.tokens", "agents.seconds", "agents.wall-clock", "agents.memory-gib", "agents.drop-cut"),
     "console-columns",
 }
 """Options that a file sets (``--config FILE``) and no command line: those of a place, and those that few runs change."""

@@ -8,6 +8,7 @@ import torch
 
 from dataproto import DataProto, object_array
 from dataproto.errors import InvalidConfig
+from helpers.option_files import in_files
 from recipes.configs.shared.rollout_options import RolloutOptions
 from recipes.grpo import GRPORunConfig, main, parse
 from recipes.run.agent_roles import AgentRollout, PlayedAgent, load_agent
@@ -40,7 +41,8 @@ OPTIONS = "--batch-size 2 --algorithm.n 2 --algorithm.minibatch 2 --eval-rows 2 
 def test_an_agent_of_ones_own_trains(name, tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     reward = ["--reward", f"{tmp_path}/own.py:score"] if name == "silent" else []
-    options = [*OPTIONS.split(), "--agent", f"{tmp_path}/own.py:{name}", "--agents.turns", "3", *reward]
+    turns = in_files(["--agents.turns", "3"], tmp_path)
+    options = [*OPTIONS.split(), "--agent", f"{tmp_path}/own.py:{name}", *turns, *reward]
     assert main([*options, "--output-dir", str(tmp_path / "run")]) == 0
     row = read_metrics(tmp_path / "run" / METRICS_FILE)[1]
     assert row["episode/turns/mean"] == 2
@@ -105,10 +107,10 @@ def test_a_name_of_several_words_is_a_command(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--agents.turns 3", "there is no agent: add --agent"),
+        ("--agents.turns 3", "read from files only"),
         ("--agent own.py:agent --algorithm.advantage remax", "choose another advantage"),
         ("--agent own.py:agent --rollout.over-ask 2", "leave out --rollout.over-ask"),
-        ("--agent own.py:agent --engine vllm", "needs --agents.tokens"),
+        ("--agent own.py:agent --engine vllm", "agents.tokens"),
     ],
 )
 def test_impossible_options(options, message):

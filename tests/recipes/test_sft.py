@@ -245,7 +245,7 @@ def test_drawn_conversations_come_with_and_without_pictures_and_held_out_ones_ap
     ("options", "message"),
     [
         (["--weights", "1"], "1 weights for 0 data sets"),
-        (["--streaming"], "streaming or --media-root without --data-path"),
+        (["--streaming"], "streaming without --data-path"),
         (["--data-path", "a", "b", "--streaming"], "give --weights"),
         (["--batch-size", "0"], "--batch-size 0"),
         (["--turns", "first"], "first"),

@@ -276,8 +276,10 @@ FEW = ("qwen2_5_vl", "qwen3_vl")
 BY_ROW = ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "internvl", "qwen3")
 SCENARIOS = {
     **{f"{model_type}, row by row": partial(equals_row_by_row, model_type) for model_type in BY_ROW},
-    "uneven, 30 tokens": partial(equals_one_process, "qwen2_5_vl", "uneven", 30),
-    "images on one rank, 10,000 tokens": partial(equals_one_process, "qwen3_vl", "images on one rank", 10_000),
+    **{f"{each}, uneven, 30 tokens": partial(equals_one_process, each, "uneven", 30) for each in FEW},
+    "qwen3_vl, images on one rank, 10,000 tokens": partial(
+        equals_one_process, "qwen3_vl", "images on one rank", 10_000
+    ),
     "rows on one rank": partial(equals_one_process, "qwen3_vl_moe", "rows on one rank", 30),
     "reduced once": partial(equals_one_process, "qwen3_vl", "images on one rank", 30, unsharded="gradients"),
     "reduced once, sp": partial(equals_one_process, "qwen2_5_vl", "even", 20, Layout(sp=2), unsharded="gradients"),
