@@ -78,7 +78,7 @@ def test_an_interrupted_run_continues_as_if_it_had_not_been(
     directory = tmp_path / "halves"
     assert main(arguments(wheel, directory, "--steps", "2")) == 0
     printed = capsys.readouterr().out
-    assert printed.count("seconds of step") == 2  # of both phases
+    assert printed.count("measured: a step takes") == 3  # after its third step, and at the end of both phases
     assert main(arguments(wheel, directory, "--resume")) == 0
     mine, theirs = rows_of(directory), rows_of(finished_run)
     assert [row["step"] for row in mine] == [row["step"] for row in theirs]

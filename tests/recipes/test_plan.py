@@ -238,7 +238,7 @@ def test_presets_have_the_published_numbers_of_parameters(name, billions):
 def test_the_command_prints_a_plan(recipe, capsys):
     assert main([recipe, "--device", "h200", "--batch-size", "4", "--steps", "10"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("forecast, not measured: 1 x h200")
+    assert "\nforecast, not measured: 1 x h200" in "\n" + printed
     assert "update_actor" in printed
     assert ("update_critic" in printed) == (recipe == "ppo")
     assert "run: 10 steps" in printed

@@ -171,5 +171,5 @@ def test_a_run_looks_answers_measures_the_controls_and_shows_strips(tmp_path, ca
     assert 1 <= rows[1]["episode/turns/mean"] <= 2
     assert rows[1]["actor/grad_norm"] > 0
     printed = capsys.readouterr().out
-    assert printed.index("2/2") < printed.index("seconds of step") < printed.index("tokens of a step")
+    assert printed.index("2/2") < printed.index("measured: a step takes") < printed.index("of memory")
     assert '<div class="strip">' in (directory / "report.html").read_text()
