@@ -15,7 +15,7 @@ thread that it waits for. Results do not depend on it.
 """
 
 KERNELS = "128"
-"""The number of compiled kernels that oneDNN keeps, and torch beside it. A CPU compiles some for each number of tokens in
+"""The number of compiled kernels that oneDNN keeps, and torch in addition to it. A CPU compiles some for each number of tokens in
 bfloat16, up to a MiB each; by default 1,024 are kept twice, and a run whose steps differ in length grows by 0.6 GiB and more.
 """
 CACHES = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"

@@ -1,6 +1,6 @@
 """PPO (arXiv:1707.06347) with a critic: ``dataproto ppo``.
 
-Data, model, reward and report are those of `recipes.grpo`; beside the policy, a critic of the same kind learns the value of each
+Data, model, reward and report are those of `recipes.grpo`; a critic of the same kind learns the value of each
 token.
 """
 

@@ -75,9 +75,9 @@ def mlp_width(text: Any) -> int:
     120
     """
     experts, width = getattr(text, "num_experts_per_tok", None), getattr(text, "moe_intermediate_size", None)
-    beside = getattr(text, "top_k_experts", None)  # a dense MLP
-    if beside and width:
-        return int(text.intermediate_size) + int(beside) * (int(width) + int(text.hidden_size) // 2)
+    active = getattr(text, "top_k_experts", None)  # experts of a token, in addition to a dense MLP
+    if active and width:
+        return int(text.intermediate_size) + int(active) * (int(width) + int(text.hidden_size) // 2)
     if not experts or not width:
         return int(text.intermediate_size)
     shared = (getattr(text, "n_shared_experts", None) or 0) * int(width)

@@ -136,7 +136,7 @@ class EpisodeRunConfig(ActorCriticRunConfig):
 
     @property
     def longest_response(self) -> int:
-        """The largest number of tokens behind a prompt."""
+        """The largest number of tokens after a prompt."""
         if self.episodes.tokens is not None:
             return self.episodes.tokens
         return self.episodes.turns * self.data.max_response_length

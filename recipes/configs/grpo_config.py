@@ -73,7 +73,7 @@ class GRPORunConfig(PolicyGradientConfig):
 
     @property
     def longest_response(self) -> int:
-        """The largest number of tokens behind a prompt."""
+        """The largest number of tokens after a prompt."""
         most = super().longest_response
         return most if self.agent is None else self.agents.tokens or self.agents.turns * most
 

@@ -120,6 +120,12 @@ def rollout_metrics(
         metrics["response/truncated_ratio"] = _mean(ends["truncated"])
     if "drafted_tokens" in data:
         metrics |= _speculation(int(response.sum()), data["drafted_tokens"], data["accepted_tokens"])
+    return metrics | _episode_metrics(data, ends) | {"response/aborted_ratio": _mean(~answered)}
+
+
+def _episode_metrics(data: DataProto, ends: DataProto) -> dict[str, float]:
+    """``episode/*`` and ``agent/new_rows/*``; ``ends`` are the last rows of the episodes. Empty for other rows."""
+    metrics: dict[str, float] = {}
     if "turns" in data and "end_reason" in data:
         metrics |= _statistics("episode/turns", ends["turns"])
         reasons = Counter(ends["end_reason"].tolist())
@@ -127,7 +133,7 @@ def rollout_metrics(
     if "new_row" in data:
         reasons = Counter(reason for reason in data["new_row"] if reason)
         metrics |= {f"agent/new_rows/{reason}": float(count) for reason, count in sorted(reasons.items())}
-    return metrics | {"response/aborted_ratio": _mean(~answered)}
+    return metrics
 
 
 def measure_rollouts(data: DataProto, metrics: Mapping[str, float], devices: int) -> dict[str, float]:

@@ -116,7 +116,7 @@ class _Live:
         self.rewards[self.last.id] = self.rewards.get(self.last.id, 0.0) + float(value)
 
     def record(self) -> AgentEpisode:
-        """The episode as it is put into rows, those whose last turn came last behind the others."""
+        """The episode as it is put into rows, those whose last turn came last after the others."""
         rows, turns, reasons = list[EpisodeRow](), list[Turn](), list[str]()
         for row in sorted(self.talk.rows, key=lambda row: row.turns[-1].id):
             begins, ends = row.turns[0].request, row.turns[-1].request
@@ -220,7 +220,7 @@ class _Run:
         try:
             used = max(len(turns[0].request.input_ids) - len(live.talk.rows[0].turns[0].request.input_ids), 0)
             if limits.room(used) < 1:
-                raise InvalidPrompt(f"the row has {used} tokens behind its prompt, at most {limits.tokens} are allowed")
+                raise InvalidPrompt(f"the row has {used} tokens after its prompt, at most {limits.tokens} are allowed")
             most = int(min(self.sampling.max_tokens, limits.room(used), ask.max_tokens or math.inf))
             self._submit(live, _Pending(asked, turns), most)
         except InvalidPrompt as error:

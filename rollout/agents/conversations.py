@@ -1,4 +1,4 @@
-"""The conversations of an episode, and the law of tokens: what continues them goes on from the ids that were sampled.
+"""The conversations of an episode, and the law of tokens: what continues them starts from the ids that were sampled.
 
 An agent keeps its own history and sends it whole. Where a history continues what this episode has seen and said, its ids are
 those that the engine was given and sampled, and only what is new is rendered, as what the template adds after an answer. All
@@ -29,10 +29,10 @@ REASONS = {
     "tools": "the tools are others than before",
     "system": "the system messages are others than before",
     "reply": "a reply of ours came back with other words, calls or arguments",
-    "client_text": "a reply of ours came back with text of the client's behind it",
+    "client_text": "a reply of ours came back with text of the client's after it",
     "history": "something before a reply of ours is other than it was, or was left out: compaction",
     "assistant": "it has an answer that is not ours",
-    "template": "the chat template cannot show the new messages behind an answer",
+    "template": "the chat template cannot show the new messages after an answer",
     "conversation": "it shares nothing with what was said before, such as that of another agent",
 }
 """Why a request begins a new row of its episode."""
@@ -45,7 +45,7 @@ class AgentTurn:
     id: str
     ask: Ask
     parent: "AgentTurn | None"  # whose reply it follows
-    new: tuple[Message, ...]  # behind that reply, or all messages
+    new: tuple[Message, ...]  # after that reply, or all messages
     rendered: RenderedTurn
     request: Request
     state: str  # digest of the new messages
@@ -83,8 +83,8 @@ class Prompts:
             self._whole[key] = rendered, request
         return self._whole[key]
 
-    def behind(self, turn: AgentTurn, new: Sequence[Message], begins: str) -> tuple[RenderedTurn, Request]:
-        """New messages behind the ids of a turn and its reply. Raises `InvalidPrompt`."""
+    def after(self, turn: AgentTurn, new: Sequence[Message], begins: str) -> tuple[RenderedTurn, Request]:
+        """New messages after the ids of a turn and its reply. Raises `InvalidPrompt`."""
         assert turn.tokens is not None
         sampled = turn.tokens.token_ids
         rendered = self.renderer.messages(shown(new), last=sampled[-1], follows=True, begins=begins)
@@ -122,7 +122,7 @@ class Conversations:
             else:
                 new = ask.messages[covered:]
                 try:
-                    rendered, request = self.prompts.behind(parent, new, ask.begins)
+                    rendered, request = self.prompts.after(parent, new, ask.begins)
                 except InvalidPrompt:
                     parent, new, reason = None, ask.messages, "template"
                     rendered, request = self.prompts.whole(ask)

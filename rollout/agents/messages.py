@@ -23,7 +23,7 @@ _CALLS = re.compile(f"{CALL[0]}(.*?){CALL[1]}", re.DOTALL)
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 TEXT_CLIENTS = ("\nCalling tools:\n[",)
-"""What clients that keep no calls write behind our text in their history."""
+"""What clients that keep no calls write after our text in their history."""
 
 
 class Refused(DataProtoError, ValueError):

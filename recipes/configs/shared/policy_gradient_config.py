@@ -208,7 +208,7 @@ class PolicyGradientConfig(RecipeConfig):
 
     @property
     def longest_response(self) -> int:
-        """The largest number of tokens behind a prompt."""
+        """The largest number of tokens after a prompt."""
         return self.data.max_response_length
 
     @property
