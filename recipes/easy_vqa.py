@@ -23,6 +23,7 @@ from recipes.configs.shared.supervised_config import SupervisedConfig
 from recipes.data.easy_vqa_rows import Answered, Conversations, EasyVQA, open_easy_vqa
 from recipes.data.loader import EvaluationLoader, PromptLoader
 from recipes.data.mixture import Mixture
+from recipes.data.splits import tell_data
 from recipes.demo.tiny_model import TinyConfig, make_tiny_model, model_of_run
 from recipes.grpo import step_for
 from recipes.options import exit_status
@@ -188,7 +189,9 @@ def policy_task(config: PolicyGradientConfig, rows: EasyVQA, model_path: str, re
     controls = [test.with_other_pictures()[: data.eval_rows], few.without_pictures()]
     # After the last step these are all test questions, before it ``data.eval_rows`` of them, always the same.
     evaluate = controlled_evaluation(config, lambda step: test if step == config.run.steps else few, controls, builder)
-    return PolicyTask(config, model_path, builder, prompt_loader(config, builder, rows.train), reward, evaluate)
+    loader = prompt_loader(config, builder, rows.train)
+    tell_data(loader, test)
+    return PolicyTask(config, model_path, builder, loader, reward, evaluate)
 
 
 if __name__ == "__main__":

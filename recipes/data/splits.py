@@ -10,6 +10,7 @@ from dataproto.errors import InvalidConfig
 from recipes.data.column_keys import ColumnKeys, OnBadRow
 from recipes.data.loader import PromptLoader, drop_overlong, may_recur
 from recipes.data.row_values import columns_left_out
+from recipes.demo.problems import RowsBySeed
 from rollout.prompts import PromptBuilder
 
 ReadSplit = Callable[[str, str], Any]
@@ -48,8 +49,9 @@ def tell_data(loader: PromptLoader, *held_out: Any) -> None:
     """Prints how many rows a run has read, trains on and holds out, its steps an epoch, and whether rows repeat within a step."""
     sets = [each for each in held_out if each is not None]
     held, batch = sum(map(len, sets)), loader.batch_size
-    if not may_recur(loader.rows) or not hasattr(loader.rows, "__len__"):
-        kind = "a stream or mixture of rows" if may_recur(loader.rows) else "synthetic rows, new ones in each step"
+    synthetic = not may_recur(loader.rows) or isinstance(loader.rows, RowsBySeed)
+    if synthetic or not hasattr(loader.rows, "__len__"):
+        kind = "synthetic rows, new ones in each step" if synthetic else "a stream or mixture of rows"
         print(f"data: {kind}, {batch} a step; {held:,} held out")
         return
     rows, steps = len(loader.rows), loader.steps(1)

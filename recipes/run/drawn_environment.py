@@ -11,6 +11,7 @@ from recipes.configs.episodes_config import EpisodeRunConfig, WarmUpPhaseConfig
 from recipes.configs.shared.policy_gradient_config import PolicyGradientConfig
 from recipes.configs.shared.run_config import announce_small_model
 from recipes.data.loader import EvaluationLoader, PromptLoader
+from recipes.data.splits import tell_data
 from recipes.demo.tiny_model import TinyConfig, make_tiny_model, model_of_run, negative_log_probs
 from recipes.run.environment_roles import PlayedEnvironment, load_environment
 from recipes.run.evaluation import Evaluate, evaluate_samples
@@ -68,6 +69,7 @@ def episode_task(config: EpisodeRunConfig, drawn: DrawnEnvironment) -> PolicyTas
     name_departures(builder)
     rows, held_out, controls = episode_rows(config, drawn, builder)
     loader = prompt_loader(config, builder, rows, shuffle=config.data.data_path is not None)
+    tell_data(loader, *held_out.values())
     evaluate = evaluation_of_sets(config, builder, held_out)
     if controls:
         evaluate = controlled_evaluation(config, lambda step: held_out[""], controls, builder)

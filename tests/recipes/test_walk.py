@@ -116,7 +116,9 @@ def test_an_environment_of_ones_own(name, memory, tmp_path, capsys):
         f"{tmp_path}/rows.jsonl",
     ]
     assert main([*options.split(), *named, *memory, "--output-dir", str(tmp_path / "run")]) == 0
-    assert r"chat template: it writes '\n' after the end token" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert r"chat template: it writes '\n' after the end token" in printed
+    assert "data: 12 rows read, 10 to train on, 2 held out; 2 a step, 5 steps an epoch" in printed
     ended = {key for key in rows_of(tmp_path / "run")[1] if key.startswith("episode/ended/")}
     assert ended <= {"episode/ended/done", "episode/ended/length", "episode/ended/error"}
 

@@ -171,5 +171,6 @@ def test_a_run_looks_answers_measures_the_controls_and_shows_strips(tmp_path, ca
     assert 1 <= rows[1]["episode/turns/mean"] <= 2
     assert rows[1]["actor/grad_norm"] > 0
     printed = capsys.readouterr().out
+    assert "data: synthetic rows, new ones in each step, " in printed
     assert printed.index("2/2") < printed.index("measured: a step takes") < printed.index("of memory")
     assert '<div class="strip">' in (directory / "report.html").read_text()
