@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dataproto.errors import OutOfMemory, WorkerFailed
+from dataproto.errors import InvalidConfig, OutOfMemory, WorkerFailed
 from recipes.configs.grpo_config import GRPORunConfig
 from recipes.configs.sft_config import SFTConfig
 from recipes.grpo import parse
@@ -42,7 +42,42 @@ def test_supervised_training_is_told_too():
     assert "--activation-checkpointing full" in told(torch.OutOfMemoryError(CUDA), config=SFTConfig)
 
 
+NO_ROOM = "vLLM does not start on m: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`."
+TOO_LONG = "(8.00 GiB KV cache is needed, which is larger than the available KV cache memory (0.10 GiB)"
+NOT_FREE = (
+    "Free memory on device cuda:0 (6.9/8.0 GiB) on startup is less than desired GPU memory utilization (0.9, 7.2 GiB)."
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "options", "ways"),
+    [
+        (
+            InvalidConfig(NO_ROOM),
+            "",
+            "memory_share 0.75, a smaller --max-response-length, --engine-options max_num_batched_tokens 2048",
+        ),
+        (
+            WorkerFailed(TOO_LONG),
+            "memory_share 0.9 max_num_batched_tokens 9",
+            "a smaller --max-response-length, smaller --max-pixels",
+        ),
+        (InvalidConfig(NOT_FREE), "memory_share 0.9", "memory_share 0.63, --offload-idle, --on ray --layout.dp 2"),
+    ],
+)
+def test_a_start_of_vllm_without_room_is_told_of_its_share(error, options, ways):
+    def launch():
+        raise error
+
+    config = parse(f"--preset any --model-path m --engine vllm --engine-options seed 0 {options}".split())
+    named = pytest.raises(OutOfMemory, match=rf"in the phase start; .*: (--engine-options )?{ways} \(docs")
+    with named, naming_options(config, 1000):
+        launch()
+
+
 def test_other_errors_stay():
+    with pytest.raises(InvalidConfig, match="wrong"), naming_options(GRPORunConfig(), 1000):
+        raise InvalidConfig("wrong")
     with pytest.raises(WorkerFailed, match="died"), naming_options(GRPORunConfig(), 1000):
         raise WorkerFailed("died")
 
