@@ -1,11 +1,8 @@
-"""What a package imports: the extras that it needs, and names whose modules are imported when they are first used."""
+"""The extras that a package needs, and modules that only this process can import."""
 
 import sys
-from collections.abc import Callable
-from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
 
 from dataproto.errors import MissingPackage
 
@@ -37,24 +34,3 @@ def unimportable_modules() -> list[ModuleType]:
         and name != "__main__"
         and not any(find(name, None) for find in finders)
     ]
-
-
-def lazy_names(package: str, *modules: str) -> Callable[[str], Any]:
-    """The ``__getattr__`` (PEP 562) of a package that imports the module of a public name when the name is first used.
-
-    So a module of the package can be imported without its neighbours: reading the options of a command loads no torch. Type
-    checkers read imports of the same names under ``if TYPE_CHECKING:``.
-
-    Args:
-        modules: those that have the names in its ``__all__``; with a dot first, of the package.
-    """
-
-    def find(name: str) -> Any:
-        if name in sys.modules[package].__all__:
-            for module in modules:
-                if hasattr(found := import_module(module, package), name):
-                    setattr(sys.modules[package], name, getattr(found, name))  # From now on Python finds it itself.
-                    return getattr(found, name)
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
-
-    return find

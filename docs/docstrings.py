@@ -20,23 +20,14 @@ from sphinx.application import Sphinx
 from sphinx.errors import PycodeError
 from sphinx.pycode import ModuleAnalyzer
 
-AUTOMODULE = re.compile(r"^\.\. automodule:: (\S+)$", re.MULTILINE)
 TABLE_RULE = re.compile(r"\|[-| :]+\|$")
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    app.connect("source-read", import_names)
     app.connect("autodoc-process-docstring", process, priority=400)  # before napoleon
     app.connect("autodoc-process-signature", with_readable_defaults)
     app.connect("autodoc-skip-member", skip_shown_elsewhere)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
-
-
-def import_names(app: Sphinx, page: str, source: list[str]) -> None:
-    """Imports the names that the packages of a page export: `dir`, which Sphinx asks, lists the imported ones."""
-    for package in map(importlib.import_module, AUTOMODULE.findall(source[0])):
-        for name in getattr(package, "__all__", ()):
-            getattr(package, name)
 
 
 def process(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:

@@ -1,12 +1,5 @@
 """Turning prompts into responses: engines, sampling, prompt building."""
 
-from typing import TYPE_CHECKING
+import lazy_loader
 
-from dataproto.extras import lazy_names
-
-if TYPE_CHECKING:
-    from rollout.engine import Completion, Request, RolloutEngine, SamplingParams, create_engine
-
-__all__ = ["Completion", "Request", "RolloutEngine", "SamplingParams", "create_engine"]
-
-__getattr__ = lazy_names(__name__, ".engine")
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -16,7 +16,8 @@ from dataproto.errors import InvalidConfig, InvalidMedia, InvalidPrompt, Invalid
 from helpers.tiny_models import MROPE_TYPES, tiny_model
 from helpers.tiny_prompts import TEMPLATE, tiny_builder, tiny_image_processor, tiny_prompt_config, tiny_tokenizer
 from recipes.data.loader import PromptLoader
-from rollout.prompts import PromptBuilder, load_image_processor
+from rollout.pretrained import load_image_processor
+from rollout.prompts import PromptBuilder
 
 
 def picture(width=24, height=16, seed=0):

@@ -24,7 +24,7 @@ assert not {"ray", "vllm", "transformers"} & set(sys.modules)
 
 
 def test_an_unknown_name_is_an_attribute_error_that_names_the_package() -> None:
-    with pytest.raises(AttributeError, match="module 'dataproto' has no attribute 'DataPorto'"):
+    with pytest.raises(AttributeError, match="No dataproto attribute DataPorto"):
         dataproto.DataPorto  # noqa: B018
     with pytest.raises(ImportError, match="DataPorto"):
         from dataproto import DataPorto  # noqa: F401

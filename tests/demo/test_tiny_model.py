@@ -18,7 +18,8 @@ from transformers import (
 
 from recipes.demo.problems import make_problem
 from recipes.demo.tiny_model import SPECIAL_TOKENS, TinyConfig, make_tiny_model
-from rollout.prompts import PromptBuilder, load_image_processor
+from rollout.pretrained import load_image_processor
+from rollout.prompts import PromptBuilder
 
 
 @pytest.fixture(scope="module")

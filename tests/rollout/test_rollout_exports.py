@@ -21,9 +21,9 @@ from rollout.engine import ENGINES
         (
             rollout.prompts,
             [
-                *("ChunkRenderer", "ContentStore", "IMAGE_BACKEND", "PlacedSequence", "ProcessedImage", "Prompt"),
+                *("ChunkRenderer", "ContentStore", "PlacedSequence", "ProcessedImage", "Prompt"),
                 *("PromptBuilder", "Resolver", "SupervisedBuilder", "TokenSequence", "TrainingRow", "Turns"),
-                *("invalid_row", "load_image_processor", "row_digest", "row_number"),
+                *("invalid_row", "row_digest", "row_number"),
             ],
         ),
     ],

@@ -18,7 +18,8 @@ from helpers.tiny_models import forward_inputs, tiny_config
 from helpers.tiny_prompts import tiny_builder, tiny_tokenizer
 from rollout.engine import SamplingParams
 from rollout.hf.engine import HFEngine
-from rollout.prompts import ChunkRenderer, PromptBuilder, load_image_processor
+from rollout.pretrained import load_image_processor
+from rollout.prompts import ChunkRenderer, PromptBuilder
 from rollout.responses import attach_responses, build_requests
 
 FAMILY, CONFIG = family_of("gemma3"), tiny_config("gemma3")

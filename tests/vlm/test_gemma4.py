@@ -14,7 +14,8 @@ from helpers.tiny_models import image_inputs, rounding, tiny_config, tiny_model
 from helpers.tiny_prompts import tiny_builder, tiny_image_processor
 from rollout.engine import SamplingParams
 from rollout.hf import HFEngine
-from rollout.prompts import PromptBuilder, load_image_processor
+from rollout.pretrained import load_image_processor
+from rollout.prompts import PromptBuilder
 from rollout.responses import build_requests
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM

@@ -23,7 +23,8 @@ from helpers.tiled_models import check_greedy_tokens, check_prompts, check_wrong
 from helpers.tiny_models import IMAGE, TILE, encode_text, image_inputs, tiny_config, tiny_model
 from helpers.tiny_prompts import tiny_builder, tiny_image_processor
 from rollout.hf.engine import HFEngine
-from rollout.prompts import PromptBuilder, SupervisedBuilder, load_image_processor
+from rollout.pretrained import load_image_processor
+from rollout.prompts import PromptBuilder, SupervisedBuilder
 
 FAMILY, CONFIG = family_of("smolvlm"), tiny_config("smolvlm")
 PROCESSORS = {"smolvlm": SmolVLMProcessor, "idefics3": Idefics3Processor}

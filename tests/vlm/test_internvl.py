@@ -12,7 +12,8 @@ from helpers.tiled_models import check_greedy_tokens, check_prompts, check_wrong
 from helpers.tiny_models import IMAGE, encode_text, image_inputs, tiny_config
 from helpers.tiny_prompts import tiny_builder, tiny_image_processor
 from rollout.hf.engine import HFEngine
-from rollout.prompts import PromptBuilder, load_image_processor
+from rollout.pretrained import load_image_processor
+from rollout.prompts import PromptBuilder
 
 FAMILY, CONFIG = family_of("internvl"), tiny_config("internvl")
 

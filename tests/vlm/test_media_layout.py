@@ -11,7 +11,7 @@ from dataproto.errors import InvalidConfig, InvalidRow
 from dataproto.vlm import family_of
 from helpers.tiny_models import VLM_TYPES, WINDOWED_TYPES, tiny_config
 from helpers.tiny_prompts import tiny_builder
-from rollout.prompts import load_image_processor
+from rollout.pretrained import load_image_processor
 
 sizes = st.lists(st.tuples(st.integers(1, 120), st.integers(1, 120)), max_size=3)
 

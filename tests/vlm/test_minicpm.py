@@ -17,8 +17,8 @@ from helpers.tiny_prompts import tiny_builder, tiny_image_processor
 from rollout.environments import Observation
 from rollout.environments.turn_renderer import TurnRenderer
 from rollout.hf.engine import HFEngine
-from rollout.pretrained import check_in_vllm
-from rollout.prompts import ChunkRenderer, PromptBuilder, SupervisedBuilder, load_image_processor
+from rollout.pretrained import check_in_vllm, load_image_processor
+from rollout.prompts import ChunkRenderer, PromptBuilder, SupervisedBuilder
 
 FAMILY, CONFIG = family_of("minicpmv4_6"), tiny_config("minicpmv4_6")
 

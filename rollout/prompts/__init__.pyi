@@ -1,0 +1,16 @@
+from .chunk_rendering import (
+    ChunkRenderer as ChunkRenderer,
+    PlacedSequence as PlacedSequence,
+    Resolver as Resolver,
+    TokenSequence as TokenSequence,
+)
+from .conversations import SupervisedBuilder as SupervisedBuilder, TrainingRow as TrainingRow
+from .image_processing import ContentStore as ContentStore, ProcessedImage as ProcessedImage
+from .messages import Turns as Turns
+from .prepared_rows import (
+    Prompt as Prompt,
+    invalid_row as invalid_row,
+    row_digest as row_digest,
+    row_number as row_number,
+)
+from .prompt_builder import PromptBuilder as PromptBuilder
