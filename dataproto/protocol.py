@@ -199,8 +199,9 @@ class DataProto:
     ) -> Self:
         """Makes a batch of a ``TensorDict``.
 
-        ``NonTensorStack`` columns become arrays of objects, and ``NonTensorData`` goes to ``meta_info``. Nested tensors whose
-        rows vary in their first dimension become ragged columns over the same values.
+        ``NonTensorStack`` columns become arrays of objects, and ``NonTensorData`` goes to ``meta_info``, except that a numpy
+        array of strings or objects with one element a row is a column. Nested tensors whose rows vary in their first dimension
+        become ragged columns over the same values.
         """
         tensors: dict[str, Any] = {}
         arrays: dict[str, Any] = {}
@@ -208,6 +209,8 @@ class DataProto:
         for name, value in tensor_dict.items():
             if isinstance(value, NonTensorStack):
                 arrays[name] = [row.data for row in value]
+            elif isinstance(value, NonTensorData) and _is_column(value.data, tensor_dict.batch_size):
+                arrays[name] = value.data
             elif isinstance(value, NonTensorData):
                 facts[name] = value.data
             elif RaggedTensor.holds(value):
@@ -798,6 +801,13 @@ class DataProto:
         else:
             self.batch = None if encoded is None else deserialize_tensordict(encoded)
         self.__post_init__()
+
+
+def _is_column(value: object, shape: torch.Size) -> bool:
+    """Whether a value that a ``TensorDict`` of this shape keeps whole is an array of what torch cannot hold, one for each row."""
+    if not isinstance(value, np.ndarray) or value.dtype.kind in "biufc":
+        return False
+    return value.shape[:1] == tuple(shape[:1]) != ()
 
 
 def _batch_shape(name: str, tensor: Any, dims: int) -> tuple[int, ...]:

@@ -125,6 +125,15 @@ def nested_tensors_in_a_tensordict() -> Any:
     return ["batch" if inside else "non_tensor_batch", "nested" if inside and data.batch["r"].is_nested else "ragged"]
 
 
+@differs(verl="meta_info", dataproto="non_tensor_batch")
+def an_array_of_strings_in_a_tensordict() -> Any:
+    from tensordict import TensorDict
+    from verl import DataProto
+
+    data = DataProto.from_tensordict(TensorDict({"s": np.array(["a", "b"]), "x": torch.zeros(2)}, batch_size=[2]))
+    return "meta_info" if "s" in data.meta_info else "non_tensor_batch"
+
+
 @differs(verl=True, dataproto=False)
 def deepcopy_keeps_tensors() -> Any:
     data = small()

@@ -265,6 +265,16 @@ def test_collate_puts_items_together() -> None:
         collate_fn([data[0], DataProto.from_dict({"x": torch.zeros(1, 2)}, {"uid": ["a"]})[0]])
 
 
+def test_an_array_of_strings_in_a_tensordict_is_a_column_if_it_has_one_for_each_row() -> None:
+    """TensorDict keeps it whole, in each part of the table; a list it cuts."""
+    names, three = np.array(["a", "b"]), np.array(["x", "y", "z"])
+    table = TensorDict({"x": torch.arange(2), "name": names, "three": three, "tag": np.array("t")}, batch_size=[2])
+    data = DataProto.from_tensordict(table)
+    assert data[1:]["name"].tolist() == ["b"]
+    assert data.meta_info["three"].tolist() == ["x", "y", "z"]
+    assert str(data.meta_info["tag"]) == "t"
+
+
 def test_to_tensordict_and_back() -> None:
     data = DataProto.from_dict(
         {"x": torch.arange(3)},
