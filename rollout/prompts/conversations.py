@@ -96,12 +96,12 @@ class SupervisedBuilder(PromptBuilder):
                 raise InvalidPrompt(f"the answer in message {place} is empty: only its end would be learned")
             before = self.render(messages[:place], add_generation_prompt=True, tools=tools)
             whole = self.render(messages[: place + 1], tools=tools)
+            self._check_thoughts(conversation, place, before, whole)
             if not (before.startswith(done) and whole.startswith(before)):
                 raise InvalidPrompt(
                     f"the chat template renders the turns before message {place} differently if that message follows, so "
                     "its tokens cannot be identified: learn the last turn only, or split the conversation into one row per turn"
                 )
-            self._check_thoughts(conversation, place, whole)
             prompt, answer = self.encode_text(before[len(done) :]), self.encode_text(whole[len(before) :])
             pieces.append((prompt[len(begun) :], False))
             ends = [at for at, token in enumerate(answer) if token in self.end_ids]
@@ -113,17 +113,27 @@ class SupervisedBuilder(PromptBuilder):
         self.check_placeholders([token for ids, _ in pieces for token in ids], conversation)
         return pieces
 
-    def _check_thoughts(self, conversation: Conversation, place: int, whole: str) -> None:
-        """Raises `InvalidPrompt` if the template writes thoughts of its own in addition to those in the text of message
-        ``place``.
+    def _check_thoughts(self, conversation: Conversation, place: int, before: str, whole: str) -> None:
+        """Raises `InvalidPrompt` if the thoughts of message ``place`` are not the only ones of its turn: the template writes some
+        of its own in addition to those in the text, or it ends them in the prompt ``before`` the answer.
         """
         begin, end = THOUGHTS
-        messages, tools = conversation.messages, conversation.tools
-        own = sum(text.count(begin) for text in Conversation([messages[place]], [], []).texts())
-        if own and whole.count(begin) - self.render(messages[:place], tools=tools).count(begin) > own:
+        text = "".join(Conversation([conversation.messages[place]], [], []).texts())
+        if begin not in text and end not in text and whole.startswith(before):
+            return
+        prior = self.render(conversation.messages[:place], tools=conversation.tools)
+        for mark in THOUGHTS:
+            if mark in text and whole.count(mark) - prior.count(mark) > text.count(mark):
+                raise InvalidPrompt(
+                    f"the chat template writes {mark} before an answer and reads no reasoning_content, so the answer in message "
+                    f"{place} would have thoughts twice: leave out {begin}...{end} there, or use another template"
+                )
+        of_this_turn = before.startswith(prior) and whole.startswith(prior)
+        if of_this_turn and end in before[len(prior) :] and not whole.startswith(before):
             raise InvalidPrompt(
-                f"the chat template writes {begin} before an answer and reads no reasoning_content, so the answer in message "
-                f"{place} would have thoughts twice: leave out {begin}...{end} there, or use another template"
+                f"the prompt of the answer in message {place} ends its thoughts ({begin}...{end}) already, and the chat template "
+                "writes the answer with others or none: take the thoughts out of the answers, or leave out the template argument "
+                "that turns them off (enable_thinking false)"
             )
 
     def _end_after(self, messages: Sequence[Mapping[str, Any]], place: int, text: str) -> list[int]:

@@ -191,17 +191,20 @@ def joined_texts(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def thoughts_apart(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message with the thoughts at the beginning of an answer in ``reasoning_content``, as some templates want them.
+    """The message with the thoughts at the beginning of an answer in ``reasoning_content``, as some templates want them. What
+    begins them may be absent: often the prompt has it.
 
     >>> thoughts_apart({"role": "assistant", "content": "<think>\\n3 + 4\\n</think>\\n\\n7"})
     {'role': 'assistant', 'content': '7', 'reasoning_content': '3 + 4'}
+    >>> thoughts_apart({"role": "assistant", "content": "3 + 4</think>7"}) == _
+    True
     """
     content = message["content"]
     first = content[:1] if isinstance(content, list) else [{"type": "text", "text": content}]
     text = first[0].get("text", "").lstrip() if first else ""
-    if message["role"] != "assistant" or "reasoning_content" in message or not text.startswith(THOUGHTS[0]):
+    thoughts, ended, answer = text.removeprefix(THOUGHTS[0]).partition(THOUGHTS[1])
+    if message["role"] != "assistant" or "reasoning_content" in message or not ended or THOUGHTS[0] in thoughts:
         return dict(message)
-    thoughts, _, answer = text.removeprefix(THOUGHTS[0]).partition(THOUGHTS[1])
     parts = (
         [{**first[0], "text": answer.lstrip("\n")}, *content[1:]] if isinstance(content, list) else answer.lstrip("\n")
     )

@@ -201,7 +201,8 @@ QWEN3_5 = thinker("content.split('</think>')[0].split('<think>')[-1].strip('\n')
 
 @pytest.mark.parametrize("template", [QWEN3_8, QWEN3_5], ids=["apart", "in the content"])
 @pytest.mark.parametrize("typed", [False, True])
-def test_an_answer_has_one_thought_whichever_way_the_template_reads_it(template, typed):
+@pytest.mark.parametrize("said", ["<think>\n3 + 4\n</think>\n\n7", "3 + 4\n</think>\n\n7"])
+def test_an_answer_has_one_thought_whichever_way_the_template_reads_it(template, typed, said):
     made = builder()
     made.tokenizer = copy.deepcopy(made.tokenizer)
     made.tokenizer.chat_template = (
@@ -209,7 +210,6 @@ def test_an_answer_has_one_thought_whichever_way_the_template_reads_it(template,
         if typed
         else template
     )
-    said = "<think>\n3 + 4\n</think>\n\n7"
     content = [{"type": "text", "text": said}] if typed else said
     row = made.prepare({"prompt": [SAID[0], {"role": "assistant", "content": content}]})
     assert made.tokenizer.decode(row.input_ids[row.loss_mask == 1]) == "3 + 4\n</think>\n\n7<|im_end|>"
@@ -221,9 +221,30 @@ def test_thoughts_that_a_template_does_not_read_are_refused():
     made = builder()
     made.tokenizer = copy.deepcopy(made.tokenizer)
     made.tokenizer.chat_template = thinker("''")
-    with pytest.raises(InvalidPrompt, match=r"so the answer in message 1 would have thoughts twice: leave"):
-        made.prepare({"prompt": [SAID[0], {"role": "assistant", "content": "<think>3 + 4</think>7"}]})
+    for said in ("<think>3 + 4</think>7", "3 + 4</think>7", "Hm. <think>3 + 4</think>7", "<think>3 + "):
+        with pytest.raises(InvalidPrompt, match=r"so the answer in message 1 would have thoughts twice: leave"):
+            made.prepare({"prompt": [SAID[0], {"role": "assistant", "content": said}]})
     assert made.prepare({"prompt": SAID[:2]}).loss_mask.any()
+
+
+def test_thoughts_after_a_prompt_that_has_ended_them_are_refused_with_that_reason():
+    made = builder()
+    made.tokenizer = copy.deepcopy(made.tokenizer)
+    made.tokenizer.chat_template = QWEN3_8.replace(
+        "<think>\n' }}{%- endif -%}",
+        "<think>\n' + ('\n</think>\n\n' if enable_thinking is false else '') }}{%- endif -%}",
+    )
+    made.template_arguments = {"enable_thinking": False}
+    thinking = {"role": "assistant", "content": "<think>\n3 + 4\n</think>\n\n7"}
+    with pytest.raises(
+        InvalidPrompt, match=r"answer in message 1 ends its thoughts .* already, .*enable_thinking false"
+    ):
+        made.prepare({"prompt": [SAID[0], thinking]})
+    row = made.prepare({"prompt": SAID})
+    assert made.tokenizer.decode(row.input_ids[row.loss_mask == 1]) == "x<|im_end|>z<|im_end|>"
+    made.template_arguments = {}
+    row = made.prepare({"prompt": [SAID[0], thinking]})
+    assert made.tokenizer.decode(row.input_ids[row.loss_mask == 1]) == "3 + 4\n</think>\n\n7<|im_end|>"
 
 
 def test_an_answer_without_an_end_is_refused(tmp_path):
