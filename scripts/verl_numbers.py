@@ -22,7 +22,7 @@ from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_
 from verl.workers.config import ActorConfig
 
 FILE = Path(__file__).parents[1] / "tests" / "algorithms" / "verl_numbers.json"
-MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 UIDS = ["a", "b", "a", "b", "a", "c", "c"]
 MASK = [
     [1, 1, 1, 1, 1, 1, 1, 1],

@@ -16,6 +16,7 @@ MASK = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]])
     [
         ("token-mean", (1 + 2 + 3 + 5) / 4),
         ("seq-mean-token-mean", (2 + 5) / 2),
+        ("seq-mean-token-sum", (6 + 5) / 2),
         ("seq-mean-token-sum-norm", (6 / 3 + 5 / 3) / 2),
     ],
 )
@@ -42,7 +43,7 @@ def naive(loss, mask, mode, max_length):
         return sum(sum(row) for row in rows) / sum(len(row) for row in rows)
     if mode == "seq-mean-token-mean":
         return sum(sum(row) / len(row) for row in rows) / len(rows)
-    return sum(sum(row) / max_length for row in rows) / len(rows)
+    return sum(sum(row) / (max_length if mode.endswith("norm") else 1) for row in rows) / len(rows)
 
 
 batches = st.tuples(st.integers(1, 7), st.integers(1, 6), st.integers(0, 2**31), st.sampled_from([0.0, 0.3, 0.8, 1.0]))
@@ -114,7 +115,9 @@ def test_a_low_precision_mask_counts_exactly():
 
 
 def test_errors_state_the_remedy():
-    with pytest.raises(InvalidConfig, match="token-mean, seq-mean-token-mean, seq-mean-token-sum-norm"):
+    with pytest.raises(
+        InvalidConfig, match="token-mean, seq-mean-token-mean, seq-mean-token-sum, seq-mean-token-sum-norm"
+    ):
         token_weights(MASK, "mean")
     with pytest.raises(DataProtoError, match="mean"):
         token_weights(MASK, "mean", total=4)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from dataproto.errors import InvalidConfig
 
-AggregationMode = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+AggregationMode = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 """How the losses of tokens become one number; see `workers.training.aggregation`."""
 
 Unsharded = Literal["auto", "nothing", "scoring", "weights", "gradients"]

@@ -48,6 +48,7 @@ def token_weights(
 
     - ``token-mean``: m / N, each token counts the same (DAPO, arXiv:2503.14476, eq. 8).
     - ``seq-mean-token-mean``: m / (S * the row's own tokens), each row counts the same (GRPO, arXiv:2402.03300, eq. 3).
+    - ``seq-mean-token-sum``: m / S, each row counts as its number of tokens.
     - ``seq-mean-token-sum-norm``: m / (S * max_length), no bias by length (Dr. GRPO, arXiv:2503.20783, section 3.2).
 
     Args:
@@ -65,7 +66,7 @@ def token_weights(
 
     >>> loss, mask = torch.tensor([[1.0, 2.0, 3.0], [5.0, 0.0, 0.0]]), torch.tensor([[1, 1, 1], [1, 0, 0]])
     >>> [round(float((token_weights(mask, mode) * loss).sum()), 4) for mode in MODES]
-    [2.75, 3.5, 1.8333]
+    [2.75, 3.5, 5.5, 1.8333]
     >>> token_weights(torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]]), "seq-mean-token-mean")
     tensor([[0.2500, 0.2500, 0.0000, 0.0000],
             [0.5000, 0.0000, 0.0000, 0.0000]])
