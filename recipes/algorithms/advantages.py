@@ -59,7 +59,7 @@ def group_advantage(
         uid: B hashables, equal for the samples of one prompt.
         response_mask: (B, R) of any dtype, nonzero where the policy sampled the token.
         normalise_std: whether to divide by the standard deviation of the group.
-        eps: added to the standard deviation.
+        eps: added to the standard deviation; verl's, while TRL's is 1e-4.
         trajectory: B hashables, equal for the rows of one response.
 
     Returns:

@@ -23,7 +23,7 @@ PEER_NAMES = {
     "--algorithm.top-k": "rollout.top_k",
     "--algorithm.advantage": "adv_estimator scale_rewards algorithm.adv_estimator",
     "--algorithm.loss": "loss_type actor.policy_loss.loss_mode actor.loss_type",
-    "--algorithm.aggregation": "actor.loss_agg_mode actor.loss_avg_mode",
+    "--algorithm.aggregation": "loss_agg_mode actor.loss_agg_mode actor.loss_avg_mode",
     "--algorithm.clip LOW HIGH": "epsilon epsilon_high actor.clip_ratio_low actor.clip_ratio_high",
     "--algorithm.kl-coef": "beta actor.kl_loss_coef actor.use_kl_loss algorithm.use_kl_loss algorithm.kl_coef "
     "algorithm.kl_ctrl.kl_coef",
@@ -33,11 +33,12 @@ PEER_NAMES = {
     "--algorithm.entropy-coef": "entropy_coef actor.entropy_coeff",
     "--algorithm.dynamic-sampling GENERATIONS": "algorithm.filter_groups.enable algorithm.online_filtering",
     "--algorithm.kl k3+": "use_bias_correction_kl",
-    "--algorithm.correction": "vllm_importance_sampling_mode algorithm.rollout_correction.rollout_is "
+    "--algorithm.correction": "vllm_importance_sampling_mode rollout_is algorithm.rollout_correction.rollout_is "
     "algorithm.rollout_correction.",
-    "--algorithm.correction-limit": "vllm_importance_sampling_cap algorithm.rollout_correction.rollout_is_threshold",
-    "--algorithm.rejection": "algorithm.rollout_correction.rollout_rs",
-    "--algorithm.rejection-bounds LOW HIGH": "algorithm.rollout_correction.rollout_rs_threshold "
+    "--algorithm.correction-limit": "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min rollout_is_threshold "
+    "vllm_importance_sampling_cap algorithm.rollout_correction.rollout_is_threshold",
+    "--algorithm.rejection": "rollout_rs algorithm.rollout_correction.rollout_rs",
+    "--algorithm.rejection-bounds 1/HIGH 1/LOW": "rollout_rs_threshold algorithm.rollout_correction.rollout_rs_threshold "
     "algorithm.rollout_correction.rollout_rs_threshold_lower",
     "--algorithm.skip-old-log-probs true|false": "algorithm.rollout_correction.bypass_mode",
     "--optimizer.lr": "learning_rate actor.optim.lr",
