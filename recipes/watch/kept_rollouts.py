@@ -3,8 +3,8 @@
 A row is a rollout with its reward, or a row of supervised training with its loss.
 
 A run's directory holds ``rollouts/training/step_<step>.jsonl``, one line a row, and next to it
-``step_<step>.tokens.jsonl.gz``, the tokens of the same rows, line by line. Pictures lie once each in ``rollouts/images``, for all
-steps.
+``step_<step>.tokens.jsonl.gz``, the tokens of the same rows, line by line: those of responses, and of episodes those of whole
+conversations. Pictures lie once each in ``rollouts/images``, for all steps.
 """
 
 import gzip
@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import compress
+from itertools import compress, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,11 +50,15 @@ DESCRIBING = [
     "score",
     "truncated",
 ]
+EPISODES = {"trajectory": "", "new_row": "", "end_reason": "done"}
+"""Columns of rows of episodes, which alone have the first, and their defaults."""
 PER_TOKEN = {  # name in the file: columns (B, R), of which the first that the batch has is kept
     "engine_log_probs": ("rollout_log_probs",),
     "actor_log_probs": ("actor_log_probs", "old_log_probs"),
     "advantages": ("advantages",),
 }
+PER_TURN = {"rewards": ("token_level_rewards",), "turn": ("turn",)}
+"""The same of episodes."""
 DIGITS = 6  # decimals of numbers in the files
 
 
@@ -131,7 +135,10 @@ class KeptRollouts:
             if shared not in names:
                 names[shared] = [save_image(self.root / "images", picture) for picture in pictures_of(media)]
             reward = _number(shaped[row] if cells["score"] is None else cells["score"])
-            changed = {} if _number(shaped[row]) == reward else {"shaped": _number(shaped[row])}
+            same = (
+                "trajectory" in data or _number(shaped[row]) == reward
+            )  # of an episode, whose row may have a part of it
+            changed = {} if same else {"shaped": _number(shaped[row])}
             rows.append(
                 {
                     "step": step,
@@ -146,6 +153,7 @@ class KeptRollouts:
                     "truncated": bool(cells["truncated"]),
                     "images": names[shared],
                 }
+                | _of_episode(data, row)
             )
         return rows
 
@@ -187,28 +195,54 @@ def reward_parts(data: DataProto) -> dict[str, list[float | None]]:
     }
 
 
+def _of_episode(data: DataProto, row: int) -> dict[str, str]:
+    """The name of a row's episode, why it has the row, and why it ended; nothing of other rows."""
+    if "trajectory" not in data:
+        return {}
+    return {name: str(data[name][row]) if name in data else default for name, default in EPISODES.items()}
+
+
 def _tokens(data: DataProto, text_of: Any) -> Iterator[Row]:
-    """Ids, texts and numbers of each row's response tokens, those of an environment included, with its mismatch."""
-    sampled = data["response_mask"].bool()
+    """Ids, texts and numbers of each row's response tokens, those of an environment included, with its mismatch.
+
+    Of episodes they are those of the whole row, with the rewards of turns and ``media``: first place and number of the tokens of
+    each picture.
+    """
+    sampled, episodes = data["response_mask"].bool(), "trajectory" in data
     width = sampled.shape[1]
     ids_of = data["responses"] if "responses" in data else data["input_ids"][:, 1:]
-    attended = data["attention_mask"][:, -width:].bool() if width else sampled
+    ids_of = data["input_ids"] if episodes else ids_of
+    before = ids_of.shape[1] - width  # tokens of prompts
+    attended = data["attention_mask"][:, -ids_of.shape[1] :].bool() if width else sampled
     if "responses" not in data and "mm_token_type_ids" in data:  # of a conversation the text, without places of media
         attended = attended & (data["mm_token_type_ids"][:, -width:] == 0)
     found = {
-        name: next((data[column] for column in columns if column in data), None) for name, columns in PER_TOKEN.items()
+        name: next((data[column] for column in columns if column in data), None)
+        for name, columns in (PER_TOKEN | PER_TURN if episodes else PER_TOKEN).items()
     }
     mismatch = _mismatch(found["engine_log_probs"], found["actor_log_probs"], sampled)
     numbers = {name: _numbers(column) for name, column in found.items() if column is not None}
+    types = data["mm_token_type_ids"].tolist() if episodes else len(data) * [None]
     for row, (ids, kept, own) in enumerate(zip(ids_of.tolist(), attended.tolist(), sampled.tolist(), strict=True)):
         tokens = list(compress(ids, kept))
         yield (
             {"tokens": tokens}
             | ({} if text_of is None else {"texts": [text_of(token) for token in tokens]})
-            | {"sampled": [int(each) for each in compress(own, kept)]}
-            | {name: list(compress(values[row], kept)) for name, values in numbers.items()}
+            | {"sampled": [int(each) for each in compress([*(before * [0]), *own], kept)]}
+            | {name: list(compress([*(before * [None]), *values[row]], kept)) for name, values in numbers.items()}
+            | ({"media": _runs(list(compress(types[row], kept)))} if episodes else {})
             | {"mismatch": mismatch[row]}
         )
+
+
+def _runs(types: Sequence[int]) -> list[list[int]]:
+    """First place and length of each run of tokens of a medium.
+
+    >>> _runs([0, 1, 1, 0, 2])
+    [[1, 2], [4, 1]]
+    """
+    places = groupby(range(len(types)), key=lambda place: types[place])
+    return [[(run := list(found))[0], len(run)] for kind, found in places if kind]
 
 
 def _supervised(found: Row, plain: Callable[[list[int]], str] | None) -> Row:

@@ -177,3 +177,27 @@ def test_a_damaged_file_is_named(tmp_path):
     (folder / "step_1.jsonl").write_text(json.dumps({"uid": "a"}) + "\nnonsense\n")
     with pytest.raises(FileFormatError, match=r"step_1\.jsonl, line 2"):
         load_kept(tmp_path, 1)
+
+
+def test_of_episodes_whole_conversations_are_kept(tmp_path):
+    data = scored_batch(["abcd", "ab"], [1.0, 0.0], ["a", "a"])
+    width = data["responses"].shape[1]
+    data["response_mask"][0, 1] = 0
+    data["input_ids"] = torch.cat([torch.full((2, 3), 7), data["responses"]], 1)
+    data["mm_token_type_ids"] = torch.zeros_like(data["input_ids"]).to(torch.int8)
+    data["mm_token_type_ids"][0, 1:3] = 1
+    data["turn"] = torch.arange(width).expand(2, -1) // 2
+    data["trajectory"] = objects(["a/0", "a/1"])
+    data["new_row"] = objects(["", "tools"])
+    KeptRollouts(tmp_path, 8, tiny_tokenizer()).keep(1, data)
+    row, other = load_kept(tmp_path, 1)
+    assert (row["trajectory"], row["new_row"], row["end_reason"]) == ("a/0", "", "done")
+    assert (other["new_row"], other["parts"]) == ("tools", {"acc": 0.0, "format": 1.0})
+    tokens = load_tokens(tmp_path, 1)[0]
+    assert tokens["tokens"] == [7, 7, 7, *tiny_tokenizer().encode("abcd")]
+    assert tokens["sampled"] == [0, 0, 0, 1, 0, 1, 1]
+    assert tokens["media"] == [[1, 2]]
+    assert tokens["turn"] == [None, None, None, 0, 0, 1, 1]
+    assert tokens["rewards"] == [None, None, None, 0, 0, 0, 1]
+    assert tokens["engine_log_probs"][:3] == [None, None, None]
+    assert tokens["engine_log_probs"][3:] == pytest.approx([-0.1, -0.2, -0.3, -0.4])

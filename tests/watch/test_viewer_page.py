@@ -1,5 +1,7 @@
 """The viewer in headless Chromium: what a reader sees and does."""
 
+import base64
+import io
 import os
 import re
 import shutil
@@ -207,6 +209,73 @@ def test_rows_of_supervised_training_show_their_loss(opened):
     assert "loss" in page.inner_text(".sample header")
     assert "reward" not in page.inner_text(".sample header")
     assert max(alpha for *_, alpha in colours(page, 0)) > 0.5
+
+
+def agents_rows():
+    """The rows of an episode: a tool that returns a picture, and a sub-agent, whose conversation is a row of its own."""
+    from openai import OpenAI
+
+    from helpers.agents import LOOK, ScriptedEngine, run, tool_renderer
+    from helpers.episodes import picture
+    from rollout.agents.agent_loop import agent_columns
+    from rollout.environments.episode_rows import episode_columns
+
+    look = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+    def agent(task):
+        with OpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0) as client:
+            talk = [{"role": "system", "content": "You look."}, *task.messages]
+            reply = client.chat.completions.create(model=task.model, messages=talk, tools=[look]).choices[0].message
+            shown = [
+                {"type": "image_url", "image_url": {"url": png_uri(picture(56, 28))}},
+                {"type": "text", "text": "It is here."},
+            ]
+            talk += [reply, {"role": "tool", "tool_call_id": reply.tool_calls[0].id, "content": shown}]
+            client.chat.completions.create(model=task.model, messages=talk, tools=[look])
+            task.reward(0.5)
+            client.chat.completions.create(model=task.model, messages=[{"role": "user", "content": "Help."}])
+        return -1.0
+
+    renderer = tool_renderer()
+    episodes = run(renderer, ScriptedEngine(renderer, LOOK, "Red.", "No."), agent)
+    prompts = renderer.builder([{"prompt": "Which colour is it?", "uid": "u"}])
+    data = episode_columns(prompts, episodes, renderer, 1000)
+    agent_columns(data, episodes)
+    data["advantages"] = data["response_mask"] * 1.0
+    return data, renderer.builder.tokenizer
+
+
+def png_uri(image):
+    content = io.BytesIO()
+    image.save(content, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"
+
+
+def test_an_episode_of_an_agent_is_a_conversation(opened, tmp_path):
+    run, page = opened
+    data, tokenizer = agents_rows()
+    KeptRollouts(run, 8, tokenizer).keep(4, data)
+    until(page, "document.querySelectorAll('.sample .talk').length === 2")
+    titles = [each.inner_text() for each in page.query_selector_all(".sample header b")]
+    assert titles == ["episode 0, row 1 of 2", "episode 0, row 2 of 2"]
+    first, second = page.query_selector_all(".sample")[:2]
+    roles = [each.inner_text() for each in first.query_selector_all(".message > b")]
+    assert roles == ["system", "system", "user", "turn 1", "tool", "turn 2"]
+    said = [each.inner_text() for each in first.query_selector_all(".message pre")]
+    assert '"name": "look"' in said[0]
+    assert (said[1].strip(), said[2].strip()) == ("You look.", "Which colour is it?")
+    assert '{"name": "look", "arguments"' in said[3]
+    assert said[4].strip() == "It is here."
+    until(page, "document.querySelector('.message img').naturalWidth === 56")
+    assert len(first.query_selector_all(".message img")) == 1
+    assert page.query_selector_all(".pictures img") == []  # pictures are where they were seen
+    assert "reward 0.5" in first.inner_text()
+    assert "new row: conversation" in second.inner_text()
+    assert "Help." in second.inner_text()
+    assert "reward -1" in second.inner_text()
+    page.fill("#filter", "row:conversation")
+    until(page, "document.querySelectorAll('#list li').length === 1")
+    page.screenshot(path=Path(os.environ.get("SCREENSHOTS", tmp_path)) / "conversation.png")
 
 
 FILTERS = {

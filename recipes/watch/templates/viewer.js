@@ -91,7 +91,7 @@ function answer(row, step) {  // of an evaluation, with the fields of a kept row
 
 const FIELDS = ["step", "sample", "reward", "length", "mismatch", "truncated"];
 const TEXTS = { uid: ["uid"], source: ["source"], prompt: ["prompt"], response: ["response"], truth: ["ground_truth"],
-  text: ["uid", "prompt", "response", "ground_truth"] };
+  text: ["uid", "prompt", "response", "ground_truth"], row: ["new_row"], end: ["end_reason"] };
 const COMPARISONS = { ">": (a, b) => a > b, "<": (a, b) => a < b, ">=": (a, b) => a >= b, "<=": (a, b) => a <= b,
   "=": (a, b) => a === b, "!=": (a, b) => a !== b };
 const COMPARISON = /^([A-Za-z_][\w/.-]*)(>=|<=|!=|=|>|<)([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)$/i;
@@ -119,7 +119,7 @@ function test(term, known) {
   if (field) return (row) => valueOf(row, field) !== null && COMPARISONS[sign](valueOf(row, field), Number(bound));
   const [name, ...rest] = term.split(":"), named = rest.length && name in TEXTS;
   const wanted = (named ? rest.join(":") : term).toLowerCase();
-  return (row) => TEXTS[named ? name : "text"].some((each) => row[each].toLowerCase().includes(wanted));
+  return (row) => TEXTS[named ? name : "text"].some((each) => (row[each] ?? "").toLowerCase().includes(wanted));
 }
 
 function inOrder(rows, field, down) {  // rows without a value come last, and equal ones stay in their order
@@ -250,11 +250,7 @@ async function tokensOf(step) {
 function drawGroup() {
   const [first] = state.group;
   if (state.colour === "advantage" && first.tokens && !first.advantages) state.colour = "log-prob";  // rows of supervised training
-  const pictures = first.images.map((name, index) => {
-    const made = element("img", { src: `/images/${name}`, alt: `picture ${index + 1} of the prompt` });
-    made.addEventListener("load", () => made.classList.toggle("tiny", made.naturalWidth < 160));
-    return made;
-  });
+  const pictures = inPlace(first) ? [] : first.images.map((name, index) => picture(name, `picture ${index + 1} of the prompt`));
   const question = element("div", { class: "question" }, element("p", { class: "prompt" }, first.prompt),
     element("p", { class: "truth" }, element("span", { class: "soft" }, "Answer "), element("b", {}, first.ground_truth)),
     element("p", { class: "soft uid" }, `${first.uid}${first.source ? ` · ${first.source}` : ""}`));
@@ -274,6 +270,12 @@ function drawGroup() {
   paint();
 }
 
+function picture(name, alt) {
+  const made = element("img", { src: `/images/${name}`, alt });
+  made.addEventListener("load", () => made.classList.toggle("tiny", made.naturalWidth < 160));
+  return made;
+}
+
 function badge(text, kind = "") {
   return element("span", { class: `badge ${kind}` }, text);
 }
@@ -285,21 +287,76 @@ function sample(row, index) {
   if (row.length !== null) facts.push(badge(`${row.length} tokens`));
   if (row.truncated) facts.push(badge("cut", "bad"));
   if (row.mismatch !== null) facts.push(badge(`mismatch ${number(row.mismatch)}`));
-  const title = state.set === "training" ? `sample ${row.sample}` : `step ${row.step}`;
-  const text = element("pre", { class: "tokens" });
-  if (row.tokens) {
-    text.append(...row.tokens.map((id, place) => {
-      const token = element("span", {}, row.texts ? row.texts[place] : `[${id}]`);
-      if (!row.sampled[place]) token.className = "given";
-      token.dataset.place = place;
-      return token;
-    }));
-  } else {
+  if (row.new_row) facts.push(badge(`new row: ${row.new_row}`));
+  if (row.end_reason && row.end_reason !== "done") facts.push(badge(`ended: ${row.end_reason}`, "bad"));
+  const title = state.set !== "training" ? `step ${row.step}` : row.trajectory ? episodeOf(row) : `sample ${row.sample}`;
+  const text = row.trajectory && row.texts ? conversation(row) : element("pre", { class: "tokens" });
+  if (row.tokens && !text.childElementCount) {
+    text.append(...row.tokens.map((_, place) => tokenOf(row, place)));
+  } else if (!row.tokens) {
     text.textContent = row.response || "(empty)";
   }
   const made = element("section", { class: "sample" }, element("header", {}, element("b", {}, title), ...facts), text);
   Object.assign(made.dataset, { sample: row.sample, step: row.step, index });
   return made;
+}
+
+function tokenOf(row, place) {
+  const token = element("span", {}, row.texts ? row.texts[place] : `[${row.tokens[place]}]`);
+  if (!row.sampled[place]) token.className = "given";
+  token.dataset.place = place;
+  return token;
+}
+
+// ---- an episode, as a conversation
+
+const inPlace = (row) => row.media && row.media.length && row.media.length === row.images.length;  // pictures, not frames of videos
+const BEGIN = /<\|im_start\|>|<start_of_turn>|<\|start_header_id\|>/;
+const MARK = /^(<\|[^|]*\|>|<(start|end)_of_(turn|image)>)$/;
+
+function episodeOf(row) {
+  const names = [...new Set(state.group.map((each) => each.trajectory))];
+  const own = state.group.filter((each) => each.trajectory === row.trajectory);
+  const part = own.length > 1 ? `, row ${own.findIndex((each) => each.sample === row.sample) + 1} of ${own.length}` : "";
+  return `episode ${names.indexOf(row.trajectory)}${part}`;
+}
+
+// The messages of a row: {own, places}, of which a sampled one begins with what the template writes before it.
+function messagesOf(row) {
+  const found = [];
+  row.texts.forEach((text, place) => {
+    const last = found.at(-1), sampled = Boolean(row.sampled[place]);
+    const header = last && !last.own && BEGIN.test(last.text) && !last.text.split("\n").slice(1).join("").trim();
+    if (last && sampled && header) Object.assign(last, { own: true, from: place });
+    else if (!last || sampled !== last.own || (!sampled && BEGIN.test(text))) found.push({ own: sampled, places: [], text: "", from: place });
+    found.at(-1).places.push(place);
+    found.at(-1).text += text;
+  });
+  return found.filter((message) => message.own || message.text.trim());
+}
+
+function conversation(row) {
+  const media = new Map(inPlace(row) ? row.media.map(([place, count], index) => [place, { count, name: row.images[index] }]) : []);
+  return element("div", { class: "tokens talk" }, ...messagesOf(row).map((message) => {
+    const [begin, name] = /(?:<\|im_start\|>|<start_of_turn>|<\|start_header_id\|>)(\w+)[^\n]*\n/.exec(message.text) ?? ["", ""];
+    const role = message.own ? `turn ${row.turn[message.from]}` : message.text.includes("<tool_response>") ? "tool" : name || "observation";
+    const reward = message.own ? message.places.reduce((sum, place) => sum + (row.rewards?.[place] ?? 0), 0) : 0;
+    const text = element("pre");
+    let read = 0, until = -1;
+    for (const place of message.places) {
+      const shown = media.get(place), given = !row.sampled[place];
+      const plumbing = given && (read < begin.length || MARK.test(row.texts[place]));
+      read += row.texts[place].length;
+      if (shown) {
+        text.append(picture(shown.name, `picture of ${role}`));
+        until = place + shown.count;
+      }
+      if (!plumbing && place >= until) text.append(tokenOf(row, place));
+    }
+    const kind = message.own ? "own" : role === "system" ? "system" : "";
+    return element("div", { class: `message ${kind}` }, element("b", { class: "soft" }, role),
+      ...(reward ? [badge(`reward ${number(reward)}`, reward > 0 ? "good" : "bad")] : []), text);
+  }));
 }
 
 const NUMBERS = {
