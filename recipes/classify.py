@@ -13,7 +13,15 @@ from pathlib import Path
 from dataproto import DataProto
 from recipes.configs.classify_config import PRESETS, TINY, ClassifyConfig, ClassifyDataConfig, parse
 from recipes.configs.shared.run_config import announce_small_model
-from recipes.data.labelled_pictures import IMAGES, LabelledData, drawn_data, folder_data, table_data
+from recipes.data.column_keys import eval_sets
+from recipes.data.labelled_pictures import (
+    LabelledData,
+    drawn_data,
+    folder_data,
+    has_images,
+    held_out_pairs,
+    table_data,
+)
 from recipes.data.loader import PromptLoader, check_row, check_rows
 from recipes.data.splits import tell_data
 from recipes.options import exit_status
@@ -48,7 +56,7 @@ def classification_task(config: ClassifyConfig, labelled: LabelledData, model_pa
     data = config.data
     builder, _ = builders = supervised_builders(data, model_path)
     loader = prompt_loader(config, builder, labelled.train, shuffle=data.data_path is not None)
-    tell_data(loader, labelled.held_out)
+    tell_data(loader, *labelled.held_out.values())
     if data.on_bad_row == "stop":  # before a model is loaded
         _check_pictures(config, loader, labelled)
     answers = {data.templates().answer.replace("{label}", label).strip(): label for label in labelled.classes}
@@ -73,8 +81,9 @@ def _check_pictures(config: ClassifyConfig, loader: PromptLoader, labelled: Labe
         check_row(labelled.train, 0, loader.builder)
         return
     check_rows(loader, None if config.run.epochs else config.run.steps * config.data.batch_size)
-    for place in range(len(labelled.held_out)):
-        check_row(labelled.held_out, place, loader.builder)
+    for rows in labelled.held_out.values():
+        for place in range(len(rows)):
+            check_row(rows, place, loader.builder)
 
 
 def open_labelled(data: ClassifyDataConfig, seed: int) -> LabelledData:
@@ -82,16 +91,13 @@ def open_labelled(data: ClassifyDataConfig, seed: int) -> LabelledData:
     templates = data.templates()
     if data.data_path is None:
         return drawn_data(data.drawn_rows, data.eval_rows, seed, templates)
+    columns, bad, exclude = (data.image_column, data.label_column), data.on_bad_row, data.exclude
+    paths = eval_sets(data.eval_data_path)
+    sets = {name: held_out_pairs(path, *columns, exclude, bad) for name, path in paths.items()}
     path = Path(data.data_path)
-    if path.is_dir() and _has_images(path):
-        return folder_data(path, data.eval_rows, seed, templates, data.exclude)
-    columns = (data.image_column, data.label_column)
-    return table_data(data.data_path, data.eval_rows, seed, templates, *columns, data.exclude, data.on_bad_row)
-
-
-def _has_images(path: Path) -> bool:
-    folders = [*path.glob("*/"), *path.glob("*/*/")]
-    return any(file.suffix.lower() in IMAGES for folder in folders for file in folder.iterdir())
+    if has_images(path):
+        return folder_data(path, data.eval_rows, seed, templates, exclude, sets)
+    return table_data(data.data_path, data.eval_rows, seed, templates, *columns, exclude, bad, sets)
 
 
 if __name__ == "__main__":

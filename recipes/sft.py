@@ -6,7 +6,7 @@ With no arguments it draws conversations, makes a small Qwen2.5-VL and trains it
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.utils.data import ConcatDataset
 
 from recipes.configs.sft_config import PRESETS, TINY, SFTConfig, SFTDataConfig, parse
 from recipes.configs.shared.run_config import announce_small_model
+from recipes.data.column_keys import eval_sets
 from recipes.data.conversations import CONVERSATION_COLUMNS, conversation_rows, conversation_stream
 from recipes.data.loader import check_row
 from recipes.data.mixture import Mixture
@@ -36,7 +37,11 @@ def main(arguments: Sequence[str] | None = None, config: SFTConfig | None = None
     return status.code
 
 
-def conversation_task(config: SFTConfig, model_path: str, rows: tuple[Any, Any] | None = None) -> SupervisedTask:
+Held = Mapping[str, Any]
+"""Held-out rows of each set by its name, "" for one without."""
+
+
+def conversation_task(config: SFTConfig, model_path: str, rows: tuple[Any, Held] | None = None) -> SupervisedTask:
     """Training and held-out conversations, and the evaluation: the loss, and answers to the last questions.
 
     Args:
@@ -46,22 +51,22 @@ def conversation_task(config: SFTConfig, model_path: str, rows: tuple[Any, Any] 
     builder, _ = builders = supervised_builders(data, model_path)
     builder.learning(data.turns)
     train_rows, held_out = rows or open_data(data, builder, config.run.seed)
-    if held_out and not data.data_path and data.on_bad_row == "stop":  # drawn, and not counted one by one
-        check_row(held_out, 0, builder)
+    if not data.data_path and data.on_bad_row == "stop":  # drawn, and not counted one by one
+        check_row(held_out[""], 0, builder)
     loader = prompt_loader(config, builder, train_rows, shuffle=bool(data.data_path))
-    tell_data(loader, held_out)
+    tell_data(loader, *held_out.values())
 
     evaluate = supervised_evaluation(config, data, held_out, builders)
     return SupervisedTask(builder, loader, evaluate, longest=data.max_length + data.max_response_length)
 
 
-def open_data(data: SFTDataConfig, builder: SupervisedBuilder, seed: int) -> tuple[Any, Any]:
-    """Training and held-out rows; held-out ones are `None` where there are none."""
+def open_data(data: SFTDataConfig, builder: SupervisedBuilder, seed: int) -> tuple[Any, Held]:
+    """Training rows, and the held-out rows of each set by its name; a stream without such sets has none."""
     if not data.data_path:
         half = data.eval_rows // 2
         talks = [*(DrawnTalks(0, "test")[i] for i in range(data.eval_rows - half))]
         sums = [*(DrawnSums(0, "test")[i] for i in range(half))]
-        return Mixture([DrawnTalks(seed), DrawnSums(seed)], weights=[3, 1]), talks + sums
+        return Mixture([DrawnTalks(seed), DrawnSums(seed)], weights=[3, 1]), {"": talks + sums}
 
     def tell(path: str, rows: Any) -> None:
         tell_columns_left_out(path, rows, CONVERSATION_COLUMNS, data.keys, "are not read")
@@ -72,7 +77,8 @@ def open_data(data: SFTDataConfig, builder: SupervisedBuilder, seed: int) -> tup
             tell(path, rows)
         return fitting_rows(path, split, rows, builder, data.on_bad_row)
 
-    held_out: Any = None
+    sets = eval_sets(data.eval_data_path)
+    held_out: dict[str, Any] = {name: first_rows(read(path, "test"), data.eval_rows) for name, path in sets.items()}
     if data.streaming:
         sources: list[Any] = [
             conversation_stream(path, buffer=data.shuffle_buffer, keys=data.keys, media_root=data.media_root)
@@ -80,18 +86,16 @@ def open_data(data: SFTDataConfig, builder: SupervisedBuilder, seed: int) -> tup
         ]
         for path, stream in zip(data.data_path, sources, strict=True):
             tell(path, stream)
-    elif data.eval_data_path:
+    elif sets:
         sources = [read(path, "train") for path in data.data_path]
     else:
         share = max(data.eval_rows // len(data.data_path), 1)
         split = [split_rows(path, read, share) for path in data.data_path]
         sources, parts = [rows for rows, _ in split], [part for _, part in split if len(part)]
-        held_out = ConcatDataset(parts) if parts else None
+        held_out = {"": ConcatDataset(parts)} if parts else {}
     rows = sources[0]
     if len(sources) > 1:
         rows = Mixture(sources, data.weights or [float(len(each)) for each in sources])
-    if data.eval_data_path:
-        held_out = first_rows(read(data.eval_data_path, "test"), data.eval_rows)
     return rows, held_out
 
 

@@ -24,6 +24,8 @@ class ClassifyDataConfig(RowsConfig):
     Attributes:
         data_path: training data: folder of class directories, parquet or JSON file, data set name; default: synthetic
             pictures
+        eval_data_path: held-out pictures: a set, or several, each as PATH or NAME=PATH; default: the test pictures of
+            --data-path, or an eighth of each class
         image_column: column of the images of a data set
         label_column: column of the labels of a data set
         exclude: class directories or labels to leave out, such as BACKGROUND_Google
@@ -57,7 +59,7 @@ class ClassifyDataConfig(RowsConfig):
         return [
             (
                 not self.data_path,
-                "image-column label-column exclude",
+                "eval-data-path image-column label-column exclude",
                 "drawn pictures have no files and columns: add --data-path",
             ),
             (not self.data_path, "on-bad-row", "all drawn rows can be used: add --data-path"),

@@ -26,8 +26,8 @@ class SFTDataConfig(RowsConfig):
     Attributes:
         data_path: training data: parquet or JSON files, folders, or data set names; default: synthetic conversations
         weights: how often rows are taken from each of --data-path; default: as often as it has rows
-        eval_data_path: held-out conversations; default: the "test" split of a folder or data set name, or a file's last
-            rows
+        eval_data_path: held-out conversations: a set, or several, each as PATH or NAME=PATH; default: the "test" split of
+            a folder or data set name, or a file's last rows
         media_root: folder at which relative paths of images and videos start; default: that of the file
         turns: which of the assistant's turns are learnt
         streaming: read data sets as they come, without their length; needs --eval-data-path to evaluate
@@ -36,7 +36,6 @@ class SFTDataConfig(RowsConfig):
 
     data_path: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
-    eval_data_path: str | None = None
     media_root: str | None = None
     keys: ColumnKeys = field(default_factory=ColumnKeys)
     turns: Turns = "all"

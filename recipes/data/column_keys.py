@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any, Literal
 
 from dataproto.errors import InvalidConfig, InvalidRow
@@ -95,6 +96,31 @@ class ColumnKeys:
                     raise InvalidConfig(
                         f"--{option.replace('_', '-')} {key}: {source} has no such column; it has {', '.join(present)}"
                     )
+
+
+EvalPaths = str | tuple[str, ...] | None
+"""What ``--eval-data-path`` gives: a held-out set, or several, each as PATH or NAME=PATH."""
+
+
+def eval_sets(given: EvalPaths) -> dict[str, str]:
+    """The paths of held-out sets by name: the one that is given, else of several that of the file; of one "".
+
+    Raises:
+        InvalidConfig: two sets have one name.
+
+    >>> eval_sets(("new/easy.jsonl", "hard=b.jsonl")), eval_sets("a.jsonl")
+    ({'easy': 'new/easy.jsonl', 'hard': 'b.jsonl'}, {'': 'a.jsonl'})
+    """
+    texts = (given,) if isinstance(given, str) else given or ()
+    found: dict[str, str] = {}
+    for text in texts:
+        name, equals, path = text.partition("=")
+        if not equals or Path(text).exists():
+            name, path = Path(text).stem if len(texts) > 1 else "", text
+        if name in found:
+            raise InvalidConfig(f"eval_data_path: {found[name]} and {path} are both {name!r}: write NAME=PATH")
+        found[name] = path
+    return found
 
 
 def refuse_without_data(data: Any, rows: str, *names: str) -> None:

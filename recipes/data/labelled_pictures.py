@@ -1,6 +1,6 @@
 """Labelled pictures as conversations: a question about the picture, with the class as the answer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,10 +70,10 @@ class LabelledRows(Sequence[dict[str, Any]]):
 
 @dataclass(frozen=True)
 class LabelledData:
-    """Training rows, held-out rows, and their classes."""
+    """Training rows, the held-out rows of each set by its name ("" for one without), and their classes."""
 
     train: LabelledRows
-    held_out: LabelledRows
+    held_out: Mapping[str, LabelledRows]
     classes: tuple[str, ...]
 
 
@@ -92,32 +92,50 @@ def drawn_data(rows: int, eval_rows: int, seed: int, templates: Templates) -> La
     """``rows`` drawn pictures, and held-out pictures that do not depend on ``seed``."""
     train = LabelledRows(DrawnPairs(seed, "train"), range(rows), CLASSES, templates, "synthetic/classes")
     held_out = LabelledRows(DrawnPairs(0, "test"), range(eval_rows), CLASSES, templates, "synthetic/classes")
-    return LabelledData(train, held_out, CLASSES)
+    return LabelledData(train, {"": held_out}, CLASSES)
+
+
+Used = tuple[Any, Sequence[int]]
+"""(image, label) pairs with ``labels``, and the places of those that are used."""
+
+
+def has_images(path: Path) -> bool:
+    """Whether a path is that of a folder with folders of images."""
+    folders = [*path.glob("*/"), *path.glob("*/*/")] if path.is_dir() else []
+    return any(file.suffix.lower() in IMAGES for folder in folders for file in folder.iterdir())
 
 
 def folder_data(
-    path: Path, eval_rows: int, seed: int, templates: Templates, exclude: Sequence[str] = ()
+    path: Path,
+    eval_rows: int,
+    seed: int,
+    templates: Templates,
+    exclude: Sequence[str] = (),
+    sets: Mapping[str, Used] | None = None,
 ) -> LabelledData:
     """Opens a folder that has one folder of images for each class, as Caltech-101, or such folders for ``train`` and ``test``.
 
-    Without a test folder, an eighth of each class, at least one image, is held out at random by ``seed``. Underscores in names
-    of classes become spaces.
+    Underscores in names of classes become spaces.
+
+    Args:
+        sets: held-out pictures by their names; by default those of the test folder, or without one an eighth of each class, at
+            least one image, at random by ``seed``.
 
     Raises:
-        InvalidConfig: there are fewer than two classes, or the test folder has a class that the training folder lacks.
+        InvalidConfig: there are fewer than two classes, or a held-out picture has a class that the training folder lacks.
     """
     own, held_out = (next((path / name for name in names if (path / name).is_dir()), None) for names in _SPLITS)
-    train, test = LabelledFiles(own or path, exclude), None
-    if held_out is not None:
+    train = LabelledFiles(own or path, exclude)
+    if not sets and held_out is not None:
         files = LabelledFiles(held_out, exclude)
-        test = files, range(len(files.labels))
+        sets = {"": (files, range(len(files.labels)))}
     classes = tuple(dict.fromkeys(train.labels))
     if len(classes) < 2:
         raise InvalidConfig(
             f"{path} must have a folder of images for each of at least two classes, but has {list(classes)}"
         )
     used = train, range(len(train.labels))
-    return _divided(path.resolve().name, used, test, classes, templates, eval_rows, seed)
+    return _divided(path.resolve().name, used, sets or {}, classes, templates, eval_rows, seed)
 
 
 class LabelledFiles:
@@ -147,13 +165,17 @@ def table_data(
     label_column: str = "label",
     exclude: Sequence[str] = (),
     on_bad_row: OnBadRow = "stop",
+    sets: Mapping[str, Used] | None = None,
 ) -> LabelledData:
     """Opens a data set with a column of images and a column of labels (names, or numbers with names in its features).
 
-    If there is no test split, an eighth of each class is held out. Paths of images start at the folder of their file.
+    Paths of images start at the folder of their file.
+
+    Args:
+        sets: held-out pictures by their names; by default the test split, or without one an eighth of each class.
 
     Raises:
-        InvalidConfig: the data set or a column does not exist, no row has a label, or the test split has a class that the
+        InvalidConfig: the data set or a column does not exist, no row has a label, or a held-out picture has a class that the
             training rows lack.
         InvalidRow: a row has no label, or an empty one, or cannot be read; with ``on_bad_row="skip"`` it is left out.
     """
@@ -163,12 +185,36 @@ def table_data(
     found = train.names or dict.fromkeys(str(train.labels[place]) for place in used)
     if not used:
         raise InvalidConfig(f"{name} has no row with a label in {label_column!r}")
-    test = None
-    if (test_tables := _test_tables(source)) is not None:
-        pairs = TablePairs(test_tables, image_column, label_column)
-        test = pairs, pairs.labelled(exclude, on_bad_row)
+    if not sets and (test_tables := _test_tables(source)) is not None:
+        sets = {"": _labelled(test_tables, image_column, label_column, exclude, on_bad_row)}
     classes = tuple(label for label in found if label not in exclude)
-    return _divided(name, (train, used), test, classes, templates, eval_rows, seed)
+    return _divided(name, (train, used), sets or {}, classes, templates, eval_rows, seed)
+
+
+def held_out_pairs(
+    source: str,
+    image_column: str = "image",
+    label_column: str = "label",
+    exclude: Sequence[str] = (),
+    on_bad_row: OnBadRow = "stop",
+) -> Used:
+    """The pictures of a held-out set: of a folder of class directories, or of its test folder, or of a data set as `table_data`.
+
+    Raises:
+        InvalidConfig, InvalidRow: see `table_data`.
+    """
+    path = Path(source)
+    if not has_images(path):
+        return _labelled(open_tables(source, "test")[0], image_column, label_column, exclude, on_bad_row)
+    files = LabelledFiles(next((path / name for name in _SPLITS[1] if (path / name).is_dir()), path), exclude)
+    return files, range(len(files.labels))
+
+
+def _labelled(
+    tables: Sequence[Table], image_column: str, label_column: str, exclude: Sequence[str], on_bad_row: OnBadRow
+) -> Used:
+    pairs = TablePairs(tables, image_column, label_column)
+    return pairs, pairs.labelled(exclude, on_bad_row)
 
 
 def _test_tables(source: str) -> list[Table] | None:
@@ -244,38 +290,34 @@ def _column(table: Any, name: str) -> Sequence[Any]:
     return values
 
 
-Used = tuple[Any, Sequence[int]]
-"""(image, label) pairs with ``labels``, and the places of those that are used."""
-
-
 def _divided(
     name: str,
     train: Used,
-    test: Used | None,
+    sets: Mapping[str, Used],
     classes: tuple[str, ...],
     templates: Templates,
     eval_rows: int,
     seed: int,
 ) -> LabelledData:
-    """Training rows, and ``eval_rows`` of the test's rows, or of those held out, at random, because rows are sorted by class."""
+    """Training rows, and of each set, or of those held out, ``eval_rows`` at random, because rows are sorted by class."""
     pairs, places = train
-    if test is None:
+    if not sets:
         held_out = _held_out([str(pairs.labels[place]) for place in places], seed)
         if not held_out:
             raise InvalidConfig(
                 f"{name} has one picture of each class, so none can be held out: add pictures, or a test split"
             )
-        test = pairs, [places[at] for at in sorted(held_out)]
+        sets = {"": (pairs, [places[at] for at in sorted(held_out)])}
         places = [place for at, place in enumerate(places) if at not in held_out]
-    elif unknown := sorted({str(test[0].labels[place]) for place in test[1]} - {*classes}):
-        raise InvalidConfig(f"the test split of {name} has classes that are not in the training data: {unknown[:5]}")
-    order = np.random.default_rng([seed, 1]).permutation(len(test[1]))[:eval_rows]
-    chosen = [int(test[1][place]) for place in order.tolist()]
-    return LabelledData(
-        LabelledRows(pairs, places, classes, templates, name),
-        LabelledRows(test[0], chosen, classes, templates, name),
-        classes,
-    )
+    shown = {}
+    for each, (test, used) in sets.items():
+        if unknown := sorted({str(test.labels[place]) for place in used} - {*classes}):
+            split = f"the held-out set {each}" if each else f"the test split of {name}"
+            raise InvalidConfig(f"{split} has classes that are not in the training data: {unknown[:5]}")
+        order = np.random.default_rng([seed, 1]).permutation(len(used))[:eval_rows]
+        chosen = [int(used[place]) for place in order.tolist()]
+        shown[each] = LabelledRows(test, chosen, classes, templates, name)
+    return LabelledData(LabelledRows(pairs, places, classes, templates, name), shown, classes)
 
 
 def _held_out(labels: Sequence[str], seed: int) -> set[int]:

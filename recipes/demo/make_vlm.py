@@ -282,7 +282,7 @@ def align(checkpoint: Path, config: MakeVLMConfig, run: Sequence[Phase]) -> Path
         folder = config.run_dir / phase.name
         supervised = supervised_config(checkpoint, config, phase, folder)
         if finished(folder, phase.steps) is None:
-            run_supervised(supervised, partial(conversation_task, supervised, rows=(phase.rows, phase.held_out)))
+            run_supervised(supervised, partial(conversation_task, supervised, rows=(phase.rows, {"": phase.held_out})))
         trained = finished(folder, phase.steps)
         if trained is None:
             raise CheckpointError(

@@ -24,7 +24,11 @@ REPORTED_ROLLOUTS = 24  # of each evaluation
 
 
 def evaluate_answers(
-    roles: Roles, held_out: Iterable[DataProto], max_tokens: int, output_dir: Path, step: int
+    roles: Roles,
+    held_out: Iterable[DataProto] | Mapping[str, Iterable[DataProto]],
+    max_tokens: int,
+    output_dir: Path,
+    step: int,
 ) -> tuple[dict[str, float], list[DataProto]]:
     """Answers held-out problems greedily, and keeps some answers in ``output_dir/rollouts`` for the report.
 

@@ -17,6 +17,7 @@ from dataproto import DataProto
 from dataproto.vlm import VLMFamily
 from recipes.configs.shared.policy_gradient_config import Config, DataConfig, PolicyGradientConfig
 from recipes.configs.shared.run_config import RecipeConfig, announce_small_model
+from recipes.data.column_keys import eval_sets
 from recipes.data.loader import EvaluationLoader, PromptLoader
 from recipes.data.problem_rows import PROBLEM_COLUMNS, CheckTruth, load_rows
 from recipes.data.splits import first_rows, fitting_rows, split_rows, tell_columns_left_out, tell_data
@@ -346,7 +347,7 @@ def open_data_set(
             tell_columns_left_out(path, rows, PROBLEM_COLUMNS, data.keys, "only the reward gets")
         return fitting_rows(path, split, rows, builder, data.on_bad_row)
 
-    path, sets = str(data.data_path), data.eval_sets
+    path, sets = str(data.data_path), eval_sets(data.eval_data_path)
     if not sets:
         rows, held_out = split_rows(path, read, data.eval_rows)
         return rows, {"": held_out}

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -196,28 +197,35 @@ def held_out_loss(roles: Roles, batches: Iterable[DataProto]) -> dict[str, float
 def supervised_evaluation(
     config: SupervisedConfig,
     data: RowsConfig,
-    held_out: Sequence[Any] | None,
+    held_out: Mapping[str, Sequence[Any]],
     builders: tuple[SupervisedBuilder, PromptBuilder],
     also: Callable[[int, list[DataProto]], dict[str, float]] = lambda step, answered: {},
 ) -> Evaluate:
     """The held-out loss and, unless answers have no tokens, greedy answers to the last question of each conversation.
 
     Args:
+        held_out: the rows of each set by its name, which its metrics have: ``val/loss/NAME``, of which ``val/loss`` is the mean.
+            The one of a set named "" is ``val/loss``.
         builders: those of `supervised_builders`.
         also: further metrics of the number of the step and the scored answers.
     """
     builder, questions = builders
 
     def evaluate(roles: Roles, step: int) -> dict[str, float]:
-        if held_out is None:
+        if not held_out:
             return {}
-        rows = EvaluationLoader(held_out, builder, data.batch_size, data.on_bad_row)
-        metrics = held_out_loss(roles, rows)
+        size, bad = data.batch_size, data.on_bad_row
+        rows = {name: EvaluationLoader(each, builder, size, bad) for name, each in held_out.items()}
+        losses = {name: loss for name, each in rows.items() for loss in held_out_loss(roles, each).values()}
+        metrics = {f"val/loss/{name}": loss for name, loss in losses.items() if name}
+        metrics |= {"val/loss": fmean(losses.values())} if losses else {}
         if data.max_response_length:
-            asked = EvaluationLoader(Questions(held_out), questions, 4 * data.batch_size, data.on_bad_row)
+            asked = {
+                name: EvaluationLoader(Questions(each), questions, 4 * size, bad) for name, each in held_out.items()
+            }
             found, answered = evaluate_answers(roles, asked, data.max_response_length, config.run.output_dir, step)
             metrics |= found | also(step, answered)
-        return metrics | {"data/skipped_eval_rows": len(rows.skipped)}
+        return metrics | {"data/skipped_eval_rows": sum(len(each.skipped) for each in rows.values())}
 
     return evaluate
 

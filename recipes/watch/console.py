@@ -100,7 +100,7 @@ class Column:
 
 HELD_OUT_ACCURACY = Column("held-out acc", (r"val-core/.*/acc/mean@\d+",), measured_apart=True)
 HELD_OUT_REWARD = Column("held-out reward", (r"val-core/.*/reward/mean@\d+",), measured_apart=True)
-HELD_OUT_LOSS = Column("held-out loss", ("val/loss",), measured_apart=True)
+HELD_OUT_LOSS = Column("held-out loss", ("val/loss/.+", "val/loss"), measured_apart=True)
 LOSS = Column("loss", ("train/loss",))
 POLICY_LOSS = Column("loss", ("actor/loss",))  # whose change says little, so that a summary leaves it out
 REWARD = Column("reward", ("critic/score/mean",))

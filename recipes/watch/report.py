@@ -55,7 +55,7 @@ CHARTS = (
     Chart("Held-out reward", "Of the same answers", {"val-core/*/reward/mean@*": None}),
     Chart("Controls", "The same answers where pictures tell nothing", {CONTROL: None}, percent=True),
     Chart("Loss", "Of the tokens to be learnt, each in nats", {"train/loss": "training"}),
-    Chart("Held-out loss", "The same, of rows never trained on", {"val/loss": "held out"}),
+    Chart("Held-out loss", "The same, of rows never trained on", {"val/loss": "held out", "val/loss/*": None}),
     Chart("Reward", "Mean of the sampled responses", {"critic/score/mean": "reward", "reward/acc": "right answers"}),
     Chart(
         "KL divergence",

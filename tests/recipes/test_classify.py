@@ -44,22 +44,22 @@ def caltech(tmp_path_factory):
 def test_a_folder_of_class_directories_gives_some_of_each_class_to_be_held_out(caltech):
     data = folder_data(caltech, eval_rows=100, seed=0, templates=Templates(), exclude=["BACKGROUND_Google"])
     assert data.classes == ("Blue", "green", "red ball")
-    held_out = [row["prompt"][1]["content"] for row in data.held_out]
+    held_out = [row["prompt"][1]["content"] for row in data.held_out[""]]
     assert sorted(held_out) == ["Blue", "Blue", "green", "red ball"]
     assert len(data.train) == 27 - 4
-    shown = {str(row["images"][0]) for row in data.held_out}
+    shown = {str(row["images"][0]) for row in data.held_out[""]}
     assert not shown & {str(row["images"][0]) for row in data.train}
-    assert [row["index"] for row in folder_data(caltech, 100, 0, Templates(), ["BACKGROUND_Google"]).held_out] == [
-        row["index"] for row in data.held_out
+    assert [row["index"] for row in folder_data(caltech, 100, 0, Templates(), ["BACKGROUND_Google"]).held_out[""]] == [
+        row["index"] for row in data.held_out[""]
     ]
-    assert len(folder_data(caltech, 2, 0, Templates()).held_out) == 2
+    assert len(folder_data(caltech, 2, 0, Templates()).held_out[""]) == 2
 
 
 def test_train_and_test_folders_are_taken_as_they_are(tmp_path):
     write_folder(tmp_path / "train", {"red_ball": 2, "Blue": 3})
     write_folder(tmp_path / "val", {"Blue": 2})
     data = folder_data(tmp_path, 10, 0, Templates())
-    assert (len(data.train), len(data.held_out), data.classes) == (5, 2, ("Blue", "red ball"))
+    assert (len(data.train), len(data.held_out[""]), data.classes) == (5, 2, ("Blue", "red ball"))
     write_folder(tmp_path / "test", {"green": 1})
     with pytest.raises(InvalidConfig, match=r"not in the training data: .'green'"):
         folder_data(tmp_path, 10, 0, Templates())
@@ -81,7 +81,7 @@ def test_a_later_picture_that_cannot_be_read_is_told_before_a_model_is_loaded(br
     """Only the first row was checked, by its header."""
     folder = write_folder(tmp_path / "pets", {"red_ball": 8, "Blue": 8})
     chosen = folder_data(folder, 100, 0, Templates())
-    row = (chosen.held_out if broken == "held out" else chosen.train)[-1]
+    row = (chosen.held_out[""] if broken == "held out" else chosen.train)[-1]
     path = Path(row["images"][0])
     noise = Image.effect_noise((60, 60), 50)
     noise.save(path)
@@ -131,13 +131,13 @@ def test_a_data_set_with_image_and_label_columns(names, tmp_path):
     labelled_table(16, names).to_parquet(tmp_path / "train.parquet")
     data = table_data(str(tmp_path / "train.parquet"), 10, 0, Templates(), "img", "fine")
     assert data.classes == ("even", "odd")
-    assert (len(data.train), len(data.held_out)) == (14, 2)
+    assert (len(data.train), len(data.held_out[""])) == (14, 2)
     row = data.train[3]
     assert row["prompt"][1]["content"] == ("odd" if row["index"] % 2 else "even")
     assert row["images"][0]["bytes"].startswith(b"\x89PNG")
     labelled_table(4, names).to_parquet(tmp_path / "test.parquet")
     split = table_data(str(tmp_path), 10, 0, Templates(), "img", "fine", exclude=["odd"])
-    assert (len(split.train), len(split.held_out), split.classes) == (8, 2, ("even",))
+    assert (len(split.train), len(split.held_out[""]), split.classes) == (8, 2, ("even",))
     with pytest.raises(InvalidConfig, match="no column 'image': the data set has img, fine"):
         table_data(str(tmp_path), 10, 0, Templates())
 
@@ -164,7 +164,7 @@ def test_paths_of_pictures_start_at_the_folder_of_the_file(tmp_path, monkeypatch
     data = table_data(lines(tmp_path / "data" / "rows.jsonl", *rows), 4, 0, Templates())
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    colours = {load_image(row["images"][0]).getpixel((0, 0)) for row in (*data.train, *data.held_out)}
+    colours = {load_image(row["images"][0]).getpixel((0, 0)) for row in (*data.train, *data.held_out[""])}
     assert colours == {(255, 0, 0), (0, 0, 255)}
     data = table_data(
         lines(tmp_path / "two.jsonl", *[row | {"image": row["image"] * 2} for row in rows]), 4, 0, Templates()
@@ -188,7 +188,7 @@ def test_rows_without_a_label_are_no_class(tmp_path, missing):
     with pytest.raises(InvalidRow, match="row 3: no label in 'label'"):
         table_data(path, 4, 0, Templates())
     data = table_data(path, 4, 0, Templates(), on_bad_row="skip")
-    assert (data.classes, len(data.train) + len(data.held_out)) == (("0", "1"), 6)
+    assert (data.classes, len(data.train) + len(data.held_out[""])) == (("0", "1"), 6)
 
 
 def test_a_line_that_is_not_json_is_told_by_file_and_line(tmp_path):
@@ -199,7 +199,7 @@ def test_a_line_that_is_not_json_is_told_by_file_and_line(tmp_path):
     with pytest.raises(InvalidRow, match=rf"row 6: line 8 of {path} is not JSON: .*--on-bad-row skip"):
         table_data(str(path), 4, 0, Templates())
     data = table_data(str(path), 4, 0, Templates(), on_bad_row="skip")
-    assert (data.classes, len(data.train) + len(data.held_out)) == (("0", "1"), 6)
+    assert (data.classes, len(data.train) + len(data.held_out[""])) == (("0", "1"), 6)
 
 
 def test_the_number_for_no_label_is_not_the_last_class(tmp_path):
@@ -237,7 +237,7 @@ def test_drawn_pictures_are_of_many_classes_and_known_by_their_number():
     assert draw_class(7).image.tobytes() == drawn[7].image.tobytes()
     held_out = {draw_class(i, split="test").image.tobytes() for i in range(300)}
     assert not held_out & {picture.image.tobytes() for picture in drawn}
-    assert open_labelled(ClassifyDataConfig(eval_rows=5), seed=0).held_out[4]["data_source"] == "synthetic/classes"
+    assert open_labelled(ClassifyDataConfig(eval_rows=5), seed=0).held_out[""][4]["data_source"] == "synthetic/classes"
 
 
 def test_confusion_is_counted_kept_and_drawn(tmp_path):
@@ -255,6 +255,28 @@ def test_confusion_is_counted_kept_and_drawn(tmp_path):
     assert "&lt;c&gt;" in drawing
     assert "<c>" not in drawing
     assert drawing.count("<title>") == sum(count > 0 for row in confusion.counts for count in row)
+
+
+@pytest.mark.slow
+def test_several_held_out_sets_are_measured_each_by_its_name(caltech, tmp_path, capsys):
+    model, folder = write_checkpoint("qwen3_vl", tmp_path / "model"), tmp_path / "more" / "test"
+    write_folder(folder, {"red_ball": 2, "Blue": 1})
+    listed = [{"image": str(each), "label": "Blue"} for each in sorted((folder / "Blue").iterdir())]
+    sets = ["--eval-data-path", f"folder={folder.parent}", lines(tmp_path / "listed.jsonl", *listed)]
+    settings = "--steps 1 --batch-size 4 --max-response-length 4 --no-eval-first"
+    paths = ["--model-path", model, "--data-path", str(caltech), "--output-dir", str(tmp_path / "run")]
+    assert main(["--preset", "any", *paths, *settings.split(), *sets]) == 0
+    told = capsys.readouterr().out
+    assert "data: 34 rows read, 30 to train on, 4 held out" in told
+    assert "held-out acc (mean of 2) held-out loss (mean of 2)" in told
+    row = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert {"val-core/folder/acc/mean@1", "val-core/listed/acc/mean@1"} <= row.keys()
+    assert row["val/loss"] == pytest.approx((row["val/loss/folder"] + row["val/loss/listed"]) / 2)
+    assert sum(map(sum, latest_confusion(tmp_path / "run")[1].counts)) == 4
+    assert "Held-out loss" in (tmp_path / "run" / "report.html").read_text()
+    write_folder(folder, {"unknown": 1})
+    with pytest.raises(InvalidConfig, match=r"held-out set folder has classes .* \['unknown'\]"):
+        open_labelled(ClassifyDataConfig(data_path=str(caltech), eval_data_path=f"folder={folder}"), seed=0)
 
 
 @pytest.mark.slow

@@ -105,12 +105,25 @@ def test_a_held_out_row_that_cannot_be_read_is_skipped(checkpoints, tmp_path):
     builder = SupervisedBuilder.from_pretrained(checkpoints["qwen2_5_vl"], 500)
     data = SFTDataConfig(data_path=(str(path),), eval_rows=4, on_bad_row="skip")
     train_rows, held_out = open_data(data, builder, seed=0)
-    assert (len(train_rows), len(held_out)) == (9, 2)
-    loader = EvaluationLoader(held_out, builder, 2, "skip")
+    assert (len(train_rows), len(held_out[""])) == (9, 2)
+    loader = EvaluationLoader(held_out[""], builder, 2, "skip")
     assert [len(batch) for batch in loader] == [1]
     assert list(loader.skipped) == [10]
     with pytest.raises(InvalidRow, match="row 10: line 11"):
         open_data(replace(data, on_bad_row="stop"), builder, seed=0)
+
+
+def test_each_held_out_set_has_its_loss_and_its_answers(checkpoints, data_path, tmp_path):
+    short = tmp_path / "short.jsonl"
+    short.write_text("".join(json.dumps(row) + "\n" for row in talks(2)))
+    sets = ["--eval-data-path", f"all={data_path}", str(short)]
+    assert main([*arguments(checkpoints["qwen2_5_vl"], data_path, tmp_path / "run", *sets), "--steps", "1"]) == 0
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    losses = [rows[0][f"val/loss/{name}"] for name in ("all", "short")]
+    assert losses[0] != losses[1]
+    assert rows[0]["val/loss"] == pytest.approx(sum(losses) / 2)
+    assert {"val-core/all/acc/mean@1", "val-core/short/acc/mean@1"} <= rows[-1].keys()
+    assert "val-core/talks/acc/mean@1" not in rows[-1]
 
 
 @pytest.mark.slow
@@ -236,9 +249,9 @@ def test_drawn_conversations_come_with_and_without_pictures_and_held_out_ones_ap
     batch = next(PromptLoader(rows, builder, 40, shuffle=False))
     shown = sum(bool(media) for media in batch["multi_modal_inputs"])
     assert 20 < shown < 40
-    assert len(held_out) == 8
+    assert len(held_out[""]) == 8
     trained = {row["images"][0].tobytes() for row in (rows[i] for i in range(50))}
-    assert not trained & {row["images"][0].tobytes() for row in held_out if row["images"]}
+    assert not trained & {row["images"][0].tobytes() for row in held_out[""] if row["images"]}
 
 
 @pytest.mark.parametrize(

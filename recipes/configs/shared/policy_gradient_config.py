@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dataproto.errors import InvalidConfig
@@ -12,7 +11,7 @@ from recipes.configs.shared.agents_config import AgentsConfig
 from recipes.configs.shared.device_preset import Machine, fitting, on_devices, this_machine
 from recipes.configs.shared.rollout_options import RolloutOptions
 from recipes.configs.shared.run_config import RecipeConfig, check_at_least, check_kept
-from recipes.data.column_keys import ColumnKeys, OnBadRow, refuse_without_data
+from recipes.data.column_keys import ColumnKeys, EvalPaths, OnBadRow, eval_sets, refuse_without_data
 from recipes.data.problem_rows import INSTRUCTION
 from recipes.data.row_values import read_instruction
 from recipes.demo.problems import LEVELS
@@ -51,7 +50,7 @@ class DataConfig:
     """
 
     data_path: str | None = None
-    eval_data_path: str | tuple[str, ...] | None = None
+    eval_data_path: EvalPaths = None
     media_root: str | None = None
     level: int = 1
     batch_size: int = 512
@@ -71,27 +70,9 @@ class DataConfig:
         refuse_without_data(self, "problems", "eval_data_path", "media_root")
         check_at_least(1, self, "batch_size", "eval_rows", "eval_samples", "max_prompt_length", "max_response_length")
         check_at_least(0, self, "num_workers")
-        self.eval_sets  # noqa: B018 raises for two sets of one name
+        eval_sets(self.eval_data_path)  # raises for two sets of one name
         if self.level not in LEVELS:
             raise InvalidConfig(f"level={self.level}: choose one of {sorted(LEVELS)}")
-
-    @property
-    def eval_sets(self) -> dict[str, str]:
-        """The paths of held-out sets by name: the one that is given, else of several that of the file; of one "".
-
-        >>> DataConfig(data_path="x", eval_data_path=("new/easy.jsonl", "hard=b.jsonl")).eval_sets
-        {'easy': 'new/easy.jsonl', 'hard': 'b.jsonl'}
-        """
-        given = (self.eval_data_path,) if isinstance(self.eval_data_path, str) else self.eval_data_path or ()
-        found: dict[str, str] = {}
-        for text in given:
-            name, equals, path = text.partition("=")
-            if not equals or Path(text).exists():
-                name, path = Path(text).stem if len(given) > 1 else "", text
-            if name in found:
-                raise InvalidConfig(f"eval_data_path: {found[name]} and {path} are both {name!r}: write NAME=PATH")
-            found[name] = path
-        return found
 
     def idle_options(self) -> list[tuple[bool, str, str]]:
         """Options that do nothing here; see `recipes.options.refuse_idle_options`."""

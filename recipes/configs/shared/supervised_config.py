@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.configs.shared.run_config import RecipeConfig, RunConfig, check_at_least, check_kept
-from recipes.data.column_keys import OnBadRow
+from recipes.data.column_keys import EvalPaths, OnBadRow, eval_sets
 from workers.model.model_config import OptimizerConfig
 
 
@@ -14,8 +14,10 @@ class RowsConfig:
     """How rows become batches, wherever they come from.
 
     Attributes:
+        eval_data_path: held-out rows: a set, or several, each as PATH or NAME=PATH; default: the "test" split of a folder or
+            data set name, or a part of --data-path
         batch_size: rows of a step
-        eval_rows: number of held-out rows
+        eval_rows: number of held-out rows of each set
         max_length: tokens of a row, image tokens included; longer rows are left out
         max_response_length: tokens of an answer to a held-out question; 0: none is asked
         min_pixels: pixels to which smaller images are enlarged; default: as the checkpoint says
@@ -25,6 +27,7 @@ class RowsConfig:
         num_workers: processes that prepare rows ahead
     """
 
+    eval_data_path: EvalPaths = None
     batch_size: int = 64
     eval_rows: int = 256
     max_length: int = 4096
@@ -36,6 +39,7 @@ class RowsConfig:
     num_workers: int = 0
 
     def __post_init__(self) -> None:
+        eval_sets(self.eval_data_path)  # raises for two sets of one name
         check_at_least(1, self, "batch_size", "eval_rows", "max_length")
         check_at_least(0, self, "num_workers", "max_response_length")
 
