@@ -4,43 +4,63 @@ The format is safetensors. Tensors, arrays, images (as PNG) and long byte string
 tree of plain values that describes the batch and names its sections. An object that many rows share is written once and shared
 again after loading. Objects of other types need pickle, when saving and when loading.
 
-Every load checks the CRC-32 of the head, the header, images, byte strings and the lengths of ragged rows. Tensors and arrays
-stay in the file until they are used; their place, size and alignment are checked, and with ``verify=True`` their CRC-32 too. A
-checksum finds damage but not malice. Therefore each claim of a file is checked before memory is allocated for it: loading takes
-at most about 350 times the size of the file (for blank images, and far less for other content).
+The metadata of the file holds a CRC-32 of each section, and one of all names, dtypes and shapes. Every load checks the latter and
+those of the header, images, byte strings and the lengths of ragged rows. Tensors and arrays stay in the file until they are used;
+with ``verify=True`` their CRC-32 is checked too. A checksum finds damage but not malice. Therefore each claim of the header is
+checked before memory is allocated for it: loading takes at most about 350 times the size of the file (for blank images, and far
+less for other content).
 """
 
 import base64
 import json
 import math
+import os
 import pickle
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+import stat
+import uuid
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from tensordict import TensorDict
+from torch import Tensor
 
 from dataproto.errors import FileFormatError
 from dataproto.serialization import images
-from dataproto.serialization.container import CODES, Path, Section, Sections, check_shape, parse, write_sections
-from dataproto.serialization.leaves import RAGGED, dtype_name, leaf_key, ragged_name
+from dataproto.serialization.buffers import memory_of
+from dataproto.serialization.leaves import (
+    RAGGED,
+    array_bytes,
+    array_of,
+    dtype_name,
+    leaf_key,
+    ragged_name,
+    tensor_bytes,
+)
 from dataproto.tensordict_utils import nested_tensor_from_tensor_list, object_array
 
 Made = TypeVar("Made")
+Path: TypeAlias = str | os.PathLike[str]
 
+FORMAT, VERSION, FIRST_VERSION = "dataproto", "2", "1"
 _JSON = {type(None), bool, int, str}
 _ARRAY_KINDS = "biufSU"
 _ARRAY_DTYPE = re.compile(rf"[<>|][{_ARRAY_KINDS}]\d{{1,9}}")
 _INLINE_BYTES = 64
-_RESERVED = {"", "__metadata__", "checksums", "header"}
-_DTYPES = {code: dtype for dtype, code in CODES.items()}
-_NUMPY_CODES = {
-    np.dtype(dtype_name(dtype)).newbyteorder("<").str: code
-    for dtype, code in CODES.items()
-    if not str(dtype).startswith(("torch.float8", "torch.bfloat16"))
-}
+_RESERVED = {"", "__metadata__", "header"}
+_MOST_SECTIONS = 300_000
+"""Of which the names and checksums fit into the head of a safetensors file, which may have 100 MB."""
+_NUMBERS = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64]
+_NUMBERS += [torch.uint64, torch.float16, torch.float32, torch.float64]
+_DTYPES = {*_NUMBERS, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
+"""Those of safetensors files."""
+_OF_ARRAYS = {np.dtype(dtype_name(dtype)).newbyteorder("<") for dtype in _NUMBERS}
+"""Those in which an array is a section; another one is a section of bytes."""
 
 
 def save(
@@ -71,7 +91,7 @@ def save(
         if isinstance(error, FileFormatError):
             raise
         raise FileFormatError(f"a value cannot be written: {error}") from error
-    write_sections(path, {"header": Section("U8", (len(text),), text), **writer.sections})
+    write_sections(path, {"header": _bytes_tensor(text), **writer.sections})
 
 
 def load(path: Path, make: Callable[[Any, Any, Any], Made], allow_pickle: bool = False, verify: bool = False) -> Made:
@@ -90,7 +110,7 @@ def load(path: Path, make: Callable[[Any, Any, Any], Made], allow_pickle: bool =
     """
     try:
         opened = Sections(path, verify)
-        header = parse(opened.checked(opened.take("header")).tobytes())
+        header = json.loads(opened.checked("header").tobytes())
         reader = Reader(opened, allow_pickle)
         batch = reader.tree(header["batch"])
         arrays = reader.columns(header["non_tensor_batch"])
@@ -112,6 +132,84 @@ def load(path: Path, make: Callable[[Any, Any, Any], Made], allow_pickle: bool =
         ) from error
 
 
+# Sections: tensors by their names in a safetensors file
+
+
+def write_sections(path: Path, sections: Mapping[str, Tensor]) -> None:
+    """Writes a file, and replaces an earlier one of that name when all is written. Does not wait for the disk (``fsync``)."""
+    if len(sections) > _MOST_SECTIONS:
+        raise FileFormatError(f"{len(sections)} distinct objects are more than one file can hold: split the batch")
+    checksums = {name: zlib.crc32(tensor_bytes(each).numpy().data) for name, each in sections.items()}
+    metadata = {"format": FORMAT, "version": VERSION, "checksums": json.dumps([_described(sections), checksums])}
+    temporary = f"{os.fspath(path)}.{uuid.uuid4().hex}.tmp"
+    with open(temporary, "xb"):
+        try:
+            save_file(dict(sections), temporary, metadata)
+            os.replace(temporary, path)
+        except BaseException:
+            os.remove(temporary)
+            raise
+
+
+def _described(sections: Mapping[str, Tensor]) -> int:
+    """The CRC-32 of all names, dtypes and shapes."""
+    described = [f"{name} {each.dtype} {tuple(each.shape)}" for name, each in sorted(sections.items())]
+    return zlib.crc32("\n".join(described).encode())
+
+
+class Sections:
+    """An open file. Its tensors lie in mapped memory: pages are read when touched, and private once written."""
+
+    def __init__(self, path: Path, verify: bool) -> None:
+        """Raises FileFormatError for what `write_sections` did not write, and with ``verify`` where a section has changed."""
+        if not stat.S_ISREG(os.stat(path).st_mode):  # A pipe would block, and a device would never end.
+            raise FileFormatError("it is not an ordinary file")
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise FileFormatError("it was not written by save_to_disk")
+            if (version := metadata.get("version")) not in (VERSION, FIRST_VERSION):
+                raise FileFormatError(f"it has version {version!r}; this library reads {VERSION!r}")
+            self._tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if version == FIRST_VERSION:  # Its first section has the checksums, in the order of the file.
+                self._checksums = dict(zip(file.offset_keys(), self._tensors.pop("checksums").tolist()))
+            else:
+                described, self._checksums = json.loads(metadata["checksums"])
+                if described != _described(self._tensors):
+                    raise FileFormatError("its head does not match its checksum")
+        for name in list(self._tensors) if verify else ():
+            self._check(name, self._tensors[name])
+
+    def _check(self, name: str, section: Tensor) -> np.ndarray:
+        data = tensor_bytes(section).numpy()
+        if zlib.crc32(data.data) != self._checksums[name]:
+            raise FileFormatError("a section does not match its checksum")
+        return data
+
+    def take(self, name: str) -> Tensor:
+        """A section by its name, at most once: rows that share an object refer to the object, not to its section.
+
+        Raises:
+            FileFormatError: there is no such section, or it was taken before.
+        """
+        if name not in self._tensors:
+            raise FileFormatError(f"section {name!r} is absent or used twice")
+        return self._tensors.pop(name)
+
+    def checked(self, name: str) -> np.ndarray:
+        """The bytes ``(n,)`` uint8 of a section; FileFormatError also where they do not match their checksum."""
+        return self._check(name, self.take(name))
+
+    def finish(self) -> None:
+        """Raises FileFormatError if sections are left that were not taken."""
+        if self._tensors:
+            raise FileFormatError(f"nothing uses section {min(self._tensors)!r}")
+
+
+def _bytes_tensor(data: bytes) -> Tensor:
+    return torch.from_numpy(memory_of(data)) if data else torch.empty(0, dtype=torch.uint8)
+
+
 # Values as nodes of JSON, and back
 #
 # A node is a plain JSON value, or ``{"$": kind, ...}`` for values that JSON lacks. Tensors, arrays, images and long byte strings
@@ -123,7 +221,8 @@ class Writer:
     """Values to nodes. Large values go to ``sections``."""
 
     def __init__(self, allow_pickle: bool) -> None:
-        self.sections: dict[str, Section] = {}
+        self.sections: dict[str, Tensor] = {}
+        self._storages: set[int] = set()
         self._allow_pickle = allow_pickle
         self._numbers: dict[Any, int] = {}  # The number of each value, by its identity.
         self._alive: list[Any] = []  # The values by number: while they live, identities stay unique.
@@ -192,11 +291,8 @@ class Writer:
             rows = [self.at("row", *each) for each in enumerate(value.unbind())]
             return {"$": "nested", "layout": "jagged", "rows": rows}
         plain = isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested
-        if plain and not value.is_meta and value.dtype in CODES:
-            return {
-                "$": "tensor",
-                "data": self._add(CODES[value.dtype], tuple(value.shape), value, value.element_size()),
-            }
+        if plain and not value.is_meta and value.dtype in _DTYPES:
+            return {"$": "tensor", "data": self._add(value)}
         if (name := ragged_name(kind)) is not None and kind is RAGGED[name]:
             return self._ragged(name, value)
         if kind is TensorDict:
@@ -221,24 +317,29 @@ class Writer:
         kept = value.distinct()
         node = {"$": kind, "values": self.tree(kept.storage)}
         for name in ("starts", "lengths"):
-            node[name] = self._add("I64", (len(kept),), getattr(kept, name), 8, name)
+            node[name] = self._add(getattr(kept, name), name)
         return node
 
     def _array(self, value: np.ndarray) -> dict[str, Any]:
-        code, shape = _NUMPY_CODES.get(value.dtype.str), value.shape
-        data = self._add(code or "U8", shape if code else (value.nbytes,), value, value.dtype.itemsize)
-        return {"$": "array", "dtype": value.dtype.str, "shape": list(shape), "data": data}
+        kept = np.ascontiguousarray(value) if value.dtype in _OF_ARRAYS else array_bytes(value)
+        data = self._add(torch.from_numpy(kept if kept.flags.writeable else kept.copy()))
+        return {"$": "array", "dtype": value.dtype.str, "shape": list(value.shape), "data": data}
 
     def _add_bytes(self, data: bytes) -> str:
-        return self._add("U8", (len(data),), data, 1)
+        return self._add(_bytes_tensor(data))
 
-    def _add(self, code: str, shape: tuple[int, ...], content: Any, item_bytes: int, suffix: str | None = None) -> str:
+    def _add(self, value: Tensor, suffix: str | None = None) -> str:
         """Adds a section, named after its column or else numbered, and returns the name."""
         name = "/".join(filter(None, [*(str(step) for _, step in self._path), suffix]))
         is_column = all(kind == "column" for kind, _ in self._path) and name.isprintable() and name not in _RESERVED
         if not is_column or name in self.sections or name.startswith("objects/"):
             name = f"objects/{len(self.sections)}"
-        self.sections[name] = Section(code, shape, content, math.gcd(item_bytes, 16) if item_bytes else 1)
+        plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        storage = plain.untyped_storage()
+        if storage.nbytes() != plain.nbytes or storage.data_ptr() in self._storages:
+            plain = plain.clone()  # Sections of a safetensors file may share no memory.
+        self._storages.add(plain.untyped_storage().data_ptr())
+        self.sections[name] = plain
         return name
 
     def _refusal(self, value: Any, role: str = "") -> FileFormatError:
@@ -309,34 +410,32 @@ class Reader:
             _check_keys(members)
             return set(members)
         if tag == "objects":
-            check_shape(node["shape"])
-            return object_array([self.tree(item) for item in node["items"]]).reshape(node["shape"])
+            return object_array([self.tree(item) for item in node["items"]]).reshape(_shape(node["shape"]))
         if tag == "tensordict":
             columns = self.columns(node["columns"])
             if not all(isinstance(column, torch.Tensor | TensorDict) for column in columns.values()):
                 raise FileFormatError("a column of the batch is not a tensor")
-            check_shape([*node["size"], 0])
-            return TensorDict(columns, batch_size=node["size"], device="cpu" if node["on_device"] else None)
+            return TensorDict(columns, batch_size=_shape(node["size"]), device="cpu" if node["on_device"] else None)
         return self._large(tag, node)
 
     def _large(self, tag: Any, node: dict[str, Any]) -> Any:
-        if tag == "tensor" and "dtype" not in node:
-            entry = self._sections.take(node["data"])
-            return self._sections.tensor(entry, _DTYPES[entry.code], entry.shape)
+        if tag == "tensor":
+            return self._sections.take(node["data"])
         if tag == "nested" and node["layout"] == "jagged":
             return nested_tensor_from_tensor_list([self.tree(row) for row in node["rows"]])
         if tag in RAGGED:
             return self._ragged(RAGGED[tag], node)
         if tag == "array":
-            entry, dtype = self._sections.take(node["data"]), _dtype(node["dtype"])
+            dtype = _dtype(node["dtype"])
             if dtype.itemsize == 0:  # Numpy would allocate one byte for each claimed element.
                 raise FileFormatError("elements of an array take no bytes")
+            data = self._bytes(node) if dtype.kind == "U" else tensor_bytes(self._sections.take(node["data"])).numpy()
             if dtype.kind == "U":
-                _check_text(self._sections.checked(entry), dtype)
-            return self._sections.array(entry, dtype, tuple(node["shape"]))
+                _check_text(data, dtype)
+            return array_of(data, dtype, _shape(node["shape"]))
         if tag == "image":
             info = self.tree(node["info"])
-            return images.decode_image(node, self._bytes(node), info)
+            return images.decode_image(node, self._bytes(node).data, info)
         if tag == "bytes":
             return bytes(self._bytes(node))
         if tag == "pickle":
@@ -344,20 +443,23 @@ class Reader:
                 raise FileFormatError(
                     "it holds pickled objects, which may run code: give allow_pickle=True to trust it"
                 )
-            return pickle.loads(self._bytes(node))
+            return pickle.loads(self._bytes(node).data)
         raise FileFormatError(f"unknown kind of value {tag!r:.100}")
 
-    def _bytes(self, node: dict[str, Any]) -> memoryview:
-        return self._sections.checked(self._sections.take(node["data"]))
+    def _bytes(self, node: dict[str, Any]) -> np.ndarray:
+        return self._sections.checked(node["data"])
 
     def _ragged(self, kind: Any, node: dict[str, Any]) -> Any:
         values = self.tree(node["values"])
-        return kind.windows(values, self._whole_numbers(node["starts"]), self._whole_numbers(node["lengths"]))
+        starts, lengths = (self._sections.checked(node[name]).view("<i8") for name in ("starts", "lengths"))
+        return kind.windows(values, starts, lengths)
 
-    def _whole_numbers(self, name: str) -> np.ndarray:
-        entry = self._sections.take(name)
-        self._sections.checked(entry)
-        return self._sections.array(entry, np.dtype("<i8"), entry.shape)
+
+def _shape(given: Sequence[Any]) -> tuple[int, ...]:
+    """A shape that a file claims; FileFormatError where it is none."""
+    if not all(type(dim) is int and dim >= 0 for dim in given):
+        raise FileFormatError(f"{given!r:.200} is not a shape")
+    return tuple(given)
 
 
 _SCALARS = {"float", "bytes", "scalar"}
@@ -395,7 +497,7 @@ def _check_keys(keys: list[Any]) -> None:
         raise FileFormatError("a key occurs twice")
 
 
-def _check_text(data: bytes | memoryview, dtype: np.dtype[Any]) -> None:
+def _check_text(data: bytes | np.ndarray, dtype: np.dtype[Any]) -> None:
     if len(data) and np.frombuffer(data, dtype=f"{dtype.str[0]}u4").max() > 0x10FFFF:
         raise FileFormatError("a text array holds an invalid character")
 

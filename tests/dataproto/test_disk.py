@@ -328,7 +328,7 @@ def test_any_safetensors_reader_finds_the_columns(tmp_path: Path) -> None:
     assert found["r"].tolist() == [0, 1, 2]
     assert found["r/lengths"].tolist() == [1, 2]
     with safe_open(tmp_path / "file", "pt") as file:
-        assert file.metadata() == {"format": "dataproto", "version": "1"}
+        assert file.metadata().keys() == {"format", "version", "checksums"}
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import functools
 import io
 import json
-import math
 import os
 import subprocess
 import sys
@@ -18,12 +17,13 @@ import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor
 
 from dataproto import DataProto
 from dataproto.errors import FileFormatError
 from dataproto.ragged import RaggedTensor
-from dataproto.serialization import container as sections
-from dataproto.serialization.container import Section
+from dataproto.serialization.file import write_sections
 from dataproto.tensordict_utils import same_value
 from helpers.examples import at_most
 
@@ -51,25 +51,20 @@ def same(one: DataProto, other: DataProto) -> bool:
     return columns and same_value(one.meta_info, other.meta_info)
 
 
-def take_apart(path: Path) -> tuple[Header, dict[str, Section]]:
+def take_apart(path: Path) -> tuple[Header, dict[str, Tensor]]:
     """A file's header, and its other sections."""
-    opened = sections.Sections(path)
-    parts = {}
-    for name in opened._untaken - {"header"}:
-        entry = opened._entries[name]
-        data = bytes(opened.checked(entry))
-        parts[name] = Section(entry.code, entry.shape, data, math.gcd(len(data), 16))
-    return sections.parse(bytes(opened.bytes("header"))), parts
+    parts = load_file(path)
+    return json.loads(bytes(parts.pop("header"))), parts
 
 
-def put_together(path: Path, header: Any, parts: dict[str, Section]) -> None:
+def put_together(path: Path, header: Any, parts: dict[str, Tensor]) -> None:
     """A file with valid checksums, whatever the header says."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    sections.write_sections(path, {"header": Section("U8", (len(text),), text), **parts})
+    write_sections(path, {"header": plain(text), **parts})
 
 
-def plain(data: bytes = b"") -> Section:
-    return Section("U8", (len(data),), data)
+def plain(data: bytes = b"") -> Tensor:
+    return torch.tensor(list(data), dtype=torch.uint8)
 
 
 def test_a_forged_file_with_nothing_changed_is_read(tmp_path: Path) -> None:
@@ -108,8 +103,6 @@ LIES: list[Any] = [
     batch(["a", node("tensor", data="a")], size=(-2,)),
     batch(["a", node("tensor", data="a")], size=("2",)),
     batch(["a", node("tensor", data="a")], ["b", node("tensor", data="a")]),
-    batch(["a", node("tensor", data="a", dtype="complex64")]),
-    batch(["a", node("tensor", data="a", dtype="load")]),
     batch(["a", "text"]),
     batch(["a", [1, 2]]),
     batch(["a", node("objects", shape=[2], items=[1, 2])]),
@@ -192,8 +185,6 @@ LIES: list[Any] = [
     b"\xff\xfe",
     b"[" * 100_000,
     b'{"batch":null,"non_tensor_batch":[],"meta_info":{"x":' + b"[" * 900 + b"]" * 900 + b"}}",
-    b'{"batch":null,"non_tensor_batch":[],"meta_info":{"x":1,"x":2}}',
-    b'{"batch":null,"non_tensor_batch":[],"meta_info":{"x":NaN}}',
     b'{"batch":null,"non_tensor_batch":[],"meta_info":{"x":' + b"7" * 100_000 + b"}}",
     b'{"batch":null,"non_tensor_batch":[]}',
 ]
@@ -213,7 +204,7 @@ def png(pixels: bytes, width: int, height: int) -> bytes:
 
 
 @functools.cache
-def sections_to_use() -> dict[str, Section]:
+def sections_to_use() -> dict[str, Tensor]:
     """What the lying headers speak of. The bomb holds 300 MB of black pixels."""
     noise = b"".join(b"\0" + np.random.default_rng(row).bytes(150) for row in range(50))
     packer = zlib.compressobj(9)
@@ -225,8 +216,8 @@ def sections_to_use() -> dict[str, Section]:
     Image.new("1", (8000, 8000)).save(bits, "PNG")
     blobs["bits"] = bits.getvalue().ljust(33_000, b"\0")  # 8 MB of bits, which Pillow keeps in 64 MB
     words = {"starts": [0, 0], "lengths": [4, 4], "huge": [2**62, 2**62], "negative": [-1, 9]}
-    numbers = {name: Section("I64", (2,), np.array(values), 8) for name, values in words.items()}
-    return {**{name: Section("U8", (len(blob),), blob) for name, blob in blobs.items()}, **numbers}
+    numbers = {name: torch.tensor(values) for name, values in words.items()}
+    return {**{name: plain(blob) for name, blob in blobs.items()}, **numbers}
 
 
 def forge(path: Path, lie: Any) -> None:
@@ -258,8 +249,7 @@ def test_a_header_that_lies_is_refused(number: int, tmp_path: Path) -> None:
 
 def test_elements_that_take_no_bytes_are_refused(tmp_path: Path) -> None:
     lie = json.dumps({**GOOD, "batch": None, **column(node("array", dtype="|S0", shape=[2**40], data="none"))}).encode()
-    parts = {"none": Section("U8", (0,), b"", 16), "header": Section("U8", (len(lie),), lie)}
-    sections.write_sections(tmp_path / "file", parts)
+    put_together(tmp_path / "file", lie, {"none": plain()})
     with pytest.raises(FileFormatError, match="elements of an array take no bytes"):
         DataProto.load_from_disk(tmp_path / "file")
     text = np.zeros(2, dtype=[("none", "S0"), ("n", "i4")])["none"]
@@ -273,62 +263,45 @@ def test_a_section_that_nothing_uses_is_refused(tmp_path: Path) -> None:
         DataProto.load_from_disk(tmp_path / "file")
 
 
-# Heads that lie
+# Heads that lie; safetensors compares places, sizes and names
 
 
 def raw_file(path: Path, head: Any, data: bytes) -> None:
-    """A file with a head of one's own; ``data`` follows checksums of four words, which are right for the head."""
+    """A safetensors file with a head of one's own."""
     text = head if isinstance(head, bytes) else json.dumps(head).encode()
-    text += b" " * (-(8 + len(text)) % 64)
-    start = len(text).to_bytes(8, "little") + text
-    path.write_bytes(start + zlib.crc32(start).to_bytes(4, "little") + bytes(12) + data)
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
 def entry(start: Any, stop: Any, dtype: Any = "U8", shape: Any = None) -> Header:
     return {"dtype": dtype, "shape": [stop - start] if shape is None else shape, "data_offsets": [start, stop]}
 
 
-METADATA = {"format": "dataproto", "version": "1"}
 TEXT = json.dumps({"batch": None, "non_tensor_batch": [], "meta_info": {}}).encode()
-END = 16 + len(TEXT)
-GOOD_HEAD = {"__metadata__": METADATA, "checksums": entry(0, 16, "U32", [4]), "header": entry(16, END)}
+END = len(TEXT)
+CHECKSUMS = [zlib.crc32(f"header torch.uint8 ({END},)".encode()), {"header": zlib.crc32(TEXT)}]
+METADATA = {"format": "dataproto", "version": "2", "checksums": json.dumps(CHECKSUMS)}
+GOOD_HEAD = {"__metadata__": METADATA, "header": entry(0, END)}
 
 
 def test_a_head_of_one_s_own_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    raw_file(path, GOOD_HEAD, TEXT)
-    whole = bytearray(path.read_bytes())
-    place = whole.index(TEXT) - 12
-    whole[place : place + 4] = zlib.crc32(TEXT).to_bytes(4, "little")
-    path.write_bytes(whole)
-    assert len(DataProto.load_from_disk(path, verify=True)) == 0
+    raw_file(tmp_path / "file", GOOD_HEAD, TEXT)
+    assert len(DataProto.load_from_disk(tmp_path / "file", verify=True)) == 0
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"__metadata__": {**METADATA, "version": "2"}}, "version '2'; this library reads '1'"),
+        ({"__metadata__": {**METADATA, "version": "3"}}, "version '3'; this library reads '2'"),
+        ({"__metadata__": {**METADATA, "checksums": "[0, {}]"}}, "head does not match"),
+        ({"__metadata__": {"format": "dataproto", "version": "2"}}, "checksums"),
         ({"__metadata__": {"format": "pt"}}, "was not written by save_to_disk"),
         ({"__metadata__": None}, "was not written by save_to_disk"),
-        ({"header": entry(16, END - 1)}, "bytes after its head"),
-        ({"header": entry(16, END + 1)}, "not where it must be"),
-        ({"header": entry(17, END)}, "not where it must be"),
-        ({"header": entry(0, END)}, "not where it must be"),
-        ({"header": entry(16, 2**63)}, "not where it must be"),
-        ({"header": entry(16, END, shape=[2**62, 2**62])}, "not where it must be"),
-        ({"header": entry(16, END, shape=[1] * 50)}, "is not a shape"),
-        ({"header": entry(16, END, shape=[-1, -len(TEXT)])}, "is not a shape"),
-        ({"header": entry(16, END, shape=[True, len(TEXT)])}, "is not a shape"),
-        ({"header": entry(16, END, shape=[float(len(TEXT))])}, "is not a shape"),
-        ({"header": entry(16, END, "EVIL")}, "EVIL"),
-        ({"header": entry(16, END, ["U8"])}, "damaged"),
-        ({"header": {"dtype": "U8"}}, "shape"),
-        ({"header": 5}, "damaged"),
-        ({"more": entry(END, END, shape=[0, 2**40])}, "too large to be true"),
-        ({"more": entry(16, END)}, "not where it must be"),
-        ({"checksums": entry(0, 16)}, "no checksums"),
-        ({"checksums": entry(0, 16, "U32", [2, 2])}, "no checksums"),
-        ({"header": entry(16, END), "a": entry(END, END), "b": entry(END, END), "c": entry(END, END)}, "no checksums"),
+        ({"header": entry(0, END - 1)}, "damaged"),
+        ({"header": entry(0, 2**63)}, "damaged"),
+        ({"header": entry(0, END, shape=[2**62, 2**62])}, "damaged"),
+        ({"header": entry(0, END, "I8")}, "head does not match"),
+        ({"more": entry(END, END, shape=[0, 2**40])}, "head does not match"),
     ],
     ids=str,
 )
@@ -338,29 +311,7 @@ def test_a_head_that_lies_is_refused(change: Header, message: str, tmp_path: Pat
         DataProto.load_from_disk(tmp_path / "file")
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        b"",
-        b"[]",
-        b"{" * 50_000,
-        b"\xff",
-        json.dumps(GOOD_HEAD).encode()[:-1],
-        json.dumps(GOOD_HEAD).replace('"version"', '"format": "dataproto", "version"').encode(),
-        json.dumps(GOOD_HEAD)[:-1].encode() + b', "header": {}}',
-        json.dumps({"header": entry(0, END), "__metadata__": METADATA}).encode(),
-    ],
-    ids=lambda text: str(text[:20]),
-)
-def test_a_head_that_is_no_head_is_refused(text: bytes, tmp_path: Path) -> None:
-    raw_file(tmp_path / "file", text, TEXT)
-    with pytest.raises(FileFormatError):
-        DataProto.load_from_disk(tmp_path / "file")
-
-
-@pytest.mark.parametrize(
-    "start", [b"", b"1234567", bytes(8), b"\xff" * 8, (2**40).to_bytes(8, "little") + b"{}", b"\x80\x04N."]
-)
+@pytest.mark.parametrize("start", [b"", bytes(8), b"\xff" * 8, (2**40).to_bytes(8, "little") + b"{}", b"\x80\x04N."])
 def test_a_start_that_is_no_start_is_refused(start: bytes, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(start)
     with pytest.raises(FileFormatError):
