@@ -43,14 +43,17 @@ def locked(directory: Path, way_out: str = "choose another --output-dir", inside
     file = whole / LOCK_FILE if inside else whole.with_name(f".{whole.name}{LOCK_FILE}")
     made = [folder for folder in (file.parent, *file.parent.parents) if not folder.exists()]
     with writing(file.parent):
-        descriptor = _lock(file, directory, way_out)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+    if (holder := _other_holder(descriptor, file)) is not None:
+        os.close(descriptor)
+        raise InvalidConfig(f"{directory} is in use by {holder}: wait until that ends, stop it, or {way_out}")
     _held.add(descriptor)
     try:
         yield
     finally:
         if descriptor in _held:  # not in a child
-            with contextlib.suppress(OSError):
-                file.unlink()  # before the lock ends, so that it is not another process's
+            file.unlink(missing_ok=True)  # before the lock ends, so that it is not another process's
             _held.discard(descriptor)
             os.close(descriptor)
             with contextlib.suppress(OSError):  # a folder holds something
@@ -58,37 +61,16 @@ def locked(directory: Path, way_out: str = "choose another --output-dir", inside
                     folder.rmdir()
 
 
-def _lock(file: Path, directory: Path, way_out: str) -> int:
-    """The descriptor of a file that this process has locked."""
-    for attempts_left in reversed(range(100)):  # its last holder may delete it, and the folder, between any two lines
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
-        except (FileExistsError, FileNotFoundError):
-            if not attempts_left:
-                raise
-            continue
-        holder = _other_holder(descriptor, file)
-        with contextlib.suppress(FileNotFoundError):
-            if holder is None and os.path.samestat(os.fstat(descriptor), file.stat()):
-                os.ftruncate(descriptor, 0)
-                mine = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}"
-                os.write(descriptor, mine.encode())
-                return descriptor
-        os.close(descriptor)
-        if holder is not None:
-            break
-    raise InvalidConfig(
-        f"{directory} is in use by {holder or 'another process'}: wait until that ends, stop it, or {way_out}"
-    )
-
-
 def _other_holder(descriptor: int, file: Path) -> str | None:
-    """Locks a file; which process has locked it already, if one has."""
+    """Locks a file and writes into it which process has; the process that has locked, or just deleted, it already, if one has."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return os.read(descriptor, 500).decode() or "another process"
     except OSError as error:  # some network file systems have no locks
         print(f"no lock in {file.parent} ({error.strerror}): start one process there at a time", file=sys.stderr)
+    if not os.fstat(descriptor).st_nlink:
+        return "another process"
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}".encode())
     return None

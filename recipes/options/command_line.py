@@ -46,8 +46,6 @@ IS_OPTION = re.compile("--[a-zA-Z]")
 PYTHON_NAME = re.compile(r"(?<![\w./'\"-])([a-z]+(?:[._][a-z]\w*)+(?![\w.]*=)|[a-z][\w.]*(?==\S))(=?)")
 """A name with an underscore or a dot in it, or before a value."""
 NAMES_OF_AN_ALGORITHM = ("algorithm.loss", "algorithm.advantage")
-NOT_BEGUN = "the new one had not begun"
-"""What a run that ends before its first step adds to its error, so that nothing is said of resuming it."""
 TINY, ANY = "tiny", "any"
 """The presets that every recipe has: of the small model that it makes, and of a checkpoint of any size."""
 CONFIG = Option("config", (), str | None, None, "a YAML file with options, which those given here override")
@@ -87,10 +85,7 @@ def exit_status(arguments: Sequence[str] | None = None, resumes: bool = True) ->
         way_on = (
             f": run the same command with --resume{instead} to continue from the last checkpoint" if resumes else ""
         )
-        later = later_errors(error)
-        if any(NOT_BEGUN in each for each in later):
-            way_on = ""
-        print("; ".join([f"\ninterrupted{way_on}", *later]), file=sys.stderr)
+        print("; ".join([f"\ninterrupted{way_on}", *later_errors(error)]), file=sys.stderr)
         status.code = 130
 
 

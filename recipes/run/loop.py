@@ -20,7 +20,6 @@ from dataproto.errors import CheckpointError, InvalidConfig, WorkerFailed, writi
 from recipes.configs.shared.run_config import RunConfig
 from recipes.run.evaluation import BestStep, Evaluate
 from recipes.run.metrics import Measure, measure_rollouts, timed
-from recipes.run.run_directory import forget_earlier
 from recipes.watch.console import LIBRARIES_FILE, Progress, libraries_aside, start_metrics, start_phase
 from recipes.watch.kept_rollouts import KeptRollouts
 from recipes.watch.loggers import RunLoggers, open_loggers
@@ -97,7 +96,6 @@ def train(
             written.
     """
     check_step(step)
-    forget_earlier(run.output_dir)  # the new run has loaded
     best, last = BestStep(run.keep_best), None
     if run.resume:
         with start_phase("loading the checkpoint"):

@@ -11,13 +11,13 @@ from functools import cache, partial
 from pathlib import Path, PurePath
 from typing import Any, Protocol, TypeVar
 
-from dataproto.errors import LATER, CheckpointError, InvalidConfig, end_after, ending, writing
+from dataproto.errors import CheckpointError, InvalidConfig, ending, writing
 from recipes.algorithms.function_files import in_users_function, load_named_function
 from recipes.configs.shared.run_config import RunConfig
 from recipes.data.loader import PromptLoader
 from recipes.directory_lock import LOCK_FILE, locked
 from recipes.options import options_of, settings_line, write_options
-from recipes.options.command_line import NOT_BEGUN, way_out_of_resuming
+from recipes.options.command_line import way_out_of_resuming
 from recipes.options.config_file import CHANGES, CONFIG_FILE
 from recipes.options.names import CHANGEABLE
 from recipes.watch.console import show_summary
@@ -27,9 +27,6 @@ from workers.model.model_config import OptimizerConfig, Schedule
 from workers.training.checkpoint import checkpoint_steps, latest_checkpoint, write_json
 
 Config = TypeVar("Config")
-
-EARLIER, MOVING, DISCARDED = ".earlier", ".earlier.moving", ".earlier.discarded"
-"""Folders of a run's directory: an earlier run that is to be overwritten, set aside, on its way, and about to be deleted."""
 
 # Options that a resumed run may change: they do not affect a step, only the number of steps.
 FREE = (
@@ -169,10 +166,7 @@ def recorded_run(run: RunConfig, config: Any = None) -> Iterator[Path]:
 
 @contextmanager
 def held_directory(config: HasRun) -> Iterator[None]:
-    """Keeps other processes out of a run's directory for the time of a block, and an earlier run until the new one has loaded.
-
-    What ``overwrite`` replaces is set aside by `open_run_directory`, and deleted by `forget_earlier`. It comes back if the block
-    ends with an error before that, or if its process was killed.
+    """Keeps other processes out of a run's directory for the time of a block.
 
     Raises:
         InvalidConfig: another process holds the directory; or see `check_run_directory`.
@@ -181,61 +175,22 @@ def held_directory(config: HasRun) -> Iterator[None]:
     if directory.exists() and not directory.is_dir():
         raise InvalidConfig(f"output_dir {directory} is a file: choose another --output-dir")
     with locked(directory):
-        _restore_earlier(directory)
         check_run_directory(config)
-        try:
-            yield
-        except BaseException as error:
-            end_after(error, partial(_tell_what_stays, error, directory))
-            raise
-        forget_earlier(directory)
-
-
-def _tell_what_stays(error: BaseException, directory: Path) -> None:
-    if _restore_earlier(directory):
-        error.add_note(f"{LATER}the earlier run in {directory} stays: {NOT_BEGUN}")
-
-
-def forget_earlier(directory: Path) -> None:
-    """Deletes the earlier run that was set aside in a run's directory, if there is one."""
-    shutil.rmtree(directory / DISCARDED, ignore_errors=True)  # whose deletion was killed
-    if (directory / EARLIER).exists():
-        (directory / EARLIER).rename(directory / DISCARDED)  # at once; deleting takes time
-    shutil.rmtree(directory / DISCARDED, ignore_errors=True)
-
-
-def _set_aside(directory: Path) -> None:
-    (directory / MOVING).mkdir()
-    for entry in _entries(directory):
-        entry.rename(directory / MOVING / entry.name)
-    (directory / MOVING).rename(directory / EARLIER)
-
-
-def _restore_earlier(directory: Path) -> bool:
-    """Puts what was set aside back into its place, unless the new run has measured or saved something; whether it did.
-
-    It can be called again after it was killed.
-    """
-    if (directory / EARLIER).exists():
-        phases = [entry for entry in _entries(directory) if entry.is_dir()]
-        if any(_has_begun(folder) for folder in (directory, *phases)):
-            forget_earlier(directory)
-            return False
-        for entry in _entries(directory):
-            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
-        (directory / EARLIER).rename(directory / MOVING)
-    if not (directory / MOVING).exists():
-        return False
-    for entry in (directory / MOVING).iterdir():
-        entry.rename(directory / entry.name)
-    (directory / MOVING).rmdir()
-    return True
+        yield
 
 
 def _entries(directory: Path) -> list[Path]:
-    """What is in a run's directory, which may be missing, without what this module keeps there."""
-    own = (LOCK_FILE, EARLIER, MOVING, DISCARDED)
-    return [entry for entry in directory.iterdir() if entry.name not in own] if directory.exists() else []
+    """What is in a run's directory, which may be missing, without its lock."""
+    return [entry for entry in directory.iterdir() if entry.name != LOCK_FILE] if directory.exists() else []
+
+
+def _delete_earlier(directory: Path) -> None:
+    """Deletes an earlier run, but not what shows that the directory holds a run: so the call can be repeated after a kill."""
+    for entry in _entries(directory):
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        elif entry.name not in (CONFIG_FILE, ENVIRONMENT_FILE):
+            entry.unlink()
 
 
 def _has_begun(directory: Path) -> bool:
@@ -274,10 +229,10 @@ def open_run_directory(run: RunConfig, config: Any = None, asked: Any = None) ->
     config = RecordedRun(run) if config is None else config
     directory = run.output_dir
     check_run_directory(config)
-    if run.overwrite and _entries(directory):
-        _set_aside(directory)
     changes = _changes(directory, config) if run.resume else []
     with writing(directory):
+        if run.overwrite:
+            _delete_earlier(directory)
         directory.mkdir(parents=True, exist_ok=True)
     write_json(directory / CONFIG_FILE, asdict(config) | ({CHANGES: changes} if changes else {}))
     write_options(directory, config if asked is None else asked)

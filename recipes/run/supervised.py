@@ -15,7 +15,7 @@ from dataproto import DataProto
 from recipes.configs.shared.supervised_config import RowsConfig, SupervisedConfig
 from recipes.data.conversations import Questions
 from recipes.data.loader import EvaluationLoader, PromptLoader
-from recipes.demo.tiny_model import make_tiny_model, model_of_run
+from recipes.demo.tiny_model import make_tiny_model, make_tiny_processors, model_of_run
 from recipes.run.evaluation import Evaluate, evaluate_answers
 from recipes.run.loop import attempts, train
 from recipes.run.metrics import speed_metrics, timed
@@ -75,17 +75,13 @@ def run_supervised(config: SupervisedConfig, make_task: Callable[[str], Supervis
 
 def _run_supervised(config: SupervisedConfig, make_task: Callable[[str], SupervisedTask], started: float) -> Path:
     """Opens the run's directory and trains there; see `run_supervised`."""
-    asked, task = config, None
-    if config.run.epochs is not None:  # the number of steps, which the run records, depends on the data
-        with TemporaryDirectory() as folder:
-            task = make_task(config.model_path or str(tiny_model(Path(folder), config.run.seed)))
-        config = replace(config, run=over_epochs(config.run, task.loader))
+    asked = config
+    with TemporaryDirectory() as folder, start_phase("reading data"):  # before anything is written or overwritten
+        task = make_task(config.model_path or str(make_tiny_processors(Path(folder))))
+    config = replace(config, run=over_epochs(config.run, task.loader))
     config = with_schedules(config.run, config, optimizer=1)
     directory = open_run_directory(config.run, config, asked)
     model_path = config.model_path or str(tiny_model(directory, config.run.seed, config.run.resume))
-    if task is None:
-        with start_phase("reading data"):
-            task = make_task(model_path)
     limits = {"image_options": task.builder.image_options, "max_model_len": task.longest}
     loader, builder = task.loader, task.builder
     with naming_options(config, task.longest), reported(directory, started):

@@ -31,7 +31,7 @@ class RunConfig:
         resume: continue from the newest checkpoint in output_dir, or begin if there is none
         change: options of a run that --resume continues, as NAME=VALUE, which change from here on: steps, rates,
             schedules, evaluation, saving, weights of rewards, clip and KL; config.json records them
-        overwrite: begin anew; the run that output_dir holds is deleted once this one has loaded
+        overwrite: begin anew; the run that output_dir holds is deleted once model, data and options have been checked
         seed: seed of data order and sampling, and of the small model's weights
         output_dir: directory of metrics, checkpoints and report
         loggers: trackers in addition to metrics.jsonl: tensorboard, wandb, mlflow, trackio, swanlab, or a class of yours
