@@ -5,8 +5,7 @@ shows it some answers, and lets GRPO go on from there, on the CPU within minutes
 reward compares the text. With a checkpoint the same two phases train any checkpoint of a known family.
 
 The run's directory is that of GRPO; its folder ``sft`` is that of the supervised phase. Each evaluation also measures two
-controls: the same questions with other rows' pictures, and without pictures. ``--shuffled-control`` adds a third: GRPO once more,
-from the same start, with rewards that say nothing about the answers, in the folder ``shuffled``.
+controls: the same questions with other rows' pictures, and without pictures. A run with ``--shuffled-rewards`` is a third.
 """
 
 import sys
@@ -46,30 +45,14 @@ from workers.training.checkpoint import latest_checkpoint
 
 # With larger initial weights than Hugging Face's, and pictures of 64 pixels at 112, the model tells shapes apart sooner.
 TINY_MODEL = TinyConfig(text_std=0.088, vision_std=0.2, min_pixels=112 * 112)
-SFT, MODEL, SHUFFLED = "sft", "model", "shuffled"  # folders of the run's directory
+SFT, MODEL = "sft", "model"  # folders of the run's directory
 
 
 def main(arguments: Sequence[str] | None = None, config: EasyVQAConfig | None = None) -> int:
     """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
     with exit_status(arguments) as status:
         print(f"report: {run(config := config or parse(status.arguments), step_for(config), easy_vqa_task)}")
-        if config.shuffled_control:
-            print("control: the same steps with shuffled rewards")
-            print(f"report: {run(control := shuffled_control(config), step_for(control), easy_vqa_task)}")
     return status.code
-
-
-def shuffled_control(config: EasyVQAConfig) -> EasyVQAConfig:
-    """The GRPO phase of a run, from the checkpoint at which it started, with rewards that say nothing about the answers."""
-    directory = config.run.output_dir / SHUFFLED
-    return replace(
-        config,
-        model_path=str(supervised_model(config)) if config.sft.steps else config.model_path,
-        sft=replace(config.sft, steps=0),
-        shuffled_rewards=True,
-        shuffled_control=False,
-        run=replace(config.run, output_dir=directory, resume=config.run.resume and directory.exists()),
-    )
 
 
 def supervised_model(config: EasyVQAConfig) -> Path:

@@ -5,8 +5,7 @@ shows it some answers, and lets GRPO go on from there, on the CPU within minutes
 reward compares the text. With ``--preset any`` and ``--model-path`` the same two phases train any checkpoint of a known family.
 
 The run's directory is that of GRPO; its folder ``sft`` is that of the supervised phase. Each evaluation also measures two
-controls: the same questions with other rows' pictures, and without pictures. ``--shuffled-control`` adds a third: GRPO once more,
-from the same start, with rewards that say nothing about the answers, in the folder ``shuffled``.
+controls: the same questions with other rows' pictures, and without pictures. A run with ``--shuffled-rewards`` is a third.
 """
 
 from collections.abc import Sequence
@@ -74,20 +73,16 @@ class EasyVQAConfig(GRPORunConfig):
         reward: reward function: FILE.py:FUNCTION in verl's, EasyR1's or TRL's form, classifier:MODEL, or a URL; default:
             1 for a right answer
         shuffled_rewards: permute the rewards of each batch at random, so that they say nothing: a control
-        shuffled_control: run the GRPO phase again with such rewards after the run, in its folder shuffled
     """
 
     reward: str | tuple[str, ...] | None = None
     data: EasyVQADataConfig = field(default_factory=EasyVQADataConfig)
     sft: SFTPhaseConfig = field(default_factory=SFTPhaseConfig)
     shuffled_rewards: bool = False
-    shuffled_control: bool = False
     run: RunConfig = field(default_factory=lambda: RunConfig(output_dir=OUTPUT_DIR))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.shuffled_rewards and self.shuffled_control:
-            raise InvalidConfig("--shuffled-rewards makes the run its own control: leave out --shuffled-control")
         if self.agent is not None:
             raise InvalidConfig("--agent: a question of easy-VQA has one answer: run dataproto grpo")
         if not self.sft.steps and self.model_path is None:

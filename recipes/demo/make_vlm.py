@@ -16,8 +16,6 @@ from pathlib import Path
 from random import Random
 from typing import Any, Self
 
-import yaml
-
 from dataproto.errors import CheckpointError, InvalidConfig, writing
 from recipes.configs.make_vlm_config import MakeVLMConfig, parse
 from recipes.data.easy_vqa_rows import Answered, EasyVQA, fetch_easy_vqa, open_easy_vqa
@@ -27,13 +25,14 @@ from recipes.data.row_values import conversation
 from recipes.demo.captions import DrawnCaptions, Icon, IconCaptions, read_icons
 from recipes.demo.smolvlm import Learnt, assemble, load_text_model, write_card
 from recipes.directory_lock import locked
-from recipes.options import exit_status, options_of, write_options
-from recipes.options.config_file import OPTIONS_FILE
+from recipes.options import exit_status, write_options
+from recipes.options.config_file import OPTIONS_FILE, config_as_yaml
 from recipes.run.loop import RunConfig
 from recipes.run.supervised import run_supervised
 from recipes.sft import SFTConfig, SFTDataConfig, conversation_task
 from recipes.watch.console import start_phase
 from recipes.watch.report import REPORT_FILE
+from recipes.watch.rollout_files import replace_file
 from rollout.engine import SamplingParams, create_engine
 from rollout.prompts import PromptBuilder, SupervisedBuilder
 from rollout.responses import build_requests
@@ -41,9 +40,6 @@ from workers.model.model_config import ModelConfig
 from workers.roles.model_worker import PolicyConfig, ReferenceWorker
 from workers.training.checkpoint import latest_checkpoint
 from workers.training.optimizer import OptimizerConfig
-
-LEARNING_OPTIONS = ("steps", "batch-size", "lr")
-"""Options that a training keeps from its start to its end."""
 
 
 def make_vlm(config: MakeVLMConfig) -> Path:
@@ -82,34 +78,17 @@ def _make_vlm(path: Path, config: MakeVLMConfig) -> Path:
 
 
 def check_began(path: Path, config: MakeVLMConfig) -> None:
-    """Checks that what is there was begun with the same options.
-
-    Raises:
-        InvalidConfig: the checkpoint has another tower or seed, its training began with other options, or there is a training
-            of a checkpoint that has been deleted.
-        CheckpointError: the file of its options is damaged.
-    """
-    trains, file = config.run_dir.exists(), path / OPTIONS_FILE
-    if trains and not (path / "README.md").is_file():
+    """Raises `InvalidConfig` if what is there was begun with other options, or is the training of a deleted checkpoint."""
+    if config.run_dir.exists() and not path.exists():
         raise InvalidConfig(
-            f"{config.run_dir} holds the training of an earlier model, and {path} is no such model: delete {config.run_dir}, or "
-            "choose another --output-dir"
+            f"{config.run_dir} holds the training of an earlier model: delete it, or choose another --output-dir"
         )
-    if not file.is_file():
-        return
-    try:
-        began = dict(yaml.safe_load(file.read_text(encoding="utf-8")))
-    except (yaml.YAMLError, UnicodeDecodeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{file} is damaged, so {path} cannot be resumed: choose another --output-dir") from error
-    fixed = [*options_of(config.tower), *(option for option in options_of(config) if option.name == "seed")]
-    if trains:
-        fixed += [option for option in options_of(config) if option.name in LEARNING_OPTIONS]
-    for option in fixed:
-        if str(began.get(option.name, option.default)) != str(option.default):
-            raise InvalidConfig(
-                f"--resume with --{option.name} {option.default}, but {path} was made with {began[option.name]}: give that, or "
-                "choose another --output-dir"
-            )
+    file = path / OPTIONS_FILE
+    if file.is_file() and file.read_text(encoding="utf-8", errors="replace") != config_as_yaml(config):
+        raise InvalidConfig(
+            f"--resume with other options than those with which {path} was begun: give --config {file} --resume, or choose "
+            "another --output-dir"
+        )
 
 
 def teach(path: Path, config: MakeVLMConfig, icons_file: Path, easy_vqa_file: Path) -> None:
@@ -169,20 +148,12 @@ class Replay:
     def of(cls, checkpoint: Path, things: Sequence[str], seed: int, file: Path) -> Self:
         """What ``file`` holds, or else what the checkpoint says about the things, which is written there."""
         if file.is_file():
-            try:
-                kept = json.loads(file.read_text(encoding="utf-8"))
-                return cls(
-                    tuple((str(question), str(answer)) for question, answer in kept["answers"]), float(kept["loss"])
-                )
-            except (ValueError, LookupError, TypeError) as error:
-                raise CheckpointError(f"{file} is damaged: delete it, and the text model is asked again") from error
+            kept = json.loads(file.read_text(encoding="utf-8"))
+            return cls(tuple((question, answer) for question, answer in kept["answers"]), kept["loss"])
         answers = own_answers(checkpoint, questions_about(things, seed, ASKED), seed)
         replay = cls(answers, text_loss(checkpoint, conversations(answers[::EVERY])))
-        draft = file.with_name(f".{file.name}.partial")
-        with writing(file, draft):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            draft.write_text(json.dumps(asdict(replay), indent=1), encoding="utf-8")
-            os.replace(draft, file)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(file, json.dumps(asdict(replay), indent=1).encode())
         return replay
 
 

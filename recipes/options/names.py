@@ -67,6 +67,7 @@ OF_A_COLUMN = (
     "it is a constant of recipes.algorithms.covariances now: register a loss with another one, LOSSES.register"
 )
 ENDED = {
+    "shuffled-control": "run once more with --shuffled-rewards and another --output-dir",
     "rollout.quantization": "give it to the engine, --engine-options quantization fp8",
     "rollout.speculate": "give it to the engine, --engine-options speculate N",
     "algorithm.sapo-temperatures": OF_THE_FUNCTION.format("recipes.algorithms.gated_policy_loss", "loss"),

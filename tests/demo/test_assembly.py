@@ -105,7 +105,7 @@ def test_the_options_stand_in_the_directory_and_make_it_again(text_model, tmp_pa
     config = MakeVLMConfig(output_dir=tmp_path / "vlm", steps=0, seed=3, tower=TOWER)
     assert parse(["--config", str(make_vlm(config) / "config.yaml")]) == config
     make_vlm(replace(config, resume=True))
-    with pytest.raises(InvalidConfig, match=r"--resume with --width 48, but .*/vlm was made with 32"):
+    with pytest.raises(InvalidConfig, match="--resume with other options"):
         make_vlm(replace(config, resume=True, tower=replace(TOWER, width=48)))
 
 

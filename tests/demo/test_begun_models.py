@@ -1,6 +1,5 @@
 """A model whose making was interrupted, damaged or begun with other options; nothing is downloaded or trained here."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -8,11 +7,11 @@ import torch
 from safetensors import SafetensorError
 from transformers import LlamaConfig, LlamaForCausalLM, SmolVLMForConditionalGeneration
 
-from dataproto.errors import CheckpointError, FileNotWritten, InvalidConfig
+from dataproto.errors import FileNotWritten, InvalidConfig
 from helpers.tiny_prompts import tiny_tokenizer
 from recipes.configs.make_vlm_config import MakeVLMConfig, TowerConfig
 from recipes.demo import make_vlm
-from recipes.demo.make_vlm import Replay, check_began
+from recipes.demo.make_vlm import check_began
 from recipes.demo.smolvlm import assemble, with_image_tokens
 from recipes.options import write_options
 
@@ -38,27 +37,13 @@ def test_the_training_of_a_deleted_model_is_not_taken_for_that_of_a_new_one(begu
             make_vlm.make_vlm(replace(begun, resume=resume))
 
 
-@pytest.mark.parametrize(
-    "changed", [{"steps": 6}, {"batch_size": 2}, {"lr": 1e-5}, {"seed": 3}, {"tower": TowerConfig(depth=2)}]
-)
+@pytest.mark.parametrize("changed", [{"steps": 6}, {"seed": 3}, {"tower": TowerConfig(depth=2)}])
 def test_a_model_is_resumed_with_its_own_options(begun, changed):
     check_began(begun.output_dir, begun)
-    with pytest.raises(InvalidConfig, match=r"--resume with --[a-z-]+ \S+, but .*/vlm was made with \S+: give that"):
+    with pytest.raises(
+        InvalidConfig, match=r"other options than .*/vlm was begun: give --config .*/config.yaml --resume"
+    ):
         check_began(begun.output_dir, replace(begun, **changed))
-
-
-def test_a_model_that_has_learned_nothing_may_learn_in_any_way(begun):
-    (begun.run_dir / "tower").rmdir()
-    begun.run_dir.rmdir()
-    check_began(begun.output_dir, replace(begun, steps=6, batch_size=2))
-    with pytest.raises(InvalidConfig, match="--seed 3"):
-        check_began(begun.output_dir, replace(begun, seed=3))
-
-
-def test_damaged_options_are_named(begun):
-    (begun.output_dir / "config.yaml").write_text("steps: [")
-    with pytest.raises(CheckpointError, match=r"vlm/config.yaml is damaged"):
-        check_began(begun.output_dir, begun)
 
 
 def test_packages_are_fetched_before_anything_is_written(tmp_path, monkeypatch):
@@ -70,17 +55,6 @@ def test_packages_are_fetched_before_anything_is_written(tmp_path, monkeypatch):
     with pytest.raises(InvalidConfig, match="no emoji-datasource-google"):
         make_vlm.make_vlm(MakeVLMConfig(output_dir=tmp_path / "vlm", steps=2))
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "content", ['{"answers": [["a", "b"]', "[]", '{"answers": [["a"]], "loss": 1}', '{"answers": []}']
-)
-def test_a_damaged_file_of_answers_is_named(content, tmp_path):
-    (tmp_path / "replay.json").write_text(content)
-    with pytest.raises(CheckpointError, match=r"replay.json is damaged: delete it"):
-        Replay.of(tmp_path, [], 0, tmp_path / "replay.json")
-    (tmp_path / "replay.json").write_text(json.dumps({"answers": [["a", "b"]], "loss": 1}))
-    assert Replay.of(tmp_path, [], 0, tmp_path / "replay.json") == Replay((("a", "b"),), 1.0)
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("No space left on device")])
