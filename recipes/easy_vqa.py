@@ -29,13 +29,7 @@ from recipes.options import exit_status
 from recipes.rewards import RewardFunction, ShuffledScores, load_reward, short_answer_reward
 from recipes.rewards.reward_check import check_reward
 from recipes.run.drawn_environment import controlled_evaluation
-from recipes.run.policy_gradient import (
-    PolicyTask,
-    open_task_directory,
-    prompt_builder,
-    prompt_loader,
-    run,
-)
+from recipes.run.policy_gradient import PolicyTask, open_task_directory, prompt_builder, prompt_loader, run
 from recipes.run.supervised import SupervisedTask, held_out_loss, run_supervised
 from recipes.watch.console import start_phase
 from recipes.watch.metrics_file import METRICS_FILE

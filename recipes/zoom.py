@@ -16,15 +16,7 @@ from functools import partial
 from transformers.utils import get_json_schema
 
 from recipes.configs.zoom_config import ZoomConfig, parse
-from recipes.demo.digit_zoom import (
-    PLACES,
-    TASK,
-    TOOL_TASK,
-    DigitZoom,
-    DigitZoomByTool,
-    RandomLooks,
-    ZoomRows,
-)
+from recipes.demo.digit_zoom import PLACES, TASK, TOOL_TASK, DigitZoom, DigitZoomByTool, RandomLooks, ZoomRows
 from recipes.demo.tiny_model import TinyConfig
 from recipes.options import exit_status
 from recipes.ppo import episode_step

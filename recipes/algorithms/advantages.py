@@ -188,10 +188,7 @@ def greedy_baseline_advantage(
 
 
 def reinforce_plus_plus(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    gamma: float = 1.0,
-    trajectory: Iterable[Hashable] | None = None,
+    token_level_rewards: Tensor, response_mask: Tensor, gamma: float = 1.0, trajectory: Iterable[Hashable] | None = None
 ) -> Tensor:
     """REINFORCE++: the discounted reward-to-go, whitened over all sampled tokens of the batch (arXiv:2501.03262).
 

@@ -147,10 +147,7 @@ def clipped_weight_loss(
 
 
 def gated_policy_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    sapo_temperatures: tuple[float, float] = (1.0, 1.05),
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, sapo_temperatures: tuple[float, float] = (1.0, 1.05)
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """SAPO: a smooth gate on the ratio instead of a clip (arXiv:2511.20347, section 3).
 
@@ -222,11 +219,7 @@ def clip_cov_loss(
 
 
 def kl_cov_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    high_covariance: Tensor,
-    kl_cov_coef: float = 1.0,
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, high_covariance: Tensor, kl_cov_coef: float = 1.0
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """KL-Cov: a penalty on the tokens that lower the entropy most (arXiv:2505.22617, section 4).
 

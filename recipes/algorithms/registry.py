@@ -189,10 +189,7 @@ ADVANTAGES = Registry(
         ),
         "remax": Algorithm("advantages.greedy_baseline_advantage", {"kl_coef": 0.001, "kl_in": "reward"}),
         "opo": Algorithm("advantages.length_weighted_advantage", {"kl_coef": 0.0}),
-        "gigpo": Algorithm(
-            "turn_advantages.gigpo_advantage",
-            {"kl_coef": 0.01},
-        ),
+        "gigpo": Algorithm("turn_advantages.gigpo_advantage", {"kl_coef": 0.01}),
         "turn_returns": Algorithm("turn_advantages.turn_returns_advantage"),
         "gae": Algorithm("advantages.gae", arguments=("gamma",), critic=True),
         "turn_gae": Algorithm("turn_advantages.turn_gae", critic=True),

@@ -40,9 +40,7 @@ class SFTPhaseConfig:
 
     def idle_options(self) -> list[tuple[bool, str, str]]:
         """Options that do nothing here; see `recipes.options.refuse_idle_options`."""
-        return [
-            (not self.steps, "batch-size optimizer.", "there is no supervised phase: leave out --sft.steps 0"),
-        ]
+        return [(not self.steps, "batch-size optimizer.", "there is no supervised phase: leave out --sft.steps 0")]
 
 
 @dataclass(frozen=True)

@@ -84,9 +84,7 @@ class MakeVLMConfig:
 
     def idle_options(self) -> list[tuple[bool, str, str]]:
         """Options that do nothing here; see `recipes.options.refuse_idle_options`."""
-        return [
-            (not self.steps, "lr batch-size", "nothing is learnt: leave out --steps 0"),
-        ]
+        return [(not self.steps, "lr batch-size", "nothing is learnt: leave out --steps 0")]
 
     @property
     def phase_steps(self) -> tuple[int, int]:

@@ -55,9 +55,7 @@ class PlanOptions:
 
     def idle_options(self) -> list[tuple[bool, str, str]]:
         """Options that do nothing here; see `recipes.options.refuse_idle_options`."""
-        return [
-            (not self.fit, "devices", "the layout says how many there are: add --fit"),
-        ]
+        return [(not self.fit, "devices", "the layout says how many there are: add --fit")]
 
 
 @dataclass(frozen=True)

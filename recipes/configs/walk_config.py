@@ -11,10 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from recipes.configs.episodes_config import (
-    EpisodeAlgorithmConfig,
-    EpisodeRunConfig,
-)
+from recipes.configs.episodes_config import EpisodeAlgorithmConfig, EpisodeRunConfig
 from recipes.configs.shared.policy_gradient_config import DataConfig, parse_with_defaults
 from recipes.configs.shared.run_config import RunConfig
 from workers.model.model_config import OptimizerConfig

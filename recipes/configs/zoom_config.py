@@ -13,12 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dataproto.errors import InvalidConfig
-from recipes.configs.episodes_config import (
-    EpisodeAlgorithmConfig,
-    EpisodeRunConfig,
-    EpisodesConfig,
-    WarmUpPhaseConfig,
-)
+from recipes.configs.episodes_config import EpisodeAlgorithmConfig, EpisodeRunConfig, EpisodesConfig, WarmUpPhaseConfig
 from recipes.configs.shared.policy_gradient_config import DataConfig, parse_with_defaults
 from recipes.configs.shared.run_config import RunConfig
 from workers.model.model_config import OptimizerConfig

@@ -105,8 +105,7 @@ def assemble(path: Path, text_model: Any, tokenizer: Any, tower: TowerConfig, se
     """
     model = join(text_model, tokenizer, tower, seed)
     model.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.convert_tokens_to_ids([END_OF_TURN, END_OF_TEXT]),
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.convert_tokens_to_ids([END_OF_TURN, END_OF_TEXT]), pad_token_id=tokenizer.pad_token_id
     )
     # A white image is not zero with these means: Hugging Face and vLLM take zeros for padding.
     side, half = {"longest_edge": tower.image_size}, [0.5, 0.5, 0.5]

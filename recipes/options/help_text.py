@@ -25,12 +25,7 @@ COMMON = {
 INDENT = 30
 
 
-def help_text(
-    prog: str,
-    description: str | None,
-    options: Sequence[Option],
-    everything: bool = False,
-) -> str:
+def help_text(prog: str, description: str | None, options: Sequence[Option], everything: bool = False) -> str:
     """What ``--help`` prints; with ``everything``, what ``--help-all`` prints."""
     width = min(shutil.get_terminal_size().columns, 130)
     positional = [option for option in options if option.positional]

@@ -4,17 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from recipes.plan.devices import GIB, Traffic
-from recipes.plan.memory import (
-    RoleMemory,
-    asleep,
-    awake,
-    held,
-    idle,
-    kv_bytes,
-    own_gradients,
-    scoring,
-    updating,
-)
+from recipes.plan.memory import RoleMemory, asleep, awake, held, idle, kv_bytes, own_gradients, scoring, updating
 from recipes.plan.seconds import (
     generation_seconds,
     hand_over_seconds,

@@ -207,10 +207,7 @@ def reported(directory: Path, started: float | None = None) -> Iterator[Path]:
         started: the `time.monotonic` at which the time of the run began; by default now.
     """
     started = time.monotonic() if started is None else started
-    with ending(
-        partial(write_report, directory),
-        lambda: show_summary(directory, time.monotonic() - started),
-    ):
+    with ending(partial(write_report, directory), lambda: show_summary(directory, time.monotonic() - started)):
         yield directory
 
 
