@@ -46,7 +46,6 @@ from benchmarks.served_processes import served, told  # noqa: E402
 from benchmarks.snapshot_stages import Stage, StageLog, stages_table  # noqa: E402
 
 TENANTS, RANK = 8, 16
-SYNC_SECONDS = 2  # in which the server brings snapshots to the disk
 MODEL = "random"
 STEPS = "steps.jsonl"
 BEGAN = time.perf_counter()
@@ -256,7 +255,6 @@ def server_step(pool: ThreadPoolExecutor, tenants: Sequence[Tenant], log: StageL
     log.begin()
     together, snapshots = timed_all(pool, Tenant.snapshot, tenants)
     stages_together = log.stages()
-    time.sleep(SYNC_SECONDS)
     log.begin()
     saved, alone = tenants[0].snapshot()
     stages = {"together": stages_together, "alone": log.stages()}

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dataproto.errors import CheckpointError
 from dataproto_server.backend import OPTIMIZER_FILE
 from dataproto_server.config import LimitsConfig
 from dataproto_server.engine_link import CallFailed
@@ -29,10 +28,8 @@ from dataproto_server.json_requests import (
     read,
 )
 from dataproto_server.ledger.directories import (
-    Syncs,
     check_directory,
     checked_name,
-    copy_files,
     directory_size,
     files_of,
     link_files,
@@ -56,11 +53,11 @@ class CheckpointRoom:
         self._writing: dict[str, tuple[str, int]] = {}  # owner and bytes of what no record names yet, by run
 
     @asynccontextmanager
-    async def limited(self, run: Run, directory: Path, *, synced: bool = True) -> AsyncIterator[Path]:
+    async def limited(self, run: Run, directory: Path) -> AsyncIterator[Path]:
         """`new_directory` within the room of the key. Raises as `check_room`: another run may take the rest meanwhile."""
         self.forget(run)  # what a try that failed has written
         self.check_room(run.owner)
-        async with new_directory(directory, synced=synced) as temporary:
+        async with new_directory(directory) as temporary:
             yield temporary
             self.check_room(run.owner)
             self._writing[run.id] = run.owner, directory_size(temporary)
@@ -141,7 +138,6 @@ class Barriers:
         self.samples, self.link, self.catalogue = samples, samples.link, samples.catalogue
         self.config = samples.config
         self.room = CheckpointRoom(self.catalogue, self.config.limits)
-        self.syncs = Syncs()
         self.kinds: dict[str, Callable[[Run, Entry, bytes], Any]] = {
             "create": self._create,
             "load": self._load,
@@ -177,30 +173,6 @@ class Barriers:
         """Brings the engine to where it was after a request that was carried out before."""
         if entry.kind in ("create", "load", "optim_step"):
             await self.kinds[entry.kind](run, entry, body)
-        elif entry.kind == "save_for_sampler" and not self.syncs.wrote(run.id, self._sampler_directory(run, entry)):
-            await self._repair(run, self._sampler_directory(run, entry))
-
-    def _sampler_directory(self, run: Run, entry: Entry) -> Path:
-        return self.catalogue.run_directory(run) / f"sampler-{entry.seq}"
-
-    async def _repair(self, run: Run, directory: Path) -> None:
-        """Brings a snapshot for samplers to the disk, of which nothing tells whether it is there: an earlier process has written
-        it. Writes a copy of its files, or the weights again if they are damaged.
-        """
-        if self.catalogue.name_of(directory) not in self.catalogue.directories():
-            return
-        try:
-            async with new_directory(directory) as temporary:
-                await asyncio.to_thread(copy_files, directory, temporary)
-        except CheckpointError as error:
-            log.warning("snapshot %s is written again: %s", self.catalogue.name_of(directory), error)
-            async with new_directory(directory) as temporary:
-                await self.link.call("export", model_id=run.id, directory=temporary, sampled=True)
-            self.syncs.mark_written(run.id, directory)
-        except OSError as error:
-            self.syncs.give_up(run.id, directory, error)
-        else:
-            self.syncs.mark_written(run.id, directory)
 
     async def _create(self, run: Run, entry: Entry, body: bytes) -> Done:
         check_optimizer(read(CreateModel, parse_json(body)).optimizer_config)
@@ -233,7 +205,6 @@ class Barriers:
         base, lora = self.catalogue.spec_of(checkpoint)
         if asked.base_model not in (None, base):
             raise InvalidRequest(f"{asked.path} is an adapter of {base}, not of {asked.base_model}")
-        await self.syncs.done(run.id)  # as for every snapshot
         with self.samples.hold(checkpoint.directory):
             await self._linked(run, entry, self.catalogue.place(checkpoint.directory), asked.optimizer)
         snapshot = self.catalogue.name_of(self._snapshot_directory(run, entry.seq))
@@ -319,13 +290,12 @@ class Barriers:
         if sampler_id in self.catalogue.samplers:
             raise InvalidRequest(f"there is a sampling session {sampler_id} already: choose another number")
         moving = asked.kind == "inflight"
-        directory = self._sampler_directory(run, entry)
+        directory = self.catalogue.run_directory(run) / f"sampler-{entry.seq}"
         waited, began = time.monotonic() - entry.arrived, time.perf_counter()
-        async with self.room.limited(run, directory, synced=False) as temporary:
+        async with self.room.limited(run, directory) as temporary:
             await self.link.call("export", model_id=run.id, directory=temporary, sampled=True)
             written = time.perf_counter()
         stages = waited, written - began, time.perf_counter() - written
-        self.syncs.begin(run.id, directory)
         sampler = Sampler(
             id=sampler_id,
             session=run.session,

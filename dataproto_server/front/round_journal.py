@@ -174,8 +174,6 @@ class RunSnapshots:
         """Begins a snapshot after the update ``seq`` if it is time, and none is being written."""
         lane.steps += 1
         due = lane.steps >= self.config.snapshot_steps
-        if self.barriers.syncs.failed(lane.run.id):  # none could be recorded
-            return
         if lane.run.id not in self._writing and (
             due or time.monotonic() - lane.last_snapshot >= self.config.snapshot_seconds
         ):
@@ -195,8 +193,6 @@ class RunSnapshots:
         steps, began = lane.steps, time.monotonic()
         try:
             directory = await self.barriers.snapshot(lane.run, seq)
-            # snapshots for samplers must be on disk first: a replay that begins here would not write them again
-            await self.barriers.syncs.done(lane.run.id)
         except EngineLost:  # which is an OSError too
             return
         except (CallFailed, OSError):

@@ -378,5 +378,4 @@ class Scheduler:
         for directory in await self.catalogue.drop_samplers(lambda each: each.run == run.id):
             self.barriers.samples.retire(directory)
         await self.link.call("release", model_id=run.id)
-        self.barriers.syncs.end(run.id)
         await asyncio.to_thread(remove_run_files, self.catalogue.run_directory(run))

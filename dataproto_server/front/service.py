@@ -160,7 +160,6 @@ class Service:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.link.close()
-        self.scheduler.barriers.syncs.close()  # a disk may take long; the journal keeps what is not there yet
         await self.scheduler.settled()
         self.database.close()
 

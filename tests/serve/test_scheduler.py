@@ -201,9 +201,9 @@ def test_a_server_stops_while_it_cannot_write_the_outcome_of_an_update(tmp_path,
 def test_files_of_different_runs_are_written_at_the_same_time(tmp_path, monkeypatch):
     both, publish = threading.Barrier(2), directories._publish
 
-    def publish_together(temporary, target, synced):
+    def publish_together(temporary, target):
         both.wait(timeout=60)  # breaks, and fails the request, unless the other run's files are being written too
-        publish(temporary, target, synced)
+        publish(temporary, target)
 
     async def work(front: Front):
         runs = [await front.new_run(name) for name in ("one", "two")]
