@@ -2,6 +2,7 @@
 
     python benchmarks/geo3k_step.py --gpus 4 --size 7b                  # 512 prompts x 5 samples, mini-batches of 128, KL
     python benchmarks/geo3k_step.py --gpus 2 --size tiny --engine hf --prompts 8 --minibatch 4 --max-tokens 32       # anywhere
+    python benchmarks/geo3k_step.py --gpus 2 --size 7b --lora-rank 0 64                     # all weights, then adapters
     python benchmarks/geo3k_step.py --gpus 2 --size qwen3.5-9b --prompts 32 --minibatch 32 --max-tokens 512 --whole-responses \
         --compile --activation-checkpointing selective --token-budget 6144 --unsharded weights  # the step of verl#7203
 
@@ -21,6 +22,7 @@ import random
 import runpy
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -175,6 +177,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--over-ask", type=float, default=1.0, help="groups decoded at a time; see --rollout.over-ask")
     parser.add_argument("--rollout", default="{}", help="JSON: options of the engine")
     parser.add_argument(
+        "--lora-rank",
+        type=int,
+        nargs="+",
+        default=[0],
+        help="ranks of adapters, a run each; 0: all weights are trained",
+    )
+    parser.add_argument(
+        "--lora-rollout", default="{}", help="JSON: further options of the engine in runs with adapters"
+    )
+    parser.add_argument(
         "--model", type=Path, default=Path("/tmp/random-checkpoints"), help="folder for the checkpoints"
     )
     return parser.parse_args()
@@ -194,6 +206,16 @@ def main() -> None:
         f"prompts: {time.perf_counter() - started:.1f} s, {prompts['attention_mask'].sum(1).float().mean():.0f} tokens",
         flush=True,
     )
+    found = {rank: measured(arguments, path, prompts, rank) for rank in arguments.lora_rank}
+    names = ["all weights" if rank == 0 else f"adapters of rank {rank}" for rank in found]
+    print(f"\n| figure (medians) | {' | '.join(names)} |\n|{' --- |' * (1 + len(names))}")
+    for name in dict.fromkeys(name for figures in found.values() for name in figures):
+        values = (f"{figures[name]:.4g}" if name in figures else "" for figures in found.values())
+        print(f"| {name} | {' | '.join(values)} |")
+
+
+def measured(arguments: argparse.Namespace, path: str, prompts: DataProto, rank: int) -> dict[str, float]:
+    """The median of each figure of a run's steps after the first one; with adapters if their ``rank`` is not 0."""
     actor = ActorConfig(
         path,
         token_budget=arguments.token_budget,
@@ -202,8 +224,9 @@ def main() -> None:
         flash_attention=arguments.flash_attention,
         scoring_token_budget=arguments.scoring_token_budget,
         unsharded=arguments.unsharded,
+        lora_rank=rank,
     )
-    options = json.loads(arguments.rollout)
+    options = json.loads(arguments.rollout) | (json.loads(arguments.lora_rollout) if rank else {})
     started = time.perf_counter()
     with launch(
         actor=actor,
@@ -219,28 +242,30 @@ def main() -> None:
     ) as roles:
         print(roles.start_seconds, flush=True)
         print(f"roles launched: {time.perf_counter() - started:.0f} s", flush=True)
-        state, loader = StepState(KLController(0.0)), LookAhead(Steps(prompts))
-        carrying = RolloutOptions(over_ask=arguments.over_ask)
-        batches, measure = carry_samples(roles, loader, carrying, state, 1 + arguments.steps, corrected=False)
-        config = GRPOConfig(n=arguments.samples, kl_coef=0.01, minibatch=arguments.minibatch)
-        found = []
-        for number in range(1 + arguments.steps):
-            started = time.perf_counter()
-            sampling = config.sampling(arguments.max_tokens, seed=0)
-            data, metrics = grpo_step(roles, next(batches), config, sampling, state)
-            seconds = time.perf_counter() - started
-            tokens = int(data["attention_mask"].sum())
-            figures = {"seconds": seconds, "tokens/s/GPU": tokens / seconds / arguments.gpus}
-            figures |= {name.removeprefix("timing_s/"): value for name, value in metrics.items() if "timing" in name}
-            figures |= {name: value for name, value in metrics.items() if name.startswith("perf/")}
-            if arguments.over_ask > 1:
-                measured = measure(data, metrics | {"timing_s/step": seconds}, roles.devices)
-                figures |= {name: value for name, value in measured.items() if name.startswith("training/")}
-            print(f"step {number}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()), flush=True)
-            found.append(figures)
-    print("\n| figure | median |\n| --- | --- |")
-    for name in found[-1]:
-        print(f"| {name} | {median(each[name] for each in found[1:]):.4g} |")
+        found = list(steps(arguments, roles, prompts))[1:]
+    return {name: median(each[name] for each in found) for name in found[-1]}
+
+
+def steps(arguments: argparse.Namespace, roles: Any, prompts: DataProto) -> Iterator[dict[str, float]]:
+    """Makes the steps of a run, prints the figures of each and yields them."""
+    state, loader = StepState(KLController(0.0)), LookAhead(Steps(prompts))
+    carrying = RolloutOptions(over_ask=arguments.over_ask)
+    batches, measure = carry_samples(roles, loader, carrying, state, 1 + arguments.steps, corrected=False)
+    config = GRPOConfig(n=arguments.samples, kl_coef=0.01, minibatch=arguments.minibatch)
+    for number in range(1 + arguments.steps):
+        started = time.perf_counter()
+        sampling = config.sampling(arguments.max_tokens, seed=0)
+        data, metrics = grpo_step(roles, next(batches), config, sampling, state)
+        seconds = time.perf_counter() - started
+        tokens = int(data["attention_mask"].sum())
+        figures = {"seconds": seconds, "tokens/s/GPU": tokens / seconds / arguments.gpus}
+        figures |= {name.removeprefix("timing_s/"): value for name, value in metrics.items() if "timing" in name}
+        figures |= {name: value for name, value in metrics.items() if name.startswith("perf/")}
+        if arguments.over_ask > 1:
+            more = measure(data, metrics | {"timing_s/step": seconds}, roles.devices)
+            figures |= {name: value for name, value in more.items() if name.startswith("training/")}
+        print(f"step {number}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()), flush=True)
+        yield figures
 
 
 if __name__ == "__main__":

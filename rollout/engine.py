@@ -251,6 +251,22 @@ class RolloutEngine(RequestEngine, Protocol):
         """Names of the engine's weights that are not equal, in the engine's dtype, to the given ones."""
         ...
 
+    def load_adapter(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Replaces the adapter (LoRA) that all rows have next to the weights: A ``(r, in)`` and B ``(out, r)`` of each adapted
+        layer, in any order, under the layer's Hugging Face name and ``.lora_A.weight`` or ``.lora_B.weight``. B has the scale.
+
+        Only engines with an option ``lora_rank`` need this method and the next: the actor's adapters are merged into the weights
+        of others.
+
+        Raises:
+            InvalidConfig: a layer is unknown, or a matrix of another shape; names it.
+        """
+        ...
+
+    def differing_adapter(self, tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """Names of layers whose adapter is not equal, in the engine's dtype, to the given one."""
+        ...
+
     def sleep(self) -> None:
         """Frees memory while the model trains."""
         ...
@@ -334,6 +350,11 @@ def returns_experts(name: str) -> bool:
 def awaits_weights(name: str) -> bool:
     """Whether an engine has the option ``awaits_weights``: it starts without the weights of the checkpoint."""
     return has_option(_engine_class(name), "awaits_weights")
+
+
+def takes_adapters(name: str) -> bool:
+    """Whether an engine has the option ``lora_rank``: it holds the base weights and gets adapters by `load_adapter`."""
+    return has_option(_engine_class(name), "lora_rank")
 
 
 def prepare_engine(name: str, model_path: str) -> None:

@@ -34,6 +34,7 @@ from rollout.hf.batch import Batch
 from rollout.hf.decoder import Decoder, Read, RouteRecorder
 from rollout.hf.requests import KeptPrefixes, OpenRequest, Prefix, check_room
 from rollout.hf.speculation import DraftPlaces, Speculation, matching, padded_drafts
+from rollout.low_rank import LowRankLayers, held_adapter
 from rollout.pretrained import check_speculation, end_ids, generation_config, load_model
 from rollout.sampling import (
     check_sampled,
@@ -68,6 +69,7 @@ class HFEngine:
         routed_experts: bool = False,
         token_budget: int = TOKEN_BUDGET,
         speculate: int = 0,
+        lora_rank: int = 0,
     ) -> None:
         """Loads the checkpoint at ``model_path``.
 
@@ -78,6 +80,7 @@ class HFEngine:
             routed_experts: completions name the experts that tokens were sent to; for models with experts.
             token_budget: tokens of prompts, with padding, that the model reads at a time. A longer prompt is read in parts.
             speculate: tokens that are drafted for a row at a time and read in one pass; see `rollout.drafts`.
+            lora_rank: of the adapter that `load_adapter` hands over next to the base weights; 0: none.
 
         Raises:
             InvalidConfig: ``max_num_seqs`` or ``token_budget`` is below 1, the checkpoint's ``generation_config.json`` cannot
@@ -97,6 +100,7 @@ class HFEngine:
         model = load_model(family, model_path, self.dtype)
         self._path = model_path
         self._begin(model.to(self.device), max_num_seqs, kept_bytes, token_budget, routed_experts, speculate)
+        self.adapter = LowRankLayers(self.model, self.family, lora_rank) if lora_rank else None
 
     def _begin(
         self,
@@ -379,6 +383,7 @@ class HFEngine:
             row.prefix = None
 
     # Weights and memory
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copies all weights in place, one after another. Tied weights are required under one of their names only, buffers not at
         all.
@@ -410,6 +415,15 @@ class HFEngine:
                 f"the engine's model has {len(left)} weights that were not given: {sorted(left.values())[:10]}"
             )
         self._has_weights = True
+
+    def load_adapter(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Replaces the adapter. See `RolloutEngine.load_adapter`."""
+        self._suspend()
+        held_adapter(self.adapter).load(tensors)
+
+    def differing_adapter(self, tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """Names of layers whose adapter is not the given one."""
+        return held_adapter(self.adapter).differing(tensors)
 
     def differing_weights(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
         """Names of parameters that differ from the given ones, or that are missing among them."""

@@ -46,7 +46,7 @@ from rollout.vllm.requests import (
     first_samples_first,
 )
 from rollout.vllm.running_engine import clear_kv_cache, state_of
-from rollout.vllm.startup import inspect_ahead, processor_options, quantization_options, start_llm
+from rollout.vllm.startup import inspect_ahead, processor_options, quantization_options, start_llm, worker_options
 from rollout.vllm.whole_images import limit_of_images
 
 
@@ -66,11 +66,12 @@ class VLLMEngine:
         tensor_parallel: int = 1,
         memory_share: float = 0.5,
         kv_cache_bytes: int | None = None,
-        sleep_level: int = 2,
+        sleep_level: int | None = None,
         routed_experts: bool = False,
         awaits_weights: bool = False,
         speculate: int = 0,
         quantization: str | None = None,
+        lora_rank: int = 0,
         **options: Any,
     ) -> None:
         """Starts vLLM on the checkpoint at ``model_path``.
@@ -84,15 +85,21 @@ class VLLMEngine:
             tensor_parallel: number of neighbouring ranks of the default process group that run one vLLM together.
             memory_share: share of the device memory for weights and KV cache.
             kv_cache_bytes: size of the KV cache, instead of ``memory_share``; 1 GiB by default on a CPU.
-            sleep_level: 1 keeps the weights in host memory during sleep, 2 drops them, and they are streamed again.
+            sleep_level: 0 keeps the weights on the device during sleep, 1 in host memory, and 2 drops them, and they are streamed
+                again. By default 2, or 1 with ``lora_rank``.
             routed_experts: completions name the experts that tokens were sent to; for models with experts.
             awaits_weights: `load_weights` is called before the first request, so the checkpoint's weights are not read.
             speculate: tokens that are drafted for a row at a time and read in one pass; see `rollout.drafts`.
             quantization: "fp8": weights of linear layers in 8 bits. The engine then samples from another policy than the actor's.
+            lora_rank: of the adapter that `load_adapter` hands over next to the base weights; 0: none.
             options: any other option of ``vllm.LLM``.
         """
-        if sleep_level not in (1, 2):
-            raise InvalidConfig(f"sleep_level={sleep_level}: must be 1 (weights to the host) or 2 (weights dropped)")
+        if sleep_level is None:
+            sleep_level = 1 if lora_rank else 2
+        if sleep_level not in (0, 1, 2):
+            raise InvalidConfig(
+                f"sleep_level={sleep_level}: must be 0 (weights stay), 1 (weights to the host) or 2 (weights dropped)"
+            )
         chosen = {
             "max_num_seqs": max_num_seqs,
             "dtype": dtype,
@@ -104,7 +111,9 @@ class VLLMEngine:
             "kv_cache_memory_bytes": kv_cache_bytes,
             **quantization_options(quantization),
         }
-        self._start(model_path, sleep_level, max_images, chosen | options, routed_experts, awaits_weights, speculate)
+        chosen |= options
+        chosen |= worker_options(lora_rank, sleep_level, options)
+        self._start(model_path, sleep_level, max_images, chosen, routed_experts, awaits_weights, speculate)
 
     @staticmethod
     def prepare(model_path: str) -> None:
@@ -418,6 +427,16 @@ class VLLMEngine:
         with ending(self._reset_caches):
             self.memory.load(self._checkpoint_weights(weights))
         self._awaits_weights = False
+
+    def load_adapter(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Replaces the adapter in place. See `RolloutEngine.load_adapter`; running requests continue from their tokens so far."""
+        self._suspend()
+        with ending(self._reset_caches):
+            self.memory.load_adapter(tensors)
+
+    def differing_adapter(self, tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """Names of vLLM's layers whose adapter is not the given one."""
+        return self.memory.differing_adapter(tensors)
 
     def differing_weights(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
         """Names of weights that differ from the given ones, in the engine's dtype, and of buffers that a sleep has changed."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dataproto.errors import DataProtoError, InvalidConfig
+from rollout.vllm.low_rank import LOW_RANK, differing_low_rank, load_low_rank
 from rollout.vllm.running_engine import error_line, model_of
 from rollout.vllm.weights import Weights, differing_parameters, load_parameters
 
@@ -19,6 +20,7 @@ State = Mapping[str, Tensor | None]
 """Copies on the host by name; ``None``: all bytes are zero, as those of scratch memory between steps."""
 
 _MAX_DEPTH = 4  # of helpers in helpers
+_KEPT_APART = ("kv_cache", LOW_RANK)  # not in the memory of the model that a sleep frees
 _MODULE_FIELDS = vars(nn.Module()).keys()
 
 
@@ -31,7 +33,9 @@ def model_state(worker: Any) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         own = dict(module.named_buffers(recurse=False)) | {
-            name: value for name, value in vars(module).items() if name not in _MODULE_FIELDS and name != "kv_cache"
+            name: value
+            for name, value in vars(module).items()
+            if name not in _MODULE_FIELDS and name not in _KEPT_APART
         }
         for name, tensor in _named_tensors(own, path, 0, set()):
             place = _storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
@@ -124,7 +128,9 @@ class EngineMemory:
     """Frees the memory of a ``vllm.LLM`` on CUDA and allocates it again. On a CPU vLLM cannot sleep, so all stays in memory."""
 
     def __init__(self, llm: Any, device: torch.device, sleep_level: int) -> None:
-        """``sleep_level`` 1 moves the weights to the host, 2 drops them. What else the model computes with is kept."""
+        """``sleep_level`` 0 keeps the weights on the device, 1 moves them to the host, 2 drops them. What else the model computes
+        with is kept.
+        """
         self.llm, self.device, self.sleep_level = llm, device, sleep_level
         self.has_weights = True
         """Whether the engine has all its weights."""
@@ -151,6 +157,15 @@ class EngineMemory:
             raise InvalidConfig(f"vLLM's model has weights that were not given: {sorted(missing)[:10]}")
         self.has_weights = True
 
+    def load_adapter(self, tensors: Weights) -> None:
+        """Loads an adapter next to the weights, by Hugging Face's names. Raises `InvalidConfig` if it does not fit."""
+        self.llm.collective_rpc(load_low_rank, args=(tensors,))
+
+    def differing_adapter(self, tensors: Weights) -> list[str]:
+        """Names of the layers whose adapter differs from the given one."""
+        (differing,) = self.llm.collective_rpc(differing_low_rank, args=(tensors,))
+        return list(differing)
+
     def differing(self, weights: Weights) -> list[str]:
         """Names of weights that differ from the given ones, in the engine's dtype, and of buffers that a sleep has changed."""
         (differing,) = self.llm.collective_rpc(differing_parameters, args=(weights,))
@@ -165,10 +180,10 @@ class EngineMemory:
             torch.cuda.synchronize()  # a step that was scheduled ahead of the last token still reads this memory
             self.keep_state()
             before = torch.cuda.mem_get_info()[0]
-            self.llm.collective_rpc("sleep", kwargs={"level": self.sleep_level})
+            self.llm.collective_rpc("sleep", kwargs={"level": max(self.sleep_level, 1)})  # see `PolicyWorker` for 0
             self._freed_bytes = torch.cuda.mem_get_info()[0] - before
             self._awake, self._has_kv_cache = False, False
-            self.has_weights = self.has_weights and self.sleep_level == 1
+            self.has_weights = self.has_weights and self.sleep_level < 2
 
     def wake(self) -> None:
         """Allocates the weights."""

@@ -16,6 +16,7 @@ from torch import distributed, nn
 from dataproto.errors import InvalidConfig
 from dataproto.vlm.family import VLMFamily
 from rollout.pretrained import architecture, check_in_vllm, check_speculation, family_and_config
+from rollout.vllm.low_rank import LORA_RANK, WEIGHTS_STAY
 from rollout.vllm.process_settings import (
     count_whole_images,
     import_vllm,
@@ -118,6 +119,15 @@ def quantization_options(kind: str | None) -> dict[str, Any]:
     if kind not in QUANTIZATIONS:
         raise InvalidConfig(f"quantization={kind!r}: choose one of {sorted(QUANTIZATIONS)}")
     return {"quantization": QUANTIZATIONS[kind]}
+
+
+def worker_options(lora_rank: int, sleep_level: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The option that tells `rollout.vllm.worker.PolicyWorker` of adapters and of weights that stay. It is a part of the key of
+    compiled code on disk, so code with an adapter's products and code without them are not taken for each other.
+    """
+    told = {LORA_RANK: lora_rank} if lora_rank else {}
+    told |= {} if sleep_level else {WEIGHTS_STAY: True}
+    return {"additional_config": dict(options.get("additional_config") or {}) | told} if told else {}
 
 
 def register_awaiting_loader() -> None:

@@ -162,12 +162,12 @@ def differing_parameters(worker: Any, weights: Weights) -> list[str]:
     model: Any = model_of(worker)
     left = given_parameters(model)
     differing = []
-    for name, parts in _by_parameter(model, weights):
+    for name, parts in by_parameter(model, weights):
         left.discard(name)
         module = model.get_submodule(name.rpartition(".")[0])
         held = _held(module, name)
         of_experts = name.endswith(tuple(EXPERT_WEIGHTS.values()))
-        wanted = (_of_experts(parts[0], name) if of_experts else _wanted(module, parts, held)).to(held.dtype)
+        wanted = (_of_experts(parts[0], name) if of_experts else wanted_part(module, parts, held)).to(held.dtype)
         same = equal_in_fp8 if is_quantized(module) else torch.equal
         if of_experts:
             if not same_experts(held, wanted, same, reorders_experts(module)):
@@ -194,7 +194,7 @@ def equal_in_fp8(held: Tensor, wanted: Tensor) -> bool:
     return bool(((held - wanted).abs() <= (wanted.abs() * 2**-4).maximum(smallest / 2) * 1.01).all())
 
 
-def _by_parameter(model: Any, weights: Weights) -> Iterator[tuple[str, list[Tensor]]]:
+def by_parameter(model: Any, weights: Weights) -> Iterator[tuple[str, list[Tensor]]]:
     """Names of parameters of vLLM's model, each with the weights that are fused in it, in order."""
     places = {
         source: (target, number, len(sources))
@@ -251,10 +251,13 @@ def _held(module: nn.Module, name: str) -> Tensor:
     layer: Any = module
     inputs = getattr(layer, "input_size_per_partition", layer.input_size)  # the latter if the layer is not split
     identity = torch.eye(inputs, dtype=parameter.dtype, device=parameter.device)
-    return layer.quant_method.apply(layer, identity, None).T
+    method = getattr(
+        layer.quant_method, "of_weight", layer.quant_method
+    )  # without an adapter, see `rollout.vllm.low_rank`
+    return method.apply(layer, identity, None).T
 
 
-def _wanted(module: Any, parts: list[Tensor], held: Tensor) -> Tensor:
+def wanted_part(module: Any, parts: list[Tensor], held: Tensor) -> Tensor:
     """This rank's part of the weights that are fused in a parameter."""
     vocabulary = getattr(module, "shard_indices", None)
     if vocabulary is not None:
@@ -265,8 +268,8 @@ def _wanted(module: Any, parts: list[Tensor], held: Tensor) -> Tensor:
         scale = len(whole) // sum(sizes)
         parts = list(whole.split([size * scale for size in sizes]))
     if len(parts) == 1:
-        return _part(parts[0], tuple(held.shape))
-    return torch.cat([_part(part, (size, *held.shape[1:])) for part, size in zip(parts, sizes, strict=True)])
+        return part_of_rank(parts[0], tuple(held.shape))
+    return torch.cat([part_of_rank(part, (size, *held.shape[1:])) for part, size in zip(parts, sizes, strict=True)])
 
 
 def _of_experts(whole: Tensor, name: str) -> Tensor:
@@ -314,7 +317,7 @@ def _in_order(held: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
     return held.flatten().sort().values, filled.sort().values
 
 
-def _part(whole: Tensor, shape: tuple[int, ...]) -> Tensor:
+def part_of_rank(whole: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The rank's slice of this shape. If there are more ranks than slices, neighbours hold equal slices."""
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 

@@ -1,5 +1,6 @@
 """vLLM's worker with the policy's sampler, and the one that records experts too; vLLM imports them by their names."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.platforms import current_platform
 
 from rollout.vllm.expert_slots import ExpertSlots
+from rollout.vllm.low_rank import LORA_RANK, WEIGHTS_STAY, make_room
 from rollout.vllm.running_engine import model_of
 from rollout.vllm.sampler import Float32Head, PolicySampler
 from rollout.vllm.weights import match_latent_attention
@@ -32,7 +34,16 @@ class PolicyWorker(Worker):
             make_expert_group()
         super().load_model(*args, **kwargs)
         match_latent_attention(model_of(self))
+        if rank := self.vllm_config.additional_config.get(LORA_RANK):
+            make_room(self, rank)  # outside of the memory that a sleep frees
         self.policy_sampler = install(self)
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
+        """The memory for what has this tag, which a sleep frees; weights that stay are in torch's own."""
+        if tag == "weights" and self.vllm_config.additional_config.get(WEIGHTS_STAY):
+            return nullcontext()
+        found: AbstractContextManager[Any] = super()._maybe_get_memory_pool_context(tag)
+        return found
 
 
 def install(worker: Any) -> PolicySampler:

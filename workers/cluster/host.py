@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -121,18 +121,23 @@ class Host:
         store = self._connect_store(address, rank, size, timeout_s)
         self.channel = WeightChannel(store, rank, size, self.device, timeout_s)
 
-    def send_weights(self, role: str, dtype: torch.dtype | None = None) -> None:
+    def send_weights(
+        self, role: str, dtype: torch.dtype | None = None, streams: Sequence[str] = ("named_weights",)
+    ) -> None:
         """Sends a role's weights through the channel. All ranks gather them; the one with the channel sends.
 
-        ``dtype``: as for the role's ``named_weights``.
+        Args:
+            dtype: as for the role's ``named_weights``.
+            streams: the role's methods that yield what is sent, one after the other; the receiver asks for each by itself.
         """
         self.report(f"{role}: sending weights")
-        weights = self.roles[role].named_weights(dtype)
-        if self.channel is not None:
-            self.channel.send(weights)
-        else:
-            for _ in weights:  # take part in gathering
-                pass
+        for stream in streams:
+            weights = getattr(self.roles[role], stream)(dtype)
+            if self.channel is not None:
+                self.channel.send(weights)
+            else:
+                for _ in weights:  # take part in gathering
+                    pass
 
     def receive_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The (name, tensor) pairs that arrive through the channel.

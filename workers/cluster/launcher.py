@@ -1,5 +1,6 @@
 """`launch` starts the roles of a recipe on the backend that is chosen by name."""
 
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -18,6 +19,8 @@ from workers.roles.critic import CriticConfig
 from workers.roles.model_worker import PolicyConfig
 from workers.roles.reward import ModelReward, RewardFunction
 from workers.roles.rollout_worker import RolloutConfig
+
+log = logging.getLogger(__name__)
 
 BACKENDS = {"local": "workers.cluster.local", "ray": "workers.cluster.ray_launcher"}
 """Modules with ``start_roles(LaunchPlan, Phase, **options) -> Roles`` and ``start_worker``, see `launch_worker`: imported when
@@ -62,6 +65,8 @@ def launch(
     check_extras(rollout.engine, on, options.get("address"))
     seconds: dict[str, float] = {}
     roles: Roles = _backend(on).start_roles(plan, timed_phase(phase, seconds), **options)
+    if line := roles.rollout.how_lora():
+        log.info("%s", line)
     engine = engine_phase(rollout.engine)
     parts = {f"{engine}/{name}": found for name, found in roles.rollout.start_seconds().items()}
     return replace(roles, start_seconds=seconds | parts)

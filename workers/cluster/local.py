@@ -18,7 +18,7 @@ from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.roles.reference import reference_worker
 from workers.roles.reward import ModelReward, ModelRewardWorker, RewardFunction, RewardWorker
-from workers.roles.rollout_worker import RolloutWorker
+from workers.roles.rollout_worker import RolloutWorker, lora_streams
 
 
 class LocalGroup:
@@ -71,7 +71,8 @@ def start_roles(plan: LaunchPlan, phase: Phase) -> Roles:
         with phase("starting the reward"):
             optional["reward"] = LocalGroup(_reward_worker(plan.reward, plan.actor.model_path))
     with phase(engine_phase(plan.rollout.engine)):
-        rollout = LocalGroup(RolloutWorker(plan.rollout, actor.named_weights, reward=early_reward(plan)))
+        lora = lora_streams(plan.actor, actor.base_weights, actor.adapter_weights)
+        rollout = LocalGroup(RolloutWorker(plan.rollout, actor.named_weights, reward=early_reward(plan), lora=lora))
     return Roles(LocalGroup(actor), rollout, optional)
 
 

@@ -32,7 +32,7 @@ from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.roles.reference import reference_worker
 from workers.roles.reward import ModelReward, ModelRewardWorker, RewardFunction, RewardWorker, uses_device
-from workers.roles.rollout_worker import RolloutWorker
+from workers.roles.rollout_worker import RolloutWorker, lora_streams
 
 log = logging.getLogger(__name__)
 
@@ -247,23 +247,22 @@ def _begin_reward(plan: LaunchPlan, pools: Pools) -> Callable[[], RayGroup] | No
 
 def _begin_rollout(plan: LaunchPlan, pools: Pools) -> Callable[[], RayGroup]:
     """Engines with devices of their own start now, others when the result is called: their devices are shared."""
+
+    def with_actor(host: Any) -> RolloutWorker:
+        actor = host.roles["actor"]
+        lora = lora_streams(plan.actor, actor.base_weights, actor.adapter_weights)
+        return RolloutWorker(plan.rollout, actor.named_weights, host.ranks, reward=early_reward(plan), lora=lora)
+
+    def apart(host: Any) -> RolloutWorker:
+        def receive(dtype: torch.dtype) -> Any:
+            return host.receive_weights()
+
+        lora, reward = lora_streams(plan.actor, receive, receive), early_reward(plan)
+        return RolloutWorker(plan.rollout, receive, host.ranks, shares_device=False, reward=reward, lora=lora)
+
     if "engines" not in pools:
-        return lambda: pools["models"].build(
-            "rollout",
-            lambda host: RolloutWorker(
-                plan.rollout, host.roles["actor"].named_weights, host.ranks, reward=early_reward(plan)
-            ),
-        )
-    return pools["engines"].begin_build(
-        "rollout",
-        lambda host: RolloutWorker(
-            plan.rollout,
-            lambda dtype: host.receive_weights(),
-            host.ranks,
-            shares_device=False,
-            reward=early_reward(plan),
-        ),
-    )
+        return lambda: pools["models"].build("rollout", with_actor)
+    return pools["engines"].begin_build("rollout", apart)
 
 
 def _weight_transfer(pools: Pools, rollout: RayGroup) -> Callable[[], None]:
@@ -274,7 +273,7 @@ def _weight_transfer(pools: Pools, rollout: RayGroup) -> Callable[[], None]:
     dtype = rollout.weights_dtype()
 
     def transfer_weights() -> None:
-        pools["models"].transfer_weights("actor", rollout, dtype)
+        pools["models"].transfer_weights("actor", rollout, dtype, rollout.wanted_streams())
 
     transfer_weights()
     return transfer_weights

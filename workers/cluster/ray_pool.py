@@ -105,14 +105,23 @@ class RayPool:
         self.wait(ends[:1], "open channel")
         receivers.wait(ends[1:], "open channel")
 
-    def transfer_weights(self, role: str, receivers: RayGroup, dtype: torch.dtype | None = None) -> None:
+    def transfer_weights(
+        self,
+        role: str,
+        receivers: RayGroup,
+        dtype: torch.dtype | None = None,
+        streams: Sequence[str] = ("named_weights",),
+    ) -> None:
         """Sends a role's weights, in ``dtype``, through the channel, while the other group's `refresh` receives them.
+
+        Args:
+            streams: see `Host.send_weights`.
 
         Raises:
             WorkerFailed, DataProtoError: as `wait`, for the side that failed first. Both pools are closed then.
         """
         received, call = receivers.submit("refresh"), f"{role}: sending weights"
-        refs = [host.send_weights.remote(role, dtype) for host in self.hosts]
+        refs = [host.send_weights.remote(role, dtype, streams) for host in self.hosts]
         sent = RayFuture(lambda: self.wait(refs, call), refs)
         failures, pending = wait_all([*refs, *received.refs], self.config.timeout_s)
         hanging = pending if all(is_secondary(failure.error) for failure in failures.values()) else []

@@ -155,6 +155,22 @@ def base_name(name: str) -> str | None:
     return name.replace(BASE_LAYER, "")
 
 
+def matrix_name(name: str) -> str | None:
+    """The name by which an engine knows a matrix of a linear layer's adapter, or ``None`` for any other parameter.
+
+    >>> matrix_name("layers.0.q_proj.lora_A.default.weight"), matrix_name("layers.0.q_proj.base_layer.weight")
+    ('layers.0.q_proj.lora_A.weight', None)
+    """
+    end = f".{ADAPTER_NAME}.weight"
+    return name.replace(end, ".weight") if name.endswith(end) else None
+
+
+def scale_of(model: nn.Module, name: str) -> float:
+    """What the parameter ``name`` of an adapter is multiplied by outside of the model, where B has the scale."""
+    layer, up, _ = name.rpartition(".lora_B.")
+    return float(model.get_submodule(layer).scaling[ADAPTER_NAME]) if up else 1.0  # type: ignore[index]
+
+
 def is_adapted(model: nn.Module, name: str) -> bool:
     """Whether the parameter ``name`` has an adapter."""
     owner, _, child = name.rpartition(".")

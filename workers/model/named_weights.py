@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeGuard
 
 import torch
@@ -12,34 +12,62 @@ from transformers import PreTrainedModel
 
 from dataproto.transfer import all_gather_equal
 from dataproto.vlm import VLMFamily
-from workers.model.lora import base_name, is_adapted, merged_weight
+from workers.model.lora import base_name, is_adapted, matrix_name, merged_weight, scale_of
 from workers.model.quantized import dense
 from workers.ranks.mesh import Ranks
 
 BUCKET_BYTES = 1 << 29  # tensors are gathered together up to this size
 
 
+InFloat32 = Callable[[str], bool]
+"""Whether a parameter of the base model, by its name, keeps its own dtype; see `VLMFamily.in_float32`."""
+
+
 def named_weights(
-    model: nn.Module, dtype: torch.dtype | None = None, in_float32: Callable[[str], bool] | None = None
+    model: nn.Module, dtype: torch.dtype | None = None, in_float32: InFloat32 | None = None, merged: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields (parameter name of the base model, full tensor) pairs, with adapters merged into the weights that they adapt. Last
-    come buffers that checkpoints hold, in their own dtype.
+    """Yields (parameter name of the base model, full tensor) pairs, with adapters merged into the weights that they adapt or, if
+    not ``merged``, left out. Last come buffers that checkpoints hold, in their own dtype.
 
     Collective: all ranks of the model must iterate. Sharded tensors are gathered a bucket at a time.
 
     Args:
         dtype: of the tensors, by default their own. A narrower dtype reduces the traffic.
-        in_float32: whether a parameter of the base model keeps its own dtype (`VLMFamily.in_float32`).
     """
+
+    def parameters() -> Iterator[tuple[str, Tensor, torch.dtype]]:
+        for name, parameter in model.named_parameters():
+            if (base := base_name(name)) is not None:
+                own = dtype is None or (in_float32 is not None and in_float32(base))
+                yield name, parameter, parameter.dtype if own else dtype  # type: ignore[misc]
+
+    def merge(name: str) -> Tensor | None:
+        return merged_weight(model, name, full_tensor) if merged and is_adapted(model, name) else None
+
+    for name, weight in _gathered(parameters(), merge):
+        yield base_name(name) or name, weight
+    yield from named_buffers(model)
+
+
+def adapter_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yields A ``(r, in)`` and B ``(out, r)`` of each adapted linear layer (`matrix_name`); B has the adapter's scale.
+
+    Collective as `named_weights`.
+    """
+    matrices = ((name, weight, weight.dtype) for name, weight in model.named_parameters() if matrix_name(name))
+    for name, weight in _gathered(matrices):
+        yield matrix_name(name) or name, (scale_of(model, name) * weight).to(dtype or weight.dtype)
+
+
+def _gathered(
+    parameters: Iterable[tuple[str, Tensor, torch.dtype]], instead: Callable[[str], Tensor | None] = lambda name: None
+) -> Iterator[tuple[str, Tensor]]:
+    """Names and full tensors of parameters, in the given dtypes; or what there is ``instead`` of one of this name."""
     bucket: list[tuple[str, DTensor]] = []
     filled, kind = 0, torch.float32
-    for name, parameter in model.named_parameters():
-        base = base_name(name)
-        if base is None:
-            continue
-        wanted = parameter.dtype if dtype is None or (in_float32 is not None and in_float32(base)) else dtype
-        adapted = is_adapted(model, name)
-        if not adapted and _is_row_sharded(parameter):
+    for name, parameter, wanted in parameters:
+        other = instead(name)
+        if other is None and _is_row_sharded(parameter):
             size = parameter.numel() * wanted.itemsize
             alike = bucket and parameter.device_mesh == bucket[0][1].device_mesh and wanted == kind
             if bucket and (filled + size > BUCKET_BYTES or not alike):
@@ -50,9 +78,8 @@ def named_weights(
             continue
         yield from _gather_bucket(bucket, kind)
         bucket, filled = [], 0
-        yield base, (merged_weight(model, name, full_tensor) if adapted else full_tensor(parameter, wanted)).to(wanted)
+        yield name, (full_tensor(parameter, wanted) if other is None else other).to(wanted)
     yield from _gather_bucket(bucket, kind)
-    yield from named_buffers(model)
 
 
 def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -93,32 +120,54 @@ def all_named_weights(
     model: nn.Module,
     ranks: Ranks,
     dtype: torch.dtype | None = None,
-    in_float32: Callable[[str], bool] | None = None,
+    in_float32: InFloat32 | None = None,
+    merged: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:
     """`named_weights` of all pipeline stages on every rank, stage by stage. A weight that two stages hold is yielded once."""
-    group = ranks.group("pp")
-    if group is None:
-        yield from named_weights(model, dtype, in_float32)
-        return
     entries = [
-        (name, weight.shape, weight.dtype if dtype is None or (in_float32 and in_float32(base)) else dtype)
+        (base, weight.shape, weight.dtype if dtype is None or (in_float32 and in_float32(base)) else dtype)
         for name, weight in model.named_parameters()
         if (base := base_name(name))
     ]
     entries += [(name, buffer.shape, buffer.dtype) for name, buffer in named_buffers(model)]
+    return _of_all_stages(named_weights(model, dtype, in_float32, merged), entries, ranks)
+
+
+def all_adapter_weights(
+    model: nn.Module, ranks: Ranks, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """`adapter_weights` of all pipeline stages on every rank."""
+    entries = [
+        (name, weight.shape, dtype or weight.dtype)
+        for each, weight in model.named_parameters()
+        if (name := matrix_name(each))
+    ]
+    return _of_all_stages(adapter_weights(model, dtype), entries, ranks)
+
+
+def _of_all_stages(
+    mine: Iterator[tuple[str, Tensor]], entries: list[tuple[str, torch.Size, torch.dtype]], ranks: Ranks
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of all pipeline stages on every rank, stage by stage, each name once.
+
+    Args:
+        mine: this stage's tensors: those of the ``entries``, in their order.
+    """
+    group = ranks.group("pp")
+    if group is None:
+        yield from mine
+        return
     yielded: set[str] = set()
     for rank, stage in enumerate(ranks.all_gather(entries, "pp")):
-        mine = named_weights(model, dtype, in_float32) if rank == ranks.rank("pp") else None
         for name, shape, kind in stage:
-            base = base_name(name) or name
-            weight = None if mine is None else next(mine)[1].to(kind).contiguous()
-            if base in yielded:
+            weight = next(mine)[1].to(kind).contiguous() if rank == ranks.rank("pp") else None
+            if name in yielded:
                 continue
             if weight is None:
                 weight = torch.empty(shape, dtype=kind, device=ranks.mesh.device_type)  # type: ignore[union-attr]
             distributed.broadcast(weight, src=distributed.get_global_rank(group, rank), group=group)
-            yield base, weight
-        yielded |= {base_name(name) or name for name, _, _ in stage}
+            yield name, weight
+        yielded |= {name for name, _, _ in stage}
 
 
 def float32_weights(model: nn.Module, family: VLMFamily) -> list[nn.Parameter]:

@@ -313,8 +313,16 @@ class PolicyWorker(ModelWorker):
         return self.model.score(data, into, entropy)
 
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face parameter name, full tensor) pairs; see `TrainingModel.named_weights`."""
+        """(Hugging Face parameter name, full tensor) pairs, adapters merged; see `TrainingModel.named_weights`."""
         return self.model.named_weights(dtype)
+
+    def base_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """The same without the adapters."""
+        return self.model.named_weights(dtype, merged=False)
+
+    def adapter_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """The matrices of the adapters; see `TrainingModel.adapter_weights`."""
+        return self.model.adapter_weights(dtype)
 
 
 class PolicyScores(NamedTuple):

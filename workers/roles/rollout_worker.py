@@ -24,6 +24,7 @@ from rollout.engine import (
     create_engine,
     engine_ranks,
     returns_experts,
+    takes_adapters,
 )
 from rollout.engine_ranks import drive
 from rollout.environments import Episode, EpisodeLimits, MakeEnvironment, TurnRenderer, play_episodes
@@ -31,6 +32,7 @@ from rollout.environments.episode_loop import EpisodePlan, HeldEpisodes
 from rollout.environments.episode_rows import episode_columns, episode_starts
 from rollout.prompts import PromptBuilder
 from rollout.responses import OCCURRENCE, attach_responses, build_requests, number_occurrences, prompt_names
+from workers.model.model_config import ModelConfig
 from workers.ranks.dispatch_modes import Arguments, dispatch, join_rows, split_rows
 from workers.ranks.mesh import Ranks
 from workers.roles.carried_groups import (
@@ -53,6 +55,24 @@ NO_LIMIT = 1 << 30
 """Tokens of an episode's prompt; the engine has limits of its own."""
 
 
+Stream = Callable[[torch.dtype], Iterable[tuple[str, Tensor]]]
+"""Returns (name, tensor) pairs in a dtype."""
+
+
+@dataclass(frozen=True)
+class LoraStreams:
+    """What an actor with adapters hands over: the weights without them, and the adapters."""
+
+    actor: ModelConfig
+    base: Stream
+    adapter: Stream
+
+
+def lora_streams(config: ModelConfig, base: Stream, adapter: Stream) -> LoraStreams | None:
+    """``None`` for an actor without adapters."""
+    return LoraStreams(config, base, adapter) if config.lora_rank else None
+
+
 @dataclass(frozen=True)
 class RolloutConfig:
     """Which engine generates, and its own options."""
@@ -65,6 +85,19 @@ class RolloutConfig:
         True  # the actor uses the experts that the engine chose, if the engine can tell (arXiv:2510.11370)
     )
     early_rewards: bool = False  # `generate` scores whole groups while others are decoded, by the run's reward function
+
+
+def why_merged(config: RolloutConfig, actor: ModelConfig, family: VLMFamily) -> str | None:
+    """Why the engine cannot hold an actor's adapters, so that they are merged into the weights; ``None`` if it can."""
+    if not takes_adapters(config.engine):
+        return "it has no option lora_rank"
+    if config.options.get("lora_rank") == 0:
+        return "its option lora_rank is 0"
+    if actor.lora_vision:
+        return "the vision tower has some (lora_vision)"
+    if family.experts is not None:
+        return "experts have some"
+    return None
 
 
 def replays_routing(config: RolloutConfig, family: VLMFamily) -> bool:
@@ -88,12 +121,16 @@ class RolloutWorker:
     def __init__(
         self,
         config: RolloutConfig,
-        weights: Callable[[torch.dtype], Iterable[tuple[str, Tensor]]],
+        weights: Stream,
         ranks: Ranks | None = None,
         shares_device: bool = True,
         reward: RewardWorker | None = None,
+        lora: LoraStreams | None = None,
     ) -> None:
         """``weights`` returns the actor's (name, tensor) pairs; it is called, with the engine's dtype, after each change of them.
+
+        Of an actor with adapters (``lora``) the engine gets the base once and then only adapters, if it can hold them; see
+        `why_merged`.
 
         ``ranks`` is this process's place in the training layout, which splits and joins the rows; the engine's option
         ``tensor_parallel`` is independent of it. ``shares_device``: whether other roles need the engine's memory between
@@ -112,6 +149,16 @@ class RolloutWorker:
         options: dict[str, Any] = {"awaits_weights": True} if awaits_weights(config.engine) else {}  # the actor's
         if replays_routing(config, self.family):
             options["routed_experts"] = True
+        self.lora_line, merged = "", None
+        if lora is not None:
+            merged = why_merged(config, lora.actor, self.family)
+            options |= {} if merged else {"lora_rank": lora.actor.lora_rank}
+            how = (
+                f"the adapters merged into all weights at each change: {merged}"
+                if merged
+                else "the base once, then adapters"
+            )
+            self.lora_line = f"the engine {config.engine} gets {how}"
         options |= config.options
         self.replays = bool(options.get("routed_experts"))
         self.engine = create_engine(config.engine, config.model_path, **options)
@@ -120,7 +167,12 @@ class RolloutWorker:
                 f"the engine {config.engine!r} has the option routed_experts, but no attribute no_experts (0, layers, choices): "
                 "give it one, or turn routing replay off (--rollout.no-replay-routing)"
             )
-        self.sharding = ShardingManager(self.engine, partial(weights, self.engine.dtype), block, shares_device, ranks)
+        first, adapter = (
+            (weights, None) if lora is None or merged else (lora.base, partial(lora.adapter, self.engine.dtype))
+        )
+        self.sharding = ShardingManager(
+            self.engine, partial(first, self.engine.dtype), block, shares_device, ranks, adapter
+        )
         self._calls = 0
         self._held = HeldEpisodes()
         tokenizer = AutoTokenizer.from_pretrained(config.model_path)
@@ -352,6 +404,18 @@ class RolloutWorker:
         return dict(getattr(self.engine, "start_seconds", {}))
 
     @dispatch("rank_zero")
+    def how_lora(self) -> str:
+        """How the engine gets the actor's adapters, in one line; empty if the actor has none."""
+        return self.lora_line
+
+    @dispatch("rank_zero")
+    def wanted_streams(self) -> tuple[str, ...]:
+        """The actor's methods whose tensors the engine takes next, in this order."""
+        if self.sharding.adapter is None:
+            return ("named_weights",)
+        return ("adapter_weights",) if self.sharding.has_base else ("base_weights", "adapter_weights")
+
+    @dispatch("rank_zero")
     def weights_dtype(self) -> torch.dtype:
         """The dtype of the engine's weights."""
         return self.engine.dtype
@@ -375,5 +439,8 @@ class RolloutWorker:
     @dispatch("all")
     def differing_weights(self) -> list[str]:
         """Names of the engine's weights that differ from the actor's; slow, since it reads all weights of both."""
-        with self.sharding:
-            return self.engine.differing_weights(self.sharding.weights())
+        with self.sharding as sharding:
+            differing = self.engine.differing_weights(sharding.weights())
+            if sharding.adapter is None:
+                return differing
+            return differing + self.engine.differing_adapter(sharding.adapter())

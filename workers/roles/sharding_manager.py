@@ -29,6 +29,9 @@ from workers.ranks.mesh import Ranks
 from workers.training.checkpoint import random_states, seed_everything, set_random_states
 from workers.training.memory import GENERATION, PHASES
 
+Weights = Callable[[], Iterable[tuple[str, Tensor]]]
+"""Returns (name, full tensor) pairs, which all ranks take together."""
+
 
 @dataclass(frozen=True)
 class Neighbours:
@@ -157,19 +160,22 @@ class ShardingManager:
     def __init__(
         self,
         engine: RolloutEngine,
-        weights: Callable[[], Iterable[tuple[str, Tensor]]],
+        weights: Weights,
         neighbours: Neighbours | None = None,
         shares_device: bool = True,
         ranks: Ranks | None = None,
+        adapter: Weights | None = None,
     ) -> None:
         """``weights`` returns the actor's (name, full tensor) pairs; called on each entry at which the engine lacks them.
 
+        With an ``adapter`` they are the base's, which the engine gets once; then only the adapter's matrices are streamed to it.
         An engine that has a device for itself (``shares_device=False``) stays awake, and keeps its weights.
         The engines of ``ranks`` take weights at the same time.
         """
         self.ranks = ranks or Ranks()
         self.engine = engine
-        self.weights = weights
+        self.weights, self.adapter = weights, adapter
+        self.has_base = False  # what the actor computes with, which is not always what the checkpoint holds
         self.neighbours = neighbours or Neighbours()
         self.shares_device = shares_device
         self.stale = True
@@ -189,10 +195,7 @@ class ShardingManager:
         try:
             with self.ranks.fail_together():
                 kept = self.engine.wake()
-            if self.stale or not kept:
-                with self.ranks.fail_together():
-                    self._load_weights()
-                self.version += 1
+            self._bring_up_to_date(kept)
         except BaseException as error:
             end_after(error, *self._rest)  # training needs the memory
             raise
@@ -209,12 +212,28 @@ class ShardingManager:
     ) -> None:
         end_after(error, self._continue_training_random, *self._rest)
 
-    def _load_weights(self) -> None:
-        weights = iter(self.weights())
+    def _bring_up_to_date(self, kept: bool) -> None:
+        """Streams what the engine lacks.
+
+        Args:
+            kept: whether the engine still has the weights that it got.
+        """
+        lacks = not kept or not self.has_base if self.adapter is not None else not kept or self.stale
+        if lacks:
+            with self.ranks.fail_together():
+                self._stream(self.engine.load_weights, self.weights)
+            self.has_base = True
+        if self.adapter is not None and (lacks or self.stale):
+            with self.ranks.fail_together():
+                self._stream(self.engine.load_adapter, self.adapter)
+        self.version += lacks or self.stale
+
+    def _stream(self, load: Callable[[Iterable[tuple[str, Tensor]]], None], weights: Weights) -> None:
+        tensors = iter(weights())
         try:
-            self.engine.load_weights(weights)
+            load(tensors)
         except Exception as error:
-            end_after(error, partial(deque, weights, maxlen=0))  # other ranks continue to gather and take them
+            end_after(error, partial(deque, tensors, maxlen=0))  # other ranks continue to gather and take them
             raise
 
     def _continue_training_random(self) -> None:

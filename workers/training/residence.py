@@ -146,7 +146,9 @@ class Residence:
         self._park()
 
     @contextmanager
-    def using(self, moments: bool = False, changes: bool = False, loads: bool = False) -> Iterator[None]:
+    def using(
+        self, moments: bool = False, changes: bool = False, loads: bool = False, frozen: bool = True
+    ) -> Iterator[None]:
         """The weights are on the device in here; blocks may be nested.
 
         Args:
@@ -154,6 +156,7 @@ class Residence:
                 also of a nested one.
             changes: trained weights and state may change.
             loads: frozen weights may change too.
+            frozen: frozen weights are used too.
         """
         if not self.active:
             yield
@@ -162,7 +165,7 @@ class Residence:
         self._changed |= changes
         self._loaded |= loads
         with ending(lambda: self._leave(moments)):
-            for copies in (self.frozen, self.trained):
+            for copies in (self.frozen, self.trained) if frozen else (self.trained,):
                 copies.fetch()
                 copies.wait()
             if moments:

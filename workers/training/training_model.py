@@ -16,7 +16,7 @@ from dataproto import DataProto
 from dataproto.errors import InvalidConfig, end_after, ending
 from dataproto.packing import MAX_TOKENS
 from workers.model.model_config import UNSHARDED, Unsharded
-from workers.model.named_weights import all_named_weights, float32_weights
+from workers.model.named_weights import all_adapter_weights, all_named_weights, float32_weights
 from workers.model.precision import Precision
 from workers.parallel.fsdp import FullySharded, gathered_bytes
 from workers.parallel.pipeline import PipelineParallel
@@ -411,13 +411,20 @@ class TrainingModel:
 
     # Weights and checkpoints
 
-    def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face parameter name, full tensor), one after the other, adapters merged; all ranks take part.
+    def named_weights(self, dtype: torch.dtype | None = None, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face parameter name, full tensor), one after the other, adapters merged or left out; all ranks take part.
 
         ``dtype`` is that of the tensors, by default their own; `VLMFamily.float32_weights` keep theirs.
         """
+        model, exact = self.module.model, self.module.family.in_float32
         with self.residence.using():
-            for name, weight in all_named_weights(self.module.model, self.ranks, dtype, self.module.family.in_float32):
+            for name, weight in all_named_weights(model, self.ranks, dtype, exact, merged):
+                yield name, self.residence.outlasting(weight)
+
+    def adapter_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """The matrices of the adapters, B with the scale, as an engine takes them; all ranks take part."""
+        with self.residence.using(frozen=False):
+            for name, weight in all_adapter_weights(self.module.model, self.ranks, dtype):
                 yield name, self.residence.outlasting(weight)
 
     def save(self, directory: Path, behind: bool = False, export: bool = True) -> None:
