@@ -124,13 +124,13 @@ def eval_sets(given: EvalPaths) -> dict[str, str]:
 
 
 def refuse_without_data(data: Any, rows: str, *names: str) -> None:
-    """Raises `InvalidConfig` for an option of a data set, one of ``names`` or of its ``keys``, without ``data_path``.
+    """Raises `InvalidConfig` for an option of a data set, one of ``names`` or of its ``keys``, where no data set is named.
 
     Args:
         rows: what takes the place of the data set's rows.
     """
     given = [*data.keys.given(), *(name for name in names if getattr(data, name))]
-    if given and not data.data_path:
+    if given and not data.data_path and ("eval_data_path" in names or not data.eval_data_path):
         raise InvalidConfig(
             f"{given[0]} without data_path: drawn {rows} have their own columns and held-out rows, and no files"
         )

@@ -79,6 +79,7 @@ def expected_setting(asked: PlanConfig, path: str) -> Setting:
         return _setting(config, measure_conversations(task.loader), device, engine=None, longest=task.longest)
     data = config.data
     builder = policy_gradient.prompt_builder(data, path)
+    policy_gradient.check_trains(data)
     rows, _ = policy_gradient.open_problems(config, builder)
     loader = policy_gradient.prompt_loader(config, builder, rows, shuffle=data.data_path is not None)
     config = replace(config, run=over_epochs(config.run, loader))

@@ -14,6 +14,7 @@ from typing import Any
 from transformers.utils.logging import disable_progress_bar
 
 from dataproto import DataProto
+from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily
 from recipes.configs.shared.policy_gradient_config import Config, DataConfig, PolicyGradientConfig
 from recipes.configs.shared.run_config import RecipeConfig, announce_small_model
@@ -106,6 +107,7 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[An
         InvalidConfig, CheckpointError: the run directory or the data do not fit the options.
     """
     check_step(step)
+    check_trains(config.data)
     started = time.monotonic()
     disable_progress_bar()  # of transformers; a run shows its own
     check_extras(config.engine, config.on, config.ray.address)  # before anything is written or loaded
@@ -135,13 +137,26 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[An
         return directory / REPORT_FILE
 
 
-def problems(config: PolicyGradientConfig) -> PolicyTask:
+def check_trains(data: DataConfig) -> None:
+    """Raises `InvalidConfig` for held-out sets of one's own without rows to train on, which only `evaluate` takes."""
+    if data.eval_data_path and not data.data_path:
+        raise InvalidConfig(
+            "--eval-data-path without --data-path: drawn problems have their own held-out rows; recipes.run.evaluate answers "
+            "sets without training"
+        )
+
+
+def problems(config: PolicyGradientConfig, trains: bool = True) -> PolicyTask:
     """The run that the options name: model, reward, training prompts without end, and the held-out ones.
+
+    Args:
+        trains: without, the loader, which nobody reads, is of the held-out prompts.
 
     Raises:
         InvalidConfig, CheckpointError: see `run`.
     """
-    announce_small_model(config.model_path, config.data.data_path)
+    if trains:
+        announce_small_model(config.model_path, config.data.data_path)
     played = None if config.played_agent is None else PlayedAgent.of(*config.played_agent)
     reward = None
     if config.reward is not None or played is None:
@@ -152,11 +167,12 @@ def problems(config: PolicyGradientConfig) -> PolicyTask:
     with start_phase("loading the tokenizer and the image processor"):
         builder = prompt_builder(data, model_path)
     with start_phase("reading data"):
-        train_rows, test_rows = open_problems(config, builder, reward)
+        train_rows, test_rows = open_problems(config, builder, reward, trains)
         if reward is not None:
             check_reward(reward, train_rows, builder, here=config.on == "local")
         loader = prompt_loader(config, builder, train_rows, shuffle=data.data_path is not None)
-    tell_data(loader, *test_rows.values())
+    if trains:
+        tell_data(loader, *test_rows.values())
     asked, config = config, replace(config, run=over_epochs(config.run, loader))
     config = open_task_directory(config, asked)
     evaluate = evaluation_of_sets(config, builder, test_rows)
@@ -164,7 +180,7 @@ def problems(config: PolicyGradientConfig) -> PolicyTask:
 
 
 def evaluate(config: PolicyGradientConfig) -> dict[str, float]:
-    """Answers the held-out problems that the options name, without training; the metrics.
+    """Answers the held-out problems that the options name, without training; the metrics. No ``--data-path`` is needed.
 
     Metrics, answers and report are in the directory of the options, as those of step 0 of a run::
 
@@ -177,7 +193,7 @@ def evaluate(config: PolicyGradientConfig) -> dict[str, float]:
     disable_progress_bar()
     check_extras(config.engine, config.on, config.ray.address)
     with held_directory(config):
-        task = problems(config)
+        task = problems(config, trains=False)
         with (
             reported(config.run.output_dir) as directory,
             launch_roles(task.config, task.model_path, task.builder, task.reward) as launched,
@@ -326,20 +342,23 @@ def answered_at_a_time(config: PolicyGradientConfig) -> int:
 
 
 def open_problems(
-    config: PolicyGradientConfig, builder: PromptBuilder, reward: RewardFunction | None = None
+    config: PolicyGradientConfig, builder: PromptBuilder, reward: RewardFunction | None = None, trains: bool = True
 ) -> tuple[Any, dict[str, Any]]:
     """Training rows, and the held-out rows of each set by its name; those with a truth of no use for the reward count as bad."""
     data = config.data
-    if data.data_path is not None:
-        return open_data_set(data, builder, truth_check(reward))
+    if data.data_path or data.eval_data_path:
+        return open_data_set(data, builder, truth_check(reward), trains)
     test = ProblemRows(data.level, 0, "test", data.instruction)
     return ProblemRows(data.level, config.run.seed, "train", data.instruction), {"": test[: data.eval_rows]}
 
 
 def open_data_set(
-    data: DataConfig, builder: PromptBuilder, check_truth: CheckTruth | None = None
+    data: DataConfig, builder: PromptBuilder, check_truth: CheckTruth | None = None, trains: bool = True
 ) -> tuple[Any, dict[str, Any]]:
-    """Training rows, and the held-out rows of each set by its name, that fit; without such sets see `split_rows`."""
+    """Training rows, and the held-out rows of each set by its name, that fit; without such sets see `split_rows`.
+
+    Without ``trains`` the rows of the first set take the place of training rows, which are not read.
+    """
 
     def read(path: str, split: str) -> Any:
         rows = load_rows(path, split, None, data.instruction, data.keys, data.media_root, check_truth)
@@ -351,5 +370,6 @@ def open_data_set(
     if not sets:
         rows, held_out = split_rows(path, read, data.eval_rows)
         return rows, {"": held_out}
-    rows = read(path, "train")
-    return rows, {name: first_rows(read(each, "test"), data.eval_rows) for name, each in sets.items()}
+    rows = read(path, "train") if trains else None
+    held_out = {name: first_rows(read(each, "test"), data.eval_rows) for name, each in sets.items()}
+    return next(iter(held_out.values())) if rows is None else rows, held_out

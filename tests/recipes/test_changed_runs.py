@@ -81,9 +81,14 @@ def test_a_run_goes_on_with_a_lower_rate_and_for_longer(first_run, capsys):
     assert "--change optimizer.lr=VALUE" in capsys.readouterr().err
 
 
-def test_one_call_answers_held_out_sets_for_report_and_viewer(first_run, options, tmp_path):
+def test_one_call_answers_held_out_sets_for_report_and_viewer(first_run, options, tmp_path, capsys):
     trained = first_run / "global_step_2" / "actor" / "huggingface"
-    found = evaluate(parse([*options, "--model-path", str(trained), "--output-dir", str(tmp_path / "answers")]))
+    at = options.index("--data-path")
+    own = [*options[:at], *options[at + 2 :], "--model-path", str(trained), "--output-dir", str(tmp_path / "answers")]
+    assert main(own) == 2
+    assert "--eval-data-path without --data-path" in capsys.readouterr().err
+    found = evaluate(parse(own))
+    assert "rows read" not in capsys.readouterr().out
     expected = next(row for row in rows_of(first_run) if row["step"] == 2)
     names = [name for name in found if name.startswith("val-core/")]
     assert len(names) == 2

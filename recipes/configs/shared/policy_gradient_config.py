@@ -67,7 +67,7 @@ class DataConfig:
     num_workers: int = 0
 
     def __post_init__(self) -> None:
-        refuse_without_data(self, "problems", "eval_data_path", "media_root")
+        refuse_without_data(self, "problems", "media_root")
         check_at_least(1, self, "batch_size", "eval_rows", "eval_samples", "max_prompt_length", "max_response_length")
         check_at_least(0, self, "num_workers")
         eval_sets(self.eval_data_path)  # raises for two sets of one name
@@ -76,9 +76,10 @@ class DataConfig:
 
     def idle_options(self) -> list[tuple[bool, str, str]]:
         """Options that do nothing here; see `recipes.options.refuse_idle_options`."""
+        named = bool(self.data_path or self.eval_data_path)
         return [
-            (bool(self.data_path), "level", "only drawn data have it: leave out --data-path"),
-            (not self.data_path, "on-bad-row", "all drawn rows can be used: add --data-path"),
+            (named, "level", "only drawn data have it: leave out --data-path"),
+            (not named, "on-bad-row", "all drawn rows can be used: add --data-path"),
             (
                 self.keys.messages_key is not None,
                 "instruction",
