@@ -302,15 +302,12 @@ class Backend(Protocol):
         """
         ...
 
-    def save(
-        self, model_id: str, directory: Path, *, later: Later = at_once, between: Callable[[], None] = nothing
-    ) -> None:
+    def save(self, model_id: str, directory: Path, *, later: Later = at_once) -> None:
         """Writes the adapter (peft's files) and the AdamW state (`OPTIMIZER_FILE`) to an empty directory, without gradients.
 
         Args:
             later: gets the work of writing the files. The weights are copied before `save` returns, so other calls may follow
                 before the work is done.
-            between: may be called between the parts in which the weights are copied. It changes no model.
 
         Raises:
             CheckpointError: a weight is not finite; names the model.
@@ -329,8 +326,7 @@ class Backend(Protocol):
         """Writes the adapter alone to an empty directory, as `open_sampler` and peft load it.
 
         Args:
-            sampled: it is for samplers alone, of which one follows soon: the backend may keep the weights, and write them in the
-                precision in which it samples.
+            sampled: it is for samplers alone: the backend may write the weights in the precision in which it samples.
             later: see `save`.
 
         Raises:

@@ -130,11 +130,6 @@ class EngineProcess:
             self._carry_out(*call)
             self._lead += self.clock() - began
 
-    def _export_at_once(self) -> None:
-        """Writes the adapters that clients wait for, in the midst of a call that copies all that a run has."""
-        while (call := self.calls.take("export")) is not None:
-            self._carry_out(*call)
-
     def _between_parts(self) -> None:
         """Writes files, and lets samples have their share, in the midst of a joint pass."""
         self._lead += self.clock() - self._mark
@@ -208,8 +203,6 @@ class EngineProcess:
             return self.backend.passes(**arguments, between=self._between_parts)
         if method in WRITING:
             arguments = arguments | {"later": writes.append}
-        if method == "save":
-            arguments = arguments | {"between": self._export_at_once}
         result = getattr(self.backend, method)(**arguments)
         if method == "create":
             self._models.add(arguments["model_id"])

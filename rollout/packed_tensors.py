@@ -2,8 +2,7 @@
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -15,7 +14,6 @@ from torch import Tensor
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
 """Of dtypes in a safetensors file."""
 PART_BYTES = 8 << 20  # that are digested and written at a time
-COPIED_BYTES = 64 << 20  # that `pack_by_kind` copies at a time
 SPARE = 1 / 4  # of a device's memory that copies for files leave free
 ALIGNMENT = 8  # of the first tensor in a file
 
@@ -81,24 +79,12 @@ def pack(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Pac
     return replace(packed, filled=filled)
 
 
-def pack_by_kind(tensors: Mapping[str, Tensor], between: Callable[[], None] = lambda: None) -> list[PackedTensors]:
-    """Copies of tensors of any dtypes and devices, each of about `COPIED_BYTES`; see `PackedTensors.for_writing`.
-
-    Args:
-        between: is called between two copies. The tensors must stay as they are meanwhile.
-    """
-    groups: dict[tuple[torch.dtype, torch.device, int], dict[str, Tensor]] = {}
-    sizes: Counter[tuple[torch.dtype, torch.device]] = Counter()
+def pack_by_kind(tensors: Mapping[str, Tensor]) -> list[PackedTensors]:
+    """Copies of tensors of any dtypes and devices, one for each kind; see `PackedTensors.for_writing`."""
+    groups: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        kind = tensor.dtype, tensor.device
-        groups.setdefault((*kind, sizes[kind] // COPIED_BYTES), {})[name] = tensor
-        sizes[kind] += tensor.nbytes
-    found: list[PackedTensors] = []
-    for group in groups.values():
-        if found:
-            between()
-        found.append(pack(group).for_writing())
-    return found
+        groups.setdefault((tensor.dtype, tensor.device), {})[name] = tensor
+    return [pack(group).for_writing() for group in groups.values()]
 
 
 def write_packed(packs: Sequence[PackedTensors], file: Path, metadata: Mapping[str, str] | None = None) -> str:

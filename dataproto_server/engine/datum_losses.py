@@ -13,12 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dataproto import DataProto
-from dataproto.columns import require
 from dataproto.errors import InvalidConfig
 from workers.model.model_config import LARGEST_FLOAT32
-from workers.model.packed_model import Outputs
-from workers.training.forward_pass import LossFn
 
 
 def cross_entropy(log_probs: Tensor, weights: Tensor) -> Tensor:
@@ -116,30 +112,6 @@ def option_names(name: str) -> list[str]:
     """The options that a loss has."""
     formula, columns = DATUM_LOSSES[name]
     return list(inspect.signature(formula).parameters)[1 + len(columns) :]
-
-
-def datum_loss(name: str, **config: Any) -> LossFn:
-    """The loss ``name`` as a loss function for a worker, with its options in ``config``.
-
-    Raises:
-        InvalidConfig: the loss or the option is unknown; when called, an option is out of range.
-        MissingColumn: when called, a column that the loss reads is missing.
-
-    >>> datum_loss("ppo", beta=0.1)
-    Traceback (most recent call last):
-    dataproto.errors.InvalidConfig: loss 'ppo' has no option 'beta': it has clip_low_threshold, clip_high_threshold
-    """
-    options = loss_options(name, config)
-    formula, columns = DATUM_LOSSES[name]
-
-    def loss_fn(outputs: Outputs, data: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
-        require(data, *columns)
-        of_tokens = {option: data[option] for option in THRESHOLDS if option in data}
-        for option in of_tokens.keys() - set(option_names(name)):
-            raise InvalidConfig(f"loss {name!r} does not read {option!r}: leave it out of the loss inputs")
-        return formula(outputs.log_probs, *(data[column] for column in columns), **{**options, **of_tokens}), {}
-
-    return loss_fn
 
 
 def _clipped(ratio: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from dataproto_server.engine.passes import OpenPass, open_pass, run_passes
 from dataproto_server.engine.sampling import OpenSample, Samplers, finished, open_sample
 from dataproto_server.engine.trained_adapter import TrainedAdapter, TrainedMatrices, TrainedWeights
 from dataproto_server.refusals import failure_of, server_failure
-from rollout.adapters import Adapter, AdapterConfig, unpacked, write_packed_adapter
+from rollout.adapters import Adapter, AdapterConfig, write_packed_adapter
 from workers.model.model_config import AdamParams
 
 log = logging.getLogger("dataproto.serve.engine")
@@ -172,12 +172,10 @@ class InProcessEngine:
         """See `Backend.optim_step`; ``lr`` and ``skipped_steps``, those that were not made, are also metrics."""
         return self._model(model_id).trained.step(adam)
 
-    def save(
-        self, model_id: str, directory: Path, *, later: Later = at_once, between: Callable[[], None] = nothing
-    ) -> None:
+    def save(self, model_id: str, directory: Path, *, later: Later = at_once) -> None:
         """See `Backend.save`; a file of digests is added, which `load` compares."""
         model = self._finite(model_id)
-        model.trained.save(directory, model.base_model, later, between)
+        model.trained.save(directory, model.base_model, later)
 
     def load(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
         """See `Backend.load`."""
@@ -195,13 +193,10 @@ class InProcessEngine:
         if not matrices.is_finite():  # of all at once: a look at each of them would take longer than the copy
             self._finite(model_id)
             raise CheckpointError(f"model {model_id!r} has numbers beyond {dtype}: take smaller steps")
-        written = self._samplers.writing(model_id, unpacked(config, matrices)) if sampled else None
         copied = time.perf_counter()
 
         def write() -> None:
             write_packed_adapter(config, matrices, directory, base)
-            if written is not None:
-                written(directory)
             stages = copied - began, time.perf_counter() - copied
             log.info("adapter %s: copied %.3f s, filed %.3f s", model_id, *stages)
 
@@ -210,7 +205,6 @@ class InProcessEngine:
     def release(self, model_id: str) -> None:
         """See `Backend.release`."""
         self._models.pop(model_id, None)
-        self._samplers.forget_written(model_id)
 
     def _model(self, model_id: str) -> TrainedModel:
         if model_id not in self._models:

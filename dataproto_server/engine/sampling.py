@@ -1,12 +1,10 @@
 """Snapshots that clients sample from, and requests for samples of them."""
 
 import gc
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
 
 import numpy as np
 import torch
@@ -16,21 +14,13 @@ from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig, Inv
 from dataproto_server.backend import Array, Sample, SampleRequest, SampleResult, Sampling, TopK
 from dataproto_server.config import EngineOptions
 from dataproto_server.engine.base_model import BaseModel
-from rollout.adapters import NO_LOG_PROB, WEIGHTS_FILE, Adapter, AdapterRequest, PromptScores, read_adapter
+from rollout.adapters import NO_LOG_PROB, Adapter, AdapterRequest, PromptScores, read_adapter
 from rollout.engine import Completion, SamplingParams, TopLogProbs
 from rollout.sampling import derive_seed
 
 MOST_CHECKPOINTS = 2  # in memory
 CHECKPOINT_FILE = "config.json"
 """In a directory with all weights of a model; one with an adapter has none."""
-
-
-@dataclass(frozen=True)
-class Written:
-    """The adapter of a model as it was written to a file, for a sampler to come."""
-
-    model_id: str
-    file: tuple[int, ...]  # its `identity`
 
 
 @dataclass(frozen=True)
@@ -51,36 +41,8 @@ class Samplers:
         """``base_of``: the base model of a name; raises `InvalidConfig`."""
         self.options, self.device, self.base_of = options, device, base_of
         self._samplers: dict[str, Sampler] = {}
-        self._adapters: OrderedDict[str | Written, Adapter] = OrderedDict()  # last used or written last
+        self._adapters: OrderedDict[str, Adapter] = OrderedDict()  # last used last
         self._checkpoints: OrderedDict[str, BaseModel] = OrderedDict()  # last used last
-        self._news: SimpleQueue[tuple[Written, Adapter]] = SimpleQueue()  # of threads that write files
-
-    def writing(self, model_id: str, snapshot: Adapter) -> Callable[[Path], None]:
-        """Keeps a snapshot that a model writes. A sampler that is opened on these files, also under another name, takes the
-        weights from memory.
-
-        They count among those of ``max_samplers``, and replace those that the model wrote before.
-
-        Returns:
-            what is called with the directory when the files are written, from any thread.
-        """
-        self.forget_written(model_id)
-        return lambda directory: self._news.put((Written(model_id, identity(directory / WEIGHTS_FILE)), snapshot))
-
-    def _take_written(self) -> None:
-        while not self._news.empty():
-            self._add(*self._news.get())
-
-    def forget_written(self, model_id: str) -> None:
-        """Drops the weights that a model has written and no sampler has taken."""
-        self._take_written()
-        for key in [each for each in self._adapters if isinstance(each, Written) and each.model_id == model_id]:
-            del self._adapters[key]
-
-    def _add(self, key: str | Written, adapter: Adapter) -> None:
-        self._adapters[key] = adapter
-        while len(self._adapters) > self.options.max_samplers:
-            self._adapters.popitem(last=False)
 
     def open(self, sampler_id: str, base_model: str, directory: Path | None) -> None:
         """Takes a snapshot in, or the base model. An adapter is read at once, and a checkpoint when it is first used.
@@ -135,18 +97,12 @@ class Samplers:
 
     def _adapter(self, sampler_id: str, directory: Path, base: BaseModel) -> Adapter:
         if sampler_id not in self._adapters:
-            self._add(sampler_id, self._read(directory, base))
+            trainer = base.trainer
+            self._adapters[sampler_id] = read_adapter(directory, trainer.model, trainer.family, trainer.device)
+            if len(self._adapters) > self.options.max_samplers:
+                self._adapters.popitem(last=False)
         self._adapters.move_to_end(sampler_id)
         return self._adapters[sampler_id]
-
-    def _read(self, directory: Path, base: BaseModel) -> Adapter:
-        self._take_written()
-        file, trainer = directory / WEIGHTS_FILE, base.trainer
-        found = identity(file) if file.exists() else None
-        for key in self._adapters:
-            if isinstance(key, Written) and key.file == found:
-                return replace(self._adapters.pop(key), directory=directory)
-        return read_adapter(directory, trainer.model, trainer.family, trainer.device)
 
     def _checkpoint(self, sampler_id: str, sampler: Sampler, busy: Collection[BaseModel]) -> BaseModel | None:
         if sampler_id not in self._checkpoints:
@@ -166,12 +122,6 @@ class Samplers:
         """Frees the weights of a checkpoint now: parts of a model refer to each other."""
         del self._checkpoints[sampler_id]
         gc.collect()
-
-
-def identity(file: Path) -> tuple[int, ...]:
-    """What stays the same when a file is moved or linked, and not when it is written."""
-    found = os.stat(file)
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 MOST_SAMPLES = 4096

@@ -5,7 +5,7 @@ An AdamW step that would leave numbers that float32 does not hold is refused bef
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -17,7 +17,7 @@ from torch.optim.adamw import adamw
 
 from dataproto.errors import CheckpointError, InvalidConfig
 from dataproto.vlm import VLMFamily, family_of
-from dataproto_server.backend import OPTIMIZER_FILE, Later, at_once, nothing
+from dataproto_server.backend import OPTIMIZER_FILE, Later, at_once
 from rollout.adapters import (
     Adapter,
     check_digests,
@@ -190,16 +190,12 @@ class TrainedMatrices(ABC):
         return self.optimizer.step(params)
 
     @abstractmethod
-    def save(
-        self, directory: Path, base_model: str, later: Later = at_once, between: Callable[[], None] = nothing
-    ) -> None:
+    def save(self, directory: Path, base_model: str, later: Later = at_once) -> None:
         """Writes the matrices and the AdamW state, without gradients.
 
         Args:
             later: gets what writes the files of the weights as they are now. Adapters use it; all weights of a model are written
                 before `save` returns.
-            between: is called between the parts in which an adapter is copied. It may not change the matrices or the AdamW
-                state.
         """
 
     def state(self) -> dict[str, Tensor]:
@@ -261,13 +257,10 @@ class TrainedAdapter(TrainedMatrices):
         """See `write_adapter`."""
         write_adapter(self.adapter, directory, base_model)
 
-    def save(
-        self, directory: Path, base_model: str, later: Later = at_once, between: Callable[[], None] = nothing
-    ) -> None:
+    def save(self, directory: Path, base_model: str, later: Later = at_once) -> None:
         """See `TrainedMatrices.save`. The weights are copied now, and written later."""
         matrices = self.adapter.packed().for_writing()
-        between()
-        state = pack_by_kind(self.state(), between)
+        state = pack_by_kind(self.state())
 
         def write() -> None:
             write_packed_adapter(self.adapter.config, matrices, directory, base_model)
@@ -333,9 +326,7 @@ class TrainedWeights(TrainedMatrices):
         export.finish()
         self.processors.save_pretrained(directory)
 
-    def save(
-        self, directory: Path, base_model: str, later: Later = at_once, between: Callable[[], None] = nothing
-    ) -> None:
+    def save(self, directory: Path, base_model: str, later: Later = at_once) -> None:
         """See `TrainedMatrices.save`."""
         for file, found in ((WEIGHTS_FILE, self.matrices), (OPTIMIZER_FILE, self.state())):
             tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}

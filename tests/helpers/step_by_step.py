@@ -10,12 +10,18 @@ import numpy as np
 from torch import Tensor
 
 from dataproto.chunks import Datum, read_datum, read_model_input
-from dataproto_server.engine.datum_losses import datum_loss
+from dataproto_server.engine.datum_losses import DATUM_LOSSES
 from rollout.engine import SamplingParams
 from rollout.prompts import ChunkRenderer
 from workers import Roles
 from workers.model.model_config import AdamParams
 from workers.training.forward_pass import LossFn
+
+
+def by_name(name: str) -> LossFn:
+    formula, columns = DATUM_LOSSES[name]
+    return lambda outputs, data: (formula(outputs.log_probs, *(data[column] for column in columns)), {})
+
 
 SAMPLED = ("responses", "rollout_log_probs")
 
@@ -51,7 +57,7 @@ class Program:
         return self._pass(self.roles.actor.forward_backward, data, loss)
 
     def _pass(self, method: Any, data: Sequence[Any], loss: str | LossFn) -> Passed:
-        loss_fn = datum_loss(loss) if isinstance(loss, str) else loss
+        loss_fn = by_name(loss) if isinstance(loss, str) else loss
         passed = method(self.renderer.rows(data), loss_fn)
         lengths = [len(read_datum(datum).loss_fn_inputs["target_tokens"]) for datum in data]
         return Passed(passed.metrics, [row[:length] for row, length in zip(passed.log_probs, lengths, strict=True)])

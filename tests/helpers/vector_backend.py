@@ -115,7 +115,7 @@ class VectorBackend:
         model.steps, model.gradient = model.steps + 1, None
         return {"grad_norm": norm, "steps": float(model.steps)}
 
-    def save(self, model_id: str, directory: Path, *, later=at_once, between=nothing) -> None:
+    def save(self, model_id: str, directory: Path, *, later=at_once) -> None:
         model = self.models[model_id]
         state = {"moments": model.moments.copy(), "steps": np.array([model.steps])}
         self.export(

@@ -298,9 +298,6 @@ def test_a_custom_loss_may_normalise_by_the_response_mask(client):
 
 
 def test_what_cannot_be_done_is_refused(client):
-    asked = prompt(client, "x", SIZES[0])
-    with pytest.raises(InvalidConfig, match="'sft' is unknown"):
-        client.forward([datum(asked, [5], weights=[1.0])], "sft")
     with pytest.raises(InvalidRow, match="row 0: chunk 1"):
         wrong = tinker.types.ImageChunk(data=png((16, 16)), format="png", expected_tokens=9)
         client.renderer.prompts([tinker.ModelInput(chunks=[tinker.EncodedTextChunk(tokens=[1]), wrong])])

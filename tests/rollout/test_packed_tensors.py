@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollout import packed_tensors
 from rollout.packed_tensors import PART_BYTES, PackedTensors, pack, pack_by_kind, write_packed
 
 LARGE = PART_BYTES // 4 + 7  # numbers of more than one part
@@ -31,19 +30,6 @@ def test_small_tensors_are_packed_by_one_call():
         packed = pack(weights, torch.bfloat16)
     assert copies.count == 1
     assert all(torch.equal(found, weights[name].bfloat16()) for name, found in packed.tensors().items())
-
-
-def test_much_is_copied_in_parts_between_which_others_have_their_turn(tmp_path, monkeypatch):
-    monkeypatch.setattr(packed_tensors, "COPIED_BYTES", 64)
-    tensors = {str(number): torch.full((4,), float(number)) for number in range(10)} | {"count": torch.tensor(7)}
-    turns = []
-    packs = pack_by_kind(tensors, lambda: turns.append(None))
-    assert [len(each.shapes) for each in packs] == [4, 4, 2, 1]
-    assert len(turns) == 3
-    write_packed(packs, tmp_path / "parts")
-    found = load_file(tmp_path / "parts")
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
 @pytest.mark.parametrize("device", DEVICES)

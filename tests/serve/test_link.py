@@ -130,52 +130,6 @@ def test_calls_go_on_while_files_are_written_and_a_file_that_cannot_be_written_f
     asyncio.run(asyncio.wait_for(drive(), 60))
 
 
-class Copying(VectorBackend):
-    """Copies a run in two parts; before the second one a client asks for an adapter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.copying, self.asked = threading.Event(), threading.Event()
-        self.done: list[str] = []
-
-    def save(self, model_id, directory, *, later, between) -> None:
-        self.copying.set()
-        assert self.asked.wait(30)
-        between()
-        self.done.append("save")
-
-    def export(self, model_id, directory, **options) -> None:
-        self.done.append("export")
-
-    def optim_step(self, model_id, adam):
-        self.done.append("optim_step")
-        return super().optim_step(model_id, adam)
-
-
-def test_an_adapter_does_not_wait_until_all_that_a_run_has_is_copied(tmp_path):
-    """What would change the run does."""
-    backend = Copying()
-    engine = EngineProcess(backend, tmp_path / "socket")
-    threading.Thread(target=engine.run, daemon=True).start()
-
-    async def drive():
-        link = EngineLink(tmp_path / "socket", lambda *_: None)
-        await link.connect()
-        await link.call("create", model_id="m", base_model="tiny/vector", lora=LoraSpec(4))
-        save = asyncio.create_task(link.call("save", model_id="m", directory=tmp_path))
-        await asyncio.to_thread(backend.copying.wait, 30)
-        step = asyncio.create_task(link.call("optim_step", model_id="m", adam=AdamParams()))
-        export = asyncio.create_task(link.call("export", model_id="m", directory=tmp_path))
-        while not (engine.calls._waiting["export"] and engine.calls._waiting["training"]):
-            await asyncio.sleep(0.001)
-        backend.asked.set()
-        await asyncio.gather(save, step, export)
-        await link.close()
-
-    asyncio.run(asyncio.wait_for(drive(), 60))
-    assert backend.done == ["export", "save", "optim_step"]
-
-
 def test_an_adapter_is_written_before_what_trains_and_before_all_that_a_run_has():
     calls = Calls()
     for method in ("passes", "save", "export", "optim_step", "export"):

@@ -47,7 +47,7 @@ def test_the_rounds_go_on_while_the_snapshot_of_a_run_is_written(tmp_path):
     """It has the state behind its update, though the run goes on, and a replay starts from it."""
     told, writing = threading.Event(), threading.Event()
 
-    def slowly(backend, model_id, directory, *, later, between):
+    def slowly(backend, model_id, directory, *, later):
         def write(work):
             writing.set()
             assert told.wait(60)

@@ -3,18 +3,15 @@ import math
 import pytest
 import torch
 
-from dataproto import DataProto
-from dataproto.errors import InvalidConfig, MissingColumn
+from dataproto.errors import InvalidConfig
 from dataproto_server.engine.datum_losses import (
-    DATUM_LOSSES,
     cispo,
     cross_entropy,
-    datum_loss,
     dro,
     importance_sampling,
+    loss_options,
     ppo,
 )
-from workers.model.packed_model import Outputs
 
 P = [math.log(0.5), math.log(0.9), math.log(0.2)]
 Q = [math.log(0.25), math.log(0.9), math.log(0.4)]  # ratios 2, 1, 0.5
@@ -68,12 +65,6 @@ def test_thresholds_may_differ_from_token_to_token():
     low, high = numbers([0.8, 0.8, 0.6]), numbers([1.5, 1.2, 1.2])
     loss, _ = slope(ppo, numbers(Q), numbers(A), clip_low_threshold=low, clip_high_threshold=high)
     assert loss == pytest.approx([-1.5, 2.0, 0.6])
-    columns = {"rollout_log_probs": torch.tensor([Q]), "advantages": torch.tensor([A])}
-    data = DataProto.from_dict({**columns, "clip_low_threshold": low.float(), "clip_high_threshold": high.float()})
-    by_name, _ = datum_loss("ppo", clip_high_threshold=9.0)(Outputs(torch.tensor([P])), data)
-    assert by_name[0].tolist() == pytest.approx(loss)
-    with pytest.raises(InvalidConfig, match="'dro' does not read 'clip_"):
-        datum_loss("dro")(Outputs(torch.tensor([P])), data)
 
 
 def test_dro_has_a_squared_penalty():
@@ -84,34 +75,19 @@ def test_dro_has_a_squared_penalty():
     assert grad == pytest.approx([-a + beta * d for a, d in zip(A, distance)])
 
 
-@pytest.mark.parametrize("name", DATUM_LOSSES)
-def test_a_loss_by_name_reads_its_columns(name):
-    formula, columns = DATUM_LOSSES[name]
-    outputs = Outputs(torch.tensor([P]))
-    data = DataProto.from_dict({column: torch.tensor([values]) for column, values in zip(columns, (Q, A))})
-    loss, metrics = datum_loss(name)(outputs, data)
-    assert torch.equal(loss, formula(outputs.log_probs, *(data[column] for column in columns)))
-    assert metrics == {}
-    with pytest.raises(MissingColumn, match=columns[0]):
-        datum_loss(name)(outputs, DataProto.from_dict({"uid": torch.zeros(1, 3)}))
-
-
-def test_options_reach_the_loss():
-    data = DataProto.from_dict({"rollout_log_probs": torch.tensor([Q]), "advantages": torch.tensor([A])})
-    loss, _ = datum_loss("ppo", clip_high_threshold=1.5)(Outputs(torch.tensor([P])), data)
-    assert loss[0, 0].item() == pytest.approx(-1.5)
+def test_options_out_of_range_raise_an_error():
     with pytest.raises(InvalidConfig, match="0 <= low <= high"):
-        datum_loss("cispo", clip_low_threshold=5.0)(Outputs(torch.tensor([P])), data)
+        cispo(numbers(P), numbers(Q), numbers(A), clip_low_threshold=5.0)
     with pytest.raises(InvalidConfig, match="beta=-1"):
-        datum_loss("dro", beta=-1)(Outputs(torch.tensor([P])), data)
+        dro(numbers(P), numbers(Q), numbers(A), beta=-1)
 
 
 def test_unknown_losses_and_options_raise_an_error():
     with pytest.raises(InvalidConfig, match="'hinge' is unknown: choose one of cross_entropy"):
-        datum_loss("hinge")
+        loss_options("hinge", {})
     with pytest.raises(InvalidConfig, match="'gspo' has no public formula: choose one of cross_entropy"):
-        datum_loss("gspo")
+        loss_options("gspo", {})
     with pytest.raises(InvalidConfig, match="beta=nan is not a finite number"):
-        datum_loss("dro", beta=math.nan)
+        loss_options("dro", {"beta": math.nan})
     with pytest.raises(InvalidConfig, match="'cross_entropy' has no option 'beta': it has none"):
-        datum_loss("cross_entropy", beta=1)
+        loss_options("cross_entropy", {"beta": 1})

@@ -1,7 +1,6 @@
 """Saved models continue bit for bit; snapshots to sample from stay as they are."""
 
 import math
-import shutil
 from functools import partial
 
 import numpy as np
@@ -9,10 +8,9 @@ import pytest
 import torch
 
 from dataproto.errors import CheckpointError
-from dataproto_server.backend import OPTIMIZER_FILE, Datum, LoraSpec
+from dataproto_server.backend import OPTIMIZER_FILE, Datum
 from dataproto_server.engine import sampling
 from dataproto_server.engine.base_model import BaseModel
-from dataproto_server.engine_process import EngineProcess
 from dataproto_server.refusals import failure_of
 from helpers.served_models import (
     chunks,
@@ -26,7 +24,6 @@ from helpers.served_models import (
     train,
     weights,
 )
-from rollout.adapters import WEIGHTS_FILE, read_adapter
 
 
 def test_saved_and_loaded_is_uninterrupted_bit_for_bit(path, tmp_path):
@@ -136,32 +133,6 @@ def test_a_snapshot_in_memory_does_not_follow_its_model(path, tmp_path, sampled)
     assert np.abs(moved.outputs[0]["logprobs"][:-1] - own).max() > 1e-3
 
 
-def test_a_sampler_of_a_snapshot_that_was_just_written_reads_no_file(path, tmp_path, monkeypatch):
-    """Wherever its directory has moved; a file that has changed since is read, and refused."""
-    engine = engine_of(path)
-    new_model(engine, "m")
-    data = rows(engine, "cross_entropy", seed=1)
-    train(engine, "m", data)
-    (tmp_path / "new").mkdir()
-    engine.export("m", tmp_path / "new", sampled=True)
-    (tmp_path / "new").rename(tmp_path / "old")
-    shutil.copytree(tmp_path / "old", tmp_path / "copy")
-    read = []
-    monkeypatch.setattr(sampling, "read_adapter", lambda *given: read.append(given[0]) or read_adapter(*given))
-    train(engine, "m", data)  # the snapshot stays as it was
-    for number, name in enumerate(("old", "copy")):
-        engine.open_sampler(name, "tiny", tmp_path / name)
-        assert len(read) == number
-    one, other = (sample(engine, name, data[0].chunks) for name in ("old", "copy"))
-    assert (one.samples[0].logprobs == other.samples[0].logprobs).all()
-    (tmp_path / "new").mkdir()
-    engine.export("m", tmp_path / "new", sampled=True)
-    file = tmp_path / "new" / WEIGHTS_FILE
-    file.write_bytes(file.read_bytes()[:-1] + b"x")
-    with pytest.raises(CheckpointError, match="is damaged"):
-        engine.open_sampler("damaged", "tiny", tmp_path / "new")
-
-
 def test_a_sampler_that_fails_to_open_for_want_of_memory_can_be_opened_again(path, tmp_path, monkeypatch):
     engine = engine_of(path)
     new_model(engine, "m")
@@ -178,57 +149,3 @@ def test_a_sampler_that_fails_to_open_for_want_of_memory_can_be_opened_again(pat
             engine.open_sampler("s", "tiny", tmp_path / "new")
     engine.open_sampler("s", "tiny", tmp_path / "new")
     assert sample(engine, "s", data[0].chunks).samples
-
-
-def test_scores_do_not_depend_on_whether_a_snapshot_of_the_samplers_precision_is_in_memory(path, tmp_path, monkeypatch):
-    monkeypatch.setattr(BaseModel, "sampled_dtype", torch.bfloat16)  # as with vLLM on CUDA
-    engine = engine_of(path)
-    new_model(engine, "m")
-    data = rows(engine, "cross_entropy", seed=1)
-    train(engine, "m", data)
-    found = []
-    for name, options in (("kept", {"sampled": True}), ("read", {"sampled": True}), ("exact", {})):
-        (tmp_path / name).mkdir()
-        engine.export("m", tmp_path / name, **options)
-        if name == "read":
-            engine._samplers.forget_written("m")
-        engine.open_sampler(name, "tiny", tmp_path / name)
-        found.append(sample(engine, name, data[0].chunks, prompt_logprobs=True).prompt_logprobs[1:])
-    assert (found[0] == found[1]).all()
-    assert 0 < abs(found[0] - found[2]).max() < 0.1
-
-
-def test_written_weights_are_kept_for_samplers_alone_within_their_number_and_until_a_reset(path, tmp_path):
-    engine = engine_of(path, max_samplers=2)
-    process = EngineProcess(engine, tmp_path / "socket")
-    process.listener.close()
-
-    def call(method, **arguments):
-        writes = []
-        process._called(None, method, arguments, writes)
-        for write in writes:
-            write()
-
-    def export(model, name, **options):
-        (tmp_path / name).mkdir()
-        call("export", model_id=model, directory=tmp_path / name, **options)
-
-    for name in "abc":
-        call("create", model_id=name, base_model="tiny", lora=LoraSpec(4, seed=0))
-    kept = engine._samplers._adapters
-    export("a", "named")
-    engine._samplers._take_written()
-    assert not kept
-    for name in ("first", "second"):  # of one model
-        export("a", name, sampled=True)
-    engine._samplers._take_written()
-    assert len(kept) == 1
-    engine.open_sampler("s", "tiny", tmp_path / "second")
-    process._samplers.add("s")
-    assert list(kept) == ["s"]
-    for name in "bc":
-        export(name, name, sampled=True)
-    engine._samplers._take_written()
-    assert [getattr(key, "model_id", key) for key in kept] == ["b", "c"]
-    call("reset")
-    assert not kept
