@@ -1,0 +1,84 @@
+"""What we take from vLLM's private parts; see docs/neighbours.md."""
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+
+from helpers.neighbours import relied_on
+
+pytestmark = pytest.mark.vllm
+TRIED = "0.32.0"
+
+
+def parameters(function):
+    return list(inspect.signature(function).parameters)
+
+
+@relied_on("vllm", TRIED, "`rollout.vllm.weights` loads new weights into layers that vLLM has packed.")
+def test_layers_are_loaded_again_one_by_one():
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    assert parameters(initialize_layerwise_reload)[0] == "model"
+    assert callable(finalize_layerwise_reload)
+
+
+@relied_on("vllm", TRIED, "`rollout.vllm.scheduler` asks for images and blocks only where a request needs some.")
+def test_the_scheduler_asks_every_request_for_images_and_blocks():
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    assert issubclass(AsyncScheduler, Scheduler)
+    asked = parameters(Scheduler._try_schedule_encoder_inputs)
+    assert asked[:4] == ["self", "request", "num_computed_tokens", "num_new_tokens"]
+    given = parameters(KVCacheManager.allocate_slots)
+    assert given[:3] == ["self", "request", "num_new_tokens"]
+    assert "num_lookahead_tokens" in given
+    assert "empty_kv_cache_blocks" in inspect.getsource(KVCacheManager)
+
+
+@relied_on(
+    "vllm", TRIED, "`rollout.vllm.sampler` returns these fields, and reads the state of requests by these names."
+)
+def test_a_sampler_returns_ids_and_log_probs():
+    from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+
+    assert parameters(LogprobsTensors)[:3] == ["logprob_token_ids", "logprobs", "selected_token_ranks"]
+    assert {"sampled_token_ids", "logprobs_tensors"} <= set(parameters(SamplerOutput))
+
+
+@relied_on("vllm", TRIED, "`rollout.vllm.requests` takes a stop at any end token for an end, whatever its reason says.")
+def test_the_reason_of_a_stop_is_none_for_the_first_end_token_only():
+    from vllm import SamplingParams
+    from vllm.v1.core.sched.utils import check_stop
+
+    def reason(token):
+        settings = SamplingParams()
+        settings.update_from_generation_config({"eos_token_id": [7, 8]}, eos_token_id=7)
+        request = SimpleNamespace(
+            pooling_params=None,
+            sampling_params=settings,
+            num_tokens=3,
+            num_output_tokens=1,
+            max_tokens=9,
+            output_token_ids=[token],
+            eos_token_id=7,
+            stop_reason=None,
+        )
+        assert check_stop(request, 100)
+        return request.stop_reason
+
+    assert (reason(7), reason(8)) == (None, 8)
+
+
+@relied_on(
+    "vllm", TRIED, "`rollout.vllm.prompt_rendering` hands over tokens, pixels and places of media by these classes."
+)
+def test_prompts_are_handed_over_with_their_media():
+    from vllm.inputs.engine import mm_input
+    from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
+
+    assert {"offset", "length"} <= set(parameters(PlaceholderRange))
+    assert {"prompt_token_ids", "mm_kwargs", "mm_hashes", "mm_placeholders"} <= set(parameters(mm_input))
+    assert inspect.isclass(MultiModalKwargsItems)
