@@ -97,7 +97,14 @@ def test_adapted_layers_have_these_names():
 @relied_on("mathruler", "0.1.0", "`dataproto show` and the check of truths tell users which answers are graded wrong.")
 @pytest.mark.parametrize(
     ("given", "truth", "equal"),
-    [("0.5", "1/2", True), ("2/4", "1/2", False), ("6/2", "3", False), (r"\sqrt{4}", "2", False), ("1 2", "12", True), ("no", "on", True)],
+    [
+        ("0.5", "1/2", True),
+        ("2/4", "1/2", False),
+        ("6/2", "3", False),
+        (r"\sqrt{4}", "2", False),
+        ("1 2", "12", True),
+        ("no", "on", True),
+    ],
 )
 def test_answers_are_compared_as_this(given, truth, equal):
     assert grade_answer(given, truth) is equal
