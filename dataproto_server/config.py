@@ -102,7 +102,7 @@ class EngineOptions:
     def idle_options(self) -> list[tuple[bool, str, str]]:
         """Options that do nothing here; see `recipes.options.refuse_idle_options`."""
         return [
-            (self.sampler != "vllm", "vllm-memory-share vllm-adapters", "another engine samples: add --sampler vllm"),
+            (self.sampler != "vllm", "vllm-memory-share vllm-adapters", "another engine samples: add --sampler vllm")
         ]
 
 

@@ -8,20 +8,12 @@ label column. Accuracy is that of greedy answers which are exactly right, measur
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 from dataproto import DataProto
 from recipes.configs.classify_config import PRESETS, TINY, ClassifyConfig, ClassifyDataConfig, parse
 from recipes.configs.shared.run_config import announce_small_model
 from recipes.data.column_keys import eval_sets
-from recipes.data.labelled_pictures import (
-    LabelledData,
-    drawn_data,
-    folder_data,
-    has_images,
-    held_out_pairs,
-    table_data,
-)
+from recipes.data.labelled_pictures import LabelledData, drawn_data, labelled_data
 from recipes.data.loader import PromptLoader, check_row, check_rows
 from recipes.data.splits import tell_data
 from recipes.options import exit_status
@@ -91,13 +83,9 @@ def open_labelled(data: ClassifyDataConfig, seed: int) -> LabelledData:
     templates = data.templates()
     if data.data_path is None:
         return drawn_data(data.drawn_rows, data.eval_rows, seed, templates)
-    columns, bad, exclude = (data.image_column, data.label_column), data.on_bad_row, data.exclude
-    paths = eval_sets(data.eval_data_path)
-    sets = {name: held_out_pairs(path, *columns, exclude, bad) for name, path in paths.items()}
-    path = Path(data.data_path)
-    if has_images(path):
-        return folder_data(path, data.eval_rows, seed, templates, exclude, sets)
-    return table_data(data.data_path, data.eval_rows, seed, templates, *columns, exclude, bad, sets)
+    columns = data.image_column, data.label_column
+    sets = eval_sets(data.eval_data_path)
+    return labelled_data(data.data_path, data.eval_rows, seed, templates, columns, data.exclude, data.on_bad_row, sets)
 
 
 if __name__ == "__main__":

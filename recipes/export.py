@@ -1,7 +1,5 @@
 """A checkpoint of a run as a model that others load: ``dataproto export RUN/global_step_100 OUTPUT --dtype bfloat16``.
 
-With ``--push-to-hub ORG/NAME`` it is uploaded to the Hugging Face hub as well.
-
 Runs in any layout, and of adapters, save whole weights; this makes them an ordinary Hugging Face directory in the dtype that they
 are served in, which `from_pretrained`, vLLM and ``--model-path`` take.
 """
@@ -12,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from huggingface_hub import HfApi
 from transformers import AutoConfig, AutoProcessor
 from transformers.utils.logging import disable_progress_bar
 
@@ -21,21 +18,17 @@ from dataproto.vlm import family_of
 from recipes.configs.export_config import ModelExportConfig, parse
 from recipes.directory_lock import locked
 from recipes.options import exit_status, write_options
-from recipes.options.config_file import OPTIONS_FILE
 from workers.weights.sharded_export import copy_weights
 
 
 def export_model(config: ModelExportConfig) -> Path:
-    """Writes model, tokenizer and image processor to ``config.output``, uploads them if asked to, and returns the directory.
+    """Writes model, tokenizer and image processor to ``config.output``, and returns the directory.
 
     The weights are copied file by file, of at most 2 GiB each, so the model need not fit into memory.
 
-    ``config.yaml``, which names paths of this machine, is not uploaded.
-
     Raises:
         CheckpointError: the checkpoint is missing or incomplete.
-        InvalidConfig: the output exists already, or another process writes it; the hub refuses the name or the upload, or
-            cannot be reached.
+        InvalidConfig: the output exists already, or another process writes it.
     """
     actor = config.checkpoint / "actor" if (config.checkpoint / "actor").is_dir() else config.checkpoint
     source = actor / "huggingface"
@@ -46,11 +39,7 @@ def export_model(config: ModelExportConfig) -> Path:
     with locked(config.output, "choose another output", inside=False):
         if config.output.exists():
             raise InvalidConfig(f"{config.output} exists already")
-        if config.push_to_hub:
-            create_on_hub(config.push_to_hub)  # before the work, so that a wrong name or a missing login costs none
         _write_model(config, source)
-    if config.push_to_hub:
-        upload(config.output, config.push_to_hub)
     return config.output
 
 
@@ -74,35 +63,9 @@ def how_to_load(model: Path) -> str:
     try:
         AutoProcessor.from_pretrained(model)
     except Exception as error:  # of the class that the model names, which may need torchvision for its videos
-        reason = _reason(error).partition(". ")[0]
+        reason = " ".join(str(error).split()).partition(". ")[0]
         return f"processor: AutoTokenizer and AutoImageProcessor load its parts; AutoProcessor does not here: {reason}"
     return "processor: AutoProcessor loads it"
-
-
-def create_on_hub(name: str) -> None:
-    """Creates a private model on the hub unless it exists. Raises `InvalidConfig` with the hub's reason."""
-    try:
-        HfApi().create_repo(name, private=True, exist_ok=True)
-    except Exception as error:  # of the hub, and of the HTTP library that its version uses
-        raise InvalidConfig(f"push_to_hub={name}: {_reason(error)}") from error
-
-
-def upload(folder: Path, name: str) -> None:
-    """Uploads a folder to a model on the hub in one commit. Raises `InvalidConfig`, which says how to try again."""
-    try:
-        found = HfApi().upload_folder(
-            repo_id=name, folder_path=folder, commit_message="Upload model", ignore_patterns=OPTIONS_FILE
-        )
-    except Exception as error:  # of the hub, and of the HTTP library that its version uses
-        raise InvalidConfig(
-            f"{folder} is written, but its upload failed: {_reason(error)}; to try again: hf upload {name} {folder} "
-            f"--exclude {OPTIONS_FILE}"
-        ) from error
-    print(f"pushed: {found}")
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def main(arguments: Sequence[str] | None = None, config: ModelExportConfig | None = None) -> int:

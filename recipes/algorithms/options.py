@@ -183,11 +183,7 @@ class AlgorithmConfig:
         return [
             (not self.kl_coef, "kl kl-in", "there is no KL term: add --algorithm.kl-coef"),
             (not self.entropy_coef, "entropy-anneal", "there is no entropy bonus: add --algorithm.entropy-coef"),
-            (
-                self.advantage == "reverse_kl",
-                "overlong-buffer",
-                "distillation learns from the teacher, not from rewards: leave it out",
-            ),
+            (self.advantage == "reverse_kl", "overlong-buffer", "distillation learns from no rewards: leave it out"),
             (self.correction == "none", "correction-limit", "nothing is corrected: add --algorithm.correction"),
             (self.rejection == "none", "rejection-bounds", "nothing is rejected: add --algorithm.rejection"),
         ]

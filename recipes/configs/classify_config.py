@@ -60,10 +60,10 @@ class ClassifyDataConfig(RowsConfig):
             (
                 not self.data_path,
                 "eval-data-path image-column label-column exclude",
-                "drawn pictures have no files and columns: add --data-path",
+                "synthetic ones have none: add --data-path",
             ),
-            (not self.data_path, "on-bad-row", "all drawn rows can be used: add --data-path"),
-            (bool(self.data_path), "drawn-rows", "only drawn data have it: leave out --data-path"),
+            (not self.data_path, "on-bad-row", "all synthetic rows can be used: add --data-path"),
+            (bool(self.data_path), "drawn-rows", "only synthetic data have it: leave out --data-path"),
         ]
 
 

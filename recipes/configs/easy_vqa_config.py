@@ -92,11 +92,7 @@ class EasyVQAConfig(GRPORunConfig):
         """Options that do nothing here; see `recipes.options.refuse_idle_options`."""
         return [
             *super().idle_options(),
-            (
-                True,
-                "level instruction on-bad-row media-root",
-                "the questions of easy-VQA have none, and all can be used: leave it out",
-            ),
+            (True, "level instruction on-bad-row media-root", "the questions of easy-VQA have none: leave it out"),
         ]
 
 

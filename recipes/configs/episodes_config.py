@@ -2,18 +2,15 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dataproto.errors import InvalidConfig
 from recipes.configs.ppo_config import ActorCriticConfig, ActorCriticRunConfig
+from recipes.configs.shared.agents_config import EpisodeOptions
 from recipes.configs.shared.run_config import RunConfig, check_at_least
-
-if TYPE_CHECKING:
-    from rollout.environments import EpisodeLimits
 
 
 @dataclass(frozen=True)
-class EpisodesConfig:
+class EpisodesConfig(EpisodeOptions):
     """Episodes: where they take place and how long they may be. ``data.max_response_length`` is the limit of one turn.
 
     Attributes:
@@ -23,26 +20,11 @@ class EpisodesConfig:
         seconds: seconds that the environment of an episode may take in all its calls, without the time of decoding
         last_pictures: number of last observations' pictures that a turn sees; default: all
         memory_gib: memory of the environment, in a process of its own; default: a thread, no limit
-        wall_clock: seconds of an episode, decoding included; not reproducible; default: no limit
         drop_cut: learn nothing from episodes that a limit cut: turns, tokens, time, or a turn's length
     """
 
     environment: str | None = None
-    turns: int = 6
-    tokens: int | None = None
-    seconds: float = 60.0
     last_pictures: int | None = None
-    memory_gib: float | None = None
-    wall_clock: float | None = None
-    drop_cut: bool = False
-
-    def limits(self) -> "EpisodeLimits":
-        """The limits of an episode. Raises `InvalidConfig`."""
-        from rollout.environments import EpisodeLimits
-
-        return EpisodeLimits(
-            self.turns, self.tokens, self.seconds, self.last_pictures, self.memory_gib, self.wall_clock
-        )
 
 
 @dataclass(frozen=True)
@@ -118,7 +100,7 @@ class EpisodeRunConfig(ActorCriticRunConfig):
                 "ray.reward-processes ray.reward-timeout-s rollout.early-rewards",
                 "environments give the rewards: leave it out",
             ),
-            (True, "level", "environments draw no problems of a level: leave it out"),
+            (True, "level", "environments make no problems of a level: leave it out"),
             (not self.data.data_path, "instruction", "only rows of your own have it: add --data-path"),
             (self.model_path is not None, "warm-up.", "only the small model has this phase: leave out --model-path"),
         ]

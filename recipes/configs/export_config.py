@@ -1,9 +1,7 @@
 """A checkpoint of a run as a model that others load: ``dataproto export RUN/global_step_100 OUTPUT --dtype bfloat16``.
 
-With ``--push-to-hub ORG/NAME`` it is uploaded to the Hugging Face hub as well.
-
-Runs in any layout, and of adapters, save whole weights; this makes them an ordinary Hugging Face directory in the dtype
-that they are served in, which `from_pretrained`, vLLM and ``--model-path`` take.
+Runs in any layout, and of adapters, save whole weights; this makes them an ordinary Hugging Face directory in the dtype that
+they are served in, which `from_pretrained`, vLLM and ``--model-path`` take, and ``hf upload ORG/NAME OUTPUT`` uploads.
 """
 
 from collections.abc import Sequence
@@ -22,13 +20,11 @@ class ModelExportConfig:
         checkpoint: a run's global_step_N, or the actor directory in it
         output: directory to write, which does not exist yet
         dtype: type of the weights
-        push_to_hub: ORG/NAME of a model on the hub, private if it is new; log in with `hf auth login`
     """
 
     checkpoint: Path
     output: Path
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    push_to_hub: str | None = None
 
 
 DEFAULT = ModelExportConfig(REQUIRED, REQUIRED)

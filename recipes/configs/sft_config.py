@@ -55,7 +55,7 @@ class SFTDataConfig(RowsConfig):
         return [
             (not self.streaming, "shuffle-buffer", "only streams have a buffer: add --streaming"),
             (len(self.data_path) == 1, "weights", "one data set has the whole weight: name several"),
-            (not self.data_path, "on-bad-row", "all drawn rows can be used: add --data-path"),
+            (not self.data_path, "on-bad-row", "all synthetic rows can be used: add --data-path"),
         ]
 
 

@@ -67,6 +67,7 @@ OF_A_COLUMN = (
     "it is a constant of recipes.algorithms.covariances now: register a loss with another one, LOSSES.register"
 )
 ENDED = {
+    "push-to-hub": "hf upload ORG/NAME OUTPUT --private --exclude config.yaml uploads what is exported",
     "shuffled-control": "run once more with --shuffled-rewards and another --output-dir",
     "rollout.quantization": "give it to the engine, --engine-options quantization fp8",
     "rollout.speculate": "give it to the engine, --engine-options speculate N",

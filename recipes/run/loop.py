@@ -139,6 +139,7 @@ class TakenStep:
     evaluates: bool
 
 
+@dataclass
 class AroundSteps:
     """What a run does before its first step and after each one: it measures, evaluates, keeps rollouts and reports.
 
@@ -146,22 +147,18 @@ class AroundSteps:
     The checkpoint of a step is written before its evaluation; if that fails, a resumed run evaluates again and loses nothing.
     """
 
-    def __init__(
-        self,
-        run: RunConfig,
-        roles: Roles,
-        loggers: RunLoggers,
-        progress: Progress,
-        best: BestStep,
-        evaluate: Evaluate | None,
-        measure: Measure,
-        kept: KeptRollouts | None,
-    ) -> None:
-        """``measure``: statistics of the rows that a step returns. ``kept``: writes some of these rows for the viewer."""
-        self.run, self.roles, self.loggers, self.progress, self.best = run, roles, loggers, progress, best
-        self.evaluate, self.measure, self.kept = evaluate, measure, kept
+    run: RunConfig
+    roles: Roles
+    loggers: RunLoggers
+    progress: Progress
+    best: BestStep
+    evaluate: Evaluate | None
+    measure: Measure  # statistics of the rows that a step returns
+    kept: KeptRollouts | None  # writes some of these rows for the viewer
+
+    def __post_init__(self) -> None:
         self.signals, self.speed = LearningSignals(), SpeedSignals()
-        self._start = start_metrics(roles.start_seconds)  # which the first report gets too
+        self._start = start_metrics(self.roles.start_seconds)  # which the first report gets too
 
     def begin(self, last: TakenStep | None, kept_row: int | None) -> None:
         """Evaluates before the first step, if that is due, or makes up for a missing evaluation or report.

@@ -15,7 +15,7 @@ from dataproto.errors import InvalidConfig, InvalidRow
 from helpers.checkpoints import write_checkpoint
 from recipes import sft
 from recipes.classify import ClassifyDataConfig, main, open_labelled
-from recipes.data.labelled_pictures import Templates, folder_data, table_data
+from recipes.data.labelled_pictures import Templates, labelled_data
 from recipes.demo.classes import CLASSES, draw_class
 from recipes.watch.confusion import Confusion, latest_confusion, save_confusion
 from recipes.watch.metrics_file import read_metrics
@@ -42,27 +42,28 @@ def caltech(tmp_path_factory):
 
 
 def test_a_folder_of_class_directories_gives_some_of_each_class_to_be_held_out(caltech):
-    data = folder_data(caltech, eval_rows=100, seed=0, templates=Templates(), exclude=["BACKGROUND_Google"])
+    data = labelled_data(str(caltech), eval_rows=100, seed=0, templates=Templates(), exclude=["BACKGROUND_Google"])
     assert data.classes == ("Blue", "green", "red ball")
     held_out = [row["prompt"][1]["content"] for row in data.held_out[""]]
     assert sorted(held_out) == ["Blue", "Blue", "green", "red ball"]
     assert len(data.train) == 27 - 4
     shown = {str(row["images"][0]) for row in data.held_out[""]}
     assert not shown & {str(row["images"][0]) for row in data.train}
-    assert [row["index"] for row in folder_data(caltech, 100, 0, Templates(), ["BACKGROUND_Google"]).held_out[""]] == [
-        row["index"] for row in data.held_out[""]
-    ]
-    assert len(folder_data(caltech, 2, 0, Templates()).held_out[""]) == 2
+    assert [
+        row["index"]
+        for row in labelled_data(str(caltech), 100, 0, Templates(), exclude=["BACKGROUND_Google"]).held_out[""]
+    ] == [row["index"] for row in data.held_out[""]]
+    assert len(labelled_data(str(caltech), 2, 0, Templates()).held_out[""]) == 2
 
 
 def test_train_and_test_folders_are_taken_as_they_are(tmp_path):
     write_folder(tmp_path / "train", {"red_ball": 2, "Blue": 3})
     write_folder(tmp_path / "val", {"Blue": 2})
-    data = folder_data(tmp_path, 10, 0, Templates())
+    data = labelled_data(str(tmp_path), 10, 0, Templates())
     assert (len(data.train), len(data.held_out[""]), data.classes) == (5, 2, ("Blue", "red ball"))
     write_folder(tmp_path / "test", {"green": 1})
     with pytest.raises(InvalidConfig, match=r"not in the training data: .'green'"):
-        folder_data(tmp_path, 10, 0, Templates())
+        labelled_data(str(tmp_path), 10, 0, Templates())
 
 
 def test_a_row_that_is_too_long_is_told_before_a_model_is_loaded_by_the_option_of_its_limit(tmp_path, capsys):
@@ -80,7 +81,7 @@ def test_a_row_that_is_too_long_is_told_before_a_model_is_loaded_by_the_option_o
 def test_a_later_picture_that_cannot_be_read_is_told_before_a_model_is_loaded(broken, says, tmp_path, capsys):
     """Only the first row was checked, by its header."""
     folder = write_folder(tmp_path / "pets", {"red_ball": 8, "Blue": 8})
-    chosen = folder_data(folder, 100, 0, Templates())
+    chosen = labelled_data(str(folder), 100, 0, Templates())
     row = (chosen.held_out[""] if broken == "held out" else chosen.train)[-1]
     path = Path(row["images"][0])
     noise = Image.effect_noise((60, 60), 50)
@@ -100,15 +101,15 @@ def test_a_later_picture_that_cannot_be_read_is_told_before_a_model_is_loaded(br
 
 def test_a_folder_without_classes_is_refused(tmp_path):
     with pytest.raises(InvalidConfig, match="at least two classes"):
-        folder_data(write_folder(tmp_path, {"red_ball": 2}), 10, 0, Templates())
+        labelled_data(str(write_folder(tmp_path, {"red_ball": 2})), 10, 0, Templates())
 
 
 def test_classes_of_one_image_each_leave_none_to_hold_out(tmp_path):
     with pytest.raises(InvalidConfig, match="one picture of each class, so none can be held out: add pictures"):
-        folder_data(write_folder(tmp_path / "pets", {"cat": 1, "dog": 1}), 10, 0, Templates())
+        labelled_data(str(write_folder(tmp_path / "pets", {"cat": 1, "dog": 1})), 10, 0, Templates())
     labelled_table(2).to_parquet(tmp_path / "rows.parquet")
     with pytest.raises(InvalidConfig, match="one picture of each class, so none can be held out: add pictures"):
-        table_data(str(tmp_path / "rows.parquet"), 10, 0, Templates(), "img", "fine")
+        labelled_data(str(tmp_path / "rows.parquet"), 10, 0, Templates(), ("img", "fine"))
 
 
 def labelled_table(count, names=None):
@@ -129,22 +130,22 @@ def labelled_table(count, names=None):
 @pytest.mark.parametrize("names", [["even", "odd"], None])
 def test_a_data_set_with_image_and_label_columns(names, tmp_path):
     labelled_table(16, names).to_parquet(tmp_path / "train.parquet")
-    data = table_data(str(tmp_path / "train.parquet"), 10, 0, Templates(), "img", "fine")
+    data = labelled_data(str(tmp_path / "train.parquet"), 10, 0, Templates(), ("img", "fine"))
     assert data.classes == ("even", "odd")
     assert (len(data.train), len(data.held_out[""])) == (14, 2)
     row = data.train[3]
     assert row["prompt"][1]["content"] == ("odd" if row["index"] % 2 else "even")
     assert row["images"][0]["bytes"].startswith(b"\x89PNG")
     labelled_table(4, names).to_parquet(tmp_path / "test.parquet")
-    split = table_data(str(tmp_path), 10, 0, Templates(), "img", "fine", exclude=["odd"])
+    split = labelled_data(str(tmp_path), 10, 0, Templates(), ("img", "fine"), exclude=["odd"])
     assert (len(split.train), len(split.held_out[""]), split.classes) == (8, 2, ("even",))
     with pytest.raises(InvalidConfig, match="no column 'image': the data set has img, fine"):
-        table_data(str(tmp_path), 10, 0, Templates())
+        labelled_data(str(tmp_path), 10, 0, Templates())
 
 
 def test_a_missing_image_is_told_by_its_row(tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"image": None, "label": i % 2}) + "\n" for i in range(4)))
-    data = table_data(str(tmp_path / "rows.jsonl"), 4, 0, Templates())
+    data = labelled_data(str(tmp_path / "rows.jsonl"), 4, 0, Templates())
     assert data.classes == ("0", "1")
     with pytest.raises(InvalidRow, match="'image' is missing"):
         data.train[0]
@@ -161,12 +162,12 @@ def test_paths_of_pictures_start_at_the_folder_of_the_file(tmp_path, monkeypatch
     write_folder(tmp_path / "data", {"red_ball": 2, "Blue": 2})
     pictures = [*(tmp_path / "data").glob("*/*.png")]
     rows = [{"image": [str(each.relative_to(tmp_path / "data"))], "label": each.parent.name} for each in pictures]
-    data = table_data(lines(tmp_path / "data" / "rows.jsonl", *rows), 4, 0, Templates())
+    data = labelled_data(lines(tmp_path / "data" / "rows.jsonl", *rows), 4, 0, Templates())
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     colours = {load_image(row["images"][0]).getpixel((0, 0)) for row in (*data.train, *data.held_out[""])}
     assert colours == {(255, 0, 0), (0, 0, 255)}
-    data = table_data(
+    data = labelled_data(
         lines(tmp_path / "two.jsonl", *[row | {"image": row["image"] * 2} for row in rows]), 4, 0, Templates()
     )
     with pytest.raises(InvalidRow, match="'image' has 2 images, but a label is of one"):
@@ -177,7 +178,7 @@ def test_columns_that_rows_of_json_lines_lack_are_named(tmp_path):
     with pytest.raises(
         InvalidConfig, match="no column 'label': the data set has image, class; name yours by --label-column"
     ):
-        table_data(lines(tmp_path / "rows.jsonl", {"image": "a.png", "class": "cat"}), 4, 0, Templates())
+        labelled_data(lines(tmp_path / "rows.jsonl", {"image": "a.png", "class": "cat"}), 4, 0, Templates())
 
 
 @pytest.mark.parametrize("missing", [{"label": None}, {}, {"label": float("nan")}, {"label": ""}, {"label": " "}])
@@ -186,8 +187,8 @@ def test_rows_without_a_label_are_no_class(tmp_path, missing):
     rows = [{"image": "a.png", "label": i % 2} for i in range(6)]
     path = lines(tmp_path / "rows.jsonl", *rows[:3], {"image": "a.png"} | missing, *rows[3:])
     with pytest.raises(InvalidRow, match="row 3: no label in 'label'"):
-        table_data(path, 4, 0, Templates())
-    data = table_data(path, 4, 0, Templates(), on_bad_row="skip")
+        labelled_data(path, 4, 0, Templates())
+    data = labelled_data(path, 4, 0, Templates(), on_bad_row="skip")
     assert (data.classes, len(data.train) + len(data.held_out[""])) == (("0", "1"), 6)
 
 
@@ -197,8 +198,8 @@ def test_a_line_that_is_not_json_is_told_by_file_and_line(tmp_path):
     path = Path(lines(tmp_path / "rows.jsonl", *rows))
     path.write_text(path.read_text() + '\n{"image"\n')
     with pytest.raises(InvalidRow, match=rf"row 6: line 8 of {path} is not JSON: .*--on-bad-row skip"):
-        table_data(str(path), 4, 0, Templates())
-    data = table_data(str(path), 4, 0, Templates(), on_bad_row="skip")
+        labelled_data(str(path), 4, 0, Templates())
+    data = labelled_data(str(path), 4, 0, Templates(), on_bad_row="skip")
     assert (data.classes, len(data.train) + len(data.held_out[""])) == (("0", "1"), 6)
 
 
@@ -211,7 +212,7 @@ def test_the_number_for_no_label_is_not_the_last_class(tmp_path):
     )
     table.to_parquet(tmp_path / "train.parquet")
     with pytest.raises(InvalidRow, match="row 2: no label"):
-        table_data(str(tmp_path / "train.parquet"), 4, 0, Templates())
+        labelled_data(str(tmp_path / "train.parquet"), 4, 0, Templates())
 
 
 def test_a_test_split_with_further_classes_is_refused(tmp_path):
@@ -219,7 +220,7 @@ def test_a_test_split_with_further_classes_is_refused(tmp_path):
     for split, labels in (("train", "ab"), ("test", "abc")):
         lines(tmp_path / f"{split}.jsonl", *[{"image": "a.png", "label": label} for label in labels])
     with pytest.raises(InvalidConfig, match=r"not in the training data: \['c'\]"):
-        table_data(str(tmp_path), 4, 0, Templates())
+        labelled_data(str(tmp_path), 4, 0, Templates())
 
 
 def test_question_and_answer_are_templates():

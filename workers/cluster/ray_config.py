@@ -63,11 +63,7 @@ class RayConfig:
     def idle_options(self) -> list[tuple[bool, str, str]]:
         """Options that do nothing here; see `recipes.options.refuse_idle_options`."""
         return [
-            (
-                self.address is not None,
-                "object-store-gib",
-                "a running cluster has its own: leave out --ray.address to start one here",
-            ),
+            (self.address is not None, "object-store-gib", "a running cluster has its own: leave out --ray.address")
         ]
 
     def check_started(self, started: "RayConfig") -> None:

@@ -108,11 +108,7 @@ class ModelConfig:
         """Options that do nothing here; see `recipes.options.refuse_idle_options`."""
         return [
             (not self.lora_rank, "lora-alpha", "there are no adapters: add --lora-rank"),
-            (
-                self.pipeline_schedule != "interleaved",
-                "pipeline-chunks",
-                "only one schedule has chunks: set pipeline-schedule: interleaved",
-            ),
+            (self.pipeline_schedule != "interleaved", "pipeline-chunks", "set pipeline-schedule: interleaved"),
         ]
 
     def budget(self, backward: bool) -> int:
@@ -197,7 +193,7 @@ class OptimizerConfig:
                 self.schedule == "constant",
                 "min-lr-ratio total-steps",
                 "the rate is constant: add {group}schedule linear or cosine",
-            ),
+            )
         ]
 
 

@@ -1,4 +1,4 @@
-"""The options of training agents that somebody else wrote."""
+"""The options of training over episodes: of an environment, or of an agent that somebody else wrote."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -8,16 +8,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class AgentsConfig:
-    """Episodes of an agent. ``data.max_response_length`` is the limit of one turn.
+class EpisodeOptions:
+    """The limits of episodes.
 
     Attributes:
-        turns: requests of an episode
-        tokens: tokens of a row after the first prompt of its episode; default: no limit
-        seconds: seconds that the agent of an episode may take between its requests, without the time of decoding
-        memory_gib: memory of each process of an agent that is a command; default: no limit
         wall_clock: seconds of an episode, decoding included; not reproducible; default: no limit
-        drop_cut: learn nothing from episodes that a limit cut: turns, tokens or time
     """
 
     turns: int = 6
@@ -31,4 +26,18 @@ class AgentsConfig:
         """The limits of an episode. Raises `InvalidConfig`."""
         from rollout.environments import EpisodeLimits
 
-        return EpisodeLimits(self.turns, self.tokens, self.seconds, None, self.memory_gib, self.wall_clock)
+        pictures = getattr(self, "last_pictures", None)
+        return EpisodeLimits(self.turns, self.tokens, self.seconds, pictures, self.memory_gib, self.wall_clock)
+
+
+@dataclass(frozen=True)
+class AgentsConfig(EpisodeOptions):
+    """Episodes of an agent. ``data.max_response_length`` is the limit of one turn.
+
+    Attributes:
+        turns: requests of an episode
+        tokens: tokens of a row after the first prompt of its episode; default: no limit
+        seconds: seconds that the agent of an episode may take between its requests, without the time of decoding
+        memory_gib: memory of each process of an agent that is a command; default: no limit
+        drop_cut: learn nothing from episodes that a limit cut: turns, tokens or time
+    """

@@ -78,13 +78,9 @@ class DataConfig:
         """Options that do nothing here; see `recipes.options.refuse_idle_options`."""
         named = bool(self.data_path or self.eval_data_path)
         return [
-            (named, "level", "only drawn data have it: leave out --data-path"),
-            (not named, "on-bad-row", "all drawn rows can be used: add --data-path"),
-            (
-                self.keys.messages_key is not None,
-                "instruction",
-                "messages stay as they are: leave it out, or name a column of text by --prompt-key",
-            ),
+            (named, "level", "only synthetic data have it: leave out --data-path"),
+            (not named, "on-bad-row", "all synthetic rows can be used: add --data-path"),
+            (bool(self.keys.messages_key), "instruction", "messages stay as they are: leave it out"),
         ]
 
 
@@ -140,11 +136,7 @@ class PolicyGradientConfig(RecipeConfig):
             (self.model_path is None, "rollout.replay-routing", "the small model has no experts: leave it out"),
             (len(self.rewards) == 1, "reward-weights", "one reward has the whole weight: name several"),
             (not scores, "scoring-token-budget", "no pass of this run is without gradients: leave it out"),
-            (
-                self.rollout.carries,
-                "algorithm.skip-old-log-probs",
-                "samples that go on have the engine's log-probs anyway: leave it out",
-            ),
+            (self.rollout.carries, "algorithm.skip-old-log-probs", "all have the engine's log-probs anyway"),
         ]
 
     def _needs_own_prompts(self) -> list[str]:

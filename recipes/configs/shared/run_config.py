@@ -133,16 +133,8 @@ class RecipeConfig:
         layout = self.layout
         return [
             (self.on == "local", "ray. max-restarts", "this run starts no processes: add --on ray"),
-            (
-                layout.pp == 1,
-                "pipeline-schedule pipeline-chunks pipeline-layers",
-                "there is one stage: add --layout.pp",
-            ),
-            (
-                layout.dp * layout.sp == 1,
-                "unsharded offload",
-                "weights are not sharded: add --layout.dp or --layout.sp",
-            ),
+            (layout.pp == 1, "pipeline-schedule pipeline-chunks pipeline-layers", "one stage: add --layout.pp"),
+            (layout.dp * layout.sp == 1, "unsharded offload", "nothing is sharded: add --layout.dp or --layout.sp"),
         ]
 
 
