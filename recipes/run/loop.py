@@ -30,13 +30,13 @@ from rollout.prompts import PromptBuilder
 from workers import Roles
 from workers.training.checkpoint import (
     latest_checkpoint,
+    missing_parts,
     prune_checkpoints,
     random_states,
     set_random_states,
     write_json,
     writing_checkpoint,
 )
-from workers.training.checkpoint_files import missing_parts
 
 STATE_FILE = "trainer.pt"
 BEST_FILE = "best.json"

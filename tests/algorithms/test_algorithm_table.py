@@ -17,7 +17,7 @@ from recipes.algorithms.kl import KL_ESTIMATORS
 from recipes.algorithms.options import AlgorithmConfig
 from recipes.algorithms.registry import ADVANTAGES, LOSSES
 from recipes.ppo import PPOConfig
-from workers.training.aggregation import MODES
+from workers.training.loss_sums import MODES
 
 TEXT = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
 RECIPES = {"grpo": grpo, "ppo": ppo, "distil": distil, "walk": walk}

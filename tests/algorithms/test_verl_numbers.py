@@ -11,7 +11,7 @@ import torch
 
 from helpers.aggregated import aggregate
 from recipes.algorithms import advantages, correction, covariances, kl, losses, mismatch, penalties
-from workers.training.aggregation import MODES
+from workers.training.loss_sums import MODES
 
 NUMBERS = json.loads(Path(__file__).with_name("verl_numbers.json").read_text())
 GIVEN = {name: torch.tensor(values) for name, values in NUMBERS["inputs"].items()}

@@ -2,8 +2,7 @@
 
 from torch import Tensor
 
-from workers.training.aggregation import token_weights
-from workers.training.loss_sums import weighted_sum
+from workers.training.loss_sums import token_weights, weighted_sum
 
 
 def aggregate(

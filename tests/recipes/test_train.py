@@ -16,8 +16,7 @@ from recipes.run import RunConfig, recorded_run, run, train
 from recipes.watch.kept_rollouts import KeptRollouts
 from recipes.watch.rollout_files import kept_steps, load_kept
 from workers import Roles
-from workers.training.checkpoint import checkpoint_steps
-from workers.training.checkpoint_files import write_state
+from workers.training.checkpoint import checkpoint_steps, write_state
 
 
 class Actor:

@@ -12,8 +12,7 @@ import torch
 from dataproto.errors import CheckpointError
 from recipes.run.loop import Checkpoints, RunConfig, TakenStep
 from workers import Roles
-from workers.training.checkpoint import checkpoint_steps
-from workers.training.checkpoint_files import missing_parts, write_state
+from workers.training.checkpoint import checkpoint_steps, missing_parts, write_state
 
 
 class Worker:

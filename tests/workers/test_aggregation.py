@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from dataproto.errors import DataProtoError, InvalidConfig
 from helpers.aggregated import aggregate
-from workers.training.aggregation import MODES, denominator, token_weights
+from workers.training.loss_sums import MODES, denominator, token_weights
 
 LOSS = torch.tensor([[1.0, 2.0, 3.0], [5.0, 7.0, 9.0], [4.0, 4.0, 4.0]])
 MASK = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]])

@@ -398,15 +398,15 @@ def test_each_process_is_ended_though_one_cannot_be(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_failed_call_is_told_though_ray_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    from workers.cluster.ray_pool import RayPool
+    from workers.cluster.ray_launcher import RayPool
     from workers.ranks.failures import Failure
 
     pool = object.__new__(RayPool)
     pool.closed_reason, pool.monitor, pool.hosts, pool.placement_group = None, None, [None], None
     pool.placements = [SimpleNamespace(name="node", node="node", ip="")]
-    monkeypatch.setattr("workers.cluster.ray_pool.last_phases", lambda monitor: {})
+    monkeypatch.setattr("workers.cluster.ray_launcher.last_phases", lambda monitor: {})
     monkeypatch.setattr(ray, "nodes", fails(Later))
-    monkeypatch.setattr("workers.cluster.ray_pool.end_processes", fails(Later))
+    monkeypatch.setattr("workers.cluster.ray_launcher.end_processes", fails(Later))
     cause = Cause("no memory")
     note_later(cause, Later("no sleep"))
     told = r"actor.update failed: rank 0 .* Cause: no memory; and Later: no sleep\n"

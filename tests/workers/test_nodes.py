@@ -22,8 +22,7 @@ from recipes.geo3k_grpo import main
 from workers.cluster.host import Host
 from workers.cluster.ray_config import RayConfig
 from workers.cluster.ray_group import new_step_blobs, running_ray
-from workers.cluster.ray_launcher import layout_with_room
-from workers.cluster.ray_pool import RayPool
+from workers.cluster.ray_launcher import RayPool, layout_with_room
 from workers.cluster.role_groups import LaunchPlan
 from workers.ranks.dispatch_modes import dispatch
 from workers.ranks.layout import Layout

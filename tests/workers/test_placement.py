@@ -9,7 +9,7 @@ from ray.cluster_utils import Cluster
 from workers.cluster.placement import Placement, rank_order, thread_shares
 from workers.cluster.ray_config import RayConfig
 from workers.cluster.ray_group import new_step_blobs
-from workers.cluster.ray_pool import RayPool
+from workers.cluster.ray_launcher import RayPool
 from workers.ranks.layout import Layout
 
 

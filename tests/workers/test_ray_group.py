@@ -23,7 +23,7 @@ from workers.cluster.host import Host
 from workers.cluster.placement import Placement
 from workers.cluster.ray_config import RayConfig
 from workers.cluster.ray_group import RayBlobs, RayGroup, RayHost, StepBlobs, new_step_blobs, running_ray
-from workers.cluster.ray_pool import RayPool, share_cores
+from workers.cluster.ray_launcher import RayPool, share_cores
 from workers.ranks.dispatch_modes import dispatch
 from workers.ranks.layout import Layout
 
@@ -179,7 +179,7 @@ BUNDLES: list[Placement] = []  # of the processes of `group`, in the order of Ra
 @pytest.fixture(scope="module")
 def group() -> Iterator[RayGroup]:
     """Two ranks, in the reverse order of Ray's bundles."""
-    with patch("workers.cluster.ray_pool.rank_order", lambda places: BUNDLES.extend(places) or [1, 0]):
+    with patch("workers.cluster.ray_launcher.rank_order", lambda places: BUNDLES.extend(places) or [1, 0]):
         made = start()
     yield made
     made._pool.close()
@@ -288,7 +288,7 @@ def test_preparing_in_the_first_process_of_each_node_names_the_rank_that_failed(
     def fail() -> None:
         raise OverflowError("no room on the disk")
 
-    monkeypatch.setattr("workers.cluster.ray_pool.first_ranks", lambda placements: {1})
+    monkeypatch.setattr("workers.cluster.ray_launcher.first_ranks", lambda placements: {1})
     with pytest.raises(WorkerFailed, match=r"rank 1 on .*OverflowError: no room on the disk"):
         group._pool.prepare(fail)
     assert group.ranks() == 3

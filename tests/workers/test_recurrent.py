@@ -19,9 +19,8 @@ from dataproto.vlm import family_of
 from helpers.checkpoints import write_checkpoint
 from helpers.examples import at_most
 from helpers.tiny_models import tiny_model
-from workers.model import delta_rule
-from workers.model.delta_rule import gated_delta_rule, packed_convolution, packed_delta_rule
-from workers.model.gated_delta_net import use_packed_recurrence
+from workers.model import gated_delta_net
+from workers.model.gated_delta_net import gated_delta_rule, packed_convolution, packed_delta_rule, use_packed_recurrence
 from workers.model.named_weights import float32_weights, named_weights
 from workers.model.pieces import Pieces, previous_tokens
 from workers.model.precision import HalfWeights
@@ -229,5 +228,5 @@ def test_weights_that_the_model_does_not_load_are_kept_by_an_export(tmp_path):
     ],
 )
 def test_kernels_compute_half_precision_on_cuda_alone(monkeypatch, device, dtype, by_kernels):
-    monkeypatch.setattr(delta_rule, "has_fla", lambda: True)
-    assert (delta_rule._rule_for(device, dtype) is delta_rule._by_fla) == by_kernels
+    monkeypatch.setattr(gated_delta_net, "has_fla", lambda: True)
+    assert (gated_delta_net._rule_for(device, dtype) is gated_delta_net._by_fla) == by_kernels

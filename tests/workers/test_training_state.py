@@ -17,9 +17,8 @@ from workers.model.packed_model import PackedVLM
 from workers.ranks.mesh import Ranks
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.model_worker import PolicyConfig, ReferenceWorker
-from workers.training import checkpoint_files
-from workers.training.checkpoint import Saving, load_training_state
-from workers.training.checkpoint_files import _Contents, read_state, write_state
+from workers.training import checkpoint
+from workers.training.checkpoint import Saving, _Contents, load_training_state, read_state, write_state
 from workers.training.optimizer import Optimizer, OptimizerConfig
 
 SCHEDULED = OptimizerConfig(lr=1e-2, schedule="linear", total_steps=9, warmup_steps=2)
@@ -57,7 +56,7 @@ def test_an_interrupt_is_no_damaged_file(tmp_path, monkeypatch, reads):
         raise KeyboardInterrupt
 
     write_state(state(), tmp_path / "c")
-    writer, reader = checkpoint_files.FileByFile, checkpoint_files.PlainReader
+    writer, reader = checkpoint.FileByFile, checkpoint.PlainReader
     monkeypatch.setattr(*((reader, "read_data") if reads else (writer, "write_data")), interrupted)
     with pytest.raises(KeyboardInterrupt):
         read_state(zeros(), tmp_path / "c") if reads else write_state(state(), tmp_path / "d")
@@ -76,7 +75,7 @@ def test_what_is_copied_to_be_written_is_let_go_of_file_by_file(tmp_path, monkey
         save(value, *args, **kwargs)
 
     monkeypatch.setattr(torch, "save", counted)
-    monkeypatch.setattr(checkpoint_files, "FILE_BYTES", 3 * size)
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 3 * size)
     write_state(views, tmp_path / "c")
     assert len(alive) == 20
     assert max(alive) == 3 * size

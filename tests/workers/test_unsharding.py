@@ -16,9 +16,9 @@ from workers.ranks.layout import Layout
 from workers.ranks.mesh import init_ranks
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.reference import reference_worker
-from workers.training import training_model, unsharding
+from workers.training import training_model
 from workers.training.memory import DeviceMemory
-from workers.training.unsharding import Unsharding, device_share
+from workers.training.training_model import Unsharding, device_share
 
 MODEL = "qwen2_5_vl"
 CPU = torch.device("cpu")
@@ -102,8 +102,8 @@ def test_a_cpu_chooses_nothing(asked, tmp_path):
 
 
 def test_room_is_left():
-    assert unsharding.most_that_fits(0.94, 100, GatheredBytes(0, 0), learns=True) == "gradients"
-    assert unsharding.most_that_fits(0.95, 100, GatheredBytes(0, 0), learns=True) == "nothing"
+    assert training_model.most_that_fits(0.94, 100, GatheredBytes(0, 0), learns=True) == "gradients"
+    assert training_model.most_that_fits(0.95, 100, GatheredBytes(0, 0), learns=True) == "nothing"
 
 
 def test_what_the_first_step_scores_does_not_choose(tmp_path, monkeypatch):

@@ -1,7 +1,7 @@
 """Groups of workers in Ray processes, on one machine or many. The only module that imports Ray.
 
-A `RayGroup` calls one role on all processes of a `workers.cluster.ray_pool.RayPool`; each process is a `RayHost`. Batches pass
-through Ray's object store: each distinct image and pixel tensor is put there once a step and memory-mapped by its readers.
+A `RayGroup` calls one role on all processes of a `RayPool`; each process is a `RayHost`. Batches pass through Ray's object store:
+each distinct image and pixel tensor is put there once a step and memory-mapped by its readers.
 """
 
 import contextlib
@@ -386,7 +386,7 @@ class RayGroup:
     """One role on the processes of a pool, with the interface of `LocalGroup`."""
 
     def __init__(self, pool: Any, role: str, worker_class: type) -> None:
-        """``pool`` is a `workers.cluster.ray_pool.RayPool`, whose processes hold the role."""
+        """``pool`` is a `workers.cluster.ray_launcher.RayPool`, whose processes hold the role."""
         self._pool, self._role, self._class = pool, role, worker_class
 
     @property

@@ -1,28 +1,334 @@
 """The mixer of Qwen3.5's recurrent layers, Gated DeltaNet (arXiv:2412.06464), over packed rows and a part of the heads.
 
 Projections and the gated norm are computed token by token, by the model's own modules. Convolution and recurrence run along the
-rows of the packed sequence (`workers.model.delta_rule`), where each head is on its own: so ranks share them by heads,
-as they share attention. Under Ulysses an all-to-all turns "my tokens, all heads" into "all tokens, my heads" and back; no state
-travels between ranks.
+rows of the packed sequence, where each head is on its own: so ranks share them by heads, as they share attention. Under Ulysses
+an all-to-all turns "my tokens, all heads" into "all tokens, my heads" and back; no state travels between ranks.
+
+The rule is computed in plain torch, in chunks, over pieces of equal length, or by the kernels of ``flash-linear-attention``. It
+is an operator that ``torch.compile`` calls without looking inside: its kernels choose sizes on the host and read lengths of
+pieces, which a compiled graph cannot. Without an operator the graph of each layer would break there, and a checkpointed layer
+would not be compiled at all.
+
+Letters: N rows, L tokens, H heads, D key size, E value size, C tokens of a chunk; T packed tokens. Of the convolution: C
+channels, W its width.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
+from importlib.util import find_spec
+from logging import getLogger
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu, softplus
+from torch._C import DispatchKey
+from torch.nn.functional import conv1d, embedding, pad, silu, softplus
+from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache
 
 from dataproto.errors import UnsupportedAttention
+from dataproto.transfer import move
 from dataproto.vlm import VLMFamily
-from workers.model.delta_rule import delta_rule_along_rows, packed_convolution
 from workers.model.patches import replace_forward, set_on_module
-from workers.model.pieces import Pieces
+from workers.model.pieces import Level, Pieces
 from workers.ranks.autograd_collectives import Peers, exchange
+
+CHUNK = 64
+"""Tokens whose updates are computed by matrix products at a time."""
+EPS = 1e-6
+
+
+def gated_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Writes values under keys to a state and reads them by queries, token after token.
+
+    With ``S`` the state ``(D, E)`` of a head, ``a = exp(decay)``, and keys and queries of unit length, a token does
+    (arXiv:2412.06464, equation 10)::
+
+        S = a * S;  S = S + rate * key (value - key^T S);  out = query^T S / sqrt(D)
+
+    Args:
+        query, key: ``(N, L, H, D)``; they are normalized here.
+        value: ``(N, L, H, E)``.
+        decay: ``(N, L, H)``, at most 0; rate: ``(N, L, H)``. A token with both 0 leaves the state as it is.
+        state: ``(N, H, D, E)`` float32 at the start.
+
+    Returns:
+        Outputs ``(N, L, H, E)`` in the dtype of ``value``, and the final state float32.
+    """
+    dtype, length = value.dtype, value.shape[1]
+    chunk = min(CHUNK, max(length, 1))
+    query, key = (_unit_length(x) for x in (query, key))
+    query = query * query.shape[-1] ** -0.5
+    q, k, v = (_chunks(x.float(), chunk) for x in (query, key, value))  # (N, H, chunks, C, .)
+    g, b = (_chunks(x.float().unsqueeze(-1), chunk) for x in (decay, rate))  # (N, H, chunks, C, 1)
+
+    total = g.cumsum(-2)  # log of the decay from the start of the chunk
+    between = _decays_between(g)
+    system = (k * b) @ k.transpose(-1, -2) * between
+    # Each token's correction depends on those before it in the chunk: a triangular system (section 3.3 of the paper).
+    both = torch.linalg.solve_triangular(
+        system, torch.cat([v * b, k * b * total.exp()], dim=-1), upper=False, unitriangular=True
+    )
+    written, erased = both.split([v.shape[-1], k.shape[-1]], dim=-1)
+    inside = q @ k.transpose(-1, -2) * between
+    reads, left = q * total.exp(), between[..., -1:, :]
+    keys, whole = k.transpose(-1, -2) * left, total[..., -1:, :].exp()
+    outputs = []
+    for place in range(q.shape[2]):
+        new = written[:, :, place] - erased[:, :, place] @ state
+        outputs.append(reads[:, :, place] @ state + inside[:, :, place] @ new)
+        state = state * whole[:, :, place] + keys[:, :, place] @ new
+    out = torch.stack(outputs, dim=2).flatten(2, 3)[:, :, :length]
+    return out.transpose(1, 2).to(dtype), state
+
+
+def _decays_between(g: Tensor) -> Tensor:
+    """The decay from token j to token i of a chunk, ``(.., C, C)``, 0 for j > i; ``g`` are logs of each token's, ``(.., C, 1)``.
+
+    Their logs are sums over the tokens after j up to i, as in Mamba-2's segmented sum (arXiv:2405.21060, listing 1).
+    Differences of sums from the start of the chunk would cost digits, most of them in gradients where the decay is strong.
+    """
+    after = torch.ones(g.shape[-2], g.shape[-2], dtype=torch.bool, device=g.device).tril(-1)  # i > j
+    sums = torch.where(after, g, 0.0).cumsum(-2)
+    return sums.masked_fill(after.transpose(-1, -2), -torch.inf).exp()
+
+
+def _unit_length(x: Tensor) -> Tensor:
+    x = x.float()
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPS)
+
+
+def _chunks(x: Tensor, chunk: int) -> Tensor:
+    """``(N, L, H, .)`` to ``(N, H, chunks, C, .)``, with zeros after the last token."""
+    x = pad(x.transpose(1, 2), (0, 0, 0, -x.shape[1] % chunk))
+    return x.unflatten(2, (-1, chunk))
+
+
+log = getLogger(__name__)
+
+Rule = Callable[[tuple[Tensor, ...], Level, Tensor | None, bool], tuple[Tensor, Tensor | None]]
+"""``(inputs of n tokens, their pieces, first states of these, whether final states are wanted) -> (outputs, final states)``."""
+
+
+def packed_convolution(x: Tensor, weight: Tensor, chosen: Tensor, read: Tensor) -> Tensor:
+    """A causal convolution of each channel ``(T, C)`` along its row; before a row's first token there are zeros.
+
+    Args:
+        x: ``(T, C)``.
+        weight: ``(C, W)``; the last one is the token's own.
+        chosen, read: see `Pieces.taps`.
+    """
+    weight = weight.to(x.dtype)
+    out = _shifted_sum(x, weight) if torch.compiler.is_compiling() else _convolution(x, weight)
+    if not len(chosen):
+        return out
+    window = embedding(read.clamp_min(0), x) * (read >= 0)[..., None]  # (m, W, C)
+    return out.index_copy(0, chosen, (window * weight.t()).sum(1).to(out.dtype))
+
+
+def _convolution(x: Tensor, weight: Tensor) -> Tensor:
+    """The convolution as if all tokens were one row."""
+    return conv1d(pad(x.t(), (weight.shape[1] - 1, 0))[None], weight[:, None], groups=len(weight))[0].t()
+
+
+def _shifted_sum(x: Tensor, weight: Tensor) -> Tensor:
+    """`_convolution` as a sum of shifted copies: ``torch.compile`` makes one kernel of it, several times as fast as torch's."""
+    total, width = len(x), weight.shape[1]
+    wide = pad(x, (0, 0, width - 1, 0))
+    parts = [wide.narrow(0, tap, total).float() * weight[:, tap].float() for tap in range(width)]
+    return torch.stack(parts).sum(0).to(x.dtype)
+
+
+def packed_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, pieces: Pieces) -> Tensor:
+    """`gated_delta_rule` along the rows of a packed sequence; a prompt that rows share is computed once.
+
+    Args:
+        query, key: ``(T, K, D)``, each for H / K heads of the values; value: ``(T, H, E)``; decay and rate: ``(T, H)``.
+
+    Returns:
+        ``(T, H, E)`` in the dtype of ``value``.
+    """
+    rule = _rule_for(query.device.type, value.dtype)
+    if rule is _by_length and (repeats := value.shape[1] // key.shape[1]) > 1:
+        query, key = (x.repeat_interleave(repeats, dim=1) for x in (query, key))
+    inputs = query, key, value, decay, rate
+    states: Tensor | None = None  # of all pieces of earlier levels
+    outputs = []
+    levels = pieces.levels
+    for number, level in enumerate(levels):
+        mine = inputs if len(levels) == 1 else tuple(x.index_select(0, level.tokens) for x in inputs)
+        first = None if states is None or level.starts is None else embedding(level.starts, states.flatten(1))
+        if first is not None and states is not None:
+            first = first.unflatten(1, states.shape[1:])
+        more = number + 1 < len(levels)
+        out, final = rule(mine, level, first, more)
+        outputs.append(out)
+        if final is not None:
+            states = final if states is None else torch.cat([states, final])
+    if len(levels) == 1:
+        return outputs[0]
+    return torch.empty_like(value).index_copy(0, torch.cat([level.tokens for level in levels]), torch.cat(outputs))
+
+
+def _rule_for(device_type: str, dtype: torch.dtype) -> Rule:
+    """The kernels for half precision on CUDA; they compute products of float32 in TF32, which keeps three digits."""
+    return _by_fla if device_type == "cuda" and dtype != torch.float32 and has_fla() else _by_length
+
+
+def _by_length(
+    inputs: tuple[Tensor, ...], level: Level, first: Tensor | None, wants_final: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Pieces of similar lengths together, in plain torch; see `Rule`."""
+    lengths = level.lengths
+    groups: dict[int, list[int]] = {}
+    for piece, length in enumerate(lengths):
+        groups.setdefault(max(length - 1, 7).bit_length(), []).append(piece)
+    pieces = [x.split(lengths) for x in inputs]
+    value = inputs[2]
+    shape = (value.shape[1], inputs[1].shape[-1], value.shape[-1])
+    outputs: list[Tensor] = [value] * len(lengths)
+    finals: list[Tensor] = [value] * len(lengths)
+    for members in groups.values():
+        q, k, v, g, b = (pad_sequence([parts[piece] for piece in members], batch_first=True) for parts in pieces)
+        if first is None:
+            state = torch.zeros(len(members), *shape, dtype=torch.float32, device=value.device)
+        else:
+            state = first[move(torch.tensor(members), value.device)]
+        out, final = gated_delta_rule(q, k, v, g, b, state)
+        for row, piece in enumerate(members):
+            outputs[piece], finals[piece] = out[row, : lengths[piece]], final[row]
+    return torch.cat(outputs), torch.stack(finals) if wants_final else None
+
+
+def _by_fla(
+    inputs: tuple[Tensor, ...], level: Level, first: Tensor | None, wants_final: bool
+) -> tuple[Tensor, Tensor | None]:
+    """All pieces together, by the variable-length kernels of ``flash-linear-attention``; see `Rule`."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    query, key, value, decay, rate = (x.unsqueeze(0) for x in inputs)
+    out, final = chunk_gated_delta_rule(
+        query,
+        key,
+        value,
+        g=decay,
+        beta=rate,
+        initial_state=first,
+        output_final_state=wants_final,
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=level.bounds_on_device,
+        cu_seqlens_cpu=level.bounds,
+    )
+    return out[0], final
+
+
+@cache
+def has_fla() -> bool:
+    """Whether ``flash-linear-attention`` is installed. Without it, a warning says how to get it."""
+    found = find_spec("fla") is not None
+    if not found:
+        log.warning(
+            "recurrent layers run in plain torch, many times slower than by the kernels of flash-linear-attention: "
+            'pip install "dataproto-vlm[fla]"'
+        )
+    return found
+
+
+def delta_rule_along_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    rate: Tensor,
+    cu_seqlens: Tensor,
+    key_cu_seqlens: Tensor | None,
+    key_index: Tensor | None,
+) -> Tensor:
+    """`packed_delta_rule` along the rows with these boundaries; see `Pieces.of`. Compiled code calls the operator."""
+    if torch.compiler.is_compiling():
+        # The kernels want contiguous inputs: compiled code writes them so where it computes them, without a copy of its own.
+        query, key, value = (x.contiguous() for x in (query, key, value))
+        found: Tensor = _rule(query, key, value, decay, rate, cu_seqlens, key_cu_seqlens, key_index)
+        return found
+    return packed_delta_rule(query, key, value, decay, rate, Pieces.of(cu_seqlens, key_cu_seqlens, key_index))
+
+
+@torch.library.custom_op("dataproto::delta_rule", mutates_args=())
+def _rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    rate: Tensor,
+    cu_seqlens: Tensor,
+    key_cu_seqlens: Tensor | None,
+    key_index: Tensor | None,
+) -> Tensor:
+    pieces = Pieces.of(cu_seqlens, key_cu_seqlens, key_index)
+    return packed_delta_rule(query, key, value, decay, rate, pieces).contiguous()
+
+
+@_rule.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Tensor | None) -> Tensor:
+    return torch.empty_like(value, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("dataproto::delta_rule_backward", mutates_args=())
+def _rule_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    rate: Tensor,
+    cu_seqlens: Tensor,
+    key_cu_seqlens: Tensor | None,
+    key_index: Tensor | None,
+) -> list[Tensor]:
+    """Gradients of the first five inputs. The forward pass runs again: the kernels keep what they need in their own graph."""
+    inputs = query, key, value, decay, rate = [x.detach().requires_grad_() for x in (query, key, value, decay, rate)]
+    with _recording():
+        out = packed_delta_rule(query, key, value, decay, rate, Pieces.of(cu_seqlens, key_cu_seqlens, key_index))
+        found = torch.autograd.grad(out, inputs, gradient)
+    return [each.contiguous() for each in found]
+
+
+@_rule_backward.register_fake
+def _(gradient: Tensor, *inputs: Tensor) -> list[Tensor]:
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:5]]
+
+
+def _keep_inputs(ctx: Any, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    return (*_rule_backward(gradient, *ctx.saved_tensors), None, None, None)
+
+
+_rule.register_autograd(_gradients, setup_context=_keep_inputs)
+
+
+@contextmanager
+def _recording() -> Iterator[None]:
+    """Records operations for a backward pass inside an operator, where torch has switched that off."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (
+        DispatchKey.AutogradFunctionality,
+        DispatchKey.AutogradOther,
+        DispatchKey.AutogradCPU,
+        DispatchKey.AutogradCUDA,
+        DispatchKey.ADInplaceOrView,
+    ):
+        excluded = excluded.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
+        yield
 
 
 @dataclass(frozen=True)

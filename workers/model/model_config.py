@@ -11,7 +11,7 @@ from typing import Any, Literal
 from dataproto.errors import InvalidConfig
 
 AggregationMode = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
-"""How the losses of tokens become one number; see `workers.training.aggregation`."""
+"""How the losses of tokens become one number; see `workers.training.loss_sums`."""
 
 Unsharded = Literal["auto", "nothing", "scoring", "weights", "gradients"]
 """What FSDP leaves unsharded between micro-batches; each value includes those before it.

@@ -17,9 +17,8 @@ from dataproto.vlm import VLMFamily
 from workers.model.packed_model import PackedVLM
 from workers.ranks.dispatch_modes import dispatch, split_rows
 from workers.roles.model_worker import PolicyConfig, PolicyWorker, TrainedWorker
-from workers.training.aggregation import MODES, check_mode
 from workers.training.forward_pass import LossFn, token_types
-from workers.training.loss_sums import LossSums
+from workers.training.loss_sums import MODES, LossSums, check_mode
 from workers.training.optimizer import AdamParams, OptimizerConfig
 from workers.training.row_checks import check_rows
 

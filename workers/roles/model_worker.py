@@ -22,9 +22,8 @@ from workers.model.packed_model import PackedVLM
 from workers.ranks.autograd_collectives import local_part
 from workers.ranks.dispatch_modes import dispatch, join_rows
 from workers.ranks.mesh import Ranks
-from workers.training.aggregation import denominator, token_weights
 from workers.training.forward_pass import LossFn
-from workers.training.loss_sums import LossSums, Updated, joined_means
+from workers.training.loss_sums import LossSums, Updated, denominator, joined_means, token_weights
 from workers.training.micro_batches import SharedParts
 from workers.training.mini_batches import ROW, split_scoring, split_update
 from workers.training.row_checks import check_rows, check_update
@@ -141,7 +140,7 @@ class TrainedWorker(ModelWorker):
         Args:
             loss_fn: see `LossFn`; its metrics are averaged with the loss's own weights. Of metrics whose names end in ``_max``,
                 which are not negative, the largest value counts.
-            aggregation: how per-token losses become one number, see `workers.training.aggregation`; the constant of
+            aggregation: how per-token losses become one number, see `workers.training.loss_sums`; the constant of
                 ``seq-mean-token-sum-norm`` is the ``max_tokens`` in ``meta_info`` that the rows were generated with, else R.
             entropy: compute ``outputs.entropy`` for the loss function.
 

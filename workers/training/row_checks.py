@@ -14,8 +14,8 @@ from dataproto.columns import COLUMNS, PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS, re
 from dataproto.errors import InvalidColumn, InvalidConfig, MediaMismatch, NonFiniteLogits
 from dataproto.ragged import RaggedTensor
 from workers.model.packed_model import PackedVLM
-from workers.training.aggregation import check_mode
 from workers.training.forward_pass import TRAINING_COLUMNS, media_of, token_types
+from workers.training.loss_sums import check_mode
 
 READ = (*TRAINING_COLUMNS, "targets", "mm_token_type_ids")
 """The dense columns that a forward pass reads."""
