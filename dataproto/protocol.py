@@ -807,7 +807,7 @@ def _is_column(value: object, shape: torch.Size) -> bool:
     """Whether a value that a ``TensorDict`` of this shape keeps whole is an array of what torch cannot hold, one for each row."""
     if not isinstance(value, np.ndarray) or value.dtype.kind in "biufc":
         return False
-    return value.shape[:1] == tuple(shape[:1]) != ()
+    return bool(value.shape[:1] == tuple(shape[:1]) != ())
 
 
 def _batch_shape(name: str, tensor: Any, dims: int) -> tuple[int, ...]:
