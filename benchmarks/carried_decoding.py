@@ -1,16 +1,16 @@
-"""What samples that go on after their step save: seconds of decoding of a step, with ``over_ask`` and without, on one device.
+"""What samples that go on after their step save: seconds of decoding of a step, by ``--rollout.staleness``, on one device.
 
     python benchmarks/carried_decoding.py --size 7b               # 128 prompts x 5 samples: a quarter of geo3k_step.py's step
     python benchmarks/carried_decoding.py --size tiny --engine hf --prompts 8 --max-tokens 64          # anywhere
 
 The prompts and the lengths of the responses are those of ``geo3k_step.py``: log-normal with mean 400, at most 2,048. Nothing
 learns, but before each step the engine gets its weights again, as after an update: what was cached is gone, and samples that go
-on are read anew. Taking the weights does not count. All values of ``--over-ask`` run through one engine, one after the other.
+on are read anew. Taking the weights does not count. All values of ``--staleness`` run through one engine, one after the other.
 
 What is compared is seconds of decoding a step, in the steady state. Each step gives the same number of whole groups, so these are
 also seconds a sample that is learned from. A run reaches that state after a few steps, once as many long samples are carried into
 a step as out of it. These ``--settling`` steps are not decoded: their samples get made-up tokens, in the number that they would
-have got. The engine itself is warmed up by responses of a few tokens. Without over-asking at most two steps are measured, since
+have got. The engine itself is warmed up by responses of a few tokens. With staleness 0 at most two steps are measured, since
 they hardly differ: each lasts as long as its longest response.
 """
 
@@ -41,8 +41,9 @@ import torch  # noqa: E402
 from geo3k_step import OF_DRAWN_LENGTHS, Steps, rest_of, rows  # noqa: E402
 
 from dataproto import DataProto  # noqa: E402
-from recipes.configs.shared.rollout_options import RolloutOptions  # noqa: E402
-from recipes.run.carrying import CarryingRollout, LookAhead  # noqa: E402
+from recipes.configs.shared.rollout_options import AT_A_TIME  # noqa: E402
+from recipes.run.carrying import CarryingRollout  # noqa: E402
+from recipes.run.look_ahead import LookAhead  # noqa: E402
 from rollout.continuation import BEGUN  # noqa: E402
 from rollout.engine import Completion, FinishReason, Request, SamplingParams, cpu_or_cuda, slots_for  # noqa: E402
 from rollout.prompts import PromptBuilder  # noqa: E402
@@ -52,7 +53,7 @@ from workers.roles.rollout_worker import RolloutConfig, RolloutWorker  # noqa: E
 from workers.training.loading import checkpoint_family  # noqa: E402
 
 TARGET = 2 / 3
-"""The largest share of the time without over-asking that is a third less."""
+"""The largest share of the time with staleness 0 that is a third less."""
 
 WARM_TOKENS = 32
 """The largest number of tokens of the responses that warm up the engine."""
@@ -87,17 +88,15 @@ class Decoding:
         worker: RolloutWorker,
         prompts: DataProto,
         sampling: SamplingParams,
-        over_ask: float,
-        max_staleness: int | None = None,
+        staleness: int,
     ) -> None:
         self.worker, self.sampling = worker, sampling
         self.done = 0
         self.carried: CarryingRollout | None = None
         self.rollout: Any = LocalGroup(worker)
         self.loader: Any = LookAhead(Steps(prompts))
-        if over_ask > 1:
-            config = RolloutOptions(over_ask=over_ask, max_staleness=max_staleness)
-            self.carried = CarryingRollout(self.rollout, self.loader, config, lambda: self.done)
+        if staleness:
+            self.carried = CarryingRollout(self.rollout, self.loader, staleness, lambda: self.done)
             self.rollout = self.loader = self.carried
 
     def settle(self, steps: int) -> None:
@@ -182,18 +181,18 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def table(found: dict[float, Sequence[DecodedStep]]) -> str:
+def table(found: dict[int, Sequence[DecodedStep]]) -> str:
     """Means over the steps, in Markdown, and each time as a share of the first one's.
 
-    >>> print(table({1.0: [DecodedStep(3.0, 4, 90, 0, 20, 0)],
-    ...              1.25: [DecodedStep(1.0, 4, 80, 1, 12, 30), DecodedStep(2.0, 4, 100, 1, 14, 20)]}))
-    | over_ask | s a step | decoding steps | tokens read again | ms a sampled token | groups that go on | time |
+    >>> print(table({0: [DecodedStep(3.0, 4, 90, 0, 20, 0)],
+    ...              1: [DecodedStep(1.0, 4, 80, 1, 12, 30), DecodedStep(2.0, 4, 100, 1, 14, 20)]}))
+    | staleness | s a step | decoding steps | tokens read again | ms a sampled token | groups that go on | time |
     |---|---|---|---|---|---|---|
-    | 1 | 3.00 | 20 | 0 | 33.333 | 0.0 | 1.000 |
-    | 1.25 | 1.50 (1.0 to 2.0) | 13 | 25 | 16.667 | 1.0 | 0.500, at least a third less |
+    | 0 | 3.00 | 20 | 0 | 33.333 | 0.0 | 1.000 |
+    | 1 | 1.50 (1.0 to 2.0) | 13 | 25 | 16.667 | 1.0 | 0.500, at least a third less |
     """
     names = (
-        "over_ask",
+        "staleness",
         "s a step",
         "decoding steps",
         "tokens read again",
@@ -203,14 +202,14 @@ def table(found: dict[float, Sequence[DecodedStep]]) -> str:
     )
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     first = None
-    for over_ask, steps in found.items():
+    for staleness, steps in found.items():
         seconds = [step.seconds for step in steps]
         mean = fmean(seconds)
         spread = "" if len(steps) == 1 else f" ({min(seconds):.1f} to {max(seconds):.1f})"
         verdict = "" if first is None else ", at least a third less" if mean <= TARGET * first else ", not a third less"
         first = first or mean
         cells = [
-            f"{over_ask:g}",
+            str(staleness),
             f"{mean:.2f}{spread}",
             f"{fmean(step.polls for step in steps):.0f}",
             f"{fmean(step.read_again for step in steps):,.0f}",
@@ -229,8 +228,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=128)
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, default=2048)
-    parser.add_argument("--over-ask", type=float, nargs="+", default=[1.0, 1.25, 1.5])
-    parser.add_argument("--max-staleness", type=int, help="see --rollout.max-staleness")
+    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2], help="see --rollout.staleness")
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each (default: 3)")
     parser.add_argument(
         "--settling", type=int, default=12, help="steps before them, which are not decoded (default: 12)"
@@ -252,7 +250,7 @@ def main() -> None:
         runpy.run_path(str(HERE / "random_checkpoint.py"))["make"](arguments.model / arguments.size, arguments.size)
     )
     prompts = PromptBuilder.from_pretrained(path, 1024)(rows(arguments.prompts))
-    samples = math.ceil(arguments.prompts * max(arguments.over_ask)) * arguments.samples
+    samples = math.ceil(arguments.prompts * AT_A_TIME) * arguments.samples
     options = {"max_num_seqs": slots_for(samples)}
     if arguments.engine == "vllm":
         options |= {"max_model_len": 1024 + arguments.max_tokens}
@@ -263,15 +261,15 @@ def main() -> None:
     worker = rollout_worker(path, arguments.engine, options | json.loads(arguments.rollout))
     print(f"engine up: {time.perf_counter() - started:.0f} s", flush=True)
     sampling = SamplingParams(n=arguments.samples, max_tokens=arguments.max_tokens, ignore_eos=True)
-    Decoding(worker, prompts, replace(sampling, max_tokens=min(arguments.max_tokens, WARM_TOKENS)), 1.0).step()
-    found: dict[float, Sequence[DecodedStep]] = {}
-    for over_ask in arguments.over_ask:
-        decoding, steps = Decoding(worker, prompts, sampling, over_ask, arguments.max_staleness), []
+    Decoding(worker, prompts, replace(sampling, max_tokens=min(arguments.max_tokens, WARM_TOKENS)), 0).step()
+    found: dict[int, Sequence[DecodedStep]] = {}
+    for staleness in arguments.staleness:
+        decoding, steps = Decoding(worker, prompts, sampling, staleness), []
         decoding.settle(arguments.settling)
-        for number in range(1, 1 + (min(arguments.steps, 2) if over_ask == 1 else arguments.steps)):
+        for number in range(1, 1 + (arguments.steps if staleness else min(arguments.steps, 2))):
             steps.append(decoding.step())
-            print(f"over_ask {over_ask:g}, step {number}: {steps[-1]}", flush=True)
-        found[over_ask] = steps
+            print(f"staleness {staleness}, step {number}: {steps[-1]}", flush=True)
+        found[staleness] = steps
     print(f"\n{table(found)}")
 
 

@@ -5,12 +5,17 @@
     python benchmarks/geo3k_step.py --gpus 2 --size 7b --lora-rank 0 64                     # all weights, then adapters
     python benchmarks/geo3k_step.py --gpus 2 --size qwen3.5-9b --prompts 32 --minibatch 32 --max-tokens 512 --whole-responses \
         --compile --activation-checkpointing selective --token-budget 6144 --unsharded weights  # the step of verl#7203
+    python benchmarks/geo3k_step.py --gpus 4 --size 7b --staleness 0 1 2 --steps 4 --compile --token-budget 10240 \
+        --activation-checkpointing selective --unsharded gradients     # decoding ahead, beside the plain step, see below
 
 Prompts are about 350 tokens with one image; random weights never end a response, so its length is sampled: log-normal with mean
-400, at most 2,048, and in proportion with other ``--max-tokens``; with ``--whole-responses`` each has ``--max-tokens``. With
-``--over-ask 1.25`` a step does not wait for its longest responses; what that saves of decoding alone, on one GPU,
-``carried_decoding.py`` tells. Weights, data and recipe are otherwise those of a real run: `recipes.grpo.grpo_step` over
-`launch(on="ray")`.
+400, at most 2,048, and in proportion with other ``--max-tokens``; with ``--whole-responses`` each has ``--max-tokens``. Weights,
+data and recipe are otherwise those of a real run: `recipes.grpo.grpo_step` over `launch(on="ray")`.
+
+``--staleness`` times decoding ahead, ``--rollout.staleness N``, next to the plain step: first with engines that share the GPUs
+of the models, then with engines on ``--apart`` GPUs of their own, by default half of them. With 0 and shared engines the step is
+the plain one, and not timed again. Give ``--steps`` of 4 or more: samples that go on need some steps until as many are carried
+into a step as out of it. What this saves of decoding only, on one GPU, ``carried_decoding.py`` tells.
 """
 
 import argparse
@@ -38,10 +43,10 @@ from PIL import Image, ImageDraw  # noqa: E402
 
 from dataproto import DataProto, object_array  # noqa: E402
 from recipes.algorithms.penalties import KLController  # noqa: E402
-from recipes.configs.shared.rollout_options import RolloutOptions  # noqa: E402
-from recipes.grpo import GRPOConfig, grpo_step  # noqa: E402
+from recipes.grpo import GRPOConfig, grpo_step, grpo_step_in_parts  # noqa: E402
 from recipes.rewards import load_reward  # noqa: E402
-from recipes.run.carrying import LookAhead, carry_samples  # noqa: E402
+from recipes.run.carrying import carry_samples  # noqa: E402
+from recipes.run.look_ahead import LookAhead  # noqa: E402
 from recipes.run.phases import StepState  # noqa: E402
 from rollout.prompts import PromptBuilder  # noqa: E402
 from workers import ActorConfig, launch  # noqa: E402
@@ -174,8 +179,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--scoring-token-budget", type=int, help="default: twice --token-budget")
     parser.add_argument("--unsharded", default="auto", choices=("auto", *UNSHARDED), help="between micro-batches")
     parser.add_argument("--steps", type=int, default=2, help="measured steps, after one warm-up step")
-    parser.add_argument("--over-ask", type=float, default=1.0, help="groups decoded at a time; see --rollout.over-ask")
+    parser.add_argument(
+        "--staleness", type=int, nargs="+", default=[], help="--rollout.staleness to time next to the plain step"
+    )
+    parser.add_argument("--apart", type=int, help="GPUs of separate engines, for --staleness; default: half, 0: none")
     parser.add_argument("--rollout", default="{}", help="JSON: options of the engine")
+    parser.add_argument("--rollout-apart", default="{}", help="JSON: those that separate engines have in addition")
     parser.add_argument(
         "--lora-rank",
         type=int,
@@ -192,6 +201,102 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+Figures = dict[str, float]
+
+
+def timed_steps(
+    arguments: argparse.Namespace, roles: Any, prompts: DataProto, staleness: int | None, apart: bool
+) -> list[Figures]:
+    """Seconds, tokens/s and phases of a warm-up step and the measured ones."""
+    state, loader, steps = StepState(KLController(0.0)), LookAhead(Steps(prompts)), 1 + arguments.steps
+    original = roles.rollout
+    batches, measure = carry_samples(roles, loader, staleness, state, steps, apart)
+    make_step = grpo_step_in_parts if staleness == 0 else grpo_step
+    config = GRPOConfig(n=arguments.samples, kl_coef=0.01, minibatch=arguments.minibatch)
+    sampling, found = config.sampling(arguments.max_tokens, seed=0), list[Figures]()
+    for number in range(steps):
+        started = time.perf_counter()
+        data, metrics = make_step(roles, next(batches), config, sampling, state)
+        seconds = time.perf_counter() - started
+        tokens = int(data["attention_mask"].sum())
+        figures = {"seconds": seconds, "tokens/s/GPU": tokens / seconds / arguments.gpus}
+        figures |= {name.removeprefix("timing_s/"): value for name, value in metrics.items() if "timing" in name}
+        figures |= {name: value for name, value in metrics.items() if name.startswith("perf/")}
+        measured = measure(data, metrics | {"timing_s/step": seconds}, roles.devices)
+        figures |= {name: value for name, value in measured.items() if name.startswith("training/")}
+        print(f"step {number}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()), flush=True)
+        found.append(figures)
+    roles.rollout = original
+    return found
+
+
+def timed_forms(
+    arguments: argparse.Namespace, path: str, prompts: DataProto, forms: list[int | None], rank: int, apart: int = 0
+) -> dict[str, list[Figures]]:
+    """The steps of each form, by its name, with adapters if their ``rank`` is not 0, and engines on ``apart`` GPUs of their own;
+    0: on those of the models.
+    """
+    actor = ActorConfig(
+        path,
+        token_budget=arguments.token_budget,
+        activation_checkpointing=arguments.activation_checkpointing,
+        compile=arguments.compile,
+        flash_attention=arguments.flash_attention,
+        scoring_token_budget=arguments.scoring_token_budget,
+        unsharded=arguments.unsharded,
+        lora_rank=rank,
+    )
+    engine = arguments.engine if arguments.whole_responses else OF_DRAWN_LENGTHS[arguments.engine]
+    options = json.loads(arguments.rollout) | (json.loads(arguments.lora_rollout) if rank else {})
+    options |= json.loads(arguments.rollout_apart) if apart else {}
+    found, started = {}, time.perf_counter()
+    with launch(
+        actor=actor,
+        reference=actor.frozen(),
+        reward=load_reward("geo3k"),
+        rollout=RolloutConfig(path, engine, options),
+        on="ray",
+        layout=Layout(dp=arguments.gpus - apart, rollout=apart),
+        timeout_s=500,
+        show_logs=True,
+    ) as roles:
+        print(roles.start_seconds, flush=True)
+        print(f"roles launched: {time.perf_counter() - started:.0f} s", flush=True)
+        for staleness in forms:
+            name = "plain" if staleness is None else f"staleness {staleness}"
+            name += f", engines on {apart} of {arguments.gpus} GPUs" if apart else ""
+            name += f", adapters of rank {rank}" if rank else ""
+            print(f"\n{name}", flush=True)
+            found[name] = timed_steps(arguments, roles, prompts, staleness, bool(apart))
+    return found
+
+
+def table(found: dict[str, list[Figures]]) -> str:
+    """Medians of the steps after the first, in Markdown, and how often each form's step fits into the first one's.
+
+    >>> steps = [{"seconds": 9.0}, {"seconds": 3.0}], [{"seconds": 9.0, "x": 1}, {"seconds": 2.0, "x": 4}]
+    >>> print(table(dict(zip(("plain", "other"), steps))))
+    | figure | plain | other |
+    |---|---|---|
+    | seconds | 3 | 2 |
+    | x |  | 4 |
+    | times as fast | 1 | 1.5 |
+    """
+    rows = {name: None for steps in found.values() for name in steps[-1]}
+    lines = [f"| figure | {' | '.join(found)} |", "|---" * (1 + len(found)) + "|"]
+    medians = {
+        form: {name: median(step[name] for step in steps[1:] if name in step) for name in steps[-1]}
+        for form, steps in found.items()
+    }
+    first = next(iter(medians.values()))["seconds"]
+    for each in medians.values():
+        each["times as fast"] = first / each["seconds"]
+    for name in [*rows, "times as fast"]:
+        cells = [f"{each[name]:.4g}" if name in each else "" for each in medians.values()]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     arguments = parse()
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
@@ -206,66 +311,13 @@ def main() -> None:
         f"prompts: {time.perf_counter() - started:.1f} s, {prompts['attention_mask'].sum(1).float().mean():.0f} tokens",
         flush=True,
     )
-    found = {rank: measured(arguments, path, prompts, rank) for rank in arguments.lora_rank}
-    names = ["all weights" if rank == 0 else f"adapters of rank {rank}" for rank in found]
-    print(f"\n| figure (medians) | {' | '.join(names)} |\n|{' --- |' * (1 + len(names))}")
-    for name in dict.fromkeys(name for figures in found.values() for name in figures):
-        values = (f"{figures[name]:.4g}" if name in figures else "" for figures in found.values())
-        print(f"| {name} | {' | '.join(values)} |")
-
-
-def measured(arguments: argparse.Namespace, path: str, prompts: DataProto, rank: int) -> dict[str, float]:
-    """The median of each figure of a run's steps after the first one; with adapters if their ``rank`` is not 0."""
-    actor = ActorConfig(
-        path,
-        token_budget=arguments.token_budget,
-        activation_checkpointing=arguments.activation_checkpointing,
-        compile=arguments.compile,
-        flash_attention=arguments.flash_attention,
-        scoring_token_budget=arguments.scoring_token_budget,
-        unsharded=arguments.unsharded,
-        lora_rank=rank,
-    )
-    options = json.loads(arguments.rollout) | (json.loads(arguments.lora_rollout) if rank else {})
-    started = time.perf_counter()
-    with launch(
-        actor=actor,
-        reference=actor.frozen(),
-        reward=load_reward("geo3k"),
-        rollout=RolloutConfig(
-            path, arguments.engine if arguments.whole_responses else OF_DRAWN_LENGTHS[arguments.engine], options
-        ),
-        on="ray",
-        layout=Layout(dp=arguments.gpus),
-        timeout_s=500,
-        show_logs=True,
-    ) as roles:
-        print(roles.start_seconds, flush=True)
-        print(f"roles launched: {time.perf_counter() - started:.0f} s", flush=True)
-        found = list(steps(arguments, roles, prompts))[1:]
-    return {name: median(each[name] for each in found) for name in found[-1]}
-
-
-def steps(arguments: argparse.Namespace, roles: Any, prompts: DataProto) -> Iterator[dict[str, float]]:
-    """Makes the steps of a run, prints the figures of each and yields them."""
-    state, loader = StepState(KLController(0.0)), LookAhead(Steps(prompts))
-    carrying = RolloutOptions(over_ask=arguments.over_ask)
-    batches, measure = carry_samples(roles, loader, carrying, state, 1 + arguments.steps, corrected=False)
-    config = GRPOConfig(n=arguments.samples, kl_coef=0.01, minibatch=arguments.minibatch)
-    for number in range(1 + arguments.steps):
-        started = time.perf_counter()
-        sampling = config.sampling(arguments.max_tokens, seed=0)
-        data, metrics = grpo_step(roles, next(batches), config, sampling, state)
-        seconds = time.perf_counter() - started
-        tokens = int(data["attention_mask"].sum())
-        figures = {"seconds": seconds, "tokens/s/GPU": tokens / seconds / arguments.gpus}
-        figures |= {name.removeprefix("timing_s/"): value for name, value in metrics.items() if "timing" in name}
-        figures |= {name: value for name, value in metrics.items() if name.startswith("perf/")}
-        if arguments.over_ask > 1:
-            more = measure(data, metrics | {"timing_s/step": seconds}, roles.devices)
-            figures |= {name: value for name, value in more.items() if name.startswith("training/")}
-        print(f"step {number}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()), flush=True)
-        yield figures
+    found, apart = dict[str, list[Figures]](), arguments.gpus // 2 if arguments.apart is None else arguments.apart
+    for rank in arguments.lora_rank:
+        found |= timed_forms(arguments, path, prompts, [None, *(each for each in arguments.staleness if each)], rank)
+        if arguments.staleness and apart:
+            found |= timed_forms(arguments, path, prompts, list(arguments.staleness), rank, apart)
+    print(f"
+{table(found)}")
 
 
 if __name__ == "__main__":

@@ -67,7 +67,9 @@ ALGORITHMS = {
     "cispo": "--algorithm.loss cispo --algorithm.minibatch 4",
     "ppo": "",
     "grpo_corrected": f"--algorithm.correction token {WHOLE}",  # for the engine's log-probs
-    "grpo_ahead": f"{WHOLE} --rollout.ahead --on ray --ray.rollout-processes 1",
+    "grpo_ahead": f"{WHOLE} --rollout.staleness 1 --on ray --layout.rollout 1",
+    "staleness_0": f"{WHOLE} --rollout.staleness 0 --on ray --layout.rollout 1",
+    "staleness_1": f"{WHOLE} --rollout.staleness 1",  # one process: engine and model share it
     "grpo_row_by_row": f"--token-budget 1 {WHOLE}",  # one prompt group a pass, as without packing
     "trl": "",  # TRL's GRPOTrainer, rows padded
 }
@@ -163,19 +165,28 @@ def arguments_of(this: Run, work: Path) -> list[str]:
     return [*f"{COMMON} {length} {task} {rate} {ALGORITHMS[this.algorithm]}".split(), *resume]
 
 
+def step_of(recipe: Any, config: Any) -> Callable[..., Any]:
+    """The step function of a recipe with these options."""
+    return ppo.ppo_step if recipe is ppo else grpo.step_for(config)
+
+
 def train_ours(this: Run, work: Path) -> None:
     """Runs, or continues, one of this project's runs."""
-    recipe, step = (ppo, ppo.ppo_step) if this.algorithm == "ppo" else (grpo, grpo.grpo_step)
+    recipe: Any = ppo if this.algorithm == "ppo" else grpo
     if this.task != "easy_vqa":
         config = recipe.parse(arguments_of(this, work))
-        run(replace(config, model_path=str(this.checkpoint(work))), with_cpu_seconds(step))
+        run(replace(config, model_path=str(this.checkpoint(work))), with_cpu_seconds(step_of(recipe, config)))
         return
     start, rows = easy_vqa_start(this.seed, work)
     config = recipe.parse([*arguments_of(this, work), "--max-prompt-length", "128", "--max-response-length", "4"])
     config = replace(config, optimizer=easy_vqa_config.TINY.optimizer)
     config = with_schedules(config.run, config, **config.updates)
     open_run_directory(config.run, config)
-    run(config, with_cpu_seconds(step), lambda _: easy_vqa.policy_task(config, rows, str(start), short_answer_reward))
+    run(
+        config,
+        with_cpu_seconds(step_of(recipe, config)),
+        lambda _: easy_vqa.policy_task(config, rows, str(start), short_answer_reward),
+    )
 
 
 def seconds_beside(this: Run, work: Path, read: Sequence[Path]) -> float:

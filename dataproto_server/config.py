@@ -159,7 +159,7 @@ class ServeConfig:
 
     def idle_options(self) -> list[tuple[bool, str, str]]:
         """Options that do nothing here; see `recipes.options.refuse_idle_options`."""
-        of_training = "ray.rollout-processes ray.reward-processes ray.reward-timeout-s"
+        of_training = "ray.reward-processes ray.reward-timeout-s"
         return [
             (self.on != "ray", "ray.", "the engine is in a process of this machine: add --on ray"),
             (True, of_training, "the server has one process of Ray: leave it out"),

@@ -105,8 +105,8 @@ def supervised_checkpoint(config: EasyVQAConfig, rows: EasyVQA) -> Path:
             engine_options=config.engine_options,
             compute=config.compute,
             on=config.on,
-            layout=config.layout,
-            ray=replace(config.ray, rollout_processes=0),
+            layout=replace(config.layout, rollout=0),
+            ray=config.ray,
             max_restarts=config.max_restarts,
             optimizer=config.sft.optimizer,
             run=replace(

@@ -21,6 +21,7 @@ from recipes.run.metrics import timed
 from recipes.run.phases import (
     StepState,
     begin_scores,
+    in_order_of,
     joined_parts,
     log_probs_before_update,
     policy_log_probs,
@@ -95,35 +96,60 @@ def grpo_step(
 def grpo_step_in_parts(
     roles: Roles, prompts: DataProto, config: AlgorithmConfig, sampling: SamplingParams, state: StepState | None = None
 ) -> tuple[DataProto, dict[str, float]]:
-    """As `grpo_step`, in one optimizer step whose gradients begin with the first groups, while the others are decoded.
+    """As `grpo_step`; the first groups are scored and learned from while engines of their own decode the others.
 
-    What a group adds must not depend on other groups: see `AlgorithmConfig.needs_whole_batches`.
+    Gradients add up to those of one optimizer step. Where an update needs the whole batch (`AlgorithmConfig.needs_whole_batch`),
+    groups are only scored early.
     """
     state, metrics = state or StepState(config.kl_controller()), dict[str, float]()
-    config = replace(config, minibatch=None)  # the batch is one mini-batch: nothing waits for the rows of a later one
-    loss = policy_loss(config)
+    learns_early = not config.needs_whole_batch(len(prompts))
     groups = roles.rollout.in_parts(prompts, replace(sampling, n=config.n))
     parts: list[DataProto] = []
     with whole_update(roles.actor):
         while (part := next_part(groups, metrics)) is not None:
             scores = begin_scores(roles, part, metrics)
-            part |= policy_log_probs(roles, part, config, metrics)
+            if config.skip_old_log_probs:
+                part["old_log_probs"] = part["rollout_log_probs"]
+            part |= policy_log_probs(roles, part, config, metrics, len(prompts))
             part |= scores()
-            _, learned = with_advantages(part, config, sampling, state, {})
-            part["actor_log_probs"] = torch.full(part["response_mask"].shape, torch.nan)
-            if len(learned):
-                with timed(metrics, "update_actor"):
-                    found = roles.actor.accumulate(learned, loss, aggregation=config.aggregation, entropy=True)
-                part["actor_log_probs"] = found.scores
+            if learns_early:
+                add_gradients(roles, part, config, sampling, state, metrics)
             parts.append(part)
-        data, learned = with_advantages(joined_parts(parts), config, sampling, state, metrics)
+        data = in_order_of(prompts, joined_parts(parts))
+        data, learned = with_advantages(data, config, sampling, state, metrics)
         if len(learned):
             with timed(metrics, "update_actor"):
-                metrics |= roles.actor.finish_update()
-            metrics |= log_probs_before_update(data, learned, config, learned["actor_log_probs"])
+                if learns_early:
+                    metrics |= roles.actor.finish_update()
+                    seen = learned["actor_log_probs"]
+                else:
+                    loss, rest = (
+                        policy_loss(config, metrics["actor/entropy_coeff"]),
+                        (config.epochs, config.aggregation),
+                    )
+                    found = roles.actor.update_and_score(learned, loss, config.minibatch, *rest, entropy=True)
+                    metrics, seen = metrics | found.metrics, found.scores
+            metrics |= log_probs_before_update(data, learned, config, seen)
     roles.sync_weights()
     state.steps += 1
     return data, metrics
+
+
+def add_gradients(
+    roles: Roles,
+    part: DataProto,
+    config: AlgorithmConfig,
+    sampling: SamplingParams,
+    state: StepState,
+    metrics: dict[str, float],
+) -> None:
+    """Adds the gradients of a part of a batch, and to the part the column ``actor_log_probs (B, R)``."""
+    _, learned = with_advantages(part, config, sampling, state, {})
+    part["actor_log_probs"] = torch.full(part["response_mask"].shape, torch.nan)
+    if len(learned):
+        with timed(metrics, "update_actor"):
+            found = roles.actor.accumulate(learned, policy_loss(config), aggregation=config.aggregation, entropy=True)
+        part["actor_log_probs"] = found.scores
 
 
 def next_part(parts: Iterator[DataProto], metrics: dict[str, float]) -> DataProto | None:
@@ -134,7 +160,7 @@ def next_part(parts: Iterator[DataProto], metrics: dict[str, float]) -> DataProt
 
 def step_for(config: PolicyGradientConfig) -> AlgorithmStep:
     """The step function of a run of GRPO."""
-    return grpo_step_in_parts if config.rollout.early_update else grpo_step
+    return grpo_step_in_parts if config.rollout.staleness == 0 and config.layout.rollout else grpo_step
 
 
 def main(arguments: Sequence[str] | None = None, config: GRPORunConfig | None = None) -> int:

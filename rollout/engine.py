@@ -333,15 +333,6 @@ def engine_ranks(options: Mapping[str, Any], ranks: int | None = None) -> int:
     return parallel
 
 
-def check_early_rewards(options: Mapping[str, Any]) -> None:
-    """Raises `InvalidConfig` for options of an engine whose rows cannot be scored in its process while others are decoded."""
-    parallel = engine_ranks(options)
-    if parallel > 1:
-        raise InvalidConfig(
-            f"early_rewards with tensor_parallel={parallel}: each rank of an engine would score its rows; leave out one of them"
-        )
-
-
 def returns_experts(name: str) -> bool:
     """Whether the engine registered under ``name``, or named as ``module:class``, has the option ``routed_experts``."""
     return has_option(_engine_class(name), "routed_experts")

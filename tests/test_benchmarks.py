@@ -83,7 +83,8 @@ dataproto --rows select --repeats 1
 distil --teacher-steps 1 --start 1 --steps 1 --prompts 4 --samples 2 --rows 4 --seeds 0
 environment_latency --episodes 4 --turns 2 --turn-tokens 4 --rounds 1
 forecasts
-geo3k_step --gpus 2 --size tiny --engine hf --prompts 8 --minibatch 4 --max-tokens 32 --steps 1 --lora-rank 0 4
+geo3k_step --gpus 2 --size tiny --engine hf --prompts 8 --minibatch 8 --max-tokens 32 --steps 1 --lora-rank 0 4
+geo3k_step --gpus 2 --size tiny --engine hf --prompts 8 --minibatch 8 --max-tokens 32 --steps 1 --staleness 0 1
 grpo_step --steps 1 --warmup 1 --prompts 2 --samples 2 --max-tokens 4
 host_speed
 import_time

@@ -251,21 +251,15 @@ class AlgorithmConfig:
         """Whether the advantage needs the score of the greedy response to each prompt."""
         return ADVANTAGES.find(self.advantage).takes("reward_baselines")
 
-    @property
-    def needs_whole_batches(self) -> list[str]:
-        """Why the loss or the advantages of a group depend on other groups; empty if they do not."""
-        reasons, advantage = [], self.advantage
-        if advantage not in GROUP_ADVANTAGES:
-            reasons.append(
-                f"algorithm.advantage={advantage} may depend on the whole batch, unlike {', '.join(GROUP_ADVANTAGES)}"
-            )
-        if LOSSES.find(self.loss).columns:
-            reasons.append(f"algorithm.loss={self.loss} chooses tokens of the whole batch")
-        if self.entropy_coef and self.entropy_anneal:
-            reasons.append("algorithm.entropy_anneal depends on the accuracy of the whole batch")
-        if self.kl_target is not None:
-            reasons.append("algorithm.kl_target adapts to the whole batch")
-        return reasons
+    def needs_whole_batch(self, prompts: int) -> bool:
+        """Whether the update with a batch of ``prompts`` prompts, or what a group adds to it, depends on other groups."""
+        return (
+            self.updates(prompts) > 1
+            or self.advantage not in GROUP_ADVANTAGES
+            or bool(LOSSES.find(self.loss).columns)  # of tokens that are chosen from the whole batch
+            or bool(self.entropy_coef and self.entropy_anneal)
+            or self.kl_target is not None
+        )
 
     def overlong_tokens(self, max_tokens: int) -> int:
         """Length of the interval below ``max_tokens`` in which responses are penalised, in tokens."""

@@ -97,7 +97,7 @@ class EpisodeRunConfig(ActorCriticRunConfig):
             ),
             (
                 True,
-                "ray.reward-processes ray.reward-timeout-s rollout.early-rewards",
+                "ray.reward-processes ray.reward-timeout-s",
                 "environments give the rewards: leave it out",
             ),
             (True, "level", "environments make no problems of a level: leave it out"),
@@ -110,11 +110,7 @@ class EpisodeRunConfig(ActorCriticRunConfig):
             raise InvalidConfig(
                 "--last-pictures makes several rows of an episode, but remax needs one: choose another advantage"
             )
-        if not self.rollout.in_order:
-            raise InvalidConfig(
-                "--last-pictures makes several rows of an episode, but samples that go on after their step have one: leave out "
-                "--rollout.over-ask, --rollout.ahead and --rollout.early-update"
-            )
+        self.rollout.check(["--last-pictures makes several rows of an episode, but one that continues later has one"])
 
     @property
     def longest_response(self) -> int:

@@ -50,13 +50,7 @@ class GRPORunConfig(PolicyGradientConfig):
             raise InvalidConfig(
                 f"--agent makes several rows of an episode, but {self.algorithm.advantage} needs one: choose another advantage"
             )
-        if not self.rollout.in_order:
-            raise InvalidConfig(
-                "--agent: an agent's episodes end in their step: leave out --rollout.over-ask, --rollout.ahead and "
-                "--rollout.early-update"
-            )
-        if self.rollout.early_rewards:
-            raise InvalidConfig("--agent: episodes are scored as they end: leave out --rollout.early-rewards")
+        self.rollout.check(["--agent: an agent's episodes end in their step"])
         if self.engine == "vllm" and self.agents.tokens is None:
             raise InvalidConfig(
                 "engine=vllm reserves room for the longest episode: set agents.tokens in a file (--config FILE)"

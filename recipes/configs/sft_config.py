@@ -79,7 +79,7 @@ class SFTConfig(SupervisedConfig):
             *super().idle_options(),
             (
                 self.data.max_response_length == 0,
-                "engine engine-options ray.rollout-processes ray.reward-processes ray.reward-timeout-s",
+                "engine engine-options layout.rollout ray.reward-processes ray.reward-timeout-s",
                 "no question is asked: leave out --max-response-length 0",
             ),
             (

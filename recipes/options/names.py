@@ -36,13 +36,7 @@ FILE_ONLY = {
     *("ray.timeout-s", "ray.reward-timeout-s", "ray.reward-processes"),
     *("pipeline-schedule", "pipeline-chunks", "pipeline-layers", "flash-attention", "float8", "scoring-token-budget"),
     *("freeze-language", "lora-vision", "num-workers", "keep-best", "save-behind", "video-key"),
-    *(
-        "algorithm.entropy-anneal",
-        "algorithm.filter-metric",
-        "algorithm.kl-target",
-        "rollout.min-p",
-        "rollout.early-rewards",
-    ),
+    *("algorithm.entropy-anneal", "algorithm.filter-metric", "algorithm.kl-target", "rollout.min-p"),
     *("optimizer.betas", "optimizer.min-lr-ratio", "optimizer.total-steps", "algorithm.gamma", "algorithm.dual-clip"),
     *("agents.turns", "agents.tokens", "agents.seconds", "agents.wall-clock", "agents.memory-gib", "agents.drop-cut"),
     "console-columns",
@@ -66,9 +60,13 @@ OF_THE_FUNCTION = "it is a constant of {0} now: copy that function with another 
 OF_A_COLUMN = (
     "it is a constant of recipes.algorithms.covariances now: register a loss with another one, LOSSES.register"
 )
+DECODED_AHEAD = "--rollout.staleness N takes its place: 0 is exactly on policy, with 1 a sample may be one update old"
 ENDED = {
     "push-to-hub": "hf upload ORG/NAME OUTPUT --private --exclude config.yaml uploads what is exported",
     "shuffled-control": "run once more with --shuffled-rewards and another --output-dir",
+    **{f"rollout.{name}": DECODED_AHEAD for name in ("over-ask", "ahead", "parts", "early-update", "max-staleness")},
+    "ray.rollout-processes": "it is a part of the layout now, --layout.rollout N",
+    "rollout.early-rewards": "groups are scored while engines of their own decode others with --rollout.staleness 0",
     "rollout.quantization": "give it to the engine, --engine-options quantization fp8",
     "rollout.speculate": "give it to the engine, --engine-options speculate N",
     "algorithm.sapo-temperatures": OF_THE_FUNCTION.format("recipes.algorithms.gated_policy_loss", "loss"),

@@ -1,19 +1,20 @@
-"""Samples that continue after their step: more groups are decoded than a step learns from, or they are decoded during its update.
+"""Decoding ahead, ``--rollout.staleness N``: what is not finished waits, and samples of later groups begin while others learn.
 
-A step takes the first groups that are whole. The samples of the others keep their tokens, log-probs, streams and environments,
-and continue with the weights of the next step. The column ``weight_version`` has the number of the weights that sampled each
-token. No group is learned from later than a given number of updates after it has begun. What has begun is part of a checkpoint.
+With N = 0 a step learns from samples of its own prompts and of its own weights. Its groups come in parts, in the order in which
+they are whole, and engines with devices of their own decode the next part while one is scored and learned from.
+
+With N of 1 or more a step takes the first groups that are whole. The samples of the others keep their tokens, log-probs, streams
+and environments, and continue with the weights of the next step; engines with devices of their own decode the next step's groups
+during the update. The column ``weight_version`` has the number of the weights that sampled each token. No group is learned from
+more than N updates after it has begun. What has begun is part of a checkpoint.
 """
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from math import ceil
 from pathlib import Path
-from threading import Event, Thread
 from typing import Any
 
 import numpy as np
@@ -21,112 +22,29 @@ import torch
 from torch import Tensor
 
 from dataproto import DataProto, object_array
-from dataproto.errors import DataProtoError, InvalidConfig, InvalidRow, RowCountMismatch
+from dataproto.errors import DataProtoError, InvalidRow, RowCountMismatch
 from dataproto.packing import equally_wide
-from recipes.configs.shared.rollout_options import RolloutOptions
+from recipes.configs.shared.rollout_options import AT_A_TIME
 from recipes.run.environment_roles import PlayingRollout
+from recipes.run.look_ahead import LookAhead
 from recipes.run.loop import Loader
 from recipes.run.metrics import Measure, measure_rollouts
 from recipes.run.phases import StepState
 from rollout.continuation import BEGUN
 from rollout.engine import SamplingParams
-from rollout.environments import EpisodeLimits, MakeEnvironment
-from rollout.environments.episode_loop import EpisodePlan
+from rollout.environments import EpisodeLimits, EpisodePlan, MakeEnvironment
 from rollout.responses import OCCURRENCE, number_occurrences
 from workers import Roles
 from workers.roles.carried_groups import DEALT, FAILED, FINISHED, GROUPS, engine_error
 
-__all__ = ["CarriedSamples", "CarryingRollout", "LookAhead", "carry_samples", "staleness"]
+__all__ = ["OWNER", "CarriedSamples", "CarryingRollout", "carry_samples", "staleness"]
 
-DELAY_S = 1.0
-"""Seconds that a thread waits before it prepares the next batch, unless that is asked for: the step first sends its own batch."""
+OWNER = "_owner"
+"""The column of prompts with the number of the run's batch that they belong to: their samples may be carried over. Prompts
+without it, such as those of an evaluation, are decoded to their end at once."""
 
-CLOSING_S = 60.0
-"""Seconds that `LookAhead.close` waits for a batch that is being prepared."""
-
-
-class BackgroundBatch:
-    """A batch that a thread prepares."""
-
-    def __init__(self, loader: Loader) -> None:
-        self.loader, self.batch = loader, Future[DataProto]()
-        self._begins, self._dropped = Event(), False
-        self._thread = Thread(target=self._prepare, name="next batch", daemon=True)
-        self._thread.start()
-
-    def result(self) -> DataProto:
-        """The batch, or what the loader raised, as soon as it is there."""
-        self._begins.set()
-        return self.batch.result()
-
-    def drop(self) -> None:
-        """Ends the thread: without the batch if it has not begun."""
-        self._dropped = True
-        self._begins.set()
-        self._thread.join(CLOSING_S)
-
-    def _prepare(self) -> None:
-        self._begins.wait(DELAY_S)
-        if self._dropped:
-            return
-        try:
-            self.batch.set_result(next(self.loader))
-        except BaseException as error:  # for the caller of `result`
-            self.batch.set_exception(error)
-
-
-class LookAhead:
-    """A loader that can show its next batch early. Its saved position counts only the batches that it has returned."""
-
-    def __init__(self, loader: Loader, background: bool = False) -> None:
-        """``background``: a thread prepares the next batch while the caller uses one; `close` ends it."""
-        self.loader, self.background = loader, background
-        self.current: DataProto | None = None
-        self._next: DataProto | None = None
-        self._preparing: BackgroundBatch | None = None
-        self._note_position()
-
-    @property
-    def skipped(self) -> dict[int, str]:
-        """Rows that could not be used, up to the batch that was returned last: index to reason."""
-        return self._skipped
-
-    def peek(self) -> DataProto:
-        """The next batch, which the next call of ``next`` returns."""
-        if self._next is None:
-            self._next = next(self.loader) if self._preparing is None else self._prepared(self._preparing)
-        return self._next
-
-    def _prepared(self, preparing: BackgroundBatch) -> DataProto:
-        with suppress(Exception):  # an interrupt leaves the thread at work
-            preparing.result()
-        self._preparing = None
-        return preparing.result()
-
-    def __next__(self) -> DataProto:
-        self.current, self._next = self.peek(), None
-        self._note_position()
-        if self.background:
-            self._preparing = BackgroundBatch(self.loader)
-        return self.current
-
-    def _note_position(self) -> None:
-        self._position, self._skipped = self.loader.state_dict(), dict(self.loader.skipped)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._position
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.close()
-        self.loader.load_state_dict(state)
-        self.current = self._next = None
-        self._note_position()
-
-    def close(self) -> None:
-        """Ends the thread. A batch that it has prepared is lost, so `load_state_dict` comes next, if anything."""
-        if self._preparing is not None:
-            self._preparing.drop()
-            self._preparing = None
+PARTS = 4
+"""Parts in which the groups of a step come while nothing may be older than the weights that learn from it."""
 
 
 @dataclass
@@ -147,7 +65,7 @@ class CarriedSamples:
         Raises:
             InvalidRow: a prompt has the uid of another group.
         """
-        names = uids(prompts)
+        names = [str(uid) for uid in prompts["uid"]]
         for row, uid in enumerate(names):
             if uid in self.since or uid in names[:row]:
                 raise InvalidRow(
@@ -272,36 +190,37 @@ def _from_file_bytes(content: Tensor) -> DataProto:
 
 
 class CarryingRollout:
-    """A rollout group whose rows, for the loader's prompts, are the first groups that are whole: also those of other prompts.
+    """A rollout group whose rows, for prompts of the run (`OWNER`), are the first groups that are whole: also of other prompts.
 
-    Other prompts, such as those of an evaluation, it passes on. It is the loader of its run, too: its saved position includes the
-    samples.
+    Other prompts it passes on. It is the loader of its run, too: its saved position includes the samples.
     """
 
     def __init__(
         self,
         group: Any,
         loader: LookAhead,
-        config: RolloutOptions,
+        bound: int,
         updates: Callable[[], int],
         goes_on: Callable[[], bool] = lambda: True,
+        apart: bool = False,
         corrected: bool = False,
     ) -> None:
         """Nothing is decoded before the first call.
 
         Args:
+            bound: the largest number of updates between the weights that a group began with and those that learn from it.
             updates: the number of updates so far.
             goes_on: whether another step follows the current one.
+            apart: whether the engines can decode during an update.
             corrected: whether the algorithm itself corrects for weights that sampled earlier; else ``old_log_probs`` are those
                 of the engine, so that the ratio in the loss corrects.
         """
-        self.group, self.loader, self.config = group, loader, config
-        self.updates, self.goes_on, self.corrected = updates, goes_on, corrected
+        self.group, self.loader, self.bound = group, loader, bound
+        self.updates, self.goes_on, self.apart, self.corrected = updates, goes_on, apart, corrected
         self.samples = CarriedSamples()
         self._future: Any = None  # of the samples that are being decoded
-        self._has_next = False  # whether the samples of the loader's next batch have been added
-        self._added: list[str] | None = None  # the uids of a step that has begun; if it fails, it can be made again
-        self._given = 0  # parts of that batch
+        self._batches = 0  # that were given to steps
+        self._known: set[str] = set()  # prompts that were added, and whose step has not ended; see `owned_names`
         self._error: DataProtoError | None = None  # of the engine at a sample, which the next step raises
 
     # The rollout role
@@ -312,108 +231,82 @@ class CarryingRollout:
         If the engine refuses or fails at a sample, the call raises its error, which names the uid and the sample. What has begun
         is kept: the same call again, or that of a later step, continues with it.
         """
-        if not self._is_own(prompts):
+        if OWNER not in prompts:
             data: DataProto = self.group.generate(prompts, sampling)
             return data
-        return self._groups(prompts, sampling, None)
+        return next(self.in_parts(prompts, sampling, parts=1))
 
     def play(
-        self,
-        prompts: DataProto,
-        make_environment: MakeEnvironment,
-        sampling: SamplingParams,
-        turns: int,
-        tokens: int | None = None,
-        seconds: float = 60.0,
-        last_pictures: int | None = None,
-        memory_gib: float | None = None,
-        wall_clock: float | None = None,
+        self, prompts: DataProto, make_environment: MakeEnvironment, sampling: SamplingParams, limits: EpisodeLimits
     ) -> DataProto:
         """As many whole groups of episodes as there are prompts; see `workers.RolloutWorker.play`."""
-        limits = EpisodeLimits(turns, tokens, seconds, last_pictures, memory_gib, wall_clock)
-        if not self._is_own(prompts):
-            data: DataProto = self.group.play(prompts, make_environment, sampling, **vars(limits))
+        if OWNER not in prompts:
+            data: DataProto = self.group.play(prompts, make_environment, sampling, limits)
             return data
-        return self._groups(prompts, sampling, EpisodePlan(make_environment, limits))
-
-    def _is_own(self, prompts: DataProto) -> bool:
-        """Whether these are the loader's prompts, or those of a step that is made again."""
-        current = self.loader.current
-        return uids(prompts) in ([] if current is None else uids(current), self._added)
+        return next(self.in_parts(prompts, sampling, EpisodePlan(make_environment, limits), parts=1))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.group, name)
 
     def in_parts(
-        self, prompts: DataProto, sampling: SamplingParams, plan: EpisodePlan | None = None
+        self, prompts: DataProto, sampling: SamplingParams, plan: EpisodePlan | None = None, parts: int = PARTS
     ) -> Iterator[DataProto]:
-        """As `generate`, or `play` with a ``plan``, in ``config.parts`` parts. The next one is decoded while one is used.
-
-        If the call fails, it can be made again only while it has given no part; else it raises `InvalidConfig`.
-        """
-        return self._parts(prompts, sampling, plan, self.config.parts)
-
-    def _groups(self, prompts: DataProto, sampling: SamplingParams, plan: EpisodePlan | None) -> DataProto:
-        (data,) = self._parts(prompts, sampling, plan, 1)
-        return data
-
-    def _parts(
-        self, prompts: DataProto, sampling: SamplingParams, plan: EpisodePlan | None, count: int
-    ) -> Iterator[DataProto]:
-        batch, updates, named = len(prompts), self.updates(), uids(prompts)
-        at_a_time = ceil(self.config.over_ask * batch)
-        if named == self._added and self._given:
-            raise InvalidConfig(
-                f"{self._given} of {count} parts of this step were given before it failed, and cannot be given again: resume "
-                "from the last checkpoint, or leave out rollout.early_update"
-            )
-        self._collect()  # its error is raised below, when it is known that these prompts have been added
-        if not self._has_next and named != self._added:  # else a call is made again
-            self._fill(prompts, sampling.n)
-        self._has_next, self._added, self._given = False, named, 0
-        ends = [ceil(batch * part / count) for part in range(count + 1)]
-        for part, (start, end) in enumerate(pairwise(ends), 1):
+        """As `generate`, or `play` with a ``plan``, in parts. The next one is decoded while one is used."""
+        left, names = len(prompts), set(owned_names(prompts))
+        self._collect()  # its error is raised below, when these prompts have been added
+        self._add(prompts, sampling.n)
+        sizes = [len(part) for part in np.array_split(np.arange(left), min(parts, left))]
+        for size, following in zip(sizes, [*sizes[1:], 0], strict=True):
             self._collect_or_raise()
-            self._decode(at_a_time - start, end - start, self._due(updates, batch - end), sampling, plan)
+            self._decode(left, size, 0, sampling, plan)
             self._collect_or_raise()
-            data = self.samples.take(end - start)
-            if self.config.carries and not self.corrected:
+            data = self.samples.take(size)
+            left -= size
+            self._known -= names.intersection(owned_names(data)) if left else names
+            data.pop(non_tensor_batch_keys=[OWNER])
+            if left:
+                self._decode(left, following, 0, sampling, plan)
+            else:
+                self._decode_ahead(sampling, plan)
+            if self.bound and not self.corrected:
                 data["old_log_probs"] = data["rollout_log_probs"]
-            self._given = part
-            if part == count:
-                self._added = None
-            if part < count:
-                following = ends[part + 1]
-                self._decode(at_a_time - end, following - end, self._due(updates, batch - following), sampling, plan)
-            elif self.config.ahead and self.goes_on():
-                self._fill(self.loader.peek(), sampling.n)
-                self._has_next = True
-                first = ceil(batch / self.config.parts)
-                self._decode(at_a_time, first, self._due(updates + 1, batch - first), sampling, plan)
             yield data
 
-    def _due(self, updates: int, later: int) -> list[str]:
-        """The uids of groups that are waited for now: update number ``updates``, from 0, has room for ``later`` further ones."""
-        return self.samples.due(updates + 1 - self.config.staleness, later)
+    def _decode_ahead(self, sampling: SamplingParams, plan: EpisodePlan | None) -> None:
+        """Starts to decode the groups of the next step, which learns from them one update later, if that is allowed."""
+        if self.bound and self.apart and self.goes_on():
+            batch = len(self.loader.peek())
+            self._decode(batch, batch, 1, sampling, plan)
 
-    def _fill(self, prompts: DataProto, n: int) -> None:
-        """Adds samples of a batch and, in the first step, of those that are decoded beyond it."""
-        self.samples.add(prompts, n)
-        while len(self.samples.since) < ceil(self.config.over_ask * len(prompts)):
-            self.samples.add(next(self.loader), n)
+    def _decode(self, batch: int, wanted: int, age: int, sampling: SamplingParams, plan: EpisodePlan | None) -> None:
+        """Starts to decode until ``wanted`` of the ``batch`` groups of a step are whole, if they are not.
 
-    def _decode(
-        self, at_a_time: int, wanted: int, due: Sequence[str], sampling: SamplingParams, plan: EpisodePlan | None
-    ) -> None:
-        """Starts to decode until ``wanted`` groups, and those that are ``due``, are whole, if they are not.
-
-        The first ``at_a_time`` groups are decoded together.
+        That step learns from them ``age`` updates after the engine's weights. Further groups begin too if the step after it may
+        still learn from them; those that it may not learn from are waited for now.
         """
+        version = self.updates() + 1
+        at_a_time = ceil(AT_A_TIME * batch) if age < self.bound and self.goes_on() else batch
+        self._fill(at_a_time, sampling.n)
+        due = self.samples.due(version + age - self.bound, batch - wanted)
         wanted -= len(self.samples.whole)
         if wanted > 0 or due:
-            version = self.updates() + 1
             samples = self.samples.begin(at_a_time, version)
             self._future = self.group.submit("advance", samples, sampling, max(wanted, 0), version, tuple(due), plan)
+
+    def _fill(self, groups: int, n: int) -> None:
+        """Adds samples of the next batches until there are so many groups."""
+        number = 0
+        while len(self.samples.since) < groups:
+            self._add(owned(self.loader.peek(number), self._batches + number), n)
+            number += 1
+
+    def _add(self, prompts: DataProto, n: int) -> None:
+        """Adds samples of those prompts that have not been added before, for an earlier step or by the same call."""
+        names = owned_names(prompts)
+        new = np.flatnonzero([name not in self._known for name in names])
+        if len(new):
+            self.samples.add(prompts[new], n)
+        self._known.update(names)
 
     def _collect(self) -> None:
         if self._future is not None:
@@ -434,7 +327,9 @@ class CarryingRollout:
         return self.loader.skipped
 
     def __next__(self) -> DataProto:
-        return next(self.loader)
+        prompts, number = next(self.loader), self._batches
+        self._batches += 1
+        return owned(prompts, number)
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's position and all samples; waits for those that are being decoded."""
@@ -442,42 +337,64 @@ class CarryingRollout:
         return {
             "loader": self.loader.state_dict(),
             "samples": self.samples.state_dict(),
-            "has_next": self._has_next,
+            "batches": self._batches,
+            "known": sorted(self._known),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        future, self._future, self._added, self._error = self._future, None, None, None
+        future, self._future, self._error = self._future, None, None
         if future is not None:
             with suppress(DataProtoError):  # what becomes of the samples that it replaces is of no use
                 future.result()
         self.loader.load_state_dict(state["loader"])
         self.samples.load_state_dict(state["samples"])
-        self._has_next = bool(state["has_next"])
+        self._batches, self._known = int(state["batches"]), set(state["known"])
 
 
-def uids(prompts: DataProto) -> list[str]:
-    """The names of prompts, which no other prompts of a run have."""
-    return [str(uid) for uid in prompts["uid"]]
+def owned(prompts: DataProto, batch: int) -> DataProto:
+    """The prompts with the column `OWNER`."""
+    prompts = prompts[:]
+    prompts[OWNER] = np.full(len(prompts), batch)
+    return prompts
+
+
+def owned_names(prompts: DataProto) -> list[str]:
+    """The names of prompts, and of their batch."""
+    return [f"{batch} {uid}" for batch, uid in zip(prompts[OWNER], prompts["uid"], strict=True)]
 
 
 def carry_samples(
-    roles: Roles, loader: LookAhead, config: RolloutOptions, state: StepState, steps: int, corrected: bool
+    roles: Roles,
+    loader: LookAhead,
+    bound: int | None,
+    state: StepState,
+    steps: int,
+    apart: bool = False,
+    corrected: bool = False,
 ) -> tuple[Loader, Measure]:
-    """Replaces the rollout group by a `CarryingRollout`, if the options say so, for a run of ``steps``.
+    """Replaces the rollout group by a `CarryingRollout`, if there is something to carry, for a run of ``steps``.
 
     The roles may be those of `recipes.run.environment_roles.with_environment`, or become so later.
+
+    Args:
+        bound: `RolloutOptions.staleness`. With 0 and engines that are not ``apart`` nothing can be decoded while the model
+            learns, so the step is the plain one.
+        apart, corrected: see `CarryingRollout`.
 
     Returns:
         The loader of the run, and its measure, which adds ``training/staleness/{mean,max}`` (updates between the weights that
         sampled a token and those that learn from it) and ``training/carried_groups`` (that have begun and continue).
     """
-    if config.in_order:
+    if bound is None or not (bound or apart):
         return loader, measure_rollouts
     goes_on: Callable[[], bool] = lambda: state.steps + 1 < steps  # noqa: E731
     playing = roles.rollout if isinstance(roles.rollout, PlayingRollout) else None
     group = roles.rollout if playing is None else playing.rollout
-    rollout = CarryingRollout(group, loader, config, lambda: state.steps, goes_on, corrected)
+    rollout = CarryingRollout(group, loader, bound, lambda: state.steps, goes_on, apart, corrected)
     roles.rollout = rollout if playing is None else replace(playing, rollout=rollout)
+    where = "engines with devices of their own" if apart else "engines that share the models' devices"
+    corrects = "" if not bound else "; the correction weighs it" if corrected else "; the ratio in the loss weighs it"
+    print(f"decoding ahead, {where}: sampled tokens are at most {bound} updates old{corrects}")
 
     def measure(data: DataProto, metrics: Mapping[str, float], devices: int) -> dict[str, float]:
         found = staleness(data, state.steps) | measure_rollouts(data, metrics, devices)

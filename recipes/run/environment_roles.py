@@ -65,7 +65,7 @@ class PlayingRollout:
         is taken (see `dataproto.columns.taken_names`), as ``info_turns``, told once.
         """
         environment = self.played
-        return self._taken(self.rollout.play(prompts, environment.make, sampling, **vars(environment.limits)))
+        return self._taken(self.rollout.play(prompts, environment.make, sampling, environment.limits))
 
     def in_parts(self, prompts: DataProto, sampling: SamplingParams) -> Iterator[DataProto]:
         """As `generate`; see `recipes.run.carrying.CarryingRollout.in_parts`."""

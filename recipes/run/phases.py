@@ -29,7 +29,7 @@ from recipes.algorithms.penalties import KLController, overlong_penalty, penalis
 from recipes.run.metrics import timed
 from rollout.engine import SamplingParams
 from workers import Roles
-from workers.roles.reward import EARLY_RESULTS, place_on_last_token
+from workers.roles.reward import place_on_last_token
 
 Metrics = dict[str, float]
 Scores: TypeAlias = Callable[[], DataProto]
@@ -100,9 +100,6 @@ def _sample_once(
     with timed(metrics, "gen"):
         data: DataProto = roles.rollout.generate(prompts, replace(sampling, n=config.n))
     scores = begin_scores(roles, data, metrics)
-    if EARLY_RESULTS in data:
-        metrics["reward/early_ratio"] = sum(each is not None for each in data[EARLY_RESULTS]) / len(data)
-        data.pop(non_tensor_batch_keys=[EARLY_RESULTS])
     if config.skip_old_log_probs and "old_log_probs" not in data:
         data["old_log_probs"] = data["rollout_log_probs"]
     if not config.needs_greedy:
@@ -193,6 +190,12 @@ def joined_parts(parts: Sequence[DataProto]) -> DataProto:
     return DataProto.concat(filled)
 
 
+def in_order_of(prompts: DataProto, data: DataProto) -> DataProto:
+    """The rows of the prompts' samples, in the order of the prompts."""
+    places = {uid: place for place, uid in enumerate(prompts["uid"])}
+    return data[np.argsort([places[uid] for uid in data["uid"]], kind="stable")]
+
+
 def verdicts(data: DataProto, metric: str | None = None) -> list[float]:
     """How good each sample is: the column ``metric``; by default ``acc`` where the reward gives one, else ``score``.
 
@@ -219,13 +222,18 @@ def count_prompts(data: DataProto) -> int:
     return len(set(data["uid"]))
 
 
-def policy_log_probs(roles: Roles, data: DataProto, config: AlgorithmConfig, metrics: Metrics) -> DataProto:
+def policy_log_probs(
+    roles: Roles, data: DataProto, config: AlgorithmConfig, metrics: Metrics, prompts: int | None = None
+) -> DataProto:
     """The columns ``old_log_probs`` and ``ref_log_prob`` ``(B, R)`` that the step reads and ``data`` lacks.
 
     An update of one optimizer step meets the policy that sampled, so the loss takes the log-probs of its own pass as the old
     ones (`AlgorithmConfig.needs_old_log_probs`). Rows that the actor and the reference score are prepared once.
+
+    Args:
+        prompts: the number of prompts of the step, by default those of ``data``.
     """
-    needs_old = "old_log_probs" not in data and config.needs_old_log_probs(count_prompts(data))
+    needs_old = "old_log_probs" not in data and config.needs_old_log_probs(prompts or count_prompts(data))
     if needs_old and config.needs_reference:
         start = time.perf_counter()
         columns, seconds = roles.reference.log_probs_with_actor(data)

@@ -27,9 +27,10 @@ from recipes.demo.tiny_model import tiny_checkpoint
 from recipes.rewards import RewardFunction, load_reward
 from recipes.rewards.reward_check import check_reward, truth_check
 from recipes.run.agent_roles import PlayedAgent, with_agent
-from recipes.run.carrying import LookAhead, carry_samples
+from recipes.run.carrying import carry_samples
 from recipes.run.environment_roles import PlayedEnvironment, with_environment
 from recipes.run.evaluation import Evaluate, held_out_evaluation
+from recipes.run.look_ahead import LookAhead
 from recipes.run.loop import attempts, check_step, next_batch, train
 from recipes.run.out_of_memory import naming_options
 from recipes.run.phases import StepState
@@ -130,8 +131,9 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[An
                     attempt,
                     launch_roles(config, task.model_path, builder, task.reward, attempt.restarted) as launched,
                 ):
-                    corrected, steps = config.algorithm.compares_engine, attempt.run.steps
-                    batches, measure = carry_samples(launched, ahead, config.rollout, state, steps, corrected)
+                    apart, corrected = bool(config.layout.rollout), config.algorithm.compares_engine
+                    oldest, steps = config.rollout.staleness, attempt.run.steps
+                    batches, measure = carry_samples(launched, ahead, oldest, state, steps, apart, corrected)
                     roles = task.roles(launched)
                     train(attempt.run, roles, batches, bound, task.evaluate, builder, state, measure, kept)
         return directory / REPORT_FILE
@@ -256,7 +258,6 @@ def launch_roles(
         options | dict(config.engine_options),
         prompts,
         replay_routing=config.rollout.replay_routing,
-        early_rewards=config.rollout.early_rewards,
     )
     announce_replay(rollout, builder.family)
     critic = None

@@ -100,7 +100,7 @@ def _problems(last: Sequence[Metrics], limits: Thresholds) -> Iterator[tuple[str
             "engine_difference",
             f"the engine's log-probs of sampled tokens differ from the actor's by {differences[-1]:.2g} nats on average: it "
             "samples from another policy; compare them with dataproto parity, try without the engine's quantization or a smaller "
-            "--rollout.max-staleness, and correct the loss (--algorithm.correction)",
+            "--rollout.staleness, and correct the loss (--algorithm.correction)",
         )
 
 

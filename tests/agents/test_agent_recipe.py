@@ -9,8 +9,7 @@ import torch
 from dataproto import DataProto, object_array
 from dataproto.errors import InvalidConfig
 from helpers.option_files import in_files
-from recipes.configs.shared.rollout_options import RolloutOptions
-from recipes.grpo import GRPORunConfig, main, parse
+from recipes.grpo import main, parse
 from recipes.run.agent_roles import AgentRollout, PlayedAgent, load_agent
 from recipes.watch.metrics_file import METRICS_FILE, read_metrics
 from rollout.agents import CommandAgent
@@ -109,15 +108,10 @@ def test_a_name_of_several_words_is_a_command(tmp_path):
     [
         ("--agents.turns 3", "read from files only"),
         ("--agent own.py:agent --algorithm.advantage remax", "choose another advantage"),
-        ("--agent own.py:agent --rollout.over-ask 2", "leave out --rollout.over-ask"),
+        ("--agent own.py:agent --rollout.staleness 1", "leave out --rollout.staleness"),
         ("--agent own.py:agent --engine vllm", "agents.tokens"),
     ],
 )
 def test_impossible_options(options, message):
     with pytest.raises(InvalidConfig, match=message):
         parse(options.split())
-
-
-def test_rewards_while_others_are_decoded_are_refused():
-    with pytest.raises(InvalidConfig, match=r"leave out --rollout\.early-rewards"):
-        GRPORunConfig(agent="own.py:agent", rollout=RolloutOptions(early_rewards=True))

@@ -17,7 +17,7 @@ from helpers.agents import TOOL_TEMPLATE
 from helpers.checkpoints import write_checkpoint
 from helpers.episodes import picture
 from rollout.engine import SamplingParams
-from rollout.environments import Observation
+from rollout.environments import EpisodeLimits, Observation
 from rollout.prompts import PromptBuilder
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.rollout_worker import RolloutConfig, RolloutWorker
@@ -183,7 +183,7 @@ def test_greedy_rows_are_those_of_an_environment_that_shows_the_same(roles):
     greedy = replace(SAMPLING, n=1, temperature=0.0, stop_token_ids=tuple(range(300)))
     data, _ = run(roles, agent, sampling=greedy)
     _, rollout, builder = roles
-    played = rollout.play(builder([{"prompt": "Walk 0.", "uid": "u0"}]), Corridor, greedy, turns=3)
+    played = rollout.play(builder([{"prompt": "Walk 0.", "uid": "u0"}]), Corridor, greedy, EpisodeLimits(turns=3))
     assert played["end_reason"].tolist() == ["done"]
     for name in ("input_ids", "position_ids", "response_mask", "mm_token_type_ids"):
         assert data[name].equal(played[name]), name

@@ -281,9 +281,9 @@ class Rollouts:
     def __init__(self, renderer, engine=RandomEngine):
         self.renderer, self.engine = renderer, engine
 
-    def play(self, prompts, make, sampling, **limits):
+    def play(self, prompts, make, sampling, limits):
         engine, starts = self.engine(self.renderer), episode_starts(prompts, sampling)
-        episodes = play_episodes(engine, self.renderer, starts, make, sampling, EpisodeLimits(**limits))
+        episodes = play_episodes(engine, self.renderer, starts, make, sampling, limits)
         return episode_columns(prompts, episodes, self.renderer, 5)
 
 
@@ -357,7 +357,7 @@ def test_an_environment_may_change_its_row():
     task = {"extra_info": {"steps": [3], "marks": np.array([0])}}
     prompts = renderer.builder([{"prompt": "Go.", "uid": "u", **task}])
     for _ in range(2):
-        data = Rollouts(renderer).play(prompts.repeat(3), Consuming, SAMPLING, turns=1)
+        data = Rollouts(renderer).play(prompts.repeat(3), Consuming, SAMPLING, EpisodeLimits(turns=1))
         assert data["end_reason"].tolist() == ["done"] * 3
         assert data["score"].tolist() == [21.0] * 3
     assert prompts["raw_prompt"][0][0]["content"] != "gone"

@@ -11,7 +11,7 @@ from dataproto.vlm.media import PatchGrids
 from helpers.checkpoints import write_checkpoint
 from helpers.episodes import picture
 from rollout.engine import SamplingParams
-from rollout.environments import Observation
+from rollout.environments import EpisodeLimits, Observation
 from rollout.prompts import PromptBuilder
 from rollout.prompts.image_processing import inputs_key
 from workers.roles.actor import ActorConfig, ActorWorker
@@ -105,7 +105,7 @@ def test_pictures_that_a_row_and_its_environment_show_are_processed_once(
     rollout, checkpoint, processed, decoded, way, bytes_
 ):
     builder = PromptBuilder.from_pretrained(checkpoint, 300, image_cache_bytes=bytes_)
-    data = rollout(image_cache_bytes=bytes_).play(way(builder(rows())), Looking, SAMPLING, turns=3)
+    data = rollout(image_cache_bytes=bytes_).play(way(builder(rows())), Looking, SAMPLING, EpisodeLimits(turns=3))
     shown = shown_in(data)
     assert max(data["turns"]) > 1
     assert len(shown) > 3
@@ -116,9 +116,9 @@ def test_pictures_that_a_row_and_its_environment_show_are_processed_once(
 
 def test_inputs_that_a_batch_has_are_those_that_the_rollout_would_make(rollout, checkpoint):
     prompts = PromptBuilder.from_pretrained(checkpoint, 300)(rows())
-    known = rollout().play(prompts, Looking, SAMPLING, turns=3)
+    known = rollout().play(prompts, Looking, SAMPLING, EpisodeLimits(turns=3))
     prompts.pop(non_tensor_batch_keys=["image_keys"])
-    made = rollout().play(prompts, Looking, SAMPLING, turns=3)
+    made = rollout().play(prompts, Looking, SAMPLING, EpisodeLimits(turns=3))
     assert known["responses"].equal(made["responses"])
     assert known["states"].tolist() == made["states"].tolist()
     for one, other in zip(known["multi_modal_inputs"], made["multi_modal_inputs"], strict=True):
@@ -131,7 +131,7 @@ def test_inputs_that_a_batch_has_are_those_that_the_rollout_would_make(rollout, 
 def test_a_rollout_with_other_limits_processes_pictures_itself(rollout, checkpoint, processed):
     prompts = PromptBuilder.from_pretrained(checkpoint, 300)(rows())
     before = len(processed)
-    data = rollout(max_pixels=16 * 16).play(prompts, Looking, SAMPLING, turns=1)
+    data = rollout(max_pixels=16 * 16).play(prompts, Looking, SAMPLING, EpisodeLimits(turns=1))
     assert len(processed) - before == len(shown_in(data)) == 2
     first = data["multi_modal_inputs"][0]
     assert (
@@ -145,7 +145,7 @@ def test_replaced_inputs_are_not_taken_for_those_of_the_pictures(rollout, checkp
     del processed[:]
     swapped = prompts[:]
     swapped["multi_modal_inputs"] = prompts["multi_modal_inputs"][[2, 2, 0]]
-    rollout().play(swapped, Looking, SAMPLING, turns=1)
+    rollout().play(swapped, Looking, SAMPLING, EpisodeLimits(turns=1))
     assert len(processed) == 2
 
 
@@ -163,7 +163,7 @@ def test_inputs_that_were_changed_in_one_row_are_not_those_of_others(rollout, ch
     inputs = prompts["multi_modal_inputs"]
     inputs[1] = inputs[1] | {"pixel_values": torch.zeros_like(inputs[1]["pixel_values"])}
     prompts["multi_modal_inputs"] = inputs
-    played = rollout().play(prompts, Asking, SAMPLING, turns=1)
+    played = rollout().play(prompts, Asking, SAMPLING, EpisodeLimits(turns=1))
     for row in played["multi_modal_inputs"]:
         assert torch.equal(row["pixel_values"], inputs[0]["pixel_values"])
 

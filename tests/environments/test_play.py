@@ -54,7 +54,7 @@ SAMPLING = SamplingParams(n=2, max_tokens=4, seed=3, stop_token_ids=tuple(range(
 def test_a_row_holds_an_episode(roles):
     _, rollout, builder = roles
     prompts = builder([{"prompt": "Walk.", "uid": "a"}, {"prompt": "Run, please.", "uid": "b"}])
-    data = rollout.play(prompts, Corridor, SAMPLING, turns=3)
+    data = rollout.play(prompts, Corridor, SAMPLING, EpisodeLimits(turns=3))
     assert data["trajectory"].tolist() == ["a/0", "a/1", "b/0", "b/1"]
     for row in range(4):
         mask, turn = data["response_mask"][row].bool(), data["turn"][row]
@@ -69,7 +69,7 @@ def test_a_row_holds_an_episode(roles):
     assert data["info"][finished[0]] == {"left": 0, "name": "corridor"}
     assert all(data["score"][row] == 3.0 and data["turns"][row] == 2 for row in finished)
     assert all(len(data["multi_modal_data"][row]["image"]) == 2 for row in finished)
-    again = rollout.play(prompts, Corridor, SAMPLING, turns=3)
+    again = rollout.play(prompts, Corridor, SAMPLING, EpisodeLimits(turns=3))
     assert again["responses"].equal(data["responses"])
     assert [len(states) for states in data["states"]] == data["turns"].tolist()
     assert len({states[0] for states in data["states"]}) == 1  # the corridor begins alike for everybody
@@ -93,7 +93,7 @@ def test_episodes_that_a_limit_cut_can_be_left_out(roles):
 def test_the_actor_scores_episodes_as_the_engine_does(roles, last_pictures):
     actor, rollout, builder = roles
     prompts = builder([{"prompt": "Walk.", "uid": "a"}, {"prompt": "Run, please.", "uid": "b"}])
-    data = rollout.play(prompts, Corridor, SAMPLING, turns=3, last_pictures=last_pictures)
+    data = rollout.play(prompts, Corridor, SAMPLING, EpisodeLimits(turns=3, last_pictures=last_pictures))
     assert (len(data) > 4) == (last_pictures is not None)
     log_probs = actor.log_probs(data)["old_log_probs"]
     mask = data["response_mask"].bool()
@@ -105,7 +105,7 @@ def test_log_probs_that_episodes_do_not_have_are_refused(roles, asked):
     _, rollout, builder = roles
     sampling, prompts = replace(SAMPLING, **{asked: 1}), builder([{"prompt": "Walk.", "uid": "a"}])
     with pytest.raises(InvalidConfig, match=rf"asks for {asked}, and episodes .* RolloutWorker\.generate"):
-        rollout.play(prompts, Corridor, sampling, turns=3)
+        rollout.play(prompts, Corridor, sampling, EpisodeLimits(turns=3))
     with pytest.raises(InvalidConfig, match=f"asks for {asked}, and samples that go on later"):
         rollout.advance(prompts, sampling, wanted=1, weight_version=1)
 
@@ -113,8 +113,8 @@ def test_log_probs_that_episodes_do_not_have_are_refused(roles, asked):
 def test_an_episode_does_not_depend_on_its_batch(roles):
     _, rollout, builder = roles
     rows = [{"prompt": f"Walk {row}.", "uid": f"u{row}"} for row in range(3)]
-    together = rollout.play(builder(rows), Corridor, SAMPLING, turns=3)
-    alone = rollout.play(builder(rows[2:]), Corridor, SAMPLING, turns=3)
+    together = rollout.play(builder(rows), Corridor, SAMPLING, EpisodeLimits(turns=3))
+    alone = rollout.play(builder(rows[2:]), Corridor, SAMPLING, EpisodeLimits(turns=3))
     kept = alone["response_mask"].shape[1]
     assert together[4:]["responses"][:, :kept].equal(alone["responses"])
 
@@ -131,7 +131,7 @@ def test_each_distinct_picture_is_processed_once(roles, monkeypatch):
     monkeypatch.setattr(type(processor.image_processor), "__call__", counted)
     processor._processed._entries.clear()
     prompts = builder([{"prompt": f"Go {row}", "uid": f"u{row}"} for row in range(4)])
-    data = rollout.play(prompts, Corridor, SAMPLING, turns=3)
+    data = rollout.play(prompts, Corridor, SAMPLING, EpisodeLimits(turns=3))
     shown = {image.tobytes() for media in data["multi_modal_data"] for image in media["image"]}
     assert len(seen) == len(set(seen)) == len(shown) == 2
 
@@ -211,7 +211,7 @@ def test_failed_episodes_are_rows_that_nothing_is_learned_from(roles, capsys):
         def step(self, action):
             raise RuntimeError("gone")
 
-    data = rollout.play(builder([{"prompt": "Walk.", "uid": "a"}]), Broken, SAMPLING, turns=3)
+    data = rollout.play(builder([{"prompt": "Walk.", "uid": "a"}]), Broken, SAMPLING, EpisodeLimits(turns=3))
     assert set(data["end_reason"]) <= {"error", "length"}
     assert "error" in data["end_reason"]
     for row in range(2):
@@ -353,7 +353,7 @@ def test_an_observation_longer_than_the_model_has_positions_ends_its_episode(rol
     """Reading it took as long as its author liked: no limit of tokens is set by default."""
     _, rollout, builder = roles
     prompts = builder([{"prompt": "Walk.", "uid": "a"}, {"prompt": "Run, please.", "uid": "b"}])
-    data = rollout.play(prompts, Verbose, replace(SAMPLING, n=4), turns=3)
+    data = rollout.play(prompts, Verbose, replace(SAMPLING, n=4), EpisodeLimits(turns=3))
     of_a, of_b = (set(data["end_reason"][data["uid"] == uid]) for uid in "ab")
     assert "tokens" in of_b
     assert "done" not in of_b

@@ -62,7 +62,9 @@ def played(ranks, tensor_parallel, rows):
     worker = RolloutWorker(config, lambda dtype: [], ranks)
     worker.sharding.stale = False  # the engine has read its weights from the checkpoint
     prompts = PromptBuilder.from_pretrained(path, 300)([{"prompt": f"Go {row}.", "uid": f"u{row}"} for row in rows])
-    data = worker.play(prompts, Corridor, SAMPLING, turns=3, last_pictures=1)  # episodes of one row, and of two
+    data = worker.play(
+        prompts, Corridor, SAMPLING, EpisodeLimits(turns=3, last_pictures=1)
+    )  # episodes of one row, and of two
     texts = [(data["uid"][row], data["end_reason"][row], data["turns"][row].item()) for row in range(len(data))]
     kept = data["response_mask"].sum(1).tolist(), data["responses"].sum(1).tolist(), data["score"].tolist()
     return [*zip(texts, *kept, strict=True)], worker.engine.prefilled_tokens

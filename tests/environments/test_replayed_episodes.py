@@ -64,7 +64,7 @@ def roles(tmp_path_factory):
 @pytest.mark.parametrize("last_pictures", [None, 1])
 def test_rows_of_episodes_have_the_experts_of_all_their_turns(roles, last_pictures):
     played = replace(LIMITS, last_pictures=last_pictures)
-    data = roles.worker().play(prompts_of(roles.builder, 3), DrawnEnvironment, SAMPLING, **vars(played))
+    data = roles.worker().play(prompts_of(roles.builder, 3), DrawnEnvironment, SAMPLING, played)
     assert int(data["turns"].max()) > 1
     assert (len(data) > 6) == (last_pictures is not None)
     roles.check(data)
@@ -88,7 +88,7 @@ class LivePage:
 
 
 def test_samples_with_other_first_pictures_have_their_own_experts(roles):
-    data = roles.worker().play(prompts_of(roles.builder, 1), LivePage, replace(SAMPLING, n=3), **vars(LIMITS))
+    data = roles.worker().play(prompts_of(roles.builder, 1), LivePage, replace(SAMPLING, n=3), LIMITS)
     prompts = data["prompts"]
     assert prompts.equal(prompts[:1].expand_as(prompts))  # the tokens do not tell the pictures
     roles.check(data)
@@ -98,12 +98,12 @@ def test_samples_with_other_first_pictures_have_their_own_experts(roles):
 @pytest.mark.parametrize("model_type", [each for each in MOE_TYPES if each != MOE])
 def test_episodes_of_other_families(model_type, tmp_path):
     roles = Roles(model_type, tmp_path)
-    roles.check(roles.worker().play(prompts_of(roles.builder, 3), DrawnEnvironment, SAMPLING, **vars(LIMITS)))
+    roles.check(roles.worker().play(prompts_of(roles.builder, 3), DrawnEnvironment, SAMPLING, LIMITS))
 
 
 def test_turns_whose_cache_was_dropped_have_their_experts(tmp_path):
     roles = Roles(MOE, tmp_path, kept_bytes=0)
-    roles.check(roles.worker().play(prompts_of(roles.builder, 3), DrawnEnvironment, SAMPLING, **vars(LIMITS)))
+    roles.check(roles.worker().play(prompts_of(roles.builder, 3), DrawnEnvironment, SAMPLING, LIMITS))
 
 
 class Broken(DrawnEnvironment):
@@ -123,10 +123,10 @@ class Broken(DrawnEnvironment):
 
 def test_rows_of_which_nothing_is_learned_can_be_trained_on_too(roles):
     worker = roles.worker()
-    data = worker.play(prompts_of(roles.builder, 3), Broken, SAMPLING, **vars(LIMITS))
+    data = worker.play(prompts_of(roles.builder, 3), Broken, SAMPLING, LIMITS)
     assert (data["end_reason"][:4] == "error").all()
     roles.check(data)
-    alone = worker.play(prompts_of(roles.builder, 1), Broken, SAMPLING, **vars(LIMITS))  # all of which failed
+    alone = worker.play(prompts_of(roles.builder, 1), Broken, SAMPLING, LIMITS)  # all of which failed
     assert alone[ROUTED_EXPERTS].tail == data[ROUTED_EXPERTS].tail
     assert roles.actor.update(data, lambda outputs, rows: (-outputs.log_probs, {}))["actor/grad_norm"] > 0
 
@@ -192,7 +192,7 @@ def test_an_engine_that_forgets_the_experts_of_a_turn_is_refused(roles):
     with pytest.raises(
         InvalidRow, match=r"row 0: the engine named the experts of 0 of \d+ tokens: turn routing replay off"
     ):
-        worker.play(prompts_of(roles.builder, 1), DrawnEnvironment, SAMPLING, **vars(LIMITS))
+        worker.play(prompts_of(roles.builder, 1), DrawnEnvironment, SAMPLING, LIMITS)
 
 
 def test_an_engine_that_cannot_say_how_many_experts_is_refused(roles, monkeypatch):

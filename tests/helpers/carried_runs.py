@@ -9,11 +9,11 @@ import torch
 from dataproto import DataProto, object_array
 from dataproto.errors import InvalidPrompt, NonFiniteLogits
 from helpers.episodes import picture
-from recipes.configs.shared.rollout_options import RolloutOptions
 from recipes.data.loader import PromptLoader
-from recipes.run.carrying import CarryingRollout, LookAhead
+from recipes.run.carrying import CarryingRollout
+from recipes.run.look_ahead import LookAhead
 from rollout.engine import Completion, SamplingParams
-from rollout.environments import Observation
+from rollout.environments import EpisodeLimits, Observation
 from rollout.prompts import PromptBuilder
 from workers.cluster.local import LocalGroup
 
@@ -42,9 +42,9 @@ def loader_of(path: str) -> LookAhead:
 class Run:
     """Steps of a run that learns nothing."""
 
-    def __init__(self, group: LocalGroup, path: str, config: RolloutOptions, done: int = 0) -> None:
+    def __init__(self, group: LocalGroup, path: str, bound: int, done: int = 0) -> None:
         self.done = done
-        self.rollout = CarryingRollout(group, loader_of(path), config, lambda: self.done)
+        self.rollout = CarryingRollout(group, loader_of(path), bound, lambda: self.done)
 
     def step(self, sample) -> DataProto:
         data = sample(self.rollout, next(self.rollout))
@@ -71,7 +71,7 @@ class Corridor:
 
 
 def played(rollout, prompts) -> DataProto:
-    return rollout.play(prompts, Corridor, SAMPLING, turns=3, tokens=80)
+    return rollout.play(prompts, Corridor, SAMPLING, EpisodeLimits(turns=3, tokens=80))
 
 
 def samples_of(parts: list[DataProto]) -> dict[str, list[tuple]]:

@@ -257,7 +257,7 @@ def test_a_run_that_has_recorded_no_preset_resumes_with_its_own(given, preset, t
         (walk_config, "--level 2", "--level would do nothing: environments make no problems"),
         (walk_config, "--instruction hello", "add --data-path"),
         (walk_config, "--preset any --model-path mine --warm-up.steps 3", "leave out --model-path"),
-        (grpo, "--rollout.over-ask 1.5 --algorithm.skip-old-log-probs", "have the engine's log-probs anyway"),
+        (grpo, "--rollout.staleness 1 --algorithm.skip-old-log-probs", "have the engine's log-probs anyway"),
         (
             grpo,
             "--algorithm.skip-old-log-probs --algorithm.kl-coef 0 --scoring-token-budget 100",

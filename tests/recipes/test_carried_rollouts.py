@@ -27,11 +27,11 @@ from helpers.checkpoints import write_checkpoint
 from helpers.episodes import RandomEngine, picture, renderer_of, starts_of
 from helpers.option_files import in_files
 from recipes.algorithms.penalties import KLController
-from recipes.configs.shared.rollout_options import RolloutOptions
 from recipes.geo3k_grpo import parse
-from recipes.grpo import GRPOConfig, grpo_step, grpo_step_in_parts
-from recipes.run.carrying import CarryingRollout, LookAhead, carry_samples
+from recipes.grpo import GRPOConfig, grpo_step, grpo_step_in_parts, step_for
+from recipes.run.carrying import OWNER, CarryingRollout, carry_samples
 from recipes.run.environment_roles import PlayedEnvironment, with_environment
+from recipes.run.look_ahead import LookAhead
 from recipes.run.phases import StepState
 from rollout.continuation import WholeGroups
 from rollout.engine import SamplingParams
@@ -62,11 +62,10 @@ def groups(path) -> list[LocalGroup]:
 @pytest.mark.parametrize("sample", [generated, played])
 def test_samples_that_are_carried_over_are_those_of_an_uninterrupted_run(groups, path, sample, tmp_path):
     """Also in a new process, where environments are made anew and get the same actions again."""
-    config = RolloutOptions(over_ask=2.0, max_staleness=3)
-    run = Run(groups[0], path, config)
+    run = Run(groups[0], path, bound=3)
     parts = [run.step(sample) for _ in range(2)]
     assert any(turn["token_ids"].numel() for turns in run.rollout.samples.unfinished["_begun"] for turn in turns)
-    other = Run(groups[1], path, config, run.done)
+    other = Run(groups[1], path, 3, run.done)
     other.rollout.load_state_dict(reread(run.rollout.state_dict(), tmp_path))
     versions, ends = [data["weight_version"][data["response_mask"].bool()] for data in parts], []
     for goes_on in (run, other):
@@ -119,13 +118,15 @@ def test_an_environment_that_does_not_repeat_itself_ends_its_episode(make):
 class Roles:
     """An actor and a rollout role whose groups are whole in another order than they began."""
 
-    def __init__(self, path: str, config: RolloutOptions | None) -> None:
+    def __init__(self, path: str, carries: bool) -> None:
         optimizer = OptimizerConfig(lr=1e-3, max_grad_norm=1e9)
         self.actor = ActorWorker(ActorConfig(path, optimizer=optimizer), torch.device("cpu"))
         group = LocalGroup(RolloutWorker(RolloutConfig(path), lambda dtype: self.actor.named_weights()))
-        loader = loader_of(path)
-        self.rollout = group if config is None else CarryingRollout(group, loader, config, lambda: 0)
-        self.prompts = next(loader)
+        self.rollout = CarryingRollout(group, loader_of(path), 0, lambda: 0, apart=True)
+        self.prompts = next(self.rollout)
+        if not carries:
+            self.rollout = group
+            self.prompts.pop(non_tensor_batch_keys=[OWNER])
         self.reward, self.scores_apart = SimpleNamespace(score=scored), False
 
     def sync_weights(self) -> None:
@@ -139,21 +140,29 @@ def scored(data: DataProto) -> DataProto:
     return DataProto.from_dict({"token_level_rewards": rewards}, {"score": rewards.sum(1).numpy().astype(object)})
 
 
-def weights_after_a_step(path: str, make, algorithm: GRPOConfig, config: RolloutOptions | None):
-    roles = Roles(path, config)
+def weights_after_a_step(path: str, make, algorithm: GRPOConfig, carries: bool = False):
+    roles = Roles(path, carries)
     data, metrics = make(roles, roles.prompts, algorithm, SAMPLING)
     return data, metrics, {name: weight.detach().clone() for name, weight in roles.actor.named_weights()}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-sum-norm"])
-def test_an_early_update_is_the_update_of_the_whole_batch(path, aggregation):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"aggregation": "token-mean", "correction": "token"},
+        {"aggregation": "seq-mean-token-sum-norm"},
+        {"minibatch": 1},
+        {"advantage": "reinforce_plus_plus", "skip_old_log_probs": True, "minibatch": 1},
+    ],
+)
+def test_a_step_in_parts_is_the_step_of_the_whole_batch(path, options):
     """Float32: metrics to 1e-4 of their size; weights to 1e-5 after a step of 1e-3, almost all of them."""
-    algorithm = GRPOConfig(n=2, kl_coef=0.0, entropy_coef=0.01, aggregation=aggregation, correction="token")
-    _, before, waited = weights_after_a_step(path, grpo_step, algorithm, None)
-    early = RolloutOptions(early_update=True, parts=2)
-    data, after, begun = weights_after_a_step(path, grpo_step_in_parts, algorithm, early)
-    assert len(data) == BATCH * 2
+    algorithm = GRPOConfig(**{"n": 2, "kl_coef": 0.0, "entropy_coef": 0.01} | options)
+    expected, before, waited = weights_after_a_step(path, grpo_step, algorithm)
+    data, after, begun = weights_after_a_step(path, grpo_step_in_parts, algorithm, carries=True)
+    assert data["uid"].tolist() == expected["uid"].tolist()
+    assert torch.equal(data["responses"], expected["responses"])
     for name in ("actor/grad_norm", "actor/loss", "actor/entropy", "actor/pg_loss"):
         assert after[name] == pytest.approx(before[name], rel=1e-4, abs=1e-6)
     names = {name for name in before if not name.startswith(("timing", "perf"))}
@@ -164,11 +173,11 @@ def test_an_early_update_is_the_update_of_the_whole_batch(path, aggregation):
     assert float((moved > 1e-5).float().mean()) < 1e-3  # Adam's first step is the sign of gradients that are almost 0
 
 
-def test_a_reference_scores_the_parts_of_an_early_update(path):
+def test_a_reference_scores_the_parts_of_a_step(path):
     algorithm = GRPOConfig(n=2, kl_coef=0.1, minibatch=BATCH)
     found = []
-    for make, config in ((grpo_step, None), (grpo_step_in_parts, RolloutOptions(early_update=True, parts=2))):
-        roles = Roles(path, config)
+    for make, carries in ((grpo_step, False), (grpo_step_in_parts, True)):
+        roles = Roles(path, carries)
         roles.reference = reference_worker(roles.actor.config.frozen(), roles.actor)
         found.append(make(roles, roles.prompts, algorithm, SAMPLING))
     (_, before), (data, after) = found
@@ -191,8 +200,8 @@ class Lost:
 
 def test_a_failed_step_in_parts_leaves_nothing_in_the_actor(path):
     algorithm = GRPOConfig(n=2, kl_coef=0.0)
-    _, expected, fresh = weights_after_a_step(path, grpo_step, algorithm, None)
-    roles = Roles(path, None)
+    _, expected, fresh = weights_after_a_step(path, grpo_step, algorithm)
+    roles = Roles(path, carries=False)
     group, roles.rollout = roles.rollout, Lost(roles.rollout)
     with pytest.raises(RequestFailed, match="the engine is lost"):
         grpo_step_in_parts(roles, roles.prompts, algorithm, SAMPLING)
@@ -214,10 +223,10 @@ def test_an_update_that_nothing_was_added_to_is_refused(path):
 # With an engine that answers with the number of its weights
 
 
-def steps_of(config, count, state=None, done=0):
+def steps_of(bound, count, state=None, done=0, apart=False):
     """The rollout, and of each step its groups, the versions of their weights, and the number of groups that were decoded."""
     group, updates = Group(), [done]
-    rollout = CarryingRollout(group, LookAhead(Numbers()), config, lambda: updates[0], lambda: updates[0] < 5)
+    rollout = CarryingRollout(group, LookAhead(Numbers()), bound, lambda: updates[0], lambda: updates[0] < 5, apart)
     if state is not None:
         rollout.load_state_dict(state)
     found = []
@@ -230,20 +239,15 @@ def steps_of(config, count, state=None, done=0):
 
 
 def test_a_batch_decoded_ahead_is_one_update_old():
-    _, found, calls = steps_of(RolloutOptions(ahead=True), 3)
-    assert found == [([0, 1], [1, 1]), ([2, 3], [1, 1]), ([4, 5], [2, 2])]
-    assert [wanted for _, wanted, _ in calls] == [2, 2, 2, 2]
-
-
-def test_new_weights_come_after_the_first_part():
-    _, found, _ = steps_of(RolloutOptions(ahead=True, parts=2), 3)
-    assert found == [([0, 1], [1, 1]), ([2, 3], [2, 1]), ([4, 5], [3, 2])]
+    """By hand: three groups at a time in the first step, of which the newest finish first; later ones before their update."""
+    _, found, calls = steps_of(1, 4, apart=True)
+    assert found == [([1, 2], [1, 1]), ([0, 3], [1, 1]), ([4, 5], [2, 2]), ([6, 7], [3, 3])]
+    assert [(groups, wanted) for groups, wanted, _ in calls] == [(3, 2), (2, 2), (2, 2), (2, 2), (2, 2)]
 
 
 def test_a_step_in_parts_gives_each_part_as_soon_as_it_is_whole():
     group = Group()
-    config = RolloutOptions(early_update=True, parts=2)
-    rollout = CarryingRollout(group, LookAhead(Numbers()), config, lambda: 0)
+    rollout = CarryingRollout(group, LookAhead(Numbers()), 0, lambda: 0, apart=True)
     found = [(part["uid"].tolist(), len(group.calls)) for part in rollout.in_parts(next(rollout), SamplingParams())]
     assert found == [(["1"], 2), (["0"], 2)]  # the second part is being decoded when the first one is given
     assert group.calls == [(2, 1, ()), (1, 1, ("0",))]
@@ -251,53 +255,66 @@ def test_a_step_in_parts_gives_each_part_as_soon_as_it_is_whole():
 
 
 def test_the_oldest_groups_are_waited_for():
-    """By hand: four groups at a time, of which the newest finish first."""
-    rollout, found, calls = steps_of(RolloutOptions(over_ask=2.0, max_staleness=1), 3)
-    assert found == [([2, 3], [1, 1]), ([0, 1], [2, 2]), ([4, 5], [3, 3])]
-    assert calls == [(4, 2, ()), (4, 2, ("0", "1")), (4, 2, ("4", "5"))]
-    assert rollout.samples.unfinished["_dealt"].tolist() == [7, 7]  # where they go on
-    _, found, _ = steps_of(RolloutOptions(over_ask=2.0, max_staleness=2), 3)
-    assert found == [([2, 3], [1, 1]), ([4, 5], [2, 2]), ([0, 1], [3, 3])]
+    """By hand: three groups at a time, of which the newest finish first."""
+    rollout, found, calls = steps_of(1, 3)
+    assert found == [([1, 2], [1, 1]), ([0, 4], [2, 2]), ([3, 6], [3, 3])]
+    assert calls == [(3, 2, ()), (3, 2, ("0",)), (3, 2, ("3",))]
+    assert rollout.samples.unfinished["_dealt"].tolist()[0] == 7  # where it goes on
+    _, found, _ = steps_of(2, 3)
+    assert found == [([1, 2], [1, 1]), ([3, 4], [2, 2]), ([0, 6], [3, 3])]
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize(("over_ask", "parts"), [(1.25, 1), (1.25, 8), (1.5, 3), (2.0, 2), (2.0, 5)])
-def test_no_group_is_older_than_the_bound_in_any_part(over_ask, parts, ahead):
-    """The newest groups finish first, and gradients of all parts are of one update."""
-    config = RolloutOptions(over_ask=over_ask, parts=parts, ahead=ahead, early_update=parts > 1)
-    group, updates, ages = Group(), [0], []
-    rollout = CarryingRollout(group, LookAhead(Numbers(8)), config, lambda: updates[0])
-    for _ in range(6):
-        taken = [uid for part in rollout.in_parts(next(rollout), SamplingParams()) for uid in part["uid"]]
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("bound", [0, 1, 2, 5])
+@pytest.mark.parametrize("parts", [1, 4])
+def test_no_group_is_older_than_the_bound_and_each_is_learned_from_once(bound, parts, apart):
+    """The newest groups finish first. Groups that continue are those that have begun, at most half a batch."""
+    group, updates, ages, everything = Group(), [0], [], []
+    rollout = CarryingRollout(group, LookAhead(Numbers(8)), bound, lambda: updates[0], apart=apart)
+    for _ in range(8):
+        rows = rollout.in_parts(next(rollout), SamplingParams(), parts=parts)
+        taken = [uid for part in rows for uid in part["uid"]]
         assert len(taken) == len(set(taken)) == 8
         ages += [updates[0] + 1 - group.first[uid] for uid in taken]
+        everything += taken
         updates[0] += 1
-    assert max(ages) == config.staleness
+    assert len(set(everything)) == len(everything) == 64
+    assert max(ages) == bound
+    assert set(map(int, everything)) >= set(range(64 - 12 * max(bound, 1)))
+
+
+def test_the_prompts_of_a_step_may_be_sliced():
+    """They are the run's, as their column says, so that they carry over as a whole batch does."""
+    rollout = CarryingRollout(Group(), LookAhead(Numbers(4)), 1, lambda: 0)
+    prompts = next(rollout)
+    halves = [rollout.generate(prompts[half], SamplingParams()) for half in (slice(2), slice(2, 4))]
+    assert [data["uid"].tolist() for data in halves] == [["1", "4"], ["5", "6"]]
+    assert all(OWNER not in data and "weight_version" in data for data in halves)
 
 
 def test_a_saved_state_holds_what_is_decoded_ahead():
-    config = RolloutOptions(over_ask=1.5, ahead=True, parts=2)
-    _, expected, _ = steps_of(config, 4)
-    rollout, first, _ = steps_of(config, 2)
-    _, second, _ = steps_of(config, 2, rollout.state_dict(), done=2)
-    assert [*first, *second] == expected
-    learned = [uid for groups, _ in expected for uid in groups]
-    assert len(set(learned)) == len(learned)
+    for bound in (1, 2):
+        _, expected, _ = steps_of(bound, 4, apart=True)
+        rollout, first, _ = steps_of(bound, 2, apart=True)
+        _, second, _ = steps_of(bound, 2, rollout.state_dict(), done=2, apart=True)
+        assert [*first, *second] == expected
+        learned = [uid for groups, _ in expected for uid in groups]
+        assert len(set(learned)) == len(learned)
 
 
 @pytest.mark.parametrize("first", ["environment", "carrying"])
 def test_episodes_are_carried_over_whichever_comes_first(first):
     group, loader = Group(), LookAhead(Numbers())
     roles = workers.Roles(SimpleNamespace(), group, {})
-    config, state = RolloutOptions(over_ask=2.0), StepState(KLController(0.0))
+    state = StepState(KLController(0.0))
     limits = EpisodeLimits(turns=2)
     if first == "environment":
         roles = with_environment(roles, PlayedEnvironment(Corridor, limits))
-    batches, _ = carry_samples(roles, loader, config, state, 5, corrected=True)
+    batches, _ = carry_samples(roles, loader, 1, state, 5, corrected=True)
     if first == "carrying":
         roles = with_environment(roles, PlayedEnvironment(Corridor, limits))
     data = roles.rollout.generate(next(batches), SamplingParams())
-    assert data["uid"].tolist() == ["2", "3"]
+    assert data["uid"].tolist() == ["1", "2"]
     assert group.plan == EpisodePlan(Corridor, limits)
 
 
@@ -315,7 +332,7 @@ class Telling:
 @pytest.mark.slow
 def test_episodes_learn_early_though_their_info_differs(path):
     """The episodes of one of two prompts say how far they came."""
-    roles = Roles(path, RolloutOptions(early_update=True, parts=2))
+    roles = Roles(path, carries=True)
     learner = workers.Roles(roles.actor, roles.rollout, {})
     learner = with_environment(learner, PlayedEnvironment(Telling, EpisodeLimits(turns=2)))
     data, _ = grpo_step_in_parts(learner, roles.prompts, GRPOConfig(n=2, kl_coef=0.0), SAMPLING)
@@ -324,7 +341,7 @@ def test_episodes_learn_early_though_their_info_differs(path):
 
 
 def test_other_prompts_are_generated_for_at_once():
-    rollout, _, calls = steps_of(RolloutOptions(over_ask=2.0), 1)
+    rollout, _, calls = steps_of(1, 1)
     held_out = next(Numbers())
     assert rollout.generate(held_out, SamplingParams()) is held_out
     assert len(calls) == 1
@@ -335,53 +352,39 @@ def test_a_saved_position_does_not_count_what_was_only_looked_at():
     loader = LookAhead(Numbers())
     for _ in range(3):
         next(loader)
-    loader.peek()
-    assert loader.loader.drawn == 4
+    loader.peek(2)
+    assert loader.loader.drawn == 6
     other = LookAhead(Numbers())
     other.load_state_dict(loader.state_dict())
     assert next(other)["uid"].tolist() == next(loader)["uid"].tolist() == ["6", "7"]
 
 
-APART = "--on ray --ray.rollout-processes 1 --rollout.ahead"
-
-EARLY = "--on ray --ray.rollout-processes 1 --rollout.early-update --rollout.parts 2 --algorithm.minibatch None"
+APART = "--on ray --layout.rollout 1"
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--rollout.over-ask 0.5", "from 1 to 2"),
-        ("--rollout.over-ask 3", "from 1 to 2"),
-        ("--rollout.ahead", r"rollout\.ahead .* separate devices"),
-        ("--rollout.parts 2", r"--rollout\.parts 2 is for --rollout\.early-update.* add one of them"),
-        ("--rollout.early-update", r"--rollout\.early-update .* give --rollout\.parts"),
-        ("--rollout.early-update --rollout.parts 2", r"--rollout\.early-update .* separate devices"),
-        (EARLY.replace("None", "4"), r"--algorithm\.minibatch 4, .* leave out --rollout\.early-update"),
-        (
-            f"{EARLY} --algorithm.advantage reinforce_plus_plus",
-            r"--algorithm\.advantage reinforce_plus_plus may depend",
-        ),
-        (f"{EARLY} --algorithm.loss clip_cov", "clip_cov chooses tokens of the whole batch"),
-        (f"{EARLY} --algorithm.entropy-coef 0.1 --algorithm.entropy-anneal True", "entropy_anneal depends"),
-        (f"{EARLY} --algorithm.kl-in reward --algorithm.kl-coef 0.1 --algorithm.kl-target 0.1", "kl_target adapts"),
-        (f"{EARLY} --algorithm.advantage remax", r"remax needs greedy .* leave out --rollout\.early-update"),
-        (f"{APART} --rollout.parts 0", "at least 1"),
-        (f"{APART} --rollout.parts 3 --batch-size 2", r"--rollout\.parts 3 is more than the 2 prompts of --batch-size"),
-        ("--rollout.max-staleness 2", r"--rollout\.max-staleness 2 is for"),
-        ("--rollout.over-ask 1.5 --rollout.max-staleness 0", r"--rollout\.max-staleness 0.* at least 1"),
-        (f"{APART} --rollout.over-ask 1.5 --rollout.max-staleness 1", "at least 2"),
-        ("--rollout.over-ask 1.5 --algorithm.loss dapo", r"dynamic sampling .* leave out --rollout\.over-ask"),
-        (f"{APART} --algorithm.advantage remax", r"remax needs greedy .* leave out --rollout\.ahead"),
+        ("--rollout.staleness -1", "at least 0"),
+        ("--rollout.staleness 1 --algorithm.loss dapo", r"dynamic sampling .* leave out --rollout\.staleness"),
+        (f"{APART} --rollout.staleness 0 --algorithm.advantage remax", r"remax needs greedy .* leave out"),
+        ("--rollout.over-ask 1.25", r"--rollout\.staleness N takes its place"),
+        ("--rollout.ahead", r"--rollout\.staleness N takes its place"),
+        ("--rollout.parts 2", r"--rollout\.staleness N takes its place"),
+        ("--rollout.early-update", r"--rollout\.staleness N takes its place"),
+        ("--rollout.max-staleness 2", r"--rollout\.staleness N takes its place"),
+        ("--rollout.early-rewards", r"--rollout\.staleness 0"),
     ],
 )
-def test_options_that_contradict_each_other_or_do_nothing_are_refused(options, message, tmp_path):
+def test_options_that_contradict_each_other_or_have_ended_are_refused(options, message, tmp_path):
     with pytest.raises(InvalidConfig, match=message):
         parse(in_files(options.split(), tmp_path))
 
 
-def test_options_that_fit_are_taken():
-    assert parse([*EARLY.split(), "--algorithm.advantage", "gigpo"]).rollout.early_update
-    assert parse(["--rollout.over-ask", "1.25"]).rollout.staleness == 2
-    config = parse([*APART.split(), "--rollout.over-ask", "1.25", "--algorithm.correction", "token"])
-    assert config.rollout.staleness == 3
-    assert parse(APART.split()).rollout.staleness == 1
+def test_the_step_is_the_plain_one_unless_something_is_decoded_meanwhile():
+    assert step_for(parse([])) is step_for(parse(["--rollout.staleness", "0"])) is grpo_step
+    assert step_for(parse(APART.split())) is step_for(parse([*APART.split(), "--rollout.staleness", "1"])) is grpo_step
+    assert step_for(parse([*APART.split(), "--rollout.staleness", "0"])) is grpo_step_in_parts
+    roles, loader, state = SimpleNamespace(rollout=Group()), LookAhead(Numbers()), StepState(KLController(0.0))
+    for bound in (None, 0):
+        assert carry_samples(roles, loader, bound, state, 5)[0] is loader

@@ -96,22 +96,22 @@ def worker_and_prompts(tmp_path_factory):
 def test_steps_of_carried_samples_have_as_many_groups_in_fewer_decoding_steps(worker_and_prompts):
     worker, prompts = worker_and_prompts
     found = {}
-    for over_ask in (1.0, 1.5):
-        decoding = Decoding(worker, prompts, SAMPLING, over_ask)
-        found[over_ask] = [decoding.step() for _ in range(4)]
+    for staleness in (0, 2):
+        decoding = Decoding(worker, prompts, SAMPLING, staleness)
+        found[staleness] = [decoding.step() for _ in range(4)]
     assert {step.groups for steps in found.values() for step in steps} == {4}
-    assert [step.carried for step in found[1.0]] == [0] * 4
-    assert [step.read_again for step in found[1.0]] == [0] * 4
-    assert all(step.carried == 2 for step in found[1.5])
+    assert [step.carried for step in found[0]] == [0] * 4
+    assert [step.read_again for step in found[0]] == [0] * 4
+    assert all(step.carried == 2 for step in found[2])
     assert all(step.polls > 1 for steps in found.values() for step in steps)
-    assert sum(step.polls for step in found[1.5][1:]) < sum(step.polls for step in found[1.0][1:])
+    assert sum(step.polls for step in found[2][1:]) < sum(step.polls for step in found[0][1:])
     assert "poll" not in vars(worker.engine)
 
 
 @pytest.mark.slow
 def test_steps_whose_tokens_are_made_up_leave_the_samples_of_steps_that_are_decoded(worker_and_prompts):
     worker, prompts = worker_and_prompts
-    engine, decoded, settled = worker.engine, *(Decoding(worker, prompts, SAMPLING, 1.5) for _ in range(2))
+    engine, decoded, settled = worker.engine, *(Decoding(worker, prompts, SAMPLING, 2) for _ in range(2))
     steps = [decoded.step() for _ in range(3)]
     settled.settle(3)
     assert worker.engine is engine

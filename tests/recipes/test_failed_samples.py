@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dataproto import object_array
-from dataproto.errors import InvalidConfig, InvalidPrompt, InvalidRow, NonFiniteLogits, RowCountMismatch
+from dataproto.errors import InvalidPrompt, InvalidRow, NonFiniteLogits, RowCountMismatch
 from helpers.carried_runs import (
     BATCH,
     Group,
@@ -23,8 +23,9 @@ from helpers.carried_runs import (
     uninterrupted,
 )
 from helpers.checkpoints import write_checkpoint
-from recipes.configs.shared.rollout_options import RolloutOptions
-from recipes.run.carrying import CarryingRollout, LookAhead
+from recipes.run import carrying
+from recipes.run.carrying import CarryingRollout
+from recipes.run.look_ahead import LookAhead
 from rollout import continuation
 from rollout.engine import SamplingParams
 from workers.cluster.local import LocalGroup
@@ -37,13 +38,13 @@ from workers.roles.rollout_worker import RolloutConfig, RolloutWorker
 def test_a_step_that_failed_at_a_sample_goes_on_with_what_had_begun(sample, tmp_path, monkeypatch):
     """The first step refuses, or fails at, the fourth prompt: it is made again, or another process makes the next one."""
     monkeypatch.setattr(continuation, "SUBMITTED_AT_A_TIME", 1)
+    monkeypatch.setattr(carrying, "AT_A_TIME", 2.0)
     path = write_checkpoint("qwen2_5_vl", tmp_path / "model")
     actor = ActorWorker(ActorConfig(path), torch.device("cpu"))
     group, later = [
         LocalGroup(RolloutWorker(RolloutConfig(path), lambda dtype: actor.named_weights())) for _ in range(2)
     ]
-    config = RolloutOptions(over_ask=2.0, max_staleness=3)
-    run = Run(group, path, config)
+    run = Run(group, path, bound=3)
     prompts = next(run.rollout)
     error = InvalidPrompt if sample is generated else NonFiniteLogits
     with monkeypatch.context() as patch:
@@ -56,7 +57,7 @@ def test_a_step_that_failed_at_a_sample_goes_on_with_what_had_begun(sample, tmp_
     kept = sampled_so_far(run)
     assert sum(count > 0 for count in kept.values()) > BATCH
     run.done = 1  # what is sampled from now on has the second weights
-    other = Run(later, path, config, run.done)
+    other = Run(later, path, 3, run.done)
     other.rollout.load_state_dict(reread(run.rollout.state_dict(), tmp_path))
     assert sampled_so_far(other) == kept
     again = [sample(run.rollout, prompts), run.step(sample)]
@@ -99,7 +100,7 @@ class Idle(Group):
 
 
 def test_a_worker_that_ends_too_early_makes_no_smaller_batch():
-    rollout = CarryingRollout(Idle(), LookAhead(Numbers()), RolloutOptions(over_ask=2.0), lambda: 0)
+    rollout = CarryingRollout(Idle(), LookAhead(Numbers()), 1, lambda: 0)
     with pytest.raises(RowCountMismatch, match="0 groups are whole, but a step takes 2"):
         rollout.generate(next(rollout), SamplingParams(n=1))
 
@@ -112,7 +113,7 @@ def test_two_groups_of_one_uid_are_refused(uids, row):
             batch["uid"] = object_array([uids[int(uid)] for uid in batch["uid"]])
             return batch
 
-    rollout = CarryingRollout(Group(), LookAhead(Repeating()), RolloutOptions(over_ask=2.0), lambda: 0)
+    rollout = CarryingRollout(Group(), LookAhead(Repeating()), 1, lambda: 0)
     with pytest.raises(InvalidRow, match=rf"row {row}: uid {uids[-1]} is that of another prompt"):
         rollout.generate(next(rollout), SamplingParams(n=1))
 
@@ -133,55 +134,49 @@ class FailsAt(Group):
         return answer
 
 
-def failing_at(call: int, config: RolloutOptions) -> CarryingRollout:
-    return CarryingRollout(FailsAt(call), LookAhead(Numbers()), config, lambda: 0)
+def failing_at(call: int, bound: int) -> CarryingRollout:
+    return CarryingRollout(FailsAt(call), LookAhead(Numbers()), bound, lambda: 0, apart=True)
 
 
 @pytest.mark.parametrize("repeated", [True, False])
 def test_no_prompt_is_lost_when_the_engine_fails_at_a_batch_that_it_decodes_ahead(repeated):
     """The second step raises. It is made again, or the third one is made."""
-    rollout = failing_at(2, RolloutOptions(ahead=True))
-    assert rollout.generate(next(rollout), SamplingParams())["uid"].tolist() == ["0", "1"]
+    rollout = failing_at(2, 1)
+    first = rollout.generate(next(rollout), SamplingParams())
     prompts = next(rollout)
-    with pytest.raises(InvalidPrompt, match=r"^uid 2, sample 0: no room"):
+    with pytest.raises(InvalidPrompt, match=r"^uid 0, sample 0: no room"):
         rollout.generate(prompts, SamplingParams())
-    found = [rollout.generate(prompts, SamplingParams())] if repeated else []
+    found = [first, *([rollout.generate(prompts, SamplingParams())] if repeated else [])]
     found += [rollout.generate(next(rollout), SamplingParams()) for _ in range(2)]
     learned = {uid for data in found for uid in data["uid"]} | set(rollout.samples.since)
-    assert learned >= {str(number) for number in range(2, 8)}
+    assert learned >= {str(number) for number in range(8)}
 
 
-def test_a_step_in_parts_is_made_again_only_while_it_has_given_none():
-    config = RolloutOptions(early_update=True, parts=2)
-    rollout = failing_at(2, config)
-    prompts = next(rollout)
-    parts = rollout.in_parts(prompts, SamplingParams())
-    assert next(parts)["uid"].tolist() == ["1"]
-    with pytest.raises(InvalidPrompt, match=r"^uid 0, sample 0: no room"):
-        next(parts)
-    with pytest.raises(InvalidConfig, match=r"1 of 2 parts of this step were given .* resume from the last checkpoint"):
-        next(rollout.in_parts(prompts, SamplingParams()))
-    rollout = failing_at(1, config)
-    prompts = next(rollout)
-    with pytest.raises(InvalidPrompt):
-        next(rollout.in_parts(prompts, SamplingParams()))
-    assert sorted(uid for part in rollout.in_parts(prompts, SamplingParams()) for uid in part["uid"]) == ["0", "1"]
+def test_a_step_in_parts_that_failed_is_made_again():
+    """What it has given is decoded once more, by the same weights."""
+    for call in (1, 2):
+        rollout = failing_at(call, 0)
+        prompts = next(rollout)
+        with pytest.raises(InvalidPrompt, match=r"^uid 0, sample 0: no room"):
+            list(rollout.in_parts(prompts, SamplingParams()))
+        again = list(rollout.in_parts(prompts, SamplingParams()))
+        assert sorted(uid for part in again for uid in part["uid"]) == ["0", "1"]
 
 
 @pytest.mark.parametrize("saved", [True, False])
 def test_nothing_of_a_failed_step_is_left_behind_a_loaded_state(saved):
-    rollout = failing_at(2, RolloutOptions(ahead=True))
+    rollout = failing_at(2, 1)
     start = rollout.state_dict()
     rollout.generate(next(rollout), SamplingParams())  # the second batch is being decoded, and fails
     if saved:
         rollout.state_dict()
     rollout.load_state_dict(start)
-    assert rollout.generate(next(rollout), SamplingParams())["uid"].tolist() == ["0", "1"]
-    assert sorted(rollout.samples.since) == ["2", "3"]
+    assert rollout.generate(next(rollout), SamplingParams())["uid"].tolist() == ["1", "2"]
+    assert sorted(rollout.samples.since) == ["0", "3"]
 
 
 def test_a_loaded_state_begins_a_step_that_had_failed_before_from_its_prompts():
-    rollout = failing_at(1, RolloutOptions(early_update=True, parts=2))
+    rollout = failing_at(1, 0)
     start = rollout.state_dict()
     prompts = next(rollout)
     with pytest.raises(InvalidPrompt):

@@ -63,7 +63,7 @@ def test_samples_that_are_carried_over_survive_the_process(tmp_path):
         "--optimizer.lr",
         "1e-3",
     ]
-    more = "--max-prompt-length 500 --max-response-length 12 --rollout.over-ask 2 --eval-first False"
+    more = "--max-prompt-length 500 --max-response-length 12 --rollout.staleness 2 --eval-first False"
     disturbed, whole = killed_and_resumed("recipes.geo3k_grpo", geo3k_grpo.main, [*options, *more.split()], tmp_path)
     assert_same_run(disturbed, whole)
     rows = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
@@ -110,8 +110,8 @@ def model(tmp_path_factory) -> str:
     return str(demonstrated_model(folder, 0, walk.WALK, WarmUpPhaseConfig(steps=20, batch_size=8)))
 
 
-@pytest.mark.parametrize("over_ask", [1, 2])
-def test_a_run_that_is_killed_in_the_middle_of_episodes_loses_none(over_ask, model, tmp_path):
+@pytest.mark.parametrize("staleness", ["None", "2"])
+def test_a_run_that_is_killed_in_the_middle_of_episodes_loses_none(staleness, model, tmp_path):
     (tmp_path / "own.py").write_text(KILL + ENVIRONMENT)
     rows = [{"problem": f"Say {number}.", "answer": str(number), "images": []} for number in range(30)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -125,12 +125,18 @@ def test_a_run_that_is_killed_in_the_middle_of_episodes_loses_none(over_ask, mod
         f"{tmp_path}/rows.jsonl",
         "--optimizer.lr",
     ]
-    options += ["1e-3" if over_ask == 1 else "0", "--environment", f"{tmp_path}/own.py:Echo", "--eval-first", "False"]
-    options += ["--max-response-length", "3", "--rollout.over-ask", str(over_ask)]
+    options += [
+        "1e-3" if staleness == "None" else "0",
+        "--environment",
+        f"{tmp_path}/own.py:Echo",
+        "--eval-first",
+        "False",
+    ]
+    options += ["--max-response-length", "3", "--rollout.staleness", staleness]
     disturbed, whole = killed_and_resumed("recipes.walk", walk.main, options, tmp_path)
     found, expected = episodes_of(disturbed), episodes_of(whole)
     assert any("\n" in text for texts in expected.values() for text in texts)  # of several turns
-    if over_ask == 1:
+    if staleness == "None":
         assert_same_run(disturbed, whole)
         assert found == expected
     else:  # which groups are whole first depends on the time that environments take, and their episodes do not

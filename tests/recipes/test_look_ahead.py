@@ -10,8 +10,8 @@ from dataproto.errors import InvalidRow
 from helpers.tiny_prompts import tiny_builder
 from recipes.data.loader import PromptLoader
 from recipes.grpo import grpo_step, parse
-from recipes.run import carrying, policy_gradient
-from recipes.run.carrying import LookAhead
+from recipes.run import look_ahead, policy_gradient
+from recipes.run.look_ahead import LookAhead
 
 
 class Numbers:
@@ -75,8 +75,18 @@ def test_a_restored_position_forgets_what_was_prepared(background):
     assert (before, rest) == ([0, 1], [3, 4, 6, 7])
 
 
+def test_several_batches_are_shown_before_they_are_returned():
+    ahead = LookAhead(Numbers(), background=True)
+    next(ahead)
+    shown = [number(ahead.peek(place)) for place in (2, 0, 1)]
+    assert (shown, ahead.state_dict()) == ([4, 1, 3], {"drawn": 1, "skipped": []})
+    assert [number(next(ahead)) for _ in range(4)] == [1, 3, 4, 6]
+    assert ahead.state_dict() == {"drawn": 7, "skipped": [2, 5]}
+    ahead.close()
+
+
 def test_a_batch_is_prepared_while_nobody_asks_for_it(monkeypatch):
-    monkeypatch.setattr(carrying, "DELAY_S", 0.01)
+    monkeypatch.setattr(look_ahead, "DELAY_S", 0.01)
     ahead = LookAhead(Numbers(), background=True)
     next(ahead)
     assert number(ahead._preparing.batch.result(timeout=60)) == 1

@@ -38,7 +38,6 @@ def test_training_samples_by_min_p_and_both_end_at_stop_texts(tmp_path):
     [
         (["--rollout.min-p", "1.5"], "min_p=1.5: must be between 0"),
         (["--rollout.stop", ""], "--rollout.stop .*not empty"),
-        (["--rollout.stop", "a", "--rollout.ahead"], "rollout.ahead decodes during the update"),
         (["--engine", "vllm", "--engine-options", "quantization", "fp8"], "add --algorithm.correction token"),
     ],
 )
@@ -55,7 +54,7 @@ def test_impossible_sampling_is_refused(given, message, tmp_path):
         ("--engine-options tensor_parallel 2", "tensor_parallel=2 must divide the 1 processes"),
         ("--on ray --layout.dp 6 --engine-options tensor_parallel 4", "tensor_parallel=4 must divide the 6 processes"),
         (
-            "--on ray --layout.dp 4 --ray.rollout-processes 3 --engine-options tensor_parallel 2",
+            "--on ray --layout.dp 4 --layout.rollout 3 --engine-options tensor_parallel 2",
             "divide the 3 processes",
         ),
     ],
@@ -66,18 +65,18 @@ def test_engines_of_a_size_that_does_not_fit_are_refused(options, message):
 
 
 def test_engines_apart_may_be_larger_than_the_layout():
-    options = "--on ray --layout.dp 2 --ray.rollout-processes 4 --engine-options tensor_parallel 4 --batch-size 8"
+    options = "--on ray --layout.dp 2 --layout.rollout 4 --engine-options tensor_parallel 4 --batch-size 8"
     assert grpo.parse(["--engine", "vllm", *options.split(), "--algorithm.n", "4"]).engine_slots() == 32
 
 
 def test_vllm_decodes_all_samples_of_an_engine_at_a_time_by_default():
     given = ["--engine", "vllm", "--batch-size", "8", "--algorithm.n", "4"]
     assert grpo.parse(given).engine_slots() == 32
-    assert grpo.parse([*given, "--rollout.over-ask", "1.3"]).engine_slots() == 44  # of 11 groups
+    assert grpo.parse([*given, "--rollout.staleness", "1"]).engine_slots() == 48  # of 12 groups
     on_ray = [*given, "--on", "ray", "--layout.dp", "4"]
     assert grpo.parse(on_ray).engine_slots() == 8
     assert grpo.parse([*on_ray, "--engine-options", "tensor_parallel", "2"]).engine_slots() == 16
-    assert grpo.parse([*on_ray, "--ray.rollout-processes", "1"]).engine_slots() == 32
+    assert grpo.parse([*on_ray, "--layout.rollout", "1"]).engine_slots() == 32
     assert grpo.parse(["--engine", "vllm", "--batch-size", "1024", "--algorithm.n", "4"]).engine_slots() == 1024
 
 
@@ -153,15 +152,6 @@ def test_a_run_with_drafts_gives_the_same_responses_and_says_how_many_counted(mo
     assert not any(name.startswith("speculation/") for name in plain)
     for name in ("actor/pg_loss", "actor/entropy", "critic/score/mean", "response_length/mean"):
         assert drafting[name] == pytest.approx(plain[name], rel=1e-4, abs=1e-6)
-
-
-@pytest.mark.slow
-def test_early_rewards_are_those_of_later_ones(model, tmp_path):
-    assert run(model, tmp_path / "plain") == run(model, tmp_path / "early", "--rollout.early-rewards") == 0
-    plain, early = (rows_of(tmp_path / name / "run")[-1] for name in ("plain", "early"))
-    assert 0 <= early["reward/early_ratio"] < 1
-    for name in ("actor/pg_loss", "critic/score/mean", "critic/score/max", "response_length/mean"):
-        assert early[name] == plain[name]
 
 
 @pytest.mark.slow

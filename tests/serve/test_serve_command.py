@@ -46,7 +46,7 @@ def test_options_say_what_is_impossible(tmp_path):
         LimitsConfig(max_images=0)
     for arguments, told in (
         (["--ray.cpus", "2"], "ray.cpus would do nothing: .* add --on ray"),
-        (["--on", "ray", "--ray.rollout-processes", "1"], "ray.rollout-processes would do nothing"),
+        (["--on", "ray", "--ray.rollout-processes", "1"], r"--layout\.rollout N"),
         (["--on", "ray", "--ray.reward-timeout-s", "9"], "ray.reward-timeout-s would do nothing"),
     ):
         with pytest.raises(InvalidConfig, match=told):

@@ -21,6 +21,7 @@ from helpers.processes import run_ranks
 from helpers.tiny_models import tiny_model
 from helpers.tiny_prompts import tiny_builder, tiny_prompt_config
 from rollout.engine import SamplingParams
+from rollout.environments import EpisodeLimits
 from workers import ActorConfig, launch
 from workers.model.named_weights import full_tensor
 from workers.ranks.layout import Layout
@@ -87,7 +88,9 @@ def played(model_type: str, last_pictures: int | None, path: str) -> Episodes:
     model.save_pretrained(path)
     prompts = prompts_of(tiny_builder(model_type, max_prompt_length=300), 3)
     with launch(ActorConfig(path), reward=None) as roles:
-        data = roles.rollout.play(prompts, DrawnEnvironment, SAMPLING, turns=3, last_pictures=last_pictures)
+        data = roles.rollout.play(
+            prompts, DrawnEnvironment, SAMPLING, EpisodeLimits(turns=3, last_pictures=last_pictures)
+        )
     behind = data["mm_token_type_ids"][:, -data["response_mask"].shape[1] :]
     assert (behind > 0).any(1).sum() > 1
     assert any(len(media_parts(media)) > 1 for media in data["multi_modal_inputs"])

@@ -34,17 +34,17 @@ def plan_of(layout, parallel=1, reward=None, model="model"):
 
 
 @pytest.mark.parametrize(
-    ("plan", "options", "bundles"),
+    ("plan", "bundles"),
     [
-        (plan_of(Layout(dp=2)), {}, [1, 1]),
-        (plan_of(Layout(dp=4), 2), {}, [2, 2]),  # engines in the processes of the models
-        (plan_of(Layout(dp=2, tp=3), 2), {}, [6]),
-        (plan_of(Layout(dp=2), 4), {"rollout_processes": 4}, [1, 1, 4]),
-        (plan_of(Layout(dp=2, tp=2), 3), {"rollout_processes": 6}, [2, 2, 3, 3]),
+        (plan_of(Layout(dp=2)), [1, 1]),
+        (plan_of(Layout(dp=4), 2), [2, 2]),  # engines in the processes of the models
+        (plan_of(Layout(dp=2, tp=3), 2), [6]),
+        (plan_of(Layout(dp=2, rollout=4), 4), [1, 1, 4]),
+        (plan_of(Layout(dp=2, tp=2, rollout=6), 3), [2, 2, 3, 3]),
     ],
 )
-def test_engines_and_tp_groups_get_whole_nodes(plan, options, bundles):
-    found = planned_bundles(plan, RayConfig(gpus=1.0, cpus=2.0, **options))
+def test_engines_and_tp_groups_get_whole_nodes(plan, bundles):
+    found = planned_bundles(plan, RayConfig(gpus=1.0, cpus=2.0))
     assert found == [{"CPU": 2.0 * count, "GPU": count} for count in bundles]
 
 
@@ -63,25 +63,25 @@ def test_engines_that_do_not_divide_their_processes_are_refused_before_ray_start
     monkeypatch.setattr("rollout.engine.ENGINE_EXTRAS", {})  # as if vLLM were installed
     rollout = RolloutConfig("model", "vllm", {"tensor_parallel": parallel})
     with pytest.raises(InvalidConfig, match=f"tensor_parallel={parallel}"):
-        launch(ActorConfig("model"), rollout=rollout, on="ray", layout=Layout(dp=6), rollout_processes=apart)
+        launch(ActorConfig("model"), rollout=rollout, on="ray", layout=Layout(dp=6, rollout=apart))
 
 
 @pytest.mark.parametrize(
-    ("plan", "apart", "free", "layout"),
+    ("plan", "free", "layout"),
     [
-        (plan_of(Layout(dp=4)), 0, [2, 1], Layout(dp=3)),
-        (plan_of(Layout(dp=8, tp=2, replicas=2)), 0, [3, 3, 1], Layout(dp=2, tp=2)),
-        (plan_of(Layout(dp=8), 2), 0, [3, 2], Layout(dp=4)),  # whole engines
-        (plan_of(Layout(dp=4), 4), 4, [4, 2], Layout(dp=2)),  # one engine apart, whose node is full
-        (plan_of(Layout(dp=4), reward=nothing), 0, [3], Layout(dp=2)),
-        (plan_of(Layout(dp=4), reward=MODEL_REWARD), 0, [3], Layout(dp=3)),
-        (plan_of(Layout(dp=4, sp=2, ep=8)), 0, [3, 3], Layout(dp=3, sp=2, ep=2)),
-        (plan_of(Layout(dp=4), 4), 4, [3, 3], None),
-        (plan_of(Layout(dp=4), 4), 0, [3], None),
+        (plan_of(Layout(dp=4)), [2, 1], Layout(dp=3)),
+        (plan_of(Layout(dp=8, tp=2, replicas=2)), [3, 3, 1], Layout(dp=2, tp=2)),
+        (plan_of(Layout(dp=8), 2), [3, 2], Layout(dp=4)),  # whole engines
+        (plan_of(Layout(dp=4, rollout=4), 4), [4, 2], Layout(dp=2, rollout=4)),  # one engine apart, whose node is full
+        (plan_of(Layout(dp=4), reward=nothing), [3], Layout(dp=2)),
+        (plan_of(Layout(dp=4), reward=MODEL_REWARD), [3], Layout(dp=3)),
+        (plan_of(Layout(dp=4, sp=2, ep=8)), [3, 3], Layout(dp=3, sp=2, ep=2)),
+        (plan_of(Layout(dp=4, rollout=4), 4), [3, 3], None),
+        (plan_of(Layout(dp=4), 4), [3], None),
     ],
 )
-def test_a_run_takes_the_dp_positions_for_which_the_nodes_have_room(monkeypatch, plan, apart, free, layout):
-    config = RayConfig(gpus=0.0, rollout_processes=apart)
+def test_a_run_takes_the_dp_positions_for_which_the_nodes_have_room(monkeypatch, plan, free, layout):
+    config = RayConfig(gpus=0.0)
     monkeypatch.setattr(ray_group, "PLACEMENT_TIMEOUT_S", 0)
     monkeypatch.setattr(ray_group, "living_nodes", lambda: nodes_of(free))
     if layout is not None:

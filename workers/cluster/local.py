@@ -12,7 +12,7 @@ import torch
 
 from dataproto.errors import InvalidConfig
 from rollout.engine import prepare_engine
-from workers.cluster.role_groups import LaunchPlan, Phase, Roles, early_reward, engine_phase
+from workers.cluster.role_groups import LaunchPlan, Phase, Roles, engine_phase
 from workers.ranks.dispatch_modes import dispatch_of
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
@@ -53,10 +53,10 @@ def start_roles(plan: LaunchPlan, phase: Phase) -> Roles:
     """Builds the workers of all roles in this process.
 
     Raises:
-        InvalidConfig: the layout has more than one rank.
+        InvalidConfig: the layout has more than one rank, or engines on devices of their own.
     """
-    if plan.layout.world_size > 1:
-        raise InvalidConfig(f"{plan.layout} needs {plan.layout.world_size} processes: use on='ray'")
+    if plan.layout.world_size + plan.layout.rollout > 1:
+        raise InvalidConfig(f"{plan.layout} needs several processes: use on='ray'")
     optional: dict[str, LocalGroup | None] = {"reference": None, "critic": None, "reward": None}
     prepare_engine(plan.rollout.engine, plan.rollout.model_path)
     with phase("loading the actor"):
@@ -72,7 +72,7 @@ def start_roles(plan: LaunchPlan, phase: Phase) -> Roles:
             optional["reward"] = LocalGroup(_reward_worker(plan.reward, plan.actor.model_path))
     with phase(engine_phase(plan.rollout.engine)):
         lora = lora_streams(plan.actor, actor.base_weights, actor.adapter_weights)
-        rollout = LocalGroup(RolloutWorker(plan.rollout, actor.named_weights, reward=early_reward(plan), lora=lora))
+        rollout = LocalGroup(RolloutWorker(plan.rollout, actor.named_weights, lora=lora))
     return Roles(LocalGroup(actor), rollout, optional)
 
 

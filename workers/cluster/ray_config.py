@@ -14,7 +14,6 @@ class RayConfig:
         address: address of a running cluster, or "auto"; by default Ray starts here, open to this machine only
         cpus: CPUs of each process
         gpus: GPUs of each process; default: 1 if the cluster has any
-        rollout_processes: processes with engines on separate devices; 0: each actor process has an engine
         reward_processes: processes that share the rows to be scored by a function
         reward_timeout_s: seconds in which a batch must be scored
         timeout_s: seconds of one call; a rank that takes longer counts as hanging
@@ -28,7 +27,6 @@ class RayConfig:
     address: str | None = None
     cpus: float = 1.0
     gpus: float | None = None
-    rollout_processes: int = 0
     reward_processes: int = 1
     reward_timeout_s: float = 600.0
     timeout_s: float = 1800.0
@@ -54,11 +52,8 @@ class RayConfig:
                 f"ray: timeout_s={self.timeout_s} and reward_timeout_s={self.reward_timeout_s} must be above 0, "
                 f"cpus={self.cpus} at least 0"
             )
-        if self.rollout_processes < 0 or self.reward_processes < 1:
-            raise InvalidConfig(
-                f"ray: rollout_processes={self.rollout_processes} must be at least 0, "
-                f"reward_processes={self.reward_processes} at least 1"
-            )
+        if self.reward_processes < 1:
+            raise InvalidConfig(f"ray: reward_processes={self.reward_processes} must be at least 1")
 
     def idle_options(self) -> list[tuple[bool, str, str]]:
         """Options that do nothing here; see `recipes.options.refuse_idle_options`."""

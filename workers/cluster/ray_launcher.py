@@ -37,7 +37,7 @@ from workers.cluster.ray_group import (
     wait_all,
     wait_for_nodes,
 )
-from workers.cluster.role_groups import LaunchPlan, Phase, Roles, early_reward, engine_phase
+from workers.cluster.role_groups import LaunchPlan, Phase, Roles, engine_phase
 from workers.ranks.failures import Failure, describe_call, describe_failure, first_line, is_secondary, root_causes
 from workers.ranks.layout import Layout
 from workers.roles.actor import ActorWorker
@@ -257,7 +257,7 @@ def share_cores(groups: Sequence[RayGroup]) -> None:
 def start_roles(plan: LaunchPlan, phase: Phase, **options: Any) -> Roles:
     """Starts one process for each rank of the layout, which holds that rank of actor, reference, critic and rollout.
 
-    Engines get separate processes if ``rollout_processes`` is set, and start while the actor is loaded. A reward function gets
+    Engines get separate processes if the layout has ``rollout``, and start while the actor is loaded. A reward function gets
     processes without a device.
 
     The layout may have fewer dp positions than was asked for if the plan says so and nodes are missing.
@@ -274,7 +274,7 @@ def start_roles(plan: LaunchPlan, phase: Phase, **options: Any) -> Roles:
             stack.enter_context(running_ray(config, processes))
             if plan.may_shrink:
                 plan = replace(plan, layout=layout_with_room(plan, config))
-            model_processes = plan.layout.world_size + config.rollout_processes
+            model_processes = plan.layout.world_size + plan.layout.rollout
             pools = _start_pools(plan, config, stack)
             pool = pools["models"]
             prepare = partial(prepare_engine, plan.rollout.engine, plan.rollout.model_path)
@@ -340,7 +340,7 @@ def planned_pools(plan: LaunchPlan, config: RayConfig) -> dict[str, PlannedPool]
     Raises:
         InvalidConfig: the engine's ``tensor_parallel`` does not divide the processes that have engines.
     """
-    apart = config.rollout_processes
+    apart = plan.layout.rollout
     parallel = engine_ranks(plan.rollout.options, apart or plan.layout.world_size)
     pools = {"models": PlannedPool(plan.layout, config, lcm(plan.layout.tp, 1 if apart else parallel))}
     if apart:
@@ -468,14 +468,14 @@ def _begin_rollout(plan: LaunchPlan, pools: Pools) -> Callable[[], RayGroup]:
     def with_actor(host: Any) -> RolloutWorker:
         actor = host.roles["actor"]
         lora = lora_streams(plan.actor, actor.base_weights, actor.adapter_weights)
-        return RolloutWorker(plan.rollout, actor.named_weights, host.ranks, reward=early_reward(plan), lora=lora)
+        return RolloutWorker(plan.rollout, actor.named_weights, host.ranks, lora=lora)
 
     def apart(host: Any) -> RolloutWorker:
         def receive(dtype: torch.dtype) -> Any:
             return host.receive_weights()
 
-        lora, reward = lora_streams(plan.actor, receive, receive), early_reward(plan)
-        return RolloutWorker(plan.rollout, receive, host.ranks, shares_device=False, reward=reward, lora=lora)
+        lora = lora_streams(plan.actor, receive, receive)
+        return RolloutWorker(plan.rollout, receive, host.ranks, shares_device=False, lora=lora)
 
     if "engines" not in pools:
         return lambda: pools["models"].build("rollout", with_actor)

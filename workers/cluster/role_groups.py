@@ -5,16 +5,16 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig, end_after, ending, raise_first
-from rollout.engine import SamplingParams, check_early_rewards
+from rollout.engine import SamplingParams
 from workers.ranks.layout import Layout
 from workers.roles.actor import ActorConfig
 from workers.roles.critic import CriticConfig
 from workers.roles.model_worker import PolicyConfig
-from workers.roles.reward import ModelReward, RewardFunction, RewardWorker
+from workers.roles.reward import ModelReward, RewardFunction
 from workers.roles.rollout_worker import RolloutConfig
 
 Phase = Callable[[str], AbstractContextManager[Any]]
@@ -32,14 +32,6 @@ class LaunchPlan:
     layout: Layout
     critic: CriticConfig | None = None
     may_shrink: bool = False  # take fewer dp positions if nodes are missing
-
-    def __post_init__(self) -> None:
-        """Raises `InvalidConfig` for ``early_rewards`` without a reward function, or with engines of several ranks."""
-        if not self.rollout.early_rewards:
-            return
-        if self.reward is None or isinstance(self.reward, ModelReward):
-            raise InvalidConfig("early_rewards needs a reward function: a model would take the engine's device")
-        check_early_rewards(self.rollout.options)
 
 
 def timed_phase(phase: Phase, seconds: dict[str, float]) -> Phase:
@@ -62,12 +54,6 @@ def engine_phase(engine: str) -> str:
     'starting the engine hf'
     """
     return f"starting the engine {engine}" + (" (weights, compilation, graphs)" if engine == "vllm" else "")
-
-
-def early_reward(plan: LaunchPlan) -> RewardWorker | None:
-    """What scores whole groups in the process of the engine, while others are decoded, if the plan says so."""
-    reward = cast(RewardFunction, plan.reward)  # as `LaunchPlan` has checked
-    return RewardWorker(reward, plan.actor.model_path) if plan.rollout.early_rewards else None
 
 
 @dataclass

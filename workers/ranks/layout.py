@@ -19,6 +19,7 @@ class Layout:
         sp: sequence parallelism (Ulysses): ranks that share the tokens of a row
         ep: expert parallelism: ranks that share the experts of a mixture
         replicas: copies of the sharded weights (HSDP), which divide dp; ranks of one copy are consecutive
+        rollout: further processes, with engines on devices of their own; 0: each of the world's ranks has an engine
 
     >>> Layout(dp=2, tp=2).world_size
     4
@@ -34,12 +35,13 @@ class Layout:
     sp: int = 1
     ep: int = 1
     replicas: int = 1
+    rollout: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):
             degree = getattr(self, field.name)
-            if not isinstance(degree, int) or degree < 1:
-                raise InvalidConfig(f"layout.{field.name}={degree!r}: must be an integer of at least 1")
+            if not isinstance(degree, int) or degree < field.default:
+                raise InvalidConfig(f"layout.{field.name}={degree!r}: must be an integer of at least {field.default}")
         if self.dp % self.replicas:
             raise InvalidConfig(f"layout.replicas={self.replicas} must divide dp = {self.dp}")
         if self.shards % self.ep:

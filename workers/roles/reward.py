@@ -1,15 +1,9 @@
-"""The role that scores responses, by a function or by a model; and rewards of whole groups while the engine decodes the others.
-
-Reward functions may use signals, event loops and other things of the main thread, so they stay in the calling thread, and the
-engine decodes in another one.
-"""
+"""The role that scores responses, by a function or by a model."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Event, Thread
 from typing import Any
 
 import numpy as np
@@ -21,15 +15,9 @@ from transformers import AutoTokenizer
 from dataproto import DataProto
 from dataproto.columns import COLUMNS, SCORED_NUMBERS, require, taken_names
 from dataproto.errors import RewardError, ScoreCountMismatch
-from dataproto.vlm import VLMFamily
-from rollout.engine import Completion, SamplingParams
-from rollout.responses import attach_responses
 from workers.ranks.dispatch_modes import dispatch
 from workers.ranks.mesh import Ranks
 from workers.roles.critic import CriticConfig, ValueWorker
-
-EARLY_RESULTS = "_early_results"
-"""The column with what the reward function has returned for a row while others were decoded, or ``None``."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +77,7 @@ class RewardWorker:
         with self.ranks.fail_together():
             require(data, "responses", "response_mask")
             texts = self.decode(data)
-        results = self._all_results(data, texts)
+        results = list(self.results(data, texts))
         check_results(results, len(data))
         check_names(results, data)
         scores = torch.tensor([float(result["score"]) for result in results], dtype=torch.float32)
@@ -99,19 +87,6 @@ class RewardWorker:
             {"token_level_rewards": place_on_last_token(scores, data["response_mask"])},
             non_tensors=numbers | {"response_text": np.array(texts, dtype=object)},
         )
-
-    def _all_results(self, data: DataProto, texts: Sequence[str]) -> list[Any]:
-        """As `results`; those of the column `EARLY_RESULTS` are taken from there."""
-        if EARLY_RESULTS not in data:
-            return list(self.results(data, texts))
-        known = list(data[EARLY_RESULTS])
-        left = [row for row, result in enumerate(known) if result is None]
-        found = list(self.results(data[left], [texts[row] for row in left])) if left else []
-        if len(found) != len(left):
-            check_results(found, len(left))
-        for row, result in zip(left, found, strict=True):
-            known[row] = result
-        return known
 
     def results(self, data: DataProto, texts: Sequence[str]) -> Sequence[Mapping[str, float]]:
         """One ``{"score": float, ...}`` for each row."""
@@ -242,92 +217,3 @@ def check_names(results: Sequence[Mapping[str, float]], data: DataProto) -> None
             f"the reward function returned numbers named {', '.join(taken)}; the batch has columns of that name, or the library "
             "would take them for its own (docs/columns.md): give the numbers other names"
         )
-
-
-Results = list[Mapping[str, float] | None]
-"""What the reward function returned for each row; ``None`` for rows that it has not scored."""
-
-
-class _Decoding:
-    """A thread that decodes, and what has finished until now."""
-
-    def __init__(self, decode: Callable[[], Iterator[Completion]]) -> None:
-        self._decode = decode
-        self._found: SimpleQueue[Completion | None] = SimpleQueue()
-        self._stop = Event()
-        self._error: BaseException | None = None
-        self._thread = Thread(target=self._run, name="decoding")
-        self.running = True
-
-    def __enter__(self) -> "_Decoding":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()  # after an error: it ends with the next completion
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            for completion in self._decode():
-                self._found.put(completion)
-                if self._stop.is_set():
-                    break
-        except BaseException as error:
-            self._error = error
-        self._found.put(None)
-
-    def finished(self) -> list[Completion]:
-        """Waits for completions and returns all that are there; none at the end. Raises what decoding has raised."""
-        found = [self._found.get()]
-        while not self._found.empty():
-            found.append(self._found.get())
-        if found[-1] is None:
-            self.running = False
-            if self._error is not None:
-                raise self._error
-        return [each for each in found if each is not None]
-
-
-@dataclass(frozen=True)
-class EarlyRewards:
-    """Scores the groups of a rollout worker."""
-
-    reward: RewardWorker
-    family: VLMFamily
-    pad_token_id: int
-
-    def decode(
-        self, decode: Callable[[], Iterator[Completion]], prompts: DataProto, sampling: SamplingParams
-    ) -> tuple[list[Completion], Results]:
-        """All completions of ``decode()``, and the results of the groups that finished before the last one.
-
-        What has finished while other groups were scored is scored together. Groups for which the function fails have no
-        results: `RewardWorker.score` calls it again, and its errors are raised there.
-        """
-        completions: list[Completion] = []
-        groups: dict[int, list[Completion]] = {}
-        results: Results = [None] * (len(prompts) * sampling.n)
-        with _Decoding(decode) as decoding:
-            while decoding.running:
-                found = decoding.finished()
-                completions += found
-                for each in found:
-                    groups.setdefault(each.request // sampling.n, []).append(each)
-                whole = [prompt for prompt, samples in groups.items() if len(samples) == sampling.n]
-                if whole and decoding.running:
-                    scored = [each for prompt in whole for each in groups.pop(prompt)]
-                    scored.sort(key=lambda each: each.request)
-                    for each, result in zip(scored, self._results(prompts, scored, sampling), strict=True):
-                        results[each.request] = result
-        return completions, results
-
-    def _results(self, prompts: DataProto, completions: Sequence[Completion], sampling: SamplingParams) -> Results:
-        rows = prompts[np.array([each.request // sampling.n for each in completions])]
-        numbered = [replace(each, request=place) for place, each in enumerate(completions)]
-        data = attach_responses(rows, numbered, replace(sampling, n=1), self.family, self.pad_token_id)
-        try:
-            found: list[Any] = list(self.reward.results(data, self.reward.decode(data)))
-        except Exception:
-            found = []
-        return found if len(found) == len(completions) else [None] * len(completions)

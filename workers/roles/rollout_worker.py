@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from dataproto import DataProto, object_array
+from dataproto import DataProto
 from dataproto.columns import ROUTED_EXPERTS
 from dataproto.errors import DataProtoError, InvalidConfig
 from dataproto.vlm import VLMFamily
@@ -20,7 +20,6 @@ from rollout.engine import (
     RequestEngine,
     SamplingParams,
     awaits_weights,
-    check_early_rewards,
     create_engine,
     engine_ranks,
     returns_experts,
@@ -45,7 +44,6 @@ from workers.roles.carried_groups import (
     split_groups,
     with_begun,
 )
-from workers.roles.reward import EARLY_RESULTS, EarlyRewards, RewardWorker
 from workers.roles.sharding_manager import ShardingManager, engine_group, neighbours
 from workers.training.loading import checkpoint_family
 
@@ -84,7 +82,6 @@ class RolloutConfig:
     replay_routing: bool = (
         True  # the actor uses the experts that the engine chose, if the engine can tell (arXiv:2510.11370)
     )
-    early_rewards: bool = False  # `generate` scores whole groups while others are decoded, by the run's reward function
 
 
 def why_merged(config: RolloutConfig, actor: ModelConfig, family: VLMFamily) -> str | None:
@@ -124,7 +121,6 @@ class RolloutWorker:
         weights: Stream,
         ranks: Ranks | None = None,
         shares_device: bool = True,
-        reward: RewardWorker | None = None,
         lora: LoraStreams | None = None,
     ) -> None:
         """``weights`` returns the actor's (name, tensor) pairs; it is called, with the engine's dtype, after each change of them.
@@ -134,16 +130,14 @@ class RolloutWorker:
 
         ``ranks`` is this process's place in the training layout, which splits and joins the rows; the engine's option
         ``tensor_parallel`` is independent of it. ``shares_device``: whether other roles need the engine's memory between
-        rollouts. ``reward`` scores whole groups of `generate` while others are decoded, for engines of one rank.
+        rollouts.
 
         Raises:
-            InvalidConfig: the engine does not fit the layout, or it has several ranks and there is a ``reward``.
+            InvalidConfig: the engine does not fit the layout.
         """
         self.config = config
         self.ranks = ranks = ranks or Ranks()
         tensor_parallel = engine_ranks(config.options)
-        if reward is not None:
-            check_early_rewards(config.options)
         block, self.engine_group = neighbours(ranks, tensor_parallel), engine_group(ranks, tensor_parallel)
         self.family = checkpoint_family(config.model_path)
         options: dict[str, Any] = {"awaits_weights": True} if awaits_weights(config.engine) else {}  # the actor's
@@ -179,7 +173,6 @@ class RolloutWorker:
         self.pad_token_id = int(
             tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         )
-        self.early = None if reward is None else EarlyRewards(reward, self.family, self.pad_token_id)
 
     @dispatch(split=split_prompts, join=join_rows)
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
@@ -188,21 +181,13 @@ class RolloutWorker:
         A sample's random stream derives from ``sampling.seed``, the row's ``uid`` and the number among the samples of that uid:
         ``prompts.repeat(4)`` with ``n=1`` gives what ``prompts`` gives with ``n=4``, and the same prompts with the same seed
         give the same samples again. Rows without uids use other streams in every call, counted from the worker's start.
-
-        With `RolloutConfig.early_rewards` also the column `EARLY_RESULTS`, which `RewardWorker.score` reads.
         """
         self._calls += 1
         with self.sharding as sharding:
             with self.ranks.fail_together():  # else other engines would wait for one that refuses a row
                 shared = sharding.preprocess_data(self._numbered(prompts))
-                decode = partial(self.engine.generate, build_requests(shared, sampling, self._calls), sampling)
-                if self.early is None:
-                    completions, results = list(decode()), None
-                else:
-                    completions, results = self.early.decode(decode, shared, sampling)
+                completions = list(self.engine.generate(build_requests(shared, sampling, self._calls), sampling))
                 rollouts = attach_responses(shared, completions, sampling, self.family, self.pad_token_id)
-                if results is not None:
-                    rollouts[EARLY_RESULTS] = object_array(results)
                 self._check_experts(rollouts)
             with self.ranks.fail_together():
                 own = sharding.postprocess_data(rollouts)
@@ -215,16 +200,11 @@ class RolloutWorker:
         prompts: DataProto,
         make_environment: MakeEnvironment,
         sampling: SamplingParams,
-        turns: int,
-        tokens: int | None = None,
-        seconds: float = 60.0,
-        last_pictures: int | None = None,
-        memory_gib: float | None = None,
-        wall_clock: float | None = None,
+        limits: EpisodeLimits,
     ) -> DataProto:
         """``sampling.n`` episodes for each prompt row, next to each other, one row each, with the columns of `episode_columns`.
 
-        With ``last_pictures`` an episode continues in a new row of its ``trajectory`` whenever pictures are left out.
+        With ``limits.last_pictures`` an episode continues in a new row of its ``trajectory`` whenever pictures are left out.
 
         Streams are those of `generate`, with one of its own for each later turn. If an engine has several ranks, environments run
         on its first one. An environment that fails ends its episode, with
@@ -234,12 +214,11 @@ class RolloutWorker:
             prompts: with ``raw_prompt``, the messages that the environment's first observation follows.
             make_environment: makes the environment of an episode in this process.
             sampling: of each turn; ``max_tokens`` limits a turn.
-            turns, tokens, seconds, last_pictures, memory_gib, wall_clock: see `EpisodeLimits`.
+            limits: how long an episode may be.
 
         Raises:
             InvalidConfig: the chat template cannot show observations, or ``sampling`` asks for further log-probs.
         """
-        limits = EpisodeLimits(turns, tokens, seconds, last_pictures, memory_gib, wall_clock)
         return self._in_episodes(prompts, partial(play_episodes, make_environment=make_environment), sampling, limits)
 
     @dispatch(split=split_prompts, join=join_rows)

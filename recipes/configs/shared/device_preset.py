@@ -220,7 +220,7 @@ def held(config: "PolicyGradientConfig") -> Held:
 
 def resting_bytes(config: "PolicyGradientConfig") -> int:
     """Bytes that all roles but the engine hold while it generates."""
-    if config.compute.offload_idle or (config.on == "ray" and config.ray.rollout_processes):
+    if config.compute.offload_idle or config.layout.rollout:
         return 0
     found = held(config)
     return found.weights + found.copies + found.moments + found.others

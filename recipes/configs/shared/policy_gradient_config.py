@@ -112,16 +112,11 @@ class PolicyGradientConfig(RecipeConfig):
         engine_ranks(self.engine_options, self._ranks_with_engines)  # raises for a size that does not divide them
         self.sampling()  # raises for invalid sampling options
         self.rollout.check_engine(self.engine_options, self.algorithm.correction)
-        if not self.rollout.in_order:
-            needs = self._needs_own_prompts(), self._needs_whole_batches()
-            self.rollout.check(self.on, self.ray.rollout_processes, *needs)
+        self.rollout.check(self._needs_own_prompts())
         if self.run.keep_best == "loss":
             raise InvalidConfig("keep_best=loss: held-out responses have no loss; give keep-best: accuracy")
         if self.run.epochs is not None and not self.data.data_path:
             raise InvalidConfig("epochs without data_path: drawn problems do not repeat; give --steps")
-        parts, batch = self.rollout.parts, self.data.batch_size
-        if parts > batch:
-            raise InvalidConfig(f"rollout.parts={parts} is more than the {batch} prompts of batch_size")
         longest = self.data.max_response_length
         buffer = self.algorithm.overlong_tokens(longest)
         if buffer > longest:
@@ -136,7 +131,7 @@ class PolicyGradientConfig(RecipeConfig):
             (self.model_path is None, "rollout.replay-routing", "the small model has no experts: leave it out"),
             (len(self.rewards) == 1, "reward-weights", "one reward has the whole weight: name several"),
             (not scores, "scoring-token-budget", "no pass of this run is without gradients: leave it out"),
-            (self.rollout.carries, "algorithm.skip-old-log-probs", "all have the engine's log-probs anyway"),
+            (bool(self.rollout.staleness), "algorithm.skip-old-log-probs", "all have the engine's log-probs anyway"),
         ]
 
     def _needs_own_prompts(self) -> list[str]:
@@ -147,22 +142,10 @@ class PolicyGradientConfig(RecipeConfig):
             reasons.append(f"algorithm.advantage={algorithm.advantage} needs greedy responses to the step's prompts")
         return reasons
 
-    def _needs_whole_batches(self) -> list[str]:
-        """Why an update needs the whole batch; empty if its groups can come in parts."""
-        algorithm, reasons = self.algorithm, []
-        if self.critic is not None:
-            reasons.append("a critic learns from whole batches")
-        if algorithm.updates(self.data.batch_size) > 1:
-            reasons.append(
-                f"algorithm.minibatch={algorithm.minibatch}, epochs={algorithm.epochs} make several updates a step "
-                "(--algorithm.minibatch None makes one)"
-            )
-        return reasons + algorithm.needs_whole_batches
-
     def engine_slots(self) -> int:
         """Samples that an engine of vLLM decodes at a time by default: all of its share of a step, with those that go on."""
         ranks = self._ranks_with_engines
-        groups = math.ceil(self.data.batch_size * self.rollout.over_ask)
+        groups = math.ceil(self.data.batch_size * self.rollout.at_a_time)
         return slots_for(groups * self.algorithm.n, ranks // engine_ranks(self.engine_options, ranks))
 
     @property
@@ -172,8 +155,7 @@ class PolicyGradientConfig(RecipeConfig):
 
     @property
     def _ranks_with_engines(self) -> int:
-        apart = self.ray.rollout_processes if self.on == "ray" else 0
-        return apart or self.layout.world_size
+        return self.layout.rollout or self.layout.world_size
 
     @property
     def updates(self) -> dict[str, int]:

@@ -125,8 +125,8 @@ class RecipeConfig:
     def __post_init__(self) -> None:
         check_engine(self.engine, self.engine_options)
         check_at_least(0, self, "max_restarts")
-        if self.on == "local" and self.layout.world_size > 1:
-            raise InvalidConfig(f"{self.layout} needs {self.layout.world_size} processes: add --on ray")
+        if self.on == "local" and self.layout.world_size + self.layout.rollout > 1:
+            raise InvalidConfig(f"{self.layout} needs several processes: add --on ray")
 
     def idle_options(self) -> list[tuple[bool, str, str]]:
         """Options that do nothing here; see `recipes.options.refuse_idle_options`."""
