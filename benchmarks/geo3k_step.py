@@ -27,7 +27,6 @@ import random
 import runpy
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -316,8 +315,7 @@ def main() -> None:
         found |= timed_forms(arguments, path, prompts, [None, *(each for each in arguments.staleness if each)], rank)
         if arguments.staleness and apart:
             found |= timed_forms(arguments, path, prompts, list(arguments.staleness), rank, apart)
-    print(f"
-{table(found)}")
+    print(f"\n{table(found)}")
 
 
 if __name__ == "__main__":

@@ -88,9 +88,7 @@ CHARTS = (
     Chart("Learning rate", "Of the last update in a step", {"actor/lr": "rate"}),
     Chart("Throughput", "Tokens per second and device", {"perf/throughput": "tokens/s"}),
 )
-NOT_OF_THE_REWARD = {
-    f"reward/{name}" for name in ("acc", "equal_groups_ratio", "early_ratio", "greedy_baseline", "overlong_penalty")
-}
+NOT_OF_THE_REWARD = {f"reward/{name}" for name in ("acc", "equal_groups_ratio", "greedy_baseline", "overlong_penalty")}
 """Metrics that have charts of their own, or that a step adds."""
 
 
