@@ -40,8 +40,9 @@ class Layout:
     def __post_init__(self) -> None:
         for field in fields(self):
             degree = getattr(self, field.name)
-            if not isinstance(degree, int) or degree < field.default:
-                raise InvalidConfig(f"layout.{field.name}={degree!r}: must be an integer of at least {field.default}")
+            least = 0 if field.name == "rollout" else 1
+            if not isinstance(degree, int) or degree < least:
+                raise InvalidConfig(f"layout.{field.name}={degree!r}: must be an integer of at least {least}")
         if self.dp % self.replicas:
             raise InvalidConfig(f"layout.replicas={self.replicas} must divide dp = {self.dp}")
         if self.shards % self.ep:
