@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from types import TracebackType
@@ -70,6 +70,7 @@ class Column:
     patterns: tuple[str, ...]
     form: str = ".3f"
     measured_apart: bool = False  # from training, by an evaluation: its row is never left out
+    unless: str = "(?!)"  # shows nothing where a metric matches this
 
     def heading(self, metrics: Mapping[str, float]) -> str:
         """The title, which says of how many metrics the number is the mean.
@@ -91,6 +92,8 @@ class Column:
         return fmean(values) if (values := self._values(metrics)) else None
 
     def _values(self, metrics: Mapping[str, float]) -> list[float]:
+        if any(re.fullmatch(self.unless, name) for name in metrics):
+            return []
         found = (
             [value for name, value in metrics.items() if re.fullmatch(pattern, name) and math.isfinite(value)]
             for pattern in self.patterns
@@ -100,6 +103,7 @@ class Column:
 
 HELD_OUT_ACCURACY = Column("held-out acc", (r"val-core/.*/acc/mean@\d+",), measured_apart=True)
 HELD_OUT_REWARD = Column("held-out reward", (r"val-core/.*/reward/mean@\d+",), measured_apart=True)
+REWARD_WITHOUT_ACCURACY = replace(HELD_OUT_REWARD, unless=HELD_OUT_ACCURACY.patterns[0])
 HELD_OUT_LOSS = Column("held-out loss", ("val/loss/.+", "val/loss"), measured_apart=True)
 LOSS = Column("loss", ("train/loss",))
 POLICY_LOSS = Column("loss", ("actor/loss",))  # whose change says little, so that a summary leaves it out
@@ -109,7 +113,18 @@ LENGTH = Column("length", ("response_length/mean", "row_length/mean"), form=",.1
 RATE = Column("lr", ("actor/lr",), form=".1e")
 THROUGHPUT = Column("tokens/s", ("perf/throughput",), form=",.0f")
 
-COLUMNS = (HELD_OUT_ACCURACY, HELD_OUT_LOSS, LOSS, POLICY_LOSS, REWARD, KL, RATE, LENGTH, THROUGHPUT)
+COLUMNS = (
+    HELD_OUT_ACCURACY,
+    REWARD_WITHOUT_ACCURACY,
+    HELD_OUT_LOSS,
+    LOSS,
+    POLICY_LOSS,
+    REWARD,
+    KL,
+    RATE,
+    LENGTH,
+    THROUGHPUT,
+)
 
 
 class StepTable:

@@ -1,5 +1,6 @@
 """A loss function that raises in one of two real Ray processes, while the other waits for it in a collective."""
 
+import logging
 import sys
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from dataproto.errors import InvalidColumn, WorkerFailed
 from helpers.batches import prompt_batch, with_responses
 from helpers.tiny_models import tiny_config, tiny_model
 from recipes.run.loop import RunConfig, attempts
+from recipes.run.run_directory import with_function
 from workers import Roles, launch
 from workers.cluster.ray_config import RayConfig
 from workers.cluster.ray_group import running_ray
@@ -35,7 +37,11 @@ def _ray() -> Iterator[None]:
 def config(tmp_path_factory) -> ActorConfig:
     path = tmp_path_factory.mktemp("model")
     tiny_model("qwen3_vl").save_pretrained(path)
-    return ActorConfig(str(path), token_budget=30, optimizer=OptimizerConfig(lr=1e-3))
+    (path / "rates.py").write_text("def fall(step, total_steps):\n    return 0.5 ** (step + 1) * total_steps\n")
+    own = OptimizerConfig(
+        lr=1e-3, schedule=f"{path}/rates.py:fall", total_steps=2
+    )  # which Ray's processes cannot import
+    return ActorConfig(str(path), token_budget=30, optimizer=with_function(own))
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +52,7 @@ def data() -> DataProto:
 
 
 def likelihood(outputs, rows):
+    logging.getLogger("library").warning("what a library says")
     return -outputs.log_probs, {}
 
 
@@ -88,13 +95,19 @@ def start(config: ActorConfig) -> Roles:
 
 
 @pytest.mark.parametrize("place", [{}, {"on": "ray", "layout": Layout(dp=2), "timeout_s": TIMEOUT_S}])
-def test_what_fails_everywhere_leaves_the_policy_as_it_was(config, data, place):
-    names = "actor/loss", "actor/grad_norm"
-    expected = ActorWorker(config).update(data, likelihood)
+def test_what_fails_everywhere_leaves_the_policy_as_it_was(config, data, place, capfd):
+    names = "actor/loss", "actor/grad_norm", "actor/lr"
+    alone = ActorWorker(config)
+    expected, second = alone.update(data, likelihood), alone.update(data, likelihood)
+    assert [each["actor/lr"] for each in (expected, second)] == [1e-3, 5e-4]
+    capfd.readouterr()
     with launch(config, **place) as roles:
         with pytest.raises((WorkerFailed, OverflowError), match="too much"):
             roles.actor.update(data, failing_in_the_midst(OverflowError("too much")))
         found = roles.actor.update(data, likelihood)
+        assert roles.actor.update(data, likelihood)["actor/lr"] == 5e-4
+    if place:  # what processes of Ray log stays in their own files, and breaks no table on the console
+        assert "what a library says" not in "".join(capfd.readouterr())
     assert [found[name] for name in names] == pytest.approx([expected[name] for name in names], rel=1e-4)
 
 

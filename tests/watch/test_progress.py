@@ -4,6 +4,7 @@ import math
 import sys
 import warnings
 
+import pytest
 from rich.console import Console
 
 from recipes.watch.console import Progress, StepTable, libraries_aside, start_phase
@@ -59,6 +60,15 @@ def test_an_evaluation_is_always_shown_and_adds_its_column():
         "step held-out acc    loss  reward      KL      lr  length tokens/s    left",
         " 3/4        0.500  -0.030   0.250  0.0123 1.3e-04    17.2    1,234    0:01",
     ]
+
+
+@pytest.mark.parametrize(("found", "title"), [({"acc": 0.5, "reward": 0.4}, "acc"), ({"reward": 0.4}, "reward")])
+def test_an_evaluation_without_accuracy_shows_its_reward(found, title):
+    progress, file, _ = plain(4)
+    progress.update(0, {f"val-core/geo/{name}/mean@1": value for name, value in found.items()})
+    header, row = file.getvalue().splitlines()
+    assert header == f"step held-out {title}    left"
+    assert row.split() == ["0/4", f"{found[title]:.3f}"]
 
 
 def test_the_evaluation_before_the_first_step_does_not_enter_the_pace():
