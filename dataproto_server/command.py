@@ -20,7 +20,7 @@ ENGINE = "dataproto_server.engine:engine_from_json"
 TINY_NAMES = ("tiny", "Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-VL-30B-A3B-Instruct")
 """Names of the small model: its own, and two that the Tinker cookbook knows, so that its recipes run on it."""
 
-USE = """{url} serves {model}; the page of runs asks for the key as password. Ctrl-C ends.
+USE = """{url} serves {model}; Ctrl-C ends.
 
 export TINKER_BASE_URL={url}
 export TINKER_API_KEY={key}

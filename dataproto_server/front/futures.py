@@ -33,7 +33,6 @@ class PendingResult:
     digest: str = ""  # of the body of a sample
     samples: int = 1
     fetched: bool = False
-    announced: int = 0  # place among the finished results of its sampling session
     reason: Callable[[], str] = lambda: "the request waits for its turn"
 
 
@@ -48,9 +47,6 @@ class Futures:
         self.most_bytes = most_bytes
         self._bytes: Counter[str] = Counter()  # of finished results, by key
         self.pending: dict[str, PendingResult] = {}
-        self._announced: Counter[str] = Counter()  # finished results so far, by sampling session
-        self._finished_in: dict[str, list[PendingResult]] = {}
-        self._news: dict[str, asyncio.Event] = {}
 
     def open(self, request_id: str, owner: str, sampler: str | None = None) -> PendingResult:
         """The result of a request, made if there is none."""
@@ -64,12 +60,6 @@ class Futures:
         found.outcome, found.finished = outcome, time.monotonic()
         found.known.set()
         self._bytes[found.owner] += len(outcome.result)
-        if found.sampler is not None:
-            finished = self._finished_in.setdefault(found.sampler, [])
-            self._announced[found.sampler] += 1
-            found.announced = self._announced[found.sampler]
-            finished.append(found)
-            self._news.pop(found.sampler, asyncio.Event()).set()
         if self._bytes[found.owner] > self.most_bytes:
             self._make_room(found)
 
@@ -91,10 +81,6 @@ class Futures:
         del self.pending[result.id]
         assert result.outcome is not None
         self._bytes[result.owner] -= len(result.outcome.result)
-        if result.sampler is not None:
-            self._finished_in[result.sampler].remove(result)
-            if not self._finished_in[result.sampler]:
-                del self._finished_in[result.sampler]
 
     async def wait(self, request_id: str, seconds: float) -> Outcome | None:
         """The outcome of a request, or ``None`` if it is not known in time."""
@@ -104,20 +90,6 @@ class Futures:
         except TimeoutError:
             return None
         return found.outcome
-
-    async def finished_since(self, sampler: str, cursor: int, seconds: float) -> list[PendingResult]:
-        """The finished results of a sampling session after a cursor, as soon as there is one, or none in time."""
-        deadline = time.monotonic() + seconds
-        while True:
-            found = [each for each in self._finished_in.get(sampler, []) if each.announced > cursor]
-            remaining = deadline - time.monotonic()
-            if found or remaining <= 0:
-                return found
-            news = self._news.setdefault(sampler, asyncio.Event())
-            try:
-                await asyncio.wait_for(news.wait(), remaining)
-            except TimeoutError:
-                return []
 
     def forget(self, finished_before: float) -> None:
         """Drops results that were known before a time of the monotonic clock. Those that train are on disk too."""

@@ -1,60 +1,24 @@
-"""The process that clients talk to: all routes of the server, and the page of runs. It imports no torch."""
+"""The process that clients talk to: all routes of the server. It imports no torch."""
 
 import logging
 import os
 import sys
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import uvicorn
-from jinja2 import Environment
 from starlette.applications import Starlette
-from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute
 
 from dataproto_server.config import ServeConfig, parse
 from dataproto_server.engine_process import end_with_parent
 from dataproto_server.front.service import Service
-from dataproto_server.ledger.records import Run
 from dataproto_server.routes import checkpoint_routes as checkpoints
 from dataproto_server.routes import session_routes as sessions
 from dataproto_server.routes import training_routes as training
 from dataproto_server.routes.gate import Call, Handler, gated
-from recipes.watch.pages import STYLE
-
-HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-store",
-}
-MOST_RUNS = 200
-PAGE = Environment(autoescape=True).from_string((Path(__file__).parent / "runs.html").read_text(encoding="utf-8"))
-
-
-async def page(call: Call) -> Response:
-    """The runs of a key, the last used first."""
-    mine = [run for run in call.service.catalogue.runs.values() if run.owner == call.owner]
-    mine.sort(key=lambda run: -run.last_request)
-    rows = [_row(call, run) for run in mine[:MOST_RUNS]]
-    return HTMLResponse(PAGE.render(owner=call.owner, rows=rows, style=STYLE, **call.service.gauges()), headers=HEADERS)
-
-
-def _row(call: Call, run: Run) -> tuple[Any, ...]:
-    lane = call.service.scheduler.lanes.get(run.id)
-    return (
-        run.id,
-        run.base_model,
-        run.spec.rank if run.spec else "all weights",
-        "waits for another start" if lane and lane.resting else run.state,
-        run.next_seq,
-        len(lane.entries) if lane else 0,
-        len(call.service.catalogue.checkpoints_of(run=run.id)),
-        f"{time.time() - run.last_request:.0f} s ago",
-    )
 
 
 async def metrics(call: Call) -> Response:
@@ -75,14 +39,12 @@ POSTS: dict[str, Handler] = {  # they are compared with a path in this order: th
     "/create_session": sessions.create_session,
     "/sessions/{session}/finish": sessions.finish_session,
     "/telemetry": sessions.telemetry,
-    "/create_custom_loss": training.create_custom_loss,
     "/create_model": training.create_model,
     "/get_info": training.get_info,
     "/save_weights": training.save_weights,
     "/save_weights_for_sampler": training.save_weights_for_sampler,
     "/save_weights_external": training.save_weights_external,
     "/load_weights": training.load_weights,
-    "/retrieve_futures": training.retrieve_futures,
     "/cancel_future": training.cancel_future,
     "/create_sampling_session": sessions.create_sampling_session,
     "/join_sampling_session": sessions.join_sampling_session,
@@ -115,7 +77,6 @@ def application(service: Service) -> Starlette:
         gated("GET", f"{API}/healthz", sessions.healthz, public=True),
         gated("GET", "/files/{run}/{kind}/{name}/{file}", checkpoints.download, public=True),
         gated("GET", "/metrics", metrics, page=True),
-        gated("GET", "/", page, page=True),
         *(gated("GET", f"{API}{path}", handler) for path, handler in GETS.items()),
         *(gated(method, f"{API}{path}", handler) for method, path, handler in OTHERS),
         *(gated(method, "/{rest:path}", sessions.not_here, public=True) for method in ("GET", "POST", "PUT", "DELETE")),

@@ -68,7 +68,7 @@ Handler = Callable[[Call], Awaitable[Response]]
 
 
 def gated(method: str, path: str, handler: Handler, *, public: bool = False, page: bool = False) -> Route:
-    """A route to a handler. Only a public one needs no key; one for browsers takes it from their dialogue too."""
+    """A route to a handler. Only a public one needs no key; a page takes it as a password too."""
 
     async def endpoint(request: Request) -> Response:
         service: Service = request.app.state.service
@@ -117,7 +117,7 @@ def refusal(status: int, message: str) -> Response:
 
 
 def not_let_in(key: str | None, page: bool) -> Response:
-    """The refusal of a missing or unknown key: on a page the browser asks for the key, and the SDK exchanges its key for another
+    """The refusal of a missing or unknown key: on a page a browser asks for the key, and the SDK exchanges its key for another
     token if this one is refused (RFC 6750).
     """
     message = "the API key is missing or unknown: give it as X-API-Key (TINKER_API_KEY)"

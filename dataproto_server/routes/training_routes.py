@@ -9,20 +9,14 @@ from typing import Any
 from starlette.responses import Response
 
 from dataproto_server.codec import read_header
-from dataproto_server.front.futures import ACTIVE, PAUSED, failed
+from dataproto_server.front.futures import ACTIVE, PAUSED
 from dataproto_server.front.service import Service
-from dataproto_server.json_requests import Body, CreateModel, Int, LoadWeights, Metadata, read
+from dataproto_server.json_requests import Body, CreateModel, LoadWeights, read
 from dataproto_server.ledger import journal
 from dataproto_server.ledger.journal import Outcome
 from dataproto_server.ledger.records import Run, drop, text
 from dataproto_server.refusals import InvalidRequest, Refused
 from dataproto_server.routes.gate import Call, Handler, answer, answer_outcome
-
-NO_CUSTOM_LOSS = (
-    "this server does not compute the custom loss {name!r}: client/config says custom_loss_server_side=false, with which "
-    "forward_backward_custom computes it in the client"
-)
-LARGE_RESULT = 1 << 18  # bytes of a result whose size is told before it is sent
 
 
 async def create_model(call: Call) -> Response:
@@ -60,25 +54,6 @@ async def _new_run(call: Call, kind: str, form: type[CreateModel] | type[LoadWei
                 catalogue.live_session(session_id, call.owner)
             catalogue.runs[run_id] = run
     return await _accepted(call, run, 0, kind)
-
-
-class CreateCustomLoss(Body):
-    session_id: str
-    custom_loss_seq_id: Int
-    name: str
-    inputs: list[Metadata]
-    graph: Metadata
-
-
-async def create_custom_loss(call: Call) -> Response:
-    """Fails the upload of a client's own loss, which names no public formula: the client computes it."""
-    asked = await call.read(CreateCustomLoss)
-    session = call.service.catalogue.live_session(asked.session_id, call.owner)
-    request_id, futures = f"{session.id}:custom_loss:{asked.custom_loss_seq_id}", call.service.futures
-    call.notes["request"] = request_id
-    futures.open(request_id, call.owner)
-    futures.resolve(request_id, failed(NO_CUSTOM_LOSS.format(name=asked.name[:200]), "user"))
-    return answer({"request_id": request_id})
 
 
 async def forward_backward(call: Call) -> Response:
@@ -141,8 +116,6 @@ async def retrieve_future(call: Call) -> Response:
     outcome = await _outcome(call.service, asked.request_id, call.owner)
     if outcome is None:
         return _not_yet(call.service, asked.request_id)
-    if asked.allow_metadata_only and len(outcome.result) > LARGE_RESULT:
-        return answer({"status": "complete_metadata", "response_payload_size": len(outcome.result)})
     _mark_fetched(call.service, asked.request_id)
     return answer_outcome(outcome)
 
@@ -173,34 +146,6 @@ def _mark_fetched(service: Service, request_id: str) -> None:
         known.fetched = True
     if known is None or known.sampler is None:
         service.database.later(journal.fetched(request_id, time.time()))
-
-
-class SamplerTarget(Body):
-    sampling_session_id: str
-    cloned_sampler_id: Int = 0
-
-
-class RetrieveFutures(Body):
-    target: SamplerTarget
-    prev_cursor: Int = 0
-    timeout: float | None = None
-    retrieved_request_ids: list[str] | None = None
-
-
-async def retrieve_futures(call: Call) -> Response:
-    """The finished samples of a sampling session, after a cursor."""
-    asked = await call.read(RetrieveFutures)
-    sampler = call.service.catalogue.sampler(asked.target.sampling_session_id, call.owner)
-    seconds = min(asked.timeout if asked.timeout is not None else 40.0, call.service.config.poll_seconds)
-    found = await call.service.futures.finished_since(sampler.id, asked.prev_cursor, max(seconds, 0.0))
-    clone = asked.target.cloned_sampler_id
-    completions = []
-    for each in found:
-        if int(each.id.rpartition(":")[2]) // 1_000_000_000 == clone and each.outcome is not None:
-            size = {} if each.outcome.failed else {"response_payload_uncompressed_size": len(each.outcome.result)}
-            state = "failed" if each.outcome.failed else "finished"
-            completions.append({"state": state, "request_id": each.id, **size})
-    return answer({"completions": completions, "cursor": found[-1].announced if found else asked.prev_cursor})
 
 
 class RequestOnly(Body):

@@ -178,19 +178,12 @@ def test_every_public_method_answers(tiny_server, tiny_path, monkeypatch):
     assert [name for name, error in refused.items() if not is_user_error(error)] == []
 
 
-def test_an_uploaded_loss_is_refused_by_name_and_runs_in_the_client(tiny_server, monkeypatch):
-    """Two ways to compute it on the server, which the SDK takes where ``client/config`` says so: an upload, and its number."""
+def test_an_uploaded_loss_runs_in_the_client(tiny_server, monkeypatch):
+    """The SDK uploads it only where ``client/config`` says so; its number is refused."""
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     with tinker.ServiceClient(base_url=tiny_server.url, api_key=tiny_server.key) as service:
         run = service.create_lora_training_client(MODEL, rank=2).result()
-        flags = service.holder.get_client_config()
-        assert not flags.custom_loss_server_side
-        upload = flags.model_copy(update={"custom_loss_server_side": True})
-        monkeypatch.setattr(service.holder, "get_client_config", lambda: upload)
-        with pytest.raises(tinker.RequestFailedError, match="does not compute the custom loss 'own_loss'") as refused:
-            service.create_custom_loss(own_loss, {"logprobs": 1}).result(SECONDS)
-        assert refused.value.category == tinker.types.RequestErrorCategory.User
-        monkeypatch.undo()
+        assert not service.holder.get_client_config().custom_loss_server_side
         with pytest.raises(tinker.RequestFailedError, match="'custom'") as refused:
             run.forward_backward([DATUM], "custom", {"loss_id": "1"}).result(SECONDS)
         assert refused.value.category == tinker.types.RequestErrorCategory.User
@@ -204,7 +197,7 @@ TABLE = {  # of the endpoints that recipes, the REST client and the command need
     "POST": "client/config client/dynamic_config auth/token create_session session_heartbeat sessions/s/finish telemetry "
     "create_model get_info forward_backward optim_step save_weights save_weights_for_sampler load_weights "
     "create_sampling_session asample retrieve_future cancel_future weights_info save_weights_external copy_weights "
-    f"join_sampling_session retrieve_futures create_custom_loss {CHECKPOINT}/publish",
+    f"join_sampling_session {CHECKPOINT}/publish",
     "GET": "samplers/s training_runs/r get_server_capabilities training_runs checkpoints training_runs/r/checkpoints sessions "
     "sessions/s training_runs/r/checkpoints/external_weights/n/external_weights_urls healthz",
     "DELETE": f"{CHECKPOINT} training_runs/r/checkpoints/sampler_weights/n training_runs/r/checkpoints/external_weights/n "
