@@ -3,8 +3,7 @@
 import json
 
 from dataproto_server.config import EngineOptions
-from dataproto_server.engine.in_process import InProcessEngine
-from dataproto_server.engine.placed_engine import PlacedEngine
+from dataproto_server.engine.in_process import InProcessEngine, PlacedEngine
 
 __all__ = ["InProcessEngine", "PlacedEngine", "engine_from_json"]
 

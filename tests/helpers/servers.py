@@ -13,11 +13,11 @@ from pathlib import Path
 import uvicorn
 
 from dataproto_server.backend import Backend
+from dataproto_server.command import Supervisor, listening
 from dataproto_server.config import parse
 from dataproto_server.engine_process import EngineProcess
 from dataproto_server.front.service import Service
 from dataproto_server.routes.application import application
-from dataproto_server.supervisor import Supervisor, listening
 
 BACKEND = "helpers.vector_backend:open_backend"
 ENGINE = "dataproto_server.engine:engine_from_json"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dataproto.errors import FileNotWritten, InvalidConfig
-from dataproto_server.supervisor import Supervisor
+from dataproto_server.command import Supervisor
 from recipes import (
     classify,
     directory_lock,

@@ -17,15 +17,14 @@ from pathlib import Path
 import pytest
 
 from dataproto.errors import InvalidConfig
-from dataproto_server.command import made, tiny_model
+from dataproto_server.command import ENGINE, Child, listening, made, tiny_model
 from dataproto_server.config import LimitsConfig, ServeConfig, parse
 from dataproto_server.keys import Keys, read_keys
-from dataproto_server.supervisor import ENGINE, Child, listening
 from helpers.option_files import in_files
 
 NOTHING_HEAVY = """
 import sys
-import dataproto_server.routes.application, dataproto_server.supervisor, dataproto_server.command
+import dataproto_server.routes.application, dataproto_server.command, dataproto_server.command
 assert not {"torch", "transformers", "tinker", "ray", "vllm"} & set(sys.modules), set(sys.modules)
 """
 
@@ -124,8 +123,8 @@ def test_a_process_that_is_killed_at_its_start_starts_again_after_a_pause(monkey
     def note(seconds: float) -> None:
         pauses.append(seconds) if threading.get_ident() == here else sleep(seconds)
 
-    monkeypatch.setattr("dataproto_server.supervisor.SHORT_LIFE_SECONDS", 1e9)
-    monkeypatch.setattr("dataproto_server.supervisor.time.sleep", note)
+    monkeypatch.setattr("dataproto_server.command.SHORT_LIFE_SECONDS", 1e9)
+    monkeypatch.setattr("dataproto_server.command.time.sleep", note)
     child = Child("front", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)", [], os.environ)
     for _ in range(3):
         child.process.wait()
@@ -137,7 +136,7 @@ def test_a_process_that_is_killed_at_its_start_starts_again_after_a_pause(monkey
 
 @pytest.mark.slow
 def test_an_engine_that_does_not_start_is_given_up_however_long_it_takes(tmp_path, monkeypatch):
-    monkeypatch.setattr("dataproto_server.supervisor.SHORT_LIFE_SECONDS", 0.0)
+    monkeypatch.setattr("dataproto_server.command.SHORT_LIFE_SECONDS", 0.0)
     child = Child("engine", "raise SystemExit(3)", [], os.environ, tmp_path / "mark")
     for _ in range(4):
         child.process.wait()

@@ -8,9 +8,9 @@ import pytest
 
 from dataproto.errors import ending
 from dataproto_server.backend import Failure, SampleRequest, Sampling
+from dataproto_server.command import Supervisor
 from dataproto_server.engine.in_process import InProcessEngine
 from dataproto_server.front.recovery import Recovery
-from dataproto_server.supervisor import Supervisor
 from helpers.served_models import chunks
 
 
