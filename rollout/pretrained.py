@@ -128,15 +128,10 @@ def end_ids(generation_config: Any, config: Any = None) -> tuple[int, ...]:
     return tuple(end) if isinstance(end, (list, tuple)) else (int(end),)
 
 
-def check_speculation(tokens: int, family: VLMFamily) -> None:
-    """Raises `InvalidConfig` if an engine cannot draft so many tokens for a model of this family."""
+def check_speculation(tokens: int) -> None:
+    """Raises `InvalidConfig` if an engine cannot draft so many tokens."""
     if tokens < 0:
         raise InvalidConfig(f"speculate={tokens}: must be 0 (no drafts) or more")
-    if tokens and family.recurrent_mixers is not None:
-        raise InvalidConfig(
-            f"speculate={tokens}: models of type {family.model_type} have recurrent layers, whose states cannot go back to the "
-            "last token that was kept: leave it at 0"
-        )
 
 
 def check_in_vllm(model_path: str) -> None:

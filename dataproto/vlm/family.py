@@ -140,6 +140,13 @@ class VLMFamily(PromptLayout, ForwardCosts):
         pattern = self.experts
         return [name for name, _ in model.named_modules() if pattern is not None and fnmatchcase(name, pattern)]
 
+    def recurrent_modules(self, model: Any) -> dict[str, Any]:
+        """The modules that `recurrent_mixers` names, by path."""
+        pattern = self.recurrent_mixers
+        return {
+            name: each for name, each in model.named_modules() if pattern is not None and fnmatchcase(name, pattern)
+        }
+
     def routers(self, model: Any) -> list[Any]:
         """The modules that choose among the experts of each of `expert_layers`."""
         return [model.get_submodule(f"{name.rpartition('.')[0]}.{self.router}") for name in self.expert_layers(model)]

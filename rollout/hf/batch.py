@@ -43,7 +43,9 @@ def select_tokens(layer: Any, columns: Tensor) -> None:
 
 
 def arrange_tokens(layer: Any, columns: Tensor) -> None:
-    """Keeps, of each row, only the keys and values of its tokens ``columns (W, T')``, in this order."""
+    """Keeps, of each row, only the keys and values of its tokens ``columns (W, T')``, in this order; a state stays."""
+    if is_recurrent(layer):
+        return
     for name in ("keys", "values"):
         states = getattr(layer, name)  # (W, H, T, D)
         setattr(layer, name, states.take_along_dim(columns[:, None, :, None], dim=2))

@@ -18,6 +18,7 @@ from rollout.continuation import Media, shown_media
 from rollout.engine import expert_dtype
 from rollout.hf.batch import Batch, select_rows, stack_prefixes
 from rollout.hf.requests import OpenRequest, Prefix
+from rollout.hf.speculation import KeptStates
 
 
 class RouteRecorder:
@@ -96,6 +97,8 @@ class Decoder:
     token_budget: int
     """Tokens of prompts, with padding, that the model reads at a time."""
     recorder: RouteRecorder | None = field(default=None, kw_only=True)
+    states: KeptStates | None = field(default=None, kw_only=True)
+    """Of recurrent layers; without them `read_ahead` takes single tokens only."""
 
     def read(self, requests: Sequence[OpenRequest]) -> Read:
         """Runs each distinct prompt once, left-padded, and gives each request a row of the cache.
@@ -249,7 +252,8 @@ class Decoder:
         positions = batch.next_position + steps
         if self.recorder is not None:
             self.recorder.begin()
-        hidden = self._decode(embeddings, positions, extras, batch.attention_mask, batch.cache)
+        with self.states.record() if self.states is not None and tokens.shape[1] > 1 else nullcontext():
+            hidden = self._decode(embeddings, positions, extras, batch.attention_mask, batch.cache)
         experts = None
         if self.recorder is not None:
             experts = self.recorder.take(len(tokens))
@@ -267,6 +271,8 @@ class Decoder:
             row.add_experts(read.experts[place, ahead : ahead + 1])
         if row.keep:
             batch.attention_mask[place, read.first :] = torch.arange(read.hidden.shape[1], device=self.device) <= ahead
+            if self.states is not None:
+                self.states.go_back(batch, *torch.tensor([[place], [ahead]], device=self.device))
 
     def go_on(self, batch: Batch, read: ReadAhead, taken: np.ndarray) -> None:
         """Continues after the sampled token of each row and the ``taken (W,)`` drafted ones; the others are forgotten."""
@@ -280,6 +286,8 @@ class Decoder:
                 batch.rows[place].add_experts(read.experts[place, taken[place]][None])
         if (taken + 1 < length).any():
             batch.align()
+            if self.states is not None:
+                self.states.go_back(batch, torch.arange(len(taken), device=self.device), counts)
 
     def _decode(
         self, embeddings: Tensor, positions: Tensor, extras: dict[str, Any], mask: Any, cache: DynamicCache

@@ -33,7 +33,7 @@ from rollout.engine import (
 from rollout.hf.batch import Batch
 from rollout.hf.decoder import Decoder, Read, RouteRecorder
 from rollout.hf.requests import KeptPrefixes, OpenRequest, Prefix, check_room
-from rollout.hf.speculation import DraftPlaces, Speculation, matching, padded_drafts
+from rollout.hf.speculation import DraftPlaces, KeptStates, Speculation, matching, padded_drafts
 from rollout.low_rank import LowRankLayers, held_adapter
 from rollout.pretrained import check_speculation, end_ids, generation_config, load_model
 from rollout.sampling import (
@@ -83,8 +83,8 @@ class HFEngine:
             lora_rank: of the adapter that `load_adapter` hands over next to the base weights; 0: none.
 
         Raises:
-            InvalidConfig: ``max_num_seqs`` or ``token_budget`` is below 1, the checkpoint's ``generation_config.json`` cannot
-                be read, or the model has recurrent layers and ``speculate`` is above 0.
+            InvalidConfig: ``max_num_seqs`` or ``token_budget`` is below 1, ``speculate`` is below 0, or the checkpoint's
+                ``generation_config.json`` cannot be read.
         """
         if min(max_num_seqs, token_budget) < 1:
             raise InvalidConfig(f"max_num_seqs={max_num_seqs} and token_budget={token_budget}: must be at least 1")
@@ -96,7 +96,7 @@ class HFEngine:
         self.end_ids = end_ids(generation_config(model_path, config), config)
         family = family_of(config)
         family.check_supported(config)
-        check_speculation(speculate, family)
+        check_speculation(speculate)
         model = load_model(family, model_path, self.dtype)
         self._path = model_path
         self._begin(model.to(self.device), max_num_seqs, kept_bytes, token_budget, routed_experts, speculate)
@@ -125,7 +125,8 @@ class HFEngine:
         self._has_weights = True  # false after a `load_weights` that failed
         recorder = RouteRecorder(self.model, self.family) if routed_experts else None
         self.no_experts = None if recorder is None else recorder.nothing
-        self._decoder = Decoder(self.family, self.model, self.device, token_budget, recorder=recorder)
+        states = KeptStates(self.model, self.family) if speculate and self.family.recurrent_mixers else None
+        self._decoder = Decoder(self.family, self.model, self.device, token_budget, recorder=recorder, states=states)
         self._numbers = count()
         self._waiting: dict[int, OpenRequest] = {}
         self._batches: list[Batch] = []  # several if rows cannot be added to a batch

@@ -1,13 +1,16 @@
 """Several tokens of a row in one forward pass: drafted tokens are kept as far as they are those that the row draws."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dataproto.transfer import move
+from dataproto.vlm import VLMFamily
 from rollout.drafts import Drafts
 from rollout.hf.batch import Batch
 from rollout.hf.requests import OpenRequest
@@ -43,6 +46,46 @@ class Speculation:
             found[place] = self._drafts.next_tokens(row.number, min(self.most, left))
             row.drafts[0] += len(found[place])
         return found
+
+
+class KeptStates:
+    """The states of recurrent layers after each token of a pass over drafts, so that rows go back to the last token they keep.
+
+    In such a pass these layers read one token after another, by the function that reads single tokens without drafts.
+    """
+
+    def __init__(self, model: Any, family: VLMFamily) -> None:
+        self._states: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by layer; (W, ...) after each token
+        self._records = False
+        for mixer in family.recurrent_modules(model).values():
+            mixer.forward = partial(self._read, mixer.forward, mixer.layer_idx)
+
+    @contextmanager
+    def record(self) -> Iterator[None]:
+        """A context in which the model reads a sampled token of each row and the drafts after it."""
+        self._states, self._records = {}, True
+        try:
+            yield
+        finally:
+            self._records = False
+
+    def _read(self, read: Callable[..., Tensor], layer: int, hidden_states: Tensor, **options: Any) -> Tensor:
+        """The outputs ``(W, L, H)`` of a recurrent layer."""
+        if not self._records:
+            return read(hidden_states=hidden_states, **options)
+        cached = (options.get("cache") or options.get("cache_params")).layers[layer]  # type: ignore[union-attr]
+        states, found = self._states.setdefault(layer, []), []
+        for token in hidden_states.split(1, dim=1):
+            found.append(read(hidden_states=token, **options | {"attention_mask": None}))
+            states.append((cached.conv_states[0].clone(), cached.recurrent_states[0].clone()))
+        return torch.cat(found, dim=1)
+
+    def go_back(self, batch: Batch, rows: Tensor, ahead: Tensor) -> None:
+        """Puts the ``rows (N,)`` into the states after their sampled token and ``ahead (N,)`` drafted ones."""
+        for layer, states in self._states.items():
+            cached = batch.layers[layer]
+            for now, after in zip((cached.conv_states[0], cached.recurrent_states[0]), zip(*states), strict=True):
+                now[rows] = torch.stack(after)[ahead, rows]
 
 
 class DraftPlaces(NamedTuple):

@@ -307,7 +307,12 @@ def default_options(
         raise InvalidConfig(
             f"hf_overrides: models of type {family.model_type} have settings of their own there; put these into config.json"
         )
-    check_speculation(speculate, family)
+    check_speculation(speculate)
+    if speculate and family.recurrent_mixers is not None:
+        raise InvalidConfig(
+            f"speculate={speculate}: models of type {family.model_type} have recurrent layers, whose states go back to the last "
+            "token that was kept in the hf engine only: leave it at 0"
+        )
     if family.model_type in TILED:
         count_whole_images()
     defaults: dict[str, Any] = {

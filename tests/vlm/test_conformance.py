@@ -39,7 +39,7 @@ from helpers.tiny_models import (
 )
 from rollout.sampling import project
 from workers.model.attention import use_packed_attention
-from workers.model.gated_delta_net import recurrent_mixers, use_packed_recurrence
+from workers.model.gated_delta_net import use_packed_recurrence
 from workers.model.image_blocks import image_blocks
 
 model_of = cache(tiny_model)
@@ -127,7 +127,7 @@ def packed_layers(model):
     yield
     if family.mutual_images(model.config):
         model.set_attn_implementation("sdpa")
-    for mixer in recurrent_mixers(model, family).values():
+    for mixer in family.recurrent_modules(model).values():
         del mixer.forward
 
 

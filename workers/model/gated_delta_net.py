@@ -13,10 +13,9 @@ Letters: N rows, L tokens, H heads, D key size, E value size, C tokens of a chun
 channels, W its width.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import cache
 from importlib.util import find_spec
 from logging import getLogger
@@ -456,14 +455,6 @@ def use_packed_recurrence(model: nn.Module, family: VLMFamily) -> None:
 
     The forward is a method of each layer, not an object of its own: so one compiled code serves all layers.
     """
-    for mixer in recurrent_mixers(model, family).values():
+    for mixer in family.recurrent_modules(model).values():
         set_on_module(mixer, "head_share", HeadShare())
         replace_forward(mixer, MethodType(packed_gated_delta_net, mixer))
-
-
-def recurrent_mixers(model: nn.Module, family: VLMFamily) -> Mapping[str, Any]:
-    """The modules of ``model`` that `VLMFamily.recurrent_mixers` names, by path."""
-    pattern = family.recurrent_mixers
-    if pattern is None:
-        return {}
-    return {name: module for name, module in model.named_modules() if fnmatchcase(name, pattern)}

@@ -26,7 +26,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import Shard
 
 from dataproto.errors import ending
-from workers.model.gated_delta_net import recurrent_mixers
 from workers.model.lora import base_layers
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
@@ -70,7 +69,7 @@ class FullySharded(Transform):
                 shard_placement_fn=partial(even_shards, here=experts.here, holders=holders.size(-1)),
             )
         exact = partial(shard, mp_policy=mixed_precision("float32", mesh.device_type), reshard_after_forward=True)
-        for mixer in recurrent_mixers(module.model, module.family).values():
+        for mixer in module.family.recurrent_modules(module.model).values():
             projections = [part for name, part in mixer.named_children() if "proj" in name]
             shard(projections, reshard_after_forward=True)
             exact(mixer)

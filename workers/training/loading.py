@@ -11,7 +11,6 @@ from transformers import AutoConfig, PreTrainedModel
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily, family_of
 from workers.model.attention import use_packed_attention
-from workers.model.gated_delta_net import recurrent_mixers
 from workers.model.kept_features import KeptFeatures, keeps_features
 from workers.model.lora import add_adapters, base_layers, base_name
 from workers.model.model_config import ModelConfig
@@ -131,7 +130,7 @@ def store_in_half(model: PreTrainedModel, family: VLMFamily, ranks: Ranks) -> No
     if ranks.size("tp") > 1 and not sharded:
         return
     kept = {id(weight) for name, weight in model.named_parameters() if family.in_float32(base_name(name) or name)}
-    for mixer in recurrent_mixers(model, family).values() if sharded else ():
+    for mixer in family.recurrent_modules(model).values() if sharded else ():
         kept |= {id(weight) for name, weight in mixer.named_parameters() if "proj" not in name.partition(".")[0]}
     for weight in model.parameters():
         if not weight.requires_grad and id(weight) not in kept and weight.dtype == torch.float32:
