@@ -2,11 +2,9 @@
 and bytes, and the classes that its dispatch imports: futures, and splitting and joining.
 
 This module imports neither Ray nor verl. A future is any handle whose ``future()`` returns a ``concurrent.futures.Future``, as
-Ray's ``ObjectRef`` does. Handles of verl's TransferQueue are supported if verl has loaded its bridge to it. Unlike in torch's own
-pickling, a view is written without the rest of the storage it looks into.
+Ray's ``ObjectRef`` does. Unlike in torch's own pickling, a view is written without the rest of the storage it looks into.
 """
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -192,7 +190,7 @@ class BatchData:
     """Splits arguments and joins results of any type for verl's dispatch.
 
     Args:
-        data: a batch, a ``TensorDict``, a future or a handle of verl's TransferQueue; or, to be joined, a list of such.
+        data: a batch, a ``TensorDict`` or a future; or, to be joined, a list of such.
     """
 
     def __init__(self, data: Any) -> None:
@@ -200,23 +198,19 @@ class BatchData:
 
     def is_chunkable(self) -> bool:
         """Whether :meth:`chunk` accepts the data."""
-        kinds = (DataProtoFuture, TensorDictBase, *_queue_handles())
-        return isinstance(self._data, kinds) or _is_batch(self._data)
+        return isinstance(self._data, DataProtoFuture | TensorDictBase) or _is_batch(self._data)
 
     def is_concatable(self) -> bool:
         """Whether the data are a non-empty list that :meth:`concat` accepts."""
         if not isinstance(self._data, list | tuple) or len(self._data) == 0:
             return False
         first = self._data[0]
-        return isinstance(first, (TensorDictBase, *_queue_handles())) or _is_batch(first) or _is_future(first)
+        return isinstance(first, TensorDictBase) or _is_batch(first) or _is_future(first)
 
     def chunk(self, chunks: int) -> Sequence[Any]:
         """``chunks`` equal splits of the same type; those of a ``TensorDict`` are copies."""
-        queue = _queue()
         if isinstance(self._data, TensorDictBase):
             return _chunk_tensordict(self._data, chunks)
-        if queue is not None and isinstance(self._data, queue.KVBatchMeta):
-            return queue.kv_batch_meta2batch_meta(self._data).chunk(chunks=chunks)  # type: ignore[no-any-return]
         return self._data.chunk(chunks=chunks)  # type: ignore[no-any-return]
 
     def concat(self) -> Any:
@@ -227,12 +221,7 @@ class BatchData:
         """
         if not self._data:
             raise InvalidIndex("there is nothing to concatenate: the list of parts is empty")
-        queue = _queue()
-        if _is_future(self._data[0]):
-            return DataProtoFuture.concat(self._data)
-        if queue is not None and isinstance(self._data[0], queue.BatchMeta):
-            return _concat_queue_metas(self._data, queue)
-        return _concat(self._data)
+        return DataProtoFuture.concat(self._data) if _is_future(self._data[0]) else _concat(self._data)
 
 
 def _concat(parts: Sequence[Any]) -> Any:
@@ -283,28 +272,3 @@ def _concat_tensordicts(parts: Sequence[TensorDictBase]) -> TensorDictBase:
     for name in nested:
         whole.set(name, columnwise.concat([part.get(name) for part in parts], name))
     return whole
-
-
-# verl's TransferQueue
-
-
-def _queue() -> Any:
-    """verl's bridge to its TransferQueue, or ``None`` if it is not loaded."""
-    return sys.modules.get("verl.utils.transferqueue_utils")
-
-
-def _queue_handles() -> tuple[type, ...]:
-    queue = _queue()
-    return () if queue is None else (queue.KVBatchMeta, queue.BatchMeta)
-
-
-def _concat_queue_metas(metas: Sequence[Any], queue: Any) -> Any:
-    """One handle of all rows, of the type that callers have (``KVBatchMeta``); ``extra_info`` becomes lists, one value a part."""
-    facts: dict[str, list[Any]] = {}
-    for meta in metas:
-        for name, value in meta.extra_info.items():
-            facts.setdefault(name, []).append(value)
-        meta.extra_info = {}
-    whole = queue.BatchMeta.concat(metas)
-    whole.extra_info = facts
-    return queue.batch_meta2kv_batch_meta(whole)

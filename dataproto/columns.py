@@ -55,7 +55,7 @@ class Column:
     """One line of the table.
 
     Args:
-        shape: dimension letters; ``|`` separates alternatives.
+        shape: dimension letters; ``or`` separates alternatives.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Column:
     @property
     def shapes(self) -> list[list[str]]:
         """Each alternative's letters."""
-        return [shape.split() for shape in self.shape.split(" | ")]
+        return [shape.split() for shape in self.shape.split(" or ")]
 
     @property
     def shape_text(self) -> str:
@@ -82,168 +82,69 @@ class Column:
 
 MEDIA_INPUTS, IMAGE_KEYS = "multi_modal_inputs", "image_keys"
 PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS = "prompt_routed_experts", "routed_experts"
-_DATA, _ENGINE, _PLAY = "PromptBuilder", "RolloutWorker.generate", "RolloutWorker.play"
-_RUN = "RolloutWorker.run"
-_ACTOR, _CHUNKS = "ActorWorker", "ChunkRenderer.rows"
 
-
-def _floats(name: str, written_by: str, read_by: str, meaning: str) -> Column:
-    return Column(name, "float32", "B R", written_by, read_by, meaning)
-
-
-def _objects(name: str, written_by: str, read_by: str, meaning: str) -> Column:
-    return Column(name, "object", "B", written_by, read_by, meaning)
-
+# Its columns are those of `Column`, whose docstring explains them.
+_TABLE = r"""
+prompts               | int64          | B P          | RolloutWorker.generate | rewards, reports | prompt tokens, left-padded
+responses             | int64          | B R          | RolloutWorker.generate | actor, reference, critic, rewards | sampled tokens, right-padded
+input_ids             | int64          | B L          | PromptBuilder (B P), RolloutWorker.generate | engine, actor, reference, critic | all tokens
+attention_mask        | int64          | B L          | PromptBuilder (B P), RolloutWorker.generate | engine, all models | 1 on tokens, 0 on padding
+position_ids          | int64          | B 4 L or B L | PromptBuilder, RolloutWorker.generate | engine, all models | m-RoPE positions (text, time, height, width), or one-dimensional ones
+mm_token_type_ids     | int8           | B L          | PromptBuilder, RolloutWorker.generate | all models | 0 text, 1 image, 2 video placeholder
+response_mask         | int64          | B R          | RolloutWorker.generate | actor, critic, algorithms | 1 on tokens the policy sampled
+truncated             | bool           | B            | RolloutWorker.generate | reports | cut at max_tokens: no end token came by then
+agent_scored          | bool           | B            | RolloutWorker.run | rewards | the agent returned a reward of the row's episode
+drafted_tokens        | int64          | B            | RolloutWorker.generate | metrics | tokens drafted for it; only with speculation
+accepted_tokens       | int64          | B            | RolloutWorker.generate | metrics | response tokens without a forward pass of their own
+turn                  | int64          | B R          | RolloutWorker.play | advantages over turns, reports | number of the turn, from 1, that sampled a token or that its observation answers; 0 elsewhere
+weight_version        | int64          | B R          | RolloutWorker.play, RolloutWorker.advance | reports | number of the weights that sampled a token, from 1; 0 on others
+turns                 | int64          | B            | RolloutWorker.play | reports | number of turns of the episode
+rollout_log_probs     | float32        | B R          | RolloutWorker.generate | actor, reports | log-probs while sampling
+prompt_routed_experts | uint8 or int16 | B n M k      | RolloutWorker.generate, RolloutWorker.play | actor | experts that the engine sent each prompt token to; samples of a prompt share its values
+routed_experts        | uint8 or int16 | B n M k      | RolloutWorker.generate, RolloutWorker.play | actor | the same for response tokens; the last one, which the engine did not read, repeats the one before
+loss_weights          | float32        | B R          | ChunkRenderer.rows | cross entropy | weight of each token in the loss
+targets               | int64          | B R          | ChunkRenderer.rows | actor | tokens to be scored, if some are not the next ones
+old_log_probs         | float32        | B R          | ActorWorker.log_probs | policy loss | log-probs before the update
+actor_log_probs       | float32        | B R          | recipes.run.phases | reports | log-probs before the update, NaN where not known
+ref_log_prob          | float32        | B R          | ReferenceWorker.log_probs | KL terms | log-probs of the reference
+values                | float32        | B R          | CriticWorker.values | advantages | value of each token
+token_level_rewards   | float32        | B R          | RewardWorker.score | advantages | rewards, usually at the end
+token_level_scores    | float32        | B R          | recipes with a KL penalty | reports | rewards before any KL penalty
+advantages            | float32        | B R          | recipes.algorithms.advantages | policy loss | advantage of each token
+rollout_is_weights    | float32        | B R          | recipes.run.phases | policy loss | weight of each token for the engine's error
+reward_baselines      | float32        | B            | recipes.run.phases | advantages | score of the greedy response
+high_covariance       | bool           | B R          | recipes.algorithms.covariances | policy loss | tokens that are held back
+returns               | float32        | B R          | recipes.algorithms.advantages | critic loss | target of the value
+uid                   | object         | B            | PromptBuilder, or the recipe | engine, advantages, actor | one for each occurrence of a prompt, shared by its samples
+raw_prompt_ids        | object         | B            | PromptBuilder | engine | list[int], one placeholder an image
+prompt_log_probs      | object         | B            | RolloutWorker.generate | the caller | list[float] on request, one a prompt token; NaN for the first and for media
+top_log_probs         | object         | B            | RolloutWorker.generate | the caller | list of (token, log-prob) a response token, on request
+top_prompt_log_probs  | object         | B            | RolloutWorker.generate | the caller | the same for the tokens of the prompt
+multi_modal_data      | object         | B            | PromptBuilder | engine | {"image": [PIL], "video": [(frames, metadata)]}
+multi_modal_inputs    | object         | B            | PromptBuilder | actor, reference, critic | pixel values and grids; of an episode a tuple of them, one for each turn that shows media
+image_keys            | object         | B            | PromptBuilder | RolloutWorker.play | (digest, lengths) of each image's inputs, which episodes reuse; remove it if you change multi_modal_inputs
+raw_prompt            | object         | B            | the data set | reports, agent loops | chat messages
+data_source           | object         | B            | the data set | rewards, reports | where the row comes from
+reward_model          | object         | B            | the data set | rewards | {"style", "ground_truth"}
+extra_info            | object         | B            | the data set | rewards | dict of whatever else
+own_columns           | object         | B            | the data set | rewards | dict of its columns but prompts and media
+media_columns         | object         | B            | the data set | rewards | dict of its columns of media: {"photo": "image"}
+index                 | object         | B            | the data set | reports | row number in the data set
+entropys              | float32        | B R          | ActorWorker.log_probs | reports | entropy of the policy, if asked for
+score                 | object         | B            | RewardWorker.score | reports | the reward function's score
+acc                   | object         | B            | RewardWorker.score | reports | 1 for a right answer, if the function tells
+trajectory            | object         | B            | RolloutWorker.play | advantages, reports | name of the episode, shared by its rows
+end_reason            | object         | B            | RolloutWorker.play | metrics, reports | why the episode ended, see `EndReason`
+actions               | object         | B            | RolloutWorker.play | reports | list[str], the text of each turn
+states                | object         | B            | RolloutWorker.play | advantages over turns | list[str], a digest of the observation before each turn: its texts and pixels
+info                  | object         | B            | RolloutWorker.play | recipes | numbers and texts of the environment's last info
+end_message           | object         | B            | RolloutWorker.play | reports | what the environment of a failed episode did
+new_row               | object         | B            | RolloutWorker.run | metrics, reports | why an agent's episode has this row; empty for its first
+response_text         | object         | B            | RewardWorker.score | reports | the response without special tokens
+"""  # noqa: E501
 
 COLUMNS: dict[str, Column] = {
-    column.name: column
-    for column in (
-        Column("prompts", "int64", "B P", _ENGINE, "rewards, reports", "prompt tokens, left-padded"),
-        Column(
-            "responses", "int64", "B R", _ENGINE, "actor, reference, critic, rewards", "sampled tokens, right-padded"
-        ),
-        Column(
-            "input_ids", "int64", "B L", f"{_DATA} (B P), {_ENGINE}", "engine, actor, reference, critic", "all tokens"
-        ),
-        Column(
-            "attention_mask",
-            "int64",
-            "B L",
-            f"{_DATA} (B P), {_ENGINE}",
-            "engine, all models",
-            "1 on tokens, 0 on padding",
-        ),
-        Column(
-            "position_ids",
-            "int64",
-            "B 4 L | B L",
-            f"{_DATA}, {_ENGINE}",
-            "engine, all models",
-            "m-RoPE positions (text, time, height, width), or one-dimensional ones",
-        ),
-        Column(
-            "mm_token_type_ids",
-            "int8",
-            "B L",
-            f"{_DATA}, {_ENGINE}",
-            "all models",
-            "0 text, 1 image, 2 video placeholder",
-        ),
-        Column("response_mask", "int64", "B R", _ENGINE, "actor, critic, algorithms", "1 on tokens the policy sampled"),
-        Column("truncated", "bool", "B", _ENGINE, "reports", "cut at max_tokens: no end token came by then"),
-        Column("agent_scored", "bool", "B", _RUN, "rewards", "the agent returned a reward of the row's episode"),
-        Column("drafted_tokens", "int64", "B", _ENGINE, "metrics", "tokens drafted for it; only with speculation"),
-        Column(
-            "accepted_tokens", "int64", "B", _ENGINE, "metrics", "response tokens without a forward pass of their own"
-        ),
-        Column(
-            "turn",
-            "int64",
-            "B R",
-            _PLAY,
-            "advantages over turns, reports",
-            "number of the turn, from 1, that sampled a token or that its observation answers; 0 elsewhere",
-        ),
-        Column(
-            "weight_version",
-            "int64",
-            "B R",
-            f"{_PLAY}, RolloutWorker.advance",
-            "reports",
-            "number of the weights that sampled a token, from 1; 0 on others",
-        ),
-        Column("turns", "int64", "B", _PLAY, "reports", "number of turns of the episode"),
-        _floats("rollout_log_probs", _ENGINE, "actor, reports", "log-probs while sampling"),
-        Column(
-            PROMPT_ROUTED_EXPERTS,
-            "uint8 or int16",
-            "B n M k",
-            f"{_ENGINE}, {_PLAY}",
-            "actor",
-            "experts that the engine sent each prompt token to; samples of a prompt share its values",
-        ),
-        Column(
-            ROUTED_EXPERTS,
-            "uint8 or int16",
-            "B n M k",
-            f"{_ENGINE}, {_PLAY}",
-            "actor",
-            "the same for response tokens; the last one, which the engine did not read, repeats the one before",
-        ),
-        _floats("loss_weights", _CHUNKS, "cross entropy", "weight of each token in the loss"),
-        Column("targets", "int64", "B R", _CHUNKS, "actor", "tokens to be scored, if some are not the next ones"),
-        _floats("old_log_probs", f"{_ACTOR}.log_probs", "policy loss", "log-probs before the update"),
-        _floats("actor_log_probs", "recipes.run.phases", "reports", "log-probs before the update, NaN where not known"),
-        _floats("ref_log_prob", "ReferenceWorker.log_probs", "KL terms", "log-probs of the reference"),
-        _floats("values", "CriticWorker.values", "advantages", "value of each token"),
-        _floats("token_level_rewards", "RewardWorker.score", "advantages", "rewards, usually at the end"),
-        _floats("token_level_scores", "recipes with a KL penalty", "reports", "rewards before any KL penalty"),
-        _floats("advantages", "recipes.algorithms.advantages", "policy loss", "advantage of each token"),
-        _floats(
-            "rollout_is_weights", "recipes.run.phases", "policy loss", "weight of each token for the engine's error"
-        ),
-        Column("reward_baselines", "float32", "B", "recipes.run.phases", "advantages", "score of the greedy response"),
-        Column(
-            "high_covariance",
-            "bool",
-            "B R",
-            "recipes.algorithms.covariances",
-            "policy loss",
-            "tokens that are held back",
-        ),
-        _floats("returns", "recipes.algorithms.advantages", "critic loss", "target of the value"),
-        _objects(
-            "uid",
-            f"{_DATA}, or the recipe",
-            "engine, advantages, actor",
-            "one for each occurrence of a prompt, shared by its samples",
-        ),
-        _objects("raw_prompt_ids", _DATA, "engine", "list[int], one placeholder an image"),
-        _objects(
-            "prompt_log_probs",
-            _ENGINE,
-            "the caller",
-            "list[float] on request, one a prompt token; NaN for the first and for media",
-        ),
-        _objects("top_log_probs", _ENGINE, "the caller", "list of (token, log-prob) a response token, on request"),
-        _objects("top_prompt_log_probs", _ENGINE, "the caller", "the same for the tokens of the prompt"),
-        _objects("multi_modal_data", _DATA, "engine", '{"image": [PIL], "video": [(frames, metadata)]}'),
-        _objects(
-            MEDIA_INPUTS,
-            _DATA,
-            "actor, reference, critic",
-            "pixel values and grids; of an episode a tuple of them, one for each turn that shows media",
-        ),
-        _objects(
-            IMAGE_KEYS,
-            _DATA,
-            _PLAY,
-            "(digest, lengths) of each image's inputs, which episodes reuse; remove it if you change multi_modal_inputs",
-        ),
-        _objects("raw_prompt", "the data set", "reports, agent loops", "chat messages"),
-        _objects("data_source", "the data set", "rewards, reports", "where the row comes from"),
-        _objects("reward_model", "the data set", "rewards", '{"style", "ground_truth"}'),
-        _objects("extra_info", "the data set", "rewards", "dict of whatever else"),
-        _objects("own_columns", "the data set", "rewards", "dict of its columns but prompts and media"),
-        _objects("media_columns", "the data set", "rewards", 'dict of its columns of media: {"photo": "image"}'),
-        _objects("index", "the data set", "reports", "row number in the data set"),
-        _floats("entropys", f"{_ACTOR}.log_probs", "reports", "entropy of the policy, if asked for"),
-        _objects("score", "RewardWorker.score", "reports", "the reward function's score"),
-        _objects("acc", "RewardWorker.score", "reports", "1 for a right answer, if the function tells"),
-        _objects("trajectory", _PLAY, "advantages, reports", "name of the episode, shared by its rows"),
-        _objects("end_reason", _PLAY, "metrics, reports", "why the episode ended, see `EndReason`"),
-        _objects("actions", _PLAY, "reports", "list[str], the text of each turn"),
-        _objects(
-            "states",
-            _PLAY,
-            "advantages over turns",
-            "list[str], a digest of the observation before each turn: its texts and pixels",
-        ),
-        _objects("info", _PLAY, "recipes", "numbers and texts of the environment's last info"),
-        _objects("end_message", _PLAY, "reports", "what the environment of a failed episode did"),
-        _objects("new_row", _RUN, "metrics, reports", "why an agent's episode has this row; empty for its first"),
-        _objects("response_text", "RewardWorker.score", "reports", "the response without special tokens"),
-    )
+    column.name: column for line in _TABLE.strip().splitlines() for column in [Column(*map(str.strip, line.split("|")))]
 }
 
 

@@ -4,7 +4,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -150,25 +149,7 @@ def _calls_of_a_worker_group(worker: type) -> Any:
     made["by same rows"] = group.by_same_rows(_batch(3))
     made["written by all"] = group.write_same_rows(_batch(100_000)).batch["x"].sum().item()
     made["refused"] = _kind_of_error(lambda: group.add(_batch(3)))
-    if find_spec("transfer_queue"):
-        made["queue"] = _through_the_queue(group)
     return made
-
-
-def _through_the_queue(group: Any) -> Any:
-    """A call whose rows travel through verl's TransferQueue: dispatch sees handles only."""
-    import transfer_queue
-    from verl.protocol import BatchData
-
-    transfer_queue.init()
-    try:
-        columns = _batch(4).select(["x"]).batch
-        meta = transfer_queue.kv_batch_put(keys=list("abcd"), partition_id="train", fields=columns)
-        known = BatchData(meta).is_chunkable(), BatchData([meta]).is_concatable()
-        done = group.by_mesh(meta)
-        return known, type(done).__name__, list(done.keys), transfer_queue.kv_batch_get_by_meta(done)
-    finally:
-        transfer_queue.close()
 
 
 def _kind_of_error(call: Callable[[], Any]) -> Any:
