@@ -112,7 +112,7 @@ def pytest_collection():
         gc.freeze()
 
 
-TRACKERS = ("wandb", "mlflow", "trackio", "swanlab")
+TRACKERS = ("wandb", "trackio", "swanlab")
 
 
 def left_out_here():

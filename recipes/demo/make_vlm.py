@@ -18,6 +18,7 @@ from typing import Any, Self
 
 from dataproto.errors import CheckpointError, InvalidConfig, writing
 from recipes.configs.make_vlm_config import MakeVLMConfig, parse
+from recipes.configs.shared.run_config import RunConfig
 from recipes.data.easy_vqa_rows import Answered, EasyVQA, fetch_easy_vqa, open_easy_vqa
 from recipes.data.mixture import Mixture
 from recipes.data.packages import ICONS, SMOLLM2, fetch
@@ -27,7 +28,6 @@ from recipes.demo.smolvlm import Learnt, assemble, load_text_model, write_card
 from recipes.directory_lock import locked
 from recipes.options import exit_status, write_options
 from recipes.options.config_file import OPTIONS_FILE, config_as_yaml
-from recipes.run.loop import RunConfig
 from recipes.run.supervised import run_supervised
 from recipes.sft import SFTConfig, SFTDataConfig, conversation_task
 from recipes.watch.console import start_phase

@@ -1,23 +1,18 @@
 """The loop around a step function: data, evaluation, checkpoints, resume, metrics."""
 
 import contextlib
-import io
-import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from inspect import signature
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-import torch
-
 from dataproto import DataProto
 from dataproto.columns import require
-from dataproto.errors import CheckpointError, InvalidConfig, WorkerFailed, writing
+from dataproto.errors import InvalidConfig, WorkerFailed
 from recipes.configs.shared.run_config import RunConfig
+from recipes.run.checkpoints import Checkpoints, Loader, Stateful, TakenStep, restore
 from recipes.run.evaluation import BestStep, Evaluate
 from recipes.run.metrics import Measure, measure_rollouts, timed
 from recipes.watch.console import LIBRARIES_FILE, Progress, libraries_aside, start_metrics, start_phase
@@ -28,43 +23,13 @@ from recipes.watch.signals import LearningSignals, SpeedSignals
 from recipes.watch.trackers import LoggedRun
 from rollout.prompts import PromptBuilder
 from workers import Roles
-from workers.training.checkpoint import (
-    latest_checkpoint,
-    missing_parts,
-    prune_checkpoints,
-    random_states,
-    set_random_states,
-    write_json,
-    writing_checkpoint,
-)
-
-STATE_FILE = "trainer.pt"
-BEST_FILE = "best.json"
+from workers.training.checkpoint import random_states, set_random_states
 
 
 class StepFunction(Protocol):
     """One step of an algorithm: returns its rows, scored if `measure_rollouts` is to measure them, and its metrics."""
 
     def __call__(self, roles: Roles, prompts: DataProto, /) -> tuple[DataProto, dict[str, float]]: ...
-
-
-class Stateful(Protocol):
-    """An object whose position can be saved, as values that `torch.load` reads without running code."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-class Loader(Stateful, Protocol):
-    """An endless source of batches. Each row has a unique ``uid``, the same after a resume; see `PromptLoader`."""
-
-    @property
-    def skipped(self) -> dict[int, str]:
-        """Rows that could not be used: index to reason."""
-        ...
-
-    def __next__(self) -> DataProto: ...
 
 
 def train(
@@ -128,15 +93,6 @@ def train(
                     checkpoints.name_best()
                 elif is_best:
                     checkpoints.save(taken, loader, state)
-
-
-@dataclass(frozen=True)
-class TakenStep:
-    """A step that has been taken; its evaluation and its report come after it, and after its checkpoint."""
-
-    number: int
-    metrics: dict[str, float]  # without those of its evaluation
-    evaluates: bool
 
 
 @dataclass
@@ -313,136 +269,3 @@ def is_due(step: int, every: int, last: int) -> bool:
     [3, 6, 7]
     """
     return step == last or (every > 0 and step % every == 0)
-
-
-class Checkpoints:
-    """Writes the checkpoints of a run, whole or not at all; with ``run.save_behind`` while training goes on."""
-
-    def __init__(
-        self, run: RunConfig, roles: Roles, builder: PromptBuilder | None = None, best: BestStep | None = None
-    ) -> None:
-        """``builder``: its processors are saved beside the actor's exported weights. ``best``: the step whose
-        checkpoint is kept beside the newest ones.
-        """
-        self.run, self.roles, self.builder, self.best = run, roles, builder, best or BestStep()
-        self.root = run.output_dir.absolute()  # workers may have another working directory
-        self.models = {"actor": roles.actor} | ({"critic": roles.critic} if roles.has("critic") else {})
-        self._open = contextlib.ExitStack()  # the checkpoint that is still being written
-        self._writing = False
-        self._best = self.best.state_dict()  # as the checkpoints tell it
-
-    def save(self, step: TakenStep, loader: Loader, state: Stateful | None) -> None:
-        """Writes the checkpoint of a step, after the previous one is complete.
-
-        Raises:
-            CheckpointError: this process does not find the files that the workers wrote.
-        """
-        self.finish()
-        self._best = self.best.state_dict()
-        saved = {
-            "step": step.number,
-            "metrics": step.metrics,
-            "evaluates": step.evaluates,
-            "loader": loader.state_dict(),
-            "progression": state.state_dict() if state else {},
-            "random": random_states(),
-            "best": self._best,
-        }
-        with contextlib.ExitStack() as stack:
-            stack.push(self._complete)
-            directory = stack.enter_context(writing_checkpoint(self.root, step.number))
-            stack.push(partial(self._check_written, directory))
-            for name, group in self.models.items():
-                group.save(directory / name, behind=self.run.save_behind)
-            if self.builder is not None:
-                with writing(directory / "actor" / "huggingface"):
-                    self.builder.save_pretrained(directory / "actor" / "huggingface")
-            encoded = io.BytesIO()  # a full disk then is an `OSError`, not one of torch's own
-            torch.save(saved, encoded)
-            with writing(directory / STATE_FILE):
-                (directory / STATE_FILE).write_bytes(encoded.getvalue())
-            if self.run.save_behind:
-                self._open, self._writing = stack.pop_all(), True
-
-    def finish(self) -> None:
-        """Waits until all roles have written the last checkpoint; raises their error, which leaves the previous checkpoint."""
-        writing, self._writing = self._writing, False
-        with self._open.pop_all():
-            if writing:
-                self.roles.finish_saves()
-
-    def name_best(self) -> None:
-        """Names the best step, which has a checkpoint; where that is still being written, once it is complete."""
-        self._best = self.best.state_dict()
-        if not self._writing and self._best["step"] is not None:
-            self._complete()
-
-    def _complete(self, kind: type[BaseException] | None = None, *_: object) -> None:
-        """Names the best step and deletes old checkpoints, now that the new one is complete."""
-        if kind is None:
-            if self._best["step"] is not None:
-                draft = self.root / f".{BEST_FILE}"
-                write_json(draft, self._best)
-                draft.replace(self.root / BEST_FILE)
-            prune_checkpoints(self.root, self.run.keep_checkpoints, self._best["step"])
-
-    def _check_written(self, directory: Path, kind: type[BaseException] | None, *_: object) -> None:
-        for name in self.models if kind is None else ():
-            training = directory / name / "training"
-            if missing := missing_parts(training):
-                raise CheckpointError(
-                    f"{training} lacks {missing[:3]}, which the workers of {name!r} have written: on several machines "
-                    f"{self.root} must be on a file system that all of them share; the checkpoint is discarded"
-                )
-
-    def close(self) -> None:
-        """Like `finish`; if the run has failed, a checkpoint that could not be finished is only reported."""
-        failed = sys.exc_info()[0] is not None
-        try:
-            self.finish()
-        except Exception as error:
-            if not failed:
-                raise
-            print(f"the last checkpoint was not finished: {error}", file=sys.stderr)
-
-
-def restore(
-    run: RunConfig, roles: Roles, loader: Loader, state: Stateful | None, best: BestStep | None = None
-) -> TakenStep | None:
-    """Restores models, data position, random states and the best step from the newest checkpoint.
-
-    Returns:
-        The step of the checkpoint, or ``None`` if there is none. Earlier versions wrote no metrics there.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged or of another step.
-    """
-    found = latest_checkpoint(run.output_dir.absolute())
-    if found is None:
-        return None
-    step, directory = found
-    saved = _read_state(directory / STATE_FILE)
-    if saved.get("step") != step:
-        raise CheckpointError(f"{directory / STATE_FILE} is of step {saved.get('step')}, not of step {step}")
-    roles.actor.load(directory / "actor")
-    if roles.has("critic"):
-        roles.critic.load(directory / "critic")
-    roles.sync_weights()
-    loader.load_state_dict(saved["loader"])
-    if state is not None:
-        state.load_state_dict(saved["progression"])
-    if best is not None:
-        best.load_state_dict(saved.get("best", {}))
-    set_random_states(saved["random"])
-    return TakenStep(step, saved.get("metrics", {}), saved.get("evaluates", False))
-
-
-def _read_state(file: Path) -> Mapping[str, Any]:
-    try:
-        state: Mapping[str, Any] = torch.load(file, weights_only=True)
-    except (EOFError, OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(
-            f"{file} cannot be read: {reason}; delete {file.parent} to resume from the checkpoint before it"
-        ) from error
-    return state

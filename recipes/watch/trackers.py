@@ -1,4 +1,4 @@
-"""Trackers on other packages: Weights & Biases and those with its interface, MLflow, and TensorBoard.
+"""Trackers on other packages: Weights & Biases and those with its interface, and TensorBoard.
 
 A package is imported when its tracker is made.
 """
@@ -7,16 +7,13 @@ import json
 import math
 import os
 import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
-from PIL import Image
 
 from recipes.options.config_file import CONFIG_FILE
 from recipes.watch.rollout_files import RolloutSample
@@ -169,59 +166,6 @@ class SwanlabLogger(_RunOfPackage):
         self._send(step, {name: media for name, media in found.items() if media})
 
 
-class MlflowLogger:
-    """Metrics by step, options as parameters, rollouts as a table with images for each evaluation.
-
-    It writes files in ``<run>/mlruns``, or to the server that ``MLFLOW_TRACKING_URI`` names. MLflow's names have no ``@``:
-    ``acc/mean@1`` becomes ``acc/mean_at_1``, as in verl; see `free_name`. A resumed run continues its MLflow run.
-    """
-
-    MOST_METRICS, MOST_PARAMS, LONGEST_PARAM = 1000, 100, 6000  # MLflow's limits of one request
-
-    def __init__(self, run: LoggedRun) -> None:
-        import mlflow.entities
-
-        os.environ.setdefault(
-            "MLFLOW_ALLOW_FILE_STORE", "true"
-        )  # else it asks for a database, which mlflow-skinny lacks
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or (run.directory.absolute() / "mlruns").as_uri()
-        self.mlflow, self.client = mlflow, mlflow.MlflowClient(tracking_uri=uri)
-        self.run_id = run.saved_id("mlflow") or self._create(run)
-        run.save_id("mlflow", self.run_id)
-        self.client.update_run(self.run_id, status="RUNNING")
-        self.names = set(self.client.get_run(self.run_id).data.metrics)
-
-    def _create(self, run: LoggedRun) -> str:
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        found = self.client.get_experiment_by_name(name)
-        experiment = found.experiment_id if found else self.client.create_experiment(name)
-        run_id: str = self.client.create_run(experiment, run_name=run.name).info.run_id
-        param = self.mlflow.entities.Param
-        options = [param(key, str(value)[: self.LONGEST_PARAM]) for key, value in run.options().items()]
-        for start in range(0, len(options), self.MOST_PARAMS):
-            self.client.log_batch(run_id, params=options[start : start + self.MOST_PARAMS])
-        return run_id
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        now = int(time.time() * 1000)
-        entries = []
-        for name, value in sorted(finite(metrics).items()):  # a name comes before those within it
-            free = free_name(name.replace("@", "_at_"), self.names)
-            self.names.add(free)
-            entries.append(self.mlflow.entities.Metric(free, value, now, step))
-        for start in range(0, len(entries), self.MOST_METRICS):
-            self.client.log_batch(self.run_id, metrics=entries[start : start + self.MOST_METRICS])
-
-    def log_rollouts(self, step: int, rows: Sequence[RolloutSample]) -> None:
-        blank = self.mlflow.Image(Image.new("RGB", (1, 1), "white"))  # MLflow refuses a column of images and gaps
-        table = table_rows(rows, self.mlflow.Image, blank)
-        columns: dict[str, Any] = {name: [row[name] for row in table] for name in table[0]} if table else {}
-        self.client.log_table(self.run_id, columns, f"rollouts/step_{step}.json")
-
-    def close(self) -> None:
-        self.client.set_terminated(self.run_id)
-
-
 class TensorBoardLogger:
     """Scalars by step; rollouts as texts and images, in ``<run>/tensorboard``. Steps made again by a resumed run are hidden."""
 
@@ -262,7 +206,6 @@ class Tracker:
 LOGGERS = {
     "tensorboard": Tracker(TensorBoardLogger, "tensorboard", "loggers"),
     "wandb": Tracker(WandbLogger, "wandb", "wandb"),
-    "mlflow": Tracker(MlflowLogger, "mlflow", "mlflow"),
     "trackio": Tracker(TrackioLogger, "trackio", "trackio"),
     "swanlab": Tracker(SwanlabLogger, "swanlab", "swanlab"),
 }
@@ -278,8 +221,8 @@ def finite(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
 
 
-def table_rows(rows: Sequence[RolloutSample], wrap_image: Any, missing: Any = None) -> list[dict[str, Any]]:
-    """Rollouts as rows of a table with equal columns, each image wrapped by the tracker's own type, ``missing`` where none is.
+def table_rows(rows: Sequence[RolloutSample], wrap_image: Any) -> list[dict[str, Any]]:
+    """Rollouts as rows of a table with equal columns, each image wrapped by the tracker's own type.
 
     >>> sample = RolloutSample("a", "p", "r", "1", 0.5, images=(Image.new("RGB", (1, 2)),))
     >>> (row,) = table_rows([sample], lambda image: image.size)
@@ -289,25 +232,12 @@ def table_rows(rows: Sequence[RolloutSample], wrap_image: Any, missing: Any = No
     most = max((len(row.images) for row in rows), default=0)
     table = []
     for row in rows:
-        images = [*map(wrap_image, row.images), *[missing] * (most - len(row.images))]
+        images = [*map(wrap_image, row.images), *[None] * (most - len(row.images))]
         table.append(
             {name: getattr(row, name) for name in COLUMNS}
             | {f"image_{number}": image for number, image in enumerate(images)}
         )
     return table
-
-
-def free_name(name: str, used: AbstractSet[str]) -> str:
-    """The name of a metric in MLflow, whose files cannot hold a name and others within it.
-
-    >>> free_name("timing_s/step/read", {"timing_s/step"}), free_name("timing_s/step", {"timing_s/step/read"})
-    ('timing_s/step.read', 'timing_s/step/all')
-    """
-    parts = name.split("/")
-    for end in range(1, len(parts)):
-        if (outer := "/".join(parts[:end])) in used:
-            return f"{outer}.{'/'.join(parts[end:])}"
-    return f"{name}/all" if any(each.startswith(f"{name}/") for each in used) else name
 
 
 def _indented(text: str) -> str:

@@ -6,7 +6,7 @@ import pytest
 
 from dataproto.errors import InvalidConfig
 from recipes.configs import grpo_config, plan_config, ppo_config
-from recipes.configs.shared.device_preset import GIB, Machine, preset_line, sizes_of
+from recipes.configs.shared.device_preset import GIB, MODEL_SIZES, Machine, preset_line
 from recipes.configs.shared.published_models import published_config
 from recipes.plan.command import policy_setting
 from recipes.plan.devices import DEVICES
@@ -134,8 +134,10 @@ def test_the_choice_is_one_line():
 
 @pytest.mark.parametrize("name", ["3b", "7b"])
 def test_the_arithmetic_counts_as_the_model_does(name):
-    sizes, model = sizes_of(name), model_size(published_config(name), ModelConfig())
+    sizes, model = MODEL_SIZES[name], model_size(published_config(name), ModelConfig())
     assert sizes.total == pytest.approx(model.total, rel=0.01)
+    assert sizes.words == model.embedding + model.head
+    assert sizes.layer * sizes.layers == pytest.approx(model.layers, rel=0.001)
     adapters = model_size(published_config(name), ModelConfig(lora_rank=8)).trained
     assert 8 * sizes.adapters == pytest.approx(adapters, rel=0.15)
 

@@ -13,7 +13,7 @@ from dataproto import DataProto
 from dataproto.errors import InvalidColumn, WorkerFailed
 from helpers.batches import prompt_batch, with_responses
 from helpers.tiny_models import tiny_config, tiny_model
-from recipes.run.loop import RunConfig, attempts
+from recipes.run import RunConfig, attempts
 from recipes.run.run_directory import with_function
 from workers import Roles, launch
 from workers.cluster.ray_config import RayConfig

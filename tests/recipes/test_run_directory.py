@@ -13,7 +13,8 @@ from recipes.data.mixture import Mixture
 from recipes.demo.tiny_model import make_tiny_model
 from recipes.options.config_file import CONFIG_FILE
 from recipes.options.names import CHANGEABLE
-from recipes.run.loop import STATE_FILE, RunConfig, restore
+from recipes.run import RunConfig
+from recipes.run.checkpoints import STATE_FILE, restore
 from recipes.run.policy_gradient import open_task_directory
 from recipes.run.run_directory import open_run_directory, over_epochs, with_function, with_schedules
 from recipes.sft import SFTConfig

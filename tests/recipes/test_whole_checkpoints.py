@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from dataproto.errors import CheckpointError
-from recipes.run.loop import Checkpoints, RunConfig, TakenStep
+from recipes.run import RunConfig
+from recipes.run.checkpoints import Checkpoints, TakenStep
 from workers import Roles
 from workers.training.checkpoint import checkpoint_steps, missing_parts, write_state
 

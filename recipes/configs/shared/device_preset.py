@@ -8,10 +8,9 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from dataproto.errors import InvalidConfig
-from recipes.configs.shared.published_models import PUBLISHED
 
 if TYPE_CHECKING:
     from recipes.configs.shared.policy_gradient_config import PolicyGradientConfig
@@ -21,8 +20,6 @@ Mode = Literal["selective", "full"]
 
 GIB = 2**30
 DEVICE_MEMORY = {"h200": 150_754_820_096, "h100": 85_520_809_984, "a100-80g": 85_095_874_560}  # bytes
-TOWER = 670_000_000  # parameters of the vision tower of Qwen2.5-VL, with its merger
-IMAGE_SHARE = 0.25  # of the tokens of a micro-batch
 LOGITS = 13 * 2**28  # bytes of a chunk of logits with its gradient
 ENGINE = 6 * GIB  # of vLLM besides its weights: activations, graphs and a cache for at least some rows
 MOST_SHARE = 0.75  # of a device for vLLM
@@ -92,32 +89,26 @@ def _refuse_what_is_too_large(default: Config, asked: Config, machine: Machine) 
     )
     if needed <= machine.memory:
         return
-    layout, compute = asked.layout, asked.compute
-    adapters: dict[str, Any] = {
-        f"--lora-rank 32{' --load-in-4bit' * four_bit}": {
-            "compute": replace(compute, lora_rank=32, load_in_4bit=four_bit)
-        }
-        for four_bit in (False, True)
-    }
-    wider: dict[str, Any] = {
-        f"--on ray --layout.dp {dp}": {"layout": replace(layout, dp=dp), "on": "ray"}
-        for dp in (2 * layout.dp, 4 * layout.dp, 8 * layout.dp)
-    }
-    fitting_ways = []
-    for ways in (adapters, wider):
-        for options, changed in ways.items():
-            with suppress(InvalidConfig):  # an option that does not go with the others
-                if _first_that_fits(default, replace(asked, **changed), machine) is not None:
-                    fitting_ways.append(options)
-                    break
+    compute, degrees = asked.compute, [asked.layout.dp * times for times in (2, 4, 8)]
+    ways: list[list[tuple[str, dict[str, Any]]]] = [
+        [
+            ("--lora-rank 32", {"compute": replace(compute, lora_rank=32)}),
+            ("--lora-rank 32 --load-in-4bit", {"compute": replace(compute, lora_rank=32, load_in_4bit=True)}),
+        ],
+        [(f"--on ray --layout.dp {dp}", {"layout": replace(asked.layout, dp=dp), "on": "ray"}) for dp in degrees],
+    ]
+    fit = [next((text for text, changed in way if _fits(default, asked, changed, machine)), None) for way in ways]
+    found = " or with ".join(filter(None, fit))
     raise InvalidConfig(
         f"preset {asked.preset} needs {needed / GIB:.1f} GiB of each device, which has {machine.memory / GIB:.1f} GiB: "
-        + (
-            f"it fits with {' or with '.join(fitting_ways)}"
-            if fitting_ways
-            else "take a smaller model or larger devices"
-        )
+        + (f"it fits with {found}" if found else "take a smaller model or larger devices")
     )
+
+
+def _fits(default: Config, asked: Config, changed: dict[str, Any], machine: Machine) -> bool:
+    with suppress(InvalidConfig):  # an option that does not go with the others
+        return _first_that_fits(default, replace(asked, **changed), machine) is not None
+    return False
 
 
 def _first_that_fits(default: Config, asked: Config, machine: Machine) -> Config | None:
@@ -148,46 +139,28 @@ def _choices(default: "PolicyGradientConfig", asked: "PolicyGradientConfig") -> 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Parameters of a model and bytes of its activations, from the published widths of its decoder."""
+    """Parameters of a model, and bytes of activations for a token, with a quarter of the tokens those of images."""
 
     layer: int
     layers: int
     words: int  # of embedding and head
-    tower: int
     adapters: int  # of rank 1
-    token: dict[Mode, float]  # bytes of activations
+    token: dict[Mode, float]
+    tower: int = 670_000_000  # of Qwen2.5-VL, with its merger
 
     @property
     def total(self) -> int:
         return self.layers * self.layer + self.words + self.tower
 
 
-def sizes_of(name: str) -> Sizes:
-    """The sizes of a preset's model.
-
-    >>> round(sizes_of("3b").total / 1e9, 2), round(sizes_of("7b").total / 1e9, 2)
-    (3.76, 8.29)
-    """
-    text, vision = PUBLISHED[name]["text_config"], PUBLISHED[name]["vision_config"]
-    hidden, inner, layers = text["hidden_size"], text["intermediate_size"], text["num_hidden_layers"]
-    keys = 2 * hidden // text["num_attention_heads"] * text["num_key_value_heads"]
-    tower = 4 * IMAGE_SHARE * vision["depth"] * (7 * vision["hidden_size"] + 2 * vision["intermediate_size"])
-    once = 4 * hidden + keys + 3 * inner  # a layer that is computed again
-    return Sizes(
-        layer=2 * hidden**2 + keys * hidden + 3 * hidden * inner,
-        layers=layers,
-        words=text["vocab_size"] * hidden * (1 if PUBLISHED[name]["tie_word_embeddings"] else 2),
-        tower=TOWER,
-        adapters=layers * (7 * hidden + keys + 3 * inner + 2 * hidden),
-        token={
-            "selective": 2 * (layers * (5 * hidden + keys + 2 * inner) + tower),
-            "full": 2 * (layers * hidden + once + tower / 8),
-        },
-    )
+MODEL_SIZES = {
+    "3b": Sizes(77_070_336, 36, 311_164_928, 1_870_848, {"selective": 3_370_496, "full": 357_312}),
+    "7b": Sizes(233_046_016, 28, 1_089_994_752, 2_523_136, {"selective": 4_193_792, "full": 471_488}),
+}
+"""From the published widths; a test holds them to the models."""
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """Bytes of all trained models of a rank, and of those that are never trained."""
 
     weights: int
@@ -199,23 +172,18 @@ class Held:
 
 def held(config: "PolicyGradientConfig") -> Held:
     """What the roles of a rank hold."""
-    sizes, compute, shards = sizes_of(config.preset), config.compute, config.layout.world_size
+    sizes, compute, shards = MODEL_SIZES[config.preset], config.compute, config.layout.world_size
     adapters = compute.lora_rank * sizes.adapters
     trained = adapters or sizes.total
     models = 2 if config.critic else 1
     frozen = 2.0 * sizes.total if adapters else 0.0
     if compute.load_in_4bit:
         frozen -= 1.48 * sizes.layers * sizes.layer
-    gathered = 2 * trained if shards == 1 else 2 * (sizes.words + 2 * sizes.layer)
+    copies = 2 * (sizes.words + 2 * sizes.layer) if shards > 1 else 2 * models * trained
     compared = config.algorithm.needs_reference and not adapters
-    moments = MOMENT_BYTES[config.optimizer.kind]
-    return Held(
-        weights=round(models * (4 * trained + frozen) / shards),
-        copies=round(gathered if shards > 1 else models * gathered),
-        gradients=round(4 * trained / shards),
-        moments=round(models * moments * trained / shards),
-        others=round(2 * sizes.total / shards) if compared else 0,
-    )
+    moments = models * MOMENT_BYTES[config.optimizer.kind] * trained / shards
+    others = 2 * sizes.total / shards if compared else 0
+    return Held(*map(round, (models * (4 * trained + frozen) / shards, copies, 4 * trained / shards, moments, others)))
 
 
 def resting_bytes(config: "PolicyGradientConfig") -> int:
@@ -242,7 +210,7 @@ def has_room(config: "PolicyGradientConfig", machine: Machine, share: float) -> 
 
 def engine_bytes(config: "PolicyGradientConfig") -> int:
     """Bytes of vLLM on a device, with a cache for at least some rows."""
-    return round(2 * sizes_of(config.preset).total / int(config.engine_options.get("tensor_parallel", 1))) + ENGINE
+    return round(2 * MODEL_SIZES[config.preset].total / int(config.engine_options.get("tensor_parallel", 1))) + ENGINE
 
 
 def least_bytes(config: "PolicyGradientConfig") -> int:
@@ -253,7 +221,7 @@ def least_bytes(config: "PolicyGradientConfig") -> int:
 
 def training_bytes(config: "PolicyGradientConfig") -> int:
     """Bytes of an update: of its passes, or of an optimizer step if the moments come only for that."""
-    found, sizes, compute = held(config), sizes_of(config.preset), config.compute
+    found, sizes, compute = held(config), MODEL_SIZES[config.preset], config.compute
     own = found.weights + found.copies + found.gradients
     own += 0 if config.engine == "vllm" else 2 * sizes.total
     longest = config.data.max_prompt_length + config.longest_response  # such a row is a micro-batch of its own
