@@ -33,9 +33,7 @@ def export_model(config: ModelExportConfig) -> Path:
     actor = config.checkpoint / "actor" if (config.checkpoint / "actor").is_dir() else config.checkpoint
     source = actor / "huggingface"
     if not (source / "config.json").is_file():
-        raise CheckpointError(
-            f"{config.checkpoint} holds no checkpoint of an actor: name a global_step_N directory of a run"
-        )
+        raise CheckpointError(f"{config.checkpoint} holds no checkpoint of an actor: name a global_step_N of a run")
     with locked(config.output, "choose another output", inside=False):
         if config.output.exists():
             raise InvalidConfig(f"{config.output} exists already")

@@ -113,7 +113,7 @@ def check_limit(limit: float | Bounds) -> None:
         check_bounds(limit, "correction_limit")
     elif not limit > 1:
         raise InvalidConfig(
-            f"correction_limit={limit}: must be one number above 1, or a lower and an upper bound around 1"
+            f"correction_limit={limit}: must be a number above 1, or a lower and an upper bound around 1"
         )
 
 

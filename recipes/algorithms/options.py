@@ -117,10 +117,7 @@ class AlgorithmConfig:
 
     def _ranges(self) -> Iterator[tuple[bool, str]]:
         """Values that are impossible, each with the message that says so."""
-        yield (
-            self.temperature <= 0,
-            f"temperature={self.temperature}: must be above 0, since policy gradients need random samples",
-        )
+        yield (self.temperature <= 0, f"temperature={self.temperature}: must be above 0, for random samples")
         invalid = self.epochs < 1 or (self.minibatch is not None and self.minibatch < 1)
         yield invalid, f"epochs={self.epochs}, minibatch={self.minibatch}: must be at least 1"
         for name in ("entropy_coef", "overlong_buffer", "kl_coef"):

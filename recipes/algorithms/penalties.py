@@ -97,8 +97,6 @@ def overlong_penalty(response_mask: Tensor, max_length: int, buffer: int) -> Ten
     tensor([ 0.0000, -0.5000, -1.0000])
     """
     if not 1 <= buffer <= max_length:
-        raise InvalidConfig(
-            f"the overlong buffer of {buffer} tokens must be between 1 and the maximum length {max_length}"
-        )
+        raise InvalidConfig(f"the overlong buffer of {buffer} tokens must be from 1 to the maximum length {max_length}")
     excess = (response_mask != 0).sum(-1) - (max_length - buffer)
     return 0.0 - (excess / buffer).clamp(0.0, 1.0).float()

@@ -61,9 +61,7 @@ class DistilRunConfig(PolicyGradientConfig):
         """Raises `InvalidConfig` without a teacher, or if the teacher reads other tokens or images than the student."""
         super().check_models(model_path)
         if self.teacher is None:
-            raise InvalidConfig(
-                "distillation needs a teacher: give --teacher CHECKPOINT, such as one that grpo has trained"
-            )
+            raise InvalidConfig("distillation needs a teacher: give --teacher CHECKPOINT, such as one of grpo")
         from rollout.prompts import PromptBuilder
         from workers.training.loading import checkpoint_family
 
@@ -73,7 +71,7 @@ class DistilRunConfig(PolicyGradientConfig):
         )
         if found := differences(student, teacher):
             raise InvalidConfig(
-                f"the teacher {self.teacher} cannot score the samples of {model_path}: {'; '.join(found)}"
+                f"the teacher {self.teacher} cannot score what {model_path} samples: {'; '.join(found)}"
             )
 
     def reference(self, actor: "ActorConfig") -> "PolicyConfig":
@@ -93,9 +91,7 @@ def differences(student: "PromptBuilder", teacher: "PromptBuilder") -> list[str]
         )
     if _media(student) != _media(teacher):
         kinds = [builder.family.model_type for builder in (student, teacher)]
-        found.append(
-            f"they read images or positions in other forms (model types {kinds[0]} and {kinds[1]}, image processors)"
-        )
+        found.append(f"they read images or positions in other forms (model types {kinds[0]} and {kinds[1]})")
     return found
 
 

@@ -74,7 +74,7 @@ class EpisodeRunConfig(ActorCriticRunConfig):
             raise InvalidConfig(f"reward={self.reward}: the rewards of episodes come from their environment")
         if (self.episodes.environment is None) != (self.data.data_path is None):
             raise InvalidConfig(
-                "--environment and --data-path go together: the recipe's environment draws its own rows"
+                "--environment and --data-path go together: the recipe's environment has rows of its own"
             )
         if self.episodes.environment is not None and self.model_path is None:
             raise InvalidConfig("--environment needs --model-path: the small model knows only the words of this recipe")
@@ -108,7 +108,7 @@ class EpisodeRunConfig(ActorCriticRunConfig):
     def _check_rows_of_episodes(self) -> None:
         if self.algorithm.needs_greedy:
             raise InvalidConfig(
-                "--last-pictures makes several rows of an episode, but remax needs one: choose another advantage"
+                "--last-pictures makes several rows of an episode, remax needs one: choose another advantage"
             )
         self.rollout.check(["--last-pictures makes several rows of an episode, but one that continues later has one"])
 

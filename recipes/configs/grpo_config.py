@@ -52,9 +52,7 @@ class GRPORunConfig(PolicyGradientConfig):
             )
         self.rollout.check(["--agent: an agent's episodes end in their step"])
         if self.engine == "vllm" and self.agents.tokens is None:
-            raise InvalidConfig(
-                "engine=vllm reserves room for the longest episode: set agents.tokens in a file (--config FILE)"
-            )
+            raise InvalidConfig("engine=vllm reserves room for the longest episode: set agents.tokens (--config FILE)")
 
     def idle_options(self) -> list[tuple[bool, str, str]]:
         """Options that do nothing here; see `recipes.options.refuse_idle_options`."""

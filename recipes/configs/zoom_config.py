@@ -35,9 +35,7 @@ class ZoomConfig(EpisodeRunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.crop_tool and self.model_path is None:
-            raise InvalidConfig(
-                "--crop-tool needs --model-path: the small model answers in words and cannot call tools"
-            )
+            raise InvalidConfig("--crop-tool needs --model-path: the small model answers in words and calls no tools")
         if self.crop_tool and self.episodes.environment is not None:
             raise InvalidConfig("--crop-tool belongs to the drawn pictures: --environment has tools of its own")
 

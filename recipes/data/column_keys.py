@@ -132,7 +132,7 @@ def refuse_without_data(data: Any, rows: str, *names: str) -> None:
     given = [*data.keys.given(), *(name for name in names if getattr(data, name))]
     if given and not data.data_path and ("eval_data_path" in names or not data.eval_data_path):
         raise InvalidConfig(
-            f"{given[0]} without data_path: drawn {rows} have their own columns and held-out rows, and no files"
+            f"{given[0]} without data_path: synthetic {rows} have columns and held-out rows of their own"
         )
 
 

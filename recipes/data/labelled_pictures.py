@@ -130,9 +130,7 @@ def labelled_data(
     train = _opened(source, "train", *how)
     classes = tuple(label for label in train.classes if label not in exclude)
     if len(classes) < 2 and isinstance(train, LabelledFiles):
-        raise InvalidConfig(
-            f"{source} must have a folder of images for each of at least two classes, but has {list(classes)}"
-        )
+        raise InvalidConfig(f"{source} must have folders of images of at least two classes, but has {list(classes)}")
     held_out = {name: _opened(path, "test", *how) for name, path in (sets or {}).items()}
     if not sets and _has_test_split(source):
         held_out = {"": _opened(source, "test", *how)}
@@ -141,9 +139,7 @@ def labelled_data(
     if not chosen:
         apart = _held_out([str(train.labels[place]) for place in places], seed)
         if not apart:
-            raise InvalidConfig(
-                f"{source} has one picture of each class, so none can be held out: add pictures, or a test split"
-            )
+            raise InvalidConfig(f"{source} has one picture of each class, so none can be held out: add pictures")
         chosen = {"": (train, [places[at] for at in sorted(apart)])}
         places = [place for at, place in enumerate(places) if at not in apart]
     shown = {}

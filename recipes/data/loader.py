@@ -203,9 +203,7 @@ class PromptLoader:
         own = self.state_dict()
         for name in ("seed", "shuffle", "rows", "weights"):
             if state.get(name) != own[name]:
-                raise CheckpointError(
-                    f"the data position was saved with {name}={state.get(name)}, but this run has {own[name]}"
-                )
+                raise CheckpointError(f"the data position was saved with {name}={state.get(name)}, not {own[name]}")
         self.drawn = int(state["drawn"])
         self.skipped = {int(index): str(reason) for index, reason in state["skipped"]}
         self._stream = None

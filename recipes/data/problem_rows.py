@@ -142,14 +142,7 @@ def read_row(
     if messages is not None and prompt and prompt[-1].get("role") == "assistant":  # its answer is the ground truth
         answer = prompt[-1].get("content") if answer is None else answer
         prompt = prompt[:-1]
-    truth = dict(raw.get("reward_model") or {"style": "rule", "ground_truth": answer})
-    if "ground_truth" in truth:
-        truth["ground_truth"] = plain_answer(truth["ground_truth"])
-    if check_truth is not None:
-        try:
-            check_truth(truth.get("ground_truth"))
-        except RewardError as error:
-            raise InvalidRow(index, f"{error}; its columns are {', '.join(sorted(raw))}") from error
+    truth = _truth(raw, answer, index, check_truth)
     extra = {"split": split, "index": index, "answer": plain_answer(answer), "question": problem}
     extra |= {name: value for name, value in raw.items() if name not in (*_QUESTIONS, *_MEDIA, *_ANSWERS)}
     return {
@@ -164,6 +157,19 @@ def read_row(
         "media_columns": media_columns,
         "index": index,
     } | row_tools(raw)
+
+
+def _truth(raw: Mapping[str, Any], answer: Any, index: int, check_truth: CheckTruth | None) -> dict[str, Any]:
+    """The row's ``reward_model``, or one with its answer. Raises `InvalidRow` if ``check_truth`` refuses it."""
+    truth = dict(raw.get("reward_model") or {"style": "rule", "ground_truth": answer})
+    if "ground_truth" in truth:
+        truth["ground_truth"] = plain_answer(truth["ground_truth"])
+    if check_truth is not None:
+        try:
+            check_truth(truth.get("ground_truth"))
+        except RewardError as error:
+            raise InvalidRow(index, f"{error}; its columns are {', '.join(sorted(raw))}") from error
+    return truth
 
 
 def own_columns(raw: Mapping[str, Any], keys: ColumnKeys = KNOWN) -> tuple[dict[str, Any], dict[str, str]]:

@@ -56,9 +56,7 @@ def make_vlm(config: MakeVLMConfig) -> Path:
 
 def _make_vlm(path: Path, config: MakeVLMConfig) -> Path:
     if path.exists() and not config.resume:
-        raise InvalidConfig(
-            f"{path} exists already: choose another --output-dir, or continue its training with --resume"
-        )
+        raise InvalidConfig(f"{path} exists already: choose another --output-dir, or continue with --resume")
     check_began(path, config)
     print(f"text model: {SMOLLM2.notice}")
     if config.steps:  # before the minute that the text model takes
@@ -81,7 +79,7 @@ def check_began(path: Path, config: MakeVLMConfig) -> None:
     """Raises `InvalidConfig` if what is there was begun with other options, or is the training of a deleted checkpoint."""
     if config.run_dir.exists() and not path.exists():
         raise InvalidConfig(
-            f"{config.run_dir} holds the training of an earlier model: delete it, or choose another --output-dir"
+            f"{config.run_dir} holds the training of an earlier model: delete it, or change --output-dir"
         )
     file = path / OPTIONS_FILE
     if file.is_file() and file.read_text(encoding="utf-8", errors="replace") != config_as_yaml(config):
@@ -256,9 +254,7 @@ def align(checkpoint: Path, config: MakeVLMConfig, run: Sequence[Phase]) -> Path
             run_supervised(supervised, partial(conversation_task, supervised, rows=(phase.rows, {"": phase.held_out})))
         trained = finished(folder, phase.steps)
         if trained is None:
-            raise CheckpointError(
-                f"{folder} has no checkpoint of step {phase.steps}: run the same command with --resume"
-            )
+            raise CheckpointError(f"{folder} has no checkpoint of step {phase.steps}: run the command with --resume")
         replace_weights(checkpoint, trained / "actor" / "huggingface")
     return folder / REPORT_FILE
 

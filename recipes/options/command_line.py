@@ -82,9 +82,7 @@ def exit_status(arguments: Sequence[str] | None = None, resumes: bool = True) ->
         status.code = 2
     except KeyboardInterrupt as error:
         instead = " instead of --overwrite" if {"--overwrite", "--run.overwrite"} & {*status.arguments} else ""
-        way_on = (
-            f": run the same command with --resume{instead} to continue from the last checkpoint" if resumes else ""
-        )
+        way_on = f": the same command with --resume{instead} continues from the last checkpoint" if resumes else ""
         print("; ".join([f"\ninterrupted{way_on}", *later_errors(error)]), file=sys.stderr)
         status.code = 130
 
@@ -115,9 +113,7 @@ def parse_recipe(
         given |= _changes(given, presets[TINY])
     if isinstance(run_dir := given.get("resume"), str):
         if "preset" in given or "config" in given:
-            raise InvalidConfig(
-                f"--resume {run_dir} continues with the options of that run: leave out --preset and --config"
-            )
+            raise InvalidConfig(f"--resume {run_dir} continues with its own options: leave out --preset and --config")
         began = _recorded(run_dir, presets, given)
         length = {"epochs": None} if "steps" in given else {}
         return over(began, length | given | {"resume": True, "output-dir": Path(run_dir)})
@@ -164,9 +160,7 @@ def _recorded(run_dir: str, presets: Mapping[str, Recipe], given: Mapping[str, A
     files = [Path(run_dir, name) for name in (OPTIONS_FILE, CONFIG_FILE)]
     file = next((each for each in files if each.is_file()), None)
     if file is None:
-        raise CheckpointError(
-            f"--resume {run_dir}: there is no run, which would have a {OPTIONS_FILE} or {CONFIG_FILE}"
-        )
+        raise CheckpointError(f"--resume {run_dir}: there is no run, which has {OPTIONS_FILE} or {CONFIG_FILE}")
     options = options_of(presets[TINY])
     filled_in = [option.name for option in options if option.name.endswith(".total-steps")] * (file.name == CONFIG_FILE)
     try:

@@ -124,9 +124,7 @@ def model_to_plan(asked: PlanConfig, path: Path) -> str:
     named = SIZES.get(config.preset, {}).get("model_path") == config.model_path
     if not named or Path(config.model_path).exists() or try_to_load_from_cache(config.model_path, "config.json"):
         return str(config.model_path)
-    print(
-        f"{config.model_path} is not on this machine: its published sizes, and prompts by the small model's tokenizer"
-    )
+    print(f"{config.model_path} is not on this machine: its published sizes, and the small model's tokenizer")
     return str(make_published_model(path, config.preset))
 
 

@@ -44,9 +44,7 @@ def device_named(name: str | None) -> Device:
         known = next((each for each in DEVICES if each.split("-")[0] in title), "h100")
         return replace(DEVICES[known], name=title, memory=torch.cuda.get_device_properties(0).total_memory)
     if name == "cpu":
-        raise InvalidConfig(
-            "device='cpu': only GPUs are planned; a run on a CPU says after its first steps what they took"
-        )
+        raise InvalidConfig("device='cpu': only GPUs are planned; a run on a CPU says what its first steps took")
     if (name or "h200") not in DEVICES:
         raise InvalidConfig(f"device={name!r} is unknown: choose one of {', '.join(DEVICES)}")
     return DEVICES[name or "h200"]

@@ -322,9 +322,7 @@ def read_score(result: Any, place: str, function: Callable[..., Any]) -> dict[st
     for name in ("score", *({"acc"} & numbers.keys())):
         if finite_number(numbers, name) is None:
             kind = "a score" if name == "score" else "an accuracy ('acc')"
-            raise RewardError(
-                f"{place}: {_name(function)} returned {result!r}; {kind} must be a finite number, also as a float32"
-            )
+            raise RewardError(f"{place}: {_name(function)} returned {result!r}; {kind} must be a finite number")
     return numbers
 
 

@@ -152,9 +152,7 @@ class Judge:
         if re.compile(self.pattern).groups < 1:
             raise RewardError(f"the judge's pattern {self.pattern!r} must have a group around the number")
         if self.full_score == 0 or min(self.concurrency, self.attempts, self.timeout_s) <= 0:
-            raise RewardError(
-                "full_score of a judge must not be 0; concurrency, attempts and timeout_s must be above 0"
-            )
+            raise RewardError("full_score of a judge must not be 0; concurrency, attempts, timeout_s must be above 0")
 
     def check(self) -> None:
         """Raises `RewardError` if the server cannot be reached."""

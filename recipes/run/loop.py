@@ -195,9 +195,7 @@ def step_result(found: Any) -> tuple[DataProto, dict[str, float]]:
             if isinstance(found, tuple)
             else type(found).__name__
         )
-        raise InvalidConfig(
-            f"the step returned {kinds}: it must end with `return data, metrics`, the rows and a dict of numbers"
-        )
+        raise InvalidConfig(f"the step returned {kinds}: it must end with `return data, metrics`, rows and numbers")
     return found[0], dict(found[1])
 
 

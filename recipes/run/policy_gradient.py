@@ -311,9 +311,7 @@ def announce_replay(rollout: RolloutConfig, family: VLMFamily) -> None:
     if family.experts is None:
         return
     if replays_routing(rollout, family):
-        print(
-            "routing replay: the actor uses the experts that the engine chose; --rollout.no-replay-routing turns it off"
-        )
+        print("routing replay: the actor uses the experts that the engine chose (--rollout.no-replay-routing)")
     else:
         reason = (
             "--rollout.no-replay-routing"

@@ -225,9 +225,7 @@ class Progress:
                 self.note(line)
         absent = [name for name in self.further if name not in metrics and not name.startswith("val")]
         if step == self._first and absent:
-            self.note(
-                f"console-columns: the steps measure no {', '.join(absent)}; they measure {', '.join(sorted(metrics))}"
-            )
+            self.note(f"console-columns: the steps measure no {', '.join(absent)}, but {', '.join(sorted(metrics))}")
 
     def doing(self, text: str) -> None:
         """Shows what the current step is doing: next to the bar; elsewhere as a line, at most every ``interval`` seconds."""

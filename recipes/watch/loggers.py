@@ -66,10 +66,7 @@ class RunLoggers:
             except Exception as error:
                 del self.trackers[name]
                 why = _described(name, tracker, error)
-                print(
-                    f"warning: logger {name} failed {when} and gets nothing more, the run continues: {why}",
-                    file=sys.stderr,
-                )
+                print(f"warning: logger {name} failed {when} and gets nothing more: {why}", file=sys.stderr)
 
     def __enter__(self) -> "RunLoggers":
         return self
@@ -94,9 +91,7 @@ def check_loggers(names: Sequence[str]) -> None:
             require_extra(LOGGERS[name].extra, f"logger {name!r}", LOGGERS[name].package)
         elif name != JSONL and ":" not in name:
             known = ", ".join([JSONL, *LOGGERS])
-            raise InvalidConfig(
-                f"logger {name!r} is unknown: choose from {known}, or name MODULE:CLASS or FILE.py:CLASS"
-            )
+            raise InvalidConfig(f"logger {name!r} is unknown: choose from {known}, MODULE:CLASS or FILE.py:CLASS")
 
 
 def open_loggers(names: Sequence[str] | None, run: LoggedRun) -> RunLoggers:

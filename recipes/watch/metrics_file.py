@@ -82,9 +82,7 @@ class MetricsLog:
         if resume_after is not None:
             truncate_after(self.path, resume_after)
         elif self.path.exists() and self.path.stat().st_size:
-            raise InvalidConfig(
-                f"{directory} holds the metrics of an earlier run: resume it, or choose another directory"
-            )
+            raise InvalidConfig(f"{directory} holds the metrics of an earlier run: resume it, or choose another")
         rows = read_metrics(self.path)
         self._last = int(rows[-1]["step"]) if rows else -1
         with writing(self.path):

@@ -279,7 +279,7 @@ def test_the_command_plans_a_cluster(tmp_path, capsys):
     ("options", "message"),
     [
         ("grpo --device abacus", "device='abacus' is unknown: choose one of h200, h100, a100-80g"),
-        ("grpo --device cpu", "only GPUs are planned; a run on a CPU says after its first steps what they took"),
+        ("grpo --device cpu", "only GPUs are planned; a run on a CPU says what its first steps took"),
         ("--devices 8 --preset 9000b", "preset '9000b' is unknown: choose one of 3b"),
         ("--devices 12", "--devices 12: must be whole nodes of --node 8"),
         ("--devices 16 --layout.dp 8", "has 8 ranks for --devices 16"),

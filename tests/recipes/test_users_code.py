@@ -77,7 +77,7 @@ def test_an_error_of_ones_own_function_is_one_line_with_its_place(option, functi
 def test_a_loss_of_ones_own_tells_that_the_presets_kl_term_is_gone(given, capsys):
     own = ["--algorithm.loss", f"{given[1]}/mine.py:loss"]
     parse(own)
-    told = f"no KL term: --algorithm.loss {own[1]} replaces that of preset tiny; --algorithm.kl-coef 0.1 keeps it\n"
+    told = f"no KL term: --algorithm.loss {own[1]} replaces that of tiny; --algorithm.kl-coef 0.1 keeps it\n"
     assert capsys.readouterr().out == told
     for others in (["--algorithm.kl-coef", "0.0"], ["--preset", "any", "--model-path", given[0][-3]]):
         parse([*own, *others])

@@ -94,7 +94,7 @@ def test_a_mean_says_of_how_many_it_is_and_named_metrics_have_columns():
     assert file.getvalue().splitlines() == [
         "step held-out acc (mean of 2) reward/near    left",
         " 1/4                    0.750       0.250    0:00",
-        "console-columns: the steps measure no reward/far; they measure reward/near, val-core/easy/acc/mean@1, "
+        "console-columns: the steps measure no reward/far, but reward/near, val-core/easy/acc/mean@1, "
         "val-core/hard/acc/mean@1",
         " 4/4                                0.500",
     ]

@@ -95,7 +95,7 @@ def test_a_logger_that_fails_is_told_once_and_the_others_go_on(tmp_path, own, ca
     told = capsys.readouterr().err.splitlines()
     line = OWN[: OWN.index('raise OSError("disk')].count("\n") + 1
     assert told == [
-        f"warning: logger {own}:Failing failed at step 2 and gets nothing more, the run continues: OSError: disk full "
+        f"warning: logger {own}:Failing failed at step 2 and gets nothing more: OSError: disk full "
         f"({own}:{line}, in log)"
     ]
     assert [line[0] for line in words(tmp_path / "run")] == ["open", "log", "log"]

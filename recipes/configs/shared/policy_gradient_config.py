@@ -183,9 +183,7 @@ class PolicyGradientConfig(RecipeConfig):
 
         family = checkpoint_family(model_path)
         if not self.rollout.replay_routing and family.experts is None:
-            raise InvalidConfig(
-                f"--rollout.no-replay-routing would do nothing: {model_path} has no experts; leave it out"
-            )
+            raise InvalidConfig(f"--rollout.no-replay-routing would do nothing: {model_path} has no experts")
 
     def reference(self, actor: "ActorConfig") -> "PolicyConfig | None":
         """The policy that a KL term or the advantage compares with: the actor before its training; ``None`` without either."""
@@ -255,7 +253,5 @@ def parse_with_defaults(
     algorithm, kl_coef = config.algorithm, presets[config.preset].algorithm.kl_coef
     own = next((f"{n} {each}" for n in ("loss", "advantage") if ":" in (each := getattr(algorithm, n))), None)
     if own and kl_coef and not algorithm.kl_coef and not any("kl" in each and "coef" in each for each in arguments):
-        print(
-            f"no KL term: --algorithm.{own} replaces that of preset {config.preset}; --algorithm.kl-coef {kl_coef} keeps it"
-        )
+        print(f"no KL term: --algorithm.{own} replaces that of {config.preset}; --algorithm.kl-coef {kl_coef} keeps it")
     return replace(config, data=replace(config.data, instruction=read_instruction(config.data.instruction)))
