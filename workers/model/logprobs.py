@@ -1,6 +1,6 @@
 """Log-probs and entropies of target tokens from hidden states, in chunks, so that the full logits are never in memory."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, cast
 
@@ -95,34 +95,24 @@ class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, banned, log_sums, entropies, kept = ctx.saved_tensors
-        temperature, entropy, size, compiled, cap = ctx.settings
-        gradient = compiled_once(_logit_gradient) if compiled else _logit_gradient
-
-        def part_of(at: slice, w: Tensor) -> Tensor:
-            logits = project(hidden[at], w, cap) if kept is None else None
-            terms = (entropies[at], entropy_grad[at]) if entropy else None
-            own = targets[at], temperature, banned, grad[at]
-            part: Tensor = gradient(logits, kept, log_sums[at], *own, terms, hidden.dtype, cap)
-            return part
-
-        return *_chunk_gradients(ctx, hidden, weight, size, part_of), *[None] * 7
+        return *_chunk_gradients(ctx, grad, entropy_grad), *[None] * 7
 
 
-def _chunk_gradients(
-    ctx: Any, hidden: Tensor, weight: Tensor, size: int, part_of: Callable[[slice, Tensor], Tensor]
-) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of states and weight.
-
-    ``part_of`` gives that of the logits ``(n, V)`` of a chunk, from its place and the weight in the dtype of the states.
-    """
+def _chunk_gradients(ctx: Any, grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of states and of the weight, or of this rank's part of it, chunk by chunk."""
+    hidden, weight, targets, banned, log_sums, entropies, kept = ctx.saved_tensors
+    temperature, entropy, size, compiled, cap = ctx.settings
+    gradient = compiled_once(_logit_gradient) if compiled else _logit_gradient
     w = weight.to(hidden.dtype)
     to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
     to_weight = None
     with torch.autocast(hidden.device.type, enabled=False):  # the pass may be within the forward pass's
         for start in range(0, len(hidden), size):
             at = slice(start, start + size)
-            part = part_of(at, w)
+            logits = project(hidden[at], w, cap) if kept is None else None
+            terms = (entropies[at], entropy_grad[at]) if entropy else None
+            own = targets[at], temperature, banned, grad[at]
+            part = gradient(logits, kept, log_sums[at], *own, terms, hidden.dtype, cap)
             if to_hidden is not None:
                 torch.mm(part, w, out=to_hidden[at])
             if ctx.needs_input_grad[1]:
@@ -180,7 +170,7 @@ def _logit_gradient(
     dtype: torch.dtype,
     cap: float | None = None,
 ) -> Tensor:
-    """The gradient ``(n, V)`` of the model's logits.
+    """The gradient ``(n, V)`` of the model's logits, or of this rank's part of them.
 
     With p = softmax(z), the derivative by z_j of log p_t is [j = t] - p_j, and of the entropy H is -p_j (log p_j + H). Of a cap c
     of logits the derivative is 1 - (z / c) ** 2.
@@ -188,23 +178,24 @@ def _logit_gradient(
     Args:
         logits: the model's logits ``(n, V)``, or ``None`` if the forward pass kept the log-probs.
         kept: log-probs ``(n, V)`` of the policy, used if there are no logits.
+        log_sums: log-sum-exps ``(n,)`` of the policy's logits, over all ranks.
+        targets: ``(n,)``; those of another rank are not in ``[0, V)``.
         grad: of the targets' log-probs ``(n,)``.
         entropy_terms: entropies ``(n,)`` and their gradients ``(n,)``.
     """
-    log_probs = kept
-    if logits is not None:
-        log_probs = _policy_logits_(logits, temperature, banned) - log_sums[:, None]
+    log_probs = kept if logits is None else _policy_logits_(logits, temperature, banned).sub_(log_sums[:, None])
     slope = -grad[:, None]
     if entropy_terms is not None:
         entropies, entropy_grad = entropy_terms
         slope = slope - entropy_grad[:, None] * (log_probs + entropies[:, None])
-    out = log_probs.exp().mul_(slope)
     capped = None if cap is None else 1 - ((log_probs + log_sums[:, None]) * (temperature / cap)).square()
+    out = (log_probs.exp() if logits is None else log_probs.exp_()).mul_(slope)
     if torch.compiler.is_compiling():  # fuses into one pass; a scatter would need another one
         is_target = torch.arange(out.shape[1], device=out.device) == targets[:, None]
         out = torch.where(is_target, out + grad[:, None], out)
     else:
-        out.scatter_add_(1, targets[:, None], grad[:, None])
+        inside, place = _inside(targets, out.shape[1])
+        out.scatter_add_(1, place[:, None], torch.where(inside, grad, 0.0)[:, None])
     if capped is not None:
         out = out * capped
     if banned is not None:
@@ -285,26 +276,16 @@ class _SplitLogProbs(torch.autograd.Function):
         normaliser = normalisers.logsumexp(0)
         log_probs = picked.sum(0) - normaliser
         entropies = normaliser - ((normalisers - normaliser).exp() * means).sum(0)
-        ctx.save_for_backward(hidden, weight, targets, banned, normaliser, entropies)
-        ctx.settings = temperature, entropy, size, compiled, peers, cap
+        ctx.save_for_backward(hidden, weight, targets, banned, normaliser, entropies, None)
+        ctx.settings, ctx.peers = (temperature, entropy, size, compiled, cap), peers
         return log_probs, entropies
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, banned, normaliser, entropies = ctx.saved_tensors
-        temperature, entropy, size, compiled, peers, cap = ctx.settings
-        gradient = compiled_once(_part_gradient) if compiled else _part_gradient
-
-        def part_of(at: slice, w: Tensor) -> Tensor:
-            terms = (entropies[at], entropy_grad[at]) if entropy else None
-            own = targets[at], temperature, banned, normaliser[at], grad[at]
-            part: Tensor = gradient(project(hidden[at], w, cap), *own, terms, hidden.dtype, cap)
-            return part
-
-        to_hidden, to_weight = _chunk_gradients(ctx, hidden, weight, size, part_of)
+        to_hidden, to_weight = _chunk_gradients(ctx, grad, entropy_grad)
         if to_hidden is not None:
-            to_hidden = all_reduce(to_hidden, peers.name)
+            to_hidden = all_reduce(to_hidden, ctx.peers.name)
         return to_hidden, to_weight, *[None] * 8
 
 
@@ -318,42 +299,6 @@ def _part_statistics(logits: Tensor, targets: Tensor, temperature: float, banned
     normaliser = logits.logsumexp(1)
     mean = (logits.sub(normaliser[:, None]).exp_() * logits).sum(1) if entropy else torch.zeros_like(picked)
     return torch.stack([normaliser, mean, picked])
-
-
-def _part_gradient(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: float,
-    banned: Tensor,
-    normaliser: Tensor,
-    grad: Tensor,
-    entropy_terms: tuple[Tensor, Tensor] | None,
-    dtype: torch.dtype,
-    cap: float | None,
-) -> Tensor:
-    """The gradient of this rank's part of the model's logits ``(n, V / size)``; see `workers.model.logprobs`.
-
-    Args:
-        normaliser: log-sum-exps ``(n,)`` of the policy's logits, over all ranks.
-        grad: of the targets' log-probs ``(n,)``.
-        entropy_terms: entropies ``(n,)`` and their gradients ``(n,)``.
-    """
-    logits = _policy_logits_(logits, temperature, banned)
-    capped = None if cap is None else 1 - (logits * (temperature / cap)).square()
-    every = logits.sub_(normaliser[:, None])  # log-probs
-    slope = -grad[:, None]
-    if entropy_terms is not None:  # of the entropy H by logit j: -p_j (log p_j + H)
-        entropies, entropy_grad = entropy_terms
-        slope = slope - entropy_grad[:, None] * (every + entropies[:, None])
-    inside, place = _inside(targets, logits.shape[1])
-    part = every.exp_().mul_(slope)
-    if torch.compiler.is_compiling():  # fuses into one pass; a scatter would need another one
-        is_target = torch.arange(part.shape[1], device=part.device) == targets[:, None]
-        part = torch.where(is_target, part + grad[:, None], part)
-    else:
-        part.scatter_add_(1, place[:, None], torch.where(inside, grad, 0.0)[:, None])
-    part = part if capped is None else part.mul_(capped)
-    return part.index_fill_(1, banned, 0.0).div_(temperature).to(dtype)
 
 
 def _inside(targets: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
