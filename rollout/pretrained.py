@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily, family_of
@@ -60,9 +61,8 @@ def _check_stored_numbers(model_path: str) -> None:
     them. Called when the files of a hub name are on this machine.
     """
     from safetensors import safe_open
-    from transformers.utils import cached_file
 
-    for file in sorted(Path(str(cached_file(model_path, "config.json"))).parent.glob("*.safetensors")):
+    for file in _weight_files(model_path):
         with safe_open(file, framework="pt") as tensors:
             for name in sorted(tensors.keys()):
                 kind = str(tensors.get_slice(name).get_dtype())
@@ -71,6 +71,27 @@ def _check_stored_numbers(model_path: str) -> None:
                         f"{model_path} holds quantized weights: {name} is of type {kind}, and its scale would be left out; "
                         "name the checkpoint in bfloat16"
                     )
+
+
+def stored_tensors(model_path: str, prefix: str) -> dict[str, Tensor]:
+    """The tensors of a checkpoint's safetensors files whose names begin with ``prefix``, by the rest of their names.
+
+    Called when the files of a hub name are on this machine.
+    """
+    from safetensors import safe_open
+
+    found: dict[str, Tensor] = {}
+    for file in _weight_files(model_path):
+        with safe_open(file, framework="pt") as tensors:
+            names = [name for name in sorted(tensors.keys()) if name.startswith(prefix)]
+            found |= {name.removeprefix(prefix): tensors.get_tensor(name) for name in names}
+    return found
+
+
+def _weight_files(model_path: str) -> list[Path]:
+    from transformers.utils import cached_file
+
+    return sorted(Path(str(cached_file(model_path, "config.json"))).parent.glob("*.safetensors"))
 
 
 def check_not_quantized(model_path: str, config: Any) -> None:

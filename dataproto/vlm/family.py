@@ -85,6 +85,10 @@ class VLMFamily(PromptLayout, ForwardCosts):
     head: str = "lm_head"
     recurrent_mixers: str | None = None
     """Pattern of the modules that mix tokens by a recurrence instead of attention. ``None``: all layers have attention."""
+    prediction_head: str | None = None
+    """Prefix, in a checkpoint, of a head that predicts the token after the next one, laid out as Qwen3.5's: two norms, a
+    projection, a decoder layer with attention and a norm. ``None``: there is none, or it is not used.
+    """
     numbered_layers: bool = False
     """The decoder looks up what it hands to a layer, such as rotary angles, by the layer's number in the whole model."""
     deep_method: str = ""

@@ -171,10 +171,9 @@ class Batch:
         return [row_cache(layer, row, columns) for layer in self.layers]
 
 
-def stack_prefixes(prefixes: list[Prefix], config: Any, device: torch.device) -> tuple[DynamicCache, Tensor]:
-    """A cache with one row for each prefix, and its attention mask ``(W, T)`` int64."""
+def stack_prefixes(prefixes: list[Prefix], cache: DynamicCache, device: torch.device) -> tuple[DynamicCache, Tensor]:
+    """The empty ``cache`` with one row for each prefix, and its attention mask ``(W, T)`` int64."""
     length = max(prefix.cached_tokens for prefix in prefixes)
-    cache = DynamicCache(config=config)
     caches = [prefix.cache or [] for prefix in prefixes]
     for number, layers in enumerate(zip(*caches, strict=True)):
         fill_layer(cache, number, layers, length)

@@ -1,6 +1,6 @@
 """A Hugging Face model with a KV cache: reading prompts, then one token of every row at a time."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from dataproto.transfer import move
@@ -17,6 +18,7 @@ from dataproto.vlm.costs import attention_window
 from rollout.continuation import Media, shown_media
 from rollout.engine import expert_dtype
 from rollout.hf.batch import Batch, select_rows, stack_prefixes
+from rollout.hf.prediction_head import PredictionHead, add_layer, states_before
 from rollout.hf.requests import OpenRequest, Prefix
 from rollout.hf.speculation import KeptStates
 
@@ -99,6 +101,8 @@ class Decoder:
     recorder: RouteRecorder | None = field(default=None, kw_only=True)
     states: KeptStates | None = field(default=None, kw_only=True)
     """Of recurrent layers; without them `read_ahead` takes single tokens only."""
+    head: PredictionHead | None = field(default=None, kw_only=True)
+    """What predicts drafts. Its keys and values are the last layer of each cache."""
 
     def read(self, requests: Sequence[OpenRequest]) -> Read:
         """Runs each distinct prompt once, left-padded, and gives each request a row of the cache.
@@ -117,9 +121,9 @@ class Decoder:
             prompts.append(prompt_of[key])
         prefixes = [part.prefix for part in parts if part.prefix is not None]
         if prefixes:
-            cache, earlier = stack_prefixes(prefixes, self._cached_config, self.device)
+            cache, earlier = stack_prefixes(prefixes, self._new_cache(), self.device)
         else:
-            cache, earlier = DynamicCache(config=self._cached_config), torch.zeros(len(parts), 0, dtype=torch.int64)
+            cache, earlier = self._new_cache(), torch.zeros(len(parts), 0, dtype=torch.int64)
         if self.recorder is not None:
             self.recorder.begin()
         hidden, mask, following = self.run(parts, cache, move(earlier, self.device))
@@ -130,13 +134,13 @@ class Decoder:
         batch = self._batch(requests, prompts, cache, mask, following, hidden[:, -1])
         return Read(batch, prompts, hidden, sum(len(part.input_ids) for part in parts))
 
-    @property
-    def _cached_config(self) -> Any:
-        """What tells the cache which layers keep a state. Layers with a sliding window keep every token, as other layers do, so
-        that rows join and leave, and the mask hides what is outside of the window.
+    def _new_cache(self) -> DynamicCache:
+        """An empty cache. Its config says which layers keep a state. Layers with a sliding window keep every token, as other
+        layers do, so that rows join and leave, and the mask hides what is outside of the window.
         """
         text = self.model.config.get_text_config()
-        return text if self.family.recurrent_mixers is not None else None
+        cache = DynamicCache(config=text if self.family.recurrent_mixers is not None else None)
+        return cache if self.head is None else add_layer(cache)
 
     def groups(self, requests: Sequence[OpenRequest]) -> list[list[OpenRequest]]:
         """The requests in groups that `read` takes under the token budget."""
@@ -201,15 +205,45 @@ class Decoder:
         features, spans = self.media(types, parts)
         together = self.family.mutual_images(self.model.config) is not None
         budget = self.token_budget if len(parts) == 1 else length
-        hidden = []
+        hidden: list[Tensor] = []
         for start, stop in prompt_pieces(types[0].tolist(), budget, together):
             own = spans.window(start, stop) if spans is not None and stop - start < length else spans
             end = earlier.shape[1] + stop
             with self.routed(parts, stop - start):
                 embeddings, extras = self.family.merge(self.model, ids[:, start:stop], features, own)
                 shown = self.family.decoder_masks(self.model, embeddings, whole[:, :end], known[:, :end], cache)
+                before = hidden[-1][:, -1] if hidden else None
                 hidden.append(self._decode(embeddings, positions[..., start:stop], extras, shown, cache))
+            at = positions[..., max(start - 1, 0) : stop - 1] if start else pad(positions[..., : stop - 1], (1, 0))
+            self._predict(embeddings, states_before(before, hidden[-1]), at, whole[:, :end], cache)
         return torch.cat(hidden, dim=1), whole, move(following, self.device)
+
+    def _predict(
+        self, embeddings: Tensor, states: Tensor, positions: Tensor, mask: Tensor, cache: DynamicCache
+    ) -> Tensor:
+        """The outputs of the head, if there is one; see `PredictionHead`."""
+        if self.head is None:
+            return states
+        rotary = self.model.get_submodule(self.family.language_model).rotary_emb
+        outputs: Tensor = self.head(rotary, embeddings, states, positions, mask, cache)
+        return outputs
+
+    def predicted(self, batch: Batch, tokens: Tensor, most: int, choose: Callable[[Tensor, int], Tensor]) -> Tensor:
+        """Drafts ``(W, most)`` of what follows the sampled ``tokens (W,)``, which are not read yet.
+
+        ``choose(outputs (W, H), ahead)`` says which token ``(W,)`` comes after ``ahead`` drafted ones.
+        """
+        layer, mask, states, found = batch.layers[-1], batch.attention_mask, batch.hidden, list[Tensor]()
+        known = layer.keys, layer.values
+        for ahead in range(most):
+            mask = pad(mask, (0, 1), value=1)
+            embeddings, _ = self.family.merge(self.model, tokens[:, None], None)
+            at = batch.next_position - 1 + ahead
+            states = self._predict(embeddings, states[:, None], at, mask, batch.cache)[:, 0]
+            tokens = choose(states, ahead)
+            found.append(tokens)
+        layer.keys, layer.values = known  # these tokens are read by the model and then by the head once more
+        return torch.stack(found, dim=1)
 
     def media(self, types: Tensor, parts: Sequence[Unread]) -> tuple[Tensor | None, MediaSpans | None]:
         """Features ``(F, levels, H)`` of the media of the parts, and where they are in the tokens ``(prompts, L)``."""
@@ -254,6 +288,7 @@ class Decoder:
             self.recorder.begin()
         with self.states.record() if self.states is not None and tokens.shape[1] > 1 else nullcontext():
             hidden = self._decode(embeddings, positions, extras, batch.attention_mask, batch.cache)
+        self._predict(embeddings, states_before(batch.hidden, hidden), positions - 1, batch.attention_mask, batch.cache)
         experts = None
         if self.recorder is not None:
             experts = self.recorder.take(len(tokens))
@@ -322,4 +357,4 @@ def _prompt_key(row: OpenRequest) -> Hashable:
 
 
 def _pad_left(values: Tensor, length: int) -> Tensor:
-    return torch.nn.functional.pad(values, (length - values.shape[-1], 0))
+    return pad(values, (length - values.shape[-1], 0))

@@ -5,7 +5,7 @@ its samples get copies of the cache. A request that continues a finished one rea
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import count
@@ -32,6 +32,7 @@ from rollout.engine import (
 )
 from rollout.hf.batch import Batch
 from rollout.hf.decoder import Decoder, Read, RouteRecorder
+from rollout.hf.prediction_head import load_head
 from rollout.hf.requests import KeptPrefixes, OpenRequest, Prefix, check_room
 from rollout.hf.speculation import DraftPlaces, KeptStates, Speculation, matching, padded_drafts
 from rollout.low_rank import LowRankLayers, held_adapter
@@ -126,7 +127,10 @@ class HFEngine:
         recorder = RouteRecorder(self.model, self.family) if routed_experts else None
         self.no_experts = None if recorder is None else recorder.nothing
         states = KeptStates(self.model, self.family) if speculate and self.family.recurrent_mixers else None
-        self._decoder = Decoder(self.family, self.model, self.device, token_budget, recorder=recorder, states=states)
+        head = load_head(self.family, self.model, self._path) if speculate else None
+        self._decoder = Decoder(
+            self.family, self.model, self.device, token_budget, recorder=recorder, states=states, head=head
+        )
         self._numbers = count()
         self._waiting: dict[int, OpenRequest] = {}
         self._batches: list[Batch] = []  # several if rows cannot be added to a batch
@@ -289,11 +293,27 @@ class HFEngine:
             left = batch.running_rows()
             batch.select(left)
             chosen = chosen[left]
-        drafts = [] if self._speculation is None else self._speculation.drafts(batch)
+        drafts = [] if self._speculation is None else self._speculation.drafts(batch, self._predictions(batch, chosen))
         if any(drafts):
             self._read_drafts(batch, chosen, drafts)
         else:
             self._decoder.advance(batch, chosen)
+
+    def _predictions(self, batch: Batch, chosen: Tensor) -> Callable[[int], Tensor] | None:
+        """What the model's head predicts to follow the sampled tokens ``(W,)``, if it has one: K tokens ``(W, K)``.
+
+        Predictions come from the numbers of the random stream that the tokens themselves will come from, so that they agree as
+        often as the two distributions let them.
+        """
+        if self._decoder.head is None:
+            return None
+        first = np.array([row.drawn for row in batch.rows])
+
+        def choose(states: Tensor, ahead: int) -> Tensor:
+            logits = project(states, self.family.lm_head(self.model).weight, self._cap)
+            return draw(batch.rows, logits, first + ahead, self.banned_ids, self.undrawn_ids)[0]
+
+        return lambda most: self._decoder.predicted(batch, chosen, most, choose)
 
     def _take(self, batch: Batch, place: int, token: int, log_prob: float) -> None:
         """Adds a sampled token to a row, which may end with it."""
@@ -440,14 +460,19 @@ class HFEngine:
         """Drops caches and, on CUDA, moves the model to the host."""
         self._suspend()
         if self.device.type == "cuda":
-            self.model.to("cpu")
+            self._move(torch.device("cpu"))
             torch.cuda.empty_cache()
 
     def wake(self) -> bool:
         """Moves the model back to its device."""
-        self.model.to(self.device)
+        self._move(self.device)
         self.weights = self.model.state_dict(keep_vars=True)  # buffers are new objects after a move
         return self._has_weights
+
+    def _move(self, device: torch.device) -> None:
+        self.model.to(device)
+        if self._decoder.head is not None:
+            self._decoder.head.to(device)
 
 
 def draw(

@@ -37,14 +37,26 @@ class Speculation:
         """Removes a request, if there is one of this number."""
         self._drafts.close(number)
 
-    def drafts(self, batch: Batch) -> list[list[int]]:
-        """A draft for each row, perhaps empty, that does not go beyond its ``max_tokens``."""
+    def drafts(self, batch: Batch, predicted: Callable[[int], Tensor] | None) -> list[list[int]]:
+        """A draft for each row, perhaps empty, that does not go beyond its ``max_tokens``.
+
+        Rows whose last tokens are new take what the head of the model has ``predicted``, a function of the number K of tokens
+        that gives the drafts ``(W, K)`` of all rows.
+        """
         found: list[list[int]] = [[] for _ in batch.rows]
-        for place in np.flatnonzero(batch.running):
+        new: list[tuple[int, int]] = []  # row, tokens that it may take
+        for place in map(int, np.flatnonzero(batch.running)):
             row = batch.rows[place]
-            left = row.sampling.max_tokens - len(row.token_ids)
-            found[place] = self._drafts.next_tokens(row.number, min(self.most, left))
-            row.drafts[0] += len(found[place])
+            left = min(self.most, row.sampling.max_tokens - len(row.token_ids))
+            found[place] = self._drafts.next_tokens(row.number, left)
+            if not found[place]:
+                new.append((place, left))
+        if new and predicted is not None:
+            tokens = predicted(max(left for _, left in new)).tolist()
+            for place, left in new:
+                found[place] = tokens[place][:left]
+        for place, draft in enumerate(found):
+            batch.rows[place].drafts[0] += len(draft)
         return found
 
 

@@ -13,6 +13,7 @@ from dataproto.errors import InvalidConfig
 from dataproto.vlm import family_of
 from helpers.batches import prompt_batch
 from helpers.examples import at_most
+from helpers.prediction_heads import add_head
 from helpers.tiny_models import MODEL_TYPES, tiny_model
 from helpers.turns import finish, next_turn
 from rollout.engine import SamplingParams
@@ -23,27 +24,33 @@ CPU = torch.device("cpu")
 
 
 def engines_of(model_type, path, **options):
-    """An engine, and one that drafts, whose model prefers few tokens, so that drafts are found and kept."""
+    """An engine, and one that drafts, whose model prefers few tokens, so that drafts are found and kept; ``+head``: by its own
+    head too.
+    """
+    model_type, _, head_of = model_type.partition("+")
     model = tiny_model(model_type)
     head = model.get_output_embeddings().weight.data
     head *= 6
     if family_of(model).recurrent_mixers is not None:  # these repeat nothing unless there are few tokens
         head[:100], head[104:] = 0, 0
     model.save_pretrained(path)
+    if head_of:
+        add_head(model, path)
     return [HFEngine(str(path), device=CPU, speculate=tokens, **options) for tokens in (0, 3)]
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        each if each in ("qwen3_vl", "qwen3_5") else pytest.param(each, marks=pytest.mark.long) for each in MODEL_TYPES
+        each if each in ("qwen3_vl", "qwen3_5+head") else pytest.param(each, marks=pytest.mark.long)
+        for each in (*MODEL_TYPES, "qwen3_5+head")
     ],
 )
 def engines(request, tmp_path_factory):
     return engines_of(request.param, tmp_path_factory.mktemp(request.param))
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_5"])
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_5+head"])
 def one_family(request, tmp_path_factory):
     return engines_of(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -155,7 +162,7 @@ def test_likeliest_tokens_come_with_accepted_ones(one_family):
         ]
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_vl_moe", "qwen3_5_moe"])
+@pytest.mark.parametrize("model_type", ["qwen3_vl_moe", "qwen3_5_moe+head"])
 def test_experts_of_accepted_tokens_are_recorded(model_type, tmp_path):
     plain, drafting = engines_of(model_type, tmp_path, routed_experts=True)
     sampling = SamplingParams(2, 0.15, max_tokens=12, seed=2, ignore_eos=True)

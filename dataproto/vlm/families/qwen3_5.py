@@ -33,7 +33,8 @@ class Qwen35(VLMFamily):
         "model.language_model.layers.*.linear_attn.A_log",
         "model.language_model.layers.*.linear_attn.dt_bias",
     )
-    unused_weights = ("mtp.*",)  # These layers predict several tokens at once.
+    unused_weights = ("mtp.*",)  # The model that trains has no prediction head.
+    prediction_head = "mtp."
     tensor_plan = (*DECODER_PLAN, *RECURRENT_PLAN)
 
     def layer_weights(self, text: Any, layer: int) -> int:
