@@ -83,7 +83,7 @@ class PredictionHead(nn.Module):
             attention_mask=visible[:, None],
             **{cache_argument(type(layer).forward): cache},
         )
-        return self.norm(output)  # type: ignore[no-any-return]
+        return self.norm(output)
 
 
 def load_head(family: VLMFamily, model: Any, model_path: str) -> PredictionHead | None:
