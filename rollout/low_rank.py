@@ -3,7 +3,7 @@
 Each adapted layer adds two plain products. An engine for the adapters of several policies is `rollout.adapter_layers`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -96,7 +96,7 @@ def _buffers(layer: nn.Module) -> Pair:
     return layer.get_buffer("low_rank_down"), layer.get_buffer("low_rank_up")
 
 
-def _adapted(layer: nn.Module, base: partial[Tensor], x: Tensor) -> Tensor:
+def _adapted(layer: nn.Module, base: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return add_low_rank(base(x), x, *_buffers(layer))
 
 

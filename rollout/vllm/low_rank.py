@@ -28,12 +28,12 @@ LOW_RANK = "low_rank"
 
 
 @cache
-def with_low_rank(kind: type) -> type:
+def with_low_rank(kind: Any) -> Any:
     """A class of vLLM's methods of linear layers that also adds the products of `LOW_RANK`."""
 
     class WithLowRank(kind):
         def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-            return add_low_rank(kind.apply(self, layer, x, bias), x, *layer.low_rank)  # type: ignore[attr-defined]
+            return add_low_rank(kind.apply(self, layer, x, bias), x, *layer.low_rank)
 
     return WithLowRank
 

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import family_of
@@ -120,10 +121,21 @@ def hand_over(path, layout):
         for number, (_, weight) in enumerate(actor.module.named_parameters()):
             if weight.requires_grad:
                 weight.fill_(0.001 * (number % 7 - 3))
-    setup = of_actor(actor, changed=False)
+    setup, reduced = of_actor(actor, changed=False), []
     worker = rollout_for(setup, ranks=ranks)
     data = worker.generate(setup.prompts, SAMPLED)
-    return largest_difference(setup, data), dict(worker.sent)
+    difference = largest_difference(setup, data)
+    with pytest.MonkeyPatch.context() as patch:
+        reduce = _fsdp_param_group.foreach_reduce
+        patch.setattr(
+            _fsdp_param_group,
+            "foreach_reduce",
+            lambda weights, grads, *rest, **options: (
+                reduced.extend(each.numel() for each in grads) or reduce(weights, grads, *rest, **options)
+            ),
+        )
+        actor.update(data, lambda outputs, _: (-outputs.log_probs, {}))
+    return difference, dict(worker.sent), sum(reduced)
 
 
 @pytest.mark.long
@@ -135,6 +147,7 @@ def test_ranks_gather_adapters_together(setup, tmp_path):
     for name, outcomes in found.items():
         for outcome in outcomes:
             assert not isinstance(outcome, str), outcome
-            difference, sent = outcome
+            difference, sent, reduced = outcome
+            assert reduced == (adapter // 4 if name == "dp" else 0)  # none of the frozen weights'
             assert difference < 1e-5, name
             assert sent["adapter_weights"] == adapter

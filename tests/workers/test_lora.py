@@ -5,14 +5,17 @@ from functools import partial
 import peft
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import family_of
 from helpers.batches import padded_log_probs, prompt_batch, with_responses
 from helpers.processes import run_ranks
 from helpers.tiny_models import CLASSES, EACH_TYPE, MOE_TYPES, TEXT_TYPES, tiny_config, tiny_model
-from workers.model.lora import add_adapters
+from workers.model.lora import adapted_forward, add_adapters, low_rank_linear
 from workers.model.model_config import ModelConfig
+from workers.parallel.activation_checkpointing import costly_operators
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import Ranks, init_ranks
 from workers.roles.actor import ActorConfig, ActorWorker
@@ -109,6 +112,67 @@ def test_only_adapters_are_trained(tmp_path):
     trained = [name for name, parameter in actor.module.model.named_parameters() if parameter.requires_grad]
     assert len(trained) == 2 * 2 * 7  # two matrices for each of two layers' seven linear ones
     assert all("language_model" in name and (".lora_A." in name or ".lora_B." in name) for name in trained)
+
+
+def adapted_linear():
+    """A layer of peft with a scale of 1.5, in double precision, and inputs."""
+    plain = torch.nn.ModuleDict({"q": torch.nn.Linear(64, 48)}).double().requires_grad_(False)
+    peft.inject_adapter_in_model(peft.LoraConfig(r=4, lora_alpha=6.0, target_modules=["q"]), plain)
+    generator = torch.Generator().manual_seed(0)
+    for part in (plain["q"].lora_A, plain["q"].lora_B):
+        torch.nn.init.normal_(part["default"].weight.data, generator=generator)
+    x = torch.randn(1, 10, 64, dtype=torch.double, generator=generator, requires_grad=True)
+    return plain["q"].double(), x
+
+
+def test_the_operator_of_an_adapted_layer_has_the_outputs_and_gradients_of_pefts():
+    layer, x = adapted_linear()
+    outcomes = []
+    for forward in (layer, partial(adapted_forward, layer)):
+        out = forward(x)
+        matrices = [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
+        outcomes.append((out, *torch.autograd.grad(out.square().sum(), [x, *matrices])))
+    torch.testing.assert_close(*outcomes, atol=1e-10, rtol=1e-10)
+    torch.library.opcheck(low_rank_linear, (x[0], layer.base_layer.weight, None, *matrices, 1.5))
+    assert torch.autograd.gradcheck(
+        lambda *inputs: low_rank_linear(inputs[0], layer.base_layer.weight, None, *inputs[1:], 1.5)[0],
+        (x[0], *matrices),
+    )
+
+
+class Kept(TorchDispatchMode):
+    """Counts the numbers that selective checkpointing keeps."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if func in costly_operators():
+            self.numbers += sum(each.numel() for each in tree_leaves(found))
+        return found
+
+
+def test_selective_checkpointing_keeps_one_output_of_an_adapted_layer():
+    layer, x = adapted_linear()
+    with Kept() as ours:
+        adapted_forward(layer, x)
+    with Kept() as theirs:
+        layer(x)
+    assert ours.numbers == 10 * (48 + 4)
+    assert theirs.numbers == 10 * (2 * 48 + 4)
+
+
+def test_frozen_weights_have_no_float32_copies_and_no_gradients(tmp_path):
+    """In bfloat16 only the adapters are in float32, with copies for the computation."""
+    tiny_model("qwen2_5_vl").save_pretrained(tmp_path)
+    actor = ActorWorker(ActorConfig(str(tmp_path), lora_rank=2, dtype="bfloat16"), CPU)
+    actor.update(rows("qwen2_5_vl"), pg_loss)
+    weights = dict(actor.module.model.named_parameters())
+    trained = {name for name, weight in weights.items() if weight.requires_grad}
+    assert {name for name, weight in weights.items() if weight.dtype == torch.float32} == trained
+    assert {id(each) for each in actor.model.precision.half_weights.copies} == {id(weights[name]) for name in trained}
+    assert {id(each) for each in actor.model.optimizer.moments} == {id(weights[name]) for name in trained}
+    assert all(weight.grad is None for name, weight in weights.items() if name not in trained)
 
 
 def test_adapted_experts_compute_the_same_as_target_parameters_of_peft():

@@ -1,24 +1,26 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685), inserted into a model in place and merged when its weights are exported.
 
-Linear layers use the adapters of ``peft``. Fused experts ``(experts, out, in)`` use `AdaptedExperts`, with one adapter for each
-expert and weight. It computes the same as peft's ``target_parameters``, whose matrices hold all experts together and so cannot be
-split over ranks by expert.
+Linear layers use the adapters of ``peft`` by an operator of ours. Fused experts ``(experts, out, in)`` use `AdaptedExperts`, with
+one adapter for each expert and weight. It computes the same as peft's ``target_parameters``, whose matrices hold all experts
+together and so cannot be split over ranks by expert.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily
 from workers.model.model_config import ModelConfig
-from workers.model.patches import hollow_parameter, replace_submodule, set_on_module
+from workers.model.patches import hollow_parameter, replace_forward, replace_submodule, set_on_module
 
 BASE_LAYER = ".base_layer"  # peft inserts it between the name of an adapted layer and those of its parameters
 ADAPTER_NAME = "default"
@@ -52,6 +54,66 @@ def add_adapters(model: PreTrainedModel, family: VLMFamily, config: ModelConfig)
         for name in family.expert_layers(model):
             adapted = AdaptedExperts(model.get_submodule(name), config.lora_rank, config.lora_alpha)
             replace_submodule(model, name, adapted)
+    if not config.load_in_4bit:  # torchao's weights of 4 bits have an operator of their own
+        for layer in plain.modules():
+            if isinstance(layer, peft.tuners.lora.Linear):
+                replace_forward(layer, partial(adapted_forward, layer))
+
+
+def adapted_forward(layer: Any, x: Tensor) -> Tensor:
+    """What an adapted linear layer of peft computes, by the operator `low_rank_linear`."""
+    base = layer.base_layer
+    if layer.disable_adapters:
+        out: Tensor = base(x)
+        return out
+    down, up = (part[ADAPTER_NAME].weight for part in (layer.lora_A, layer.lora_B))
+    flat, scale = x.flatten(0, -2), layer.scaling[ADAPTER_NAME]
+    out, _ = low_rank_linear(flat, base.weight, base.bias, down.to(x.dtype), up.to(x.dtype), scale)
+    return out.unflatten(0, x.shape[:-1])
+
+
+@torch.library.custom_op("dataproto::low_rank_linear", mutates_args=())
+def low_rank_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """``x W^T + bias + scale * (x A^T) B^T`` ``(T, out)``, and ``x A^T`` ``(T, r)`` for its gradient, by one operator.
+
+    As operators of their own the two products would make three tensors of the size of the output, of which selective
+    checkpointing keeps two. W and the bias are frozen: they get no gradient.
+    """
+    out, inner = linear(x, weight, bias), linear(x, down)
+    return out.addmm_(inner, up.t(), alpha=scale), inner
+
+
+@low_rank_linear.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape[0], weight.shape[0]), x.new_empty(x.shape[0], down.shape[0])
+
+
+@torch.library.custom_op("dataproto::low_rank_input_gradient", mutates_args=())
+def _low_rank_input_gradient(grad: Tensor, weight: Tensor, inner: Tensor, down: Tensor) -> Tensor:
+    return torch.mm(grad, weight).addmm_(inner, down)
+
+
+@_low_rank_input_gradient.register_fake
+def _(grad: Tensor, weight: Tensor, inner: Tensor, down: Tensor) -> Tensor:
+    return grad.new_empty(grad.shape[0], weight.shape[1])
+
+
+def _keep_for_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, _, down, up, ctx.scale = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(x, weight, down, up, output[1])
+
+
+def _low_rank_gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    x, weight, down, up, inner = ctx.saved_tensors
+    grad_inner = torch.mm(grad, up).mul(ctx.scale)
+    grad_x = _low_rank_input_gradient(grad, weight, grad_inner, down) if ctx.needs_input_grad[0] else None
+    return grad_x, None, None, torch.mm(grad_inner.t(), x), torch.mm(grad.t(), inner).mul(ctx.scale), None
+
+
+low_rank_linear.register_autograd(_low_rank_gradients, setup_context=_keep_for_gradient)
 
 
 def _adapted_layers(model: nn.Module, family: VLMFamily, vision: bool) -> Iterator[str]:

@@ -10,7 +10,7 @@ Who makes such changes, and why:
   layer.
 - `workers.model.lora`: Fused experts have no linear layers that peft could wrap, and peft's own way to adapt parameters uses
   one matrix for all experts, which cannot be split by expert. peft's own way to turn adapters off also changes which are
-  trained.
+  trained. Its linear layers scale and add outputs by operators of their own, which take time, and memory for the backward pass.
 - `workers.model.mixture`: transformers' functions for experts scatter gradients in any order, and compute the tokens that only
   fill up a sequence. Layers of transformers hand their routers nothing but states: neither recorded experts, nor which tokens
   are padding.

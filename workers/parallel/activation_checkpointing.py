@@ -41,6 +41,7 @@ COSTLY = (
     "dataproto.segment_attention.default",
     "dataproto.block_attention.default",
     "dataproto.delta_rule.default",
+    "dataproto.low_rank_linear.default",
     "dataproto.flash_attention_4.default",
     "_c10d_functional.all_to_all_single.default",  # other ranks would have to send these again
     "_c10d_functional.reduce_scatter_tensor.default",
