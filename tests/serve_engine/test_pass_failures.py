@@ -22,7 +22,6 @@ from helpers.served_models import (
     rows,
     run_pass,
 )
-from workers.model.model_config import SMALLEST_EPS
 
 WRONG = [
     ("gspo", {}, {}, "loss 'gspo' has no public formula"),
@@ -241,14 +240,8 @@ def test_a_pass_that_cannot_be_read_fails_alone(engine):
     assert all(gradient is None for gradient in gradients(engine, "m").values())
 
 
-def test_an_update_that_would_divide_0_by_0_is_refused(engine):
+def test_an_update_that_would_divide_0_by_0_is_refused():
     """At its first step one matrix of an adapter has no gradient, since the other one is 0."""
     for eps in (0.0, 1e-46):  # which float32 has as 0
         with pytest.raises(InvalidConfig, match=f"eps={eps}: must be at least 1.17549e-38"):
             replace(ADAM, eps=eps)
-    new_model(engine, "least-eps")
-    data = rows(engine, "cross_entropy", seed=0)
-    run_pass(engine, "least-eps", data)
-    engine.optim_step("least-eps", replace(ADAM, eps=SMALLEST_EPS))
-    assert math.isfinite(run_pass(engine, "least-eps", data).metrics["loss:sum"])
-    engine.release("least-eps")
