@@ -47,8 +47,8 @@ def check_settings(params: AdamParams) -> None:
     if not change <= LARGEST_CHANGE or params.learning_rate * params.weight_decay > 1:
         raise InvalidConfig(
             f"learning_rate={params.learning_rate:g}, eps={params.eps:g} and weight_decay={params.weight_decay:g} can leave "
-            "numbers that float32 does not hold: no update was made, and the gradients are kept for another step with a smaller rate, a "
-            "larger eps, or a product of rate and decay of at most 1"
+            "numbers that float32 does not hold: no update was made, and the gradients are kept for another step with a smaller "
+            "rate, a larger eps, or a product of rate and decay of at most 1"
         )
 
 
