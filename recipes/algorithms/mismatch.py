@@ -60,14 +60,11 @@ def differences(data: DataProto, actor: Tensor) -> dict[str, Differences]:
         has_media = torch.tensor([bool(media) for media in data["multi_modal_inputs"]], dtype=torch.bool)
     else:
         has_media = ~every_row
-    tokens = {
-        kind: mask & rows[:, None] for kind, rows in {"all": every_row, "text": ~has_media, "images": has_media}.items()
-    }
-    return {
-        kind: Differences.of(actor[chosen], data["rollout_log_probs"][chosen])
-        for kind, chosen in tokens.items()
-        if chosen.any()
-    }
+    engine, found = data["rollout_log_probs"], {}
+    for kind, rows in {"all": every_row, "text": ~has_media, "images": has_media}.items():
+        if (chosen := mask & rows[:, None]).any():
+            found[kind] = Differences.of(actor[chosen], engine[chosen])
+    return found
 
 
 def difference_metrics(data: DataProto, actor: Tensor) -> dict[str, float]:

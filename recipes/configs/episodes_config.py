@@ -95,11 +95,7 @@ class EpisodeRunConfig(ActorCriticRunConfig):
                 "algorithm.value-clip",
                 "there is no critic: add --algorithm.advantage gae, or over turns turn_gae or bi_level_gae",
             ),
-            (
-                True,
-                "ray.reward-processes ray.reward-timeout-s",
-                "environments give the rewards: leave it out",
-            ),
+            (True, "ray.reward-processes ray.reward-timeout-s", "environments give the rewards: leave it out"),
             (True, "level", "environments make no problems of a level: leave it out"),
             (not self.data.data_path, "instruction", "only rows of your own have it: add --data-path"),
             (self.model_path is not None, "warm-up.", "only the small model has this phase: leave out --model-path"),

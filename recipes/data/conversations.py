@@ -37,9 +37,8 @@ from rollout.prompts.messages import with_media
 
 _QUESTIONS = ("messages", "conversations", "texts", "prompt")
 _ANSWERS = ("completion", "response", "answer")
-CONVERSATION_COLUMNS = (
-    *(*_QUESTIONS, *_ANSWERS, "images", "image", "videos", "video", "data_source", *CONTEXT_COLUMNS),
-)
+_OTHERS = ("images", "image", "videos", "video", "data_source", *CONTEXT_COLUMNS)
+CONVERSATION_COLUMNS = (*_QUESTIONS, *_ANSWERS, *_OTHERS)
 """The columns that `read_conversation_row` knows."""
 
 

@@ -135,10 +135,8 @@ class Answered(Sequence[dict[str, Any]]):
 
     def __getitem__(self, place: Any) -> Any:
         row = self.rows[place]
-        return {
-            **row,
-            "prompt": [*row["prompt"], {"role": "assistant", "content": row["reward_model"]["ground_truth"]}],
-        }
+        answer = {"role": "assistant", "content": row["reward_model"]["ground_truth"]}
+        return {**row, "prompt": [*row["prompt"], answer]}
 
 
 class Conversations(Sequence[dict[str, Any]]):
@@ -167,11 +165,8 @@ class Conversations(Sequence[dict[str, Any]]):
     def __getitem__(self, place: Any) -> Any:
         first, *others = (self.answered[each] for each in self.places[place].tolist())
         marker = "<image>" * len(first["images"])
-        turns = [
-            {**message, "content": message["content"].removeprefix(marker)}
-            for row in others
-            for message in row["prompt"]
-        ]
+        messages = [message for row in others for message in row["prompt"]]
+        turns = [{**message, "content": message["content"].removeprefix(marker)} for message in messages]
         return {**first, "prompt": [*first["prompt"], *turns]}
 
 

@@ -49,12 +49,8 @@ KNOWN = ColumnKeys()
 _MEDIA = ("images", "image", "videos", "video")
 _QUESTIONS = ("prompt", "messages", "conversations", "problem")
 _ANSWERS = ("answer", "solution", "ground_truth")
-PROBLEM_COLUMNS = (
-    *_QUESTIONS,
-    *_MEDIA,
-    *_ANSWERS,
-    *("data_source", "ability", "reward_model", "extra_info", *CONTEXT_COLUMNS),
-)
+_OTHERS = ("data_source", "ability", "reward_model", "extra_info", *CONTEXT_COLUMNS)
+PROBLEM_COLUMNS = (*_QUESTIONS, *_MEDIA, *_ANSWERS, *_OTHERS)
 """The columns that `read_row` knows; rewards get all the others too."""
 
 CheckTruth = Callable[[Any], None]
@@ -87,13 +83,9 @@ def load_rows(
     instruction = read_instruction(instruction)
     tables, name = open_tables(source, split, media_root)
     keys.check([table for table, _ in tables], name)
-    options: dict[str, Any] = {
-        "split": split,
-        "data_source": data_source or name,
-        "instruction": instruction,
-        "keys": keys,
-    }
-    rows = TableRows(tables, partial(read_row, **options, check_truth=check_truth), table_files(source, split))
+    how: dict[str, Any] = {"instruction": instruction, "keys": keys, "check_truth": check_truth}
+    read = partial(read_row, split=split, data_source=data_source or name, **how)
+    rows = TableRows(tables, read, table_files(source, split))
     if not len(rows):
         raise InvalidConfig(f"data set {name!r} has no rows")
     return rows

@@ -156,14 +156,7 @@ def rectangle_side(random: Random) -> Draft:
     length = random.choice(range(2, 10))
     width, height = 4.4 * length, random.uniform(14, 26)
     a, b, c, d = 0j, complex(width, 0), complex(width, height), complex(0, height)
-    figure = (
-        Region((a, b, c, d)),
-        Line(a, b),
-        Line(b, c),
-        Line(c, d),
-        Line(d, a),
-        Label(str(length), (a + b) / 2, -1j),
-    )
+    figure = (Region((a, b, c, d)), *outline(a, b, c, d), Label(str(length), (a + b) / 2, -1j))
     return Draft("Find the labelled side.", str(length), figure, unit=1.0)
 
 
@@ -185,11 +178,7 @@ def marked_angle(random: Random) -> Draft:
     place = _place(LARGE, random.uniform(0, 360))
     half = degrees / 2
     vertex, base, top = place(-3.5 + 0j), place(-3.5 + ray(-half, 8)), place(-3.5 + ray(half, random.uniform(7, 8.5)))
-    figure: list[Shape] = [
-        Region((vertex, base, top)),
-        *outline(vertex, base, top),
-        AngleLabel(str(degrees), vertex, base, top),
-    ]
+    figure = (Region((vertex, base, top)), *outline(vertex, base, top), AngleLabel(str(degrees), vertex, base, top))
     return Draft("Find the marked angle.", str(degrees), _among(random, figure))
 
 
@@ -199,7 +188,7 @@ def labelled_side(random: Random) -> Draft:
     corners = _placed_rectangle(random, 4, _place(LARGE, random.choice((0, 90)) + random.uniform(-8, 8)))
     side = random.randrange(4)
     label = SideLabel(str(length), corners[side], corners[(side + 1) % 4])
-    figure: list[Shape] = [Region(corners), *outline(*corners), label]
+    figure = (Region(corners), *outline(*corners), label)
     return Draft("Find the labelled side.", str(length), _among(random, figure))
 
 
@@ -207,12 +196,7 @@ def labelled_radius(random: Random) -> Draft:
     """The labelled radius of a circle, 2 to 19."""
     radius = random.choice(range(2, 20))
     rim = LARGE + ray(random.uniform(0, 360), random.uniform(5, 5.5))
-    figure: list[Shape] = [
-        Circle(LARGE, abs(rim - LARGE)),
-        Line(LARGE, rim),
-        Dot(LARGE),
-        SideLabel(str(radius), LARGE, rim),
-    ]
+    figure = (Circle(LARGE, abs(rim - LARGE)), Line(LARGE, rim), Dot(LARGE), SideLabel(str(radius), LARGE, rim))
     return Draft("Find the labelled radius.", str(radius), _among(random, figure))
 
 
@@ -220,14 +204,14 @@ def labelled_area(random: Random) -> Draft:
     """The area in a shaded rectangle, 10 to 99."""
     area = random.choice(range(10, 100))
     corners = _placed_rectangle(random, 4.6, _place(LARGE, random.uniform(0, 90)))
-    figure: list[Shape] = [Region(corners), *outline(*corners), Label(str(area), LARGE)]
+    figure = (Region(corners), *outline(*corners), Label(str(area), LARGE))
     return Draft("Find the shaded area.", str(area), _among(random, figure))
 
 
 LEVEL2 = (marked_angle, labelled_side, labelled_radius, labelled_area)
 
 
-def _among(random: Random, figure: list[Shape]) -> tuple[Shape, ...]:
+def _among(random: Random, figure: Figure) -> tuple[Shape, ...]:
     """The figure in one quarter of the picture, and figures without numbers in the others."""
     plain = [shape for at in SMALL for shape in random.choice(_PLAIN)(random, _place(at, random.uniform(0, 360)))]
     quarter = 1j ** random.randrange(4)
@@ -240,8 +224,8 @@ def _place(at: Point, degrees: float) -> Place:
 
 def _placed_rectangle(random: Random, half: float, place: Place) -> tuple[Point, Point, Point, Point]:
     height = half * random.uniform(0.6, 0.8)
-    corners = (complex(-half, -height), complex(half, -height), complex(half, height), complex(-half, height))
-    return place(corners[0]), place(corners[1]), place(corners[2]), place(corners[3])
+    low, high = complex(half, -height), complex(half, height)
+    return place(-high), place(low), place(high), place(-low)
 
 
 def _plain_triangle(random: Random, place: Place) -> list[Shape]:
@@ -370,10 +354,8 @@ def _labelled_rectangle(random: Random) -> tuple[int, int, tuple[Shape, ...]]:
     height = random.randint(-(-width // 2), 2 * width)
     corners = (0j, complex(width), complex(width, height), complex(0, height))
     level, upright = random.choice((0, 2)), random.choice((1, 3))
-    labels = [
-        SideLabel(str(length), corners[side], corners[(side + 1) % 4])
-        for side, length in ((level, width), (upright, height))
-    ]
+    sides = ((level, width), (upright, height))
+    labels = [SideLabel(str(length), corners[side], corners[(side + 1) % 4]) for side, length in sides]
     squares = [right_angle(corners[0], corners[1], corners[3])]
     return width, height, (Region(corners), *outline(*corners), *squares, *labels)
 

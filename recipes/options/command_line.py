@@ -277,12 +277,8 @@ def joined(first: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, Any]:
     >>> joined({"steps": 3, "engine-options": {"a": 1}}, {"steps": 4, "engine-options": {"b": 2}})
     {'steps': 4, 'engine-options': {'a': 1, 'b': 2}}
     """
-    both = {
-        name: {**first[name], **value}
-        for name, value in then.items()
-        if isinstance(value, dict) and first.get(name) is not None
-    }
-    return {**first, **then, **both}
+    mappings = {name: value for name, value in then.items() if isinstance(value, dict)}
+    return {**first, **then, **{name: {**(first.get(name) or {}), **value} for name, value in mappings.items()}}
 
 
 def read(arguments: Sequence[str], options: Sequence[Option], prog: str = "") -> dict[str, Any]:

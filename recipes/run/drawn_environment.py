@@ -61,13 +61,15 @@ def episode_task(config: EpisodeRunConfig, drawn: DrawnEnvironment) -> PolicyTas
         config.check_models(config.model_path)
     if config.episodes.environment is not None:
         load_environment(config.episodes.environment)
-    config = open_task_directory(config)
-    model_path = config.model_path or str(
-        demonstrated_model(config.run.output_dir / MODEL, config.run.seed, drawn, config.warm_up, config.run.resume)
-    )
+    model_path, run = config.model_path, config.run
+    if model_path is None:
+        config = open_task_directory(config)
+        model_path = str(demonstrated_model(run.output_dir / MODEL, run.seed, drawn, config.warm_up, run.resume))
     builder, played = open_environment(config, drawn, model_path)
     name_departures(builder)
     rows, held_out, controls = episode_rows(config, drawn, builder)
+    if config.model_path is not None:
+        config = open_task_directory(config)
     loader = prompt_loader(config, builder, rows, shuffle=config.data.data_path is not None)
     tell_data(loader, *held_out.values())
     evaluate = evaluation_of_sets(config, builder, held_out)

@@ -190,11 +190,8 @@ def check_step(step: Callable[..., Any]) -> None:
 def step_result(found: Any) -> tuple[DataProto, dict[str, float]]:
     """What a step returned. Raises `InvalidConfig` unless it is rows and metrics."""
     if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], Mapping):
-        kinds = (
-            f"({', '.join(type(each).__name__ for each in found)})"
-            if isinstance(found, tuple)
-            else type(found).__name__
-        )
+        names = [type(each).__name__ for each in (found if isinstance(found, tuple) else [found])]
+        kinds = f"({', '.join(names)})" if isinstance(found, tuple) else names[0]
         raise InvalidConfig(f"the step returned {kinds}: it must end with `return data, metrics`, rows and numbers")
     return found[0], dict(found[1])
 

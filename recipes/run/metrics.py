@@ -298,10 +298,8 @@ def _speculation(tokens: int, drafted: Tensor, accepted: Tensor) -> dict[str, fl
     """
     kept, asked = int(accepted.sum()), int(drafted.sum())
     passes = max(tokens - kept, 1)
-    return {
-        "speculation/accepted_per_pass": kept / passes,
-        "speculation/accepted_ratio": kept / asked if asked else 0.0,
-    }
+    ratio = kept / asked if asked else 0.0
+    return {"speculation/accepted_per_pass": kept / passes, "speculation/accepted_ratio": ratio}
 
 
 def _lengths(data: DataProto) -> tuple[Tensor, Tensor]:

@@ -313,12 +313,8 @@ def announce_replay(rollout: RolloutConfig, family: VLMFamily) -> None:
     if replays_routing(rollout, family):
         print("routing replay: the actor uses the experts that the engine chose (--rollout.no-replay-routing)")
     else:
-        reason = (
-            "--rollout.no-replay-routing"
-            if returns_experts(rollout.engine)
-            else f"engine {rollout.engine} names no experts"
-        )
-        print(f"no routing replay: {reason}")
+        named, asked = returns_experts(rollout.engine), "--rollout.no-replay-routing"
+        print(f"no routing replay: {asked if named else f'engine {rollout.engine} names no experts'}")
 
 
 def prompt_loader(config: Any, builder: PromptBuilder, rows: Any, shuffle: bool = True) -> PromptLoader:

@@ -40,16 +40,7 @@ if TYPE_CHECKING:
 
 NEEDED = ("response_mask", "attention_mask", "uid")
 MEASURED = (("responses", "token_level_rewards"), ("input_ids", "actor_log_probs"))  # of rollouts; of other rows
-DESCRIBING = [
-    "uid",
-    "data_source",
-    "raw_prompt",
-    "response_text",
-    "reward_model",
-    "multi_modal_data",
-    "score",
-    "truncated",
-]
+DESCRIBING = ("uid", "data_source", "raw_prompt", "response_text", "reward_model", "multi_modal_data")
 EPISODES = {"trajectory": "", "new_row": "", "end_reason": "done"}
 """Columns of rows of episodes, which alone have the first, and their defaults."""
 PER_TOKEN = {  # name in the file: columns (B, R), of which the first that the batch has is kept
@@ -126,7 +117,8 @@ class KeptRollouts:
         parts = reward_parts(data) if scored else {}
         shaped = data["token_level_rewards"].sum(-1).tolist() if scored else [None] * len(data)
         names: dict[tuple[int, ...], list[str]] = {}  # of pictures, by the media that rows share
-        columns = {name: data[name] if name in data else [None] * len(data) for name in DESCRIBING}
+        described = (*DESCRIBING, "score", "truncated")
+        columns = {name: data[name] if name in data else [None] * len(data) for name in described}
         rows = []
         for row, sample in enumerate(samples):
             cells = {name: column[row] for name, column in columns.items()}
@@ -222,7 +214,7 @@ def _tokens(data: DataProto, text_of: Any) -> Iterator[Row]:
     }
     mismatch = _mismatch(found["engine_log_probs"], found["actor_log_probs"], sampled)
     numbers = {name: _numbers(column) for name, column in found.items() if column is not None}
-    types = data["mm_token_type_ids"].tolist() if episodes else len(data) * [None]
+    types: list[Any] = data["mm_token_type_ids"].tolist() if episodes else len(data) * [None]
     for row, (ids, kept, own) in enumerate(zip(ids_of.tolist(), attended.tolist(), sampled.tolist(), strict=True)):
         tokens = list(compress(ids, kept))
         yield (

@@ -15,6 +15,8 @@ from recipes.data.conversations import (
 )
 from recipes.data.problem_rows import read_row
 from recipes.data.row_values import columns_left_out
+from recipes.demo.tiny_model import make_tiny_processors
+from recipes.run.policy_gradient import open_problems, prompt_builder
 from rollout.prompts.images import load_image
 from rollout.prompts.messages import read_tools
 
@@ -139,22 +141,18 @@ def test_columns_that_nobody_reads_are_named(tmp_path):
     ) == ["input"]
 
 
-@pytest.mark.slow
 def test_a_run_names_them_once(tmp_path, capsys):
     rows = [
         {"messages": [{"role": "user", "content": f"{n} + 1?"}, {"role": "assistant", "content": str(n + 1)}], "id": n}
         for n in range(12)
     ]
-    file = tmp_path / "rows.jsonl"
+    file, model = tmp_path / "rows.jsonl", str(make_tiny_processors(tmp_path / "model"))
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = f"--preset tiny --steps 1 --batch-size 2 --data-path {file} --max-response-length 4 --eval-first false"
-    assert sft.main([*given.split(), "--output-dir", str(tmp_path / "sft")]) == 0
+    given = ["--preset", "tiny", "--data-path", str(file)]
+    sft.conversation_task(sft.parse(given), model)
     assert capsys.readouterr().out.count(f"{file}: columns that are not read: id") == 1
-    problems = f"{given} --algorithm.n 2 --algorithm.minibatch None --eval-rows 2 --reward {tmp_path / 'one.py'}:one"
-    (tmp_path / "one.py").write_text(
-        "def one(prompts, completions, **columns):\n    return [1.0 for _ in completions]\n"
-    )
-    assert grpo.main([*problems.split(), "--output-dir", str(tmp_path / "grpo")]) == 0
+    config = grpo.parse(given)
+    open_problems(config, prompt_builder(config.data, model))
     assert capsys.readouterr().out.count(f"{file}: columns that only the reward gets: id") == 1
 
 

@@ -52,9 +52,8 @@ def test_a_preset_fits_the_cards_that_people_have(case):
     assert (compute.token_budget, compute.activation_checkpointing, compute.offload_idle) == (budget, mode, idle)
     assert config.layout.world_size == devices
     assert config.on == ("local" if devices == 1 else "ray")
-    for response in (64, 1024):
-        found = expected(config, memory, response)
-        assert found.fits, found.problems
+    found = expected(config, memory, 1024)
+    assert found.fits, found.problems
 
 
 def test_what_is_given_is_not_chosen():

@@ -102,7 +102,7 @@ def test_the_exported_checkpoint_is_one_to_start_from(finished_run, geometry3k, 
     assert first[name] == last[name]
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_an_interrupted_run_continues_to_the_bit(how, finished_run, checkpoint, geometry3k, reward, tmp_path):
     directory = tmp_path / "interrupted"
     command = [sys.executable, "-m", "recipes.geo3k_grpo", *arguments(checkpoint, geometry3k, reward, directory)]

@@ -120,11 +120,8 @@ def _first_that_fits(default: Config, asked: Config, machine: Machine) -> Config
         share = float(own_share or engine_share(tried, machine))
         if training_bytes(tried) <= machine.usable and has_room(tried, machine, share):
             options = {"memory_share": share} if asked.engine == "vllm" else {}
-            return replace(
-                default,
-                compute=replace(default.compute, **chosen),
-                engine_options={**default.engine_options, **options},
-            )
+            compute = replace(default.compute, **chosen)
+            return replace(default, compute=compute, engine_options={**default.engine_options, **options})
     return None
 
 
@@ -225,10 +222,8 @@ def training_bytes(config: "PolicyGradientConfig") -> int:
     own = found.weights + found.copies + found.gradients
     own += 0 if config.engine == "vllm" else 2 * sizes.total
     longest = config.data.max_prompt_length + config.longest_response  # such a row is a micro-batch of its own
-    work = (
-        max(compute.token_budget, longest)
-        * sizes.token["full" if compute.activation_checkpointing == "full" else "selective"]
-    )
+    mode: Mode = "full" if compute.activation_checkpointing == "full" else "selective"
+    work = max(compute.token_budget, longest) * sizes.token[mode]
     passes = own + LOGITS + 4 * sizes.words + round(work)
     if compute.offload_idle:
         return max(passes, own + found.moments)
