@@ -261,8 +261,6 @@ class Writer:
             return {"$": "dict", "items": items}
         if kind is tuple:
             return {"$": "tuple", "items": [self.at("item", number, item) for number, item in enumerate(value)]}
-        if kind is set:
-            return {"$": "set", "items": [self._key(item) for item in value]}
         return self._large(value)
 
     def at(self, kind: str, name: Any, value: Any) -> Any:
@@ -275,7 +273,7 @@ class Writer:
         return node
 
     def _key(self, value: Any) -> Any:
-        """The node of a key or of a member of a set: complete, without references, so that it is cheap to hash."""
+        """The node of a key: complete, without references, so that it is cheap to hash."""
         kind = type(value)
         if kind is tuple:
             return {"$": "tuple", "items": [self._key(item) for item in value]}
@@ -405,10 +403,6 @@ class Reader:
             return dict(zip(keys, [self.tree(item) for _, item in node["items"]]))
         if tag == "tuple":
             return tuple(self.tree(item) for item in node["items"])
-        if tag == "set":
-            members = [_key(item) for item in node["items"]]
-            _check_keys(members)
-            return set(members)
         if tag == "objects":
             return object_array([self.tree(item) for item in node["items"]]).reshape(_shape(node["shape"]))
         if tag == "tensordict":
