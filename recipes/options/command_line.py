@@ -82,7 +82,7 @@ def exit_status(arguments: Sequence[str] | None = None, resumes: bool = True) ->
         status.code = 2
     except KeyboardInterrupt as error:
         instead = " instead of --overwrite" if {"--overwrite", "--run.overwrite"} & {*status.arguments} else ""
-        way_on = f": the same command with --resume{instead} continues from the last checkpoint" if resumes else ""
+        way_on = f": run the command with --resume{instead} to continue from the last checkpoint" if resumes else ""
         print("; ".join([f"\ninterrupted{way_on}", *later_errors(error)]), file=sys.stderr)
         status.code = 130
 

@@ -8,20 +8,11 @@ from itertools import groupby
 from textwrap import wrap
 from typing import Any
 
+from recipes.options.names import COMMON
 from recipes.options.option_table import Option, spelled_kind
 
 FEW = 16
 """A command with at most this many options shows all of them."""
-COMMON = {
-    "preset", "config", "resume", "traceback",
-    "model-path", "teacher", "data-path", "eval-data-path", "reward", "engine", "on", "layout.dp", "steps", "batch-size", "level",
-    "max-prompt-length", "max-length", "max-response-length", "image-column", "label-column", "eval-every", "save-every",
-    "overwrite", "seed", "output-dir", "token-budget", "activation-checkpointing", "compile", "lora-rank",
-    "algorithm.n", "algorithm.minibatch", "algorithm.loss", "algorithm.advantage", "algorithm.kl-coef",
-    "optimizer.lr", "optimizer.schedule", "optimizer.warmup-steps", "critic-optimizer.lr",
-    "sft.steps", "sft.batch-size", "sft.optimizer.lr", "shuffled-rewards",
-}  # fmt: skip
-"""The options that most runs set."""
 INDENT = 30
 
 

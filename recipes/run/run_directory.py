@@ -19,7 +19,7 @@ from recipes.directory_lock import LOCK_FILE, locked
 from recipes.options import options_of, settings_line, write_options
 from recipes.options.command_line import way_out_of_resuming
 from recipes.options.config_file import CHANGES, CONFIG_FILE
-from recipes.options.names import CHANGEABLE
+from recipes.options.names import CHANGEABLE, FILES, FREE, PLACES
 from recipes.watch.console import show_summary
 from recipes.watch.metrics_file import METRICS_FILE
 from recipes.watch.report import ENVIRONMENT_FILE, environment, write_report
@@ -27,40 +27,6 @@ from workers.model.model_config import OptimizerConfig, Schedule
 from workers.training.checkpoint import checkpoint_steps, latest_checkpoint, write_json
 
 Config = TypeVar("Config")
-
-# Options that a resumed run may change: they do not affect a step, only the number of steps.
-FREE = (
-    "run.resume",
-    "run.change",
-    "run.overwrite",
-    "run.output_dir",
-    "run.steps",
-    "run.epochs",
-    "run.save_every",
-    "run.save_behind",
-    "run.eval_every",
-    "run.eval_first",
-    "run.keep_checkpoints",
-    "run.keep_best",
-    "run.loggers",
-    "run.console_columns",
-    "data.num_workers",
-    "keep_rollouts",
-    "keep_rows",
-)
-FREE_PLACES = ("on", "layout", "ray", "max_restarts")  # where the steps run
-# Files and folders, which a resumed run may find in another folder, under the same name.
-FILES = (
-    "model_path",
-    "teacher",
-    "data.data_path",
-    "data.eval_data_path",
-    "reward",
-    "algorithm.loss",
-    "algorithm.advantage",
-    "optimizer.schedule",
-    "critic_optimizer.schedule",
-)
 
 
 class HasRun(Protocol):
@@ -300,11 +266,11 @@ def _changes(directory: Path, config: HasRun) -> list[dict[str, Any]]:
     names = {".".join(option.path): option.name for option in options_of(config)}
     changed = {name for name, option in names.items() if option in CHANGEABLE and option in config.run.change}
     for name in before:
-        free = name in FREE or name.split(".")[0] in FREE_PLACES
+        free = names.get(name) in FREE or name.split(".")[0].replace("_", "-") in PLACES
         lengthened = name.endswith("optimizer.total_steps") and now.get(name) is not None  # see `with_schedules`
-        moved = name in FILES and _file_names(before[name]) == _file_names(now.get(name))
+        moved = names.get(name) in FILES and _file_names(before[name]) == _file_names(now.get(name))
         if before[name] != now.get(name) and not (free or lengthened or moved or name in changed):
-            way_out = f"resume it with {'the same name in another folder' if name in FILES else 'its own settings'}"
+            way_out = f"resume it with {'the same name in another folder' if names.get(name) in FILES else 'its own settings'}"
             if (option := names.get(name)) in CHANGEABLE:
                 way_out += f", or change them from here on: --change {option}=VALUE"
             elif option is not None:

@@ -15,12 +15,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from dataproto.errors import DataProtoError, FileFormatError
 from recipes.options.config_file import CONFIG_FILE
 from recipes.watch.charts import COLOURS, Series, line_chart
 from recipes.watch.confusion import latest_confusion
 from recipes.watch.metrics_file import METRICS_FILE, read_metrics
-from recipes.watch.pages import number, render, write_page
+from recipes.watch.pages import TEMPLATES, number, render, write_page
 from recipes.watch.rollout_files import load_rollouts, rollout_steps
 from recipes.watch.signals import learning_problems
 from recipes.watch.trackers import flatten
@@ -29,7 +31,7 @@ Rows = Sequence[Mapping[str, float]]
 
 ENVIRONMENT_FILE, REPORT_FILE = "environment.json", "report.html"
 MAX_CARDS = 24
-ACCURACY, CONTROL = "val-core/*/acc/mean@*", "val-aux/*/acc/mean@*"
+ACCURACY = "val-core/*/acc/mean@*"
 PACKAGES = ("torch", "transformers", "tensordict", "numpy", "pillow", "vllm", "ray", "dataproto-vlm")
 
 
@@ -43,51 +45,7 @@ class Chart:
     percent: bool = False
 
 
-DIFFERENCES = {"mean": "mean", "p99": "99 %", "max": "largest"}
-LENGTHS = {"mean": "mean", "max": "longest", "min": "shortest"}
-CLIPPED = {
-    "actor/pg_clipfrac": "policy ratio",
-    "actor/pg_clipfrac_lower": "dual clip",
-    "response_length/clip_ratio": "length",
-}
-CHARTS = (
-    Chart("Held-out accuracy", "Answers to problems never trained on", {ACCURACY: None}, percent=True),
-    Chart("Held-out reward", "Of the same answers", {"val-core/*/reward/mean@*": None}),
-    Chart("Controls", "The same answers where pictures tell nothing", {CONTROL: None}, percent=True),
-    Chart("Loss", "Of the tokens to be learnt, each in nats", {"train/loss": "training"}),
-    Chart("Held-out loss", "The same, of rows never trained on", {"val/loss": "held out", "val/loss/*": None}),
-    Chart("Reward", "Mean of the sampled responses", {"critic/score/mean": "reward", "reward/acc": "right answers"}),
-    Chart(
-        "KL divergence",
-        "Per token: to the reference, and of one update",
-        {"actor/kl_loss": "reference", "actor/ppo_kl": "update"},
-    ),
-    Chart("Entropy", "Of the policy, per token, in nats", {"actor/entropy": "entropy"}),
-    Chart(
-        "Engine and actor",
-        "Difference of their log-probs of the sampled tokens, in nats",
-        {f"training/rollout_probs_diff_log_{name}": label for name, label in DIFFERENCES.items()},
-    ),
-    Chart(
-        "Staleness",
-        "Updates between the weights that sampled a token and those that learn from it",
-        {"training/staleness/mean": "mean", "training/staleness/max": "largest"},
-    ),
-    Chart("Turns", "Of an episode", {"episode/turns/mean": "mean", "episode/turns/max": "most"}),
-    Chart("Ends of episodes", "Share of the sampled ones", {"episode/ended/*": None}, percent=True),
-    Chart("Response length", "Tokens", {f"response_length/{name}": label for name, label in LENGTHS.items()}),
-    Chart(
-        "Commonest answer",
-        "Share of the responses that are the same text",
-        {"response/commonest_ratio": "responses"},
-        percent=True,
-    ),
-    Chart("Time", "Seconds in each stage of a step", {"timing_s/*": None}),
-    Chart("Gradient norm", "Before clipping", {"actor/grad_norm": "norm"}),
-    Chart("Clipped", "Share of tokens, and of responses cut at the length limit", CLIPPED),
-    Chart("Learning rate", "Of the last update in a step", {"actor/lr": "rate"}),
-    Chart("Throughput", "Tokens per second and device", {"perf/throughput": "tokens/s"}),
-)
+CHARTS = tuple(Chart(**each) for each in yaml.safe_load((TEMPLATES / "charts.yaml").read_text(encoding="utf-8")))
 NOT_OF_THE_REWARD = {f"reward/{name}" for name in ("acc", "equal_groups_ratio", "greedy_baseline", "overlong_penalty")}
 """Metrics that have charts of their own, or that a step adds."""
 

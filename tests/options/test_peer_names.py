@@ -7,7 +7,7 @@ import pytest
 
 from dataproto.errors import InvalidConfig
 from recipes.configs import grpo_config, sft_config
-from recipes.options.names import own_name, peer_names
+from recipes.options.names import PEER_NAMES, own_name
 from recipes.options.option_table import options_of, spellings
 
 PAGE = Path(__file__).parents[2] / "docs" / "moving.md"
@@ -83,9 +83,9 @@ def test_every_name_of_ours_is_an_option_and_none_of_theirs_is():
     config = grpo_config.parse([])
     options = options_of(config)
     known = {*spellings(options)}
-    ours = {word for name in peer_names().values() for word in name.split() if word.startswith("--")}
+    ours = {word for name in PEER_NAMES.values() for word in name.split() if word.startswith("--")}
     assert ours <= known | {"--preset", "--resume"}
-    theirs = list(peer_names())
+    theirs = list(PEER_NAMES)
     assert not {f"--{name.replace('_', '-')}" for name in theirs} & {f"--{option.name}" for option in options} - {
         "--algorithm.kl-coef"
     }
