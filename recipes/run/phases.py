@@ -228,7 +228,7 @@ def policy_log_probs(
     """The columns ``old_log_probs`` and ``ref_log_prob`` ``(B, R)`` that the step reads and ``data`` lacks.
 
     An update of one optimizer step meets the policy that sampled, so the loss takes the log-probs of its own pass as the old
-    ones (`AlgorithmConfig.needs_old_log_probs`). Rows that the actor and the reference score are prepared once.
+    ones (`AlgorithmConfig.needs_old_log_probs`). Rows that the actor and the reference score are sent once.
 
     Args:
         prompts: the number of prompts of the step, by default those of ``data``.

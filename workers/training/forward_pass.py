@@ -3,10 +3,10 @@
 Batches go to the device without waiting for it: the host prepares the next micro-batch while the device computes.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +26,6 @@ The worker masks and averages them. A policy's outputs are `workers.model.packed
 `workers.roles.critic.Values`.
 """
 
-Made = TypeVar("Made")
-
 TRAINING_COLUMNS = ("input_ids", "attention_mask", "position_ids", "response_mask")
 
 
@@ -39,7 +37,6 @@ def forward_rows(
     tower: bool = False,
     length: int = 0,
     phase: Callable[[str], AbstractContextManager[Any]] = nullcontext,
-    prepared: "PreparedRows | None" = None,
 ) -> Any:
     """Packs the rows, encodes each distinct image once, and returns per-token ``module.outputs`` ``(B, R)`` on ``device``.
 
@@ -47,10 +44,9 @@ def forward_rows(
         tower: run the vision tower even if the rows have no media, on a dummy image without effect.
         length: fill the packed rows up to this number of tokens.
         phase: times the parts ``prepare`` and ``forward``, see `Accounting.phase`.
-        prepared: the rows, where another model has run on them before.
     """
     with phase("prepare"):
-        prepared = prepared or PreparedRows(module, rows)
+        prepared = PreparedRows(module, rows)
         tokens = prepared.tokens(module, device, length)
         media, spans, wanted = prepared.media(module, device, tower)
     with phase("forward"):
@@ -63,26 +59,16 @@ def forward_rows(
 
 
 class PreparedRows:
-    """Rows, packed, with their media; what there is room to keep is made once for several passes.
+    """Rows, packed, with their media."""
 
-    The modules of these passes may differ in their weights, in whether they replay experts, and in the features that they keep.
-    """
-
-    def __init__(
-        self, module: PackedVLM, rows: DataProto, take_room: Callable[[int], bool] = lambda size: False
-    ) -> None:
-        """``take_room`` says whether so many bytes of tensors may be kept."""
+    def __init__(self, module: PackedVLM, rows: DataProto) -> None:
         self.rows, self.shared = rows, sharing(module, rows)
         self.packed = pack(module, rows, self.shared)
-        self._take_room = take_room
-        self._kept: dict[str, Any] = {}
 
     def tokens(self, module: PackedVLM, device: torch.device, length: int = 0) -> PackedRows:
-        """The packed rows on ``device``, filled up to ``length`` tokens, which is the same in every call."""
-        found = self._made_once(
-            "tokens", lambda: self._filled(module, device, length), lambda made: vars(made).values()
-        )
-        return found if module.replays_routing else replace(found, routed_experts=None)
+        """The packed rows on ``device``, filled up to ``length`` tokens."""
+        packed = fill_up(self.packed, length)
+        return fill_up(packed, module.tokens.filled(packed.input_ids.shape[-1])).to(device)
 
     def media(
         self, module: PackedVLM, device: torch.device, tower: bool = False, keeps: bool = True
@@ -93,34 +79,13 @@ class PreparedRows:
             tower: see `forward_rows`.
             keeps: whether to use features that the module has kept, and to keep further ones.
         """
-        joined, spans = self._made_once(
-            "placed",
-            lambda: place_media(module, self.rows, self.packed, self.shared),
-            lambda made: (*made[0].values(), *vars(made[1]).values()),
-        )
-        wanted, inputs, config = None, joined, module.model.config
+        inputs, spans = place_media(module, self.rows, self.packed, self.shared)
+        wanted, config = None, module.model.config
         if module.kept is not None and keeps:
-            wanted = module.kept.wanted(placed_media(module, self.rows, self.shared), joined)
+            wanted = module.kept.wanted(placed_media(module, self.rows, self.shared), inputs)
             inputs = wanted.inputs
-        if inputs and inputs is joined:
-            part = self._made_once(
-                "part", lambda: module.features.share(config, joined, device), lambda made: made.inputs.values()
-            )
-            return part, spans, wanted
         inputs = inputs or (module.family.dummy_media(config) if tower else {})
         return (module.features.share(config, inputs, device) if inputs else None), spans, wanted
-
-    def _filled(self, module: PackedVLM, device: torch.device, length: int) -> PackedRows:
-        packed = fill_up(self.packed, length)
-        return fill_up(packed, module.tokens.filled(packed.input_ids.shape[-1])).to(device)
-
-    def _made_once(self, name: str, make: Callable[[], Made], tensors: Callable[[Made], Iterable[Any]]) -> Made:
-        found: Made | None = self._kept.get(name)
-        if found is None:
-            found = make()
-            if self._take_room(sum(value.nbytes for value in tensors(found) if isinstance(value, Tensor))):
-                self._kept[name] = found
-        return found
 
 
 def pack(module: PackedVLM, rows: DataProto, shared: Tensor) -> PackedRows:

@@ -5,7 +5,7 @@ and in each of them the vision tower if one rank has media there.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -59,14 +59,8 @@ def micro_batches(
     rows = [inert_rows(module) if part == NOTHING else chosen[part] for part in parts]
     indices = [part if places is None or part == NOTHING else places[part] for part in parts]
     lengths = common_lengths(rows, module, ranks)
-    found = [MicroBatch(*each) for each in zip(indices, rows, [False] * len(rows), lengths, strict=True)]
-    return with_towers(found, module, ranks)
-
-
-def with_towers(parts: Sequence[MicroBatch], module: PackedVLM, ranks: Ranks) -> list[MicroBatch]:
-    """The micro-batches of a call; the tower of ``module`` runs in those for which some rank has media."""
-    towers = ranks.any_of(needs_tower(module, [part.rows for part in parts]), "dp")
-    return [replace(part, tower=tower) for part, tower in zip(parts, towers, strict=True)]
+    towers = ranks.any_of(needs_tower(module, rows), "dp")
+    return [MicroBatch(*each) for each in zip(indices, rows, towers, lengths, strict=True)]
 
 
 def common_lengths(parts: Sequence[DataProto], module: PackedVLM, ranks: Ranks) -> list[int]:
@@ -188,35 +182,6 @@ Conclude = Callable[[MicroBatch, Any], Tensor]
 """From a micro-batch and its outputs to the number () that the backward pass starts from."""
 
 
-class SharedParts:
-    """The micro-batches of rows that several models score, one after the other: cut and prepared once.
-
-    Tokens and media are kept up to a limit, since pixels may be large; what has no room is prepared for each model.
-    """
-
-    def __init__(self, max_bytes: int = 1 << 30) -> None:
-        """At most ``max_bytes`` of tensors on host and device are kept."""
-        self.parts: list[MicroBatch] = []  # empty before the first model
-        self._prepared: dict[int, PreparedRows] = {}
-        self._room = max_bytes
-
-    def take(self, parts: Sequence[MicroBatch]) -> None:
-        """Takes the micro-batches of a model, which differ from those of one before it only in where the tower runs."""
-        self.parts = list(parts)
-
-    def prepared(self, number: int, module: PackedVLM) -> PreparedRows:
-        """Micro-batch ``number``, prepared for ``module`` or for a model before it."""
-        if number not in self._prepared:
-            self._prepared[number] = PreparedRows(module, self.parts[number].rows, self._take_room)
-        return self._prepared[number]
-
-    def _take_room(self, size: int) -> bool:
-        if size > self._room:
-            return False
-        self._room -= size
-        return True
-
-
 class MicroBatchFeed:
     """The `Feed` of a pipeline: micro-batches, packed."""
 
@@ -226,13 +191,9 @@ class MicroBatchFeed:
         parts: Sequence[MicroBatch],
         device: torch.device,
         conclude: Conclude,
-        shared: SharedParts | None = None,
     ) -> None:
         self.module, self.parts, self.device, self._conclude = module, parts, device, conclude
-        self.prepared = [
-            PreparedRows(module, part.rows) if shared is None else shared.prepared(number, module)
-            for number, part in enumerate(parts)
-        ]
+        self.prepared = [PreparedRows(module, part.rows) for part in parts]
         self.count = len(parts)
         self.length = max((each.packed.input_ids.shape[-1] for each in self.prepared), default=0)
         self.length = max(self.length, *(part.length for part in parts), 0)

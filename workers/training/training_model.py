@@ -26,7 +26,7 @@ from workers.parallel.transform import repeated_layers
 from workers.ranks.mesh import AXES, Ranks
 from workers.training.accounting import Accounting, required_work, whole_work
 from workers.training.checkpoint import Saving, load_model_weights, load_training_state
-from workers.training.forward_pass import LossFn, PreparedRows, forward_rows, index_on, rows_to_device
+from workers.training.forward_pass import LossFn, forward_rows, index_on, rows_to_device
 from workers.training.loading import Wrap, load_packed
 from workers.training.loss_sums import LossSums, Updated, averages, denominator, token_weights, zero_loss
 from workers.training.memory import PHASES, SCORES, DeviceMemory, expandable_segments
@@ -34,9 +34,7 @@ from workers.training.micro_batches import (
     Conclude,
     MicroBatch,
     MicroBatchFeed,
-    SharedParts,
     micro_batches,
-    with_towers,
 )
 from workers.training.mini_batches import ROW, cut_minibatches_of_rank, pad_minibatches
 from workers.training.optimizer import AdamParams, Optimizer, OptimizerConfig
@@ -225,21 +223,16 @@ class TrainingModel:
 
     # Passes
 
-    def score(self, data: DataProto, into: str, entropy: bool = False, shared: SharedParts | None = None) -> DataProto:
+    def score(self, data: DataProto, into: str, entropy: bool = False) -> DataProto:
         """Scores of response tokens as column ``into`` ``(B, R)`` float32, and ``entropys`` likewise if asked for.
-
-        Args:
-            shared: what another model of the same family, config, budget and ranks has prepared of these rows, or will use.
 
         Raises:
             MissingColumn, InvalidColumn, MediaMismatch: see `check_rows`.
             NonFiniteLogits: a score is NaN or infinite; names the row and the token.
             RankFailure: another rank raised one of these.
         """
-        parts = [] if shared is None else shared.parts
-        if not parts:
-            with self.ranks.fail_together():
-                check_rows(data, self.module)
+        with self.ranks.fail_together():
+            check_rows(data, self.module)
         names = (into, "entropys")[: 1 + entropy]
         found = torch.zeros(len(names), *data["response_mask"].shape, device=self.device)
         self.module.eval()
@@ -261,15 +254,12 @@ class TrainingModel:
             self._resharded(),
             self._keep_gathered(backward=False),
         ):
-            parts = with_towers(parts, self.module, self.ranks) if parts else self.micro_batches(data, backward=False)
-            if shared is not None:
-                shared.take(parts)
+            parts = self.micro_batches(data, backward=False)
             if self.pipeline is not None:
-                self._run_pipeline(self.pipeline, parts, keep, entropy, shared=shared)
+                self._run_pipeline(self.pipeline, parts, keep, entropy)
                 parts = []
-            for number, part in enumerate(parts):
-                prepared = None if shared is None else shared.prepared(number, self.module)
-                keep(part, self._outputs(part, entropy, prepared))
+            for part in parts:
+                keep(part, self._outputs(part, entropy))
             self._choose_unsharded(learns=False)
         on_host = found.cpu()  # once a call: the host prepares micro-batches while the device computes
         columns = self.ranks.broadcast_from_last(dict(zip(names, on_host, strict=True)), "pp")
@@ -347,9 +337,9 @@ class TrainingModel:
             parts[-1] = replace(parts[-1], tower=True)
         return parts
 
-    def _outputs(self, part: MicroBatch, entropy: bool, prepared: PreparedRows | None = None) -> Any:
+    def _outputs(self, part: MicroBatch, entropy: bool) -> Any:
         return forward_rows(
-            self.module, part.rows, self.device, entropy, part.tower, part.length, self.accounting.phase, prepared
+            self.module, part.rows, self.device, entropy, part.tower, part.length, self.accounting.phase
         )
 
     def _run_pipeline(
@@ -359,13 +349,12 @@ class TrainingModel:
         conclude: Conclude,
         entropy: bool,
         backward: bool = False,
-        shared: SharedParts | None = None,
     ) -> None:
         options = PassOptions(self.config.pipeline_schedule, self.precision.stream_dtype, entropy, backward)
         for transform in self.transforms if backward else ():  # the last pass of a stage is the schedule's to choose
             transform.before_backward(self.module, last=False)
         with self.accounting.phase("pipeline"):
-            feed = MicroBatchFeed(self.module, parts, self.device, conclude, shared)
+            feed = MicroBatchFeed(self.module, parts, self.device, conclude)
             pipeline.run(feed, self.device, options)
         for transform in self.transforms if backward and parts else ():
             transform.reduce_gradients(self.module)
