@@ -14,10 +14,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from dataproto.errors import InvalidConfig
 from recipes.configs.easy_vqa_config import EasyVQAConfig, parse
 from recipes.configs.shared.policy_gradient_config import PolicyGradientConfig
-from recipes.configs.shared.run_config import RunConfig
 from recipes.configs.shared.supervised_config import SupervisedConfig
 from recipes.data.easy_vqa_rows import Answered, Conversations, EasyVQA, open_easy_vqa
 from recipes.data.loader import EvaluationLoader, PromptLoader
@@ -32,7 +30,6 @@ from recipes.run.drawn_environment import controlled_evaluation
 from recipes.run.policy_gradient import PolicyTask, open_task_directory, prompt_builder, prompt_loader, run
 from recipes.run.supervised import SupervisedTask, held_out_loss, run_supervised
 from recipes.watch.console import start_phase
-from recipes.watch.metrics_file import METRICS_FILE
 from rollout.prompts import SupervisedBuilder
 from workers import Roles
 from workers.training.checkpoint import latest_checkpoint
@@ -68,24 +65,8 @@ def easy_vqa_task(config: EasyVQAConfig) -> PolicyTask:
     if config.reward is not None:
         reward = load_reward(config.reward, config.on == "local", config.reward_weights)
     reward = ShuffledScores(reward) if config.shuffled_rewards else reward
-    refuse_earlier_phase(config.run)
     config = open_task_directory(config)
     return policy_task(config, rows, str(supervised_checkpoint(config, rows)), reward)
-
-
-def refuse_earlier_phase(run: RunConfig) -> None:
-    """Raises `InvalidConfig` if a new run would find the supervised phase of an earlier one, before anything is written.
-
-    The earlier run may have ended before GRPO, so that its own directory has no metrics; its options may be others.
-    """
-    phase = run.output_dir / SFT
-    metrics = phase / METRICS_FILE
-    began = (metrics.is_file() and metrics.stat().st_size) or latest_checkpoint(phase) is not None
-    if began and not run.resume and not run.overwrite:
-        raise InvalidConfig(
-            f"{run.output_dir} holds an earlier run, of which the supervised phase is in {phase}: --resume it, "
-            "--overwrite it, or choose another --output-dir"
-        )
 
 
 def supervised_checkpoint(config: EasyVQAConfig, rows: EasyVQA) -> Path:

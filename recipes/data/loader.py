@@ -159,9 +159,9 @@ class PromptLoader:
         """The draws from the present position on, or the prompts that processes prepare of them."""
         self._useful.clear()
         self._from_start = self.drawn == 0
-        drawn = _Draws(self.rows, self.seed, self.shuffle, self.drawn)
+        drawn = draws(self.rows, self.seed, self.shuffle, self.drawn)
         if not self.num_workers:
-            return iter(drawn)
+            return drawn
         loader = DataLoader(
             self._prepared,
             batch_size=None,
@@ -345,17 +345,6 @@ class _Prepared(Dataset[bytes]):
             return _BadRow(occurrence, error.index, error.reason)
         except DataProtoError as error:
             return _BadRow(occurrence, index, str(error))
-
-
-@dataclass(frozen=True)
-class _Draws:
-    rows: Any
-    seed: int
-    shuffle: bool
-    start: int
-
-    def __iter__(self) -> Iterator[Draw]:
-        return draws(self.rows, self.seed, self.shuffle, self.start)
 
 
 def _count(rows: Any) -> int | None:

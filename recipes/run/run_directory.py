@@ -160,9 +160,10 @@ def _delete_earlier(directory: Path) -> None:
 
 
 def _has_begun(directory: Path) -> bool:
-    """Whether a run in a directory has measured or saved anything."""
-    metrics = directory / METRICS_FILE
-    return (metrics.is_file() and metrics.stat().st_size > 0) or bool(checkpoint_steps(directory))
+    """Whether a run in a directory, or a phase of it in a folder, has measured or saved anything."""
+    places = [directory, *(entry for entry in _entries(directory) if entry.is_dir())]
+    measured = any(file.is_file() and file.stat().st_size for file in (place / METRICS_FILE for place in places))
+    return measured or any(map(checkpoint_steps, places))
 
 
 @contextmanager

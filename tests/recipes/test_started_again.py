@@ -69,10 +69,7 @@ def test_a_new_run_does_not_take_the_supervised_phase_of_an_earlier_one(
     before = (run / "config.json").read_text()
     capsys.readouterr()
     assert easy_vqa.main(options(wheel, run, "--seed", "5")) == 2
-    assert (
-        f"{run} holds an earlier run, of which the supervised phase is in {run / 'sft'}: --resume it"
-        in capsys.readouterr().err
-    )
+    assert f"{run} holds an earlier run: --resume it" in capsys.readouterr().err
     assert (run / "config.json").read_text() == before  # so that it can be resumed
     monkeypatch.setattr(easy_vqa, "policy_task", interrupt)
     assert easy_vqa.main(["--resume", str(run)]) == 130
