@@ -276,7 +276,9 @@ def awake(setting: Setting, share: BatchSizes, rows: int) -> RoleMemory:
 
 
 def asleep(setting: Setting) -> RoleMemory:
-    """The engine while another role works; the Hugging Face engine keeps its weights."""
+    """The engine while another role works; the Hugging Face engine keeps its weights, and vLLM where its ``sleep_level`` is 0."""
     if setting.engine == "vllm":
-        return RoleMemory("engine", other=ASLEEP)
+        stays = setting.engine_options.get("sleep_level") == 0
+        weights = setting.size.total * HALF // setting.engine_parallel
+        return RoleMemory("engine", weights if stays else 0, other=ASLEEP)
     return RoleMemory("engine", setting.size.total * HALF)

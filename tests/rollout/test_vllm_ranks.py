@@ -21,15 +21,20 @@ from rollout.responses import attach_responses, build_requests
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import init_ranks
 from workers.roles.actor import ActorConfig, ActorWorker
-from workers.roles.rollout_worker import RolloutConfig, RolloutWorker
+from workers.roles.rollout_worker import RolloutConfig, RolloutWorker, lora_streams
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 CPU = torch.device("cpu")
 SIZE = 2
 TURNS = SamplingParams(temperature=0.8, max_tokens=8, seed=1)
-LAYOUTS = {"fsdp": Layout(dp=SIZE), "pipeline": Layout(pp=SIZE), "experts": Layout(dp=SIZE)}
-TYPES = {"fsdp": "qwen2_5_vl", "pipeline": "qwen2_5_vl", "experts": "kimi_k25"}
+LAYOUTS = {
+    "fsdp": Layout(dp=SIZE),
+    "pipeline": Layout(pp=SIZE),
+    "experts": Layout(dp=SIZE),
+    "adapters": Layout(dp=SIZE),
+}
+TYPES = {"fsdp": "qwen2_5_vl", "pipeline": "qwen2_5_vl", "experts": "kimi_k25", "adapters": "qwen2_5_vl"}
 
 
 def prompts_of(builder):
@@ -48,11 +53,13 @@ def work(rank, case, port, path, results):
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         dist.init_process_group("gloo", rank=rank, world_size=SIZE)
         ranks = init_ranks(LAYOUTS[case], CPU)
-        actor = ActorWorker(ActorConfig(path, temperature=SAMPLED.temperature), CPU, ranks)
+        lora_rank = 3 if case == "adapters" else 0
+        actor = ActorWorker(ActorConfig(path, temperature=SAMPLED.temperature, lora_rank=lora_rank), CPU, ranks)
         builder = PromptBuilder.from_pretrained(path, 300)
         options = {"tensor_parallel": SIZE, "max_model_len": 400, "kv_cache_bytes": 1 << 26, "max_num_seqs": 16}
         config = RolloutConfig(path, "vllm", options | {"image_options": builder.image_options})
-        rollout = RolloutWorker(config, actor.named_weights, ranks)
+        lora = lora_streams(actor.config, actor.base_weights, actor.adapter_weights)
+        rollout = RolloutWorker(config, actor.named_weights, ranks, lora=lora)
         mine = prompts_of(builder)[rows_of(case, rank)]
         first, greedy = rollout.generate(mine, SAMPLED), rollout.generate(mine, GREEDY)
         requests = build_requests(prompts_of(builder), TURNS)
@@ -60,7 +67,10 @@ def work(rank, case, port, path, results):
             played = drive(rollout.engine, dist.group.WORLD, lambda engine: two_turns(engine, builder, requests))
         with torch.no_grad():
             for parameter in actor.module.parameters():
-                parameter.mul_(1.5)
+                if lora_rank == 0:
+                    parameter.mul_(1.5)
+                elif parameter.requires_grad:
+                    parameter.mul_(1.5).add_(0.1)  # B was zero
         assert rollout.differing_weights()
         rollout.mark_stale()
         second = rollout.generate(mine, SAMPLED)

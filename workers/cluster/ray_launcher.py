@@ -283,12 +283,13 @@ def start_roles(plan: LaunchPlan, phase: Phase, **options: Any) -> Roles:
         with phase("loading the actor"):
             actor = pool.build("actor", lambda host: ActorWorker(plan.actor, host.device, host.ranks))
         optional = _build_optional(plan, pool, phase)
-        if reward is not None:
-            with phase("starting the reward"):
-                optional["reward"] = reward()
+        if "scorers" not in pools:  # a model, on the devices of the engine, which takes what others leave
+            optional["reward"] = _started(reward, phase)
         with phase(engine_phase(plan.rollout.engine)):
             engines = rollout()
             transfer_weights = _weight_transfer(pools, engines)
+        if "scorers" in pools:  # in processes that have started meanwhile
+            optional["reward"] = _started(reward, phase)
         share_cores([group for group in (actor, engines, optional["reward"]) if group is not None])
 
         def after_sync() -> None:
@@ -299,6 +300,14 @@ def start_roles(plan: LaunchPlan, phase: Phase, **options: Any) -> Roles:
         apart = "scorers" in pools and not uses_device(cast(RewardFunction, plan.reward))
         ends = stack.pop_all().close
         return Roles(actor, engines, optional, ends, after_sync, engines.release, devices, scores_apart=apart)
+
+
+def _started(reward: Callable[[], RayGroup] | None, phase: Phase) -> RayGroup | None:
+    """The reward's group, once its workers are there."""
+    if reward is None:
+        return None
+    with phase("starting the reward"):
+        return reward()
 
 
 def with_absolute_paths(plan: LaunchPlan) -> LaunchPlan:

@@ -6,6 +6,7 @@ a split layer gathers, which would be the whole sequence on every rank, are gath
 layers with split experts: see `workers.parallel.compiling.compile_in_parts`.
 """
 
+import hashlib
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -80,6 +81,10 @@ def selective_contexts() -> tuple[Any, Any]:
     """The contexts of a layer's forward pass, which keeps the results of `costly_operators`, and of its recomputation."""
     keeping, looking_up = create_selective_checkpoint_contexts(keep_costly)
     return keeping, KeptResults(looking_up)
+
+
+# Under this name torch keeps compiled layers on disk, traced and split into forward and backward pass, for the next run.
+selective_contexts.cache_hash = hashlib.sha256(" ".join(COSTLY).encode()).hexdigest()  # type: ignore[attr-defined]
 
 
 class KeptResults(TorchDispatchMode):
