@@ -2,6 +2,7 @@
 each again when it ends, and says how to use it.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -168,6 +169,7 @@ def listening(host: str, port: int) -> socket.socket:
 
 BACKEND = "dataproto_server.engine:engine_from_json"
 """What makes the engine's backend."""
+MODELS_FILE = "models.json"
 TINY_NAMES = ("tiny", "Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-VL-30B-A3B-Instruct")
 """Names of the small model: its own, and two that the Tinker cookbook knows, so that its recipes run on it."""
 
@@ -213,7 +215,7 @@ def serve(config: ServeConfig, arguments: Sequence[str]) -> None:
         arguments: the command line of ``config``, which the front process reads again.
 
     Raises:
-        InvalidConfig: the port is taken, the state directory is in use, or a process cannot start.
+        InvalidConfig: the port is taken, the state directory is in use or of other models, or a process cannot start.
     """
     os.umask(0o077)
     if config.engine.sampler == "vllm" and (config.on == "local" or config.ray.address is None):
@@ -225,6 +227,7 @@ def serve(config: ServeConfig, arguments: Sequence[str]) -> None:
     cluster = {} if config.on == "local" else {config.on: asdict(config.ray)}
     options = json.dumps({"models": models} | cluster | asdict(config.engine))
     read_keys(config.api_keys, made(config.state))
+    check_models(models, config.state)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with Supervisor(config.state, config.host, config.port, arguments, BACKEND, options) as supervisor:
         print(how_to_use(config, supervisor.port, next(iter(models))), flush=True)
@@ -243,6 +246,35 @@ def made(directory: Path) -> Path:
             f"--state {directory} cannot be made: {error.strerror}; choose another directory"
         ) from error
     return directory
+
+
+def check_models(models: Mapping[str, str | None], state: Path) -> None:
+    """Records which checkpoint each name stands for. A name of a hub stands for itself.
+
+    Raises:
+        InvalidConfig: a name stood for another one before, whose adapters the state directory has.
+    """
+    file = state / MODELS_FILE
+    known = json.loads(file.read_text()) if file.exists() else {}
+    found = {name: checkpoint_digest(Path(path)) for name, path in models.items() if path is not None}
+    for name, digest in found.items():
+        if known.get(name, digest) != digest:
+            raise InvalidConfig(
+                f"model {name}={models[name]} is another checkpoint than the one of this name before, whose adapters --state "
+                f"{state} has: give that one, this one another name, or another --state"
+            )
+    new = file.with_suffix(".new")
+    new.write_text(json.dumps(known | found, indent=1))
+    new.replace(file)
+
+
+def checkpoint_digest(path: Path) -> str:
+    """Of the configuration of a checkpoint, and of the sizes and first megabytes of its files of weights, wherever they lie."""
+    digest = hashlib.sha256((path / "config.json").read_bytes())
+    for file in sorted([*path.glob("*.safetensors"), *path.glob("*.bin")]):
+        with file.open("rb") as opened:
+            digest.update(f"{file.name} {file.stat().st_size}".encode() + opened.read(1 << 20))
+    return digest.hexdigest()
 
 
 def tiny_model(state: Path) -> Path:

@@ -15,9 +15,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from dataproto.errors import InvalidConfig
-from dataproto_server.command import ENGINE, Child, listening, made, tiny_model
+from dataproto_server.command import ENGINE, Child, check_models, listening, made, tiny_model
 from dataproto_server.config import LimitsConfig, ServeConfig, parse
 from dataproto_server.keys import Keys, read_keys
 from helpers.option_files import in_files
@@ -225,6 +227,20 @@ def test_a_missing_checkpoint_is_told_in_one_line(tmp_path):
         2,
         f"error: model a={tmp_path}/nothing: there is no checkpoint, which would have a config.json",
     )
+
+
+def test_a_name_stands_for_the_same_checkpoint_as_before(tmp_path):
+    """Of one with other weights, adapters of the same shapes would go on as if nothing were."""
+    for name, number in (("one", 1.0), ("copy", 1.0), ("other", 2.0)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        save_file({"w": torch.full((2,), number)}, tmp_path / name / "model.safetensors")
+    for path in ("one", "copy"):  # it may move
+        check_models({"m": str(tmp_path / path), "hub/name": None}, tmp_path)
+    check_models({"n": str(tmp_path / "other")}, tmp_path)
+    with pytest.raises(InvalidConfig, match=r"model m=.*other is another checkpoint than the one of this name before"):
+        check_models({"m": str(tmp_path / "other")}, tmp_path)
+    check_models({"m": str(tmp_path / "one")}, tmp_path)
 
 
 def test_a_state_directory_that_cannot_be_made_is_named(tmp_path):
