@@ -17,7 +17,7 @@ from recipes.plan.model_size import ModelSize
 from recipes.plan.rows import BatchSizes, MicroBatchSize
 from recipes.plan.setting import Setting
 from workers.model.model_config import ModelConfig
-from workers.parallel.pipeline_stages import stage_layers, typical_costs
+from workers.parallel.pipeline import stage_layers, typical_costs
 
 PRODUCTS, ATTENTION, TOWER = 0.74, 0.22, 0.44
 """What an H200 reaches of its peak in products of compiled layers, in torch's attention, and in the tower as a whole; forward and

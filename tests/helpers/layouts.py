@@ -16,8 +16,7 @@ from workers.model.model_config import ModelConfig
 from workers.model.named_weights import full_tensor
 from workers.model.packed_model import PackedVLM
 from workers.parallel import parallelize
-from workers.parallel.pipeline import PipelineParallel
-from workers.parallel.pipeline_stages import PassOptions
+from workers.parallel.pipeline import PassOptions, PipelineParallel
 from workers.parallel.transform import Transform
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import Ranks, init_ranks

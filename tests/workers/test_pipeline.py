@@ -42,7 +42,7 @@ from workers.model.named_weights import full_tensor
 from workers.model.packed_model import PackedVLM
 from workers.parallel import parallelize
 from workers.parallel.fsdp import sharded_parts
-from workers.parallel.pipeline_stages import StageCosts, stage_costs, stage_layers
+from workers.parallel.pipeline import StageCosts, stage_costs, stage_layers
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import Ranks
 from workers.roles.actor import ActorConfig, ActorWorker

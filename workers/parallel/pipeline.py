@@ -6,30 +6,350 @@ tokens, deep vision features that later layers still add to them, and the inputs
 that share keys and values are on one stage. The parts that a rank holds keep the names that they have in the whole model, so
 checkpoints and exported weights are those of any layout. Where head and embedding are one weight, first and last stage hold a
 copy each, and add up its gradient.
+
+The schedules are those of ``torch.distributed.pipelining``, which split tensors into equal parts, one for each micro-batch. Here
+they split the numbers 0, 1, ... of the micro-batches; a stage looks up the inputs of a number in a `Feed`: packed rows and, on
+the first stage, media. All micro-batches are filled up to one length, since the library fixes the shapes that stages send.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import accumulate
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
 
+from dataproto.errors import InvalidConfig
+from dataproto.packing import PackedRows
+from dataproto.vlm import MediaSpans, VLMFamily
+from dataproto.vlm.costs import logit_flops
+from dataproto.vlm.media import dense_levels
 from workers.model.model_config import ModelConfig
-from workers.model.packed_model import PackedVLM
+from workers.model.packed_model import MediaPart, PackedVLM
 from workers.model.patches import remove_submodule, replace_forward, replace_submodule, set_on_module
-from workers.parallel.pipeline_stages import (
-    Feed,
-    PassOptions,
-    StagedForward,
-    StageLayers,
-    run_stages,
-    stage_costs,
-    stage_layers,
-)
 from workers.parallel.transform import Transform
 from workers.ranks.mesh import Ranks
+
+TYPICAL_TOKENS, TYPICAL_LOGITS = 1024, 512
+"""Of a row, for the split into stages: all tokens, and those of its response."""
+TYPICAL_IMAGE = (1, 32, 32)
+"""Patches of its image; 256 tokens in most families."""
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """What a pass over a typical row costs, by part, e.g. in floating-point operations."""
+
+    layers: Sequence[float]  # of the decoder, each
+    tower: float = 0  # on the first stage
+    head: float = 0  # on the last stage
+    undivided: range = range(0)  # layers that one stage has to hold
+
+
+def stage_costs(module: PackedVLM, options: ModelConfig) -> StageCosts:
+    """The costs of a model's parts: only forward passes if nothing in it is trained, else with their backward passes.
+
+    A backward pass costs two forward ones. It computes the logits again, and the layers too with full activation checkpointing.
+    """
+    trains = any(weight.requires_grad for weight in module.parameters())
+    return typical_costs(module.family, module.model.config, options, trains, module.makes_logits)
+
+
+def typical_costs(
+    family: VLMFamily, config: Any, options: ModelConfig, trains: bool = True, makes_logits: bool = True
+) -> StageCosts:
+    """`stage_costs` of a model that need not exist."""
+    text, tokens = config.get_text_config(), torch.tensor([TYPICAL_TOKENS])
+    passes = 1 if not trains else 4 if options.activation_checkpointing == "full" else 3
+    mixing = int(family.mixing_flops(text, tokens).sum()) // int(text.num_hidden_layers)
+    weights = [family.layer_weights(text, layer) for layer in range(int(text.num_hidden_layers))]
+    tower = 0
+    if family.vision_tower is not None:
+        tower = int(family.vision_flops(config, torch.tensor([TYPICAL_IMAGE])).sum())
+    return StageCosts(
+        [passes * (2 * each * TYPICAL_TOKENS + mixing) for each in weights],
+        tower * (1 if options.freeze_vision else passes),
+        TYPICAL_LOGITS * logit_flops(text) * (4 if trains else 1) * makes_logits,
+        family.undivided_layers(config),
+    )
+
+
+def stage_layers(costs: StageCosts, stages: int, given: Sequence[int] | None = None) -> list[range]:
+    """The decoder layers of each stage: ``given`` numbers of them, or so that the stage that costs most costs least.
+
+    Of several such splits it is the one whose stages differ least. Ranks wait for the stage that costs most.
+
+    >>> even, towered = StageCosts([10] * 6), StageCosts([10] * 6, tower=25, head=4)
+    >>> stage_layers(even, 3), stage_layers(towered, 3)
+    ([range(0, 2), range(2, 4), range(4, 6)], [range(0, 1), range(1, 4), range(4, 6)])
+    >>> stage_layers(even, 2, given=[1, 5])
+    [range(0, 1), range(1, 6)]
+    >>> stage_layers(StageCosts([10] * 6, undivided=range(2, 6)), 3)
+    [range(0, 1), range(1, 2), range(2, 6)]
+    """
+    layers, inside = len(costs.layers), costs.undivided[1:]
+    shared = f"decoder layers {costs.undivided.start} to {costs.undivided.stop - 1} share keys and values"
+    if stages > layers - len(inside):
+        told = f"; {shared}, and have to be on one stage" if inside else ""
+        raise InvalidConfig(
+            f"layout.pp makes {stages} stages, but the model has {layers} decoder layers{told}: use at most "
+            f"{layers - len(inside)} stages, and dp, sp or tp in addition"
+        )
+    if given is not None:
+        if len(given) != stages or sum(given) != layers or min(given) < 1:
+            raise InvalidConfig(
+                f"pipeline_layers={tuple(given)}: must name at least one layer for each of {stages} stages, {layers} in all"
+            )
+        if cut := [end for end in accumulate(given) if end in inside]:
+            raise InvalidConfig(
+                f"pipeline_layers={tuple(given)}: a stage ends before layer {cut[0]}, but {shared}, and have to be on one stage: "
+                f"begin it at layer {costs.undivided.start} or earlier"
+            )
+        return _ranges(list(accumulate(given)))
+    most, _ = _best_split(costs, stages, max)
+    _, ends = _best_split(costs, stages, lambda total, cost: total + cost**2 if cost <= most else math.inf)
+    return _ranges(ends)
+
+
+def _best_split(costs: StageCosts, stages: int, join: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]]:
+    """The least cost of all splits, joined stage by stage, and the bounds at which its stages end."""
+    totals, layers = [0.0, *accumulate(costs.layers)], len(costs.layers)
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}  # of the stages so far, by their last bound
+    for stage in range(stages):
+        outer = costs.tower * (stage == 0) + costs.head * (stage == stages - 1)
+        best = {
+            end: min(
+                (join(before, totals[end] - totals[begin] + outer), (*ends, end))
+                for begin, (before, ends) in best.items()
+                if begin < end
+            )
+            for end in range(stage + 1, layers - (stages - stage - 1) + 1)
+            if end not in costs.undivided[1:] and any(begin < end for begin in best)
+        }
+    return best[layers]
+
+
+def _ranges(ends: Sequence[int]) -> list[range]:
+    return [range(begin, end) for begin, end in zip((0, *ends), ends)]
+
+
+class StageLayers(nn.ModuleList):
+    """A rank's decoder layers under the names that they have in the whole model; iteration yields those of the running stage,
+    or with ``numbered`` as many layers as the whole model has, of which the others do nothing.
+    """
+
+    def __init__(self, whole: nn.Module, kept: Sequence[int], numbered: bool = False) -> None:
+        super().__init__()
+        for number in kept:
+            self.add_module(str(number), whole.get_submodule(str(number)))
+        self.running = range(0)
+        self.numbers = range(len(list(whole.children()))) if numbered else None
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return (
+            self.get_submodule(str(number)) if number in self.running else NO_LAYER
+            for number in self.numbers or self.running
+        )
+
+    def __getitem__(self, places: Any) -> Any:
+        return list(self)[places]
+
+
+class NoLayer(nn.Module):
+    """Takes the place of a layer that another stage runs."""
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
+
+
+NO_LAYER = NoLayer()
+
+
+@dataclass(frozen=True)
+class StagedForward:
+    """`PackedVLM.forward` of one of the rank's stages."""
+
+    module: PackedVLM
+    bounds: tuple[range, ...]  # the layers of every stage
+    numbers: range  # of this rank's stages
+    layers: StageLayers
+
+    def __call__(
+        self,
+        rows: PackedRows,
+        media: MediaPart | None,
+        spans: MediaSpans,
+        entropy: bool = False,
+        states: Tensor | None = None,
+        stage: int = 0,
+        deep: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> Any:
+        """The output of stage ``stage``.
+
+        Args:
+            states: ``(S * width,)`` from the stage before, of `width`; ``None`` for the first stage.
+            deep: levels of deep features that the decoder adds, 0 if no micro-batch has media.
+            dtype: of the states for the next stage.
+
+        Returns:
+            ``(S * width,)`` for the next stage, or what `PackedVLM.forward` returns.
+        """
+        module, family = self.module, self.module.family
+        mine, windows = module.tokens.rows(rows, spans)
+        here = self.bounds[stage]
+        further = max(0, deep - here.stop)
+        if states is None:
+            features, places = module.media_features(media, windows, rows.input_ids.device)
+            hidden, extras = module.merge(mine.input_ids, features, places)
+            if features is None:
+                beyond = hidden.new_zeros(further, *hidden.shape[1:])
+            else:
+                beyond = dense_levels(features[:, 1 + deep - further :], hidden.shape[1], places)
+            inputs = family.layer_inputs(module.model, hidden, extras)
+        else:
+            hidden, levels, inputs = self._parts(states, stage, deep)
+            extras = family.dense_extras(levels) if len(levels) else {}
+            beyond = levels[len(here) :]
+        if inputs is not None:
+            extras = {**extras, **family.layer_input_extras(inputs, here.start)}
+        self.layers.running = here
+        hidden = module.decode(hidden, extras, mine)
+        if stage == len(self.bounds) - 1:
+            return module.finish(hidden, mine, entropy)
+        sent = [hidden, beyond] if inputs is None else [hidden, beyond, inputs[len(here) :]]
+        return torch.cat([each.to(dtype).flatten() for each in sent])
+
+    def width(self, stage: int, deep: int) -> int:
+        """Numbers of a token in a stage's input."""
+        return sum(count * size for count, size in self._sizes(stage, deep))
+
+    def _sizes(self, stage: int, deep: int) -> list[tuple[int, int]]:
+        """What a token has in a stage's input, each as a count and a size: states, and of the layers from there on deep features
+        and inputs of their own.
+        """
+        family, text = self.module.family, self.module.model.config.get_text_config()
+        begin, width = self.bounds[stage].start, int(text.hidden_size)
+        return [
+            (1, width),
+            (max(0, deep - begin), width),
+            (self.bounds[-1].stop - begin, family.layer_input_size(text)),
+        ]
+
+    def _parts(self, states: Tensor, stage: int, deep: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """States ``(1, S, H)``, deep features ``(D, S, H)`` and inputs of layers ``(layers, S, P)``, from a stage's input."""
+        sizes = self._sizes(stage, deep)
+        tokens = states.numel() // self.width(stage, deep)
+        parts = states.split([count * tokens * size for count, size in sizes])
+        hidden, levels, inputs = (
+            part.view(count, tokens, size) for part, (count, size) in zip(parts, sizes, strict=True)
+        )
+        return hidden, levels, inputs if sizes[-1][1] else None
+
+
+class Feed(Protocol):
+    """The micro-batches of one call, by number."""
+
+    @property
+    def count(self) -> int:
+        """How many micro-batches there are."""
+
+    @property
+    def length(self) -> int:
+        """Packed tokens of the longest micro-batch."""
+
+    @property
+    def has_media(self) -> bool:
+        """Whether any micro-batch runs the vision tower."""
+
+    def inputs(self, number: int, media: bool) -> tuple[PackedRows, MediaPart | None, MediaSpans]:
+        """The arguments of a forward pass over micro-batch ``number``, filled up to `length`; pixels only with ``media``."""
+
+    def conclude(self, number: int, rows: PackedRows, scores: Tensor, entropies: Tensor | None) -> Tensor:
+        """From the result of `PackedVLM.forward` to the number () that the backward pass starts from."""
+
+
+@dataclass(frozen=True)
+class PassOptions:
+    """How a pipeline runs over micro-batches."""
+
+    schedule: str  # "1f1b", "interleaved" or "gpipe"
+    dtype: torch.dtype  # of the states between stages
+    entropy: bool = False
+    backward: bool = False
+
+
+def run_stages(
+    staged: StagedForward, feed: Feed, group: ProcessGroup, device: torch.device, options: PassOptions
+) -> None:
+    """Passes over all micro-batches, on every rank of the pipeline; ranks of the last stage call `Feed.conclude`."""
+    from torch.distributed.pipelining import PipelineStage  # 0.2 s that only pipelines pay
+
+    if not feed.count:
+        return
+    module, dtype, backward = staged.module, options.dtype, options.backward
+    deep = module.family.deep_layers(module.model.config) if feed.has_media else 0
+    tokens = module.tokens.num_states(feed.length)  # that a rank of sp x tp holds
+    stages: list[Any] = []
+    for number in staged.numbers:
+        last = number == len(staged.bounds) - 1
+        into, out = (
+            torch.empty(tokens * staged.width(at, deep), dtype=dtype, device="meta", requires_grad=backward)
+            for at in (number, number + (not last))
+        )
+        stages.append(
+            PipelineStage(
+                _Stage(feed, staged, number, {"entropy": options.entropy, "deep": deep, "dtype": dtype}),
+                number,
+                len(staged.bounds),
+                device,
+                input_args=() if number == 0 else (into,),
+                output_args=(torch.empty(1, device="meta", requires_grad=backward) if last else out,),
+                group=group,
+            )
+        )
+    numbers = torch.arange(feed.count)
+    schedule = _schedule(stages, feed.count, options)
+    try:
+        schedule.step(number=numbers, **({"target": numbers} if backward else {}))
+    except RuntimeError as error:  # the library wraps the error of a stage
+        raise error.__cause__ or error from None
+
+
+def _schedule(stages: list[Any], count: int, options: PassOptions) -> Any:
+    from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+    settings: dict[str, Any] = {"loss_fn": _loss if options.backward else None, "scale_grads": False}
+    if options.schedule == "interleaved":
+        return ScheduleInterleaved1F1B(stages, count, **settings)
+    kind = Schedule1F1B if options.schedule == "1f1b" and options.backward else ScheduleGPipe
+    return kind(stages[0], count, **settings)
+
+
+def _loss(output: Tensor, number: Tensor) -> Tensor:
+    """The last stage's output is the loss already."""
+    return output.sum()
+
+
+class _Stage(nn.Module):
+    """One stage as the library calls it. The model is not its submodule, so that FSDP's own hooks do their work."""
+
+    def __init__(self, feed: Feed, staged: StagedForward, number: int, options: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.feed, self.staged, self.number, self.options = feed, staged, number, dict(options)
+        self.last = number == len(staged.bounds) - 1
+
+    def forward(self, *states: Tensor, number: Tensor) -> Tensor:
+        module: Any = self.staged.module
+        inputs = self.feed.inputs(int(number), media=self.number == 0)
+        out = module(*inputs, **self.options, states=states[0] if states else None, stage=self.number)
+        if not self.last:
+            return out
+        return torch.stack([self.feed.conclude(int(number), inputs[0], *out)]).float()
 
 
 class PipelineParallel(Transform):

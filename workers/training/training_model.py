@@ -20,8 +20,7 @@ from workers.model.model_config import UNSHARDED, Unsharded
 from workers.model.named_weights import all_adapter_weights, all_named_weights, float32_weights
 from workers.model.precision import Precision
 from workers.parallel.fsdp import FullySharded, GatheredBytes, gathered_bytes
-from workers.parallel.pipeline import PipelineParallel
-from workers.parallel.pipeline_stages import PassOptions
+from workers.parallel.pipeline import PassOptions, PipelineParallel
 from workers.parallel.transform import repeated_layers
 from workers.ranks.mesh import AXES, Ranks
 from workers.training.accounting import Accounting, required_work, whole_work
