@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
+import verl
+from omegaconf import OmegaConf
 from torch import Tensor
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo import core_algos as core
@@ -178,6 +180,26 @@ def corrections_of(given: dict[str, Tensor]) -> list[dict[str, Any]]:
     return found
 
 
+DEFAULTS = {
+    "actor_rollout_ref.actor": "clip_ratio_low clip_ratio_high clip_ratio_c loss_agg_mode entropy_coeff use_kl_loss "
+    "kl_loss_coef kl_loss_type ppo_epochs ppo_mini_batch_size use_torch_compile policy_loss.loss_mode optim.lr "
+    "optim.lr_scheduler_type optim.clip_grad",
+    "actor_rollout_ref.rollout": "n temperature top_p top_k val_kwargs.n",
+    "actor_rollout_ref.model": "enable_gradient_checkpointing lora_rank",
+    "algorithm": "adv_estimator norm_adv_by_std_in_grpo use_kl_in_reward kl_penalty kl_ctrl.kl_coef gamma lam "
+    "rollout_correction.rollout_is rollout_correction.rollout_is_threshold rollout_correction.rollout_rs",
+    "trainer": "val_before_train critic_warmup resume_mode",
+    "critic": "cliprange_value",
+}
+
+
+def defaults() -> dict[str, Any]:
+    """The options of a run that names none."""
+    config = OmegaConf.load(Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trainer.yaml")
+    names = [f"{group}.{name}" for group, names in DEFAULTS.items() for name in names.split()]
+    return {name.removeprefix("actor_rollout_ref."): OmegaConf.select(config, name) for name in names}
+
+
 def main() -> None:
     given = draw_inputs()
     mask = given["response_mask"]
@@ -194,6 +216,7 @@ def main() -> None:
         "value_loss": {"clip": 0.3, "loss": value_loss.item(), "clipfrac": clipfrac.item()},
         "penalised_rewards": core.compute_rewards(scores.reward, scores.old, scores.ref, 0.1).tolist(),
         "corrections": corrections_of(given),
+        "defaults": defaults(),
     }
     text = json.dumps(numbers, allow_nan=False, indent=None, separators=(",", ":"))
     FILE.write_text(text.replace('],"', '],\n"').replace('},"', '},\n"') + "\n")
