@@ -43,6 +43,7 @@ from recipes.run.run_directory import (
     with_function,
     with_schedules,
 )
+from recipes.run.tested_versions import tell_untested_versions
 from recipes.watch.console import start_phase
 from recipes.watch.kept_rollouts import KeptRollouts
 from recipes.watch.loggers import open_loggers
@@ -112,6 +113,7 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[An
     started = time.monotonic()
     disable_progress_bar()  # of transformers; a run shows its own
     check_extras(config.engine, config.on, config.ray.address)  # before anything is written or loaded
+    tell_untested_versions(config.engine)
     with held_directory(config):
         task = (prepare or problems)(config)
         config, builder = task.config, task.builder

@@ -30,6 +30,7 @@ from recipes.run.run_directory import (
     with_function,
     with_schedules,
 )
+from recipes.run.tested_versions import tell_untested_versions
 from recipes.watch.console import start_phase
 from recipes.watch.kept_rollouts import KeptRollouts
 from recipes.watch.report import REPORT_FILE
@@ -67,6 +68,7 @@ def run_supervised(config: SupervisedConfig, make_task: Callable[[str], Supervis
     started = time.monotonic()
     disable_progress_bar()  # of transformers; a run shows its own
     check_extras(config.engine, config.on, config.ray.address)  # before anything is written or loaded
+    tell_untested_versions(config.engine)
     with held_directory(config):
         if config.model_path is not None:
             checkpoint_family(config.model_path)  # refuses an unknown model before anything is written
