@@ -27,6 +27,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from hashlib import blake2b
@@ -36,6 +37,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 HERE = Path(__file__).resolve().parent
 # The folder of this file comes last: its dataproto.py is not the library.
@@ -47,7 +49,7 @@ from recipes import easy_vqa, grpo, ppo  # noqa: E402
 from recipes.configs import easy_vqa_config  # noqa: E402
 from recipes.demo.rows import ProblemRows  # noqa: E402
 from recipes.rewards import geo3k_reward, short_answer_reward  # noqa: E402
-from recipes.run import run  # noqa: E402
+from recipes.run import policy_gradient, run  # noqa: E402
 from recipes.run.run_directory import open_run_directory, with_schedules  # noqa: E402
 from recipes.watch.metrics_file import read_metrics  # noqa: E402
 
@@ -68,8 +70,8 @@ ALGORITHMS = {
     "ppo": "",
     "grpo_corrected": f"--algorithm.correction token {WHOLE}",  # for the engine's log-probs
     "grpo_ahead": f"{WHOLE} --rollout.staleness 1 --on ray --layout.rollout 1",
-    "staleness_0": f"{WHOLE} --rollout.staleness 0 --on ray --layout.rollout 1",
-    "staleness_1": f"{WHOLE} --rollout.staleness 1",  # one process: engine and model share it
+    "staleness_0": f"{WHOLE} --rollout.staleness 0",  # in parts, see `in_parts`
+    "staleness_1": f"{WHOLE} --rollout.staleness 1",
     "grpo_row_by_row": f"--token-budget 1 {WHOLE}",  # one prompt group a pass, as without packing
     "trl": "",  # TRL's GRPOTrainer, rows padded
 }
@@ -167,7 +169,20 @@ def arguments_of(this: Run, work: Path) -> list[str]:
 
 def step_of(recipe: Any, config: Any) -> Callable[..., Any]:
     """The step function of a recipe with these options."""
+    if config.rollout.staleness == 0:
+        return grpo.grpo_step_in_parts
     return ppo.ppo_step if recipe is ppo else grpo.step_for(config)
+
+
+def in_parts(config: Any) -> AbstractContextManager[Any]:
+    """With staleness 0 the groups of a step come in parts, as from engines of their own. Here engine and model are in one process
+    and take turns, so that only the order of the work is another one.
+    """
+    if config.rollout.staleness != 0:
+        return nullcontext()
+    carry = policy_gradient.carry_samples
+    apart = mock.Mock(side_effect=lambda *given, **options: carry(*given, **options | {"apart": True}))
+    return mock.patch.object(policy_gradient, "carry_samples", apart)
 
 
 def train_ours(this: Run, work: Path) -> None:
@@ -175,7 +190,8 @@ def train_ours(this: Run, work: Path) -> None:
     recipe: Any = ppo if this.algorithm == "ppo" else grpo
     if this.task != "easy_vqa":
         config = recipe.parse(arguments_of(this, work))
-        run(replace(config, model_path=str(this.checkpoint(work))), with_cpu_seconds(step_of(recipe, config)))
+        with in_parts(config):
+            run(replace(config, model_path=str(this.checkpoint(work))), with_cpu_seconds(step_of(recipe, config)))
         return
     start, rows = easy_vqa_start(this.seed, work)
     config = recipe.parse([*arguments_of(this, work), "--max-prompt-length", "128", "--max-response-length", "4"])

@@ -50,7 +50,6 @@ class GRPORunConfig(PolicyGradientConfig):
             raise InvalidConfig(
                 f"--agent makes several rows of an episode, but {self.algorithm.advantage} needs one: choose another advantage"
             )
-        self.rollout.check(["--agent: an agent's episodes end in their step"])
         if self.engine == "vllm" and self.agents.tokens is None:
             raise InvalidConfig("engine=vllm reserves room for the longest episode: set agents.tokens (--config FILE)")
 

@@ -10,7 +10,7 @@ from dataproto.errors import InvalidConfig
 from recipes.algorithms.function_files import load_named_function
 from recipes.configs.shared.agents_config import AgentsConfig
 from recipes.run.environment_roles import EnvironmentReward, PlayingRollout
-from rollout.agents import Agent, CommandAgent
+from rollout.agents import Agent, AgentPlan, CommandAgent
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits
 from workers import Roles
@@ -62,11 +62,15 @@ class AgentRollout(PlayingRollout):
 
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
         """See `workers.RolloutWorker.run`, and `PlayingRollout.generate`."""
-        limits = self.played.limits
-        times = {"seconds": limits.seconds, "wall_clock": limits.wall_clock}
-        data = self.rollout.run(prompts, self.played.agent, sampling, limits.turns, limits.tokens, **times)
+        return self._taken(self.rollout.run(prompts, self.played.agent, sampling, self.played.limits))
+
+    @property
+    def _plan(self) -> AgentPlan:
+        return AgentPlan(self.played.agent, self.played.limits)
+
+    def _taken(self, data: DataProto) -> DataProto:
         self._score(data)
-        return self._taken(data)
+        return super()._taken(data)
 
     def _score(self, data: DataProto) -> None:
         """Scores the last rows of episodes for which the agent returned no reward, in addition to what it gave for turns.

@@ -30,6 +30,7 @@ from recipes.run.look_ahead import LookAhead
 from recipes.run.loop import Loader
 from recipes.run.metrics import Measure, measure_rollouts
 from recipes.run.phases import StepState
+from rollout.agents import Agent, AgentPlan
 from rollout.continuation import BEGUN
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits, EpisodePlan, MakeEnvironment
@@ -42,6 +43,9 @@ __all__ = ["OWNER", "CarriedSamples", "CarryingRollout", "carry_samples", "stale
 OWNER = "_owner"
 """The column of prompts with the number of the run's batch that they belong to: their samples may be carried over. Prompts
 without it, such as those of an evaluation, are decoded to their end at once."""
+
+Plan = EpisodePlan | AgentPlan
+"""How episodes are played; without one a sample is a response."""
 
 PARTS = 4
 """Parts in which the groups of a step come while nothing may be older than the weights that learn from it."""
@@ -101,24 +105,27 @@ class CarriedSamples:
     def update(self, found: DataProto) -> DataProtoError | None:
         """Takes what became of the samples of `begin`. Returns the error of the engine, if it failed at one of them."""
         assert self.unfinished is not None
-        done = found[FINISHED].numpy()
-        occurrences = self.unfinished[OCCURRENCE][self.places]
+        names = list(zip(found["uid"], found[OCCURRENCE], strict=True))
+        first = {
+            name: row for row, name in reversed(list(enumerate(names)))
+        }  # of each sample; an episode may have several
+        asked = self.unfinished[self.places]
+        told = found[[first[name] for name in zip(asked["uid"], asked[OCCURRENCE], strict=True)]]
         errors = [
-            engine_error(found[FAILED][place], self._name_of(self.places[place]))
-            for place in range(len(found))
-            if found[FAILED][place] is not None
+            engine_error(failed, self._name_of(place))
+            for place, failed in zip(self.places, told[FAILED], strict=True)
+            if failed is not None
         ]
         for name in (BEGUN, DEALT):
             column = self.unfinished[name].copy()
-            column[self.places] = found[name]
+            column[self.places] = told[name]
             self.unfinished[name] = column
-        rows = found[np.flatnonzero(done)]
+        rows = found[np.flatnonzero(found[FINISHED].numpy())]
         rows.pop([FINISHED], [BEGUN, DEALT, FAILED])
         rows.meta_info.pop(GROUPS, None)
-        rows[OCCURRENCE] = occurrences[done]
         if len(rows):
             self.finished = rows if self.finished is None else DataProto.concat([self.finished, rows])
-        left = np.setdiff1d(np.arange(len(self.unfinished)), self.places[done])
+        left = np.setdiff1d(np.arange(len(self.unfinished)), self.places[told[FINISHED].numpy()])
         self.unfinished = self.unfinished[left] if len(left) else None
         self.places = self.places[:0]
         return errors[0] if errors else None
@@ -245,11 +252,18 @@ class CarryingRollout:
             return data
         return next(self.in_parts(prompts, sampling, EpisodePlan(make_environment, limits), parts=1))
 
+    def run(self, prompts: DataProto, agent: Agent, sampling: SamplingParams, limits: EpisodeLimits) -> DataProto:
+        """As many whole groups of an agent's episodes as there are prompts; see `workers.RolloutWorker.run`."""
+        if OWNER not in prompts:
+            data: DataProto = self.group.run(prompts, agent, sampling, limits)
+            return data
+        return next(self.in_parts(prompts, sampling, AgentPlan(agent, limits), parts=1))
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.group, name)
 
     def in_parts(
-        self, prompts: DataProto, sampling: SamplingParams, plan: EpisodePlan | None = None, parts: int = PARTS
+        self, prompts: DataProto, sampling: SamplingParams, plan: Plan | None = None, parts: int = PARTS
     ) -> Iterator[DataProto]:
         """As `generate`, or `play` with a ``plan``, in parts. The next one is decoded while one is used."""
         left, names = len(prompts), set(owned_names(prompts))
@@ -272,13 +286,13 @@ class CarryingRollout:
                 data["old_log_probs"] = data["rollout_log_probs"]
             yield data
 
-    def _decode_ahead(self, sampling: SamplingParams, plan: EpisodePlan | None) -> None:
+    def _decode_ahead(self, sampling: SamplingParams, plan: Plan | None) -> None:
         """Starts to decode the groups of the next step, which learns from them one update later, if that is allowed."""
         if self.bound and self.apart and self.goes_on():
             batch = len(self.loader.peek())
             self._decode(batch, batch, 1, sampling, plan)
 
-    def _decode(self, batch: int, wanted: int, age: int, sampling: SamplingParams, plan: EpisodePlan | None) -> None:
+    def _decode(self, batch: int, wanted: int, age: int, sampling: SamplingParams, plan: Plan | None) -> None:
         """Starts to decode until ``wanted`` of the ``batch`` groups of a step are whole, if they are not.
 
         That step learns from them ``age`` updates after the engine's weights. Further groups begin too if the step after it may

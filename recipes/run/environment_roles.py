@@ -69,8 +69,11 @@ class PlayingRollout:
 
     def in_parts(self, prompts: DataProto, sampling: SamplingParams) -> Iterator[DataProto]:
         """As `generate`; see `recipes.run.carrying.CarryingRollout.in_parts`."""
-        plan = EpisodePlan(self.played.make, self.played.limits)
-        return map(self._taken, self.rollout.in_parts(prompts, sampling, plan))
+        return map(self._taken, self.rollout.in_parts(prompts, sampling, self._plan))
+
+    @property
+    def _plan(self) -> Any:
+        return EpisodePlan(self.played.make, self.played.limits)
 
     def _taken(self, data: DataProto) -> DataProto:
         self._tell_failures(data)

@@ -135,7 +135,9 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[An
                 ):
                     apart, corrected = bool(config.layout.rollout), config.algorithm.compares_engine
                     oldest, steps = config.rollout.staleness, attempt.run.steps
-                    batches, measure = carry_samples(launched, ahead, oldest, state, steps, apart, corrected)
+                    batches, measure = carry_samples(
+                        launched, ahead, oldest, state, steps, apart=apart, corrected=corrected
+                    )
                     roles = task.roles(launched)
                     train(attempt.run, roles, batches, bound, task.evaluate, builder, state, measure, kept)
         return directory / REPORT_FILE

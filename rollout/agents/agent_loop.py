@@ -1,10 +1,13 @@
-"""Episodes of agents: their requests on one engine, each at its own pace, and the rows that their conversations become."""
+"""Episodes of agents: their requests on one engine, each at its own pace, to the end or over several steps of training, and the
+rows that their conversations become.
+"""
 
 import math
 import numbers
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -19,7 +22,7 @@ from rollout.agents.conversations import AgentTurn, Conversations, Prompts
 from rollout.agents.endpoint import Asked, Endpoint
 from rollout.agents.messages import Refused, Reply, TokenLogProb, read_reply
 from rollout.agents.wire_replies import CONTEXT
-from rollout.continuation import Tokens
+from rollout.continuation import BegunTurn, Tokens, WholeGroups, continued
 from rollout.engine import Completion, RequestEngine, SamplingParams
 from rollout.environments.environment import MAX_REWARD
 from rollout.environments.episode import Episode, EpisodeLimits, EpisodeRow, EpisodeStart, Turn, TurnRequests
@@ -29,6 +32,7 @@ from rollout.prompts.messages import read_tools
 
 MODEL = "policy"
 """The name of the model on the endpoint; requests may name it otherwise."""
+EPISODE_OVER = Refused("the episode of this key is over", None, "episode_over")
 
 
 @dataclass
@@ -37,6 +41,14 @@ class AgentEpisode(Episode):
 
     new_rows: list[str] = field(default_factory=list)
     scored: bool = True  # False: the agent returned no reward
+    sampled: list[BegunTurn] = field(
+        default_factory=list
+    )  # of an episode that continues later, in the order of its requests
+
+    @property
+    def begun(self) -> list[BegunTurn]:
+        """What was sampled so far, for an episode that continues later."""
+        return self.sampled
 
 
 def run_agents(
@@ -60,13 +72,14 @@ def run_agents(
         InvalidConfig: ``limits`` has ``last_pictures``.
         DataProtoError: the engine failed at a request, e.g. `NonFiniteLogits`. Failures of agents raise nothing.
     """
-    if limits.last_pictures is not None:
-        raise InvalidConfig("last_pictures: an agent keeps its own history, so it leaves out pictures itself")
-    run = _Run(engine, renderer, starts, sampling, limits, weight_version)
-    images = batch_of(joined(start.images for start in starts))
-    with renderer.builder.one_batch(images), ending(run.stop, renderer.forget):
-        run.play(agent)
-    return [live.record() for live in run.episodes]
+    everyone = WholeGroups([str(number) for number in range(len(starts))], wanted=len(starts))
+    run = AgentRun(agent, limits)
+    with ending(run.close):
+        episodes = [run.live(start) for start in starts]
+        run.go_on(engine, renderer, episodes, sampling, everyone, weight_version)
+    if everyone.failure is not None:
+        raise everyone.failure[1]
+    return [live.record() for live in episodes]
 
 
 def agent_columns(data: DataProto, episodes: Sequence[AgentEpisode]) -> None:
@@ -89,14 +102,19 @@ class _Pending:
 class _Live:
     """An episode while its agent runs."""
 
-    def __init__(self, number: int, start: EpisodeStart, prompts: Prompts) -> None:
+    talk: Conversations  # once it has begun
+
+    def __init__(self, number: int, start: EpisodeStart, begun: Sequence[BegunTurn] = ()) -> None:
+        """``begun``: what an earlier process has sampled. The agent gets it where it asks for the same again."""
         self.number, self.start = number, start
-        self.talk = Conversations(start, prompts)
         self.key = ""
         self.in_flight: dict[int, tuple[_Pending, AgentTurn]] = {}  # by the number in the engine
+        self.stopped: list[tuple[_Pending, AgentTurn]] = []  # turns that go on when the engine does
+        self.repeated = {turn.state.partition(" ")[0]: turn for turn in begun}  # by the seed of the request
         self.rewards: dict[str, float] = {}  # by turn
         self.last: AgentTurn | None = None  # that was answered
         self.began = self.idle_since = time.monotonic()
+        self.played = 0.0  # seconds until it was paused
         self.idle = 0.0  # seconds in which no request of the agent was sampled
         self.cut: Any = None  # the limit by which its last request was refused
         self.ended: Any = None
@@ -107,6 +125,13 @@ class _Live:
         """Seconds that the agent took between its requests so far."""
         return self.idle + (0.0 if self.in_flight else time.monotonic() - self.idle_since)
 
+    @property
+    def begun(self) -> list[BegunTurn]:
+        """What was sampled so far."""
+        turns = sorted(self.talk.turns, key=lambda turn: turn.id)
+        sampled = [turn.sampled for turn in turns if turn.tokens is not None or turn.partial is not None]
+        return [*sampled, *self.repeated.values()]
+
     def give(self, value: Any) -> None:
         """Adds a reward to the last turn. Raises `ValueError` if it is no finite number, or there is no turn."""
         if isinstance(value, bool) or not isinstance(value, numbers.Real) or not abs(float(value)) <= MAX_REWARD:
@@ -116,9 +141,9 @@ class _Live:
         self.rewards[self.last.id] = self.rewards.get(self.last.id, 0.0) + float(value)
 
     def record(self) -> AgentEpisode:
-        """The episode as it is put into rows, those whose last turn came last after the others."""
+        """The episode as it is put into rows, those whose last turn came last after the others; without rows if it goes on."""
         rows, turns, reasons = list[EpisodeRow](), list[Turn](), list[str]()
-        for row in sorted(self.talk.rows, key=lambda row: row.turns[-1].id):
+        for row in sorted(self.talk.rows if self.ended else (), key=lambda row: row.turns[-1].id):
             begins, ends = row.turns[0].request, row.turns[-1].request
             rows.append(EpisodeRow(len(turns), begins, ends, experts=row.experts))
             reasons.append(row.reason)
@@ -128,45 +153,110 @@ class _Live:
                 ids, log_probs, versions = turn.tokens.token_ids, turn.tokens.log_probs, turn.tokens.weight_versions
                 turns.append(Turn(ids, log_probs, self.rewards.get(turn.id, 0.0), shown, versions, turn.state))
         told: dict[str, Any] = {"ended": self.ended, "message": self.message, "info": self.info}
-        return AgentEpisode(self.start, turns=turns, rows=rows, new_rows=reasons, scored=self.scored, **told)
+        told |= {"scored": self.scored, "sampled": [] if self.ended else self.begun}
+        return AgentEpisode(self.start, turns=turns, rows=rows, new_rows=reasons, **told)
 
 
-class _Run:
-    """The loop of `run_agents`, in the thread of the engine."""
+class AgentRun:
+    """Agents and their endpoint, which are up until it is closed, and their episodes. `go_on` runs in the thread of the engine.
 
-    def __init__(
+    Between two calls agents may think and ask, and wait for their replies.
+    """
+
+    def __init__(self, agent: Agent, limits: EpisodeLimits) -> None:
+        """Raises `InvalidConfig` if ``limits`` has ``last_pictures``."""
+        if limits.last_pictures is not None:
+            raise InvalidConfig("last_pictures: an agent keeps its own history, so it leaves out pictures itself")
+        self.limits = limits
+        self.lives: dict[int, _Live] = {}  # by number
+        self.inbox: SimpleQueue[Any] = SimpleQueue()
+        self.endpoint, self.host = Endpoint(self.inbox, MODEL), AgentHost(agent, self.inbox)
+        self._opened = 0
+        with ExitStack() as stack:
+            stack.enter_context(self.endpoint)
+            stack.enter_context(self.host)
+            self._up = stack.pop_all()
+
+    def live(self, start: EpisodeStart, begun: Sequence[BegunTurn] = ()) -> _Live:
+        """A new episode, see `_Live`."""
+        live = self.lives[self._opened] = _Live(self._opened, start, begun)
+        self._opened += 1
+        return live
+
+    def drop(self, live: _Live) -> None:
+        """Ends an episode that does not go on."""
+        del self.lives[live.number]
+        if live.key and live.ended is None:
+            self._shut(live)
+
+    def close(self) -> None:
+        """Ends all agents."""
+        end_after(None, self._refuse_all, self._up.close)
+
+    def _refuse_all(self) -> None:
+        """Answers every request: nobody waits for an endpoint that is gone."""
+        for live in self.lives.values():
+            if live.key:
+                self.endpoint.shut(live.key)
+            self._refuse_waiting(live)
+        while not self.inbox.empty():
+            event = self.inbox.get()
+            if isinstance(event, Asked):
+                event.replies.set_exception(EPISODE_OVER)
+
+    def go_on(
         self,
         engine: RequestEngine,
         renderer: TurnRenderer,
-        starts: Sequence[EpisodeStart],
+        episodes: Sequence[_Live],
         sampling: SamplingParams,
-        limits: EpisodeLimits,
+        groups: WholeGroups,
         weight_version: int,
     ) -> None:
-        self.engine, self.sampling, self.limits, self.weight_version = engine, sampling, limits, weight_version
-        self.tokenizer = renderer.builder.tokenizer
-        prompts = Prompts(renderer, TurnRequests(renderer, limits))
-        self.episodes = [_Live(number, start, prompts) for number, start in enumerate(starts)]
+        """Lets agents go on until there are enough whole groups, or the engine fails at a request: see ``groups.failure``."""
+        self.engine, self.sampling, self.groups, self.weight_version = engine, sampling, groups, weight_version
+        self.tokenizer, self.family = renderer.builder.tokenizer, renderer.builder.family
         self.requests: dict[int, _Live] = {}  # by the number in the engine
-        self.inbox: SimpleQueue[Any] = SimpleQueue()
+        self.episodes, self.places = episodes, {live.number: place for place, live in enumerate(episodes)}
+        images, prompts = batch_of(joined(live.start.images for live in episodes)), TurnRequests(renderer, self.limits)
+        with renderer.builder.one_batch(images), ending(self._pause, renderer.forget):
+            self._resume(Prompts(renderer, prompts))
+            self._play()
 
-    def play(self, agent: Agent) -> None:
-        with Endpoint(self.inbox, MODEL) as self.endpoint, AgentHost(agent, self.inbox) as self.host:
-            try:
-                for live in self.episodes:
-                    self._begin(live)
-                while any(live.ended is None for live in self.episodes):
-                    self._take(self._time_left())
-                    for completion in self.engine.poll() if self.requests else ():
-                        if completion.request in self.requests:
-                            self._completed(completion)
-            finally:  # nobody waits for an endpoint that is gone
-                for live in self.episodes:
-                    self._refuse_waiting(live)
+    def _play(self) -> None:
+        while any(live.ended is None for live in self.episodes) and not self.groups.enough:
+            self._take(self._time_left())
+            for completion in self.engine.poll() if self.requests and not self.groups.enough else ():
+                if completion.request in self.requests:
+                    self._completed(completion)
 
-    def stop(self) -> None:
-        """Frees what the engine holds."""
-        end_after(None, *(partial(self._free, live) for live in self.episodes))
+    def _resume(self, prompts: Prompts) -> None:
+        """Begins episodes, and gives the engine the turns that were stopped."""
+        now = time.monotonic()
+        for live in self.episodes:
+            if not live.key:
+                live.talk = Conversations(live.start, prompts)
+                self._begin(live)
+                continue
+            live.talk.prompts = prompts
+            live.began, live.idle_since = now - live.played, now
+            stopped, live.stopped = live.stopped, []
+            for pending, turn in stopped:
+                self._decode(live, pending, turn)
+
+    def _pause(self) -> None:
+        """Takes the tokens of turns that are not finished, and frees what the engine holds."""
+        end_after(None, *(partial(self._stop, live) for live in self.episodes))
+
+    def _stop(self, live: _Live) -> None:
+        live.played, live.idle = time.monotonic() - live.began, live.seconds_idle()
+        in_flight, live.in_flight = live.in_flight, {}
+        for number, (pending, turn) in in_flight.items():
+            stopped = self.engine.abort(number)
+            if stopped is not None:
+                turn.partial = (turn.partial or Tokens()) + Tokens.of(stopped, self.weight_version)
+            live.stopped.append((pending, turn))
+        self._free(live)
 
     def _begin(self, live: _Live) -> None:
         live.key = self.endpoint.open(live.number)
@@ -196,7 +286,11 @@ class _Run:
             except Empty:
                 return
             wait = False
-            live = self.episodes[event.episode]
+            live = self.lives.get(event.episode)
+            if live is None:  # of an episode that has ended before
+                if isinstance(event, Asked):
+                    event.replies.set_exception(EPISODE_OVER)
+                continue
             if isinstance(event, Asked):
                 self._asked(live, event)
             elif live.ended is None:
@@ -212,7 +306,7 @@ class _Run:
         """Gives a request to the engine. Raises `Refused`."""
         ask, limits = asked.ask, self.limits
         if live.ended is not None:
-            raise Refused("the episode of this key is over", None, "episode_over")
+            raise EPISODE_OVER
         if sum(1 for _ in live.talk.turns) + ask.n > limits.turns:
             live.cut = "turns"
             raise Refused(f"the episode has at most {limits.turns} turns", None, "turn_limit_exceeded")
@@ -233,20 +327,36 @@ class _Run:
 
     def _submit(self, live: _Live, pending: _Pending, most: int) -> None:
         """Submits the turns of a request. Raises `InvalidPrompt` if the engine has no room for them."""
-        ask, parent = pending.asked.ask, pending.turns[0].parent
+        ask, parent, idle = pending.asked.ask, pending.turns[0].parent, live.seconds_idle()
         stop = tuple(dict.fromkeys((*self.sampling.stop, *ask.stops)))
         sampling = replace(self.sampling, n=1, max_tokens=most, stop=stop, top_log_probs=ask.top_log_probs or 0)
-        idle = live.seconds_idle()
         for turn in pending.turns:
-            if parent is None or parent.number is None:
-                turn.number = self.engine.submit(turn.request, sampling, True)
-            else:
-                turn.number = self.engine.fork(parent.number, turn.request, sampling, True)
+            turn.sampling = sampling
+            self._decode(live, pending, turn)
             live.idle = idle
-            live.in_flight[turn.number] = pending, turn
-            self.requests[turn.number] = live
         if parent is not None:
             self._abort(live, parent)
+
+    def _decode(self, live: _Live, pending: _Pending, turn: AgentTurn) -> None:
+        """Gives a turn to the engine, from the tokens that it has so far. What an earlier process has sampled is not sampled
+        again.
+        """
+        known = live.repeated.pop(str(turn.request.seed), None)
+        if known is not None and known.before == turn.request.input_ids.tolist():
+            if known.whole:
+                self._answer(live, pending, turn, known.tokens, known.state.partition(" ")[2])
+                return
+            turn.partial = known.tokens
+        begun, parent = [] if turn.partial is None else turn.partial.token_ids, turn.parent
+        rest, sampling = continued(turn.request, begun, self.family), turn.sampling
+        assert sampling is not None
+        sampling = replace(sampling, max_tokens=sampling.max_tokens - len(begun))
+        if parent is None or parent.number is None:
+            turn.number = self.engine.submit(rest, sampling, True)
+        else:
+            turn.number = self.engine.fork(parent.number, rest, sampling, True)
+        live.in_flight[turn.number] = pending, turn
+        self.requests[turn.number] = live
 
     def _abort(self, live: _Live, turn: AgentTurn) -> None:
         """Frees what the engine holds of a turn."""
@@ -299,27 +409,44 @@ class _Run:
         if not live.in_flight:
             live.idle_since = time.monotonic()
         if completion.error is not None:
-            raise completion.error
-        live.talk.answered(turn, Tokens.of(completion, self.weight_version), self._reply(turn, completion))
+            live.stopped.append((pending, turn))
+            self.groups.fail(self.places[live.number], completion.error)
+            return
+        tokens = (turn.partial or Tokens()) + Tokens.of(completion, self.weight_version)
+        self._answer(live, pending, turn, tokens, completion.finish_reason, completion)
+
+    def _answer(
+        self,
+        live: _Live,
+        pending: _Pending,
+        turn: AgentTurn,
+        tokens: Tokens,
+        reason: str,
+        completion: Completion | None = None,
+    ) -> None:
+        """Gives a turn its tokens, and the agent the replies of its request once all are there."""
+        turn.ends = reason
+        live.talk.answered(turn, tokens, self._reply(turn, tokens, completion))
         live.last = turn
         if all(each.reply is not None for each in pending.turns):
             pending.asked.replies.set_result([each.reply for each in pending.turns if each.reply is not None])
 
-    def _reply(self, turn: AgentTurn, completion: Completion) -> Reply:
-        ask, ids = turn.ask, completion.token_ids
+    def _reply(self, turn: AgentTurn, tokens: Tokens, completion: Completion | None) -> Reply:
+        ask, ids = turn.ask, tokens.token_ids
         text = ask.begins + self.tokenizer.decode(ids, skip_special_tokens=True)
         facts: dict[str, Any] = {
             "prompt_tokens": len(turn.request.input_ids),
-            "cached_tokens": completion.cached_tokens,
+            "cached_tokens": 0 if completion is None else completion.cached_tokens,
             "sampled_tokens": len(ids),
         }
         if ask.top_log_probs is not None:
-            others = completion.top_log_probs or [[]] * len(ids)
+            others = (completion.top_log_probs if completion is not None else None) or []
+            others = [[]] * (len(ids) - len(others)) + list(others)  # those of a turn that was stopped are not kept
             facts["log_probs"] = tuple(
                 TokenLogProb(self._text(token), value, tuple((self._text(each), found) for each, found in likeliest))
-                for token, value, likeliest in zip(ids, completion.log_probs, others, strict=True)
+                for token, value, likeliest in zip(ids, tokens.log_probs, others, strict=True)
             )
-        return read_reply(turn.id, text, ask, "length" if completion.finish_reason == "length" else "stop", **facts)
+        return read_reply(turn.id, text, ask, "length" if turn.ends == "length" else "stop", **facts)
 
     def _text(self, token: int) -> str:
         return str(self.tokenizer.decode([token]))
@@ -346,24 +473,30 @@ class _Run:
 
     def _end(self, live: _Live, reason: Any, message: str = "") -> None:
         live.ended, live.message = reason, message
+        self._shut(live)
+        self._free(live)
+        self.groups.finish(self.places[live.number])
+
+    def _shut(self, live: _Live) -> None:
+        """Lets an agent ask no more."""
         self.endpoint.shut(live.key)
         self.host.cancel(live.number)
         self._drop_waiting(live)
-        self._free(live)
 
     def _drop_waiting(self, live: _Live) -> None:
         """Forgets the requests that are sampled now: the agent has not seen a reply."""
         self._refuse_waiting(live)
-        for _, turn in list(live.in_flight.values()):
+        for _, turn in [*live.in_flight.values(), *live.stopped]:
             self._abort(live, turn)
+        live.stopped.clear()
         for turn in [turn for turn in live.talk.turns if turn.reply is None]:
             live.talk.drop(turn)
 
     def _refuse_waiting(self, live: _Live) -> None:
-        for pending, _ in live.in_flight.values():
+        for pending, _ in [*live.in_flight.values(), *live.stopped]:
             waiting: Future[list[Reply]] = pending.asked.replies
             if not waiting.done():
-                waiting.set_exception(Refused("the episode of this key is over", None, "episode_over"))
+                waiting.set_exception(EPISODE_OVER)
 
     def _free(self, live: _Live) -> None:
         for turn in list(live.talk.turns):

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from dataproto.errors import InvalidPrompt
 from rollout.agents.messages import TEXT_CLIENTS, Ask, Message, Refused, Reply, shown
-from rollout.continuation import Tokens, continued_experts
-from rollout.engine import Request
+from rollout.continuation import BegunTurn, Tokens, continued_experts
+from rollout.engine import Request, SamplingParams
 from rollout.environments.episode import EpisodeStart, TurnRequests
 from rollout.environments.turn_renderer import RenderedTurn, TurnRenderer
 from rollout.prompts.prepared_rows import media_objects
@@ -51,8 +51,17 @@ class AgentTurn:
     state: str  # digest of the new messages
     children: list["AgentTurn"] = field(default_factory=list)
     number: int | None = None  # of the request, as long as the engine keeps it
+    sampling: SamplingParams | None = None
+    partial: Tokens | None = None  # of a turn that was stopped
     tokens: Tokens | None = None  # that were sampled
+    ends: str = ""  # why the engine ended it
     reply: Reply | None = None
+
+    @property
+    def sampled(self) -> BegunTurn:
+        """What was sampled so far, by the request's seed and prompt, for an episode that continues in another process."""
+        tokens, whole = (self.tokens or self.partial or Tokens()), self.tokens is not None
+        return BegunTurn(tokens, whole, self.request.input_ids.tolist(), f"{self.request.seed} {self.ends}")
 
 
 @dataclass(eq=False)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from dataproto import DataProto
 from dataproto.errors import InvalidConfig, InvalidPrompt, end_after, ending
 from rollout.continuation import BegunTurn, Tokens, WholeGroups, continued
 from rollout.engine import Completion, FinishReason, Request, RequestEngine, SamplingParams
@@ -337,6 +338,13 @@ class EpisodePlan:
                 f"last_pictures={self.limits.last_pictures} makes several rows of an episode; one that continues later has "
                 "one row"
             )
+
+    def hold(self) -> "HeldEpisodes":
+        """What holds episodes between two steps."""
+        return HeldEpisodes()
+
+    def add_columns(self, data: DataProto, episodes: Sequence[Any]) -> None:
+        """Adds no column to those of `episode_columns`."""
 
 
 class HeldEpisodes:

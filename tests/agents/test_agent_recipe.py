@@ -108,7 +108,6 @@ def test_a_name_of_several_words_is_a_command(tmp_path):
     [
         ("--agents.turns 3", "read from files only"),
         ("--agent own.py:agent --algorithm.advantage remax", "choose another advantage"),
-        ("--agent own.py:agent --rollout.staleness 1", "leave out --rollout.staleness"),
         ("--agent own.py:agent --engine vllm", "agents.tokens"),
     ],
 )

@@ -69,7 +69,7 @@ def run(roles, agent, rows=1, sampling=SAMPLING, **limits):
     recorder = rollout.engine
     try:
         prompts = builder([{"prompt": f"Walk {row}.", "uid": f"u{row}"} for row in range(rows)])
-        data = rollout.run(prompts, agent, sampling, **{"turns": 12, "seconds": 60} | limits)
+        data = rollout.run(prompts, agent, sampling, EpisodeLimits(**{"turns": 12, "seconds": 60} | limits))
     finally:
         rollout.engine = inner
     check_law(data, recorder)

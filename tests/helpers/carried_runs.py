@@ -3,6 +3,7 @@
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import numpy as np
 import torch
 
@@ -72,6 +73,23 @@ class Corridor:
 
 def played(rollout, prompts) -> DataProto:
     return rollout.play(prompts, Corridor, SAMPLING, EpisodeLimits(turns=3, tokens=80))
+
+
+def converse(task) -> float:
+    """An agent of up to three requests, which sends back what it was told, and a picture."""
+    seen, reply = list(task.messages), ""
+    headers = {"authorization": f"Bearer {task.api_key}"}
+    for _ in range(1 + task.seed % 3):
+        body = {"model": "m", "messages": seen}
+        answer = httpx.post(f"{task.base_url}/chat/completions", json=body, headers=headers, timeout=60)
+        said = answer.json()["choices"][0]["message"]
+        reply += str(said["content"])
+        seen += [{"role": "assistant", "content": said["content"]}, {"role": "user", "content": "Go on."}]
+    return len(reply) / 10
+
+
+def talked(rollout, prompts) -> DataProto:
+    return rollout.run(prompts, converse, SAMPLING, EpisodeLimits(turns=3, tokens=200))
 
 
 def samples_of(parts: list[DataProto]) -> dict[str, list[tuple]]:

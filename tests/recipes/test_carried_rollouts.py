@@ -21,6 +21,7 @@ from helpers.carried_runs import (
     played,
     reread,
     samples_of,
+    talked,
     uninterrupted,
 )
 from helpers.checkpoints import write_checkpoint
@@ -29,6 +30,7 @@ from helpers.option_files import in_files
 from recipes.algorithms.penalties import KLController
 from recipes.geo3k_grpo import parse
 from recipes.grpo import GRPOConfig, grpo_step, grpo_step_in_parts, step_for
+from recipes.run import carrying
 from recipes.run.carrying import OWNER, CarryingRollout, carry_samples
 from recipes.run.environment_roles import PlayedEnvironment, with_environment
 from recipes.run.look_ahead import LookAhead
@@ -59,9 +61,10 @@ def groups(path) -> list[LocalGroup]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sample", [generated, played])
-def test_samples_that_are_carried_over_are_those_of_an_uninterrupted_run(groups, path, sample, tmp_path):
+@pytest.mark.parametrize("sample", [generated, played, talked])
+def test_samples_that_are_carried_over_are_those_of_an_uninterrupted_run(groups, path, sample, tmp_path, monkeypatch):
     """Also in a new process, where environments are made anew and get the same actions again."""
+    monkeypatch.setattr(carrying, "AT_A_TIME", 2.0)
     run = Run(groups[0], path, bound=3)
     parts = [run.step(sample) for _ in range(2)]
     assert any(turn["token_ids"].numel() for turns in run.rollout.samples.unfinished["_begun"] for turn in turns)

@@ -76,7 +76,7 @@ def split_groups(call: Arguments, parts: int) -> list[Arguments]:
 def join_in_order(results: Sequence[Any]) -> Any:
     """The rows of all ranks in the order of the whole batch."""
     joined = join_rows(results)
-    order = np.argsort(joined[ROW])
+    order = np.argsort(joined[ROW], kind="stable")  # an episode may have several rows
     joined = joined[order]
     joined.pop(non_tensor_batch_keys=[ROW])
     return joined
@@ -131,7 +131,7 @@ def response_rows(
 
 def shown_episodes(episodes: Sequence[Episode]) -> list[Episode]:
     """The episodes that have ended; in the place of each other one an episode that has not begun."""
-    return [episode if episode.ended else Episode(episode.start) for episode in episodes]
+    return [episode if episode.ended else type(episode)(episode.start) for episode in episodes]
 
 
 def with_begun(

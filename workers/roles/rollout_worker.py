@@ -12,9 +12,9 @@ from transformers import AutoTokenizer
 
 from dataproto import DataProto
 from dataproto.columns import ROUTED_EXPERTS
-from dataproto.errors import DataProtoError, InvalidConfig
+from dataproto.errors import DataProtoError, InvalidConfig, end_after
 from dataproto.vlm import VLMFamily
-from rollout.agents import Agent, agent_columns, run_agents
+from rollout.agents import Agent, AgentPlan, agent_columns, run_agents
 from rollout.continuation import BEGUN, BegunTurn, Tokens, WholeGroups, decode_groups
 from rollout.engine import (
     RequestEngine,
@@ -27,7 +27,7 @@ from rollout.engine import (
 )
 from rollout.engine_ranks import drive
 from rollout.environments import Episode, EpisodeLimits, MakeEnvironment, TurnRenderer, play_episodes
-from rollout.environments.episode_loop import EpisodePlan, HeldEpisodes
+from rollout.environments.episode_loop import EpisodePlan
 from rollout.environments.episode_rows import episode_columns, episode_starts
 from rollout.prompts import PromptBuilder
 from rollout.responses import OCCURRENCE, attach_responses, build_requests, number_occurrences, prompt_names
@@ -49,6 +49,8 @@ from workers.training.loading import checkpoint_family
 
 HOLDER = "_holder"
 """The column with the dp position that holds a row's prompt."""
+PLACE = "_place"
+"""The column with the place of the episode that a row is of."""
 NO_LIMIT = 1 << 30
 """Tokens of an episode's prompt; the engine has limits of its own."""
 
@@ -168,7 +170,7 @@ class RolloutWorker:
             self.engine, partial(first, self.engine.dtype), block, shares_device, ranks, adapter
         )
         self._calls = 0
-        self._held = HeldEpisodes()
+        self._held: dict[type, Any] = {}  # the episodes that go on later, by the type of their plan
         tokenizer = AutoTokenizer.from_pretrained(config.model_path)
         self.pad_token_id = int(
             tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
@@ -227,10 +229,7 @@ class RolloutWorker:
         prompts: DataProto,
         agent: Agent,
         sampling: SamplingParams,
-        turns: int,
-        tokens: int | None = None,
-        seconds: float = 60.0,
-        wall_clock: float | None = None,
+        limits: EpisodeLimits,
     ) -> DataProto:
         """``sampling.n`` episodes of an agent for each prompt row, next to each other, with the columns of `play` and those of
         `rollout.agents.agent_columns`.
@@ -242,12 +241,11 @@ class RolloutWorker:
         Args:
             prompts: with ``raw_prompt``, the messages of the task.
             sampling: of each turn; ``max_tokens`` limits a turn.
-            turns, tokens, seconds, wall_clock: see `EpisodeLimits`; the time is that of the agent between its requests.
+            limits: how long an episode may be; the time is that of the agent between its requests.
 
         Raises:
             MissingPackage: the extra ``agents`` is not installed.
         """
-        limits = EpisodeLimits(turns, tokens, seconds, wall_clock=wall_clock)
         return self._in_episodes(prompts, partial(run_agents, agent=agent), sampling, limits, agent_columns)
 
     def _in_episodes(
@@ -292,7 +290,7 @@ class RolloutWorker:
         wanted: int,
         weight_version: int,
         due: Collection[str] = (),
-        plan: EpisodePlan | None = None,
+        plan: EpisodePlan | AgentPlan | None = None,
     ) -> DataProto:
         """Decodes samples until ``wanted`` groups are whole: all of their samples have finished. The others can continue later.
 
@@ -306,14 +304,15 @@ class RolloutWorker:
             plan: of episodes; without it each sample is a response.
 
         Returns:
-            A row for each sample with `FINISHED`. Rows that have finished are those of `generate` or `play`, with
-            ``weight_version (B, R)``; of the others only `BEGUN` has a meaning. If the engine fails at a sample or refuses it,
-            its rank decodes no further, keeps what has begun, and tells the error in `FAILED`.
+            A row for each sample, or several of an episode, with `FINISHED`. Rows that have finished are those of `generate`,
+            `play` or `run`, with ``weight_version (B, R)``; of the others only `BEGUN` has a meaning. If the engine fails at a
+            sample or refuses it, its rank decodes no further, keeps what has begun, and tells the error in `FAILED`.
         """
         sampling.check_sampled_alone("samples that go on later")
         if GROUP not in samples:
             samples = number_groups(samples)
-        sampling = replace(sampling, n=1)
+        sampling, samples = replace(sampling, n=1), samples[:]
+        samples[HOLDER] = np.full(len(samples), self.ranks.rank("dp"))
         with self.sharding as sharding:
             with self.ranks.fail_together():
                 shared = sharding.preprocess_data(samples, together=GROUP)
@@ -323,8 +322,8 @@ class RolloutWorker:
                 else:
                     rollouts = self._advance_episodes(shared, sampling, groups, weight_version, plan)
             with self.ranks.fail_together():
-                own = sharding.postprocess_data(rollouts)
-                own.pop(non_tensor_batch_keys=[OCCURRENCE, GROUP])
+                own = sharding.postprocess_data(rollouts, HOLDER)
+                own.pop(non_tensor_batch_keys=[GROUP, HOLDER])
                 return own
 
     def _advance_responses(
@@ -337,19 +336,29 @@ class RolloutWorker:
         return response_rows(samples, found, groups.failure, *rest)
 
     def _advance_episodes(
-        self, samples: DataProto, sampling: SamplingParams, groups: WholeGroups, weight_version: int, plan: EpisodePlan
+        self,
+        samples: DataProto,
+        sampling: SamplingParams,
+        groups: WholeGroups,
+        weight_version: int,
+        plan: EpisodePlan | AgentPlan,
     ) -> DataProto:
         starts, begun = episode_starts(samples, sampling), list(samples[BEGUN])
+        held = self._held.setdefault(type(plan), plan.hold())
 
         def played(engine: RequestEngine) -> tuple[list[Episode], tuple[int, DataProtoError] | None]:
             rest = self.renderer, starts, begun, plan, sampling, groups, weight_version
-            return self._held.go_on(engine, *rest), groups.failure
+            return held.go_on(engine, *rest), groups.failure
 
         episodes, failure = drive(self.engine, self.engine_group, played)
         most = plan.limits.most_tokens(sampling.max_tokens)
-        data = episode_columns(samples, shown_episodes(episodes), self.renderer, most, self._no_experts)
-        ended = [episode.ended is not None for episode in episodes]
-        return with_begun(data, ended, [[] if each.ended else each.begun for each in episodes], failure)
+        samples[PLACE], shown = np.arange(len(samples)), shown_episodes(episodes)
+        data = episode_columns(samples, shown, self.renderer, most, self._no_experts)
+        plan.add_columns(data, shown)
+        places = data.pop(non_tensor_batch_keys=[PLACE])[PLACE]
+        ended = [episodes[place].ended is not None for place in places]
+        begun = [[] if done else episodes[place].begun for place, done in zip(places, ended, strict=True)]
+        return with_begun(data, ended, begun, failure and (int(np.argmax(places == failure[0])), failure[1]))
 
     @cached_property
     def renderer(self) -> TurnRenderer:
@@ -402,7 +411,7 @@ class RolloutWorker:
     @dispatch("all")
     def release(self) -> None:
         """Closes the environments of episodes that would continue later, before the process ends."""
-        self._held.release()
+        end_after(None, *(held.release for held in self._held.values()))
 
     @dispatch("all")
     def mark_stale(self) -> None:
