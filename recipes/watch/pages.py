@@ -14,7 +14,6 @@ from PIL import Image
 from recipes.watch.rollout_files import replace_file
 
 TEMPLATES = Path(__file__).parent / "templates"
-STYLE = (TEMPLATES / "report.css").read_text(encoding="utf-8")
 MAX_TEXT = 4000
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
