@@ -27,6 +27,7 @@ COMMANDS = {
     "easy-vqa": "train by SFT, then GRPO, on real questions about pictures",
     "walk": "train by GRPO or PPO over episodes with a new picture each turn",
     "zoom": "train by GRPO or PPO over episodes that look closer at a picture and then answer",
+    "browse": "train an agent by GRPO that presses the button of a page in Chromium",
     "parity": "compare log-probs of the rollout engine with the actor's",
     "make-vlm": "make a small VLM with the real words of SmolLM2",
     "export": "make a checkpoint of a run an ordinary Hugging Face model",

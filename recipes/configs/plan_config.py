@@ -145,7 +145,7 @@ def parse(arguments: Sequence[str]) -> PlanConfig | ClusterConfig:
     if _asks_for_cluster(arguments):
         return parse_config(arguments, ClusterConfig(), CLUSTER, "dataproto plan --devices N")
     options, others = own_options(arguments, PlanOptions(), __doc__, "dataproto plan RECIPE")
-    if arguments[:1] and arguments[0] in ("walk", "zoom", "easy-vqa", "distil"):
+    if arguments[:1] and arguments[0] in ("walk", "zoom", "browse", "easy-vqa", "distil"):
         raise InvalidConfig(f"{arguments[0]} is not planned: its run says after the first steps what they took")
     if not arguments or arguments[0] not in RECIPES:
         raise InvalidConfig(f"plan which recipe? give one of {', '.join(RECIPES)} first, then its options")

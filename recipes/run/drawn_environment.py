@@ -35,7 +35,16 @@ MODEL = "model"  # folder of the run's directory
 
 
 @dataclass(frozen=True)
-class DrawnEnvironment:
+class SmallModel:
+    """A small Qwen2.5-VL that learns the form of an answer before it plays."""
+
+    model: TinyConfig
+    texts: Sequence[str]  # on which its tokenizer is trained
+    demonstrations: Callable[[int], Any]  # of a seed, as conversations
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawnEnvironment(SmallModel):
     """An environment that draws its pictures, and the small model for it.
 
     ``rows(seed, split, count, shown)`` are rows of prompts, of which ``shown`` is "own" or one of the ``controls``.
@@ -44,9 +53,6 @@ class DrawnEnvironment:
     make: MakeEnvironment
     rows: Callable[..., Any]
     controls: Sequence[str]
-    model: TinyConfig
-    texts: Sequence[str]  # on which the small model's tokenizer is trained
-    demonstrations: Callable[[int], Any]  # of a seed, as conversations
     template_arguments: Mapping[str, Any] = field(default_factory=dict)  # of the chat template, such as tools
 
 
@@ -127,7 +133,7 @@ def controlled_evaluation(
 
 
 def demonstrated_model(
-    path: Path, seed: int, drawn: DrawnEnvironment, config: WarmUpPhaseConfig, resumed: bool = False
+    path: Path, seed: int, drawn: SmallModel, config: WarmUpPhaseConfig, resumed: bool = False
 ) -> Path:
     """A small Qwen2.5-VL that knows the words of the environment and has learned from its demonstrations.
 
@@ -136,7 +142,7 @@ def demonstrated_model(
     return model_of_run(path, resumed, partial(_demonstrate, seed=seed, drawn=drawn, config=config))
 
 
-def _demonstrate(draft: Path, seed: int, drawn: DrawnEnvironment, config: WarmUpPhaseConfig) -> None:
+def _demonstrate(draft: Path, seed: int, drawn: SmallModel, config: WarmUpPhaseConfig) -> None:
     """Makes the model and trains it in the directory ``draft``."""
     with start_phase("making the tiny model"):
         make_tiny_model(draft, seed, drawn.model, drawn.texts)

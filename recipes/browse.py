@@ -1,0 +1,165 @@
+"""An agent with a browser: ``dataproto browse`` trains a policy to press the button of a page that it sees in screenshots.
+
+The agent is what a user writes: `press` talks to the policy through OpenAI's client, and drives Chromium by playwright. With no
+arguments it makes a small Qwen2.5-VL, shows it the form of an answer by random clicks, and lets it find out by itself where the
+button is, on the CPU within minutes. It needs ``pip install openai playwright`` and Chromium.
+
+Each evaluation presses the buttons of pages that are made for it, and measures a control: the same pages with buttons that cannot
+be seen.
+"""
+
+import asyncio
+import base64
+import shutil
+import sys
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import cache
+from random import Random
+from typing import Any
+
+from PIL import Image, ImageDraw
+
+from recipes.configs.browse_config import BrowseConfig, parse
+from recipes.configs.episodes_config import WarmUpPhaseConfig
+from recipes.demo.problems import EPOCH_ROWS, RowsBySeed, Split
+from recipes.demo.tiny_model import TinyConfig
+from recipes.grpo import step_for
+from recipes.options import exit_status
+from recipes.run.agent_roles import PlayedAgent
+from recipes.run.drawn_environment import MODEL, SmallModel, controlled_evaluation, demonstrated_model
+from recipes.run.policy_gradient import PolicyTask, open_task_directory, prompt_builder, prompt_loader, run
+from rollout.agents import AgentTask
+
+SIDE, BUTTON = 112, 48  # pixels of a page and of its button
+CLICKS = [f"{x} {y}" for x in range(14, SIDE, 28) for y in range(14, SIDE, 28)]
+"""Those of the demonstrations: of any button at least one of them is a press."""
+TASK = "Press the button: say where to click."
+PAGE = """<body style="margin:0; overflow:hidden"><button onclick="document.title = 'pressed'" style="position:absolute;
+left:{left}px; top:{top}px; width:{button}px; height:{button}px; background:#1e3cc8; border:0; opacity:{opacity}"></button>"""
+
+
+async def press(task: AgentTask) -> dict[str, float]:
+    """Clicks where the policy says, until the button is pressed or no turn is left."""
+    browser = chromium()  # whose loop is not that of the step's agents
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(pressed(task, browser), browser.loop))
+
+
+async def pressed(task: AgentTask, browser: "Chromium") -> dict[str, float]:
+    """An episode in the loop of the browser."""
+    from openai import APIStatusError
+
+    client = browser.client.copy(base_url=task.base_url, api_key=task.api_key, max_retries=0)
+    messages: list[Any] = list(task.messages)
+    async with browser.page() as page:
+        await page.set_content(PAGE.format(**task.row["extra_info"], button=BUTTON))
+        while True:
+            url = f"data:image/png;base64,{base64.b64encode(await page.screenshot()).decode()}"
+            messages.append({"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]})
+            try:
+                reply = await client.chat.completions.create(model=task.model, messages=messages)
+            except APIStatusError:  # no turn is left
+                return {"score": 0.0, "acc": 0.0}
+            messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+            words = (messages[-1]["content"] or "").split()
+            if len(words) == 2 and all(word.isdecimal() for word in words):
+                await page.mouse.click(*(min(int(word[:4]), SIDE) for word in words))
+            if await page.title() == "pressed":
+                return {"score": 1.0, "acc": 1.0}
+
+
+class Chromium:
+    """A browser for all episodes of a run, in a thread of its own."""
+
+    def __init__(self) -> None:
+        from openai import AsyncOpenAI
+
+        self.loop, self.pages = asyncio.new_event_loop(), list[Any]()
+        self.client = AsyncOpenAI(api_key="of each episode")
+        threading.Thread(target=self.loop.run_forever, name="browser", daemon=True).start()
+        self.context = asyncio.run_coroutine_threadsafe(self._open(), self.loop).result()
+
+    async def _open(self) -> Any:
+        from playwright.async_api import async_playwright
+
+        playwright = await async_playwright().start()
+        browser = await playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        return await browser.new_context(viewport={"width": SIDE, "height": SIDE}, offline=True)
+
+    @asynccontextmanager
+    async def page(self) -> AsyncIterator[Any]:
+        """A page that no other episode has."""
+        page = self.pages.pop() if self.pages else await self.context.new_page()
+        yield page  # one whose episode was cancelled is not used again
+        self.pages.append(page)
+
+
+chromium = cache(Chromium)
+
+
+class PageRows(RowsBySeed):
+    """Pages as rows of prompts. ``opacity`` 0: their buttons cannot be seen."""
+
+    def __init__(self, seed: int = 0, split: Split = "train", rows: int = EPOCH_ROWS, opacity: int = 1) -> None:
+        super().__init__(seed, split, rows)
+        self.opacity, self.source = opacity, "browse" if opacity else "browse_unseen_buttons"
+
+    def row(self, place: int) -> dict[str, Any]:
+        """A page.
+
+        >>> PageRows()[7]["prompt"]
+        [{'role': 'system', 'content': 'Press the button: say where to click.'}]
+        """
+        random = Random(f"browse/{self.split}/{self.seed}/{place}")
+        left, top = (random.randrange(SIDE - BUTTON + 1) for _ in range(2))
+        page = {"left": left, "top": top, "opacity": self.opacity}
+        prompt = [{"role": "system", "content": TASK}]
+        return {"prompt": prompt, "data_source": self.source, "extra_info": page, "index": place}
+
+
+class RandomClicks(RowsBySeed):
+    """Clicks at random as conversations: they teach the form of an answer, and nothing about the pictures."""
+
+    def row(self, place: int) -> dict[str, Any]:
+        """Two clicks on a page."""
+        random, page = Random(f"random clicks/{self.seed}/{place}"), PageRows(self.seed)[place]
+        left, top = (page["extra_info"][name] for name in ("left", "top"))
+        image = Image.new("RGB", (SIDE, SIDE), "white")
+        ImageDraw.Draw(image).rectangle((left, top, left + BUTTON - 1, top + BUTTON - 1), "#1e3cc8")
+        turns = [{"role": "user", "content": "<image>"}, {"role": "assistant"}]
+        said = [turn | {"content": turn.get("content") or random.choice(CLICKS)} for turn in 2 * turns]
+        return page | {"prompt": [*page["prompt"], *said], "images": [image, image]}
+
+
+SMALL = SmallModel(
+    TinyConfig(vocabulary=400, layers=1, text_std=0.05, vision_std=0.2, min_pixels=28**2, max_pixels=28**2),
+    texts=[*(20 * [TASK]), *(20 * CLICKS)],
+    demonstrations=RandomClicks,
+)
+
+
+def browse_task(config: BrowseConfig) -> PolicyTask:
+    """The run of `press` on pages, from the checkpoint that is given or from the small model."""
+    config = open_task_directory(config)
+    path = config.run.output_dir / MODEL
+    model = config.model_path or str(
+        demonstrated_model(path, config.run.seed, SMALL, WarmUpPhaseConfig(), config.run.resume)
+    )
+    builder = prompt_builder(config.data, model)
+    own, unseen = (PageRows(0, "test", config.data.eval_rows, opacity) for opacity in (1, 0))
+    evaluate = controlled_evaluation(config, lambda step: own, [unseen], builder)
+    loader = prompt_loader(config, builder, PageRows(config.run.seed), shuffle=False)
+    return PolicyTask(config, model, builder, loader, None, evaluate, PlayedAgent(press, config.agents.limits()))
+
+
+def main(arguments: Sequence[str] | None = None, config: BrowseConfig | None = None) -> int:
+    """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
+    with exit_status(arguments) as status:
+        config = config or parse(status.arguments)
+        print(f"report: {run(config, step_for(config), browse_task)}")
+    return status.code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
