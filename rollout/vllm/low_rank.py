@@ -55,9 +55,8 @@ def make_room(worker: Any, rank: int) -> None:
         parts = len(JOINED_WEIGHTS.get(name.rpartition(".")[2], ("alone",)))
         into = getattr(layer, "input_size_per_partition", layer.input_size)  # the latter if the layer is not split
         out = getattr(layer, "output_size_per_partition", layer.output_size)
-        weight = next(layer.parameters())
         down, up = (
-            torch.zeros(*shape, dtype=layer.params_dtype, device=weight.device)
+            torch.zeros(*shape, dtype=layer.params_dtype, device=worker.device)
             for shape in ((parts * rank, into), (out, parts * rank))
         )
         layer.low_rank = down, up

@@ -18,6 +18,7 @@ from rollout.engine import awaits_weights, has_option, prepare_engine
 from rollout.prompts import PromptBuilder
 from rollout.responses import build_requests
 from rollout.vllm import VLLMEngine
+from rollout.vllm.low_rank import with_low_rank
 from rollout.vllm.memory import model_state
 from rollout.vllm.process_settings import count_whole_images, one_compile_thread
 from rollout.vllm.start_timeline import REST, StartTimeline, replaced
@@ -28,6 +29,7 @@ from rollout.vllm.startup import (
     graph_sizes,
     inspect_ahead,
     with_graph_sizes,
+    worker_options,
 )
 from rollout.vllm.whole_images import check_reads_whole
 from workers import ActorConfig, launch
@@ -45,6 +47,52 @@ def test_every_batch_has_a_recorded_size_that_is_little_larger(most):
     for batch in range(1, most + 1):
         runs_as = next(size for size in sizes if size >= batch)
         assert runs_as < 2 * batch if batch <= 8 else runs_as < 1.25 * batch
+
+
+def test_the_worker_is_told_of_adapters_and_of_weights_that_stay():
+    """In a setting that is a part of the key of compiled code on disk."""
+    assert worker_options(0, 2, {}) == worker_options(0, 1, {}) == {}
+    assert worker_options(8, 1, {}) == {"additional_config": {"lora_rank": 8}}
+    own = {"additional_config": {"mine": 1}}
+    assert worker_options(8, 0, own) == {"additional_config": {"mine": 1, "lora_rank": 8, "weights_stay": True}}
+    with pytest.raises(InvalidConfig, match=r"sleep_level=3: must be 0 \(weights stay\)"):
+        VLLMEngine("", sleep_level=3)
+
+
+class Product:
+    """A method of vLLM's linear layers."""
+
+    def apply(self, layer, x, bias=None):
+        return torch.nn.functional.linear(x, layer.weight, bias)
+
+
+class Multiplied(torch.nn.Module):
+    """A linear layer as vLLM has it, with an adapter."""
+
+    def __init__(self, into, out):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(out, into), requires_grad=False)
+        self.low_rank = torch.zeros(2, into), torch.zeros(out, 2)
+        self.quant_method = with_low_rank(Product)()
+
+    def forward(self, x):
+        return self.quant_method.apply(self, x, None)
+
+
+def test_compiled_layers_read_an_adapter_that_is_changed_in_place():
+    """They are one graph, whose inputs the matrices are."""
+    layers, x = torch.nn.Sequential(Multiplied(4, 8), Multiplied(8, 4)), torch.randn(3, 4)
+    compiled = torch.compile(layers, fullgraph=True, backend="aot_eager", dynamic=False)
+    with torch.inference_mode():
+        before, expected = compiled(x), x
+        torch.testing.assert_close(before, layers(x))
+        for layer in layers:
+            for matrix in layer.low_rank:
+                matrix.normal_()
+            expected = expected @ (layer.weight + layer.low_rank[1] @ layer.low_rank[0]).T
+        with torch.compiler.set_stance("fail_on_recompile"):
+            torch.testing.assert_close(compiled(x), expected, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(before, expected)
 
 
 def test_sizes_that_the_user_names_and_engines_without_graphs_are_left_alone():
