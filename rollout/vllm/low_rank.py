@@ -49,8 +49,9 @@ def decoder_linears(worker: Any) -> dict[str, Any]:
     return {f"{root}.{path}": layer for path, layer in layers if isinstance(layer, LinearBase)}
 
 
-def make_room(worker: Any, rank: int) -> None:
-    """Gives each linear layer of the decoder an adapter of zeros of this rank."""
+def make_room(worker: Any, rank: int) -> int:
+    """Gives each linear layer of the decoder an adapter of zeros of this rank. Returns their bytes."""
+    taken = 0
     for name, layer in decoder_linears(worker).items():
         parts = len(JOINED_WEIGHTS.get(name.rpartition(".")[2], ("alone",)))
         into = getattr(layer, "input_size_per_partition", layer.input_size)  # the latter if the layer is not split
@@ -60,9 +61,11 @@ def make_room(worker: Any, rank: int) -> None:
             for shape in ((parts * rank, into), (out, parts * rank))
         )
         layer.low_rank = down, up
+        taken += down.nbytes + up.nbytes
         method = copy.copy(layer.quant_method)
         method.__class__, method.of_weight = with_low_rank(type(method)), layer.quant_method
         layer.quant_method = method
+    return taken
 
 
 @torch.no_grad()

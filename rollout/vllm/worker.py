@@ -35,7 +35,9 @@ class PolicyWorker(Worker):
         super().load_model(*args, **kwargs)
         match_latent_attention(model_of(self))
         if rank := self.vllm_config.additional_config.get(LORA_RANK):
-            make_room(self, rank)  # outside of the memory that a sleep frees
+            room = make_room(self, rank)  # outside of the memory that a sleep frees
+            runner = self.model_runner
+            runner.model_memory_usage = getattr(runner, "model_memory_usage", 0) + room  # what the cache leaves free
         self.policy_sampler = install(self)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
