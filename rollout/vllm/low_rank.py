@@ -8,7 +8,7 @@ Where it has fused several layers, their A are rows of one matrix, and their B o
 import copy
 from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -62,8 +62,8 @@ def make_room(worker: Any, rank: int) -> int:
         )
         layer.low_rank = down, up
         taken += down.nbytes + up.nbytes
-        method = copy.copy(layer.quant_method)
-        method.__class__, method.of_weight = with_low_rank(type(method)), layer.quant_method
+        method, kind = copy.copy(layer.quant_method), cast(Any, type(layer.quant_method))
+        method.__class__, method.of_weight = with_low_rank(kind), layer.quant_method
         layer.quant_method = method
     return taken
 

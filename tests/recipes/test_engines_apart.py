@@ -51,6 +51,19 @@ def test_they_make_the_run_of_one_process(given, one_process, tmp_path):
 
 
 @pytest.mark.long
+def test_adapters_reach_them_and_a_resumed_run_makes_the_same_steps(given, tmp_path):
+    """The base is sent once, and again to the engines of the resumed run."""
+    adapted = [*given, "--lora-rank", "2", "--output-dir"]
+    assert main([*adapted, str(tmp_path / "one")]) == 0
+    assert main([*adapted, str(tmp_path / "apart"), *APART]) == 0
+    assert_same_run(tmp_path / "apart", tmp_path / "one")
+    shutil.copytree(tmp_path / "apart", tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "global_step_4")
+    assert main(["--resume", str(tmp_path / "again")]) == 0
+    assert_same_run(tmp_path / "again", tmp_path / "apart")
+
+
+@pytest.mark.long
 def test_the_next_batch_is_decoded_before_the_update(given, one_process, tmp_path):
     """The second batch is sampled with the first weights, as in a run that learns nothing."""
     options = [*APART, "--rollout.staleness", "1"]
