@@ -75,6 +75,8 @@ def test_a_program_takes_the_arguments_that_documents_name(command, monkeypatch)
 
 SMALLEST = """
 adapters
+agents overhead --conversations 4 --times 1
+agents learning --work WORK/agents --recipes walk --steps 1
 answer_checkers
 busy_machine --rounds 1 --steps 1
 carried_decoding --size tiny --engine hf --prompts 4 --max-tokens 16 --steps 1

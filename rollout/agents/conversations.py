@@ -5,6 +5,7 @@ those that the engine was given and sampled, and only what is new is rendered, a
 other histories begin a new row, for a reason that has a name, see `REASONS`.
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dataproto.errors import InvalidPrompt
-from rollout.agents.messages import TEXT_CLIENTS, Ask, Message, Refused, Reply, shown
+from rollout.agents.messages import LEFT_OUT, TEXT_CLIENTS, Ask, Message, Refused, Reply, shown
 from rollout.continuation import BegunTurn, Tokens, continued_experts
 from rollout.engine import Request, SamplingParams
 from rollout.environments.episode import EpisodeStart, TurnRequests
@@ -36,6 +37,10 @@ REASONS = {
     "conversation": "it shares nothing with what was said before, such as that of another agent",
 }
 """Why a request begins a new row of its episode."""
+WITHOUT_PICTURE = (
+    "the agent's client wrote {!r} in the place of a tool's picture, so the policy never sees it: send it in a message of the "
+    "user, or by a wire or a client that can"
+)
 
 
 @dataclass(eq=False)
@@ -74,16 +79,16 @@ class AgentRow:
 
 
 class Prompts:
-    """Renders requests. Equal first requests share their tensors, in all episodes: their prompt is read once."""
+    """Renders requests, equal ones once in all episodes. Equal first requests share their tensors: their prompt is read once."""
 
     def __init__(self, renderer: TurnRenderer, requests: TurnRequests) -> None:
         self.renderer, self.requests = renderer, requests
         self._whole: dict[Any, tuple[RenderedTurn, Request]] = {}
+        self._after: dict[Any, RenderedTurn] = {}
 
     def whole(self, ask: Ask) -> tuple[RenderedTurn, Request]:
         """All messages as a prompt. Raises `InvalidPrompt`."""
-        told = tuple((each.role, each.content, each.calls, each.thoughts) for each in ask.messages)
-        key = (ask.tools_key, ask.begins, told)
+        key = (ask.tools_key, ask.begins, _told(ask.messages))
         if key not in self._whole:
             rendered = self.renderer.messages(shown(ask.messages, ask.tools), begins=ask.begins)
             ids, types = torch.from_numpy(rendered.ids), torch.from_numpy(rendered.token_types)
@@ -96,7 +101,10 @@ class Prompts:
         """New messages after the ids of a turn and its reply. Raises `InvalidPrompt`."""
         assert turn.tokens is not None
         sampled = turn.tokens.token_ids
-        rendered = self.renderer.messages(shown(new), last=sampled[-1], follows=True, begins=begins)
+        key = (sampled[-1], begins, _told(new))
+        if key not in self._after:
+            self._after[key] = self.renderer.messages(shown(new), last=sampled[-1], follows=True, begins=begins)
+        rendered = self._after[key]
         return rendered, self.requests.continued(turn.request, sampled, rendered)
 
 
@@ -137,6 +145,9 @@ class Conversations:
                     rendered, request = self.prompts.whole(ask)
         except InvalidPrompt as error:
             raise Refused(str(error), "messages") from error
+        for message in new:
+            if message.role != "assistant" and (placeholder := LEFT_OUT.search(message.text)):
+                warnings.warn(WITHOUT_PICTURE.format(placeholder[0]), stacklevel=2)
         state = _digest(message.digest for message in new)
         found = []
         for sample in range(ask.n):
@@ -237,7 +248,7 @@ class Conversations:
                 continue
             if (said := ask.messages[end]).role == "assistant":
                 begun = (said.text.removeprefix(text) for text in turn.reply.said if said.text.startswith(text))
-                added = any(rest.startswith(TEXT_CLIENTS) or rest.lstrip().startswith("</code>") for rest in begun)
+                added = any(rest.lstrip().startswith(TEXT_CLIENTS) for rest in begun)
                 return "client_text" if added else "reply"
         return None
 
@@ -245,6 +256,14 @@ class Conversations:
 def _answered(messages: Sequence[Message], covered: int) -> bool:
     """Whether no further answers follow the first ``covered`` messages."""
     return all(message.role != "assistant" for message in messages[covered:])
+
+
+def _told(messages: Sequence[Message]) -> tuple[Any, ...]:
+    """All of messages that a prompt shows; equal pictures are those of equal pixels."""
+    return tuple(
+        (each.role, each.content, each.calls, tuple(call.id for call in each.calls), each.thoughts, each.call_id)
+        for each in messages
+    )
 
 
 def _digest(parts: Iterable[bytes]) -> str:

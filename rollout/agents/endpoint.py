@@ -22,6 +22,12 @@ from rollout.agents.wire_replies import WIRES, Body, Wire, openai_error
 
 HOST = "127.0.0.1"
 START_SECONDS = 10.0
+KEEP_ALIVE_SECONDS = 24 * 3600
+"""An agent may send its next request on an old connection just as it is closed, so none is closed before the endpoint is."""
+
+
+MOST_BYTES = 1 << 28
+"""Of a request."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,7 @@ class Endpoint:
         self._socket.bind((HOST, 0))
         self._socket.listen(2048)
         settings: dict[str, Any] = {"log_config": None, "lifespan": "off", "timeout_graceful_shutdown": 1, "ws": "none"}
+        settings["timeout_keep_alive"] = KEEP_ALIVE_SECONDS
         self._server = uvicorn.Server(uvicorn.Config(self._app(), **settings))
         serve = {"sockets": [self._socket]}
         self._thread = threading.Thread(target=self._server.run, kwargs=serve, name="agent endpoint", daemon=True)
@@ -129,7 +136,8 @@ class Endpoint:
 
         async def answer(request: Any) -> Any:
             try:
-                ask, future = self._asked(wire, request.headers, request.url.path, await request.body())
+                self._door(request.headers)  # before anything is read
+                ask, future = self._asked(wire, request.headers, request.url.path, await _body(request))
                 replies = await asyncio.shield(asyncio.wrap_future(future))
             except Refused as error:
                 return JSONResponse(wire.error(error), error.status)
@@ -170,3 +178,12 @@ class Endpoint:
         if door is None:
             raise Refused("the key is not that of an episode", None, "invalid_api_key", 401)
         return door
+
+
+async def _body(request: Any) -> bytes:
+    content = bytearray()
+    async for part in request.stream():
+        content += part
+        if len(content) > MOST_BYTES:
+            raise Refused(f"the body has more than {MOST_BYTES >> 20} MiB", None, "request_too_large", 413)
+    return bytes(content)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any, Literal
+from weakref import WeakValueDictionary
 
 from PIL import Image
 
@@ -22,8 +23,10 @@ CALL = "<tool_call>", "</tool_call>"
 _CALLS = re.compile(f"{CALL[0]}(.*?){CALL[1]}", re.DOTALL)
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-TEXT_CLIENTS = ("\nCalling tools:\n[",)
+TEXT_CLIENTS = "Calling tools:\n[", "</code>"
 """What clients that keep no calls write after our text in their history."""
+LEFT_OUT = re.compile(r"\[tool output omitted\]|Stored '[^']*\.png' in memory")
+"""What clients that cannot send the picture of a tool write in its place."""
 
 
 class Refused(DataProtoError, ValueError):
@@ -52,14 +55,23 @@ class Picture:
 
     @classmethod
     def of_uri(cls, uri: Any, field: str) -> "Picture":
-        """Decodes a data URI. Raises `Refused` for all else: nothing is read from elsewhere."""
+        """Decodes a data URI, once for as long as somebody holds the picture: clients send all of them in each request.
+
+        Raises `Refused` for all else: nothing is read from elsewhere.
+        """
         if not isinstance(uri, str) or not uri.startswith("data:"):
             raise Refused(f"{field}: pictures come as data URIs (data:image/png;base64,...), nothing is fetched", field)
+        key = blake2b(uri.encode(), digest_size=16).digest()
         try:
-            return cls.of(uri)
+            if (found := _DECODED.get(key)) is None:
+                _DECODED[key] = found = cls.of(uri)
         except InvalidMedia as error:
             raise Refused(f"{field}: {error}", field) from error
+        return found
 
+
+_DECODED: WeakValueDictionary[bytes, Picture] = WeakValueDictionary()
+"""Pictures by the digests of their data URIs."""
 
 Part = str | Picture
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import warnings
 
 import pytest
 
@@ -162,6 +163,15 @@ def test_a_reply_without_calls_is_ours_by_its_place_and_text(renderer):
         assert reason(talk, request) == found
 
 
+def test_calls_that_a_client_writes_after_an_empty_text_are_the_clients(renderer):
+    """smolagents asks for a call, so that the answer has no text of its own before it."""
+    talk, request = Talk(renderer), recorded("smolagents-tool-calling.chat")[0]
+    talk.answer(talk.ask(request), call("look", a="x"))
+    said = "\nCalling tools:\n[{'id': 'call_1', 'function': {'name': 'look', 'arguments': {'a': 'x'}}}]"
+    request["body"]["messages"] += [{"role": "assistant", "content": said}, {"role": "user", "content": "Observation:"}]
+    assert reason(talk, request) == "client_text"
+
+
 def test_an_empty_reply_is_a_leaf_of_its_own(renderer):
     talk, request = Talk(renderer), recorded("openai-sdk.chat")[0]
     talk.answer(talk.ask(request), "")
@@ -258,6 +268,26 @@ def test_what_is_not_supported_is_refused_by_its_field(renderer, path, change, f
     with pytest.raises(Refused, match=re.escape(field)) as found:
         Talk(renderer).ask(request)
     assert found.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("name", "placeholder"),
+    [
+        ("openai-agents.chat", "'[tool output omitted]'"),
+        ("openai-agents-parallel.chat", ""),
+        ("openai-agents.responses", ""),
+        ("smolagents-tool-calling.chat", "\"Stored 'image.png' in memory\""),
+        ("smolagents-step-callback-picture.chat", ""),
+    ],
+)
+def test_a_picture_that_the_client_left_out_is_told(renderer, name, placeholder):
+    talk, (one, two) = Talk(renderer), recorded(name)
+    reply = talk.answer(talk.ask(one), first_answer(name))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        talk.ask(with_our_ids(two, reply))
+    told = [str(each.message) for each in found]
+    assert [placeholder in each for each in told] == ([True] if placeholder else []), told
 
 
 def test_a_picture_is_never_fetched(renderer):

@@ -1,0 +1,189 @@
+"""Agents through their own clients next to native environments, which show the same.
+
+    OMP_NUM_THREADS=1 python benchmarks/agents.py learning --work outputs/agents     # seconds to an accuracy
+    OMP_NUM_THREADS=1 python benchmarks/agents.py overhead                          # processor time of a request
+
+``learning`` trains the small models of ``dataproto walk`` and ``dataproto zoom`` from the same warm-up with the same seeds, in
+their environments and by the agents of ``docs/picture_agents.py``, and prints when each run reaches the accuracy that is asked
+for: seconds of its steps, without evaluations, and the processor time of the whole run for each step. A run that is complete in
+WORK is read and not run again.
+
+``overhead`` plays conversations of four turns, each turn with a picture, on an engine that answers at once: by
+`play_episodes`, and by `run_agents` with an agent that uses httpx. It prints the processor time of the loop and of the endpoint
+for each request, and that of the agent's own thread, which is the client's.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:] = [str(HERE.parent), *(place for place in sys.path if Path(place or ".").resolve() != HERE)]
+
+import httpx  # noqa: E402
+from PIL import Image  # noqa: E402
+
+from recipes.demo.tiny_model import make_tiny_model  # noqa: E402
+from recipes.walk import WALK  # noqa: E402
+from recipes.watch.metrics_file import METRICS_FILE, read_metrics  # noqa: E402
+from rollout.agents import agent_loop  # noqa: E402
+from rollout.agents.agent import task_messages  # noqa: E402
+from rollout.engine import Completion, SamplingParams  # noqa: E402
+from rollout.environments import EpisodeLimits, EpisodeStart, Observation, TurnRenderer, play_episodes  # noqa: E402
+from rollout.prompts import PromptBuilder  # noqa: E402
+
+TARGETS = {"walk": 0.9, "zoom": 0.85}
+AGENTS = {
+    "walk": {"environment": None, "openai": "walk", "anthropic": "walk_by_anthropic"},
+    "zoom": {"environment": None, "openai": "zoom"},
+}
+TURNS = 4
+PICTURES = [Image.new("RGB", (28, 28), (50 * turn, 0, 0)) for turn in range(TURNS)]
+
+
+def learning(options: argparse.Namespace) -> None:
+    for recipe in options.recipes:
+        for seed in options.seeds:
+            for name, agent in AGENTS[recipe].items():
+                folder = options.work / recipe / f"seed_{seed}" / name
+                if not (folder / "used.json").is_file():
+                    train(folder, recipe, seed, agent, options.steps)
+                print(f"{recipe}, seed {seed}, {name}: {told(folder, recipe)}", flush=True)
+
+
+def train(folder: Path, recipe: str, seed: int, agent: str | None, steps: int) -> None:
+    """A run in a process of its own."""
+    command = (
+        f"-m recipes.{recipe} --seed {seed} --steps {steps} --save-every 0 --keep-rollouts 0 --output-dir {folder}"
+    )
+    more = [] if agent is None else ["--agent", f"{HERE.parent / 'docs' / 'picture_agents.py'}:{agent}"]
+    began = os.times()
+    subprocess.run(
+        [sys.executable, *command.split(), "--overwrite", *more], check=True, cwd=HERE.parent, stdout=subprocess.DEVNULL
+    )
+    used = os.times()
+    processor = used.children_user + used.children_system - began.children_user - began.children_system
+    (folder / "used.json").write_text(json.dumps({"processor": processor, "clock": used.elapsed - began.elapsed}))
+
+
+def told(folder: Path, recipe: str) -> str:
+    rows, used = read_metrics(folder / METRICS_FILE), json.loads((folder / "used.json").read_text())
+    name, steps = f"val-core/{recipe}/acc/mean@1", int(rows[-1]["step"])
+    accuracies = {int(row["step"]): row[name] for row in rows if name in row}
+    reached = next((step for step in sorted(accuracies) if accuracies[step] >= TARGETS[recipe]), None)
+    seconds = sum(row.get("timing_s/step", 0.0) for row in rows if row["step"] <= (reached or steps))
+    goal = f"{TARGETS[recipe]} after {reached} steps" if reached else f"{TARGETS[recipe]} not reached in {steps} steps"
+    return (
+        f"{goal}, {seconds:.0f} s of steps by the clock; best {max(accuracies.values()):.3f}; "
+        f"{used['processor'] / steps:.2f} s of processor time a step, all in"
+    )
+
+
+class AnswersAtOnce:
+    """An engine that says one word at once."""
+
+    def __init__(self, builder: PromptBuilder) -> None:
+        self.ids = [*builder.encode_text("up"), builder.tokenizer.eos_token_id]
+        self.asked, self.number = list[int](), 0
+
+    def submit(self, request: Any, sampling: SamplingParams, keep: bool = False) -> int:
+        self.number += 1
+        self.asked.append(self.number)
+        return self.number
+
+    def fork(self, number: int, request: Any, sampling: SamplingParams, keep: bool = False) -> int:
+        return self.submit(request, sampling, keep)
+
+    def abort(self, number: int) -> None:
+        pass
+
+    def poll(self) -> list[Completion]:
+        asked, self.asked = self.asked, []
+        return [Completion(number, self.ids, [-1.0] * len(self.ids), "stop") for number in asked]
+
+
+class Shows:
+    """An environment that shows a picture in each turn."""
+
+    def reset(self, row: Any, seed: int) -> Observation:
+        self.turn = 0
+        return Observation([PICTURES[0]])
+
+    def step(self, action: str) -> Observation:
+        self.turn += 1
+        return Observation([PICTURES[self.turn % TURNS]], done=self.turn == TURNS)
+
+
+class Agent:
+    """The same by httpx, with connections that all conversations share."""
+
+    def __init__(self) -> None:
+        pictures = [{"type": "image", "image": picture} for picture in PICTURES]
+        self.shown = [task_messages([{"role": "user", "content": [each]}])[0] for each in pictures]
+        self.client: httpx.AsyncClient | None = None
+
+    async def __call__(self, task: Any) -> float:
+        self.client = self.client or httpx.AsyncClient(timeout=None, limits=httpx.Limits())
+        messages, headers = list(task.messages), {"authorization": f"Bearer {task.api_key}"}
+        for shown in self.shown:
+            messages.append(shown)
+            body = {"model": task.model, "messages": messages}
+            reply = await self.client.post(f"{task.base_url}/chat/completions", json=body, headers=headers)
+            messages.append(reply.json()["choices"][0]["message"])
+        return 1.0
+
+
+def overhead(options: argparse.Namespace) -> None:
+    used: dict[str, float] = {}
+
+    class Endpoint(agent_loop.Endpoint):
+        def __exit__(self, *error: object) -> None:
+            used["endpoint"] = time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
+            super().__exit__(*error)
+
+    agent_loop.Endpoint = Endpoint  # type: ignore[misc]
+    with tempfile.TemporaryDirectory() as folder:
+        make_tiny_model(Path(folder), 0, WALK.model, WALK.texts)
+        builder = PromptBuilder.from_pretrained(folder, 256)
+    row = {"raw_prompt": [{"role": "system", "content": "Walk."}]}
+    starts = [EpisodeStart(row, number, 7, "u", f"u/{number}") for number in range(options.conversations)]
+    sampling, limits = SamplingParams(max_tokens=8), EpisodeLimits(TURNS, seconds=3600)
+    requests = options.conversations * TURNS
+    for _ in range(options.times):
+        milliseconds = 1000 / requests
+        began = time.process_time()
+        played = play_episodes(AnswersAtOnce(builder), TurnRenderer(builder), starts, Shows, sampling, limits)
+        native = (time.process_time() - began) * milliseconds
+        began, loop = time.process_time(), time.thread_time()
+        run = agent_loop.run_agents(AnswersAtOnce(builder), TurnRenderer(builder), starts, Agent(), sampling, limits)
+        loop, whole = (time.thread_time() - loop) * milliseconds, (time.process_time() - began) * milliseconds
+        endpoint = used["endpoint"] * milliseconds
+        assert [len(each.turns) for each in (*played, *run)] == [TURNS] * 2 * options.conversations
+        print(
+            f"ms of processor time a request: play {native:.2f}; agents: loop {loop:.2f}, endpoint {endpoint:.2f}, "
+            f"client {whole - loop - endpoint:.2f}; overhead {loop + endpoint - native:.2f}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["learning", "overhead"])
+    parser.add_argument("--work", type=Path, default=Path("outputs/agents"))
+    parser.add_argument("--recipes", nargs="+", choices=list(AGENTS), default=list(AGENTS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--conversations", type=int, default=256)
+    parser.add_argument("--times", type=int, default=3)
+    options = parser.parse_args()
+    {"learning": learning, "overhead": overhead}[options.what](options)
+
+
+if __name__ == "__main__":
+    main()
