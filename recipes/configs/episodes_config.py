@@ -15,15 +15,17 @@ class EpisodesConfig(EpisodeOptions):
 
     Attributes:
         environment: FILE.py:NAME of a class or function that makes an environment; default: the recipe's own
+        agent: agent in place of an environment: FILE.py:NAME of a function, or a command such as "python my_agent.py"
         turns: turns of an episode
         tokens: tokens of an episode after its prompt, observations included; default: no limit
         seconds: seconds that the environment of an episode may take in all its calls, without the time of decoding
         last_pictures: number of last observations' pictures that a turn sees; default: all
-        memory_gib: memory of the environment, in a process of its own; default: a thread, no limit
+        memory_gib: memory of the environment, in a process of its own, or of an agent's processes; default: a thread, no limit
         drop_cut: learn nothing from episodes that a limit cut: turns, tokens, time, or a turn's length
     """
 
     environment: str | None = None
+    agent: str | None = None
     last_pictures: int | None = None
 
 
@@ -72,14 +74,19 @@ class EpisodeRunConfig(ActorCriticRunConfig):
         super().__post_init__()
         if self.reward is not None:
             raise InvalidConfig(f"reward={self.reward}: the rewards of episodes come from their environment")
-        if (self.episodes.environment is None) != (self.data.data_path is None):
+        named = self.episodes.environment or self.episodes.agent
+        if self.episodes.environment and self.episodes.agent:
+            raise InvalidConfig("--environment and --agent: an episode has one of them")
+        if (named is None and self.data.data_path) or (self.episodes.environment and self.data.data_path is None):
             raise InvalidConfig(
                 "--environment and --data-path go together: the recipe's environment has rows of its own"
             )
-        if self.episodes.environment is not None and self.model_path is None:
-            raise InvalidConfig("--environment needs --model-path: the small model knows only the words of this recipe")
+        if self.data.data_path is not None and self.model_path is None:
+            raise InvalidConfig("--data-path needs --model-path: the small model knows only the words of this recipe")
         if self.run.epochs is not None:
             raise InvalidConfig("epochs: the length of a run over episodes is --steps")
+        if self.episodes.agent is not None:
+            self._check_agent()
         if self.episodes.last_pictures is not None:
             self._check_rows_of_episodes()
         if self.engine == "vllm" and self.episodes.tokens is None:
@@ -100,6 +107,12 @@ class EpisodeRunConfig(ActorCriticRunConfig):
             (not self.data.data_path, "instruction", "only rows of your own have it: add --data-path"),
             (self.model_path is not None, "warm-up.", "only the small model has this phase: leave out --model-path"),
         ]
+
+    def _check_agent(self) -> None:
+        if self.episodes.last_pictures is not None:
+            raise InvalidConfig("--last-pictures: an agent keeps its own history, so it leaves out pictures itself")
+        if self.algorithm.needs_greedy:
+            raise InvalidConfig("--agent makes several rows of an episode, remax needs one: choose another advantage")
 
     def _check_rows_of_episodes(self) -> None:
         if self.algorithm.needs_greedy:

@@ -36,8 +36,10 @@ class ZoomConfig(EpisodeRunConfig):
         super().__post_init__()
         if self.crop_tool and self.model_path is None:
             raise InvalidConfig("--crop-tool needs --model-path: the small model answers in words and calls no tools")
-        if self.crop_tool and self.episodes.environment is not None:
-            raise InvalidConfig("--crop-tool belongs to the drawn pictures: --environment has tools of its own")
+        if self.crop_tool and (self.episodes.environment or self.episodes.agent):
+            raise InvalidConfig(
+                "--crop-tool belongs to the recipe's pictures: an environment or agent has tools of its own"
+            )
 
 
 # For a model of under a million parameters, on two cores.

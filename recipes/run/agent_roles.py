@@ -8,22 +8,23 @@ import numpy as np
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.function_files import load_named_function
-from recipes.configs.shared.agents_config import AgentsConfig
+from recipes.configs.shared.agents_config import AgentsConfig, EpisodeOptions
 from recipes.run.environment_roles import EnvironmentReward, PlayingRollout
 from rollout.agents import Agent, AgentPlan, CommandAgent
+from rollout.agents.agent import MOST_PROCESSES
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits
 from workers import Roles
 
 
-def load_agent(name: str, memory_gib: float | None = None) -> Agent:
-    """The agent that a command line names as ``FILE.py:NAME``, or as a command of several words.
+def load_agent(name: str, memory_gib: float | None = None, processes: int = MOST_PROCESSES) -> Agent:
+    """The agent that a command line names as ``FILE.py:NAME``, or as a command of several words, for which the limits are.
 
     Raises:
         InvalidConfig: the file or the name does not exist, or the file cannot be imported.
     """
     if " " in name.strip():
-        return CommandAgent(name, memory_gib)
+        return CommandAgent(name, memory_gib, processes)
     return load_named_function(name, "agent", InvalidConfig)
 
 
@@ -36,9 +37,10 @@ class PlayedAgent:
     drop_cut: bool = False
 
     @classmethod
-    def of(cls, name: str, options: AgentsConfig) -> "PlayedAgent":
+    def of(cls, name: str, options: EpisodeOptions) -> "PlayedAgent":
         """The agent of a command line. Raises `InvalidConfig`, see `load_agent`."""
-        return cls(load_agent(name, options.memory_gib), options.limits(), options.drop_cut)
+        processes = options.processes if isinstance(options, AgentsConfig) else MOST_PROCESSES
+        return cls(load_agent(name, options.memory_gib, processes), options.limits(), options.drop_cut)
 
 
 def with_agent(roles: Roles, played: PlayedAgent) -> Roles:

@@ -7,12 +7,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from recipes.configs.episodes_config import EpisodeRunConfig, WarmUpPhaseConfig
+from recipes.configs.episodes_config import EpisodeRunConfig, EpisodesConfig, WarmUpPhaseConfig
 from recipes.configs.shared.policy_gradient_config import PolicyGradientConfig
 from recipes.configs.shared.run_config import announce_small_model
 from recipes.data.loader import EvaluationLoader, PromptLoader
 from recipes.data.splits import tell_data
 from recipes.demo.tiny_model import TinyConfig, make_tiny_model, model_of_run, negative_log_probs
+from recipes.run.agent_roles import PlayedAgent
 from recipes.run.environment_roles import PlayedEnvironment, load_environment
 from recipes.run.evaluation import Evaluate, evaluate_samples
 from recipes.run.policy_gradient import (
@@ -65,13 +66,12 @@ def episode_task(config: EpisodeRunConfig, drawn: DrawnEnvironment) -> PolicyTas
     announce_small_model(config.model_path, config.data.data_path)
     if config.model_path is not None:  # what is unknown is refused before anything is written
         config.check_models(config.model_path)
-    if config.episodes.environment is not None:
-        load_environment(config.episodes.environment)
+    played_instead(config.episodes)
     model_path, run = config.model_path, config.run
     if model_path is None:
         config = open_task_directory(config)
         model_path = str(demonstrated_model(run.output_dir / MODEL, run.seed, drawn, config.warm_up, run.resume))
-    builder, played = open_environment(config, drawn, model_path)
+    builder, played = open_played(config, drawn, model_path)
     name_departures(builder)
     rows, held_out, controls = episode_rows(config, drawn, builder)
     if config.model_path is not None:
@@ -84,16 +84,23 @@ def episode_task(config: EpisodeRunConfig, drawn: DrawnEnvironment) -> PolicyTas
     return PolicyTask(config, model_path, builder, loader, None, evaluate, played)
 
 
-def open_environment(
+def open_played(
     config: EpisodeRunConfig, drawn: DrawnEnvironment, model_path: str
-) -> tuple[PromptBuilder, PlayedEnvironment]:
-    """The builder of the prompts and the environment: the one that the options name, or the drawn one."""
-    named, data = config.episodes.environment, config.data
-    limits, drop_cut = config.episodes.limits(), config.episodes.drop_cut
-    if named is not None:
-        return prompt_builder(data, model_path), PlayedEnvironment(load_environment(named), limits, drop_cut)
-    builder = prompt_builder(data, model_path, drawn.template_arguments)
-    return builder, PlayedEnvironment(drawn.make, limits, drop_cut)
+) -> tuple[PromptBuilder, PlayedEnvironment | PlayedAgent]:
+    """The builder of the prompts, and what is played: the environment or agent that the options name, or the recipe's own."""
+    data, episodes = config.data, config.episodes
+    arguments = drawn.template_arguments if data.data_path is None else None
+    own = PlayedEnvironment(drawn.make, episodes.limits(), episodes.drop_cut)
+    return prompt_builder(data, model_path, arguments), played_instead(episodes) or own
+
+
+def played_instead(episodes: EpisodesConfig) -> PlayedEnvironment | PlayedAgent | None:
+    """The environment or agent that the options name. Raises `InvalidConfig`."""
+    if episodes.agent is not None:
+        return PlayedAgent.of(episodes.agent, episodes)
+    if episodes.environment is None:
+        return None
+    return PlayedEnvironment(load_environment(episodes.environment), episodes.limits(), episodes.drop_cut)
 
 
 def name_departures(builder: PromptBuilder) -> None:

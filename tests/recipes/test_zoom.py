@@ -147,6 +147,10 @@ def parse_by_tool():
             "has tools of its own",
         ),
         ("--environment own.py:Say", "go together"),
+        ("--agent own.py:say --environment own.py:Say", "an episode has one of them"),
+        ("--agent own.py:say --last-pictures 1", "an agent keeps its own history"),
+        ("--agent own.py:say --data-path rows", "--data-path needs --model-path"),
+        ("--agent own.py:say --algorithm.advantage remax", "remax needs one: choose another advantage"),
         (
             "--epochs 2 --data-path rows --environment own.py:Say --preset any --model-path some",
             "the length of a run over episodes",

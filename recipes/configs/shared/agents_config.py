@@ -39,5 +39,8 @@ class AgentsConfig(EpisodeOptions):
         tokens: tokens of a row after the first prompt of its episode; default: no limit
         seconds: seconds that the agent of an episode may take between its requests, without the time of decoding
         memory_gib: memory of each process of an agent that is a command; default: no limit
+        processes: processes of an agent that is a command, at a time, of each engine
         drop_cut: learn nothing from episodes that a limit cut: turns, tokens or time
     """
+
+    processes: int = 32
