@@ -22,6 +22,13 @@ from PIL import Image
 
 from dataproto.errors import InvalidConfig
 
+MOST_PROCESSES = 32
+"""Processes of an agent at a time, of each engine, by default."""
+EXIT_SECONDS = 0.05
+"""Between looks at whether a process has ended."""
+KEPT_BYTES = 1 << 16
+"""Of what a process writes, from the end."""
+
 Outcome = float | Mapping[str, Any] | None
 """The reward of an episode; or a dict with ``score`` and further numbers; or nothing, for a reward function that scores it."""
 
@@ -95,10 +102,14 @@ class AgentHost:
             self._loop.close()
 
     async def _cancel_all(self) -> None:
-        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in tasks:
+        for episode in list(self._running):
+            self.cancel(episode)
+        await asyncio.sleep(0)
+        tasks = {task for task in asyncio.all_tasks() if task is not asyncio.current_task()}
+        waiting = (await asyncio.wait(tasks, timeout=1.0))[1] if tasks else ()  # a command ends its process
+        for task in waiting:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*waiting, return_exceptions=True)
 
     def begin(self, episode: int, task: AgentTask) -> None:
         """Calls the agent with a task."""
@@ -168,9 +179,11 @@ class CommandAgent:
     prints is the JSON of its reward; ``null``, or nothing, leaves it to the reward function.
     """
 
-    def __init__(self, command: str, memory_gib: float | None = None) -> None:
-        """``memory_gib`` bounds the address space of the process."""
-        self.command, self.memory_gib = shlex.split(command), memory_gib
+    def __init__(self, command: str, memory_gib: float | None = None, at_once: int = MOST_PROCESSES) -> None:
+        """``memory_gib`` bounds the address space of each process. Further episodes begin as one of ``at_once`` ends."""
+        if at_once < 1:
+            raise InvalidConfig(f"agents.processes={at_once} must be at least 1")
+        self.command, self.memory_gib, self.at_once = shlex.split(command), memory_gib, at_once
 
     async def __call__(self, task: AgentTask) -> Outcome:
         """Runs the command. Raises `RuntimeError` with the end of what it wrote on its standard error if it fails."""
@@ -180,16 +193,30 @@ class CommandAgent:
             *self.command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, start_new_session=True
         )
         if self.memory_gib is not None:
-            resource.prlimit(process.pid, resource.RLIMIT_AS, (int(self.memory_gib * 2**30),) * 2)
+            with suppress(ProcessLookupError):  # it has ended already
+                resource.prlimit(process.pid, resource.RLIMIT_AS, (int(self.memory_gib * 2**30),) * 2)
+        given_to, told, wrote = process.stdin, process.stdout, process.stderr
+        assert given_to is not None
+        assert told is not None
+        assert wrote is not None
+        reading = asyncio.gather(_end_of(told), _end_of(wrote))
         try:
-            out, error = await process.communicate(json.dumps(given).encode())
+            with suppress(ConnectionError):  # it need not read its task
+                given_to.write(json.dumps(given).encode())
+                await given_to.drain()
+            given_to.close()  # the end of its input
+            while process.returncode is None:  # `Process.wait` also waits for processes that it has started
+                await asyncio.sleep(EXIT_SECONDS)
         finally:
-            if process.returncode is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            given_to.close()
+            out, error = await reading
+            await process.wait()
         if process.returncode:
             last = error.decode(errors="replace").strip()[-500:]
-            raise RuntimeError(f"{shlex.join(self.command)} ended with status {process.returncode}: {last}")
+            kind = MemoryError if "MemoryError" in last else RuntimeError
+            raise kind(f"{shlex.join(self.command)} ended with status {process.returncode}: {last}")
         lines = out.decode(errors="replace").strip().splitlines()
         try:
             return json.loads(lines[-1]) if lines else None
@@ -202,6 +229,14 @@ class CommandAgent:
         openai = {"OPENAI_BASE_URL": task.base_url, "OPENAI_API_KEY": task.api_key}
         anthropic = {"ANTHROPIC_BASE_URL": task.server_url, "ANTHROPIC_API_KEY": task.api_key}
         return {**os.environ, **openai, **anthropic, "MODEL": task.model}
+
+
+async def _end_of(stream: asyncio.StreamReader) -> bytes:
+    """The last of what a process writes, however much that is."""
+    kept = b""
+    while chunk := await stream.read(KEPT_BYTES):
+        kept = (kept + chunk)[-KEPT_BYTES:]
+    return kept
 
 
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -225,18 +225,18 @@ class AgentRun:
 
     def _play(self) -> None:
         while any(live.ended is None for live in self.episodes) and not self.groups.enough:
+            self._begin_further()
             self._take(self._time_left())
             for completion in self.engine.poll() if self.requests and not self.groups.enough else ():
                 if completion.request in self.requests:
                     self._completed(completion)
 
     def _resume(self, prompts: Prompts) -> None:
-        """Begins episodes, and gives the engine the turns that were stopped."""
+        """Gives the engine the turns that were stopped."""
         now = time.monotonic()
         for live in self.episodes:
             if not live.key:
                 live.talk = Conversations(live.start, prompts)
-                self._begin(live)
                 continue
             live.talk.prompts = prompts
             live.began, live.idle_since = now - live.played, now
@@ -257,6 +257,13 @@ class AgentRun:
                 turn.partial = (turn.partial or Tokens()) + Tokens.of(stopped, self.weight_version)
             live.stopped.append((pending, turn))
         self._free(live)
+
+    def _begin_further(self) -> None:
+        """Begins episodes while no more than `CommandAgent.at_once` run."""
+        running = sum(bool(live.key) and live.ended is None for live in self.lives.values())
+        room = getattr(self.host.agent, "at_once", len(self.episodes) + running) - running
+        for live in [live for live in self.episodes if not live.key][: max(room, 0)]:
+            self._begin(live)
 
     def _begin(self, live: _Live) -> None:
         live.key = self.endpoint.open(live.number)
@@ -454,22 +461,19 @@ class AgentRun:
     # Ends
 
     def _time_left(self) -> float:
-        """Seconds until the next limit of time. Episodes whose time is over now are ended."""
+        """Seconds until the next limit of time. Episodes whose time is over now are ended; then 0, as further ones can begin."""
         now, left = time.monotonic(), math.inf
-        for live in self.episodes:
-            if live.ended is not None:
-                continue
+        running = [live for live in self.episodes if live.key and live.ended is None]
+        for live in running:
             clock = math.inf if self.limits.wall_clock is None else self.limits.wall_clock - (now - live.began)
             own = self.limits.seconds - live.seconds_idle()
             if clock <= 0:
                 self._end(live, "clock")
             elif own <= 0:
-                self._end(
-                    live, "timeout", f"the agent took more than {self.limits.seconds:g} seconds between its requests"
-                )
-            else:
-                left = min(left, clock, math.inf if live.in_flight else own)
-        return left if any(live.ended is None for live in self.episodes) else 0.0
+                told = f"the agent took more than {self.limits.seconds:g} seconds between its requests"
+                self._end(live, "timeout", told)
+            left = min(left, max(clock, 0.0), math.inf if live.in_flight else max(own, 0.0))
+        return left if running else 0.0
 
     def _end(self, live: _Live, reason: Any, message: str = "") -> None:
         live.ended, live.message = reason, message

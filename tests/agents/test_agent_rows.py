@@ -1,19 +1,16 @@
 """Rows of agents on the Hugging Face engine: their ids are those that it sampled, and the actor scores them alike."""
 
 import asyncio
-import base64
-import io
 import json
 import random
 from dataclasses import replace
 
-import httpx
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from helpers.agents import TOOL_TEMPLATE
+from helpers.agents import TOOL_TEMPLATE, Client, checked_rows, sampled_as_told, shown
 from helpers.checkpoints import write_checkpoint
 from helpers.episodes import picture
 from rollout.engine import SamplingParams
@@ -24,31 +21,6 @@ from workers.roles.rollout_worker import RolloutConfig, RolloutWorker
 
 SAMPLING = SamplingParams(n=2, max_tokens=6, seed=3, stop_token_ids=tuple(range(0, 250, 3)))
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
-
-
-class Recorder:
-    """An engine that remembers each request with its completion, for the law: what is in rows was sampled."""
-
-    def __init__(self, engine):
-        self.engine, self.requests, self.done = engine, {}, {}
-
-    def submit(self, request, sampling, keep=False):
-        number = self.engine.submit(request, sampling, keep)
-        self.requests[number] = request
-        return number
-
-    def fork(self, number, request, sampling, keep=False):
-        later = self.engine.fork(number, request, sampling, keep)
-        self.requests[later] = request
-        return later
-
-    def poll(self):
-        found = self.engine.poll()
-        self.done |= {each.request: each for each in found}
-        return found
-
-    def __getattr__(self, name):
-        return getattr(self.engine, name)
 
 
 @pytest.fixture(scope="module")
@@ -65,72 +37,8 @@ def roles(tmp_path_factory):
 def run(roles, agent, rows=1, sampling=SAMPLING, **limits):
     """The rows of an agent, checked against the engine's own record and the actor."""
     actor, rollout, builder = roles
-    inner, rollout.engine = rollout.engine, Recorder(rollout.engine)
-    recorder = rollout.engine
-    try:
-        prompts = builder([{"prompt": f"Walk {row}.", "uid": f"u{row}"} for row in range(rows)])
-        data = rollout.run(prompts, agent, sampling, EpisodeLimits(**{"turns": 12, "seconds": 60} | limits))
-    finally:
-        rollout.engine = inner
-    check_law(data, recorder)
-    log_probs = actor.log_probs(data)["old_log_probs"]
-    mask = data["response_mask"].bool()
-    assert mask.any()
-    assert float((log_probs - data["rollout_log_probs"])[mask].abs().max()) < 1e-4
-    return data, recorder
-
-
-def check_law(data, recorder):
-    """Each turn of each row stands behind the very ids of its request, with its ids and log-probs as sampled; each once."""
-    left = {
-        (tuple(recorder.requests[number].input_ids.tolist()), tuple(done.token_ids)): done
-        for number, done in recorder.done.items()
-    }
-    assert len(data["new_row"]) == len(data)
-    used = 0
-    for row in range(len(data)):
-        kept = data["attention_mask"][row].bool()
-        ids = data["input_ids"][row][kept].tolist()
-        mask = torch.cat([torch.zeros(data["prompts"].shape[1], dtype=torch.int64), data["response_mask"][row]])[kept]
-        turn = torch.cat([torch.zeros(data["prompts"].shape[1], dtype=torch.int64), data["turn"][row]])[kept]
-        values = torch.cat([torch.zeros(data["prompts"].shape[1]), data["rollout_log_probs"][row]])[kept]
-        for number in sorted(set(turn[mask.bool()].tolist())):
-            places = ((turn == number) & mask.bool()).nonzero().flatten().tolist()
-            begin, end = places[0], places[-1] + 1
-            assert places == list(range(begin, end))
-            done = left[tuple(ids[:begin]), tuple(ids[begin:end])]
-            assert values[begin:end].tolist() == pytest.approx(done.log_probs, abs=1e-6)
-            used += 1
-    assert used == len(recorder.done)
-
-
-def uri(seed):
-    file = io.BytesIO()
-    picture(16, 24, seed).save(file, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
-
-
-class Client:
-    """A small client of chat/completions."""
-
-    def __init__(self, task):
-        self.task = task
-        self.http = httpx.AsyncClient(
-            base_url=task.base_url, headers={"authorization": f"Bearer {task.api_key}"}, timeout=60
-        )
-
-    async def say(self, messages, retry=0, **options):
-        body = {"model": "m", "messages": messages, **options}
-        reply = await self.http.post("/chat/completions", json=body, headers={"x-stainless-retry-count": str(retry)})
-        assert reply.status_code == 200, reply.text
-        return [choice["message"] for choice in reply.json()["choices"]]
-
-
-def shown(seed):
-    return {
-        "role": "user",
-        "content": [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": uri(seed)}}],
-    }
+    prompts = builder([{"prompt": f"Walk {row}.", "uid": f"u{row}"} for row in range(rows)])
+    return checked_rows(actor, rollout, prompts, agent, sampling, **{"turns": 12, "seconds": 60} | limits)
 
 
 async def walker(task):
@@ -241,16 +149,39 @@ def serialised_again(reply, rng):
 ACTIONS = ("turn", "turn", "retry", "parallel", "samples", "compact", "edit", "sub-agent", "tools")
 
 
+PLANS = st.lists(st.lists(st.sampled_from(ACTIONS), min_size=1, max_size=4), min_size=4, max_size=4)
+OF_ANY_HISTORY = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
+
+
 @pytest.mark.slow
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.lists(st.sampled_from(ACTIONS), min_size=1, max_size=4), min_size=4, max_size=4))
+@settings(max_examples=12, **OF_ANY_HISTORY)
+@given(PLANS)
 def test_the_law_holds_for_any_history(roles, plans):
-    """Four agents at a time, each with its own history; `run` checks ids and log-probs of all rows."""
+    check_histories(roles, plans)
+
+
+@pytest.mark.long
+@settings(max_examples=50, **OF_ANY_HISTORY)
+@given(PLANS)
+def test_the_law_holds_for_two_hundred_histories(roles, plans):
+    check_histories(roles, plans)
+
+
+def check_histories(roles, plans):
+    """Four agents at a time, each with its own history; `run` checks ids and log-probs of all rows. A third of the replies are
+    calls.
+    """
 
     async def agent(task):
         return await wander(task, plans[int(task.messages[0]["content"][5])])
 
-    data, _ = run(roles, agent, rows=4, sampling=replace(SAMPLING, n=1), turns=40)
+    def calls(request):
+        if request.seed % 3:
+            return None
+        return f'So.<tool_call>{{"name": "look",  "arguments": {{"b": {request.seed % 10}, "a": "x"}}}}</tool_call>'
+
+    with sampled_as_told(roles[2], calls):
+        data, _ = run(roles, agent, rows=4, sampling=replace(SAMPLING, n=1, max_tokens=80), turns=40)
     assert set(data["end_reason"]) == {"done"}, data["end_message"].tolist()
     for name in set(data["trajectory"]):
         rows = [row for row in range(len(data)) if data["trajectory"][row] == name]

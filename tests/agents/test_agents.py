@@ -96,7 +96,7 @@ def floods(task):
     ],
 )
 def test_a_fault_ends_its_episode_with_a_named_reason(renderer, agent, reason, message):
-    limits = EpisodeLimits(turns=4, seconds=1.0)
+    limits = EpisodeLimits(turns=4, seconds=1.0 if reason == "timeout" else 60.0)
     (episode,) = run(renderer, ScriptedEngine(renderer, "ok"), agent, limits=limits)
     assert episode.ended == reason
     assert re.search(message, episode.message)
@@ -268,7 +268,33 @@ def test_an_agent_can_be_a_command(renderer, tmp_path):
     assert "status 1: no task" in episode.message
     (tmp_path / "agent.py").write_text("x = bytearray(1 << 31)")
     (episode,) = run(renderer, engine, CommandAgent(f"{sys.executable} {tmp_path / 'agent.py'}", memory_gib=0.5))
-    assert "MemoryError" in episode.message
+    assert (episode.ended, "MemoryError" in episode.message) == ("memory", True)
+
+
+@pytest.mark.slow
+def test_commands_run_a_few_at_a_time_and_leave_nothing(renderer, tmp_path):
+    """They write more than is kept, do not read their task, and start a process that would hold their output for ever."""
+    noise = "subprocess.Popen(['sleep', '1000'])\nprint('x' * (1 << 20))\n"
+    places = f"folder = pathlib.Path({str(tmp_path / 'running')!r})\nme = folder / str(os.getpid())\nme.touch()\n"
+    most = "task = json.load(sys.stdin)\nmost = len(list(folder.iterdir()))\n"
+    told = "me.unlink()\nprint(json.dumps({'score': 1, 'most': most}))\n"
+    code = COMMAND.replace("import json, os, sys", "import json, os, pathlib, subprocess, sys, time")
+    code = code.replace("task = json.load(sys.stdin)\n", noise + places + "time.sleep(0.3)\n" + most)
+    code = code.replace('print(json.dumps({"score": 2.5, "acc": 1}))\n', told)
+    (tmp_path / "running").mkdir()
+    (tmp_path / "agent.py").write_text(code)
+    agent = CommandAgent(f"{sys.executable} {tmp_path / 'agent.py'}", at_once=2)
+    episodes = run(renderer, ScriptedEngine(renderer, "ok"), agent, count=5, limits=EpisodeLimits(turns=2, seconds=100))
+    assert [(episode.ended, episode.message) for episode in episodes] == [("done", "")] * 5
+    assert max(episode.info["most"] for episode in episodes) <= 2
+    (tmp_path / "agent.py").write_text(
+        f"import time\n{places}time.sleep(1000)".replace("import", "import os, pathlib,", 1)
+    )
+    limits = EpisodeLimits(turns=2, seconds=100, wall_clock=3.0)
+    episodes = run(renderer, ScriptedEngine(renderer, "ok"), agent, count=3, limits=limits)
+    assert [episode.ended for episode in episodes] == ["clock"] * 3
+    with pytest.raises(InvalidConfig, match=r"agents\.processes=0 must be at least 1"):
+        CommandAgent("true", at_once=0)
 
 
 def test_rows_of_several_conversations_hold_each_turn_once(renderer):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dataproto import object_array
+from helpers.agents import looker
 from helpers.checkpoints import write_checkpoint
 from helpers.episodes import picture, prompts_of
 from helpers.geo3k_runs import assert_same_run
@@ -65,9 +66,16 @@ def played(ranks, tensor_parallel, rows):
     data = worker.play(
         prompts, Corridor, SAMPLING, EpisodeLimits(turns=3, last_pictures=1)
     )  # episodes of one row, and of two
+    return [
+        *told(data),
+        *told(worker.run(prompts, looker, SAMPLING, EpisodeLimits(turns=4))),
+    ], worker.engine.prefilled_tokens
+
+
+def told(data):
     texts = [(data["uid"][row], data["end_reason"][row], data["turns"][row].item()) for row in range(len(data))]
     kept = data["response_mask"].sum(1).tolist(), data["responses"].sum(1).tolist(), data["score"].tolist()
-    return [*zip(texts, *kept, strict=True)], worker.engine.prefilled_tokens
+    return list(zip(texts, *kept, strict=True))
 
 
 def on_two_ranks():
@@ -81,18 +89,20 @@ def test_an_engine_of_two_ranks_plays_what_one_process_plays(tmp_path: Path, mon
     assert not isinstance(first, str), first
     assert not isinstance(second, str), second
     rows, tokens = played(Ranks(), 1, [0, 1, 2])
-    assert first[0] + second[0] == rows
-    assert len(rows) > 6  # there are six episodes
+    assert sorted(first[0] + second[0]) == sorted(rows)
+    assert len(rows) > 6 + 12  # there are six episodes, and six of an agent with two rows each
     assert first[1] == second[1] > 0  # both computed all
     assert tokens > 0
 
 
 @pytest.mark.long
-def test_two_processes_of_ray_make_the_run_of_one(tmp_path):
-    one, two = tmp_path / "one", tmp_path / "two"
-    assert main([*WALK.split(), "--output-dir", str(one)]) == 0
+@pytest.mark.parametrize("agent", ["", "--agent docs/picture_agents.py:walk"])
+def test_two_processes_of_ray_make_the_run_of_one(tmp_path, monkeypatch, agent):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    one, two, options = tmp_path / "one", tmp_path / "two", [*WALK.split(), *agent.split()]
+    assert main([*options, "--output-dir", str(one)]) == 0
     ray = "--on ray --layout.dp 2 --ray.object-store-gib 0.2"
-    assert main([*WALK.split(), *in_files(ray.split(), tmp_path), "--output-dir", str(two)]) == 0
+    assert main([*options, *in_files(ray.split(), tmp_path), "--output-dir", str(two)]) == 0
     assert_same_run(two, one)
 
 

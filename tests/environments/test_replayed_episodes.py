@@ -9,6 +9,7 @@ import torch
 
 from dataproto.columns import PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS
 from dataproto.errors import InvalidConfig, InvalidRow
+from helpers.agents import looker
 from helpers.checkpoints import write_checkpoint
 from helpers.engines import ROWS
 from helpers.episodes import DrawnEnvironment, picture, prompts_of
@@ -72,6 +73,14 @@ def test_rows_of_episodes_have_the_experts_of_all_their_turns(roles, last_pictur
         assert len(data[PROMPT_ROUTED_EXPERTS].storage) == int(
             data["attention_mask"][::2, : data["prompts"].shape[1]].sum()
         )
+
+
+@pytest.mark.slow
+def test_rows_of_agents_have_the_experts_of_all_their_turns(roles):
+    data = roles.worker().run(prompts_of(roles.builder, 2), looker, SAMPLING, EpisodeLimits(turns=4))
+    assert data["end_reason"].tolist() == ["done"] * 8, data["end_message"].tolist()
+    assert data["new_row"].tolist() == ["", "history"] * 4
+    roles.check(data)
 
 
 class LivePage:

@@ -1,13 +1,22 @@
 """Agents on an engine that says what a test tells it to, and a chat template with tools."""
 
+import base64
+import io
 import json
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from helpers.episodes import renderer_of
+import httpx
+import pytest
+import torch
+
+from helpers.episodes import picture, renderer_of
 from rollout.agents.agent_loop import run_agents
 from rollout.engine import Completion, SamplingParams
 from rollout.environments import EpisodeLimits, EpisodeStart
+from rollout.hf import engine as hf_engine
+from rollout.sampling import policy_log_probs
 
 WIRES = Path(__file__).parent.parent / "agents" / "recorded_requests"
 """What clients of seven frameworks have sent, see its README.md."""
@@ -102,6 +111,135 @@ class ScriptedEngine:
             del self.waiting[number]
         self.done += found
         return found
+
+
+class Recorder:
+    """An engine that remembers each request with its completion, for the law: what is in rows was sampled."""
+
+    def __init__(self, engine):
+        self.engine, self.requests, self.done = engine, {}, {}
+
+    def submit(self, request, sampling, keep=False):
+        number = self.engine.submit(request, sampling, keep)
+        self.requests[number] = request
+        return number
+
+    def fork(self, number, request, sampling, keep=False):
+        later = self.engine.fork(number, request, sampling, keep)
+        self.requests[later] = request
+        return later
+
+    def poll(self):
+        found = self.engine.poll()
+        self.done |= {each.request: each for each in found}
+        return found
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
+
+def checked_rows(actor, rollout, prompts, agent, sampling, **limits):
+    """The rows of an agent, and the engine's own record, with which they agree; the actor scores them alike."""
+    inner, rollout.engine = rollout.engine, Recorder(rollout.engine)
+    recorder = rollout.engine
+    try:
+        data = rollout.run(prompts, agent, sampling, EpisodeLimits(**limits))
+    finally:
+        rollout.engine = inner
+    check_law(data, recorder)
+    mask = data["response_mask"].bool()
+    assert mask.any()
+    if actor is not None:
+        difference = actor.log_probs(data)["old_log_probs"] - data["rollout_log_probs"]
+        assert float(difference[mask].abs().max()) < 1e-4
+    return data, recorder
+
+
+def check_law(data, recorder):
+    """Each turn of each row stands behind the very ids of its request, with its ids and log-probs as sampled; each once."""
+    left = {}  # pictures of one size have the same ids, and other log-probs
+    for number, done in recorder.done.items():
+        key = tuple(recorder.requests[number].input_ids.tolist()), tuple(done.token_ids)
+        left.setdefault(key, []).append(done.log_probs)
+    assert len(data["new_row"]) == len(data)
+    used = 0
+    for row in range(len(data)):
+        kept = data["attention_mask"][row].bool()
+        ids = data["input_ids"][row][kept].tolist()
+        mask = torch.cat([torch.zeros(data["prompts"].shape[1], dtype=torch.int64), data["response_mask"][row]])[kept]
+        turn = torch.cat([torch.zeros(data["prompts"].shape[1], dtype=torch.int64), data["turn"][row]])[kept]
+        values = torch.cat([torch.zeros(data["prompts"].shape[1]), data["rollout_log_probs"][row]])[kept]
+        for number in sorted(set(turn[mask.bool()].tolist())):
+            places = ((turn == number) & mask.bool()).nonzero().flatten().tolist()
+            begin, end = places[0], places[-1] + 1
+            assert places == list(range(begin, end))
+            sampled, found = left[tuple(ids[:begin]), tuple(ids[begin:end])], values[begin:end].tolist()
+            same = [log_probs for log_probs in sampled if found == pytest.approx(log_probs, abs=1e-6)]
+            sampled.remove(same[0])
+            used += 1
+    assert used == len(recorder.done)
+
+
+@contextmanager
+def sampled_as_told(builder, text_of):
+    """The Hugging Face engine samples the tokens of ``text_of(request)`` and an end, unless it is None; their log-probs are those
+    that the model gives them.
+    """
+    true_draw = hf_engine.draw
+
+    def draw(rows, logits, drawn, banned_ids, undrawn_ids):
+        chosen, _ = true_draw(rows, logits, drawn, banned_ids, undrawn_ids)
+        for place, row in enumerate(rows):
+            if (text := text_of(row.request)) is not None:
+                ids = [*builder.encode_text(text), builder.tokenizer.eos_token_id]
+                chosen[place] = ids[min(len(row.token_ids), len(ids) - 1)]
+        return chosen, policy_log_probs(logits, 1.0, banned_ids).gather(1, chosen[:, None]).squeeze(1)
+
+    hf_engine.draw = draw
+    try:
+        yield
+    finally:
+        hf_engine.draw = true_draw
+
+
+def uri(seed):
+    file = io.BytesIO()
+    picture(16, 24, seed).save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+class Client:
+    """A small client of chat/completions."""
+
+    def __init__(self, task):
+        self.task = task
+        self.http = httpx.AsyncClient(
+            base_url=task.base_url, headers={"authorization": f"Bearer {task.api_key}"}, timeout=60
+        )
+
+    async def say(self, messages, retry=0, **options):
+        body = {"model": "m", "messages": messages, **options}
+        reply = await self.http.post("/chat/completions", json=body, headers={"x-stainless-retry-count": str(retry)})
+        assert reply.status_code == 200, reply.text
+        return [choice["message"] for choice in reply.json()["choices"]]
+
+
+def shown(seed):
+    return {
+        "role": "user",
+        "content": [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": uri(seed)}}],
+    }
+
+
+async def looker(task):
+    """Two looks, and a compaction: an episode of two rows. It has a sum of 1 over its turns, and 1 at the end."""
+    client, messages = Client(task), list(task.messages)
+    for turn in range(2):
+        messages += [*await client.say(messages), shown(turn)]
+        task.reward(0.5)
+    await client.say([shown(3), *messages[-2:]])
+    await client.http.aclose()
+    return 1.0
 
 
 def starts(count=1, messages=None):
