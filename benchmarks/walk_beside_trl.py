@@ -1,4 +1,4 @@
-"""Seconds to an accuracy of 0.9 in the drawn grid: ``dataproto walk`` beside TRL's `GRPOTrainer` with an environment.
+"""Seconds to an accuracy of 0.9 in the drawn grid: ``dataproto walk``, agents and TRL's `GRPOTrainer` with an environment.
 
     PYTHONPATH=FOLDER OMP_NUM_THREADS=1 python benchmarks/walk_beside_trl.py --work outputs/walk_beside_trl
     PYTHONPATH=FOLDER OMP_NUM_THREADS=1 python benchmarks/walk_beside_trl.py --work outputs/short --seeds 0 --steps 20
@@ -9,6 +9,9 @@ evaluation in 64 held-out grids, which is not counted. The runs are:
 
 - ``walk``: the recipe, whose advantages count a reward for the move that earned it.
 - ``walk_grpo``: the recipe with the advantages that TRL has: one of GRPO for the whole episode.
+- ``agent``: the recipe's advantages, and the walk as an agent through OpenAI's client, see ``benchmarks/walk_agents.py``.
+- ``verifiers``: as ``walk_grpo``, and the walk as an environment of verifiers 0.4, which must be installed, see
+  ``benchmarks/walk_by_verifiers.py``; its rows are those of seed 0.
 - ``trl``: see ``benchmarks/trl_walk.py``.
 
 Each run ends when it reaches the target or after ``--steps``. Nothing else should run meanwhile: seconds are those of the clock,
@@ -34,8 +37,9 @@ sys.path[:] = [str(HERE.parent), *(place for place in sys.path if Path(place or 
 from recipes.configs.walk_config import WalkConfig, parse  # noqa: E402
 from recipes.demo.grid_walk import GridWalk, WalkRows  # noqa: E402
 from recipes.grpo import grpo_step  # noqa: E402
+from recipes.run.agent_roles import PlayedAgent  # noqa: E402
 from recipes.run.drawn_environment import demonstrated_model, episode_task  # noqa: E402
-from recipes.run.policy_gradient import run  # noqa: E402
+from recipes.run.policy_gradient import PolicyTask, run  # noqa: E402
 from recipes.run.run_directory import over_the_run  # noqa: E402
 from recipes.walk import WALK  # noqa: E402
 from rollout.engine import SamplingParams  # noqa: E402
@@ -45,7 +49,8 @@ from rollout.hf import HFEngine  # noqa: E402
 from rollout.prompts import PromptBuilder  # noqa: E402
 
 Row = dict[str, float]
-RUNS = {"walk": "", "walk_grpo": "--algorithm.advantage grpo", "trl": ""}
+GRPO = "--algorithm.advantage grpo"
+RUNS = {"walk": "", "agent": "", "walk_grpo": GRPO, "verifiers": GRPO, "trl": ""}
 FIELDS = ("step", "seconds", "processor", "accuracy")
 
 
@@ -113,9 +118,35 @@ def train_ours(config: WalkConfig, checkpoint: Path, recorder: Recorder, judge: 
             raise Reached
         return {"val-core/walk/acc/mean@1": accuracy}
 
+    def prepare(options: WalkConfig) -> PolicyTask:
+        task = replace(episode_task(options, replace(WALK, rows=NumberedWalks)), evaluate=evaluate)
+        agent = agent_of(recorder.path.stem)
+        return task if agent is None else replace(task, played=PlayedAgent(agent, config.episodes.limits()))
+
     config = replace(config, model_path=str(checkpoint))
     with contextlib.suppress(Reached):
-        run(config, timed_step, lambda options: replace(episode_task(options, WALK), evaluate=evaluate))
+        run(config, timed_step, prepare)
+
+
+class NumberedWalks(WalkRows):
+    """The walks, each with its number as the task of verifiers."""
+
+    def row(self, place: int) -> dict[str, Any]:
+        found = super().row(place)
+        return found | {"extra_info": found["extra_info"] | {"task": place}}
+
+
+def agent_of(name: str) -> Any:
+    """What plays in the place of the recipe's environment, if anything does."""
+    if name == "verifiers":
+        from rollout.agents import VerifiersAgent
+
+        return VerifiersAgent({"taskset": {"id": "walk_by_verifiers"}, "agent": {"runtime": {"type": "subprocess"}}})
+    if name == "agent":
+        from walk_agents import walk
+
+        return walk
+    return None
 
 
 def train_trl(config: WalkConfig, checkpoint: Path, recorder: Recorder, judge: Judge, target: float) -> None:

@@ -102,7 +102,7 @@ serve_rates load --samples 4 --passes 4 --repeats 1 --warmup 0
 serve_tenants --size tiny --sampler hf --prompts 8 --samples 2 --max-tokens 8 --steps 1 --model WORK/model --output WORK/tenants
 simulated_steps
 train_step --device cpu --size tiny --prompts 2 --samples 2 --steps 1 --warmup 0
-walk_beside_trl --work WORK/walk --runs walk --seeds 0 --steps 1
+walk_beside_trl --work WORK/walk --runs walk agent --seeds 0 --steps 1
 wire_bytes --rows 4 --prompt 8 --longest 64 --mean 16
 """.strip().splitlines()
 """Each program that runs on a CPU, at its smallest size."""
@@ -115,8 +115,17 @@ NOT_RUN = {
     "trl_grpo_step": "needs TRL",
     "trl_learning": "needs TRL",
     "trl_walk": "needs TRL",
+    "walk_by_verifiers": "needs verifiers",
 } | dict.fromkeys(
-    ("dataproto_rows", "label_reading", "served_processes", "snapshot_stages", "store_traffic", "workload"),
+    (
+        "dataproto_rows",
+        "label_reading",
+        "served_processes",
+        "snapshot_stages",
+        "store_traffic",
+        "walk_agents",
+        "workload",
+    ),
     "is no program",
 )
 

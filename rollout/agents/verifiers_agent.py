@@ -1,6 +1,9 @@
 """Environments of `verifiers` (0.4) as agents: their harnesses, tools and rewards run as they are."""
 
+import asyncio
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,19 +35,21 @@ class VerifiersAgent:
             ) from error
         self._load = partial(load_environment, resolve_env_config(environment))
         self._tasks, self._further = list[Any](), iter(self._load().taskset)
+        self._serving: dict[asyncio.AbstractEventLoop, _Serving] = {}
 
     async def __call__(self, task: AgentTask) -> dict[str, float]:
         """Runs an episode. Raises `RuntimeError` with the first error of one that verifiers calls not ok."""
         from verifiers.v1 import EvalClientConfig, ModelContext
 
-        environment = self._load()  # of its own: one that serves belongs to an event loop
         key = {"x-api-key": task.api_key}
         client = EvalClientConfig(base_url=task.base_url, headers=key, api_key_var="NO_KEY_OF_THE_ENVIRONMENT")
-        async with environment.serving():
+        async with self._served() as environment:
             episode = await environment.run_episode(self._task(task.row), ModelContext(task.model, client))
         if not episode.ok:
             errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-            raise RuntimeError("; ".join(f"{error.type}: {error.message}" for error in errors[:1]) or "not ok")
+            raise RuntimeError(
+                next((f"{error.type}: {error.message or error.traceback}" for error in errors), "not ok")
+            )
         trained = [trace for trace in episode.traces if trace.agent.trainable]
         numbers: dict[str, float | None] = {}
         for trace in trained:
@@ -67,6 +72,22 @@ class VerifiersAgent:
         Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         return Path(path)
 
+    @asynccontextmanager
+    async def _served(self) -> AsyncIterator[Any]:
+        """An environment whose servers are those of all episodes that run at a time."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._serving:
+            self._serving[loop] = _Serving(self._load())
+        serving = self._serving[loop]
+        serving.episodes += 1
+        try:
+            yield await serving.begun()
+        finally:
+            serving.episodes -= 1
+            if not serving.episodes:
+                del self._serving[loop]
+                serving.over.set()
+
     def _task(self, row: Any) -> Any:
         place = (row.get("extra_info") or {}).get("task")
         if not isinstance(place, int):
@@ -76,3 +97,28 @@ class VerifiersAgent:
                 raise InvalidConfig(f"a row names task {place}, but there are {len(self._tasks)}")
             self._tasks.append(following)
         return self._tasks[place]
+
+
+class _Serving:
+    """An environment that serves in a task of its own, since what one task has begun another cannot end."""
+
+    def __init__(self, environment: Any) -> None:
+        self.environment, self.episodes = environment, 0
+        self.over, self._ready = asyncio.Event(), asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def begun(self) -> Any:
+        """The environment once it serves. Raises what its start raised."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._serve())
+        ready = asyncio.create_task(self._ready.wait())
+        await asyncio.wait((ready, self._task), return_when=asyncio.FIRST_COMPLETED)
+        if not self._ready.is_set():
+            ready.cancel()
+            self._task.result()
+        return self.environment
+
+    async def _serve(self) -> None:
+        async with self.environment.serving():
+            self._ready.set()
+            await self.over.wait()

@@ -252,7 +252,7 @@ function drawGroup() {
   if (state.colour === "advantage" && first.tokens && !first.advantages) state.colour = "log-prob";  // rows of supervised training
   const pictures = inPlace(first) ? [] : first.images.map((name, index) => picture(name, `picture ${index + 1} of the prompt`));
   const question = element("div", { class: "question" }, element("p", { class: "prompt" }, first.prompt),
-    element("p", { class: "truth" }, element("span", { class: "soft" }, "Answer "), element("b", {}, first.ground_truth)),
+    ...(first.ground_truth ? [element("p", { class: "truth" }, element("span", { class: "soft" }, "Answer "), element("b", {}, first.ground_truth))] : []),
     element("p", { class: "soft uid" }, `${first.uid}${first.source ? ` · ${first.source}` : ""}`));
   const colour = element("select", { id: "colour", "aria-label": "Colour of tokens" },
     ...COLOURS.map((name) => element("option", { value: name }, `colour: ${name}`)));
