@@ -66,8 +66,8 @@ def test_every_change_of_another_librarys_modules_has_its_reason() -> None:
     assert users == set(re.findall(r"^- `(workers[\w.]+)`: ", str(patches.__doc__), re.MULTILINE))
 
 
-OWN = {"self", "cls", "ctx", "error"}
-"""Names whose attributes belong to this package: instances, contexts of autograd functions, errors that it raises."""
+OWN = {"self", "cls", "ctx", "error", "selective_contexts"}
+"""Names whose attributes belong to this package: instances, contexts of autograd functions, errors that it raises, a function."""
 
 SLOTS = {"tokens", "features", "score", "running", "replays_routing", "kept"}
 """Attributes of this package's own modules that transforms, stages and roles set by design."""
