@@ -9,7 +9,6 @@ Their worlds are those of ``dataproto walk`` and ``dataproto zoom`` without ``--
 
 import base64
 import io
-from functools import lru_cache
 
 import anthropic
 import openai
@@ -18,6 +17,7 @@ from recipes.demo.digit_zoom import DigitZoom
 from recipes.demo.grid_walk import GridWalk
 
 MOST_MOVES, MOST_LOOKS = 6, 2
+CONNECTIONS = {}  # by the address of the policy
 
 
 async def walk(task):
@@ -69,10 +69,12 @@ async def walk_by_anthropic(task):
     return {"score": 0.0, **shown.info}
 
 
-@lru_cache(maxsize=1)
 def connections(library, base_url):
     """Shared by all episodes of a rollout, as a client of its own takes longer to make than a request."""
-    return library.DefaultAsyncHttpxClient()
+    if base_url not in CONNECTIONS:
+        CONNECTIONS.clear()  # those of the rollout before
+        CONNECTIONS[base_url] = library.DefaultAsyncHttpxClient()
+    return CONNECTIONS[base_url]
 
 
 def png(image):

@@ -13,8 +13,10 @@ import torch
 
 from helpers.agents import TOOL_TEMPLATE, checked_rows, sampled_as_told
 from helpers.checkpoints import write_checkpoint
+from helpers.engines import write_published
 from rollout.agents import CommandAgent
 from rollout.engine import SamplingParams
+from rollout.hf import engine as hf_engine
 from rollout.prompts import PromptBuilder
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.rollout_worker import RolloutConfig, RolloutWorker
@@ -40,17 +42,27 @@ def python(tmp_path_factory):
     return found
 
 
-@pytest.fixture(scope="module")
-def roles(tmp_path_factory):
-    path = write_checkpoint("qwen2_5_vl", tmp_path_factory.mktemp("model"))
-    config = Path(path, "config.json")  # with room for the instructions of frameworks
-    config.write_text(re.sub(r'("max_position_embeddings": )\d+', rf"\g<1>{ROOM}", config.read_text()))
+@pytest.fixture(scope="module", params=["hf", pytest.param("vllm", marks=pytest.mark.vllm)])
+def roles(request, tmp_path_factory):
+    """An actor, a rollout worker on an engine, the builder of prompts, and the module in which the engine samples."""
+    folder = tmp_path_factory.mktemp("model")
+    path, options, sampler = write_checkpoint("qwen2_5_vl", folder / "actor"), {}, hf_engine
     builder = PromptBuilder.from_pretrained(path, max_prompt_length=ROOM)
     builder.tokenizer.chat_template = TOOL_TEMPLATE
-    builder.tokenizer.save_pretrained(path)
+    places = [path]
+    if request.param == "vllm":
+        from rollout.vllm import sampler
+
+        places.append(write_published("qwen2_5_vl", folder / "engine"))
+        options = {"max_num_seqs": 8, "max_model_len": ROOM, "max_images": 8, "kv_cache_bytes": 1 << 27}
+        options["image_options"] = builder.image_options
+    for place in places:
+        config = Path(place, "config.json")  # with room for the instructions of frameworks
+        config.write_text(re.sub(r'("max_position_embeddings": )\d+', rf"\g<1>{ROOM}", config.read_text()))
+        builder.tokenizer.save_pretrained(place)
     actor = ActorWorker(ActorConfig(path), torch.device("cpu"))
-    rollout = RolloutWorker(RolloutConfig(path), lambda dtype: actor.named_weights())
-    return actor, rollout, builder
+    rollout = RolloutWorker(RolloutConfig(places[-1], request.param, options), lambda dtype: actor.named_weights())
+    return actor, rollout, builder, sampler
 
 
 def two_looks(builder, request):
@@ -68,11 +80,11 @@ def two_looks(builder, request):
 @pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_a_framework_as_it_is_has_rows_of_sampled_tokens(python, roles, name):
-    actor, rollout, builder = roles
+    actor, rollout, builder, sampler = roles
     prompts = builder([{"prompt": "Which colour is it?", "uid": "u"}])
     sampling = SamplingParams(n=2, max_tokens=200, seed=3)
     agent = CommandAgent(f"{python} {HERE / f'by_{name}.py'}")
-    with sampled_as_told(builder, partial(two_looks, builder)):
+    with sampled_as_told(builder, partial(two_looks, builder), sampler):
         data, recorder = checked_rows(actor, rollout, prompts, agent, sampling, turns=6, seconds=200)
     assert set(data["end_reason"]) == {"done"}, list(data["end_message"])
     reasons = NEW_ROWS.get(name, [""])

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +17,7 @@ from rollout.agents.agent_loop import run_agents
 from rollout.engine import Completion, SamplingParams
 from rollout.environments import EpisodeLimits, EpisodeStart
 from rollout.hf import engine as hf_engine
-from rollout.sampling import policy_log_probs
+from rollout.sampling import policy_log_probs, uniforms
 
 WIRES = Path(__file__).parent.parent / "agents" / "recorded_requests"
 """What clients of seven frameworks have sent, see its README.md."""
@@ -181,25 +182,30 @@ def check_law(data, recorder):
 
 
 @contextmanager
-def sampled_as_told(builder, text_of):
-    """The Hugging Face engine samples the tokens of ``text_of(request)`` and an end, unless it is None; their log-probs are those
-    that the model gives them.
+def sampled_as_told(builder, text_of, sampler=hf_engine):
+    """The engine of the module ``sampler`` samples the tokens of ``text_of(request)`` and an end, unless it is None; their
+    log-probs are those that the model gives them.
     """
-    true_draw = hf_engine.draw
+    told, submit, fork, true_sample = {}, Recorder.submit, Recorder.fork, sampler.sample
 
-    def draw(rows, logits, drawn, banned_ids, undrawn_ids):
-        chosen, _ = true_draw(rows, logits, drawn, banned_ids, undrawn_ids)
-        for place, row in enumerate(rows):
-            if (text := text_of(row.request)) is not None:
-                ids = [*builder.encode_text(text), builder.tokenizer.eos_token_id]
-                chosen[place] = ids[min(len(row.token_ids), len(ids) - 1)]
-        return chosen, policy_log_probs(logits, 1.0, banned_ids).gather(1, chosen[:, None]).squeeze(1)
+    def note(request):
+        if (text := text_of(request)) is not None:
+            ids = [*builder.encode_text(text), builder.tokenizer.eos_token_id]
+            numbers = uniforms(np.full(len(ids), request.seed, dtype=np.uint64), np.arange(len(ids)))
+            told.update(zip(numbers.tolist(), ids, strict=True))
 
-    hf_engine.draw = draw
-    try:
+    def sample(logits, sampling, numbers, banned_ids, undrawn_ids=()):
+        chosen, _ = true_sample(logits, sampling, numbers, banned_ids, undrawn_ids)
+        chosen = torch.tensor([told.get(number, token) for number, token in zip(numbers.tolist(), chosen.tolist())])
+        return chosen, policy_log_probs(logits, sampling.temperature, banned_ids).gather(1, chosen[:, None]).squeeze(1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler, "sample", sample)
+        patch.setattr(Recorder, "submit", lambda self, request, *rest: (note(request), submit(self, request, *rest))[1])
+        patch.setattr(
+            Recorder, "fork", lambda self, n, request, *rest: (note(request), fork(self, n, request, *rest))[1]
+        )
         yield
-    finally:
-        hf_engine.draw = true_draw
 
 
 def uri(seed):
