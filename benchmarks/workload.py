@@ -110,7 +110,7 @@ def random_weights() -> Iterator[None]:
     from workers.model.quantized import four_bit
     from workers.weights.hollow_model import all_tensors, initialise, local_part
 
-    def hollow_model(path: str, family: Any) -> tuple[Any, None, None]:
+    def hollow_model(path: str, family: Any, with_head: bool = False) -> tuple[Any, None, None]:
         config = transformers.AutoConfig.from_pretrained(path)
         with torch.device("meta"):
             model = family.model_class().from_config(config, dtype=torch.float32, attn_implementation="sdpa")

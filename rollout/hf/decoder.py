@@ -15,10 +15,11 @@ from transformers import DynamicCache
 from dataproto.transfer import move
 from dataproto.vlm import MediaSpans, VLMFamily, media_spans
 from dataproto.vlm.costs import attention_window
+from dataproto.vlm.prediction_head import PredictionHead
 from rollout.continuation import Media, shown_media
 from rollout.engine import expert_dtype
 from rollout.hf.batch import Batch, select_rows, stack_prefixes
-from rollout.hf.prediction_head import PredictionHead, add_layer, states_before
+from rollout.hf.prediction_head import add_layer, predict, states_before
 from rollout.hf.requests import OpenRequest, Prefix
 from rollout.hf.speculation import KeptStates
 
@@ -225,8 +226,7 @@ class Decoder:
         if self.head is None:
             return states
         rotary = self.model.get_submodule(self.family.language_model).rotary_emb
-        outputs: Tensor = self.head(rotary, embeddings, states, positions, mask, cache)
-        return outputs
+        return predict(self.head, rotary, embeddings, states, positions, mask, cache)
 
     def predicted(self, batch: Batch, tokens: Tensor, most: int, choose: Callable[[Tensor, int], Tensor]) -> Tensor:
         """Drafts ``(W, most)`` of what follows the sampled ``tokens (W,)``, which are not read yet.

@@ -419,6 +419,8 @@ class HFEngine:
         self._has_weights = False
         left = {id(parameter): name for name, parameter in self.model.named_parameters()}
         for name, tensor in weights:
+            if self._takes_for_head(name, tensor):
+                continue
             target = self.weights.get(name)
             if target is None or target.shape != tensor.shape:
                 known = "no such parameter" if target is None else f"its shape is {tuple(target.shape)}"
@@ -437,6 +439,15 @@ class HFEngine:
             )
         self._has_weights = True
 
+    def _takes_for_head(self, name: str, tensor: Tensor) -> bool:
+        """Whether a weight is that of a head, which takes it if it drafts."""
+        prefix, head = self.family.prediction_head, self._decoder.head
+        if prefix is None or not name.startswith(prefix):
+            return False
+        if head is not None:
+            head.get_parameter(name.removeprefix(prefix)).data.copy_(tensor)
+        return True
+
     def load_adapter(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Replaces the adapter. See `RolloutEngine.load_adapter`."""
         self._suspend()
@@ -450,6 +461,8 @@ class HFEngine:
         """Names of parameters that differ from the given ones, or that are missing among them."""
         left, differing = {id(parameter): name for name, parameter in self.model.named_parameters()}, []
         for name, weight in weights:
+            if self.family.prediction_head is not None and name.startswith(self.family.prediction_head):
+                continue
             target = self.weights[name]
             left.pop(id(target), None)
             if not torch.equal(target, weight.to(target)):

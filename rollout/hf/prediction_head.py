@@ -1,17 +1,15 @@
-"""A head that predicts the token after the next one (MTP, as DeepSeek-V3 has it, arXiv:2412.19437), for drafts.
+"""Drafts by the head of a model that predicts the token after the next one; see `dataproto.vlm.prediction_head`.
 
-Such a head reads the state of a token together with the embedding of the token after it, through one decoder layer, and its
-output predicts the token after that. So its own predictions draft one token after another. Its keys and values are one more layer
-of the cache: those of the pair (state of a token, next token) lie in the column of the next token, at the position of the former.
+Its own predictions draft one token after another. Its keys and values are one more layer of the cache: those of a token and the
+state before it lie in the column of the token.
 """
 
-import copy
 import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -19,79 +17,33 @@ from transformers.cache_utils import DynamicLayer
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily
 from dataproto.vlm.family import cache_argument
+from dataproto.vlm.prediction_head import PredictionHead
 from rollout.pretrained import stored_tensors
 
 EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
-class PredictionHead(nn.Module):
-    """The head of a model, by names of its checkpoint below ``mtp.``: one decoder layer between norms and a projection."""
-
-    def __init__(self, family: VLMFamily, model: Any, tensors: Mapping[str, Tensor]) -> None:
-        """``tensors`` of all weights by name. Raises `InvalidConfig` if some are missing, or do not fit."""
-        super().__init__()
-        text = copy.deepcopy(model.config.get_text_config())
-        self.layer_number = len(text.layer_types)
-        text.layer_types = [*text.layer_types, "full_attention"]
-        text.num_hidden_layers = self.layer_number + 1
-        decoder = model.get_submodule(family.language_model)
-        layer, norm = type(decoder.layers[0]), type(decoder.norm)
-        with torch.device("meta"):
-            self.fc = nn.Linear(2 * text.hidden_size, text.hidden_size, bias=False)
-            self.pre_fc_norm_hidden = norm(text.hidden_size, eps=text.rms_norm_eps)
-            self.pre_fc_norm_embedding = norm(text.hidden_size, eps=text.rms_norm_eps)
-            self.layers = nn.ModuleList([layer(text, self.layer_number)])
-            self.norm = norm(text.hidden_size, eps=text.rms_norm_eps)
-        wanted = {name: weight.shape for name, weight in self.state_dict().items()}
-        found = {name: weight.shape for name, weight in tensors.items()}
-        if wanted != found:
-            wrong = sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name))
-            raise InvalidConfig(
-                f"the weights mtp.* of the checkpoint are not those of one layer of the model: {wrong[:5]}"
-            )
-        self.load_state_dict(dict(tensors), assign=True)
-        self.to(decoder.norm.weight).eval().requires_grad_(False)
-
-    def forward(
-        self,
-        rotary: nn.Module,
-        embeddings: Tensor,
-        states: Tensor,
-        position_ids: Tensor,
-        mask: Tensor,
-        cache: DynamicCache,
-    ) -> Tensor:
-        """Outputs ``(W, L, H)`` that predict the token after each of L tokens, and their keys and values in ``cache``.
-
-        Args:
-            embeddings: ``(W, L, H)`` of the tokens.
-            states: ``(W, L, H)`` of the token before each, after the model's final norm.
-            position_ids: ``(4, W, L)`` or ``(W, L)`` of the token before each.
-            mask: ``(W, T)`` of all tokens, of which these are the last.
-        """
-        hidden = self.fc(torch.cat([self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(states)], dim=-1))
-        axes = position_ids[1:] if position_ids.ndim == 3 else position_ids
-        seen = (mask & (mask.cumsum(1) > 1)).bool()  # no token comes before the first one
-        length, total = embeddings.shape[1], mask.shape[1]
-        columns = torch.arange(total, device=mask.device)
-        own = columns[-length:, None]
-        visible = (seen[:, None] & (columns <= own)) | (columns == own)  # a row that sees nothing would be NaN
-        (layer,) = self.layers
-        output = layer(
-            hidden,
-            position_embeddings=rotary(hidden, axes),
-            attention_mask=visible[:, None],
-            **{cache_argument(type(layer).forward): cache},
-        )
-        return self.norm(output)
-
-
 def load_head(family: VLMFamily, model: Any, model_path: str) -> PredictionHead | None:
-    """The head of a checkpoint, or ``None`` if its family or its files have none."""
+    """The head of a checkpoint, or ``None`` if its family or its files have none.
+
+    Raises:
+        InvalidConfig: some of its weights are missing, or do not fit the model.
+    """
     if family.prediction_head is None:
         return None
-    tensors = stored_tensors(model_path, family.prediction_head)
-    return PredictionHead(family, model, joined_experts(tensors)) if tensors else None
+    tensors = joined_experts(stored_tensors(model_path, family.prediction_head))
+    if not tensors:
+        return None
+    with torch.device("meta"):
+        head = PredictionHead(family, model)
+    wanted = {name: weight.shape for name, weight in head.state_dict().items()}
+    found = {name: weight.shape for name, weight in tensors.items()}
+    if wanted != found:
+        wrong = sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name))
+        raise InvalidConfig(f"the weights mtp.* of {model_path} are not those of one layer of its model: {wrong[:5]}")
+    head.load_state_dict(dict(tensors), assign=True)
+    embeddings = model.get_submodule(family.embedding).weight
+    return head.to(embeddings).eval().requires_grad_(False)
 
 
 def joined_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -109,6 +61,24 @@ def joined_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             if all(tensor is not None for expert in each for tensor in expert):
                 joined[f"{place}.{name}"] = torch.stack([torch.cat(expert) for expert in each])  # type: ignore[arg-type]
     return joined
+
+
+def predict(
+    head: PredictionHead,
+    rotary: Any,
+    embeddings: Tensor,
+    states: Tensor,
+    position_ids: Tensor,
+    mask: Tensor,
+    cache: DynamicCache,
+) -> Tensor:
+    """Outputs ``(W, L, H)`` of the ``head`` for the last L of the tokens of ``mask (W, T)``, whose keys the ``cache`` takes."""
+    seen = (mask & (mask.cumsum(1) > 1)).bool()  # no token comes before the first one
+    columns = torch.arange(mask.shape[1], device=mask.device)
+    own = columns[-embeddings.shape[1] :, None]
+    visible = (seen[:, None] & (columns <= own)) | (columns == own)  # a row that sees nothing would be NaN
+    cached = {cache_argument(type(head.layers[0]).forward): cache}
+    return head(rotary, embeddings, states, position_ids, attention_mask=visible[:, None], **cached)
 
 
 def add_layer(cache: DynamicCache) -> DynamicCache:

@@ -4,6 +4,7 @@ import copy
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.func import functional_call
 
 LAYER = "layers.0."
 
@@ -34,19 +35,18 @@ def attending_layer(model):
     return copy.deepcopy(next(layer for layer in layers if hasattr(layer, "self_attn")))
 
 
-@torch.no_grad()
 def head_outputs(model, weights, embeddings, states, position_ids):
-    """Outputs ``(L, H)`` for pairs of ``embeddings (L, H)`` and ``states (L, H)`` at ``position_ids (3, L)``."""
+    """Outputs ``(L, H)`` for pairs of ``embeddings (L, H)`` and ``states (L, H)`` at ``position_ids (3, L)``, with gradients for
+    the weights.
+    """
     language = model.model.language_model
-    layer, norm = attending_layer(model), copy.deepcopy(language.norm)
-    layer.load_state_dict({n.removeprefix(LAYER): each for n, each in weights.items() if n.startswith(LAYER)})
 
     def normed(name, values):
-        norm.load_state_dict({"weight": weights[f"{name}.weight"]})
-        return norm(values)
+        return functional_call(language.norm, {"weight": weights[f"{name}.weight"]}, (values,))
 
     pairs = torch.cat([normed("pre_fc_norm_embedding", embeddings), normed("pre_fc_norm_hidden", states)], dim=-1)
     hidden = (pairs @ weights["fc.weight"].T)[None]
     causal = torch.ones(len(embeddings), len(embeddings), dtype=torch.bool).tril()[None, None]
-    rotary = language.rotary_emb(hidden, position_ids[:, None])
-    return normed("norm", layer(hidden, position_embeddings=rotary, attention_mask=causal)[0])
+    of_layer = {name.removeprefix(LAYER): each for name, each in weights.items() if name.startswith(LAYER)}
+    context = {"position_embeddings": language.rotary_emb(hidden, position_ids[:, None]), "attention_mask": causal}
+    return normed("norm", functional_call(attending_layer(model), of_layer, (hidden,), context)[0])

@@ -49,6 +49,8 @@ class ModelConfig:
             between optimizer steps
         freeze_vision: do not train the vision tower, and run it without gradients
         freeze_language: train only the vision tower and its connector
+        mtp_coef: weight of the loss of the head that predicts the token after the next one, which is trained on the responses
+            next to the policy and drafts for the hf engine; 0: the head stays as it is
         lora_rank: rank of adapters in the decoder's linear layers and experts, which are trained in place of the weights;
             0: none
         lora_alpha: scale of an adapter's output, times the rank
@@ -71,6 +73,7 @@ class ModelConfig:
     offload_idle: bool = False
     freeze_vision: bool = False
     freeze_language: bool = False
+    mtp_coef: float = 0.0
     lora_rank: int = 0
     lora_alpha: float = 32.0
     lora_vision: bool = False
@@ -100,6 +103,13 @@ class ModelConfig:
             raise InvalidConfig(
                 f"freeze_language=True trains only the vision tower: it needs freeze_vision=False (now {self.freeze_vision}) "
                 f"and lora_rank=0 (now {self.lora_rank})"
+            )
+        if self.mtp_coef < 0:
+            raise InvalidConfig(f"mtp_coef={self.mtp_coef}: must be at least 0")
+        if self.mtp_coef and (self.lora_rank or self.freeze_language):
+            raise InvalidConfig(
+                f"mtp_coef={self.mtp_coef} trains weights of the checkpoint next to the policy's: it needs lora_rank=0 (now "
+                f"{self.lora_rank}) and freeze_language=False (now {self.freeze_language})"
             )
         if self.pipeline_chunks < 2:
             raise InvalidConfig(f'pipeline_chunks={self.pipeline_chunks}: "interleaved" needs at least 2')

@@ -17,12 +17,14 @@ from dataproto.errors import InvalidConfig
 from dataproto.packing import PackedRows
 from dataproto.transfer import move
 from dataproto.vlm import MediaSpans, VLMFamily
+from dataproto.vlm.prediction_head import holds_head
 from workers.model.attention import use_packed_attention
 from workers.model.gated_delta_net import use_packed_recurrence
 from workers.model.image_blocks import image_blocks
 from workers.model.kept_features import HeldFeatures, KeptFeatures, Wanted
 from workers.model.logprobs import token_log_probs
 from workers.model.mixture import use_packed_experts
+from workers.model.next_tokens import predicted_states
 from workers.model.patches import replace_forward, set_on_module
 from workers.model.pieces import Pieces
 
@@ -33,6 +35,8 @@ class Outputs:
 
     log_probs: Tensor  # (B, R) float32, 0 where response_mask is 0
     entropy_or_none: Tensor | None = None
+    head_log_probs: Tensor | None = None
+    """``(B, R)`` by the head that predicts the token after the next one, with gradient for it; see `ModelConfig.mtp_coef`."""
 
     @property
     def entropy(self) -> Tensor:
@@ -183,15 +187,19 @@ class PackedVLM(nn.Module):
         spans: MediaSpans,
         entropy: bool = False,
         wanted: Wanted | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs ``(N,)`` of the rows' response tokens and, with ``entropy``, entropies ``(N,)``.
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Log-probs ``(N,)`` of the rows' response tokens, entropies ``(N,)`` with ``entropy``, and those log-probs by the
+        head that predicts the token after the next one, where it is trained.
 
         ``media`` is ``None`` if the tower does not run. With ``wanted`` it has what is not kept.
         """
         mine, windows = self.tokens.rows(rows, spans)
         features, places = self.media_features(media, windows, rows.input_ids.device, wanted)
         embeddings, extras = self.merge(mine.input_ids, features, places)
-        return self.finish(self.decode(embeddings, extras, mine), mine, entropy)
+        hidden = self.decode(embeddings, extras, mine)
+        scores, entropies = self.finish(hidden, mine, entropy)
+        ahead = self.predict(embeddings, hidden, mine) if self.predicts and torch.is_grad_enabled() else None
+        return scores, entropies, ahead
 
     def media_features(
         self,
@@ -258,6 +266,19 @@ class PackedVLM(nn.Module):
         """Log-probs ``(N,)`` and, with ``entropy``, entropies ``(N,)``, from states ``(1, S, H)``."""
         scores, entropies = self.head(*self.tokens.states(hidden[0], rows), entropy)
         return self.tokens.join(scores, rows), None if entropies is None else self.tokens.join(entropies, rows)
+
+    def predict(self, embeddings: Tensor, hidden: Tensor, rows: PackedRows) -> Tensor:
+        """Log-probs ``(N,)`` of response tokens by the head that predicts the token after the next one, or 0."""
+        states, predicted = predicted_states(self.model, self.family, embeddings, hidden, rows)
+        weight = self.family.lm_head(self.model).weight.detach()
+        cap: dict[str, Any] = {} if self.logit_cap is None else {"cap": self.logit_cap}
+        scores, _ = self.score(states, weight, rows.targets, self.temperature, self.banned_ids, False, **cap)
+        return scores.where(predicted, 0.0)
+
+    @property
+    def predicts(self) -> bool:
+        """Whether the model has such a head, which is trained."""
+        return holds_head(self.model, self.family)
 
     def head(self, states: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """Scores ``(n,)`` of ``targets`` ``(n,)`` and, with ``entropy``, entropies, from states ``(n, H)`` that predict them."""

@@ -115,9 +115,9 @@ def place_buffer(owner: nn.Module, name: str, value: Tensor) -> None:
     owner._buffers[name] = value
 
 
-def keep_value(tensor: Tensor) -> None:
-    """Tells transformers' initialisation to leave a parameter or buffer as it is."""
-    tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+def keep_value(value: Tensor | nn.Module) -> None:
+    """Tells transformers' initialisation to leave a parameter, a buffer or a module as it is."""
+    value._is_hf_initialized = True  # type: ignore[union-attr]
 
 
 def call_after_gradient(weight: Tensor, hook: Callable[[Tensor], None]) -> None:

@@ -56,6 +56,11 @@ def parallelize(module: PackedVLM, ranks: Ranks, options: ModelConfig) -> list[T
         raise InvalidConfig(
             f"freeze_language=True trains only the first stage, and {ranks.layout} has others: it needs pp=1"
         )
+    if options.mtp_coef and ranks.size("pp", "sp", "tp") > 1:
+        raise InvalidConfig(
+            f"mtp_coef={options.mtp_coef} trains a head that no transform splits, and {ranks.layout} splits the model: it needs "
+            "tp=1, pp=1 and sp=1"
+        )
     transforms = [kind(ranks, options) for kind in TRANSFORMS if kind.is_due(ranks, options)]
     for transform in transforms:
         transform.apply(module)

@@ -290,7 +290,7 @@ class PolicyConfig(ModelConfig):
     def frozen(self) -> "PolicyConfig":
         """The same policy, as it was before any training, for a worker that never updates it."""
         kept = {field.name: getattr(self, field.name) for field in fields(PolicyConfig)}
-        kept |= {"lora_rank": 0, "lora_vision": False, "load_in_4bit": False, "freeze_language": False}
+        kept |= {"lora_rank": 0, "lora_vision": False, "load_in_4bit": False, "freeze_language": False, "mtp_coef": 0.0}
         return PolicyConfig(**kept | {"activation_checkpointing": "none"})
 
 

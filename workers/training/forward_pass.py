@@ -50,12 +50,13 @@ def forward_rows(
         tokens = prepared.tokens(module, device, length)
         media, spans, wanted = prepared.media(module, device, tower)
     with phase("forward"):
-        scores, entropies = module(tokens, media, spans, entropy, wanted)
+        found = module(tokens, media, spans, entropy, wanted)
     shape = tuple(rows["response_mask"].shape)
-    return module.outputs(
-        unpack_cells(scores, tokens.response_cells, shape),
-        None if entropies is None else unpack_cells(entropies, tokens.response_cells, shape),
+    scores, entropies, ahead = (
+        None if each is None else unpack_cells(each, tokens.response_cells, shape) for each in found
     )
+    outputs = module.outputs(scores, entropies)  # type: ignore[arg-type]
+    return outputs if ahead is None else replace(outputs, head_log_probs=ahead)
 
 
 class PreparedRows:

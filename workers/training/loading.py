@@ -52,7 +52,7 @@ def load_packed(
     if config.float8:
         check_float8(config, device, ranks.size("tp"))
     with ranks.fail_together():
-        model, files, sources = hollow_model(config.model_path, family)
+        model, files, sources = hollow_model(config.model_path, family, trains and config.mtp_coef > 0)
     with stand_ins(model):
         freeze(model, family, config, trains)
         module = wrap(model, family)

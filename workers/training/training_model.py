@@ -311,6 +311,8 @@ class TrainingModel:
                         total = zero_loss(outputs)
                     else:
                         loss, metrics = loss_fn(outputs, rows_to_device(part.rows, self.device))
+                        if (ahead := getattr(outputs, "head_log_probs", None)) is not None:
+                            loss, metrics = loss - self.config.mtp_coef * ahead, metrics | {"actor/mtp_loss": -ahead}
                         total = sums.add(part.index, outputs.scores, loss, metrics)
                 if backward:
                     for transform in self.transforms:

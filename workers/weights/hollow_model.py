@@ -13,6 +13,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from dataproto.errors import CheckpointError, InvalidConfig
 from dataproto.vlm import VLMFamily
+from dataproto.vlm.prediction_head import PredictionHead
 from rollout.pretrained import check_not_quantized, generation_config
 from workers.model.lora import base_name
 from workers.model.patches import keep_value, place_buffer, place_parameter
@@ -24,15 +25,19 @@ log = logging.getLogger(__name__)
 ROWS_COMPARED = 4096  # at a time, of two weights that should be one
 
 
-def hollow_model(model_path: str, family: VLMFamily) -> tuple[PreTrainedModel, CheckpointFiles, WeightSources]:
+def hollow_model(
+    model_path: str, family: VLMFamily, with_head: bool = False
+) -> tuple[PreTrainedModel, CheckpointFiles, WeightSources]:
     """The model of a checkpoint with its weights on the meta device, and where they come from.
+
+    With ``with_head`` its attribute ``mtp`` is the head that predicts the token after the next one.
 
     What the checkpoint does not hold has its value: buffers, and weights that are absent, which are initialised from a fixed
     seed, so they are equal on all ranks.
 
     Raises:
-        CheckpointError: the checkpoint has no weights, or they are of another model.
-        InvalidConfig: the weights are quantized.
+        CheckpointError: the checkpoint has no weights, or they are of another model, or some of the head are missing.
+        InvalidConfig: the weights are quantized, or there is no such head.
     """
     config = AutoConfig.from_pretrained(model_path)
     check_not_quantized(model_path, config)
@@ -41,17 +46,36 @@ def hollow_model(model_path: str, family: VLMFamily) -> tuple[PreTrainedModel, C
         raise CheckpointError(f"{model_path} holds no weights: neither safetensors files nor pytorch_model.bin")
     with torch.device("meta"):
         model: PreTrainedModel = family.new_model(config)
+        if with_head:
+            _add_head(model, family, files)
     if model.can_generate():
         model.generation_config = generation_config(model_path, config)
     sources = WeightSources.of(model, family, files)
     _check_numbers(model, files, sources)
     _untie_different(model, files, sources)
-    if absent := absent_weights(model, sources):
+    absent = absent_weights(model, sources)
+    if with_head and any(name.startswith(str(family.prediction_head)) for name in absent):
+        raise CheckpointError(f"{model_path} lacks weights of its head that predicts further tokens: {', '.join(absent)}")
+    if absent:
         log.warning("%s lacks weights, which are initialised: %s", model_path, ", ".join(absent))
     if sources.unexpected:
         log.warning("%s has weights that are not used: %s", model_path, ", ".join(sources.unexpected))
     initialise(model, absent)
     return model.eval(), files, sources
+
+
+def _add_head(model: PreTrainedModel, family: VLMFamily, files: CheckpointFiles) -> None:
+    """Adds the head under its name in the checkpoint. Raises `InvalidConfig` if there is none."""
+    prefix = family.prediction_head
+    if prefix is None or not any(name.startswith(prefix) for name in files.names):
+        raise InvalidConfig(
+            f"mtp_coef: {files.source} has no head that predicts further tokens (weights mtp.* of Qwen3.5 and its successors); "
+            "leave it at 0"
+        )
+    head = PredictionHead(family, model)
+    for module in head.modules():
+        keep_value(module)
+    model.add_module(prefix.rstrip("."), head)
 
 
 def _check_numbers(model: PreTrainedModel, files: CheckpointFiles, sources: WeightSources) -> None:

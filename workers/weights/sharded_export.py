@@ -25,6 +25,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from dataproto.errors import WAY_OUT, CheckpointError, not_hiding
 from dataproto.vlm import VLMFamily
+from dataproto.vlm.prediction_head import holds_head
 from workers.model.lora import base_name
 from workers.model.named_weights import meta_copy, named_buffers, named_weights
 from workers.model.patches import set_on_module
@@ -277,9 +278,8 @@ class UnusedWeights:
         if not family.unused_weights or not source:
             return
         self.files = CheckpointFiles(source, download=False)
-        names = [
-            name for name in self.files.names if any(fnmatchcase(name, pattern) for pattern in family.unused_weights)
-        ]
+        unused = [name for name in self.files.names if any(fnmatchcase(name, each) for each in family.unused_weights)]
+        names = [] if holds_head(model, family) else unused
         with self.files.opened():
             self.sizes = {name: 2 * prod(self.files.tensor(name).shape) for name in names}  # as if in bfloat16
         if names and family.unused_configs:
