@@ -266,7 +266,8 @@ def launch_roles(
     announce_replay(rollout, builder.family)
     critic = None
     if config.critic:
-        critic = CriticConfig(model_path, optimizer=with_function(config.critic), **vars(config.compute))
+        compute = vars(config.compute) | {"mtp_coef": 0.0}  # a head of the policy
+        critic = CriticConfig(model_path, optimizer=with_function(config.critic), **compute)
     return launched(config, restarted, actor, rollout, reward, reference=config.reference(actor), critic=critic)
 
 

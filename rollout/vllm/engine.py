@@ -443,7 +443,9 @@ class VLLMEngine:
         return self.memory.differing(self._checkpoint_weights(weights))
 
     def _checkpoint_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        return self.family.rollout_weights(weights, self.llm.model_config.hf_config)
+        head = self.family.prediction_head
+        given = weights if head is None else (each for each in weights if not each[0].startswith(head))
+        return self.family.rollout_weights(given, self.llm.model_config.hf_config)
 
     def _reset_caches(self) -> None:
         """Clears cached prefixes and image features, which depend on weights. Processed images, which do not, are kept."""

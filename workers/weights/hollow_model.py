@@ -55,7 +55,9 @@ def hollow_model(
     _untie_different(model, files, sources)
     absent = absent_weights(model, sources)
     if with_head and any(name.startswith(str(family.prediction_head)) for name in absent):
-        raise CheckpointError(f"{model_path} lacks weights of its head that predicts further tokens: {', '.join(absent)}")
+        raise CheckpointError(
+            f"{model_path} lacks weights of its head that predicts further tokens: {', '.join(absent)}"
+        )
     if absent:
         log.warning("%s lacks weights, which are initialised: %s", model_path, ", ".join(absent))
     if sources.unexpected:
