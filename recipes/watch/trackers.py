@@ -224,6 +224,7 @@ def finite(metrics: Mapping[str, float]) -> dict[str, float]:
 def table_rows(rows: Sequence[RolloutSample], wrap_image: Any) -> list[dict[str, Any]]:
     """Rollouts as rows of a table with equal columns, each image wrapped by the tracker's own type.
 
+    >>> from PIL import Image
     >>> sample = RolloutSample("a", "p", "r", "1", 0.5, images=(Image.new("RGB", (1, 2)),))
     >>> (row,) = table_rows([sample], lambda image: image.size)
     >>> row["reward"], row["image_0"]

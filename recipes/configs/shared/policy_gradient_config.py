@@ -112,7 +112,8 @@ class PolicyGradientConfig(RecipeConfig):
         engine_ranks(self.engine_options, self._ranks_with_engines)  # raises for a size that does not divide them
         self.sampling()  # raises for invalid sampling options
         self.rollout.check_engine(self.engine_options, self.algorithm.correction)
-        self.rollout.check(self._needs_own_prompts())
+        if self.rollout.staleness is not None:  # asking the algorithm imports it
+            self.rollout.check(self._needs_own_prompts())
         if self.run.keep_best == "loss":
             raise InvalidConfig("keep_best=loss: held-out responses have no loss; give keep-best: accuracy")
         if self.run.epochs is not None and not self.data.data_path:
