@@ -50,7 +50,7 @@ class RolloutOptions:
 
     def check(self, reasons: Sequence[str]) -> None:
         """Raises `InvalidConfig` if samples cannot be decoded ahead, for these ``reasons``."""
-        if reasons:
+        if self.staleness is not None and reasons:
             raise InvalidConfig(
                 f"{'; '.join(reasons)}: leave out rollout.staleness, with which a step takes groups as they are whole"
             )
