@@ -160,8 +160,12 @@ def _delete_earlier(directory: Path) -> None:
 
 
 def _has_begun(directory: Path) -> bool:
-    """Whether a run in a directory, or a phase of it in a folder, has measured or saved anything."""
-    places = [directory, *(entry for entry in _entries(directory) if entry.is_dir())]
+    """Whether a run in a directory, or a phase of it in a folder, has measured or saved anything.
+
+    Folders of a directory that is no run's are other runs.
+    """
+    phases = [entry for entry in _entries(directory) if entry.is_dir()] if (directory / CONFIG_FILE).is_file() else []
+    places = [directory, *phases]
     measured = any(file.is_file() and file.stat().st_size for file in (place / METRICS_FILE for place in places))
     return measured or any(map(checkpoint_steps, places))
 

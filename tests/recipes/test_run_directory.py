@@ -218,6 +218,15 @@ def test_a_run_that_failed_before_it_measured_anything_is_begun_anew(tmp_path):
         opened(config(tmp_path, steps=10))
 
 
+def test_a_run_may_stand_above_others_but_not_above_a_phase_of_its_own(tmp_path):
+    for name in ("other", "phase"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 0}\n')
+    opened(config(tmp_path, steps=10))  # no run's directory yet, so these are others
+    with pytest.raises(InvalidConfig, match="holds an earlier run"):
+        opened(config(tmp_path, steps=10))
+
+
 def test_checkpoints_without_the_settings_they_were_made_with_are_not_gone_on_from(tmp_path):
     given = config(tmp_path, steps=10, resume=True)
     opened(given)  # there is nothing to go on from
