@@ -61,6 +61,13 @@ AlgorithmStep = Callable[..., tuple[DataProto, dict[str, float]]]
 """``step(roles, prompts, config, sampling, state)`` -> rollouts, metrics; as `recipes.grpo.grpo_step`."""
 
 
+WAYS = {
+    "reference": "add a KL term, --algorithm.kl-coef 0.01",
+    "critic": "take the options of dataproto ppo, recipes.ppo.parse(...)",
+}
+"""How a step of one's own gets the roles that not every run has."""
+
+
 @dataclass(frozen=True)
 class PolicyTask:
     """A run whose directory is open: its options with what was filled in, the model, the data and the evaluation."""
@@ -268,7 +275,9 @@ def launch_roles(
     if config.critic:
         compute = vars(config.compute) | {"mtp_coef": 0.0}  # a head of the policy
         critic = CriticConfig(model_path, optimizer=with_function(config.critic), **compute)
-    return launched(config, restarted, actor, rollout, reward, reference=config.reference(actor), critic=critic)
+    roles = launched(config, restarted, actor, rollout, reward, reference=config.reference(actor), critic=critic)
+    roles.ways = WAYS
+    return roles
 
 
 def launched(

@@ -83,7 +83,9 @@ def test_other_errors_stay():
 
 
 def test_a_run_whose_sampling_needs_too_much_is_told_of_sampling(tmp_path, capsys):
-    def sample(*_, **__):
+    def sample(roles, *_, **__):
+        with pytest.raises(InvalidConfig, match="no critic: take the options of dataproto ppo"):
+            roles.critic.values(None)
         raise torch.OutOfMemoryError(CUDA)
 
     config = parse(

@@ -1,7 +1,7 @@
 """The roles of one run: what to launch (`LaunchPlan`), and the launched groups (`Roles`)."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -74,6 +74,7 @@ class Roles:
     devices: int = 1  # GPUs (processes where there are none) that hold models, those of separate engines included
     start_seconds: dict[str, float] = field(default_factory=dict)  # of the phases of the start; see `launch`
     scores_apart: bool = False  # whether a reward function scores in processes of its own, on no device of the models
+    ways: Mapping[str, str] = field(default_factory=dict)  # how one gets an optional role, where not by `launch`
 
     @property
     def reference(self) -> Any:
@@ -112,7 +113,7 @@ class Roles:
 
     def _optional(self, role: str) -> Any:
         if not self.has(role):
-            raise InvalidConfig(f"this run has no {role}: pass launch({role}=...)")
+            raise InvalidConfig(f"this run has no {role}: {self.ways.get(role, f'pass launch({role}=...)')}")
         return self.optional[role]
 
     def __enter__(self) -> "Roles":
