@@ -21,14 +21,14 @@ from recipes.data.easy_vqa_rows import Answered, Conversations, EasyVQA, open_ea
 from recipes.data.loader import EvaluationLoader, PromptLoader
 from recipes.data.mixture import Mixture
 from recipes.data.splits import tell_data
-from recipes.demo.tiny_model import TinyConfig, make_tiny_model, model_of_run
+from recipes.demo.tiny_model import TinyConfig
 from recipes.grpo import step_for
 from recipes.options import exit_status
 from recipes.rewards import RewardFunction, ShuffledScores, load_reward, short_answer_reward
 from recipes.rewards.reward_check import check_reward
 from recipes.run.drawn_environment import controlled_evaluation
 from recipes.run.policy_gradient import PolicyTask, open_task_directory, prompt_builder, prompt_loader, run
-from recipes.run.supervised import SupervisedTask, held_out_loss, run_supervised
+from recipes.run.supervised import SupervisedTask, held_out_loss, run_supervised, tiny_model
 from recipes.watch.console import start_phase
 from rollout.prompts import SupervisedBuilder
 from workers import Roles
@@ -108,12 +108,7 @@ def supervised_checkpoint(config: EasyVQAConfig, rows: EasyVQA) -> Path:
 
 def tiny_reader(path: Path, seed: int, rows: EasyVQA, resumed: bool = False) -> Path:
     """A small Qwen2.5-VL with random weights whose tokenizer has the words of easy-VQA, made unless a resumed run has it."""
-
-    def make(draft: Path) -> None:
-        with start_phase("making the tiny model"):
-            make_tiny_model(draft, seed, TINY_MODEL, rows.texts())
-
-    return model_of_run(path, resumed, make)
+    return tiny_model(path, seed, resumed, TINY_MODEL, rows.texts())
 
 
 def supervised_task(config: EasyVQAConfig, rows: EasyVQA, model_path: str) -> SupervisedTask:

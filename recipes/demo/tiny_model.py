@@ -9,9 +9,10 @@ import json
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass
+from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -316,15 +317,23 @@ def warm_up(path: Path, seed: int = 0, config: WarmUpConfig | None = None) -> fl
         answers[problem.kind].append(problem.answer)
     builder = PromptBuilder.from_pretrained(path, max_prompt_length=1024)
     prompts = builder([{"prompt": problem.text, "images": [problem.image]} for problem in problems])
-    schedule = OptimizerConfig(lr=config.lr, schedule="linear", warmup_steps=5, total_steps=config.steps)
+
+    def batches() -> Iterator[DataProto]:
+        while True:
+            chosen = [random.randrange(len(problems)) for _ in range(config.batch_size)]
+            texts = [ANSWER.format(answer=random.choice(answers[problems[place].kind])) for place in chosen]
+            yield answered_rows(builder, prompts[chosen], texts)
+
+    return teach(path, batches(), config.steps, config.lr)
+
+
+def teach(path: Path, batches: Iterator[DataProto], steps: int, lr: float) -> float:
+    """Trains the checkpoint at ``path`` in place on the responses of batches; the loss of the last step."""
+    schedule = OptimizerConfig(lr=lr, schedule="linear", warmup_steps=min(5, steps - 1), total_steps=steps)
     actor = ActorWorker(ActorConfig(str(path), optimizer=schedule))
-    loss = float("nan")
-    for _ in range(config.steps):
-        chosen = [random.randrange(len(problems)) for _ in range(config.batch_size)]
-        texts = [ANSWER.format(answer=random.choice(answers[problems[place].kind])) for place in chosen]
-        loss = actor.update(answered_rows(builder, prompts[chosen], texts), negative_log_probs)["actor/loss"]
+    losses = [actor.update(rows, negative_log_probs)["actor/loss"] for rows in islice(batches, steps)]
     actor.module.model.save_pretrained(path)
-    return loss
+    return losses[-1]
 
 
 def answered_rows(builder: PromptBuilder, prompts: DataProto, texts: list[str]) -> DataProto:

@@ -12,7 +12,7 @@ from recipes.configs.shared.policy_gradient_config import PolicyGradientConfig
 from recipes.configs.shared.run_config import announce_small_model
 from recipes.data.loader import EvaluationLoader, PromptLoader
 from recipes.data.splits import tell_data
-from recipes.demo.tiny_model import TinyConfig, make_tiny_model, model_of_run, negative_log_probs
+from recipes.demo.tiny_model import TinyConfig, make_tiny_model, model_of_run, teach
 from recipes.run.agent_roles import PlayedAgent
 from recipes.run.environment_roles import PlayedEnvironment, load_environment
 from recipes.run.evaluation import Evaluate, evaluate_samples
@@ -29,8 +29,6 @@ from recipes.watch.console import start_phase
 from rollout.environments import MakeEnvironment, TurnRenderer
 from rollout.prompts import PromptBuilder, SupervisedBuilder
 from workers import Roles
-from workers.roles.actor import ActorConfig, ActorWorker
-from workers.training.optimizer import OptimizerConfig
 
 MODEL = "model"  # folder of the run's directory
 
@@ -156,11 +154,5 @@ def _demonstrate(draft: Path, seed: int, drawn: SmallModel, config: WarmUpPhaseC
     with start_phase("warming up the tiny model"):
         builder = SupervisedBuilder.from_pretrained(draft, max_prompt_length=1024)
         shown = PromptLoader(drawn.demonstrations(seed), builder, config.batch_size, seed, shuffle=False)
-        schedule = OptimizerConfig(
-            lr=config.lr, schedule="linear", warmup_steps=min(5, config.steps - 1), total_steps=config.steps
-        )
-        actor = ActorWorker(ActorConfig(str(draft), optimizer=schedule))
-        for _ in range(config.steps):
-            loss = actor.update(next(shown), negative_log_probs)["actor/loss"]
-        actor.module.model.save_pretrained(draft)
+        loss = teach(draft, shown, config.steps, config.lr)
     print(f"tiny model: {config.steps} updates on demonstrations; cross-entropy {loss:.3f} nats per token")

@@ -83,7 +83,7 @@ def _run_supervised(config: SupervisedConfig, make_task: Callable[[str], Supervi
     config = replace(config, run=over_epochs(config.run, task.loader))
     config = with_schedules(config.run, config, optimizer=1)
     directory = open_run_directory(config.run, config, asked)
-    model_path = config.model_path or str(tiny_model(directory, config.run.seed, config.run.resume))
+    model_path = config.model_path or str(tiny_model(directory / TINY_MODEL, config.run.seed, config.run.resume))
     limits = {"image_options": task.builder.image_options, "max_model_len": task.longest}
     loader, builder = task.loader, task.builder
     with naming_options(config, task.longest), reported(directory, started):
@@ -111,14 +111,14 @@ def supervised_builders(data: RowsConfig, model_path: str) -> tuple[SupervisedBu
     return builder, questions
 
 
-def tiny_model(directory: Path, seed: int, resumed: bool = False) -> Path:
-    """The path of a run's small model, made with random weights unless a resumed run has it."""
+def tiny_model(path: Path, seed: int, resumed: bool = False, *settings: Any) -> Path:
+    """The path of a run's small model, made with random weights and ``settings`` unless a resumed run has it."""
 
-    def make(path: Path) -> None:
+    def make(draft: Path) -> None:
         with start_phase("making the tiny model"):
-            make_tiny_model(path, seed)
+            make_tiny_model(draft, seed, *settings)
 
-    return model_of_run(directory / TINY_MODEL, resumed, make)
+    return model_of_run(path, resumed, make)
 
 
 def launch_supervised(
