@@ -11,7 +11,16 @@ from dataproto.errors import InvalidColumn, InvalidConfig
 from recipes.algorithms.correction import Correction, Rejection, check_bounds, check_limit
 from recipes.algorithms.function_files import in_users_function
 from recipes.algorithms.penalties import KLController
-from recipes.algorithms.registry import ADVANTAGES, LOSSES, VERL, Estimator, arguments_by_name, paper_options, takes
+from recipes.algorithms.registry import (
+    ADVANTAGES,
+    GREEDY,
+    LOSSES,
+    VERL,
+    Estimator,
+    arguments_by_name,
+    paper_options,
+    takes,
+)
 from rollout.engine import SamplingParams
 from workers.model.model_config import AggregationMode
 
@@ -246,7 +255,7 @@ class AlgorithmConfig:
     @property
     def needs_greedy(self) -> bool:
         """Whether the advantage needs the score of the greedy response to each prompt."""
-        return ADVANTAGES.find(self.advantage).takes("reward_baselines")
+        return ADVANTAGES.find(self.advantage).takes(GREEDY)
 
     def needs_whole_batch(self, prompts: int) -> bool:
         """Whether the update with a batch of ``prompts`` prompts, or what a group adds to it, depends on other groups."""

@@ -43,6 +43,12 @@ VERL: Mapping[str, Any] = {
 """The options that the paper of a loss or of an advantage may set, with verl's values, which stand where no paper sets one."""
 
 
+GREEDY = "reward_baselines"
+"""The argument of advantages that need greedy responses. Those of this project that have it say so, because a command asks for it
+before it imports them.
+"""
+
+
 @dataclass(frozen=True)
 class Algorithm:
     """A loss or an advantage.
@@ -75,6 +81,8 @@ class Algorithm:
 
     def takes(self, name: str) -> bool:
         """Whether the function, or one that computes a column for it, has an argument ``name``."""
+        if name == GREEDY and isinstance(self.source, str):
+            return name in self.arguments
         return name in self.arguments or any(takes(each, name) for each in (self.function, *self.columns.values()))
 
 
@@ -187,7 +195,9 @@ ADVANTAGES = Registry(
         "reinforce_plus_plus_baseline": Algorithm(
             "advantages.reinforce_plus_plus_baseline", {"kl_coef": 0.001, "kl": "k2"}
         ),
-        "remax": Algorithm("advantages.greedy_baseline_advantage", {"kl_coef": 0.001, "kl_in": "reward"}),
+        "remax": Algorithm(
+            "advantages.greedy_baseline_advantage", {"kl_coef": 0.001, "kl_in": "reward"}, arguments=(GREEDY,)
+        ),
         "opo": Algorithm("advantages.length_weighted_advantage", {"kl_coef": 0.0}),
         "gigpo": Algorithm("turn_advantages.gigpo_advantage", {"kl_coef": 0.01}),
         "turn_returns": Algorithm("turn_advantages.turn_returns_advantage"),

@@ -11,7 +11,7 @@ from dataproto import DataProto
 from dataproto.errors import InvalidColumn, InvalidConfig
 from helpers.option_files import in_files
 from recipes.algorithms.options import AlgorithmConfig, advantage_columns
-from recipes.algorithms.registry import ADVANTAGES, LOSSES
+from recipes.algorithms.registry import ADVANTAGES, GREEDY, LOSSES, takes
 from recipes.geo3k_grpo import parse
 from recipes.grpo import policy_loss
 from workers.model.packed_model import Outputs
@@ -136,3 +136,9 @@ def test_the_loss_of_a_file_is_sent_with_its_code_to_processes_without_the_file(
         assert ray.cloudpickle.loads(code)(outputs(), batch())[0].tolist() == [[-2.0, 2.0]]
     finally:
         sys.modules[name] = module
+
+
+def test_advantages_with_greedy_responses_say_so_before_they_are_imported():
+    named = [ADVANTAGES.find(name) for name in ADVANTAGES.names]
+    assert [each.takes(GREEDY) for each in named] == [takes(each.function, GREEDY) for each in named]
+    assert any(each.takes(GREEDY) for each in named)

@@ -80,7 +80,7 @@ def allocated(model_type: str, layout: Layout) -> Found:
     tokens = prepared.tokens(module, CPU)
     media, spans, _ = prepared.media(module, CPU)
     with Allocations() as made:
-        log_probs, entropies = module(tokens, media, spans, True)
+        log_probs, entropies, _ = module(tokens, media, spans, True)
         (log_probs + entropies).sum().backward()
     text = config.get_text_config()
     states, logits = (made.tokens.get(width, 0) for width in (text.hidden_size, text.vocab_size))
