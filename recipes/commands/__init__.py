@@ -33,7 +33,7 @@ COMMANDS = {
     "export": "make a checkpoint of a run an ordinary Hugging Face model",
     "plan": "forecast memory and time of a run before anything is loaded",
     "show": "show the first rows of a data set as the model sees them, and what the reward gives their truths",
-    "view": "show a run in the browser, while it trains",
+    "view": "show a run in the browser, while it trains, or compare several",
     "serve": "train and sample for clients of the Tinker SDK",
     "report": "write the page that shows a run",
 }
