@@ -70,7 +70,7 @@ def rows_alone(inputs, paths):
     out = torch.zeros_like(inputs[2])
     for path in paths:
         q, k, v, g, b = (x[path][None] for x in inputs)
-        found, _ = torch_recurrent_gated_delta_rule(q, k, v, g, b, use_qk_l2norm_in_kernel=True)
+        found, _ = torch_recurrent_gated_delta_rule(q, k, v, g, b, None, False, use_qk_l2norm_in_kernel=True)
         out = out.index_copy(0, torch.tensor(path), found[0])
     return out
 
