@@ -1,4 +1,4 @@
-"""What samples that go on after their step save: seconds of decoding of a step, by ``--rollout.staleness``, on one device.
+"""What carried samples save: the seconds that a step decodes, by ``--rollout.staleness``, on one device.
 
     python benchmarks/carried_decoding.py --size 7b               # 128 prompts x 5 samples: a quarter of geo3k_step.py's step
     python benchmarks/carried_decoding.py --size tiny --engine hf --prompts 8 --max-tokens 64          # anywhere
@@ -186,7 +186,7 @@ def table(found: dict[int, Sequence[DecodedStep]]) -> str:
 
     >>> print(table({0: [DecodedStep(3.0, 4, 90, 0, 20, 0)],
     ...              1: [DecodedStep(1.0, 4, 80, 1, 12, 30), DecodedStep(2.0, 4, 100, 1, 14, 20)]}))
-    | staleness | s a step | decoding steps | tokens read again | ms a sampled token | groups that go on | time |
+    | staleness | s a step | decoding steps | tokens read again | ms a sampled token | carried groups | time |
     |---|---|---|---|---|---|---|
     | 0 | 3.00 | 20 | 0 | 33.333 | 0.0 | 1.000 |
     | 1 | 1.50 (1.0 to 2.0) | 13 | 25 | 16.667 | 1.0 | 0.500, at least a third less |
@@ -197,7 +197,7 @@ def table(found: dict[int, Sequence[DecodedStep]]) -> str:
         "decoding steps",
         "tokens read again",
         "ms a sampled token",
-        "groups that go on",
+        "carried groups",
         "time",
     )
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]

@@ -6,7 +6,7 @@
     python benchmarks/geo3k_step.py --gpus 2 --size qwen3.5-9b --prompts 32 --minibatch 32 --max-tokens 512 --whole-responses \
         --compile --activation-checkpointing selective --token-budget 6144 --unsharded weights  # the step of verl#7203
     python benchmarks/geo3k_step.py --gpus 4 --size 7b --staleness 0 1 2 --steps 4 --compile --token-budget 10240 \
-        --activation-checkpointing selective --unsharded gradients     # decoding ahead, beside the plain step, see below
+        --activation-checkpointing selective --unsharded gradients     # decoding ahead compared with the plain step
 
 Prompts are about 350 tokens with one image; random weights never end a response, so its length is sampled: log-normal with mean
 400, at most 2,048, and in proportion with other ``--max-tokens``; with ``--whole-responses`` each has ``--max-tokens``. Weights,
@@ -14,7 +14,7 @@ data and recipe are otherwise those of a real run: `recipes.grpo.grpo_step` over
 
 ``--staleness`` times decoding ahead, ``--rollout.staleness N``, next to the plain step: first with engines that share the GPUs
 of the models, then with engines on ``--apart`` GPUs of their own, by default half of them. With 0 and shared engines the step is
-the plain one, and not timed again. Give ``--steps`` of 4 or more: samples that go on need some steps until as many are carried
+the plain one, and not timed again. Give ``--steps`` of 4 or more: it takes some steps until as many samples are carried
 into a step as out of it. What this saves of decoding only, on one GPU, ``carried_decoding.py`` tells.
 """
 

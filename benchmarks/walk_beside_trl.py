@@ -1,4 +1,4 @@
-"""Seconds to an accuracy of 0.9 in the drawn grid: ``dataproto walk``, agents and TRL's `GRPOTrainer` with an environment.
+"""Seconds to an accuracy of 0.9 in the synthetic grid: ``dataproto walk``, agents and TRL's `GRPOTrainer` with an environment.
 
     PYTHONPATH=FOLDER OMP_NUM_THREADS=1 python benchmarks/walk_beside_trl.py --work outputs/walk_beside_trl
     PYTHONPATH=FOLDER OMP_NUM_THREADS=1 python benchmarks/walk_beside_trl.py --work outputs/short --seeds 0 --steps 20
