@@ -73,8 +73,7 @@ class BaseModel:
             image_options=self.renderer.builder.image_options,
             memory_share=options.vllm_memory_share,
         )
-        phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in engine.start_seconds.items())
-        log.info("vLLM has started in %.1f s: %s", time.perf_counter() - began, phases)
+        log.info("vLLM has started in %.1f s", time.perf_counter() - began)
         return engine
 
     def score_later(self, prompt: PlacedSequence, adapter: Adapter | None, scores: PromptScores) -> None:

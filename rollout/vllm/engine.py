@@ -133,9 +133,7 @@ class VLLMEngine:
         """Sets all attributes. ``options`` are those of ``vllm.LLM``."""
         self.device = cpu_or_cuda()
         awaits_weights = awaits_weights and "load_format" not in options
-        self.llm, self.sampler, self.start_seconds = start_llm(
-            model_path, self.device, options, routed_experts, awaits_weights, speculate
-        )
+        self.llm, self.sampler = start_llm(model_path, self.device, options, routed_experts, awaits_weights, speculate)
         self.engine = self.llm.llm_engine
         slots = self.sampler.expert_slots
         self.no_experts = None if slots is None else slots.step[:0].cpu()

@@ -22,13 +22,10 @@ from rollout.vllm.process_settings import (
     import_vllm,
     one_compile_thread,
     process_settings_kept,
-    runner_chosen,
     search_plain_objects,
     set_environment,
-    takes_second_runner,
 )
 from rollout.vllm.running_engine import error_line
-from rollout.vllm.start_timeline import StartTimeline
 from rollout.vllm.whole_images import READ_WHOLE, check_reads_whole
 
 POLICY_WORKER = "rollout.vllm.worker.PolicyWorker"
@@ -223,8 +220,8 @@ def start_llm(
     routed_experts: bool = False,
     awaits_weights: bool = False,
     speculate: int = 0,
-) -> tuple[Any, Any, dict[str, float]]:
-    """A running ``vllm.LLM``, the policy's sampler in it, and the seconds of the phases of the start.
+) -> tuple[Any, Any]:
+    """A running ``vllm.LLM``, and the policy's sampler in it.
 
     Args:
         routed_experts: the sampler records experts.
@@ -238,18 +235,12 @@ def start_llm(
     check_options(options)
     set_environment()
     collect_old_engines()
-    timeline = StartTimeline()
-    with timeline.phase("importing vLLM"):
-        llm_class = import_vllm().LLM
-        search_plain_objects()
-    with timeline.phase("the model's class"):
-        wait_for_inspection()
+    llm_class = import_vllm().LLM
+    search_plain_objects()
+    wait_for_inspection()
     try:
         defaults = default_options(model_path, device, options, routed_experts, awaits_weights, speculate)
-        family, config = family_and_config(model_path)
-        version = import_vllm().__version__
-        second = takes_second_runner(version, family, config, device, routed_experts, speculate)
-        with process_settings_kept(), runner_chosen(second), one_compile_thread(), timeline.of_engine():
+        with process_settings_kept(), one_compile_thread():
             llm = llm_class(model_path, **with_graph_sizes(defaults | options, speculate))
     except (OSError, ValueError, TypeError, ImportError, AssertionError) as error:
         raise InvalidConfig(f"vLLM does not start on {model_path}: {error_line(error)}") from error
@@ -258,7 +249,7 @@ def start_llm(
 
     llm.collective_rpc(use_training_positions)
     (sampler,) = llm.collective_rpc(sampler_of)
-    return llm, sampler, timeline.seconds
+    return llm, sampler
 
 
 def collect_old_engines() -> None:

@@ -1,11 +1,9 @@
-"""How the vLLM engine starts: without the checkpoint's weights, with few recorded batch sizes; the seconds of its phases."""
+"""How the vLLM engine starts: without the checkpoint's weights, with few recorded batch sizes."""
 
 import gc
 import importlib
 import os
 import sys
-from contextlib import ExitStack, contextmanager
-from itertools import count
 
 import pytest
 import torch
@@ -21,7 +19,6 @@ from rollout.vllm import VLLMEngine
 from rollout.vllm.low_rank import with_low_rank
 from rollout.vllm.memory import model_state
 from rollout.vllm.process_settings import count_whole_images, one_compile_thread
-from rollout.vllm.start_timeline import REST, StartTimeline, replaced
 from rollout.vllm.startup import (
     check_options,
     default_options,
@@ -35,8 +32,6 @@ from rollout.vllm.whole_images import check_reads_whole
 from workers import ActorConfig, launch
 from workers.cluster.role_groups import engine_phase
 from workers.roles.rollout_worker import RolloutConfig
-
-PHASES = {"importing vLLM", "configuration", "model", "memory profile", "KV cache", REST}
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 8, 9, 100, 256, 512, 1000])
@@ -171,56 +166,6 @@ def test_overrides_do_not_replace_what_a_family_needs(tmp_path):
     }
 
 
-class Machine:
-    def start(self):
-        return [self.load(), self.load()]
-
-    def load(self):
-        return "loaded"
-
-    @contextmanager
-    def tracing(self):
-        yield "traced"
-
-
-def test_a_phase_within_another_takes_its_time_from_it_and_functions_come_back(caplog):
-    timeline, own = StartTimeline(count(0.0).__next__), dict(vars(Machine))
-    here = f"{__name__}:Machine"
-    with caplog.at_level("INFO"), ExitStack() as stack:
-        for name in ("start", "load"):
-            stack.enter_context(replaced(f"{here}.{name}", lambda call, name=name: timeline.timed(call, name)))
-        stack.enter_context(replaced(f"{here}.tracing", lambda call: timeline.timed_block(call, "tracing")))
-        machine = Machine()
-        assert machine.start() == ["loaded", "loaded"]
-        with machine.tracing() as found:
-            assert found == "traced"
-    # the clock ticks when the timeline and when a phase begins and ends: 0; start 1 (load 2 3) (load 4 5) 6; tracing 7 8
-    assert timeline.seconds == {"start": 3.0, "load": 2.0, "tracing": 1.0}
-    assert caplog.messages == [
-        "vLLM's start, 1.0 s: start",
-        "vLLM's start, 2.0 s: load",
-        "vLLM's start, 7.0 s: tracing",
-    ]
-    assert dict(vars(Machine)) == own
-
-
-@pytest.mark.parametrize(
-    "path", ["no_such_module:name", f"{__name__}:name", f"{__name__}:Machine.name", f"{__name__}:No.name"]
-)
-def test_a_function_that_a_version_lacks_is_left_out(path):
-    with replaced(path, lambda call: pytest.fail("there is nothing to replace")):
-        assert Machine().start() == ["loaded", "loaded"]
-
-
-def test_an_error_of_a_phase_ends_it():
-    timeline = StartTimeline(count(0.0).__next__)
-    with pytest.raises(RuntimeError), timeline.phase("outer"), timeline.phase("inner"):
-        raise RuntimeError
-    with timeline.phase("later"):
-        pass
-    assert timeline.seconds == {"outer": 2.0, "inner": 1.0, "later": 1.0}
-
-
 class PassingOn(VLLMEngine):
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
@@ -277,7 +222,6 @@ def test_an_engine_that_awaits_weights_is_as_one_that_read_them(tmp_path, model_
         folder = tmp_path / str(len(states))
         variables = dict(os.environ)
         setup = start(model_type, folder, **options)
-        assert setup.vllm.start_seconds.keys() >= PHASES
         changed = {name for name in variables.keys() | os.environ.keys() if variables.get(name) != os.environ.get(name)}
         assert not {"TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS", "TRITON_CACHE_DIR"} & changed
         assert setup.vllm.differing_weights(setup.actor.named_weights()) == []
@@ -339,10 +283,7 @@ def test_a_launched_engine_reads_no_weights_and_gets_the_actors_before_it_sample
     options = {"max_num_seqs": 4, "max_model_len": 400, "kv_cache_bytes": 1 << 26}
     with launch(actor=ActorConfig(checkpoint), rollout=RolloutConfig(checkpoint, "vllm", options)) as roles:
         engine = roles.rollout.worker.engine
-        phase = engine_phase("vllm")
-        assert {"loading the actor", phase} | {f"{phase}/{name}" for name in PHASES} <= roles.start_seconds.keys()
-        parts = sum(value for name, value in roles.start_seconds.items() if name.startswith(f"{phase}/"))
-        assert 0 < parts <= roles.start_seconds[phase]
+        assert list(roles.start_seconds) == ["loading the actor", engine_phase("vllm")]
         assert engine.llm.llm_engine.vllm_config.load_config.load_format == "awaiting"
         prompts = PromptBuilder.from_pretrained(checkpoint, max_prompt_length=300)(ROWS)
         with pytest.raises(InvalidConfig, match="load_weights first"):

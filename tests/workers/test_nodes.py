@@ -73,7 +73,7 @@ class Speaking:
     @dispatch("all")
     def speak(self) -> list[str]:
         print(f"rank {self.rank} speaks of {os.environ['OF_THE_RUN']}", flush=True)
-        logging.getLogger("rollout.vllm.start_timeline").info("rank %d begins a phase", self.rank)
+        logging.getLogger("rollout.vllm.engine").info("rank %d begins a phase", self.rank)
         return [os.environ["OF_THE_RUN"]]
 
     @dispatch("rank_zero")

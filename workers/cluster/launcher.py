@@ -12,7 +12,7 @@ import torch
 from dataproto.errors import InvalidConfig
 from dataproto.extras import require_extra
 from rollout.engine import check_engine_installed
-from workers.cluster.role_groups import LaunchPlan, Phase, Roles, engine_phase, timed_phase
+from workers.cluster.role_groups import LaunchPlan, Phase, Roles, timed_phase
 from workers.ranks.layout import Layout
 from workers.roles.actor import ActorConfig
 from workers.roles.critic import CriticConfig
@@ -42,8 +42,7 @@ def launch(
 ) -> Roles:
     """Starts the roles of a recipe.
 
-    ``start_seconds`` of the result has the seconds of each phase by name; those in which the engine starts, if it tells, have
-    the name of the engine's phase before their own and ``/``.
+    ``start_seconds`` of the result has the seconds of each phase by name.
 
     Args:
         reward: a function of rows, or a model.
@@ -67,9 +66,7 @@ def launch(
     roles: Roles = _backend(on).start_roles(plan, timed_phase(phase, seconds), **options)
     if line := roles.rollout.how_lora():
         log.info("%s", line)
-    engine = engine_phase(rollout.engine)
-    parts = {f"{engine}/{name}": found for name, found in roles.rollout.start_seconds().items()}
-    return replace(roles, start_seconds=seconds | parts)
+    return replace(roles, start_seconds=seconds)
 
 
 def check_extras(engine: str, on: str = "local", address: str | None = None) -> None:

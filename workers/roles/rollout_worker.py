@@ -387,11 +387,6 @@ class RolloutWorker:
         return number_occurrences(prompts, [name for names in everybody[: self.ranks.rank("dp")] for name in names])
 
     @dispatch("rank_zero")
-    def start_seconds(self) -> dict[str, float]:
-        """Seconds of the phases in which the engine has started, if it tells."""
-        return dict(getattr(self.engine, "start_seconds", {}))
-
-    @dispatch("rank_zero")
     def how_lora(self) -> str:
         """How the engine gets the actor's adapters, in one line; empty if the actor has none."""
         return self.lora_line
