@@ -29,14 +29,13 @@ from dataproto.vlm import family_of
 from dataproto.vlm.family import grid_arguments
 from recipes.demo.figure import Circle, DrawnText, Label, Line, Shape, draw_with_texts, random_style
 from recipes.demo.problems import LEVELS, Split, make_problem
-from recipes.demo.templates import LETTERS
 from rollout.prompts import PromptBuilder
 from workers.model.attention import use_packed_attention
 from workers.model.packed_model import use_linear_patch_embedding
 
 NO_TEXT = 0.1  # weight of a visual token without a text
-SIGNS = f"0123456789x()°+-{LETTERS}"  # of all texts in drawings; class 0 is "no sign"
-LONGEST = {2: 2, 3: 4, 4: 9}
+SIGNS = "0123456789x°"  # of all texts in drawings; class 0 is "no sign"
+LONGEST = {2: 2, 3: 4}
 """Signs of the longest text in the pictures of a level."""
 
 Item = TypeVar("Item")
@@ -110,11 +109,7 @@ def random_text(random: Random, level: int) -> str:
     number = str(random.randint(1, 99 if level == 2 else 139))
     if level == 2:
         return number
-    kinds = [number, number, f"{number}°", "x"]
-    if level == 4:
-        term = f"{random.randint(2, 6)}x{random.randint(-20, 20):+d}"
-        kinds += [random.choice(LETTERS), term, f"({term})°"]
-    return random.choice(kinds)
+    return random.choice([number, number, f"{number}°", "x"])
 
 
 def as_bytes(pixels: Tensor) -> Tensor:

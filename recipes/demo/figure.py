@@ -14,7 +14,7 @@ from random import Random
 from PIL import Image, ImageDraw, ImageFont
 
 SUPERSAMPLING = 3
-SIDE_GAP = 0.3  # font heights between a segment and its label
+GAP = 0.3  # font heights between a label and what it labels
 
 Point = complex
 Colour = tuple[int, int, int]
@@ -62,12 +62,11 @@ class AngleMark:
 
 @dataclass(frozen=True)
 class Label:
-    """A `text` whose nearest edge is `gap` font heights from `at` in the direction `toward` (0: centred on `at`)."""
+    """A `text` whose nearest edge is `GAP` font heights from `at` in the direction `toward` (0: centred on `at`)."""
 
     text: str
     at: Point
     toward: Point = 0
-    gap: float = 0.3
 
 
 @dataclass(frozen=True)
@@ -195,15 +194,15 @@ class _Pen:
                 self._ellipse(self._xy(at), 1.2 * self.width, fill=self.style.ink)
             case AngleMark():
                 self._angle_mark(shape)
-            case Label(text, at, toward, gap):
-                self._label(text, at, toward, gap)
+            case Label(text, at, toward):
+                self._label(text, at, toward)
             case WedgeLabel():
                 self._angle_label(shape)
             case AngleLabel(_, vertex, a, b):
                 self._angle_mark(AngleMark(vertex, a, b))
                 self._angle_label(shape)
             case SideLabel(text, a, b):
-                self._label(text, (a + b) / 2, (b - a) * -1j, SIDE_GAP)
+                self._label(text, (a + b) / 2, (b - a) * -1j)
             case Chevron(at, toward):
                 self._chevron(at, _direction(toward))
 
@@ -228,11 +227,11 @@ class _Pen:
         start, end = -math.degrees(cmath.phase(second)), -math.degrees(cmath.phase(first))
         self.pencil.arc((x - radius, y - radius, x + radius, y + radius), start, end, fill=self.style.ink, width=thin)
 
-    def _label(self, text: str, at: Point, toward: Point, gap: float) -> None:
+    def _label(self, text: str, at: Point, toward: Point) -> None:
         x, y = self._xy(at)
         if toward:
             way = _direction(toward)
-            reach = self._reach(text, way) + gap * self.height
+            reach = self._reach(text, way) + GAP * self.height
             x, y = x + reach * way.real, y - reach * way.imag
         self._text(text, x, y)
 
@@ -327,7 +326,7 @@ def _overhang(label: SideLabel, low: Point, high: Point, unit: float, font: floa
     """The number of pixels by which the label extends beyond the figure's bounds at this scale."""
     across = _direction((label.b - label.a) * -1j)
     half = complex(_font(round(font)).getlength(label.text), font) / 2
-    reach = abs(across.real) * half.real + abs(across.imag) * half.imag + SIDE_GAP * font
+    reach = abs(across.real) * half.real + abs(across.imag) * half.imag + GAP * font
     center = unit * (label.a + label.b) / 2 + reach * across
     under, over = unit * low - (center - half), center + half - unit * high
     return max(under.real, under.imag, over.real, over.imag)

@@ -34,7 +34,6 @@ LEVELS: dict[int, Level] = {
     1: Level(templates.LEVEL1, size=56, turn=8, pen=1.3, font=12),
     2: Level(templates.LEVEL2, size=112, turn=8, pen=1.3, font=12),
     3: Level(templates.LEVEL3, size=168, turn=12, pen=1.4, font=14),
-    4: Level(templates.LEVEL4, size=280, turn=15, pen=1.6, font=15),
 }
 
 

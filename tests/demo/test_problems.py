@@ -18,7 +18,7 @@ from recipes.demo.problems import LEVELS, Problem, make_problem, sample_texts, s
 from recipes.rewards import compute_score
 
 LEVEL = pytest.mark.parametrize("level", sorted(LEVELS))
-SIZES = {1: 56, 2: 112, 3: 168, 4: 280}
+SIZES = {1: 56, 2: 112, 3: 168}
 
 
 def content(problem: Problem) -> tuple[str, str, str, bytes]:
@@ -113,14 +113,6 @@ def test_text_has_one_marker_and_no_number(level: int) -> None:
 
 
 @LEVEL
-def test_texts_of_a_template_differ_in_names_only(level: int) -> None:
-    skeletons = defaultdict(set)
-    for kind, text, _ in drafts(level, 100):
-        skeletons[kind].add(re.sub(r"[A-Z]+(?=[}$. ])", "P", text[1:]))
-    assert {kind: len(found) for kind, found in skeletons.items()} == dict.fromkeys(skeletons, 1)
-
-
-@LEVEL
 def test_text_does_not_tell_the_answer(level: int) -> None:
     """The most frequent answer to each text is correct about as often as the most frequent answer of each template, which
     is rarely. Frequencies are from the other half of the problems.
@@ -138,15 +130,16 @@ def test_text_does_not_tell_the_answer(level: int) -> None:
     right = np.mean([guess(kind, text) == answer for kind, text, answer in unseen])
     chance = np.mean([counts.most_common(1)[0][1] / counts.total() for counts in by_kind.values()])
     assert right <= chance + 0.02
-    assert chance < {1: 0.18, 2: 0.07, 3: 0.07, 4: 0.12}[level]
+    assert chance < {1: 0.18, 2: 0.07, 3: 0.07}[level]
 
 
 @LEVEL
 def test_answers_of_every_template_vary_under_one_text(level: int) -> None:
-    made = [(kind, re.sub(r"\b[A-Z]+", "P", text), answer) for kind, text, answer in drafts(level, 200)]
+    made = drafts(level, 200)
     for kind in {kind for kind, _, _ in made}:
+        assert len({text for other, text, _ in made if other == kind}) == 1
         answers = {answer for other, _, answer in made if other == kind}
-        assert len(answers) >= {1: 7, 2: 15, 3: 15, 4: 8}[level], kind
+        assert len(answers) >= {1: 7, 2: 15, 3: 15}[level], kind
 
 
 @pytest.mark.slow
@@ -159,7 +152,7 @@ def test_answers_are_graded_as_equal_to_themselves_and_to_no_other(level: int) -
         assert compute_score("synthetic", response, other)["acc"] == 0.0
 
 
-@pytest.mark.parametrize(("level", "split"), [(0, "train"), (5, "train"), (1, "dev"), (4, "")])
+@pytest.mark.parametrize(("level", "split"), [(0, "train"), (4, "train"), (1, "dev"), (3, "")])
 def test_unknown_levels_and_splits_raise_an_error(level: int, split: str) -> None:
     with pytest.raises(InvalidConfig, match=r"is unknown: choose"):
         make_problem(0, level, 0, split)

@@ -207,7 +207,7 @@ Config = TypeVar("Config", bound=PolicyGradientConfig)
 # What the presets of a size share; `recipes.configs.shared.device_preset` fits them to the devices that there are. 7B: the
 # settings of the step that was measured on four H200 (benchmarks/RESULTS.md, "A whole GRPO step at scale"). 3B: the same batch
 # on one; docs/command_line.md says why.
-PUBLISHED_BATCH: dict[str, Any] = {"engine": "vllm", "data": DataConfig(level=4, max_prompt_length=1024)}
+PUBLISHED_BATCH: dict[str, Any] = {"engine": "vllm", "data": DataConfig(level=3, max_prompt_length=1024)}
 SIZES: dict[str, dict[str, Any]] = {
     "3b": PUBLISHED_BATCH
     | {
