@@ -30,6 +30,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch  # noqa: E402
 from torch import distributed  # noqa: E402
 
+from benchmarks.engine_weights import differing_weights  # noqa: E402
 from rollout.engine import SamplingParams, cpu_or_cuda, create_engine  # noqa: E402
 from rollout.prompts import PromptBuilder  # noqa: E402
 from rollout.responses import attach_responses, build_requests  # noqa: E402
@@ -136,7 +137,7 @@ class Ours:
         if self.world > 1:
             self.say("plain loop of full tensors", 1000 * median(self.seconds(self.one_by_one) for _ in range(3)), "ms")
         self.say("hand-over in place", 1000 * median(self.seconds(self.hand_over) for _ in range(5)), "ms")
-        self.say("weights that differ after it", len(self.engine.differing_weights(self.weights())), "")
+        self.say("weights that differ after it", len(differing_weights(self.engine, self.weights())), "")
         cycles: dict[str, list[float]] = {"sleep": [], "wake, hand-over and KV cache": []}
         asleep = []
         for _ in range(self.arguments.cycles):
@@ -145,9 +146,8 @@ class Ours:
             cycles["wake, hand-over and KV cache"].append(self.seconds(self.wake))
         for name, found in cycles.items():
             self.say(name, 1000 * median(found), "ms")
-        self.say("tensors besides weights that sleep lost", len(self.engine.memory.lost), "")
         self.say(
-            "weights and buffers that differ after sleeping", len(self.engine.differing_weights(self.weights())), ""
+            "weights and buffers that differ after sleeping", len(differing_weights(self.engine, self.weights())), ""
         )
         self.say("device memory: engine asleep, first time", asleep[0], "GiB")
         self.say("device memory: engine asleep, last time", asleep[-1], "GiB")

@@ -247,10 +247,6 @@ class RolloutEngine(RequestEngine, Protocol):
         """
         ...
 
-    def differing_weights(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """Names of the engine's weights that are not equal, in the engine's dtype, to the given ones."""
-        ...
-
     def load_adapter(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Replaces the adapter (LoRA) that all rows have next to the weights: A ``(r, in)`` and B ``(out, r)`` of each adapted
         layer, in any order, under the layer's Hugging Face name and ``.lora_A.weight`` or ``.lora_B.weight``. B has the scale.
@@ -261,10 +257,6 @@ class RolloutEngine(RequestEngine, Protocol):
         Raises:
             InvalidConfig: a layer is unknown, or a matrix of another shape; names it.
         """
-        ...
-
-    def differing_adapter(self, tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """Names of layers whose adapter is not equal, in the engine's dtype, to the given one."""
         ...
 
     def sleep(self) -> None:

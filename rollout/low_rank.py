@@ -82,15 +82,6 @@ class LowRankLayers:
                         f"{tuple(place.shape)}"
                     )
 
-    def differing(self, tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """Names of the layers whose adapter is not equal to the given one, in the engine's dtype."""
-        pairs = pairs_of(tensors)
-        return [
-            name
-            for name, pair in pairs.items()
-            if not all(torch.equal(held, each.to(held)) for held, each in zip(_buffers(self.layers[name]), pair))
-        ]
-
 
 def _buffers(layer: nn.Module) -> Pair:
     return layer.get_buffer("low_rank_down"), layer.get_buffer("low_rank_up")

@@ -29,7 +29,6 @@ class ParityConfig:
         max_prompt_length: tokens of a prompt
         max_response_length: tokens of a response
         seed: seed of sampling, and of the small model
-        check_weights: compare every weight of the engine with the actor's
     """
 
     model_path: str | None = None
@@ -44,7 +43,6 @@ class ParityConfig:
     max_prompt_length: int = 2048
     max_response_length: int = 64
     seed: int = 0
-    check_weights: bool = False
 
     def __post_init__(self) -> None:
         check_engine(self.engine, self.engine_options)

@@ -453,22 +453,6 @@ class HFEngine:
         self._suspend()
         held_adapter(self.adapter).load(tensors)
 
-    def differing_adapter(self, tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """Names of layers whose adapter is not the given one."""
-        return held_adapter(self.adapter).differing(tensors)
-
-    def differing_weights(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """Names of parameters that differ from the given ones, or that are missing among them."""
-        left, differing = {id(parameter): name for name, parameter in self.model.named_parameters()}, []
-        for name, weight in weights:
-            if self.family.prediction_head is not None and name.startswith(self.family.prediction_head):
-                continue
-            target = self.weights[name]
-            left.pop(id(target), None)
-            if not torch.equal(target, weight.to(target)):
-                differing.append(name)
-        return differing + list(left.values())
-
     def sleep(self) -> None:
         """Drops caches and, on CUDA, moves the model to the host."""
         self._suspend()

@@ -432,14 +432,6 @@ class VLLMEngine:
         with ending(self._reset_caches):
             self.memory.load_adapter(tensors)
 
-    def differing_adapter(self, tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """Names of vLLM's layers whose adapter is not the given one."""
-        return self.memory.differing_adapter(tensors)
-
-    def differing_weights(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """Names of weights that differ from the given ones, in the engine's dtype, and of buffers that a sleep has changed."""
-        return self.memory.differing(self._checkpoint_weights(weights))
-
     def _checkpoint_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         head = self.family.prediction_head
         given = weights if head is None else (each for each in weights if not each[0].startswith(head))

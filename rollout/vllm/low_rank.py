@@ -19,12 +19,22 @@ from dataproto.vlm import family_of
 from rollout.adapters import Pair
 from rollout.low_rank import add_low_rank, pairs_of
 from rollout.vllm.running_engine import model_of
-from rollout.vllm.weights import JOINED_WEIGHTS, by_parameter, part_of_rank, renamed, wanted_part
+from rollout.vllm.weights import renamed
 
 LORA_RANK, WEIGHTS_STAY = "lora_rank", "weights_stay"
 """Keys of vLLM's ``additional_config``."""
 LOW_RANK = "low_rank"
 """The attribute of a layer with its A ``(R, in)`` and B ``(out, R)``, this rank's parts."""
+
+
+JOINED_LAYERS = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
+"""Layers that vLLM fuses, in its order."""
 
 
 @cache
@@ -53,7 +63,7 @@ def make_room(worker: Any, rank: int) -> int:
     """Gives each linear layer of the decoder an adapter of zeros of this rank. Returns their bytes."""
     taken = 0
     for name, layer in decoder_linears(worker).items():
-        parts = len(JOINED_WEIGHTS.get(name.rpartition(".")[2], ("alone",)))
+        parts = len(JOINED_LAYERS.get(name.rpartition(".")[2], ("alone",)))
         into = getattr(layer, "input_size_per_partition", layer.input_size)  # the latter if the layer is not split
         out = getattr(layer, "output_size_per_partition", layer.output_size)
         down, up = (
@@ -63,7 +73,7 @@ def make_room(worker: Any, rank: int) -> int:
         layer.low_rank = down, up
         taken += down.nbytes + up.nbytes
         method, kind = copy.copy(layer.quant_method), cast(Any, type(layer.quant_method))
-        method.__class__, method.of_weight = with_low_rank(kind), layer.quant_method
+        method.__class__ = with_low_rank(kind)
         layer.quant_method = method
     return taken
 
@@ -85,33 +95,26 @@ def load_low_rank(worker: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
             place.zero_()
 
 
-@torch.no_grad()
-def differing_low_rank(worker: Any, tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Names of the layers whose adapter is not equal to the given one, in the engine's dtype."""
-    layers = decoder_linears(worker)
-    return [
-        name
-        for name, matrices in _matrices(worker, tensors)
-        if not all(
-            torch.equal(place[: matrix.shape[0], : matrix.shape[1]], matrix.to(place))
-            for place, matrix in zip(layers[name].low_rank, matrices, strict=True)
-        )
-    ]
-
-
 def _matrices(worker: Any, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Pair]]:
     """This rank's A and B of each of vLLM's layers that the adapter has, by name."""
-    model, layers, pairs = model_of(worker), decoder_linears(worker), pairs_of(tensors)
-    downs, ups = (
-        by_parameter(model, [(f"{name}.weight", pair[each]) for name, pair in pairs.items()]) for each in (0, 1)
-    )
-    for (weight, down), (_, up) in zip(downs, ups, strict=True):
-        name = weight.removesuffix(".weight")
+    model, layers = model_of(worker), decoder_linears(worker)
+    places = {each: (fused, place) for fused, several in JOINED_LAYERS.items() for place, each in enumerate(several)}
+    found: dict[str, dict[int, Pair]] = {}
+    for name, pair in pairs_of(tensors).items():
+        for weight in renamed(model, f"{name}.weight"):
+            path = weight.removesuffix(".weight")
+            parent, _, leaf = path.rpartition(".")
+            fused, place = (leaf, 0) if path in layers else places.get(leaf, (leaf, 0))
+            found.setdefault(f"{parent}.{fused}", {})[place] = pair
+    for name, pairs in found.items():
         if name not in layers:
             raise InvalidConfig(
                 f"vLLM's model has no linear layer {name!r} for an adapter: the engine's option lora_rank=0 has adapters merged"
             )
-        yield name, joined(layers[name], down, up)
+        if name.endswith(".qkv_proj") and pairs.keys() == {0, 1}:  # keys are values too, as in Gemma 4
+            pairs[2] = pairs[1]
+        downs, ups = zip(*(pairs[place] for place in sorted(pairs)))
+        yield name, joined(layers[name], list(downs), list(ups))
 
 
 def joined(layer: Any, down: list[Tensor], up: list[Tensor]) -> Pair:
@@ -128,3 +131,29 @@ def joined(layer: Any, down: list[Tensor], up: list[Tensor]) -> Pair:
         )
     placed = [pad(each, (start, rank - start - each.shape[1])) for each, start in zip(up, starts, strict=False)]
     return part_of_rank(whole, (rank, room[0].shape[1])), wanted_part(layer, placed, room[1][:, :rank])
+
+
+def wanted_part(module: Any, parts: list[Tensor], held: Tensor) -> Tensor:
+    """This rank's part of the weights that are fused in a parameter."""
+    sizes = getattr(module, "output_partition_sizes", [])
+    if len(sizes) > 1 and len(parts) != len(sizes):  # some are fused already in the checkpoint
+        whole = torch.cat(parts)
+        scale = len(whole) // sum(sizes)
+        parts = list(whole.split([size * scale for size in sizes]))
+    if len(parts) == 1:
+        return part_of_rank(parts[0], tuple(held.shape))
+    return torch.cat([part_of_rank(part, (size, *held.shape[1:])) for part, size in zip(parts, sizes, strict=True)])
+
+
+def part_of_rank(whole: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The rank's slice of this shape. If there are more ranks than slices, neighbours hold equal slices."""
+    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+    rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    if whole.ndim != len(shape):
+        return whole
+    for axis, (size, wanted) in enumerate(zip(whole.shape, shape)):
+        if wanted < size:
+            start = rank * (size // wanted) // ranks * wanted
+            whole = whole.narrow(axis, start, wanted)
+    return whole

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from dataproto.errors import DataProtoError, InvalidConfig
-from rollout.vllm.low_rank import LOW_RANK, differing_low_rank, load_low_rank
+from rollout.vllm.low_rank import LOW_RANK, load_low_rank
 from rollout.vllm.running_engine import error_line, model_of
-from rollout.vllm.weights import Weights, differing_parameters, load_parameters
+from rollout.vllm.weights import Weights, load_parameters
 
 State = Mapping[str, Tensor | None]
 """Copies on the host by name; ``None``: all bytes are zero, as those of scratch memory between steps."""
@@ -54,30 +54,12 @@ def copied_state(worker: Any) -> State:
 
 
 @torch.inference_mode()  # some of them were made in it
-def restore_state(worker: Any, copies: State) -> list[str]:
-    """Writes the copies into the model, in place. Returns the names of the tensors that were not equal to them."""
-    lost = _differing(worker, copies)
-    for name, tensor in lost.items():
-        copy = copies[name]
-        _ = tensor.zero_() if copy is None else tensor.copy_(copy)
-    return sorted(lost)
-
-
-def differing_buffers(worker: Any, copies: State) -> list[str]:
-    """Names of the registered buffers that are not equal to their copies. Other tensors may change from step to step."""
-    registered = {name for name, _ in model_of(worker).named_buffers()}
-    return sorted(_differing(worker, {name: copy for name, copy in copies.items() if name in registered}))
-
-
-def _differing(worker: Any, copies: State) -> dict[str, Tensor]:
+def restore_state(worker: Any, copies: State) -> None:
+    """Writes the copies into the model, in place."""
     state = model_state(worker)
-    return {name: state[name] for name, copy in copies.items() if name in state and not _equal(state[name], copy)}
-
-
-def _equal(tensor: Tensor, copy: Tensor | None) -> bool:
-    if copy is None:
-        return not _has_bytes(tensor)
-    return torch.equal(_bytes(tensor), _bytes(copy.to(tensor.device)))  # NaN included
+    for name, copy in copies.items():
+        if name in state:
+            _ = state[name].zero_() if copy is None else state[name].copy_(copy)
 
 
 def _has_bytes(tensor: Tensor) -> bool:
@@ -136,8 +118,6 @@ class EngineMemory:
         """Whether the engine has all its weights."""
         self._awake = self._has_kv_cache = True
         self._freed_bytes = 0  # by the last sleep
-        self.lost: list[str] = []
-        """Names of the tensors, other than weights, that the last sleep lost and that were restored from copies."""
         self.keep_state()
 
     def load(self, weights: Weights) -> None:
@@ -160,16 +140,6 @@ class EngineMemory:
     def load_adapter(self, tensors: Weights) -> None:
         """Loads an adapter next to the weights, by Hugging Face's names. Raises `InvalidConfig` if it does not fit."""
         self.llm.collective_rpc(load_low_rank, args=(tensors,))
-
-    def differing_adapter(self, tensors: Weights) -> list[str]:
-        """Names of the layers whose adapter differs from the given one."""
-        (differing,) = self.llm.collective_rpc(differing_low_rank, args=(tensors,))
-        return list(differing)
-
-    def differing(self, weights: Weights) -> list[str]:
-        """Names of weights that differ from the given ones, in the engine's dtype, and of buffers that a sleep has changed."""
-        (differing,) = self.llm.collective_rpc(differing_parameters, args=(weights,))
-        return [*differing, *self.differing_buffers()]
 
     def sleep(self) -> None:
         """Frees the KV cache and the weights.
@@ -200,12 +170,7 @@ class EngineMemory:
 
     def restore_state(self) -> None:
         """Restores what the model has lost of this since then."""
-        (self.lost,) = self.llm.collective_rpc(restore_state, args=(self._state,))
-
-    def differing_buffers(self) -> list[str]:
-        """Names of the model's buffers that are not what they were before the last sleep, or at the start."""
-        (differing,) = self.llm.collective_rpc(differing_buffers, args=(self._state,))
-        return list(differing)
+        self.llm.collective_rpc(restore_state, args=(self._state,))
 
     def wake_kv_cache(self) -> None:
         """Allocates the KV cache."""

@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from benchmarks.engine_weights import differing_weights
 from dataproto.vlm import family_of
 from helpers.checkpoints import write_checkpoint
 from rollout.engine import SamplingParams, create_engine
@@ -62,7 +63,7 @@ def start(model_type, path, engine="vllm", **options):
         **{"max_num_seqs": 16, "max_model_len": 400, "max_images": 3, "kv_cache_bytes": 1 << 26} | options,
         image_options=builder.image_options,
     )
-    assert vllm.differing_weights(actor.named_weights())
+    assert differing_weights(vllm, actor.named_weights())
     vllm.load_weights(actor.named_weights())
     hf = HFEngine(checkpoint, device=torch.device("cpu"))
     rows = ROWS if builder.family.vision_parts else [_without_images(row) for row in ROWS]

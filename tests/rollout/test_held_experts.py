@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rollout.vllm.weights import _held, equal_in_fp8, reorders_experts, same_experts
+from benchmarks.engine_weights import _held, equal_in_fp8, reorders_experts, same_experts
 
 GATE_AND_UP = torch.randn(3, 8, 6, generator=torch.Generator().manual_seed(0))
 CHANGED = {

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from benchmarks.engine_weights import differing_of_worker
 from dataproto.errors import InvalidConfig
 from helpers.engines import GREEDY, SAMPLED
 from helpers.lora_rollouts import bytes_of, largest_difference, lora_actor, rollout_for, take
@@ -39,9 +40,9 @@ def test_adapters_give_the_samples_of_merged_weights_and_the_base_is_sent_once(s
         setup.change()
         for each in (worker, merged):
             each.mark_stale()
-    assert worker.differing_weights() == []
+    assert differing_of_worker(worker) == []
     setup.change()
-    assert {name.rpartition(".")[2] for name in worker.differing_weights()} >= {"qkv_proj", "down_proj"}
+    assert {name.rpartition(".")[2] for name in differing_of_worker(worker)} >= {"qkv_proj", "down_proj"}
 
 
 @pytest.mark.parametrize("setup", ["qwen2_5_vl"], indirect=True)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.engine_weights import differing_weights
 from dataproto.chunks import EncodedTextChunk, ImageChunk, ModelInput
 from dataproto.errors import InvalidPrompt
 from helpers.engines import GREEDY, RESTRICTED, SAMPLED, generate, start
@@ -48,17 +49,17 @@ def test_tokens_are_those_of_the_hf_engine(family, sampling):
 
 def test_log_probs_are_the_actors_before_and_after_updates(family):
     assert_same_as_actor(family, RESTRICTED)
-    assert family.vllm.differing_weights(family.actor.named_weights()) == []
+    assert differing_weights(family.vllm, family.actor.named_weights()) == []
     data = assert_same_as_actor(family, SAMPLED)
     for _ in range(3):
         data["advantages"] = torch.randn(data["responses"].shape, generator=torch.Generator().manual_seed(0))
         family.actor.update(data, lambda outputs, rows: (-outputs.log_probs * rows["advantages"], {}))
-        old = set(family.vllm.differing_weights(family.actor.named_weights()))
+        old = set(differing_weights(family.vllm, family.actor.named_weights()))
         towered = any("visual" in name or "vision" in name for name in old)
         assert towered or not family.builder.family.vision_parts
         assert any("layers.0" in name for name in old)
         family.vllm.load_weights(family.actor.named_weights())
-        assert family.vllm.differing_weights(family.actor.named_weights()) == []
+        assert differing_weights(family.vllm, family.actor.named_weights()) == []
         data = assert_same_as_actor(family, SAMPLED)  # the same images: nothing old may come out of a cache
     family.vllm.load_weights(named_weights(family.hf.model))
 
@@ -70,7 +71,7 @@ def test_adapted_experts_reach_the_engine_merged(family):
     actor = ActorWorker(replace(family.actor.config, lora_rank=2, lora_alpha=8.0), torch.device("cpu"))
     for _ in range(2):
         actor.update(data, lambda outputs, rows: (-outputs.log_probs * rows["advantages"], {}))
-    assert any(".experts." in name for name in family.vllm.differing_weights(actor.named_weights()))
+    assert any(".experts." in name for name in differing_weights(family.vllm, actor.named_weights()))
     family.vllm.load_weights(actor.named_weights())
     data = generate(family, family.vllm, SAMPLED)
     scored, mask = actor.log_probs(data)["old_log_probs"], data["response_mask"].bool()

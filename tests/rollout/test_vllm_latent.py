@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
+from benchmarks.engine_weights import differing_weights
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import family_of
 from helpers import checkpoints
@@ -39,7 +40,7 @@ def test_log_probs_are_the_actors_with_other_norms_angles_and_corrected_scores(r
             if ".language_model.layers." in name:
                 weight.add_(torch.randn(weight.shape, generator=drawn) * 0.1)
     both.vllm.load_weights(both.actor.named_weights())
-    assert both.vllm.differing_weights(both.actor.named_weights()) == []
+    assert differing_weights(both.vllm, both.actor.named_weights()) == []
     data = generate(both, both.vllm, SAMPLED)
     scored, mask = both.actor.log_probs(data)["old_log_probs"], data["response_mask"].bool()
     torch.testing.assert_close(data["rollout_log_probs"][mask], scored[mask], atol=1e-4, rtol=0)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from benchmarks.engine_weights import differing_weights
 from dataproto.errors import InvalidConfig
 from helpers.engines import SAMPLED, generate, start
 from rollout.engine import create_engine
@@ -31,19 +32,19 @@ def test_weights_are_quantised_again_at_each_hand_over(setup):
     setup.vllm.load_weights(weights_of(setup.hf))
     between = generate(setup, setup.vllm, SAMPLED)
     assert not torch.equal(first["responses"], between["responses"])
-    assert setup.vllm.differing_weights(weights_of(setup.hf)) == []
+    assert differing_weights(setup.vllm, weights_of(setup.hf)) == []
     setup.vllm.load_weights(weights_of(setup.published))
     again = generate(setup, setup.vllm, SAMPLED)
     assert torch.equal(again["responses"], first["responses"])
     assert torch.equal(again["rollout_log_probs"], first["rollout_log_probs"])
-    assert setup.vllm.differing_weights(weights_of(setup.published)) == []
+    assert differing_weights(setup.vllm, weights_of(setup.published)) == []
 
 
 def test_weights_that_differ_by_more_than_rounding_are_named(setup):
     setup.vllm.load_weights(weights_of(setup.hf))
     changed = {name: weight.clone() for name, weight in weights_of(setup.hf)}
     changed["model.language_model.layers.1.self_attn.k_proj.weight"][3] *= 1.2
-    assert setup.vllm.differing_weights(changed.items()) == ["language_model.model.layers.1.self_attn.qkv_proj.weight"]
+    assert differing_weights(setup.vllm, changed.items()) == ["language_model.model.layers.1.self_attn.qkv_proj.weight"]
 
 
 def test_log_probs_are_near_those_of_the_policy_and_not_equal(setup):

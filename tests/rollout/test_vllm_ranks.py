@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.engine_weights import differing_of_worker
 from helpers.checkpoints import write_checkpoint
 from helpers.engines import GREEDY, ROWS, SAMPLED
 from helpers.turns import observed_turn
@@ -71,10 +72,10 @@ def work(rank, case, port, path, results):
                     parameter.mul_(1.5)
                 elif parameter.requires_grad:
                     parameter.mul_(1.5).add_(0.1)  # B was zero
-        assert rollout.differing_weights()
+        assert differing_of_worker(rollout)
         rollout.mark_stale()
         second = rollout.generate(mine, SAMPLED)
-        found = read(first), read(greedy), read(second), rollout.differing_weights(), scores(actor, second), played
+        found = read(first), read(greedy), read(second), differing_of_worker(rollout), scores(actor, second), played
         results.put((rank, found))
     except BaseException:  # passed to the test, which would otherwise wait for ever
         results.put((rank, traceback.format_exc()))

@@ -5,6 +5,7 @@ agree within 0.05 on average, where those of other weights are further away.
 import pytest
 import torch
 
+from benchmarks.engine_weights import differing_weights
 from helpers.engines import SAMPLED, generate, start
 from helpers.shown_models import VLLM_HALF_TYPES
 from rollout.responses import build_requests
@@ -30,14 +31,14 @@ def distance(setup, data):
 def test_log_probs_are_the_actors_before_and_after_updates(both):
     data = generate(both, both.vllm, SAMPLED)
     assert distance(both, data) < 0.05
-    assert both.vllm.differing_weights(both.actor.named_weights()) == []
+    assert differing_weights(both.vllm, both.actor.named_weights()) == []
     for _ in range(3):
         data["advantages"] = torch.randn(data["responses"].shape, generator=torch.Generator().manual_seed(0))
         both.actor.update(data, lambda outputs, rows: (-outputs.log_probs * rows["advantages"], {}))
-    assert both.vllm.differing_weights(both.actor.named_weights())
+    assert differing_weights(both.vllm, both.actor.named_weights())
     assert distance(both, data) > 0.1  # the update has moved the policy
     both.vllm.load_weights(both.actor.named_weights())
-    assert both.vllm.differing_weights(both.actor.named_weights()) == []
+    assert differing_weights(both.vllm, both.actor.named_weights()) == []
     assert distance(both, generate(both, both.vllm, SAMPLED)) < 0.05
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._inductor import config as inductor_config
 
+from benchmarks.engine_weights import differing_of_worker, differing_weights
 from dataproto.errors import InvalidConfig
 from helpers.checkpoints import write_checkpoint
 from helpers.engines import GREEDY, ROWS, SAMPLED, generate, start
@@ -224,7 +225,7 @@ def test_an_engine_that_awaits_weights_is_as_one_that_read_them(tmp_path, model_
         setup = start(model_type, folder, **options)
         changed = {name for name in variables.keys() | os.environ.keys() if variables.get(name) != os.environ.get(name)}
         assert not {"TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS", "TRITON_CACHE_DIR"} & changed
-        assert setup.vllm.differing_weights(setup.actor.named_weights()) == []
+        assert differing_weights(setup.vllm, setup.actor.named_weights()) == []
         (state,) = setup.vllm.llm.collective_rpc(loaded_state)
         states.append(state)
         images = model_type != "gemma4"  # which vLLM computes on CUDA alone
@@ -289,7 +290,7 @@ def test_a_launched_engine_reads_no_weights_and_gets_the_actors_before_it_sample
         with pytest.raises(InvalidConfig, match="load_weights first"):
             next(iter(engine.generate(build_requests(prompts, GREEDY), GREEDY)))
         data = roles.rollout.generate(prompts, GREEDY)
-        assert roles.rollout.differing_weights() == []
+        assert differing_of_worker(roles.rollout.worker) == []
         data |= roles.actor.log_probs(data)
         torch.testing.assert_close(data["rollout_log_probs"], data["old_log_probs"], atol=1e-4, rtol=0)
 

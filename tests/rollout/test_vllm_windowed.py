@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.engine_weights import differing_weights
 from dataproto.errors import InvalidPrompt
 from helpers.engines import GREEDY, SAMPLED, generate, start
 from helpers.shown_models import VLLM_WINDOWED_TYPES
@@ -36,9 +37,9 @@ def test_log_probs_of_text_are_the_actors_before_and_after_updates(both):
     data["advantages"] = torch.randn(data["responses"].shape, generator=torch.Generator().manual_seed(0))
     for _ in range(3):
         both.actor.update(data, lambda outputs, rows: (-outputs.log_probs * rows["advantages"], {}))
-    assert both.vllm.differing_weights(both.actor.named_weights())
+    assert differing_weights(both.vllm, both.actor.named_weights())
     both.vllm.load_weights(both.actor.named_weights())
-    assert both.vllm.differing_weights(both.actor.named_weights()) == []
+    assert differing_weights(both.vllm, both.actor.named_weights()) == []
     assert_same_as_actor(both, replace(SAMPLED, max_tokens=12))
 
 

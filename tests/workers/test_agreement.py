@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
+from benchmarks.engine_weights import differing_of_worker
 from dataproto import DataProto
 from dataproto.errors import DataProtoError
 from helpers.batches import prompt_batch, with_responses
@@ -196,7 +197,7 @@ def engines_that_fail(path: str) -> list[Raised]:
         vars(worker.engine).update(wake=wake, load_weights=load)
     assert worker.sharding.stale
     assert len(worker.generate(prompts, sampling)) == 1
-    assert not worker.differing_weights()
+    assert not differing_of_worker(worker)
     return found
 
 

@@ -418,12 +418,3 @@ class RolloutWorker:
         """Streams the actor's weights now if they are stale; an actor in other processes has to send them meanwhile."""
         with self.sharding:
             pass
-
-    @dispatch("all")
-    def differing_weights(self) -> list[str]:
-        """Names of the engine's weights that differ from the actor's; slow, since it reads all weights of both."""
-        with self.sharding as sharding:
-            differing = self.engine.differing_weights(sharding.weights())
-            if sharding.adapter is None:
-                return differing
-            return differing + self.engine.differing_adapter(sharding.adapter())
