@@ -22,8 +22,10 @@ from rollout.vllm.process_settings import (
     import_vllm,
     one_compile_thread,
     process_settings_kept,
+    runner_chosen,
     search_plain_objects,
     set_environment,
+    takes_second_runner,
 )
 from rollout.vllm.running_engine import error_line
 from rollout.vllm.whole_images import READ_WHOLE, check_reads_whole
@@ -240,7 +242,10 @@ def start_llm(
     wait_for_inspection()
     try:
         defaults = default_options(model_path, device, options, routed_experts, awaits_weights, speculate)
-        with process_settings_kept(), one_compile_thread():
+        family, config = family_and_config(model_path)
+        version = import_vllm().__version__
+        second = takes_second_runner(version, family, config, device, routed_experts, speculate)
+        with process_settings_kept(), runner_chosen(second), one_compile_thread():
             llm = llm_class(model_path, **with_graph_sizes(defaults | options, speculate))
     except (OSError, ValueError, TypeError, ImportError, AssertionError) as error:
         raise InvalidConfig(f"vLLM does not start on {model_path}: {error_line(error)}") from error

@@ -54,12 +54,21 @@ def install(worker: Any) -> PolicySampler:
         half = isinstance(module, VocabParallelEmbedding) and module.weight.dtype in (torch.bfloat16, torch.float16)
         if half and type(module.quant_method) is UnquantizedEmbeddingMethod:
             module.quant_method = Float32Head()
-    sampler = PolicySampler(worker.model_runner)
+    sampler = _sampler_for(worker)
     worker.model_runner.sampler = sampler
     if sampler.drafts is not None:
         worker.model_runner.rejection_sampler = sampler.verify
         worker.model_runner.drafter.sampler = sampler
     return sampler
+
+
+def _sampler_for(worker: Any) -> PolicySampler:
+    """The policy's sampler in the form that the worker's model runner calls."""
+    if not getattr(worker, "use_v2_model_runner", False):
+        return PolicySampler(worker.model_runner)
+    from rollout.vllm.second_runner import SecondRunnerSampler  # its imports need Triton
+
+    return SecondRunnerSampler(worker.model_runner)
 
 
 def make_expert_group() -> None:

@@ -1,0 +1,190 @@
+"""The policy's sampler in the form that vLLM's second model runner calls, which itself needs CUDA."""
+
+import math
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dataproto.vlm import family_of
+from helpers.tiny_models import tiny_config
+from rollout.engine import SamplingParams
+from rollout.sampling import policy_log_probs, sample, uniforms
+from rollout.vllm.process_settings import runner_chosen, takes_second_runner
+
+pytestmark = pytest.mark.vllm
+
+VOCABULARY = 8
+
+
+@pytest.fixture
+def runner() -> SimpleNamespace:
+    config = SimpleNamespace(model_type="llama")
+    scores = SimpleNamespace(compute_prompt_logprobs=lambda logits_of, states: logits_of(states))
+    return SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=config),
+        speculative_config=None,
+        device=torch.device("cpu"),
+        max_num_reqs=4,
+        req_states=SimpleNamespace(prompt_len=SimpleNamespace(np=np.array([5, 3, 4, 2]))),
+        prompt_logprobs_worker=scores,
+    )
+
+
+def batch_of(places: list[int], computed: list[int], scheduled: list[int], prefill: list[int]) -> Any:
+    names = "idx_mapping_np", "num_computed_tokens_np", "num_scheduled_tokens", "prefill_len_np"
+    values = places, computed, scheduled, prefill
+    return SimpleNamespace(**{name: np.array(value) for name, value in zip(names, values, strict=True)})
+
+
+def begin(sampler: Any, place: int, seed: int, sampling: SamplingParams, drawn: int = 0) -> int:
+    slot: int = sampler.open(seed, drawn, sampling, stop_id=7)
+    sampler.add_request(place, 99, SimpleNamespace(extra_args={"dataproto_request": slot}))
+    return slot
+
+
+def expected(logits: Tensor, sampling: SamplingParams, seed: int, number: int) -> tuple[int, float]:
+    """A token and its log-prob, of one row alone."""
+    numbers = torch.from_numpy(uniforms(np.array([seed], dtype=np.uint64), np.array([number])))
+    token, value = sample(logits[None], sampling, numbers, banned_ids=())
+    return int(token), float(value)
+
+
+def test_rows_are_found_by_their_places_in_the_runner(runner: SimpleNamespace) -> None:
+    from rollout.vllm.second_runner import SecondRunnerSampler
+
+    sampler = SecondRunnerSampler(runner)
+    warm, hot = SamplingParams(max_tokens=9, temperature=0.7), SamplingParams(max_tokens=9, temperature=1.3)
+    first, second = begin(sampler, 2, seed=11, sampling=warm), begin(sampler, 0, seed=12, sampling=hot, drawn=3)
+    logits = torch.randn(2, VOCABULARY, generator=torch.Generator().manual_seed(0))
+
+    # Place 0 has read 5 tokens of its prompt of 5; place 2 has its prompt of 4 and two tokens more.
+    found = sampler(logits, batch_of([0, 2], computed=[0, 5], scheduled=[5, 1], prefill=[5, 4]))
+
+    wanted = [expected(logits[0], hot, 12, 3), expected(logits[1], warm, 11, 2)]
+    assert found.sampled_token_ids.tolist() == [[token] for token, _ in wanted]
+    assert found.num_sampled.tolist() == [1, 1]
+    assert found.num_rejected.tolist() == [0, 0]
+    assert sampler.log_probs(second, 1) == pytest.approx([wanted[0][1]], abs=1e-6)
+    assert sampler.log_probs(first, 3)[2] == pytest.approx(wanted[1][1], abs=1e-6)
+
+
+def test_a_prompt_that_is_read_in_parts_samples_nothing(runner: SimpleNamespace) -> None:
+    from rollout.vllm.second_runner import SecondRunnerSampler
+
+    sampler = SecondRunnerSampler(runner)
+    slot = begin(sampler, 1, seed=5, sampling=SamplingParams(max_tokens=4))
+    logits = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(1))
+
+    part = sampler(logits, batch_of([1], computed=[0], scheduled=[2], prefill=[3]))
+    whole = sampler(logits, batch_of([1], computed=[2], scheduled=[1], prefill=[3]))
+
+    assert part.num_sampled.tolist() == [0]
+    assert whole.num_sampled.tolist() == [1]
+    token, value = expected(logits[0], SamplingParams(max_tokens=4), 5, 0)
+    assert whole.sampled_token_ids.tolist() == [[token]]
+    assert sampler.log_probs(slot, 1) == pytest.approx([value], abs=1e-6)
+
+
+def test_a_slot_that_is_given_again_has_the_settings_of_its_new_request(runner: SimpleNamespace) -> None:
+    from rollout.vllm.second_runner import SecondRunnerSampler
+
+    sampler = SecondRunnerSampler(runner)
+    kept = begin(sampler, 0, seed=1, sampling=SamplingParams(max_tokens=4))
+    slot = begin(sampler, 3, seed=2, sampling=SamplingParams(max_tokens=4))
+    logits = torch.randn(2, VOCABULARY, generator=torch.Generator().manual_seed(2))
+    batch = batch_of([0, 3], computed=[5, 2], scheduled=[1, 1], prefill=[5, 2])
+    sampler(logits, batch)
+    sampler.close(slot)
+    greedy = SamplingParams(max_tokens=4, temperature=0.0)
+    assert begin(sampler, 3, seed=9, sampling=greedy) == slot
+    assert kept != slot
+
+    assert int(sampler(logits, batch).sampled_token_ids[1]) == int(logits[1].argmax())
+
+
+def test_requests_of_a_start_get_tokens_without_a_slot(runner: SimpleNamespace) -> None:
+    from rollout.vllm.second_runner import SecondRunnerSampler
+
+    sampler = SecondRunnerSampler(runner)
+    sampler.add_request(0, SimpleNamespace(extra_args=None))
+
+    found = sampler(torch.zeros(2, VOCABULARY), batch_of([0, 1], computed=[0, 0], scheduled=[3, 3], prefill=[3, 3]))
+
+    assert found.sampled_token_ids.shape == (2, 1)
+    assert found.num_sampled.tolist() == [1, 1]
+
+
+def test_prompts_are_scored_under_the_policy(runner: SimpleNamespace) -> None:
+    from rollout.vllm.second_runner import SecondRunnerSampler
+
+    sampler = SecondRunnerSampler(runner)
+    sampler.prompt_temperature = 0.5
+    logits = torch.tensor([[0.0, math.log(2.0)]])
+
+    found = runner.prompt_logprobs_worker.compute_prompt_logprobs(lambda states: states, logits)
+
+    torch.testing.assert_close(found, policy_log_probs(logits, 0.5, ()), rtol=0, atol=1e-6)
+    torch.testing.assert_close(found.exp(), torch.tensor([[0.2, 0.8]]), rtol=0, atol=1e-6)
+
+
+def test_a_request_that_goes_on_after_it_was_put_off_draws_its_next_number(runner: SimpleNamespace) -> None:
+    """vLLM reads the prompt of 3 and the two tokens sampled before anew: in one step, or in two."""
+    from rollout.vllm.second_runner import SecondRunnerSampler
+
+    sampler = SecondRunnerSampler(runner)
+    slot = begin(sampler, 1, seed=4, sampling=SamplingParams(max_tokens=9))
+    logits = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(3))
+
+    part = sampler(logits, batch_of([1], computed=[0], scheduled=[4], prefill=[5]))
+    whole = sampler(logits, batch_of([1], computed=[0], scheduled=[5], prefill=[5]))
+
+    assert part.num_sampled.tolist() == [0]
+    token, value = expected(logits[0], SamplingParams(max_tokens=9), 4, 2)
+    assert whole.sampled_token_ids.tolist() == [[token]]
+    assert sampler.log_probs(slot, 3)[2] == pytest.approx(value, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("version", "model_type", "device", "routed", "speculate", "taken"),
+    [
+        ("0.24.0", "qwen2_5_vl", "cuda", False, 0, True),
+        ("0.24.1+cu130", "qwen2_5_vl", "cuda", False, 0, True),
+        ("0.25.0", "qwen2_5_vl", "cuda", False, 0, False),
+        ("0.1.dev7", "qwen2_5_vl", "cuda", False, 0, False),
+        ("0.24.0", "qwen2_5_vl", "cpu", False, 0, False),
+        ("0.24.0", "qwen2_5_vl", "cuda", True, 0, False),
+        ("0.24.0", "qwen2_5_vl", "cuda", False, 3, False),
+        ("0.24.0", "qwen3_5", "cuda", False, 0, False),
+        ("0.24.0", "gemma3", "cuda", False, 0, False),
+    ],
+)
+def test_the_second_runner_is_for_plain_decoders_on_cuda_that_ask_for_it(
+    version: str,
+    model_type: str,
+    device: str,
+    routed: bool,
+    speculate: int,
+    taken: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = tiny_config(model_type)
+    given = version, family_of(config), config, torch.device(device), routed, speculate
+    for asked, found in (("1", taken), ("0", False)):
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", asked)
+        assert takes_second_runner(*given) is found
+
+
+def test_the_choice_of_a_runner_ends_with_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with runner_chosen(False):
+        assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
+    with pytest.raises(ValueError, match="stopped"), runner_chosen(True):
+        raise ValueError("stopped")
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in os.environ
