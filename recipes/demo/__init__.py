@@ -1,3 +1,3 @@
-"""Drawn data, tiny models and ``dataproto make-vlm``: what the demos train on, and on what they train."""
+"""Synthetic data and tiny models: what the demos train on, and what they train."""
 
 __all__: list[str] = []

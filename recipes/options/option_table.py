@@ -14,7 +14,7 @@ from recipes.options.names import FILE_ONLY, OTHER_NAMES
 
 Config = TypeVar("Config")
 
-UNPREFIXED = ("compute", "data", "keys", "run", "episodes", "tower", "engine", "limits")
+UNPREFIXED = ("compute", "data", "keys", "run", "episodes", "engine", "limits")
 """Fields of groups whose options have no prefix."""
 REQUIRED: Any = MISSING
 """The value of a field without a default, which is given by position, in the defaults of a command."""

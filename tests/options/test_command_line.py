@@ -8,7 +8,6 @@ from dataproto.errors import CheckpointError, InvalidConfig
 from recipes.configs import (
     export_config,
     grpo_config,
-    make_vlm_config,
     parity_config,
     plan_config,
     ppo_config,
@@ -118,7 +117,7 @@ def test_a_column_may_be_named_with_the_group_of_the_data() -> None:
     assert data.data_path == "rows.parquet"
 
 
-@pytest.mark.parametrize("parse", [grpo_config.parse, parity_config.parse, make_vlm_config.parse])
+@pytest.mark.parametrize("parse", [grpo_config.parse, parity_config.parse])
 @pytest.mark.parametrize("seed", ["-1", str(2**63)])
 def test_a_seed_that_no_generator_takes_is_refused(parse, seed):
     with pytest.raises(InvalidConfig, match=f"--seed {seed}: must be at least 0"):

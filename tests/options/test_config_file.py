@@ -12,7 +12,7 @@ from dataproto.errors import CheckpointError, InvalidConfig
 from dataproto_server import config as serve_config
 from helpers.option_files import in_files
 from recipes import classify, geo3k_grpo, grpo, ppo, sft
-from recipes.configs import distil_config, easy_vqa_config, make_vlm_config, walk_config, zoom_config
+from recipes.configs import distil_config, easy_vqa_config, walk_config, zoom_config
 from recipes.options import write_options
 from recipes.run.run_directory import open_run_directory, with_schedules
 from workers.ranks.layout import Layout
@@ -275,7 +275,6 @@ def test_a_run_that_has_recorded_no_preset_resumes_with_its_own(given, preset, t
         (sft, "--max-response-length 0 --engine-options max_num_seqs 3", "no question is asked"),
         (sft, "--max-response-length 0 --keep-best accuracy", "needs answers"),
         (sft, "--data-path mine --streaming --eval-every 5", "add --eval-data-path"),
-        (make_vlm_config, "--steps 0 --lr 0.1", "leave out --steps 0"),
         (serve_config, "--vllm-adapters 3", "add --sampler vllm"),
         (sft, "--shuffle-buffer 3", "add --streaming"),
         (sft, "--data-path mine --weights 1", "name several"),

@@ -81,6 +81,8 @@ def test_a_reader_that_ends_before_the_help_is_no_error(arguments, monkeypatch, 
 def test_what_is_no_command_is_refused_with_the_nearest(capsys):
     assert main(["gropo"]) == 2
     assert capsys.readouterr().err == "error: there is no command 'gropo': did you mean grpo?\n"
+    assert main(["make-vlm"]) == 2
+    assert "'make-vlm': train a small published model" in capsys.readouterr().err
     assert main(["dpo"]) == 2
     assert "'dpo': grpo learns from a reward, sft from the answers that were preferred\n" in capsys.readouterr().err
     assert main(["--help"]) == 0

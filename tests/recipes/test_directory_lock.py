@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +29,6 @@ from recipes import (
     walk,
     zoom,
 )
-from recipes.demo.make_vlm import main as make_vlm_main
 from recipes.directory_lock import LOCK_FILE, locked
 from recipes.export import main as export_main
 from recipes.watch.metrics_file import MetricsLog
@@ -93,24 +92,20 @@ def test_a_second_process_is_kept_out_and_told_of_the_first(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["make-vlm", "export", "serve"])
+@pytest.mark.parametrize("name", ["export", "serve"])
 def test_other_commands_that_fill_a_directory_keep_a_second_one_out(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "step" / "actor" / "huggingface").mkdir(parents=True)
     (tmp_path / "step" / "actor" / "huggingface" / "config.json").write_text("{}")
     out = tmp_path / "out"
-    commands: dict[str, Callable[[], int]] = {
-        "make-vlm": lambda: make_vlm_main(["--output-dir", str(out)]),
-        "export": lambda: export_main([str(tmp_path / "step"), str(out)]),
-    }
     with held(out, "inside" if name == "serve" else "beside", "alone") as (process,):
         message = f"{out} is in use by process {process} on "
         if name == "serve":
             with pytest.raises(InvalidConfig, match=f"{message}.* or give another --state"):
                 Supervisor(out, "127.0.0.1", 0, [], "", "")
         else:
-            assert commands[name]() == 2
+            assert export_main([str(tmp_path / "step"), str(out)]) == 2
             assert message in capsys.readouterr().err
     assert out.exists() == (name == "serve")
 
