@@ -119,6 +119,7 @@ NOT_RUN = {
 } | dict.fromkeys(
     (
         "dataproto_rows",
+        "engine_weights",
         "label_reading",
         "served_processes",
         "snapshot_stages",
