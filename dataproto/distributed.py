@@ -1,34 +1,25 @@
 """Batches across the ranks of a process group.
 
-Each tensor is sent by a tensor collective, on a device that the backend of the group supports, and arrives on the device it was
-on. Ragged columns send their starts and lengths, and each distinct row once. Everything else is sent in one buffer a batch, which
-has each distinct image, tensor and array once. Gradients are not sent.
+The ranks compare their columns and tell the sizes of their messages before anything is sent. A message is the pickle of a batch
+and its buffers (see `dataproto.serialization.wire`), so it has each distinct image, tensor and array once. It is sent as one
+tensor ``(n,)`` uint8, which every backend supports, from host memory where the backend can. Gradients are not sent.
 
-A batch is sent as sections of bytes, and an outline tells the other ranks what to expect. Tensors, and the places and values of
-ragged columns, are a section each. Everything else is one pickle (see `dataproto.serialization.wire`). Bytes are tensors ``(n,)``
-uint8, which every backend supports.
-
-Ranks may hold different numbers of rows. They compare their columns before anything is sent, and an error on one rank, before or
-after, is raised on all. Ranks are those within the group; ``None`` is the default group. As for all collectives of NCCL, call
-``torch.cuda.set_device`` first.
+Ranks may hold different numbers of rows. An error on one rank, before or after anything is sent, is raised on all. Ranks are
+those within the group; ``None`` is the default group. As for all collectives of NCCL, call ``torch.cuda.set_device`` first.
 """
 
-import math
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from dataproto.column_ops import concat, concat_meta_info
 from dataproto.errors import ColumnConflict, InvalidColumn, InvalidIndex, RankFailure, not_hiding
 from dataproto.ragged import RaggedTensor
-from dataproto.serialization.leaves import tensor_bytes, tensor_of
-from dataproto.serialization.wire import Fields
 from dataproto.transfer import all_gather_equal
 
 MOST_PADDING = 2  # An all-gather may move this many times the bytes of the messages, to be one collective,
@@ -36,189 +27,95 @@ LITTLE = 1 << 26  # or this many bytes on each rank.
 
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")
-# A column and a part of it; ("", "objects") stands for everything that is pickled.
-Section: TypeAlias = tuple[str, str]
 _ALIGNMENT = 64
-_ON_DEVICE = {"tensor", "ragged", "nested"}
+_WITHOUT_DTYPE = {"O": "objects", "U": "strings", "S": "byte strings"}  # by the kind of an array's dtype
 
 
-def all_gather(data: Batch, group: Any = None) -> Batch:
-    """Returns the rows of all ranks, in rank order, on each of them.
+def all_gather(data: Batch, group: Any = None, with_facts: bool = True) -> Batch:
+    """Returns the rows of all ranks, in rank order, on each of them, on the devices of its own columns.
 
-    ``meta_info`` is merged as by ``concat``: ``metrics`` are collected, ``timing`` keeps the slowest, everything else must agree.
-    A batch without columns adds no rows.
+    ``meta_info`` is merged as by ``concat``: ``metrics`` are collected, ``timing`` keeps the slowest, everything else must agree;
+    without ``with_facts`` it is left out. A batch without columns adds no rows.
 
     Raises:
         ColumnConflict: ranks hold different columns, dtypes or shapes; on all ranks.
         RankFailure: a rank failed, or ``meta_info`` disagrees; on all ranks.
     """
-    gathered = gathered_fields(data, group)
-    return type(data)(gathered.batch, gathered.non_tensor_batch, gathered.meta_info)  # type: ignore[call-arg]
-
-
-def gathered_fields(data: Any, group: Any, with_facts: bool = True) -> Fields:
-    """The fields of `all_gather`. The ranks compare, allocate, send and assemble."""
     ranks = GroupRanks.of(group)
-    message, outlines = ranks.together(lambda: _prepare(data, with_facts))
-    form = common_form(outlines)
-    carriers = {section: ranks.carrier(form.kind_of_device(section)) for section in form.sections()}
-    sizes = {section: [outline.size(section) for outline in outlines] for section in carriers}
+    (sent, packed), told = ranks.together(lambda: _prepare(data, with_facts))
+    check_alike([forms for forms, _ in told])
+    totals, carrier = [sum(map(_padded, sizes)) for _, sizes in told], ranks.carrier()
+    received, padded = ranks.agreed(
+        lambda: [
+            torch.empty(size, dtype=torch.uint8, device=carrier) for size in (sum(totals), ranks.padded_bytes(totals))
+        ]
+    )
+    ranks.gather_bytes(packed.to(carrier), totals, received, padded)
 
-    def allocate() -> tuple[dict[Section, tuple[torch.Tensor, torch.Tensor]], dict[torch.device, torch.Tensor]]:
-        room, most = {}, dict.fromkeys(carriers.values(), 0)
-        for section, carrier in carriers.items():
-            expected = torch.empty(sum(sizes[section]), dtype=torch.uint8, device=carrier)
-            room[section] = message.bytes_of(section, carrier), expected
-            most[carrier] = max(most[carrier], ranks.padded_bytes(sizes[section]))
-        return room, {carrier: torch.empty(size, dtype=torch.uint8, device=carrier) for carrier, size in most.items()}
+    def joined() -> Any:
+        arrived = zip(received.cpu().split(totals), told)
+        parts = [
+            sent if rank == ranks.rank else _unpickled(part.numpy(), sizes)  # of this rank its own objects
+            for rank, (part, (_, sizes)) in enumerate(arrived)
+        ]
+        return _on_devices_of(data, type(sent).concat(parts))
 
-    room, padded = ranks.agreed(allocate)
-    for section, (sent, received) in room.items():
-        ranks.gather_bytes(sent, sizes[section], received, padded[carriers[section]])
-    arrived = {section: received for section, (_, received) in room.items()}
-    return ranks.agreed(lambda: assemble(form, outlines, arrived, ranks.rank, message))
+    return ranks.agreed(joined)  # type: ignore[no-any-return]
 
 
-def _prepare(data: Any, with_facts: bool) -> "tuple[Message, Outline]":
-    if not hasattr(data, "check_consistency"):
-        raise InvalidColumn(f"a rank sends a DataProto, not a {type(data).__name__}")
-    data.check_consistency()
-    message = Message.of(Fields(data.batch, data.non_tensor_batch, data.meta_info if with_facts else {}))
-    return message, message.outline
+def _on_devices_of(data: Any, whole: Any) -> Any:
+    for name in data.names():
+        if not isinstance(data[name], np.ndarray):
+            whole[name] = whole[name].to(data[name].device)
+    if data.batch is not None:
+        whole.batch = whole.batch.to(data.batch.device) if data.batch.device is not None else whole.batch
+    return whole
 
 
 # A batch as bytes, and back
 
 
-@dataclass(frozen=True)
-class Form:
-    """The properties of a column that ranks must agree on: its kind, dtype, and the shape of a row or token."""
-
-    kind: str  # "tensor" and "ragged" are sections; all others are pickled.
-    dtype: Any = None
-    tail: tuple[int, ...] = ()
-
-    def __str__(self) -> str:
-        if self.dtype is None:
-            return self.kind
-        rows = "B, n" if self.kind == "ragged" else "B"
-        return f"{self.kind} {self.dtype} ({', '.join([rows, *map(str, self.tail)])})"
-
-    @property
-    def token_bytes(self) -> int:
-        return int(self.dtype.itemsize) * math.prod(self.tail)
-
-    @classmethod
-    def of(cls, column: Any) -> "Form":
-        if isinstance(column, RaggedTensor):
-            return cls("ragged", column.dtype, tuple(column.tail))
-        if isinstance(column, np.ndarray):
-            kind = {"O": "objects", "U": "strings", "S": "byte strings"}.get(column.dtype.kind)
-            return cls("array", column.dtype, column.shape[1:]) if kind is None else cls(kind)
-        if not isinstance(column, torch.Tensor) or column.is_nested or column.layout != torch.strided:
-            return cls("nested")
-        return cls("tensor", column.dtype, tuple(column.shape[1:]))
+def _prepare(data: Any, with_facts: bool) -> tuple[tuple[Any, torch.Tensor], tuple[dict[str, str], list[int]]]:
+    """The batch on the host without gradients, and its bytes; and what the other ranks are told: forms of columns, and sizes."""
+    if not hasattr(data, "check_consistency"):
+        raise InvalidColumn(f"a rank sends a DataProto, not a {type(data).__name__}")
+    data.check_consistency()
+    columns = {name: data[name] for name in data.names()}
+    here = {name: each if isinstance(each, np.ndarray) else each.detach().to("cpu") for name, each in columns.items()}
+    tensors = {name: each for name, each in here.items() if name not in data.non_tensor_batch}
+    batch = None if data.batch is None else TensorDict(tensors, batch_size=data.batch.batch_size)
+    arrays = {name: here[name] for name in data.non_tensor_batch}
+    sent = type(data)(batch, arrays, dict(data.meta_info) if with_facts else {})
+    packed, sizes = _pickled(sent)
+    return (sent, packed), ({name: form_of(column) for name, column in columns.items()}, sizes)
 
 
-@dataclass(frozen=True)
-class Outline:
-    """The columns of a batch and the sizes of its sections."""
+def form_of(column: Any) -> str:
+    """What ranks must agree on: the kind of a column, its dtype, and the shape of a row or token.
 
-    rows: int
-    forms: Mapping[str, Form]  # By column; a batch without columns agrees with all others.
-    devices: Mapping[str, str]  # The kind of device of each column.
-    has_batch: bool
-    batch_device: str | None
-    values: Mapping[str, int]  # The number of stored tokens of each ragged column.
-    pickled: Sequence[int]  # The bytes of the pickle and of each of its buffers.
-
-    def sections(self) -> Iterator[Section]:
-        """All sections, in the order in which they are sent."""
-        for name, form in sorted(self.forms.items()):
-            if form.kind == "tensor":
-                yield name, "rows"
-            if form.kind == "ragged":
-                yield from ((name, "places"), (name, "values"))
-        yield "", "objects"
-
-    def size(self, section: Section) -> int:
-        """The number of bytes of a section."""
-        name, part = section
-        if part == "objects":
-            return sum(map(_padded, self.pickled))
-        if name not in self.forms:
-            return 0
-        if part == "places":
-            return 16 * self.rows
-        return (self.rows if part == "rows" else self.values[name]) * self.forms[name].token_bytes
-
-    def kind_of_device(self, section: Section) -> str:
-        """The kind of device that a section is on."""
-        return "cpu" if section[1] in ("places", "objects") else self.devices[section[0]]
+    >>> form_of(torch.zeros(3, 4)), form_of(np.array(["a", None], dtype=object))
+    ('tensor torch.float32 (B, 4)', 'objects')
+    """
+    if isinstance(column, np.ndarray) and (kind := _WITHOUT_DTYPE.get(column.dtype.kind)):
+        return kind
+    if isinstance(column, torch.Tensor) and (column.is_nested or column.layout != torch.strided):
+        return "nested"
+    ragged = isinstance(column, RaggedTensor)
+    tail = map(str, column.tail if isinstance(column, RaggedTensor) else column.shape[1:])
+    kind = "array" if isinstance(column, np.ndarray) else "ragged" if ragged else "tensor"
+    return f"{kind} {column.dtype} ({', '.join(['B, n' if ragged else 'B', *tail])})"
 
 
-def common_form(outlines: Sequence[Outline]) -> Outline:
-    """The outline of a batch with columns; raises ColumnConflict if columns differ between batches."""
-    holders = {number: outline for number, outline in enumerate(outlines) if outline.forms or outline.has_batch}
-    if not holders:
-        return outlines[0]
+def check_alike(told: Sequence[Mapping[str, str]]) -> None:
+    """Raises ColumnConflict if the columns of a rank, unless it has none, differ from those of others."""
+    holders = {rank: forms for rank, forms in enumerate(told) if forms}
     differing = []
-    for name in sorted({name for outline in holders.values() for name in outline.forms}):
-        found = {number: str(outline.forms.get(name, "absent")) for number, outline in holders.items()}
+    for name in sorted({name for forms in holders.values() for name in forms}):
+        found = {rank: forms.get(name, "absent") for rank, forms in holders.items()}
         if len(set(found.values())) > 1:
             differing.append(f"column {name!r} is {grouped(found)}")
     if differing:
         raise ColumnConflict(f"ranks hold different columns: {'; '.join(differing)}")
-    return next(iter(holders.values()))
-
-
-@dataclass(frozen=True)
-class Message:
-    """A batch to be sent."""
-
-    batch: Fields
-    outline: Outline
-    ragged: Mapping[str, RaggedTensor]
-    pickled: torch.Tensor
-
-    @classmethod
-    def of(cls, batch: Fields) -> "Message":
-        columns = batch.columns()
-        rows = batch.rows() or 0
-        forms = {name: Form.of(column) for name, column in columns.items()}
-        ragged = {name: columns[name].detach().distinct() for name, form in forms.items() if form.kind == "ragged"}
-        tensors = {name for name, form in forms.items() if form.kind == "tensor"}
-        nested = {name: columns[name] for name, form in forms.items() if form.kind == "nested"}
-        rest = Fields(
-            batch=TensorDict(nested, batch_size=[rows]) if nested else None,
-            non_tensor_batch={name: array for name, array in batch.non_tensor_batch.items() if name not in ragged},
-            meta_info=batch.meta_info,
-        )
-        is_empty = not (nested or rest.non_tensor_batch or rest.meta_info)
-        pickled, sizes = (torch.empty(0, dtype=torch.uint8), []) if is_empty else _pickled(rest)
-        outline = Outline(
-            rows=rows,
-            forms=forms,
-            devices={name: columns[name].device.type for name in (*tensors, *ragged)},
-            has_batch=batch.batch is not None,
-            batch_device=None if batch.batch is None or batch.batch.device is None else batch.batch.device.type,
-            values={name: len(column.storage) for name, column in ragged.items()},
-            pickled=sizes,
-        )
-        return cls(batch, outline, ragged, pickled)
-
-    def bytes_of(self, section: Section, device: torch.device) -> torch.Tensor:
-        """The bytes of a section ``(n,)`` uint8 on a device; no copy if they are there already."""
-        name, part = section
-        if part == "objects":
-            return self.pickled.to(device)
-        if name not in self.outline.forms:
-            return torch.empty(0, dtype=torch.uint8, device=device)
-        if part == "places":
-            tensor = torch.stack([self.ragged[name].starts, self.ragged[name].lengths])
-        else:
-            tensor = self.batch.columns()[name] if part == "rows" else self.ragged[name].storage
-        return tensor_bytes(tensor, device)
 
 
 def _padded(size: int) -> int:
@@ -244,70 +141,6 @@ def _unpickled(memory: np.ndarray, sizes: Sequence[int]) -> Any:
     ends = np.cumsum(list(map(_padded, sizes))).tolist()
     views = [memory[end - _padded(size) :][:size] for end, size in zip(ends, sizes)]
     return pickle.loads(views[0].tobytes(), buffers=views[1:])
-
-
-def assemble(
-    form: Outline, outlines: Sequence[Outline], arrived: Mapping[Section, torch.Tensor], own: int, mine: Message
-) -> Fields:
-    """The rows of all messages that arrived. ``mine`` is this rank's own message, number ``own`` of them."""
-    rests = _unpickled_rests(outlines, arrived["", "objects"], own, mine)
-    ordered = mine.outline.forms or form.forms
-    columns: dict[str, Any] = {}
-    for name in ordered:
-        device = local_device(form.devices[name]) if name in form.devices else None
-        if name in mine.outline.forms and form.forms[name].kind in _ON_DEVICE:
-            device = mine.batch.columns()[name].device
-        columns[name] = _column(name, form.forms[name], outlines, arrived, rests, device)
-    in_batch = {name: column for name, column in columns.items() if form.forms[name].kind in ("tensor", "nested")}
-    batch = None
-    if any(outline.has_batch for outline in outlines):
-        device = None if form.batch_device is None else local_device(form.batch_device)
-        if mine.batch.batch is not None:
-            device = mine.batch.batch.device
-        batch = TensorDict(in_batch, batch_size=[sum(outline.rows for outline in outlines)], device=device)
-    return Fields(
-        batch=batch,
-        non_tensor_batch={name: column for name, column in columns.items() if name not in in_batch},
-        meta_info=concat_meta_info([rest.meta_info for rest in rests if rest is not None]),
-    )
-
-
-def _unpickled_rests(outlines: Sequence[Outline], arrived: torch.Tensor, own: int, mine: Message) -> list[Any]:
-    """The pickled part of each message; for this rank's own message its objects themselves."""
-    rests: list[Any] = []
-    for number, part in enumerate(arrived.cpu().split([outline.size(("", "objects")) for outline in outlines])):
-        if number == own:
-            rests.append(mine.batch)
-        else:
-            rests.append(_unpickled(part.numpy(), outlines[number].pickled) if len(part) else None)
-    return rests
-
-
-def _column(
-    name: str,
-    form: Form,
-    outlines: Sequence[Outline],
-    arrived: Mapping[Section, torch.Tensor],
-    rests: Sequence[Any],
-    device: torch.device | None,
-) -> Any:
-    if form.kind == "tensor":
-        return _tensor(arrived[name, "rows"], form, sum(outline.rows for outline in outlines), device)
-    if form.kind == "ragged":
-        stored = [outline.values.get(name, 0) for outline in outlines]
-        values = _tensor(arrived[name, "values"], form, sum(stored), device)
-        counts = [outline.rows if name in outline.forms else 0 for outline in outlines]
-        flat = arrived[name, "places"].cpu().view(torch.int64).split([2 * count for count in counts])
-        places = [part.view(2, count) for part, count in zip(flat, counts)]
-        before = np.cumsum(stored) - stored
-        starts = torch.cat([part[0] + int(shift) for part, shift in zip(places, before)])
-        return RaggedTensor.windows(values, starts, torch.cat([part[1] for part in places]))
-    parts = [rest.columns()[name] for rest, outline in zip(rests, outlines) if name in outline.forms]
-    return concat([part.to(device) for part in parts] if device is not None else parts, name)
-
-
-def _tensor(data: torch.Tensor, form: Form, rows: int, device: torch.device | None) -> torch.Tensor:
-    return tensor_of(data, form.dtype, (rows, *form.tail)).to(device)
 
 
 # The exchange
@@ -350,7 +183,7 @@ class GroupRanks:
             RankFailure: it failed on a rank; raised on all ranks, names rank and reason.
         """
         outcome, problem = attempted(lambda: (act(),))
-        failed = torch.tensor([int(problem is not None)], dtype=torch.int32, device=self.carrier("cpu"))
+        failed = torch.tensor([int(problem is not None)], dtype=torch.int32, device=self.carrier())
         with not_hiding(problem):
             dist.all_reduce(failed, dist.ReduceOp.MAX, group=self.group)
         if failed.item():
@@ -368,15 +201,13 @@ class GroupRanks:
             raise RankFailure(f"no batch was exchanged: {grouped(failures)}") from problem
         return [each for _, each in heard]
 
-    def carrier(self, wanted: str) -> torch.device:
-        """The device to send bytes from and to: of the wanted kind if the backend of the group supports it.
-
-        Gloo claims to support GPU memory, but point-to-point operations on it end the process.
-        """
+    def carrier(self) -> torch.device:
+        """The device to send bytes from and to: the host, if the backend of the group supports it."""
         config = str(dist.get_backend_config(self.group))  # The form is cpu:gloo,cuda:nccl.
-        backends = dict(part.split(":") for part in config.split(","))
-        kinds = [kind for kind, backend in backends.items() if kind == "cpu" or backend != "gloo"]
-        return local_device(wanted if wanted in kinds else kinds[0])
+        kinds = [part.split(":")[0] for part in config.split(",")]
+        return (
+            torch.device("cpu") if "cpu" in kinds else torch.device(kinds[0], torch.accelerator.current_device_index())
+        )
 
     def padded_bytes(self, sizes: Sequence[int]) -> int:
         """The working memory of `gather_bytes`: all-gathers of little, or of about equal messages, fill them up to one length and
@@ -390,7 +221,7 @@ class GroupRanks:
     def gather_bytes(
         self, sent: torch.Tensor, sizes: Sequence[int], received: torch.Tensor, padded: torch.Tensor
     ) -> None:
-        """Fills ``received`` with one section of every message, in rank order.
+        """Fills ``received`` with every message, in rank order.
 
         Args:
             sent: the bytes of this rank.
@@ -426,14 +257,6 @@ def attempted(act: Callable[[], Result]) -> tuple[Result | None, Exception | Non
         return act(), None
     except Exception as error:  # It may be any error: the other ranks must not wait for this one.
         return None, error
-
-
-def local_device(kind: str) -> torch.device:
-    """The current device of a kind, or the CPU if this process has none of that kind."""
-    here = torch.accelerator.current_accelerator()
-    if kind == "cpu" or here is None or here.type != kind:
-        return torch.device("cpu")
-    return torch.device(kind, torch.accelerator.current_device_index())
 
 
 def grouped(found: Mapping[int, str]) -> str:

@@ -43,7 +43,7 @@ from dataproto._verl import (
 )
 from dataproto.column_ops import Column, concat_meta_info, union_meta_info, union_numpy_dict, union_tensor_dict
 from dataproto.columns import missing_message
-from dataproto.distributed import gathered_fields
+from dataproto.distributed import all_gather
 from dataproto.errors import (
     ColumnConflict,
     IndivisibleBatch,
@@ -950,5 +950,5 @@ def collate_fn(x: list[DataProtoItem]) -> DataProto:
 
 def all_gather_data_proto(data: DataProto, process_group: Any) -> None:
     """:func:`dataproto.all_gather` in place, as in verl: each rank keeps its own ``meta_info``. On an error no batch changes."""
-    gathered = gathered_fields(data, process_group, with_facts=False)
+    gathered = all_gather(data, process_group, with_facts=False)
     data.batch, data.non_tensor_batch = gathered.batch, gathered.non_tensor_batch

@@ -124,28 +124,6 @@ class SharedBlobs:
             _sharing.reset(token)
 
 
-@dataclass
-class Fields:
-    """The three fields of a batch. It is pickled like the batch."""
-
-    batch: TensorDict | None = None
-    non_tensor_batch: dict[str, Any] = field(default_factory=dict)
-    meta_info: dict[str, Any] = field(default_factory=dict)
-
-    def columns(self) -> dict[str, Any]:
-        """All columns by name, tensors first."""
-        return {**({} if self.batch is None else dict(self.batch.items())), **self.non_tensor_batch}
-
-    def rows(self) -> int | None:
-        """The number of rows; ``None`` if there is no column."""
-        if self.batch is not None:
-            return int(self.batch.batch_size[0])
-        return next((len(array) for array in self.non_tensor_batch.values()), None)
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return reduce_batch(self, protocol)
-
-
 def reduce_batch(data: Any, protocol: int) -> tuple[Any, ...]:
     """The value of ``__reduce_ex__`` for a batch or an item: its class and its three fields."""
     tensors = {} if data.batch is None else dict(data.batch.items())

@@ -15,10 +15,9 @@ import torch.distributed as dist
 from PIL import Image
 
 from dataproto import DataProto, all_gather_data_proto, distributed
-from dataproto.distributed import Message, all_gather
+from dataproto.distributed import all_gather
 from dataproto.errors import ColumnConflict, InvalidIndex, RankFailure
 from dataproto.ragged import RaggedTensor
-from dataproto.serialization.wire import Fields
 from dataproto.tensordict_utils import same_value
 
 DTYPES = [
@@ -169,11 +168,6 @@ def survives_random_batches(rank: int, size: int) -> None:
         assert_same(all_gather(mine)[end - counts[rank] : end], mine)
 
 
-SECTIONS = (
-    6  # of `part` with bytes: ids, flag, strided, the places and the values of ragged, and everything that is pickled
-)
-
-
 def counted(act: Callable[[], Any]) -> tuple[Any, int]:
     """The result of ``act`` and the number of collectives that it made."""
     names = {
@@ -191,7 +185,7 @@ def counted(act: Callable[[], Any]) -> tuple[Any, int]:
     return result, sum(each.call_count for each in made)
 
 
-COLLECTIVES = 2 + 2 + SECTIONS  # the outlines (a size and a pickle), two agreements, and one for each section
+COLLECTIVES = 2 + 2 + 1  # what is told (a size and a pickle), two agreements, and the messages
 
 
 def makes_as_many_collectives_on_any_number_of_ranks(rank: int, size: int) -> None:
@@ -372,7 +366,6 @@ def test_distinct_media_and_rows_are_sent_once() -> None:
     one = DataProto.from_dict(non_tensors={"media": [media], "ragged": ragged})
     sizes = []
     for data in (one, one.repeat(8)):
-        outline = Message.of(Fields(data.batch, data.non_tensor_batch, data.meta_info)).outline
-        sizes.append(sum(outline.size(section) for section in outline.sections()))
+        sizes.append(len(distributed._pickled(data)[0]))
     assert sizes[0] > 64 * 64 * 5 + 8000
     assert sizes[1] < sizes[0] + 2000

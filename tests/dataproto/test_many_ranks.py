@@ -19,8 +19,8 @@ from dataproto import DataProto, distributed
 from dataproto.distributed import all_gather
 from dataproto.ragged import RaggedTensor
 
-COLLECTIVES = 2 + 2 + 5
-"""Outlines as sizes and pickles; two agreements; `batch` has ids, mask, places and values of ragged, and what is pickled."""
+COLLECTIVES = 2 + 2 + 1
+"""What is told as sizes and pickles; two agreements; the messages."""
 TIMEOUT_S = 300.0
 
 Like = Callable[[int, int], int]
