@@ -19,7 +19,6 @@ from recipes.data.splits import tell_data
 from recipes.options import exit_status
 from recipes.run.policy_gradient import prompt_loader
 from recipes.run.supervised import SupervisedTask, run_supervised, supervised_builders, supervised_evaluation
-from recipes.watch.confusion import Confusion, save_confusion
 
 __all__ = [
     "PRESETS",
@@ -44,26 +43,20 @@ def main(arguments: Sequence[str] | None = None, config: ClassifyConfig | None =
 
 
 def classification_task(config: ClassifyConfig, labelled: LabelledData, model_path: str) -> SupervisedTask:
-    """Questions about labelled pictures, and the evaluation: the loss, greedy answers, and their confusion."""
+    """Questions about labelled pictures, and the evaluation: the loss, greedy answers, and the share that names no class."""
     data = config.data
     builder, _ = builders = supervised_builders(data, model_path)
     loader = prompt_loader(config, builder, labelled.train, shuffle=data.data_path is not None)
     tell_data(loader, *labelled.held_out.values())
     if data.on_bad_row == "stop":  # before a model is loaded
         _check_pictures(config, loader, labelled)
-    answers = {data.templates().answer.replace("{label}", label).strip(): label for label in labelled.classes}
+    answers = {data.templates().answer.replace("{label}", label).strip() for label in labelled.classes}
 
-    def confusion_of(step: int, answered: list[DataProto]) -> dict[str, float]:
-        pairs = [
-            (answers[model["ground_truth"]], answers.get(text.strip(), ""))
-            for batch in answered
-            for model, text in zip(batch["reward_model"], batch["response_text"])
-        ]
-        confusion = Confusion.of(labelled.classes, pairs)
-        save_confusion(config.run.output_dir, step, confusion)
-        return {"val/other_answers": confusion.other_share}
+    def other_answers(answered: list[DataProto]) -> dict[str, float]:
+        texts = [text.strip() for batch in answered for text in batch["response_text"]]
+        return {"val/other_answers": sum(text not in answers for text in texts) / len(texts) if texts else 0.0}
 
-    evaluate = supervised_evaluation(config, data, labelled.held_out, builders, confusion_of)
+    evaluate = supervised_evaluation(config, data, labelled.held_out, builders, other_answers)
     return SupervisedTask(builder, loader, evaluate, longest=data.max_length + data.max_response_length)
 
 

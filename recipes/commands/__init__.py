@@ -34,21 +34,22 @@ COMMANDS = {
     "show": "show the first rows of a data set as the model sees them, and what the reward gives their truths",
     "view": "show a run in the browser, while it trains, or compare several",
     "serve": "train and sample for clients of the Tinker SDK",
-    "report": "write the page that shows a run",
 }
 """What each command is for, by its name."""
 
 PREFERENCES = ("dpo", "kto", "orpo", "cpo")
 """Trainers of other libraries that learn from preferred answers, which no command here does."""
 
-ENDED = {"make-vlm": "train a small published model, such as --model-path HuggingFaceTB/SmolVLM-256M-Instruct"}
+ENDED = {
+    "make-vlm": "train a small published model, such as --model-path HuggingFaceTB/SmolVLM-256M-Instruct",
+    "report": "a run writes report.html at its end, and dataproto view shows one that has not ended",
+}
 """Commands of earlier versions, and what to do instead."""
 
-PLACES: dict[str, tuple[str, str | None]] = {
+PLACES: dict[str, tuple[str, str]] = {
     "plan": ("recipes.plan.command", "recipes.configs.plan_config"),
     "view": ("recipes.watch.viewer", "recipes.watch.viewer"),
     "serve": ("dataproto_server.command", "dataproto_server.config"),
-    "report": ("recipes.watch.report", None),
 }
 """The modules of commands that are not `recipes.NAME` and `recipes.configs.NAME_config`."""
 
@@ -80,8 +81,6 @@ def _main(arguments: Sequence[str]) -> int:
         return 2
     silence()
     module, options = places(name)
-    if options is None:
-        return int(_function(module, "main")(rest))
     from recipes.options import exit_status  # which takes longer than the table above
 
     with exit_status(rest, resumes=False) as status:
@@ -98,7 +97,7 @@ def _show_version() -> int:
     return 0
 
 
-def places(name: str) -> tuple[str, str | None]:
+def places(name: str) -> tuple[str, str]:
     """The modules of a command: of ``main(arguments, config)``, and of ``parse(arguments)``, which makes its configuration."""
     usual = name.replace("-", "_")
     return PLACES.get(name, (f"recipes.{usual}", f"recipes.configs.{usual}_config"))

@@ -197,7 +197,7 @@ def supervised_evaluation(
     data: RowsConfig,
     held_out: Mapping[str, Sequence[Any]],
     builders: tuple[SupervisedBuilder, PromptBuilder],
-    also: Callable[[int, list[DataProto]], dict[str, float]] = lambda step, answered: {},
+    also: Callable[[list[DataProto]], dict[str, float]] = lambda answered: {},
 ) -> Evaluate:
     """The held-out loss and, unless answers have no tokens, greedy answers to the last question of each conversation.
 
@@ -222,7 +222,7 @@ def supervised_evaluation(
                 name: EvaluationLoader(Questions(each), questions, 4 * size, bad) for name, each in held_out.items()
             }
             found, answered = evaluate_answers(roles, asked, data.max_response_length, config.run.output_dir, step)
-            metrics |= found | also(step, answered)
+            metrics |= found | also(answered)
         return metrics | {"data/skipped_eval_rows": sum(len(each.skipped) for each in rows.values())}
 
     return evaluate

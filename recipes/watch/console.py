@@ -227,13 +227,6 @@ class Progress:
         if step == self._first and absent:
             self.note(f"console-columns: the steps measure no {', '.join(absent)}, but {', '.join(sorted(metrics))}")
 
-    def doing(self, text: str) -> None:
-        """Shows what the current step is doing: next to the bar; elsewhere as a line, at most every ``interval`` seconds."""
-        self._bar.update(self._task, description=text)
-        if self._bar.disable and self._is_due(self.clock()):
-            self._printed = self.clock()
-            self.note(text)
-
     def note(self, text: str) -> None:
         """A line that stays, above the bar if there is one."""
         _say(self.console, text)

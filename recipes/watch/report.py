@@ -1,4 +1,4 @@
-"""A run as one self-contained page: ``dataproto report RUN_DIR`` writes ``RUN_DIR/report.html``.
+"""A run as one self-contained page, ``report.html`` in its directory, which a run writes at its end.
 
 It reads those of ``metrics.jsonl``, ``config.json``, ``environment.json`` and ``rollouts/`` that exist. All text that
 comes from models and data is escaped; the page loads nothing and runs no code.
@@ -7,7 +7,6 @@ comes from models and data is escaped; the page loads nothing and runs no code.
 import json
 import math
 import platform
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -17,10 +16,9 @@ from typing import Any
 
 import yaml
 
-from dataproto.errors import DataProtoError, FileFormatError
+from dataproto.errors import FileFormatError
 from recipes.options.config_file import CONFIG_FILE
 from recipes.watch.charts import COLOURS, Series, line_chart
-from recipes.watch.confusion import latest_confusion
 from recipes.watch.metrics_file import METRICS_FILE, read_metrics
 from recipes.watch.pages import TEMPLATES, number, render, write_page
 from recipes.watch.rollout_files import load_rollouts, rollout_steps
@@ -70,7 +68,6 @@ def write_report(run_dir: str | Path) -> Path:
         rows=rows,
         curves=curves(rows),
         answers=_answers(run_dir),
-        confusion=latest_confusion(run_dir),
         tables={
             "Configuration": flatten(_read_json(run_dir / CONFIG_FILE)),
             "Environment" if recorded else "Environment of this report": flatten(recorded or environment()),
@@ -182,27 +179,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise FileFormatError(f"{path}: not JSON ({error})") from error
     return found if isinstance(found, dict) else {"value": found}
-
-
-HELP = """usage: dataproto report RUN_DIR
-
-Writes RUN_DIR/report.html, the page that shows a run; a run writes it at its end too.
-
-  RUN_DIR                     the --output-dir of the run"""
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Writes the page, prints its path, and returns the exit status."""
-    paths = list(arguments)
-    if {"-h", "--help", "--help-all"} & {*paths}:
-        print(HELP)
-        return 0
-    if len(paths) != 1 or paths[0].startswith("-"):
-        print(HELP.splitlines()[0], file=sys.stderr)
-        return 2
-    try:
-        print(write_report(paths[0]))
-    except (DataProtoError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0

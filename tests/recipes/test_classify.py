@@ -17,7 +17,6 @@ from recipes import sft
 from recipes.classify import ClassifyDataConfig, main, open_labelled
 from recipes.data.labelled_pictures import Templates, labelled_data
 from recipes.demo.classes import CLASSES, draw_class
-from recipes.watch.confusion import Confusion, latest_confusion, save_confusion
 from recipes.watch.metrics_file import read_metrics
 from rollout.prompts.images import load_image
 
@@ -241,23 +240,6 @@ def test_drawn_pictures_are_of_many_classes_and_known_by_their_number():
     assert open_labelled(ClassifyDataConfig(eval_rows=5), seed=0).held_out[""][4]["data_source"] == "synthetic/classes"
 
 
-def test_confusion_is_counted_kept_and_drawn(tmp_path):
-    pairs = [("a", "a"), ("a", "b"), ("a", "b"), ("b", "b"), ("b", ""), ("<c>", "c?")]
-    confusion = Confusion.of(["a", "b", "<c>"], pairs)
-    assert confusion.counts == [[1, 2, 0, 0], [0, 1, 0, 1], [0, 0, 0, 1]]
-    assert confusion.accuracy == pytest.approx(2 / 6)
-    assert confusion.other_share == pytest.approx(2 / 6)
-    assert confusion.worst(1) == [("a", "b", 2)]
-    assert latest_confusion(tmp_path) is None
-    save_confusion(tmp_path, 2, Confusion.of(["a"], []))
-    save_confusion(tmp_path, 10, confusion)
-    assert latest_confusion(tmp_path) == (10, confusion)
-    drawing = confusion.picture()
-    assert "&lt;c&gt;" in drawing
-    assert "<c>" not in drawing
-    assert drawing.count("<title>") == sum(count > 0 for row in confusion.counts for count in row)
-
-
 @pytest.mark.slow
 def test_several_held_out_sets_are_measured_each_by_its_name(caltech, tmp_path, capsys):
     model, folder = write_checkpoint("qwen3_vl", tmp_path / "model"), tmp_path / "more" / "test"
@@ -273,7 +255,6 @@ def test_several_held_out_sets_are_measured_each_by_its_name(caltech, tmp_path, 
     row = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
     assert {"val-core/folder/acc/mean@1", "val-core/listed/acc/mean@1"} <= row.keys()
     assert row["val/loss"] == pytest.approx((row["val/loss/folder"] + row["val/loss/listed"]) / 2)
-    assert sum(map(sum, latest_confusion(tmp_path / "run")[1].counts)) == 4
     assert "Held-out loss" in (tmp_path / "run" / "report.html").read_text()
     write_folder(folder, {"unknown": 1})
     with pytest.raises(InvalidConfig, match=r"held-out set folder has classes .* \['unknown'\]"):
@@ -305,12 +286,7 @@ def test_a_run_on_a_folder_measures_accuracy_before_and_after(caltech, tmp_path)
     name = "val-core/ObjectCategories/acc/mean@1"
     assert [row["step"] for row in rows if name in row] == [0, 1, 2]
     assert all(0 <= row["val/other_answers"] <= 1 and math.isfinite(row["val/loss"]) for row in rows)
-    step, confusion = latest_confusion(run)
-    assert step == 2
-    assert sum(map(sum, confusion.counts)) == 4
-    assert confusion.accuracy == rows[-1][name]
     page = (run / "report.html").read_text()
-    assert "Confusion" in page
     assert "red ball" in page
 
 

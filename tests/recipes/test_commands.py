@@ -90,7 +90,7 @@ def test_what_is_no_command_is_refused_with_the_nearest(capsys):
 
 
 def test_the_arguments_reach_the_command(tmp_path, capsys):
-    assert main(["report", str(tmp_path / "nowhere")]) == 2
+    assert main(["view", str(tmp_path / "nowhere")]) == 2
     assert "nowhere" in capsys.readouterr().err
 
 
@@ -162,7 +162,7 @@ def test_an_interrupt_while_modules_are_imported_is_one_line(monkeypatch, capsys
         raise KeyboardInterrupt
 
     monkeypatch.setattr("recipes.commands.importlib.import_module", interrupted)
-    assert main(["report", "outputs/x"]) == 130
+    assert main(["view", "outputs/x"]) == 130
     assert capsys.readouterr().err == "\ninterrupted\n"
 
 
