@@ -5,6 +5,7 @@ import io
 from functools import cache
 from typing import Any
 
+import httpx2
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from recipes.demo.grid_walk import GridWalk
@@ -13,14 +14,14 @@ TURNS = 6
 
 
 @cache
-def connections(base_url: str) -> Any:
-    """Those of all episodes of a step, which has an endpoint and an event loop of its own."""
-    return DefaultAsyncHttpxClient()
+def http_client(app: Any) -> Any:
+    """That of all episodes of a step, which has an endpoint and an event loop of its own."""
+    return DefaultAsyncHttpxClient(transport=httpx2.ASGITransport(app))
 
 
 async def walk(task: Any) -> float:
     """The agent."""
-    client = AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, http_client=connections(task.base_url))
+    client = AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, http_client=http_client(task.app))
     return await walked(client, task.model, list(task.messages), task.row["extra_info"], task.reward)
 
 

@@ -11,13 +11,14 @@ import base64
 import io
 
 import anthropic
+import httpx2
 import openai
 
 from recipes.demo.digit_zoom import DigitZoom
 from recipes.demo.grid_walk import GridWalk
 
 MOST_MOVES, MOST_LOOKS = 6, 2
-CONNECTIONS = {}  # by the address of the policy
+CLIENTS = {}  # by the policy of the rollout
 
 
 async def walk(task):
@@ -32,9 +33,7 @@ async def zoom(task):
 
 async def play(task, world, turns):
     """An episode through OpenAI's client. The rewards of turns are given as they come."""
-    client = openai.AsyncOpenAI(
-        base_url=task.base_url, api_key=task.api_key, http_client=connections(openai, task.base_url)
-    )
+    client = openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, http_client=http_client(openai, task))
     messages = list(task.messages)
     shown = world.reset(task.row, task.seed)
     for _ in range(turns):
@@ -51,7 +50,7 @@ async def play(task, world, turns):
 
 async def walk_by_anthropic(task):
     """The same walk through Anthropic's client."""
-    http = connections(anthropic, task.base_url)
+    http = http_client(anthropic, task)
     client = anthropic.AsyncAnthropic(base_url=task.server_url, api_key=task.api_key, http_client=http)
     world, messages = GridWalk(), []
     shown = world.reset(task.row, task.seed)
@@ -69,12 +68,12 @@ async def walk_by_anthropic(task):
     return {"score": 0.0, **shown.info}
 
 
-def connections(library, base_url):
-    """Shared by all episodes of a rollout, as a client of its own takes longer to make than a request."""
-    if base_url not in CONNECTIONS:
-        CONNECTIONS.clear()  # those of the rollout before
-        CONNECTIONS[base_url] = library.DefaultAsyncHttpxClient()
-    return CONNECTIONS[base_url]
+def http_client(library, task):
+    """Without connections, as the policy is in this process; shared by all episodes of a rollout, as it takes long to make."""
+    if task.app not in CLIENTS:
+        CLIENTS.clear()  # that of the rollout before
+        CLIENTS[task.app] = library.DefaultAsyncHttpxClient(transport=httpx2.ASGITransport(task.app))
+    return CLIENTS[task.app]
 
 
 def png(image):

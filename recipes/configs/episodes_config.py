@@ -104,6 +104,11 @@ class EpisodeRunConfig(ActorCriticRunConfig):
             ),
             (True, "ray.reward-processes ray.reward-timeout-s", "environments give the rewards: leave it out"),
             (True, "level", "environments make no problems of a level: leave it out"),
+            (
+                " " not in (self.episodes.agent or ""),
+                "processes",
+                "only a command of --agent has processes: leave it out",
+            ),
             (not self.data.data_path, "instruction", "only rows of your own have it: add --data-path"),
             (self.model_path is not None, "warm-up.", "only the small model has this phase: leave out --model-path"),
         ]

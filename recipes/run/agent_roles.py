@@ -8,7 +8,7 @@ import numpy as np
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.function_files import load_named_function
-from recipes.configs.shared.agents_config import AgentsConfig, EpisodeOptions
+from recipes.configs.shared.agents_config import EpisodeOptions
 from recipes.run.environment_roles import EnvironmentReward, PlayingRollout
 from rollout.agents import Agent, AgentPlan, CommandAgent
 from rollout.agents.agent import MOST_PROCESSES
@@ -39,8 +39,7 @@ class PlayedAgent:
     @classmethod
     def of(cls, name: str, options: EpisodeOptions) -> "PlayedAgent":
         """The agent of a command line. Raises `InvalidConfig`, see `load_agent`."""
-        processes = options.processes if isinstance(options, AgentsConfig) else MOST_PROCESSES
-        return cls(load_agent(name, options.memory_gib, processes), options.limits(), options.drop_cut)
+        return cls(load_agent(name, options.memory_gib, options.processes), options.limits(), options.drop_cut)
 
 
 def with_agent(roles: Roles, played: PlayedAgent) -> Roles:

@@ -38,7 +38,8 @@ class AgentTask:
     """What an agent gets: where the policy is, and what to do.
 
     ``base_url`` is that of OpenAI's clients, ``server_url`` that of Anthropic's. ``messages`` are those of the row, in the form
-    of chat/completions with pictures as data URIs; ``tools`` are its tools.
+    of chat/completions with pictures as data URIs; ``tools`` are its tools. ``app`` is the policy as an ASGI application, for
+    clients that need no connection as they are in this process: ``httpx.AsyncClient(transport=httpx.ASGITransport(task.app))``.
     """
 
     base_url: str
@@ -49,6 +50,7 @@ class AgentTask:
     tools: list[dict[str, Any]]
     row: Mapping[str, Any]
     seed: int  # the same for all samples of a prompt
+    app: Callable[..., Awaitable[None]] = field(repr=False)
     give: Callable[[float], None] = field(repr=False, default=lambda value: None)
 
     def reward(self, value: float) -> None:
@@ -182,7 +184,7 @@ class CommandAgent:
     def __init__(self, command: str, memory_gib: float | None = None, at_once: int = MOST_PROCESSES) -> None:
         """``memory_gib`` bounds the address space of each process. Further episodes begin as one of ``at_once`` ends."""
         if at_once < 1:
-            raise InvalidConfig(f"agents.processes={at_once} must be at least 1")
+            raise InvalidConfig(f"processes={at_once} must be at least 1")
         self.command, self.memory_gib, self.at_once = shlex.split(command), memory_gib, at_once
 
     async def __call__(self, task: AgentTask) -> Outcome:

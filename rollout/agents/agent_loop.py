@@ -32,6 +32,8 @@ from rollout.prompts.messages import read_tools
 
 MODEL = "policy"
 """The name of the model on the endpoint; requests may name it otherwise."""
+LOOK_SECONDS = 0.05
+"""Between looks at the limits of time, and at whether further agents can begin."""
 EPISODE_OVER = Refused("the episode of this key is over", None, "episode_over")
 
 
@@ -224,9 +226,12 @@ class AgentRun:
             self._play()
 
     def _play(self) -> None:
+        look = time.monotonic()
         while any(live.ended is None for live in self.episodes) and not self.groups.enough:
-            self._begin_further()
-            self._take(self._time_left())
+            if (now := time.monotonic()) >= look:
+                self._begin_further()
+                look = now + min(self._time_left(), LOOK_SECONDS)
+            self._take(max(look - now, 0.0))
             for completion in self.engine.poll() if self.requests and not self.groups.enough else ():
                 if completion.request in self.requests:
                     self._completed(completion)
@@ -277,6 +282,7 @@ class AgentRun:
             [dict(tool) for tool in read_tools(row.get("tools"))],
             row,
             live.start.environment_seed,
+            self.endpoint.app,
             lambda value: self.inbox.put(Rewarded(live.number, value)),
         )
         live.began = live.idle_since = time.monotonic()
@@ -289,7 +295,7 @@ class AgentRun:
         wait = not self.requests
         while True:
             try:
-                event = self.inbox.get(block=wait, timeout=min(left, 3600.0) if wait else None)
+                event = self.inbox.get(block=wait, timeout=left if wait else None)
             except Empty:
                 return
             wait = False

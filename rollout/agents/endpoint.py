@@ -92,7 +92,8 @@ class Endpoint:
         self._socket.listen(2048)
         settings: dict[str, Any] = {"log_config": None, "lifespan": "off", "timeout_graceful_shutdown": 1, "ws": "none"}
         settings["timeout_keep_alive"] = KEEP_ALIVE_SECONDS
-        self._server = uvicorn.Server(uvicorn.Config(self._app(), **settings))
+        self.app = self._app()
+        self._server = uvicorn.Server(uvicorn.Config(self.app, **settings))
         serve = {"sockets": [self._socket]}
         self._thread = threading.Thread(target=self._server.run, kwargs=serve, name="agent endpoint", daemon=True)
         self._thread.start()

@@ -9,6 +9,7 @@ import torch
 from dataproto import DataProto, object_array
 from dataproto.errors import InvalidConfig
 from helpers.option_files import in_files
+from recipes.configs.walk_config import parse as parse_walk
 from recipes.grpo import main, parse
 from recipes.run.agent_roles import AgentRollout, PlayedAgent, load_agent
 from recipes.watch.metrics_file import METRICS_FILE, read_metrics
@@ -101,6 +102,18 @@ def test_a_name_of_several_words_is_a_command(tmp_path):
     assert load_agent(f"{tmp_path}/own.py:agent").__name__ == "agent"
     with pytest.raises(InvalidConfig, match="no function 'other'"):
         load_agent(f"{tmp_path}/own.py:other")
+
+
+def test_every_recipe_says_how_many_processes_a_command_has(tmp_path):
+    agent = ["--agent", "python own.py"]
+    own = parse([*agent, *in_files(["--agents.processes", "3", "--agents.memory-gib", "0.5"], tmp_path)]).agents
+    walk = parse_walk([*agent, *["--processes", "3", "--memory-gib", "0.5"]]).episodes
+    for options in (own, walk):
+        command = PlayedAgent.of(agent[1], options).agent
+        assert (command.at_once, command.memory_gib) == (3, 0.5)
+    for of_none in ([], ["--agent", "own.py:agent"]):
+        with pytest.raises(InvalidConfig, match="--processes would do nothing: only a command"):
+            parse_walk(["--processes", "3", *of_none])
 
 
 @pytest.mark.parametrize(

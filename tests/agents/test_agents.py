@@ -293,7 +293,7 @@ def test_commands_run_a_few_at_a_time_and_leave_nothing(renderer, tmp_path):
     limits = EpisodeLimits(turns=2, seconds=100, wall_clock=3.0)
     episodes = run(renderer, ScriptedEngine(renderer, "ok"), agent, count=3, limits=limits)
     assert [episode.ended for episode in episodes] == ["clock"] * 3
-    with pytest.raises(InvalidConfig, match=r"agents\.processes=0 must be at least 1"):
+    with pytest.raises(InvalidConfig, match=r"processes=0 must be at least 1"):
         CommandAgent("true", at_once=0)
 
 

@@ -7,10 +7,11 @@ import json
 
 import anthropic
 import httpx
+import httpx2
 import openai
 import pytest
 from anthropic import AsyncAnthropic
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from helpers.agents import LOOK, ScriptedEngine, run, tool_renderer
 from helpers.episodes import picture
@@ -47,12 +48,14 @@ async def chat(task, client, messages, **options):
         return (await events.get_final_completion()).choices[0].message
 
 
+@pytest.mark.parametrize("connected", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-def test_three_turns_of_openai_chat_with_a_tool_and_a_picture_are_one_row(renderer, stream):
+def test_three_turns_of_openai_chat_with_a_tool_and_a_picture_are_one_row(renderer, stream, connected):
     said = []
 
     async def agent(task):
-        async with openai_client(task) as client:
+        in_process = DefaultAsyncHttpxClient(transport=httpx2.ASGITransport(task.app))
+        async with openai_client(task, **({} if connected else {"http_client": in_process})) as client:
             messages = list(task.messages)
             for turn in range(3):
                 reply = await chat(task, client, messages, stream=stream)

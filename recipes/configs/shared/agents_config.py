@@ -13,6 +13,7 @@ class EpisodeOptions:
 
     Attributes:
         wall_clock: seconds of an episode, decoding included; not reproducible; default: no limit
+        processes: processes of an agent that is a command, at a time, of each engine
     """
 
     turns: int = 6
@@ -21,6 +22,7 @@ class EpisodeOptions:
     memory_gib: float | None = None
     wall_clock: float | None = None
     drop_cut: bool = False
+    processes: int = 32
 
     def limits(self) -> "EpisodeLimits":
         """The limits of an episode. Raises `InvalidConfig`."""
@@ -39,8 +41,5 @@ class AgentsConfig(EpisodeOptions):
         tokens: tokens of a row after the first prompt of its episode; default: no limit
         seconds: seconds that the agent of an episode may take between its requests, without the time of decoding
         memory_gib: memory of each process of an agent that is a command; default: no limit
-        processes: processes of an agent that is a command, at a time, of each engine
         drop_cut: learn nothing from episodes that a limit cut: turns, tokens or time
     """
-
-    processes: int = 32
