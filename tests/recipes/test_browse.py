@@ -5,7 +5,7 @@ import pytest
 
 from dataproto.errors import InvalidConfig
 from helpers.agents import ScriptedEngine, tool_renderer
-from recipes.browse import BUTTON, CLICKS, PageRows, RandomClicks, main, press
+from recipes.browse import BUTTON, CLICKS, SIDE, PageRows, RandomClicks, main, press
 from recipes.configs.browse_config import parse
 from recipes.watch.metrics_file import METRICS_FILE, read_metrics
 from rollout.agents.agent_loop import run_agents
@@ -44,6 +44,17 @@ def test_the_agent_presses_the_button_where_the_policy_clicks(left, top, opacity
     assert blue.sum() == (BUTTON**2 if opacity else 0)
 
 
+def blind_accuracy():
+    """The share of all buttons that the best two clicks press which are the same on every page."""
+    places = range(SIDE - BUTTON + 1)
+    clicks = [tuple(map(int, click.split())) for click in CLICKS]
+    pressed = [
+        {(left, top) for left in places for top in places if 0 <= x - left < BUTTON and 0 <= y - top < BUTTON}
+        for x, y in clicks
+    ]
+    return max(len(one | other) for one in pressed for other in pressed) / len(places) ** 2
+
+
 def test_each_button_is_pressed_by_a_click_of_the_demonstrations():
     for row in PageRows(3)[:50]:
         left, top = row["extra_info"]["left"], row["extra_info"]["top"]
@@ -69,8 +80,7 @@ def test_the_small_model_learns_to_press(tmp_path):
     assert main(["--output-dir", str(tmp_path / "run")]) == 0
     rows = read_metrics(tmp_path / "run" / METRICS_FILE)
     curve = [row["val-core/browse/acc/mean@1"] for row in rows if "val-core/browse/acc/mean@1" in row]
-    assert curve[0] < 0.3
-    assert curve[-1] >= 0.9
     unseen = [row[name] for row in rows for name in row if "unseen" in name and "acc" in name]
-    assert unseen[-1] < 0.6
+    assert curve[0] < 0.3
+    assert curve[-1] >= 0.9 > blind_accuracy() + 0.1 > unseen[-1]  # 0.1: two standard deviations of 64 pages
     assert (tmp_path / "run" / "report.html").is_file()
