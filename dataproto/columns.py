@@ -82,6 +82,7 @@ class Column:
 
 MEDIA_INPUTS, IMAGE_KEYS = "multi_modal_inputs", "image_keys"
 PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS = "prompt_routed_experts", "routed_experts"
+PAIR = "pair"
 
 # Its columns are those of `Column`, whose docstring explains them.
 _TABLE = r"""
@@ -116,6 +117,8 @@ reward_baselines      | float32        | B            | recipes.run.phases | adv
 high_covariance       | bool           | B R          | recipes.algorithms.covariances | policy loss | tokens that are held back
 returns               | float32        | B R          | recipes.algorithms.advantages | critic loss | target of the value
 uid                   | object         | B            | PromptBuilder, or the recipe | engine, advantages, actor | one for each occurrence of a prompt, shared by its samples
+pair                  | int64          | B            | AnswersBuilder | actor | number of the pair of answers; its rows, next to each other, are in one micro-batch
+answer_key            | object         | B            | AnswersBuilder | recipes | digest of prompt, media and answer
 raw_prompt_ids        | object         | B            | PromptBuilder | engine | list[int], one placeholder an image
 prompt_log_probs      | object         | B            | RolloutWorker.generate | the caller | list[float] on request, one a prompt token; NaN for the first and for media
 top_log_probs         | object         | B            | RolloutWorker.generate | the caller | list of (token, log-prob) a response token, on request

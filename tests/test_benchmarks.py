@@ -82,6 +82,7 @@ busy_machine --rounds 1 --steps 1
 carried_decoding --size tiny --engine hf --prompts 4 --max-tokens 16 --steps 1
 collation
 dataproto --rows select --repeats 1
+dpo_step --steps 1 --warmup 1 --pairs 2 --compared 2
 distil --teacher-steps 1 --start 1 --steps 1 --prompts 4 --samples 2 --rows 4 --seeds 0
 environment_latency --episodes 4 --turns 2 --turn-tokens 4 --rounds 1
 forecasts
@@ -112,6 +113,7 @@ NOT_RUN = {
     "rollout": "needs vLLM",
     "trace_summary": "needs a trace of a GPU; tests/workers/test_trace_summary.py makes one up",
     "verl_traffic": "needs verl",
+    "trl_dpo_step": "needs TRL",
     "trl_grpo_step": "needs TRL",
     "trl_learning": "needs TRL",
     "trl_walk": "needs TRL",

@@ -12,6 +12,7 @@ from helpers.tiny_prompts import tiny_builder
 from recipes.algorithms import ADVANTAGES, LOSSES
 from recipes.commands import COMMANDS
 from recipes.data.problem_rows import read_row
+from recipes.dpo import DPOConfig
 from recipes.grpo import GRPORunConfig, main, parse
 from recipes.options import options_of
 from recipes.options.option_table import on_command_line
@@ -42,6 +43,7 @@ def test_every_option_and_command_of_ours_exists() -> None:
     named = set(re.findall(r"--[a-z][\w.-]*", ours("Options") + ours("Data") + ours("Reward functions") + commands))
     assert len(named) > 50
     assert named - set(known) - switched_off == set()
+    known |= {f"--{option.name}": option for option in on_command_line(options_of(DPOConfig()))}
     elsewhere = set(re.findall(r"(?<![\w-])--[a-z][\w.-]*", PAGE))
     theirs = {"--backend", "--local_dir", "--target_dir"}  # of verl's and EasyR1's mergers
     assert elsewhere - set(known) - switched_off - {"--preset", "--config"} - theirs == set()

@@ -246,6 +246,18 @@ LOSSES = Registry(
 )
 """The losses by name. A loss also sets the options of its paper; see `paper_options`."""
 
+PREFERENCES = Registry(
+    "loss",
+    {
+        **{
+            name: Algorithm(f"preferences.{name}_loss")
+            for name in ("sigmoid", "robust", "hinge", "ipo", "sigmoid_norm")
+        },
+        "kto": Algorithm("preferences.kto_loss", arguments=("kl",)),
+    },
+)
+"""The losses of preferred answers by name. One that takes ``kl`` is of answers without a partner."""
+
 
 def paper_options(loss: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """The options in `VERL` with the values of an algorithm: those ``given``, then those of the loss, of the advantage, of verl.

@@ -23,6 +23,7 @@ COMMANDS = {
     "ppo": "train a policy by PPO, with a critic",
     "distil": "train a student on its own samples by the log-probs of a teacher",
     "sft": "supervised training on conversations with images",
+    "dpo": "train on preferred answers by DPO and its relatives, or by KTO",
     "classify": "supervised training on labelled pictures",
     "easy-vqa": "train by SFT, then GRPO, on real questions about pictures",
     "walk": "train by GRPO or PPO over episodes with a new picture each turn",
@@ -37,8 +38,11 @@ COMMANDS = {
 }
 """What each command is for, by its name."""
 
-PREFERENCES = ("dpo", "kto", "orpo", "cpo")
-"""Trainers of other libraries that learn from preferred answers, which no command here does."""
+ELSEWHERE = {
+    "kto": "it is a loss of dpo, dataproto dpo --algorithm.loss kto",
+    **dict.fromkeys(("orpo", "cpo", "simpo"), "dpo learns from preferred answers"),
+}
+"""What does the work of trainers of other libraries."""
 
 ENDED = {
     "make-vlm": "train a small published model, such as --model-path HuggingFaceTB/SmolVLM-256M-Instruct",
@@ -75,9 +79,7 @@ def _main(arguments: Sequence[str]) -> int:
     if name not in COMMANDS:
         near = get_close_matches(name, COMMANDS, 1)
         hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(COMMANDS)}"
-        hint = ENDED.get(name, hint)
-        hint = "grpo learns from a reward, sft from the answers that were preferred" if name in PREFERENCES else hint
-        print(f"error: there is no command {name!r}: {hint}", file=sys.stderr)
+        print(f"error: there is no command {name!r}: {ENDED.get(name) or ELSEWHERE.get(name, hint)}", file=sys.stderr)
         return 2
     silence()
     module, options = places(name)

@@ -118,10 +118,10 @@ def _messages(raw: Mapping[str, Any], index: int, images: int) -> list[Any]:
         empty = _QUESTIONS if prompt is None else _ANSWERS
         raise InvalidRow(index, why_lacking(raw, empty, lacking))
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else chat_messages(prompt, index)
-    return asked + _answer_messages(answer, index)
+    return asked + answer_messages(answer, index)
 
 
-def _answer_messages(answer: Any, index: int) -> list[Mapping[str, Any]]:
+def answer_messages(answer: Any, index: int) -> list[Mapping[str, Any]]:
     """The messages of an answer: text, a number, typed parts, a message or several."""
     if isinstance(answer, Mapping):
         answer = [answer]

@@ -5,7 +5,7 @@ from typing import Any
 
 from recipes.data.problem_rows import read_row
 from recipes.data.row_values import conversation
-from recipes.demo.classes import draw_class
+from recipes.demo.classes import COLOURS, draw_class
 from recipes.demo.problems import EPOCH_ROWS, DrawnRows, Split, make_problem
 
 
@@ -42,6 +42,23 @@ class DrawnTalks(DrawnRows):
         picture = draw_class(place, self.seed, self.split)
         turns = ("<image>Which colour?", picture.colour, "Which shape?", f"{picture.fill} {picture.shape}")
         return conversation(turns, "synthetic/talks", place, [picture.image])
+
+
+class DrawnPairs(DrawnRows):
+    """A right and a wrong answer to a question about the picture of a class.
+
+    >>> row = DrawnPairs()[3]
+    >>> row["prompt"][0]["content"], [answer[0]["content"] for answer in row["answers"]]
+    ('<image>Which colour?', ['black', 'orange'])
+    """
+
+    def row(self, place: int) -> dict[str, Any]:
+        """A question about the colour."""
+        picture, random = draw_class(place, self.seed, self.split), Random(f"pairs/{self.split}/{self.seed}/{place}")
+        wrong = random.choice([name for name in COLOURS if name != picture.colour])
+        row = conversation(("<image>Which colour?",), "synthetic/pairs", place, [picture.image])
+        answers = [[{"role": "assistant", "content": text}] for text in (picture.colour, wrong)]
+        return row | {"answers": answers, "labels": (True, False)}
 
 
 class DrawnSums(DrawnRows):

@@ -284,7 +284,7 @@ def launched(
     config: RecipeConfig,
     restarted: bool,
     actor: ActorConfig,
-    rollout: RolloutConfig,
+    rollout: RolloutConfig | None,
     reward: RewardFunction | None,
     **others: Any,
 ) -> Roles:

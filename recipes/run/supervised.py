@@ -17,7 +17,7 @@ from recipes.data.conversations import Questions
 from recipes.data.loader import EvaluationLoader, PromptLoader
 from recipes.demo.tiny_model import make_tiny_model, make_tiny_processors, model_of_run
 from recipes.run.evaluation import Evaluate, evaluate_answers
-from recipes.run.loop import attempts, train
+from recipes.run.loop import StepFunction, attempts, train
 from recipes.run.metrics import speed_metrics, timed
 from recipes.run.out_of_memory import naming_options
 from recipes.run.policy_gradient import launched
@@ -54,6 +54,8 @@ class SupervisedTask:
     loader: PromptLoader
     evaluate: Evaluate
     longest: int  # tokens of a question and its answer
+    step: StepFunction | None = None  # by default `sft_step`
+    launch: Callable[[Any, str, Mapping[str, Any], bool], Roles] | None = None  # by default `launch_supervised`
 
 
 def run_supervised(config: SupervisedConfig, make_task: Callable[[str], SupervisedTask]) -> Path:
@@ -88,12 +90,13 @@ def _run_supervised(config: SupervisedConfig, make_task: Callable[[str], Supervi
     loader, builder = task.loader, task.builder
     with naming_options(config, task.longest), reported(directory, started):
         for attempt in attempts(config.run, loader, config.max_restarts):
-            with attempt, launch_supervised(config, model_path, limits, attempt.restarted) as roles:
+            start = task.launch or launch_supervised
+            with attempt, start(config, model_path, limits, attempt.restarted) as roles:
                 train(
                     attempt.run,
                     roles,
                     loader,
-                    sft_step,
+                    task.step or sft_step,
                     task.evaluate,
                     builder,
                     measure=measure_rows,

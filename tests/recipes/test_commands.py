@@ -83,8 +83,8 @@ def test_what_is_no_command_is_refused_with_the_nearest(capsys):
     assert capsys.readouterr().err == "error: there is no command 'gropo': did you mean grpo?\n"
     assert main(["make-vlm"]) == 2
     assert "'make-vlm': train a small published model" in capsys.readouterr().err
-    assert main(["dpo"]) == 2
-    assert "'dpo': grpo learns from a reward, sft from the answers that were preferred\n" in capsys.readouterr().err
+    assert main(["kto"]) == 2
+    assert "'kto': it is a loss of dpo, dataproto dpo --algorithm.loss kto\n" in capsys.readouterr().err
     assert main(["--help"]) == 0
     assert all(f"  {name} " in capsys.readouterr().out for name in ["grpo"])
 

@@ -32,7 +32,7 @@ def launch(
     actor: ActorConfig,
     reference: PolicyConfig | None = None,
     reward: RewardFunction | ModelReward | None = None,
-    rollout: str | RolloutConfig = "hf",
+    rollout: str | RolloutConfig | None = "hf",
     on: str = "local",
     layout: Layout | None = None,
     critic: CriticConfig | None = None,
@@ -46,7 +46,7 @@ def launch(
 
     Args:
         reward: a function of rows, or a model.
-        rollout: the name of an engine, or a `RolloutConfig` with options for it.
+        rollout: the name of an engine, or a `RolloutConfig` with options for it; ``None``: nothing is generated.
         on: the backend: ``"local"`` runs all roles in this process, ``"ray"`` starts one process for each rank of ``layout``,
             which holds all roles.
         layout: the degrees of parallelism of actor, reference and critic.
@@ -61,15 +61,17 @@ def launch(
     if isinstance(rollout, str):
         rollout = RolloutConfig(actor.model_path, engine=rollout)
     plan = LaunchPlan(actor, reference, reward, rollout, layout or Layout(), critic, may_shrink)
-    check_extras(rollout.engine, on, options.get("address"))
+    check_extras(None if rollout is None else rollout.engine, on, options.get("address"))
     seconds: dict[str, float] = {}
     roles: Roles = _backend(on).start_roles(plan, timed_phase(phase, seconds), **options)
+    if rollout is None:
+        return replace(roles, start_seconds=seconds)
     if line := roles.rollout.how_lora():
         log.info("%s", line)
     return replace(roles, start_seconds=seconds)
 
 
-def check_extras(engine: str, on: str = "local", address: str | None = None) -> None:
+def check_extras(engine: str | None, on: str = "local", address: str | None = None) -> None:
     """Checks that the packages of a backend and of an engine are installed, without importing them.
 
     A running cluster at ``address`` may have an engine that this Python lacks.
@@ -79,7 +81,7 @@ def check_extras(engine: str, on: str = "local", address: str | None = None) -> 
     """
     if on == "ray":
         require_extra("ray", "on='ray'", "ray")
-    if address is None:
+    if address is None and engine is not None:
         check_engine_installed(engine)
 
 

@@ -58,7 +58,8 @@ def start_roles(plan: LaunchPlan, phase: Phase) -> Roles:
     if plan.layout.world_size + plan.layout.rollout > 1:
         raise InvalidConfig(f"{plan.layout} needs several processes: use on='ray'")
     optional: dict[str, LocalGroup | None] = {"reference": None, "critic": None, "reward": None}
-    prepare_engine(plan.rollout.engine, plan.rollout.model_path)
+    if plan.rollout is not None:
+        prepare_engine(plan.rollout.engine, plan.rollout.model_path)
     with phase("loading the actor"):
         actor = ActorWorker(plan.actor)
     if plan.reference:
@@ -70,6 +71,8 @@ def start_roles(plan: LaunchPlan, phase: Phase) -> Roles:
     if plan.reward:
         with phase("starting the reward"):
             optional["reward"] = LocalGroup(_reward_worker(plan.reward, plan.actor.model_path))
+    if plan.rollout is None:
+        return Roles(LocalGroup(actor), None, optional)
     with phase(engine_phase(plan.rollout.engine)):
         lora = lora_streams(plan.actor, actor.base_weights, actor.adapter_weights)
         rollout = LocalGroup(RolloutWorker(plan.rollout, actor.named_weights, lora=lora))

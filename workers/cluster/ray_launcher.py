@@ -44,7 +44,7 @@ from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.roles.reference import reference_worker
 from workers.roles.reward import ModelReward, ModelRewardWorker, RewardFunction, RewardWorker, uses_device
-from workers.roles.rollout_worker import RolloutWorker, lora_streams
+from workers.roles.rollout_worker import RolloutConfig, RolloutWorker, lora_streams
 
 log = logging.getLogger(__name__)
 
@@ -277,17 +277,21 @@ def start_roles(plan: LaunchPlan, phase: Phase, **options: Any) -> Roles:
             model_processes = plan.layout.world_size + plan.layout.rollout
             pools = _start_pools(plan, config, stack)
             pool = pools["models"]
-            prepare = partial(prepare_engine, plan.rollout.engine, plan.rollout.model_path)
-            pools.get("engines", pool).prepare(prepare)  # on each node, while the actor is loaded
-            reward, rollout = _begin_reward(plan, pools), _begin_rollout(plan, pools)
+            if plan.rollout is not None:  # on each node, while the actor is loaded
+                prepare = partial(prepare_engine, plan.rollout.engine, plan.rollout.model_path)
+                pools.get("engines", pool).prepare(prepare)
+            reward = _begin_reward(plan, pools)
+            rollout = None if plan.rollout is None else _begin_rollout(plan, plan.rollout, pools)
         with phase("loading the actor"):
             actor = pool.build("actor", lambda host: ActorWorker(plan.actor, host.device, host.ranks))
         optional = _build_optional(plan, pool, phase)
         if "scorers" not in pools:  # a model, on the devices of the engine, which takes what others leave
             optional["reward"] = _started(reward, phase)
-        with phase(engine_phase(plan.rollout.engine)):
-            engines = rollout()
-            transfer_weights = _weight_transfer(pools, engines)
+        engines, transfer_weights = None, lambda: None
+        if plan.rollout is not None and rollout is not None:
+            with phase(engine_phase(plan.rollout.engine)):
+                engines = rollout()
+                transfer_weights = _weight_transfer(pools, engines)
         if "scorers" in pools:  # in processes that have started meanwhile
             optional["reward"] = _started(reward, phase)
         share_cores([group for group in (actor, engines, optional["reward"]) if group is not None])
@@ -299,7 +303,8 @@ def start_roles(plan: LaunchPlan, phase: Phase, **options: Any) -> Roles:
         devices = _num_devices(model_processes, gpus_per_process(config))
         apart = "scorers" in pools and not uses_device(cast(RewardFunction, plan.reward))
         ends = stack.pop_all().close
-        return Roles(actor, engines, optional, ends, after_sync, engines.release, devices, scores_apart=apart)
+        release = (lambda: None) if engines is None else engines.release
+        return Roles(actor, engines, optional, ends, after_sync, release, devices, scores_apart=apart)
 
 
 def _started(reward: Callable[[], RayGroup] | None, phase: Phase) -> RayGroup | None:
@@ -350,7 +355,7 @@ def planned_pools(plan: LaunchPlan, config: RayConfig) -> dict[str, PlannedPool]
         InvalidConfig: the engine's ``tensor_parallel`` does not divide the processes that have engines.
     """
     apart = plan.layout.rollout
-    parallel = engine_ranks(plan.rollout.options, apart or plan.layout.world_size)
+    parallel = 1 if plan.rollout is None else engine_ranks(plan.rollout.options, apart or plan.layout.world_size)
     pools = {"models": PlannedPool(plan.layout, config, lcm(plan.layout.tp, 1 if apart else parallel))}
     if apart:
         pools["engines"] = PlannedPool(Layout(dp=apart), config, parallel)
@@ -471,20 +476,20 @@ def _begin_reward(plan: LaunchPlan, pools: Pools) -> Callable[[], RayGroup] | No
     return pools["scorers"].begin_build("reward", lambda host: RewardWorker(reward, model_path))
 
 
-def _begin_rollout(plan: LaunchPlan, pools: Pools) -> Callable[[], RayGroup]:
+def _begin_rollout(plan: LaunchPlan, config: RolloutConfig, pools: Pools) -> Callable[[], RayGroup]:
     """Engines with devices of their own start now, others when the result is called: their devices are shared."""
 
     def with_actor(host: Any) -> RolloutWorker:
         actor = host.roles["actor"]
         lora = lora_streams(plan.actor, actor.base_weights, actor.adapter_weights)
-        return RolloutWorker(plan.rollout, actor.named_weights, host.ranks, lora=lora)
+        return RolloutWorker(config, actor.named_weights, host.ranks, lora=lora)
 
     def apart(host: Any) -> RolloutWorker:
         def receive(dtype: torch.dtype) -> Any:
             return host.receive_weights()
 
         lora = lora_streams(plan.actor, receive, receive)
-        return RolloutWorker(plan.rollout, receive, host.ranks, shares_device=False, lora=lora)
+        return RolloutWorker(config, receive, host.ranks, shares_device=False, lora=lora)
 
     if "engines" not in pools:
         return lambda: pools["models"].build("rollout", with_actor)

@@ -28,7 +28,7 @@ class LaunchPlan:
     actor: ActorConfig
     reference: PolicyConfig | None
     reward: RewardFunction | ModelReward | None
-    rollout: RolloutConfig
+    rollout: RolloutConfig | None
     layout: Layout
     critic: CriticConfig | None = None
     may_shrink: bool = False  # take fewer dp positions if nodes are missing
@@ -62,7 +62,7 @@ class Roles:
 
     A context manager: on exit it waits for unfinished checkpoints and releases environments, unless an error ended the run, and
     closes the groups.
-    ``reference``, ``critic`` and ``reward`` raise `InvalidConfig` if they were not launched.
+    ``reference``, ``critic`` and ``reward`` raise `InvalidConfig` if they were not launched; ``rollout`` then is ``None``.
     """
 
     actor: Any
@@ -94,7 +94,8 @@ class Roles:
 
     def sync_weights(self) -> None:
         """Marks the engine's weights as stale; the next generation receives the actor's weights, once."""
-        self.rollout.mark_stale()
+        if self.rollout is not None:
+            self.rollout.mark_stale()
         self.after_sync()
 
     def sample(self, prompts: DataProto, sampling: SamplingParams | None = None) -> DataProto:

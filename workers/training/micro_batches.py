@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dataproto import DataProto
-from dataproto.columns import media_parts
+from dataproto.columns import PAIR, media_parts
 from dataproto.packing import PackedRows, unpack_cells
 from dataproto.planning import balance, first_fit_decreasing, split_by_tokens
 from dataproto.vlm import MediaSpans
@@ -45,8 +45,8 @@ def micro_batches(
 ) -> list[MicroBatch]:
     """Parts of at most ``token_budget`` packed tokens, a shared prompt counted once; the same number of parts on every rank.
 
-    Rows without response tokens are in none of them. Every rank calls it; a rank with fewer rows spreads them
-    over the same number of parts and, if it has too few, gets inert ones.
+    Rows without response tokens are in none of them. The rows of a pair are in one, next to each other. Every rank calls it; a
+    rank with fewer rows spreads them over the same number of parts and, if it has too few, gets inert ones.
     """
     ranks = ranks or Ranks()
     wanted = data["response_mask"].bool().any(1)
@@ -82,14 +82,29 @@ def _plan(data: DataProto, module: PackedVLM, token_budget: int, ranks: Ranks) -
     stages = ranks.size("pp")  # a pipeline takes a multiple of its stages
     if ranks.size("dp") == stages == 1 and int((whole - saved).sum()) <= token_budget:
         return [np.arange(len(data))] if len(data) else []
-    costs = module.family.row_costs(module.model.config, whole, media_of(data), saved, data["response_mask"].sum(1))
-    return plan_rows(
-        whole - saved,
-        saved,
-        *costs,
+    costs, first_costs = module.family.row_costs(
+        module.model.config, whole, media_of(data), saved, data["response_mask"].sum(1)
+    )
+    starts = _starts(data)
+    own, work = (torch.from_numpy(np.add.reduceat(each.numpy(), starts)) for each in (whole - saved, costs))
+    plan = plan_rows(
+        own,
+        saved[starts],
+        work,
+        first_costs[starts],
         token_budget,
         agree=lambda count: -(-max(ranks.all_gather(count, "dp")) // stages) * stages,
     )
+    units = np.split(np.arange(len(data)), starts[1:])
+    return [np.concatenate([part[:0], *(units[unit] for unit in part)]) for part in plan]
+
+
+def _starts(data: DataProto) -> np.ndarray:
+    """The first row of each pair; without the column, each row."""
+    if PAIR not in data:
+        return np.arange(len(data))
+    pairs = data[PAIR].numpy()
+    return np.flatnonzero(np.append(True, pairs[1:] != pairs[:-1])[: len(pairs)])
 
 
 def _by_media(data: DataProto, module: PackedVLM, plan: list[np.ndarray]) -> list[np.ndarray]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dataproto import DataProto
-from dataproto.columns import require
+from dataproto.columns import PAIR, require
 from dataproto.errors import InvalidColumn, InvalidConfig
 from dataproto.planning import balance, cut_minibatches, places_in_groups
 from workers.ranks.dispatch_modes import Arguments, even_bounds
@@ -38,8 +38,8 @@ def share_out(data: DataProto, parts: int, minibatch: int | None = None) -> list
     """The rows of each of ``parts`` ranks, with the columns `ROW` and `MINIBATCH`.
 
     A mini-batch is ``minibatch`` prompts of the whole batch (all of it if ``None``), and its work is spread evenly. Samples of
-    a prompt stay on one rank, where the prompt is computed once, unless a rank would have `TOLERANCE` times the
-    average. Work is read from the column ``cost`` ``(B,)`` if there is one (`VLMFamily.row_costs`), else estimated.
+    a prompt stay on one rank, where the prompt is computed once, unless a rank would have `TOLERANCE` times the average; those of
+    a pair always do. Work is read from the column ``cost`` ``(B,)`` if there is one (`VLMFamily.row_costs`), else estimated.
     """
     groups = np.asarray(data["uid"] if "uid" in data else np.arange(len(data)))
     own, lead = row_work(data)
@@ -48,7 +48,8 @@ def share_out(data: DataProto, parts: int, minibatch: int | None = None) -> list
     batches = [np.arange(len(data))] if minibatch is None else cut_minibatches(groups, minibatch)
     for number, rows in enumerate(batches):
         numbers[rows] = number
-        for share, chosen in zip(shares, spread(own[rows], lead[rows], groups[rows].tolist(), parts), strict=True):
+        found = spread(own[rows], lead[rows], groups[rows].tolist(), parts, whole=PAIR in data)
+        for share, chosen in zip(shares, found, strict=True):
             share.append(rows[chosen])
     numbered = data[:]
     numbered[MINIBATCH], numbered[ROW] = numbers, np.arange(len(data))
@@ -100,12 +101,15 @@ def row_work(data: DataProto) -> tuple[np.ndarray, np.ndarray]:
     return whole - lead, lead
 
 
-def spread(own: np.ndarray, lead: np.ndarray, groups: Sequence[object], parts: int) -> list[np.ndarray]:
+def spread(
+    own: np.ndarray, lead: np.ndarray, groups: Sequence[object], parts: int, whole: bool = False
+) -> list[np.ndarray]:
     """Row indices, ascending, of ``parts`` parts of about equal work.
 
     Args:
         own, lead: ``(B,)`` work of each row, and further work of the first row of its group in a part.
         groups: ``(B,)`` labels; rows of a group stay together unless a part would have too much work.
+        whole: rows of a group stay together even then.
 
     >>> [part.tolist() for part in spread(np.ones(4), np.ones(4), ["a", "a", "b", "b"], parts=2)]
     [[0, 1], [2, 3]]
@@ -124,7 +128,7 @@ def spread(own: np.ndarray, lead: np.ndarray, groups: Sequence[object], parts: i
         busiest = max(float(costs[part].sum()) for part in found)
         if busiest < least:
             best, least = found, busiest
-        if busiest <= TOLERANCE * costs.sum() / parts or size == 1:
+        if busiest <= TOLERANCE * costs.sum() / parts or size == 1 or whole:
             return best
         pieces *= 2
 

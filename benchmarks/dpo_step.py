@@ -1,0 +1,242 @@
+"""Seconds of a step on preferred answers with pictures on a CPU, compared with TRL's `DPOTrainer`, and the same losses.
+
+    python benchmarks/dpo_step.py --trl-python /path/to/trl-venv/bin/python
+    python benchmarks/dpo_step.py --trl-python /path/to/trl-venv/bin/python --kept-reference
+
+Both sides load the same tiny Qwen2.5-VL and take the same pairs in the same order, tokens, pictures and reference included. Each
+side is a process of its own on the same cores; they step in turns, one standing still while the other works; warm-up steps are
+not counted. Before that, both compute each loss on the same rows with a policy that is not the reference; the program fails if
+two differ by more than 1e-5. ``--golden FILE`` writes TRL's, for the tests.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from trl_dpo_step import BETA, LOSSES, SMOOTHING, clocks, since
+from trl_grpo_step import await_turn, load_rows, say
+
+from grpo_step import HERE, OURS, Side, cpu_name  # isort: skip  # which takes this folder from the path
+
+TOLERANCE = 1e-5
+
+
+def prepare(workload: Path, settings: dict[str, Any]) -> None:
+    """Writes the workload of both sides: ``checkpoint/``, ``policy/``, ``problems.json`` with its pictures, ``settings.json``."""
+    from recipes.demo.problems import make_problem
+
+    make_models(workload)
+    rows = []
+    for number in range(settings["pairs"] * (settings["warmup"] + settings["steps"])):
+        problem = make_problem(number, settings["level"])
+        problem.image.save(workload / f"{number}.png")
+        thought = "The figure shows what is asked for. " * settings["sentences"]
+        answers = {
+            "chosen": f"{thought}It is {problem.answer}.",
+            "rejected": f"{thought}It is not {number % 10}, as I see.",
+        }
+        text = problem.text.removeprefix("<image>")
+        rows.append({"text": text, "image": f"{number}.png", "answer": problem.answer} | answers)
+    (workload / "problems.json").write_text(json.dumps(rows))
+    (workload / "settings.json").write_text(json.dumps(settings))
+
+
+def make_models(workload: Path) -> None:
+    """The reference and a policy near it.
+
+    Their template writes nothing after the end of an answer, which TRL would learn too. As models that were trained, they give
+    placeholders of media no probability: here these are never sampled and have none in a log-prob, in TRL they have.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoConfig
+
+    from dataproto.vlm import family_of
+    from recipes.demo.tiny_model import make_tiny_model
+
+    checkpoint = make_tiny_model(workload / "checkpoint")
+    template = checkpoint / "chat_template.jinja"
+    newline = (
+        "<|im_end|>' + ('' if loop.last and message['role'] == 'assistant' else '\\n') }}\n{%- endfor %}\n{%- if add"
+    )
+    text = template.read_text()
+    changed = text.replace("<|im_end|>\\n' }}\n{%- endfor %}\n{%- if add", newline)
+    if changed == text:
+        sys.exit("the small model has another chat template")
+    template.write_text(changed)
+    shutil.copytree(checkpoint, workload / "policy")
+    config = AutoConfig.from_pretrained(checkpoint)
+    banned, generator = list(family_of(config).banned_ids(config)), torch.Generator().manual_seed(0)
+    weights = load_file(checkpoint / "model.safetensors")
+    for directory, noise in ((checkpoint, 0.0), (workload / "policy", 0.1)):
+        for name, weight in weights.items():
+            if weight.ndim > 1:
+                weight += noise * weight.std() * torch.randn(weight.shape, generator=generator)
+            if "embed_tokens" in name:
+                weight[:, 0] = 0.1  # a number that all states of text have
+            if "lm_head" in name:
+                weight[banned], weight[:, 0] = 0.0, 0.0
+                weight[banned, 0] = -30.0
+        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def pair_rows(workload: Path) -> list[dict[str, Any]]:
+    """The pairs of the workload as rows of `recipes.data.answers.AnswersBuilder`."""
+    from recipes.data.preferences import read_preference_row
+
+    return [
+        read_preference_row(
+            {"prompt": f"<image>{row['text']}", "images": [row["image"]]}
+            | {name: row[name] for name in ("chosen", "rejected")},
+            number,
+        )
+        | {"uid": str(number)}
+        for number, row in enumerate(load_rows(workload))
+    ]
+
+
+def losses(workload: Path, pairs: int) -> dict[str, float]:
+    """The losses that TRL's half computes, through the builder, the packed model and the loss functions of the recipe."""
+    from recipes.data.answers import AnswersBuilder
+    from recipes.dpo import PreferenceConfig, compared, preference_loss
+    from recipes.run.preferences import ReferenceLogProbs, sent
+    from workers import ActorConfig, launch
+
+    configs = {name: PreferenceConfig(loss=name, beta=BETA, **more) for name, more in LOSSES.items() if name != "aot"}
+    configs["aot"] = PreferenceConfig(loss="sigmoid", beta=BETA, label_smoothing=SMOOTHING)
+    configs["kto"] = PreferenceConfig(loss="kto", beta=BETA, undesirable_weight=2.0)
+    actor, found = ActorConfig(str(workload / "policy")), {}
+    reference = replace(actor, model_path=str(workload / "checkpoint")).frozen()
+    builder = AnswersBuilder.from_pretrained(workload / "checkpoint", max_prompt_length=4096)
+    rows = pair_rows(workload)[:pairs]
+    with tempfile.TemporaryDirectory() as folder, launch(actor, reference, rollout=None) as roles:
+        for name, config in configs.items():
+            batch = builder.grouped("answers" if config.unpaired else "pairs")(rows)
+            batch, kl = compared(roles, batch, ReferenceLogProbs(Path(folder, "reference")), {})
+
+            def loss(outputs: Any, part: Any, config: Any = config, kl: float = kl) -> Any:
+                return preference_loss(outputs, part, config, kl)
+
+            passed = roles.actor.forward(sent(batch), loss, aggregation="seq-mean-token-mean")
+            found[name] = passed.metrics["actor/loss"]
+    return found
+
+
+def measure(workload: Path) -> None:
+    """Our side, in this process: runs a step in each of its turns."""
+    import torch
+
+    from recipes.data.answers import AnswersBuilder
+    from recipes.dpo import PreferenceConfig, dpo_step
+    from recipes.run.preferences import ReferenceLogProbs
+    from recipes.run.supervised import measure_rows
+    from workers import ActorConfig, OptimizerConfig, launch
+
+    settings = json.loads((workload / "settings.json").read_text())
+    torch.set_num_threads(settings["threads"])
+    found = losses(workload, settings["compared"])
+    checkpoint = str(workload / "checkpoint")
+    builder = AnswersBuilder.from_pretrained(checkpoint, max_prompt_length=4096)
+    actor = ActorConfig(checkpoint, optimizer=OptimizerConfig(lr=settings["learning_rate"]))
+    config, reference = PreferenceConfig(beta=BETA), ReferenceLogProbs(workload / "reference_log_probs.bin")
+    rows, pairs = pair_rows(workload), settings["pairs"]
+    with launch(actor, actor.frozen(), rollout=None) as roles:
+        for start in range(0, len(rows) if settings["kept_reference"] else 0, pairs):
+            reference.add(roles, builder(rows[start : start + pairs]))
+        say("READY", {"name": OURS, "torch": torch.__version__, "losses": found})
+        for start in range(0, len(rows), pairs):
+            await_turn()
+            began = clocks()
+            data, metrics = dpo_step(roles, builder(rows[start : start + pairs]), config, reference)
+            measure_rows(data, metrics | {"timing_s/step": 1.0}, 1)
+            say("STEP", since(began))
+
+
+def compare(workload: Path, settings: dict[str, Any], commands: Sequence[Sequence[str]], golden: Path | None) -> str:
+    """Compares the losses, lets the sides step in turns, and returns the measured steps as text."""
+    load = os.getloadavg()[0]
+    with contextlib.ExitStack() as stack:
+        sides = [stack.enter_context(Side(command, workload, settings["threads"])) for command in commands]
+        steps: dict[str, list[dict[str, float]]] = {side.facts["name"]: [] for side in sides}
+        for number in range(settings["warmup"] + settings["steps"]):
+            for side in sides:
+                step = side.step()
+                if number >= settings["warmup"]:
+                    steps[side.facts["name"]].append(step)
+    lines = [
+        f"{settings['threads']} cores of {cpu_name()}, torch {sides[0].facts['torch']}: {settings['pairs']} pairs, level "
+        f"{settings['level']}, the reference {'kept' if settings['kept_reference'] else 'computed in each step'}, "
+        f"{settings['steps']} steps of each in turns, load average before {load:.1f}"
+    ]
+    medians = {
+        name: {clock: median(step[clock] for step in each) for clock in ("step", "processor")}
+        for name, each in steps.items()
+    }
+    for name, each in steps.items():
+        found = " ".join(f"{step['step']:.3f}" for step in each)
+        wall, processor = medians[name].values()
+        lines.append(f"{name}: median {wall:.3f} s, {processor:.3f} s of processors ({found})")
+    ours = sides[0].facts["losses"]
+    if len(sides) > 1:
+        mine, other = medians.values()
+        for clock, what in (("step", "seconds"), ("processor", "seconds of processors")):
+            ratio = mine[clock] / other[clock]
+            lines.append(f"ratio of medians, {what}: {ratio:.3f} ({1 / ratio:.2f} times as fast as TRL)")
+        theirs = sides[1].facts["losses"]
+        lines += [f"loss {name}: {ours[name]:.7f} and {theirs[name]:.7f}" for name in theirs]
+        if wrong := [name for name in theirs if not abs(ours[name] - theirs[name]) <= TOLERANCE]:
+            sys.exit("\n".join([*lines, f"more than {TOLERANCE} apart: {', '.join(wrong)}"]))
+        if golden is not None:
+            facts = {name: sides[1].facts[name] for name in ("name", "torch", "losses")}
+            golden.write_text(json.dumps(facts | {"settings": settings}, indent=2) + "\n")
+    else:
+        lines += [f"loss {name}: {value:.7f}" for name, value in ours.items()]
+    return "\n".join(lines)
+
+
+def arguments_of(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trl-python", help="interpreter of an environment with TRL; without it, our side runs alone")
+    parser.add_argument("--steps", type=int, default=12, help="measured steps of each side (default: 12)")
+    parser.add_argument("--warmup", type=int, default=2, help="warm-up steps before them (default: 2)")
+    parser.add_argument("--pairs", type=int, default=16, help="pairs a step (default: 16)")
+    parser.add_argument("--level", type=int, default=3, help="level of the synthetic problems (default: 3)")
+    parser.add_argument("--sentences", type=int, default=1, help="sentences before each answer (default: 1)")
+    parser.add_argument("--compared", type=int, default=6, help="pairs whose losses are compared (default: 6)")
+    parser.add_argument("--threads", type=int, default=2, help="cores that each side may use (default: 2)")
+    parser.add_argument(
+        "--kept-reference", action="store_true", help="the reference's log-probs are computed before the run"
+    )
+    parser.add_argument("--golden", type=Path, help="file for TRL's losses")
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["measure"]:  # our side's own process
+        measure(Path(sys.argv[2]))
+        return
+    arguments = arguments_of()
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
+    commands = [[sys.executable, __file__, "measure"]]
+    if arguments.trl_python:
+        commands.append([arguments.trl_python, str(HERE / "trl_dpo_step.py")])
+    settings = {name: value for name, value in vars(arguments).items() if name not in ("trl_python", "golden")} | {
+        "learning_rate": 1e-4
+    }
+    with tempfile.TemporaryDirectory() as directory:
+        prepare(Path(directory), settings)
+        print(compare(Path(directory), settings, commands, arguments.golden))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Data sets of preferred answers, in any of these schemas.
+
+* TRL: ``prompt``, ``chosen`` and ``rejected`` (text or messages), or two whole conversations ``chosen`` and ``rejected`` with the
+  same beginning; without a partner ``prompt``, ``completion`` and ``label``
+* LLaMA-Factory: ``conversations`` or ``messages`` (or ``instruction`` and ``input``) with ``chosen`` and ``rejected``; without a
+  partner conversations that end with an answer (or ``output``), and ``kto_tag``
+
+Questions, media, ``tools``, ``system`` and ``history`` are read as in `recipes.data.conversations`.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dataproto.errors import InvalidConfig, InvalidRow
+from recipes.data.column_keys import ColumnKeys, why_lacking, with_markers
+from recipes.data.conversations import CONVERSATION_COLUMNS, answer_messages
+from recipes.data.problem_rows import KNOWN, row_media, row_tools
+from recipes.data.row_values import chat_messages, keys_of_row, parsed_row, whole_question, with_context
+from recipes.data.tables import TableRows, open_tables, table_files
+from rollout.prompts.messages import with_media
+
+_LABELS = ("label", "kto_tag")
+PREFERENCE_COLUMNS = ("chosen", "rejected", *_LABELS, *CONVERSATION_COLUMNS)
+"""The columns that `read_preference_row` knows."""
+
+
+def preference_rows(
+    source: str | Path | Sequence[str | Path],
+    split: str = "train",
+    keys: ColumnKeys = KNOWN,
+    media_root: str | Path | None = None,
+) -> TableRows:
+    """Opens a data set of preferred answers; see `recipes.data.tables.open_tables` and `read_preference_row`.
+
+    Raises:
+        InvalidConfig: the data set does not exist, has no rows, or lacks a column that ``keys`` names.
+    """
+    tables, name = open_tables(source, split, media_root)
+    keys.check([table for table, _ in tables], name)
+    rows = TableRows(tables, partial(read_preference_row, data_source=name, keys=keys), table_files(source, split))
+    if not len(rows):
+        raise InvalidConfig(f"data set {name!r} has no rows")
+    return rows
+
+
+def read_preference_row(
+    raw: Mapping[str, Any], index: int, data_source: str = "", keys: ColumnKeys = KNOWN
+) -> dict[str, Any]:
+    """Converts a row of any schema to ``prompt``, ``answers`` (messages of each), ``labels`` (whether each is desirable),
+    ``images``, ``videos``, ``data_source`` and ``index``. Of a pair the chosen answer is the first.
+
+    Raises:
+        InvalidRow: the row matches none of the schemas.
+
+    >>> row = read_preference_row({"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}, 0)
+    >>> row["prompt"], [answer[0]["content"] for answer in row["answers"]], row["labels"]
+    ([{'role': 'user', 'content': '2 + 2?'}], ['4', '5'], (True, False))
+    >>> read_preference_row({"prompt": "2 + 2?", "completion": "5", "label": False}, 0)["labels"]
+    (False,)
+    """
+    keys = keys_of_row(raw, keys)
+    raw = parsed_row(keys.rename(whole_question(raw, keys), index), index)
+    images, videos = row_media(raw, "images", "image"), row_media(raw, "videos", "video")
+    prompt, answers, labels = _answered(raw, index)
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": with_markers(prompt, len(images), len(videos))}]
+    prompt = with_media(with_context(chat_messages(prompt, index), raw, index), len(images), len(videos))
+    return {
+        "prompt": prompt,
+        "answers": answers,
+        "labels": labels,
+        "images": images,
+        "videos": videos,
+        "data_source": raw.get("data_source") or data_source,
+        "index": index,
+    } | row_tools(raw)
+
+
+Answers = list[list[Mapping[str, Any]]]
+
+
+def _answered(raw: Mapping[str, Any], index: int) -> tuple[Any, Answers, tuple[bool, ...]]:
+    """The question, the messages of each answer, and whether each is desirable."""
+    asked = next((raw[name] for name in ("prompt", "messages", "conversations") if raw.get(name) is not None), None)
+    label = next((raw[name] for name in _LABELS if raw.get(name) is not None), None)
+    if raw.get("chosen") is not None and raw.get("rejected") is not None:
+        chosen, rejected = (answer_messages(raw[name], index) for name in ("chosen", "rejected"))
+        if asked is None:
+            asked, chosen, rejected = _split_conversations(chosen, rejected, index)
+        return asked, [chosen, rejected], (True, False)
+    if label is None or asked is None:
+        lacking = "no question with 'chosen' and 'rejected', or with an answer and 'label' or 'kto_tag'"
+        raise InvalidRow(index, why_lacking(raw, ("chosen", "rejected", "label"), f"{lacking}, in {sorted(raw)}"))
+    answer = next((raw[name] for name in ("completion", "response", "answer") if raw.get(name) is not None), None)
+    if answer is None and not isinstance(asked, str):
+        *asked, answer = chat_messages(asked, index)
+    if answer is None or not asked:
+        raise InvalidRow(index, f"no answer that the label is about, among its columns {sorted(raw)}")
+    if str(label).lower() not in ("true", "false", "0", "1"):
+        raise InvalidRow(index, f"the label must be true or false, not {label!r}")
+    return asked, [answer_messages(answer, index)], (str(label).lower() in ("true", "1"),)
+
+
+def _split_conversations(chosen: Any, rejected: Any, index: int) -> tuple[Any, Any, Any]:
+    """The common beginning of two conversations, and the last message of each."""
+    if len(chosen) < 2 or chosen[:-1] != rejected[:-1]:
+        raise InvalidRow(
+            index, "'chosen' and 'rejected' are no conversations that differ in the last message only: add a 'prompt'"
+        )
+    return list(chosen[:-1]), [chosen[-1]], [rejected[-1]]

@@ -1,0 +1,149 @@
+"""Training on preferred answers without a reward (DPO and its relatives, KTO): ``dataproto dpo``.
+
+A batch has the answers of each prompt next to each other, and the prompt is computed once for both. The reference is the model
+before training; with adapters (``--lora-rank``) it is their base, without a second model. Its log-probs are computed once for
+each answer and kept in the run's directory. Left out of TRL's: divergences other than reverse KL, weights by the policy (WPO).
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dataproto import DataProto
+from recipes.algorithms.preferences import mismatch_kl
+from recipes.algorithms.registry import PREFERENCES, arguments_by_name
+from recipes.configs.dpo_config import PRESETS, TINY, DPOConfig, PreferenceConfig, parse
+from recipes.configs.shared.run_config import announce_small_model
+from recipes.data.loader import check_row
+from recipes.data.splits import tell_data
+from recipes.options import exit_status
+from recipes.run.metrics import timed
+from recipes.run.policy_gradient import launched, prompt_loader
+from recipes.run.preferences import (
+    REFERENCE,
+    ReferenceLogProbs,
+    answers_builder,
+    held_out_preferences,
+    open_preferences,
+    sent,
+)
+from recipes.run.run_directory import over_the_run, with_function
+from recipes.run.supervised import SupervisedTask, run_supervised
+from workers import Roles
+from workers.roles.actor import ActorConfig
+
+__all__ = ["PRESETS", "TINY", "DPOConfig", "PreferenceConfig", "dpo_step", "main", "parse", "preference_task"]
+
+REFERENCE_FILE = "reference_log_probs.bin"
+"""Where a run keeps the reference's log-probs."""
+
+
+def main(arguments: Sequence[str] | None = None, config: DPOConfig | None = None) -> int:
+    """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
+    with exit_status(arguments) as status:
+        config = config or parse(status.arguments)
+        announce_small_model(config.model_path, config.data.data_path)
+        print(f"report: {run_supervised(config, partial(preference_task, config))}")
+    return status.code
+
+
+def dpo_step(
+    roles: Roles, rows: DataProto, config: PreferenceConfig, reference: ReferenceLogProbs
+) -> tuple[DataProto, dict[str, float]]:
+    """One update on the loss of the preferences; returns the rows with ``actor_log_probs`` before it, and the metrics."""
+    metrics: dict[str, float] = {}
+    rows, kl = compared(roles, rows, reference, metrics)
+    loss = partial(preference_loss, config=config, kl=kl)
+    with timed(metrics, "update_actor"):
+        updated = roles.actor.update_and_score(sent(rows), loss, aggregation="seq-mean-token-mean")
+    rows["actor_log_probs"] = updated.scores
+    metrics |= updated.metrics
+    metrics["train/loss"] = metrics.pop("actor/loss")
+    return rows, metrics
+
+
+def compared(
+    roles: Roles, rows: DataProto, reference: ReferenceLogProbs, metrics: dict[str, float]
+) -> tuple[DataProto, float]:
+    """The rows to learn from with the reference's log-probs and, of answers without a partner, KTO's estimate of the KL."""
+    with timed(metrics, "ref"):
+        reference.add(roles, rows)
+    if "mismatched" not in rows:
+        return rows, 0.0
+    others = rows[rows["mismatched"].bool()]
+    with timed(metrics, "old_log_prob"):
+        log_probs = roles.actor.log_probs(sent(others), into="log_probs")["log_probs"].sum(1)
+    return rows[~rows["mismatched"].bool()], mismatch_kl(log_probs - others[REFERENCE])
+
+
+def preference_loss(
+    outputs: Any, rows: DataProto, config: PreferenceConfig, kl: float = 0.0
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of each answer, on each of its tokens ``(B, R)``: of a pair, which is two rows in a row, that of the pair.
+
+    Metrics have the names of TRL's: ``rewards/{chosen,rejected,margins,accuracies}``, of answers ``rewards/{ratios,accuracies}``.
+    """
+    mask = rows["response_mask"]
+    log_probs = torch.where(mask.bool(), outputs.log_probs, 0.0).sum(1)
+    ratios, lengths = log_probs - rows[REFERENCE], mask.sum(1)
+    columns: dict[str, Any] = {"ratios": ratios, "kl": kl, "lengths": lengths}
+    if config.unpaired:
+        columns["desirable"] = rows["desirable"]
+        right = (ratios > kl) == rows["desirable"].bool()
+        metrics = {
+            "rewards/ratios": config.beta * ratios,
+            "rewards/accuracies": right.float(),
+            "rewards/kl": kl + 0 * ratios,
+        }
+    else:
+        columns |= {"chosen_ratios": ratios[::2], "rejected_ratios": ratios[1::2]}
+        columns |= {"chosen_lengths": lengths[::2], "rejected_lengths": lengths[1::2]}
+        chosen, rejected = config.beta * ratios[::2], config.beta * ratios[1::2]
+        metrics = {"rewards/chosen": chosen, "rewards/rejected": rejected, "rewards/margins": chosen - rejected}
+        metrics["rewards/accuracies"] = (chosen > rejected).float()
+    function = PREFERENCES.find(config.loss).function
+    losses = function(**arguments_by_name(f"algorithm.loss={config.loss}", function, columns, vars(config)))
+    each = len(rows) // len(losses)  # rows of a loss
+
+    def on_tokens(values: Tensor) -> Tensor:
+        return values.repeat_interleave(each)[:, None].expand(mask.shape)
+
+    return on_tokens(losses), {name: on_tokens(values.detach()) for name, values in metrics.items()}
+
+
+def preference_task(config: DPOConfig, model_path: str) -> SupervisedTask:
+    """Preferred answers, the step, and the evaluation: loss, accuracy and margin of held-out answers."""
+    data, reference = config.data, ReferenceLogProbs(config.run.output_dir / REFERENCE_FILE)
+    builder = answers_builder(data, model_path, "answers" if config.algorithm.unpaired else "pairs")
+    train_rows, held_out = open_preferences(data, builder, config.run.seed)
+    if data.on_bad_row == "stop":
+        check_row(train_rows, 0, builder)
+    loader = prompt_loader(config, builder, train_rows, shuffle=bool(data.data_path))
+    tell_data(loader, *held_out.values())
+
+    def judge(roles: Roles, rows: DataProto) -> dict[str, list[float]]:
+        rows, kl = compared(roles, rows, reference, {})
+        outputs = SimpleNamespace(log_probs=roles.actor.log_probs(sent(rows), into="log_probs")["log_probs"])
+        losses, metrics = preference_loss(outputs, rows, config.algorithm, kl)
+        found = {"loss": losses, "accuracy": metrics.pop("rewards/accuracies")} | metrics
+        return {name.removeprefix("rewards/"): values[:, 0].tolist() for name, values in found.items()}
+
+    evaluate = held_out_preferences(held_out, builder, data, judge)
+    step = partial(dpo_step, config=config.algorithm, reference=reference)
+    return SupervisedTask(builder, loader, evaluate, data.max_length, step, launch_with_reference)
+
+
+def launch_with_reference(config: DPOConfig, model_path: str, limits: Mapping[str, Any], restarted: bool) -> Roles:
+    """Launches the actor and, as its reference, the same model before training; with adapters their base."""
+    optimizer = with_function(over_the_run(config.optimizer, config.run.steps))
+    actor = ActorConfig(model_path=model_path, optimizer=optimizer, **vars(config.compute))
+    return launched(config, restarted, actor, None, None, reference=actor.frozen())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

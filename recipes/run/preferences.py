@@ -1,0 +1,119 @@
+"""What recipes of preferred answers share: their data, the reference's log-probs on disk, and the evaluation."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+
+from dataproto import DataProto
+from dataproto.errors import writing
+from recipes.configs.shared.preference_config import PreferenceDataConfig
+from recipes.data.answers import ANSWER_KEY, AnswersBuilder, Grouping
+from recipes.data.column_keys import eval_sets
+from recipes.data.loader import EvaluationLoader
+from recipes.data.preferences import PREFERENCE_COLUMNS, preference_rows
+from recipes.data.splits import first_rows, fitting_rows, split_rows, tell_columns_left_out
+from recipes.demo.rows import DrawnPairs
+from recipes.run.evaluation import Evaluate
+from workers import Roles
+
+REFERENCE = "ref_answer_log_prob"
+"""The column with the reference's log-prob of each answer ``(B,)``."""
+RECORD = np.dtype([("key", "V16"), ("log_prob", "<f8")])
+
+Held = Mapping[str, Any]
+"""Held-out rows of each set by its name, "" for one without."""
+Judge = Callable[[Roles, DataProto], dict[str, list[float]]]
+"""Roles and a held-out batch -> numbers of each pair or answer: ``loss``, ``accuracy`` and others."""
+
+
+def answers_builder(data: PreferenceDataConfig, model_path: str, grouping: Grouping) -> AnswersBuilder:
+    """The builder of batches of answers."""
+    limits = (data.max_length, data.min_pixels, data.max_pixels)
+    builder = AnswersBuilder.from_pretrained(model_path, *limits, template_arguments=data.template_arguments)
+    builder.limit_name = "max_length"
+    return builder.grouped(grouping)
+
+
+def open_preferences(data: PreferenceDataConfig, builder: AnswersBuilder, seed: int) -> tuple[Any, Held]:
+    """Training rows, and the held-out rows of each set by its name, that fit."""
+    if not data.data_path:
+        return DrawnPairs(seed), {"": DrawnPairs(0, "test")[: data.eval_rows]}
+
+    def read(path: str, split: str) -> Any:
+        rows = preference_rows(path, split, data.keys, data.media_root)
+        if split == "train":
+            tell_columns_left_out(path, rows, PREFERENCE_COLUMNS, data.keys, "are not read")
+        return fitting_rows(path, split, rows, builder, data.on_bad_row)
+
+    if sets := eval_sets(data.eval_data_path):
+        held_out = {name: first_rows(read(path, "test"), data.eval_rows) for name, path in sets.items()}
+        return read(data.data_path, "train"), held_out
+    rows, held = split_rows(data.data_path, read, data.eval_rows)
+    return rows, {"": held}
+
+
+class ReferenceLogProbs:
+    """The reference's log-prob of each answer, computed when the answer first comes and kept in a file.
+
+    A later epoch, evaluation or resumed run reads it from there. The file has 24 bytes for each answer, the digest of its prompt,
+    media and tokens and the log-prob; a record that was cut is computed again.
+    """
+
+    def __init__(self, file: Path) -> None:
+        """Opens no file yet: the run may still delete that of an earlier one."""
+        self.file = file
+        self._known: dict[bytes, float] | None = None
+
+    def add(self, roles: Roles, rows: DataProto) -> None:
+        """Adds the column `REFERENCE`; asks the reference only for answers that are not in the file."""
+        known = self._read() if self._known is None else self._known
+        keys = [bytes.fromhex(key) for key in rows[ANSWER_KEY]]
+        if new := [place for place, key in enumerate(keys) if key not in known]:
+            found = roles.reference.log_probs(sent(rows[new]))["ref_log_prob"].double().sum(1).tolist()
+            records = np.array([(keys[place], value) for place, value in zip(new, found, strict=True)], RECORD)
+            with writing(self.file), self.file.open("ab") as file:
+                file.write(records.tobytes())
+            known |= {keys[place]: value for place, value in zip(new, found, strict=True)}
+        rows[REFERENCE] = torch.tensor([known[key] for key in keys], dtype=torch.float32)
+
+    def _read(self) -> dict[bytes, float]:
+        content = self.file.read_bytes() if self.file.exists() else b""
+        if cut := len(content) % RECORD.itemsize:
+            content = content[:-cut]
+            self.file.write_bytes(content)
+        records = np.frombuffer(content, RECORD)
+        self._known = dict(zip((key.tobytes() for key in records["key"]), records["log_prob"].tolist(), strict=True))
+        return self._known
+
+
+def sent(rows: DataProto) -> DataProto:
+    """The rows as a model reads them, with tensors, pairs and pictures only."""
+    kept = ("uid", "multi_modal_inputs")
+    chosen = rows[:]
+    chosen.pop(non_tensor_batch_keys=[name for name in rows.non_tensor_batch if name not in kept])
+    return chosen
+
+
+def held_out_preferences(held_out: Held, builder: AnswersBuilder, data: PreferenceDataConfig, judge: Judge) -> Evaluate:
+    """``val/loss``, ``val/accuracy`` and the other numbers of ``judge``, means over each held-out set and over the sets."""
+
+    def evaluate(roles: Roles, step: int) -> dict[str, float]:
+        means: dict[str, dict[str, float]] = {}
+        skipped = 0
+        for name, rows in held_out.items():
+            loader = EvaluationLoader(rows, builder, data.batch_size, data.on_bad_row)
+            found = [judge(roles, batch) for batch in loader]
+            skipped += len(loader.skipped)
+            means[name] = {each: fmean(value for part in found for value in part[each]) for each in found[0]}
+        metrics = {f"val/{each}/{name}": value for name, part in means.items() if name for each, value in part.items()}
+        for name, part in means.items():
+            metrics[f"val-core/{name or 'preferences'}/acc/mean@1"] = part["accuracy"]
+        for each in next(iter(means.values()), {}):
+            metrics[f"val/{each}"] = fmean(part[each] for part in means.values())
+        return metrics | {"data/skipped_eval_rows": skipped}
+
+    return evaluate

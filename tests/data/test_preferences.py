@@ -1,0 +1,129 @@
+"""Rows of preferred answers in the schemas of TRL and LLaMA-Factory, and their batches."""
+
+import pytest
+import torch
+from PIL import Image
+
+from dataproto.errors import InvalidPrompt, InvalidRow
+from helpers.tiny_prompts import tiny_builder
+from recipes.data.answers import AnswersBuilder
+from recipes.data.preferences import read_preference_row
+from recipes.demo.rows import DrawnPairs
+
+PICTURE = Image.new("RGB", (56, 56), "red")
+QUESTION = "Which colour?"
+ASKED = {"role": "user", "content": QUESTION}
+SHOWN = [{"type": "image"}, {"type": "text", "text": QUESTION}]
+
+
+def said(text: str, role: str = "assistant") -> dict[str, str]:
+    return {"role": role, "content": text}
+
+
+def turn(text: str, who: str = "gpt") -> dict[str, str]:
+    return {"from": who, "value": text}
+
+
+PAIRS = {
+    "TRL, text": {"prompt": QUESTION, "chosen": "red", "rejected": "blue", "images": [PICTURE]},
+    "TRL, messages": {"prompt": [ASKED], "chosen": [said("red")], "rejected": [said("blue")], "images": [PICTURE]},
+    "TRL, typed parts": {
+        "prompt": [{"role": "user", "content": SHOWN}],
+        "chosen": [{"role": "assistant", "content": [{"type": "text", "text": "red"}]}],
+        "rejected": [{"role": "assistant", "content": [{"type": "text", "text": "blue"}]}],
+        "images": [PICTURE],
+    },
+    "TRL, two conversations": {"chosen": [ASKED, said("red")], "rejected": [ASKED, said("blue")], "image": PICTURE},
+    "LLaMA-Factory, sharegpt": {
+        "conversations": [turn(f"<image>{QUESTION}", "human")],
+        "chosen": turn("red"),
+        "rejected": turn("blue"),
+        "images": [PICTURE],
+    },
+    "LLaMA-Factory, alpaca": {
+        "instruction": QUESTION,
+        "input": "",
+        "chosen": "red",
+        "rejected": "blue",
+        "images": [PICTURE],
+    },
+}
+LABELLED = {
+    "TRL": {"prompt": [ASKED], "completion": [said("red")], "label": True, "images": [PICTURE]},
+    "LLaMA-Factory, sharegpt": {
+        "conversations": [turn(f"<image>{QUESTION}", "human"), turn("red")],
+        "kto_tag": True,
+        "images": [PICTURE],
+    },
+    "LLaMA-Factory, messages": {
+        "messages": [said(f"<image>{QUESTION}", "user"), said("red")],
+        "label": True,
+        "images": [PICTURE],
+    },
+    "LLaMA-Factory, alpaca": {"instruction": QUESTION, "output": "red", "kto_tag": "true", "images": [PICTURE]},
+}
+
+
+@pytest.fixture(scope="module")
+def builder() -> AnswersBuilder:
+    plain = tiny_builder(max_prompt_length=256)
+    return AnswersBuilder(plain.tokenizer, plain.image_processor, plain.config, 256)
+
+
+@pytest.mark.parametrize("raw", PAIRS.values(), ids=list(PAIRS))
+def test_a_pair_of_each_schema_gives_the_same_rows(builder: AnswersBuilder, raw: dict) -> None:
+    row = read_preference_row(raw, 0)
+    assert row["labels"] == (True, False)
+    data = builder.grouped("pairs")([row])
+    first = builder([read_preference_row(PAIRS["TRL, text"], 0)])
+    assert torch.equal(data["input_ids"], first["input_ids"])
+    texts = [builder.tokenizer.decode(ids[mask.bool()]) for ids, mask in zip(data["responses"], data["response_mask"])]
+    assert texts == ["red<|im_end|>", "blue<|im_end|>"]
+    assert data["pair"].tolist() == [0, 0]
+    assert torch.equal(data["prompts"][0], data["prompts"][1])
+    one, other = data["multi_modal_inputs"]
+    assert one["pixel_values"] is other["pixel_values"]
+
+
+@pytest.mark.parametrize("raw", LABELLED.values(), ids=list(LABELLED))
+def test_an_answer_with_a_label_of_each_schema(raw: dict) -> None:
+    row = read_preference_row(raw, 0)
+    assert (row["labels"], row["answers"][0][0]["role"], len(row["prompt"])) == ((True,), "assistant", 1)
+
+
+def test_answers_without_a_partner_come_with_that_to_the_prompt_before(builder: AnswersBuilder) -> None:
+    rows = [read_preference_row(LABELLED["TRL"], 0), read_preference_row(PAIRS["TRL, text"], 1)]
+    data = builder.grouped("answers")(rows)
+    texts = builder.tokenizer.batch_decode(data["responses"], skip_special_tokens=True)
+    assert texts == ["red", "blue", "red", "red", "blue", "red"]
+    assert data["mismatched"].tolist() == [0, 1, 0, 1, 0, 1]
+    assert data["desirable"].tolist()[::2] == [1, 1, 0]
+    assert len(set(data["answer_key"])) == 2  # equal prompts, media and answers have one key
+
+
+def test_the_length_is_that_of_the_longest_answer(builder: AnswersBuilder) -> None:
+    row = DrawnPairs()[0]
+    data = builder.grouped("pairs")([row])
+    assert builder.prompt_length(row) == int(data["attention_mask"].sum(1).max())
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        ({"prompt": QUESTION, "answer": "red"}, "no question with 'chosen' and 'rejected'"),
+        ({"prompt": QUESTION, "completion": "red", "label": "good"}, "the label must be true or false, not 'good'"),
+        ({"prompt": QUESTION, "label": True}, "no answer that the label is about"),
+        (
+            {"chosen": [ASKED, said("red")], "rejected": [said("What?", "user"), said("blue")]},
+            "differ in the last message",
+        ),
+    ],
+)
+def test_a_row_of_no_schema_is_refused(raw: dict, reason: str) -> None:
+    with pytest.raises(InvalidRow, match=reason):
+        read_preference_row(raw, 3)
+
+
+def test_an_answer_with_a_label_is_no_pair(builder: AnswersBuilder) -> None:
+    with pytest.raises(InvalidPrompt, match="train by loss kto"):
+        builder.grouped("pairs").prepare(read_preference_row(LABELLED["TRL"], 0))
