@@ -21,7 +21,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from PIL import Image  # noqa: E402
 
-from dataproto.chunks import Chunk, EncodedTextChunk, ImageChunk, ModelInput  # noqa: E402
+from dataproto.chunks import Chunk, EncodedTextChunk, ImageChunk  # noqa: E402
 from dataproto_server.backend import Datum, LoraSpec, Pass, PassResult  # noqa: E402
 from dataproto_server.engine import InProcessEngine  # noqa: E402
 from recipes.demo.tiny_model import make_tiny_model  # noqa: E402
@@ -59,7 +59,7 @@ def datum(engine: InProcessEngine, row: int) -> Datum:
     Image.fromarray(random.integers(0, 255, (112, 84, 3), dtype=np.uint8)).save(buffer, format="PNG")
     tokens = random.integers(0, 256, TEXT).tolist()
     chunks: list[Chunk] = [EncodedTextChunk([5]), ImageChunk(buffer.getvalue(), "png"), EncodedTextChunk(tokens)]
-    count = len(base.rendered(ModelInput(chunks)))
+    count = len(base.rendered(chunks))
     inputs = {"target_tokens": random.integers(0, 256, count), "weights": np.ones(count, dtype=np.float32)}
     return Datum(chunks, inputs)
 

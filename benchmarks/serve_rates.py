@@ -42,7 +42,7 @@ import tinker  # noqa: E402
 import torch  # noqa: E402
 from PIL import Image  # noqa: E402
 
-from dataproto.chunks import EncodedTextChunk, ImageChunk, ModelInput  # noqa: E402
+from dataproto.chunks import EncodedTextChunk, ImageChunk  # noqa: E402
 from dataproto_server.backend import Datum, LoraSpec, Pass, SampleRequest, Sampling  # noqa: E402
 from dataproto_server.config import EngineOptions  # noqa: E402
 from dataproto_server.engine import InProcessEngine  # noqa: E402
@@ -71,7 +71,7 @@ class Row:
         random, image = np.random.default_rng(number), picture(number, size)
         text = random.integers(0, 256, length).tolist()
         self.chunks = [EncodedTextChunk([5]), ImageChunk(image, "png"), EncodedTextChunk(text)]
-        self.tokens = count = len(engine.base(MODEL).rendered(ModelInput(self.chunks)))
+        self.tokens = count = len(engine.base(MODEL).rendered(self.chunks))
         self.inputs: dict[str, Any] = {"target_tokens": random.integers(0, 256, count)}
         if loss == "cross_entropy":
             self.inputs["weights"] = np.ones(count, np.float32)

@@ -103,8 +103,6 @@ turns                 | int64          | B            | RolloutWorker.play | rep
 rollout_log_probs     | float32        | B R          | RolloutWorker.generate | actor, reports | log-probs while sampling
 prompt_routed_experts | uint8 or int16 | B n M k      | RolloutWorker.generate, RolloutWorker.play | actor | experts that the engine sent each prompt token to; samples of a prompt share its values
 routed_experts        | uint8 or int16 | B n M k      | RolloutWorker.generate, RolloutWorker.play | actor | the same for response tokens; the last one, which the engine did not read, repeats the one before
-loss_weights          | float32        | B R          | ChunkRenderer.rows | cross entropy | weight of each token in the loss
-targets               | int64          | B R          | ChunkRenderer.rows | actor | tokens to be scored, if some are not the next ones
 old_log_probs         | float32        | B R          | ActorWorker.log_probs | policy loss | log-probs before the update
 actor_log_probs       | float32        | B R          | recipes.run.phases | reports | log-probs before the update, NaN where not known
 ref_log_prob          | float32        | B R          | ReferenceWorker.log_probs | KL terms | log-probs of the reference

@@ -64,7 +64,7 @@ class InvalidMedia(InvalidPrompt):
 
 
 class InvalidChunk(InvalidPrompt):
-    """A chunk of a `ModelInput` is of an unknown type, broken, or not of its claimed size; the message names its number."""
+    """A chunk is of an unknown type, broken, or not of its claimed size; the message names its number."""
 
 
 class InvalidRow(DataProtoError, ValueError):

@@ -80,7 +80,6 @@ agents learning --work WORK/agents --recipes walk --steps 1
 answer_checkers
 busy_machine --rounds 1 --steps 1
 carried_decoding --size tiny --engine hf --prompts 4 --max-tokens 16 --steps 1
-collation
 dataproto --rows select --repeats 1
 dpo_step --steps 1 --warmup 1 --pairs 2 --compared 2
 distil --teacher-steps 1 --start 1 --steps 1 --prompts 4 --samples 2 --rows 4 --seeds 0

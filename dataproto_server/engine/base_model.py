@@ -2,12 +2,13 @@
 
 import logging
 import time
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
 from transformers import AutoConfig
 
-from dataproto.chunks import ModelInput
+from dataproto.chunks import Chunk
 from dataproto.errors import InvalidPrompt
 from dataproto_server.config import EngineOptions
 from dataproto_server.engine.adapter_trainer import AdapterTrainer, ScoredPrompt
@@ -87,13 +88,13 @@ class BaseModel:
         self.trainer.score(unscored)
         return self.sampler.poll()
 
-    def sequence(self, model_input: ModelInput) -> TokenSequence:
-        """Tokens and images of a model input. Raises the errors of `ChunkRenderer.sequence`."""
-        return self.renderer.sequence(model_input, self.images)
+    def sequence(self, chunks: Sequence[Chunk]) -> TokenSequence:
+        """Tokens and images of chunks. Raises the errors of `ChunkRenderer.sequence`."""
+        return self.renderer.sequence(chunks, self.images)
 
-    def rendered(self, model_input: ModelInput) -> PlacedSequence:
+    def rendered(self, chunks: Sequence[Chunk]) -> PlacedSequence:
         """`sequence` with its positions."""
-        return self.renderer.placed([self.sequence(model_input)])[0]
+        return self.renderer.placed([self.sequence(chunks)])[0]
 
     def check_context(self, tokens: int, more: int = 0) -> None:
         """Raises `InvalidPrompt` if a row with ``more`` tokens to come is longer than the context."""

@@ -66,15 +66,15 @@ def dro(log_probs: Tensor, sampling_log_probs: Tensor, advantages: Tensor, beta:
     return -(log_probs * advantages - 0.5 * beta * (log_probs - sampling_log_probs) ** 2)
 
 
-_COLUMNS = ("rollout_log_probs", "advantages")
+_SAMPLED = ("logprobs", "advantages")
 DATUM_LOSSES: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
-    "cross_entropy": (cross_entropy, ("loss_weights",)),
-    "importance_sampling": (importance_sampling, _COLUMNS),
-    "ppo": (ppo, _COLUMNS),
-    "cispo": (cispo, _COLUMNS),
-    "dro": (dro, _COLUMNS),
+    "cross_entropy": (cross_entropy, ("weights",)),
+    "importance_sampling": (importance_sampling, _SAMPLED),
+    "ppo": (ppo, _SAMPLED),
+    "cispo": (cispo, _SAMPLED),
+    "dro": (dro, _SAMPLED),
 }
-"""Each loss, and the columns that it takes after ``log_probs``, in the order of its arguments."""
+"""Each loss, and the loss inputs that it takes after ``log_probs``, in the order of its arguments."""
 
 WITHOUT_FORMULA = ("gspo", "stable_reinforce", "custom")
 """Losses that the Tinker API has and does not define in public."""
@@ -110,8 +110,8 @@ def loss_options(name: str, config: Mapping[str, Any]) -> dict[str, float]:
 
 def option_names(name: str) -> list[str]:
     """The options that a loss has."""
-    formula, columns = DATUM_LOSSES[name]
-    return list(inspect.signature(formula).parameters)[1 + len(columns) :]
+    formula, inputs = DATUM_LOSSES[name]
+    return list(inspect.signature(formula).parameters)[1 + len(inputs) :]
 
 
 def _clipped(ratio: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:

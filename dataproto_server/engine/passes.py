@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from dataproto.chunks import ModelInput
 from dataproto.errors import DataProtoError, InvalidColumn, InvalidRow, NonFiniteLogits
 from dataproto_server.backend import Array, Failure, Pass, PassResult, SparseRows
 from dataproto_server.engine.adapter_trainer import Gradients, ScoredRow
@@ -21,8 +20,6 @@ from rollout.adapters import Adapter
 from rollout.prompts import TokenSequence
 
 TARGETS, MASK = "target_tokens", "mask"
-READ_BY_LOSS = {"loss_weights": "weights", "rollout_log_probs": "logprobs", "advantages": "advantages"}
-"""The columns of `DATUM_LOSSES` as loss inputs."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +115,7 @@ class DatumInputs:
 def read_inputs(
     inputs: Mapping[str, Array | SparseRows],
     loss: str,
-    columns: tuple[str, ...],
+    wanted: tuple[str, ...],
     tokens: int,
     vocabulary: int,
     room: int | None,
@@ -129,14 +126,13 @@ def read_inputs(
     inputs stay sparse, unless some are dense.
 
     Args:
-        columns: that the loss reads, see `DATUM_LOSSES`.
+        wanted: inputs that the loss reads, see `DATUM_LOSSES`.
         room: numbers that the output may have, those of targets that are not listed included; ``None``: any.
 
     Raises:
         InvalidColumn: there is no room; an input is missing, unknown, of a wrong shape or dtype, or not finite; or a token is
             learned whose target is not in the vocabulary. Names the input and the place.
     """
-    wanted = [READ_BY_LOSS[column] for column in columns]
     _check_names(inputs, loss, wanted)
     for name, value in inputs.items():
         _check_shape(name, value, tokens, room)
@@ -254,7 +250,7 @@ def open_pass(number: int, given: Pass, base: BaseModel, adapter: Adapter | None
     room = max_targets
     for place, datum in enumerate(given.data):
         try:
-            sequence = base.sequence(ModelInput(datum.chunks))
+            sequence = base.sequence(datum.chunks)
             if max_targets is not None:
                 base.check_context(len(sequence))
             inputs = read_inputs(datum.inputs, given.loss, columns, len(sequence), base.vocabulary, room)
@@ -390,7 +386,7 @@ def _loss(opened: OpenPass, log_probs: Mapping[int, Tensor]) -> Tensor:
     opened.log_probs |= {row: values.detach().cpu() for row, values in log_probs.items()}
     device = next(iter(log_probs.values())).device
     inputs = [opened.inputs[row] for row in log_probs]
-    formula, columns = DATUM_LOSSES[opened.loss]
+    formula, wanted = DATUM_LOSSES[opened.loss]
 
     def joined(name: str) -> Tensor:
         return torch.cat([each.values[name] for each in inputs]).to(device)
@@ -398,7 +394,7 @@ def _loss(opened: OpenPass, log_probs: Mapping[int, Tensor]) -> Tensor:
     given = {name: joined(name) for name in THRESHOLDS if name in inputs[0].values}
     learned = torch.cat([each.learned for each in inputs]).to(device)
     policy = torch.cat(list(log_probs.values())).where(learned, 0.0)
-    tokens = formula(policy, *(joined(READ_BY_LOSS[column]) for column in columns), **{**opened.options, **given})
+    tokens = formula(policy, *(joined(name) for name in wanted), **{**opened.options, **given})
     tokens = tokens.where(learned, 0.0)
     total = tokens.sum()
     for row, values in opened.log_probs.items():

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dataproto.chunks import ModelInput
 from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig, InvalidPrompt
 from dataproto_server.backend import Array, Sample, SampleRequest, SampleResult, Sampling, TopK
 from dataproto_server.config import EngineOptions
@@ -162,7 +161,7 @@ def open_sample(request: SampleRequest, base: BaseModel, adapter: Adapter | None
     """
     if not 1 <= request.num_samples <= MOST_SAMPLES:
         raise InvalidConfig(f"num_samples={request.num_samples}: must be from 1 to {MOST_SAMPLES}")
-    prompt = base.rendered(ModelInput(request.chunks))
+    prompt = base.rendered(request.chunks)
     base.check_context(len(prompt), 1 if request.sampling.max_tokens is None else request.sampling.max_tokens)
     sampling = sampling_params(request, base.max_context_length - len(prompt))
     opened = OpenSample(request, prompt_scores(request, len(prompt), base.vocabulary))

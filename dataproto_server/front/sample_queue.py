@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from dataproto.chunks import Chunk, EncodedTextChunk, ImageChunk
+from dataproto.chunks import Chunk, ImageChunk
 from dataproto_server.backend import Failure, ModelInfo
 from dataproto_server.codec import UNTOLD_IMAGE_TOKENS, SampleCall, write_sample_result
 from dataproto_server.config import ServeConfig
@@ -55,7 +55,7 @@ def chunk_tokens(chunk: Chunk) -> int:
     """Tokens of a chunk, as far as they are told."""
     if isinstance(chunk, ImageChunk):
         return max(chunk.expected_tokens or 0, 0) or UNTOLD_IMAGE_TOKENS
-    return chunk.length if isinstance(chunk, EncodedTextChunk) else 0
+    return len(chunk.tokens)
 
 
 def engine_key(sampler: Sampler) -> str:

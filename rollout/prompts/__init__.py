@@ -1,7 +1,7 @@
 """Prompts and training rows, made in one place for engines and training.
 
 `PromptBuilder` turns rows of data sets into prompts, `SupervisedBuilder` conversations into training rows, `ChunkRenderer` chunks
-into either.
+into tokens and images.
 """
 
 import lazy_loader

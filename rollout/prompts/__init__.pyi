@@ -1,7 +1,6 @@
 from .chunk_rendering import (
     ChunkRenderer as ChunkRenderer,
     PlacedSequence as PlacedSequence,
-    Resolver as Resolver,
     TokenSequence as TokenSequence,
 )
 from .conversations import SupervisedBuilder as SupervisedBuilder, TrainingRow as TrainingRow

@@ -1,46 +1,25 @@
-"""Chunks to prompt batches and training batches. Only here do image chunks become pixels and tokens.
+"""Chunks to tokens and images. Only here do image chunks become pixels and tokens.
 
-The position of an image is that of its chunk; token ids are never searched for placeholders. Letters: B rows, L tokens of the
-longest row, R = L - 1.
+The position of an image is that of its chunk; token ids are never searched for placeholders.
 """
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dataproto import DataProto, RaggedTensor
-from dataproto.chunks import (
-    EncodedTextChunk,
-    ImageAssetPointerChunk,
-    ImageChunk,
-    read_datum,
-    read_model_input,
-)
-from dataproto.collation import pad_rows
-from dataproto.errors import DataProtoError, InvalidChunk, InvalidMedia, InvalidPrompt, InvalidRow
+from dataproto.chunks import Chunk, EncodedTextChunk, ImageChunk
+from dataproto.errors import DataProtoError, InvalidChunk, InvalidPrompt
 from dataproto.vlm import media_grids
-from rollout.prompts.conversations import collate_rows
 from rollout.prompts.image_processing import ProcessedImage
 from rollout.prompts.images import load_image
-from rollout.prompts.messages import Conversation
-from rollout.prompts.prepared_rows import Prompt
 from rollout.prompts.prompt_builder import PromptBuilder
 
-Resolver = Callable[[str], bytes]
-"""Maps the ``location`` of an `ImageAssetPointerChunk` to the bytes of its file."""
-
 Ids = npt.NDArray[np.int64]
-
-COLUMN_OF = {"weights": "loss_weights", "logprobs": "rollout_log_probs", "advantages": "advantages"}
-"""Columns of loss inputs. ``target_tokens`` are the tokens themselves, and ``mask`` becomes ``response_mask``."""
-
-SETTINGS = ("clip_low_threshold", "clip_high_threshold")
-"""Loss inputs that say nothing of whether a token is learned. They are columns of the same name."""
 
 
 class Part(NamedTuple):
@@ -71,48 +50,47 @@ class PlacedSequence(TokenSequence):
 
 
 class ChunkRenderer:
-    """Model inputs and data, of `dataproto.chunks` or of the ``tinker`` package, to batches.
+    """Sequences of `dataproto.chunks` to tokens and images.
 
-    An image chunk becomes the tokens by which the model's processor replaces a placeholder. Images with equal bytes are decoded
-    and processed once per batch.
+    An image chunk becomes the tokens by which the model's processor replaces a placeholder.
     """
 
-    def __init__(self, builder: PromptBuilder, resolve: Resolver | None = None) -> None:
-        """``builder`` has the tokenizer, the image processor and the limits; ``resolve`` fetches assets. Without it, assets are
-        refused.
-        """
+    def __init__(self, builder: PromptBuilder) -> None:
+        """``builder`` has the tokenizer and the image processor."""
         self.builder = builder
-        self.resolve = resolve
         self._placeholder = builder.family.image_placeholder(builder.config)
         self._vocabulary = int(builder.config.get_text_config().vocab_size)
-        self._known = np.ones(self._vocabulary, dtype=bool)
-        self._known[list(builder.family.banned_ids(builder.config))] = False
 
-    def length(self, model_input: Any) -> int:
-        """Number of tokens of a model input, images included. Raises `InvalidChunk`."""
-        return len(self.token_ids(model_input))
-
-    def token_ids(self, model_input: Any) -> list[int]:
-        """Tokens of a model input, with one placeholder per feature of an image. Raises `InvalidChunk`."""
-        parts, _ = self._parts(model_input, {})
-        ids: list[int] = _joined(parts)[0].tolist()
-        return ids
-
-    def sequence(self, model_input: Any, seen: MutableMapping[Any, ProcessedImage]) -> TokenSequence:
-        """One model input, with images from ``seen`` where it has them; other images are added.
+    def sequence(self, chunks: Sequence[Chunk], seen: MutableMapping[bytes, ProcessedImage]) -> TokenSequence:
+        """One sequence, with images from ``seen`` where it has them; other images are added.
 
         Args:
             seen: images by the bytes of their files, such as a `ContentStore`.
 
         Raises:
             InvalidChunk: a chunk cannot be rendered, or is not of its claimed size; names its number.
-            InvalidPrompt: the input is empty.
+            InvalidPrompt: there is no token.
         """
-        parts, images = self._parts(model_input, seen)
+        images: list[ProcessedImage] = []
+        parts: list[Part] = []
+        for number, chunk in enumerate(chunks):
+            try:
+                if isinstance(chunk, EncodedTextChunk):
+                    parts.append(self._text(chunk))
+                elif isinstance(chunk, ImageChunk):
+                    image = self._image(chunk, seen)
+                    parts.append(self._image_tokens(image, chunk.expected_tokens))
+                    images.append(image)
+                else:
+                    raise InvalidChunk("only text and images are known")
+            except DataProtoError as error:
+                kind = getattr(chunk, "type", type(chunk).__name__)
+                raise InvalidChunk(f"chunk {number} ({kind}): {error}") from error
+        self._check_neighbours(parts)
         ids, types = (torch.from_numpy(values.copy()) for values in _joined(parts))
         if not len(ids):
             raise InvalidPrompt("its model input is empty")
-        return TokenSequence(ids, types, images, tuple(self._raw_ids(parts)))
+        return TokenSequence(ids, types, tuple(images), tuple(self._raw_ids(parts)))
 
     def placed(self, sequences: Sequence[TokenSequence]) -> list[PlacedSequence]:
         """The sequences with their positions, computed for all of them at once."""
@@ -129,132 +107,11 @@ class ChunkRenderer:
             for row, one in enumerate(sequences)
         ]
 
-    # For engines
-
-    def prompts(self, inputs: Sequence[Any]) -> DataProto:
-        """The prompt batch of model inputs, with the columns of `PromptBuilder.collate`.
-
-        Raises:
-            InvalidRow: an input cannot be rendered, is too long, or is empty; names its number and the chunk.
-        """
-        seen: dict[Any, ProcessedImage] = {}
-        prompts = [self._numbered(number, self._prompt, value, seen) for number, value in enumerate(inputs)]
-        return self.builder.collate(prompts)
-
-    def _prompt(self, model_input: Any, seen: MutableMapping[Any, ProcessedImage]) -> Prompt:
-        parts, images = self._parts(model_input, seen)
-        ids, types = _joined(parts)
-        image = self._placeholder
-        raw_ids = self._raw_ids(parts)
-        if image is not None and raw_ids.count(image) != len(images):
-            raise InvalidPrompt(
-                f"its text chunks contain token {image}, the placeholder of an image: engines would expect one more image"
-            )
-        if not len(ids):
-            raise InvalidPrompt("it is empty: there is nothing to continue")
-        self.builder.check_length(len(ids))
-        return Prompt(ids, types, raw_ids, Conversation([], [], []), images, (), {})
-
     def _raw_ids(self, parts: Sequence[Part]) -> list[int]:
         """Tokens with one placeholder for each image."""
         image = self._placeholder
         one = [] if image is None else [image]
         return [token for part in parts for token in (part.ids.tolist() if part.types is None else one)]
-
-    # For training
-
-    def rows(self, data: Sequence[Any]) -> DataProto:
-        """The training batch of data. A row consists of the input of its datum, followed by the last target.
-
-        In addition to the columns of `collate_rows`, ``weights``, ``logprobs`` and ``advantages`` become ``loss_weights``,
-        ``rollout_log_probs`` and ``advantages`` ``(B, R)`` float32, and the thresholds of clipping columns of their own names;
-        element i of a loss input is in column i. ``response_mask`` is ``mask``, or without a mask 1 where ``weights``,
-        ``logprobs`` or ``advantages`` are not 0. Text tokens may have any id, because token types mark images. The column
-        ``targets`` exists only if some target is not the next token of its sequence.
-
-        Raises:
-            InvalidRow: a datum cannot be rendered, a loss input does not have one number per token, or a masked-in target is a
-                token that the policy never samples; names its number.
-        """
-        seen: dict[Any, ProcessedImage] = {}
-        rows, inputs = zip(*(self._numbered(number, self._row, value, seen) for number, value in enumerate(data)))
-        names = inputs[0].keys()
-        for number, found in enumerate(inputs):
-            if found.keys() != names:
-                raise InvalidRow(number, f"its loss inputs are {sorted(found)}, those of row 0 {sorted(names)}")
-        flat = {name: np.concatenate([found[name] for found in inputs]) for name in names}
-        lengths = np.array([len(found["target_tokens"]) for found in inputs])
-        mask = self._mask(flat, lengths)
-        flat_mask = np.zeros(len(mask) + len(rows), dtype=np.uint8)  # the first token of a row is no target
-        flat_mask[_not_first(lengths + 1)] = mask
-        batch = collate_rows(
-            self.builder,
-            rows,
-            RaggedTensor(torch.from_numpy(flat_mask), lengths + 1),
-            {"uid": self.builder.uids(rows)},
-        )
-        columns = {COLUMN_OF.get(name, name): flat[name] for name in (*COLUMN_OF, *SETTINGS) if name in names}
-        if np.any(np.concatenate([row.input_ids[1:] for row in rows]) != flat["target_tokens"]):
-            columns["targets"] = flat["target_tokens"]
-        width = batch["response_mask"].shape[1]
-        for column, values in columns.items():
-            batch[column] = pad_rows(RaggedTensor(torch.from_numpy(values), lengths), width, 0)[0]
-        return batch
-
-    def _row(self, value: Any, seen: MutableMapping[Any, ProcessedImage]) -> tuple[Prompt, dict[str, npt.NDArray[Any]]]:
-        """The sequence with its last target appended, and the loss inputs."""
-        datum = read_datum(value)
-        inputs = dict(datum.loss_fn_inputs)
-        if "target_tokens" not in inputs:
-            raise InvalidPrompt("its loss_fn_inputs lack 'target_tokens'")
-        parts, images = self._parts(datum.model_input, seen)
-        tokens = sum(len(part.ids) for part in parts)
-        for name, values in inputs.items():
-            if len(values) != tokens:
-                raise InvalidPrompt(f"loss_fn_inputs[{name!r}] has {len(values)} numbers for {tokens} input tokens")
-        if not tokens:
-            raise InvalidPrompt("its model input is empty")
-        ids, types = _joined([*parts, Part(inputs["target_tokens"][-1:])])
-        return Prompt(ids, types, [], Conversation([], [], []), images, (), {}), inputs
-
-    def _mask(self, flat: dict[str, npt.NDArray[Any]], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Which targets of all rows are learned. Raises `InvalidRow` if the policy has no log-prob for one of them."""
-        targets = flat["target_tokens"]
-        mask = np.zeros(len(targets), dtype=bool)
-        for name in ("mask",) if "mask" in flat else COLUMN_OF:
-            if name in flat:
-                mask |= flat[name] != 0
-        inside = (targets >= 0) & (targets < self._vocabulary)
-        wrong = np.flatnonzero(mask & ~(inside & self._known[np.where(inside, targets, 0)]))
-        if wrong.size:
-            ends = np.cumsum(lengths)
-            row = int(np.searchsorted(ends, wrong[0], side="right"))
-            raise InvalidRow(
-                row,
-                f"target_tokens[{wrong[0] - ends[row] + lengths[row]}] = {targets[wrong[0]]} is no token of the model, or is a "
-                "media token: the policy gives it no log-prob, so its mask (weight, advantage, logprob) must be 0",
-            )
-        return mask
-
-    # One input
-
-    def _parts(
-        self, value: Any, seen: MutableMapping[Any, ProcessedImage]
-    ) -> tuple[list[Part], tuple[ProcessedImage, ...]]:
-        images: list[ProcessedImage] = []
-        parts: list[Part] = []
-        for number, chunk in enumerate(read_model_input(value).chunks):
-            try:
-                if isinstance(chunk, EncodedTextChunk):
-                    parts.append(self._text(chunk))
-                else:
-                    image = self._image(chunk, seen)
-                    parts.append(self._image_tokens(image, chunk.expected_tokens))
-                    images.append(image)
-            except DataProtoError as error:
-                raise InvalidChunk(f"chunk {number} ({chunk.type}): {error}") from error
-        self._check_neighbours(parts)
-        return parts, tuple(images)
 
     def _check_neighbours(self, parts: Sequence[Part]) -> None:
         """Raises `InvalidChunk` if the model's tokenizer would join the text around an image with the tokens next to it: the
@@ -279,31 +136,17 @@ class ChunkRenderer:
             raise InvalidChunk(f"token {place} is {ids[place]}, but the model has tokens 0 to {self._vocabulary - 1}")
         return Part(ids)
 
-    def _image(
-        self, chunk: ImageChunk | ImageAssetPointerChunk, seen: MutableMapping[Any, ProcessedImage]
-    ) -> ProcessedImage:
+    def _image(self, chunk: ImageChunk, seen: MutableMapping[bytes, ProcessedImage]) -> ProcessedImage:
         self.builder.check_taken("image")
         if self.builder.family.numbers_images:
             raise InvalidChunk(
                 f"models of type {self.builder.family.model_type} number the images of a prompt, and a chunk does not tell its "
                 "number: make such prompts with a PromptBuilder"
             )
-        key = bytes(chunk.data) if isinstance(chunk, ImageChunk) else chunk.location
+        key = bytes(chunk.data)
         if key not in seen:
-            data = chunk.data if isinstance(chunk, ImageChunk) else self._fetch(chunk)
-            seen[key] = self.builder.process_image(load_image(bytes(data)))
+            seen[key] = self.builder.process_image(load_image(key))
         return seen[key]
-
-    def _fetch(self, chunk: ImageAssetPointerChunk) -> bytes:
-        if self.resolve is None:
-            raise InvalidMedia(f"asset {chunk.location!r} cannot be fetched: give the renderer a resolver")
-        try:
-            data = self.resolve(chunk.location)
-        except DataProtoError:
-            raise
-        except Exception as error:  # the user's function may raise any error
-            raise InvalidMedia(f"asset {chunk.location!r} cannot be fetched: {error}") from error
-        return bytes(ImageChunk(data, chunk.format).data)
 
     def _image_tokens(self, image: ProcessedImage, expected: int | None) -> Part:
         placeholder = self._placeholder
@@ -317,21 +160,6 @@ class ChunkRenderer:
             width, height = image.image.size
             raise InvalidChunk(f"expected_tokens={expected}, but its {width} x {height} pixels make {len(ids)} tokens")
         return Part(ids, types)
-
-    def _numbered(
-        self, number: int, render: Callable[..., Any], value: Any, seen: MutableMapping[Any, ProcessedImage]
-    ) -> Any:
-        try:
-            return render(value, seen)
-        except DataProtoError as error:
-            raise InvalidRow(number, str(error)) from error
-
-
-def _not_first(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """A mask over consecutive rows of these lengths that is true except at the first element of each row."""
-    places = np.ones(int(lengths.sum()), dtype=bool)
-    places[np.cumsum(lengths) - lengths] = False
-    return places
 
 
 def _joined(parts: Sequence[Part]) -> tuple[Ids, npt.NDArray[np.int8]]:

@@ -234,13 +234,10 @@ def batch_of(made: Mapping[bytes, dict[str, Tensor]]) -> Batch:
     return batch
 
 
-Key = bytes | str
-
-
-class ContentStore(MutableMapping[Key, ProcessedImage]):
+class ContentStore(MutableMapping[bytes, ProcessedImage]):
     """The most recently used images, in at most ``max_bytes`` of pixels; the last one is always kept.
 
-    A key is the bytes of a file, of which the digest is stored, or the location of an asset.
+    A key is the bytes of a file, of which the digest is stored.
 
     >>> store = ContentStore(max_bytes=0)
     >>> len(store), b"a file" in store
@@ -250,32 +247,32 @@ class ContentStore(MutableMapping[Key, ProcessedImage]):
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.bytes = 0
-        self._images: OrderedDict[Key, ProcessedImage] = OrderedDict()
+        self._images: OrderedDict[bytes, ProcessedImage] = OrderedDict()
 
-    def __getitem__(self, key: Key) -> ProcessedImage:
+    def __getitem__(self, key: bytes) -> ProcessedImage:
         found = self._images[_short(key)]
         self._images.move_to_end(_short(key))
         return found
 
-    def __setitem__(self, key: Key, image: ProcessedImage) -> None:
+    def __setitem__(self, key: bytes, image: ProcessedImage) -> None:
         self.pop(key, None)
         self._images[_short(key)] = image
         self.bytes += _image_bytes(image)
         while self.bytes > self.max_bytes and len(self._images) > 1:
             self.bytes -= _image_bytes(self._images.popitem(last=False)[1])
 
-    def __delitem__(self, key: Key) -> None:
+    def __delitem__(self, key: bytes) -> None:
         self.bytes -= _image_bytes(self._images.pop(_short(key)))
 
-    def __iter__(self) -> Iterator[Key]:
+    def __iter__(self) -> Iterator[bytes]:
         return iter(self._images)
 
     def __len__(self) -> int:
         return len(self._images)
 
 
-def _short(key: Key) -> Key:
-    return blake2b(key, digest_size=32).digest() if isinstance(key, bytes) else key
+def _short(key: bytes) -> bytes:
+    return blake2b(key, digest_size=32).digest()
 
 
 def _image_bytes(image: ProcessedImage) -> int:

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from dataproto.chunks import Chunk, EncodedTextChunk, ImageChunk, ModelInput
+from dataproto.chunks import Chunk, EncodedTextChunk, ImageChunk
 from dataproto_server.backend import Datum, LoraSpec, Pass, PassResult, SampleRequest, SampleResult, Sampling
 from dataproto_server.config import EngineOptions
 from dataproto_server.engine import InProcessEngine
@@ -44,7 +44,7 @@ def chunks(engine: InProcessEngine, *parts: str | tuple[int, int], name: str = "
 
 def length(engine: InProcessEngine, parts: list[Chunk], name: str = "tiny") -> int:
     """Tokens of the chunks."""
-    return len(engine.base(name).rendered(ModelInput(parts)))
+    return len(engine.base(name).rendered(parts))
 
 
 def random_inputs(count: int, loss: str, seed: int = 0, vocabulary: int = 250) -> dict[str, np.ndarray]:
@@ -97,7 +97,7 @@ def hugging_face_logprobs(
     path: str, parts: list[Chunk], engine: InProcessEngine, adapter: Path | None = None
 ) -> torch.Tensor:
     """log softmax ``(N, V)`` of Hugging Face's own forward of the whole model, with the adapter loaded by peft."""
-    rendered = engine.base("tiny").rendered(ModelInput(parts))
+    rendered = engine.base("tiny").rendered(parts)
     family = engine.base("tiny").trainer.family
     model = family.model_class().from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").eval()
     if adapter is not None:

@@ -1,22 +1,21 @@
 """Recipes in two real Ray processes: each makes the run of one process."""
 
-import io
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
-from dataproto.chunks import Datum, EncodedTextChunk, ImageChunk, ModelInput
 from helpers.checkpoints import write_checkpoint
 from helpers.geo3k_runs import REWARD, assert_same_run, rows_of
-from helpers.step_by_step import Program
 from recipes import classify, geo3k_ppo, sft, walk
 from recipes.configs.episodes_config import WarmUpPhaseConfig
 from recipes.run.drawn_environment import demonstrated_model
-from recipes.run.supervised import SupervisedConfig, launch_supervised
+from recipes.run.supervised import SupervisedConfig, launch_supervised, next_token_loss
 from rollout.engine import SamplingParams
-from rollout.prompts import ChunkRenderer, PromptBuilder
+from rollout.prompts import PromptBuilder, SupervisedBuilder
+from workers import Roles
 from workers.cluster.ray_config import RayConfig
 from workers.cluster.ray_group import running_ray
 from workers.model.model_config import AdamParams, ModelConfig
@@ -97,55 +96,39 @@ def test_episodes(tmp_path):
     assert_same_run(tmp_path / "two", tmp_path / "one")
 
 
-def picture(width: int, height: int) -> ImageChunk:
-    buffer = io.BytesIO()
-    Image.new("RGB", (width, height), (200, 10, 30)).save(buffer, format="PNG")
-    return ImageChunk(buffer.getvalue(), "png")
-
-
-def conversation(client: Program, text: str, *pictures: ImageChunk) -> ModelInput:
-    encode = client.renderer.builder.encode_text
-    chunks: list[object] = []
-    for chunk in pictures:
-        chunks += [EncodedTextChunk(encode("<|vision_start|>")), chunk, EncodedTextChunk(encode("<|vision_end|>"))]
-    return ModelInput([*chunks, EncodedTextChunk(encode(text))])
-
-
-def program(client: Program, directory: Path) -> list[float]:
+def program(roles: Roles, path: str, directory: Path) -> list[float]:
     """Numbers that every call has its part in."""
-    inputs = [
-        conversation(client, "two of them", picture(16, 16), picture(24, 16)),
-        conversation(client, "one", picture(40, 32)),
-        conversation(client, "none at all"),
-    ]
-    data = []
-    for each in inputs:
-        ids = client.renderer.token_ids(each)
-        learnt = [0.0] * (len(ids) - 3) + [1.0, 1.0, 0.0]
-        data.append(Datum(each, {"target_tokens": [*ids[1:], 0], "weights": learnt}))
+    pictures = [Image.new("RGB", size, (200, 10, 30)) for size in ((16, 16), (24, 16), (40, 32))]
+    asked = [("two of them", pictures[:2]), ("one", pictures[2:]), ("none at all", [])]
+    given = [{"prompt": "<image>" * len(shown) + text, "images": shown} for text, shown in asked]
+    turns = [[{"role": "user", "content": each["prompt"]}, {"role": "assistant", "content": "yes"}] for each in given]
+    rows = SupervisedBuilder.from_pretrained(path, 512)([each | {"prompt": t} for each, t in zip(given, turns)])
+    rows.pop(non_tensor_batch_keys=["multi_modal_data"])
     found = []
     for at in range(2):
-        passed = client.forward_backward(data)
-        found += [passed.loss, *(float(values.sum()) for values in passed.log_probs)]
-        found.append(client.optim_step(AdamParams(learning_rate=1e-3, eps=1e-3))["actor/grad_norm"])
+        passed = roles.actor.forward_backward(rows, next_token_loss)
+        found += [passed.metrics["loss:sum"], *passed.log_probs.sum(1).tolist()]
+        found.append(roles.actor.optim_step(AdamParams(learning_rate=1e-3, eps=1e-3))["actor/grad_norm"])
         if at == 0:
-            client.save_state(directory)
-    client.load_state(directory)
-    found += [value for value in client.compute_logprobs(inputs[1]) if value is not None]  # a single row
-    client.roles.save_weights_for_sampler()
-    sampled = client.sample(inputs[0], SamplingParams(n=2, temperature=1.0, max_tokens=4, seed=3))
-    return [*found, client.forward(data[:1]).loss, *(number for each in sampled for number in each.logprobs)]
+            directory.mkdir()
+            roles.actor.save(directory)
+    roles.actor.load(directory)
+    found += [value for value in roles.actor.compute_logprobs(rows[1:2])[0].tolist() if value == value]  # a single row
+    roles.save_weights_for_sampler()
+    prompts = PromptBuilder.from_pretrained(path, 512)(given[:1])
+    prompts["uid"] = np.array(["prompt"], dtype=object)  # the samples depend on the seed only
+    sampled = roles.sample(prompts, SamplingParams(n=2, temperature=1.0, max_tokens=4, seed=3))
+    found.append(roles.actor.forward(rows[:1], next_token_loss).metrics["loss:sum"])
+    return [*found, *sampled["rollout_log_probs"].flatten().tolist()]
 
 
 def test_step_by_step(model, tmp_path):
     """In a pipeline, and over ranks of which some have no row in a call."""
-    renderer = ChunkRenderer(PromptBuilder.from_pretrained(model, 512))
 
     def numbers(name: str, **place) -> list[float]:
-        with launch_supervised(
-            SupervisedConfig(model_path=model, compute=ModelConfig(token_budget=120), **place), model
-        ) as roles:
-            return program(Program(roles, renderer), tmp_path / name)
+        config = SupervisedConfig(model_path=model, compute=ModelConfig(token_budget=120), **place)
+        with launch_supervised(config, model) as roles:
+            return program(roles, model, tmp_path / name)
 
     expected = numbers("alone")
     for layout in (Layout(pp=2), Layout(dp=2)):

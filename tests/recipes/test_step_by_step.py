@@ -1,27 +1,24 @@
-"""A program samples, trains and samples again by the calls of the roles, with images and the tinker package's own data."""
+"""A program samples, trains and samples again by the calls of the roles, with images."""
 
-import io
 import math
 import shutil
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
-import tinker
 import torch
 from PIL import Image
-from transformers import GenerationConfig
+from transformers import AutoModelForImageTextToText, GenerationConfig
 
-from dataproto.chunks import Datum, EncodedTextChunk, ModelInput
-from dataproto.errors import InvalidConfig, InvalidRow
+from dataproto.errors import InvalidConfig
 from helpers.checkpoints import write_checkpoint
-from helpers.step_by_step import Program
 from recipes.run.supervised import SupervisedConfig, launch_supervised, next_token_loss
 from rollout.engine import SamplingParams
-from rollout.prompts import ChunkRenderer, PromptBuilder
-from workers.model.model_config import ModelConfig
+from rollout.prompts import PromptBuilder, SupervisedBuilder
+from workers.model.model_config import AdamParams, ModelConfig
 
 SIZES = [(16, 16), (24, 16), (40, 32)]
-RATE = tinker.AdamParams(learning_rate=2e-3, grad_clip_norm=1.0)
+RATE = AdamParams(learning_rate=2e-3, grad_clip_norm=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -30,150 +27,107 @@ def path(tmp_path_factory):
 
 
 @contextmanager
-def client_of(path):
+def roles_of(path):
     with launch_supervised(SupervisedConfig(model_path=path, compute=ModelConfig(token_budget=120)), path) as roles:
-        yield Program(roles, ChunkRenderer(PromptBuilder.from_pretrained(path, 512)))
+        roles.save_weights_for_sampler()
+        yield roles
 
 
 @pytest.fixture
-def client(path):
-    with client_of(path) as made:
+def roles(path):
+    with roles_of(path) as made:
         yield made
 
 
-def png(size, colour=(200, 10, 30)):
-    buffer = io.BytesIO()
-    Image.new("RGB", size, colour).save(buffer, format="PNG")
-    return buffer.getvalue()
+def row(text, *sizes):
+    pictures = [Image.new("RGB", size, (200, 10, 30)) for size in sizes]
+    return {"prompt": [{"role": "user", "content": "<image>" * len(sizes) + text}], "images": pictures}
 
 
-def prompt(client, text, *sizes):
-    """As the cookbook's renderers write it: text chunks with the vision tokens around image chunks."""
-    encode = client.renderer.builder.encode_text
-    chunks = [tinker.EncodedTextChunk(tokens=encode("<|im_start|>user\n"))]
-    for size in sizes:
-        chunks += [
-            tinker.EncodedTextChunk(tokens=encode("<|vision_start|>")),
-            tinker.types.ImageChunk(data=png(size), format="png", expected_tokens=size[0] * size[1] // 64),
-            tinker.EncodedTextChunk(tokens=encode("<|vision_end|>")),
-        ]
-    chunks.append(tinker.EncodedTextChunk(tokens=encode(f"{text}<|im_end|>\n<|im_start|>assistant\n")))
-    return tinker.ModelInput(chunks=chunks)
+def asked(path, text, *sizes):
+    prompts = PromptBuilder.from_pretrained(path, 512)([row(text, *sizes)])
+    prompts["uid"] = np.array(["prompt"], dtype=object)  # the samples depend on the seed only
+    return prompts
 
 
-def datum(asked, answer, **inputs):
-    """The answer behind the prompt; loss inputs are given for the answer's tokens and 0 before."""
-    before = asked.length - 1
-    whole = asked
-    for token in answer[:-1]:
-        whole = whole.append_int(token)
-    padded = {name: torch.tensor([0.0] * before + list(values)) for name, values in inputs.items()}
-    targets = torch.tensor([0] * before + list(answer))
-    return tinker.Datum(model_input=whole, loss_fn_inputs={"target_tokens": targets, **padded})
+def learnt(path, *answers):
+    conversations = [row(f"q{number}", *SIZES[: number + 1]) for number in range(len(answers))]
+    for each, answer in zip(conversations, answers):
+        each["prompt"].append({"role": "assistant", "content": answer})
+    rows = SupervisedBuilder.from_pretrained(path, 512)(conversations)
+    rows.pop(non_tensor_batch_keys=["multi_modal_data"])
+    return rows
 
 
-def supervised(client, answers, *sizes):
-    data = []
-    for number, answer in enumerate(answers):
-        tokens = client.renderer.builder.encode_text(f"{answer}<|im_end|>")
-        asked = prompt(client, f"q{number}", *sizes[: number + 1])
-        data.append(datum(asked, tokens, weights=[1.0] * len(tokens)))
-    return data
-
-
-def test_sample_train_and_sample_again(client):
-    asked = prompt(client, "which?", *SIZES[:2])
-    sampling = SamplingParams(n=4, max_tokens=6, temperature=1.0, seed=7)
-    samples = client.sample(asked, sampling)
-    assert len({tuple(sample.tokens) for sample in samples}) > 1
-    assert all(len(sample.tokens) == len(sample.logprobs) <= 6 for sample in samples)
-    again = client.sample(asked, sampling)
-    assert [sample.tokens for sample in again] == [sample.tokens for sample in samples]
+def test_sample_train_and_sample_again(roles, path):
+    prompts, sampling = asked(path, "which?", *SIZES[:2]), SamplingParams(n=4, max_tokens=6, temperature=1.0, seed=7)
+    samples = roles.sample(prompts, sampling)
+    assert len({tuple(tokens) for tokens in samples["responses"].tolist()}) > 1
+    again = roles.sample(prompts, sampling)
+    assert torch.equal(again["responses"], samples["responses"])
 
     # The policy that trains gives the samples the log-probs that they were sampled with.
-    data = [
-        datum(
-            asked,
-            sample.tokens,
-            logprobs=sample.logprobs,
-            advantages=[1.0 if number == 0 else -0.3] * len(sample.tokens),
-        )
-        for number, sample in enumerate(samples)
-    ]
-    passed = client.forward(data, "importance_sampling")
-    for sample, log_probs in zip(samples, passed.log_probs, strict=True):
-        assert log_probs[-len(sample.tokens) :].tolist() == pytest.approx(sample.logprobs, abs=1e-4)
-    expected = -sum(len(sample.tokens) * (1.0 if number == 0 else -0.3) for number, sample in enumerate(samples))
-    assert passed.loss == pytest.approx(expected, abs=1e-3)  # all ratios are 1
+    samples["advantages"] = torch.tensor([1.0, -0.3, -0.3, -0.3])[:, None] * samples["response_mask"]
+    mask = samples["response_mask"].bool()
+
+    def importance(outputs, rows):
+        return -(outputs.log_probs - rows["rollout_log_probs"]).exp() * rows["advantages"], {}
+
+    passed = roles.actor.forward(samples, importance)
+    torch.testing.assert_close(passed.log_probs[mask], samples["rollout_log_probs"][mask], atol=1e-4, rtol=0)
+    expected = -float(samples["advantages"].sum())
+    assert passed.metrics["loss:sum"] == pytest.approx(expected, abs=1e-3)  # all ratios are 1
 
     for _ in range(8):
-        client.forward_backward(data, "importance_sampling")
-        client.optim_step(RATE)
-    likelier = client.forward(data, "importance_sampling").log_probs[0]
-    assert likelier[-len(samples[0].tokens) :].sum() > sum(samples[0].logprobs) + 1
-    assert client.sample(asked, sampling) == again  # still of the old weights
-    client.roles.save_weights_for_sampler()
-    greedy = client.sample(asked, SamplingParams(max_tokens=6, temperature=0))
-    weights = [1.0] * len(greedy[0].tokens)
-    trained = client.forward([datum(asked, greedy[0].tokens, weights=weights)]).log_probs[0]
-    assert trained[-len(weights) :].tolist() == pytest.approx(greedy[0].logprobs, abs=1e-4)
+        roles.actor.forward_backward(samples, importance)
+        roles.actor.optim_step(RATE)
+    likelier = roles.actor.forward(samples, importance).log_probs[0]
+    assert likelier.sum() > samples["rollout_log_probs"][0].sum() + 1
+    assert torch.equal(roles.sample(prompts, sampling)["rollout_log_probs"], again["rollout_log_probs"])  # old weights
+    roles.save_weights_for_sampler()
+    greedy = roles.sample(prompts, SamplingParams(max_tokens=6, temperature=0))
+    trained, own = roles.actor.forward(greedy, next_token_loss).log_probs, greedy["response_mask"].bool()
+    torch.testing.assert_close(trained[own], greedy["rollout_log_probs"][own], atol=1e-4, rtol=0)
 
 
-def test_samples_come_from_the_weights_last_given_even_the_first_ones(client, path):
-    asked = prompt(client, "what", (16, 16))
-    params = SamplingParams(max_tokens=4, temperature=1.0, seed=5)
-    with client_of(path) as untrained:
-        (expected,) = untrained.sample(asked, params)
-    datum = Datum(ModelInput([EncodedTextChunk([5, 6, 7])]), {"target_tokens": [6, 7, 8], "weights": [1.0, 1.0, 1.0]})
-    client.forward_backward([datum])
-    client.optim_step(RATE)
-    (before,) = client.sample(asked, params)
-    client.roles.save_weights_for_sampler()
-    (after,) = client.sample(asked, params)
-    assert before == expected
-    assert after.logprobs != before.logprobs
-
-
-def test_any_end_token_stops_an_answer_even_as_its_last_token(client, path, tmp_path):
-    asked, greedy = prompt(client, "which?"), SamplingParams(max_tokens=3, temperature=0)
-    (cut,) = client.sample(asked, greedy)
-    assert (len(cut.tokens), cut.truncated) == (3, True)
-    assert cut.tokens[-1] not in cut.tokens[:-1]
+def test_any_end_token_stops_an_answer_even_as_its_last_token(roles, path, tmp_path):
+    prompts, greedy = asked(path, "which?"), SamplingParams(max_tokens=3, temperature=0)
+    cut = roles.sample(prompts, greedy)
+    tokens = cut["responses"][0].tolist()
+    assert (len(tokens), cut["truncated"].tolist()) == (3, [True])
+    assert tokens[-1] not in tokens[:-1]
     copy = shutil.copytree(path, tmp_path / "copy")
     own = GenerationConfig.from_pretrained(copy)
-    own.eos_token_id = [own.eos_token_id, cut.tokens[-1]]
+    own.eos_token_id = [own.eos_token_id, tokens[-1]]
     own.save_pretrained(copy)
-    with client_of(str(copy)) as other:
-        (ended,) = other.sample(asked, greedy)
-        (whole,) = other.sample(asked, SamplingParams(max_tokens=5, temperature=0, ignore_eos=True))
-    assert (ended.tokens, ended.truncated) == (cut.tokens, False)
-    assert (whole.tokens[:3], len(whole.tokens), whole.truncated) == (cut.tokens, 5, True)  # nothing ends it
+    with roles_of(str(copy)) as other:
+        ended = other.sample(prompts, greedy)
+        whole = other.sample(prompts, SamplingParams(max_tokens=5, temperature=0, ignore_eos=True))
+    assert (ended["responses"][0].tolist(), ended["truncated"].tolist()) == (tokens, [False])
+    assert (whole["responses"][0, :3].tolist(), whole["truncated"].tolist()) == (tokens, [True])  # nothing ends it
+    assert whole["response_mask"].sum() == 5
 
 
-def test_cross_entropy_is_the_sum_that_a_loop_over_hugging_face_gives(client, path):
-    import transformers
-
-    data = supervised(client, ["yes", "no no", "perhaps"], *SIZES)
-    model = transformers.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
-    total = 0.0
-    for one in data:
-        rows = client.renderer.rows([one])
+def test_the_loss_is_the_sum_that_a_loop_over_hugging_face_gives(roles, path):
+    rows = learnt(path, "yes", "no no", "perhaps")
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+    builder, total = PromptBuilder.from_pretrained(path, 512), 0.0
+    for place in range(len(rows)):
+        count = int(rows["attention_mask"][place].sum())
+        ids, types = (rows[name][place : place + 1, :count] for name in ("input_ids", "mm_token_type_ids"))
         with torch.no_grad():
-            logits = model(
-                input_ids=rows["input_ids"],
-                mm_token_type_ids=rows["mm_token_type_ids"].long(),
-                **rows["multi_modal_inputs"][0],
-            ).logits[0, :-1]
-        logits[:, list(client.renderer.builder.family.banned_ids(client.renderer.builder.config))] = -1e30
-        chosen = logits.log_softmax(-1).gather(1, rows["input_ids"][0, 1:, None]).squeeze(1)
-        total -= float((chosen * rows["loss_weights"][0]).sum())
-    assert client.forward(data).loss == pytest.approx(total, rel=1e-5)
-    assert client.forward_backward(data, "cross_entropy").loss == pytest.approx(total, rel=1e-5)
+            media = rows["multi_modal_inputs"][place]
+            logits = model(input_ids=ids, mm_token_type_ids=types.long(), **media).logits[0, :-1]
+        logits[:, list(builder.family.banned_ids(builder.config))] = -1e30
+        chosen = logits.log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
+        total -= float(chosen[rows["response_mask"][place, : count - 1].bool()].sum())
+    assert roles.actor.forward(rows, next_token_loss).metrics["loss:sum"] == pytest.approx(total, rel=1e-5)
+    assert roles.actor.forward_backward(rows, next_token_loss).metrics["loss:sum"] == pytest.approx(total, rel=1e-5)
 
 
-def test_gradients_add_up_until_the_step(client):
-    data = supervised(client, ["one", "two", "three"], *SIZES)
-    parameters = [p for p in client.roles.actor.worker.module.parameters() if p.requires_grad]
+def test_gradients_add_up_until_the_step(roles, path):
+    rows = learnt(path, "one", "two", "three")
+    parameters = [p for p in roles.actor.worker.module.parameters() if p.requires_grad]
 
     def gradients():
         taken = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
@@ -181,123 +135,70 @@ def test_gradients_add_up_until_the_step(client):
             parameter.grad = None
         return taken
 
-    whole = client.forward_backward(data)
+    whole = roles.actor.forward_backward(rows, next_token_loss)
     together = gradients()
-    parts = sum(client.forward_backward([one]).loss for one in data)
+    passes = [roles.actor.forward_backward(rows[place : place + 1], next_token_loss) for place in range(3)]
     assert torch.allclose(gradients(), together, atol=1e-5)
-    assert whole.loss == pytest.approx(parts, rel=1e-5)
-    assert [len(values) for values in whole.log_probs] == [one.model_input.length for one in data]
-    client.forward(data)
+    assert whole.metrics["loss:sum"] == pytest.approx(sum(each.metrics["loss:sum"] for each in passes), rel=1e-5)
+    roles.actor.forward(rows, next_token_loss)
     assert all(parameter.grad is None for parameter in parameters)
 
 
-def test_a_step_is_torchs_adamw_with_the_given_settings(client):
-    data = supervised(client, ["one"], *SIZES)
-    parameters = [p for p in client.roles.actor.worker.module.parameters() if p.requires_grad]
-    client.forward_backward(data)
+def test_a_step_is_torchs_adamw_with_the_given_settings(roles, path):
+    parameters = [p for p in roles.actor.worker.module.parameters() if p.requires_grad]
+    roles.actor.forward_backward(learnt(path, "one"), next_token_loss)
     copies = [p.detach().clone().requires_grad_() for p in parameters]
     for copy, parameter in zip(copies, parameters):
         copy.grad = None if parameter.grad is None else parameter.grad.clone()
-    adamw = torch.optim.AdamW(copies, lr=3e-3, betas=(0.8, 0.9), eps=1e-9, weight_decay=0.1)
-    adamw.step()
+    torch.optim.AdamW(copies, lr=3e-3, betas=(0.8, 0.9), eps=1e-9, weight_decay=0.1).step()
     norm = math.sqrt(sum(float(copy.grad.square().sum()) for copy in copies if copy.grad is not None))
-    params = tinker.AdamParams(learning_rate=3e-3, beta1=0.8, beta2=0.9, eps=1e-9, weight_decay=0.1)
-    metrics = client.optim_step(params)
+    params = AdamParams(learning_rate=3e-3, beta1=0.8, beta2=0.9, eps=1e-9, weight_decay=0.1)
+    metrics = roles.actor.optim_step(params)
     assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-4)
     assert metrics["actor/lr"] == 3e-3
     for copy, parameter in zip(copies, parameters):
         assert torch.allclose(copy, parameter, atol=1e-6)
     with pytest.raises(InvalidConfig, match="negative"):
-        client.optim_step(tinker.AdamParams(learning_rate=-1.0))
+        AdamParams(learning_rate=-1.0)
 
 
-def test_state_is_saved_and_loaded_to_the_bit(client, tmp_path):
-    data = supervised(client, ["one", "two"], *SIZES)
-    client.forward_backward(data)
-    client.optim_step(RATE)
-    client.save_state(tmp_path / "state")
-    client.forward_backward(data)
-    client.optim_step(RATE)
-    expected = client.forward(data).loss
-    client.forward_backward(data)  # its gradients must not survive the loading
-    client.load_state(tmp_path / "state")
-    client.forward_backward(data)
-    client.optim_step(RATE)
-    assert client.forward(data).loss == expected
+def test_state_is_saved_and_loaded_to_the_bit(roles, path, tmp_path):
+    rows = learnt(path, "one", "two")
+
+    def step():
+        roles.actor.forward_backward(rows, next_token_loss)
+        roles.actor.optim_step(RATE)
+
+    step()
+    (tmp_path / "state").mkdir()
+    roles.actor.save(tmp_path / "state")
+    step()
+    expected = roles.actor.forward(rows, next_token_loss).metrics["loss:sum"]
+    roles.actor.forward_backward(rows, next_token_loss)  # its gradients must not survive the loading
+    roles.actor.load(tmp_path / "state")
+    step()
+    assert roles.actor.forward(rows, next_token_loss).metrics["loss:sum"] == expected
 
 
-def test_log_probs_of_a_prompt_are_those_of_its_tokens(client):
-    asked = prompt(client, "what is it?", SIZES[2])
-    found = client.compute_logprobs(asked)
-    assert len(found) == asked.length
-    ids = client.renderer.token_ids(asked)
-    banned = client.renderer.builder.family.banned_ids(client.renderer.builder.config)
-    assert [value is None for value in found] == [place == 0 or token in banned for place, token in enumerate(ids)]
-    targets = [*ids[1:], 0]
-    weights = [float(token not in banned) for token in targets]
-    rows = client.renderer.rows([Datum(ModelInput(asked.chunks), {"target_tokens": targets, "weights": weights})])
-    scored = client.roles.actor.forward(rows, next_token_loss).log_probs[0, :-1]
-    assert [value or 0.0 for value in found[1:]] == pytest.approx(scored.tolist(), abs=1e-5)
-    longer = client.compute_logprobs(tinker.ModelInput.from_ints([5, 6] * 300))  # than the longest prompt
-    assert len(longer) == 600
+def test_log_probs_of_all_tokens_are_those_of_the_learnt_ones(roles, path):
+    rows = learnt(path, "what is it?")
+    found = roles.actor.compute_logprobs(rows)
+    builder = PromptBuilder.from_pretrained(path, 512)
+    banned = torch.isin(rows["input_ids"], torch.tensor(builder.family.banned_ids(builder.config)))
+    banned[:, 0] = True
+    assert torch.equal(found.isnan(), banned)
+    scored, mask = roles.actor.forward(rows, next_token_loss).log_probs, rows["response_mask"].bool()
+    torch.testing.assert_close(found[:, 1:][mask], scored[mask], atol=1e-5, rtol=0)
 
 
-def test_targets_other_than_the_next_tokens_are_learnt(client):
-    ids = client.renderer.builder.encode_text("some words here")
-    data = [
-        tinker.Datum(
-            model_input=tinker.ModelInput.from_ints(ids),
-            loss_fn_inputs={"target_tokens": torch.full((len(ids),), ids[0]), "weights": torch.ones(len(ids))},
-        )
-    ]
-    before = client.forward(data)
-    assert before.loss == pytest.approx(-float(before.log_probs[0].sum()), rel=1e-6)
-    for _ in range(10):
-        client.forward_backward(data)
-        client.optim_step(RATE)
-    assert client.forward(data).loss < before.loss / 2
-
-
-@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "dro"])
-def test_every_published_loss_makes_its_step(client, name):
-    asked = prompt(client, "x", SIZES[0])
-    answer = client.renderer.builder.encode_text("abc")
-    data = [datum(asked, answer, logprobs=[-3.0] * len(answer), advantages=[1.0] * len(answer))]
-    first = client.forward_backward(data, name)
-    assert client.optim_step(RATE)["actor/grad_norm"] > 0
-    assert math.isfinite(first.loss)
-    then = client.forward(data, name)
-    before, after = (float(passed.log_probs[0].sum()) for passed in (first, then))
-    assert after > before  # an answer that is better than expected becomes likelier
-
-
-def test_a_custom_loss_sees_outputs_and_rows(client):
-    data = supervised(client, ["one"], *SIZES)
-
-    def squared(outputs, rows):
-        return outputs.log_probs**2, {"mine": torch.ones_like(outputs.log_probs)}
-
-    passed = client.forward_backward(data, squared)
-    own = passed.log_probs[0][data[0].loss_fn_inputs["weights"].to_torch() > 0]
-    assert passed.loss == pytest.approx(float((own**2).sum()), rel=1e-5)
-    assert passed.metrics["mine"] == len(own)
-
-
-def test_a_custom_loss_may_normalise_by_the_response_mask(client):
-    data = supervised(client, ["one", "two words", "x"], *SIZES)
+def test_a_loss_may_read_rows_and_name_metrics(roles, path):
+    rows = learnt(path, "one", "two words", "x")
 
     def mean_of_rows(outputs, rows):
         mask = rows["response_mask"]
         return -outputs.log_probs * mask / mask.sum(1, keepdim=True), {"learnt": mask.float()}
 
-    passed = client.forward(data, mean_of_rows)
-    weights = [one.loss_fn_inputs["weights"].to_torch() for one in data]
-    own = [log_probs[weight > 0].mean() for log_probs, weight in zip(passed.log_probs, weights)]
-    assert passed.loss == pytest.approx(-float(sum(own)), rel=1e-5)
-    assert passed.metrics["learnt"] == sum(float((weight > 0).sum()) for weight in weights)
-
-
-def test_what_cannot_be_done_is_refused(client):
-    with pytest.raises(InvalidRow, match="row 0: chunk 1"):
-        wrong = tinker.types.ImageChunk(data=png((16, 16)), format="png", expected_tokens=9)
-        client.renderer.prompts([tinker.ModelInput(chunks=[tinker.EncodedTextChunk(tokens=[1]), wrong])])
+    passed, mask = roles.actor.forward(rows, mean_of_rows), rows["response_mask"].bool()
+    own = [log_probs[kept].mean() for log_probs, kept in zip(passed.log_probs, mask)]
+    assert passed.metrics["loss:sum"] == pytest.approx(-float(sum(own)), rel=1e-5)
+    assert passed.metrics["learnt"] == int(mask.sum())

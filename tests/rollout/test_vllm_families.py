@@ -1,7 +1,6 @@
 """vLLM's tokens and log-probs for every family: those of the Hugging Face engine and of the actor, before and after updates;
 and its expansion of chunks."""
 
-import io
 from dataclasses import replace
 
 import numpy as np
@@ -9,11 +8,9 @@ import pytest
 import torch
 
 from benchmarks.engine_weights import differing_weights
-from dataproto.chunks import EncodedTextChunk, ImageChunk, ModelInput
 from dataproto.errors import InvalidPrompt
 from helpers.engines import GREEDY, RESTRICTED, SAMPLED, generate, start
 from helpers.shown_models import VLLM_TYPES
-from rollout.prompts import ChunkRenderer
 from rollout.responses import build_requests
 from workers.model.named_weights import named_weights
 from workers.roles.actor import ActorWorker
@@ -149,31 +146,3 @@ def test_a_video_that_vllm_cannot_take_is_refused_by_its_row(family):
         generate(family, family.vllm, GREEDY, large)
     again = generate(family, family.vllm, GREEDY, prompts)  # nothing was left in vLLM's caches
     assert torch.equal(again["responses"], generate(family, family.hf, GREEDY, prompts)["responses"])
-
-
-def png(image):
-    buffer = io.BytesIO()
-    image.save(buffer, format="PNG")
-    return buffer.getvalue()
-
-
-def chunks_of(builder, row):
-    """The row's text and images, with the vision tokens of Qwen in the text chunks."""
-    pieces = row["prompt"].split("<image>")
-    chunks = [EncodedTextChunk(builder.encode_text(pieces[0]))]
-    for image, text in zip(row["images"], pieces[1:], strict=True):
-        chunks += [
-            EncodedTextChunk(builder.encode_text("<|vision_start|>")),
-            ImageChunk(png(image), "png"),
-            EncodedTextChunk(builder.encode_text(f"<|vision_end|>{text}")),
-        ]
-    return ModelInput(chunks)
-
-
-def test_our_expansion_of_chunks_is_vllms(family):
-    prompts = ChunkRenderer(family.builder).prompts([chunks_of(family.builder, row) for row in family.rows])
-    # The engine refuses a request whose expansion by vLLM is not ours (`check_expansion`).
-    ours, theirs = (generate(family, engine, GREEDY, prompts) for engine in (family.hf, family.vllm))
-    assert torch.equal(ours["responses"], theirs["responses"])
-    assert torch.equal(ours["truncated"], theirs["truncated"])
-    torch.testing.assert_close(ours["rollout_log_probs"], theirs["rollout_log_probs"], atol=1e-4, rtol=0)

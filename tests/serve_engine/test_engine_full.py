@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from dataproto.chunks import EncodedTextChunk, ModelInput
+from dataproto.chunks import EncodedTextChunk
 from dataproto.errors import CheckpointError, InvalidConfig
 from dataproto_server.backend import Datum, LoraSpec, Pass, SampleRequest, Sampling
 from dataproto_server.config import EngineOptions
@@ -51,7 +51,7 @@ def data_of(engine):
 def test_the_gradient_is_that_of_hugging_face(engine, path):
     prompt, data = data_of(engine)
     run_pass(engine, "full", data)
-    rendered = engine.base("tiny").rendered(ModelInput(prompt))
+    rendered = engine.base("tiny").rendered(prompt)
     family = engine.base("tiny").trainer.family
     model = family.model_class().from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").eval()
     media = {name: torch.cat([image.inputs[name] for image in rendered.images]) for name in rendered.images[0].inputs}

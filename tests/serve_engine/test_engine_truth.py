@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dataproto.chunks import EncodedTextChunk, ImageChunk, ModelInput
+from dataproto.chunks import EncodedTextChunk, ImageChunk
 from dataproto.errors import InvalidConfig
 from dataproto_server.backend import Datum, Failure, Pass, SampleRequest, Sampling
 from dataproto_server.engine import InProcessEngine
@@ -124,14 +124,14 @@ def test_samples_of_a_prompt_are_trained_as_if_each_were_alone(unlike):
     for name, gradient in gradients[1].items():
         torch.testing.assert_close(gradients[0][name], gradient, atol=1e-5 * float(gradient.abs().max() + 1), rtol=1e-4)
     base = unlike.engine.base("tiny")
-    rendered = base.renderer.placed([base.sequence(ModelInput(each)) for each in parts])
+    rendered = base.renderer.placed([base.sequence(each) for each in parts])
     packed = PackedPart([ScoredRow(each, None, None, None) for each in rendered])
     assert packed.lengths == [len(rendered[0]), 2, 1, 3]  # what each row has not in common with the row before
 
 
 def test_prompts_with_other_pictures_are_not_shared(qwen):
     text, base = EncodedTextChunk(list(range(5, 45))), qwen.engine.base("tiny")
-    inputs = [ModelInput([text, ImageChunk(png(40, 32, colour), "png"), text]) for colour in ((9, 9, 9), (200, 9, 9))]
+    inputs = [[text, ImageChunk(png(40, 32, colour), "png"), text] for colour in ((9, 9, 9), (200, 9, 9))]
     rows = [ScoredRow(each, None, None, None) for each in base.renderer.placed([base.sequence(i) for i in inputs])]
     assert PackedPart(rows).shared[1] == int(rows[1].rendered.token_types.nonzero()[0])
     assert [len(each) for each in PackedPart(rows).images] == [1, 1]
@@ -164,7 +164,7 @@ def test_a_prompt_is_scored_by_the_sampler_and_not_by_the_model(unlike):
         topk_prompt_logprobs=3,
         target_prompt_logprobs=targets,
     )
-    rendered = unlike.engine.base("tiny").rendered(ModelInput(parts))
+    rendered = unlike.engine.base("tiny").rendered(parts)
     text, expected = rendered.token_types[1:] == 0, unlike.expected()[:-1]
     own = expected.gather(1, rendered.input_ids[1:, None])[:, 0]
     assert np.isnan(found.prompt_logprobs[0])

@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 
-from dataproto.chunks import Datum, EncodedTextChunk, ImageChunk, ModelInput
-from dataproto.errors import InvalidConfig, InvalidRow, MediaMismatch
+from dataproto.chunks import EncodedTextChunk, ImageChunk
+from dataproto.errors import InvalidChunk, InvalidConfig, InvalidRow, MediaMismatch
 from dataproto.vlm import family_of
 from helpers.tiled_models import tiled_rows, write_with_pictures
 from helpers.tiny_models import forward_inputs, tiny_config
@@ -81,18 +81,15 @@ def test_image_chunks_are_the_prompt_of_the_whole_text_or_refused():
 
     shown = "\n\n<start_of_image>" + "<image_soft_token>" * 4 + "<end_of_image>\n\n"
     whole = tokenizer(f"see{shown}why?\n", add_special_tokens=False)["input_ids"]
-    given = ModelInput([text("see"), image, text("why?\n")])
-    assert renderer.prompts([given])["input_ids"][0].tolist() == whole
+    assert renderer.sequence([text("see"), image, text("why?\n")], {}).input_ids.tolist() == whole
     for chunks, number in (
         ([text("<start_of_turn>user\n"), image, text("why?")], 1),
         ([text("see"), image, EncodedTextChunk([]), text("\nwhy?")], 1),
         ([image, image], 0),
     ):
         says = f"chunk {number} is an image, and models of type gemma3 join the line breaks around it"
-        with pytest.raises(InvalidRow, match=says):
-            renderer.prompts([ModelInput(chunks)])
-        with pytest.raises(InvalidRow, match=says):
-            renderer.rows([Datum(ModelInput(chunks), {"target_tokens": [1]})])
+        with pytest.raises(InvalidChunk, match=says):
+            renderer.sequence(chunks, {})
 
 
 def test_greedy_tokens_are_those_of_a_forward_pass_without_cache(checkpoint):

@@ -8,8 +8,8 @@ import torch
 from PIL import Image
 from transformers.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMV4_6Processor
 
-from dataproto.chunks import ImageChunk, ModelInput
-from dataproto.errors import InvalidConfig, InvalidPrompt, InvalidRow, MediaMismatch
+from dataproto.chunks import ImageChunk
+from dataproto.errors import InvalidChunk, InvalidConfig, InvalidPrompt, InvalidRow, MediaMismatch
 from dataproto.vlm import family_of
 from helpers.tiled_models import check_greedy_tokens, check_prompts, tiled_rows, write_with_pictures
 from helpers.tiny_models import image_inputs, tiny_config
@@ -141,8 +141,8 @@ def test_videos_and_images_without_a_known_number_are_refused():
     picture.save(png, "PNG")
     with pytest.raises(InvalidPrompt, match="number the images of a prompt: show images in the first observation"):
         TurnRenderer(builder).turn(Observation(content=[picture]))
-    with pytest.raises(InvalidRow, match="number the images of a prompt, and a chunk does not tell its number"):
-        ChunkRenderer(builder).prompts([ModelInput([ImageChunk(png.getvalue(), "png")])])
+    with pytest.raises(InvalidChunk, match="number the images of a prompt, and a chunk does not tell its number"):
+        ChunkRenderer(builder).sequence([ImageChunk(png.getvalue(), "png")], {})
 
 
 @pytest.mark.parametrize(("installed", "refused"), [("5.18.0", True), ("5.19.0", False), ("6.0.0.dev0", False)])

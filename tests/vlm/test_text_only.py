@@ -5,8 +5,8 @@ import pytest
 import torch
 from PIL import Image
 
-from dataproto.chunks import EncodedTextChunk, ImageChunk, ModelInput
-from dataproto.errors import InvalidConfig, InvalidRow, MediaMismatch
+from dataproto.chunks import EncodedTextChunk, ImageChunk
+from dataproto.errors import InvalidChunk, InvalidConfig, InvalidRow, MediaMismatch
 from dataproto.vlm import family_of
 from helpers.batches import padded_log_probs, prompt_batch, with_responses
 from helpers.checkpoints import write_checkpoint
@@ -62,9 +62,9 @@ def test_a_row_with_media_is_refused_by_its_number(kind):
 
 def test_an_image_chunk_is_refused_by_its_number():
     renderer = ChunkRenderer(tiny_builder("qwen3"))
-    assert renderer.prompts([ModelInput([EncodedTextChunk([5, 6])])])["input_ids"].tolist() == [[5, 6]]
-    with pytest.raises(InvalidRow, match=r"row 0: chunk 1 \(image\): models of type qwen3 take no images"):
-        renderer.prompts([ModelInput([EncodedTextChunk([5]), ImageChunk(png(PICTURE), "png")])])
+    assert renderer.sequence([EncodedTextChunk([5, 6])], {}).input_ids.tolist() == [5, 6]
+    with pytest.raises(InvalidChunk, match=r"chunk 1 \(image\): models of type qwen3 take no images"):
+        renderer.sequence([EncodedTextChunk([5]), ImageChunk(png(PICTURE), "png")], {})
 
 
 def test_media_of_another_model_are_refused_by_their_row(tmp_path):

@@ -6,7 +6,7 @@ Imports no torch, so that a command shows its options at once.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from dataproto.errors import InvalidConfig
 
@@ -241,8 +241,3 @@ class AdamParams:
             )
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
             raise InvalidConfig(f"beta1={self.beta1} and beta2={self.beta2}: must be at least 0 and below 1")
-
-    @classmethod
-    def of(cls, params: Any) -> "AdamParams":
-        """From an object with these attributes, such as ``tinker.AdamParams``."""
-        return cls(**{name: float(getattr(params, name)) for name in cls.__dataclass_fields__})

@@ -53,8 +53,6 @@ def every_token(data: DataProto, module: PackedVLM) -> DataProto:
     under the policy: they follow another token, and are neither placeholders of media nor their delimiters.
     """
     rows, ids, attended = copy(data), data["input_ids"], data["attention_mask"].bool()
-    if "targets" in rows:
-        rows.pop(["targets"])
     if "response_mask" not in rows:
         rows["response_mask"] = ids[:, :0]
     if PROMPT_ROUTED_EXPERTS in rows and ROUTED_EXPERTS in rows:

@@ -93,8 +93,6 @@ def pack(module: PackedVLM, rows: DataProto, shared: Tensor) -> PackedRows:
     """The rows packed; rows where ``shared (B,)`` is true have the prompt of the row before."""
     ids, mask, positions, responses = (rows[name] for name in TRAINING_COLUMNS)
     packed = pack_rows(ids, mask, positions, responses, token_types(module, rows), shared)
-    if "targets" in rows:
-        packed = replace(packed, targets=rows["targets"].flatten()[packed.response_cells])
     if module.replays_routing and ROUTED_EXPERTS in rows:
         packed = replace(packed, routed_experts=recorded_experts(rows, shared))
     return packed

@@ -17,7 +17,7 @@ from workers.model.packed_model import PackedVLM
 from workers.training.forward_pass import TRAINING_COLUMNS, media_of, token_types
 from workers.training.loss_sums import check_mode
 
-READ = (*TRAINING_COLUMNS, "targets", "mm_token_type_ids")
+READ = (*TRAINING_COLUMNS, "mm_token_type_ids")
 """The dense columns that a forward pass reads."""
 
 
@@ -80,23 +80,19 @@ def check_attended(data: DataProto) -> None:
 
 def check_vocabulary(data: DataProto, vocabulary: int) -> None:
     """A split vocabulary would silently give a token outside of it an embedding of zero."""
-    seen = {"input_ids": "attention_mask", "targets": "response_mask"}
-    for name, mask in seen.items():
-        if name not in data:
-            continue
-        tokens = data[name]
-        cells = (((tokens < 0) | (tokens >= vocabulary)) & data[mask].bool()).nonzero()
-        if len(cells):
-            row, column = cells[0].tolist()
-            raise InvalidColumn(
-                f"{name!r}, row {row}, position {column}: token {int(tokens[row, column])} is outside the model's vocabulary of "
-                f"{vocabulary} tokens; set {mask!r} to 0 where a token does not count"
-            )
+    tokens = data["input_ids"]
+    cells = (((tokens < 0) | (tokens >= vocabulary)) & data["attention_mask"].bool()).nonzero()
+    if len(cells):
+        row, column = cells[0].tolist()
+        raise InvalidColumn(
+            f"'input_ids', row {row}, position {column}: token {int(tokens[row, column])} is outside the model's vocabulary of "
+            f"{vocabulary} tokens; set 'attention_mask' to 0 where a token does not count"
+        )
 
 
 def check_responses(data: DataProto, banned_ids: Sequence[int]) -> None:
     width = data["response_mask"].shape[1]
-    responses = data["targets"] if "targets" in data else data["input_ids"][:, data["input_ids"].shape[1] - width :]
+    responses = data["input_ids"][:, data["input_ids"].shape[1] - width :]
     banned = torch.isin(responses, torch.tensor(banned_ids, dtype=responses.dtype, device=responses.device))
     cells = (banned & data["response_mask"].bool()).nonzero()
     if len(cells):
