@@ -340,13 +340,6 @@ def takes_adapters(name: str) -> bool:
     return has_option(_engine_class(name), "lora_rank")
 
 
-def prepare_engine(name: str, model_path: str) -> None:
-    """Begins, during other work of the process, what an engine can do before it is created: its ``prepare``, if it has one."""
-    prepare = getattr(_engine_class(name), "prepare", None)
-    if prepare is not None:
-        prepare(model_path)
-
-
 def has_option(engine: Any, option: str) -> bool:
     """Whether an engine has an option of this name, of its own or of the class to which it hands further options.
 

@@ -23,13 +23,6 @@ def family_and_config(model_path: str) -> tuple[VLMFamily, Any]:
     return family_of(config), config
 
 
-def architecture(model_path: str) -> str:
-    """The name of the model's class for an engine: the family's, or as a checkpoint's config has it; empty if it has none."""
-    family, config = family_and_config(model_path)
-    names = family.rollout_config(config).get("architectures") or config.architectures
-    return str(names[0]) if names else ""
-
-
 def load_model(family: VLMFamily, model_path: str, dtype: torch.dtype) -> Any:
     """The model of a checkpoint, on the host, in ``dtype``; `VLMFamily.float32_weights` are in float32 whatever it is.
 

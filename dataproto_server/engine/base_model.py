@@ -32,8 +32,6 @@ class BaseModel:
         self.path, self.options = path, options
         log.info("loading the model %s", path)
         began = time.perf_counter()
-        if options.sampler == "vllm":
-            VLLMAdapterEngine.prepare(path)
         checkpointing = options.activation_checkpointing
         self.trainer = AdapterTrainer(path, device, options.token_budget, checkpointing, trains_weights)
         self.renderer = ChunkRenderer(PromptBuilder.from_pretrained(path, LONGEST, image_cache_bytes=0))

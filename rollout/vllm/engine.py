@@ -46,7 +46,7 @@ from rollout.vllm.requests import (
     first_samples_first,
 )
 from rollout.vllm.running_engine import clear_kv_cache, state_of
-from rollout.vllm.startup import inspect_ahead, processor_options, quantization_options, start_llm, worker_options
+from rollout.vllm.startup import processor_options, quantization_options, start_llm, worker_options
 from rollout.vllm.whole_images import limit_of_images
 
 
@@ -114,11 +114,6 @@ class VLLMEngine:
         chosen |= options
         chosen |= worker_options(lora_rank, sleep_level, options)
         self._start(model_path, sleep_level, max_images, chosen, routed_experts, awaits_weights, speculate)
-
-    @staticmethod
-    def prepare(model_path: str) -> None:
-        """Begins what a start needs and other work need not wait for; see `inspect_ahead`."""
-        inspect_ahead(model_path)
 
     def _start(
         self,

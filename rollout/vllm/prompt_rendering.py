@@ -212,9 +212,8 @@ class PromptRenderer:
             and (found := longest_run(request.token_types)) > self.longest_image
         ):
             raise InvalidPrompt(
-                f"an image of {found} tokens exceeds the attention window of {self.longest_image}, where this model of vLLM "
-                "computes causal attention within the image and the actor does not: use the hf engine, or smaller images if the "
-                "model takes several sizes (max_pixels)"
+                f"an image of {found} tokens, of more than {self.longest_image}: vLLM computes causal attention within it, and "
+                "the actor does not: use the hf engine, or smaller images if the model takes several sizes (max_pixels)"
             )
         if request.multi_modal_inputs and not images and not media.get("video"):
             raise InvalidPrompt("it has pixels but no images: the vLLM engine needs the column multi_modal_data")

@@ -1,13 +1,8 @@
 """Starting vLLM in this process, with the policy as its sampler, and the options by which vLLM 0.24 to 0.32 do so."""
 
 import gc
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +10,7 @@ from torch import distributed, nn
 
 from dataproto.errors import InvalidConfig
 from dataproto.vlm.family import VLMFamily
-from rollout.pretrained import architecture, check_in_vllm, check_speculation, family_and_config
+from rollout.pretrained import check_in_vllm, check_speculation, family_and_config
 from rollout.vllm.low_rank import LORA_RANK, WEIGHTS_STAY
 from rollout.vllm.process_settings import (
     count_whole_images,
@@ -28,7 +23,6 @@ from rollout.vllm.process_settings import (
     takes_second_runner,
 )
 from rollout.vllm.running_engine import error_line
-from rollout.vllm.whole_images import READ_WHOLE, check_reads_whole
 
 POLICY_WORKER = "rollout.vllm.worker.PolicyWorker"
 """vLLM's name for the worker whose sampler is the policy's."""
@@ -154,11 +148,6 @@ DENSE_SIZES = 8
 STEPS_BETWEEN_POWERS = 4
 """Recorded batch sizes between one power of two and the next, above `DENSE_SIZES`."""
 
-LOOK_TIMEOUT_S = 120.0
-"""For `inspect_ahead`, after which a start looks for itself."""
-_LOOKING: list["subprocess.Popen[bytes]"] = []
-"""Processes of `inspect_ahead` that no start has waited for."""
-
 
 def processor_options(image_options: Mapping[str, Any] | None) -> dict[str, Any]:
     """Settings of vLLM's image processor: the PIL backend, as everywhere in this project, and the builder's options."""
@@ -193,28 +182,6 @@ def with_graph_sizes(options: dict[str, Any], speculate: int = 0) -> dict[str, A
     return options | {"compilation_config": sizes | dict(chosen)}
 
 
-def inspect_ahead(model_path: str) -> "subprocess.Popen[bytes] | None":
-    """Has vLLM look at the class of a checkpoint's model in a process of its own, unless it has done so on this machine; ``None``
-    then, and if there is no such checkpoint.
-
-    A start needs the result, which vLLM keeps on disk. On a machine where vLLM never ran, that takes 20 s, while other
-    models are loaded.
-    """
-    try:
-        model_class = architecture(model_path)
-    except (OSError, ValueError):
-        return None  # who loads it says what is wrong
-    cache = Path(os.environ.get("VLLM_CACHE_ROOT") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "vllm")
-    if any((cache.expanduser() / "modelinfos").glob(f"*-{model_class}.json")):
-        return None
-    code = "import sys; from vllm import ModelRegistry; ModelRegistry.models[sys.argv[1]].inspect_model_cls()"
-    nothing = subprocess.DEVNULL
-    command = [sys.executable, "-c", code, model_class]
-    looking = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing)
-    _LOOKING.append(looking)
-    return looking
-
-
 def start_llm(
     model_path: str,
     device: torch.device,
@@ -239,7 +206,6 @@ def start_llm(
     collect_old_engines()
     llm_class = import_vllm().LLM
     search_plain_objects()
-    wait_for_inspection()
     try:
         defaults = default_options(model_path, device, options, routed_experts, awaits_weights, speculate)
         family, config = family_and_config(model_path)
@@ -273,13 +239,6 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise InvalidConfig("speculative_config: the policy itself draws the tokens; use speculate=N for drafts")
     if options.get("worker_cls"):
         raise InvalidConfig("worker_cls: the engine has a worker of its own, whose sampler is the policy's")
-
-
-def wait_for_inspection() -> None:
-    """Waits for the processes of `inspect_ahead`."""
-    while _LOOKING:
-        with suppress(subprocess.TimeoutExpired):
-            _LOOKING.pop().wait(LOOK_TIMEOUT_S)
 
 
 def default_options(
@@ -324,9 +283,6 @@ def default_options(
         defaults["load_format"] = AWAITING
     if not on_cuda:
         defaults |= {"enforce_eager": True, "skip_mm_profiling": True}
-        if family.mutual_images(config) is not None:
-            check_reads_whole(options)
-            defaults |= READ_WHOLE
     elif family.model_type in TILED:
         defaults["skip_mm_profiling"] = True
     if family.experts is None and options.get("quantization") is None:

@@ -3,7 +3,6 @@
 import gc
 import importlib
 import os
-import sys
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from benchmarks.engine_weights import differing_of_worker, differing_weights
 from dataproto.errors import InvalidConfig
 from helpers.checkpoints import write_checkpoint
 from helpers.engines import GREEDY, ROWS, SAMPLED, generate, start
-from rollout.engine import awaits_weights, has_option, prepare_engine
+from rollout.engine import awaits_weights, has_option
 from rollout.prompts import PromptBuilder
 from rollout.responses import build_requests
 from rollout.vllm import VLLMEngine
@@ -25,11 +24,9 @@ from rollout.vllm.startup import (
     default_options,
     error_line,
     graph_sizes,
-    inspect_ahead,
     with_graph_sizes,
     worker_options,
 )
-from rollout.vllm.whole_images import check_reads_whole
 from workers import ActorConfig, launch
 from workers.cluster.role_groups import engine_phase
 from workers.roles.rollout_worker import RolloutConfig
@@ -114,13 +111,6 @@ def test_vllm_compiles_in_one_thread_and_other_models_in_theirs():
         assert inductor_config.compile_threads == 7
 
 
-@pytest.mark.parametrize("name", ["enable_prefix_caching", "enable_chunked_prefill"])
-def test_options_that_would_divide_an_image_are_refused(name):
-    check_reads_whole({"max_num_seqs": 4, name: False})
-    with pytest.raises(InvalidConfig, match=f"{name}=True: on a CPU vLLM reads prompts of this model whole"):
-        check_reads_whole({"max_num_seqs": 4, name: True})
-
-
 @pytest.mark.parametrize("name", ["speculative_config", "worker_cls"])
 def test_options_that_would_replace_the_policy_are_refused(name):
     check_options({name: None})
@@ -178,36 +168,6 @@ def test_an_option_is_found_in_the_class_that_takes_the_others():
     assert not awaits_weights("hf")
     with pytest.raises(InvalidConfig, match="unknown"):
         awaits_weights("no engine")
-
-
-def test_a_class_that_vllm_knows_is_not_looked_at_ahead(tmp_path, monkeypatch):
-    checkpoint = write_checkpoint("qwen2_5_vl", tmp_path / "model")
-    started = []
-    monkeypatch.setattr("rollout.vllm.startup.subprocess.Popen", lambda command, **_: started.append(command))
-    monkeypatch.setattr("rollout.vllm.startup._LOOKING", [])
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    prepare_engine("hf", checkpoint)
-    assert not started
-    prepare_engine("vllm", checkpoint)
-    assert [(command[0], command[-1]) for command in started] == [
-        (sys.executable, "Qwen2_5_VLForConditionalGeneration")
-    ]
-    (tmp_path / "modelinfos").mkdir()
-    (tmp_path / "modelinfos" / "vllm-models-qwen2_5_vl-Qwen2_5_VLForConditionalGeneration.json").write_text("{}")
-    prepare_engine("vllm", checkpoint)
-    prepare_engine("vllm", str(tmp_path / "nothing"))
-    assert len(started) == 1
-
-
-@pytest.mark.long
-@pytest.mark.vllm
-def test_looking_ahead_leaves_what_a_start_reads(tmp_path, monkeypatch):
-    checkpoint = write_checkpoint("qwen2_5_vl", tmp_path / "model")
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    looking = inspect_ahead(checkpoint)
-    assert looking is not None
-    assert looking.wait(timeout=300) == 0
-    assert inspect_ahead(checkpoint) is None
 
 
 def loaded_state(worker):

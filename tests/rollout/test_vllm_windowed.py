@@ -10,6 +10,7 @@ from dataproto.errors import InvalidPrompt
 from helpers.engines import GREEDY, SAMPLED, generate, start
 from helpers.shown_models import VLLM_WINDOWED_TYPES
 from helpers.tiny_models import WINDOW
+from helpers.whole_images import READ_WHOLE, with_whole_images
 from rollout.responses import build_requests
 from rollout.vllm.whole_images import longest_image, longest_run
 
@@ -20,7 +21,11 @@ WORDS = [{"prompt": "no picture", "images": []}, {"prompt": "longer than a windo
 
 @pytest.fixture(scope="module", params=VLLM_WINDOWED_TYPES)
 def both(request, tmp_path_factory):
-    return start(request.param, tmp_path_factory.mktemp(request.param))
+    setup = start(request.param, tmp_path_factory.mktemp(request.param), **READ_WHOLE)
+    mutual = setup.builder.family.mutual_images(setup.builder.config) is not None
+    assert setup.vllm.prompts.longest_image == (0 if mutual else None)  # on a CPU, whose kernels are causal
+    with_whole_images(setup.vllm)
+    return setup
 
 
 def assert_same_as_actor(both, sampling, prompts=None):
@@ -59,10 +64,7 @@ def test_images_that_vllm_would_read_causally_are_refused_elsewhere(both):
     """On a GPU, for models whose windows vLLM does not keep within images."""
     keeps = both.builder.family.model_type != "gemma3"
     assert both.vllm.llm.collective_rpc(longest_image) == [None if keeps else WINDOW]
-    assert both.vllm.prompts.longest_image is None  # on a CPU any length is right
     limited = replace(both.vllm.prompts, longest_image=3, last=[])
-    with pytest.raises(
-        InvalidPrompt, match=r"row 0: an image of \d+ tokens exceeds the attention window of 3.*use the hf engine"
-    ):
+    with pytest.raises(InvalidPrompt, match=r"row 0: an image of \d+ tokens, of more than 3: .*use the hf engine"):
         limited.render(build_requests(both.prompts, GREEDY), GREEDY, [f"row {row}" for row in range(4)])
     limited.render(build_requests(both.builder(WORDS), GREEDY), GREEDY, ["row 0", "row 1"])

@@ -282,18 +282,6 @@ def test_media_are_released_above_the_limit_if_a_step_never_ends(group, monkeypa
     assert sum(each() is not None for each in kept) <= 4
 
 
-def test_preparing_in_the_first_process_of_each_node_names_the_rank_that_failed(group, monkeypatch):
-    """Two ranks, the second of which is taken for the only one to prepare."""
-
-    def fail() -> None:
-        raise OverflowError("no room on the disk")
-
-    monkeypatch.setattr("workers.cluster.ray_launcher.first_ranks", lambda placements: {1})
-    with pytest.raises(WorkerFailed, match=r"rank 1 on .*OverflowError: no room on the disk"):
-        group._pool.prepare(fail)
-    assert group.ranks() == 3
-
-
 @pytest.mark.parametrize(
     ("layout", "answering"), [(Layout(tp=2), 0), pytest.param(Layout(pp=2), 1, marks=pytest.mark.long)]
 )

@@ -149,10 +149,6 @@ class Host:
             raise InvalidConfig("this process has no weight channel: call open_channel first")
         return self.channel.receive()
 
-    def prepare(self, work: Callable[[], None]) -> None:
-        """Runs ``work``, which is to begin something and not to wait for it."""
-        work()
-
     def build(self, role: str, make: Callable[["Host"], Any]) -> type:
         """Builds the worker of a role and returns its class."""
         self.report(f"building {role}")

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from dataproto.errors import InvalidConfig
-from rollout.engine import prepare_engine
 from workers.cluster.role_groups import LaunchPlan, Phase, Roles, engine_phase
 from workers.ranks.dispatch_modes import dispatch_of
 from workers.roles.actor import ActorWorker
@@ -58,8 +57,6 @@ def start_roles(plan: LaunchPlan, phase: Phase) -> Roles:
     if plan.layout.world_size + plan.layout.rollout > 1:
         raise InvalidConfig(f"{plan.layout} needs several processes: use on='ray'")
     optional: dict[str, LocalGroup | None] = {"reference": None, "critic": None, "reward": None}
-    if plan.rollout is not None:
-        prepare_engine(plan.rollout.engine, plan.rollout.model_path)
     with phase("loading the actor"):
         actor = ActorWorker(plan.actor)
     if plan.reference:

@@ -46,15 +46,6 @@ def _numeric_key(text: str) -> tuple[int, str]:
     return len(text), text
 
 
-def first_ranks(placements: Sequence[Placement]) -> set[int]:
-    """The first rank of each node.
-
-    >>> sorted(first_ranks([Placement(ip, ip, (), 8) for ip in ("10.0.0.1", "10.0.0.1", "10.0.0.2")]))
-    [0, 2]
-    """
-    return {rank for rank, here in enumerate(placements) if here.node not in {each.node for each in placements[:rank]}}
-
-
 def all_fit(bundles: Sequence[Mapping[str, float]], free: Sequence[Mapping[str, float]]) -> bool:
     """Whether nodes with these ``free`` resources have room for all ``bundles``, each on one node, if the largest choose first.
 

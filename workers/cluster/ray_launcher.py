@@ -14,9 +14,9 @@ from typing import Any, cast
 import torch
 
 from dataproto.errors import DataProtoError, InvalidConfig, WorkerFailed, end_after, ending
-from rollout.engine import engine_ranks, prepare_engine
+from rollout.engine import engine_ranks
 from workers.cluster.host import Host
-from workers.cluster.placement import Placement, all_fit, first_ranks, rank_order, thread_shares
+from workers.cluster.placement import Placement, all_fit, rank_order, thread_shares
 from workers.cluster.ray_config import RayConfig
 from workers.cluster.ray_group import (
     NodeResources,
@@ -104,12 +104,6 @@ class RayPool:
             return RayGroup(self, role, classes[0])
 
         return finish
-
-    def prepare(self, work: Callable[[], None]) -> None:
-        """Runs ``work``, which is to begin something and not to wait for it, in the first process of each node."""
-        first = first_ranks(self.placements)
-        refs = [host.prepare.remote(work if rank in first else _do_nothing) for rank, host in enumerate(self.hosts)]
-        self.wait(refs, "start")
 
     def open_channel(self, receivers: "RayPool") -> None:
         """Opens a weight channel from the first process of this pool to all processes of another."""
@@ -235,10 +229,6 @@ class RayPool:
             end_processes([*self.hosts, self.monitor], self.placement_group)
 
 
-def _do_nothing() -> None:
-    """The work of a process that has none."""
-
-
 def share_cores(groups: Sequence[RayGroup]) -> None:
     """Gives the processes of all ``groups`` equal shares of their nodes' cores as threads.
 
@@ -277,9 +267,6 @@ def start_roles(plan: LaunchPlan, phase: Phase, **options: Any) -> Roles:
             model_processes = plan.layout.world_size + plan.layout.rollout
             pools = _start_pools(plan, config, stack)
             pool = pools["models"]
-            if plan.rollout is not None:  # on each node, while the actor is loaded
-                prepare = partial(prepare_engine, plan.rollout.engine, plan.rollout.model_path)
-                pools.get("engines", pool).prepare(prepare)
             reward = _begin_reward(plan, pools)
             rollout = None if plan.rollout is None else _begin_rollout(plan, plan.rollout, pools)
         with phase("loading the actor"):
