@@ -185,10 +185,10 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if is_long(item):
             item.add_marker(pytest.mark.long)
-    missing = left_out_here()
+    missing, older = left_out_here(), families_left_out()
     left_out = {item for item in items if any(item.get_closest_marker(name) for name in missing)}
     left_out |= {item for item in items if lacks_its_tracker(item)}
-    left_out |= {item for item in items if any(family in item.nodeid for family in families_left_out())}
+    left_out |= {item for item in items if any(family in item.nodeid for family in older)}
     if config.getoption("fast"):
         left_out |= {item for item in items if is_slow(item)}
     if left_out:
