@@ -151,11 +151,14 @@ NEWER_TRANSFORMERS = {
     "idefics3": (5, 18),
     "smolvlm": (5, 18),
     "of_the_counter[qwen3_5": (5, 18),  # the test counts what later forms of its layers compute
-    "each_row_alone[qwen2_5_vl]": (5, 18),  # Hugging Face's own positions, with which the test compares, cut seconds of videos
+    "each_row_alone[qwen2_5_vl]": (
+        5,
+        18,
+    ),  # Hugging Face's own positions, with which the test compares, cut seconds of videos
     "compiled_in_parts": (5, 23),  # in float32 the gradients of split experts are not compiled before
 }
-"""What is not tested with older transformers of the range: families that the library refuses with them, which compute them wrongly
-or need torchvision, and single tests."""
+"""What is not tested with older transformers of the range: families that the library refuses with them, which compute them
+wrongly or need torchvision, and single tests."""
 
 
 def families_left_out():

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from recipes.configs import grpo_config, sft_config, walk_config
-from recipes.configs.parity_config import ParityConfig
 from recipes.demo.tiny_model import make_tiny_model
 from recipes.options import options_of
 from recipes.watch.metrics_file import METRICS_FILE, read_metrics
@@ -65,7 +64,7 @@ def test_the_calls_of_roles_run_as_their_page_says(tmp_path, monkeypatch):
 
 def test_the_options_of_what_now_exist():
     page = (ROOT / "docs" / "what_now.md").read_text()
-    configs = [grpo_config.TINY, walk_config.TINY, sft_config.TINY, ParityConfig()]
+    configs = [grpo_config.TINY, walk_config.TINY, sft_config.TINY]
     known = {option.name for config in configs for option in options_of(config)} | {"resume"}
     named = re.findall(r"--([a-z][\w.-]*)", page) + re.findall(r"`([a-z][\w.-]+): ", page)
     assert len(named) > 40

@@ -29,7 +29,6 @@ COMMANDS = {
     "walk": "train by GRPO or PPO over episodes with a new picture each turn",
     "zoom": "train by GRPO or PPO over episodes that look closer at a picture and then answer",
     "browse": "train an agent by GRPO that presses the button of a page in Chromium",
-    "parity": "compare log-probs of the rollout engine with the actor's",
     "export": "make a checkpoint of a run an ordinary Hugging Face model",
     "plan": "forecast memory and time of a run before anything is loaded",
     "show": "show the first rows of a data set as the model sees them, and what the reward gives their truths",
@@ -46,6 +45,7 @@ ELSEWHERE = {
 
 ENDED = {
     "make-vlm": "train a small published model, such as --model-path HuggingFaceTB/SmolVLM-256M-Instruct",
+    "parity": "each step of a run measures it: training/rollout_probs_diff_log_mean and its neighbours",
     "report": "a run writes report.html at its end, and dataproto view shows one that has not ended",
 }
 """Commands of earlier versions, and what to do instead."""

@@ -99,7 +99,7 @@ def _problems(last: Sequence[Metrics], limits: Thresholds) -> Iterator[tuple[str
         yield (
             "engine_difference",
             f"the engine's log-probs of sampled tokens differ from the actor's by {differences[-1]:.2g} nats on average: it "
-            "samples from another policy; compare them with dataproto parity, try without the engine's quantization or a smaller "
+            "samples from another policy; try without the engine's quantization or a smaller "
             "--rollout.staleness, and correct the loss (--algorithm.correction)",
         )
 

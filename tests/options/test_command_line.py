@@ -8,7 +8,6 @@ from dataproto.errors import CheckpointError, InvalidConfig
 from recipes.configs import (
     export_config,
     grpo_config,
-    parity_config,
     plan_config,
     ppo_config,
     sft_config,
@@ -24,16 +23,16 @@ def written(path: Path, text: str) -> list[str]:
 
 
 def test_a_file_gives_options_of_every_command_and_the_command_line_overrides_them(tmp_path):
-    file = written(tmp_path / "mine.yaml", "rows: 3\nengine: hf\nseed: 3\nengine-options: {max_num_seqs: 7}")
-    config = parity_config.parse([*file, "--rows", "5"])
-    assert (config.rows, config.engine, config.seed) == (5, "hf", 3)
+    file = written(tmp_path / "mine.yaml", "steps: 3\nengine: hf\nseed: 3\nengine-options: {max_num_seqs: 7}")
+    config = sft_config.parse([*file, "--steps", "5"])
+    assert (config.run.steps, config.engine, config.run.seed) == (5, "hf", 3)
     assert config.engine_options == {"max_num_seqs": 7}
     export = export_config.parse(["run/global_step_1", "out", *written(tmp_path / "mine.yaml", "dtype: float32")])
     assert (export.checkpoint, export.output, export.dtype) == (Path("run/global_step_1"), Path("out"), "float32")
     view = viewer.parse([*written(tmp_path / "mine.yaml", "port: 9"), "run"])
     assert (view.run_dir, view.port) == (Path("run"), 9)
-    with pytest.raises(InvalidConfig, match="there is no option 'rwos'; the nearest is 'rows'"):
-        parity_config.parse(written(tmp_path / "mine.yaml", "rwos: 3"))
+    with pytest.raises(InvalidConfig, match="there is no option 'stesp'; the nearest is 'steps'"):
+        sft_config.parse(written(tmp_path / "mine.yaml", "stesp: 3"))
 
 
 def test_flags_of_every_command_take_true_and_false():
@@ -78,8 +77,8 @@ def test_a_plan_divides_its_options_from_those_of_the_recipe(tmp_path):
         (sft_config.parse, "--float8", "^--float8 is read from files only"),
         (plan_config.parse, "walk --device h200", "^walk is not planned: its run says after the first steps"),
         (plan_config.parse, "parity", "one of grpo, ppo, sft, classify"),
-        (parity_config.parse, "--engine hf --engine-options memory_share 0.3", "no option 'memory_share'"),
-        (parity_config.parse, "--engine abacus", "^engine 'abacus' is unknown"),
+        (grpo_config.parse, "--engine hf --engine-options memory_share 0.3", "no option 'memory_share'"),
+        (grpo_config.parse, "--engine abacus", "^engine 'abacus' is unknown"),
         (
             ppo_config.parse,
             "--critic-optimizer.total-steps 5",
@@ -117,7 +116,7 @@ def test_a_column_may_be_named_with_the_group_of_the_data() -> None:
     assert data.data_path == "rows.parquet"
 
 
-@pytest.mark.parametrize("parse", [grpo_config.parse, parity_config.parse])
+@pytest.mark.parametrize("parse", [grpo_config.parse, sft_config.parse])
 @pytest.mark.parametrize("seed", ["-1", str(2**63)])
 def test_a_seed_that_no_generator_takes_is_refused(parse, seed):
     with pytest.raises(InvalidConfig, match=f"--seed {seed}: must be at least 0"):

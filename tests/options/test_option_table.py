@@ -19,7 +19,6 @@ from recipes.configs import (
 from recipes.options import REQUIRED, options_of
 from recipes.options.command_line import read
 from recipes.options.names import ENDED, FILE_ONLY
-from recipes.parity import ParityConfig
 from recipes.watch.viewer import ViewConfig
 
 CONFIGS = (
@@ -31,7 +30,6 @@ CONFIGS = (
     zoom_config.TINY,
     sft.TINY,
     classify.TINY,
-    ParityConfig(),
     export_config.DEFAULT,
     plan_config.PlanOptions(),
     plan_config.ClusterConfig(),
