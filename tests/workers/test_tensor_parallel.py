@@ -29,7 +29,7 @@ from helpers.layouts import (
 )
 from helpers.processes import run_ranks
 from helpers.tiny_models import MODEL_TYPES, tiny_model
-from workers.model.logprobs import split_token_log_probs, token_log_probs
+from workers.model.logprobs import token_log_probs
 from workers.model.model_config import ModelConfig
 from workers.model.named_weights import named_weights
 from workers.model.packed_model import PackedVLM
@@ -71,7 +71,7 @@ def log_probs_of_a_split_vocabulary(banned, temperature, chunk, compiled=False, 
     split = nn.Parameter(distribute_tensor(weight, ranks.submesh("tp"), [Shard(0)], src_data_rank=None))
     results = []
     for score, head in (
-        (partial(split_token_log_probs, peers=Peers.of(ranks.group("tp"))), split),
+        (partial(token_log_probs, peers=Peers.of(ranks.group("tp"))), split),
         (token_log_probs, weight.clone().requires_grad_()),
     ):
         states = hidden.clone().requires_grad_()
@@ -97,7 +97,7 @@ def log_probs_in_half_precision():
         head = nn.Parameter(distribute_tensor(weight, ranks.submesh("tp"), [Shard(0)], src_data_rank=None))
         states = hidden.clone().requires_grad_()
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            log_probs, _ = split_token_log_probs(states, head, targets, peers=Peers.of(ranks.group("tp")))
+            log_probs, _ = token_log_probs(states, head, targets, peers=Peers.of(ranks.group("tp")))
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=within):
             (log_probs * torch.arange(9)).sum().backward()
         found.append((log_probs.detach(), states.grad, head.grad.full_tensor()))

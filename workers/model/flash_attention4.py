@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dataproto.errors import InvalidConfig
-from workers.model.segment_attention import Segments, empty_gradients, empty_output
+from workers.model.segment_attention import Segments, flash_operator
 
 MAX_TORCH_QUERIES = 128
 """Torch's kernel is faster on segments of up to this number of queries, such as the 64 of a vision tower's window."""
@@ -83,33 +83,14 @@ def _settings(cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float, 
     return {**bounds, "softmax_scale": scale, "causal": causal}
 
 
-@torch.library.custom_op(
-    "dataproto::flash_attention_4",
-    mutates_args=(),
-    device_types="cuda",
-    schema=f"(Tensor q, Tensor k, Tensor v, {SEGMENTS}) -> (Tensor, Tensor)",
-)
-def flash_attention_4(q: Tensor, k: Tensor, v: Tensor, *at: Any) -> tuple[Tensor, Tensor]:
-    """The output ``(T, H, D)`` and the log-sum-exp of the scores ``(H, T)`` float32."""
+def _forward(q: Tensor, k: Tensor, v: Tensor, *at: Any) -> tuple[Tensor, Tensor]:
     from flash_attn.cute import flash_attn_varlen_func
 
     out, log_sums = flash_attn_varlen_func(q, k, v, **_settings(*at), return_lse=True)
     return out, log_sums
 
 
-flash_attention_4.register_fake(empty_output)
-
-
-@torch.library.custom_op(
-    "dataproto::flash_attention_4_backward",
-    mutates_args=(),
-    device_types="cuda",
-    schema=(
-        "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor log_sums, "
-        f"{SEGMENTS}) -> (Tensor, Tensor, Tensor)"
-    ),
-)
-def _flash_attention_4_backward(
+def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, *at: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_bwd  # torch's adapter imports it from there too
@@ -118,17 +99,4 @@ def _flash_attention_4_backward(
     return grad_q, grad_k, grad_v
 
 
-_flash_attention_4_backward.register_fake(empty_gradients)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu_q, cu_k, *ctx.settings = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_q, cu_k)
-
-
-def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    grads = _flash_attention_4_backward(grad, *ctx.saved_tensors, *ctx.settings)
-    return (*grads, None, None, None, None, None, None)
-
-
-flash_attention_4.register_autograd(_backward, setup_context=_setup_context)
+flash_attention_4 = flash_operator("flash_attention_4", SEGMENTS, 2, _forward, _backward)

@@ -239,38 +239,30 @@ def has_fla() -> bool:
     return found
 
 
-def delta_rule_along_rows(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    rate: Tensor,
-    cu_seqlens: Tensor,
-    key_cu_seqlens: Tensor | None,
-    key_index: Tensor | None,
-) -> Tensor:
-    """`packed_delta_rule` along the rows with these boundaries; see `Pieces.of`. Compiled code calls the operator."""
+def delta_rule_along_rows(*inputs: Tensor | None) -> Tensor:
+    """`packed_delta_rule` of its tensors along the rows with the boundaries of `Pieces.of`. Compiled code calls the operator."""
     if torch.compiler.is_compiling():
         # The kernels want contiguous inputs: compiled code writes them so where it computes them, without a copy of its own.
-        query, key, value = (x.contiguous() for x in (query, key, value))
-        found: Tensor = _rule(query, key, value, decay, rate, cu_seqlens, key_cu_seqlens, key_index)
+        found: Tensor = _rule(*(x.contiguous() for x in inputs[:5] if x is not None), *inputs[5:])
         return found
-    return packed_delta_rule(query, key, value, decay, rate, Pieces.of(cu_seqlens, key_cu_seqlens, key_index))
+    return _along_rows(*inputs)
 
 
-@torch.library.custom_op("dataproto::delta_rule", mutates_args=())
-def _rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    rate: Tensor,
-    cu_seqlens: Tensor,
-    key_cu_seqlens: Tensor | None,
-    key_index: Tensor | None,
-) -> Tensor:
-    pieces = Pieces.of(cu_seqlens, key_cu_seqlens, key_index)
-    return packed_delta_rule(query, key, value, decay, rate, pieces).contiguous()
+def _along_rows(*inputs: Any) -> Tensor:
+    query, key, value, decay, rate, *bounds = inputs
+    return packed_delta_rule(query, key, value, decay, rate, Pieces.of(*bounds))
+
+
+ALONG_ROWS = (
+    "Tensor query, Tensor key, Tensor value, Tensor decay, Tensor rate, Tensor cu_seqlens, Tensor? key_cu_seqlens, "
+    "Tensor? key_index"
+)
+"""What the operator and its gradient take of `packed_delta_rule` and `Pieces.of`."""
+
+
+@torch.library.custom_op("dataproto::delta_rule", mutates_args=(), schema=f"({ALONG_ROWS}) -> Tensor")
+def _rule(*inputs: Any) -> Tensor:
+    return _along_rows(*inputs).contiguous()
 
 
 @_rule.register_fake
@@ -278,23 +270,14 @@ def _(query: Tensor, key: Tensor, value: Tensor, *_: Tensor | None) -> Tensor:
     return torch.empty_like(value, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("dataproto::delta_rule_backward", mutates_args=())
-def _rule_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    rate: Tensor,
-    cu_seqlens: Tensor,
-    key_cu_seqlens: Tensor | None,
-    key_index: Tensor | None,
-) -> list[Tensor]:
+@torch.library.custom_op(
+    "dataproto::delta_rule_backward", mutates_args=(), schema=f"(Tensor gradient, {ALONG_ROWS}) -> Tensor[]"
+)
+def _rule_backward(gradient: Tensor, *inputs: Any) -> list[Tensor]:
     """Gradients of the first five inputs. The forward pass runs again: the kernels keep what they need in their own graph."""
-    inputs = query, key, value, decay, rate = [x.detach().requires_grad_() for x in (query, key, value, decay, rate)]
+    tracked = [x.detach().requires_grad_() for x in inputs[:5]]
     with _recording():
-        out = packed_delta_rule(query, key, value, decay, rate, Pieces.of(cu_seqlens, key_cu_seqlens, key_index))
-        found = torch.autograd.grad(out, inputs, gradient)
+        found = torch.autograd.grad(_along_rows(*tracked, *inputs[5:]), tracked, gradient)
     return [each.contiguous() for each in found]
 
 

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from dataproto.packing import PackedRows
 from dataproto.transfer import move, on_host
 from dataproto.vlm.positions import IMAGE
-from workers.model.segment_attention import empty_gradients, empty_output
+from workers.model.segment_attention import flash_operator
 
 Window = tuple[int, int]
 """How many keys before and after its own a query sees, -1 for all: flash attention's ``window_size``."""
@@ -161,46 +161,15 @@ def block_segments(*flat: Any) -> BlockSegments:
     return BlockSegments((cu_q, cu_k, max_q, max_k), scale, window, ImageBlocks(*blocks))
 
 
-@torch.library.custom_op(
-    "dataproto::block_attention",
-    mutates_args=(),
-    device_types="cuda",
-    schema=f"(Tensor q, Tensor k, Tensor v, {BLOCK_SEGMENTS}) -> (Tensor, Tensor)",
-)
-def block_attention(q: Tensor, k: Tensor, v: Tensor, *at: Any) -> tuple[Tensor, Tensor]:
-    """`joined_forward` with torch's flash attention, as one operator with its gradient."""
+def _forward(q: Tensor, k: Tensor, v: Tensor, *at: Any) -> tuple[Tensor, Tensor]:
     return joined_forward(flash_forward, q, k, v, block_segments(*at))
 
 
-block_attention.register_fake(empty_output)
-
-
-@torch.library.custom_op(
-    "dataproto::block_attention_backward",
-    mutates_args=(),
-    device_types="cuda",
-    schema=(
-        "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-        f"{BLOCK_SEGMENTS}) -> (Tensor, Tensor, Tensor)"
-    ),
-)
-def _block_attention_backward(
+def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *at: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     return joined_backward(flash_backward, grad, q, k, v, out, lse, block_segments(*at))
 
 
-_block_attention_backward.register_fake(empty_gradients)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *others = inputs
-    tensors, ctx.settings = others[:6], others[6:]
-    ctx.save_for_backward(q, k, v, *output, *tensors)
-
-
-def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return (*_block_attention_backward(grad, *ctx.saved_tensors, *ctx.settings), *[None] * 11)
-
-
-block_attention.register_autograd(_backward, setup_context=_setup_context)
+block_attention = flash_operator("block_attention", BLOCK_SEGMENTS, 6, _forward, _backward)
+"""`joined_forward` with torch's flash attention, as one operator with its gradient."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ def token_log_probs(
     chunk_elements: int | None = None,
     compiled: bool = False,
     cap: float | None = None,
+    peers: Peers | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs of ``targets`` under softmax(logits / temperature), with banned ids masked: the policy of `rollout.sampling`.
 
@@ -42,6 +43,8 @@ def token_log_probs(
         chunk_elements: number of logits in memory at a time; by default `CHUNK_ELEMENTS`.
         compiled: fuse the operations on logits with ``torch.compile``.
         cap: soft cap of the logits, see `VLMFamily.logit_cap`.
+        peers: ranks over which ``head_weight``, then a DTensor, is split along V. All give the same ``hidden`` and ``targets``
+            and get the same result. A rank's logits never leave it: it sends three numbers a token, see `_part_statistics`.
 
     Returns:
         log-probs ``(N,)`` float32 and entropies ``(N,)`` float32 or ``None``.
@@ -51,14 +54,32 @@ def token_log_probs(
     >>> round(log_probs.item(), 4), round(entropies.item(), 4)
     (-0.3133, 0.5822)
     """
-    hidden = in_autocast_dtype(hidden)
-    size = chunk_size(head_weight.shape[0], hidden.device, chunk_elements)
-    banned = ids_on(tuple(banned_ids), hidden.device) if banned_ids else None
+    hidden, weight, ids = in_autocast_dtype(hidden), head_weight, tuple(banned_ids)
+    if peers is not None:
+        weight = cast(DTensor, head_weight).to_local()
+        first = peers.rank * len(weight)
+        targets, ids = targets - first, tuple(i - first for i in ids if 0 <= i - first < len(weight))
+    banned = ids_on(ids, hidden.device) if ids else None
+    size = chunk_size(len(weight), hidden.device, chunk_elements)
     with torch.autocast(hidden.device.type, enabled=False):
         log_probs, entropies = _TokenLogProbs.apply(
-            hidden, head_weight, targets, temperature, banned, entropy, size, compiled, cap
+            hidden, weight, targets, _Settings(temperature, banned, entropy, size, compiled, cap, peers)
         )
     return log_probs, entropies if entropy else None
+
+
+class _Settings(NamedTuple):
+    temperature: float
+    banned: Tensor | None
+    entropy: bool
+    size: int  # tokens of a chunk
+    compiled: bool
+    cap: float | None
+    peers: Peers | None
+
+    def made(self, function: Any) -> Any:
+        """A function of tensors, compiled if that is wanted."""
+        return compiled_once(function) if self.compiled else function
 
 
 def chunk_size(vocabulary: int, device: torch.device, elements: int | None = None) -> int:
@@ -69,57 +90,53 @@ def chunk_size(vocabulary: int, device: torch.device, elements: int | None = Non
 
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        temperature: float,
-        banned: Tensor | None,
-        entropy: bool,
-        size: int,
-        compiled: bool,
-        cap: float | None,
-    ) -> tuple[Tensor, Tensor]:
-        chunk_log_probs = compiled_once(_chunk_log_probs) if compiled else _chunk_log_probs
-        keep = len(targets) <= size and hidden.device.type == "cpu"
-        w, parts, kept = weight.to(hidden.dtype), [], None
-        for states, chosen in zip(hidden.split(size), targets.split(size), strict=True):
-            *part, kept = chunk_log_probs(project(states, w, cap), chosen, temperature, banned, entropy, keep)
-            parts.append(part)
-        log_probs, log_sums, entropies = (torch.cat(part) for part in zip(*parts, strict=True))
-        ctx.save_for_backward(hidden, weight, targets, banned, log_sums, entropies, kept)
-        ctx.settings = temperature, entropy, size, compiled, cap
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, at: _Settings) -> tuple[Tensor, Tensor]:
+        w, kept = weight.to(hidden.dtype), None
+        chunks = zip(hidden.split(at.size), targets.split(at.size), strict=True)
+        own = at.temperature, at.banned, at.entropy
+        if at.peers is None:
+            statistics, parts = at.made(_chunk_log_probs), []
+            keep = len(targets) <= at.size and hidden.device.type == "cpu"
+            for states, chosen in chunks:
+                *part, kept = statistics(project(states, w, at.cap), chosen, *own, keep)
+                parts.append(part)
+            log_probs, log_sums, entropies = (torch.cat(part) for part in zip(*parts, strict=True))
+        else:
+            statistics = at.made(_part_statistics)
+            found = torch.cat([statistics(project(states, w, at.cap), chosen, *own) for states, chosen in chunks], 1)
+            gathered = all_gather_tensor(found[None], at.peers)
+            normalisers, means, picked = gathered.transpose(0, 1).unbind(0)  # (ranks, N) each
+            log_sums = normalisers.logsumexp(0)
+            log_probs = picked.sum(0) - log_sums
+            entropies = log_sums - ((normalisers - log_sums).exp() * means).sum(0)
+        ctx.save_for_backward(hidden, weight, targets, log_sums, entropies, kept)
+        ctx.at = at
         return log_probs, entropies
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *_chunk_gradients(ctx, grad, entropy_grad), *[None] * 7
-
-
-def _chunk_gradients(ctx: Any, grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of states and of the weight, or of this rank's part of it, chunk by chunk."""
-    hidden, weight, targets, banned, log_sums, entropies, kept = ctx.saved_tensors
-    temperature, entropy, size, compiled, cap = ctx.settings
-    gradient = compiled_once(_logit_gradient) if compiled else _logit_gradient
-    w = weight.to(hidden.dtype)
-    to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-    to_weight = None
-    with torch.autocast(hidden.device.type, enabled=False):  # the pass may be within the forward pass's
-        for start in range(0, len(hidden), size):
-            at = slice(start, start + size)
-            logits = project(hidden[at], w, cap) if kept is None else None
-            terms = (entropies[at], entropy_grad[at]) if entropy else None
-            own = targets[at], temperature, banned, grad[at]
-            part = gradient(logits, kept, log_sums[at], *own, terms, hidden.dtype, cap)
-            if to_hidden is not None:
-                torch.mm(part, w, out=to_hidden[at])
-            if ctx.needs_input_grad[1]:
-                to_weight = accumulate_matmul(to_weight, part.t(), hidden[at])
-    if to_weight is None and ctx.needs_input_grad[1]:  # of no token, where another rank has some: zero, not absent
-        to_weight = torch.zeros_like(weight)
-    return to_hidden, None if to_weight is None else to_weight.to(weight.dtype)
+        hidden, weight, targets, log_sums, entropies, kept = ctx.saved_tensors
+        at: _Settings = ctx.at
+        gradient, w = at.made(_logit_gradient), weight.to(hidden.dtype)
+        to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        to_weight = None
+        with torch.autocast(hidden.device.type, enabled=False):  # the pass may be within the forward pass's
+            for start in range(0, len(hidden), at.size):
+                here = slice(start, start + at.size)
+                logits = project(hidden[here], w, at.cap) if kept is None else None
+                terms = (entropies[here], entropy_grad[here]) if at.entropy else None
+                own = targets[here], at.temperature, at.banned, grad[here]
+                part = gradient(logits, kept, log_sums[here], *own, terms, hidden.dtype, at.cap)
+                if to_hidden is not None:
+                    torch.mm(part, w, out=to_hidden[here])
+                if ctx.needs_input_grad[1]:
+                    to_weight = accumulate_matmul(to_weight, part.t(), hidden[here])
+        if to_weight is None and ctx.needs_input_grad[1]:  # of no token, where another rank has some: zero, not absent
+            to_weight = torch.zeros_like(weight)
+        if to_hidden is not None and at.peers is not None:
+            to_hidden = all_reduce(to_hidden, at.peers.name)
+        return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), None, None
 
 
 def accumulate_matmul(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
@@ -215,81 +232,9 @@ def compiled_once(function: Any) -> Any:
     return torch.compile(function, dynamic=True)
 
 
-# Where each rank of a tp group holds a part of the vocabulary. A rank's logits never leave it. For each token it sends three
-# numbers: the logarithm of its part of the normaliser, the mean of its logits under its part of the distribution, and the
-# target's logit if the target is in its part.
-
-
-def split_token_log_probs(
-    hidden: Tensor,
-    head_weight: Tensor,
-    targets: Tensor,
-    temperature: float = 1.0,
-    banned_ids: Sequence[int] = (),
-    entropy: bool = False,
-    chunk_elements: int | None = None,
-    compiled: bool = False,
-    cap: float | None = None,
-    *,
-    peers: Peers,
-) -> tuple[Tensor, Tensor | None]:
-    """`token_log_probs` with a DTensor ``head_weight (V, H)`` that is split along V over ``peers``.
-
-    Every rank gives the same ``hidden (N, H)`` and ``targets (N,)`` and gets the same log-probs and entropies ``(N,)``.
-    """
-    weight = cast(DTensor, head_weight).to_local()
-    hidden = in_autocast_dtype(hidden)
-    first = peers.rank * len(weight)
-    banned = ids_on(tuple(i - first for i in banned_ids if 0 <= i - first < len(weight)), hidden.device)
-    size = chunk_size(len(weight), hidden.device, chunk_elements)
-    with torch.autocast(hidden.device.type, enabled=False):
-        log_probs, entropies = _SplitLogProbs.apply(
-            hidden, weight, targets - first, temperature, banned, entropy, size, compiled, peers, cap
-        )
-    return log_probs, entropies if entropy else None
-
-
-class _SplitLogProbs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        temperature: float,
-        banned: Tensor,
-        entropy: bool,
-        size: int,
-        compiled: bool,
-        peers: Peers,
-        cap: float | None,
-    ) -> tuple[Tensor, Tensor]:
-        statistics = compiled_once(_part_statistics) if compiled else _part_statistics
-        w = weight.to(hidden.dtype)
-        parts = [
-            statistics(project(states, w, cap), chosen, temperature, banned, entropy)
-            for states, chosen in zip(hidden.split(size), targets.split(size), strict=True)
-        ]
-        normalisers, means, picked = (
-            all_gather_tensor(torch.cat(parts, 1)[None], peers).transpose(0, 1).unbind(0)
-        )  # (size, N) each
-        normaliser = normalisers.logsumexp(0)
-        log_probs = picked.sum(0) - normaliser
-        entropies = normaliser - ((normalisers - normaliser).exp() * means).sum(0)
-        ctx.save_for_backward(hidden, weight, targets, banned, normaliser, entropies, None)
-        ctx.settings, ctx.peers = (temperature, entropy, size, compiled, cap), peers
-        return log_probs, entropies
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
-        to_hidden, to_weight = _chunk_gradients(ctx, grad, entropy_grad)
-        if to_hidden is not None:
-            to_hidden = all_reduce(to_hidden, ctx.peers.name)
-        return to_hidden, to_weight, *[None] * 8
-
-
-def _part_statistics(logits: Tensor, targets: Tensor, temperature: float, banned: Tensor, entropy: bool) -> Tensor:
+def _part_statistics(
+    logits: Tensor, targets: Tensor, temperature: float, banned: Tensor | None, entropy: bool
+) -> Tensor:
     """Three numbers for each token, ``(3, n)``, from this rank's part of the model's logits ``(n, V / size)``: log-sum-exp as
     the policy's, their mean under this part of the policy (0 unless ``entropy``), and the target's (0 if another rank has it).
     """

@@ -1,6 +1,6 @@
 """Scaled-dot-product attention within segments, and the same as one operator with its gradient for compiled layers."""
 
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -184,6 +184,36 @@ def empty_output(q: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
 def empty_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients without values, of queries, keys and values: what compilation knows of an operator of attention."""
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def flash_operator(name: str, at: str, tensors: int, forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
+    """An operator on CUDA from q, k and v to the output ``(T, H, D)`` and the log-sum-exp of the scores ``(H, T)``.
+
+    Args:
+        at: the types and names of its further arguments, of which the first ``tensors`` are tensors.
+        forward: of all arguments.
+        backward: from the gradient of the output, q, k, v, what ``forward`` returned, and the further arguments.
+    """
+    inputs = "Tensor q, Tensor k, Tensor v"
+    options: dict[str, Any] = {"mutates_args": (), "device_types": "cuda"}
+    operator = torch.library.custom_op(
+        f"dataproto::{name}", forward, schema=f"({inputs}, {at}) -> (Tensor, Tensor)", **options
+    )
+    schema = f"(Tensor grad, {inputs}, Tensor out, Tensor log_sums, {at}) -> (Tensor, Tensor, Tensor)"
+    gradient = torch.library.custom_op(f"dataproto::{name}_backward", backward, schema=schema, **options)
+    operator.register_fake(empty_output)
+    gradient.register_fake(empty_gradients)
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, *others = inputs
+        ctx.save_for_backward(q, k, v, *output, *others[:tensors])
+        ctx.settings = others[tensors:]
+
+    def gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        return (*gradient(grad, *ctx.saved_tensors, *ctx.settings), *[None] * (tensors + len(ctx.settings)))
+
+    operator.register_autograd(gradients, setup_context=keep)
+    return operator
 
 
 _segment_attention_backward.register_fake(empty_gradients)

@@ -31,7 +31,7 @@ from torch.nn.functional import embedding, linear
 from dataproto.errors import InvalidConfig
 from dataproto.planning import split_by_size
 from workers.model.gated_delta_net import HeadShare, channels
-from workers.model.logprobs import split_token_log_probs
+from workers.model.logprobs import token_log_probs
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.model.patches import call_before_forward, replace_submodule, set_on_module
@@ -77,7 +77,7 @@ class TensorParallel(Transform):
                     parents[id(parent)] = parent
         for parent in parents.values():
             call_before_forward(parent, partial(_gather_input, peers=peers))
-        module.score = partial(split_token_log_probs, peers=peers)
+        module.score = partial(token_log_probs, peers=peers)
 
     def sum_gradients(self, module: PackedVLM) -> None:
         """Adds up the gradients of parameters that every rank of tp holds whole."""
