@@ -87,6 +87,50 @@ def make_models(workload: Path) -> None:
                 weight[banned], weight[:, 0] = 0.0, 0.0
                 weight[banned, 0] = -30.0
         save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    make_classifier(workload)
+
+
+def make_classifier(workload: Path) -> None:
+    """A small text classifier of one label, ``classifier/``, and the same weights as a model and a value head, ``scored/``."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
+
+    from workers.roles.critic import HEAD_FILE
+
+    tokenizer = AutoTokenizer.from_pretrained(workload / "checkpoint")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_labels": 1}
+    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    torch.manual_seed(0)
+    classifier = Qwen2ForSequenceClassification(Qwen2Config(vocab_size=len(tokenizer), **sizes, **heads, **ends))
+    torch.nn.init.normal_(classifier.score.weight)
+    classifier.save_pretrained(workload / "classifier")
+    model = Qwen2ForCausalLM(classifier.config)
+    model.model = classifier.model
+    model.save_pretrained(workload / "scored")
+    tokenizer.save_pretrained(workload / "scored")
+    save_file({"weight": classifier.score.weight.detach().contiguous()}, workload / "scored" / HEAD_FILE)
+
+
+def reward_loss(workload: Path, rows: Sequence[dict[str, Any]]) -> float:
+    """The loss of the recipe ``reward-model`` on the pairs without their pictures, which TRL's trainer does not read."""
+    from types import SimpleNamespace
+
+    from recipes.data.answers import AnswersBuilder
+    from recipes.reward_model import ranking_loss
+    from recipes.run.preferences import sent
+    from workers import CriticConfig, launch
+    from workers.roles.critic import load_head
+
+    builder = AnswersBuilder.from_pretrained(workload / "scored", max_prompt_length=4096).grouped("scored")
+    texts = [row["prompt"][0]["content"].removeprefix("<image>") for row in rows]
+    asked = [[{"role": "user", "content": text}] for text in texts]
+    batch = builder([row | {"images": [], "prompt": prompt} for row, prompt in zip(rows, asked, strict=True)])
+    with launch(CriticConfig(str(workload / "scored")), rollout=None) as roles:
+        load_head(roles.actor.worker, workload / "scored")
+        values = roles.actor.values(sent(batch))["values"]
+    return float(ranking_loss(SimpleNamespace(values=values), batch)[0][:, 0].mean())
 
 
 def pair_rows(workload: Path) -> list[dict[str, Any]]:
@@ -128,7 +172,7 @@ def losses(workload: Path, pairs: int) -> dict[str, float]:
 
             passed = roles.actor.forward(sent(batch), loss, aggregation="seq-mean-token-mean")
             found[name] = passed.metrics["actor/loss"]
-    return found
+    return found | {"reward": reward_loss(workload, rows)}
 
 
 def measure(workload: Path) -> None:

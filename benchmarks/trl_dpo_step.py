@@ -1,4 +1,4 @@
-"""TRL's half of ``benchmarks/dpo_step.py``: losses of `DPOTrainer` and `KTOTrainer` on prepared pairs, and timed DPO steps.
+"""TRL's half of ``benchmarks/dpo_step.py``: losses of its trainers on prepared pairs, and timed steps of `DPOTrainer`.
 
 Run by the interpreter of an environment that has TRL; imports nothing of this project.
 """
@@ -105,7 +105,28 @@ def losses(workload: Path, pairs: int) -> dict[str, float]:
         with torch.no_grad():
             each = [float(trainer.compute_loss(trainer.model, batch)) for batch in trainer.get_train_dataloader()]
         found[name] = sum(each) / len(each)
-    return found | {"kto": kto_loss(workload, rows)}
+    return found | {"kto": kto_loss(workload, rows), "reward": reward_loss(workload, rows)}
+
+
+def reward_loss(workload: Path, rows: Sequence[dict[str, Any]]) -> float:
+    """The loss of `RewardTrainer`, which reads text only, on the pairs without their pictures."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from trl import RewardConfig, RewardTrainer
+
+    def conversations(name: str) -> list[Any]:
+        return [[{"role": "user", "content": row["text"]}, {"role": "assistant", "content": row[name]}] for row in rows]
+
+    settings = {name: value for name, value in options(workload / "trl", len(rows)).items() if name != "beta"}
+    trainer = RewardTrainer(
+        model=AutoModelForSequenceClassification.from_pretrained(workload / "classifier", dtype=torch.float32),
+        args=RewardConfig(**settings | {"remove_unused_columns": True}),
+        train_dataset=Dataset.from_dict({name: conversations(name) for name in ("chosen", "rejected")}),
+        processing_class=AutoTokenizer.from_pretrained(workload / "checkpoint"),
+    )
+    with torch.no_grad():
+        return float(trainer.compute_loss(trainer.model, next(iter(trainer.get_train_dataloader()))))
 
 
 def kto_loss(workload: Path, rows: Sequence[dict[str, Any]]) -> float:

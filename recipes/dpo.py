@@ -19,25 +19,16 @@ from recipes.algorithms.preferences import mismatch_kl
 from recipes.algorithms.registry import PREFERENCES, arguments_by_name
 from recipes.configs.dpo_config import PRESETS, TINY, DPOConfig, PreferenceConfig, parse
 from recipes.configs.shared.run_config import announce_small_model
-from recipes.data.loader import check_row
-from recipes.data.splits import tell_data
 from recipes.options import exit_status
 from recipes.run.metrics import timed
-from recipes.run.policy_gradient import launched, prompt_loader
-from recipes.run.preferences import (
-    REFERENCE,
-    ReferenceLogProbs,
-    answers_builder,
-    held_out_preferences,
-    open_preferences,
-    sent,
-)
+from recipes.run.policy_gradient import launched
+from recipes.run.preferences import REFERENCE, ReferenceLogProbs, answers_builder, preference_task, sent
 from recipes.run.run_directory import over_the_run, with_function
 from recipes.run.supervised import SupervisedTask, run_supervised
 from workers import Roles
 from workers.roles.actor import ActorConfig
 
-__all__ = ["PRESETS", "TINY", "DPOConfig", "PreferenceConfig", "dpo_step", "main", "parse", "preference_task"]
+__all__ = ["PRESETS", "TINY", "DPOConfig", "PreferenceConfig", "dpo_step", "main", "parse"]
 
 REFERENCE_FILE = "reference_log_probs.bin"
 """Where a run keeps the reference's log-probs."""
@@ -48,7 +39,7 @@ def main(arguments: Sequence[str] | None = None, config: DPOConfig | None = None
     with exit_status(arguments) as status:
         config = config or parse(status.arguments)
         announce_small_model(config.model_path, config.data.data_path)
-        print(f"report: {run_supervised(config, partial(preference_task, config))}")
+        print(f"report: {run_supervised(config, partial(dpo_task, config))}")
     return status.code
 
 
@@ -116,26 +107,18 @@ def preference_loss(
     return on_tokens(losses), {name: on_tokens(values.detach()) for name, values in metrics.items()}
 
 
-def preference_task(config: DPOConfig, model_path: str) -> SupervisedTask:
+def dpo_task(config: DPOConfig, model_path: str) -> SupervisedTask:
     """Preferred answers, the step, and the evaluation: loss, accuracy and margin of held-out answers."""
-    data, reference = config.data, ReferenceLogProbs(config.run.output_dir / REFERENCE_FILE)
-    builder = answers_builder(data, model_path, "answers" if config.algorithm.unpaired else "pairs")
-    train_rows, held_out = open_preferences(data, builder, config.run.seed)
-    if data.on_bad_row == "stop":
-        check_row(train_rows, 0, builder)
-    loader = prompt_loader(config, builder, train_rows, shuffle=bool(data.data_path))
-    tell_data(loader, *held_out.values())
+    reference = ReferenceLogProbs(config.run.output_dir / REFERENCE_FILE)
+    builder = answers_builder(config.data, model_path, "answers" if config.algorithm.unpaired else "pairs")
 
-    def judge(roles: Roles, rows: DataProto) -> dict[str, list[float]]:
+    def judge(roles: Roles, rows: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
         rows, kl = compared(roles, rows, reference, {})
         outputs = SimpleNamespace(log_probs=roles.actor.log_probs(sent(rows), into="log_probs")["log_probs"])
-        losses, metrics = preference_loss(outputs, rows, config.algorithm, kl)
-        found = {"loss": losses, "accuracy": metrics.pop("rewards/accuracies")} | metrics
-        return {name.removeprefix("rewards/"): values[:, 0].tolist() for name, values in found.items()}
+        return preference_loss(outputs, rows, config.algorithm, kl)
 
-    evaluate = held_out_preferences(held_out, builder, data, judge)
     step = partial(dpo_step, config=config.algorithm, reference=reference)
-    return SupervisedTask(builder, loader, evaluate, data.max_length, step, launch_with_reference)
+    return preference_task(config, builder, judge, step, launch_with_reference)
 
 
 def launch_with_reference(config: DPOConfig, model_path: str, limits: Mapping[str, Any], restarted: bool) -> Roles:

@@ -24,6 +24,7 @@ COMMANDS = {
     "distil": "train a student on its own samples by the log-probs of a teacher",
     "sft": "supervised training on conversations with images",
     "dpo": "train on preferred answers by DPO and its relatives, or by KTO",
+    "reward-model": "train a reward model on preferred answers, which --reward classifier: loads",
     "classify": "supervised training on labelled pictures",
     "easy-vqa": "train by SFT, then GRPO, on real questions about pictures",
     "walk": "train by GRPO or PPO over episodes with a new picture each turn",

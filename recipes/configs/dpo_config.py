@@ -6,14 +6,14 @@ the schemas of TRL and LLaMA-Factory (see `recipes.data.preferences`).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.registry import PREFERENCES
-from recipes.configs.shared.preference_config import PreferenceDataConfig
+from recipes.configs.shared.preference_config import PreferenceDataConfig, tiny_preferences
 from recipes.configs.shared.run_config import RunConfig
-from recipes.configs.shared.supervised_config import SupervisedConfig, tiny_schedule
+from recipes.configs.shared.supervised_config import SupervisedConfig
 from recipes.options import parse_recipe
 from workers.model.model_config import OptimizerConfig
 
@@ -73,12 +73,7 @@ class DPOConfig(SupervisedConfig):
     run: RunConfig = field(default_factory=lambda: RunConfig(output_dir=OUTPUT_DIR))
 
 
-_SCHEDULE = tiny_schedule(OUTPUT_DIR)
-TINY = DPOConfig(
-    preset="tiny",
-    data=PreferenceDataConfig(batch_size=32, max_length=128),
-    **_SCHEDULE | {"run": replace(_SCHEDULE["run"], steps=300)},
-)
+TINY = DPOConfig(preset="tiny", **tiny_preferences(OUTPUT_DIR))
 PRESETS = {"tiny": TINY, "any": DPOConfig()}
 """The defaults of ``--preset``."""
 

@@ -3,11 +3,13 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from dataproto.errors import RewardError
+from workers.roles.critic import HEAD_FILE
 from workers.roles.reward import RewardRow
 
 
@@ -17,6 +19,8 @@ class SequenceClassifier:
 
     The score is the model's logit if it has one label, else the probability of ``label``. The text is that of the model's own
     chat template, or without one the pair of prompt and response. Images are not shown to it.
+
+    A checkpoint of ``dataproto reward-model`` gives the score of the conversation with its images instead; see `RankedAnswers`.
 
     The model is loaded at the first call, in the process that scores.
     """
@@ -34,6 +38,8 @@ class SequenceClassifier:
             RewardError: the model cannot be loaded or has no such label; a text is longer than the model takes (names the row);
                 a score is not finite (names the row).
         """
+        if (Path(self.model_path) / HEAD_FILE).exists():
+            return self._ranked(rows)
         tokenizer, model = self._load()
         texts = [self._encode(tokenizer, row) for row in rows]
         most = getattr(model.config, "max_position_embeddings", None)
@@ -46,10 +52,20 @@ class SequenceClassifier:
         scores: list[float] = []
         for start in range(0, len(texts), self.batch_size):
             scores += self._scores(tokenizer, model, texts[start : start + self.batch_size])
+        return self._finite(scores)
+
+    def _finite(self, scores: Sequence[float]) -> list[dict[str, float]]:
         for number, score in enumerate(scores):
             if not math.isfinite(score):
                 raise RewardError(f"row {number}: {self.model_path} gives the score {score}")
         return [{"score": score} for score in scores]
+
+    def _ranked(self, rows: Sequence[RewardRow]) -> list[dict[str, float]]:
+        if self._loaded is None:
+            from recipes.rewards.ranked_answers import RankedAnswers
+
+            self._loaded = RankedAnswers(self.model_path, self.batch_size, self.device)
+        return self._finite(self._loaded(rows))
 
     @property
     def uses_device(self) -> bool:

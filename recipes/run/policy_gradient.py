@@ -283,7 +283,7 @@ def launch_roles(
 def launched(
     config: RecipeConfig,
     restarted: bool,
-    actor: ActorConfig,
+    actor: ActorConfig | CriticConfig,
     rollout: RolloutConfig | None,
     reward: RewardFunction | None,
     **others: Any,

@@ -7,17 +7,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dataproto import DataProto
 from dataproto.errors import writing
 from recipes.configs.shared.preference_config import PreferenceDataConfig
+from recipes.configs.shared.supervised_config import SupervisedConfig
 from recipes.data.answers import ANSWER_KEY, AnswersBuilder, Grouping
 from recipes.data.column_keys import eval_sets
-from recipes.data.loader import EvaluationLoader
+from recipes.data.loader import EvaluationLoader, check_row
 from recipes.data.preferences import PREFERENCE_COLUMNS, preference_rows
-from recipes.data.splits import first_rows, fitting_rows, split_rows, tell_columns_left_out
+from recipes.data.splits import first_rows, fitting_rows, split_rows, tell_columns_left_out, tell_data
 from recipes.demo.rows import DrawnPairs
 from recipes.run.evaluation import Evaluate
+from recipes.run.loop import StepFunction
+from recipes.run.policy_gradient import prompt_loader
+from recipes.run.supervised import SupervisedTask
 from workers import Roles
 
 REFERENCE = "ref_answer_log_prob"
@@ -26,8 +31,8 @@ RECORD = np.dtype([("key", "V16"), ("log_prob", "<f8")])
 
 Held = Mapping[str, Any]
 """Held-out rows of each set by its name, "" for one without."""
-Judge = Callable[[Roles, DataProto], dict[str, list[float]]]
-"""Roles and a held-out batch -> numbers of each pair or answer: ``loss``, ``accuracy`` and others."""
+Judge = Callable[[Roles, DataProto], tuple[Tensor, dict[str, Tensor]]]
+"""Roles and a held-out batch -> what the loss function of the step gives for it."""
 
 
 def answers_builder(data: PreferenceDataConfig, model_path: str, grouping: Grouping) -> AnswersBuilder:
@@ -98,15 +103,35 @@ def sent(rows: DataProto) -> DataProto:
     return chosen
 
 
+def preference_task(
+    config: SupervisedConfig, builder: AnswersBuilder, judge: Judge, step: StepFunction, launch: Callable[..., Roles]
+) -> SupervisedTask:
+    """Preferred answers by the options ``config.data``, a step, and the evaluation by ``judge``; see `SupervisedTask`."""
+    data: PreferenceDataConfig = config.data  # type: ignore[attr-defined]
+    train_rows, held_out = open_preferences(data, builder, config.run.seed)
+    if data.on_bad_row == "stop":
+        check_row(train_rows, 0, builder)
+    loader = prompt_loader(config, builder, train_rows, shuffle=bool(data.data_path))
+    tell_data(loader, *held_out.values())
+    evaluate = held_out_preferences(held_out, builder, data, judge)
+    return SupervisedTask(builder, loader, evaluate, data.max_length, step, launch)
+
+
 def held_out_preferences(held_out: Held, builder: AnswersBuilder, data: PreferenceDataConfig, judge: Judge) -> Evaluate:
     """``val/loss``, ``val/accuracy`` and the other numbers of ``judge``, means over each held-out set and over the sets."""
+
+    def numbers(roles: Roles, rows: DataProto) -> dict[str, list[float]]:
+        losses, metrics = judge(roles, rows)
+        named = {name.removeprefix("rewards/"): values for name, values in metrics.items()}
+        named["accuracy"] = named.pop("accuracies")
+        return {name: values[:, 0].tolist() for name, values in ({"loss": losses} | named).items()}
 
     def evaluate(roles: Roles, step: int) -> dict[str, float]:
         means: dict[str, dict[str, float]] = {}
         skipped = 0
         for name, rows in held_out.items():
             loader = EvaluationLoader(rows, builder, data.batch_size, data.on_bad_row)
-            found = [judge(roles, batch) for batch in loader]
+            found = [numbers(roles, batch) for batch in loader]
             skipped += len(loader.skipped)
             means[name] = {each: fmean(value for part in found for value in part[each]) for each in found[0]}
         metrics = {f"val/{each}/{name}": value for name, part in means.items() if name for each, value in part.items()}

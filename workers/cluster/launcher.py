@@ -29,7 +29,7 @@ chosen, since Ray is optional.
 
 
 def launch(
-    actor: ActorConfig,
+    actor: ActorConfig | CriticConfig,
     reference: PolicyConfig | None = None,
     reward: RewardFunction | ModelReward | None = None,
     rollout: str | RolloutConfig | None = "hf",
@@ -45,6 +45,7 @@ def launch(
     ``start_seconds`` of the result has the seconds of each phase by name.
 
     Args:
+        actor: the policy that learns; or a critic, for a reward model that learns in its place (without ``rollout``).
         reward: a function of rows, or a model.
         rollout: the name of an engine, or a `RolloutConfig` with options for it; ``None``: nothing is generated.
         on: the backend: ``"local"`` runs all roles in this process, ``"ray"`` starts one process for each rank of ``layout``,

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from dataproto.errors import InvalidConfig
-from workers.cluster.role_groups import LaunchPlan, Phase, Roles, engine_phase
+from workers.cluster.role_groups import LaunchPlan, Phase, Roles, engine_phase, trained_worker
 from workers.ranks.dispatch_modes import dispatch_of
-from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.roles.reference import reference_worker
 from workers.roles.reward import ModelReward, ModelRewardWorker, RewardFunction, RewardWorker
@@ -58,7 +57,7 @@ def start_roles(plan: LaunchPlan, phase: Phase) -> Roles:
         raise InvalidConfig(f"{plan.layout} needs several processes: use on='ray'")
     optional: dict[str, LocalGroup | None] = {"reference": None, "critic": None, "reward": None}
     with phase("loading the actor"):
-        actor = ActorWorker(plan.actor)
+        actor = trained_worker(plan.actor)
     if plan.reference:
         with phase("loading the reference"):
             optional["reference"] = LocalGroup(reference_worker(plan.reference, actor))

@@ -37,10 +37,9 @@ from workers.cluster.ray_group import (
     wait_all,
     wait_for_nodes,
 )
-from workers.cluster.role_groups import LaunchPlan, Phase, Roles, engine_phase
+from workers.cluster.role_groups import LaunchPlan, Phase, Roles, engine_phase, trained_worker
 from workers.ranks.failures import Failure, describe_call, describe_failure, first_line, is_secondary, root_causes
 from workers.ranks.layout import Layout
-from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.roles.reference import reference_worker
 from workers.roles.reward import ModelReward, ModelRewardWorker, RewardFunction, RewardWorker, uses_device
@@ -270,7 +269,7 @@ def start_roles(plan: LaunchPlan, phase: Phase, **options: Any) -> Roles:
             reward = _begin_reward(plan, pools)
             rollout = None if plan.rollout is None else _begin_rollout(plan, plan.rollout, pools)
         with phase("loading the actor"):
-            actor = pool.build("actor", lambda host: ActorWorker(plan.actor, host.device, host.ranks))
+            actor = pool.build("actor", lambda host: trained_worker(plan.actor, host.device, host.ranks))
         optional = _build_optional(plan, pool, phase)
         if "scorers" not in pools:  # a model, on the devices of the engine, which takes what others leave
             optional["reward"] = _started(reward, phase)

@@ -11,8 +11,8 @@ from dataproto import DataProto
 from dataproto.errors import InvalidConfig, end_after, ending, raise_first
 from rollout.engine import SamplingParams
 from workers.ranks.layout import Layout
-from workers.roles.actor import ActorConfig
-from workers.roles.critic import CriticConfig
+from workers.roles.actor import ActorConfig, ActorWorker
+from workers.roles.critic import CriticConfig, RewardModelWorker
 from workers.roles.model_worker import PolicyConfig
 from workers.roles.reward import ModelReward, RewardFunction
 from workers.roles.rollout_worker import RolloutConfig
@@ -25,13 +25,18 @@ Phase = Callable[[str], AbstractContextManager[Any]]
 class LaunchPlan:
     """The roles of one run, before they are launched. An optional role that is ``None`` is left out."""
 
-    actor: ActorConfig
+    actor: ActorConfig | CriticConfig  # a critic: a reward model learns in the actor's place
     reference: PolicyConfig | None
     reward: RewardFunction | ModelReward | None
     rollout: RolloutConfig | None
     layout: Layout
     critic: CriticConfig | None = None
     may_shrink: bool = False  # take fewer dp positions if nodes are missing
+
+
+def trained_worker(config: ActorConfig | CriticConfig, *place: Any) -> Any:
+    """The `ActorWorker`, or the `RewardModelWorker` in its place; ``place``: its device and ranks."""
+    return ActorWorker(config, *place) if isinstance(config, ActorConfig) else RewardModelWorker(config, *place)
 
 
 def timed_phase(phase: Phase, seconds: dict[str, float]) -> Phase:

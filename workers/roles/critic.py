@@ -2,13 +2,17 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from dataproto import DataProto
-from dataproto.errors import InvalidConfig
+from dataproto.errors import CheckpointError, InvalidConfig, writing
 from dataproto.vlm import VLMFamily
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
@@ -25,6 +29,10 @@ class CriticConfig(ModelConfig):
 
     model_path: str
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+
+
+HEAD_FILE = "value_head.safetensors"
+"""The head of a reward model, next to the other weights of its checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -108,3 +116,41 @@ class CriticWorker(TrainedWorker, ValueWorker):
     def save(self, directory: Path, behind: bool = False) -> None:
         """Writes the training state, with the value head; ``behind`` as the actor's."""
         self.model.save(directory, behind, export=False)
+
+
+class RewardModelWorker(CriticWorker):
+    """A critic that learns to score whole answers, in the actor's place. `load_head` reads the head of its checkpoints."""
+
+    role = "actor"
+
+    @dispatch("all")
+    def save(self, directory: Path, behind: bool = False) -> None:
+        """As the actor's; the exported model has no language-model head, and the value head in a file of its own."""
+        self.model.save(directory, behind)
+        weight: Any = head_of(self).weight
+        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight  # all ranks take part
+        if self.model.ranks.is_first:
+            folder = directory / "huggingface"
+            folder.mkdir(parents=True, exist_ok=True)
+            with writing(folder / HEAD_FILE):
+                save_file({"weight": whole.detach().float().cpu().contiguous()}, folder / HEAD_FILE)
+
+
+def head_of(worker: ValueWorker) -> ValueHead:
+    """The value head of a critic."""
+    head: Any = worker.module.value_head
+    return head
+
+
+def load_head(worker: ValueWorker, checkpoint: Path) -> None:
+    """Reads the value head that `RewardModelWorker.save` wrote.
+
+    Raises:
+        CheckpointError: the file is missing or damaged, or of another model.
+    """
+    try:
+        weight = load_file(checkpoint / HEAD_FILE)["weight"]
+        with torch.no_grad():
+            head_of(worker).weight.copy_(weight)
+    except (OSError, KeyError, RuntimeError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f"{checkpoint / HEAD_FILE} is not the head of this reward model: {error}") from error

@@ -1,9 +1,11 @@
 """The options of data of preferred answers."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 from dataproto.errors import InvalidConfig
-from recipes.configs.shared.supervised_config import RowsConfig
+from recipes.configs.shared.supervised_config import RowsConfig, tiny_schedule
 from recipes.data.column_keys import ColumnKeys, refuse_without_data
 
 
@@ -41,3 +43,10 @@ class PreferenceDataConfig(RowsConfig):
                 "nothing is generated: leave it out",
             ),
         ]
+
+
+def tiny_preferences(output_dir: Path) -> dict[str, Any]:
+    """Data, optimizer and run of a small model on synthetic pairs."""
+    schedule = tiny_schedule(output_dir)
+    run = replace(schedule["run"], steps=200, eval_every=50)
+    return schedule | {"data": PreferenceDataConfig(batch_size=32, max_length=128), "run": run}

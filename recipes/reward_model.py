@@ -1,0 +1,88 @@
+"""A reward model that learns from preferred answers (Bradley-Terry): ``dataproto reward-model``.
+
+The score of an answer is the product of the state at its end and one vector, the critic's value head on the policy's model. Both
+answers of a pair share their prompt, which is computed once. The checkpoint, ``global_step_N/actor/huggingface`` of the run, is a
+reward as ``--reward classifier:CHECKPOINT``.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from dataproto import DataProto
+from recipes.algorithms.preferences import bradley_terry_loss
+from recipes.configs.reward_model_config import PRESETS, TINY, RewardModelConfig, parse
+from recipes.configs.shared.run_config import announce_small_model
+from recipes.options import exit_status
+from recipes.run.metrics import timed
+from recipes.run.policy_gradient import launched
+from recipes.run.preferences import answers_builder, preference_task, sent
+from recipes.run.run_directory import over_the_run, with_function
+from recipes.run.supervised import SupervisedTask, run_supervised
+from workers import Roles
+from workers.roles.critic import CriticConfig
+
+__all__ = ["PRESETS", "TINY", "RewardModelConfig", "main", "parse", "ranking_loss", "reward_model_step"]
+
+
+def main(arguments: Sequence[str] | None = None, config: RewardModelConfig | None = None) -> int:
+    """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
+    with exit_status(arguments) as status:
+        config = config or parse(status.arguments)
+        announce_small_model(config.model_path, config.data.data_path)
+        print(f"report: {run_supervised(config, partial(ranking_task, config))}")
+        checkpoint = config.run.output_dir / f"global_step_{config.run.steps}" / "actor" / "huggingface"
+        print(f"reward: --reward classifier:{checkpoint}" if checkpoint.exists() else "")
+    return status.code
+
+
+def reward_model_step(roles: Roles, rows: DataProto) -> tuple[DataProto, dict[str, float]]:
+    """One update on the negative log-likelihood of the preferences; returns the rows and the metrics."""
+    metrics: dict[str, float] = {}
+    with timed(metrics, "update_actor"):
+        metrics |= roles.actor.update(sent(rows), ranking_loss, aggregation="seq-mean-token-mean")
+    metrics["train/loss"] = metrics.pop("actor/loss")
+    return rows, metrics
+
+
+def ranking_loss(outputs: Any, rows: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of each pair, which is two rows in a row, on each token ``(B, R)``; each answer has one score, at its end."""
+    mask = rows["response_mask"]
+    scores = (outputs.values * mask).sum(1)
+    chosen, rejected = scores[::2], scores[1::2]
+
+    def on_tokens(values: Tensor) -> Tensor:
+        return values.repeat_interleave(2)[:, None].expand(mask.shape)
+
+    metrics = {"rewards/chosen": chosen, "rewards/rejected": rejected, "rewards/margins": chosen - rejected}
+    metrics["rewards/accuracies"] = (chosen > rejected).float()
+    return on_tokens(bradley_terry_loss(chosen, rejected)), {
+        name: on_tokens(values.detach()) for name, values in metrics.items()
+    }
+
+
+def ranking_task(config: RewardModelConfig, model_path: str) -> SupervisedTask:
+    """Pairs of answers, the step, and the evaluation: loss, accuracy and margin of held-out pairs."""
+
+    def judge(roles: Roles, rows: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
+        return ranking_loss(SimpleNamespace(values=roles.actor.values(sent(rows))["values"]), rows)
+
+    builder = answers_builder(config.data, model_path, "scored")
+    return preference_task(config, builder, judge, reward_model_step, launch_reward_model)
+
+
+def launch_reward_model(
+    config: RewardModelConfig, model_path: str, limits: Mapping[str, Any], restarted: bool
+) -> Roles:
+    """Launches the reward model in the place of the actor, and nothing else."""
+    optimizer = with_function(over_the_run(config.optimizer, config.run.steps))
+    model = CriticConfig(model_path=model_path, optimizer=optimizer, **vars(config.compute))
+    return launched(config, restarted, model, None, None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""A reward model that learns from pairs with pictures, and that ``--reward classifier:`` then loads."""
+
+import pytest
+
+from dataproto.errors import InvalidConfig, RewardError
+from helpers.checkpoints import write_checkpoint
+from recipes.data.answers import AnswersBuilder
+from recipes.demo.rows import DrawnPairs
+from recipes.reward_model import main, parse
+from recipes.rewards import load_reward
+from recipes.run.preferences import sent
+from recipes.watch.metrics_file import read_metrics
+from workers.roles.critic import HEAD_FILE, CriticConfig, ValueWorker, load_head
+from workers.roles.reward import RewardRow
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Three steps on synthetic pairs, with adapters, cut and resumed; and the same steps at once."""
+    path = write_checkpoint("qwen2_5_vl", tmp_path_factory.mktemp("qwen2_5_vl"))
+    runs = tmp_path_factory.mktemp("runs")
+    given = f"--preset any --model-path {path} --max-length 256 --batch-size 4 --eval-rows 4 --save-every 1".split()
+    given += ["--optimizer.lr", "1e-2", "--optimizer.schedule", "constant", "--lora-rank", "2", "--eval-every", "1"]
+    assert main([*given, "--steps", "3", "--output-dir", str(runs / "whole")]) == 0
+    assert main([*given, "--steps", "2", "--output-dir", str(runs / "cut")]) == 0
+    assert main(["--resume", str(runs / "cut"), "--steps", "3"]) == 0
+    return runs
+
+
+def test_a_resumed_run_is_exact(run):
+    whole, cut = (read_metrics(run / name / "metrics.jsonl") for name in ("whole", "cut"))
+    for name in ("train/loss", "actor/grad_norm", "val/loss", "val/accuracy"):
+        assert [row[name] for row in cut if name in row] == [row[name] for row in whole if name in row], name
+    assert whole[1]["train/loss"] == pytest.approx(0.6931, abs=1e-4)  # the head begins at zero
+    assert whole[-1]["train/loss"] != pytest.approx(0.6931, abs=1e-4)
+
+
+def test_a_classifier_reward_gives_the_scores_of_training(run):
+    checkpoint = run / "cut" / "global_step_3" / "actor" / "huggingface"
+    rows = DrawnPairs(0, "test")[:3]
+    worker = ValueWorker(CriticConfig(str(checkpoint)))
+    load_head(worker, checkpoint)
+    data = AnswersBuilder.from_pretrained(checkpoint, 256).grouped("scored")(rows)
+    expected = worker.values(sent(data))["values"].sum(1)
+    shown = [{"type": "text", "text": "Which colour?"}]
+    answers = [
+        RewardRow(answer[0]["content"], None, prompt=[{"role": "user", "content": [image, *shown]}])
+        for row in rows
+        for image in [{"type": "image", "image": row["images"][0]}]
+        for answer in row["answers"]
+    ]
+    scores = [each["score"] for each in load_reward(f"classifier:{checkpoint}")(answers)]
+    assert scores == pytest.approx(expected.tolist(), abs=1e-5)
+    assert len({round(score, 6) for score in scores}) > 1
+    with pytest.raises(RewardError, match=r"row 0: .* cannot score it: it has no prompt"):
+        load_reward(f"classifier:{checkpoint}")([RewardRow("red", None)])
+
+
+def test_a_head_of_another_model_is_refused(run, tmp_path):
+    checkpoint = run / "cut" / "global_step_3" / "actor" / "huggingface"
+    for file in checkpoint.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / HEAD_FILE).unlink()
+    (tmp_path / HEAD_FILE).write_bytes(b"damaged")
+    with pytest.raises(RewardError, match="is not a reward model"):
+        load_reward(f"classifier:{tmp_path}")([RewardRow("red", None, prompt="Which colour?")])
+
+
+@pytest.mark.parametrize("options", [["--keep-rows", "4"], ["--layout.pp", "2", "--on", "ray"], ["--mtp-coef", "0.1"]])
+def test_options_that_a_reward_model_has_not_are_refused(options):
+    with pytest.raises(InvalidConfig):
+        parse(options)
