@@ -13,7 +13,7 @@ import base64
 import shutil
 import sys
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import cache
 from random import Random
@@ -26,7 +26,7 @@ from recipes.configs.episodes_config import WarmUpPhaseConfig
 from recipes.demo.problems import EPOCH_ROWS, RowsBySeed, Split
 from recipes.demo.tiny_model import TinyConfig
 from recipes.grpo import step_for
-from recipes.options import exit_status
+from recipes.options import training_command
 from recipes.run.agent_roles import PlayedAgent
 from recipes.run.drawn_environment import MODEL, SmallModel, controlled_evaluation, demonstrated_model
 from recipes.run.policy_gradient import PolicyTask, open_task_directory, prompt_builder, prompt_loader, run
@@ -153,12 +153,7 @@ def browse_task(config: BrowseConfig) -> PolicyTask:
     return PolicyTask(config, model, builder, loader, None, evaluate, PlayedAgent(press, config.agents.limits()))
 
 
-def main(arguments: Sequence[str] | None = None, config: BrowseConfig | None = None) -> int:
-    """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
-    with exit_status(arguments) as status:
-        config = config or parse(status.arguments)
-        print(f"report: {run(config, step_for(config), browse_task)}")
-    return status.code
+main = training_command(parse, lambda config: run(config, step_for(config), browse_task))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ label column. Accuracy is that of greedy answers which are exactly right, measur
 """
 
 import sys
-from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from dataproto import DataProto
 from recipes.configs.classify_config import PRESETS, TINY, ClassifyConfig, ClassifyDataConfig, parse
@@ -16,7 +16,7 @@ from recipes.data.column_keys import eval_sets
 from recipes.data.labelled_pictures import LabelledData, drawn_data, labelled_data
 from recipes.data.loader import PromptLoader, check_row, check_rows
 from recipes.data.splits import tell_data
-from recipes.options import exit_status
+from recipes.options import training_command
 from recipes.run.policy_gradient import prompt_loader
 from recipes.run.supervised import SupervisedTask, run_supervised, supervised_builders, supervised_evaluation
 
@@ -30,16 +30,6 @@ __all__ = [
     "open_labelled",
     "parse",
 ]
-
-
-def main(arguments: Sequence[str] | None = None, config: ClassifyConfig | None = None) -> int:
-    """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
-    with exit_status(arguments) as status:
-        config = config or parse(status.arguments)
-        announce_small_model(config.model_path, config.data.data_path)
-        pictures = open_labelled(config.data, config.run.seed)
-        print(f"report: {run_supervised(config, partial(classification_task, config, pictures))}")
-    return status.code
 
 
 def classification_task(config: ClassifyConfig, labelled: LabelledData, model_path: str) -> SupervisedTask:
@@ -79,6 +69,16 @@ def open_labelled(data: ClassifyDataConfig, seed: int) -> LabelledData:
     columns = data.image_column, data.label_column
     sets = eval_sets(data.eval_data_path)
     return labelled_data(data.data_path, data.eval_rows, seed, templates, columns, data.exclude, data.on_bad_row, sets)
+
+
+def train(config: ClassifyConfig) -> Path:
+    """Trains by the options, and returns the path of the report."""
+    announce_small_model(config.model_path, config.data.data_path)
+    pictures = open_labelled(config.data, config.run.seed)
+    return run_supervised(config, partial(classification_task, config, pictures))
+
+
+main = training_command(parse, train)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,12 @@ the difference of their log-probs (`recipes.algorithms.reverse_kl_advantage`). R
 """
 
 import sys
-from collections.abc import Sequence
 
 from dataproto import DataProto
 from recipes.algorithms.options import AlgorithmConfig
 from recipes.configs.distil_config import PRESETS, TINY, DistilConfig, DistilRunConfig, parse
 from recipes.grpo import grpo_step
-from recipes.options import exit_status
+from recipes.options import training_command
 from recipes.run.phases import StepState
 from recipes.run.policy_gradient import run
 from rollout.engine import SamplingParams
@@ -30,11 +29,7 @@ def distil_step(
     return data, metrics | {"distil/reverse_kl": -float(sampled.mean())}
 
 
-def main(arguments: Sequence[str] | None = None, config: DistilRunConfig | None = None) -> int:
-    """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
-    with exit_status(arguments) as status:
-        print(f"report: {run(config or parse(status.arguments), distil_step)}")
-    return status.code
+main = training_command(parse, lambda config: run(config, distil_step))
 
 
 if __name__ == "__main__":

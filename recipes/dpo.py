@@ -6,8 +6,9 @@ each answer and kept in the run's directory. Left out of TRL's: divergences othe
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from recipes.algorithms.preferences import mismatch_kl
 from recipes.algorithms.registry import PREFERENCES, arguments_by_name
 from recipes.configs.dpo_config import PRESETS, TINY, DPOConfig, PreferenceConfig, parse
 from recipes.configs.shared.run_config import announce_small_model
-from recipes.options import exit_status
+from recipes.options import training_command
 from recipes.run.metrics import timed
 from recipes.run.policy_gradient import launched
 from recipes.run.preferences import REFERENCE, ReferenceLogProbs, answers_builder, preference_task, sent
@@ -32,15 +33,6 @@ __all__ = ["PRESETS", "TINY", "DPOConfig", "PreferenceConfig", "dpo_step", "main
 
 REFERENCE_FILE = "reference_log_probs.bin"
 """Where a run keeps the reference's log-probs."""
-
-
-def main(arguments: Sequence[str] | None = None, config: DPOConfig | None = None) -> int:
-    """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
-    with exit_status(arguments) as status:
-        config = config or parse(status.arguments)
-        announce_small_model(config.model_path, config.data.data_path)
-        print(f"report: {run_supervised(config, partial(dpo_task, config))}")
-    return status.code
 
 
 def dpo_step(
@@ -126,6 +118,15 @@ def launch_with_reference(config: DPOConfig, model_path: str, limits: Mapping[st
     optimizer = with_function(over_the_run(config.optimizer, config.run.steps))
     actor = ActorConfig(model_path=model_path, optimizer=optimizer, **vars(config.compute))
     return launched(config, restarted, actor, None, None, reference=actor.frozen())
+
+
+def train(config: DPOConfig) -> Path:
+    """Trains by the options, and returns the path of the report."""
+    announce_small_model(config.model_path, config.data.data_path)
+    return run_supervised(config, partial(dpo_task, config))
+
+
+main = training_command(parse, train)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ controls: the same questions with other rows' pictures, and without pictures. A 
 """
 
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from recipes.data.mixture import Mixture
 from recipes.data.splits import tell_data
 from recipes.demo.tiny_model import TinyConfig
 from recipes.grpo import step_for
-from recipes.options import exit_status
+from recipes.options import training_command
 from recipes.rewards import RewardFunction, ShuffledScores, load_reward, short_answer_reward
 from recipes.rewards.reward_check import check_reward
 from recipes.run.drawn_environment import controlled_evaluation
@@ -37,13 +36,6 @@ from workers.training.checkpoint import latest_checkpoint
 # With larger initial weights than Hugging Face's, and pictures of 64 pixels at 112, the model tells shapes apart sooner.
 TINY_MODEL = TinyConfig(text_std=0.088, vision_std=0.2, min_pixels=112 * 112)
 SFT, MODEL = "sft", "model"  # folders of the run's directory
-
-
-def main(arguments: Sequence[str] | None = None, config: EasyVQAConfig | None = None) -> int:
-    """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
-    with exit_status(arguments) as status:
-        print(f"report: {run(config := config or parse(status.arguments), step_for(config), easy_vqa_task)}")
-    return status.code
 
 
 def supervised_model(config: EasyVQAConfig) -> Path:
@@ -145,6 +137,9 @@ def policy_task(config: PolicyGradientConfig, rows: EasyVQA, model_path: str, re
     loader = prompt_loader(config, builder, rows.train)
     tell_data(loader, test)
     return PolicyTask(config, model_path, builder, loader, reward, evaluate)
+
+
+main = training_command(parse, lambda config: run(config, step_for(config), easy_vqa_task))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 from recipes import grpo
 from recipes.configs.shared.policy_gradient_config import parse_with_defaults
 from recipes.grpo import GRPORunConfig, step_for
-from recipes.options import exit_status
+from recipes.options import training_command
 from recipes.run.policy_gradient import run
 
 OUTPUT_DIR = Path("outputs/geo3k_grpo")
@@ -22,16 +22,12 @@ PRESETS = {name: replace(each, run=replace(each.run, output_dir=OUTPUT_DIR)) for
 TINY = PRESETS["tiny"]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
-    with exit_status(arguments) as status:
-        print(f"report: {run(config := parse(status.arguments), step_for(config))}")
-    return status.code
-
-
 def parse(arguments: Sequence[str]) -> GRPORunConfig:
     """The configuration of a command line; see `recipes.grpo.parse`."""
     return parse_with_defaults(arguments, PRESETS, __doc__, "python -m recipes.geo3k_grpo")
+
+
+main = training_command(parse, lambda config: run(config, step_for(config)))
 
 
 if __name__ == "__main__":

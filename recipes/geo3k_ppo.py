@@ -11,7 +11,7 @@ from pathlib import Path
 
 from recipes import ppo
 from recipes.configs.shared.policy_gradient_config import parse_with_defaults
-from recipes.options import exit_status
+from recipes.options import training_command
 from recipes.ppo import PPORunConfig, ppo_step
 from recipes.run.policy_gradient import run
 
@@ -22,16 +22,12 @@ PRESETS = {name: replace(each, run=replace(each.run, output_dir=OUTPUT_DIR)) for
 TINY = PRESETS["tiny"]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
-    with exit_status(arguments) as status:
-        print(f"report: {run(parse(status.arguments), ppo_step)}")
-    return status.code
-
-
 def parse(arguments: Sequence[str]) -> PPORunConfig:
     """The configuration of a command line; see `recipes.ppo.parse`."""
     return parse_with_defaults(arguments, PRESETS, __doc__, "python -m recipes.geo3k_ppo")
+
+
+main = training_command(parse, lambda config: run(config, ppo_step))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ With no arguments it draws problems, makes a small Qwen2.5-VL and trains it on t
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -16,7 +16,7 @@ from recipes.algorithms.kl import KL_ESTIMATORS
 from recipes.algorithms.options import AlgorithmConfig, NamedLoss
 from recipes.configs.grpo_config import PRESETS, TINY, GRPOConfig, GRPORunConfig, parse
 from recipes.configs.shared.policy_gradient_config import PolicyGradientConfig
-from recipes.options import exit_status
+from recipes.options import training_command
 from recipes.run.metrics import timed
 from recipes.run.phases import (
     StepState,
@@ -163,11 +163,7 @@ def step_for(config: PolicyGradientConfig) -> AlgorithmStep:
     return grpo_step_in_parts if config.rollout.staleness == 0 and config.layout.rollout else grpo_step
 
 
-def main(arguments: Sequence[str] | None = None, config: GRPORunConfig | None = None) -> int:
-    """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
-    with exit_status(arguments) as status:
-        print(f"report: {run(config := config or parse(status.arguments), step_for(config))}")
-    return status.code
+main = training_command(parse, lambda config: run(config, step_for(config)))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ token.
 """
 
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -15,7 +14,7 @@ from recipes.algorithms.losses import value_loss
 from recipes.configs.episodes_config import EpisodeRunConfig
 from recipes.configs.ppo_config import PRESETS, TINY, ActorCriticConfig, PPOConfig, PPORunConfig, parse
 from recipes.grpo import policy_loss, step_for
-from recipes.options import exit_status
+from recipes.options import training_command
 from recipes.run.metrics import merge_updates, timed
 from recipes.run.phases import StepState, log_probs_before_update, policy_log_probs, sample, with_advantages
 from recipes.run.policy_gradient import AlgorithmStep, run
@@ -80,11 +79,7 @@ def episode_step(config: EpisodeRunConfig) -> AlgorithmStep:
     return ppo_step if config.algorithm.needs_critic else step_for(config)
 
 
-def main(arguments: Sequence[str] | None = None, config: PPORunConfig | None = None) -> int:
-    """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
-    with exit_status(arguments) as status:
-        print(f"report: {run(config or parse(status.arguments), ppo_step)}")
-    return status.code
+main = training_command(parse, lambda config: run(config, ppo_step))
 
 
 if __name__ == "__main__":

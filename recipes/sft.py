@@ -6,8 +6,9 @@ With no arguments it draws conversations, makes a small Qwen2.5-VL and trains it
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch.utils.data import ConcatDataset
@@ -20,21 +21,12 @@ from recipes.data.loader import check_row
 from recipes.data.mixture import Mixture
 from recipes.data.splits import first_rows, fitting_rows, split_rows, tell_columns_left_out, tell_data
 from recipes.demo.rows import DrawnSums, DrawnTalks
-from recipes.options import exit_status
+from recipes.options import training_command
 from recipes.run.policy_gradient import prompt_loader
 from recipes.run.supervised import SupervisedTask, run_supervised, supervised_builders, supervised_evaluation
 from rollout.prompts import SupervisedBuilder
 
 __all__ = ["PRESETS", "TINY", "SFTConfig", "SFTDataConfig", "conversation_task", "main", "open_data", "parse"]
-
-
-def main(arguments: Sequence[str] | None = None, config: SFTConfig | None = None) -> int:
-    """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
-    with exit_status(arguments) as status:
-        config = config or parse(status.arguments)
-        announce_small_model(config.model_path, config.data.data_path)
-        print(f"report: {run_supervised(config, partial(conversation_task, config))}")
-    return status.code
 
 
 Held = Mapping[str, Any]
@@ -93,6 +85,15 @@ def open_data(data: SFTDataConfig, builder: SupervisedBuilder, seed: int) -> tup
     if len(sources) > 1:
         rows = Mixture(sources, data.weights or [float(len(each)) for each in sources])
     return rows, held_out
+
+
+def train(config: SFTConfig) -> Path:
+    """Trains by the options, and returns the path of the report."""
+    announce_small_model(config.model_path, config.data.data_path)
+    return run_supervised(config, partial(conversation_task, config))
+
+
+main = training_command(parse, train)
 
 
 if __name__ == "__main__":

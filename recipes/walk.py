@@ -8,13 +8,12 @@ Each evaluation walks greedily in grids that are drawn for it, and measures two 
 """
 
 import sys
-from collections.abc import Sequence
 from functools import partial
 
-from recipes.configs.walk_config import WalkConfig, parse
+from recipes.configs.walk_config import parse
 from recipes.demo.grid_walk import MOVES, TASK, GridWalk, RandomWalks, WalkRows
 from recipes.demo.tiny_model import TinyConfig
-from recipes.options import exit_status
+from recipes.options import training_command
 from recipes.ppo import episode_step
 from recipes.run.drawn_environment import DrawnEnvironment, episode_task
 from recipes.run.policy_gradient import run
@@ -30,12 +29,7 @@ WALK = DrawnEnvironment(
 )
 
 
-def main(arguments: Sequence[str] | None = None, config: WalkConfig | None = None) -> int:
-    """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
-    with exit_status(arguments) as status:
-        config = config or parse(status.arguments)
-        print(f"report: {run(config, episode_step(config), partial(episode_task, drawn=WALK))}")
-    return status.code
+main = training_command(parse, lambda config: run(config, episode_step(config), partial(episode_task, drawn=WALK)))
 
 
 if __name__ == "__main__":

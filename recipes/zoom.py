@@ -9,7 +9,6 @@ Each evaluation answers greedily about pictures that are drawn for it, and measu
 """
 
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -18,7 +17,7 @@ from transformers.utils import get_json_schema
 from recipes.configs.zoom_config import ZoomConfig, parse
 from recipes.demo.digit_zoom import PLACES, TASK, TOOL_TASK, DigitZoom, DigitZoomByTool, RandomLooks, ZoomRows
 from recipes.demo.tiny_model import TinyConfig
-from recipes.options import exit_status
+from recipes.options import training_command
 from recipes.ppo import episode_step
 from recipes.run.drawn_environment import DrawnEnvironment, episode_task
 from recipes.run.policy_gradient import PolicyTask, run
@@ -32,14 +31,6 @@ ZOOM = DrawnEnvironment(
     texts=[*(20 * [TASK]), *(50 * list(PLACES)), *(50 * list("0123456789"))],
     demonstrations=RandomLooks,
 )
-
-
-def main(arguments: Sequence[str] | None = None, config: ZoomConfig | None = None) -> int:
-    """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
-    with exit_status(arguments) as status:
-        config = config or parse(status.arguments)
-        print(f"report: {run(config, episode_step(config), zoom_task)}")
-    return status.code
 
 
 def zoom_task(config: ZoomConfig) -> PolicyTask:
@@ -57,6 +48,9 @@ def environment_of(config: ZoomConfig) -> DrawnEnvironment:
         rows=partial(ZoomRows, task=TOOL_TASK),
         template_arguments={"tools": [get_json_schema(DigitZoomByTool().crop)]},
     )
+
+
+main = training_command(parse, lambda config: run(config, episode_step(config), zoom_task))
 
 
 if __name__ == "__main__":

@@ -87,6 +87,22 @@ def exit_status(arguments: Sequence[str] | None = None, resumes: bool = True) ->
         status.code = 130
 
 
+def training_command(parse: Callable[[Sequence[str]], Config], train: Callable[[Config], Path]) -> Callable[..., int]:
+    """The ``main`` of a recipe: parses a command line unless it is given a configuration, trains, prints where the report is, and
+    returns the exit status; a user's mistake is one line on stderr.
+    """
+
+    def main(arguments: Sequence[str] | None = None, config: Config | None = None) -> int:
+        with exit_status(arguments) as status:
+            print(f"report: {train(config or parse(status.arguments))}")
+        return status.code
+
+    main.__doc__ = (
+        "Parses the command line, trains, and returns the exit status; a user's mistake is one line on stderr."
+    )
+    return main
+
+
 def parse_recipe(
     arguments: Sequence[str],
     presets: Mapping[str, Recipe],

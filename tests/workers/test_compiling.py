@@ -100,6 +100,7 @@ def test_further_families_are_traced_without_graph_breaks(traced, model_type, mo
 @pytest.mark.parametrize(
     ("mode", "backend"), [("selective", "eager"), pytest.param("full", "aot_eager", marks=pytest.mark.long)]
 )
+@pytest.mark.slow
 def test_layers_that_tell_their_routers_of_padding_are_traced_with_checkpoints(traced, mode):
     """The backward pass of one is traced too: it computes all of a layer again, its router included."""
     check_compiled("qwen3_vl_moe", mode)
