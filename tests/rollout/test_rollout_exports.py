@@ -22,7 +22,7 @@ from rollout.engine import ENGINES
             rollout.prompts,
             [
                 *("ChunkRenderer", "ContentStore", "PlacedSequence", "ProcessedImage", "Prompt"),
-                *("PromptBuilder", "Resolver", "SupervisedBuilder", "TokenSequence", "TrainingRow", "Turns"),
+                *("PromptBuilder", "SupervisedBuilder", "TokenSequence", "TrainingRow", "Turns"),
                 *("invalid_row", "row_digest", "row_number"),
             ],
         ),
