@@ -51,6 +51,7 @@ _PLAIN: dict[str, Any] = {"response_format": _TEXT, "modalities": ["text"]}
 _ADVICE = {
     "thread": "the history is not kept here: pass thread=False to the client's tool runner, which then sends all messages",
     "previous_response_id": "the history is not kept here: send all items as input",
+    "previous_message_id": "the history is not kept here: send all messages",
     "conversation": "the history is not kept here: send all items as input",
 }
 _ITEM = re.compile(r"(?:msg|rs|fc)_(\w{8}_\d{8})(?:_\d\d)?")

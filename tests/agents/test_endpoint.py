@@ -4,6 +4,7 @@ import asyncio
 import base64
 import io
 import json
+import time
 
 import anthropic
 import httpx
@@ -218,7 +219,9 @@ def test_errors_have_the_shape_of_their_wire_and_name_the_field(renderer):
         async with AsyncAnthropic(base_url=task.server_url, api_key=task.api_key, max_retries=0) as client:
             with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].role"):
                 await client.messages.create(model="m", max_tokens=5, messages=[{"role": "critic", "content": "x"}])
-            await client.messages.create(model="m", max_tokens=5, messages=[{"role": "user", "content": "x"}])
+            known = {"anthropic-beta": "some-2030-01-01", "anthropic-version": "2030-01-01"}
+            said = [{"role": "user", "content": "x"}]
+            await client.messages.create(model="m", max_tokens=128000, messages=said, extra_headers=known, timeout=9)
         return 1
 
     (episode,) = run(renderer, ScriptedEngine(renderer, "ok", most=300), agent)
@@ -242,11 +245,19 @@ def test_a_repeated_body_gets_the_same_reply_only_if_it_is_a_retry(renderer):
             assert first != again
             assert await post(1) == await post(2)
             assert await post(1) in (first, again)
+            body["messages"] = [*task.messages, {"role": "user", "content": "Go."}]
+            in_flight, repeated = await asyncio.gather(post(0), post(1))
+            assert in_flight == repeated
         return 1
 
-    engine = ScriptedEngine(renderer, "one")
+    class Slow(ScriptedEngine):
+        def poll(self):
+            time.sleep(0.05)  # in which both requests arrive
+            return super().poll()
+
+    engine = Slow(renderer, "one")
     (episode,) = run(renderer, engine, agent)
-    assert (episode.ended, episode.message, len(engine.requests)) == ("done", "", 2)
+    assert (episode.ended, episode.message, len(engine.requests)) == ("done", "", 3)
 
 
 def test_rows_of_episodes_have_the_tokens_of_their_own_keys(renderer):

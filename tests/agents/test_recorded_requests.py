@@ -143,11 +143,56 @@ def test_other_arguments_are_an_edited_reply(chat, arguments):
     assert reason(talk, request) == "reply"
 
 
-def test_content_and_thoughts_do_not_count_where_a_call_id_is_ours(chat):
+def test_a_call_of_another_tool_by_our_id_is_an_edited_reply(chat):
     talk, _, request = chat
-    request["body"]["messages"][2] |= {"content": [{"type": "text", "text": " Let me think. "}]}
-    del request["body"]["messages"][2]["reasoning_content"]
+    request["body"]["messages"][2]["tool_calls"][0]["function"]["name"] = "peek"
+    assert reason(talk, request) == "reply"
+
+
+@pytest.mark.parametrize("content", [None, "", " Let me think. ", [{"type": "text", "text": "Hm."}], []])
+@pytest.mark.parametrize("thoughts", [None, "", "other"])
+def test_content_and_thoughts_do_not_count_where_a_call_id_is_ours(chat, content, thoughts):
+    talk, _, request = chat
+    said = request["body"]["messages"][2]
+    said |= {"content": content, "reasoning_content": thoughts}
+    request["body"]["messages"][2] = {name: value for name, value in said.items() if value is not None}
     assert reason(talk, request) == ""
+
+
+@pytest.mark.parametrize("signature", [{}, {"signature": None}, {"signature": ""}])
+def test_thoughts_may_come_back_unsigned_and_messages_of_a_user_may_follow_each_other(renderer, signature):
+    talk, (one, two) = Talk(renderer), recorded("anthropic-sdk-signed-thinking.messages")
+    request = with_our_ids(two, talk.answer(talk.ask(one), first_answer("anthropic")))
+    for message in request["body"]["messages"]:
+        for block in message["content"] if message["role"] == "assistant" else ():
+            if block["type"] == "thinking":
+                del block["signature"]
+                block |= signature
+    request["body"]["messages"].append({"role": "user", "content": "And?"})
+    assert reason(talk, request) == ""
+
+
+@pytest.mark.parametrize("wire", ["responses", "messages"])
+def test_equal_replies_are_told_apart_by_the_ids_that_come_back(renderer, wire):
+    for chosen in (0, 1):
+        talk, request = (
+            Talk(renderer),
+            recorded(f"anthropic-sdk.{wire}" if wire == "messages" else f"openai-sdk.{wire}")[0],
+        )
+        turns = [talk.ask(request) for _ in range(2)]
+        replies = [talk.answer(turn, "<think>hm</think>It is red.") for turn in turns]
+        ours = replies[chosen].id
+        if wire == "messages":
+            said = [{"type": "thinking", "thinking": "hm", "signature": ours}, {"type": "text", "text": "It is red."}]
+            request["body"]["messages"] += [
+                {"role": "assistant", "content": said},
+                {"role": "user", "content": "Sure?"},
+            ]
+        else:
+            text = [{"type": "output_text", "text": "It is red."}]
+            said = {"type": "message", "role": "assistant", "id": f"msg_{ours}", "content": text}
+            request["body"]["input"] += [said, {"role": "user", "content": "Sure?"}]
+        assert talk.ask(request).parent is turns[chosen]
 
 
 def test_a_reply_without_calls_is_ours_by_its_place_and_text(renderer):
@@ -219,6 +264,73 @@ def test_pictures_are_compared_by_their_pixels(renderer):
     talk.answer(talk.ask(request), "Red.")
     messages[-1]["content"][0]["image_url"] = one  # a plain text, in place of an object
     messages += [{"role": "assistant", "content": "Red."}, {"role": "user", "content": "Sure?"}]
+    assert reason(talk, request) == ""
+
+
+PICTURE = recorded("openai-sdk.chat")[1]["body"]["messages"][3]["content"][1]["image_url"]["url"]
+SHOWN = {"type": "image_url", "image_url": {"url": PICTURE, "detail": "high"}}
+SAW = {"type": "text", "text": "saw"}
+
+
+@pytest.mark.parametrize("role", ["tool", "user"])
+@pytest.mark.parametrize("parts", [[SHOWN, SAW], [SAW, SHOWN], [{"type": "image_url", "image_url": PICTURE}]])
+def test_a_tools_picture_may_stand_before_or_after_text_or_in_a_later_message(chat, role, parts):
+    talk, _, request = chat
+    messages = request["body"]["messages"]
+    if role == "tool":
+        messages[3]["content"] = parts
+    else:
+        messages[3]["content"] = "see file a1b2"
+        messages += [{"role": "system", "content": "This is a1b2:"}, {"role": "user", "content": parts}]
+    turn = talk.ask(request)
+    assert [row.reason for row in talk.conversations.rows] == [""]
+    kinds = [part if isinstance(part, str) else "picture" for part in turn.new[-1].content]
+    assert kinds == ["saw" if part is SAW else "picture" for part in parts]
+    assert len(turn.request.multi_modal_data["image"]) == 1
+
+
+def in_parts(body):
+    """The contents of all messages as lists of parts, with what some clients add to them."""
+    for message in body["messages"]:
+        if isinstance(message.get("content"), str):
+            text = {"type": "text", "text": message["content"], "cache_control": {"type": "ephemeral"}}
+            message["content"] = [text]
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("openai-sdk.chat", {"stream": False, "stream_options": {"include_usage": True}, "tool_choice": "auto"}),
+        ("openai-sdk.chat", {"user": "me", "store": False, "service_tier": "auto", "max_completion_tokens": 128000}),
+        ("openai-sdk.chat", lambda body: body["tools"][0]["function"].update(strict=True)),
+        ("openai-sdk.chat", in_parts),
+        ("openai-sdk.responses", {"include": [], "stream": False, "truncation": "disabled", "store": False}),
+        ("openai-sdk.responses", {"text": {"format": {"type": "text"}}, "tool_choice": "auto"}),
+        (
+            "openai-sdk.responses",
+            lambda body: [
+                item.update(status="completed", encrypted_content=None) or item.pop("type")
+                for item in body["input"]
+                if item.get("type") == "message"
+            ],
+        ),
+        ("anthropic-sdk.messages", {"stream": False, "tool_choice": {"type": "auto"}, "betas": ["some"]}),
+        (
+            "anthropic-sdk.messages",
+            lambda body: [
+                block.update(is_error=False, cache_control={"type": "ephemeral"})
+                for message in body["messages"][2:]
+                for block in message["content"]
+            ],
+        ),
+    ],
+)
+def test_what_changes_nothing_is_ignored(renderer, name, change):
+    talk, (one, two) = Talk(renderer), recorded(name)
+    request = with_our_ids(two, talk.answer(talk.ask(one), first_answer(name)))
+    before = json.dumps(request)
+    change(request["body"]) if callable(change) else request["body"].update(change)
+    assert json.dumps(request) != before
     assert reason(talk, request) == ""
 
 
