@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import gc
 import inspect
 import io
 import json
@@ -14,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -79,6 +80,16 @@ class Ended:
     error: BaseException | None = None
 
 
+@cache
+def settle_objects() -> None:
+    """Exempts what is there now from the garbage collector, once for a process: modules and models, which stay.
+
+    Agents' clients make so many objects that it would look at everything in each rollout, which takes 0.2 to 0.5 s.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 class AgentHost:
     """Runs agents in threads of their own, and puts what becomes of them into an inbox."""
 
@@ -91,6 +102,7 @@ class AgentHost:
         self._thread = threading.Thread(target=self._loop.run_forever, name="agents", daemon=True)
 
     def __enter__(self) -> "AgentHost":
+        settle_objects()
         self._thread.start()
         return self
 
