@@ -11,6 +11,7 @@ import pytest
 
 from helpers.checkpoints import write_checkpoint
 from helpers.geo3k_runs import REWARD, assert_same_run
+from helpers.option_files import in_files
 from recipes import geo3k_grpo, walk
 from recipes.configs.episodes_config import WarmUpPhaseConfig
 from recipes.run.drawn_environment import demonstrated_model
@@ -34,13 +35,15 @@ def kill():
 SHORT = "--batch-size 2 --algorithm.n 2 --eval-rows 2 --eval-every 9 --save-every 1 --steps 4 --token-budget 600"
 
 
-def killed_and_resumed(module: str, main, options: list[str], folder: Path) -> tuple[Path, Path]:
+def killed_and_resumed(
+    module: str, main, options: list[str], folder: Path, status: int = -signal.SIGKILL
+) -> tuple[Path, Path]:
     """The directories of a run that was killed and resumed, and of one that was not disturbed."""
     disturbed, whole = folder / "disturbed", folder / "whole"
     (folder / "kills").touch()
     command = [sys.executable, "-m", module, *options, "--output-dir", str(disturbed)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
+    assert done.returncode == status, done.stderr[-2000:]
     assert not (folder / "kills").exists()
     assert {path.name for path in disturbed.glob("global_step_*")} >= {"global_step_2"}
     assert main(["--resume", str(disturbed)]) == 0
@@ -89,6 +92,25 @@ class Echo:
 '''
 
 
+AGENT = '''
+from openai import AsyncOpenAI
+
+
+async def agent(task):
+    """Says the lengths of the answers so far."""
+    messages, said = list(task.messages), []
+    async with AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+        for _ in range(3):
+            reply = (await client.chat.completions.create(model=task.model, messages=messages)).choices[0].message
+            kill()
+            said.append(len(reply.content or ""))
+            task.reward(1 / (1 + said[-1]))
+            messages += [reply, {"role": "user", "content": str(said)}]
+    return 0.0
+'''
+PLAYED = {"environment": (ENVIRONMENT, "Echo"), "agent": (AGENT, "agent")}
+
+
 def episodes_of(directory: Path) -> dict[str, list[str]]:
     """The texts of each group that the run has learned from."""
     found: dict[str, list[str]] = {}
@@ -110,9 +132,21 @@ def model(tmp_path_factory) -> str:
     return str(demonstrated_model(folder, 0, walk.WALK, WarmUpPhaseConfig(steps=20, batch_size=8)))
 
 
-@pytest.mark.parametrize("staleness", ["None", "2"])
-def test_a_run_that_is_killed_in_the_middle_of_episodes_loses_none(staleness, model, tmp_path):
-    (tmp_path / "own.py").write_text(KILL + ENVIRONMENT)
+@pytest.mark.parametrize(
+    ("played", "staleness", "on_ray"),
+    [
+        ("environment", "None", False),
+        ("environment", "2", False),
+        ("agent", "None", False),
+        ("agent", "2", False),
+        ("agent", "2", True),
+    ],
+)
+@pytest.mark.timeout(1500)
+def test_a_run_that_is_killed_in_the_middle_of_episodes_loses_none(played, staleness, on_ray, model, tmp_path):
+    """On Ray one of two processes with agents is killed, which ends the run."""
+    code, name = PLAYED[played]
+    (tmp_path / "own.py").write_text(KILL + code)
     rows = [{"problem": f"Say {number}.", "answer": str(number), "images": []} for number in range(30)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = [
@@ -127,19 +161,26 @@ def test_a_run_that_is_killed_in_the_middle_of_episodes_loses_none(staleness, mo
     ]
     options += [
         "1e-3" if staleness == "None" else "0",
-        "--environment",
-        f"{tmp_path}/own.py:Echo",
+        f"--{played}",
+        f"{tmp_path}/own.py:{name}",
         "--eval-first",
         "False",
     ]
     options += ["--max-response-length", "3", "--rollout.staleness", staleness]
-    disturbed, whole = killed_and_resumed("recipes.walk", walk.main, options, tmp_path)
+    options += (
+        in_files(["--on", "ray", "--layout.dp", "2", "--ray.object-store-gib", "0.2"], tmp_path) if on_ray else []
+    )
+    status = 2 if on_ray else -signal.SIGKILL
+    disturbed, whole = killed_and_resumed("recipes.walk", walk.main, options, tmp_path, status)
     found, expected = episodes_of(disturbed), episodes_of(whole)
     assert any("\n" in text for texts in expected.values() for text in texts)  # of several turns
     if staleness == "None":
         assert_same_run(disturbed, whole)
         assert found == expected
     else:  # which groups are whole first depends on the time that environments take, and their episodes do not
+        rows = [json.loads(line) for line in (disturbed / "metrics.jsonl").read_text().splitlines()]
+        assert any(row["training/carried_groups"] for row in rows)
+        assert len(found.keys() & expected.keys()) > 4
         assert {uid: found[uid] for uid in found.keys() & expected.keys()} == {
             uid: expected[uid] for uid in found.keys() & expected.keys()
         }
