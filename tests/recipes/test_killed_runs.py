@@ -44,7 +44,7 @@ def killed_and_resumed(
     command = [sys.executable, "-m", module, *options, "--output-dir", str(disturbed)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == status, done.stderr[-2000:]
-    assert not (folder / "kills").exists()
+    assert not (folder / "kills").exists(), done.stderr[-2000:]
     assert {path.name for path in disturbed.glob("global_step_*")} >= {"global_step_2"}
     assert main(["--resume", str(disturbed)]) == 0
     assert main([*options, "--output-dir", str(whole)]) == 0
