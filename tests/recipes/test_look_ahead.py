@@ -9,6 +9,7 @@ from dataproto import DataProto
 from dataproto.errors import InvalidRow
 from helpers.tiny_prompts import tiny_builder
 from recipes.data.loader import PromptLoader
+from recipes.demo.tiny_model import make_tiny_model
 from recipes.grpo import grpo_step, parse
 from recipes.run import look_ahead, policy_gradient
 from recipes.run.look_ahead import LookAhead
@@ -153,7 +154,9 @@ def test_a_thread_prepares_batches_where_models_are_in_other_processes(tmp_path,
         raise Made(background)
 
     monkeypatch.setattr(policy_gradient, "LookAhead", made)
-    options = ["--on", on, "--eval-rows", "2", "--output-dir", str(tmp_path)]
+    model = str(make_tiny_model(tmp_path / "model"))
+    options = ["--preset", "tiny", "--model-path", model, "--on", on, "--eval-rows", "2"]
+    options += ["--output-dir", str(tmp_path / "run")]
     with pytest.raises(Made) as caught:
         policy_gradient.run(parse(options), grpo_step)
     assert caught.value.args == (background,)

@@ -6,6 +6,7 @@ import torch
 from dataproto.errors import InvalidConfig, OutOfMemory, WorkerFailed
 from recipes.configs.grpo_config import GRPORunConfig
 from recipes.configs.sft_config import SFTConfig
+from recipes.demo.tiny_model import make_tiny_model
 from recipes.grpo import parse
 from recipes.run.out_of_memory import naming_options
 from recipes.run.policy_gradient import run
@@ -88,19 +89,9 @@ def test_a_run_whose_sampling_needs_too_much_is_told_of_sampling(tmp_path, capsy
             roles.critic.values(None)
         raise torch.OutOfMemoryError(CUDA)
 
-    config = parse(
-        [
-            "--steps",
-            "1",
-            "--run.no-eval-first",
-            "--batch-size",
-            "4",
-            "--algorithm.minibatch",
-            "2",
-            "--output-dir",
-            str(tmp_path / "run"),
-        ]
-    )
+    settings = "--preset tiny --steps 1 --run.no-eval-first --batch-size 4 --algorithm.minibatch 2"
+    model = str(make_tiny_model(tmp_path / "model"))
+    config = parse([*settings.split(), "--model-path", model, "--output-dir", str(tmp_path / "run")])
     with pytest.raises(OutOfMemory, match=r"phase generation; .*: --offload-idle, --on ray --layout.dp 2"):
         run(config, sample)
     said = capsys.readouterr().out
