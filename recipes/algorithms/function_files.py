@@ -25,7 +25,12 @@ def load_named_function(name: str, kind: str, error: type[DataProtoError]) -> Ca
     file, colon, attribute = name.rpartition(":")
     path = Path(file).expanduser()
     if not colon or not file or not attribute:
-        raise error(f"{name!r} is not the name of a {kind}: use a known name or FILE.py:FUNCTION")
+        file_only = (
+            f": which function of it? {name}:FUNCTION"
+            if Path(name).is_file()
+            else ": use a known name or FILE.py:FUNCTION"
+        )
+        raise error(f"{name!r} is not the name of a {kind}{file_only}")
     if not path.is_file():
         raise error(f"{name!r}: there is no file {path}")
     module_name = f"{kind}_{path.stem}_{abs(hash(path.resolve())):x}"

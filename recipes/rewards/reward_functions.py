@@ -52,7 +52,10 @@ def load_reward(
     if len(names) == 1 and weights is None:
         reward = _named_reward(names[0])
     else:
-        parts = {label: _named_reward(each) for label, each in zip(_labels(names), names, strict=True)}
+        labels = _labels(names)
+        if twice := [label for label, count in Counter(labels).items() if count > 1]:
+            raise RewardError(f"--reward names {twice[0]} twice: leave one out, or rename its file")
+        parts = {label: _named_reward(each) for label, each in zip(labels, names, strict=True)}
         reward = WeightedRewards(parts, (1.0,) * len(names) if weights is None else tuple(weights))
     if here:
         check_ready(reward)

@@ -59,7 +59,15 @@ def with_function(optimizer: OptimizerConfig) -> OptimizerConfig:
 
 @cache
 def _own_schedule(name: str) -> Schedule:
-    return load_named_function(name, "schedule", InvalidConfig)
+    found = load_named_function(name, "schedule", InvalidConfig)
+    try:
+        share = found(0, 1)
+        float(share)
+    except (TypeError, ValueError) as error:
+        raise InvalidConfig(
+            f"optimizer.schedule={name}: must take (step, total_steps) and return a share of the rate, a number; (0, 1): {error}"
+        ) from error
+    return found
 
 
 def _own_factor(name: str, schedule: Schedule, step: int, total_steps: int) -> float:

@@ -8,6 +8,7 @@ import pytest
 
 from dataproto.errors import CheckpointError, DataProtoError, FileNotWritten, InvalidConfig
 from recipes import classify, geo3k_grpo, geo3k_ppo, grpo, sft
+from recipes.algorithms.function_files import load_named_function
 from recipes.data.loader import PromptLoader
 from recipes.data.mixture import Mixture
 from recipes.demo.tiny_model import make_tiny_model
@@ -36,6 +37,16 @@ def opened(given):
 
 def rates(given: SFTConfig, begin: int, end: int) -> list[float]:
     return [learning_rate_factor(2 * step, given.optimizer) for step in range(begin, end)]
+
+
+@pytest.mark.parametrize("body", ["def own(step): return 1.0", "def own(step, total): return None"])
+def test_a_schedule_of_another_form_is_refused_with_the_form(tmp_path, body):
+    file = tmp_path / "rates.py"
+    file.write_text(body)
+    with pytest.raises(InvalidConfig, match=r"rates.py:own: must take \(step, total_steps\) and return a share"):
+        with_function(OptimizerConfig(schedule=f"{file}:own", total_steps=2))
+    with pytest.raises(InvalidConfig, match=r"which function of it\? .*rates.py:FUNCTION"):
+        load_named_function(str(file), "schedule", InvalidConfig)
 
 
 def test_schedules_are_as_long_as_the_run_that_began_however_often_it_is_resumed(tmp_path):

@@ -51,6 +51,11 @@ def test_each_reward_is_checked_as_it_would_be_alone(names):
     assert not uses_device(reward)
 
 
+def test_a_reward_that_is_named_twice_is_refused(names):
+    with pytest.raises(RewardError, match="--reward names .* twice: leave one out"):
+        load_reward([names[0], names[0]])
+
+
 def test_rewards_that_do_not_go_together_are_named():
     def one(rows):
         return [{"score": 1.0, "acc": 1.0}] * len(rows)
