@@ -25,12 +25,10 @@ def load_named_function(name: str, kind: str, error: type[DataProtoError]) -> Ca
     file, colon, attribute = name.rpartition(":")
     path = Path(file).expanduser()
     if not colon or not file or not attribute:
-        file_only = (
-            f": which function of it? {name}:FUNCTION"
-            if Path(name).is_file()
-            else ": use a known name or FILE.py:FUNCTION"
+        way_out = (
+            f"which function of it? {name}:FUNCTION" if Path(name).is_file() else "use a known name or FILE.py:FUNCTION"
         )
-        raise error(f"{name!r} is not the name of a {kind}{file_only}")
+        raise error(f"{name!r} is not the name of a {kind}: {way_out}")
     if not path.is_file():
         raise error(f"{name!r}: there is no file {path}")
     module_name = f"{kind}_{path.stem}_{abs(hash(path.resolve())):x}"

@@ -52,7 +52,7 @@ def test_each_reward_is_checked_as_it_would_be_alone(names):
 
 
 def test_a_reward_that_is_named_twice_is_refused(names):
-    with pytest.raises(RewardError, match="--reward names .* twice: leave one out"):
+    with pytest.raises(RewardError, match=r"--reward names .* twice: leave one out"):
         load_reward([names[0], names[0]])
 
 
