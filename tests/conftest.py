@@ -46,9 +46,23 @@ def pytest_addoption(parser):
     )
 
 
+FAST_FAMILIES = {"qwen2_5_vl", "qwen3_vl_moe", "qwen3_5"}
+"""Of tests over families of models, those that stand for all of them with ``--fast``."""
+
+
+def is_of_another_family(item):
+    from helpers.tiny_models import ALL_TYPES
+
+    words = item.callspec.id.replace("+", "-").split("-") if hasattr(item, "callspec") else []
+    named = {each.partition("+")[0] for each in ALL_TYPES}.intersection(words)
+    return bool(named) and not named & FAST_FAMILIES
+
+
 def is_slow(item):
-    """Whether a test starts processes, as far as its code tells, or is marked slow."""
-    if any(item.get_closest_marker(name) for name in ("slow", "vllm", "chromium", "tracker")):
+    """Whether a test starts processes, as far as its code tells, is marked slow, or is of a family for which others stand."""
+    if is_of_another_family(item) or any(
+        item.get_closest_marker(name) for name in ("slow", "vllm", "chromium", "tracker")
+    ):
         return True
     fixtures = getattr(item, "_fixtureinfo", None)  # of a doctest none
     uses = [each.func for found in fixtures.name2fixturedefs.values() for each in found] if fixtures else []

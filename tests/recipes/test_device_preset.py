@@ -45,6 +45,7 @@ CHOICES = {
 
 
 @pytest.mark.parametrize("case", CHOICES)
+@pytest.mark.slow
 def test_a_preset_fits_the_cards_that_people_have(case):
     options, memory, devices, (budget, mode, idle) = CHOICES[case]
     config = chosen(options, memory, devices)
@@ -70,6 +71,7 @@ def test_what_is_given_is_not_chosen():
     assert chosen("--preset 3b", 140, 8).layout.dp == 1
 
 
+@pytest.mark.slow
 def test_the_engine_gets_what_resting_roles_leave():
     for options, memory, devices in (("--preset 3b", 140, 1), ("--preset 7b --lora-rank 32", CARD, 1)):
         config = chosen(options, memory, devices)
@@ -88,6 +90,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.slow
 def test_what_fits_nowhere_is_refused_with_options_that_fit(case):
     """Each way that the message names is a choice that the forecast finds to fit."""
     options, memory, devices, ways = REFUSED[case]
@@ -132,6 +135,7 @@ def test_the_choice_is_one_line():
 
 
 @pytest.mark.parametrize("name", ["3b", "7b"])
+@pytest.mark.slow
 def test_the_arithmetic_counts_as_the_model_does(name):
     sizes, model = MODEL_SIZES[name], model_size(published_config(name), ModelConfig())
     assert sizes.total == pytest.approx(model.total, rel=0.01)

@@ -244,6 +244,7 @@ def test_the_command_prints_a_plan(recipe, capsys):
     assert "run: 10 steps" in printed
 
 
+@pytest.mark.slow
 def test_a_preset_is_planned_without_network_and_checkpoint(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("recipes.plan.command.try_to_load_from_cache", lambda *_: None)

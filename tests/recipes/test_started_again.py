@@ -45,6 +45,7 @@ def interrupted_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervised, "sft_step", one)
 
 
+@pytest.mark.slow
 def test_the_supervised_phase_continues_from_its_last_checkpoint(
     wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,6 +59,7 @@ def test_the_supervised_phase_continues_from_its_last_checkpoint(
     assert [row["step"] for row in rows_of(run / "sft")] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_a_new_run_does_not_take_the_supervised_phase_of_an_earlier_one(
     wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -125,6 +125,7 @@ def adapted_linear():
     return plain["q"].double(), x
 
 
+@pytest.mark.slow
 def test_the_operator_of_an_adapted_layer_has_the_outputs_and_gradients_of_pefts():
     layer, x = adapted_linear()
     outcomes = []

@@ -89,6 +89,7 @@ def test_loss_and_gradients_are_those_of_each_row_alone(checkpoint):
             torch.testing.assert_close(parameter.grad, trunk[name].grad, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_the_head_learns_is_exported_and_drafts(checkpoint, tmp_path):
     path, model, weights = checkpoint
     actor, data = actor_of(path, mtp_coef=1.0), rows_of(model.config)

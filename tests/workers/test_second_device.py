@@ -79,6 +79,7 @@ def passes(model_type):
 
 
 @pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.slow
 def test_a_pass_on_a_device_is_that_on_the_host(model_type):
     """GLM's tower indexed bounds of images, which lay on the host, by places on the device."""
     (expected, gradients), (scores, found), _ = passes(model_type)
