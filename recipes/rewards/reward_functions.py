@@ -261,7 +261,14 @@ class _FromTRL:
         if not rows:
             return []
         given = _taken(self.function, self._columns(rows))
-        (results,) = _call_all(self.function, [given], [f"rows 0 to {len(rows) - 1}"])
+        try:
+            (results,) = _call_all(self.function, [given], [f"rows 0 to {len(rows) - 1}"])
+        except RewardError as error:
+            if "'list' object" in str(error) and isinstance(given["completions"][0], list):
+                raise RewardError(
+                    f"{error}: a completion is a list of messages, its text completion[0]['content']"
+                ) from error
+            raise
         return _read_all(results, rows, self.function)
 
     def _columns(self, rows: Sequence[RewardRow]) -> dict[str, list[Any]]:

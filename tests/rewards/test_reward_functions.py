@@ -115,6 +115,14 @@ def test_trls_function_gets_messages_and_columns():
     }
 
 
+def test_a_message_that_is_taken_for_text_is_explained():
+    def plain(completions, **columns):
+        return [float(len(completion.strip())) for completion in completions]
+
+    with pytest.raises(RewardError, match=r"'list' object .* its text completion\[0\]\['content'\]"):
+        from_trl(plain)(ROWS)
+
+
 BOXES = [RewardRow("a", [0, 0, 4, 4], "boxes", {"index": 0}, columns={"solution": [0, 0, 4, 4], "image": "a picture"})]
 
 
