@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import TracebackType
 
 from dataproto.errors import InvalidConfig, end_after, ending
@@ -281,12 +280,9 @@ def tiny_model(state: Path) -> Path:
     """The checkpoint of the small model below the state directory, made once: it is whole or absent, as a start may be killed."""
     path = made(state) / "tiny-model"
     if not (path / "config.json").exists():
-        from recipes.demo.tiny_model import make_tiny_model  # which loads torch
+        from recipes.demo.tiny_model import make_tiny_model, model_of_run  # which loads torch
 
-        with TemporaryDirectory(dir=state, prefix=".tiny-model-") as temporary:
-            whole = Path(temporary) / path.name
-            make_tiny_model(whole)
-            whole.rename(path)
+        model_of_run(path, True, make_tiny_model)
     return path.resolve()
 
 

@@ -200,13 +200,12 @@ def test_tied_weights_are_needed_under_one_name(tmp_path):
         engine.load_weights((every | {tied: every[tied] + 1}).items())
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize(
-    "sampling",
+    ("bad", "sampling"),
     [
-        SamplingParams(temperature=0, max_tokens=4),
-        SamplingParams(n=2, max_tokens=4, seed=5),
-        SamplingParams(n=2, top_p=0.5, top_k=9, max_tokens=4),
+        (torch.nan, SamplingParams(temperature=0, max_tokens=4)),
+        (torch.inf, SamplingParams(n=2, max_tokens=4, seed=5)),
+        (-torch.inf, SamplingParams(n=2, top_p=0.5, top_k=9, max_tokens=4)),
     ],
 )
 def test_logits_that_are_not_finite_name_the_row_and_new_weights_mend_it(engine, bad, sampling):
