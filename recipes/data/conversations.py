@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from dataproto.errors import InvalidConfig, InvalidRow
+from dataproto.errors import InvalidRow
 from recipes.data.column_keys import ColumnKeys, why_lacking, with_markers
 from recipes.data.problem_rows import KNOWN, row_media, row_tools
 from recipes.data.row_values import (
@@ -31,7 +31,7 @@ from recipes.data.row_values import (
     whole_question,
     with_context,
 )
-from recipes.data.tables import StreamRows, TableRows, open_stream, open_tables, table_files
+from recipes.data.tables import StreamRows, TableRows, open_rows, open_stream
 from rollout.prompts import invalid_row
 from rollout.prompts.messages import with_media
 
@@ -48,17 +48,12 @@ def conversation_rows(
     keys: ColumnKeys = KNOWN,
     media_root: str | Path | None = None,
 ) -> TableRows:
-    """Opens a data set of conversations; see `recipes.data.tables.open_tables` and `read_conversation_row`.
+    """Opens a data set of conversations; see `recipes.data.tables.open_rows` and `read_conversation_row`.
 
     Raises:
         InvalidConfig: the data set does not exist, has no rows, or lacks a column that ``keys`` names.
     """
-    tables, name = open_tables(source, split, media_root)
-    keys.check([table for table, _ in tables], name)
-    rows = TableRows(tables, partial(read_conversation_row, data_source=name, keys=keys), table_files(source, split))
-    if not len(rows):
-        raise InvalidConfig(f"data set {name!r} has no rows")
-    return rows
+    return open_rows(source, split, media_root, read_conversation_row, keys)
 
 
 def conversation_stream(

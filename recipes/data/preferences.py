@@ -9,16 +9,15 @@ Questions, media, ``tools``, ``system`` and ``history`` are read as in `recipes.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dataproto.errors import InvalidConfig, InvalidRow
+from dataproto.errors import InvalidRow
 from recipes.data.column_keys import ColumnKeys, why_lacking, with_markers
 from recipes.data.conversations import CONVERSATION_COLUMNS, answer_messages
 from recipes.data.problem_rows import KNOWN, row_media, row_tools
 from recipes.data.row_values import chat_messages, keys_of_row, parsed_row, whole_question, with_context
-from recipes.data.tables import TableRows, open_tables, table_files
+from recipes.data.tables import TableRows, open_rows
 from rollout.prompts.messages import with_media
 
 _LABELS = ("label", "kto_tag")
@@ -32,17 +31,12 @@ def preference_rows(
     keys: ColumnKeys = KNOWN,
     media_root: str | Path | None = None,
 ) -> TableRows:
-    """Opens a data set of preferred answers; see `recipes.data.tables.open_tables` and `read_preference_row`.
+    """Opens a data set of preferred answers; see `recipes.data.tables.open_rows` and `read_preference_row`.
 
     Raises:
         InvalidConfig: the data set does not exist, has no rows, or lacks a column that ``keys`` names.
     """
-    tables, name = open_tables(source, split, media_root)
-    keys.check([table for table, _ in tables], name)
-    rows = TableRows(tables, partial(read_preference_row, data_source=name, keys=keys), table_files(source, split))
-    if not len(rows):
-        raise InvalidConfig(f"data set {name!r} has no rows")
-    return rows
+    return open_rows(source, split, media_root, read_preference_row, keys)
 
 
 def read_preference_row(

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from dataproto.errors import InvalidConfig, InvalidRow, RewardError
+from dataproto.errors import InvalidRow, RewardError
 from recipes.data.column_keys import ColumnKeys, why_lacking, with_markers
 from recipes.data.row_values import (
     CONTEXT_COLUMNS,
@@ -34,7 +34,7 @@ from recipes.data.row_values import (
     whole_question,
     with_context,
 )
-from recipes.data.tables import TableRows, open_tables, table_files
+from recipes.data.tables import TableRows, open_rows
 from rollout.prompts.images import media_list
 from rollout.prompts.messages import with_media
 
@@ -80,15 +80,8 @@ def load_rows(
         InvalidConfig: the file, folder or data set does not exist, has no rows, or lacks a column that ``keys`` names.
         FileFormatError: a file cannot be read.
     """
-    instruction = read_instruction(instruction)
-    tables, name = open_tables(source, split, media_root)
-    keys.check([table for table, _ in tables], name)
-    how: dict[str, Any] = {"instruction": instruction, "keys": keys, "check_truth": check_truth}
-    read = partial(read_row, split=split, data_source=data_source or name, **how)
-    rows = TableRows(tables, read, table_files(source, split))
-    if not len(rows):
-        raise InvalidConfig(f"data set {name!r} has no rows")
-    return rows
+    read = partial(read_row, split=split, instruction=read_instruction(instruction), check_truth=check_truth)
+    return open_rows(source, split, media_root, read, keys, data_source)
 
 
 def read_row(

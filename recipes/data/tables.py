@@ -9,6 +9,7 @@ import re
 from bisect import bisect_right
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from dataproto.errors import DataProtoError, FileFormatError, InvalidConfig, InvalidRow
+from recipes.data.column_keys import ColumnKeys
 
 READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -241,6 +243,28 @@ def _folder(media_root: str | Path | None) -> Path | None:
     if media_root is not None and not Path(media_root).is_dir():
         raise InvalidConfig(f"media_root {media_root}: no such folder")
     return None if media_root is None else Path(media_root)
+
+
+def open_rows(
+    source: str | Path | Sequence[str | Path],
+    split: str,
+    media_root: str | Path | None,
+    read: Callable[..., dict[str, Any]],
+    keys: ColumnKeys,
+    data_source: str | None = None,
+) -> TableRows:
+    """The rows of a data set as ``read`` converts them, with ``keys`` and ``data_source``, by default the name of the data set.
+
+    Raises:
+        InvalidConfig: the data set does not exist, has no rows, or lacks a column that ``keys`` names.
+        FileFormatError: a file cannot be read.
+    """
+    tables, name = open_tables(source, split, media_root)
+    keys.check([table for table, _ in tables], name)
+    rows = TableRows(tables, partial(read, data_source=data_source or name, keys=keys), table_files(source, split))
+    if not len(rows):
+        raise InvalidConfig(f"data set {name!r} has no rows")
+    return rows
 
 
 def table_files(source: str | Path | Sequence[str | Path], split: str = "train") -> list[Path]:
