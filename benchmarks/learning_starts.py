@@ -50,7 +50,7 @@ from recipes.demo.problems import Problem, make_problem  # noqa: E402
 from recipes.demo.rows import ProblemRows  # noqa: E402
 from recipes.demo.tiny_model import TinyConfig, make_tiny_model, tiny_checkpoint  # noqa: E402
 from recipes.rewards import geo3k_reward  # noqa: E402
-from recipes.run.evaluation import evaluate_answers, evaluate_samples, held_out_value  # noqa: E402
+from recipes.run.evaluation import evaluate_samples, held_out_value  # noqa: E402
 from recipes.run.supervised import next_token_loss  # noqa: E402
 from rollout import SamplingParams  # noqa: E402
 from rollout.prompts import PromptBuilder, SupervisedBuilder  # noqa: E402
@@ -196,7 +196,8 @@ def update_until_right(
         over = time.monotonic() - began > options.seconds
         if over or not update % options.every:
             roles.sync_weights()
-            accuracy = held_out_value(evaluate_answers(roles, held_out, ANSWER_LENGTH, folder, update)[0], "accuracy")
+            greedy = SamplingParams(temperature=0, max_tokens=ANSWER_LENGTH)
+            accuracy = held_out_value(evaluate_samples(roles, held_out, greedy, folder, update)[0], "accuracy")
             spent = f"answering, {update} updates, {time.monotonic() - began:.0f} s"
             print(f"{spent}: loss {mean(losses):.4f}, held-out accuracy {accuracy:.3f}", flush=True)
             losses.clear()

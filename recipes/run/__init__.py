@@ -22,7 +22,7 @@ rows and rewards of your own; docs/custom_recipe.py is a whole recipe around it:
 from recipes.configs.shared.policy_gradient_config import PolicyGradientConfig
 from recipes.configs.shared.run_config import RunConfig
 from recipes.configs.shared.supervised_config import SupervisedConfig
-from recipes.run.evaluation import evaluate_answers, evaluate_samples, greedy_evaluation, held_out_evaluation
+from recipes.run.evaluation import evaluate_samples, greedy_evaluation, held_out_evaluation
 from recipes.run.loop import StepFunction, attempts, train
 from recipes.run.metrics import measure_rollouts
 from recipes.run.phases import StepState
@@ -39,7 +39,6 @@ __all__ = [
     "SupervisedTask",
     "attempts",
     "evaluate",
-    "evaluate_answers",
     "evaluate_samples",
     "greedy_evaluation",
     "held_out_evaluation",

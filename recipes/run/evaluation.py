@@ -23,21 +23,6 @@ Evaluate = Callable[[Roles, int], dict[str, float]]  # roles, number of the step
 REPORTED_ROLLOUTS = 24  # of each evaluation
 
 
-def evaluate_answers(
-    roles: Roles,
-    held_out: Iterable[DataProto] | Mapping[str, Iterable[DataProto]],
-    max_tokens: int,
-    output_dir: Path,
-    step: int,
-) -> tuple[dict[str, float], list[DataProto]]:
-    """Answers held-out problems greedily, and keeps some answers in ``output_dir/rollouts`` for the report.
-
-    Returns:
-        ``val-core/<source>/{acc,reward}/mean@1``, and the scored batches.
-    """
-    return evaluate_samples(roles, held_out, SamplingParams(temperature=0, max_tokens=max_tokens), output_dir, step)
-
-
 def evaluate_samples(
     roles: Roles,
     held_out: Iterable[DataProto] | Mapping[str, Iterable[DataProto]],
@@ -45,7 +30,7 @@ def evaluate_samples(
     output_dir: Path,
     step: int,
 ) -> tuple[dict[str, float], list[DataProto]]:
-    r"""Answers held-out problems with ``sampling.n`` samples each; see `evaluate_answers`.
+    r"""Answers held-out problems with ``sampling.n`` samples each; keeps some in ``output_dir/rollouts`` for the report.
 
     Args:
         held_out: of several sets, each by its name, which then is the source in the metrics of all its rows; a set named ""

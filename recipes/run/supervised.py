@@ -16,7 +16,7 @@ from recipes.configs.shared.supervised_config import RowsConfig, SupervisedConfi
 from recipes.data.conversations import Questions
 from recipes.data.loader import EvaluationLoader, PromptLoader
 from recipes.demo.tiny_model import make_tiny_model, make_tiny_processors, model_of_run
-from recipes.run.evaluation import Evaluate, evaluate_answers
+from recipes.run.evaluation import Evaluate, evaluate_samples
 from recipes.run.loop import StepFunction, attempts, train
 from recipes.run.metrics import speed_metrics, timed
 from recipes.run.out_of_memory import naming_options
@@ -34,6 +34,7 @@ from recipes.run.tested_versions import tell_untested_versions
 from recipes.watch.console import start_phase
 from recipes.watch.kept_rollouts import KeptRollouts
 from recipes.watch.report import REPORT_FILE
+from rollout.engine import SamplingParams
 from rollout.prompts import PromptBuilder, SupervisedBuilder
 from workers import Roles
 from workers.cluster.launcher import check_extras
@@ -224,7 +225,8 @@ def supervised_evaluation(
             asked = {
                 name: EvaluationLoader(Questions(each), questions, 4 * size, bad) for name, each in held_out.items()
             }
-            found, answered = evaluate_answers(roles, asked, data.max_response_length, config.run.output_dir, step)
+            greedy = SamplingParams(temperature=0, max_tokens=data.max_response_length)
+            found, answered = evaluate_samples(roles, asked, greedy, config.run.output_dir, step)
             metrics |= found | also(answered)
         return metrics | {"data/skipped_eval_rows": sum(len(each.skipped) for each in rows.values())}
 
