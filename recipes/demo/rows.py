@@ -49,7 +49,7 @@ class DrawnPairs(DrawnRows):
 
     >>> row = DrawnPairs()[3]
     >>> row["prompt"][0]["content"], [answer[0]["content"] for answer in row["answers"]]
-    ('<image>Which colour?', ['black', 'orange'])
+    ('<image>Which colour?', ['black', 'red'])
     """
 
     def row(self, place: int) -> dict[str, Any]:
