@@ -72,12 +72,14 @@ def test_a_run_on_ray_without_ray_names_the_extra(monkeypatch):
         launch(actor=ActorConfig("nowhere"), on="ray")
 
 
-def test_a_run_without_its_engine_ends_before_anything_is_written_or_loaded(tmp_path):
-    arguments = ["grpo", "--engine", "vllm", "--output-dir", str(tmp_path / "out")]
-    done = run_without("vllm", f"from recipes.commands import main; sys.exit(main({arguments!r}))")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.strip() == "error: engine 'vllm' needs vllm: pip install 'dataproto-vlm[vllm]'"
-    assert not (tmp_path / "out").exists()
+def test_a_command_without_its_engine_ends_before_anything_is_written_or_loaded(tmp_path):
+    grpo = ["grpo", "--engine", "vllm", "--output-dir", str(tmp_path / "out")]
+    serve = ["serve", "--sampler", "vllm", "--state", str(tmp_path / "state")]
+    done = run_without("vllm", f"from recipes.commands import main; sys.exit(main({grpo!r}) + main({serve!r}))")
+    needs = "needs vllm: pip install 'dataproto-vlm[vllm]'"
+    assert (done.returncode, done.stdout) == (4, "")
+    assert done.stderr.splitlines() == [f"error: engine 'vllm' {needs}", f"error: --sampler vllm {needs}"]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_running_cluster_may_have_an_engine_that_the_driver_lacks(monkeypatch):
@@ -103,11 +105,3 @@ def test_the_server_without_its_extra_ends_with_one_line(tmp_path):
         2,
         "error: dataproto serve needs starlette, uvicorn, zstandard: pip install 'dataproto-vlm[serve]'",
     )
-
-
-def test_the_server_without_its_sampler_ends_before_anything_is_made(tmp_path):
-    arguments = ["serve", "--sampler", "vllm", "--state", str(tmp_path / "state")]
-    done = run_without("vllm", f"from recipes.commands import main; sys.exit(main({arguments!r}))")
-    needs = "error: --sampler vllm needs vllm: pip install 'dataproto-vlm[vllm]'"
-    assert (done.returncode, done.stderr.strip()) == (2, needs)
-    assert not (tmp_path / "state").exists()
