@@ -17,6 +17,8 @@ from dataproto import DataProto
 from dataproto.protocol import DataProto as same
 assert DataProto is same is sys.modules["dataproto"].__dict__["DataProto"]
 from dataproto import *
+from dataproto.vlm import family_of, known_families
+assert all(family_of(name) for name in known_families())
 assert not {"ray", "vllm", "transformers"} & set(sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

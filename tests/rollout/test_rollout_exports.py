@@ -35,13 +35,20 @@ def test_a_package_exports_exactly_this(package, names):
 
 
 def test_importing_loads_no_heavy_library():
-    packages = ["rollout", "rollout.adapters", "rollout.prompts", "rollout.responses", "rollout.vllm"]
+    packages = [
+        "dataproto.chunks",
+        "rollout",
+        "rollout.adapters",
+        "rollout.prompts",
+        "rollout.responses",
+        "rollout.vllm",
+    ]
     program = f"""
 import sys
 from importlib import import_module
 for package in {packages}:
     import_module(package)
-    print(package, sorted({{'ray', 'vllm', 'transformers'}} & set(sys.modules)))
+    print(package, sorted({{'ray', 'vllm', 'transformers', 'tinker', 'pydantic'}} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [f"{package} []" for package in packages]
