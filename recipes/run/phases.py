@@ -26,6 +26,7 @@ from recipes.algorithms.kl import KL_ESTIMATORS
 from recipes.algorithms.mismatch import correction_metrics, difference_metrics
 from recipes.algorithms.options import AlgorithmConfig, add_loss_columns, advantage_columns
 from recipes.algorithms.penalties import KLController, overlong_penalty, penalised_rewards
+from recipes.data.curriculum import Curriculum
 from recipes.run.metrics import timed
 from rollout.engine import SamplingParams
 from workers import Roles
@@ -40,22 +41,26 @@ Scores: TypeAlias = Callable[[], DataProto]
 class StepState:
     """What goes from step to step, besides the models: the weight of the KL penalty, and the number of steps that are done.
 
-    Checkpoints hold both. ``more`` loads further prompts; only dynamic sampling calls it.
+    Checkpoints hold both, and what a curriculum has observed. ``more`` loads further prompts; only dynamic sampling calls it.
     """
 
     kl: KLController
     steps: int = 0
     more: Callable[[], DataProto] | None = None
+    curriculum: Curriculum | None = None
 
     def __post_init__(self) -> None:
         self._began = self.kl.coef
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": self.steps, "kl_coef": self.kl.coef, "kl_began": self._began}
+        own = {"steps": self.steps, "kl_coef": self.kl.coef, "kl_began": self._began}
+        return own if self.curriculum is None else own | {"curriculum": self.curriculum.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a state; a weight that the options have changed begins anew."""
         self.steps = int(state["steps"])
+        if self.curriculum is not None:
+            self.curriculum.load_state_dict(state.get("curriculum", {}))
         if self.kl.target is not None and state.get("kl_began", self._began) == self._began:
             self.kl.coef = float(state["kl_coef"])
 

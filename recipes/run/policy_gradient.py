@@ -19,6 +19,7 @@ from dataproto.vlm import VLMFamily
 from recipes.configs.shared.policy_gradient_config import Config, DataConfig, PolicyGradientConfig
 from recipes.configs.shared.run_config import RecipeConfig, announce_small_model
 from recipes.data.column_keys import eval_sets
+from recipes.data.curriculum import Curriculum
 from recipes.data.loader import EvaluationLoader, PromptLoader
 from recipes.data.problem_rows import PROBLEM_COLUMNS, CheckTruth, load_rows
 from recipes.data.splits import first_rows, fitting_rows, split_rows, tell_columns_left_out, tell_data
@@ -31,7 +32,7 @@ from recipes.run.carrying import carry_samples
 from recipes.run.environment_roles import PlayedEnvironment, with_environment
 from recipes.run.evaluation import Evaluate, held_out_evaluation
 from recipes.run.look_ahead import LookAhead
-from recipes.run.loop import attempts, check_step, next_batch, train
+from recipes.run.loop import StepFunction, attempts, check_step, next_batch, train
 from recipes.run.out_of_memory import naming_options
 from recipes.run.phases import StepState
 from recipes.run.run_directory import (
@@ -124,9 +125,9 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[An
     with held_directory(config):
         task = (prepare or problems)(config)
         config, builder = task.config, task.builder
-        ahead = LookAhead(
-            task.loader, background=config.on == "ray"
-        )  # where models do not wait for threads of this process
+        curriculum = task.loader.rows if isinstance(task.loader.rows, Curriculum) else None
+        # where models do not wait for threads of this process, and the next prompts do not depend on this step
+        ahead = LookAhead(task.loader, background=config.on == "ray" and curriculum is None)
         kept = KeptRollouts(config.run.output_dir, config.keep_rollouts, builder.tokenizer)
         with (
             naming_options(config, config.data.max_prompt_length + config.longest_response),
@@ -134,8 +135,11 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[An
             closing(ahead),
         ):
             for attempt in attempts(config.run, ahead, config.max_restarts):
-                state = StepState(config.algorithm.kl_controller(), more=partial(next_batch, ahead))
+                state = StepState(config.algorithm.kl_controller(), 0, partial(next_batch, ahead), curriculum)
                 bound = partial(step, config=config.algorithm, sampling=config.sampling(), state=state)
+                if curriculum is not None:
+                    curriculum.forget()  # what an attempt that failed has observed
+                    bound = partial(observed_step, bound, curriculum)
                 with (
                     attempt,
                     launch_roles(config, task.model_path, builder, task.reward, attempt.restarted) as launched,
@@ -148,6 +152,14 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[An
                     roles = task.roles(launched)
                     train(attempt.run, roles, batches, bound, task.evaluate, builder, state, measure, kept)
         return directory / REPORT_FILE
+
+
+def observed_step(
+    step: StepFunction, curriculum: Curriculum, roles: Roles, prompts: DataProto
+) -> tuple[DataProto, dict[str, float]]:
+    """A step, after which the curriculum knows how often each problem was solved."""
+    data, metrics = step(roles, prompts)
+    return data, {**metrics, **curriculum.observe(data)}
 
 
 def check_trains(data: DataConfig) -> None:
@@ -335,7 +347,7 @@ def prompt_loader(config: Any, builder: PromptBuilder, rows: Any, shuffle: bool 
     """Batches of rows without end, by the options ``config.data`` and the seed of ``config.run``."""
     data = config.data
     return PromptLoader(
-        rows,
+        Curriculum(rows) if getattr(data, "curriculum", False) else rows,
         builder,
         data.batch_size,
         config.run.seed,

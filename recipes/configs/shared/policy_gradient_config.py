@@ -47,6 +47,8 @@ class DataConfig:
         instruction: text added to the problem of a row in EasyR1's schema, or to the text of --prompt-key; or a template
             of jinja around it, such as "{{ content }} Think first.", or a file of either
         num_workers: processes that prepare images ahead
+        curriculum: take problems that are sometimes solved more often, by the weight p (1 - p) of their running success p,
+            in place of shuffled epochs
     """
 
     data_path: str | None = None
@@ -65,9 +67,14 @@ class DataConfig:
     keys: ColumnKeys = field(default_factory=ColumnKeys)
     instruction: str = INSTRUCTION
     num_workers: int = 0
+    curriculum: bool = False
 
     def __post_init__(self) -> None:
         refuse_without_data(self, "problems", "media_root")
+        if self.curriculum and self.num_workers:
+            raise InvalidConfig(
+                f"num_workers={self.num_workers}: a curriculum chooses the next problems after each step"
+            )
         check_at_least(1, self, "batch_size", "eval_rows", "eval_samples", "max_prompt_length", "max_response_length")
         check_at_least(0, self, "num_workers")
         eval_sets(self.eval_data_path)  # raises for two sets of one name
@@ -80,6 +87,7 @@ class DataConfig:
         return [
             (named, "level", "only synthetic data have it: leave out --data-path"),
             (not named, "on-bad-row", "all synthetic rows can be used: add --data-path"),
+            (not self.data_path, "curriculum", "synthetic problems do not come twice: add --data-path"),
             (bool(self.keys.messages_key), "instruction", "messages stay as they are: leave it out"),
         ]
 
@@ -118,10 +126,23 @@ class PolicyGradientConfig(RecipeConfig):
             raise InvalidConfig("keep_best=loss: held-out responses have no loss; give keep-best: accuracy")
         if self.run.epochs is not None and not self.data.data_path:
             raise InvalidConfig("epochs without data_path: drawn problems do not repeat; give --steps")
+        if self.data.curriculum:
+            self._check_curriculum()
         longest = self.data.max_response_length
         buffer = self.algorithm.overlong_tokens(longest)
         if buffer > longest:
             raise InvalidConfig(f"algorithm.overlong_buffer={buffer} is more than max_response_length={longest}")
+
+    def _check_curriculum(self) -> None:
+        """Raises `InvalidConfig` for what a curriculum does not go with."""
+        if self.rollout.staleness is not None:
+            raise InvalidConfig(
+                "curriculum: decoding ahead begins problems before the last step is known; leave out staleness"
+            )
+        if self.algorithm.dynamic_sampling:
+            raise InvalidConfig("curriculum: dynamic sampling hides the groups that it drops; leave out one of the two")
+        if self.run.epochs is not None:
+            raise InvalidConfig("curriculum: it makes no passes over the data; give --steps in place of --epochs")
 
     def idle_options(self) -> list[tuple[bool, str, str]]:
         """Options that do nothing here; see `recipes.options.refuse_idle_options`."""

@@ -1,0 +1,99 @@
+"""Problems by their running success: the weights, the floor, and that a resumed run continues exactly."""
+
+import json
+from collections import Counter
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from dataproto import DataProto
+from dataproto.errors import CheckpointError, InvalidConfig
+from recipes.data.curriculum import FLOOR, Curriculum
+from recipes.demo.rows import ProblemRows
+from recipes.grpo import main, parse
+from recipes.watch.metrics_file import read_metrics
+
+
+def rollouts(places, scores):
+    return DataProto.from_dict(
+        non_tensors={"uid": [f"0-{place}.{number}-5f" for number, place in enumerate(places)], "score": scores}
+    )
+
+
+def test_draws_follow_the_weights_and_each_problem_keeps_its_floor():
+    rows = Curriculum(["never", "half", "always"])
+    for _ in range(30):
+        rows.observe(rollouts([0, 2], [0.0, 1.0]))
+    weights = np.array([0.0, 0.25, 0.0]) + FLOOR
+    counts = Counter(place for _, place, _ in islice(rows.draws(3, True, 0), 20_000))
+    found = np.array([counts[place] for place in range(3)]) / 20_000
+    assert found == pytest.approx(weights / weights.sum(), abs=0.01)
+
+
+def test_each_draw_has_a_name_of_its_own_and_depends_on_its_number_only():
+    rows = Curriculum(range(3))
+    names = [name for name, _, _ in islice(rows.draws(0, True, 0), 50)]
+    assert len(set(names)) == 50
+    assert names[20:] == [name for name, _, _ in islice(rows.draws(0, True, 20), 30)]
+
+
+def test_accuracy_counts_before_the_score_and_groups_count_once():
+    rows = Curriculum(range(2))
+    data = DataProto.from_dict(
+        non_tensors={"uid": ["0-1.4-5f"] * 4, "score": [0.9, 0.9, 0.1, 0.1], "acc": [1.0, 1.0, 0.0, 0.0]}
+    )
+    found = rows.observe(data)
+    assert rows.success.tolist() == [0.5, 0.5]
+    assert found == {"curriculum/success": 0.5, "curriculum/seen": 0.5}
+
+
+def test_a_state_of_other_rows_is_refused():
+    with pytest.raises(CheckpointError, match="of 2 problems, not of 3"):
+        Curriculum(range(3)).load_state_dict(Curriculum(range(2)).state_dict())
+    with pytest.raises(CheckpointError, match="of 0 problems, not of 3"):
+        Curriculum(range(3)).load_state_dict({})
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        (["--epochs", "2"], "no passes over the data"),
+        (["--algorithm.dynamic-sampling", "4"], "dynamic sampling hides"),
+        (["--rollout.staleness", "1"], "decoding ahead"),
+    ],
+)
+def test_what_a_curriculum_does_not_go_with_is_refused(more, reason):
+    with pytest.raises(InvalidConfig, match=reason):
+        parse(["--data-path", "problems.jsonl", "--curriculum", *more])
+
+
+def test_synthetic_problems_have_none():
+    with pytest.raises(InvalidConfig, match="do not come twice"):
+        parse(["--curriculum"])
+
+
+@pytest.mark.long
+def test_a_resumed_run_is_exact(tmp_path):
+    lines = []
+    for place, row in enumerate(ProblemRows(level=1)[:12]):
+        row["images"][0].save(tmp_path / f"{place}.png")
+        text, truth = row["prompt"][0]["content"], row["reward_model"]["ground_truth"]
+        lines.append({"problem": text, "answer": truth, "images": [f"{place}.png"]})
+    file = tmp_path / "problems.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    given = (
+        f"--data-path {file} --curriculum --batch-size 3 --algorithm.n 4 --eval-rows 2 --max-response-length 12".split()
+    )
+    given += ["--save-every", "2", "--optimizer.schedule", "constant", "--no-eval-first"]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert main([*given, "--steps", "4", "--output-dir", str(whole)]) == 0
+    assert main([*given, "--steps", "2", "--output-dir", str(cut)]) == 0
+    assert main(["--resume", str(cut), "--steps", "4"]) == 0
+    names = ("critic/score/mean", "actor/pg_loss", "curriculum/success", "curriculum/seen")
+    found, expected = (
+        [[row[name] for name in names] for row in read_metrics(run / "metrics.jsonl") if row["step"] > 2]
+        for run in (cut, whole)
+    )
+    assert found == expected
+    assert expected[-1][-1] > expected[0][-1] / 2 > 0
