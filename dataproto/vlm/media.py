@@ -22,7 +22,7 @@ from torch import Tensor
 from dataproto.columns import RowMedia, media_parts
 from dataproto.errors import InvalidConfig, InvalidMedia, MediaMismatch
 from dataproto.transfer import move
-from dataproto.vlm.positions import IMAGE, VIDEO
+from dataproto.vlm.positions import AUDIO, IMAGE, VIDEO
 
 Ids = npt.NDArray[np.int64]
 MAX_ASPECT_RATIO = 200
@@ -35,12 +35,13 @@ class MediaLayout(Protocol):
 
     image_names: ClassVar[tuple[str, ...]] = ()
     video_names: ClassVar[tuple[str, ...]] = ()
+    audio_names: ClassVar[tuple[str, ...]] = ()
 
     def names(self, kind: str) -> tuple[str, ...]:
         """Arguments of the Hugging Face forward, each joined along its first dimension, pixels first. Empty if the family has no
         media of this kind: prompts may show a video's frames as images.
         """
-        return self.image_names if kind == "image" else self.video_names
+        return {"image": self.image_names, "video": self.video_names, "audio": self.audio_names}[kind]
 
     def merge_size(self, config: Any) -> int:
         """Patches along each side of a feature."""
@@ -205,14 +206,15 @@ class DistinctMedia:
 
     ``inputs`` are the distinct tensors, joined, under the names of the Hugging Face forward's arguments (empty without media).
     ``images`` and ``videos`` ``(K, 2)`` int64 hold, for each part of each row's media (`media_parts`), the index of its first
-    feature in ``[image features, video features]`` and the number of its features. ``parts (B,)`` int64 are the numbers of parts
-    of the rows; by default every row has one.
+    feature in ``[image features, video features, sound features]`` and the number of its features; ``sounds``
+    too. ``parts (B,)`` int64 are the numbers of parts of the rows; by default every row has one.
     """
 
     inputs: dict[str, Tensor]
     images: Tensor
     videos: Tensor
     parts: Tensor | None = None
+    sounds: Tensor | None = None
 
 
 def distinct_media(rows: Sequence[RowMedia], layout: MediaLayout, config: Any) -> DistinctMedia:
@@ -232,7 +234,7 @@ def distinct_media(rows: Sequence[RowMedia], layout: MediaLayout, config: Any) -
     parts = [media_parts(row) for row in rows]
     numbered = [(number, part) for number, row in enumerate(parts) for part in row]
     start = 0
-    for kind in ("image", "video"):
+    for kind in ("image", "video", "audio"):
         names = layout.names(kind)
         distinct: dict[tuple[int, ...], Mapping[str, Any]] = {}
         places: dict[tuple[int, ...], list[int]] = {}
@@ -257,8 +259,8 @@ def distinct_media(rows: Sequence[RowMedia], layout: MediaLayout, config: Any) -
         if distinct:
             inputs |= {name: torch.cat([row[name] for row in distinct.values()]) for name in names}
         tables.append(torch.tensor(table, dtype=torch.int64).view(-1, 2))
-    images, videos = tables
-    return DistinctMedia(inputs, images, videos, torch.tensor([len(row) for row in parts], dtype=torch.int64))
+    images, videos, sounds = tables
+    return DistinctMedia(inputs, images, videos, torch.tensor([len(row) for row in parts], dtype=torch.int64), sounds)
 
 
 def media_spans(token_types: Tensor, media: DistinctMedia, cu_seqlens: Tensor | None = None) -> MediaSpans:
@@ -285,7 +287,8 @@ def media_spans(token_types: Tensor, media: DistinctMedia, cu_seqlens: Tensor | 
         )
     rows = torch.arange(len(parts)).repeat_interleave(parts).to(types.device)  # The row of each part.
     features = torch.full_like(types, -1, dtype=torch.int64)
-    for kind, table, name in ((IMAGE, media.images, "image"), (VIDEO, media.videos, "video")):
+    sounds = torch.zeros_like(media.images) if media.sounds is None else media.sounds
+    for kind, table, name in ((IMAGE, media.images, "image"), (VIDEO, media.videos, "video"), (AUDIO, sounds, "audio")):
         table = table.to(types.device)
         chosen = types == kind
         before = torch.nn.functional.pad(chosen.cumsum(0), (1, 0))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dataproto.errors import MediaMismatch
 
-IMAGE, VIDEO = 1, 2
+IMAGE, VIDEO, AUDIO = 1, 2, 3
 """Values of ``mm_token_type_ids``; 0 is text."""
 
 _NAMES = {IMAGE: "image", VIDEO: "video"}

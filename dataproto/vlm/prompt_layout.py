@@ -12,7 +12,7 @@ from torch import Tensor
 from dataproto.columns import RowMedia, media_parts
 from dataproto.errors import InvalidMedia, MediaMismatch
 from dataproto.vlm.media import PATCH_GRIDS, DistinctMedia, Ids, MediaLayout, distinct_media, split_media
-from dataproto.vlm.positions import IMAGE, VIDEO, Pieces, extend_positions, mrope_positions, text_positions
+from dataproto.vlm.positions import AUDIO, IMAGE, VIDEO, Pieces, extend_positions, mrope_positions, text_positions
 
 _MEDIA_TOKENS = (
     "image",
@@ -30,6 +30,7 @@ class MediaTokens:
     video: int | None = None
     vision_start: int | None = None
     vision_end: int | None = None
+    audio: int | None = None
 
 
 class PromptLayout:
@@ -74,10 +75,10 @@ class PromptLayout:
         return tuple(sorted(token for token in found if token is not None))
 
     def token_types(self, input_ids: Tensor, config: Any) -> Tensor:
-        """Types int8 of the tokens of prompts, in their shape: 0 text, 1 image, 2 video."""
+        """Types int8 of the tokens of prompts, in their shape: 0 text, 1 image, 2 video, 3 sound."""
         tokens = self.media_tokens(config)
         types = torch.zeros_like(input_ids, dtype=torch.int8)
-        for kind, token in ((IMAGE, tokens.image), (VIDEO, tokens.video)):
+        for kind, token in ((IMAGE, tokens.image), (VIDEO, tokens.video), (AUDIO, tokens.audio)):
             if token is not None:
                 types += (input_ids == token).to(torch.int8) * kind
         return types
@@ -162,7 +163,8 @@ class PromptLayout:
             texts = [self.numbered(image, images_before + number) for number, image in enumerate(texts)]
             expanded = self.place_texts(expanded, texts, config, encode_text)
             images = np.concatenate([self.run_counts(part, config) for part in parts])
-        return expand_ids(expanded, tokens, images, videos)
+        sounds = None if tokens.audio is None else self._counts("audio", parts, config)
+        return expand_ids(expanded, tokens, images, videos, sounds)
 
     def place_texts(
         self, ids: Ids, texts: Sequence[tuple[str, ...]], config: Any, encode_text: Callable[[str], Sequence[int]]
@@ -260,11 +262,13 @@ class PromptLayout:
 # Unexpanded ids hold one placeholder for each image or video, expanded ids one for each of its features.
 
 
-def expand_ids(ids: Ids, tokens: MediaTokens, images: Ids, videos: Ids) -> tuple[Ids, npt.NDArray[np.int8]]:
-    """Repeat each placeholder once per feature of its medium; ``images`` and ``videos`` hold the numbers of features in order.
+def expand_ids(
+    ids: Ids, tokens: MediaTokens, images: Ids, videos: Ids, sounds: Ids | None = None
+) -> tuple[Ids, npt.NDArray[np.int8]]:
+    """Repeat each placeholder once per feature of its medium; the arrays of media hold the numbers of features in order.
 
-    Returns ids ``(P,)`` and token types ``(P,)``: 0 text, 1 image, 2 video. Raises `MediaMismatch` if the number of placeholders
-    and of media differ.
+    Returns ids ``(P,)`` and token types ``(P,)``: 0 text, 1 image, 2 video, 3 sound. Raises `MediaMismatch` if the number of
+    placeholders and of media differ.
 
     >>> tokens = MediaTokens(image=7, video=8, vision_start=5, vision_end=6)
     >>> expand_ids(np.array([1, 5, 7, 6, 2]), tokens, np.array([3]), np.array([], dtype=int))
@@ -272,7 +276,11 @@ def expand_ids(ids: Ids, tokens: MediaTokens, images: Ids, videos: Ids) -> tuple
     """
     repeats = np.ones_like(ids)
     types = np.zeros(len(ids), dtype=np.int8)
-    for kind, token, counts, name in ((IMAGE, tokens.image, images, "image"), (VIDEO, tokens.video, videos, "video")):
+    given = ((IMAGE, tokens.image, images), (VIDEO, tokens.video, videos), (AUDIO, tokens.audio, sounds))
+    for kind, token, counts in given:
+        if counts is None:
+            continue
+        name = {IMAGE: "image", VIDEO: "video", AUDIO: "audio"}[kind]
         found = ids == token
         if found.sum() != len(counts):
             raise MediaMismatch(f"{found.sum()} {name} placeholders in the prompt, but {len(counts)} {name}s")

@@ -16,7 +16,7 @@ class Qwen25VL(Qwen2VL):
     """Qwen2.5-VL; names of weights in checkpoints are those of Qwen2-VL."""
 
     model_type = "qwen2_5_vl"
-    published = ("Qwen2.5-VL",)
+    published: tuple[str, ...] = ("Qwen2.5-VL",)
     gated_tower = True
 
     def video_pieces(self, grids: Tensor, seconds: Tensor | Sequence[float] | None, config: Any) -> Pieces:

@@ -12,7 +12,7 @@ class Qwen2VL(VLMFamily):
     """Qwen2-VL: the defaults of `VLMFamily`."""
 
     model_type = "qwen2_vl"
-    published = ("Qwen2-VL",)
+    published: tuple[str, ...] = ("Qwen2-VL",)
     checkpoint_names = ((r"^model\.visual\.", "visual."), (r"^model\.language_model\.", "model."))
     """Those from before the decoder became a submodule."""
 
