@@ -159,3 +159,18 @@ def test_sounds_that_do_not_fit_their_placeholders_are_refused():
     ids = torch.tensor([[AUDIO, AUDIO]])
     with pytest.raises(MediaMismatch, match="row 0: 2 audio placeholder tokens, but its media makes 5"):
         media_spans(FAMILY.token_types(ids, config), FAMILY.distinct_media([sound(21)], config))
+
+
+@pytest.mark.parametrize("kind", ["image", "sound"])
+def test_a_tower_without_media_runs_and_weighs_nothing(kind):
+    media = grids((1, 4, 6)) if kind == "image" else sound(8, 30)
+    ids = (
+        [1, START, IMAGE, END, 2] if kind == "image" else [AUDIO_START, AUDIO, AUDIO_END, AUDIO_START, AUDIO, AUDIO_END]
+    )
+    made = [FAMILY.expand(ids, media, model().config)]
+    row, _, mask = padded(made, "left")
+    logits = packed(made, [media])
+    assert (logits - model()(**theirs(row, mask, [media])).logits[0]).abs().max() < 1e-5
+    idle = model().model.audio_tower.conv1 if kind == "image" else model().model.visual.patch_embed.proj
+    (gradient,) = torch.autograd.grad(logits.sum(), idle.weight)
+    assert torch.equal(gradient, torch.zeros_like(gradient))
