@@ -214,8 +214,12 @@ def _own_processor(path: str | os.PathLike[str]) -> Any:
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
     from rollout.kimi_images import KimiImageProcessor
+    from rollout.muse_images import MuseImageProcessor
 
-    own = {"Kimi_K25ImageProcessor": KimiImageProcessor}
+    own: dict[str, Any] = {
+        "Kimi_K25ImageProcessor": KimiImageProcessor,
+        "MuseGlimmerImageProcessor": MuseImageProcessor,
+    }
     try:
         model_type = AutoConfig.from_pretrained(path).model_type
     except (OSError, ValueError):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dataproto.errors import NonFiniteLogits
+from dataproto.vlm.family import SoftCap
 from rollout.engine import SamplingParams, TopLogProbs
 
 BANNED_LOGIT = -1e30
@@ -26,7 +27,7 @@ SCORED_PLACES = 256
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # of SplitMix64
 
 
-def project(states: Tensor, weight: Tensor, cap: float | None = None) -> Tensor:
+def project(states: Tensor, weight: Tensor, cap: SoftCap | None = None) -> Tensor:
     """The output projection of actor and engines: states ``(n, H)`` and weight ``(V, H)`` to logits ``(n, V)`` float32 (float64
     for float64), with the soft cap of `VLMFamily.logit_cap`.
 
@@ -41,7 +42,7 @@ def project(states: Tensor, weight: Tensor, cap: float | None = None) -> Tensor:
         if states.dtype != torch.float64:
             states, weight = states.float(), weight.float()
         logits = torch.mm(states, weight.t())
-    return logits if cap is None else logits.div_(cap).tanh_() * cap
+    return logits if cap is None else cap.apply_(logits)
 
 
 def policy_log_probs(logits: Tensor, temperature: float, banned_ids: Sequence[int]) -> Tensor:
@@ -165,7 +166,7 @@ def score_prompt(
     token_types: Tensor,
     sampling: SamplingParams,
     banned_ids: Sequence[int],
-    cap: float | None = None,
+    cap: SoftCap | None = None,
 ) -> tuple[list[float], list[TopLogProbs]]:
     """Log-probs of a prompt's tokens under the policy, and the likeliest tokens at each of their places.
 

@@ -187,6 +187,7 @@ def lacks_its_tracker(item):
 LONG_FAMILIES = {
     "gemma3": ("tests/vlm/", "test_packed_equals_padded", "test_hf_requests", "test_second_device"),
     "gemma4": ("test_conformance", "test_second_device"),
+    "muse_glimmer": ("tests/vlm/", "test_packed_equals_padded", "test_second_device"),
 }
 """Families that share their code with others: outside of these files their tests are long."""
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +41,21 @@ EXPERT_PLAN: TensorPlan = (
     ("model.language_model.layers.*.mlp.experts.down_proj", "rowwise"),
 )
 """Tensor-parallel plan of fused experts."""
+
+
+class SoftCap(NamedTuple):
+    """The soft cap c of logits z with their scale s: they become ``c * tanh(s * z / c)``."""
+
+    cap: float
+    scale: float = 1.0
+
+    def apply_(self, logits: Tensor) -> Tensor:
+        """The logits with scale and cap. May change those that are given.
+
+        >>> [round(each, 3) for each in SoftCap(2.0, scale=0.5).apply_(torch.tensor([0.1, 100.0])).tolist()]
+        [0.05, 2.0]
+        """
+        return logits.div_(self.cap / self.scale).tanh_() * self.cap
 
 
 class VLMFamily(PromptLayout, ForwardCosts):
@@ -204,8 +219,8 @@ class VLMFamily(PromptLayout, ForwardCosts):
         """
         return None
 
-    def logit_cap(self, config: Any) -> float | None:
-        """The soft cap c of logits z, which become ``c * tanh(z / c)``. Default: none."""
+    def logit_cap(self, config: Any) -> SoftCap | None:
+        """The soft cap of the logits, and their scale before it. Default: none."""
         return None
 
     # Forward

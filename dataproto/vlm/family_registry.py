@@ -33,6 +33,7 @@ _SHIPPED = {
     "gemma4": "dataproto.vlm.families.gemma4:Gemma4",
     "gemma4+per_layer": "dataproto.vlm.families.gemma4:Gemma4PerLayer",
     "gemma4+moe": "dataproto.vlm.families.gemma4:Gemma4Moe",
+    "muse_glimmer": "dataproto.vlm.families.muse_glimmer:MuseGlimmer",
     "kimi_k25": "dataproto.vlm.families.kimi_k25:KimiK25",
     "llama": "dataproto.vlm.families.text_only:Llama",
     "mistral": "dataproto.vlm.families.text_only:Mistral",

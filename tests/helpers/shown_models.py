@@ -45,7 +45,7 @@ MEASURED_ON_H200 = {
 }
 """Families with a measurement in `benchmarks/RESULTS.md`, and the words there."""
 
-NOT_SHOWN_ON_H200 = ("minicpmv4_6",)
+NOT_SHOWN_ON_H200 = ("minicpmv4_6", "muse_glimmer")
 """Families that failed or were left out when ``tests/workers/test_families_on_device.py`` last ran on an H200."""
 
 NOT_SUPPORTED = "no"
@@ -59,6 +59,7 @@ FIELD = (
     ("GLM-4.1V, GLM-4.5V, GLM-4.6V", EARLIER, ("glm4v", "glm4v_moe", "glm46v", "glm46v+glm4v_moe_text")),
     ("SmolVLM, Idefics3", EARLIER, ("smolvlm", "idefics3")),
     ("MiniCPM-V 4.6", "among the rest", ("minicpmv4_6",)),
+    ("Muse Glimmer", "among the rest", ("muse_glimmer",)),
     ("language models", "not counted", TEXT_TYPES),
 )
 """Groups of models: names, share of the names of vision-language models in the commits of nine frameworks, and families."""

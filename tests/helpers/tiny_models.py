@@ -29,7 +29,7 @@ TEXT_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 MODEL_TYPES = (*VLM_TYPES, "qwen3")  # one model without a vision tower for all
 FURTHER_TYPES = (
     *("glm4v_moe", "glm46v", "glm46v+glm4v_moe_text", "internvl+qwen3_moe", "minicpmv4_6", "kimi_k25"),
-    *("gemma4+per_layer", "gemma4+moe"),
+    *("gemma4+per_layer", "gemma4+moe", "muse_glimmer"),
 )
 """Families close to others, whose costly checks are left to the long tests."""
 ALL_TYPES = tuple(dict.fromkeys((*MODEL_TYPES, *FURTHER_TYPES, "idefics3", *TEXT_TYPES)))
@@ -56,6 +56,7 @@ CLASSES = {
     "internvl+qwen3_moe": ("InternVLConfig", "InternVLForConditionalGeneration"),
     "minicpmv4_6": ("MiniCPMV4_6Config", "MiniCPMV4_6ForConditionalGeneration"),
     "kimi_k25": ("Kimi_K25Config", "Kimi_K25ForConditionalGeneration"),
+    "muse_glimmer": ("MuseGlimmerConfig", "MuseGlimmerForConditionalGeneration"),
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
     "mistral": ("MistralConfig", "MistralForCausalLM"),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
@@ -154,6 +155,8 @@ def tiny_config(model_type: str) -> Any:
         return _tiny_minicpm()
     if model_type == "kimi_k25":
         return _tiny_kimi()
+    if model_type == "muse_glimmer":
+        return _tiny_muse()
     vision = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
     text = _BASE_TEXT | {"rope_parameters": _ROPE}
     return getattr(transformers, CLASSES[model_type][0])(
@@ -362,6 +365,38 @@ def _tiny_kimi() -> Any:
     )
 
 
+def _tiny_muse() -> Any:
+    """A layer with a sliding window, and one without positions. Windows of the tower have 4 x 4 patches."""
+    text = {
+        "head_dim": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "sliding_window": WINDOW,
+        "final_logit_softcapping": 2.0,
+        "output_multiplier": 0.5,
+    }
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "patch_size": 4,
+        "pos_emb_height": 4,
+        "pos_emb_width": 4,
+        "max_position_embeddings": 16,
+        "rope_parameters": {"rope_type": "axial", "rope_theta": 10000.0},
+        "layer_types": ["window_attention", "full_attention"],
+    }
+    return transformers.MuseGlimmerConfig(
+        text_config=_BASE_TEXT | text,
+        vision_config=vision,
+        out_hidden_size=128,
+        projector_hidden_size=48,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        tie_word_embeddings=False,
+    )
+
+
 def _tiny_idefics3(model_type: str) -> Any:
     vision = {
         "hidden_size": 32,
@@ -424,7 +459,8 @@ def image_inputs(config: Any, *grids: tuple[int, int], seed: int = 0, kind: str 
     if config.model_type == "kimi_k25":
         pixels = torch.randn(int(grid_thw.prod(-1).sum()), 3, vision.patch_size, vision.patch_size, generator=generator)
         return {"pixel_values": pixels, "image_grid_thw": grid_thw} if grids else {}
-    dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    channels, times = getattr(vision, "in_channels", 3), getattr(vision, "temporal_patch_size", 2)
+    dim = channels * times * vision.patch_size**2
     pixels = torch.randn(int(grid_thw.prod(-1).sum()), dim, generator=generator)
     suffix = "" if kind == "image" else "_videos"
     return {f"pixel_values{suffix}": pixels, f"{kind}_grid_thw": grid_thw}
@@ -465,9 +501,9 @@ def expand(config: Any, ids: list[int], *grids: tuple[int, int], clip: Any = Non
 
 def encode_text(text: str) -> list[int]:
     """Token ids of the text that families insert around media."""
-    if text.strip("\n") in ("<img>", "<start_of_image>", "<|image>"):
+    if text.strip("\n") in ("<img>", "<start_of_image>", "<|image>", "<|image_start|>"):
         return [START]
-    if text.strip("\n") in ("</img>", "<end_of_image>", "<image|>"):
+    if text.strip("\n") in ("</img>", "<end_of_image>", "<image|>", "<|image_end|>"):
         return [END]
     return [60 + len(text)] if text.strip("\n") else [59] * len(text)
 

@@ -16,6 +16,7 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 
 from helpers.tiny_models import GEMMA4_TYPES, GLM_TYPES, TEXT_TYPES, TILE, TILED, tiny_config
 from rollout.kimi_images import KimiImageProcessor
+from rollout.muse_images import MuseImageProcessor
 from rollout.prompts import PromptBuilder
 
 SPECIAL = (
@@ -36,6 +37,11 @@ INTERNVL_SPECIAL = (*SPECIAL[:3], "<img>", "</img>", "<IMG_CONTEXT>", "<video>")
 GEMMA_SPECIAL = (
     *("<pad>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>", "<image_soft_token>"),
     *("\n" * count for count in range(1, 5)),  # one token for each run of line breaks, as in the published vocabulary
+)
+MUSE_SPECIAL = (
+    *SPECIAL[:3],
+    *("<|image_start|>", "<|image_end|>", "<|patch|>", "<|video|>", "<|image|>"),
+    *("<|vid_start|>", "<|vid_end|>", "<|vid_frame_separator|>"),
 )
 MINICPM_SPECIAL = (
     *SPECIAL[:3],
@@ -86,6 +92,9 @@ INTERNVL_TEMPLATE = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|
 GLM_TEMPLATE = TEMPLATE.replace(
     "<|vision_start|><|image_pad|><|vision_end|>", "<|begin_of_image|><|image|><|end_of_image|>"
 ).replace("<|vision_start|><|video_pad|><|vision_end|>", "<|begin_of_video|><|video|><|end_of_video|>")
+MUSE_TEMPLATE = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<|patch|>").replace(
+    "<|vision_start|><|video_pad|><|vision_end|>", "<|video|>"
+)
 MINICPM_TEMPLATE = TEMPLATE.replace("<|vision_start|>", "").replace("<|vision_end|>", "")
 TEXT_TEMPLATE = """\
 {%- for message in messages -%}
@@ -136,6 +145,7 @@ _PROMPTS = {
     "internvl+qwen3_moe": (INTERNVL_SPECIAL, INTERNVL_TEMPLATE),
     **dict.fromkeys(GLM_TYPES, (GLM_SPECIAL, GLM_TEMPLATE)),
     "minicpmv4_6": (MINICPM_SPECIAL, MINICPM_TEMPLATE),
+    "muse_glimmer": (MUSE_SPECIAL, MUSE_TEMPLATE),
     "smolvlm": (IDEFICS3_SPECIAL, IDEFICS3_TEMPLATE),
     "idefics3": (IDEFICS3_SPECIAL, IDEFICS3_TEMPLATE),
 }
@@ -189,6 +199,8 @@ def tiny_image_processor(model_type: str = "qwen2_5_vl") -> Any:
         return MiniCPMV4_6ImageProcessorPil(patch_size=4, scale_resolution=TILE, max_slice_nums=4)
     if model_type == "kimi_k25":
         return KimiImageProcessor(patch_size=4, merge_size=2, max_patches=256)
+    if model_type == "muse_glimmer":
+        return MuseImageProcessor(patch_size=4, merge_size=2, max_image_tokens=64)
     if model_type in GLM_TYPES:
         limits = {"shortest_edge": 64, "longest_edge": 4096}
         return Glm4vImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, size=limits)
@@ -215,6 +227,10 @@ def tiny_prompt_config(model_type: str = "qwen2_5_vl") -> Any:
     if model_type in TILED:
         placeholder = "<IMG_CONTEXT>" if model_type.startswith("internvl") else "<image>"
         config.image_token_id = tokenizer.convert_tokens_to_ids(placeholder)
+        return config
+    if model_type == "muse_glimmer":
+        for kind, token in (("image", "patch"), ("video", "video")):
+            setattr(config, f"{kind}_token_id", tokenizer.convert_tokens_to_ids(f"<|{token}|>"))
         return config
     if model_type in GLM_TYPES:
         for kind in ("image", "video"):

@@ -37,6 +37,7 @@ from workers.training.loss_sums import LossSums
 CPU = torch.device("cpu")
 TOWER_WAITS = {
     **dict.fromkeys(GEMMA4_TYPES, 2),  # the pooler selects patches by a mask, and so does its gradient
+    "muse_glimmer": 2,  # the longest segment, in each layer of its tower
     "minicpmv4_6": 8,  # copies of places and bounds to the device, the longest image, and bounds for the kernel of the CPU
 }
 """How often the host waits in a micro-batch: within the vision towers of transformers alone."""

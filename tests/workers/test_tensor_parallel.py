@@ -15,6 +15,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import family_of
+from dataproto.vlm.family import SoftCap
 from helpers.layouts import (
     CPU,
     config_with_heads,
@@ -300,7 +301,12 @@ def test_split_layers_can_be_compiled(tmp_path):
 @pytest.mark.long
 def test_a_split_head_can_be_compiled(tmp_path):
     """Chunks of 1, 4 and all of the 9 tokens, half of the vocabulary banned or a few words, a capped head."""
-    settings = [((), 1.0, 48, None), ((0, 11, 12), 0.7, 12, None), ((), 0.7, None, 3.0), ((3, 20), 1.3, None, 3.0)]
+    settings = [
+        ((), 1.0, 48, None),
+        ((0, 11, 12), 0.7, 12, None),
+        ((), 0.7, None, SoftCap(3.0)),
+        ((3, 20), 1.3, None, SoftCap(3.0, 0.4)),
+    ]
     cases = {
         str(each): partial(log_probs_of_a_split_vocabulary, *each[:3], compiled=True, cap=each[3]) for each in settings
     }

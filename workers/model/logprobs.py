@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from dataproto.transfer import move
+from dataproto.vlm.family import SoftCap
 from rollout.sampling import BANNED_LOGIT, project
 from workers.model.precision import in_autocast_dtype
 from workers.ranks.autograd_collectives import Peers, all_gather_tensor, all_reduce
@@ -27,7 +28,7 @@ def token_log_probs(
     entropy: bool = False,
     chunk_elements: int | None = None,
     compiled: bool = False,
-    cap: float | None = None,
+    cap: SoftCap | None = None,
     peers: Peers | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs of ``targets`` under softmax(logits / temperature), with banned ids masked: the policy of `rollout.sampling`.
@@ -42,7 +43,7 @@ def token_log_probs(
         entropy: also return the entropy of the policy at each token, in nats, with gradient.
         chunk_elements: number of logits in memory at a time; by default `CHUNK_ELEMENTS`.
         compiled: fuse the operations on logits with ``torch.compile``.
-        cap: soft cap of the logits, see `VLMFamily.logit_cap`.
+        cap: soft cap of the logits and their scale, see `VLMFamily.logit_cap`.
         peers: ranks over which ``head_weight``, then a DTensor, is split along V. All give the same ``hidden`` and ``targets``
             and get the same result. A rank's logits never leave it: it sends three numbers a token, see `_part_statistics`.
 
@@ -74,7 +75,7 @@ class _Settings(NamedTuple):
     entropy: bool
     size: int  # tokens of a chunk
     compiled: bool
-    cap: float | None
+    cap: SoftCap | None
     peers: Peers | None
 
     def made(self, function: Any) -> Any:
@@ -185,12 +186,12 @@ def _logit_gradient(
     grad: Tensor,
     entropy_terms: tuple[Tensor, Tensor] | None,
     dtype: torch.dtype,
-    cap: float | None = None,
+    cap: SoftCap | None = None,
 ) -> Tensor:
     """The gradient ``(n, V)`` of the model's logits, or of this rank's part of them.
 
     With p = softmax(z), the derivative by z_j of log p_t is [j = t] - p_j, and of the entropy H is -p_j (log p_j + H). Of a cap c
-    of logits the derivative is 1 - (z / c) ** 2.
+    of logits with the scale s the derivative is s * (1 - (z / c) ** 2).
 
     Args:
         logits: the model's logits ``(n, V)``, or ``None`` if the forward pass kept the log-probs.
@@ -205,7 +206,9 @@ def _logit_gradient(
     if entropy_terms is not None:
         entropies, entropy_grad = entropy_terms
         slope = slope - entropy_grad[:, None] * (log_probs + entropies[:, None])
-    capped = None if cap is None else 1 - ((log_probs + log_sums[:, None]) * (temperature / cap)).square()
+    capped = None
+    if cap is not None:
+        capped = cap.scale * (1 - ((log_probs + log_sums[:, None]) * (temperature / cap.cap)).square())
     out = (log_probs.exp() if logits is None else log_probs.exp_()).mul_(slope)
     if torch.compiler.is_compiling():  # fuses into one pass; a scatter would need another one
         is_target = torch.arange(out.shape[1], device=out.device) == targets[:, None]

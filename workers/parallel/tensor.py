@@ -160,13 +160,14 @@ class HeadsLinear(nn.Module):
 class VocabularyEmbedding(nn.Module):
     """A part of the vocabulary: ``weight (V, H)`` split along ``V``; ranks add zero for tokens of other parts.
 
-    From all ids ``(1, S)`` to the embeddings of this rank's part of them, ``(1, S / tp, H)``, times ``scale``. The scale is
-    rounded to the dtype that the model computes in, as in Hugging Face's layer.
+    From all ids ``(1, S)`` to the embeddings of this rank's part of them, ``(1, S / tp, H)``, with the scale and the norm that
+    Hugging Face's ``layer`` may have. The scale is rounded to the dtype that the model computes in, as there.
     """
 
-    def __init__(self, weight: nn.Parameter, padding_idx: int | None, scale: float, peers: Peers) -> None:
+    def __init__(self, weight: nn.Parameter, layer: Any, peers: Peers) -> None:
         super().__init__()
-        self.weight, self.padding_idx, self.scale, self.peers = weight, padding_idx, scale, peers
+        self.weight, self.padding_idx, self.peers = weight, layer.padding_idx, peers
+        self.scale, self.norm = getattr(layer, "scalar_embed_scale", 1.0), getattr(layer, "embed_norm", nn.Identity())
 
     def forward(self, ids: Tensor) -> Tensor:
         weight = local_part(self.weight)
@@ -179,7 +180,7 @@ class VocabularyEmbedding(nn.Module):
             found = torch.where(frozen[..., None], found.detach(), found)
         embeddings = _sum_tokens(torch.where(inside[..., None], found, 0.0), self.peers)
         if self.scale == 1.0:
-            return embeddings
+            return cast(Tensor, self.norm(embeddings))
         scale = torch.full((), self.scale, dtype=embeddings.dtype, device=embeddings.device)
         return embeddings * in_autocast_dtype(scale).to(embeddings.dtype)
 
@@ -224,8 +225,7 @@ class _Split:
     def layer(self, name: str, layer: Any, style: str, parent: Any) -> nn.Module:
         """The split layer that replaces ``layer``, a child of ``parent``."""
         if style == "vocabulary":
-            scale = getattr(layer, "scalar_embed_scale", 1.0)
-            return VocabularyEmbedding(self._parameter(name, layer.weight, 0), layer.padding_idx, scale, self.peers)
+            return VocabularyEmbedding(self._parameter(name, layer.weight, 0), layer, self.peers)
         if style == "recurrent":
             return self._recurrent(layer)
         if style == "rowwise":

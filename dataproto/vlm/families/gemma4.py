@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from dataproto.errors import InvalidConfig, InvalidMedia, MediaMismatch
 from dataproto.transfer import move, move_readable
 from dataproto.vlm.costs import causal_pairs
-from dataproto.vlm.family import DECODER_PLAN, VLMFamily, masks_by_kind
+from dataproto.vlm.family import DECODER_PLAN, SoftCap, VLMFamily, masks_by_kind
 from dataproto.vlm.media import MediaLayout, MediaSpans, check_limits
 
 FEATURES = (70, 140, 280, 560, 1120)
@@ -152,10 +152,10 @@ class Gemma4(VLMFamily):
         """In layers with a sliding window, if the config says so."""
         return "windowed" if config.get_text_config().use_bidirectional_attention == "vision" else None
 
-    def logit_cap(self, config: Any) -> float | None:
+    def logit_cap(self, config: Any) -> SoftCap | None:
         """From the config of the language model."""
         cap = config.get_text_config().final_logit_softcapping
-        return None if cap is None else float(cap)
+        return None if cap is None else SoftCap(float(cap))
 
     def banned_ids(self, config: Any) -> tuple[int, ...]:
         """Tokens of media, and those before and after them."""
