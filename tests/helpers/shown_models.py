@@ -41,7 +41,6 @@ MEASURED_ON_H200 = {
     "qwen2_5_vl": "Qwen2.5-VL",
     "qwen3_5": "Qwen3.5-9B",
     "qwen3_vl_moe": "Qwen3-VL-30B-A3B",
-    "smolvlm": "dataproto make-vlm",
 }
 """Families with a measurement in `benchmarks/RESULTS.md`, and the words there."""
 

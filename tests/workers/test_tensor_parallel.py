@@ -111,7 +111,7 @@ def an_embedding_of_a_split_vocabulary():
     whole = nn.Embedding(6, 4, padding_idx=4)
     nn.init.normal_(whole.weight, generator=torch.Generator().manual_seed(0))
     weight = distribute_tensor(whole.weight.detach(), ranks.submesh("tp"), [Shard(0)], src_data_rank=None)
-    ours = VocabularyEmbedding(nn.Parameter(weight), 4, 1.0, Peers.of(ranks.group("tp")))
+    ours = VocabularyEmbedding(nn.Parameter(weight), whole, Peers.of(ranks.group("tp")))
     ids = torch.tensor([[0, 4, 3, 5, 0, 2]])
     mine = slice(3 * distributed.get_rank(), 3 * distributed.get_rank() + 3)
     for layer, tokens in ((whole, slice(None)), (ours, mine)):
@@ -126,7 +126,7 @@ def a_scaled_embedding_in_half_precision():
     whole = Gemma3TextScaledWordEmbedding(6, 10, padding_idx=0, embed_scale=10**0.5).bfloat16()
     nn.init.normal_(whole.weight, generator=torch.Generator().manual_seed(0))
     weight = distribute_tensor(whole.weight.detach().float(), ranks.submesh("tp"), [Shard(0)], src_data_rank=None)
-    ours = VocabularyEmbedding(nn.Parameter(weight), None, 10**0.5, Peers.of(ranks.group("tp")))
+    ours = VocabularyEmbedding(nn.Parameter(weight), whole, Peers.of(ranks.group("tp")))
     ids = torch.tensor([[0, 4, 3, 5, 0, 2]])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = ours(ids)

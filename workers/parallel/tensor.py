@@ -167,7 +167,7 @@ class VocabularyEmbedding(nn.Module):
     def __init__(self, weight: nn.Parameter, layer: Any, peers: Peers) -> None:
         super().__init__()
         self.weight, self.padding_idx, self.peers = weight, layer.padding_idx, peers
-        self.scale, self.norm = getattr(layer, "scalar_embed_scale", 1.0), getattr(layer, "embed_norm", nn.Identity())
+        self.scale, self.norm = getattr(layer, "scalar_embed_scale", 1.0), getattr(layer, "embed_norm", None)
 
     def forward(self, ids: Tensor) -> Tensor:
         weight = local_part(self.weight)
@@ -180,7 +180,7 @@ class VocabularyEmbedding(nn.Module):
             found = torch.where(frozen[..., None], found.detach(), found)
         embeddings = _sum_tokens(torch.where(inside[..., None], found, 0.0), self.peers)
         if self.scale == 1.0:
-            return cast(Tensor, self.norm(embeddings))
+            return embeddings if self.norm is None else cast(Tensor, self.norm(embeddings))
         scale = torch.full((), self.scale, dtype=embeddings.dtype, device=embeddings.device)
         return embeddings * in_autocast_dtype(scale).to(embeddings.dtype)
 
