@@ -153,7 +153,7 @@ def browse_task(config: BrowseConfig) -> PolicyTask:
     return PolicyTask(config, model, builder, loader, None, evaluate, PlayedAgent(press, config.agents.limits()))
 
 
-main = training_command(parse, lambda config: run(config, step_for(config), browse_task))
+main = training_command(parse, run, step_for, lambda _: browse_task)
 
 
 if __name__ == "__main__":

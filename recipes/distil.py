@@ -29,7 +29,7 @@ def distil_step(
     return data, metrics | {"distil/reverse_kl": -float(sampled.mean())}
 
 
-main = training_command(parse, lambda config: run(config, distil_step))
+main = training_command(parse, run, lambda _: distil_step)
 
 
 if __name__ == "__main__":

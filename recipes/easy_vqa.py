@@ -139,7 +139,7 @@ def policy_task(config: PolicyGradientConfig, rows: EasyVQA, model_path: str, re
     return PolicyTask(config, model_path, builder, loader, reward, evaluate)
 
 
-main = training_command(parse, lambda config: run(config, step_for(config), easy_vqa_task))
+main = training_command(parse, run, step_for, lambda _: easy_vqa_task)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def parse(arguments: Sequence[str]) -> GRPORunConfig:
     return parse_with_defaults(arguments, PRESETS, __doc__, "python -m recipes.geo3k_grpo")
 
 
-main = training_command(parse, lambda config: run(config, step_for(config)))
+main = training_command(parse, run, step_for)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def parse(arguments: Sequence[str]) -> PPORunConfig:
     return parse_with_defaults(arguments, PRESETS, __doc__, "python -m recipes.geo3k_ppo")
 
 
-main = training_command(parse, lambda config: run(config, ppo_step))
+main = training_command(parse, run, lambda _: ppo_step)
 
 
 if __name__ == "__main__":

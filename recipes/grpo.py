@@ -163,7 +163,7 @@ def step_for(config: PolicyGradientConfig) -> AlgorithmStep:
     return grpo_step_in_parts if config.rollout.staleness == 0 and config.layout.rollout else grpo_step
 
 
-main = training_command(parse, lambda config: run(config, step_for(config)))
+main = training_command(parse, run, step_for)
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def episode_step(config: EpisodeRunConfig) -> AlgorithmStep:
     return ppo_step if config.algorithm.needs_critic else step_for(config)
 
 
-main = training_command(parse, lambda config: run(config, ppo_step))
+main = training_command(parse, run, lambda _: ppo_step)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ WALK = DrawnEnvironment(
 )
 
 
-main = training_command(parse, lambda config: run(config, episode_step(config), partial(episode_task, drawn=WALK)))
+main = training_command(parse, run, episode_step, lambda _: partial(episode_task, drawn=WALK))
 
 
 if __name__ == "__main__":

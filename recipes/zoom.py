@@ -50,7 +50,7 @@ def environment_of(config: ZoomConfig) -> DrawnEnvironment:
     )
 
 
-main = training_command(parse, lambda config: run(config, episode_step(config), zoom_task))
+main = training_command(parse, run, episode_step, lambda _: zoom_task)
 
 
 if __name__ == "__main__":

@@ -87,14 +87,19 @@ def exit_status(arguments: Sequence[str] | None = None, resumes: bool = True) ->
         status.code = 130
 
 
-def training_command(parse: Callable[[Sequence[str]], Config], train: Callable[[Config], Path]) -> Callable[..., int]:
+def training_command(
+    parse: Callable[[Sequence[str]], Config], train: Callable[..., Path], *makers: Callable[[Config], Any]
+) -> Callable[..., int]:
     """The ``main`` of a recipe: parses a command line unless it is given a configuration, trains, prints where the report is, and
     returns the exit status; a user's mistake is one line on stderr.
+
+    ``train`` takes the configuration, and what each of ``makers`` makes of it.
     """
 
     def main(arguments: Sequence[str] | None = None, config: Config | None = None) -> int:
         with exit_status(arguments) as status:
-            print(f"report: {train(config or parse(status.arguments))}")
+            config = config or parse(status.arguments)
+            print(f"report: {train(config, *(make(config) for make in makers))}")
         return status.code
 
     main.__doc__ = (
