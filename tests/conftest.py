@@ -107,7 +107,7 @@ def pytest_configure(config):
     if config.getoption("fast"):
         settings.load_profile("fast")
         sys.addaudithook(_refuse_processes)
-    if config.getoption("none_left_out") and (missing := left_out_lines()):
+    if config.getoption("none_left_out") and (missing := not_installed_lines()):
         raise pytest.UsageError("; ".join(missing))
 
 
@@ -145,14 +145,14 @@ def left_out_here():
 
 
 def pytest_report_header():
-    """Says which tests are left out because something is not installed."""
-    return left_out_lines()
+    """Says which tests are left out because something is not installed, or older than they need."""
+    older = families_left_out()
+    said = f"transformers {version('transformers')} is too old: tests of {', '.join(older)} are left out"
+    return [*not_installed_lines(), *([said] if older else [])]
 
 
-def left_out_lines():
+def not_installed_lines():
     lines = list(left_out_here().values())
-    if older := families_left_out():
-        lines.append(f"transformers {version('transformers')} is too old: tests of {', '.join(older)} are left out")
     if missing := [name for name in TRACKERS if find_spec(name) is None]:
         lines.append(
             f"not installed: {', '.join(missing)}: tests marked tracker of them are left out (see pyproject.toml)"
@@ -169,7 +169,7 @@ NEWER_TRANSFORMERS = {
     "what_depends_on_grids_alone": (
         5,
         24,
-    ),  # Hugging Face's tower, with which it compares, exchanged rows and columns before
+    ),  # Hugging Face's tower, with which it compares, has other positions before
     "test_qwen_omni": (5, 21),  # its models have other names in the thinker before
     "each_row_alone[qwen2_5_vl]": (
         5,
