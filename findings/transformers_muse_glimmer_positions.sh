@@ -47,3 +47,6 @@ for version in 5.23.0 5.24.0; do
     "$folder/env/bin/pip" install --quiet "torch==2.13.0" "transformers==$version" pillow
     HF_HUB_OFFLINE=1 "$folder/env/bin/python" "$folder/positions.py" "$version"
 done
+# Seen on 2026-11-28, Python 3.11, x86-64:
+# transformers 5.23.0 positions of the first row of 4 x 8 patches: [(0.5, 0.0), (0.5, 1.0), (0.5, 2.0), (0.5, 3.0), (0.5, 4.0), ...]
+# transformers 5.24.0 positions of the first row of 4 x 8 patches: [(0.0, 0.5), (0.0, 2.5), (0.0, 4.5), (0.0, 6.5), (1.0, 0.5), ...]
