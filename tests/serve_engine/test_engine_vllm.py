@@ -71,7 +71,8 @@ def served(lines, tmp_path_factory):
 
 
 def test_the_log_has_the_seconds_of_the_start(served, lines):
-    _, _, path, *_ = served
+    engine, _, path, *_ = served
+    assert engine.base("tiny").sampler is not None  # starts at its first use
     said = [line.getMessage() for line in lines if "vLLM" in line.getMessage()]
     assert len(said) == 2
     assert said[0] == f"vLLM starts on {path}"
