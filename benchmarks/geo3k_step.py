@@ -211,7 +211,8 @@ def timed_steps(
     original = roles.rollout
     batches, measure = carry_samples(roles, loader, staleness, state, steps, apart)
     make_step = grpo_step_in_parts if staleness == 0 else grpo_step
-    config = GRPOConfig(n=arguments.samples, kl_coef=0.01, minibatch=arguments.minibatch)
+    correction = "token" if "quantization" in json.loads(arguments.rollout) else "none"
+    config = GRPOConfig(n=arguments.samples, kl_coef=0.01, minibatch=arguments.minibatch, correction=correction)
     sampling, found = config.sampling(arguments.max_tokens, seed=0), list[Figures]()
     for number in range(steps):
         started = time.perf_counter()
@@ -222,7 +223,7 @@ def timed_steps(
         figures |= {name.removeprefix("timing_s/"): value for name, value in metrics.items() if "timing" in name}
         figures |= {name: value for name, value in metrics.items() if name.startswith("perf/")}
         measured = measure(data, metrics | {"timing_s/step": seconds}, roles.devices)
-        figures |= {name: value for name, value in measured.items() if name.startswith("training/")}
+        figures |= {name: value for name, value in {**metrics, **measured}.items() if name.startswith("training/")}
         print(f"step {number}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()), flush=True)
         found.append(figures)
     roles.rollout = original
