@@ -18,6 +18,7 @@ from dataproto.vlm import family_of
 from recipes.configs.export_config import ModelExportConfig, parse
 from recipes.directory_lock import locked
 from recipes.options import exit_status, write_options
+from workers.roles.critic import HEAD_FILE
 from workers.weights.sharded_export import copy_weights
 
 
@@ -46,11 +47,13 @@ def _write_model(config: ModelExportConfig, source: Path) -> None:
     model_config, dtype = AutoConfig.from_pretrained(source), getattr(torch, config.dtype)
     draft = config.output.with_name(f".{config.output.name}.partial")
     shutil.rmtree(draft, ignore_errors=True)
-    copy_weights(str(source), family_of(model_config), draft, dtype)
+    copy_weights(str(source), family_of(model_config), draft, dtype, headless=(source / HEAD_FILE).exists())
     model_config.update({"dtype": dtype})
     model_config.save_pretrained(draft)
-    for file in source.iterdir():  # generation settings, tokenizer, image processor and chat template
-        if "safetensors" not in file.name and not (draft / file.name).exists():
+    for (
+        file
+    ) in source.iterdir():  # tokenizer, processors, chat template, generation settings, the head of a reward model
+        if not file.match("model*.safetensors*") and not (draft / file.name).exists():
             shutil.copy2(file, draft / file.name)
     write_options(draft, config)
     draft.rename(config.output)

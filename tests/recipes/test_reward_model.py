@@ -6,6 +6,7 @@ from dataproto.errors import InvalidConfig, RewardError
 from helpers.checkpoints import write_checkpoint
 from recipes.data.answers import AnswersBuilder
 from recipes.demo.rows import DrawnPairs
+from recipes.export import main as export
 from recipes.reward_model import main, parse
 from recipes.rewards import load_reward
 from recipes.run.preferences import sent
@@ -52,6 +53,8 @@ def test_a_classifier_reward_gives_the_scores_of_training(run):
     scores = [each["score"] for each in load_reward(f"classifier:{checkpoint}")(answers)]
     assert scores == pytest.approx(expected.tolist(), abs=1e-5)
     assert len({round(score, 6) for score in scores}) > 1
+    assert export([str(checkpoint.parents[1]), str(run / "exported"), "--dtype", "float32"]) == 0
+    assert [each["score"] for each in load_reward(f"classifier:{run / 'exported'}")(answers)] == scores
     with pytest.raises(RewardError, match=r"row 0: .* cannot score it: it has no prompt"):
         load_reward(f"classifier:{checkpoint}")([RewardRow("red", None)])
 

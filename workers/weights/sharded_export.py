@@ -300,12 +300,15 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def copy_weights(source: str, family: VLMFamily, directory: Path, dtype: torch.dtype) -> CheckpointFiles:
+def copy_weights(
+    source: str, family: VLMFamily, directory: Path, dtype: torch.dtype, headless: bool = False
+) -> CheckpointFiles:
     """Writes the weights of a checkpoint to ``directory`` under their names, in files of at most `FILE_BYTES` or one module.
 
     Args:
         source: directory or hub name.
         dtype: of floating-point weights; `VLMFamily.float32_weights` keep theirs.
+        headless: whether the checkpoint may lack the language-model head, as that of a reward model does.
 
     Returns:
         What was read.
@@ -315,7 +318,8 @@ def copy_weights(source: str, family: VLMFamily, directory: Path, dtype: torch.d
         InvalidConfig: the weights are quantized.
     """
     model, files, sources = hollow_model(source, family)
-    if absent := absent_weights(model, sources):
+    absent = absent_weights(model, sources)
+    if absent := [name for name in absent if not (headless and name.startswith(family.head))]:
         raise CheckpointError(f"{source} lacks {len(absent)} weights of its model: {', '.join(absent[:3])}")
     exact = {name for weight, tensor in sources.stored.items() if family.in_float32(weight) for name in tensor.names}
     with files.opened():
