@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from dataproto import DataProto
 from dataproto.columns import require
-from dataproto.errors import CheckpointError, InvalidConfig, WorkerFailed
+from dataproto.errors import InvalidConfig, WorkerFailed
 from recipes.configs.shared.run_config import RunConfig
 from recipes.run.checkpoints import Checkpoints, Loader, Stateful, TakenStep, restore
 from recipes.run.evaluation import BestStep, Evaluate
@@ -67,12 +67,7 @@ def train(
             last = restore(run, roles, loader, state, best)
     done = 0 if last is None else last.number
     if done and run.steps <= done:
-        said = f"all {done} steps of {run.output_dir} are done"
-        if run.steps < done or "steps" in run.change:
-            raise CheckpointError(
-                f"{said}, and --change steps={run.steps} asks for no further one: name more than {done}"
-            )
-        print(f"{said}: --change steps=N, with more, continues", flush=True)
+        print(f"all {done} steps of {run.output_dir} are done: --change steps=N, with more, continues", flush=True)
     kept_row = None if not run.resume else -1 if last is None else done
     with (
         open_loggers(run.loggers, LoggedRun(run.output_dir, kept_row)) as loggers,

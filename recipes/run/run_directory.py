@@ -296,9 +296,14 @@ def _changes(directory: Path, config: HasRun) -> list[dict[str, Any]]:
         for name in sorted(changed)
         if before.get(name) != now[name]
     }
+    step = 0 if found is None else found[0]
+    if config.run.steps < step or (config.run.steps == step and "steps" in config.run.change):
+        raise CheckpointError(
+            f"all {step} steps of {directory} are done, and --change steps={config.run.steps} asks for no further one: name "
+            f"more than {step}"
+        )
     if not differing:
         return changes
-    step = 0 if found is None else found[0]
     told = ", ".join(f"{name} {each['after']} (before {each['before']})" for name, each in differing.items())
     print(f"after step {step}: {told}")
     return [*changes, {"step": step, **differing}]
