@@ -156,8 +156,8 @@ def _patch_size(vision: Any) -> int:
 
 
 def grid_arguments(tower: Any, grids: Tensor) -> dict[str, Tensor]:
-    """Keywords of the tower's forward that depend only on grids ``(N, 3)`` of images, computed where the grids are. A patch in
-    row h and column w has the learned position of row w and column h.
+    """Keywords of the tower's forward that depend only on grids ``(N, 3)`` of images, computed where the grids are. The learned
+    positions are those of a grid with height and width exchanged, given to patches in reading order.
     """
     from transformers import vision_utils as hf
     from transformers.models.muse_glimmer.modeling_muse_glimmer import get_vision_pixel_shuffle_index
