@@ -53,7 +53,7 @@ def main(path: str) -> None:
 
 
 def datum(engine: InProcessEngine, row: int) -> Datum:
-    """A row of text behind an image."""
+    """A row of text after an image."""
     base, random = engine.base("model"), np.random.default_rng(row)
     buffer = io.BytesIO()
     Image.fromarray(random.integers(0, 255, (112, 84, 3), dtype=np.uint8)).save(buffer, format="PNG")

@@ -87,7 +87,7 @@ class LabelledPictures:
         return Drawing(*draw_with_texts([edge, *figure], level.size, style, unit=1.0))
 
     def tensors(self, drawings: Sequence[Drawing]) -> tuple[Tensor, Tensor, Tensor]:
-        """Pixels as `as_bytes` has them, grids ``(N, 3)`` and signs ``(F, S)``, 0 behind a text, of drawings of one size."""
+        """Pixels as `as_bytes` has them, grids ``(N, 3)`` and signs ``(F, S)``, 0 after a text, of drawings of one size."""
         builder = self.builder
         made = builder.image_processor(
             images=[each.image for each in drawings], return_tensors="pt", **builder.image_options

@@ -93,7 +93,7 @@ class StartOptions:
 
 
 def worked_answer(problem: Problem) -> str:
-    """The true answer behind the texts of the picture from which it follows.
+    """The true answer after the texts of the picture from which it follows.
 
     >>> worked_answer(make_problem(0, 2))
     '<think>45</think> \\\\boxed{45}'

@@ -278,12 +278,12 @@ def measure(case: Case, a: argparse.Namespace) -> None:
 
 def save(case: Case, phases: Phases, worker: ActorWorker, target: Path, a: argparse.Namespace) -> None:
     """Writes the training state and the export."""
-    name = "save behind" if a.behind else "save"
+    name = "save in the background" if a.in_background else "save"
     with ExitStack() as stack:
         if not a.keep_files:
             stack.enter_context(training_state_discarded())
         with phases.phase(name):
-            worker.save(target, behind=a.behind)
+            worker.save(target, in_background=a.in_background)
             worker.finish_save()
     if phases.ranks.is_first:
         shutil.rmtree(target)
@@ -328,7 +328,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64, help="of a generated response")
     parser.add_argument("--layers", type=int, help="decoder layers, instead of the case's")
     parser.add_argument("--save", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--behind", action="store_true", help="save in the background")
+    parser.add_argument("--in-background", action="store_true", help="save in the background")
     parser.add_argument("--keep-files", action="store_true", help="write the training state")
     parser.add_argument("--output", help="directory for the checkpoint, which is deleted; default: a temporary one")
     a = parser.parse_args()

@@ -104,7 +104,7 @@ def _started(process: "subprocess.Popen[str]", state: Path) -> Served:
     children = dict[str, psutil.Process]()
     while set(children) != set(PROCESSES):  # a child has its command line a moment after it began
         if process.poll() is not None:
-            raise RuntimeError(f"the server ended with status {process.returncode} behind its start")
+            raise RuntimeError(f"the server ended with status {process.returncode} after its start")
         for child in psutil.Process(process.pid).children():
             line = " ".join(child.cmdline())
             children |= {name: child for name in PROCESSES if f"{name} import main" in line}

@@ -7,5 +7,5 @@ from dataproto.columns import columns_table
 document = Path(__file__).parents[1] / "docs" / "columns.md"
 lines = document.read_text().splitlines()
 table = [number for number, line in enumerate(lines) if line.startswith("|")]
-before, behind = lines[: table[0]], lines[table[-1] + 1 :]
-document.write_text("\n".join([*before, columns_table(), *behind]) + "\n")
+before, after = lines[: table[0]], lines[table[-1] + 1 :]
+document.write_text("\n".join([*before, columns_table(), *after]) + "\n")

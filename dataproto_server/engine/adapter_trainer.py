@@ -218,8 +218,8 @@ class PackedPart(Generic[Row]):
     @property
     def images(self) -> list[Sequence[KeyedImage]]:
         """The images of the packed tokens of each row."""
-        behind = (bool((row.rendered.token_types[shared:] != 0).any()) for row, shared in zip(self.rows, self.shared))
-        return [row.rendered.images if any_ else () for row, any_ in zip(self.rows, behind)]
+        later = (bool((row.rendered.token_types[shared:] != 0).any()) for row, shared in zip(self.rows, self.shared))
+        return [row.rendered.images if any_ else () for row, any_ in zip(self.rows, later)]
 
     def packed(self) -> PackedRows:
         """The packed rows; every token predicts something."""

@@ -241,8 +241,8 @@ class InProcessEngine:
 
     def submit(self, request: SampleRequest) -> None:
         """See `Backend.submit`. A request of a checkpoint waits while others have no room for it, and later ones after it."""
-        behind = self._waiting and self._samplers.is_checkpoint(request.sampler_id)
-        if behind or not self._begin(request):
+        waits = self._waiting and self._samplers.is_checkpoint(request.sampler_id)
+        if waits or not self._begin(request):
             self._waiting.append(request)
 
     def _begin(self, request: SampleRequest) -> bool:

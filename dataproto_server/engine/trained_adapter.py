@@ -245,7 +245,7 @@ class TrainedWeights(TrainedMatrices):
     def export(self, directory: Path, base_model: str) -> None:
         """Writes a whole checkpoint, as ``from_pretrained`` loads it."""
         export = ShardedExport(directory, self.model, family_of(self.model), Ranks(), dtype=None)
-        export.collect(behind=False)
+        export.collect(in_background=False)
         export.finish()
         self.processors.save_pretrained(directory)
 

@@ -68,7 +68,7 @@ class Recovery:
         rounds = await self.database.run(journal.rounds_to_replay)
         for entries in rounds:
             needed = [entry for entry in entries if entry.state == "done" or self._is_due(entry)]
-            changed = [entry.run for entry in needed if entry.state == "queued" or self._is_behind(entry)]
+            changed = [entry.run for entry in needed if entry.state == "queued" or self._is_later(entry)]
             if changed and not await self._done(changed, self._repeated(needed, last), last):
                 return False
         if rounds:
@@ -155,8 +155,8 @@ class Recovery:
 
     async def _repeated_passes(self, entries: Sequence[Entry], last: bool) -> Mapping[str, Failure]:
         """Computes passes again that were computed before; one by one if the server fails each time at all of them."""
-        behind = [entry for entry in entries if self._is_behind(entry)]
-        if not behind:
+        later = [entry for entry in entries if self._is_later(entry)]
+        if not later:
             return {}
         ids = [entry.id for entry in entries]
         lost = self._losses[tuple(ids)] >= MOST_REPLAYS
@@ -172,7 +172,7 @@ class Recovery:
                 log.error("a round cannot be computed again: %s", error)
         log.error("passes are computed alone that were computed together: %s. Sums may differ in their last bits", ids)
         failures: dict[str, Failure] = {}
-        for entry in behind:
+        for entry in later:
             if entry.run not in failures:
                 failures |= await self._repeated_passes([entry], last)
         return failures
@@ -181,7 +181,7 @@ class Recovery:
         """Whether a request waits in a run that does not rest."""
         return self.scheduler.rounds.waiting(entry) is not None and not self.scheduler.lanes[entry.run].resting
 
-    def _is_behind(self, entry: Entry) -> bool:
+    def _is_later(self, entry: Entry) -> bool:
         """Whether a finished request changes its run, which is not yet so far."""
         lane = self.scheduler.lanes.get(entry.run)
         if lane is None or lane.resting or lane.run.state != "live":
@@ -204,7 +204,7 @@ class Recovery:
         new = [(entry, result) for entry, result in found if entry.state == "queued" and result is not None]
         if new:
             await self.scheduler.rounds.finish_all([(entry, pass_outcome(result)) for entry, result in new])
-        return {entry.run: result for entry, result in found if self._is_behind(entry) and isinstance(result, Failure)}
+        return {entry.run: result for entry, result in found if self._is_later(entry) and isinstance(result, Failure)}
 
     async def _release(self, stand_ins: Mapping[str, str | None]) -> None:
         for model in filter(None, stand_ins.values()):
@@ -220,7 +220,7 @@ class Recovery:
             return failure_of(error)
         if entry.state == "queued":
             return each
-        model = entry.run if self._is_behind(entry) else await self._stand_in(entry.run, stand_ins, last)
+        model = entry.run if self._is_later(entry) else await self._stand_in(entry.run, stand_ins, last)
         return None if model is None else replace(each, model_id=model, replayed=True)
 
     async def _stand_in(self, run_id: str, stand_ins: dict[str, str | None], last: bool) -> str | None:

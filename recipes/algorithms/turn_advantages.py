@@ -162,7 +162,7 @@ def bi_level_gae(
         within turn k:  delta_t = gamma V_(t+1) - V_t,                       A_t = delta_t + gamma lam A_(t+1),    t < e_k
         returns_t = A_t + V_t
 
-    with V and A zero behind the last turn. If ``turn_gamma`` is ``gamma`` and ``lam`` is 1, this is `gae` with each turn's reward
+    with V and A zero after the last turn. If ``turn_gamma`` is ``gamma`` and ``lam`` is 1, this is `gae` with each turn's reward
     at its last token. Deviation: VAGEN whitens the advantages here; see `whiten`.
 
     Args, returns: as `turn_gae`; ``gamma`` is the discount of a token.
@@ -200,7 +200,7 @@ def uncut_tokens(response_mask: Tensor, end_reason: Iterable[str]) -> Tensor:
 
 @dataclass(frozen=True)
 class _Turns:
-    """The turns of a batch, those of an episode behind each other; M sampled tokens in all."""
+    """The turns of a batch, those of an episode one after another; M sampled tokens in all."""
 
     sampled: Tensor  # (B, R) bool
     of: Tensor  # (M,) int64, the turn of each sampled token

@@ -110,7 +110,7 @@ class JsonRows(Sequence[dict[str, Any]]):
 
 
 Span = tuple[int, int, int]
-"""Number of a row for messages, and the offsets of its first byte and behind its last one."""
+"""Number of a row for messages, and the offsets of its first byte and after its last one."""
 
 
 def _lines(file: Iterable[bytes]) -> Iterator[Span]:

@@ -61,7 +61,7 @@ class TakenStep:
 
 
 class Checkpoints:
-    """Writes the checkpoints of a run, whole or not at all; with ``run.save_behind`` while training goes on."""
+    """Writes the checkpoints of a run, whole or not at all; with ``run.save_in_background`` while training continues."""
 
     def __init__(
         self, run: RunConfig, roles: Roles, builder: PromptBuilder | None = None, best: BestStep | None = None
@@ -98,7 +98,7 @@ class Checkpoints:
             directory = stack.enter_context(writing_checkpoint(self.root, step.number))
             stack.push(partial(self._check_written, directory))
             for name, group in self.models.items():
-                group.save(directory / name, behind=self.run.save_behind)
+                group.save(directory / name, in_background=self.run.save_in_background)
             if self.builder is not None:
                 with writing(directory / "actor" / "huggingface"):
                     self.builder.save_pretrained(directory / "actor" / "huggingface")
@@ -106,7 +106,7 @@ class Checkpoints:
             torch.save(saved, encoded)
             with writing(directory / STATE_FILE):
                 (directory / STATE_FILE).write_bytes(encoded.getvalue())
-            if self.run.save_behind:
+            if self.run.save_in_background:
                 self._open, self._writing = stack.pop_all(), True
 
     def finish(self) -> None:

@@ -96,7 +96,7 @@ class BestStep:
         return {"measure": self.measure, "step": self.step, "value": self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state; one of another measure does not count."""
+        """Continues from a state; one of another measure does not count."""
         if state.get("measure") == self.measure and self.measure is not None:
             self.step, self.value = state["step"], state["value"]
 

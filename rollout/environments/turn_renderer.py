@@ -135,7 +135,7 @@ class TurnRenderer:
             raise InvalidPrompt(f"models of type {builder.family.model_type} number the images of a prompt")
         messages = [self._as_taken(message) for message in conversation.messages]
         if follows:
-            text = self._behind(ANSWERED, *messages, tools=conversation.tools)
+            text = self._after(ANSWERED, *messages, tools=conversation.tools)
         else:
             text = builder.render(messages, add_generation_prompt=True, tools=conversation.tools)
         images = tuple(map(self._image, conversation.images))
@@ -221,7 +221,7 @@ class TurnRenderer:
         self.builder.check_content(Conversation([message], images, []))
         if self._joins[observation.role] and not images:
             message["content"] = "".join(map(str, observation.content))
-        return self._behind(ANSWERED, message)
+        return self._after(ANSWERED, message)
 
     def _check_shown(self, role: str) -> None:
         """Finds out how the template takes messages of this role. Raises `InvalidPrompt` if it leaves out their text.
@@ -231,7 +231,7 @@ class TurnRenderer:
         if role in self._joins:
             return
         joins = role == "tool" and self._shows_string(role)
-        if not joins and SECOND not in self._behind(ANSWERED, {"role": role, "content": _parts([SECOND])}):
+        if not joins and SECOND not in self._after(ANSWERED, {"role": role, "content": _parts([SECOND])}):
             raise InvalidPrompt(
                 f"the chat template leaves out messages of the role {role!r} after an answer: show it in another role"
             )
@@ -239,11 +239,11 @@ class TurnRenderer:
 
     def _shows_string(self, role: str) -> bool:
         try:
-            return SECOND in self._behind(ANSWERED, {"role": role, "content": SECOND})
+            return SECOND in self._after(ANSWERED, {"role": role, "content": SECOND})
         except InvalidPrompt:
             return False
 
-    def _behind(self, messages: Sequence[dict[str, Any]], *following: dict[str, Any], tools: Sequence[Any] = ()) -> str:
+    def _after(self, messages: Sequence[dict[str, Any]], *following: dict[str, Any], tools: Sequence[Any] = ()) -> str:
         """What the template writes after the sentinel, which the last of the messages is."""
         text = self.builder.render([*messages, *following], add_generation_prompt=True, tools=tools)
         if text.count(SENTINEL) != 1:
@@ -265,7 +265,7 @@ class TurnRenderer:
         asked = self.builder.render([_user("?")], add_generation_prompt=True)
         shown = _user("!")
         text = self.builder.render([_user("?"), _assistant(SENTINEL), shown], add_generation_prompt=True)
-        before, _, behind = text.partition(SENTINEL)
+        before, _, after = text.partition(SENTINEL)
         if SENTINEL not in text:
             raise InvalidPrompt("it leaves out answers that an observation follows")
         if not before.startswith(asked):
@@ -278,13 +278,13 @@ class TurnRenderer:
                 f"it writes {before[len(asked) :]!r} before an answer once an observation follows: rows do not have it"
             )
         earlier = [_user("?"), _assistant(SECOND), _user("?"), _assistant(SENTINEL)]
-        if self._behind(earlier, shown) != behind:
+        if self._after(earlier, shown) != after:
             raise InvalidPrompt("what it writes after an answer depends on the turns before")
-        ids = self.builder.encode_text(behind)
+        ids = self.builder.encode_text(after)
         if not ids or ids[0] not in self.end_ids:
-            found.append(f"it writes {behind!r} after an answer, which does not begin with an end token of the model")
+            found.append(f"it writes {after!r} after an answer, which does not begin with an end token of the model")
         else:
-            gap = behind[len(str(self.builder.tokenizer.decode(ids[:1]))) :]
+            gap = after[len(str(self.builder.tokenizer.decode(ids[:1]))) :]
             gap = gap[: len(gap) - len(gap.lstrip())]
             if gap:
                 found.append(

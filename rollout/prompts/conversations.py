@@ -143,8 +143,8 @@ class SupervisedBuilder(PromptBuilder):
         following = messages[place + 1]["role"] if place + 1 < len(messages) else None
         role = following or ("tool" if messages[place].get("tool_calls") else "user")
         asked, answered = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}
-        behind = self.render([asked, answered, {"role": role, "content": "?"}]).partition(ANSWER)[2]
-        first = self.encode_text(behind)[:1]
+        after = self.render([asked, answered, {"role": role, "content": "?"}]).partition(ANSWER)[2]
+        first = self.encode_text(after)[:1]
         if not set(first) <= set(self.end_ids) or not first:
             stops = ", ".join(map(repr, self.tokenizer.convert_ids_to_tokens(list(self.end_ids)))) or "no token"
             raise InvalidPrompt(

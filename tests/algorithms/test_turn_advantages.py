@@ -30,7 +30,7 @@ from recipes.ppo import PPOConfig
 
 @st.composite
 def episodes(draw):
-    """Episodes of up to four turns, in one row or in several, with observations between turns and padding behind."""
+    """Episodes of up to four turns, in one row or in several, with observations between turns and padding after."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     rows, width = [], 0
     for episode in range(draw(st.integers(1, 6))):

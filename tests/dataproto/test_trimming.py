@@ -97,7 +97,7 @@ def rollout_columns(lengths: torch.Tensor, prompts: torch.Tensor, width: int) ->
     response = torch.arange(width) < lengths[:, None]
     attended = torch.cat([torch.arange(longest) >= longest - prompts[:, None], response], dim=1)
     text = torch.where(attended[:, :longest], attended[:, :longest].cumsum(1) - 1, 0)
-    positions = torch.cat([text, text[:, -1:] + torch.arange(1, width + 1)], dim=1)  # they go on behind the response
+    positions = torch.cat([text, text[:, -1:] + torch.arange(1, width + 1)], dim=1)  # they go on after the response
     ids = torch.randint(5, 1000, attended.shape, generator=noise) * attended
     holes = response & (torch.rand(rows, width, generator=noise) < 0.9)
     return {
@@ -113,7 +113,7 @@ def rollout_columns(lengths: torch.Tensor, prompts: torch.Tensor, width: int) ->
 
 
 def test_a_batch_of_rollouts_is_as_large_as_its_tokens() -> None:
-    """Left-padded prompts, masks with holes, a row without a response, and positions that go on behind the responses."""
+    """Left-padded prompts, masks with holes, a row without a response, and positions that go on after the responses."""
     lengths = torch.tensor([0, 3, 900, 40, 7, 120, 60, 1000]).repeat(4)
     data = DataProto.from_dict(rollout_columns(lengths, torch.tensor([30, 9, 1, 30, 20, 14, 5, 30]).repeat(4), 1000))
     back, size = sent(data)

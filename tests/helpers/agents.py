@@ -157,7 +157,7 @@ def checked_rows(actor, rollout, prompts, agent, sampling, **limits):
 
 
 def check_law(data, recorder):
-    """Each turn of each row stands behind the very ids of its request, with its ids and log-probs as sampled; each once."""
+    """Each turn of each row stands after the very ids of its request, with its ids and log-probs as sampled; each once."""
     left = {}  # pictures of one size have the same ids, and other log-probs
     for number, done in recorder.done.items():
         key = tuple(recorder.requests[number].input_ids.tolist()), tuple(done.token_ids)

@@ -90,7 +90,7 @@ def with_responses(config: Any, prompts: DataProto, lengths: list[int], width: i
 
 
 def with_turns(config: Any, prompts: DataProto, grids: list[list[tuple[int, int]]], seed: int = 0) -> DataProto:
-    """Adds responses of several turns: words, and an image of each of the row's grids with words behind it."""
+    """Adds responses of several turns: words, and an image of each of the row's grids with words after it."""
     family, rng = family_of(config), np.random.default_rng(seed + 1)
     ids, types, mask, media = [], [], [], []
     for row, own in enumerate(grids):
@@ -125,7 +125,7 @@ def padded_log_probs(
 ) -> torch.Tensor:
     """Log-probs ``(B, R)`` from the forward pass of Hugging Face, one row at a time, with its own position ids.
 
-    They are 0 where ``response_mask`` is. Media may lie in the prompt and behind it.
+    They are 0 where ``response_mask`` is. Media may lie in the prompt and after it.
     """
     forbidden = torch.tensor(banned or family_of(model.config).banned_ids(model.config), dtype=torch.int64)
     width = data["response_mask"].shape[1]

@@ -72,6 +72,7 @@ def test_a_plan_divides_its_options_from_those_of_the_recipe(tmp_path):
             "--rollout.quantization fp8",
             "^--rollout.quantization has ended: give it to the engine, --engine-opt",
         ),
+        (grpo_config.parse, "--save-behind", "^--save-behind has ended: save-in-background takes its place"),
         (grpo_config.parse, "--optimizer.total-steps 5", "files only: .* the line 'optimizer.total-steps: VALUE'$"),
         (grpo_config.parse, "--algorithm.gamma 0.9", "the line 'algorithm.gamma: VALUE'$"),
         (sft_config.parse, "--float8", "^--float8 is read from files only"),

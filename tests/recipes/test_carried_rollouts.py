@@ -190,7 +190,7 @@ def test_a_reference_scores_the_parts_of_a_step(path):
 
 
 class Lost:
-    """A rollout role whose engine is lost behind the first part of a batch."""
+    """A rollout role whose engine is lost after the first part of a batch."""
 
     def __init__(self, group: LocalGroup) -> None:
         self.group = group

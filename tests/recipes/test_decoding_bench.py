@@ -57,7 +57,7 @@ def assert_drawn_lengths(engine, weights, prompts):
     longest = max(range(len(requests)), key=lambda place: drawn[place])
     request = requests[longest]
     number = engine.submit(request, SAMPLING)
-    for _ in range(3):  # before the first token, and behind the first ones
+    for _ in range(3):  # before the first token, and after the first ones
         engine.load_weights(weights())
         assert not engine.poll()
     assert finish(engine, number)[0].token_ids == whole[longest].token_ids

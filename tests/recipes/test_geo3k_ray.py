@@ -20,7 +20,7 @@ from recipes.geo3k_grpo import main
 
 pytestmark = pytest.mark.slow
 
-RAY = ("--on", "ray", "--layout.dp", "2", "--ray.object-store-gib", "0.2", "--save-behind")
+RAY = ("--on", "ray", "--layout.dp", "2", "--ray.object-store-gib", "0.2", "--save-in-background")
 SETTINGS = ("--steps", "4", "--save-every", "1", "--keep-checkpoints", "9", "--algorithm.kl-coef", "0.1")
 
 

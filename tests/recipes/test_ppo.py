@@ -175,7 +175,7 @@ def test_in_the_warm_up_the_critic_alone_learns(finished_run):
 def test_a_run_that_is_saved_and_resumed_before_the_actor_first_learns_is_the_uninterrupted_one_to_the_bit(
     finished_run, folder
 ):
-    saving = arguments(folder, "resumed", "--save-every", "1", "--keep-checkpoints", "4", "--save-behind")
+    saving = arguments(folder, "resumed", "--save-every", "1", "--keep-checkpoints", "4", "--save-in-background")
     assert main(saving) == 0
     assert rows_of(folder / "resumed") == rows_of(finished_run)
     for step in (2, 3, 4):

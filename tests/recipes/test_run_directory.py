@@ -202,7 +202,7 @@ def test_what_bears_on_the_steps_is_refused_by_name_and_the_rest_may_change(tmp_
         )
         with pytest.raises(CheckpointError, match=f"--resume with {name}.*{way_out}"):
             open_run_directory(other.run, other)
-    run = replace(resumed.run, steps=3, save_every=1, save_behind=True, eval_every=2, keep_checkpoints=9)
+    run = replace(resumed.run, steps=3, save_every=1, save_in_background=True, eval_every=2, keep_checkpoints=9)
     data = replace(began.data, num_workers=2)
     open_run_directory(run, replace(resumed, run=run, data=data, on="ray", layout=Layout(dp=2), max_restarts=4))
 

@@ -25,7 +25,7 @@ class Actor:
     closed_reason: str | None = None
     learned = 0
 
-    def save(self, directory: Path, behind: bool = False) -> None:
+    def save(self, directory: Path, in_background: bool = False) -> None:
         write_state({"learned": torch.tensor(self.learned)}, directory / "training")
         (directory / "huggingface").mkdir()
         (directory / "learned").write_text(str(self.learned))
@@ -141,8 +141,8 @@ def best_of(directory):
     return found["step"], found["value"]
 
 
-@pytest.mark.parametrize("behind", [False, True])
-def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path, behind):
+@pytest.mark.parametrize("in_background", [False, True])
+def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path, in_background):
     accuracy = [
         0.9,
         0.2,
@@ -157,7 +157,7 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path, behind):
         save_every=3,
         keep_checkpoints=1,
         keep_best="accuracy",
-        save_behind=behind,
+        save_in_background=in_background,
         output_dir=tmp_path,
     )
     with recorded_run(run), start() as roles:
@@ -208,14 +208,14 @@ def judged(directory: Path, judge: Judge, **options) -> None:
         train(run, roles, Batches(), random_step, judge, measure=rows)
 
 
-@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("failing", [2, 4])
-def test_an_evaluation_that_fails_costs_no_step(tmp_path, failing, behind):
+def test_an_evaluation_that_fails_costs_no_step(tmp_path, failing, in_background):
     """Its step has its checkpoint, and the resumed run makes up for the evaluation: no number differs."""
     judge, whole = Judge(failing), tmp_path / "whole"
     judged(whole, Judge())
     with pytest.raises(RewardError, match="the judge is down"):
-        judged(tmp_path / "run", judge, save_behind=behind)
+        judged(tmp_path / "run", judge, save_in_background=in_background)
     assert checkpoint_steps(tmp_path / "run")[-1] == failing
     assert [row["step"] for row in rows_of(tmp_path / "run")] == list(range(failing))
     judged(tmp_path / "run", judge, resume=True)
@@ -236,9 +236,9 @@ def test_a_run_that_ends_between_an_evaluation_and_the_next_checkpoint_knows_wha
     assert best_of(tmp_path) == (2, 1.0)
 
 
-@pytest.mark.parametrize("behind", [False, True])
-def test_a_best_step_that_has_its_checkpoint_already_replaces_the_one_before(tmp_path, behind):
-    judged(tmp_path, Judge(), steps=2, save_every=1, save_behind=behind)
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_best_step_that_has_its_checkpoint_already_replaces_the_one_before(tmp_path, in_background):
+    judged(tmp_path, Judge(), steps=2, save_every=1, save_in_background=in_background)
     assert checkpoint_steps(tmp_path) == [2]  # step 1 was the best before
     assert best_of(tmp_path) == (2, 1.0)
 

@@ -24,7 +24,7 @@ class Worker:
     def __init__(self, elsewhere: Path | None = None, loses: str = "", fails: Exception | None = None) -> None:
         self.elsewhere, self.loses, self.fails, self.finished = elsewhere, loses, fails, 0
 
-    def save(self, directory: Path, behind: bool = False) -> None:
+    def save(self, directory: Path, in_background: bool = False) -> None:
         assert directory.is_absolute()
         written = (self.elsewhere / directory.name if self.elsewhere else directory) / "training"
         write_state({"weight": torch.ones(4)}, written)
@@ -55,7 +55,7 @@ def test_workers_that_write_to_another_file_system_leave_the_checkpoint_before(t
 
 
 def test_what_is_written_behind_the_run_is_looked_at_when_it_is_whole(tmp_path):
-    run = RunConfig(output_dir=tmp_path / "run", save_behind=True)
+    run = RunConfig(output_dir=tmp_path / "run", save_in_background=True)
     worker = Worker(elsewhere=tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match="file system"):
         save(run, worker, 1).finish()
@@ -72,14 +72,14 @@ def test_workers_are_given_paths_that_mean_the_same_in_any_directory(tmp_path, m
 def test_nothing_is_waited_for_where_nothing_is_being_written(tmp_path):
     """The workers may be busy, or hang."""
     worker = Worker()
-    checkpoints = save(RunConfig(output_dir=tmp_path, save_behind=True), worker, 1)
+    checkpoints = save(RunConfig(output_dir=tmp_path, save_in_background=True), worker, 1)
     checkpoints.finish()
     checkpoints.close()
     assert worker.finished == 1
 
 
 def test_all_roles_have_written_before_a_failed_checkpoint_is_taken_away(tmp_path):
-    run = RunConfig(output_dir=tmp_path, save_behind=True)
+    run = RunConfig(output_dir=tmp_path, save_in_background=True)
     actor, critic = Worker(fails=OSError("no space")), Worker(fails=OSError("no space either"))
     checkpoints = save(run, actor, 1, critic)
     with pytest.raises(OSError, match="no space") as caught:
@@ -90,7 +90,7 @@ def test_all_roles_have_written_before_a_failed_checkpoint_is_taken_away(tmp_pat
 
 
 def test_what_goes_wrong_with_the_last_checkpoint_ends_the_run_or_is_told_beside_its_error(tmp_path, capsys):
-    run = RunConfig(output_dir=tmp_path, save_behind=True)
+    run = RunConfig(output_dir=tmp_path, save_in_background=True)
     with pytest.raises(OSError, match="no space"), closing(save(run, Worker(fails=OSError("no space")), 1)):
         pass
     with pytest.raises(KeyError, match="mine"), closing(save(run, Worker(fails=OSError("no space")), 1)):

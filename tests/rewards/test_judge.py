@@ -1,4 +1,4 @@
-"""A generative judge behind a chat server on localhost."""
+"""A generative judge served by a chat server on localhost."""
 
 import json
 import threading

@@ -20,7 +20,7 @@ SELDOM = {"snapshot_steps": 100, "snapshot_seconds": 1e9}
 
 
 async def trained(front: Front, name: str) -> Run:
-    """A run behind an update."""
+    """A run after an update."""
     run = await front.new_run(name)
     await front.submit(run, 1, 3)
     await front.result(await front.submit(run, 2, None))

@@ -140,7 +140,7 @@ def test_a_checkpoint_that_cannot_be_recorded_leaves_no_files(tmp_path, kind):
         method = "save" if kind == "save" else "export"
         setattr(front.backend, method, filling(front, getattr(front.backend, method)))
         await failure_of(front, await front.request(run, 3, kind, **fields))
-        while files(front):  # a moment behind the answer
+        while files(front):  # a moment after the answer
             await asyncio.sleep(0.01)
         fill(front, False)
         delattr(front.backend, method)

@@ -119,7 +119,7 @@ def fuzzed(draw: random.Random, run: str, seq: int) -> bytes:
     """A pass with random bytes changed, cut off or put in."""
     body = bytearray(a_pass(run, seq).SerializeToString())
     for _ in range(draw.randint(1, 4)):
-        place = draw.randrange(2 + len(run) + 2, len(body))  # behind the name of the run
+        place = draw.randrange(2 + len(run) + 2, len(body))  # after the name of the run
         kind = draw.choice(("change", "cut", "insert"))
         if kind == "change":
             body[place] = draw.randrange(256)

@@ -44,7 +44,7 @@ def test_a_snapshot_for_a_sampler_does_not_wait_for_the_passes_of_others(tmp_pat
 
 
 def test_the_rounds_go_on_while_the_snapshot_of_a_run_is_written(tmp_path):
-    """It has the state behind its update, though the run goes on, and a replay starts from it."""
+    """It has the state after its update, though the run goes on, and a replay starts from it."""
     told, writing = threading.Event(), threading.Event()
 
     def slowly(backend, model_id, directory, *, later):

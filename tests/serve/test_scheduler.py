@@ -113,7 +113,7 @@ def test_a_pass_waits_for_one_that_is_on_its_way_to_the_disk(tmp_path, monkeypat
 
 
 async def updates_together(front: Front) -> list[str]:
-    """The updates of the runs a and b, behind passes that are computed together when the gate opens."""
+    """The updates of the runs a and b, after passes that are computed together when the gate opens."""
     a, b, other = [await front.new_run(name) for name in ("a", "b", "other")]
     front.backend.gate.clear()
     await front.submit(other, 1, 7)
@@ -311,13 +311,13 @@ def test_a_replay_keeps_the_groups_in_which_passes_were_computed(tmp_path):
     async def work(front: Front):
         a, b = await front.new_run("a"), await front.new_run("b")
         front.backend.gate.clear()
-        await front.submit(a, 1, 3)  # computed alone while the others gather behind it
+        await front.submit(a, 1, 3)  # computed alone while the others gather after it
         assert await asyncio.to_thread(front.backend.entered.wait, 60)
         requests = [await front.submit(a, 2, 5), await front.submit(b, 1, 6), await front.submit(a, 3, None)]
         front.backend.gate.set()
         expected = [await front.result(each) for each in requests]
-        assert front.backend.groups == [["a"], ["a", "b"]]  # b has no snapshot, a has one behind its update
-        await until(lambda: a.snapshot is not None)  # it is written behind the answer
+        assert front.backend.groups == [["a"], ["a", "b"]]  # b has no snapshot, a has one after its update
+        await until(lambda: a.snapshot is not None)  # it is written after the answer
         weights, gradient = front.backend.models["a"].weights, front.backend.models["b"].gradient
         fresh = await front.lose_engine()
         stepped = await front.result(await front.submit(b, 2, None))

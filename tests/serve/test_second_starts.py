@@ -14,7 +14,7 @@ from helpers.fronts import Front, Recording, drive, until
 
 
 async def trained(front: Front, name: str, *, session: str = "s"):
-    """A run with a snapshot behind an update, and a gradient behind that."""
+    """A run with a snapshot after an update, and a gradient after that."""
     run = await front.new_run(name, session=session)
     await front.submit(run, 1, 3)
     await front.result(await front.submit(run, 2, None))

@@ -247,7 +247,7 @@ def test_runs_of_one_client_take_turns_by_their_age(tmp_path):
 @pytest.mark.parametrize("most", [None, 4_095, 10_000])
 def test_samples_of_a_session_do_not_wait_for_all_those_of_another(tmp_path, most):
     """Four answers that fill the context of 4096 tokens are a turn, whether they were asked for with more tokens, or without a
-    number. The engine decodes one answer at a time, so one request is sent to it behind another."""
+    number. The engine decodes one answer at a time, so one request is sent to it after another."""
 
     async def work(front: Front):
         run = await front.new_run("r")

@@ -251,7 +251,7 @@ def test_a_client_knows_whose_key_it_has(tiny_server, monkeypatch):
 
 
 def test_a_client_whose_token_is_refused_exchanges_its_key_again(tiny_server, monkeypatch):
-    """As behind a change of the secret that signs tokens."""
+    """As after a change of the secret that signs tokens."""
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     with tinker.ServiceClient(base_url=tiny_server.url, api_key=tiny_server.key) as service:
         token = service.holder._default_auth._token

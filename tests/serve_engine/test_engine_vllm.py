@@ -157,7 +157,7 @@ def test_a_prefix_that_vllm_keeps_belongs_to_one_adapter(served, monkeypatch):
 
 
 def test_vllm_takes_an_adapter_from_memory(served, tmp_path):
-    """Its file is gone when vLLM loads it, and when vLLM loads it again behind another one."""
+    """Its file is gone when vLLM loads it, and when vLLM loads it again after another one."""
     engine, _, _, prompt, directory = served
     expected = sample(engine, "small", prompt, sampling={"max_tokens": 4, "seed": 3})
     shutil.copytree(directory / "small", tmp_path / "copy")

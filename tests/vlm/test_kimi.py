@@ -1,4 +1,4 @@
-"""What Kimi K2.5 has that other families lack: its image processor by PIL, narrow values, and a token behind the vocabulary."""
+"""What Kimi K2.5 has that other families lack: its image processor by PIL, narrow values, and a token after the vocabulary."""
 
 import ast
 import json

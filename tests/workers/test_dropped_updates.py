@@ -42,7 +42,7 @@ def left_to_the_update(actor: ActorWorker) -> None:
 
 
 def given_up(layout: Layout, options: dict) -> None:
-    """Parts, given up in several ways, and the update behind them."""
+    """Parts, given up in several ways, and the update after them."""
     fresh = actor_of(MODEL, layout, options)
     folder = shared_folder() / str((layout, sorted(options)))
     fresh.save(folder)

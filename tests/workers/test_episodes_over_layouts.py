@@ -1,4 +1,4 @@
-"""Episodes that `roles.rollout.play` returns, with images behind their prompts, over two, four and eight processes against
+"""Episodes that `roles.rollout.play` returns, with images after their prompts, over two, four and eight processes against
 Hugging Face's forward pass of each row alone, in float32: log-probs within 1e-5, gradients within 1e-4 of their norms.
 """
 

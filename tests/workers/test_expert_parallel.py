@@ -181,7 +181,7 @@ AGAIN = {
     for mode in ("selective", "full")
 }
 BEHIND = [("kimi_k25", "selective"), ("gemma4+moe", "selective")]
-"""Whose layers go on behind their experts, so that a layer is computed again before FSDP's backward pass reaches them."""
+"""Whose layers go on after their experts, so that a layer is computed again before FSDP's backward pass reaches them."""
 FOUR = {
     "dp 4, ep 2": partial(equals_one_process, Layout(dp=4, ep=2)),
     "sp 2 x dp 2, ep 2": partial(equals_one_process, Layout(sp=2, dp=2, ep=2)),

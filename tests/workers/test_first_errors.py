@@ -308,7 +308,7 @@ def test_a_checkpoint_tells_its_first_error(tmp_path: Path, monkeypatch: pytest.
     optimizer = Optimizer(module.parameters(), OptimizerConfig())
     monkeypatch.setattr(saving, "save_training", fails(Cause))
     monkeypatch.setattr(ShardedExport, "finish", fails(Later))
-    assert notes_of(lambda: saving.save_all(tmp_path, module, optimizer, Ranks(), behind=False)) == [NOTE]
+    assert notes_of(lambda: saving.save_all(tmp_path, module, optimizer, Ranks(), in_background=False)) == [NOTE]
 
 
 def test_an_export_whose_ranks_are_gone_tells_why_it_could_not_write(
@@ -317,7 +317,7 @@ def test_an_export_whose_ranks_are_gone_tells_why_it_could_not_write(
     model = tiny_model("qwen2_5_vl")
     export = ShardedExport(tmp_path / "huggingface", model, family_of(model), Ranks(), None)
     monkeypatch.setattr(export, "_write", fails(OSError, "No space left on device"))
-    export.collect(behind=False)
+    export.collect(in_background=False)
     monkeypatch.setattr(export, "_gather", fails(Later))
     with pytest.raises(Exception, match=r"could not be written: .*No space left on device") as caught:
         export.finish()

@@ -58,14 +58,14 @@ def loaded(model_type: str, path: Path) -> Any:
     return model
 
 
-def an_export_loads(name: str, layout: Layout, behind: bool = False, **options: Any) -> dict[str, Any]:
+def an_export_loads(name: str, layout: Layout, in_background: bool = False, **options: Any) -> dict[str, Any]:
     """The weights of a changed model come back; each rank has kept and written its files alone."""
     ranks, kept = init_ranks(layout, CPU), []
     worker = ActorWorker(ActorConfig(str(shared_folder() / name), **options), CPU, ranks)
     with torch.no_grad():
         for number, parameter in enumerate(worker.module.parameters()):
             parameter.add_(0.1 + 0.01 * (number % 5))
-    target = shared_folder() / f"{name} {layout} {behind} {sorted(options)}"
+    target = shared_folder() / f"{name} {layout} {in_background} {sorted(options)}"
     expected = {each: weight.clone() for each, weight in all_named_weights(worker.module.model, ranks)}
     write = ShardedExport._write
 
@@ -74,10 +74,10 @@ def an_export_loads(name: str, layout: Layout, behind: bool = False, **options: 
         write(export, file, tensors)
 
     with mock.patch.object(ShardedExport, "_write", counted), mock.patch.object(sharded_export, "FILE_BYTES", SMALL):
-        worker.save(target, behind)
+        worker.save(target, in_background)
         with torch.no_grad():  # training goes on
             for parameter in worker.module.parameters():
-                parameter.zero_() if behind else None
+                parameter.zero_() if in_background else None
         worker.finish_save()
     model = loaded(name.removesuffix("-tied"), target / "huggingface")
     state = dict(model.named_parameters()) | dict(named_buffers(model))
@@ -92,12 +92,12 @@ def an_export_loads(name: str, layout: Layout, behind: bool = False, **options: 
     return {"files": kept, "model": size * sum(weight.numel() for weight in expected.values())}
 
 
-def a_full_disk_is_told_on_all(layout: Layout, behind: bool) -> str:
+def a_full_disk_is_told_on_all(layout: Layout, in_background: bool) -> str:
     """One rank cannot write; the index, which makes an export complete, is absent."""
     ranks = init_ranks(layout, CPU)
     worker, target = (
         ActorWorker(ActorConfig(str(shared_folder() / "qwen3")), CPU, ranks),
-        shared_folder() / f"full {behind}",
+        shared_folder() / f"full {in_background}",
     )
     save = sharded_export.save_file
 
@@ -108,7 +108,7 @@ def a_full_disk_is_told_on_all(layout: Layout, behind: bool) -> str:
 
     with mock.patch.object(sharded_export, "save_file", full):
         try:
-            worker.save(target, behind)
+            worker.save(target, in_background)
             worker.finish_save()
         except CheckpointError as error:
             assert not (target / "huggingface" / "model.safetensors.index.json").exists()
@@ -149,18 +149,18 @@ LORA = {"lora_rank": 2, "lora_vision": True}
 DP, TP, PP = Layout(dp=2), Layout(tp=2), Layout(pp=2)
 SCENARIOS = {
     "dp": partial(an_export_loads, "qwen2_5_vl", DP),
-    "dp, half, behind": partial(an_export_loads, "qwen3_5_moe", DP, behind=True, dtype="bfloat16"),
+    "dp, half, in_background": partial(an_export_loads, "qwen3_5_moe", DP, in_background=True, dtype="bfloat16"),
     "tp": partial(an_export_loads, "qwen3_vl", TP),
-    "pp, tied, behind": partial(an_export_loads, "qwen2_5_vl-tied", PP, behind=True),
+    "pp, tied, in_background": partial(an_export_loads, "qwen2_5_vl-tied", PP, in_background=True),
     "ep": partial(an_export_loads, "qwen3_vl_moe", Layout(dp=2, ep=2)),
     "adapters": partial(an_export_loads, "internvl", DP, **LORA),
 }
 MORE = {
-    f"{axis}, {name}": partial(an_export_loads, name, layout, behind)
-    for axis, layout, behind in (("dp", DP, True), ("tp", TP, False), ("pp", PP, False))
+    f"{axis}, {name}": partial(an_export_loads, name, layout, in_background)
+    for axis, layout, in_background in (("dp", DP, True), ("tp", TP, False), ("pp", PP, False))
     for name in WITH_BUFFERS
 }
-FULL = {behind: partial(a_full_disk_is_told_on_all, DP, behind) for behind in (False, True)}
+FULL = {in_background: partial(a_full_disk_is_told_on_all, DP, in_background) for in_background in (False, True)}
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,7 @@ def checkpoints(tmp_path_factory):
 def outcomes(checkpoints, tmp_path_factory):
     others = {"again": partial(an_export_replaces_one_of_more_files, DP)}
     others["plan"] = partial(ranks_that_see_other_files_have_one_plan, DP)
-    full = {f"full {behind}": each for behind, each in FULL.items()}
+    full = {f"full {in_background}": each for in_background, each in FULL.items()}
     return run_ranks(2, SCENARIOS | others | full, tmp_path_factory.mktemp("two"))
 
 
@@ -207,10 +207,10 @@ def test_two_ranks(outcomes, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("behind", FULL)
-def test_a_rank_that_cannot_write_is_named_on_all(outcomes, behind):
+@pytest.mark.parametrize("in_background", FULL)
+def test_a_rank_that_cannot_write_is_named_on_all(outcomes, in_background):
     told = "/huggingface could not be written: rank 1: OSError: no space left; make room"
-    assert [message.startswith(told) for message in outcomes[f"full {behind}"]] == [True, True]
+    assert [message.startswith(told) for message in outcomes[f"full {in_background}"]] == [True, True]
 
 
 @pytest.mark.slow

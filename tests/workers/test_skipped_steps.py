@@ -78,7 +78,7 @@ def rows_that_are_not_finite(layout: Layout, options: dict) -> None:
 
 
 def gradients_of_one_rank(layout: Layout, options: dict) -> None:
-    """An element of each kind of gradient in turn becomes no number on rank 1 alone, behind a finite loss."""
+    """An element of each kind of gradient in turn becomes no number on rank 1 alone, after a finite loss."""
     actor = actor_of(MODEL, layout, options)
     data, second = rows_of(actor), distributed.get_rank() == 1
     step(actor, "update", data)

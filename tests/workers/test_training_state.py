@@ -138,8 +138,8 @@ def test_what_does_not_fit_is_one_error(tmp_path, damage):
         read_state(wanted, tmp_path / "c")
 
 
-@pytest.mark.parametrize("behind", [False, True])
-def test_a_model_and_its_optimizer_go_on_to_the_last_bit(tmp_path, behind):
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_model_and_its_optimizer_go_on_to_the_last_bit(tmp_path, in_background):
 
     def made(seed):
         torch.manual_seed(seed)
@@ -155,9 +155,9 @@ def test_a_model_and_its_optimizer_go_on_to_the_last_bit(tmp_path, behind):
     module, optimizer = made(0)
     step(module, optimizer)
     saving = Saving()
-    saving.save_all(tmp_path, module, optimizer, Ranks(), behind)
+    saving.save_all(tmp_path, module, optimizer, Ranks(), in_background)
     saved = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-    if behind:  # training goes on while the checkpoint is written, which is of before
+    if in_background:  # training goes on while the checkpoint is written, which is of before
         step(module, optimizer)
         saving.finish()
     other, other_optimizer = made(1)
@@ -168,7 +168,7 @@ def test_a_model_and_its_optimizer_go_on_to_the_last_bit(tmp_path, behind):
     for name, theirs in other.named_parameters():
         assert torch.equal(saved[name], theirs), name
     step(other, other_optimizer)
-    if not behind:
+    if not in_background:
         step(module, optimizer)
     assert other_optimizer.steps == 2
     for (name, mine), theirs in zip(module.named_parameters(), other.parameters(), strict=True):
@@ -195,7 +195,9 @@ def test_what_goes_wrong_behind_is_told_when_waited_for(tmp_path):
     model = tiny_model("qwen2_5_vl")
     module, saving = PackedVLM(model, family_of(model), 1.0), Saving()
     (tmp_path / "file").write_text("in the way")
-    saving.save_all(tmp_path / "file", module, Optimizer(module.parameters(), OptimizerConfig()), Ranks(), behind=True)
+    saving.save_all(
+        tmp_path / "file", module, Optimizer(module.parameters(), OptimizerConfig()), Ranks(), in_background=True
+    )
     with pytest.raises(CheckpointError, match=r"could not be written: rank 0: NotADirectoryError") as caught:
         saving.finish()
     assert "huggingface" in caught.value.__notes__[0]  # of the export, which failed as well
@@ -207,7 +209,7 @@ def test_the_exported_model_is_the_trained_one_to_the_bit(tmp_path, model_type):
 
     model = tiny_model(model_type)
     module = PackedVLM(model, family_of(model), 1.0)
-    Saving().save_all(tmp_path, module, Optimizer(module.parameters(), OptimizerConfig()), Ranks(), behind=False)
+    Saving().save_all(tmp_path, module, Optimizer(module.parameters(), OptimizerConfig()), Ranks(), in_background=False)
     loaded, found = type(model).from_pretrained(tmp_path / "huggingface", output_loading_info=True)
     assert not any(names for kind, names in found.items() if kind.endswith("_keys"))
     state = loaded.state_dict()

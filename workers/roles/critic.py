@@ -113,9 +113,9 @@ class CriticWorker(TrainedWorker, ValueWorker):
     role = "critic"
 
     @dispatch("all")
-    def save(self, directory: Path, behind: bool = False) -> None:
-        """Writes the training state, with the value head; ``behind`` as the actor's."""
-        self.model.save(directory, behind, export=False)
+    def save(self, directory: Path, in_background: bool = False) -> None:
+        """Writes the training state, with the value head; ``in_background`` as the actor's."""
+        self.model.save(directory, in_background, export=False)
 
 
 class RewardModelWorker(CriticWorker):
@@ -124,9 +124,9 @@ class RewardModelWorker(CriticWorker):
     role = "actor"
 
     @dispatch("all")
-    def save(self, directory: Path, behind: bool = False) -> None:
+    def save(self, directory: Path, in_background: bool = False) -> None:
         """As the actor's; the exported model has no language-model head, and the value head in a file of its own."""
-        self.model.save(directory, behind)
+        self.model.save(directory, in_background)
         weight: Any = head_of(self).weight
         whole = weight.full_tensor() if isinstance(weight, DTensor) else weight  # all ranks take part
         if self.model.ranks.is_first:

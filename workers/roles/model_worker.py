@@ -247,16 +247,16 @@ class TrainedWorker(ModelWorker):
         self.module.forget_features()
 
     @dispatch("all")
-    def save(self, directory: Path, behind: bool = False) -> None:
+    def save(self, directory: Path, in_background: bool = False) -> None:
         """Writes the weights as a Hugging Face checkpoint, adapters merged, and the training state next to it.
 
-        It may be called at any time and does not change the training; gradients are not written. With ``behind`` it returns
-        as soon as the state is copied, and `finish_save` waits for the rest.
+        It may be called at any time and does not change the training; gradients are not written. With ``in_background`` it
+        returns as soon as the state is copied, and `finish_save` waits for the rest.
 
         Raises:
             CheckpointError: a rank could not write.
         """
-        self.model.save(directory, behind)
+        self.model.save(directory, in_background)
 
     @dispatch("all")
     def finish_save(self) -> None:

@@ -82,28 +82,28 @@ def _raise_interrupt(error: checkpoint.CheckpointException) -> None:
             raise cause from error
 
 
-def write_state_behind(state: dict[str, Any], directory: Path) -> "Future[None]":
-    """As `write_state`, of a copy of ``state``, in the background; see `run_behind`."""
+def write_state_in_background(state: dict[str, Any], directory: Path) -> "Future[None]":
+    """As `write_state`, of a copy of ``state``, in the background; see `run_in_background`."""
     copy = tree_map(
         lambda value: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value, state
     )
-    return run_behind(lambda group: write_state(copy, directory, group))
+    return run_in_background(lambda group: write_state(copy, directory, group))
 
 
-def run_behind(write: Callable[[ProcessGroup | None], None]) -> "Future[None]":
+def run_in_background(write: Callable[[ProcessGroup | None], None]) -> "Future[None]":
     """Calls ``write`` in the background with a process group of all ranks, ``None`` if there is none. Every rank calls it.
 
     Calls follow one another in their order: two at a time would mix up their collectives on that group if a rank is slower than
     the others.
     """
-    return _BEHIND.submit(write, _group_behind() if distributed.is_initialized() else None)
+    return _WRITER.submit(write, _background_group() if distributed.is_initialized() else None)
 
 
-_BEHIND = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")  # one: see `run_behind`
+_WRITER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")  # one: see `run_in_background`
 
 
 @cache
-def _group_behind() -> ProcessGroup:
+def _background_group() -> ProcessGroup:
     """A separate process group: meanwhile the ranks use the default one for other calls."""
     group: ProcessGroup = distributed.new_group(backend="gloo")
     return group
@@ -363,34 +363,34 @@ class Saving:
         module: PackedVLM,
         optimizer: Optimizer,
         ranks: Ranks,
-        behind: bool,
+        in_background: bool,
         dtype: torch.dtype | None = None,
     ) -> None:
         """Writes ``huggingface/``, a checkpoint that `from_pretrained` reads, and ``training/``, the training state.
 
-        Every rank writes its own part of both, and any other layout can read them. With ``behind`` the state is copied to the
-        host now and written in the background, until `finish`.
+        Every rank writes its own part of both, and any other layout can read them. With ``in_background`` the state is copied to
+        the host now and written while training continues, until `finish`.
 
         Args:
             dtype: of the weights in ``huggingface/``, by default their own; see `ShardedExport`.
         """
         export = ShardedExport(directory / "huggingface", module.model, module.family, ranks, dtype)
-        export.collect(behind)
+        export.collect(in_background)
 
         def finish() -> None:
-            if behind:
-                self._writes.append(run_behind(export.finish))
+            if in_background:
+                self._writes.append(run_in_background(export.finish))
             else:
                 export.finish()
 
         with ending(finish):  # the other ranks wait there
-            self.save_training(directory, module, optimizer, behind)
+            self.save_training(directory, module, optimizer, in_background)
 
-    def save_training(self, directory: Path, module: PackedVLM, optimizer: Optimizer, behind: bool) -> None:
+    def save_training(self, directory: Path, module: PackedVLM, optimizer: Optimizer, in_background: bool) -> None:
         """Writes only ``training/``."""
         state = _training_state(module, optimizer, optimizer.moments)
-        if behind:
-            self._writes.append(write_state_behind(state, directory / "training"))
+        if in_background:
+            self._writes.append(write_state_in_background(state, directory / "training"))
         else:
             write_state(state, directory / "training")
 

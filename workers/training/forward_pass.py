@@ -102,8 +102,8 @@ def recorded_experts(rows: DataProto, shared: Tensor) -> Tensor:
     """The experts ``(T, M, k)`` of the rows' packed tokens; rows where ``shared (B,)`` is true come without their prompt."""
     prompts, responses = rows[PROMPT_ROUTED_EXPERTS], rows[ROUTED_EXPERTS]
     parts = []
-    for row, behind in enumerate(shared.tolist()):
-        parts += [responses[row]] if behind else [prompts[row], responses[row]]
+    for row, continues in enumerate(shared.tolist()):
+        parts += [responses[row]] if continues else [prompts[row], responses[row]]
     return torch.cat(parts)
 
 
@@ -143,9 +143,9 @@ def split_at_prompt(module: PackedVLM, rows: DataProto) -> list[tuple[RowMedia, 
     """For each row the media of its prompt and those after it; ``None`` if a mapping of its media has both."""
     types = known_types(rows)
     prompt = types.shape[1] - rows["response_mask"].shape[1]
-    behind = (types[:, prompt:] != 0).any(1).tolist()
+    later = (types[:, prompt:] != 0).any(1).tolist()
     return [
-        module.family.split_media(media, types[row, :prompt], module.model.config) if behind[row] else (media, ())
+        module.family.split_media(media, types[row, :prompt], module.model.config) if later[row] else (media, ())
         for row, media in enumerate(media_of(rows))
     ]
 

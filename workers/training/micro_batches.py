@@ -114,7 +114,7 @@ def _by_media(data: DataProto, module: PackedVLM, plan: list[np.ndarray]) -> lis
     """
     shared = sharing(module, data).tolist()
     whole = [sum(len(value) for part in media_parts(row) for value in part.values()) for row in media_of(data)]
-    sizes = [0 if behind else size for behind, size in zip(shared, whole, strict=True)]
+    sizes = [0 if continues else size for continues, size in zip(shared, whole, strict=True)]
     return sorted(plan, key=lambda rows: -sum(sizes[row] for row in rows))
 
 
@@ -172,7 +172,7 @@ def plan_rows(
 
 def _pieces(lengths: Tensor, lead: Tensor, follows: Tensor, token_budget: int) -> list[slice]:
     """Runs of rows that share something, cut where they exceed the budget."""
-    starts = [row for row, behind in enumerate(follows.tolist()) if not behind or row == 0]
+    starts = [row for row, continues in enumerate(follows.tolist()) if not continues or row == 0]
     pieces = []
     for start, stop in pairwise([*starts, len(lengths)]):
         for part in split_by_tokens(lengths[start:stop], token_budget, lead=lead[start:stop]):

@@ -68,8 +68,8 @@ def check_shapes(data: DataProto, module: PackedVLM, columns: Iterable[str]) -> 
 def check_attended(data: DataProto) -> None:
     """A log-prob depends on the tokens before, so a response token follows one, and is itself attended to."""
     attended, wanted = data["attention_mask"].bool(), data["response_mask"].bool()
-    behind = attended & (attended.cumsum(1) > 1)
-    cells = (wanted & ~behind[:, attended.shape[1] - wanted.shape[1] :]).nonzero()
+    later = attended & (attended.cumsum(1) > 1)
+    cells = (wanted & ~later[:, attended.shape[1] - wanted.shape[1] :]).nonzero()
     if len(cells):
         row, column = cells[0].tolist()
         raise InvalidColumn(

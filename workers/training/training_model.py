@@ -492,7 +492,7 @@ class TrainingModel:
             for name, weight in all_adapter_weights(self.module.model, self.ranks, dtype):
                 yield name, self.residence.outlasting(weight)
 
-    def save(self, directory: Path, behind: bool = False, export: bool = True) -> None:
+    def save(self, directory: Path, in_background: bool = False, export: bool = True) -> None:
         """Writes the training state and, with ``export``, a Hugging Face checkpoint next to it; see `Saving`.
 
         The checkpoint has the dtype that the model computes in, the training state float32.
@@ -503,9 +503,11 @@ class TrainingModel:
         with self.residence.using(moments=True):
             self.residence.wait_for_moments()
             if export:
-                self.saving.save_all(directory, self.module, self.optimizer, self.ranks, behind, self.precision.dtype)
+                self.saving.save_all(
+                    directory, self.module, self.optimizer, self.ranks, in_background, self.precision.dtype
+                )
             else:
-                self.saving.save_training(directory, self.module, self.optimizer, behind)
+                self.saving.save_training(directory, self.module, self.optimizer, in_background)
 
     def finish_save(self) -> None:
         """Waits until everything that is saved in the background is on disk; raises the error of a save that failed."""

@@ -155,8 +155,8 @@ class ShardedExport:
         self._written: dict[str, tuple[str, int]] = {}  # the file and the size of each tensor
         self._error: str | None = None
 
-    def collect(self, behind: bool) -> None:
-        """Gathers the weights and writes this rank's files, or with ``behind`` keeps a copy of them for `finish`."""
+    def collect(self, in_background: bool) -> None:
+        """Gathers the weights and writes this rank's files, or with ``in_background`` keeps a copy of them for `finish`."""
         file_of = {name: file for file in self.mine for name in file.weights}
         filling: dict[str, dict[str, Tensor]] = {file.file: {} for file in self.mine}
         missing = {file.file: len(file.weights - self.unused.sizes.keys()) for file in self.mine}
@@ -164,13 +164,13 @@ class ShardedExport:
         for name, weight in named_weights(self.model, self.dtype, self.family.in_float32):
             if name in file_of:
                 file = file_of[name]
-                filling[file.file][name] = weight.to("cpu", copy=behind).contiguous()
+                filling[file.file][name] = weight.to("cpu", copy=in_background).contiguous()
                 missing[file.file] -= 1
                 full += [] if missing[file.file] else [file]
             while full:
                 file = full.pop()
                 self._waiting.append((file, filling.pop(file.file)))
-                if not behind:
+                if not in_background:
                     self._write_waiting()
         for file in (file for file in self.mine if file.file in filling):
             lacking = sorted(file.weights - filling[file.file].keys() - self.unused.sizes.keys())

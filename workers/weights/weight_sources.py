@@ -121,8 +121,8 @@ def _converted(
     inside = next((pattern for pattern in made if pattern in full), None)
     if inside is None:
         return {name: tensors[0] for name, tensors in made.items()}
-    before, _, behind = full.partition(inside)
-    return {before + pattern + behind: tensors[0] for pattern, tensors in made.items()}
+    before, _, after = full.partition(inside)
+    return {before + pattern + after: tensors[0] for pattern, tensors in made.items()}
 
 
 def _merge(operation: Any, made: Collected, converter: WeightConverter, shape: Sequence[int]) -> Collected:

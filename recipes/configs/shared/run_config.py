@@ -25,7 +25,7 @@ class RunConfig:
         eval_every: steps between evaluations; 0: before the first and after the last step only
         eval_first: evaluate before the first step too
         save_every: steps between checkpoints; 0: after the last step only
-        save_behind: write checkpoints while training continues, from a copy in host memory
+        save_in_background: write checkpoints while training continues, from a copy in host memory
         keep_checkpoints: number of newest checkpoints to keep
         keep_best: also keep the checkpoint with the best held-out accuracy or loss; best.json names its step
         resume: continue from the newest checkpoint in output_dir, or begin if there is none
@@ -44,7 +44,7 @@ class RunConfig:
     eval_every: int = 0
     eval_first: bool = True
     save_every: int = 20
-    save_behind: bool = False
+    save_in_background: bool = False
     keep_checkpoints: int = 2
     keep_best: Measured | None = None
     resume: bool = False

@@ -1,4 +1,4 @@
-"""Rows with images behind the prompt: packed, padded and alone they have the same log-probs, within 1e-5, in float32."""
+"""Rows with images after the prompt: packed, padded and alone they have the same log-probs, within 1e-5, in float32."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""Checkpoints that two roles write behind training on two processes, one of which has a slow or a full disk."""
+"""Checkpoints that two roles write in the background on two processes, one of which has a slow or a full disk."""
 
 import time
 from functools import partial
@@ -36,7 +36,7 @@ def full(writer: FileSystemWriter, *args: Any) -> Any:
 
 
 def two_roles_save(name: str, disk: Any) -> dict[str, str | None]:
-    """What actor and critic raise when they have saved, behind, on ranks of which the last one has such a disk."""
+    """What actor and critic raise when they have saved in the background, on ranks of which the last one has such a disk."""
     ranks, path = init_ranks(Layout(dp=2), CPU), str(shared_folder() / "model")
     make = {
         "actor": lambda: ActorWorker(ActorConfig(path, optimizer=OptimizerConfig()), CPU, ranks),
@@ -50,7 +50,7 @@ def two_roles_save(name: str, disk: Any) -> dict[str, str | None]:
     found: dict[str, str | None] = {}
     with patch.object(FileSystemWriter, "write_data", disk if ranks.rank("dp") == 1 else write_data):
         for role, worker in roles.items():
-            worker.save(shared_folder() / name / role, behind=True)
+            worker.save(shared_folder() / name / role, in_background=True)
         for role, worker in roles.items():
             try:
                 found[role] = worker.finish_save()
@@ -67,7 +67,7 @@ def two_roles_save(name: str, disk: Any) -> dict[str, str | None]:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    root = tmp_path_factory.mktemp("behind")
+    root = tmp_path_factory.mktemp("in_background")
     tiny_model("qwen2_5_vl").save_pretrained(root / "model")
     scenarios = {disk.__name__: partial(two_roles_save, disk.__name__, disk) for disk in (slow, full)}
     with sharing(root):
@@ -78,7 +78,7 @@ def test_a_slow_disk_of_one_rank_holds_up_and_does_not_hang(outcomes):
     assert outcomes["slow"] == [{"actor": None, "critic": None}] * 2
 
 
-def test_a_full_disk_of_one_rank_is_told_on_all_and_what_comes_behind_is_written(outcomes):
+def test_a_full_disk_of_one_rank_is_told_on_all_and_what_comes_after_is_written(outcomes):
     for outcome in outcomes["full"]:
         assert not isinstance(outcome, str), outcome
         assert "actor/training could not be written: rank 1: OSError: no space left; make room" in outcome["actor"]
