@@ -1,5 +1,6 @@
 """Steps of runs that learn nothing and carry samples over, and engines that fail at a sample."""
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,8 +14,9 @@ from helpers.episodes import picture
 from recipes.data.loader import PromptLoader
 from recipes.run.carrying import CarryingRollout
 from recipes.run.look_ahead import LookAhead
+from rollout.agents.agent_loop import AgentRun
 from rollout.engine import Completion, SamplingParams
-from rollout.environments import EpisodeLimits, Observation
+from rollout.environments import EpisodeLimits, Observation, episode_loop
 from rollout.prompts import PromptBuilder
 from workers.cluster.local import LocalGroup
 
@@ -90,6 +92,37 @@ def converse(task) -> float:
 
 def talked(rollout, prompts) -> DataProto:
     return rollout.run(prompts, converse, SAMPLING, EpisodeLimits(turns=3, tokens=200))
+
+
+class InStep:
+    """An engine that decodes only while nobody else is at work, so that nothing depends on how fast threads are."""
+
+    def __init__(self, engine, at_work) -> None:
+        self.engine, self.at_work = engine, at_work
+
+    def poll(self) -> list[Completion]:
+        if not self.at_work():
+            return self.engine.poll()
+        time.sleep(0.001)
+        return []
+
+    def __getattr__(self, name: str):
+        return getattr(self.engine, name)
+
+
+def decode_in_step(monkeypatch) -> None:
+    """Lets engines wait until all environments have answered and all agents have asked again or returned."""
+    play, run_agents = episode_loop.go_on, AgentRun.go_on
+
+    def played(engine, renderer, episodes, host, *rest) -> None:
+        play(InStep(engine, lambda: host.working), renderer, episodes, host, *rest)
+
+    def run(agents, engine, renderer, episodes, *rest) -> None:
+        at_work = lambda: not all(live.ended or live.in_flight for live in episodes)  # noqa: E731
+        run_agents(agents, InStep(engine, at_work), renderer, episodes, *rest)
+
+    monkeypatch.setattr(episode_loop, "go_on", played)
+    monkeypatch.setattr(AgentRun, "go_on", run)
 
 
 def samples_of(parts: list[DataProto]) -> dict[str, list[tuple]]:

@@ -16,6 +16,7 @@ from helpers.carried_runs import (
     Numbers,
     Run,
     close,
+    decode_in_step,
     generated,
     loader_of,
     played,
@@ -65,9 +66,11 @@ def groups(path) -> list[LocalGroup]:
 def test_samples_that_are_carried_over_are_those_of_an_uninterrupted_run(groups, path, sample, tmp_path, monkeypatch):
     """Also in a new process, where environments are made anew and get the same actions again."""
     monkeypatch.setattr(carrying, "AT_A_TIME", 2.0)
+    decode_in_step(monkeypatch)
     run = Run(groups[0], path, bound=3)
     parts = [run.step(sample) for _ in range(2)]
-    assert any(turn["token_ids"].numel() for turns in run.rollout.samples.unfinished["_begun"] for turn in turns)
+    begun = [turn for turns in run.rollout.samples.unfinished["_begun"] for turn in turns]
+    assert any(turn["token_ids"].numel() and not turn["whole"] for turn in begun)
     other = Run(groups[1], path, 3, run.done)
     other.rollout.load_state_dict(reread(run.rollout.state_dict(), tmp_path))
     versions, ends = [data["weight_version"][data["response_mask"].bool()] for data in parts], []
