@@ -39,7 +39,7 @@ from recipes.watch.pages import visible, write_page
 from recipes.watch.rollout_files import pictures_of
 from rollout.prompts import Prompt, PromptBuilder
 from rollout.prompts.conversations import TrainingRow
-from rollout.prompts.prepared_rows import media_objects
+from rollout.prompts.prepared_rows import invalid_row, media_objects
 
 Kind = Literal["text", "special", "media"]
 
@@ -191,7 +191,7 @@ def shown_row(place: int, row: Mapping[str, Any] | DataProtoError, builder: Prom
     try:
         prompt = builder.prepare(row)
     except DataProtoError as error:
-        return ShownRow(place, error=_reason(error))
+        return ShownRow(place, error=_reason(invalid_row(row, place, str(error))))
     learnt = prompt.loss_mask if isinstance(prompt, TrainingRow) else None
     count = len(prompt.input_ids)
     facts = {"tokens": f"{count}" if learnt is None else f"{count}, {int(learnt.sum())} of them learnt"}

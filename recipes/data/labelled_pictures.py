@@ -11,7 +11,7 @@ import numpy as np
 from dataproto.errors import InvalidConfig, InvalidRow
 from recipes.data.column_keys import OnBadRow, missing_columns
 from recipes.data.row_values import conversation
-from recipes.data.tables import TableRows, open_tables
+from recipes.data.tables import TableRows, open_tables, table_files
 from recipes.demo.classes import CLASSES, draw_class
 from recipes.demo.problems import EPOCH_ROWS, Split
 from rollout.prompts.images import image_file, media_list
@@ -212,7 +212,7 @@ class TablePairs:
                         f"no column {column!r}: the data set has {', '.join(present)}; name yours by --{option}-column"
                     )
         self.image_column, column = columns
-        self.rows = TableRows(tables, _as_it_is)
+        self.rows = TableRows(tables, _as_it_is, table_files(source, split))
         features = getattr(tables[0][0], "features", None) or {}
         names = tuple(getattr(features.get(column), "names", None) or ())
         values = [value for table, _ in tables for value in _column(table, column)]
@@ -220,7 +220,7 @@ class TablePairs:
         if on_bad_row == "stop" and None in self.labels:
             place = self.labels.index(None)
             reason = values[place].reason if isinstance(values[place], InvalidRow) else f"no label in {column!r}"
-            raise InvalidRow(place, f"{reason} (--on-bad-row skip leaves such rows out)")
+            raise self.rows.invalid(place, f"{reason} (--on-bad-row skip leaves such rows out)")
         self.used = [place for place, label in enumerate(self.labels) if label is not None and label not in exclude]
         if not self.used:
             raise InvalidConfig(f"{self.name} has no row with a label in {column!r}")
@@ -231,7 +231,7 @@ class TablePairs:
         images = media_list(row.get(self.image_column))
         if len(images) != 1:
             several = f"has {len(images)} images, but a label is of one"
-            raise InvalidRow(place, f"{self.image_column!r} {several if images else 'is missing'}")
+            raise self.rows.invalid(place, f"{self.image_column!r} {several if images else 'is missing'}")
         file = None if row["media_root"] is None else image_file(images[0], row["media_root"])
         return images[0] if file is None else file, str(self.labels[place])
 

@@ -19,6 +19,7 @@ from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig, Inv
 from recipes.data.column_keys import OnBadRow
 from recipes.data.prompt_lengths import prompt_lengths
 from rollout.prompts import Prompt, PromptBuilder, row_digest, row_number
+from rollout.prompts.prepared_rows import invalid_row
 
 WAY_OUT = "(--on-bad-row skip leaves such rows out)"
 
@@ -298,7 +299,7 @@ def check_row(rows: Any, place: int, builder: PromptBuilder) -> None:
     except InvalidRow:
         raise
     except DataProtoError as error:
-        raise InvalidRow(row_number(row, place), f"{error} {WAY_OUT}") from error
+        raise invalid_row(row, place, f"{error} {WAY_OUT}") from error
 
 
 @dataclass(frozen=True)
@@ -341,10 +342,10 @@ class _Prepared(Dataset[bytes]):
             named = row["index"] if isinstance(row.get("index"), str) else index
             prompt = self.builder.prepare({**row, "index": named})
             return replace(prompt, columns={**prompt.columns, "uid": f"{occurrence}-{row_digest(prompt)}"})
-        except InvalidRow as error:
-            return _BadRow(occurrence, error.index, error.reason)
         except DataProtoError as error:
-            return _BadRow(occurrence, index, str(error))
+            given = row if isinstance(row, Mapping) else {}
+            bad = error if isinstance(error, InvalidRow) else invalid_row(given, index, str(error))
+            return _BadRow(occurrence, bad.index, bad.reason)
 
 
 def _count(rows: Any) -> int | None:

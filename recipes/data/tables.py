@@ -18,6 +18,7 @@ import numpy as np
 
 from dataproto.errors import DataProtoError, FileFormatError, InvalidConfig, InvalidRow
 from recipes.data.column_keys import ColumnKeys
+from rollout.prompts.prepared_rows import invalid_row
 
 READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -33,10 +34,11 @@ ReadRow = Callable[[dict[str, Any], int], dict[str, Any]]
 class TableRows(Sequence[dict[str, Any]]):
     """The rows of several tables in sequence, read from disk on access and converted by ``read``.
 
-    ``rows[i]`` is the result of ``read`` with ``media_root``. It raises `InvalidRow` if ``read`` does not accept the row.
+    ``rows[i]`` is the result of ``read`` with ``media_root`` and ``where``, the line of its file for messages. It raises
+    `InvalidRow`, which says where the row is, if ``read`` does not accept it.
 
     >>> TableRows([([{"a": 1}, {"a": 2}], None)], lambda raw, place: {"b": 10 * raw["a"] + place})[1]
-    {'b': 21, 'media_root': None}
+    {'b': 21, 'media_root': None, 'where': None}
     """
 
     def __init__(self, tables: Sequence[Table], read: ReadRow, files: Sequence[Path] = ()) -> None:
@@ -53,9 +55,29 @@ class TableRows(Sequence[dict[str, Any]]):
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(len(self)))]
         place = range(len(self))[index]
-        number = bisect_right(self.ends, place)
+        number, local = self._found(place)
         table, root = self.tables[number]
-        return read_one(self.read, table[place - (self.ends[number] - len(table))], place) | {"media_root": root}
+        try:
+            return read_one(self.read, table[local], place) | {"media_root": root, "where": self.where(place)}
+        except InvalidRow as error:
+            raise self.invalid(place, error.reason) from error
+
+    def _found(self, place: int) -> tuple[int, int]:
+        """The number of the table of a row, and its place there."""
+        number = bisect_right(self.ends, place)
+        return number, place - (self.ends[number] - len(self.tables[number][0]))
+
+    def where(self, place: int) -> str | None:
+        """The file of a row, and its place there, for messages; ``None`` if it is unknown."""
+        number, local = self._found(place)
+        table, _ = self.tables[number]
+        if isinstance(table, JsonRows) or not self.files:
+            return table.where(local) if isinstance(table, JsonRows) else None
+        return f"row {local} of {self.files[number]}" if len(self.tables) > 1 else str(self.files[number])
+
+    def invalid(self, place: int, reason: str) -> InvalidRow:
+        """The error for a row that cannot be used."""
+        return invalid_row({"where": self.where(place)}, place, reason)
 
 
 def read_one(read: ReadRow, raw: Any, place: int) -> dict[str, Any]:
@@ -99,14 +121,17 @@ class JsonRows(Sequence[dict[str, Any]]):
         with self.path.open("rb") as file:
             file.seek(int(self.starts[place]))
             text = file.read(int(self.ends[place] - self.starts[place]))
-        named = f"{'object' if self.in_array else 'line'} {self.numbers[place]} of {self.name}"
         try:
             row = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise InvalidRow(place, f"{named} is not JSON: {error}") from error
+            raise InvalidRow(place, f"{self.where(place)} is not JSON: {error}") from error
         if not isinstance(row, dict):
-            raise InvalidRow(place, f"{named} is not a JSON object")
+            raise InvalidRow(place, f"{self.where(place)} is not a JSON object")
         return row
+
+    def where(self, place: int) -> str:
+        """The place of a row in the file, for messages."""
+        return f"{'object' if self.in_array else 'line'} {self.numbers[place]} of {self.name}"
 
 
 Span = tuple[int, int, int]

@@ -24,8 +24,8 @@ from rollout.prompts.images import media_list
 from rollout.prompts.messages import Conversation, read_conversation, read_tools
 from rollout.prompts.videos import ProcessedVideo, join_inputs
 
-CONSUMED_COLUMNS = ("prompt", "images", "videos", "media_root")
-"""What a row's messages and media are read from. All other values of a row become columns of the batch."""
+CONSUMED_COLUMNS = ("prompt", "images", "videos", "media_root", "where")
+"""What a row's messages and media are read from, and where it is, for errors. All other values become columns of the batch."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,15 @@ def row_number(row: Mapping[str, Any], place: int) -> int:
 
 
 def invalid_row(row: Mapping[str, Any], place: int, reason: str) -> InvalidRow:
-    """The error for a row. It names the row's number and, if its ``index`` is not that number, its index."""
-    number, index = row_number(row, place), row.get("index")
-    return InvalidRow(number, f"index {index!r}: {reason}" if index is not None and index != number else reason)
+    """The error for a row. It names the row's number, if its ``index`` is not that number its index, and ``where`` it is.
+
+    >>> str(invalid_row({"index": 7, "where": "line 9 of b.jsonl"}, 0, "no prompt"))
+    'row 7: line 9 of b.jsonl: no prompt'
+    """
+    number, index, where = row_number(row, place), row.get("index"), row.get("where")
+    if index is not None and index != number:
+        reason = f"index {index!r}: {reason}"
+    return InvalidRow(number, reason if where is None or reason.startswith(where) else f"{where}: {reason}")
 
 
 def conversation_of(row: Mapping[str, Any]) -> Conversation:

@@ -13,6 +13,7 @@ from helpers.geo3k_files import drawing, geometry3k, png, write_geometry3k
 from helpers.tiny_prompts import tiny_builder
 from recipes.data.column_keys import ColumnKeys
 from recipes.data.conversations import conversation_stream
+from recipes.data.loader import check_row
 from recipes.data.problem_rows import INSTRUCTION, load_rows, read_row
 
 
@@ -211,6 +212,21 @@ def test_blank_lines_are_no_rows(tmp_path):
     assert rows[1]["reward_model"]["ground_truth"] == "9"
     with pytest.raises(InvalidRow, match=r"row 2: line 6 of .*a.jsonl is not a JSON object"):
         rows[2]
+
+
+def test_of_several_files_a_row_that_cannot_be_used_names_its_own(tmp_path):
+    row = {"problem": "Find x.", "answer": "9"}
+    for name, second in (("train-0.jsonl", row), ("train-1.jsonl", {"answer": "9"}), ("train-2.jsonl", [1])):
+        (tmp_path / name).write_text(f"{json.dumps(row)}\n\n{json.dumps(second)}\n", encoding="utf-8")
+    Dataset.from_list([row | {"images": ["gone.png"]}]).to_parquet(tmp_path / "train-3.parquet")
+    rows = load_rows(tmp_path)
+    assert rows[1]["where"] == f"line 3 of {tmp_path}/train-0.jsonl"
+    for place, says in ((3, "line 3 of .*/train-1.jsonl: no 'prompt'"), (5, "line 3 of .*/train-2.jsonl is not a")):
+        with pytest.raises(InvalidRow, match=f"^row {place}: {says}"):
+            rows[place]
+    with pytest.raises(InvalidRow, match=r"^row 6: row 0 of .*/train-3.parquet: image .*gone.png"):
+        check_row(rows, 6, tiny_builder())
+    assert "where" not in tiny_builder()([rows[0]]).names()
 
 
 def test_a_parquet_file_without_rows_is_named(tmp_path):

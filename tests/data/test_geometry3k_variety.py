@@ -105,7 +105,7 @@ def test_a_picture_too_narrow_for_the_processor_is_named_and_can_be_skipped(tmp_
     good = {"bytes": png(diagram("L")), "path": None}
     rows = in_parquet(tmp_path, row_of([good]), row_of([narrow]), row_of([good], answer="9"))
     builder = tiny_builder()
-    with pytest.raises(InvalidRow, match=r"row 1: image of height 9 and width 2000: .*at most 200 times"):
+    with pytest.raises(InvalidRow, match=r"row 1: .*image of height 9 and width 2000: .*at most 200 times"):
         builder(list(rows))
     kept, dropped = drop_overlong(rows, builder)
     assert (len(kept), len(dropped)) == (3, 0)  # its length is not known, so it is left to the loader
@@ -193,7 +193,7 @@ def test_an_answer_may_be_a_number(answer):
 def test_tags_that_do_not_match_the_pictures_name_their_row(images, problem, says, tmp_path):
     picture = {"bytes": png(diagram("L")), "path": None}
     rows = in_parquet(tmp_path, row_of([picture]), row_of([picture] * images, problem))
-    with pytest.raises(InvalidRow, match=f"row 1: {says}"):
+    with pytest.raises(InvalidRow, match=f"row 1: .*{says}"):
         tiny_builder()(list(rows))
 
 
