@@ -13,8 +13,7 @@ from recipes.configs.shared.run_config import Measured
 from recipes.data.loader import EvaluationLoader
 from recipes.rewards.geometry3k import boxed_answer
 from recipes.run.metrics import last_rows, timed, validation_metrics
-from recipes.watch.kept_rollouts import reward_parts
-from recipes.watch.rollout_files import RolloutSample, rollout_samples, save_rollouts
+from recipes.watch.rollout_files import RolloutSample, reward_parts, rollout_samples, save_rollouts
 from rollout.engine import SamplingParams
 from workers import Roles
 
@@ -54,7 +53,9 @@ def evaluate_samples(
                 batches.append(last_rows(data))
                 sources += [name or source for source in batches[-1]["data_source"]]
                 samples = rollout_samples(batches[-1][:: sampling.n], most - len(reported))  # the first of each problem
-                reported += [replace(each, key=f"{name} {each.key}".strip()) for each in samples]
+                reported += [
+                    replace(each, key=f"{name} {each.key}".strip(), source=name or each.source) for each in samples
+                ]
     save_rollouts(output_dir, step, reported)
     parts = [reward_parts(data) for data in batches]
     columns = {

@@ -16,7 +16,7 @@ from torch import Tensor
 from dataproto import DataProto
 from dataproto.packing import MAX_TOKENS
 from recipes.algorithms.advantages import informative_rows
-from recipes.watch.kept_rollouts import reward_parts
+from recipes.watch.rollout_files import reward_parts
 
 CORE_METRICS = ("acc", "reward")
 PER_RESPONSE_TOKEN = ("gen",)

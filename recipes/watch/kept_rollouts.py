@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dataproto import DataProto
-from dataproto.columns import COLUMNS
 from dataproto.errors import InvalidConfig
 from recipes.watch.rollout_files import (
     FOLDER,
@@ -29,6 +28,7 @@ from recipes.watch.rollout_files import (
     pictures_of,
     prompt_text,
     replace_file,
+    reward_parts,
     rows_file,
     save_image,
     tokens_file,
@@ -174,17 +174,6 @@ def chosen_rows(uids: Sequence[Any], limit: int, seed: int) -> tuple[np.ndarray,
         taken += [(row, sample) for sample, row in enumerate(group[:limit])]
     taken.sort()
     return np.array([row for row, _ in taken]), [sample for _, sample in taken]
-
-
-def reward_parts(data: DataProto) -> dict[str, list[float | None]]:
-    """The numbers that the reward function returned next to the score: object columns of numbers that no one else writes."""
-    known = COLUMNS.keys() - {"acc"}
-    columns = {name: list(column) for name, column in data.non_tensor_batch.items() if name not in known}
-    return {
-        name: column
-        for name, column in columns.items()
-        if all(value is None or isinstance(value, int | float | np.number) for value in column)
-    }
 
 
 def _of_episode(data: DataProto, row: int) -> dict[str, str]:

@@ -6,12 +6,14 @@ import io
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from PIL import Image
 
+from dataproto.columns import COLUMNS
 from dataproto.errors import FileFormatError, writing
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ class RolloutSample:
     """One response to one problem.
 
     ``key`` names the problem and is the same at every evaluation; ``accuracy`` is ``None`` where answers are not right or wrong.
-    ``actions`` are the answers of an episode, turn by turn.
+    ``actions`` are the answers of an episode, turn by turn. ``parts`` are the other numbers of the reward, `reward_parts`.
     """
 
     key: str
@@ -42,6 +44,8 @@ class RolloutSample:
     accuracy: float | None = None
     images: tuple[Image.Image, ...] = ()
     actions: Sequence[str] = ()
+    source: str = ""
+    parts: Mapping[str, float | None] = field(default_factory=dict)
 
 
 def rollout_samples(data: "DataProto", limit: int) -> list[RolloutSample]:
@@ -54,6 +58,7 @@ def rollout_samples(data: "DataProto", limit: int) -> list[RolloutSample]:
         limit: the largest number of samples.
     """
     samples: dict[str, RolloutSample] = {}
+    parts = reward_parts(data)
     for row in range(len(data)):
         source, index = _cell(data, "data_source", row, ""), _cell(data, "index", row, _cell(data, "uid", row, row))
         key = f"{source} {index}".strip()
@@ -71,8 +76,23 @@ def rollout_samples(data: "DataProto", limit: int) -> list[RolloutSample]:
             accuracy=None if accuracy is None else float(accuracy),
             images=tuple(pictures_of(_cell(data, "multi_modal_data", row, None))),
             actions=tuple(_cell(data, "actions", row, ())),
+            source=str(source),
+            parts={
+                name: None if each[row] is None else float(each[row]) for name, each in parts.items() if name != "acc"
+            },
         )
     return list(samples.values())
+
+
+def reward_parts(data: "DataProto") -> dict[str, list[float | None]]:
+    """The numbers that the reward function returned next to the score: object columns of numbers that no one else writes."""
+    known = COLUMNS.keys() - {"acc"}
+    columns = {name: list(column) for name, column in data.non_tensor_batch.items() if name not in known}
+    return {
+        name: column
+        for name, column in columns.items()
+        if all(value is None or isinstance(value, int | float | np.number) for value in column)
+    }
 
 
 def pictures_of(media: Mapping[str, Any] | None) -> list[Image.Image]:

@@ -8,6 +8,7 @@ from helpers.geo3k_runs import rows_of
 from recipes.demo.tiny_model import make_tiny_model
 from recipes.grpo import main, parse
 from recipes.run import evaluate
+from recipes.watch.pages import number
 from recipes.watch.report import write_report
 from recipes.watch.rollout_files import load_rollouts
 from recipes.watch.viewer import overview
@@ -55,11 +56,15 @@ def test_parts_of_the_reward_and_sets_are_measured_and_shown(first_run, capsys):
     assert parts | held_out | {"val-core/easy/reward/mean@1", "val-core/hard/reward/mean@1"} <= row.keys()
     assert not any("said" in name for name in row)
     assert row["critic/score/mean"] == pytest.approx(0.8 * row["reward/near"] + 0.2 * row["reward/short"])
-    keys = [sample.key for sample in load_rollouts(first_run, 2)]
+    answers = load_rollouts(first_run, 2)
+    keys = [sample.key for sample in answers]
+    assert [sample.source for sample in answers] == ["easy"] * 2 + ["hard"] * 3
+    assert all(sample.parts.keys() == {"near", "short", "letters"} for sample in answers)
     assert [key.split()[0] for key in keys] == ["easy"] * 2 + ["hard"] * 3
     assert len(set(keys)) == 5  # the rows of both sets have the same source and the same places
     page = write_report(first_run).read_text()
     assert all(f"Reward: {name}" in page for name in ("near", "short", "letters"))
+    assert f'<span class="badge">letters {number(answers[0].parts["letters"])}</span>' in page
 
 
 def test_a_run_goes_on_with_a_lower_rate_and_for_longer(first_run, capsys):

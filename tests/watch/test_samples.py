@@ -5,6 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
+from dataproto import DataProto, object_array
 from dataproto.errors import FileFormatError
 from recipes.watch.rollout_files import (
     MAX_SIDE,
@@ -92,34 +93,30 @@ def test_a_damaged_line_is_named(tmp_path, line):
         load_rollouts(tmp_path, 0)
 
 
-class Batch(dict):
-    """Columns by name, as long as its rows."""
-
-    def __len__(self):
-        return len(self["response_text"])
-
-
 def test_samples_of_a_batch_are_the_first_of_each_problem():
     image = picture("red")
-    data = Batch(
-        response_text=["one", "two", "three", "four"],
-        score=[0.1, 1.0, torch.tensor(0.5), np.float64(0.25)],
-        acc=[0.0, 1.0, True, None],
-        index=[7, 7, 8, 9],
-        data_source=["geo"] * 4,
-        uid=["u0", "u0", "u1", "u2"],
-        raw_prompt=[[{"role": "user", "content": "<image>Find x."}]] * 4,
-        reward_model=[{"style": "rule", "ground_truth": 42}] * 4,
-        multi_modal_data=[{"image": [image]}, {"image": [image]}, {}, {}],
-    )
+    columns = {
+        "response_text": ["one", "two", "three", "four"],
+        "score": [0.1, 1.0, torch.tensor(0.5), np.float64(0.25)],
+        "acc": [0.0, 1.0, True, None],
+        "index": [7, 7, 8, 9],
+        "data_source": ["geo"] * 4,
+        "uid": ["u0", "u0", "u1", "u2"],
+        "raw_prompt": [[{"role": "user", "content": "<image>Find x."}]] * 4,
+        "reward_model": [{"style": "rule", "ground_truth": 42}] * 4,
+        "multi_modal_data": [{"image": [image]}, {"image": [image]}, {}, {}],
+        "letters": [3, 3, None, 4],
+    }
+    data = DataProto.from_dict(non_tensors={name: object_array(values) for name, values in columns.items()})
     got = rollout_samples(data, limit=2)
     assert got == [
-        RolloutSample("geo 7", "Find x.", "one", "42", 0.1, 0.0, (image,)),
-        RolloutSample("geo 8", "Find x.", "three", "42", 0.5, 1.0, ()),
+        RolloutSample("geo 7", "Find x.", "one", "42", 0.1, 0.0, (image,), source="geo", parts={"letters": 3.0}),
+        RolloutSample("geo 8", "Find x.", "three", "42", 0.5, 1.0, (), source="geo", parts={"letters": None}),
     ]
     assert len(rollout_samples(data, limit=10)) == 3
 
 
 def test_samples_of_a_batch_with_the_least_columns():
-    (got,) = rollout_samples(Batch(response_text=["x"], score=[1]), limit=5)
+    data = DataProto.from_dict(non_tensors={"response_text": ["x"], "score": object_array([1])})
+    (got,) = rollout_samples(data, limit=5)
     assert got == RolloutSample("0", "", "x", "", 1.0)

@@ -84,8 +84,9 @@ async function rowsOf(step) {
 }
 
 function answer(row, step) {  // of an evaluation, with the fields of a kept row
-  return { step, uid: String(row.key), sample: 0, source: "", prompt: row.prompt ?? "", response: row.response ?? "",
-    ground_truth: row.ground_truth ?? "", reward: row.reward ?? null, parts: row.accuracy == null ? {} : { acc: row.accuracy },
+  return { step, uid: String(row.key), sample: 0, source: row.source ?? "", prompt: row.prompt ?? "", response: row.response ?? "",
+    ground_truth: row.ground_truth ?? "", reward: row.reward ?? null,
+    parts: { ...(row.accuracy == null ? {} : { acc: row.accuracy }), ...row.parts },
     truncated: false, images: row.images ?? [], length: null, mismatch: null };
 }
 
