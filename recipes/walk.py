@@ -8,15 +8,14 @@ Each evaluation walks greedily in grids that are drawn for it, and measures two 
 """
 
 import sys
-from functools import partial
 
-from recipes.configs.walk_config import parse
+from recipes.configs.walk_config import WalkConfig, parse
 from recipes.demo.grid_walk import MOVES, TASK, GridWalk, RandomWalks, WalkRows
 from recipes.demo.tiny_model import TinyConfig
 from recipes.options import training_command
 from recipes.ppo import episode_step
 from recipes.run.drawn_environment import DrawnEnvironment, episode_task
-from recipes.run.policy_gradient import run
+from recipes.run.policy_gradient import PolicyTask, run
 
 SIDE = 28  # pixels at which the small model sees a grid: one visual token
 WALK = DrawnEnvironment(
@@ -29,7 +28,12 @@ WALK = DrawnEnvironment(
 )
 
 
-main = training_command(parse, run, episode_step, lambda _: partial(episode_task, drawn=WALK))
+def walk_task(config: WalkConfig, trains: bool = True) -> PolicyTask:
+    """Walks in drawn grids, or in an environment of one's own; see `episode_task`."""
+    return episode_task(config, WALK, trains)
+
+
+main = training_command(parse, run, episode_step, lambda _: walk_task)
 
 
 if __name__ == "__main__":

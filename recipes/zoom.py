@@ -33,9 +33,9 @@ ZOOM = DrawnEnvironment(
 )
 
 
-def zoom_task(config: ZoomConfig) -> PolicyTask:
+def zoom_task(config: ZoomConfig, trains: bool = True) -> PolicyTask:
     """Pictures with looks by words, or by calls of a tool. See `episode_task`."""
-    return episode_task(config, environment_of(config))
+    return episode_task(config, environment_of(config), trains)
 
 
 def environment_of(config: ZoomConfig) -> DrawnEnvironment:

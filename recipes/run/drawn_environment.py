@@ -55,8 +55,11 @@ class DrawnEnvironment(SmallModel):
     template_arguments: Mapping[str, Any] = field(default_factory=dict)  # of the chat template, such as tools
 
 
-def episode_task(config: EpisodeRunConfig, drawn: DrawnEnvironment) -> PolicyTask:
+def episode_task(config: EpisodeRunConfig, drawn: DrawnEnvironment, trains: bool = True) -> PolicyTask:
     """A run over episodes, from the checkpoint that is given or from the small model, which is made and warmed up first.
+
+    Args:
+        trains: see `recipes.run.policy_gradient.problems`.
 
     Raises:
         InvalidConfig, CheckpointError: the run directory, the environment or the data do not fit the options.
@@ -71,11 +74,12 @@ def episode_task(config: EpisodeRunConfig, drawn: DrawnEnvironment) -> PolicyTas
         model_path = str(demonstrated_model(run.output_dir / MODEL, run.seed, drawn, config.warm_up, run.resume))
     builder, played = open_played(config, drawn, model_path)
     name_departures(builder)
-    rows, held_out, controls = episode_rows(config, drawn, builder)
+    rows, held_out, controls = episode_rows(config, drawn, builder, trains)
     if config.model_path is not None:
         config = open_task_directory(config)
     loader = prompt_loader(config, builder, rows, shuffle=config.data.data_path is not None)
-    tell_data(loader, *held_out.values())
+    if trains:
+        tell_data(loader, *held_out.values())
     evaluate = evaluation_of_sets(config, builder, held_out)
     if controls:
         evaluate = controlled_evaluation(config, lambda step: held_out[""], controls, builder)
@@ -112,12 +116,12 @@ def name_departures(builder: PromptBuilder) -> None:
 
 
 def episode_rows(
-    config: EpisodeRunConfig, drawn: DrawnEnvironment, builder: PromptBuilder
+    config: EpisodeRunConfig, drawn: DrawnEnvironment, builder: PromptBuilder, trains: bool = True
 ) -> tuple[Any, dict[str, Any], list[Any]]:
     """Training rows, the held-out rows of each set by its name, and those of the controls."""
     data = config.data
     if data.data_path is not None:
-        return *open_data_set(data, builder), []
+        return *open_data_set(data, builder, trains=trains), []
     own, *controls = (drawn.rows(0, "test", data.eval_rows, shown) for shown in ("own", *drawn.controls))
     return drawn.rows(config.run.seed, "train", 2**20, "own"), {"": own}, controls
 

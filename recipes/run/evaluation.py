@@ -124,6 +124,19 @@ def held_out_value(metrics: Mapping[str, float], measure: Measured) -> float:
     return math.fsum(found) / len(found)
 
 
+def held_out_means(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """The mean of each number of the reward, by the held-out set.
+
+    >>> held_out_means({"val-core/easy/acc/mean@1": 0.5, "val-aux/easy/letters/mean@1": 3.0, "timing_s/testing": 1.0})
+    {'easy': {'acc': 0.5, 'letters': 3.0}}
+    """
+    found: dict[str, dict[str, float]] = {}
+    for name, value in metrics.items():
+        if match := re.fullmatch(r"val-(?:core|aux)/(.+)/([^/]+)/mean@\d+", name):
+            found.setdefault(match[1], {})[match[2]] = value
+    return found
+
+
 HeldOut = EvaluationLoader | Mapping[str, EvaluationLoader]
 """A held-out set, or several by their names."""
 

@@ -16,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily
+from recipes.configs.episodes_config import EpisodeRunConfig
 from recipes.configs.shared.policy_gradient_config import Config, DataConfig, PolicyGradientConfig
 from recipes.configs.shared.run_config import RecipeConfig, announce_small_model
 from recipes.data.column_keys import eval_sets
@@ -30,7 +31,7 @@ from recipes.rewards.reward_check import check_reward, truth_check
 from recipes.run.agent_roles import PlayedAgent, with_agent
 from recipes.run.carrying import carry_samples
 from recipes.run.environment_roles import PlayedEnvironment, with_environment
-from recipes.run.evaluation import Evaluate, held_out_evaluation
+from recipes.run.evaluation import Evaluate, held_out_evaluation, held_out_means
 from recipes.run.look_ahead import LookAhead
 from recipes.run.loop import StepFunction, attempts, check_step, next_batch, train
 from recipes.run.out_of_memory import naming_options
@@ -204,21 +205,34 @@ def problems(config: PolicyGradientConfig, trains: bool = True) -> PolicyTask:
     return PolicyTask(config, model_path, builder, loader, reward, evaluate, played)
 
 
-def evaluate(config: PolicyGradientConfig) -> dict[str, float]:
+def evaluate(config: PolicyGradientConfig, prepare: Callable[..., PolicyTask] | None = None) -> dict[str, float]:
     """Answers the held-out problems that the options name, without training; the metrics. No ``--data-path`` is needed.
 
-    Metrics, answers and report are in the directory of the options, as those of step 0 of a run::
+    It prints a line of each set. Metrics, answers and report are in the directory of the options, as those of step 0 of a run::
 
         sets = ["--eval-data-path", "easy=a.jsonl", "hard=b.jsonl"]
         evaluate(recipes.grpo.parse([*options, *sets, "--output-dir", "outputs/eval"]))
 
+    Args:
+        prepare: opens the directory and the problems, called with ``trains=False``; by default `problems`. Episodes are played
+            by `recipes.walk.walk_task` and `recipes.zoom.zoom_task`.
+
     Raises:
-        InvalidConfig, CheckpointError: see `run`.
+        InvalidConfig, CheckpointError: there are no weights or no problems to evaluate; or see `run`.
     """
+    if config.model_path is None:
+        raise InvalidConfig("evaluate has no weights: give --model-path RUN/global_step_N/actor/huggingface")
+    if prepare is None and isinstance(config, EpisodeRunConfig):
+        raise InvalidConfig(
+            "evaluate answers problems, and these options play an environment: evaluate(config, recipes.walk.walk_task), or "
+            "recipes.zoom.zoom_task"
+        )
+    if prepare is None and not (config.data.eval_data_path or config.data.data_path):
+        raise InvalidConfig("evaluate has no problems: give --eval-data-path, a set or several")
     disable_progress_bar()
     check_extras(config.engine, config.on, config.ray.address)
     with held_directory(config):
-        task = problems(config, trains=False)
+        task = (prepare or problems)(config, trains=False)
         with (
             reported(config.run.output_dir) as directory,
             launch_roles(task.config, task.model_path, task.builder, task.reward) as launched,
@@ -227,6 +241,8 @@ def evaluate(config: PolicyGradientConfig) -> dict[str, float]:
             metrics = task.evaluate(task.roles(launched), 0)
             loggers.log(0, metrics)
             loggers.log_saved_rollouts(0)
+    for name, means in held_out_means(metrics).items():
+        print(f"{name}: {', '.join(f'{part} {value:.4g}' for part, value in means.items())}")
     return metrics
 
 

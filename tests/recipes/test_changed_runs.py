@@ -1,10 +1,13 @@
 """What a user changes after the first run: parts of the reward, several held-out sets, and options of a run that goes on."""
 
 import json
+import re
 
 import pytest
 
+from dataproto.errors import InvalidConfig
 from helpers.geo3k_runs import rows_of
+from recipes import walk
 from recipes.demo.tiny_model import make_tiny_model
 from recipes.grpo import main, parse
 from recipes.run import evaluate
@@ -97,13 +100,32 @@ def test_one_call_answers_held_out_sets_for_report_and_viewer(first_run, options
     assert main(own) == 2
     assert "--eval-data-path without --data-path" in capsys.readouterr().err
     found = evaluate(parse(own))
-    assert "rows read" not in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "rows read" not in printed
+    means = [f"reward {found[f'val-core/{name}/reward/mean@1']:.4g}" for name in ("easy", "hard")]
+    assert [re.search(f"^{name}: .*{mean}$", printed, re.M) for name, mean in zip(("easy", "hard"), means)]
     expected = next(row for row in rows_of(first_run) if row["step"] == 2)
     names = [name for name in found if name.startswith("val-core/")]
     assert len(names) == 2
     assert {name: found[name] for name in names} == pytest.approx({name: expected[name] for name in names})
     assert "easy" in (tmp_path / "answers" / "report.html").read_text()
     assert [*overview(tmp_path / "answers")["steps"]["held-out"]] == [0]
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (
+            parse(["--eval-data-path", "test.jsonl"]),
+            "no weights: give --model-path RUN/global_step_N/actor/huggingface",
+        ),
+        (parse(["--preset", "tiny", "--model-path", "gone"]), "no problems: give --eval-data-path"),
+        (walk.parse(["--preset", "tiny", "--model-path", "gone"]), r"evaluate\(config, recipes.walk.walk_task\)"),
+    ],
+)
+def test_an_evaluation_of_nothing_is_refused(config, says):
+    with pytest.raises(InvalidConfig, match=says):
+        evaluate(config)
 
 
 def test_two_sets_of_one_name_are_told_to_be_named(options, capsys):

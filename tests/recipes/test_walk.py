@@ -13,7 +13,8 @@ from recipes.configs.walk_config import parse
 from recipes.demo.grid_walk import MOVES, GridWalk, WalkRows, distance, moved
 from recipes.run.drawn_environment import demonstrated_model, name_departures
 from recipes.run.environment_roles import load_environment
-from recipes.walk import WALK, main
+from recipes.run.policy_gradient import evaluate
+from recipes.walk import WALK, main, walk_task
 from rollout.prompts import PromptBuilder
 
 SMALL = (
@@ -47,6 +48,16 @@ def test_a_run_walks_measures_the_controls_and_goes_on_after_an_interruption(tmp
     shutil.rmtree(again / "global_step_2")
     assert main(["--resume", str(again)]) == 0
     assert_same_run(again, directory)
+    trained = [
+        "--preset",
+        "tiny",
+        "--model-path",
+        str(directory / "global_step_2/actor/huggingface"),
+        "--eval-rows",
+        "3",
+    ]
+    found = evaluate(parse([*trained, "--output-dir", str(tmp_path / "answers")]), walk_task)
+    assert {name: found[name] for name in names} == {name: rows[2][name] for name in names}
 
 
 @pytest.fixture(scope="module")
