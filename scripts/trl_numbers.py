@@ -1,7 +1,7 @@
 """Writes tests/algorithms/trl_numbers.json: what TRL 1.16 computes on the batch of verl_numbers.json, and its defaults.
 
     pip install --no-deps --target /tmp/trl trl==1.16.0
-    PYTHONPATH=/tmp/trl python scripts/trl_numbers.py
+    PYTHONPATH=/tmp/trl:tests python scripts/trl_numbers.py
 
 Losses are those of `GRPOTrainer._compute_loss` with given log-probs in the place of a model's. Advantages are those of a trainer
 that makes one step with a tiny model and given rewards.
@@ -11,6 +11,7 @@ import json
 import tempfile
 from collections import defaultdict
 from importlib.metadata import version
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
+from helpers.moving_page import TRL, option_names
+
 FOLDER = Path(__file__).parents[1] / "tests" / "algorithms"
 FILE = FOLDER / "trl_numbers.json"
 GIVEN = {
@@ -30,13 +33,6 @@ GIVEN = {
 }
 MASK = GIVEN["response_mask"]
 ADVANTAGES = [0.7, -1.2, 0.4, -0.3, 1.1, -0.8, 0.9]
-DEFAULTS = (
-    *("num_generations", "num_iterations", "max_completion_length", "temperature", "top_p", "top_k", "min_p", "beta"),
-    *("epsilon", "epsilon_high", "delta", "scale_rewards", "loss_type", "importance_sampling_level", "entropy_coef"),
-    *("use_bias_correction_kl", "use_vllm", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
-    *("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min", "learning_rate", "lr_scheduler_type"),
-    *("warmup_steps", "max_grad_norm", "gradient_checkpointing", "torch_compile", "eval_on_start", "num_train_epochs"),
-)
 
 
 def config(**options: Any) -> GRPOConfig:
@@ -154,7 +150,8 @@ def advantages_of(rewards: list[float], scale_rewards: str, generations: int) ->
 
 def main() -> None:
     rewards = [0.0, 0.001, 1.0, 0.0]
-    defaults = config()
+    defaults, names = config(), (*option_names(TRL), "vllm_importance_sampling_correction")
+    arguments = [name for name in names if name in signature(GRPOTrainer.__init__).parameters]
     numbers = {
         "made_by": f"scripts/trl_numbers.py with trl {version('trl')}, torch {torch.__version__.split('+')[0]}",
         "advantages": ADVANTAGES,
@@ -164,7 +161,12 @@ def main() -> None:
             scale: {"rewards": rewards, "n": 2, "advantages": advantages_of(rewards, scale, 2)}
             for scale in ("group", "batch", "none")
         },
-        "defaults": {name: getattr(value := getattr(defaults, name), "value", value) for name in DEFAULTS},
+        "arguments": arguments,
+        "defaults": {
+            name: getattr(value := getattr(defaults, name), "value", value)
+            for name in names
+            if hasattr(defaults, name) and name not in ("output_dir", "report_to", "bf16", *arguments)
+        },
     }
     FILE.write_text(json.dumps(numbers, allow_nan=False, separators=(",", ":")).replace('},"', '},\n"') + "\n")
     print(f"{FILE}: {FILE.stat().st_size:,} characters")

@@ -2,7 +2,7 @@
 
     pip install --no-deps --target /tmp/verl verl==0.9.1 omegaconf hydra-core antlr4-python3-runtime==4.9.3 \\
         codetiming dill torchdata
-    PYTHONPATH=/tmp/verl python scripts/verl_numbers.py
+    PYTHONPATH=/tmp/verl:tests python scripts/verl_numbers.py
 
 Inputs and results are in the file, so that the tests that compare with it need no verl.
 """
@@ -23,8 +23,10 @@ from verl.trainer.ppo import core_algos as core
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 from verl.workers.config import ActorConfig
 
+from helpers.moving_page import VERL, option_names
+
 FILE = Path(__file__).parents[1] / "tests" / "algorithms" / "verl_numbers.json"
-MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum")
 UIDS = ["a", "b", "a", "b", "a", "c", "c"]
 MASK = [
     [1, 1, 1, 1, 1, 1, 1, 1],
@@ -180,24 +182,36 @@ def corrections_of(given: dict[str, Tensor]) -> list[dict[str, Any]]:
     return found
 
 
-DEFAULTS = {
-    "actor_rollout_ref.actor": "clip_ratio_low clip_ratio_high clip_ratio_c loss_agg_mode entropy_coeff use_kl_loss "
-    "kl_loss_coef kl_loss_type ppo_epochs ppo_mini_batch_size use_torch_compile policy_loss.loss_mode optim.lr "
-    "optim.lr_scheduler_type optim.clip_grad",
-    "actor_rollout_ref.rollout": "n temperature top_p top_k val_kwargs.n",
-    "actor_rollout_ref.model": "enable_gradient_checkpointing lora_rank",
-    "algorithm": "adv_estimator norm_adv_by_std_in_grpo use_kl_in_reward kl_penalty kl_ctrl.kl_coef gamma lam "
-    "rollout_correction.rollout_is rollout_correction.rollout_is_threshold rollout_correction.rollout_rs",
-    "trainer": "val_before_train critic_warmup resume_mode",
-    "critic": "cliprange_value",
-}
+OTHERS = (
+    "actor.clip_ratio_c algorithm.norm_adv_by_std_in_grpo algorithm.gamma algorithm.lam trainer.critic_warmup "
+    "critic.cliprange_value algorithm.filter_groups.max_num_gen_batches"
+)
+"""Options with defaults of which docs/algorithms.md speaks, and docs/moving.md does not."""
 
 
 def defaults() -> dict[str, Any]:
-    """The options of a run that names none."""
+    """The options of a run that names none, those of docs/moving.md and `OTHERS`; an error for a name that is none of verl's."""
     config = OmegaConf.load(Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trainer.yaml")
-    names = [f"{group}.{name}" for group, names in DEFAULTS.items() for name in names.split()]
-    return {name.removeprefix("actor_rollout_ref."): OmegaConf.select(config, name) for name in names}
+    found = {}
+    for name in dict.fromkeys([*option_names(VERL), *OTHERS.split()]):
+        group = "" if name.split(".")[0] in config else "actor_rollout_ref."
+        parent, _, last = f"{group}{name}".rpartition(".")
+        if last not in list(OmegaConf.select(config, parent)):  # a key without a value is not "in" the config
+            raise KeyError(name)
+        value = OmegaConf.select(config, f"{group}{name}")
+        found[name] = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+    return found
+
+
+def differences() -> dict[str, Any]:
+    """What docs/algorithms.md says of verl and this library does not: a group of one row, and a large ratio of a response."""
+    one = torch.tensor([[0.5]])
+    alone = core.compute_grpo_outcome_advantage(one, torch.ones(1, 1), np.array(["a"], dtype=object))[0]
+    config = ActorConfig(strategy="fsdp", rollout_n=1, use_dynamic_bsz=True)
+    ratio, _ = core.get_policy_loss_fn("gspo")(
+        torch.tensor([[-15.0]]), torch.zeros(1, 1), -torch.ones(1, 1), torch.ones(1, 1), "seq-mean-token-mean", config
+    )
+    return {"advantage_of_one_row": alone.item(), "gspo_of_log_ratio_15": ratio.item()}
 
 
 def main() -> None:
@@ -216,6 +230,7 @@ def main() -> None:
         "value_loss": {"clip": 0.3, "loss": value_loss.item(), "clipfrac": clipfrac.item()},
         "penalised_rewards": core.compute_rewards(scores.reward, scores.old, scores.ref, 0.1).tolist(),
         "corrections": corrections_of(given),
+        "differences": differences(),
         "defaults": defaults(),
     }
     text = json.dumps(numbers, allow_nan=False, indent=None, separators=(",", ":"))

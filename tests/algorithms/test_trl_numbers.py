@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from helpers.aggregated import aggregate
+from helpers.moving_page import TRL, option_names
 from recipes.algorithms import advantages, kl, losses
 from recipes.algorithms.correction import importance_weights
 from recipes.algorithms.options import AlgorithmConfig
@@ -123,6 +124,13 @@ def test_the_default_correction_drops_responses():
     old, engine = torch.tensor([[0.4, 0.9], [0.4, 0.6], [0.1, 0.1]]).log(), torch.tensor([[0.2, 0.3]] * 3).log()
     weights = importance_weights(old, engine, torch.ones(3, 2), config.correction, config.correction_limit)
     torch.testing.assert_close(weights, torch.tensor([[0.0, 0.0], [0.0, 0.0], [1 / 6, 1 / 6]]))
+
+
+def test_the_options_that_the_page_names_are_trls():
+    others = {"output_dir", "report_to", "bf16"}  # their defaults depend on the machine
+    assert set(option_names(TRL)) == {"k3", "accelerate", *others, *NUMBERS["arguments"], *NUMBERS["defaults"]} - {
+        "vllm_importance_sampling_correction"
+    }
 
 
 def test_defaults_are_as_the_page_says():

@@ -3,11 +3,16 @@
 import json
 from pathlib import Path
 
+from helpers.moving_page import VERL, option_names
 from recipes.algorithms.options import AlgorithmConfig
 from recipes.ppo import PPOConfig
 from workers.model.model_config import OptimizerConfig
 
 THEIRS = json.loads(Path(__file__).with_name("verl_numbers.json").read_text())["defaults"]
+
+
+def test_the_options_that_the_page_names_are_verls():
+    assert set(option_names(VERL)) <= set(THEIRS)
 
 
 def test_the_defaults_are_verls_but_for_those_that_the_page_names():
@@ -37,4 +42,4 @@ def test_the_defaults_are_verls_but_for_those_that_the_page_names():
     assert (ours.n, THEIRS["rollout.n"]) == (5, 1)
     assert (ours.minibatch, THEIRS["actor.ppo_mini_batch_size"]) == (None, 256)
     assert THEIRS["model.enable_gradient_checkpointing"] is THEIRS["trainer.val_before_train"] is True
-    assert THEIRS["trainer.resume_mode"] == "auto"
+    assert (THEIRS["trainer.resume_mode"], THEIRS["algorithm.filter_groups.max_num_gen_batches"]) == ("auto", 0)

@@ -1,16 +1,14 @@
 """Options of verl, EasyR1 and TRL are answered with the names that they have here, those of docs/moving.md."""
 
 import re
-from pathlib import Path
 
 import pytest
 
 from dataproto.errors import InvalidConfig
+from helpers.moving_page import option_rows
 from recipes.configs import grpo_config, sft_config
 from recipes.options.names import PEER_NAMES, own_name
 from recipes.options.option_table import options_of, spellings
-
-PAGE = Path(__file__).parents[2] / "docs" / "moving.md"
 
 
 @pytest.mark.parametrize(
@@ -93,10 +91,10 @@ def test_every_name_of_ours_is_an_option_and_none_of_theirs_is():
 
 def test_the_page_says_the_same():
     """Every key of its table of options, of each framework, is answered with an option of a row that has the key."""
-    table = PAGE.read_text(encoding="utf-8").split("## Options")[1].split("\n## ")[0]
-    rows = [row.strip("| ").split(" | ") for row in table.splitlines() if row.startswith("| ") and "--" in row]
     here: dict[str, str] = {}
-    for verl, easy_r1, trl, ours in rows:
+    for verl, easy_r1, trl, ours in option_rows():
+        if "--" not in ours:
+            continue
         keys = [key for key in re.findall(r"`([\w.]+)(?:=\w+)?`", f"{verl} {easy_r1}") if "." in key]
         keys += [key for key in re.findall(r"`(\w+)(?:=\w+)?`", trl) if own_name(key) is not None]
         here |= {key: here.get(key, "") + ours for key in keys}
