@@ -22,10 +22,11 @@ from rollout.agents.conversations import AgentTurn, Conversations, Prompts
 from rollout.agents.endpoint import Asked, Endpoint
 from rollout.agents.messages import Refused, Reply, TokenLogProb, read_reply
 from rollout.agents.wire_replies import CONTEXT
-from rollout.continuation import BegunTurn, Tokens, WholeGroups, continued
+from rollout.continuation import BegunTurn, Tokens, continued
 from rollout.engine import Completion, RequestEngine, SamplingParams
 from rollout.environments.environment import MAX_REWARD
 from rollout.environments.episode import Episode, EpisodeLimits, EpisodeRow, EpisodeStart, Turn, TurnRequests
+from rollout.environments.held_episodes import Decoding, play_to_the_end
 from rollout.environments.turn_renderer import TurnRenderer
 from rollout.prompts.image_processing import batch_of, joined
 from rollout.prompts.messages import read_tools
@@ -74,14 +75,23 @@ def run_agents(
         InvalidConfig: ``limits`` has ``last_pictures``.
         DataProtoError: the engine failed at a request, e.g. `NonFiniteLogits`. Failures of agents raise nothing.
     """
-    everyone = WholeGroups([str(number) for number in range(len(starts))], wanted=len(starts))
-    run = AgentRun(agent, limits)
-    with ending(run.close):
-        episodes = [run.live(start) for start in starts]
-        run.go_on(engine, renderer, episodes, sampling, everyone, weight_version)
-    if everyone.failure is not None:
-        raise everyone.failure[1]
-    return [live.record() for live in episodes]
+    return play_to_the_end(AgentRun(agent, limits), engine, renderer, starts, sampling, weight_version)
+
+
+@dataclass(frozen=True)
+class AgentPlan:
+    """Which agent plays episodes, and how long they may be."""
+
+    agent: Agent
+    limits: EpisodeLimits
+
+    def run(self) -> "AgentRun":
+        """What plays them."""
+        return AgentRun(self.agent, self.limits)
+
+    def add_columns(self, data: DataProto, episodes: Sequence[Any]) -> None:
+        """See `agent_columns`."""
+        agent_columns(data, episodes)
 
 
 def agent_columns(data: DataProto, episodes: Sequence[AgentEpisode]) -> None:
@@ -160,9 +170,11 @@ class _Live:
 
 
 class AgentRun:
-    """Agents and their endpoint, which are up until it is closed, and their episodes. `go_on` runs in the thread of the engine.
+    """Agents and their endpoint, which are up until it is closed, and their episodes, see `EpisodeRun`. `advance` runs in the
+    thread of the engine.
 
-    Between two calls agents may think and ask, and wait for their replies.
+    Between two calls agents may think and ask, and wait for their replies. An agent that is not held is called again: as long as
+    it asks for the same as then, it gets what was sampled then; else its requests are sampled as new ones.
     """
 
     def __init__(self, agent: Agent, limits: EpisodeLimits) -> None:
@@ -179,7 +191,12 @@ class AgentRun:
             stack.enter_context(self.host)
             self._up = stack.pop_all()
 
-    def live(self, start: EpisodeStart, begun: Sequence[BegunTurn] = ()) -> _Live:
+    @property
+    def held(self) -> list[_Live]:
+        """The episodes that were begun and not dropped."""
+        return list(self.lives.values())
+
+    def begin(self, start: EpisodeStart, begun: Sequence[BegunTurn] = ()) -> _Live:
         """A new episode, see `_Live`."""
         live = self.lives[self._opened] = _Live(self._opened, start, begun)
         self._opened += 1
@@ -206,17 +223,10 @@ class AgentRun:
             if isinstance(event, Asked):
                 event.replies.set_exception(EPISODE_OVER)
 
-    def go_on(
-        self,
-        engine: RequestEngine,
-        renderer: TurnRenderer,
-        episodes: Sequence[_Live],
-        sampling: SamplingParams,
-        groups: WholeGroups,
-        weight_version: int,
-    ) -> None:
-        """Lets agents go on until there are enough whole groups, or the engine fails at a request: see ``groups.failure``."""
-        self.engine, self.sampling, self.groups, self.weight_version = engine, sampling, groups, weight_version
+    def advance(self, episodes: Sequence[_Live], decoding: Decoding) -> list[AgentEpisode]:
+        """Lets agents continue until there are enough whole groups."""
+        self.engine, self.sampling, renderer = decoding.engine, decoding.sampling, decoding.renderer
+        self.groups, self.weight_version = decoding.groups, decoding.weight_version
         self.tokenizer, self.family = renderer.builder.tokenizer, renderer.builder.family
         self.requests: dict[int, _Live] = {}  # by the number in the engine
         self.episodes, self.places = episodes, {live.number: place for place, live in enumerate(episodes)}
@@ -224,6 +234,7 @@ class AgentRun:
         with renderer.builder.one_batch(images), ending(self._pause, renderer.forget):
             self._resume(Prompts(renderer, prompts))
             self._play()
+        return [live.record() for live in episodes]
 
     def _play(self) -> None:
         look = time.monotonic()

@@ -7,8 +7,6 @@ from .environment import (
 from .episode import Episode as Episode, EpisodeLimits as EpisodeLimits, EpisodeStart as EpisodeStart
 from .episode_loop import (
     EpisodePlan as EpisodePlan,
-    HeldEpisodes as HeldEpisodes,
-    go_on as go_on,
     play_episodes as play_episodes,
 )
 from .episode_rows import episode_columns as episode_columns, episode_starts as episode_starts

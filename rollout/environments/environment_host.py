@@ -143,8 +143,8 @@ class EnvironmentHost:
             InvalidConfig: see `in_process`.
         """
         self.typical_s = 0.0  # that recent calls took
-        self.seconds, self.memory_gib = seconds, memory_gib
-        self.make_by(make_environment)
+        self.seconds = seconds
+        self.make_environment = make_environment if memory_gib is None else in_process(make_environment, memory_gib)
         self._answers: queue.SimpleQueue[tuple[str, int, Outcome, float]] = queue.SimpleQueue()
         self._running: dict[str, _Running] = {}
         self._working: dict[str, float] = {}  # when the call of an episode began that has not been answered
@@ -152,12 +152,6 @@ class EnvironmentHost:
         self._calls = 0
         self._loop = _EVENT_LOOP.get()
         self._clock: tuple[float | None, float] = (None, 0.0)  # when a pause began, and seconds of those before
-
-    def make_by(self, make_environment: MakeEnvironment) -> None:
-        """Makes further environments by this function. Raises `InvalidConfig`, see `in_process`."""
-        if self.memory_gib is not None:
-            make_environment = in_process(make_environment, self.memory_gib)
-        self.make_environment = make_environment
 
     def __enter__(self) -> "EnvironmentHost":
         return self
@@ -178,11 +172,6 @@ class EnvironmentHost:
     def __contains__(self, episode: str) -> bool:
         """Whether there is an environment of this episode."""
         return episode in self._running
-
-    @property
-    def episodes(self) -> list[str]:
-        """The episodes that have an environment."""
-        return list(self._running)
 
     def pause(self) -> None:
         """Stops the clock. The environments continue."""

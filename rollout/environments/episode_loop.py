@@ -1,20 +1,20 @@
-"""Episodes: turns of policy and environment on one engine, each at its own pace, to the end or over several steps of training."""
+"""Episodes in environments: turns of policy and environment on one engine, each episode at its own pace."""
 
 import math
 import time
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from dataproto import DataProto
-from dataproto.errors import InvalidConfig, InvalidPrompt, end_after, ending
-from rollout.continuation import BegunTurn, Tokens, WholeGroups, continued
+from dataproto.errors import InvalidPrompt, end_after, ending
+from rollout.continuation import BegunTurn, Tokens, continued
 from rollout.engine import Completion, FinishReason, Request, RequestEngine, SamplingParams
 from rollout.environments.environment import EnvironmentFailed, MakeEnvironment, Observation
 from rollout.environments.environment_host import EnvironmentHost, Outcome
 from rollout.environments.episode import Episode, EpisodeLimits, EpisodeRow, EpisodeStart, Turn, TurnRequests
+from rollout.environments.held_episodes import Decoding, play_to_the_end
 from rollout.environments.turn_renderer import RenderedTurn, TurnRenderer
 from rollout.prompts.image_processing import batch_of, joined
 from rollout.sampling import turn_seed
@@ -42,60 +42,73 @@ def play_episodes(
         InvalidConfig: ``make_environment`` cannot be sent to another process, for a limit of memory.
         DataProtoError: the engine failed at a request, e.g. `NonFiniteLogits`. Failures of environments raise nothing.
     """
-    episodes = [Episode(start) for start in starts]
-    everyone = WholeGroups([str(number) for number in range(len(starts))], wanted=len(starts))
-    with EnvironmentHost(make_environment, limits.seconds, limits.memory_gib) as host:
-        go_on(engine, renderer, episodes, host, sampling, limits, everyone, weight_version)
-    if everyone.failure is not None:
-        raise everyone.failure[1]
-    return episodes
+    run = EnvironmentRun(make_environment, limits)
+    return play_to_the_end(run, engine, renderer, starts, sampling, weight_version)
 
 
-def go_on(
-    engine: RequestEngine,
-    renderer: TurnRenderer,
-    episodes: Sequence[Episode],
-    host: EnvironmentHost,
-    sampling: SamplingParams,
-    limits: EpisodeLimits,
-    groups: WholeGroups,
-    weight_version: int,
-) -> None:
-    """Plays episodes, begun or not, until there are enough whole groups, or the engine fails at an episode: see
-    ``groups.failure``. The others can continue later, and so can that one, from its tokens before this call.
+@dataclass(frozen=True)
+class EpisodePlan:
+    """Which environments episodes take place in, and how long they may be."""
 
-    The environment of an episode that continues is the one that ``host`` holds. If it holds none, a new one gets the actions of
-    ``Episode.repeated``; should it show something else than before, the episode ends as "invalid".
+    make_environment: MakeEnvironment
+    limits: EpisodeLimits
 
-    Raises:
-        InvalidConfig: see `play_episodes`.
+    def run(self) -> "EnvironmentRun":
+        """What plays them."""
+        return EnvironmentRun(self.make_environment, self.limits)
+
+    def add_columns(self, data: DataProto, episodes: Sequence[Any]) -> None:
+        """Adds no column to those of `episode_columns`."""
+
+
+class EnvironmentRun:
+    """Environments and the episodes in them, see `EpisodeRun`.
+
+    The environment of an episode that continues is the one that is held. A new one gets the actions of ``Episode.repeated``;
+    should it show something else than before, the episode ends as "invalid".
     """
-    play = _Play(engine, renderer, episodes, host, sampling, limits, groups, weight_version)
-    images = batch_of(joined(episode.start.images for episode in episodes))
-    with renderer.builder.one_batch(images), ending(play.stop, renderer.forget):
-        play.run()
+
+    def __init__(self, make_environment: MakeEnvironment, limits: EpisodeLimits) -> None:
+        """Raises `InvalidConfig`, see `play_episodes`."""
+        self.limits = limits
+        self.host = EnvironmentHost(make_environment, limits.seconds, limits.memory_gib)
+        self.held: list[Episode] = []
+        self.close = self.host.shut
+
+    def begin(self, start: EpisodeStart, begun: Sequence[BegunTurn] = ()) -> Episode:
+        """A new episode."""
+        episode = Episode(start, repeated=list(begun))
+        self.held.append(episode)
+        return episode
+
+    def drop(self, episode: Episode) -> None:
+        """Forgets an episode and its environment."""
+        self.held = [each for each in self.held if each is not episode]
+        self.host.close(episode.start.trajectory)
+
+    def advance(self, episodes: Sequence[Episode], decoding: Decoding) -> list[Episode]:
+        """Plays episodes until there are enough whole groups."""
+        self.host.resume()
+        play, renderer = _Play(self.host, self.limits, episodes, decoding), decoding.renderer
+        images = batch_of(joined(episode.start.images for episode in episodes))
+        with renderer.builder.one_batch(images), ending(play.stop, renderer.forget):
+            play.run()
+        self.host.pause()
+        return list(episodes)
 
 
 class _Play:
-    """The loop of `go_on`."""
+    """The loop of a run."""
 
     def __init__(
-        self,
-        engine: RequestEngine,
-        renderer: TurnRenderer,
-        episodes: Sequence[Episode],
-        host: EnvironmentHost,
-        sampling: SamplingParams,
-        limits: EpisodeLimits,
-        groups: WholeGroups,
-        weight_version: int,
+        self, host: EnvironmentHost, limits: EpisodeLimits, episodes: Sequence[Episode], decoding: Decoding
     ) -> None:
-        self.engine, self.renderer, self.episodes, self.host = engine, renderer, episodes, host
-        self.sampling, self.limits = sampling, limits
-        self.groups, self.weight_version = groups, weight_version
+        self.host, self.limits, self.episodes = host, limits, episodes
+        self.engine, self.renderer, self.sampling = decoding.engine, decoding.renderer, decoding.sampling
+        self.groups, self.weight_version = decoding.groups, decoding.weight_version
         self.requests: dict[int, int] = {}  # number of a request -> of its episode
         self.names = [episode.start.trajectory or str(number) for number, episode in enumerate(episodes)]
-        self.turn_requests = TurnRequests(renderer, limits)
+        self.turn_requests = TurnRequests(self.renderer, limits)
         self.began = time.monotonic()
 
     def run(self) -> None:
@@ -323,90 +336,3 @@ class _Play:
 
     def _turn(self, episode: Episode, tokens: Tokens) -> Turn:
         return Turn(tokens.token_ids, tokens.log_probs, weight_versions=tokens.weight_versions, state=episode.state)
-
-
-@dataclass(frozen=True)
-class EpisodePlan:
-    """Where episodes take place, and how long they may be."""
-
-    make_environment: MakeEnvironment
-    limits: EpisodeLimits
-
-    def __post_init__(self) -> None:
-        if self.limits.last_pictures is not None:
-            raise InvalidConfig(
-                f"last_pictures={self.limits.last_pictures} makes several rows of an episode; one that continues later has "
-                "one row"
-            )
-
-    def hold(self) -> "HeldEpisodes":
-        """What holds episodes between two steps."""
-        return HeldEpisodes()
-
-    def add_columns(self, data: DataProto, episodes: Sequence[Any]) -> None:
-        """Adds no column to those of `episode_columns`."""
-
-
-class HeldEpisodes:
-    """The episodes of this process that have begun and not ended, and their environments."""
-
-    def __init__(self) -> None:
-        self._episodes: dict[str, Episode] = {}  # by trajectory
-        self._host: EnvironmentHost | None = None
-        self._shut: Callable[[], Any] = lambda: None  # closes the environments, also when the process ends
-
-    def go_on(
-        self,
-        engine: RequestEngine,
-        renderer: TurnRenderer,
-        starts: Sequence[EpisodeStart],
-        begun: Sequence[Sequence[Mapping[str, Any]]],
-        plan: EpisodePlan,
-        sampling: SamplingParams,
-        groups: WholeGroups,
-        weight_version: int,
-    ) -> list[Episode]:
-        """Plays episodes until there are enough whole groups, and holds those that have not ended.
-
-        An episode that is held continues in its environment. Another one that has ``begun``, in an earlier process, is played
-        again with what was sampled then; see `go_on`. Held episodes that are not among ``starts``
-        are dropped. If this raises, nothing is held: the episodes are somewhere between ``begun`` and what comes next.
-        """
-        turns = [[BegunTurn.of(turn) for turn in each] for each in begun]
-        episodes = [self._taken(start, before) for start, before in zip(starts, turns, strict=True)]
-        host = self._opened(plan)
-        names = [episode.start.trajectory for episode in episodes]
-        held = {name for name, episode in zip(names, episodes, strict=True) if self._episodes.get(name) is episode}
-        for name in host.episodes:
-            if name not in held:
-                host.close(name)
-        host.resume()
-        try:
-            go_on(engine, renderer, episodes, host, sampling, plan.limits, groups, weight_version)
-        except BaseException as error:
-            end_after(error, self.release)
-            raise
-        host.pause()
-        self._episodes = {each.start.trajectory: each for each in episodes if not each.ended}
-        if not self._episodes:
-            self.release()
-        return episodes
-
-    def release(self) -> None:
-        """Closes all environments. Episodes that have not ended can be played again."""
-        self._shut()
-        self._host, self._episodes = None, {}
-
-    def _taken(self, start: EpisodeStart, begun: list[BegunTurn]) -> Episode:
-        held = self._episodes.get(start.trajectory)
-        if held is not None and held.begun == begun:
-            return held
-        return Episode(start, repeated=begun)
-
-    def _opened(self, plan: EpisodePlan) -> EnvironmentHost:
-        if self._host is None:
-            self._host = EnvironmentHost(plan.make_environment, plan.limits.seconds, plan.limits.memory_gib)
-            self._shut = weakref.finalize(self, self._host.shut)
-        else:
-            self._host.make_by(plan.make_environment)
-        return self._host

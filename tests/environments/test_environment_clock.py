@@ -18,8 +18,9 @@ from rollout.continuation import BegunTurn, Tokens, WholeGroups
 from rollout.engine import Completion, SamplingParams
 from rollout.environments import EpisodeLimits, Observation, TurnRenderer, environment_host, episode_loop, play_episodes
 from rollout.environments.environment_host import EnvironmentHost
-from rollout.environments.episode_loop import EpisodePlan, HeldEpisodes
+from rollout.environments.episode_loop import EpisodePlan
 from rollout.environments.episode_rows import episode_columns
+from rollout.environments.held_episodes import Decoding, HeldEpisodes
 from rollout.hf import HFEngine
 from rollout.prompts import PromptBuilder
 
@@ -309,18 +310,18 @@ def test_the_wall_clock_of_an_episode_stands_still_between_steps(counting):
         replace(starts_of(1)[0], uid=uid, trajectory=f"{uid}/0", environment_seed=0) for uid in ("one", "other")
     )
 
-    def go_on(starts, engine, begun):
+    def advance(starts, engine, begun):
         groups = WholeGroups([each.uid for each in starts], wanted=1)
         plan = EpisodePlan(Quick, EpisodeLimits(turns=3, wall_clock=500.0))
-        return held.go_on(engine, renderer, starts, begun, plan, LONG, groups, 1)
+        return held.advance(plan, starts, begun, Decoding(engine, renderer, LONG, groups, 1))
 
-    episode, ended = go_on([one, other], OthersEnd(renderer), [[], []])
+    episode, ended = advance([one, other], OthersEnd(renderer), [[], []])
     played = Endless.now
     assert (episode.ended, ended.ended) == (None, "turns")
     assert 3.0 <= played == episode.elapsed < 500.0
     begun = [turn.plain() for turn in episode.begun]
     Endless.now += 10_000.0
-    (again,) = go_on([one], Endless(renderer), [begun])
+    (again,) = advance([one], Endless(renderer), [begun])
     assert again is episode
     assert again.ended == "clock"
     assert Endless.now == 10_000.0 + 500.0
@@ -382,16 +383,16 @@ def test_an_episode_that_is_played_again_keeps_its_turns_and_has_its_time_again(
     renderer, (start,) = renderer_of("qwen2_5_vl"), starts_of(1)
     start = replace(start, uid="one", trajectory="one/0")
 
-    def go_on(begun, make, engine, **limits):
+    def advance(begun, make, engine, **limits):
         groups = WholeGroups(["one"], wanted=1)
         plan = EpisodePlan(make, EpisodeLimits(**limits))
-        return HeldEpisodes().go_on(engine, renderer, [start], [begun], plan, SAMPLING, groups, 1)[0]
+        return HeldEpisodes().advance(plan, [start], [begun], Decoding(engine, renderer, SAMPLING, groups, 1))[0]
 
-    first = go_on([], Quick, RandomEngine(renderer), turns=3)
+    first = advance([], Quick, RandomEngine(renderer), turns=3)
     before = [first.prompt.input_ids, *(turn.shown.ids for turn in first.turns[:-1])]
     sampled = [(turn.token_ids, turn.log_probs, turn.weight_versions) for turn in first.turns]
     begun = [BegunTurn(Tokens(*each), True, ids.tolist()).plain() for each, ids in zip(sampled, before, strict=True)]
-    again = go_on(begun, Slow, Endless(renderer), turns=4, wall_clock=15.0)
+    again = advance(begun, Slow, Endless(renderer), turns=4, wall_clock=15.0)
     assert again.ended == "clock"
     assert [turn.token_ids for turn in again.turns[:3]] == [turn.token_ids for turn in first.turns]
     assert Endless.now == 3 * 10.0 + 5.0  # the last step and five of the engine are behind what it repeats

@@ -12,7 +12,8 @@ from rollout.continuation import WholeGroups
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits, EpisodeStart, Observation
 from rollout.environments.environment_host import EnvironmentHost
-from rollout.environments.episode_loop import EpisodePlan, HeldEpisodes
+from rollout.environments.episode_loop import EpisodePlan
+from rollout.environments.held_episodes import Decoding, HeldEpisodes
 
 
 def wait_until(condition):
@@ -76,21 +77,21 @@ def named_starts(count):
     return [EpisodeStart(each.row, each.seed, each.environment_seed, each.uid, each.uid) for each in starts_of(count)]
 
 
-def go_on(held, starts, begun, wanted, make=Door, engine=RandomEngine):
+def advance(held, starts, begun, wanted, make=Door, engine=RandomEngine):
     renderer = renderer_of("qwen2_5_vl")
     groups = WholeGroups([start.uid for start in starts], wanted)
     plan = EpisodePlan(make, LIMITS)
-    return held.go_on(engine(renderer), renderer, starts, begun, plan, SAMPLING, groups, 1)
+    return held.advance(plan, starts, begun, Decoding(engine(renderer), renderer, SAMPLING, groups, 1))
 
 
 def test_an_episode_that_waits_for_its_environment_gets_the_answer_later():
     held, starts = HeldEpisodes(), named_starts(3)
-    first = go_on(held, starts, [[], [], []], wanted=1, make=LastOfThreeDoors)
+    first = advance(held, starts, [[], [], []], wanted=1, make=LastOfThreeDoors)
     assert [episode.ended for episode in first] == ["done", None, None]
     begun = [[turn.plain() for turn in episode.begun] for episode in first]
     assert [[turn["whole"] for turn in turns] for turns in begun[1:]] == [[True], [True]]
     Door.open.set()
-    second = go_on(held, starts[1:], begun[1:], wanted=2)
+    second = advance(held, starts[1:], begun[1:], wanted=2)
     assert second[0] is first[1]
     assert [episode.ended for episode in second] == ["done", "done"]
     assert [episode.turns[0].token_ids for episode in second] == [turns[0]["token_ids"].tolist() for turns in begun[1:]]
@@ -99,10 +100,10 @@ def test_an_episode_that_waits_for_its_environment_gets_the_answer_later():
 
 def test_an_episode_of_an_earlier_process_is_played_again():
     starts = named_starts(2)
-    first = go_on(HeldEpisodes(), starts, [[], []], wanted=1, make=LastDoor)
+    first = advance(HeldEpisodes(), starts, [[], []], wanted=1, make=LastDoor)
     begun = [turn.plain() for turn in first[1].begun]
     Door.open.set()
-    (again,) = go_on(HeldEpisodes(), starts[1:], [begun], wanted=1)
+    (again,) = advance(HeldEpisodes(), starts[1:], [begun], wanted=1)
     assert again.ended == "done"
     assert again.turns[0].token_ids == begun[0]["token_ids"].tolist()
     assert len(Door.made) == 3
@@ -110,23 +111,23 @@ def test_an_episode_of_an_earlier_process_is_played_again():
 
 def test_the_environment_of_an_episode_that_is_not_among_the_next_ones_is_closed():
     held, starts = HeldEpisodes(), named_starts(3)
-    go_on(held, starts, [[], [], []], wanted=1)
+    advance(held, starts, [[], [], []], wanted=1)
     Door.open.set()
-    (host,) = [held._host]
-    begun = [turn.plain() for turn in held._episodes["u1"].begun]
-    go_on(held, starts[1:2], [begun], wanted=1)
+    host, (episode,) = held._run.host, [each for each in held._run.held if each.start.uid == "u1"]
+    begun = [turn.plain() for turn in episode.begun]
+    advance(held, starts[1:2], [begun], wanted=1)
     assert "u2" not in host
-    assert held._host is None  # nothing goes on
+    assert held._run is None  # nothing continues
 
 
 def test_environments_that_are_released_are_closed_and_their_episodes_played_again():
     held, starts = HeldEpisodes(), named_starts(2)
-    first = go_on(held, starts, [[], []], wanted=1)
+    first = advance(held, starts, [[], []], wanted=1)
     Door.open.set()
     held.release()
     wait_until(lambda: len(Door.closed) == 2)  # one was in a call, which release does not wait for
     begun = [turn.plain() for turn in first[1].begun]
-    (again,) = go_on(held, starts[1:], [begun], wanted=1)
+    (again,) = advance(held, starts[1:], [begun], wanted=1)
     assert (again.ended, len(Door.made)) == ("done", 3)
     held.release()
 
@@ -152,10 +153,10 @@ class FirstWaits(Door):
 
 def test_an_episode_that_was_stopped_before_its_first_token_keeps_its_environment():
     held, starts = HeldEpisodes(), named_starts(2)
-    first = go_on(held, starts, [[], []], wanted=1, make=FirstWaits, engine=FirstOnly)
+    first = advance(held, starts, [[], []], wanted=1, make=FirstWaits, engine=FirstOnly)
     (stopped,) = (episode for episode in first if not episode.ended)
     assert (stopped.begun, len(stopped.partial)) == ([], 0)
-    (second,) = go_on(held, [stopped.start], [stopped.begun], wanted=1, make=FirstWaits)
+    (second,) = advance(held, [stopped.start], [stopped.begun], wanted=1, make=FirstWaits)
     assert second is stopped
     assert (second.ended, len(Door.made)) == ("done", 2)
 
@@ -169,13 +170,13 @@ class Refusing(RandomEngine):
 
 def test_an_episode_goes_on_from_its_beginning_after_a_call_that_failed():
     held, starts = HeldEpisodes(), named_starts(2)
-    first = go_on(held, starts, [[], []], wanted=1, make=TwoDoors)
+    first = advance(held, starts, [[], []], wanted=1, make=TwoDoors)
     begun = [[turn.plain() for turn in first[1].begun]]
     Door.open.set()
     with pytest.raises(MediaMismatch):
-        go_on(held, starts[1:], begun, wanted=1, make=TwoDoors, engine=Refusing)
-    assert held._host is None
-    (again,) = go_on(held, starts[1:], begun, wanted=1, make=TwoDoors)
+        advance(held, starts[1:], begun, wanted=1, make=TwoDoors, engine=Refusing)
+    assert held._run is None
+    (again,) = advance(held, starts[1:], begun, wanted=1, make=TwoDoors)
     assert (again.ended, len(again.turns)) == ("done", 2)
     assert again.turns[0].token_ids == begun[0][0]["token_ids"].tolist()
 
@@ -201,10 +202,10 @@ class SlowStart(Door):
 
 def test_an_environment_that_has_not_been_reset_is_waited_for_later():
     held, starts = HeldEpisodes(), named_starts(2)
-    first = go_on(held, starts, [[], []], wanted=1, make=SlowStart)
+    first = advance(held, starts, [[], []], wanted=1, make=SlowStart)
     assert first[1].prompt is None
     Door.open.set()
-    (second,) = go_on(held, starts[1:], [[]], wanted=1, make=SlowStart)
+    (second,) = advance(held, starts[1:], [[]], wanted=1, make=SlowStart)
     assert (second.ended, len(Door.made)) == ("done", 2)
 
 
@@ -213,7 +214,7 @@ def test_what_has_ended_is_not_kept():
     held, starts, before = HeldEpisodes(), named_starts(3), len(weakref.finalize._registry)
     Door.open.set()
     for _ in range(3):
-        go_on(held, starts, [[], [], []], wanted=3)
+        advance(held, starts, [[], [], []], wanted=3)
     assert len(weakref.finalize._registry) == before
     with EnvironmentHost(Door, seconds=5.0) as host:
         for _ in range(4):

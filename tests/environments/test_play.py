@@ -106,7 +106,7 @@ def test_log_probs_that_episodes_do_not_have_are_refused(roles, asked):
     sampling, prompts = replace(SAMPLING, **{asked: 1}), builder([{"prompt": "Walk.", "uid": "a"}])
     with pytest.raises(InvalidConfig, match=rf"asks for {asked}, and episodes .* RolloutWorker\.generate"):
         rollout.play(prompts, Corridor, sampling, EpisodeLimits(turns=3))
-    with pytest.raises(InvalidConfig, match=f"asks for {asked}, and samples that go on later"):
+    with pytest.raises(InvalidConfig, match=f"asks for {asked}, and samples that continue later"):
         rollout.advance(prompts, sampling, wanted=1, weight_version=1)
 
 

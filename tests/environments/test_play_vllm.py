@@ -12,9 +12,9 @@ from helpers.episodes import DrawnEnvironment, prompts_of, starts_of
 from rollout.continuation import Tokens, WholeGroups, decode_groups
 from rollout.engine import SamplingParams
 from rollout.environments import Episode, EpisodeLimits, TurnRenderer, play_episodes
-from rollout.environments.environment_host import EnvironmentHost
-from rollout.environments.episode_loop import go_on
+from rollout.environments.episode_loop import EnvironmentRun
 from rollout.environments.episode_rows import episode_columns
+from rollout.environments.held_episodes import Decoding
 from rollout.hf import HFEngine
 
 pytestmark = pytest.mark.vllm
@@ -58,11 +58,13 @@ def test_episodes_that_are_stopped_go_on_with_the_same_tokens(setup):
     for repeat in (False, True):
         episodes = [Episode(start) for start in starts_of(6)]
         with ExitStack() as stack:
-            host = stack.enter_context(EnvironmentHost(DrawnEnvironment, 60.0))
+            run = EnvironmentRun(DrawnEnvironment, LIMITS)
+            stack.callback(run.close)
             for wanted in range(1, 7):
                 left = [number for number in range(6) if not episodes[number].ended]
                 if repeat:
-                    host = stack.enter_context(EnvironmentHost(DrawnEnvironment, 60.0))
+                    run = EnvironmentRun(DrawnEnvironment, LIMITS)
+                    stack.callback(run.close)
                     for number in left:
                         episodes[number] = Episode(episodes[number].start, repeated=episodes[number].begun)
                 groups = WholeGroups([names[number] for number in left], wanted - (6 - len(left)))
@@ -70,7 +72,7 @@ def test_episodes_that_are_stopped_go_on_with_the_same_tokens(setup):
                 for number, start in zip(left, some, strict=True):
                     episodes[number].start = start
                 playing = [episodes[number] for number in left]
-                go_on(setup.vllm, renderer, playing, host, SAMPLING, LIMITS, groups, wanted)
+                run.advance(playing, Decoding(setup.vllm, renderer, SAMPLING, groups, wanted))
         for one, other in zip(episodes, expected, strict=True):
             assert one.ended == other.ended
             assert [turn.token_ids for turn in one.turns] == [turn.token_ids for turn in other.turns]

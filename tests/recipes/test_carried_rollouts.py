@@ -7,7 +7,7 @@ import torch
 
 import workers
 from dataproto import DataProto
-from dataproto.errors import InvalidConfig, RequestFailed
+from dataproto.errors import InvalidConfig, RequestFailed, ending
 from helpers.carried_runs import (
     BATCH,
     SAMPLING,
@@ -38,9 +38,9 @@ from recipes.run.look_ahead import LookAhead
 from recipes.run.phases import StepState
 from rollout.continuation import WholeGroups
 from rollout.engine import SamplingParams
-from rollout.environments import Episode, EpisodeLimits, Observation, play_episodes
-from rollout.environments.environment_host import EnvironmentHost
-from rollout.environments.episode_loop import EpisodePlan, go_on
+from rollout.environments import EpisodeLimits, Observation, play_episodes
+from rollout.environments.episode_loop import EpisodePlan
+from rollout.environments.held_episodes import Decoding
 from workers.cluster.local import LocalGroup
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.reference import reference_worker
@@ -114,9 +114,10 @@ def test_an_environment_that_does_not_repeat_itself_ends_its_episode(make):
     renderer, limits, sampling = renderer_of("qwen2_5_vl"), EpisodeLimits(turns=2), SamplingParams(max_tokens=5)
     (played,) = play_episodes(RandomEngine(renderer), renderer, starts_of(1), make, sampling, limits)
     assert played.ended == "turns"
-    again = Episode(played.start, repeated=played.begun)
-    with EnvironmentHost(make, 60.0) as host:
-        go_on(RandomEngine(renderer), renderer, [again], host, sampling, limits, WholeGroups(["a"], 1), 1)
+    run = EpisodePlan(make, limits).run()
+    with ending(run.close):
+        again = run.begin(played.start, played.begun)
+        run.advance([again], Decoding(RandomEngine(renderer), renderer, sampling, WholeGroups(["a"], 1)))
     assert again.ended == "invalid"
     assert again.message == "its environment did not repeat what it showed before turn 1"
 

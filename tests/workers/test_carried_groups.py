@@ -1,4 +1,4 @@
-"""How samples that go on later are spread over ranks."""
+"""How samples that continue later are spread over ranks."""
 
 import numpy as np
 from hypothesis import given

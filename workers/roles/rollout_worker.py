@@ -1,6 +1,7 @@
 """The role that turns prompts into responses."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -14,7 +15,7 @@ from dataproto import DataProto
 from dataproto.columns import ROUTED_EXPERTS
 from dataproto.errors import DataProtoError, InvalidConfig, end_after
 from dataproto.vlm import VLMFamily
-from rollout.agents import Agent, AgentPlan, agent_columns, run_agents
+from rollout.agents import Agent, AgentPlan
 from rollout.continuation import BEGUN, BegunTurn, Tokens, WholeGroups, decode_groups
 from rollout.engine import (
     RequestEngine,
@@ -26,9 +27,9 @@ from rollout.engine import (
     takes_adapters,
 )
 from rollout.engine_ranks import drive
-from rollout.environments import Episode, EpisodeLimits, MakeEnvironment, TurnRenderer, play_episodes
-from rollout.environments.episode_loop import EpisodePlan
+from rollout.environments import EpisodeLimits, EpisodePlan, MakeEnvironment, TurnRenderer
 from rollout.environments.episode_rows import episode_columns, episode_starts
+from rollout.environments.held_episodes import Decoding, HeldEpisodes, Plan, play_to_the_end
 from rollout.prompts import PromptBuilder
 from rollout.responses import OCCURRENCE, attach_responses, build_requests, number_occurrences, prompt_names
 from workers.model.model_config import ModelConfig
@@ -170,7 +171,7 @@ class RolloutWorker:
             self.engine, partial(first, self.engine.dtype), block, shares_device, ranks, adapter
         )
         self._calls = 0
-        self._held: dict[type, Any] = {}  # the episodes that go on later, by the type of their plan
+        self._held: defaultdict[type, HeldEpisodes] = defaultdict(HeldEpisodes)  # by the type of their plan
         tokenizer = AutoTokenizer.from_pretrained(config.model_path)
         self.pad_token_id = int(
             tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
@@ -221,7 +222,7 @@ class RolloutWorker:
         Raises:
             InvalidConfig: the chat template cannot show observations, or ``sampling`` asks for further log-probs.
         """
-        return self._in_episodes(prompts, partial(play_episodes, make_environment=make_environment), sampling, limits)
+        return self._in_episodes(prompts, EpisodePlan(make_environment, limits), sampling)
 
     @dispatch(split=split_prompts, join=join_rows)
     def run(
@@ -246,16 +247,9 @@ class RolloutWorker:
         Raises:
             MissingPackage: the extra ``agents`` is not installed.
         """
-        return self._in_episodes(prompts, partial(run_agents, agent=agent), sampling, limits, agent_columns)
+        return self._in_episodes(prompts, AgentPlan(agent, limits), sampling)
 
-    def _in_episodes(
-        self,
-        prompts: DataProto,
-        play: Callable[..., Sequence[Episode]],
-        sampling: SamplingParams,
-        limits: EpisodeLimits,
-        add_columns: Callable[[DataProto, Sequence[Any]], None] = lambda data, episodes: None,
-    ) -> DataProto:
+    def _in_episodes(self, prompts: DataProto, plan: Plan, sampling: SamplingParams) -> DataProto:
         sampling.check_sampled_alone("episodes")
         self._calls += 1
         with self.sharding as sharding:
@@ -264,19 +258,15 @@ class RolloutWorker:
                 numbered[HOLDER] = np.full(len(prompts), self.ranks.rank("dp"))
                 shared = sharding.preprocess_data(numbered)
                 starts = episode_starts(shared, sampling, self._calls)
-                played = partial(
-                    play,
-                    renderer=self.renderer,
-                    starts=starts,
-                    sampling=sampling,
-                    limits=limits,
-                    weight_version=sharding.version,
-                )
+
+                def played(engine: RequestEngine) -> list[Any]:
+                    return play_to_the_end(plan.run(), engine, self.renderer, starts, sampling, sharding.version)
+
                 episodes = drive(self.engine, self.engine_group, played)
                 repeated = shared.repeat(sampling.n, interleave=True)
-                most = limits.most_tokens(sampling.max_tokens)
+                most = plan.limits.most_tokens(sampling.max_tokens)
                 rollouts = episode_columns(repeated, episodes, self.renderer, most, self._no_experts)
-                add_columns(rollouts, episodes)
+                plan.add_columns(rollouts, episodes)
             with self.ranks.fail_together():
                 own = sharding.postprocess_data(rollouts, HOLDER)
                 own.pop(non_tensor_batch_keys=[OCCURRENCE, HOLDER])
@@ -290,7 +280,7 @@ class RolloutWorker:
         wanted: int,
         weight_version: int,
         due: Collection[str] = (),
-        plan: EpisodePlan | AgentPlan | None = None,
+        plan: Plan | None = None,
     ) -> DataProto:
         """Decodes samples until ``wanted`` groups are whole: all of their samples have finished. The others can continue later.
 
@@ -308,7 +298,12 @@ class RolloutWorker:
             `play` or `run`, with ``weight_version (B, R)``; of the others only `BEGUN` has a meaning. If the engine fails at a
             sample or refuses it, its rank decodes no further, keeps what has begun, and tells the error in `FAILED`.
         """
-        sampling.check_sampled_alone("samples that go on later")
+        sampling.check_sampled_alone("samples that continue later")
+        if plan is not None and plan.limits.last_pictures is not None:
+            raise InvalidConfig(
+                f"last_pictures={plan.limits.last_pictures} makes several rows of an episode; one that continues later has one "
+                "row"
+            )
         if GROUP not in samples:
             samples = number_groups(samples)
         sampling, samples = replace(sampling, n=1), samples[:]
@@ -341,14 +336,14 @@ class RolloutWorker:
         sampling: SamplingParams,
         groups: WholeGroups,
         weight_version: int,
-        plan: EpisodePlan | AgentPlan,
+        plan: Plan,
     ) -> DataProto:
         starts, begun = episode_starts(samples, sampling), list(samples[BEGUN])
-        held = self._held.setdefault(type(plan), plan.hold())
+        held = self._held[type(plan)]
 
-        def played(engine: RequestEngine) -> tuple[list[Episode], tuple[int, DataProtoError] | None]:
-            rest = self.renderer, starts, begun, plan, sampling, groups, weight_version
-            return held.go_on(engine, *rest), groups.failure
+        def played(engine: RequestEngine) -> tuple[list[Any], tuple[int, DataProtoError] | None]:
+            decoding = Decoding(engine, self.renderer, sampling, groups, weight_version)
+            return held.advance(plan, starts, begun, decoding), groups.failure
 
         episodes, failure = drive(self.engine, self.engine_group, played)
         most = plan.limits.most_tokens(sampling.max_tokens)
