@@ -270,7 +270,7 @@ def check_models(models: Mapping[str, str | None], state: Path) -> None:
 def checkpoint_digest(path: Path) -> str:
     """Of the configuration of a checkpoint, and of the sizes and first megabytes of its files of weights, wherever they lie."""
     digest = hashlib.sha256((path / "config.json").read_bytes())
-    for file in sorted([*path.glob("*.safetensors"), *path.glob("*.bin")]):
+    for file in sorted(path.glob("*.safetensors")):
         with file.open("rb") as opened:
             digest.update(f"{file.name} {file.stat().st_size}".encode() + opened.read(1 << 20))
     return digest.hexdigest()

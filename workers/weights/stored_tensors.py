@@ -16,13 +16,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers.utils import (
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-    cached_file,
-)
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from dataproto.errors import CheckpointError
 
@@ -59,7 +53,7 @@ def whole(shape: Sequence[int]) -> Range:
 
 
 class CheckpointFiles:
-    """The weights of a checkpoint directory or hub name, in safetensors files or, if there are none, in those of ``torch.save``.
+    """The weights of a checkpoint directory or hub name, in safetensors files.
 
     Files are mapped, not read. Mapped pages that were read count as memory of the process, so files are open only within
     `opened`.
@@ -102,52 +96,37 @@ class CheckpointFiles:
     def read(self, name: str, part: Range) -> Tensor:
         """A part of the tensor of this name; call within `opened`."""
         handle = self._handle(self.files[name])
-        if not part:  # of no dimensions
-            return torch.as_tensor(handle[name] if isinstance(handle, dict) else handle.get_tensor(name))
-        stored: Any = handle[name] if isinstance(handle, dict) else handle.get_slice(name)
-        found: Tensor = stored[part]
+        found: Tensor = handle.get_slice(name)[part] if part else handle.get_tensor(name)
         return found
 
     def kind(self, name: str) -> str:
         """The type of a tensor's numbers by its name in safetensors files, such as ``BF16``; call within `opened`."""
-        handle = self._handle(self.files[name])
-        if isinstance(handle, dict):
-            return PLAIN_NUMBERS.get(handle[name].dtype, str(handle[name].dtype))
-        return str(handle.get_slice(name).get_dtype())
+        return str(self._handle(self.files[name]).get_slice(name).get_dtype())
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        handle = self._handle(self.files[name])
-        return tuple(handle[name].shape if isinstance(handle, dict) else handle.get_slice(name).get_shape())
+        return tuple(self._handle(self.files[name]).get_slice(name).get_shape())
 
     def _handle(self, file: str) -> Any:
         handles = self._open.handles
         if file not in handles:
-            if file.endswith(".safetensors"):
-                handles[file] = self._open.stack.enter_context(safe_open(file, framework="pt"))
-            else:
-                handles[file] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+            handles[file] = self._open.stack.enter_context(safe_open(file, framework="pt"))
         return handles[file]
 
     def _find(self) -> dict[str, str]:
         """The file of each tensor."""
-        for index_name, single_name in (
-            (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME),
-            (WEIGHTS_INDEX_NAME, WEIGHTS_NAME),
-        ):
-            single = self._path(single_name)
-            if single is not None:
-                with self.opened():
-                    handle = self._handle(single)
-                    return dict.fromkeys(handle.keys(), single)
-            index = self._path(index_name)
-            if index is not None:
-                places: dict[str, str] = json.loads(Path(index).read_text())["weight_map"]
-                paths = {name: self._path(name) for name in sorted(set(places.values()))}
-                absent = [name for name, path in paths.items() if path is None]
-                if absent and self._download:
-                    raise CheckpointError(f"{self.source} lacks {absent[:3]}, which {index_name} names")
-                return {name: path for name, file in places.items() if (path := paths[file]) is not None}
-        return {}
+        single = self._path(SAFE_WEIGHTS_NAME)
+        if single is not None:
+            with self.opened():
+                return dict.fromkeys(self._handle(single).keys(), single)
+        index = self._path(SAFE_WEIGHTS_INDEX_NAME)
+        if index is None:
+            return {}
+        places: dict[str, str] = json.loads(Path(index).read_text())["weight_map"]
+        paths = {name: self._path(name) for name in sorted(set(places.values()))}
+        absent = [name for name, path in paths.items() if path is None]
+        if absent and self._download:
+            raise CheckpointError(f"{self.source} lacks {absent[:3]}, which {SAFE_WEIGHTS_INDEX_NAME} names")
+        return {name: path for name, file in places.items() if (path := paths[file]) is not None}
 
     def _path(self, name: str) -> str | None:
         path: str | None = cached_file(
