@@ -47,7 +47,7 @@ from dataproto.tensordict_utils import nested_tensor_from_tensor_list, object_ar
 Made = TypeVar("Made")
 Path: TypeAlias = str | os.PathLike[str]
 
-FORMAT, VERSION, FIRST_VERSION = "dataproto", "2", "1"
+FORMAT, VERSION = "dataproto", "2"
 _JSON = {type(None), bool, int, str}
 _ARRAY_KINDS = "biufSU"
 _ARRAY_DTYPE = re.compile(rf"[<>|][{_ARRAY_KINDS}]\d{{1,9}}")
@@ -168,15 +168,12 @@ class Sections:
             metadata = file.metadata() or {}
             if metadata.get("format") != FORMAT:
                 raise FileFormatError("it was not written by save_to_disk")
-            if (version := metadata.get("version")) not in (VERSION, FIRST_VERSION):
+            if (version := metadata.get("version")) != VERSION:
                 raise FileFormatError(f"it has version {version!r}; this library reads {VERSION!r}")
             self._tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            if version == FIRST_VERSION:  # Its first section has the checksums, in the order of the file.
-                self._checksums = dict(zip(file.offset_keys(), self._tensors.pop("checksums").tolist()))
-            else:
-                described, self._checksums = json.loads(metadata["checksums"])
-                if described != _described(self._tensors):
-                    raise FileFormatError("its head does not match its checksum")
+            described, self._checksums = json.loads(metadata["checksums"])
+            if described != _described(self._tensors):
+                raise FileFormatError("its head does not match its checksum")
         for name in list(self._tensors) if verify else ():
             self._check(name, self._tensors[name])
 

@@ -346,7 +346,7 @@ def test_empty_and_partial_batches(data: DataProto, tmp_path: Path) -> None:
     assert (None if back.batch is None else back.batch.device) == (None if data.batch is None else data.batch.device)
 
 
-def test_a_file_of_an_earlier_version_is_read() -> None:
+def test_a_file_of_an_earlier_release_is_read() -> None:
     """`written_in_2026.dp` was written once, and is never written again."""
     back = DataProto.load_from_disk(Path(__file__).with_name("written_in_2026.dp"), verify=True)
     assert back["ids"].tolist() == [[0, 1], [2, 3], [4, 5]]
