@@ -43,7 +43,9 @@ def hollow_model(
     check_not_quantized(model_path, config)
     files = CheckpointFiles(model_path)
     if not files.names:
-        raise CheckpointError(f"{model_path} holds no weights in safetensors files: save_pretrained of transformers writes them")
+        raise CheckpointError(
+            f"{model_path} holds no weights in safetensors files: save_pretrained of transformers writes them"
+        )
     with torch.device("meta"):
         model: PreTrainedModel = family.new_model(config)
         if with_head:
