@@ -115,7 +115,7 @@ class ScoreCountMismatch(RewardError):
 
 
 class UserFunctionFailed(DataProtoError, RuntimeError):
-    """A loss or an advantage of a user's own raised an exception; the message has its file and line."""
+    """A loss, an advantage, or the agent or environment of every episode of a step raised; the message has the file and line."""
 
 
 class NonFiniteLogits(DataProtoError, ArithmeticError):

@@ -1,15 +1,17 @@
 """Episodes in place of single responses: roles whose rollouts are played, with the rewards of the environment."""
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar, get_args
 
 import numpy as np
 
 from dataproto import DataProto
 from dataproto.columns import require, taken_names
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, UserFunctionFailed
 from recipes.algorithms.function_files import load_named_function
 from recipes.algorithms.turn_advantages import uncut_tokens
 from rollout.engine import SamplingParams
@@ -125,6 +127,23 @@ class PlayingRollout:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.rollout, name)
+
+
+def check_played(data: DataProto, step: int, written: Path | None = None) -> None:
+    """Refuses a step of which every episode failed: nothing can be learned from it, nor, likely, from the next one.
+
+    Args:
+        written: the file that has the step's rows with the failure of each.
+
+    Raises:
+        UserFunctionFailed: with the commonest failure.
+    """
+    if not len(data) or "end_reason" not in data or not all(reason in FAILURES for reason in data["end_reason"]):
+        return
+    (message, count), *others = Counter(data["end_message"].tolist()).most_common()
+    so = f", {count} of them by the commonest failure" if others else ""
+    place = f"; {written} has all of them" if written is not None and written.is_file() else ""
+    raise UserFunctionFailed(f"every episode of step {step} failed ({len(data)} rows{so}): {message}{place}")
 
 
 class EnvironmentReward:

@@ -13,12 +13,14 @@ from dataproto.columns import require
 from dataproto.errors import InvalidConfig, WorkerFailed
 from recipes.configs.shared.run_config import RunConfig
 from recipes.run.checkpoints import Checkpoints, Loader, Stateful, TakenStep, restore
+from recipes.run.environment_roles import check_played
 from recipes.run.evaluation import BestStep, Evaluate
 from recipes.run.metrics import Measure, measure_rollouts, timed
 from recipes.watch.console import LIBRARIES_FILE, Progress, libraries_aside, start_metrics, start_phase
 from recipes.watch.kept_rollouts import KeptRollouts
 from recipes.watch.loggers import RunLoggers, open_loggers
 from recipes.watch.metrics_file import METRICS_FILE, read_metrics
+from recipes.watch.rollout_files import rows_file
 from recipes.watch.signals import LearningSignals, SpeedSignals
 from recipes.watch.trackers import LoggedRun
 from rollout.prompts import PromptBuilder
@@ -141,11 +143,12 @@ class AroundSteps:
                 self.finish(last)
 
     def measured(self, number: int, data: DataProto, metrics: dict[str, float]) -> TakenStep:
-        """Measures the rows of step ``number``, and keeps some of them."""
+        """Measures the rows of step ``number``, and keeps some of them. See `check_played` for what it raises."""
         metrics |= self.measure(data, metrics, self.roles.devices)
         if self.kept is not None:
             with timed(metrics, "keep_rollouts"):
                 self.kept.keep(number, data)
+        check_played(data, number, rows_file(self.run.output_dir, number))
         evaluates = self.evaluate is not None and is_due(number, self.run.eval_every, self.run.steps)
         plain = {name: value if isinstance(value, int) else one_number(name, value) for name, value in metrics.items()}
         return TakenStep(number, plain, evaluates)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 NEEDED = ("response_mask", "attention_mask", "uid")
 MEASURED = (("responses", "token_level_rewards"), ("input_ids", "actor_log_probs"))  # of rollouts; of other rows
 DESCRIBING = ("uid", "data_source", "raw_prompt", "response_text", "reward_model", "multi_modal_data")
-EPISODES = {"trajectory": "", "new_row": "", "end_reason": "done"}
+EPISODES = {"trajectory": "", "new_row": "", "end_reason": "done", "end_message": ""}
 """Columns of rows of episodes, which alone have the first, and their defaults."""
 PER_TOKEN = {  # name in the file: columns (B, R), of which the first that the batch has is kept
     "engine_log_probs": ("rollout_log_probs",),
@@ -177,7 +177,7 @@ def chosen_rows(uids: Sequence[Any], limit: int, seed: int) -> tuple[np.ndarray,
 
 
 def _of_episode(data: DataProto, row: int) -> dict[str, str]:
-    """The name of a row's episode, why it has the row, and why it ended; nothing of other rows."""
+    """The name of a row's episode, why it has the row, why it ended, and its failure; nothing of other rows."""
     if "trajectory" not in data:
         return {}
     return {name: str(data[name][row]) if name in data else default for name, default in EPISODES.items()}

@@ -128,7 +128,8 @@ class _Live:
         self.began = self.idle_since = time.monotonic()
         self.played = 0.0  # seconds until it was paused
         self.idle = 0.0  # seconds in which no request of the agent was sampled
-        self.cut: Any = None  # the limit by which its last request was refused
+        self.cut: Any = None  # the limit by which its last request was refused, and how that was told
+        self.refusal: Refused | None = None
         self.ended: Any = None
         self.message, self.info = "", dict[str, Any]()
         self.scored = True
@@ -332,8 +333,9 @@ class AgentRun:
         if live.ended is not None:
             raise EPISODE_OVER
         if sum(1 for _ in live.talk.turns) + ask.n > limits.turns:
-            live.cut = "turns"
-            raise Refused(f"the episode has at most {limits.turns} turns", None, "turn_limit_exceeded")
+            told = f"the episode has at most {limits.turns} turns"
+            live.cut, live.refusal = "turns", Refused(told, None, "turn_limit_exceeded")
+            raise live.refusal
         turns = live.talk.open(ask)
         try:
             used = max(len(turns[0].request.input_ids) - len(live.talk.rows[0].turns[0].request.input_ids), 0)
@@ -342,12 +344,12 @@ class AgentRun:
             most = int(min(self.sampling.max_tokens, limits.room(used), ask.max_tokens or math.inf))
             self._submit(live, _Pending(asked, turns), most)
         except InvalidPrompt as error:
-            live.cut = "tokens"
+            live.cut, live.refusal = "tokens", Refused(f"the context is full: {error}", "messages", CONTEXT)
             for turn in turns:
                 self._abort(live, turn)
                 live.talk.drop(turn)
-            raise Refused(f"the context is full: {error}", "messages", CONTEXT) from error
-        live.cut = None
+            raise live.refusal from error
+        live.cut = live.refusal = None
 
     def _submit(self, live: _Live, pending: _Pending, most: int) -> None:
         """Submits the turns of a request. Raises `InvalidPrompt` if the engine has no room for them."""
@@ -400,12 +402,21 @@ class AgentRun:
 
     def _returned(self, live: _Live, event: Ended) -> None:
         if event.error is not None:
-            reason = "memory" if isinstance(event.error, MemoryError) else "error"
-            self._end(live, live.cut or reason, "" if live.cut else f"the agent raised {describe(event.error)}")
+            self._failed(live, event.error)
         elif live.last is None:
             self._end(live, live.cut or "invalid", "the agent returned before a request of it was answered")
         else:
             self._score(live, event.outcome)
+
+    def _failed(self, live: _Live, error: BaseException) -> None:
+        """Ends the episode of an agent that raised: by a limit if the error is that of a request beyond it."""
+        if live.refusal is not None and tells_of(error, live.refusal):
+            self._end(live, live.cut)
+            return
+        source = getattr(getattr(self.host.agent, "__code__", None), "co_filename", None)
+        self._end(
+            live, "memory" if isinstance(error, MemoryError) else "error", f"the agent raised {describe(error, source)}"
+        )
 
     def _score(self, live: _Live, outcome: Any) -> None:
         """Takes the reward that an agent returned, and ends its episode."""
@@ -522,3 +533,24 @@ class AgentRun:
     def _free(self, live: _Live) -> None:
         for turn in list(live.talk.turns):
             self._abort(live, turn)
+
+
+def tells_of(error: BaseException, refusal: Refused) -> bool:
+    """Whether an agent's error, or one that it came from, is what its client made of a request that was refused.
+
+    >>> refusal = Refused("the episode has at most 2 turns", code="turn_limit_exceeded")
+    >>> tells_of(RuntimeError("Error code: 400 - {'code': 'turn_limit_exceeded'}"), refusal), tells_of(KeyError("x"), refusal)
+    (True, False)
+    """
+    waiting: list[BaseException | None] = [error]
+    seen = set[int]()
+    while waiting:
+        each = waiting.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        text = str(each)
+        if str(refusal) in text or refusal.code in text or "Bad Request" in text:  # clients that do not read the body
+            return True
+        waiting += [each.__cause__, each.__context__, *getattr(each, "exceptions", ())]
+    return False

@@ -4,10 +4,12 @@ import asyncio
 import re
 import sys
 import time
+from contextlib import suppress
 
+import httpx
 import numpy as np
 import pytest
-from openai import OpenAI
+from openai import APIStatusError, OpenAI
 
 from dataproto.errors import InvalidConfig, NonFiniteLogits
 from helpers.agents import ScriptedEngine, run, starts, tool_renderer
@@ -80,6 +82,26 @@ def floods(task):
         ask(task, str(number))
 
 
+def floods_in_a_wrapper(task):
+    try:
+        floods(task)
+    except Exception as error:
+        raise RuntimeError("my framework gave up") from error
+
+
+async def floods_without_reading_errors(task):
+    async with httpx.AsyncClient(headers={"authorization": f"Bearer {task.api_key}"}) as client:
+        for number in range(100):
+            body = {"model": task.model, "messages": [{"role": "user", "content": str(number)}]}
+            (await client.post(f"{task.base_url}/chat/completions", json=body)).raise_for_status()
+
+
+def has_a_bug_after_a_limit(task):
+    with suppress(APIStatusError):
+        floods(task)
+    return {}["reward"]
+
+
 @pytest.mark.parametrize(
     ("agent", "reason", "message"),
     [
@@ -92,7 +114,10 @@ def floods(task):
         (rewards_nothing_yet, "invalid", "a reward before a request was answered"),
         (returns_text, "invalid", "the reward '1.0', not a finite number"),
         (returns_nan, "invalid", "the reward nan, not a finite number"),
-        (floods, "turns", ""),
+        (floods, "turns", "^$"),
+        (floods_in_a_wrapper, "turns", "^$"),
+        (floods_without_reading_errors, "turns", "^$"),
+        (has_a_bug_after_a_limit, "error", r"KeyError: 'reward' \(.*test_agents.py:\d+, in has_a_bug_after_a_limit"),
     ],
 )
 def test_a_fault_ends_its_episode_with_a_named_reason(renderer, agent, reason, message):
@@ -100,7 +125,7 @@ def test_a_fault_ends_its_episode_with_a_named_reason(renderer, agent, reason, m
     (episode,) = run(renderer, ScriptedEngine(renderer, "ok"), agent, limits=limits)
     assert episode.ended == reason
     assert re.search(message, episode.message)
-    if agent is floods:
+    if reason == "turns":
         assert len(episode.turns) == 4
 
 

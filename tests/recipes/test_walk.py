@@ -1,6 +1,7 @@
 """GRPO over episodes, as users run it: the drawn grid, and an environment of one's own."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -103,7 +104,7 @@ class Say:
 
 
 class Broken(Say):
-    def step(self, action):
+    def reset(self, row, seed):
         raise RuntimeError("no")
 """
 
@@ -126,12 +127,22 @@ def test_an_environment_of_ones_own(name, memory, tmp_path, capsys):
         "--data-path",
         f"{tmp_path}/rows.jsonl",
     ]
-    assert main([*options.split(), *named, *memory, "--output-dir", str(tmp_path / "run")]) == 0
-    printed = capsys.readouterr().out
+    status = main([*options.split(), *named, *memory, "--output-dir", str(tmp_path / "run")])
+    printed, told = capsys.readouterr()
+    if name == "Broken":
+        assert status == 2
+        written = tmp_path / "run/rollouts/training/step_1.jsonl"
+        assert re.search(
+            rf"every episode of step 1 failed \(4 rows\): .*RuntimeError: no .*own.py:.*; {written} has all of them",
+            told,
+        )
+        assert all("RuntimeError: no" in json.loads(line)["end_message"] for line in written.read_text().splitlines())
+        return
+    assert status == 0
     assert r"chat template: it writes '\n' after the end token" in printed
     assert "data: 12 rows read, 10 to train on, 2 held out; 2 a step, 5 steps an epoch" in printed
     ended = {key for key in rows_of(tmp_path / "run")[1] if key.startswith("episode/ended/")}
-    assert ended <= {"episode/ended/done", "episode/ended/length", "episode/ended/error"}
+    assert ended <= {"episode/ended/done", "episode/ended/length"}
 
 
 def test_what_the_chat_template_does_to_earlier_turns_is_named_at_the_start(tmp_path, capsys):

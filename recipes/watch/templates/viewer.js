@@ -289,7 +289,7 @@ function sample(row, index) {
   if (row.truncated) facts.push(badge("cut", "bad"));
   if (row.mismatch !== null) facts.push(badge(`mismatch ${number(row.mismatch)}`));
   if (row.new_row) facts.push(badge(`new row: ${row.new_row}`));
-  if (row.end_reason && row.end_reason !== "done") facts.push(badge(`ended: ${row.end_reason}`, "bad"));
+  if (row.end_reason && row.end_reason !== "done") facts.push(badge(`ended: ${[row.end_reason, row.end_message].filter(Boolean).join(", ")}`, "bad"));
   const title = state.set !== "training" ? `step ${row.step}` : row.trajectory ? episodeOf(row) : `sample ${row.sample}`;
   const text = row.trajectory && row.texts ? conversation(row) : element("pre", { class: "tokens" });
   if (row.tokens && !text.childElementCount) {
