@@ -39,6 +39,7 @@ from rollout.environments import EpisodeLimits, EpisodeStart, Observation, TurnR
 from rollout.prompts import PromptBuilder  # noqa: E402
 
 TARGETS = {"walk": 0.9, "zoom": 0.85}
+SETTINGS = {"walk": "--steps 100", "zoom": "--steps 80 --optimizer.lr 1e-3"}
 AGENTS = {
     "walk": {"environment": None, "openai": "walk", "anthropic": "walk_by_anthropic"},
     "zoom": {"environment": None, "openai": "zoom"},
@@ -53,15 +54,14 @@ def learning(options: argparse.Namespace) -> None:
             for name, agent in AGENTS[recipe].items():
                 folder = options.work / recipe / f"seed_{seed}" / name
                 if not (folder / "used.json").is_file():
-                    train(folder, recipe, seed, agent, options.steps)
+                    train(folder, recipe, seed, agent)
                 print(f"{recipe}, seed {seed}, {name}: {told(folder, recipe)}", flush=True)
 
 
-def train(folder: Path, recipe: str, seed: int, agent: str | None, steps: int) -> None:
+def train(folder: Path, recipe: str, seed: int, agent: str | None) -> None:
     """A run in a process of its own."""
-    command = (
-        f"-m recipes.{recipe} --seed {seed} --steps {steps} --save-every 0 --keep-rollouts 0 --output-dir {folder}"
-    )
+    kept = f"--eval-every 20 --save-every 0 --keep-rollouts 0 --output-dir {folder}"
+    command = f"-m recipes.{recipe} --seed {seed} {SETTINGS[recipe]} {kept}"
     more = [] if agent is None else ["--agent", f"{HERE.parent / 'docs' / 'picture_agents.py'}:{agent}"]
     began = os.times()
     subprocess.run(
@@ -178,7 +178,6 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("outputs/agents"))
     parser.add_argument("--recipes", nargs="+", choices=list(AGENTS), default=list(AGENTS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--conversations", type=int, default=256)
     parser.add_argument("--times", type=int, default=3)
     options = parser.parse_args()
