@@ -277,7 +277,7 @@ class ForwardCosts(ABC):
 
     @abstractmethod
     def vision_flops(self, config: Any, grids: Tensor) -> Tensor:
-        """Operations ``(N, 2)`` int64 of the tower's linear layers and of its attention for ``grids (N, 3)``."""
+        """Operations ``(N, 2)`` int64 of linear layers and of attention of the towers for ``grids (N, 3)``."""
 
     def layer_weights(self, text: Any, layer: int) -> int:
         """Number of weights that one token is multiplied with in the linear layers of decoder layer number ``layer``; ``text`` is
@@ -287,7 +287,7 @@ class ForwardCosts(ABC):
 
     @abstractmethod
     def grids(self, media: RowMedia, config: Any) -> Tensor:
-        """Grids ``(N, 3)`` int64 of the patches that the tower reads, first of images, then of videos."""
+        """Grids ``(N, 3)`` int64 that the towers read, of images, then of videos, then of sounds."""
 
     def flops(
         self,

@@ -87,6 +87,10 @@ class VLMFamily(PromptLayout, ForwardCosts):
     """``None``: the model reads only text."""
     vision_blocks: str | None = "model.visual.blocks"
     """The list of the tower's repeated layers."""
+    audio_tower: str | None = None
+    """The tower for sound. ``None``: the model reads no sounds."""
+    audio_blocks: str | None = None
+    """The list of its repeated layers."""
     gated_tower: bool = False
     """The tower's MLP multiplies two products, of which an activation gates one."""
     tower_indexes_grids: bool = False
@@ -150,9 +154,19 @@ class VLMFamily(PromptLayout, ForwardCosts):
         return used
 
     @property
+    def towers(self) -> tuple[str, ...]:
+        """Module paths of the towers. Empty for a model of text alone."""
+        return tuple(path for path in (self.vision_tower, self.audio_tower) if path is not None)
+
+    @property
+    def repeated_layers(self) -> tuple[str, ...]:
+        """Module paths of the lists of layers of towers and decoder, in the order in which they run."""
+        return tuple(path for path in (self.vision_blocks, self.audio_blocks, self.decoder_layers) if path is not None)
+
+    @property
     def vision_parts(self) -> tuple[str, ...]:
-        """Module paths of all that turns media into features: tower and mergers. Empty without a tower."""
-        return () if self.vision_tower is None else (self.vision_tower, *self.mergers)
+        """Module paths of all that turns media into features: towers and mergers. Empty without a tower."""
+        return () if self.vision_tower is None else (*self.towers, *self.mergers)
 
     def expert_layers(self, model: Any) -> list[str]:
         """Names of the modules of `experts` in a model, in the order of the layers."""

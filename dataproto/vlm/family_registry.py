@@ -35,6 +35,8 @@ _SHIPPED = {
     "gemma4+moe": "dataproto.vlm.families.gemma4:Gemma4Moe",
     "muse_glimmer": "dataproto.vlm.families.muse_glimmer:MuseGlimmer",
     "kimi_k25": "dataproto.vlm.families.kimi_k25:KimiK25",
+    "qwen2_5_omni_thinker": "dataproto.vlm.families.qwen_omni:Qwen25OmniThinker",
+    "qwen3_omni_moe_thinker": "dataproto.vlm.families.qwen_omni:Qwen3OmniMoeThinker",
     "llama": "dataproto.vlm.families.text_only:Llama",
     "mistral": "dataproto.vlm.families.text_only:Mistral",
     "qwen2": "dataproto.vlm.families.text_only:Qwen2",

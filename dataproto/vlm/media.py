@@ -1,12 +1,12 @@
-"""Media of rows: how a family's images and videos are laid out, and features that are computed once and used by every row that
-shares them.
+"""Media of rows: how a family's images, videos and sounds are laid out, and features that are computed once and used by every
+row that shares them.
 
 A row's media are its ``multi_modal_inputs``, such as ``{"pixel_values": (patches, dim), "image_grid_thw": (images, 3)}`` and the
-same for videos (`MediaLayout` of the family defines the names); ``{}`` for a row of text. The media of a row with several turns
-are a sequence of such mappings, one for each turn that shows media, in order (`media_parts`). Rows that are sampled from one
-prompt hold the same tensor objects: rows share media if the objects are identical.
+same for videos and sounds (`MediaLayout` of the family defines the names); ``{}`` for a row of text. The media of a row with
+several turns are a sequence of such mappings, one for each turn that shows media, in order (`media_parts`). Rows that are sampled
+from one prompt hold the same tensor objects: rows share media if the objects are identical.
 
-In a layout, ``inputs`` are a row's ``multi_modal_inputs``, or part of them. A kind is ``"image"`` or ``"video"``.
+In a layout, ``inputs`` are a row's ``multi_modal_inputs``, or part of them. A kind is one of `TOKEN_TYPES`.
 """
 
 import math
@@ -22,7 +22,7 @@ from torch import Tensor
 from dataproto.columns import RowMedia, media_parts
 from dataproto.errors import InvalidConfig, InvalidMedia, MediaMismatch
 from dataproto.transfer import move
-from dataproto.vlm.positions import AUDIO, IMAGE, VIDEO
+from dataproto.vlm.positions import TOKEN_TYPES
 
 Ids = npt.NDArray[np.int64]
 MAX_ASPECT_RATIO = 200
@@ -30,7 +30,8 @@ MAX_ASPECT_RATIO = 200
 
 class MediaLayout(Protocol):
     """How a family's images and videos are laid out. The tower reads them as grids ``(N, 3)`` of patches (time, height, width).
-    ``merge_size ** 2`` patches become one feature; patches attend to each other within a time step of their grid.
+    ``merge_size ** 2`` patches become one feature; patches attend to each other within a time step of their grid. A sound of n
+    frames is a grid ``(1, 1, n)``, which no image has, since its sides are even.
     """
 
     image_names: ClassVar[tuple[str, ...]] = ()
@@ -43,6 +44,11 @@ class MediaLayout(Protocol):
         """
         return {"image": self.image_names, "video": self.video_names, "audio": self.audio_names}[kind]
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of media that the family has, in the order of their features."""
+        return tuple(kind for kind in TOKEN_TYPES if self.names(kind))
+
     def merge_size(self, config: Any) -> int:
         """Patches along each side of a feature."""
         ...
@@ -53,7 +59,11 @@ class MediaLayout(Protocol):
 
     def feature_counts(self, kind: str, inputs: Mapping[str, Any], config: Any) -> Ids:
         """Number of features ``(M,)`` int64 of each medium. Default: each grid is one medium."""
-        return np.asarray(self.grids(kind, inputs, config).cpu().prod(-1) // self.merge_size(config) ** 2)
+        return np.asarray(self.grid_features(self.grids(kind, inputs, config).cpu(), config))
+
+    def grid_features(self, grids: Tensor, config: Any) -> Tensor:
+        """Number of features ``(N,)`` int64 that the tower makes of grids ``(N, 3)``."""
+        return grids.prod(-1) // self.merge_size(config) ** 2
 
     def processor_options(self, processor: Any, min_pixels: int | None, max_pixels: int | None) -> dict[str, Any]:
         """Keywords that make the image processor keep these limits (default: its own). Raises `InvalidConfig`."""
@@ -72,7 +82,7 @@ class MediaLayout(Protocol):
         ...
 
     def smallest(self, config: Any) -> dict[str, Tensor]:
-        """Inputs of the smallest image, all zero."""
+        """Inputs of the smallest image, all zero; of a family with sounds, of the smallest sound too."""
         ...
 
 
@@ -166,8 +176,8 @@ def image_grid(
 
 # Media of rows
 
-FeatureCounts = Callable[[Mapping[str, Any]], tuple[int, int]]
-"""From a mapping of media to its numbers of image and video features."""
+FeatureCounts = Callable[[Mapping[str, Any]], tuple[int, ...]]
+"""From a mapping of media to its number of features of each of the family's kinds."""
 
 
 @dataclass(frozen=True)
@@ -175,8 +185,8 @@ class MediaSpans:
     """Which feature belongs to which media token.
 
     ``positions (M,)`` int64, ascending, are the indices of the media tokens in the flattened ``(B, L)`` or ``(1, T)`` sequence.
-    ``features (M,)`` int64 are the indices of their features in ``[image features, video features]``. Several positions may name
-    one feature; its gradient is the sum over them.
+    ``features (M,)`` int64 are the indices of their features in ``[image features, video features, sound features]``. Several
+    positions may name one feature; its gradient is the sum over them.
     """
 
     positions: Tensor
@@ -234,7 +244,7 @@ def distinct_media(rows: Sequence[RowMedia], layout: MediaLayout, config: Any) -
     parts = [media_parts(row) for row in rows]
     numbered = [(number, part) for number, row in enumerate(parts) for part in row]
     start = 0
-    for kind in ("image", "video", "audio"):
+    for kind in TOKEN_TYPES:
         names = layout.names(kind)
         distinct: dict[tuple[int, ...], Mapping[str, Any]] = {}
         places: dict[tuple[int, ...], list[int]] = {}
@@ -288,7 +298,7 @@ def media_spans(token_types: Tensor, media: DistinctMedia, cu_seqlens: Tensor | 
     rows = torch.arange(len(parts)).repeat_interleave(parts).to(types.device)  # The row of each part.
     features = torch.full_like(types, -1, dtype=torch.int64)
     sounds = torch.zeros_like(media.images) if media.sounds is None else media.sounds
-    for kind, table, name in ((IMAGE, media.images, "image"), (VIDEO, media.videos, "video"), (AUDIO, sounds, "audio")):
+    for (name, kind), table in zip(TOKEN_TYPES.items(), (media.images, media.videos, sounds), strict=True):
         table = table.to(types.device)
         chosen = types == kind
         before = torch.nn.functional.pad(chosen.cumsum(0), (1, 0))
@@ -308,9 +318,9 @@ def media_spans(token_types: Tensor, media: DistinctMedia, cu_seqlens: Tensor | 
     return MediaSpans(positions, features[positions])
 
 
-def split_media(row: RowMedia, counts: tuple[int, int], count: FeatureCounts) -> tuple[RowMedia, RowMedia] | None:
-    """A row's first media, which make ``counts`` features of images and of videos, and the others; ``None`` if a mapping has
-    features of both.
+def split_media(row: RowMedia, counts: tuple[int, ...], count: FeatureCounts) -> tuple[RowMedia, RowMedia] | None:
+    """A row's first media, which make ``counts`` features of each kind, and the others; ``None`` if a mapping has features of
+    both.
 
     >>> sizes = {"a": (4, 0), "b": (2, 0)}
     >>> split_media(({"x": "a"}, {"x": "b"}), (4, 0), lambda part: sizes[part["x"]])
@@ -319,12 +329,11 @@ def split_media(row: RowMedia, counts: tuple[int, int], count: FeatureCounts) ->
     True
     """
     parts = media_parts(row)
-    images = videos = 0
+    found = np.zeros_like(counts)
     for number, part in enumerate((*parts, {})):
-        if (images, videos) == counts:
+        if (found == counts).all():
             return tuple(parts[:number]), tuple(parts[number:])
-        more = count(part) if part else (0, 0)
-        images, videos = images + more[0], videos + more[1]
+        found += count(part) if part else 0
     return None
 
 

@@ -17,7 +17,10 @@ from dataproto.errors import MediaMismatch
 IMAGE, VIDEO, AUDIO = 1, 2, 3
 """Values of ``mm_token_type_ids``; 0 is text."""
 
-_NAMES = {IMAGE: "image", VIDEO: "video"}
+TOKEN_TYPES = {"image": IMAGE, "video": VIDEO, "audio": AUDIO}
+"""The kinds of media, in the order of their features, with the types of their tokens."""
+
+_NAMES = {kind: name for name, kind in TOKEN_TYPES.items()}
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from dataproto.columns import RowMedia, media_parts
 from dataproto.errors import InvalidMedia, MediaMismatch
+from dataproto.vlm.costs import join_grids
 from dataproto.vlm.media import PATCH_GRIDS, DistinctMedia, Ids, MediaLayout, distinct_media, split_media
-from dataproto.vlm.positions import AUDIO, IMAGE, VIDEO, Pieces, extend_positions, mrope_positions, text_positions
+from dataproto.vlm.positions import TOKEN_TYPES, Pieces, extend_positions, mrope_positions, text_positions
 
 _MEDIA_TOKENS = (
     "image",
@@ -31,6 +32,11 @@ class MediaTokens:
     vision_start: int | None = None
     vision_end: int | None = None
     audio: int | None = None
+
+    def of(self, kind: str) -> int | None:
+        """The placeholder of media of a kind."""
+        placeholder: int | None = getattr(self, kind)
+        return placeholder
 
 
 class PromptLayout:
@@ -70,7 +76,7 @@ class PromptLayout:
         )
 
     def banned_ids(self, config: Any) -> tuple[int, ...]:
-        """Ids that the policy never samples, ascending: a sampled placeholder has no image or video that belongs to it."""
+        """Ids that the policy never samples, ascending: a sampled placeholder has no medium that belongs to it."""
         found = {getattr(config, f"{name}_token_id", None) for name in _MEDIA_TOKENS}
         return tuple(sorted(token for token in found if token is not None))
 
@@ -78,8 +84,8 @@ class PromptLayout:
         """Types int8 of the tokens of prompts, in their shape: 0 text, 1 image, 2 video, 3 sound."""
         tokens = self.media_tokens(config)
         types = torch.zeros_like(input_ids, dtype=torch.int8)
-        for kind, token in ((IMAGE, tokens.image), (VIDEO, tokens.video), (AUDIO, tokens.audio)):
-            if token is not None:
+        for name, kind in TOKEN_TYPES.items():
+            if (token := tokens.of(name)) is not None:
                 types += (input_ids == token).to(torch.int8) * kind
         return types
 
@@ -151,20 +157,19 @@ class PromptLayout:
         """
         tokens, parts = self.media_tokens(config), [media] if isinstance(media, Mapping) else media
         expanded = np.asarray(ids, dtype=np.int64)
-        images, videos = (self._counts(kind, parts, config) for kind in ("image", "video"))
-        if self.videos_by_frame and len(videos):
+        counts = {kind: self._counts(kind, parts, config) for kind in TOKEN_TYPES}
+        if self.videos_by_frame and len(videos := counts["video"]):
             grids = np.concatenate([np.asarray(self.media_layout.grids("video", part, config)) for part in parts])
             expanded = split_videos(expanded, tokens, frame_texts(grids, encode_text, seconds))
-            videos = np.repeat(videos // grids[:, 0], grids[:, 0])
-        if any(self.image_text) and len(images) and tokens.image is not None:
+            counts["video"] = np.repeat(videos // grids[:, 0], grids[:, 0])
+        if any(self.image_text) and len(counts["image"]) and tokens.image is not None:
             if encode_text is None:
                 raise MediaMismatch("an image of this family needs `encode_text`: text around it is part of the prompt")
             texts = [image for part in parts for image in self.image_texts(part, config)]
             texts = [self.numbered(image, images_before + number) for number, image in enumerate(texts)]
             expanded = self.place_texts(expanded, texts, config, encode_text)
-            images = np.concatenate([self.run_counts(part, config) for part in parts])
-        sounds = None if tokens.audio is None else self._counts("audio", parts, config)
-        return expand_ids(expanded, tokens, images, videos, sounds)
+            counts["image"] = np.concatenate([self.run_counts(part, config) for part in parts])
+        return expand_ids(expanded, tokens, counts)
 
     def place_texts(
         self, ids: Ids, texts: Sequence[tuple[str, ...]], config: Any, encode_text: Callable[[str], Sequence[int]]
@@ -232,26 +237,23 @@ class PromptLayout:
         """The joined ``multi_modal_inputs`` of rows. Tensors that several rows share are included once."""
         return distinct_media(rows, self.media_layout, config)
 
-    def feature_counts(self, row: RowMedia, config: Any) -> tuple[int, int]:
-        """Number of features of a row's images and of its videos, from its ``multi_modal_inputs``."""
-        layout, parts = self.media_layout, media_parts(row)
-        images, videos = (
-            sum(int(layout.feature_counts(kind, part, config).sum()) for part in parts) for kind in ("image", "video")
-        )
-        return images, videos
+    def feature_counts(self, row: RowMedia, config: Any) -> tuple[int, ...]:
+        """Number of features of a row's media of each kind of `TOKEN_TYPES`, from its ``multi_modal_inputs``."""
+        parts = media_parts(row)
+        return tuple(int(self._counts(kind, parts, config).sum()) for kind in TOKEN_TYPES)
 
     def split_media(self, row: RowMedia, token_types: Tensor, config: Any) -> tuple[RowMedia, RowMedia] | None:
         """The media of a row's first tokens, of these types ``(n,)``, and its other media; ``None`` if a mapping has both."""
-        counts = int((token_types == IMAGE).sum()), int((token_types == VIDEO).sum())
+        counts = tuple(int((token_types == kind).sum()) for kind in TOKEN_TYPES.values())
         return split_media(row, counts, lambda part: self.feature_counts(part, config))
 
     def grids(self, media: RowMedia, config: Any) -> Tensor:
-        """Grids ``(N, 3)`` int64 of the patches that the tower reads, first of images, then of videos."""
-        parts = media_parts(media) or ({},)
-        return torch.cat([self.media_layout.grids(kind, p, config).cpu() for kind in ("image", "video") for p in parts])
+        """Grids ``(N, 3)`` int64 that the towers read, of images, then of videos, then of sounds."""
+        layout, parts = self.media_layout, media_parts(media)
+        return join_grids(*(layout.grids(kind, part, config) for kind in layout.kinds for part in parts))
 
     def dummy_media(self, config: Any) -> dict[str, Tensor]:
-        """Inputs of the smallest image that the tower takes, all zero.
+        """Inputs of the smallest image that the tower takes, all zero; of a family with sounds, of the smallest sound too.
 
         Embedded with empty spans, they change no output and give every weight of the tower a gradient of zero. So a rank without
         media makes the same collective calls as the others.
@@ -259,33 +261,27 @@ class PromptLayout:
         return self.media_layout.smallest(config)
 
 
-# Unexpanded ids hold one placeholder for each image or video, expanded ids one for each of its features.
+# Unexpanded ids hold one placeholder for each medium, expanded ids one for each of its features.
 
 
-def expand_ids(
-    ids: Ids, tokens: MediaTokens, images: Ids, videos: Ids, sounds: Ids | None = None
-) -> tuple[Ids, npt.NDArray[np.int8]]:
-    """Repeat each placeholder once per feature of its medium; the arrays of media hold the numbers of features in order.
+def expand_ids(ids: Ids, tokens: MediaTokens, counts: Mapping[str, Ids]) -> tuple[Ids, npt.NDArray[np.int8]]:
+    """Repeat each placeholder once per feature of its medium; ``counts`` hold the numbers of features by kind, in order.
 
     Returns ids ``(P,)`` and token types ``(P,)``: 0 text, 1 image, 2 video, 3 sound. Raises `MediaMismatch` if the number of
     placeholders and of media differ.
 
     >>> tokens = MediaTokens(image=7, video=8, vision_start=5, vision_end=6)
-    >>> expand_ids(np.array([1, 5, 7, 6, 2]), tokens, np.array([3]), np.array([], dtype=int))
+    >>> expand_ids(np.array([1, 5, 7, 6, 2]), tokens, {"image": np.array([3])})
     (array([1, 5, 7, 7, 7, 6, 2]), array([0, 0, 1, 1, 1, 0, 0], dtype=int8))
     """
     repeats = np.ones_like(ids)
     types = np.zeros(len(ids), dtype=np.int8)
-    given = ((IMAGE, tokens.image, images), (VIDEO, tokens.video, videos), (AUDIO, tokens.audio, sounds))
-    for kind, token, counts in given:
-        if counts is None:
-            continue
-        name = {IMAGE: "image", VIDEO: "video", AUDIO: "audio"}[kind]
-        found = ids == token
-        if found.sum() != len(counts):
-            raise MediaMismatch(f"{found.sum()} {name} placeholders in the prompt, but {len(counts)} {name}s")
+    for name, kind in TOKEN_TYPES.items():
+        found, made = ids == tokens.of(name), counts.get(name, ())
+        if found.sum() != len(made):
+            raise MediaMismatch(f"{found.sum()} {name} placeholders in the prompt, but {len(made)} {name}s")
         types[found] = kind
-        repeats[found] = counts
+        repeats[found] = made
     return np.repeat(ids, repeats), np.repeat(types, repeats)
 
 

@@ -4,7 +4,7 @@
 """
 
 from dataproto.vlm import family_of
-from helpers.tiny_models import ALL_TYPES, FURTHER_TYPES, GEMMA4_TYPES, MODEL_TYPES, TEXT_TYPES
+from helpers.tiny_models import ALL_TYPES, FURTHER_TYPES, GEMMA4_TYPES, MODEL_TYPES, OMNI_TYPES, TEXT_TYPES
 
 HF_ENGINE_TYPES = tuple(each for each in ALL_TYPES if each != "idefics3")
 """Families whose tokens from the HF engine are compared with a loop without a cache."""
@@ -44,12 +44,13 @@ MEASURED_ON_H200 = {
 }
 """Families with a measurement in `benchmarks/RESULTS.md`, and the words there."""
 
-NOT_SHOWN_ON_H200 = ("minicpmv4_6", "muse_glimmer")
+NOT_SHOWN_ON_H200 = ("minicpmv4_6", "muse_glimmer", *OMNI_TYPES)
 """Families that failed or were left out when ``tests/workers/test_families_on_device.py`` last ran on an H200."""
 
 NOT_SUPPORTED = "no"
 FIELD = (
     ("Qwen3.5, Qwen3.6, Qwen3.8", "51 %", ("qwen3_5", "qwen3_5_moe")),
+    ("Qwen2.5-Omni, Qwen3-Omni", "14 % since July", OMNI_TYPES),
     ("Gemma 3, Gemma 4", "17 %", ("gemma3", *GEMMA4_TYPES)),
     ("Kimi K2.5 and later", "7 %", ("kimi_k25",)),
     ("Qwen3-VL", "6 %", ("qwen3_vl", "qwen3_vl_moe")),

@@ -18,9 +18,11 @@ from dataproto.vlm import family_of
 HYBRID_TYPES = ("qwen3_5", "qwen3_5_moe", "minicpmv4_6")
 GLM_TYPES = ("glm4v", "glm4v_moe", "glm46v", "glm46v+glm4v_moe_text")
 GEMMA4_TYPES = ("gemma4", "gemma4+per_layer", "gemma4+moe")
+OMNI_TYPES = ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
+"""Families that read sounds. In all tests a sound follows each image."""
 MOE_TYPES = (
     *("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "glm46v+glm4v_moe_text", "internvl+qwen3_moe", "kimi_k25"),
-    "gemma4+moe",
+    *("gemma4+moe", "qwen3_omni_moe_thinker"),
 )
 MROPE_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 WINDOWED_TYPES = ("gemma3", "gemma4")
@@ -29,7 +31,7 @@ TEXT_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 MODEL_TYPES = (*VLM_TYPES, "qwen3")  # one model without a vision tower for all
 FURTHER_TYPES = (
     *("glm4v_moe", "glm46v", "glm46v+glm4v_moe_text", "internvl+qwen3_moe", "minicpmv4_6", "kimi_k25"),
-    *("gemma4+per_layer", "gemma4+moe", "muse_glimmer"),
+    *("gemma4+per_layer", "gemma4+moe", "muse_glimmer", *OMNI_TYPES),
 )
 """Families close to others, whose costly checks are left to the long tests."""
 ALL_TYPES = tuple(dict.fromkeys((*MODEL_TYPES, *FURTHER_TYPES, "idefics3", *TEXT_TYPES)))
@@ -38,6 +40,7 @@ EACH_TYPE = tuple(each if each in MODEL_TYPES else pytest.param(each, marks=pyte
 TILED = ("internvl", "internvl+qwen3_moe", "smolvlm", "idefics3")
 VOCABULARY = 256
 IMAGE, VIDEO, START, END = 250, 251, 252, 253
+AUDIO, AUDIO_START, AUDIO_END = 254, 248, 249
 
 CLASSES = {
     "qwen2_vl": ("Qwen2VLConfig", "Qwen2VLForConditionalGeneration"),
@@ -57,6 +60,8 @@ CLASSES = {
     "minicpmv4_6": ("MiniCPMV4_6Config", "MiniCPMV4_6ForConditionalGeneration"),
     "kimi_k25": ("Kimi_K25Config", "Kimi_K25ForConditionalGeneration"),
     "muse_glimmer": ("MuseGlimmerConfig", "MuseGlimmerForConditionalGeneration"),
+    "qwen2_5_omni_thinker": ("Qwen2_5OmniThinkerConfig", "Qwen2_5OmniThinkerForConditionalGeneration"),
+    "qwen3_omni_moe_thinker": ("Qwen3OmniMoeThinkerConfig", "Qwen3OmniMoeThinkerForConditionalGeneration"),
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
     "mistral": ("MistralConfig", "MistralForCausalLM"),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
@@ -85,6 +90,23 @@ _VISION = {
 _VISION["qwen3_vl_moe"] = _VISION["qwen3_vl"]
 _VISION["qwen3_5"] = {name: size for name, size in _VISION["qwen3_vl"].items() if name != "deepstack_visual_indexes"}
 _VISION["qwen3_5_moe"] = _VISION["qwen3_5"]
+_VISION["qwen2_5_omni_thinker"] = {
+    name: size for name, size in _VISION["qwen2_5_vl"].items() if name != "tokens_per_second"
+}
+_VISION["qwen3_omni_moe_thinker"] = _VISION["qwen3_vl"]
+_SOUND = {
+    "num_mel_bins": 8,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 48,
+    "output_dim": 64,
+    "max_source_positions": 64,
+}
+_AUDIO: dict[str, dict[str, Any]] = {  # chunks of 8 frames, or windows of two chunks of 100
+    "qwen2_5_omni_thinker": _SOUND | {"n_window": 4},
+    "qwen3_omni_moe_thinker": _SOUND | {"n_window": 50, "n_window_infer": 200, "downsample_hidden_size": 4},
+}
 _GLM_VISION = {"hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48, "image_size": 32}
 _VISION |= dict.fromkeys(GLM_TYPES, _GLM_VISION)
 WINDOW = 7
@@ -136,6 +158,7 @@ _TEXT = {
     "qwen3_5_moe": _RECURRENT | _SPARSE,
     "qwen3_vl": _QWEN3_TEXT,
     "qwen3_vl_moe": _QWEN3_TEXT | _EXPERTS,
+    "qwen3_omni_moe_thinker": _QWEN3_TEXT | _EXPERTS,
 }
 
 
@@ -158,15 +181,24 @@ def tiny_config(model_type: str) -> Any:
     if model_type == "muse_glimmer":
         return _tiny_muse()
     vision = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    named = {"image_token_id": IMAGE, "video_token_id": VIDEO}
+    if model_type in OMNI_TYPES:
+        named = {
+            **{name.replace("_id", "_index") if "2_5" in model_type else name: token for name, token in named.items()},
+            "audio_token_index" if "2_5" in model_type else "audio_token_id": AUDIO,
+            "audio_start_token_id": AUDIO_START,
+            "audio_end_token_id": AUDIO_END,
+            "audio_config": _AUDIO[model_type],
+            "position_id_per_seconds": 5,
+        }
     text = _BASE_TEXT | {"rope_parameters": _ROPE}
     return getattr(transformers, CLASSES[model_type][0])(
         text_config=text | _TEXT.get(model_type, {}),
         vision_config=vision | _VISION[model_type],
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
         vision_start_token_id=START,
         vision_end_token_id=END,
         tie_word_embeddings=False,
+        **named,
         **({f"{name}_token_id": 246 + i for i, name in enumerate(_GLM_TOKENS)} if model_type in GLM_TYPES else {}),
     )
 
@@ -463,7 +495,20 @@ def image_inputs(config: Any, *grids: tuple[int, int], seed: int = 0, kind: str 
     dim = channels * times * vision.patch_size**2
     pixels = torch.randn(int(grid_thw.prod(-1).sum()), dim, generator=generator)
     suffix = "" if kind == "image" else "_videos"
-    return {f"pixel_values{suffix}": pixels, f"{kind}_grid_thw": grid_thw}
+    made = {f"pixel_values{suffix}": pixels, f"{kind}_grid_thw": grid_thw}
+    if config.model_type in OMNI_TYPES and kind == "image":
+        made |= sounds(config, *(rows * columns for rows, columns in grids), seed=seed) if grids else {}
+    elif config.model_type in OMNI_TYPES:
+        made["second_per_grid_ts"] = torch.full((len(grids),), 2.0)
+    return made
+
+
+def sounds(config: Any, *frames: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    """``multi_modal_inputs`` of sounds of so many random mel frames; 100 more for Qwen3-Omni, see `LongerSounds`."""
+    lengths = torch.tensor(frames) + (0 if config.model_type == OMNI_TYPES[0] else 100)
+    generator = torch.Generator().manual_seed(seed + 100)
+    features = torch.randn(int(lengths.sum()), config.audio_config.num_mel_bins, generator=generator)
+    return {"input_features": features, "audio_feature_lengths": lengths}
 
 
 def _placed_patches(config: Any, grids: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -510,6 +555,8 @@ def encode_text(text: str) -> list[int]:
 
 def forward_inputs(model: Any, types: torch.Tensor, media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Token types ``(B, L)`` and joined media as the forward of Hugging Face takes them."""
+    if model.config.model_type in OMNI_TYPES:
+        return forward_media(model, media)
     name = "token_type_ids" if model.config.model_type == "gemma3" else "mm_token_type_ids"
     return {name: types.int(), **forward_media(model, media)}
 
@@ -526,6 +573,16 @@ def forward_media(model: Any, media: Mapping[str, torch.Tensor]) -> dict[str, to
     if "target_sizes" in media:
         pixels = media["pixel_values"].permute(1, 2, 0, 3)
         return {"pixel_values": pixels.reshape(1, *pixels.shape[:2], -1), "target_sizes": media["target_sizes"]}
+    if model.config.model_type in OMNI_TYPES:
+        made = dict(media)
+        if "second_per_grid_ts" in made:
+            made["video_second_per_grid"] = made.pop("second_per_grid_ts")
+        if "input_features" in made:
+            lengths = made.pop("audio_feature_lengths")
+            parts = made["input_features"].split(lengths.tolist())
+            made["input_features"] = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True).transpose(1, 2)
+            made["feature_attention_mask"] = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
+        return made
     return dict(media)
 
 
@@ -558,6 +615,8 @@ def placeholder(model_type: str, kind: int = IMAGE) -> list[int]:
     """The token ids that a chat template writes for a medium; none for a model of text alone."""
     if model_type in TEXT_TYPES:
         return []
+    if model_type in OMNI_TYPES and kind == IMAGE:
+        return [START, IMAGE, END, AUDIO_START, AUDIO, AUDIO_END]
     return [kind] if any(family_of(model_type).image_text) else [START, kind, END]
 
 

@@ -1,176 +1,192 @@
-"""Qwen2.5-Omni's thinker: sounds among images and videos, against Hugging Face's own forward and positions."""
+"""The thinkers of Qwen-Omni: sounds among images and videos, against Hugging Face's own forward and positions."""
 
 from functools import cache
 
 import pytest
 import torch
-import transformers
 from torch.nn.functional import pad
 
-from dataproto.errors import MediaMismatch
+from dataproto.errors import InvalidConfig, MediaMismatch
 from dataproto.packing import pack_rows
-from dataproto.vlm import media_grids, media_spans
-from dataproto.vlm.families.qwen2_5_omni import Qwen25OmniThinker, sound_features
-from helpers.tiny_models import _BASE_TEXT, _ROPE, _VISION, END, IMAGE, START, VIDEO, padded
+from dataproto.vlm import family_of, media_grids, media_spans
+from dataproto.vlm.families import qwen_omni
+from helpers.tiny_models import (
+    AUDIO,
+    AUDIO_END,
+    AUDIO_START,
+    END,
+    IMAGE,
+    OMNI_TYPES,
+    START,
+    VIDEO,
+    forward_media,
+    image_inputs,
+    padded,
+    sounds,
+    tiny_model,
+)
 
-AUDIO, AUDIO_START, AUDIO_END = 254, 248, 249
-FAMILY = Qwen25OmniThinker()
-
-
-@cache
-def model():
-    vision = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
-    vision |= {k: v for k, v in _VISION["qwen2_5_vl"].items() if k != "tokens_per_second"}
-    config = transformers.Qwen2_5OmniThinkerConfig(
-        text_config=_BASE_TEXT | {"rope_parameters": _ROPE},
-        vision_config=vision,
-        audio_config={
-            "num_mel_bins": 8, "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 48,
-            "output_dim": 64, "n_window": 4, "max_source_positions": 64,
-        },
-        image_token_index=IMAGE, video_token_index=VIDEO, audio_token_index=AUDIO, vision_start_token_id=START,
-        vision_end_token_id=END, audio_start_token_id=AUDIO_START, audio_end_token_id=AUDIO_END,
-        position_id_per_seconds=5, seconds_per_chunk=2, tie_word_embeddings=False,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    made = transformers.Qwen2_5OmniThinkerForConditionalGeneration._from_config(
-        config, attn_implementation="sdpa", dtype=torch.float32
-    )
-    with torch.no_grad():
-        for weight in made.state_dict().values():
-            weight.add_(torch.randn_like(weight) * 0.05)
-    return made.eval()
+model_of = cache(tiny_model)
+every_type = pytest.mark.parametrize("model_type", OMNI_TYPES)
+HEARD = (AUDIO_START, AUDIO, AUDIO_END)
 
 
-def sound(*frames, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        "input_features": torch.randn(sum(frames), 8, generator=generator),
-        "audio_feature_lengths": torch.tensor(frames),
-    }
+def pictures(config, *sizes, kind="image", seed=0):
+    made = image_inputs(config, *sizes, kind=kind, seed=seed)
+    return {name: value for name, value in made.items() if name not in ("input_features", "audio_feature_lengths")}
 
 
-def grids(*sizes, kind="image", seed=0):
-    grid = torch.tensor(sizes)
-    pixels = torch.randn(int(grid.prod(-1).sum()), 96, generator=torch.Generator().manual_seed(seed))
-    return {f"pixel_values{'' if kind == 'image' else '_videos'}": pixels, f"{kind}_grid_thw": grid}
-
-
-def rows():
-    """A picture and two sounds, text, a sound, a video of 3 time steps with a sound of its own, the first sounds again."""
-    one = grids((1, 4, 6)) | sound(9, 30)
-    other = grids((3, 4, 4), kind="video", seed=1) | sound(21, seed=2) | {"second_per_grid_ts": torch.tensor([0.7])}
-    picture, heard, seen = (START, IMAGE, END), (AUDIO_START, AUDIO, AUDIO_END), (START, VIDEO, END)
+def rows(model):
+    """A picture and two sounds, text, a sound, a video of 3 time steps before a sound, the first sounds again."""
+    family, config = family_of(model), model.config
+    one = pictures(config, (4, 6)) | sounds(config, 9, 30)
+    other = pictures(config, (3, 4, 4), kind="video", seed=1) | sounds(config, 21, seed=2)
+    other["second_per_grid_ts"] = torch.tensor([0.6])
+    picture, seen = (START, IMAGE, END), (START, VIDEO, END)
     written = [
-        ([1, *heard, 2, *picture, 5, *heard, 7], one),
+        ([1, *HEARD, 2, *picture, 5, *HEARD, 7], one),
         ([3, 4, 5], {}),
-        ([*heard, 9, 8], sound(8, seed=3)),
-        ([10, *seen, 20, *heard, 21], other),
-        ([6, *picture, 11, *heard, *heard], one),
+        ([*HEARD, 9, 8], sounds(config, 8, seed=3)),
+        ([10, *seen, 20, *HEARD, 21], other),
+        ([6, *picture, 11, *HEARD, *HEARD], one),
     ]
-    return [FAMILY.expand(ids, media, model().config) for ids, media in written], [media for _, media in written]
+    return [family.expand(ids, media, config) for ids, media in written], [media for _, media in written]
 
 
-def theirs(ids, mask, media, **told):
-    """Keywords of Hugging Face's forward for padded rows."""
+def theirs(model, ids, mask, media):
+    """Logits of Hugging Face's forward for padded rows."""
     joined = {name: torch.cat([row[name] for row in media if name in row]) for row in media for name in row}
-    if "input_features" in joined:
-        lengths = joined.pop("audio_feature_lengths")
-        parts = joined.pop("input_features").split(lengths.tolist())
-        joined["input_features"] = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True).transpose(1, 2)
-        joined["feature_attention_mask"] = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
-    if "second_per_grid_ts" in joined:
-        joined["video_second_per_grid"] = joined.pop("second_per_grid_ts")
-    return {"input_ids": ids, "attention_mask": mask, "use_cache": False, **joined, **told}
+    return model(input_ids=ids, attention_mask=mask, use_cache=False, **forward_media(model, joined)).logits
 
 
-def packed(made, media):
+def packed(model, made, media):
+    family = family_of(model)
     ids, types, mask = padded(made, "right")
     kept = mask.bool()
-    positions = FAMILY.position_ids(types, mask, **media_grids(media), config=model().config)
-    distinct = FAMILY.distinct_media(media, model().config)
-    cu_seqlens = pad(mask.sum(1).cumsum(0), (1, 0))
-    embeddings, extras = FAMILY.embed(
-        model(), ids[kept][None], distinct.inputs, media_spans(types[kept][None], distinct, cu_seqlens)
-    )
+    positions = family.position_ids(types, mask, **media_grids(media), config=model.config)
+    distinct = family.distinct_media(media, model.config)
+    spans = media_spans(types[kept][None], distinct, pad(mask.sum(1).cumsum(0), (1, 0)))
+    embeddings, extras = family.embed(model, ids[kept][None], distinct.inputs, spans)
     places = positions.transpose(0, 1)[..., kept].unsqueeze(-2)
     bounds = pack_rows(ids, mask, types, torch.zeros(len(ids), 0), types).cu_seqlens
-    return model().lm_head(FAMILY.decode(model(), embeddings, places, extras, cu_seq_lens_q=bounds))[0]
+    return model.lm_head(family.decode(model, embeddings, places, extras, cu_seq_lens_q=bounds))[0]
 
 
-def test_log_probs_and_gradients_equal_a_padded_forward():
-    made, media = rows()
+@every_type
+def test_log_probs_and_gradients_equal_a_padded_forward(model_type):
+    model = model_of(model_type)
+    made, media = rows(model)
     ids, _, mask = padded(made, "left")
     found = {}
     for name in ("ours", "theirs"):
-        model().zero_grad()
-        logits = packed(made, media) if name == "ours" else model()(**theirs(ids, mask, media)).logits[mask.bool()]
+        model.zero_grad()
+        logits = packed(model, made, media) if name == "ours" else theirs(model, ids, mask, media)[mask.bool()]
         logits.log_softmax(-1)[:, :9].square().sum().backward()
-        grads = {path: p.grad.clone() for path, p in model().named_parameters() if p.grad is not None}
+        grads = {path: p.grad.clone() for path, p in model.named_parameters() if p.grad is not None}
         found[name] = logits.log_softmax(-1).detach(), grads
     (ours, gradients), (expected, reference) = found["ours"], found["theirs"]
     assert (ours - expected).abs().max() < 1e-5
     assert gradients.keys() == reference.keys()
     for name, gradient in reference.items():
         assert (gradients[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-5, name
-    assert reference["model.audio_tower.conv1.weight"].norm() > 0
-    model().zero_grad()
+    assert reference["model.audio_tower.layers.0.fc1.weight"].norm() > 0
+    model.zero_grad()
 
 
-@pytest.mark.parametrize("sizes", [((3, 4, 4), 0.7, 41), ((6, 2, 4), 1.0, 8), ((2, 4, 4), 1.0, 120)])
-def test_a_videos_sound_lies_at_the_positions_of_hugging_face(sizes):
-    grid, seconds, frames = sizes
-    heard, each = int(sound_features(torch.tensor(frames))), grid[1] * grid[2] // 4
-    # Two seconds of the video, two of the sound, and so on, as the processor writes them.
-    step = torch.tensor([int(t * torch.tensor(seconds).float() * 5) for t in range(grid[0])])
-    run = []
-    for chunk in range(max(int(step[-1]) // 10, (heard - 1) // 10) + 1):
-        run += [VIDEO] * int((step // 10 == chunk).sum()) * each
-        run += [AUDIO] * max(0, min(heard - 10 * chunk, 10))
+@pytest.mark.parametrize(
+    ("model_type", "grid", "seconds", "frames"),
+    [
+        ("qwen2_5_omni_thinker", (3, 4, 4), 0.7, 41),
+        ("qwen2_5_omni_thinker", (6, 2, 4), 1.0, 8),
+        ("qwen2_5_omni_thinker", (2, 4, 4), 1.0, 120),
+        ("qwen3_omni_moe_thinker", (3, 4, 4), 0.6, 41),
+        ("qwen3_omni_moe_thinker", (6, 2, 4), 1.0, 8),
+        ("qwen3_omni_moe_thinker", (2, 4, 4), 1.0, 120),
+    ],
+)
+def test_a_videos_sound_lies_at_the_positions_of_hugging_face(model_type, grid, seconds, frames):
+    model, family = model_of(model_type), family_of(model_type)
+    heard, each = int(family.media_layout.sound_features(torch.tensor(frames))), grid[1] * grid[2] // 4
+    run = family.joined_run(grid, seconds, heard, model.config)
+    assert run.count(VIDEO) == grid[0] * each
+    assert run.count(AUDIO) == heard
     ids = torch.tensor([[1, 2, START, AUDIO_START, *run, AUDIO_END, END, 3, 4]])
     mask = torch.ones_like(ids)
     times, shown = torch.tensor([seconds]), torch.tensor([grid])
-    expected, _ = model().model.get_rope_index(
+    expected, _ = model.model.get_rope_index(
         ids, None, shown, mask, use_audio_in_video=True, audio_seqlens=torch.tensor([frames]), second_per_grids=times
     )
-    types = FAMILY.token_types(ids, model().config)
-    ours = FAMILY.position_ids(types, mask, None, shown, times, model().config)
+    types = family.token_types(ids, model.config)
+    ours = family.position_ids(types, mask, None, shown, times, model.config)
     assert torch.equal(ours[:, 1:], expected.transpose(0, 1))
+    assert ours[0, 1, 2:5].tolist() == ([2, 2, 3] if family.shared_ends else [2, 3, 4])
 
 
-def test_positions_of_sounds_pictures_and_videos_equal_hugging_face():
-    made, media = rows()
+@every_type
+def test_positions_of_sounds_pictures_and_videos_equal_hugging_face(model_type):
+    model, family = model_of(model_type), family_of(model_type)
+    made, media = rows(model)
     ids, types, mask = padded(made, "left")
     lengths = torch.cat([row["audio_feature_lengths"] for row in media if row])
     shown = media_grids(media)
-    expected, _ = model().model.get_rope_index(
+    expected, _ = model.model.get_rope_index(
         ids, shown["image_grid_thw"], shown["video_grid_thw"], mask, False, lengths, shown["second_per_grid_ts"]
     )
-    ours = FAMILY.position_ids(types, mask, **shown, config=model().config)[:, 1:].transpose(0, 1)
+    ours = family.position_ids(types, mask, **shown, config=model.config)[:, 1:].transpose(0, 1)
     assert torch.equal(ours[:, mask.bool()], expected[:, mask.bool()])
 
 
 def test_sounds_that_do_not_fit_their_placeholders_are_refused():
-    config = model().config
+    model = model_of("qwen2_5_omni_thinker")
+    family, config = family_of(model), model.config
     with pytest.raises(MediaMismatch, match="count 9 mel frames, but there are 8"):
-        FAMILY.media_layout.feature_counts("audio", sound(8) | {"audio_feature_lengths": torch.tensor([9])}, config)
+        family.media_layout.grids("audio", sounds(config, 8) | {"audio_feature_lengths": torch.tensor([9])}, config)
+    with pytest.raises(MediaMismatch, match="needs 3 mel frames of each sound"):
+        family.media_layout.grids("audio", sounds(config, 8, 2), config)
     with pytest.raises(MediaMismatch, match="2 audio placeholders"):
-        FAMILY.expand([AUDIO, 1, AUDIO], sound(8), config)
+        family.expand([AUDIO, 1, AUDIO], sounds(config, 8), config)
     ids = torch.tensor([[AUDIO, AUDIO]])
     with pytest.raises(MediaMismatch, match="row 0: 2 audio placeholder tokens, but its media makes 5"):
-        media_spans(FAMILY.token_types(ids, config), FAMILY.distinct_media([sound(21)], config))
+        media_spans(family.token_types(ids, config), family.distinct_media([sounds(config, 21)], config))
 
 
+@every_type
 @pytest.mark.parametrize("kind", ["image", "sound"])
-def test_a_tower_without_media_runs_and_weighs_nothing(kind):
-    media = grids((1, 4, 6)) if kind == "image" else sound(8, 30)
-    ids = (
-        [1, START, IMAGE, END, 2] if kind == "image" else [AUDIO_START, AUDIO, AUDIO_END, AUDIO_START, AUDIO, AUDIO_END]
-    )
-    made = [FAMILY.expand(ids, media, model().config)]
+def test_a_tower_without_media_runs_and_weighs_nothing(model_type, kind):
+    model, family = model_of(model_type), family_of(model_type)
+    media = pictures(model.config, (4, 6)) if kind == "image" else sounds(model.config, 8, 30)
+    ids = [1, START, IMAGE, END, 2] if kind == "image" else [*HEARD, *HEARD]
+    made = [family.expand(ids, media, model.config)]
     row, _, mask = padded(made, "left")
-    logits = packed(made, [media])
-    assert (logits - model()(**theirs(row, mask, [media])).logits[0]).abs().max() < 1e-5
-    idle = model().model.audio_tower.conv1 if kind == "image" else model().model.visual.patch_embed.proj
+    logits = packed(model, made, [media])
+    assert (logits - theirs(model, row, mask, [media])[0]).abs().max() < 1e-5
+    counts = family.feature_counts(media, model.config)
+    assert len(family.features(model, media)) == sum(counts)
+    idle = model.model.audio_tower.layers[0].fc1 if kind == "image" else model.model.visual.patch_embed.proj
     (gradient,) = torch.autograd.grad(logits.sum(), idle.weight)
     assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
+@every_type
+def test_a_short_sound_has_the_same_features_whatever_is_next_to_it(model_type):
+    """Hugging Face fills up each chunk to the longest of the batch, which Qwen3-Omni's convolutions see."""
+    model, family = model_of(model_type), family_of(model_type)
+    config = model.config
+    short, long = ({"input_features": torch.randn(n, 8), "audio_feature_lengths": torch.tensor([n])} for n in (20, 200))
+    both = {name: torch.cat([short[name], long[name]]) for name in short}
+    with torch.no_grad():
+        single, joined = family.features(model, short), family.features(model, both)
+        reference = model.model.get_audio_features(**audio(model, both)).last_hidden_state
+    count = family.feature_counts(short, config)[2]
+    assert (joined[:count] - single).abs().max() < 1e-5
+    assert (joined[:, 0] - reference).abs().max() < 1e-5
+
+
+def audio(model, media):
+    return {name: value for name, value in forward_media(model, media).items() if name != "audio_feature_lengths"}
+
+
+def test_an_older_transformers_is_refused(monkeypatch):
+    monkeypatch.setattr(qwen_omni, "version", lambda _: "5.20.1")
+    with pytest.raises(InvalidConfig, match=r"need transformers 5\.21 or newer, and 5\.20\.1 is installed"):
+        family_of("qwen2_5_omni_thinker").check_supported(model_of("qwen2_5_omni_thinker").config)

@@ -1,4 +1,4 @@
-"""Features of images and videos by a vision tower that is not trained, computed once for all passes of a step."""
+"""Features of media by towers that are not trained, computed once for all passes of a step."""
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -16,7 +16,7 @@ Key = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Medium:
-    """One kind, images or videos, of a mapping of media, without what the other kind has of it."""
+    """One kind, such as images, of a mapping of media, without what the other kinds have of it."""
 
     inputs: Mapping[str, Any]
     names: tuple[str, ...]  # of the tensors that the tower takes
@@ -141,8 +141,9 @@ class KeptFeatures:
     def _media(self, rows: Sequence[RowMedia]) -> Iterator[Medium]:
         """Each distinct medium once, in the order of `VLMFamily.distinct_media`."""
         layout = self.family.media_layout
-        for kind, other in (("image", "video"), ("video", "image")):
-            names, others = layout.names(kind), layout.names(other)
+        for kind in layout.kinds:
+            names = layout.names(kind)
+            others = {name for other in layout.kinds if other != kind for name in layout.names(other)}
             seen: set[tuple[int, ...]] = set()
             for part in (part for row in rows for part in media_parts(row)):
                 objects = tuple(id(part[name]) for name in names if part.get(name) is not None)

@@ -75,8 +75,7 @@ class FullySharded(Transform):
             exact(mixer)
         for path in module.float32_parts:
             exact(module.get_submodule(path))
-        tower = module.family.vision_tower
-        towers = () if tower is None else (module.model.get_submodule(tower),)
+        towers = [module.model.get_submodule(tower) for tower in module.family.towers]
         for block in (*repeated_layers(module), *towers):
             shard(block, reshard_after_forward=True)
         shard(module, reshard_after_forward=False)

@@ -436,8 +436,8 @@ def _remove_outer_parts(module: PackedVLM, first: bool, last: bool) -> bool:
     head: Any = _find(model, family.head)
     tied = head is not None and head.weight is embedding.weight
     if not first:
-        if family.vision_tower is not None and family.vision_blocks is not None:
-            _empty(model, (family.vision_tower, family.vision_blocks, *family.mergers))
+        if family.vision_tower is not None:
+            _empty(model, (*family.vision_parts, *(set(family.repeated_layers) - {family.decoder_layers})))
         for path in family.layer_input_parts:
             remove_submodule(model, path)
         if not (tied and last):

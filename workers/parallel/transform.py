@@ -76,11 +76,6 @@ class Transform:
 
 
 def repeated_layers(module: PackedVLM) -> list[nn.Module]:
-    """Vision blocks and decoder layers, in the order in which they run."""
-    family, model = module.family, module.model
-    return [
-        layer
-        for path in (family.vision_blocks, family.decoder_layers)
-        if path is not None
-        for layer in model.get_submodule(path).children()
-    ]
+    """The layers of towers and decoder, in the order in which they run."""
+    paths = module.family.repeated_layers
+    return [layer for path in paths for layer in module.model.get_submodule(path).children()]

@@ -1,9 +1,9 @@
-"""The vision tower's work, split by whole images over the ranks that share their rows (sp x tp).
+"""The towers' work, split by whole media over the ranks that share their rows (sp x tp).
 
-Each rank encodes its part of the micro-batch's distinct images and videos, of about equal cost, and holds their features. Before
-they are placed, each feature is sent to the ranks whose tokens need it, and to no others; so no rank's device has the pixels or
-the features of all media. The tower's weights see a part of the images on each rank, so their gradients are sums over sp x tp:
-FSDP sums over dp x sp, `workers.parallel.tensor.TensorParallel.sum_gradients` over tp.
+Each rank encodes its part of the micro-batch's distinct images, videos and sounds, of about equal cost, and holds their features.
+Before they are placed, each feature is sent to the ranks whose tokens need it, and to no others; so no rank's device has the
+pixels or the features of all media. A tower's weights see a part of the media on each rank, so their gradients are sums over
+sp x tp: FSDP sums over dp x sp, `workers.parallel.tensor.TensorParallel.sum_gradients` over tp.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ from workers.ranks.mesh import Ranks
 
 
 class VisionSplit(Transform):
-    """Images and videos, split over sp x tp."""
+    """Images, videos and sounds, split over sp x tp."""
 
     @classmethod
     def is_due(cls, ranks: Ranks, options: ModelConfig) -> bool:
@@ -49,9 +49,10 @@ class SplitFeatures(TowerFeatures):
     def share(self, config: Any, media: Mapping[str, Tensor], device: torch.device) -> MediaPart:
         """This rank's part of the media, or a dummy image."""
         family = self.family
-        kinds = {kind: family.media_layout.grids(kind, media, config).cpu() for kind in ("image", "video")}
+        layout = family.media_layout
+        kinds = {kind: layout.grids(kind, media, config).cpu() for kind in layout.kinds}
         grids = torch.cat(list(kinds.values()))
-        counts = grids.prod(-1) // family.merge_size(config) ** 2
+        counts = layout.grid_features(grids, config)
         holders = torch.empty(len(grids), dtype=torch.int64)
         for rank, share in enumerate(balance(family.vision_flops(config, grids).sum(1), self.peers.size)):
             holders[torch.from_numpy(share)] = rank

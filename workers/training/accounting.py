@@ -91,10 +91,10 @@ def whole_work(stages: Sequence[Work]) -> Work:
 
 
 def _distinct_grids(module: PackedVLM, data: DataProto) -> torch.Tensor | None:
-    """Grids ``(N, 3)`` of the rows' images and videos, each distinct object once."""
+    """Grids ``(N, 3)`` of the rows' media, each distinct object once."""
     layout, config = module.family.media_layout, module.model.config
     found: dict[tuple[int, ...], torch.Tensor] = {}
-    for kind in ("image", "video"):
+    for kind in layout.kinds:
         for row in (part for media in media_of(data) for part in media_parts(media)):
             held = {name: row[name] for name in layout.names(kind) if row.get(name) is not None}
             key = tuple(map(id, held.values()))

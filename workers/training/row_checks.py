@@ -13,6 +13,7 @@ from dataproto import DataProto
 from dataproto.columns import COLUMNS, PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS, require
 from dataproto.errors import InvalidColumn, InvalidConfig, MediaMismatch, NonFiniteLogits
 from dataproto.ragged import RaggedTensor
+from dataproto.vlm.positions import TOKEN_TYPES
 from workers.model.packed_model import PackedVLM
 from workers.training.forward_pass import TRAINING_COLUMNS, media_of, token_types
 from workers.training.loss_sums import check_mode
@@ -133,10 +134,9 @@ def check_routed_experts(data: DataProto, module: PackedVLM) -> None:
 
 def check_media(data: DataProto, module: PackedVLM) -> None:
     types = token_types(module, data) * data["attention_mask"]
-    features: dict[tuple[int, ...], tuple[int, int]] = {}  # of media that many rows share, computed once
-    expected = []
+    features: dict[tuple[int, ...], tuple[int, ...]] = {}  # of media that many rows share, computed once
+    expected = torch.zeros(len(data), len(TOKEN_TYPES), dtype=torch.int64)
     for number, row in enumerate(media_of(data)):
-        images = videos = 0
         for part in row if isinstance(row, tuple | list) else (row,):
             if not isinstance(part, Mapping):
                 raise InvalidColumn(
@@ -145,27 +145,27 @@ def check_media(data: DataProto, module: PackedVLM) -> None:
             key = tuple(map(id, part.values()))
             if key not in features:
                 features[key] = part_features(number, part, module)
-            images, videos = images + features[key][0], videos + features[key][1]
-        expected.append((images, videos))
-    found = torch.stack([(types == kind).sum(1) for kind in (1, 2)], dim=1)
-    wrong = (found != torch.tensor(expected, dtype=torch.int64).view(-1, 2)).nonzero()
+            expected[number] += torch.tensor(features[key])
+    found = torch.stack([(types == kind).sum(1) for kind in TOKEN_TYPES.values()], dim=1)
+    wrong = (found != expected).nonzero()
     if len(wrong):
         row_number, kind = wrong[0].tolist()
         raise MediaMismatch(
-            f"row {row_number}: {int(found[row_number, kind])} {('image', 'video')[kind]} placeholder tokens, but its media "
-            f"makes {expected[row_number][kind]} features; a prompt that was cut through its media cannot be used: leave "
+            f"row {row_number}: {int(found[row_number, kind])} {[*TOKEN_TYPES][kind]} placeholder tokens, but its media "
+            f"makes {int(expected[row_number, kind])} features; a prompt that was cut through its media cannot be used: leave "
             "overlong prompts out, as PromptBuilder does"
         )
 
 
-def part_features(number: int, row: Mapping[str, Any], module: PackedVLM) -> tuple[int, int]:
-    """Numbers of features of the images and of the videos of a row, or of one of its turns; checks that their tensors are
-    complete and fit the tower.
+def part_features(number: int, row: Mapping[str, Any], module: PackedVLM) -> tuple[int, ...]:
+    """Numbers of features of the media of each kind of a row, or of one of its turns; checks that their tensors are complete and
+    fit the towers.
     """
     if not row:
-        return 0, 0
+        return (0,) * len(TOKEN_TYPES)
     layout, config = module.family.media_layout, module.model.config
-    for kind in ("image", "video"):
+    smallest = layout.smallest(config)
+    for kind in layout.kinds:
         names = layout.names(kind)
         given = [name for name in names if row.get(name) is not None]
         if not given:
@@ -176,7 +176,7 @@ def part_features(number: int, row: Mapping[str, Any], module: PackedVLM) -> tup
             if not isinstance(row[name], Tensor):
                 raise MediaMismatch(f"row {number}: {name!r} is a {type(row[name]).__name__}, not a tensor")
         pixels = row[names[0]]
-        tail = next(x.shape[1:] for x in layout.smallest(config).values() if x.is_floating_point())
+        tail = smallest.get(names[0], next(iter(smallest.values()))).shape[1:]
         if not pixels.is_floating_point() or pixels.shape[1:] != tail:
             raise MediaMismatch(
                 f"row {number}: {names[0]!r} is {pixels.dtype} {tuple(pixels.shape)}, but the model takes floating-point "

@@ -144,10 +144,9 @@ class ShardedExport:
         reverted = [each for each in conversions if not isinstance(each, PrefixChange)]
         set_on_module(self.shell, "_weight_conversions", reverted)  # a file is written by their reverse
         self.unused = UnusedWeights(model, family)
-        layers = [path for path in (family.vision_blocks, family.decoder_layers) if path is not None]
         stages = ranks.all_gather(self._stage(), "pp")
         (stages, *_) = ranks.all_gather(stages, "dp", "sp", "tp")  # ranks that see other files have the same plan
-        files = plan_export(stages, layers, FILE_BYTES)
+        files = plan_export(stages, family.repeated_layers, FILE_BYTES)
         self.mine = [file for file in files if file.writer == self.rank]
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="export")
         self._writing: Future[None] | None = None

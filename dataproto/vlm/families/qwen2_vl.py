@@ -13,7 +13,10 @@ class Qwen2VL(VLMFamily):
 
     model_type = "qwen2_vl"
     published: tuple[str, ...] = ("Qwen2-VL",)
-    checkpoint_names = ((r"^model\.visual\.", "visual."), (r"^model\.language_model\.", "model."))
+    checkpoint_names: tuple[tuple[str, str], ...] = (
+        (r"^model\.visual\.", "visual."),
+        (r"^model\.language_model\.", "model."),
+    )
     """Those from before the decoder became a submodule."""
 
     def vision_flops(self, config: Any, grids: Tensor) -> Tensor:
