@@ -94,7 +94,7 @@ def test_a_later_picture_that_cannot_be_read_is_told_before_a_model_is_loaded(br
     given = ["--data-path", str(folder), "--steps", "40", "--batch-size", "4", "--max-length", "500"]
     assert main([*given, "--output-dir", str(tmp_path / "run")]) == 2
     told = capsys.readouterr()
-    assert re.fullmatch(rf"error: row \d+: image .*{path.name} {says}.*--on-bad-row skip.*\n", told.err)
+    assert re.fullmatch(rf"error: row \d+: .*image .*{path.name} {says}.*--on-bad-row skip.*\n", told.err)
     assert "loading the actor" not in told.out
 
 

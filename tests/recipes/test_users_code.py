@@ -1,6 +1,7 @@
 """Errors in users' own functions, by file and line, and a run that continues by its directory alone."""
 
 import json
+import re
 
 import pytest
 
@@ -107,7 +108,7 @@ def test_trls_reward_gets_columns_and_pictures_by_name_and_its_numbers_are_metri
     assert main([*options, *own, f"{tmp_path}/mine.py:sized"]) == 2
     told = capsys.readouterr()
     assert "sized needs size, which the data does not have" in told.err
-    assert "the columns are answer, data_source, extra_info, ground_truth, index, photo, problem, " in told.err
+    assert "its columns are photo, problem, solution, and every reward gets answer, completions, " in told.err
     assert "loading the actor" not in told.out
     assert main([*options, *own, f"{tmp_path}/mine.py:iou"]) == 0
     first, last = rows_of(tmp_path / "run")
@@ -150,7 +151,7 @@ def test_data_without_a_ground_truth_stop_before_anything_is_loaded(given, tmp_p
     own = [*options[: options.index("--reward")], "--data-path", str(data), "--output-dir", str(tmp_path / "out")]
     assert main(own) == 2
     told = capsys.readouterr()
-    assert "row 0: there is no ground truth" in told.err
+    assert re.search(r"row 0: line 1 of \S+: there is no ground truth", told.err)
     assert "--answer-key" in told.err
     assert "its columns are label, problem" in told.err
     assert "loading the actor" not in told.out
@@ -166,7 +167,7 @@ def test_a_row_without_an_answer_stops_a_run_before_anything_is_loaded_or_is_ski
     own = [*options[: options.index("--reward")], "--data-path", str(data), "--steps", "4", "--output-dir"]
     assert main([*own, str(tmp_path / "stopped")]) == 2
     told = capsys.readouterr()
-    assert "row 3: there is no ground truth" in told.err
+    assert re.search(r"row 3: line 4 of \S+: there is no ground truth", told.err)
     assert "loading the actor" not in told.out
     assert main([*own, str(tmp_path / "run"), "--on-bad-row", "skip"]) == 0
     assert rows_of(tmp_path / "run")[-1]["data/skipped_rows"] == 1
