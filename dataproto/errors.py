@@ -111,7 +111,7 @@ class RewardError(DataProtoError, ValueError):
 
 
 class ScoreCountMismatch(RewardError):
-    """A reward function returned another number of scores than it got rows."""
+    """A reward function returned another number of scores than it got rows, or none for a row."""
 
 
 class UserFunctionFailed(DataProtoError, RuntimeError):

@@ -251,10 +251,10 @@ class _FromTRL:
         """Raises `RewardError` if the function needs a column that rows such as this one do not have."""
         given = self._columns([row])
         if lacking := _lacking(self.function, given):
-            columns = ", ".join(sorted(given.keys() - {"prompts", "completions"}))
+            own, others = ", ".join(sorted(row.columns)), ", ".join(sorted(given.keys() - row.columns.keys()))
             raise RewardError(
                 f"the reward {_name(self.function)} needs {', '.join(lacking)}, which the data does not have: name an argument "
-                f"as its column, or give it a default; the columns are {columns}"
+                f"as its column, or give it a default; its columns are {own or 'unknown'}, and every reward gets {others}"
             )
 
     def __call__(self, rows: Sequence[RewardRow]) -> list[dict[str, float]]:
@@ -326,7 +326,12 @@ def read_score(result: Any, place: str, function: Callable[..., Any]) -> dict[st
 
     Raises:
         RewardError: the score, or ``acc``, is not finite as a float32; names the row.
+        ScoreCountMismatch: there is no score.
     """
+    if result is None:
+        raise ScoreCountMismatch(
+            f"{place}: {_name(function)} returned None, which is no finite number: return 0 where it has nothing to judge"
+        )
     values = dict(result) if isinstance(result, Mapping) else {"score": result}
     numbers = {str(name): number for name, value in values.items() if (number := _number(value)) is not None}
     for name in ("score", *({"acc"} & numbers.keys())):
@@ -354,7 +359,8 @@ def _read_all(results: Any, rows: Sequence[RewardRow], function: Callable[..., A
     try:
         scores = list(results)
     except TypeError as error:
-        raise RewardError(f"{_name(function)} returned {results!r}, not a list of scores") from error
+        kind = ScoreCountMismatch if results is None else RewardError
+        raise kind(f"{_name(function)} returned {results!r}, not a list of scores") from error
     if len(scores) != len(rows):
         raise ScoreCountMismatch(f"{_name(function)} returned {len(scores)} scores for {len(rows)} rows")
     return [read_score(score, _place(number, rows[number]), function) for number, score in enumerate(scores)]

@@ -50,6 +50,18 @@ def test_a_reward_that_is_not_asked_is_named(capsys):
     ]
 
 
+def test_a_reward_without_a_score_for_a_row_ends_the_start():
+    def sometimes(completions, **columns):
+        return [1.0, None, 1.0]
+
+    with pytest.raises(
+        ScoreCountMismatch, match=r"^row 1 \(uid example-1, .*: sometimes returned None.*: return 0 where"
+    ):
+        check_reward(as_reward_function(sometimes), ROWS, tiny_builder(), here=True)
+    with pytest.raises(ScoreCountMismatch, match="returned None, not a list of scores"):
+        check_reward(as_reward_function(lambda completions: None), ROWS, tiny_builder(), here=True)
+
+
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_reward_that_returns_too_few_scores_ends_the_start(number):
     def one_for_all(rows):
