@@ -16,7 +16,7 @@ from recipes.run.checkpoints import Checkpoints, Loader, Stateful, TakenStep, re
 from recipes.run.environment_roles import check_played
 from recipes.run.evaluation import BestStep, Evaluate
 from recipes.run.metrics import Measure, measure_rollouts, timed
-from recipes.watch.console import LIBRARIES_FILE, Progress, libraries_aside, start_metrics, start_phase
+from recipes.watch.console import LIBRARIES_FILE, Progress, start_metrics, start_phase
 from recipes.watch.kept_rollouts import KeptRollouts
 from recipes.watch.loggers import RunLoggers, open_loggers
 from recipes.watch.metrics_file import METRICS_FILE, read_metrics
@@ -25,6 +25,7 @@ from recipes.watch.signals import LearningSignals, SpeedSignals
 from recipes.watch.trackers import LoggedRun
 from rollout.prompts import PromptBuilder
 from workers import Roles
+from workers.cluster.host import libraries_aside
 from workers.training.checkpoint import random_states, set_random_states
 
 

@@ -46,7 +46,7 @@ from recipes.run.run_directory import (
     with_schedules,
 )
 from recipes.run.tested_versions import tell_untested_versions
-from recipes.watch.console import start_phase
+from recipes.watch.console import LIBRARIES_FILE, start_phase
 from recipes.watch.kept_rollouts import KeptRollouts
 from recipes.watch.loggers import open_loggers
 from recipes.watch.report import REPORT_FILE
@@ -318,8 +318,10 @@ def launched(
 ) -> Roles:
     """The roles of a run where its options place them. ``others``: of `workers.launch`."""
     places = vars(config.ray) if config.on == "ray" else {}
+    shown = config.on == "ray" and config.ray.show_logs
     return launch(
         actor,
+        libraries=None if shown else config.run.output_dir.absolute() / LIBRARIES_FILE,
         reward=reward,
         rollout=rollout,
         on=config.on,

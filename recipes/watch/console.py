@@ -1,9 +1,7 @@
 """What a run shows on the console: the phases of its start, a table of steps with a bar below it, and a summary at its end."""
 
-import logging
 import math
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -241,41 +239,6 @@ class Progress:
         else:
             pace = (now - self._started) / max(step - self.done, 1)
         return pace * (self.total - step)
-
-
-@contextmanager
-def libraries_aside(file: Path) -> Iterator[None]:
-    """Appends what libraries log and warn of to a file instead of the console, whose table it would break; errors stay there."""
-    aside = logging.FileHandler(file, encoding="utf-8", delay=True)
-    aside.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
-
-    def divert(record: logging.LogRecord) -> bool:
-        if record.levelno < logging.ERROR:
-            aside.handle(record)
-        return record.levelno >= logging.ERROR
-
-    loggers = [
-        logging.root,
-        *(each for each in logging.root.manager.loggerDict.values() if isinstance(each, logging.Logger)),
-    ]
-    console = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
-    handlers = {each for logger in loggers for each in logger.handlers if getattr(each, "stream", None) in console}
-    handlers |= {logging.lastResort} if logging.lastResort else set()
-    warned = logging.getLogger("py.warnings")
-    for handler in handlers:
-        handler.addFilter(divert)
-    warned.addHandler(aside)
-    warned.propagate = False
-    logging.captureWarnings(True)
-    try:
-        yield
-    finally:
-        logging.captureWarnings(False)
-        warned.propagate = True
-        warned.removeHandler(aside)
-        for handler in handlers:
-            handler.removeFilter(divert)
-        aside.close()
 
 
 EVALUATED = (HELD_OUT_ACCURACY, HELD_OUT_REWARD, HELD_OUT_LOSS)

@@ -38,7 +38,8 @@ def model(tmp_path_factory) -> str:
 
 
 def test_ppo_with_its_critic(model, tmp_path):
-    (tmp_path / "mine.py").write_text(REWARD)
+    warning = REWARD.replace("    return", "    warnings.warn('slow')\n    return")
+    (tmp_path / "mine.py").write_text(f"import warnings\n{warning}")
     settings = (
         "--batch-size 4 --algorithm.n 2 --max-prompt-length 500 --max-response-length 6 --eval-rows 4 --optimizer.lr 1e-3"
         " --critic-optimizer.lr 1e-3 --algorithm.minibatch 2 --algorithm.critic-epochs 2 --token-budget 600 --steps 2"
@@ -50,6 +51,7 @@ def test_ppo_with_its_critic(model, tmp_path):
         assert geo3k_ppo.main(given) == 0
     assert rows_of(tmp_path / "one")[2]["critic/values/mean"] != 0
     assert_same_run(tmp_path / "two", tmp_path / "one")
+    assert "UserWarning: slow" in (tmp_path / "two" / "libraries.log").read_text()  # of the process that scores
 
 
 @pytest.mark.parametrize("recipe", [sft, classify])

@@ -7,7 +7,8 @@ import warnings
 import pytest
 from rich.console import Console
 
-from recipes.watch.console import Progress, StepTable, libraries_aside, start_phase
+from recipes.watch.console import Progress, StepTable, start_phase
+from workers.cluster.host import libraries_aside
 
 
 class Clock:

@@ -12,6 +12,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,12 @@ class Host:
         self.report = report
         self.desynced_by: str | None = None  # the call that failed on this rank, but perhaps not on all ranks
         self._listener: socket.socket | None = None
+        self._aside = ExitStack()
+
+    def keep_libraries_aside(self, file: Path) -> None:
+        """Appends what libraries warn of in this process to a file from now on, if its folder exists here."""
+        if file.parent.is_dir():
+            self._aside.enter_context(libraries_aside(file))
 
     def listen(self, ip: str) -> str:
         """Opens a port on ``ip`` for other ranks to connect to, and returns ``ip:port``.
@@ -229,6 +236,39 @@ def log_progress() -> None:
             "loggers": dict.fromkeys(PACKAGES, to_handler),
         }
     )
+
+
+@contextmanager
+def libraries_aside(file: Path) -> Iterator[None]:
+    """Appends what libraries log and warn of to a file instead of the console, whose table it would break; errors stay there."""
+    aside = logging.FileHandler(file, encoding="utf-8", delay=True)
+    aside.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
+
+    def divert(record: logging.LogRecord) -> bool:
+        if record.levelno < logging.ERROR:
+            aside.handle(record)
+        return record.levelno >= logging.ERROR
+
+    known = [each for each in logging.root.manager.loggerDict.values() if isinstance(each, logging.Logger)]
+    loggers = [logging.root, *(each for each in known if each.name not in PACKAGES)]
+    console = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    handlers = {each for logger in loggers for each in logger.handlers if getattr(each, "stream", None) in console}
+    handlers |= {logging.lastResort} if logging.lastResort else set()
+    warned = logging.getLogger("py.warnings")
+    for handler in handlers:
+        handler.addFilter(divert)
+    warned.addHandler(aside)
+    warned.propagate = False
+    logging.captureWarnings(True)
+    try:
+        yield
+    finally:
+        logging.captureWarnings(False)
+        warned.propagate = True
+        warned.removeHandler(aside)
+        for handler in handlers:
+            handler.removeFilter(divert)
+        aside.close()
 
 
 BUCKET_BYTES = 1 << 28  # tensors are sent together up to this size; a larger one by itself

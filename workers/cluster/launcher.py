@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ def launch(
     critic: CriticConfig | None = None,
     phase: Phase = nullcontext,
     may_shrink: bool = False,
+    libraries: Path | None = None,
     **options: Any,
 ) -> Roles:
     """Starts the roles of a recipe.
@@ -53,6 +55,7 @@ def launch(
         layout: the degrees of parallelism of actor, reference and critic.
         phase: is called with the name of each phase of the start, and gives a context manager for the time of the phase.
         may_shrink: if the nodes of a cluster have no room for ``layout``, take as many dp positions as they have room for.
+        libraries: file to which other processes append what libraries warn of, once they are started.
         options: of the backend; for Ray the fields of `RayConfig`.
 
     Raises:
@@ -61,7 +64,7 @@ def launch(
     """
     if isinstance(rollout, str):
         rollout = RolloutConfig(actor.model_path, engine=rollout)
-    plan = LaunchPlan(actor, reference, reward, rollout, layout or Layout(), critic, may_shrink)
+    plan = LaunchPlan(actor, reference, reward, rollout, layout or Layout(), critic, may_shrink, libraries)
     check_extras(None if rollout is None else rollout.engine, on, options.get("address"))
     seconds: dict[str, float] = {}
     roles: Roles = _backend(on).start_roles(plan, timed_phase(phase, seconds), **options)

@@ -280,6 +280,8 @@ def start_roles(plan: LaunchPlan, phase: Phase, **options: Any) -> Roles:
                 transfer_weights = _weight_transfer(pools, engines)
         if "scorers" in pools:  # in processes that have started meanwhile
             optional["reward"] = _started(reward, phase)
+        for each in pools.values() if plan.libraries else ():
+            each.wait([host.keep_libraries_aside.remote(plan.libraries) for host in each.hosts], "start")
         share_cores([group for group in (actor, engines, optional["reward"]) if group is not None])
 
         def after_sync() -> None:

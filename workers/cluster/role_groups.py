@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -32,6 +33,7 @@ class LaunchPlan:
     layout: Layout
     critic: CriticConfig | None = None
     may_shrink: bool = False  # take fewer dp positions if nodes are missing
+    libraries: Path | None = None  # file for what libraries warn of in other processes
 
 
 def trained_worker(config: ActorConfig | CriticConfig, *place: Any) -> Any:
