@@ -117,6 +117,7 @@ def supervised_task(config: EasyVQAConfig, rows: EasyVQA, model_path: str) -> Su
     asked = Mixture([Conversations(rows.train.open_questions(each)) for each in (True, False)], weights=[2, 1])
     loader = PromptLoader(asked, builder, config.sft.batch_size, config.run.seed, num_workers=data.num_workers)
     held_out = Answered(rows.test.in_random_order()[: data.eval_rows])
+    tell_data(loader, held_out)
 
     def evaluate(roles: Roles, step: int) -> dict[str, float]:
         return held_out_loss(roles, EvaluationLoader(held_out, builder, config.sft.batch_size))

@@ -29,7 +29,8 @@ class ShowOptions:
     """The options of the command itself.
 
     Attributes:
-        rows: number of rows of each data set to show: the first ones
+        rows: number of rows of each data set to show: the first ones; the wrong answer of a row is the truth of another one
+            of them, so that a single row has none
         page: file to which the rows are also written, a page for the browser with the pictures in it
     """
 

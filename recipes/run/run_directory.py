@@ -118,6 +118,10 @@ def with_schedules(run: RunConfig, config: Config, **updates: int) -> Config:
         kept = f"{option}.warmup-steps" not in now
         if kept and warmup is not None and warmup == began - 1 < optimizer.warmup_steps:  # shortened as the run began
             optimizer = replace(optimizer, warmup_steps=warmup)
+        if before and total != began and optimizer.schedule != "constant":
+            print(
+                f"{option}: the {optimizer.schedule} schedule ends with step {total // each} (before {began // each})"
+            )
         changed[name] = over_the_run(optimizer, total)
     completed: Config = replace(config, **changed)  # type: ignore[type-var]
     return completed

@@ -75,6 +75,7 @@ def test_a_run_goes_on_with_a_lower_rate_and_for_longer(first_run, capsys):
     assert main(["--resume", str(first_run), *change]) == 0
     shown = capsys.readouterr().out
     assert "after step 2: optimizer.lr 1e-05 (before 0.0005)" in shown
+    assert "optimizer: the linear schedule ends with step 3 (before 2)" in shown
     assert "reward/letters" in shown  # a column of the console
     assert "held-out reward (mean of 2)" in shown  # in the summary
     last = rows_of(first_run)[-1]

@@ -77,6 +77,7 @@ def test_an_interrupted_run_continues_as_if_it_had_not_been(
     directory = tmp_path / "halves"
     assert main(arguments(wheel, directory, "--steps", "2")) == 0
     printed = capsys.readouterr().out
+    assert re.search(r"^data: a stream or mixture of rows, \d+ a step; 5 held out$", printed, re.M)
     assert re.search(r"^data: \d+ rows read, \d+ to train on, 18 held out; ", printed, re.M)
     assert printed.count("measured: a step takes") == 3  # after its third step, and at the end of both phases
     assert main(arguments(wheel, directory, "--resume")) == 0
