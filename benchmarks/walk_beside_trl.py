@@ -37,11 +37,12 @@ sys.path[:] = [str(HERE.parent), *(place for place in sys.path if Path(place or 
 from recipes.configs.walk_config import WalkConfig, parse  # noqa: E402
 from recipes.demo.grid_walk import GridWalk, WalkRows  # noqa: E402
 from recipes.grpo import grpo_step  # noqa: E402
-from recipes.run.agent_roles import PlayedAgent  # noqa: E402
 from recipes.run.drawn_environment import demonstrated_model, episode_task  # noqa: E402
+from recipes.run.episode_roles import Played  # noqa: E402
 from recipes.run.policy_gradient import PolicyTask, run  # noqa: E402
 from recipes.run.run_directory import over_the_run  # noqa: E402
 from recipes.walk import WALK  # noqa: E402
+from rollout.agents import AgentPlan  # noqa: E402
 from rollout.engine import SamplingParams  # noqa: E402
 from rollout.environments import TurnRenderer, play_episodes  # noqa: E402
 from rollout.environments.episode_rows import episode_starts  # noqa: E402
@@ -121,7 +122,7 @@ def train_ours(config: WalkConfig, checkpoint: Path, recorder: Recorder, judge: 
     def prepare(options: WalkConfig) -> PolicyTask:
         task = replace(episode_task(options, replace(WALK, rows=NumberedWalks)), evaluate=evaluate)
         agent = agent_of(recorder.path.stem)
-        return task if agent is None else replace(task, played=PlayedAgent(agent, config.episodes.limits()))
+        return task if agent is None else replace(task, played=Played(AgentPlan(agent, config.episodes.limits())))
 
     config = replace(config, model_path=str(checkpoint))
     with contextlib.suppress(Reached):

@@ -27,10 +27,10 @@ from recipes.demo.problems import EPOCH_ROWS, RowsBySeed, Split
 from recipes.demo.tiny_model import TinyConfig
 from recipes.grpo import step_for
 from recipes.options import training_command
-from recipes.run.agent_roles import PlayedAgent
 from recipes.run.drawn_environment import MODEL, SmallModel, controlled_evaluation, demonstrated_model
+from recipes.run.episode_roles import Played
 from recipes.run.policy_gradient import PolicyTask, open_task_directory, prompt_builder, prompt_loader, run
-from rollout.agents import AgentTask
+from rollout.agents import AgentPlan, AgentTask
 
 SIDE, BUTTON = 112, 48  # pixels of a page and of its button
 CLICKS = [f"{x} {y}" for x in range(14, SIDE, 28) for y in range(14, SIDE, 28)]
@@ -150,7 +150,7 @@ def browse_task(config: BrowseConfig) -> PolicyTask:
     own, unseen = (PageRows(0, "test", config.data.eval_rows, opacity) for opacity in (1, 0))
     evaluate = controlled_evaluation(config, lambda step: own, [unseen], builder)
     loader = prompt_loader(config, builder, PageRows(config.run.seed), shuffle=False)
-    return PolicyTask(config, model, builder, loader, None, evaluate, PlayedAgent(press, config.agents.limits()))
+    return PolicyTask(config, model, builder, loader, None, evaluate, Played(AgentPlan(press, config.agents.limits())))
 
 
 main = training_command(parse, run, step_for, lambda _: browse_task)

@@ -12,7 +12,7 @@ more than N updates after it has begun. What has begun is part of a checkpoint.
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from dataproto import DataProto, object_array
 from dataproto.errors import DataProtoError, InvalidRow, RowCountMismatch
 from dataproto.packing import equally_wide
 from recipes.configs.shared.rollout_options import AT_A_TIME
-from recipes.run.environment_roles import PlayingRollout
 from recipes.run.look_ahead import LookAhead
 from recipes.run.loop import Loader
 from recipes.run.metrics import Measure, measure_rollouts
@@ -243,21 +242,22 @@ class CarryingRollout:
             return data
         return next(self.in_parts(prompts, sampling, parts=1))
 
+    def episodes(self, prompts: DataProto, plan: Plan, sampling: SamplingParams) -> DataProto:
+        """As many whole groups of episodes as there are prompts; see `workers.RolloutWorker.episodes`."""
+        if OWNER not in prompts:
+            data: DataProto = self.group.episodes(prompts, plan, sampling)
+            return data
+        return next(self.in_parts(prompts, sampling, plan, parts=1))
+
     def play(
         self, prompts: DataProto, make_environment: MakeEnvironment, sampling: SamplingParams, limits: EpisodeLimits
     ) -> DataProto:
-        """As many whole groups of episodes as there are prompts; see `workers.RolloutWorker.play`."""
-        if OWNER not in prompts:
-            data: DataProto = self.group.play(prompts, make_environment, sampling, limits)
-            return data
-        return next(self.in_parts(prompts, sampling, EpisodePlan(make_environment, limits), parts=1))
+        """`episodes` in environments; see `workers.RolloutWorker.play`."""
+        return self.episodes(prompts, EpisodePlan(make_environment, limits), sampling)
 
     def run(self, prompts: DataProto, agent: Agent, sampling: SamplingParams, limits: EpisodeLimits) -> DataProto:
-        """As many whole groups of an agent's episodes as there are prompts; see `workers.RolloutWorker.run`."""
-        if OWNER not in prompts:
-            data: DataProto = self.group.run(prompts, agent, sampling, limits)
-            return data
-        return next(self.in_parts(prompts, sampling, AgentPlan(agent, limits), parts=1))
+        """`episodes` of an agent; see `workers.RolloutWorker.run`."""
+        return self.episodes(prompts, AgentPlan(agent, limits), sampling)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.group, name)
@@ -388,7 +388,7 @@ def carry_samples(
 ) -> tuple[Loader, Measure]:
     """Replaces the rollout group by a `CarryingRollout`, if there is something to carry, for a run of ``steps``.
 
-    The roles may be those of `recipes.run.environment_roles.with_environment`, or become so later.
+    `recipes.run.episode_roles.with_episodes` takes the roles after this.
 
     Args:
         bound: `RolloutOptions.staleness`. With 0 and engines that are not ``apart`` nothing can be decoded while the model
@@ -402,10 +402,8 @@ def carry_samples(
     if bound is None or not (bound or apart):
         return loader, measure_rollouts
     goes_on: Callable[[], bool] = lambda: state.steps + 1 < steps  # noqa: E731
-    playing = roles.rollout if isinstance(roles.rollout, PlayingRollout) else None
-    group = roles.rollout if playing is None else playing.rollout
-    rollout = CarryingRollout(group, loader, bound, lambda: state.steps, goes_on, apart, corrected)
-    roles.rollout = rollout if playing is None else replace(playing, rollout=rollout)
+    rollout = CarryingRollout(roles.rollout, loader, bound, lambda: state.steps, goes_on, apart, corrected)
+    roles.rollout = rollout
     where = "engines with devices of their own" if apart else "engines that share the models' devices"
     corrects = "" if not bound else "; the correction weighs it" if corrected else "; the ratio in the loss weighs it"
     print(f"decoding ahead, {where}: sampled tokens are at most {bound} updates old{corrects}")

@@ -13,8 +13,7 @@ from recipes.configs.shared.run_config import announce_small_model
 from recipes.data.loader import EvaluationLoader, PromptLoader
 from recipes.data.splits import tell_data
 from recipes.demo.tiny_model import TinyConfig, make_tiny_model, model_of_run, teach
-from recipes.run.agent_roles import PlayedAgent
-from recipes.run.environment_roles import PlayedEnvironment, load_environment
+from recipes.run.episode_roles import Played, load_environment
 from recipes.run.evaluation import Evaluate, evaluate_samples
 from recipes.run.policy_gradient import (
     PolicyTask,
@@ -26,7 +25,7 @@ from recipes.run.policy_gradient import (
     prompt_loader,
 )
 from recipes.watch.console import start_phase
-from rollout.environments import MakeEnvironment, TurnRenderer
+from rollout.environments import EpisodePlan, MakeEnvironment, TurnRenderer
 from rollout.prompts import PromptBuilder, SupervisedBuilder
 from workers import Roles
 
@@ -86,23 +85,21 @@ def episode_task(config: EpisodeRunConfig, drawn: DrawnEnvironment, trains: bool
     return PolicyTask(config, model_path, builder, loader, None, evaluate, played)
 
 
-def open_played(
-    config: EpisodeRunConfig, drawn: DrawnEnvironment, model_path: str
-) -> tuple[PromptBuilder, PlayedEnvironment | PlayedAgent]:
+def open_played(config: EpisodeRunConfig, drawn: DrawnEnvironment, model_path: str) -> tuple[PromptBuilder, Played]:
     """The builder of the prompts, and what is played: the environment or agent that the options name, or the recipe's own."""
     data, episodes = config.data, config.episodes
     arguments = drawn.template_arguments if data.data_path is None else None
-    own = PlayedEnvironment(drawn.make, episodes.limits(), episodes.drop_cut)
+    own = Played(EpisodePlan(drawn.make, episodes.limits()), episodes.drop_cut)
     return prompt_builder(data, model_path, arguments), played_instead(episodes) or own
 
 
-def played_instead(episodes: EpisodesConfig) -> PlayedEnvironment | PlayedAgent | None:
+def played_instead(episodes: EpisodesConfig) -> Played | None:
     """The environment or agent that the options name. Raises `InvalidConfig`."""
     if episodes.agent is not None:
-        return PlayedAgent.of(episodes.agent, episodes)
+        return Played.by_agent(episodes.agent, episodes)
     if episodes.environment is None:
         return None
-    return PlayedEnvironment(load_environment(episodes.environment), episodes.limits(), episodes.drop_cut)
+    return Played(EpisodePlan(load_environment(episodes.environment), episodes.limits()), episodes.drop_cut)
 
 
 def name_departures(builder: PromptBuilder) -> None:

@@ -13,7 +13,7 @@ from dataproto.columns import require
 from dataproto.errors import InvalidConfig, WorkerFailed
 from recipes.configs.shared.run_config import RunConfig
 from recipes.run.checkpoints import Checkpoints, Loader, Stateful, TakenStep, restore
-from recipes.run.environment_roles import check_played
+from recipes.run.episode_roles import check_played
 from recipes.run.evaluation import BestStep, Evaluate
 from recipes.run.metrics import Measure, measure_rollouts, timed
 from recipes.watch.console import LIBRARIES_FILE, Progress, start_metrics, start_phase

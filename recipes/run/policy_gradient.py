@@ -28,9 +28,8 @@ from recipes.demo.rows import ProblemRows
 from recipes.demo.tiny_model import tiny_checkpoint
 from recipes.rewards import RewardFunction, load_reward
 from recipes.rewards.reward_check import check_reward, truth_check
-from recipes.run.agent_roles import PlayedAgent, with_agent
 from recipes.run.carrying import carry_samples
-from recipes.run.environment_roles import PlayedEnvironment, with_environment
+from recipes.run.episode_roles import Played, with_episodes
 from recipes.run.evaluation import Evaluate, held_out_evaluation, held_out_means
 from recipes.run.look_ahead import LookAhead
 from recipes.run.loop import StepFunction, attempts, check_step, next_batch, train
@@ -80,13 +79,11 @@ class PolicyTask:
     loader: PromptLoader
     reward: RewardFunction | None  # None: the rewards are those of an environment, or of an agent
     evaluate: Evaluate
-    played: PlayedEnvironment | PlayedAgent | None = None  # its episodes are the rollouts
+    played: Played | None = None  # its episodes are the rollouts
 
     def roles(self, launched: Roles) -> Roles:
         """The roles of a step: those that were launched, or roles that play."""
-        if isinstance(self.played, PlayedAgent):
-            return with_agent(launched, self.played)
-        return launched if self.played is None else with_environment(launched, self.played)
+        return launched if self.played is None else with_episodes(launched, self.played)
 
 
 def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[Any], PolicyTask] | None = None) -> Path:
@@ -183,7 +180,7 @@ def problems(config: PolicyGradientConfig, trains: bool = True) -> PolicyTask:
     """
     if trains:
         announce_small_model(config.model_path, config.data.data_path)
-    played = None if config.played_agent is None else PlayedAgent.of(*config.played_agent)
+    played = None if config.played_agent is None else Played.by_agent(*config.played_agent)
     reward = None
     if config.reward is not None or played is None:
         reward = load_reward(config.rewards, config.on == "local", config.reward_weights)

@@ -11,9 +11,9 @@ from dataproto.errors import InvalidConfig
 from helpers.option_files import in_files
 from recipes.configs.walk_config import parse as parse_walk
 from recipes.grpo import main, parse
-from recipes.run.agent_roles import AgentRollout, PlayedAgent, load_agent
+from recipes.run.episode_roles import Played, PlayingRollout, load_agent
 from recipes.watch.metrics_file import METRICS_FILE, read_metrics
-from rollout.agents import CommandAgent
+from rollout.agents import AgentPlan, CommandAgent
 from rollout.environments import EpisodeLimits
 
 OWN = """
@@ -84,7 +84,7 @@ class Reward:
 
 def test_the_reward_function_scores_the_last_row_of_episodes_without_a_reward():
     reward, data = Reward(), rows([False, False, True])
-    AgentRollout(None, PlayedAgent(print, EpisodeLimits(2)), reward=reward)._score(data)
+    PlayingRollout(None, Played(AgentPlan(print, EpisodeLimits(2))), reward=reward)._score(data)
     assert reward.asked == ["a"]
     assert data["token_level_rewards"].tolist() == [[0, 1], [0, 5], [0, 0]]
     assert data["score"].tolist() == [6.0, 6.0, 0.0]
@@ -93,7 +93,7 @@ def test_the_reward_function_scores_the_last_row_of_episodes_without_a_reward():
 
 def test_an_episode_without_any_reward_is_refused():
     with pytest.raises(InvalidConfig, match=r"row 1 \(uid u\): the agent returned no reward"):
-        AgentRollout(None, PlayedAgent(print, EpisodeLimits(2)))._score(rows([False, False, True]))
+        PlayingRollout(None, Played(AgentPlan(print, EpisodeLimits(2))))._score(rows([False, False, True]))
 
 
 def test_a_name_of_several_words_is_a_command(tmp_path):
@@ -109,7 +109,7 @@ def test_every_recipe_says_how_many_processes_a_command_has(tmp_path):
     own = parse([*agent, *in_files(["--agents.processes", "3", "--agents.memory-gib", "0.5"], tmp_path)]).agents
     walk = parse_walk([*agent, *["--processes", "3", "--memory-gib", "0.5"]]).episodes
     for options in (own, walk):
-        command = PlayedAgent.of(agent[1], options).agent
+        command = Played.by_agent(agent[1], options).plan.agent
         assert (command.at_once, command.memory_gib) == (3, 0.5)
     for of_none in ([], ["--agent", "own.py:agent"]):
         with pytest.raises(InvalidConfig, match="--processes would do nothing: only a command"):

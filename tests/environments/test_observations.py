@@ -16,10 +16,10 @@ from dataproto import DataProto
 from dataproto.errors import InvalidConfig, InvalidMedia, InvalidPrompt
 from helpers.episodes import RandomEngine, picture, prompts_of, renderer_of, starts_of
 from helpers.tiny_prompts import tiny_builder
-from recipes.run.environment_roles import EnvironmentReward, PlayedEnvironment, PlayingRollout
+from recipes.run.episode_roles import EpisodeReward, Played, PlayingRollout
 from recipes.run.evaluation import evaluate_samples
 from rollout.engine import SamplingParams
-from rollout.environments import EpisodeLimits, Observation, play_episodes
+from rollout.environments import EpisodeLimits, EpisodePlan, Observation, play_episodes
 from rollout.environments.environment_host import EnvironmentHost
 from rollout.environments.episode_rows import episode_columns, episode_starts
 from rollout.environments.other_libraries import from_gymnasium
@@ -281,9 +281,9 @@ class Rollouts:
     def __init__(self, renderer, engine=RandomEngine):
         self.renderer, self.engine = renderer, engine
 
-    def play(self, prompts, make, sampling, limits):
+    def episodes(self, prompts, plan, sampling):
         engine, starts = self.engine(self.renderer), episode_starts(prompts, sampling)
-        episodes = play_episodes(engine, self.renderer, starts, make, sampling, limits)
+        episodes = play_episodes(engine, self.renderer, starts, plan.make_environment, sampling, plan.limits)
         return episode_columns(prompts, episodes, self.renderer, 5)
 
 
@@ -301,7 +301,7 @@ def test_info_may_have_any_keys(capsys):
             return Observation(done=True, reward=1.0, info=INFO | {1: 2.0, None: "x"})
 
     renderer = renderer_of("qwen2_5_vl")
-    role = PlayingRollout(Rollouts(renderer), PlayedEnvironment(Telling, EpisodeLimits(turns=1)))
+    role = PlayingRollout(Rollouts(renderer), Played(EpisodePlan(Telling, EpisodeLimits(turns=1))))
     for _ in range(2):
         data = role.generate(prompts_of(renderer.builder, 2), SAMPLING)
     assert data["info"].tolist() == [INFO] * 2
@@ -328,10 +328,10 @@ def test_info_may_be_a_number_in_one_episode_and_a_text_in_another(tmp_path):
             return Observation(done=True, reward=0.5, info=told)
 
     renderer = renderer_of("qwen2_5_vl")
-    role = PlayingRollout(Rollouts(renderer), PlayedEnvironment(Telling, EpisodeLimits(turns=1)))
+    role = PlayingRollout(Rollouts(renderer), Played(EpisodePlan(Telling, EpisodeLimits(turns=1))))
     prompts = prompts_of(renderer.builder, 2)
     prompts["data_source"] = np.array(["told"] * 2, dtype=object)
-    roles = SimpleNamespace(rollout=role, reward=EnvironmentReward())
+    roles = SimpleNamespace(rollout=role, reward=EpisodeReward())
     metrics, (data,) = evaluate_samples(roles, [prompts], SAMPLING, tmp_path, 0)
     assert data["acc"].tolist() == [1, None]
     assert data["info"].tolist() == [{"acc": 1}, {"acc": "yes"}]
@@ -357,7 +357,7 @@ def test_an_environment_may_change_its_row():
     task = {"extra_info": {"steps": [3], "marks": np.array([0])}}
     prompts = renderer.builder([{"prompt": "Go.", "uid": "u", **task}])
     for _ in range(2):
-        data = Rollouts(renderer).play(prompts.repeat(3), Consuming, SAMPLING, EpisodeLimits(turns=1))
+        data = Rollouts(renderer).episodes(prompts.repeat(3), EpisodePlan(Consuming, EpisodeLimits(turns=1)), SAMPLING)
         assert data["end_reason"].tolist() == ["done"] * 3
         assert data["score"].tolist() == [21.0] * 3
     assert prompts["raw_prompt"][0][0]["content"] != "gone"
@@ -408,8 +408,8 @@ class Flaky:
 
 def test_an_evaluation_keeps_its_accuracy_though_all_episodes_of_a_batch_fail(tmp_path):
     renderer = renderer_of("qwen2_5_vl")
-    role = PlayingRollout(Rollouts(renderer), PlayedEnvironment(Flaky, EpisodeLimits(turns=1)))
-    roles = SimpleNamespace(rollout=role, reward=EnvironmentReward())
+    role = PlayingRollout(Rollouts(renderer), Played(EpisodePlan(Flaky, EpisodeLimits(turns=1))))
+    roles = SimpleNamespace(rollout=role, reward=EpisodeReward())
     prompts = prompts_of(renderer.builder, 4)
     metrics, _ = evaluate_samples(roles, [prompts[:2], prompts[2:]], SAMPLING, tmp_path, 1)
     assert metrics["val-core//acc/mean@1"] == 1.0
@@ -423,7 +423,7 @@ class FullEngine(RandomEngine):
 
 def test_prompts_for_which_there_is_no_room_are_told_once(capsys):
     renderer = renderer_of("qwen2_5_vl")
-    played = PlayedEnvironment(Flaky, EpisodeLimits(turns=1))
+    played = Played(EpisodePlan(Flaky, EpisodeLimits(turns=1)))
     role = PlayingRollout(Rollouts(renderer, FullEngine), played)
     for _ in range(2):
         data = role.generate(prompts_of(renderer.builder, 3), SAMPLING)

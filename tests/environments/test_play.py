@@ -15,9 +15,9 @@ from dataproto.columns import PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS
 from dataproto.errors import InvalidConfig, InvalidPrompt
 from helpers.checkpoints import write_checkpoint
 from helpers.episodes import DrawnEnvironment, RandomEngine, picture, prompts_of, renderer_of, starts_of
-from recipes.run.environment_roles import PlayedEnvironment, PlayingRollout
+from recipes.run.episode_roles import Played, PlayingRollout
 from rollout.engine import SamplingParams
-from rollout.environments import EpisodeLimits, Observation, TurnRenderer, play_episodes
+from rollout.environments import EpisodeLimits, EpisodePlan, Observation, TurnRenderer, play_episodes
 from rollout.environments.environment_host import EnvironmentHost
 from rollout.environments.episode_loop import WORTH_WAITING
 from rollout.environments.episode_rows import episode_columns
@@ -81,8 +81,8 @@ def test_episodes_that_a_limit_cut_can_be_left_out(roles):
     _, rollout, builder = roles
     prompts = builder([{"prompt": "Walk.", "uid": "a"}, {"prompt": "Run, please.", "uid": "b"}])
     sampling, limits = replace(SAMPLING, n=6, max_tokens=1), EpisodeLimits(turns=2)
-    kept = PlayingRollout(rollout, PlayedEnvironment(Corridor, limits)).generate(prompts, sampling)
-    dropped = PlayingRollout(rollout, PlayedEnvironment(Corridor, limits, drop_cut=True)).generate(prompts, sampling)
+    kept = PlayingRollout(rollout, Played(EpisodePlan(Corridor, limits))).generate(prompts, sampling)
+    dropped = PlayingRollout(rollout, Played(EpisodePlan(Corridor, limits), drop_cut=True)).generate(prompts, sampling)
     assert {"done", "length"} <= set(kept["end_reason"])
     for row, reason in enumerate(kept["end_reason"]):
         expected = kept["response_mask"][row] * (reason == "done")
@@ -216,7 +216,7 @@ def test_failed_episodes_are_rows_that_nothing_is_learned_from(roles, capsys):
     assert "error" in data["end_reason"]
     for row in range(2):
         assert bool(data["response_mask"][row].any()) == (data["end_reason"][row] == "length")
-    playing = PlayingRollout(rollout, PlayedEnvironment(Broken, EpisodeLimits(turns=3)))
+    playing = PlayingRollout(rollout, Played(EpisodePlan(Broken, EpisodeLimits(turns=3))))
     for _ in range(2):
         playing.generate(builder([{"prompt": "Walk.", "uid": "a"}]), SAMPLING)
     (told,) = capsys.readouterr().err.splitlines()  # once

@@ -33,7 +33,7 @@ from recipes.geo3k_grpo import parse
 from recipes.grpo import GRPOConfig, grpo_step, grpo_step_in_parts, step_for
 from recipes.run import carrying
 from recipes.run.carrying import OWNER, CarryingRollout, carry_samples
-from recipes.run.environment_roles import PlayedEnvironment, with_environment
+from recipes.run.episode_roles import Played, with_episodes
 from recipes.run.look_ahead import LookAhead
 from recipes.run.phases import StepState
 from rollout.continuation import WholeGroups
@@ -309,17 +309,13 @@ def test_a_saved_state_holds_what_is_decoded_ahead():
         assert len(set(learned)) == len(learned)
 
 
-@pytest.mark.parametrize("first", ["environment", "carrying"])
-def test_episodes_are_carried_over_whichever_comes_first(first):
+def test_episodes_are_carried_over():
     group, loader = Group(), LookAhead(Numbers())
     roles = workers.Roles(SimpleNamespace(), group, {})
     state = StepState(KLController(0.0))
     limits = EpisodeLimits(turns=2)
-    if first == "environment":
-        roles = with_environment(roles, PlayedEnvironment(Corridor, limits))
     batches, _ = carry_samples(roles, loader, 1, state, 5, corrected=True)
-    if first == "carrying":
-        roles = with_environment(roles, PlayedEnvironment(Corridor, limits))
+    roles = with_episodes(roles, Played(EpisodePlan(Corridor, limits)))
     data = roles.rollout.generate(next(batches), SamplingParams())
     assert data["uid"].tolist() == ["1", "2"]
     assert group.plan == EpisodePlan(Corridor, limits)
@@ -341,7 +337,7 @@ def test_episodes_learn_early_though_their_info_differs(path):
     """The episodes of one of two prompts say how far they came."""
     roles = Roles(path, carries=True)
     learner = workers.Roles(roles.actor, roles.rollout, {})
-    learner = with_environment(learner, PlayedEnvironment(Telling, EpisodeLimits(turns=2)))
+    learner = with_episodes(learner, Played(EpisodePlan(Telling, EpisodeLimits(turns=2))))
     data, _ = grpo_step_in_parts(learner, roles.prompts, GRPOConfig(n=2, kl_coef=0.0), SAMPLING)
     assert data["far"].tolist() == [info.get("far") for info in data["info"]]
     assert {None, 1.0} == set(data["far"])

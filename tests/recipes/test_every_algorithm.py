@@ -16,9 +16,9 @@ from recipes.demo.rows import ProblemRows
 from recipes.demo.tiny_model import make_tiny_model
 from recipes.grpo import GRPOConfig, grpo_step
 from recipes.ppo import PPOConfig, ppo_step
-from recipes.run.environment_roles import PlayedEnvironment, with_environment
+from recipes.run.episode_roles import Played, with_episodes
 from recipes.run.phases import StepState
-from rollout.environments import EpisodeLimits, Observation
+from rollout.environments import EpisodeLimits, EpisodePlan, Observation
 from rollout.prompts import PromptBuilder
 from workers import ActorConfig, OptimizerConfig, launch
 from workers.roles.critic import CriticConfig
@@ -111,7 +111,7 @@ class Talk:
 def test_every_advantage_over_turns(name, last_pictures, roles, prompts):
     make = ppo_step if name in WITH_CRITIC else grpo_step
     config = EpisodeAlgorithmConfig(n=2, advantage=name)
-    played = with_environment(roles, PlayedEnvironment(Talk, EpisodeLimits(turns=3, last_pictures=last_pictures)))
+    played = with_episodes(roles, Played(EpisodePlan(Talk, EpisodeLimits(turns=3, last_pictures=last_pictures))))
     sampling = replace(config.sampling(max_tokens=6, seed=3), stop_token_ids=tuple(range(0, 300, 2)))
     data, metrics = make(played, prompts[0], config, sampling)
     assert_learned(metrics)

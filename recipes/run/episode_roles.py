@@ -1,11 +1,11 @@
-"""Episodes in place of single responses: roles whose rollouts are played, with the rewards of the environment."""
+"""Episodes in place of single responses: roles whose rollouts are played in environments or by agents, with their rewards."""
 
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -14,10 +14,12 @@ from dataproto.columns import require, taken_names
 from dataproto.errors import InvalidConfig, UserFunctionFailed
 from recipes.algorithms.function_files import load_named_function
 from recipes.algorithms.turn_advantages import uncut_tokens
+from recipes.configs.shared.agents_config import EpisodeOptions
+from rollout.agents import Agent, AgentPlan, CommandAgent
+from rollout.agents.agent import MOST_PROCESSES
 from rollout.engine import SamplingParams
-from rollout.environments import EpisodeLimits, MakeEnvironment
+from rollout.environments import EpisodePlan, MakeEnvironment
 from rollout.environments.environment import Failure
-from rollout.environments.episode_loop import EpisodePlan
 from workers import Roles
 
 FAILURES = get_args(Failure)
@@ -32,56 +34,103 @@ def load_environment(name: str) -> MakeEnvironment:
     return load_named_function(name, "environment", InvalidConfig)
 
 
+def load_agent(name: str, memory_gib: float | None = None, processes: int = MOST_PROCESSES) -> Agent:
+    """The agent that a command line names as ``FILE.py:NAME``, or as a command of several words, for which the limits are.
+
+    Raises:
+        InvalidConfig: the file or the name does not exist, or the file cannot be imported.
+    """
+    if " " in name.strip():
+        return CommandAgent(name, memory_gib, processes)
+    return load_named_function(name, "agent", InvalidConfig)
+
+
 @dataclass(frozen=True)
-class PlayedEnvironment:
-    """An environment and how its episodes are played.
+class Played:
+    """Where episodes take place, and how long they may be.
 
     With ``drop_cut`` nothing is learned from episodes that a limit cut, see `uncut_tokens`.
     """
 
-    make: MakeEnvironment
-    limits: EpisodeLimits
+    plan: EpisodePlan | AgentPlan
     drop_cut: bool = False
 
+    @classmethod
+    def by_agent(cls, name: str, options: EpisodeOptions) -> "Played":
+        """By the agent of a command line. Raises `InvalidConfig`, see `load_agent`."""
+        agent = load_agent(name, options.memory_gib, options.processes)
+        return cls(AgentPlan(agent, options.limits()), options.drop_cut)
 
-def with_environment(roles: Roles, played: PlayedEnvironment) -> Roles:
+    @property
+    def who(self) -> str:
+        """Who acts, for messages."""
+        return "agent" if isinstance(self.plan, AgentPlan) else "environment"
+
+
+def with_episodes(roles: Roles, played: Played) -> Roles:
     """The same roles, except that ``roles.rollout.generate`` plays episodes and ``roles.reward.score`` leaves their rewards.
 
-    So every recipe that samples and scores trains on episodes.
+    So every recipe that samples and scores trains on episodes. Those for which an agent returns no reward are scored by the
+    reward role.
     """
-    optional = {**roles.optional, "reward": EnvironmentReward()}
-    return replace(roles, rollout=PlayingRollout(roles.rollout, played), optional=optional, scores_apart=False)
+    rollout = PlayingRollout(roles.rollout, played, roles.optional.get("reward"))
+    optional = {**roles.optional, "reward": EpisodeReward()}
+    return replace(roles, rollout=rollout, optional=optional, scores_apart=False)
 
 
 @dataclass(frozen=True)
 class PlayingRollout:
-    """A rollout role whose ``generate`` is its ``play``."""
+    """A rollout role whose ``generate`` plays episodes."""
 
-    who: ClassVar[str] = "environment"  # acts, for messages
     rollout: Any
-    played: PlayedEnvironment
+    played: Played
+    reward: Any = None  # the role that scores episodes without a reward of their agent
     told: set[str] = field(default_factory=set)  # failures and renamed columns that have been shown
 
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
-        """See `workers.RolloutWorker.play`; numbers of ``info`` are columns: ``acc`` under this name, and ``turns``, whose name
-        is taken (see `dataproto.columns.taken_names`), as ``info_turns``, told once.
+        """See `workers.RolloutWorker.episodes`; numbers of ``info`` are columns: ``acc`` under this name, and ``turns``, whose
+        name is taken (see `dataproto.columns.taken_names`), as ``info_turns``, told once.
         """
-        environment = self.played
-        return self._taken(self.rollout.play(prompts, environment.make, sampling, environment.limits))
+        return self._taken(self.rollout.episodes(prompts, self.played.plan, sampling))
 
     def in_parts(self, prompts: DataProto, sampling: SamplingParams) -> Iterator[DataProto]:
         """As `generate`; see `recipes.run.carrying.CarryingRollout.in_parts`."""
-        return map(self._taken, self.rollout.in_parts(prompts, sampling, self._plan))
-
-    @property
-    def _plan(self) -> Any:
-        return EpisodePlan(self.played.make, self.played.limits)
+        return map(self._taken, self.rollout.in_parts(prompts, sampling, self.played.plan))
 
     def _taken(self, data: DataProto) -> DataProto:
+        if "agent_scored" in data:
+            self._score(data)
         self._tell_failures(data)
         if self.played.drop_cut:
             data["response_mask"] = uncut_tokens(data["response_mask"], data["end_reason"])
         return self._with_numbers(data)
+
+    def _score(self, data: DataProto) -> None:
+        """Scores the last rows of episodes for which the agent returned no reward, in addition to what it gave for turns.
+
+        Raises:
+            InvalidConfig: there are some, and no reward function.
+        """
+        last = {name: row for row, name in enumerate(data["trajectory"])}
+        learned, scored = data["response_mask"].any(1), data["agent_scored"]
+        rows = [row for row in sorted(last.values()) if learned[row] and not scored[row]]
+        if not rows:
+            return
+        if self.reward is None:
+            raise InvalidConfig(
+                f"row {rows[0]} (uid {data['uid'][rows[0]]}): the agent returned no reward: let it return a number, or give "
+                "--reward"
+            )
+        asked = data[rows]
+        asked.pop(["token_level_rewards"], ["score", "response_text"])  # which the reward function writes
+        found = self.reward.score(asked)
+        data["token_level_rewards"][rows] += found["token_level_rewards"]
+        for name in set(found.non_tensor_batch) - {"response_text"}:
+            column = data[name] if name in data else np.full(len(data), None, dtype=object)
+            for row, value in zip(rows, found[name], strict=True):
+                told = np.flatnonzero(data["trajectory"] == data["trajectory"][row])
+                column[told] = value + column[row] if name == "score" else value
+            data[name] = column
 
     def _with_numbers(self, played: DataProto) -> DataProto:
         infos = [{name: each for name, each in info.items() if not isinstance(each, str)} for info in played["info"]]
@@ -101,8 +150,8 @@ class PlayingRollout:
         if column not in self.told:
             self.told.add(column)
             print(
-                f"warning: {name} in the {self.who}'s info is the column {column}: {name} is a column of the library or of the "
-                "data (docs/columns.md)",
+                f"warning: {name} in the {self.played.who}'s info is the column {column}: {name} is a column of the library "
+                "or of the data (docs/columns.md)",
                 file=sys.stderr,
             )
 
@@ -121,7 +170,7 @@ class PlayingRollout:
                 self.told.add(message)
                 place = f"row {row} (uid {data['uid'][row]}, response {str(data['response_text'][row])!r:.100})"
                 print(
-                    f"warning: the {self.who} of {place} failed, nothing is learned from its episode: {message}",
+                    f"warning: the {self.played.who} of {place} failed, nothing is learned from its episode: {message}",
                     file=sys.stderr,
                 )
 
@@ -146,7 +195,7 @@ def check_played(data: DataProto, step: int, written: Path | None = None) -> Non
     raise UserFunctionFailed(f"every episode of step {step} failed ({len(data)} rows{so}): {message}{place}")
 
 
-class EnvironmentReward:
+class EpisodeReward:
     """A reward role for rows that have their rewards."""
 
     def score(self, data: DataProto) -> DataProto:
