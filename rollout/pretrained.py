@@ -16,11 +16,12 @@ IMAGE_BACKEND = "pil"
 
 
 def family_and_config(model_path: str) -> tuple[VLMFamily, Any]:
-    """The family and the config of a checkpoint directory. Raises `UnknownModel`."""
+    """The family of a checkpoint directory and the config of the model that is built for it. Raises `UnknownModel`."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model_path)
-    return family_of(config), config
+    family = family_of(config)
+    return family, family.used_config(config)
 
 
 def load_model(family: VLMFamily, model_path: str, dtype: torch.dtype) -> Any:
@@ -173,11 +174,11 @@ def load_prompt_parts(path: str | os.PathLike[str]) -> tuple[Any, Any, Any]:
         InvalidConfig: one of them is absent, or the template cannot be read.
         UnknownModel: the checkpoint is of no registered family.
     """
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
     try:
-        tokenizer, config = AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path)
-        sees = family_of(config).media_layout.names("image")
+        tokenizer, (family, config) = AutoTokenizer.from_pretrained(path), family_and_config(os.fspath(path))
+        sees = family.media_layout.names("image")
         parts = tokenizer, load_image_processor(path) if sees else None, config
     except (OSError, ValueError) as error:
         raise InvalidConfig(f"{path} lacks a part of a checkpoint: {str(error).splitlines()[0]}") from error

@@ -122,10 +122,14 @@ class VLMFamily(PromptLayout, ForwardCosts):
     """Patterns of parameters that stay in float32 where the model computes in a narrower dtype."""
     checkpoint_names: tuple[tuple[str, str], ...] = ()
     """Patterns of names of parameters, of which the first that fits is replaced, and what replaces it in checkpoints."""
+    part: str = ""
+    """The name of these models in larger ones: checkpoints have a ``<part>_config`` and weights ``<part>.*``. Empty: none."""
     unused_configs: tuple[str, ...] = ()
     """Names in a model's config of the configs of parts that nothing here runs, such as a tower for audio; see `used_config`."""
     unused_weights: tuple[str, ...] = ()
     """Patterns of weights in checkpoints that the model does not load. An export keeps them as they were."""
+    unused_files: tuple[str, ...] = ()
+    """Files that belong to these weights."""
     experts: str | None = None
     """Pattern of the modules that hold the fused weights ``(experts, ...)`` of a sparse layer. ``None``: all layers are dense."""
     router: str = "gate"
@@ -144,13 +148,24 @@ class VLMFamily(PromptLayout, ForwardCosts):
         return self.model_class().from_config(self.used_config(config), dtype=torch.float32, attn_implementation="sdpa")
 
     def used_config(self, config: Any) -> Any:
-        """The config of the model that is built for a checkpoint: a copy without `unused_configs`, if it has some of them."""
+        """The config of the model that is built for a checkpoint: that of its `part`, or a copy without `unused_configs`."""
+        if (part := getattr(config, f"{self.part}_config", None)) is not None:
+            part.name_or_path = config.name_or_path
+            return part
         held = [name for name in self.unused_configs if getattr(config, name, None) is not None]
         if not held:
             return config
         used = copy.deepcopy(config)
         for name in held:
             setattr(used, name, None)
+        return used
+
+    def whole_config(self, used: Any, stored: Any) -> Any:
+        """The config ``stored`` of a checkpoint with ``used`` in place of its `used_config`."""
+        if getattr(stored, f"{self.part}_config", None) is not None:
+            setattr(stored, f"{self.part}_config", used)
+            return stored
+        used.update({name: getattr(stored, name) for name in self.unused_configs})
         return used
 
     @property

@@ -46,6 +46,9 @@ _SHIPPED = {
 several, ``model_type+kind`` for one that `VLMFamily.kind` names. The file is imported on first use.
 """
 
+_LARGER = {"qwen2_5_omni": "qwen2_5_omni_thinker", "qwen3_omni_moe": "qwen3_omni_moe_thinker"}
+"""Types of models of which a part has a family, see `VLMFamily.part`."""
+
 _REFUSED = {
     "internvl+gpt_oss": (
         "the attention of gpt-oss has a learned sink in every head and a sliding window in every other layer, which packed "
@@ -84,7 +87,7 @@ def family_of(model: Any) -> VLMFamily:
 
 
 def _named(model_type: Any, text_type: str | None) -> VLMFamily:
-    for name in (f"{model_type}+{text_type}", model_type):
+    for name in (f"{model_type}+{text_type}", _LARGER.get(model_type, model_type)):
         if name in _registered:
             return _registered[name]
         if name in _SHIPPED:

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
-from transformers import AutoConfig
 from transformers.utils.logging import disable_progress_bar
 
-from dataproto.vlm import family_of
 from recipes.classify import classification_task, open_labelled
 from recipes.configs.plan_config import ClusterConfig, PlanConfig, parse
 from recipes.configs.shared.device_preset import preset_line
@@ -30,6 +28,7 @@ from recipes.plan.setting import Setting
 from recipes.run import policy_gradient
 from recipes.run.run_directory import over_epochs
 from recipes.sft import conversation_task
+from rollout.pretrained import family_and_config
 from workers.model.model_config import ModelConfig
 from workers.training.loading import checkpoint_family
 
@@ -130,7 +129,7 @@ def model_to_plan(asked: PlanConfig, path: Path) -> str:
 
 def make_published_model(path: Path, preset: str) -> Path:
     """A folder with the config of a published model, and tokenizer and image processor of the small one."""
-    config, small = published_config(preset), AutoConfig.from_pretrained(make_tiny_model(path))
+    config, (_, small) = published_config(preset), family_and_config(str(make_tiny_model(path)))
     for name in ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"):
         setattr(config, name, getattr(small, name))
     config.save_pretrained(path)
@@ -151,8 +150,8 @@ def simulated(asked: ClusterConfig) -> Forecast:
     if asked.model_path is None:
         config = published_config(asked.preset)
     else:
-        config = AutoConfig.from_pretrained(asked.model_path)
-        family_of(config).check_supported(config)
+        family, config = family_and_config(str(asked.model_path))
+        family.check_supported(config)
     side = 2 * max(isqrt(asked.image_patches) // 2, 1)
     grids = ((1, side, side),) if asked.image_patches else ()
     prompts = PromptSizes((asked.prompt_length,), (grids,)).repeated(asked.batch_size)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 from dataproto.errors import DataProtoError, InvalidConfig, NonFiniteLogits, end_after, ending
 from dataproto.transfer import move
@@ -36,7 +36,7 @@ from rollout.hf.prediction_head import load_head
 from rollout.hf.requests import KeptPrefixes, OpenRequest, Prefix, check_room
 from rollout.hf.speculation import DraftPlaces, KeptStates, Speculation, matching, padded_drafts
 from rollout.low_rank import LowRankLayers, held_adapter
-from rollout.pretrained import check_speculation, end_ids, generation_config, load_model
+from rollout.pretrained import check_speculation, end_ids, family_and_config, generation_config, load_model
 from rollout.sampling import (
     check_sampled,
     completes_stop_text,
@@ -93,9 +93,8 @@ class HFEngine:
         if dtype == "auto":
             dtype = "bfloat16" if self.device.type == "cuda" else "float32"
         self.dtype: torch.dtype = getattr(torch, dtype)
-        config = AutoConfig.from_pretrained(model_path)
+        family, config = family_and_config(model_path)
         self.end_ids = end_ids(generation_config(model_path, config), config)
-        family = family_of(config)
         family.check_supported(config)
         check_speculation(speculate)
         model = load_model(family, model_path, self.dtype)

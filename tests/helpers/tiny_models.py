@@ -635,3 +635,33 @@ def padded(rows: Any, side: str = "left") -> tuple[torch.Tensor, torch.Tensor, t
             [torch.as_tensor(ids), torch.as_tensor(types).long(), torch.ones(len(ids)).long()]
         )
     return out[0], out[1], out[2]
+
+
+def whole_omni(path: Any) -> Any:
+    """A checkpoint of a small Qwen2.5-Omni with the talker, which speaks, and the voices that belong to it."""
+    thinker = tiny_config(OMNI_TYPES[0])
+    speech = {f"tts_codec_{name}_token_id": 28 + place for place, name in enumerate(("start", "end", "pad", "mask"))}
+    ends = dict.fromkeys(
+        ("vision_start_token_id", "vision_end_token_id", "audio_start_token_id", "audio_end_token_id"), 7
+    )
+    talker = {**_BASE_TEXT, **speech, **ends, "vocab_size": 32, "embedding_size": 64, "hidden_size": 32, "head_dim": 32}
+    tokens = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+        "emb_dim": 16,
+        "mel_dim": 8,
+    }
+    encoder = {"enc_emb_dim": 16, "enc_dim": 16, "enc_channels": (16, 16, 16, 16, 32), "num_embeds": 33}
+    wave = {"mel_dim": 8, "upsample_initial_channel": 16, "upsample_rates": (2, 2), "upsample_kernel_sizes": (4, 4)}
+    config = transformers.Qwen2_5OmniConfig(
+        thinker_config=thinker.to_dict(),
+        talker_config=talker | {"rope_parameters": _ROPE},
+        token2wav_config={"dit_config": tokens | encoder, "bigvgan_config": wave},
+    )
+    torch.manual_seed(0)
+    model = transformers.Qwen2_5OmniForConditionalGeneration(config)
+    model.save_pretrained(path)
+    torch.save({"Ethan": {"bos_token": 1, "cond": torch.ones(2), "ref_mel": torch.ones(3)}}, path / "spk_dict.pt")
+    return model

@@ -10,6 +10,7 @@ from dataproto.errors import InvalidConfig, MediaMismatch
 from dataproto.packing import pack_rows
 from dataproto.vlm import family_of, media_grids, media_spans
 from dataproto.vlm.families import qwen_omni
+from helpers.batches import padded_log_probs, prompt_batch, with_responses
 from helpers.tiny_models import (
     AUDIO,
     AUDIO_END,
@@ -24,7 +25,12 @@ from helpers.tiny_models import (
     padded,
     sounds,
     tiny_model,
+    whole_omni,
 )
+from rollout import SamplingParams
+from rollout.hf import HFEngine
+from rollout.responses import build_requests
+from workers.roles.actor import ActorConfig, ActorWorker
 
 model_of = cache(tiny_model)
 every_type = pytest.mark.parametrize("model_type", OMNI_TYPES)
@@ -190,3 +196,29 @@ def test_an_older_transformers_is_refused(monkeypatch):
     monkeypatch.setattr(qwen_omni, "version", lambda _: "5.20.1")
     with pytest.raises(InvalidConfig, match=r"need transformers 5\.21 or newer, and 5\.20\.1 is installed"):
         family_of("qwen2_5_omni_thinker").check_supported(model_of("qwen2_5_omni_thinker").config)
+
+
+def test_the_talker_of_a_whole_checkpoint_is_not_loaded_and_stays_in_exports(tmp_path):
+    model = whole_omni(tmp_path / "before")
+    actor = ActorWorker(ActorConfig(str(tmp_path / "before")), torch.device("cpu"))
+    prompts = prompt_batch(model.thinker.config, [[(4, 6)], []], texts=[4, 5])
+    data = with_responses(model.thinker.config, prompts, lengths=[5, 3], width=6)
+    expected = padded_log_probs(model.thinker.eval(), data)
+    assert (actor.log_probs(data)["old_log_probs"] - expected).abs().max() < 1e-5
+    actor.update(data, lambda outputs, rows: (-outputs.log_probs, {}))
+    assert not any("talker" in name or "token2wav" in name for name, _ in actor.named_weights())
+    actor.save(tmp_path / "after")
+    folder = tmp_path / "after" / "huggingface"
+    again = type(model).from_pretrained(folder)
+    assert again.speaker_map.keys() == {"Ethan"}
+    weights = dict(again.named_parameters())
+    kept = {name for name, weight in model.named_parameters() if torch.equal(weights[name], weight)}
+    assert kept >= {name for name in weights if not name.startswith("thinker.")}
+    assert "thinker.model.audio_tower.conv1.weight" not in kept
+    trained = dict(ActorWorker(ActorConfig(str(folder)), torch.device("cpu")).named_weights())
+    assert all(torch.equal(weight, weights[f"thinker.{name}"]) for name, weight in trained.items())
+    engine, sampling = (
+        HFEngine(str(folder), device="cpu", dtype="float32"),
+        SamplingParams(max_tokens=4, temperature=0.0),
+    )
+    assert [len(each.token_ids) for each in engine.generate(build_requests(prompts, sampling), sampling)] == [4, 4]

@@ -6,6 +6,7 @@ first, so that an export that `from_pretrained` finds is complete.
 """
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from torch.distributed import ProcessGroup
 from transformers import AutoConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from dataproto.errors import WAY_OUT, CheckpointError, not_hiding
 from dataproto.vlm import VLMFamily
@@ -33,6 +34,7 @@ from workers.ranks.mesh import Ranks
 from workers.weights.hollow_model import absent_weights, hollow_model
 from workers.weights.stored_tensors import CheckpointFiles, whole
 
+_IF_THERE = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
 FILE_BYTES = 2 << 30
 """Of a file, unless one layer is larger."""
 
@@ -224,7 +226,7 @@ class ShardedExport:
 
     def _write(self, file: ExportFile, tensors: dict[str, Tensor]) -> None:
         reverted = revert_weight_conversion(self.shell, tensors)
-        stored = {self.family.stored_name(name): tensor for name, tensor in reverted.items()}
+        stored = {self.unused.before + self.family.stored_name(name): tensor for name, tensor in reverted.items()}
         stored |= self.unused.of(file.weights)
         self.directory.mkdir(parents=True, exist_ok=True)
         draft = self.directory / f".{file.file}.partial"
@@ -250,9 +252,14 @@ class ShardedExport:
         """Writes the configuration, removes files of an earlier export, and writes the index."""
         config = self.shell.config
         named = {"architectures": [type(self.model).__name__], "dtype": self.dtype or self.model.dtype}
-        config.update(named | self.unused.configs)
+        config.update(named)
         complete_config(config, self.family)
+        if self.unused.config is not None:
+            config = self.family.whole_config(config, self.unused.config)
+            config.update({"dtype": named["dtype"]})
         config.save_pretrained(self.directory)
+        for file in self.unused.further_files:
+            shutil.copy2(file, self.directory)
         if self.shell.can_generate():
             self.shell.generation_config.save_pretrained(self.directory)
         files = {file for file, _ in places.values()}
@@ -272,7 +279,9 @@ class UnusedWeights:
 
     def __init__(self, model: PreTrainedModel, family: VLMFamily) -> None:
         self.sizes: dict[str, int] = {}
-        self.configs: dict[str, Any] = {}  # of the parts that the weights belong to
+        self.config: Any = None  # of the whole checkpoint, if the parts that the weights belong to have one
+        self.before = ""  # names of weights in it
+        self.further_files: list[str] = []
         source = str(model.config._name_or_path)
         if not family.unused_weights or not source:
             return
@@ -281,9 +290,11 @@ class UnusedWeights:
         names = [] if holds_head(model, family) else unused
         with self.files.opened():
             self.sizes = {name: 2 * prod(self.files.tensor(name).shape) for name in names}  # as if in bfloat16
-        if names and family.unused_configs:
-            config = AutoConfig.from_pretrained(source)
-            self.configs = {name: getattr(config, name) for name in family.unused_configs}
+        if (family.part and self.files.names) or (names and family.unused_configs):
+            self.config = AutoConfig.from_pretrained(source)
+            self.before = f"{family.part}." if hasattr(self.config, f"{family.part}_config") else ""
+            found = [cached_file(source, name, **_IF_THERE) for name in family.unused_files]
+            self.further_files = [file for file in found if file is not None]
 
     def of(self, names: frozenset[str]) -> dict[str, Tensor]:
         """Those with these names."""

@@ -96,6 +96,9 @@ class Thinker(VLMFamily):
     not_in_vllm = (
         "releases up to 0.33 need a transformers before 5.21, and the thinkers are computed here with 5.21 or newer"
     )
+    part = "thinker"
+    unused_weights = ("talker.*", "token2wav.*", "code2wav.*")
+    unused_files = ("spk_dict.pt",)
     media_layout: SoundAndGrids
     audio_tower = "model.audio_tower"
     audio_blocks = "model.audio_tower.layers"
