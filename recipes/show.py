@@ -37,9 +37,11 @@ from recipes.run.policy_gradient import prompt_builder
 from recipes.run.supervised import supervised_builders
 from recipes.watch.pages import visible, write_page
 from recipes.watch.rollout_files import pictures_of
-from rollout.prompts import Prompt, PromptBuilder
+from rollout.prompts import PromptBuilder
 from rollout.prompts.conversations import TrainingRow
-from rollout.prompts.prepared_rows import invalid_row, media_objects
+from rollout.prompts.image_processing import ProcessedMedium
+from rollout.prompts.prepared_rows import by_kind, invalid_row, media_objects
+from rollout.prompts.sounds import RATE
 
 Kind = Literal["text", "special", "media"]
 
@@ -195,13 +197,14 @@ def shown_row(place: int, row: Mapping[str, Any] | DataProtoError, builder: Prom
     learnt = prompt.loss_mask if isinstance(prompt, TrainingRow) else None
     count = len(prompt.input_ids)
     facts = {"tokens": f"{count}" if learnt is None else f"{count}, {int(learnt.sum())} of them learnt"}
-    if sizes := list(_sizes(prompt, builder)):
-        facts["pictures"] = "; ".join(sizes)
+    for name, kinds in (("pictures", ("image", "video")), ("sounds", ("audio",))):
+        if sizes := [_size(medium, builder) for medium in by_kind(prompt.media) if medium.kind in kinds]:
+            facts[name] = "; ".join(sizes)
     if learnt is None:
         truth = (row.get("reward_model") or {}).get("ground_truth")
         facts["truth"] = "none" if truth is None else repr(truth)
     spans = token_spans(builder.tokenizer, prompt.input_ids.tolist(), prompt.token_types.tolist(), learnt)
-    return ShownRow(place, spans, tuple(pictures_of(media_objects(prompt.images, prompt.videos))), facts)
+    return ShownRow(place, spans, tuple(pictures_of(media_objects(prompt.media))), facts)
 
 
 def _reason(error: DataProtoError) -> str:
@@ -209,17 +212,20 @@ def _reason(error: DataProtoError) -> str:
     return error.reason if isinstance(error, InvalidRow) else str(error)
 
 
-def _sizes(prompt: Prompt, builder: PromptBuilder) -> Iterable[str]:
-    """The sizes of pictures in pixels: as given and, if the model's grid tells it, as the model sees them."""
-    for picture in prompt.images:
-        size = f"{picture.image.width} x {picture.image.height}"
-        grid, patch = picture.inputs.get("image_grid_thw"), getattr(builder.image_processor, "patch_size", None)
-        if grid is not None and isinstance(patch, int):
-            _, height, width = grid[0].tolist()
-            size += f", seen as {width * patch} x {height * patch}"
-        yield size
-    for video in prompt.videos:
-        yield f"{len(video.frames)} frames"
+def _size(medium: ProcessedMedium, builder: PromptBuilder) -> str:
+    """The frames of a video, the length of a sound; of a picture the pixels: as given and, if the model's grid tells it, as the
+    model sees it.
+    """
+    if medium.kind == "video":
+        return f"{len(medium.content[0])} frames"
+    if medium.kind == "audio":
+        return f"{len(medium.content) / RATE:.2f} s at {RATE:,} Hz"
+    size = f"{medium.content.width} x {medium.content.height}"
+    grid, patch = medium.inputs.get("image_grid_thw"), getattr(builder.image_processor, "patch_size", None)
+    if grid is not None and isinstance(patch, int):
+        _, height, width = grid[0].tolist()
+        size += f", seen as {width * patch} x {height * patch}"
+    return size
 
 
 def with_scores(

@@ -17,7 +17,7 @@ from dataproto.errors import InvalidPrompt
 from rollout.engine import Completion, SamplingParams
 from rollout.prompts import PromptBuilder, SupervisedBuilder
 from rollout.prompts.messages import Turns
-from rollout.prompts.prepared_rows import Prompt, conversation_of
+from rollout.prompts.prepared_rows import Prompt, by_kind, conversation_of
 from rollout.responses import attach_responses
 
 Grouping = Literal["pairs", "answers", "scored"]
@@ -33,7 +33,7 @@ class AnsweredPrompt(Prompt):
 
     def key(self, answer: Sequence[int]) -> str:
         """A digest of the prompt, its media and an answer: 32 hexadecimal digits, equal in all processes."""
-        media = [image.key for image in self.images] + [video.key for video in self.videos]
+        media = [medium.key for medium in by_kind(self.media)]
         return blake2b(repr((self.input_ids.tobytes(), media, answer)).encode(), digest_size=16).hexdigest()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dataproto.errors import InvalidConfig, InvalidRow
+from rollout.prompts.messages import MEDIA
 
 OnBadRow = Literal["stop", "skip"]
 """Stop at an unusable row, or skip it and take the next good one."""
@@ -21,9 +22,7 @@ _PLACES: dict[str, tuple[str, tuple[str, ...]]] = {
     "prompt_key": ("prompt", _QUESTIONS),
     "messages_key": ("messages", _QUESTIONS),
     "answer_key": ("answer", ("answer", "solution", "ground_truth", "completion", "response", "reward_model")),
-    "image_key": ("images", ("images", "image")),
-    "video_key": ("videos", ("videos", "video")),
-}
+} | {f"{kind}_key": (column, (column, kind)) for kind, column in MEDIA.items()}
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,7 @@ class ColumnKeys:
         answer_key: column of the ground truth, or of the answer to learn
         image_key: column of an image or a list of images
         video_key: column of a video or a list of videos
+        audio_key: column of a sound or a list of sounds
 
     >>> keys = ColumnKeys(prompt_key="question", answer_key="label")
     >>> keys.rename({"question": "2 + 2?", "label": "4", "answer": "see below", "level": 1}, place=0)
@@ -47,6 +47,7 @@ class ColumnKeys:
     answer_key: str | None = None
     image_key: str | None = None
     video_key: str | None = None
+    audio_key: str | None = None
 
     def __post_init__(self) -> None:
         if self.prompt_key and self.messages_key:
@@ -160,17 +161,6 @@ def why_lacking(raw: Mapping[str, Any], names: Sequence[str], otherwise: str) ->
     if found is None:
         return otherwise
     return f"{found!r} holds {'nothing' if raw[found] is None else repr(raw[found])}, but must be text or messages"
-
-
-def with_markers(question: str, images: int, videos: int = 0) -> str:
-    """A question with its media in front of it, unless it has markers that say where they belong.
-
-    >>> with_markers("How many?", 2), with_markers("How many? <image>", 1)
-    ('<image><image>How many?', 'How many? <image>')
-    """
-    for marker, count in (("<video>", videos), ("<image>", images)):
-        question = question if marker in question else marker * count + question
-    return question
 
 
 def columns_of(table: Any) -> Iterator[Sequence[str]]:

@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 
 from dataproto.errors import InvalidRow
-from recipes.data.column_keys import ColumnKeys, why_lacking, with_markers
-from recipes.data.problem_rows import KNOWN, row_media, row_tools
+from recipes.data.column_keys import ColumnKeys, why_lacking
+from recipes.data.problem_rows import KNOWN, media_columns, row_media, row_tools
 from recipes.data.row_values import (
     CONTEXT_COLUMNS,
+    MEDIA_COLUMNS,
     chat_messages,
     keys_of_row,
     parsed_row,
@@ -33,11 +34,11 @@ from recipes.data.row_values import (
 )
 from recipes.data.tables import StreamRows, TableRows, open_rows, open_stream
 from rollout.prompts import invalid_row
-from rollout.prompts.messages import with_media
+from rollout.prompts.messages import with_markers, with_media
 
 _QUESTIONS = ("messages", "conversations", "texts", "prompt")
 _ANSWERS = ("completion", "response", "answer")
-_OTHERS = ("images", "image", "videos", "video", "data_source", *CONTEXT_COLUMNS)
+_OTHERS = (*MEDIA_COLUMNS, "data_source", *CONTEXT_COLUMNS)
 CONVERSATION_COLUMNS = (*_QUESTIONS, *_ANSWERS, *_OTHERS)
 """The columns that `read_conversation_row` knows."""
 
@@ -75,7 +76,8 @@ def conversation_stream(
 def read_conversation_row(
     raw: Mapping[str, Any], index: int, data_source: str = "", keys: ColumnKeys = KNOWN
 ) -> dict[str, Any]:
-    """Converts a row of any schema to ``prompt`` (the whole conversation), ``images``, ``videos``, ``data_source``, ``index``.
+    """Converts a row of any schema to ``prompt`` (the whole conversation), ``images``, ``videos``, ``audios``, ``data_source``,
+    ``index``.
 
     Raises:
         InvalidRow: the row matches none of the schemas.
@@ -86,21 +88,20 @@ def read_conversation_row(
     """
     keys = keys_of_row(raw, keys)
     raw = parsed_row(keys.rename(whole_question(raw, keys), index), index)
-    images, videos = row_media(raw, "images", "image"), row_media(raw, "videos", "video")
+    media = row_media(raw)
     if keys.prompt_key and isinstance(raw["prompt"], str):
-        raw = {**raw, "prompt": with_markers(raw["prompt"], len(images), len(videos))}
+        raw = {**raw, "prompt": with_markers(raw["prompt"], media)}
     return {
-        "prompt": with_media(with_context(_messages(raw, index, len(images)), raw, index), len(images), len(videos)),
-        "images": images,
-        "videos": videos,
+        "prompt": with_media(with_context(_messages(raw, index, media), raw, index), media),
+        **media_columns(media),
         "data_source": raw.get("data_source") or _source_of_texts(raw) or data_source,
         "index": index,
     } | row_tools(raw)
 
 
-def _messages(raw: Mapping[str, Any], index: int, images: int) -> list[Any]:
+def _messages(raw: Mapping[str, Any], index: int, media: Mapping[str, list[Any]]) -> list[Any]:
     if raw.get("texts") is not None:
-        return _cauldron_messages(raw["texts"], index, images)
+        return _cauldron_messages(raw["texts"], index, media)
     turns = raw.get("messages") if raw.get("messages") is not None else raw.get("conversations")
     if turns is not None:
         return chat_messages(turns, index)
@@ -129,13 +130,13 @@ def answer_messages(answer: Any, index: int) -> list[Mapping[str, Any]]:
     return [{"role": "assistant", "content": str(text)}]
 
 
-def _cauldron_messages(texts: Any, index: int, images: int) -> list[dict[str, Any]]:
-    """The messages of a row; all of its images come before the first question."""
+def _cauldron_messages(texts: Any, index: int, media: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
+    """The messages of a row; all of its media come before the first question."""
     messages = []
     for number, turn in enumerate(texts):
         if not isinstance(turn, Mapping) or not all(isinstance(turn.get(who), str) for who in ("user", "assistant")):
             raise InvalidRow(index, f"texts[{number}] lacks a 'user' or an 'assistant': {turn!r}")
-        question = with_markers(turn["user"].strip(), 0 if number else images)
+        question = with_markers(turn["user"].strip(), {} if number else media)
         messages.append({"role": "user", "content": question})
         messages.append({"role": "assistant", "content": turn["assistant"].strip()})
     return messages

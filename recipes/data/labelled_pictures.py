@@ -14,7 +14,7 @@ from recipes.data.row_values import conversation
 from recipes.data.tables import TableRows, open_tables, table_files
 from recipes.demo.classes import CLASSES, draw_class
 from recipes.demo.problems import EPOCH_ROWS, Split
-from rollout.prompts.images import image_file, media_list
+from rollout.prompts.sources import media_file, media_list
 
 IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 _SPLITS = {"train": ("train", "training"), "test": ("test", "val", "valid", "validation")}
@@ -232,7 +232,7 @@ class TablePairs:
         if len(images) != 1:
             several = f"has {len(images)} images, but a label is of one"
             raise self.rows.invalid(place, f"{self.image_column!r} {several if images else 'is missing'}")
-        file = None if row["media_root"] is None else image_file(images[0], row["media_root"])
+        file = None if row["media_root"] is None else media_file(images[0], row["media_root"])
         return images[0] if file is None else file, str(self.labels[place])
 
 

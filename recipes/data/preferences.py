@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from dataproto.errors import InvalidRow
-from recipes.data.column_keys import ColumnKeys, why_lacking, with_markers
+from recipes.data.column_keys import ColumnKeys, why_lacking
 from recipes.data.conversations import CONVERSATION_COLUMNS, answer_messages
-from recipes.data.problem_rows import KNOWN, row_media, row_tools
+from recipes.data.problem_rows import KNOWN, media_columns, row_media, row_tools
 from recipes.data.row_values import chat_messages, keys_of_row, parsed_row, whole_question, with_context
 from recipes.data.tables import TableRows, open_rows
-from rollout.prompts.messages import with_media
+from rollout.prompts.messages import with_markers, with_media
 
 _LABELS = ("label", "kto_tag")
 PREFERENCE_COLUMNS = ("chosen", "rejected", *_LABELS, *CONVERSATION_COLUMNS)
@@ -43,7 +43,7 @@ def read_preference_row(
     raw: Mapping[str, Any], index: int, data_source: str = "", keys: ColumnKeys = KNOWN
 ) -> dict[str, Any]:
     """Converts a row of any schema to ``prompt``, ``answers`` (messages of each), ``labels`` (whether each is desirable),
-    ``images``, ``videos``, ``data_source`` and ``index``. Of a pair the chosen answer is the first.
+    ``images``, ``videos``, ``audios``, ``data_source`` and ``index``. Of a pair the chosen answer is the first.
 
     Raises:
         InvalidRow: the row matches none of the schemas.
@@ -56,17 +56,16 @@ def read_preference_row(
     """
     keys = keys_of_row(raw, keys)
     raw = parsed_row(keys.rename(whole_question(raw, keys), index), index)
-    images, videos = row_media(raw, "images", "image"), row_media(raw, "videos", "video")
+    media = row_media(raw)
     prompt, answers, labels = _answered(raw, index)
     if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": with_markers(prompt, len(images), len(videos))}]
-    prompt = with_media(with_context(chat_messages(prompt, index), raw, index), len(images), len(videos))
+        prompt = [{"role": "user", "content": with_markers(prompt, media)}]
+    prompt = with_media(with_context(chat_messages(prompt, index), raw, index), media)
     return {
         "prompt": prompt,
         "answers": answers,
         "labels": labels,
-        "images": images,
-        "videos": videos,
+        **media_columns(media),
         "data_source": raw.get("data_source") or data_source,
         "index": index,
     } | row_tools(raw)

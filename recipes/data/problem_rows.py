@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 
 from dataproto.errors import InvalidRow, RewardError
-from recipes.data.column_keys import ColumnKeys, why_lacking, with_markers
+from recipes.data.column_keys import ColumnKeys, why_lacking
 from recipes.data.row_values import (
     CONTEXT_COLUMNS,
+    MEDIA_COLUMNS,
     chat_messages,
     instructed,
     is_blank,
@@ -35,8 +36,8 @@ from recipes.data.row_values import (
     with_context,
 )
 from recipes.data.tables import TableRows, open_rows
-from rollout.prompts.images import media_list
-from rollout.prompts.messages import with_media
+from rollout.prompts.messages import MEDIA, with_markers, with_media
+from rollout.prompts.sources import media_list
 
 INSTRUCTION = (
     "You FIRST think about the reasoning process as an internal monologue and then provide the final answer. "
@@ -46,11 +47,10 @@ INSTRUCTION = (
 """The instruction of verl (``examples/data_preprocess/geo3k.py``) and EasyR1 (``examples/format_prompt/math.jinja``)."""
 
 KNOWN = ColumnKeys()
-_MEDIA = ("images", "image", "videos", "video")
 _QUESTIONS = ("prompt", "messages", "conversations", "problem")
 _ANSWERS = ("answer", "solution", "ground_truth")
 _OTHERS = ("data_source", "ability", "reward_model", "extra_info", *CONTEXT_COLUMNS)
-PROBLEM_COLUMNS = (*_QUESTIONS, *_MEDIA, *_ANSWERS, *_OTHERS)
+PROBLEM_COLUMNS = (*_QUESTIONS, *MEDIA_COLUMNS, *_ANSWERS, *_OTHERS)
 """The columns that `read_row` knows; rewards get all the others too."""
 
 CheckTruth = Callable[[Any], None]
@@ -95,8 +95,8 @@ def read_row(
 ) -> dict[str, Any]:
     """Converts a row of any of the schemas, or with the columns that ``keys`` names, to verl's.
 
-    It has ``prompt``, ``images``, ``videos``, ``data_source``, ``ability``, ``reward_model``, ``extra_info``, ``own_columns`` and
-    ``media_columns`` (see `own_columns`), and ``index``.
+    It has ``prompt``, ``images``, ``videos``, ``audios``, ``data_source``, ``ability``, ``reward_model``, ``extra_info``,
+    ``own_columns`` and ``media_columns`` (see `own_columns`), and ``index``.
 
     Raises:
         InvalidRow: the row matches none of the schemas, or ``check_truth`` refuses its ground truth.
@@ -105,13 +105,13 @@ def read_row(
     >>> row["prompt"][0]["content"][:24], row["reward_model"], row["extra_info"]["index"]
     ('<image>Find x. You FIRST', {'style': 'rule', 'ground_truth': '9'}, 3)
     """
-    own, media_columns = own_columns(raw, keys)
+    own, named = own_columns(raw, keys)
     keys = keys_of_row(raw, keys)
     raw = parsed_row(keys.rename(whole_question(raw, keys), index), index)
     problem = raw.get("problem")
     messages = raw.get("messages") if raw.get("messages") is not None else raw.get("conversations")
     prompt = raw.get("prompt") if messages is None else messages
-    images, videos = row_media(raw, "images", "image"), row_media(raw, "videos", "video")
+    media = row_media(raw)
     if prompt is None and isinstance(problem, str):
         prompt = [{"role": "user", "content": instructed(problem, instruction)}]
     if prompt is None:
@@ -120,7 +120,7 @@ def read_row(
         raise InvalidRow(index, why_lacking(raw, _QUESTIONS, f"{lacking}: {way_out}"))
     if isinstance(prompt, str) and messages is None:
         problem = prompt if keys.prompt_key else problem
-        asked = instructed(with_markers(prompt, len(images), len(videos)), instruction) if keys.prompt_key else prompt
+        asked = instructed(with_markers(prompt, media), instruction) if keys.prompt_key else prompt
         prompt = [{"role": "user", "content": asked}]
     prompt = with_context(chat_messages(prompt, index), raw, index)
     answer = next((raw[name] for name in _ANSWERS if raw.get(name) is not None), None)
@@ -129,17 +129,16 @@ def read_row(
         prompt = prompt[:-1]
     truth = _truth(raw, answer, index, check_truth)
     extra = {"split": split, "index": index, "answer": plain_answer(answer), "question": problem}
-    extra |= {name: value for name, value in raw.items() if name not in (*_QUESTIONS, *_MEDIA, *_ANSWERS)}
+    extra |= {name: value for name, value in raw.items() if name not in (*_QUESTIONS, *MEDIA_COLUMNS, *_ANSWERS)}
     return {
-        "prompt": with_media(prompt, len(images), len(videos)),
-        "images": images,
-        "videos": videos,
+        "prompt": with_media(prompt, media),
+        **media_columns(media),
         "data_source": raw.get("data_source") or data_source,
         "ability": raw.get("ability") or "math",
         "reward_model": truth,
         "extra_info": raw.get("extra_info") or extra,
         "own_columns": own,
-        "media_columns": media_columns,
+        "media_columns": named,
         "index": index,
     } | row_tools(raw)
 
@@ -166,13 +165,14 @@ def own_columns(raw: Mapping[str, Any], keys: ColumnKeys = KNOWN) -> tuple[dict[
     ({'problem': 'Where?'}, {'images': 'images'})
     """
     media = {}
-    for kind, key in (("image", keys.image_key), ("video", keys.video_key)):
-        read = next((name for name in ([key] if key else [f"{kind}s", kind]) if not _is_absent(raw.get(name))), None)
+    for kind, column in MEDIA.items():
+        key = getattr(keys, f"{kind}_key")
+        read = next((name for name in ([key] if key else [column, kind]) if not _is_absent(raw.get(name))), None)
         if read is not None:
             listed = isinstance(raw[read], (list, tuple, np.ndarray)) or json_list(raw[read]) is not None
             several = read != "video" and listed
-            media[read] = f"{kind}s" if several else kind
-    left_out = {"prompt", "messages", "conversations", keys.messages_key, *_MEDIA, *media}
+            media[read] = column if several else kind
+    left_out = {"prompt", "messages", "conversations", keys.messages_key, *MEDIA_COLUMNS, *media}
     return {name: value for name, value in raw.items() if name not in left_out}, media
 
 
@@ -185,11 +185,18 @@ def row_tools(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {} if raw.get("tools") is None else {"tools": raw["tools"]}
 
 
-def row_media(raw: Mapping[str, Any], several: str, single: str) -> list[Any]:
-    """The media of a row in the column ``several``, a list or one medium, or, if that is missing, ``single``: there a list is
-    several images, but the frames of one video.
+def row_media(raw: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The media of a row by their kinds: of each kind those in its column of several, a list or one medium, or, if that is
+    missing, in that of one: there a list is several images or sounds, but the frames of one video.
     """
-    if raw.get(several) is not None:
-        return media_list(raw[several])
-    found = raw.get(single)
-    return media_list(found) if single == "image" or found is None else [found]
+    found = {}
+    for kind, column in MEDIA.items():
+        one = raw.get(kind)
+        frames = kind == "video" and raw.get(column) is None and one is not None
+        found[kind] = [one] if frames else media_list(one if raw.get(column) is None else raw[column])
+    return found
+
+
+def media_columns(media: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """The media of a row in the columns that `rollout.prompts.PromptBuilder` reads."""
+    return {MEDIA[kind]: found for kind, found in media.items()}

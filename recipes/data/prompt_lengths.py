@@ -18,8 +18,8 @@ from typing import Any
 
 from dataproto.errors import DataProtoError
 from rollout.prompts import PromptBuilder
-from rollout.prompts.images import image_file
 from rollout.prompts.prepared_rows import conversation_of
+from rollout.prompts.sources import media_file
 
 FORM = 5
 """Increased when prompts are rendered or counted in another way, or files are written in another form."""
@@ -92,8 +92,8 @@ def _count(rows: Sequence[Any], builder: PromptBuilder) -> tuple[list[int | None
         length = None
         with contextlib.suppress(DataProtoError):
             row = rows[place]
-            for source in conversation_of(row).images:
-                image = image_file(source, row.get("media_root"))
+            for source in conversation_of(row).media:
+                image = media_file(source, row.get("media_root"))
                 if image is not None:
                     images[str(image.absolute())] = _stamp(image)
             length = builder.prompt_length(row)

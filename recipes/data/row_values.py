@@ -22,10 +22,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from dataproto.errors import InvalidConfig, InvalidRow
 from recipes.data.column_keys import STREAM_HEAD, ColumnKeys, columns_of
 from recipes.data.tables import JsonStream
+from rollout.prompts.messages import MEDIA
 
 _QUESTIONS = ("prompt", "messages", "conversations")
 _CHATS = (*_QUESTIONS, "completion", "response", "answer", "solution")
-_MEDIA = ("images", "image", "videos", "video")
+MEDIA_COLUMNS = tuple(name for kind, column in MEDIA.items() for name in (column, kind))
+"""The columns of media, of several and of one."""
 _MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content|value)['"]\s*:""")
 _OBJECTS = ("reward_model", "extra_info")
 _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "tool_response": "tool"}
@@ -59,7 +61,7 @@ def parsed_row(raw: Mapping[str, Any], index: int) -> dict[str, Any]:
             row[name] = items
         elif name in _QUESTIONS and items is None and isinstance(text := row.get(name), str) and _MESSAGES.match(text):
             raise InvalidRow(index, f"{name!r} looks like messages, but is not JSON: {text[:200]}")
-    for name in (*_MEDIA, "history"):
+    for name in (*MEDIA_COLUMNS, "history"):
         items, blank = json_list(row.get(name)), is_blank(row.get(name))
         row |= {name: items} if items is not None else {name: None} if blank else {}
     for name in _OBJECTS:
@@ -196,7 +198,7 @@ def keys_of_row(raw: Mapping[str, Any], keys: ColumnKeys) -> ColumnKeys:
     """``keys``, and where they and the row name no other question, those of alpaca's or ms-swift's columns.
 
     >>> keys_of_row({"instruction": "Add.", "input": "2 + 2", "output": "4"}, ColumnKeys())
-    ColumnKeys(prompt_key='instruction', messages_key=None, answer_key='output', image_key=None, video_key=None)
+    ColumnKeys(prompt_key='instruction', messages_key=None, answer_key='output', image_key=None, video_key=None, audio_key=None)
     """
     if keys.prompt_key or keys.messages_key or any(raw.get(name) is not None for name in _KNOWN_QUESTIONS):
         return keys
@@ -220,7 +222,7 @@ def whole_question(raw: Mapping[str, Any], keys: ColumnKeys) -> Mapping[str, Any
 def conversation(turns: Sequence[str], source: str, place: int, images: Sequence[Any] = ()) -> dict[str, Any]:
     """A row for `rollout.prompts.SupervisedBuilder`, of turns of the user and of the assistant."""
     messages = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(turns)]
-    return {"prompt": messages, "images": list(images), "videos": [], "data_source": source, "index": place}
+    return {"prompt": messages, "images": list(images), "data_source": source, "index": place}
 
 
 def with_context(messages: Sequence[Any], raw: Mapping[str, Any], index: int) -> list[Any]:

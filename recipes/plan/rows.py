@@ -19,9 +19,9 @@ from dataproto.errors import DataProtoError, InvalidConfig
 from dataproto.vlm import family_of
 from dataproto.vlm.costs import Flops
 from recipes.data.loader import PromptLoader, draws
-from rollout.prompts import PromptBuilder, SupervisedBuilder
+from rollout.prompts import Prompt, PromptBuilder, SupervisedBuilder
 from rollout.prompts.images import image_size
-from rollout.prompts.prepared_rows import conversation_of
+from rollout.prompts.prepared_rows import by_kind, conversation_of
 from workers.training.micro_batches import plan_rows
 from workers.training.mini_batches import spread
 
@@ -238,12 +238,11 @@ def measure_prompts(loader: PromptLoader) -> PromptSizes:
 def _prompt_size(row: Any, builder: PromptBuilder, blanks: dict[tuple[int, int], Grids]) -> tuple[int, Grids]:
     """Tokens and grids of a row; ``blanks`` are those of blank images of each size so far."""
     conversation = conversation_of(row)
-    if conversation.videos:
+    if "video" in conversation.kinds():
         prompt = builder.prepare(row)
-        parts = [*(one.inputs for one in prompt.images), *(one.inputs for one in prompt.videos)]
-        return len(prompt.input_ids), tuple(grid for part in parts for grid in grids_of(builder, part))
+        return len(prompt.input_ids), media_grids_of(builder, prompt)
     found: Grids = ()
-    for source in conversation.images:
+    for source in conversation.of_kind("image"):
         size = image_size(source, row.get("media_root"))
         if size not in blanks:
             blanks[size] = grids_of(builder, builder.process_image(Image.new("RGB", size[::-1])).inputs)
@@ -274,12 +273,15 @@ def measure_conversations(loader: PromptLoader) -> BatchSizes:
             row = builder.prepare(raw)
             learnt.append(int(row.loss_mask.sum()))
             prompts.append(len(row.input_ids) - learnt[-1])
-            parts = [*(one.inputs for one in row.images), *(one.inputs for one in row.videos)]
-            grids.append(tuple(grid for part in parts for grid in grids_of(builder, part)))
+            grids.append(media_grids_of(builder, row))
     if not prompts:
         raise InvalidConfig(f"none of the first {min(batch_size, CONVERSATIONS)} rows can be used")
     sizes = PromptSizes(tuple(prompts), tuple(grids)).repeated(batch_size)
     return BatchSizes(builder.config, sizes, tuple(learnt[place % len(learnt)] for place in range(batch_size)))
+
+
+def media_grids_of(builder: PromptBuilder, prompt: Prompt) -> Grids:
+    return tuple(grid for medium in by_kind(prompt.media) for grid in grids_of(builder, medium.inputs))
 
 
 def grids_of(builder: PromptBuilder, inputs: Mapping[str, Tensor]) -> Grids:

@@ -175,7 +175,7 @@ def shown(messages: Sequence[Message], tools: Sequence[Any] = ()) -> Conversatio
         if message.call_id:
             shown_message["tool_call_id"] = message.call_id
         found.append(shown_message)
-    return Conversation(found, images, [], tuple(tools))
+    return Conversation(found, images, tuple(tools))
 
 
 def _parsed(call: Call) -> Any:

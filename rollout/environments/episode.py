@@ -16,7 +16,7 @@ from rollout.environments.environment import Failure, Observation
 from rollout.environments.turn_renderer import RenderedTurn, TurnRenderer
 from rollout.prompts import Prompt
 from rollout.prompts.image_processing import Made
-from rollout.prompts.prepared_rows import in_prompt_order, media_objects
+from rollout.prompts.prepared_rows import media_objects
 from rollout.sampling import turn_seed
 
 OMITTED = "(image omitted)"
@@ -228,7 +228,7 @@ class TurnRequests:
         return EpisodeRow(len(episode.turns), request, request, omitted)
 
     def _first_request(self, prompt: Prompt, observation: Observation) -> Request:
-        media = list(in_prompt_order(prompt.conversation, prompt.images, prompt.videos))
+        media = prompt.media
         shown = sum(not isinstance(part, str) for part in observation.content)
         # Media of the task and of the observation are apart, so that rows that do not show the latter share the former.
         cut = len(media) if self.limits.last_pictures is None else len(media) - shown
@@ -238,7 +238,7 @@ class TurnRequests:
             torch.from_numpy(prompt.input_ids),
             torch.from_numpy(prompt.token_types),
             self.renderer.positions(prompt.token_types, parts),
-            multi_modal_data=media_objects(prompt.images, prompt.videos),
+            multi_modal_data=media_objects(prompt.media),
             multi_modal_inputs=parts,
         )
 

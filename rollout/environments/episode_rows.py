@@ -32,7 +32,7 @@ from rollout.environments.episode import Episode, EpisodeRow, EpisodeStart
 from rollout.environments.turn_renderer import TurnRenderer
 from rollout.prompts import PromptBuilder
 from rollout.prompts.image_processing import made_images
-from rollout.prompts.prepared_rows import pad_left
+from rollout.prompts.prepared_rows import media_objects, pad_left
 from rollout.responses import OCCURRENCE, expert_columns, number_occurrences, prompt_names
 from rollout.sampling import derive_seed
 
@@ -292,8 +292,7 @@ def _messages(episode: Episode) -> Any:
     prompt = episode.prompt
     if prompt is None:
         return episode.start.row.get("raw_prompt")
-    images = [image.image for image in prompt.images]
-    return prompt.conversation.with_media(images, [(video.frames, video.metadata) for video in prompt.videos])
+    return prompt.conversation.with_media(media_objects(prompt.media))
 
 
 def _positions(builder: Any, types: Tensor, mask: Tensor, media: Sequence[Any]) -> Tensor:

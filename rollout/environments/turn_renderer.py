@@ -20,11 +20,12 @@ from dataproto.errors import InvalidConfig, InvalidPrompt
 from dataproto.vlm import media_grids
 from rollout.environments.environment import Content, Observation
 from rollout.prompts import ProcessedImage, Prompt, PromptBuilder
+from rollout.prompts.image_processing import ProcessedMedium
 from rollout.prompts.images import load_image
 from rollout.prompts.messages import Conversation
 from rollout.prompts.prompt_builder import ANSWER as SENTINEL
 from rollout.prompts.prompt_builder import THOUGHT as SECOND
-from rollout.prompts.videos import ProcessedVideo, join_inputs
+from rollout.prompts.videos import join_inputs
 
 Ids = npt.NDArray[np.int64]
 NO_END = -1
@@ -131,14 +132,14 @@ class TurnRenderer:
         """
         builder = self.builder
         builder.check_content(conversation)
-        if follows and conversation.images and builder.family.numbers_images:
+        if follows and conversation.media and builder.family.numbers_images:
             raise InvalidPrompt(f"models of type {builder.family.model_type} number the images of a prompt")
         messages = [self._as_taken(message) for message in conversation.messages]
         if follows:
             text = self._after(ANSWERED, *messages, tools=conversation.tools)
         else:
             text = builder.render(messages, add_generation_prompt=True, tools=conversation.tools)
-        images = tuple(map(self._image, conversation.images))
+        images = tuple(map(self._image, conversation.media))
         ended = not follows or last in self.end_ids
         found = self._encoded(text + begins, images, last if follows and ended else NO_END)
         return replace(found, images=images, media=self.media(images) if images else {})
@@ -201,7 +202,7 @@ class TurnRenderer:
         content = [part if isinstance(part, str) else self._image(part).image for part in observation.content]
         return replace(observation, content=content)
 
-    def media(self, media: Sequence[ProcessedImage | ProcessedVideo]) -> Mapping[str, Tensor]:
+    def media(self, media: Sequence[ProcessedMedium]) -> Mapping[str, Tensor]:
         """The model's inputs of a turn's media in their order; the same object for the same media, until `forget`."""
         key = tuple(medium.key for medium in media)
         if key not in self._media:
@@ -218,7 +219,7 @@ class TurnRenderer:
         self._check_shown(observation.role)
         message: dict[str, Any] = {"role": observation.role, "content": _parts(observation.content)}
         images = [part for part in observation.content if not isinstance(part, str)]
-        self.builder.check_content(Conversation([message], images, []))
+        self.builder.check_content(Conversation([message], images))
         if self._joins[observation.role] and not images:
             message["content"] = "".join(map(str, observation.content))
         return self._after(ANSWERED, message)

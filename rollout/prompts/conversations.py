@@ -8,6 +8,7 @@ Letters: B rows, L tokens of the longest row, R = L - 1.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, get_args
 
 import numpy as np
@@ -17,11 +18,10 @@ from dataproto import DataProto, object_array
 from dataproto.collation import Rows, collate_supervised
 from dataproto.errors import InvalidConfig, InvalidPrompt, InvalidRow
 from dataproto.vlm import media_grids
-from rollout.prompts.image_processing import ProcessedImage
+from rollout.prompts.image_processing import ProcessedMedium
 from rollout.prompts.messages import THOUGHTS, Conversation, Turns, says_something
 from rollout.prompts.prepared_rows import Prompt, conversation_of, row_columns, share_media
 from rollout.prompts.prompt_builder import ANSWER, QUESTION, PromptBuilder
-from rollout.prompts.videos import ProcessedVideo
 
 Ids = npt.NDArray[np.int64]
 
@@ -60,13 +60,13 @@ class SupervisedBuilder(PromptBuilder):
         pieces = self._pieces(self.shown(conversation, frames))
         raw_ids = [token for ids, _ in pieces for token in ids]
         self.check_length(self.length(conversation, raw_ids, root))
-        images, videos = self.process_media(conversation, root, frames)
-        ids, types, mask = self._expand(pieces, *self.placed(conversation, images, videos))
+        media = self.process_media(conversation, root, frames)
+        ids, types, mask = self._expand(pieces, self.placed(media))
         self.check_length(len(ids))
-        return TrainingRow(ids, types, raw_ids, conversation, images, videos, self.other_columns(row), mask)
+        return TrainingRow(ids, types, raw_ids, conversation, media, self.other_columns(row), mask)
 
     def _encode(self, conversation: Conversation) -> list[int]:
-        """Token ids of the whole conversation, with one placeholder for each image and video."""
+        """Token ids of the whole conversation, with one placeholder for each medium."""
         return [token for ids, _ in self._pieces(conversation) for token in ids]
 
     def collate(self, prompts: Sequence[Prompt]) -> DataProto:
@@ -118,7 +118,7 @@ class SupervisedBuilder(PromptBuilder):
         of its own in addition to those in the text, or it ends them in the prompt ``before`` the answer.
         """
         begin, end = THOUGHTS
-        text = "".join(Conversation([conversation.messages[place]], [], []).texts())
+        text = "".join(Conversation([conversation.messages[place]], []).texts())
         if begin not in text and end not in text and whole.startswith(before):
             return
         prior = self.render(conversation.messages[:place], tools=conversation.tools)
@@ -155,29 +155,17 @@ class SupervisedBuilder(PromptBuilder):
         return first
 
     def _expand(
-        self,
-        pieces: Sequence[tuple[list[int], bool]],
-        images: Sequence[ProcessedImage],
-        videos: Sequence[ProcessedVideo],
+        self, pieces: Sequence[tuple[list[int], bool]], media: Sequence[ProcessedMedium]
     ) -> tuple[Ids, npt.NDArray[np.int8], npt.NDArray[np.uint8]]:
         """Ids, token types and loss mask, all ``(P,)``, with one placeholder per feature."""
-        video, banned = self.media_tokens.video, self.family.banned_ids(self.config)
-        image = self.family.image_placeholder(self.config)
+        banned = self.family.banned_ids(self.config)
+        queues = {kind: iter([each for each in media if each.kind == kind]) for kind in self.placeholders}
         parts, shown = [], 0
         for piece, learned in pieces:
-            num_images, num_videos = (sum(token == placeholder for token in piece) for placeholder in (image, video))
-            own_images, images = images[:num_images], images[num_images:]
-            own_videos, videos = videos[:num_videos], videos[num_videos:]
-            media: list[ProcessedImage | ProcessedVideo] = [*own_images, *own_videos]
-            expanded, types = self.family.expand(
-                piece,
-                [medium.inputs for medium in media],
-                self.config,
-                encode_text=self.encode_text,
-                seconds=[video.seconds for video in own_videos],
-                images_before=shown,
-            )
-            shown += num_images
+            counts = {kind: 0 if own is None else piece.count(own) for kind, own in self.placeholders.items()}
+            own_media = [medium for kind, count in counts.items() for medium in islice(queues[kind], count)]
+            expanded, types = self.expand(piece, own_media, shown)
+            shown += counts["image"]
             mask = (~np.isin(expanded, banned) & (types == 0) & learned).astype(np.uint8)
             parts.append((expanded, types, mask))
         ids, types, mask = (np.concatenate(column) for column in zip(*parts))

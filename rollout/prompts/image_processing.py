@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from PIL import Image
 from torch import Tensor
@@ -27,6 +27,23 @@ from rollout.continuation import same_tensors
 T = TypeVar("T")
 
 
+class ProcessedMedium(Protocol):
+    """A medium of a `Prompt`: ``content`` for engines, and the model's ``inputs``. Equal ones have the same ``key``."""
+
+    kind: ClassVar[str]
+
+    @property
+    def key(self) -> bytes: ...
+
+    @property
+    def inputs(self) -> dict[str, Tensor]: ...
+
+    @property
+    def content(self) -> Any:
+        """What ``multi_modal_data`` lists under the ``kind``."""
+        ...
+
+
 @dataclass(frozen=True)
 class ProcessedImage:
     """An RGB image and the model's inputs for it, such as patches ``(patches, dim)`` float32 and a grid ``(1, 3)`` int64.
@@ -34,9 +51,15 @@ class ProcessedImage:
     ``key`` identifies the pixels and the settings of the image processor.
     """
 
+    kind: ClassVar[str] = "image"
     key: bytes
     image: Image.Image
     inputs: dict[str, Tensor]
+
+    @property
+    def content(self) -> Image.Image:
+        """The image."""
+        return self.image
 
 
 def process_image(

@@ -10,22 +10,18 @@ white are unknown.
 Files are only read as images of well-known raster formats. No code in them runs, and nothing is downloaded.
 """
 
-import base64
-import binascii
-import io
 import os
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from threading import Lock
 from typing import Any
-from urllib.parse import unquote, urlparse
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps
 
 from dataproto.errors import InvalidMedia
+from rollout.prompts.sources import Root, described, file_of, unwrapped, why_unread
 
 MAX_IMAGE_PIXELS = 89_478_485
 """Larger images are refused before they are decoded (Pillow's limit against decompression bombs)."""
@@ -43,24 +39,9 @@ _ENDS = {
 """The last bytes of a whole file."""
 _SIXTEEN_BIT_FORMATS = ("PNG", "PPM")  # images that Pillow reads from these in mode "I" have 16 bits
 _SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap width and height
-_BARE_BASE64 = re.compile(r"(iVBORw0KGgo|/9j/|R0lGOD|UklGR)[A-Za-z0-9+/]{40}")
-"""The base64 of a PNG, JPEG, GIF or WebP without the head of a data URI: 40 characters without a dot end no path."""
-_PAYLOADS = ("bytes", "image", "image_url", "url", "path")
 
 
-def media_list(media: Any) -> list[Any]:
-    """The media of a row as a list. A single medium becomes a list of one.
-
-    >>> media_list("a.png"), media_list(None), media_list(("a.png", "b.png"))
-    (['a.png'], [], ['a.png', 'b.png'])
-    """
-    if media is None:
-        return []
-    single = isinstance(media, (str, bytes, os.PathLike, Mapping, Image.Image))
-    return list(media) if isinstance(media, Iterable) and not single else [media]
-
-
-def load_image(source: Any, root: str | os.PathLike[str] | None = None) -> Image.Image:
+def load_image(source: Any, root: Root = None) -> Image.Image:
     """The decoded image as upright 8-bit RGB.
 
     ``source`` is a PIL image, path, ``file://`` or ``data:`` URI, base64, bytes, or a mapping that contains one of them, such as
@@ -74,30 +55,28 @@ def load_image(source: Any, root: str | os.PathLike[str] | None = None) -> Image
         try:
             return _to_rgb(image)
         except InvalidMedia as error:
-            raise InvalidMedia(f"image {_describe(source)}: {error}") from error
+            raise InvalidMedia(f"image {described(source)}: {error}") from error
         except Exception as error:
-            raise InvalidMedia(f"image {_describe(source)} is broken: {_reason(error)}") from error
+            raise InvalidMedia(f"image {described(source)} is broken: {why_unread(error, source, root)}") from error
 
 
-def encoded_image(source: Any, root: str | os.PathLike[str] | None = None) -> bytes | None:
+def encoded_image(source: Any, root: Root = None) -> bytes | None:
     """The bytes that `load_image` would decode; `None` for a PIL image. Raises `InvalidMedia` as `load_image` does.
 
     >>> encoded_image({"bytes": b"...", "path": None}), encoded_image(Image.new("RGB", (2, 1)))
     (b'...', None)
     """
-    found = _unwrap(source)
+    found = unwrapped(source, "image")
     if isinstance(found, Image.Image):
         return None
-    file = _file_of(found, root)
+    file = file_of(found, root, "image")
     try:
         return file.read_bytes() if isinstance(file, Path) else file.getvalue()
     except OSError as error:
-        raise InvalidMedia(
-            f"image {_describe(source)} cannot be read: {_missing(error, found, root) or _reason(error)}"
-        ) from error
+        raise InvalidMedia(f"image {described(source)} cannot be read: {why_unread(error, found, root)}") from error
 
 
-def image_size(source: Any, root: str | os.PathLike[str] | None = None) -> tuple[int, int]:
+def image_size(source: Any, root: Root = None) -> tuple[int, int]:
     """Height and width of the result of `load_image`, read from the header. Pixels are not decoded.
 
     >>> image_size(Image.new("RGB", (640, 480)))
@@ -112,14 +91,14 @@ def image_size(source: Any, root: str | os.PathLike[str] | None = None) -> tuple
         return height, width
 
 
-def check_whole(source: Any, root: str | os.PathLike[str] | None = None) -> None:
+def check_whole(source: Any, root: Root = None) -> None:
     """Raises `InvalidMedia` for a PNG, JPEG or GIF that is cut, as `load_image` does.
 
     Only a file that does not end as its format does is decoded: such a file may have bytes after its image.
     """
     with _opened(source, root) as image:
         end, file = _ENDS.get(image.format or ""), getattr(image, "fp", None)
-        if end is None or file is None or isinstance(_unwrap(source), Image.Image):
+        if end is None or file is None or isinstance(unwrapped(source, "image"), Image.Image):
             return
         file.seek(0, os.SEEK_END)
         file.seek(max(file.tell() - len(end), 0))
@@ -128,32 +107,18 @@ def check_whole(source: Any, root: str | os.PathLike[str] | None = None) -> None
         load_image(source, root)
 
 
-def image_file(source: Any, root: str | os.PathLike[str] | None = None) -> Path | None:
-    """The file that `load_image` would read; `None` for an image that is not a file of its own.
-
-    >>> image_file({"bytes": None, "path": "a.png"}, "data"), image_file(b"...")
-    (PosixPath('data/a.png'), None)
-    """
-    try:
-        found = _unwrap(source)
-        file = _file_of(found, root) if isinstance(found, (str, os.PathLike)) else None
-    except InvalidMedia:
-        return None
-    return file if isinstance(file, Path) else None
-
-
 @contextmanager
-def _opened(source: Any, root: str | os.PathLike[str] | None) -> Iterator[Image.Image]:
+def _opened(source: Any, root: Root) -> Iterator[Image.Image]:
     """The image with its size checked, before it is decoded. Closed afterwards unless the caller passed an open image."""
-    found = _unwrap(source)
+    found = unwrapped(source, "image")
     image = found if isinstance(found, Image.Image) else _open(found, root, source)
     given = _GIVEN if image is found else nullcontext()
     try:
         if not image.width * image.height:
-            raise InvalidMedia(f"image {_describe(source)} is empty: {image.width} x {image.height} pixels")
+            raise InvalidMedia(f"image {described(source)} is empty: {image.width} x {image.height} pixels")
         if image.width * image.height > MAX_IMAGE_PIXELS:
             raise InvalidMedia(
-                f"image {_describe(source)} has {image.width} x {image.height} pixels, more than {MAX_IMAGE_PIXELS}"
+                f"image {described(source)} has {image.width} x {image.height} pixels, more than {MAX_IMAGE_PIXELS}"
             )
         with given:
             yield image
@@ -162,55 +127,15 @@ def _opened(source: Any, root: str | os.PathLike[str] | None) -> Iterator[Image.
             image.close()
 
 
-def _open(found: Any, root: str | os.PathLike[str] | None, source: Any) -> Image.Image:
+def _open(found: Any, root: Root, source: Any) -> Image.Image:
     Image.init()
     formats = [name for name in _FORMATS if name in Image.OPEN]
     try:
-        return Image.open(_file_of(found, root), formats=formats)
+        return Image.open(file_of(found, root, "image"), formats=formats)
     except InvalidMedia:
         raise
     except Exception as error:  # Pillow's plugins raise errors of any class
-        raise InvalidMedia(
-            f"image {_describe(source)} cannot be read: {_missing(error, found, root) or _reason(error)}"
-        ) from error
-
-
-def _file_of(found: Any, root: str | os.PathLike[str] | None) -> io.BytesIO | Path:
-    if isinstance(found, (bytes, bytearray, memoryview)):
-        return io.BytesIO(found)
-    if isinstance(found, str) and found.startswith("data:"):
-        return io.BytesIO(_data_uri(found))
-    if isinstance(found, str) and _BARE_BASE64.match(found):
-        return io.BytesIO(_data_uri(f"data:;base64,{found}"))
-    if isinstance(found, str) and found.startswith(("http://", "https://")):
-        raise InvalidMedia(f"image {_describe(found)}: images are not downloaded; save it to a file first")
-    if isinstance(found, str) and found.startswith("file://"):
-        found = unquote(urlparse(found).path)
-    if isinstance(found, (str, os.PathLike)):
-        return Path(root or ".") / found
-    raise InvalidMedia(f"image {_describe(found)} is neither a PIL image, a path, bytes nor a data URI")
-
-
-def _unwrap(source: Any) -> Any:
-    """The payload of a mapping: its first value that is not None (parquet fills absent keys with None)."""
-    while isinstance(source, Mapping):
-        payload = next((source[name] for name in _PAYLOADS if source.get(name) is not None), None)
-        if payload is None:
-            raise InvalidMedia(f"image {_describe(source)} contains neither bytes nor a path")
-        source = payload
-    if source is None or (isinstance(source, str) and not source.strip()):
-        raise InvalidMedia(f"the image is missing ({source!r})")
-    return source
-
-
-def _data_uri(uri: str) -> bytes:
-    header, comma, payload = uri.partition(",")
-    if not comma or not header.endswith(";base64"):
-        raise InvalidMedia(f"image {_describe(uri)}: only data URIs with base64 content are read")
-    try:
-        return base64.b64decode(payload, validate=True)
-    except binascii.Error as error:
-        raise InvalidMedia(f"image {_describe(uri)}: its base64 content is broken: {error}") from error
+        raise InvalidMedia(f"image {described(source)} cannot be read: {why_unread(error, found, root)}") from error
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
@@ -242,39 +167,3 @@ def _eight_bits(values: np.ndarray, mode: str) -> np.ndarray:
             "them to 0 to 255 and pass 8 bits, for instance Image.fromarray(array.astype('uint8'))"
         )
     return np.rint(values).astype(np.uint8)
-
-
-def sought_in(file: Any, root: str | os.PathLike[str] | None) -> str:
-    """Where a file that does not exist has been sought, for messages."""
-    absolute = os.path.isabs(str(file).removeprefix("file://"))
-    return "" if absolute else f" in {Path(root or '.').absolute()}, where relative paths start (--media-root)"
-
-
-def _missing(error: Exception, file: Any, root: str | os.PathLike[str] | None) -> str:
-    return f"{error.strerror}{sought_in(file, root)}" if isinstance(error, FileNotFoundError) else ""
-
-
-def _reason(error: Exception) -> str:
-    """The reason of an error without the file's name or content, which the enclosing message contains."""
-    if isinstance(error, UnidentifiedImageError):
-        return "its image format is unknown"
-    return (isinstance(error, OSError) and error.strerror) or _shorten(str(error))
-
-
-def _shorten(text: str) -> str:
-    """At most 200 characters of it. The end is kept, which is a file's name.
-
-    >>> len(_shorten("x" * 500)), _shorten("folder/" * 100 + "7.png")[-12:]
-    (200, 'folder/7.png')
-    """
-    return text if len(text) <= 200 else f"{text[:98]}...{text[-99:]}"
-
-
-def _describe(source: Any) -> str:
-    if isinstance(source, Mapping) and source.get("bytes") is not None:
-        return f"{source.get('path') or ''} ({len(source['bytes'])} bytes)".strip()
-    if isinstance(source, (bytes, bytearray, memoryview)):
-        return f"({len(source)} bytes)"
-    if isinstance(source, Image.Image):
-        return f"(mode {source.mode}, {source.width} x {source.height} pixels)"
-    return _shorten(str(source) if isinstance(source, os.PathLike) else repr(source))

@@ -15,22 +15,23 @@ Turns = Literal["all", "last"]
 """Which of the assistant's turns are learnt."""
 THOUGHTS = "<think>", "</think>"
 """What begins and ends the thoughts of an answer."""
-_MARKERS = re.compile(r"(<image>|<video>)")
+MEDIA = {"image": "images", "video": "videos", "audio": "audios"}
+"""The kinds of media, each with the column of a row that holds them."""
+MARKERS = re.compile("(" + "|".join(f"<{kind}>" for kind in MEDIA) + ")")
 _SPEAKERS = ("user", "assistant")  # whose messages say something
 _WORDLESS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")  # instead of content
-_KINDS = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}
-_PAYLOADS = ("bytes", "image", "image_url", "video", "video_url", "url", "path")
+_KINDS = {name: kind for kind in MEDIA for name in (kind, f"{kind}_url")} | {"input_audio": "audio"}
+_PAYLOADS = ("bytes", "array", *_KINDS, "url", "path")
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages whose content is a string or a list of parts ``{"type": "text" | "image" | "video", ...}``. The media are in
-    ``images`` and ``videos``, in the order of their parts; ``tools`` are those that the chat template describes.
+    """Messages whose content is a string or a list of parts ``{"type": "text" | "image" | "video" | "audio", ...}``. The sources
+    of the media are in ``media``, in the order of their parts; ``tools`` are those that the chat template describes.
     """
 
     messages: list[dict[str, Any]]
-    images: list[Any]
-    videos: list[Any]
+    media: list[Any]
     tools: tuple[Any, ...] = ()
 
     def texts(self) -> Iterable[str]:
@@ -43,40 +44,45 @@ class Conversation:
                 yield from (part["text"] for part in message["content"] if part["type"] == "text")
 
     def kinds(self) -> list[str]:
-        """``"image"`` or ``"video"`` for each medium, in the order of the parts."""
+        """``"image"``, ``"video"`` or ``"audio"`` for each medium, in the order of the parts."""
         contents = (message["content"] for message in self.messages if not isinstance(message["content"], str))
         return [part["type"] for content in contents for part in content if part["type"] != "text"]
+
+    def of_kind(self, kind: str) -> list[Any]:
+        """The sources of the media of a kind."""
+        return [source for source, found in zip(self.media, self.kinds(), strict=True) if found == kind]
 
     def with_frames(self, captions: Sequence[Sequence[str]]) -> "Conversation":
         """The conversation with its videos shown as images: ``captions[video]`` are n + 1 texts around and between n frames.
 
-        A frame has no source: its place among the images is `None`.
+        A frame has no source: its place among the media is `None`.
 
-        >>> chat = read_conversation("<video>What moves?", videos=["a.mp4"]).with_frames([["at 0 s ", " at 1 s ", ": "]])
-        >>> [part.get("text", part["type"]) for part in chat.messages[0]["content"]], chat.images, chat.videos
-        (['at 0 s ', 'image', ' at 1 s ', 'image', ': ', 'What moves?'], [None, None], [])
+        >>> chat = read_conversation("<video>What moves?", {"video": ["a.mp4"]}).with_frames([["at 0 s ", " at 1 s ", ": "]])
+        >>> [part.get("text", part["type"]) for part in chat.messages[0]["content"]], chat.media
+        (['at 0 s ', 'image', ' at 1 s ', 'image', ': ', 'What moves?'], [None, None])
         """
-        sources, texts, images = iter(self.images), iter(captions), list[Any]()
+        sources, texts, media = iter(self.media), iter(captions), list[Any]()
         shown = []
         for message in self.messages:
             content = message["content"]
             parts: list[dict[str, Any]] = []
             for part in [] if isinstance(content, str) else content:
+                source = None if part["type"] == "text" else next(sources)
                 if part["type"] == "video":
                     first, *others = next(texts)
                     parts.append({"type": "text", "text": first})
                     for text in others:
                         parts += [{"type": "image"}, {"type": "text", "text": text}]
-                        images.append(None)
+                        media.append(None)
                 else:
                     parts.append(part)
-                    images += [next(sources)] if part["type"] == "image" else []
+                    media += [] if part["type"] == "text" else [source]
             shown.append({**message, "content": parts or content})
-        return replace(self, messages=shown, images=images, videos=[])
+        return replace(self, messages=shown, media=media)
 
-    def with_media(self, images: Sequence[Any], videos: Sequence[Any]) -> list[dict[str, Any]]:
-        """The messages with the media in their parts, as in verl's ``raw_prompt``."""
-        queues = {"image": iter(images), "video": iter(videos)}
+    def with_media(self, media: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+        """The messages with the media of each kind in their parts, as in verl's ``raw_prompt``."""
+        queues = {kind: iter(found) for kind, found in media.items()}
         filled = []
         for message in self.messages:
             content = message["content"]
@@ -89,60 +95,61 @@ class Conversation:
         return filled
 
 
-def read_conversation(messages: Any, images: Iterable[Any] = (), videos: Iterable[Any] = ()) -> Conversation:
-    """Messages (or one string, the user's message) with markers or typed parts, and the media that belong to them.
+def read_conversation(messages: Any, media: Mapping[str, Iterable[Any]] | None = None) -> Conversation:
+    """Messages (or one string, the user's message) with markers or typed parts, and the media of each kind that belong to them.
 
-    ``<image>`` and ``<video>`` in string content become parts. In typed parts text stays text, so a text part can contain
-    "<image>" literally. Each marker, and each media part without a payload, takes the next of ``images`` or ``videos``; without
-    any, they come before the first question (`with_media`). Raises `InvalidPrompt` if their numbers differ or a message is
-    malformed.
+    ``<image>``, ``<video>`` and ``<audio>`` in string content become parts. In typed parts text stays text, so a text part can
+    contain "<image>" literally. Each marker, and each media part without a payload, takes the next of the media of its kind;
+    without any, they come before the first question (`with_media`). Raises `InvalidPrompt` if their numbers differ or a message
+    is malformed.
 
-    >>> chat = read_conversation("<image>Which angle?", images=["a.png"])
+    >>> chat = read_conversation("<image>Which angle?", {"image": ["a.png"]})
     >>> chat.messages
     [{'role': 'user', 'content': [{'type': 'image'}, {'type': 'text', 'text': 'Which angle?'}]}]
-    >>> chat.images
+    >>> chat.media
     ['a.png']
-    >>> read_conversation("Which angle?", images=["a.png"]) == chat
+    >>> read_conversation("Which angle?", {"image": ["a.png"]}) == chat
     True
-    >>> own = [{"type": "image"}, {"type": "text", "text": "What does <image> mean in this page?"}]
-    >>> read_conversation([{"role": "user", "content": own}], images=["a.png"]).messages[0]["content"] == own
+    >>> own = [{"type": "audio"}, {"type": "text", "text": "What does <audio> mean in this page?"}]
+    >>> read_conversation([{"role": "user", "content": own}], {"audio": ["a.wav"]}).messages[0]["content"] == own
     True
     """
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     if not isinstance(messages, (Sequence, np.ndarray)) or len(messages) == 0:
         raise InvalidPrompt(f"the prompt must be a string or a list of messages, not {messages!r}")
-    given = {"image": list(images), "video": list(videos)}
-    found: dict[str, list[Any]] = {"image": [], "video": []}
+    given = {kind: list((media or {}).get(kind, ())) for kind in MEDIA}
+    found: list[tuple[str, Any]] = []
     heads = [_message_head(message) for message in messages]  # which refuses what is no message
-    placed = with_media(list(messages), len(given["image"]), len(given["video"]))
+    placed = with_media(list(messages), given)
     typed = [
         {**head, "content": _content(each.get("content"), found)} for head, each in zip(heads, placed, strict=True)
     ]
-    for kind, media in given.items():
-        marked = sum(payload is None for payload in found[kind])
-        if marked != len(media):
-            frames = f"; the {len(media)} frames of one video are a list in the list: [[frame, ...]]"
+    for kind, own in given.items():
+        marked = sum(payload is None for name, payload in found if name == kind)
+        if marked != len(own):
+            frames = f"; the {len(own)} frames of one video are a list in the list: [[frame, ...]]"
             raise InvalidPrompt(
-                f"{marked} {kind} markers in the prompt, but {len(media)} {kind}s: write '<{kind}>' once for each, where it "
+                f"{marked} {kind} markers in the prompt, but {len(own)} {kind}s: write '<{kind}>' once for each, where it "
                 'belongs (to write it literally, use a text part: {"type": "text", "text": ...})'
                 + (frames if kind == "video" and marked == 1 else "")
             )
-        queue = iter(media)
-        found[kind] = [next(queue) if payload is None else payload for payload in found[kind]]
-    return Conversation(typed, found["image"], found["video"])
+    queues = {kind: iter(own) for kind, own in given.items()}
+    return Conversation(typed, [next(queues[kind]) if payload is None else payload for kind, payload in found])
 
 
-def with_media(messages: Sequence[Any], images: int, videos: int) -> Sequence[Any]:
+def with_media(messages: Sequence[Any], media: Mapping[str, Sequence[Any]]) -> Sequence[Any]:
     """The messages with their media before the first question, if neither a marker nor a part says where one of a kind belongs.
 
     So do TRL, R1-V and ms-swift.
 
-    >>> with_media([{"role": "system", "content": "Count."}, {"role": "user", "content": "How many?"}], images=2, videos=0)[1]
-    {'role': 'user', 'content': '<image><image>How many?'}
+    >>> asked = [{"role": "system", "content": "Count."}, {"role": "user", "content": "How many?"}]
+    >>> with_media(asked, {"image": ["a.png", "b.png"], "audio": ["a.wav"]})[1]
+    {'role': 'user', 'content': '<image><image><audio>How many?'}
     """
     first = next((place for place, each in enumerate(messages) if each.get("role") == "user"), None)
-    for kind, count in (("video", videos), ("image", images)):
+    for kind in reversed(MEDIA):
+        count = len(media.get(kind, ()))
         if count and first is not None and not any(_shows(each.get("content"), kind) for each in messages):
             content = messages[first].get("content")
             shown = f"<{kind}>" * count + content if isinstance(content, str) else content
@@ -150,6 +157,18 @@ def with_media(messages: Sequence[Any], images: int, videos: int) -> Sequence[An
                 shown = [{"type": kind}] * count + list(() if content is None else content)
             messages = [*messages[:first], {**messages[first], "content": shown}, *messages[first + 1 :]]
     return messages
+
+
+def with_markers(question: str, media: Mapping[str, Sequence[Any]]) -> str:
+    """A question with its media in front of it, unless it has markers that say where they belong.
+
+    >>> with_markers("How many?", {"image": ["a.png", "b.png"]}), with_markers("How many? <audio>", {"audio": ["a.wav"]})
+    ('<image><image>How many?', 'How many? <audio>')
+    """
+    for kind in reversed(MEDIA):
+        marker = f"<{kind}>"
+        question = question if marker in question else marker * len(media.get(kind, ())) + question
+    return question
 
 
 def _shows(content: Any, kind: str) -> bool:
@@ -257,13 +276,15 @@ def _has(message: Mapping[str, Any], name: str) -> bool:
     return isinstance(value, (Sequence, np.ndarray)) and len(value) > 0
 
 
-def _content(content: Any, found: dict[str, list[Any]]) -> str | list[dict[str, Any]]:
-    """Typed content. For each media part its payload, or None if the medium is in the row's columns, is appended to ``found``."""
+def _content(content: Any, found: list[tuple[str, Any]]) -> str | list[dict[str, Any]]:
+    """Typed content. For each media part its kind and its payload, or None if the medium is in the row's columns, is appended to
+    ``found``.
+    """
     if content is None:
         return ""
     if isinstance(content, str):
-        pieces = [piece for piece in _MARKERS.split(content) if piece]
-        parts = [{"type": p[1:-1]} if _MARKERS.fullmatch(p) else {"type": "text", "text": p} for p in pieces]
+        pieces = [piece for piece in MARKERS.split(content) if piece]
+        parts = [{"type": p[1:-1]} if MARKERS.fullmatch(p) else {"type": "text", "text": p} for p in pieces]
         if all(part["type"] == "text" for part in parts):
             return content
     elif isinstance(content, (Sequence, np.ndarray)):
@@ -273,12 +294,12 @@ def _content(content: Any, found: dict[str, list[Any]]) -> str | list[dict[str, 
     return [_part(part, found) for part in parts]
 
 
-def _part(part: Any, found: dict[str, list[Any]]) -> dict[str, Any]:
+def _part(part: Any, found: list[tuple[str, Any]]) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
     if kind not in _KINDS:
-        raise InvalidPrompt(f"a part of a message must be text, image or video, not {part!r}")
+        raise InvalidPrompt(f"a part of a message must be text, image, video or audio, not {part!r}")
     payload = {name: value for name, value in part.items() if name != "type" and value is not None}
-    found[_KINDS[kind]].append(payload if any(name in payload for name in _PAYLOADS) else None)
+    found.append((_KINDS[kind], payload if any(name in payload for name in _PAYLOADS) else None))
     return {"type": _KINDS[kind]}

@@ -3,11 +3,11 @@
 Letters: B rows, P tokens of the longest prompt.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,12 +19,14 @@ from dataproto.errors import InvalidPrompt, InvalidRow
 from dataproto.vlm import media_grids
 from dataproto.vlm.family import VLMFamily
 from dataproto.vlm.media import MediaLayout
-from rollout.prompts.image_processing import ProcessedImage, inputs_key
-from rollout.prompts.images import media_list
-from rollout.prompts.messages import Conversation, read_conversation, read_tools
+from rollout.prompts.image_processing import ProcessedImage, ProcessedMedium, inputs_key
+from rollout.prompts.messages import MEDIA, Conversation, read_conversation, read_tools
+from rollout.prompts.sources import media_list
 from rollout.prompts.videos import ProcessedVideo, join_inputs
 
-CONSUMED_COLUMNS = ("prompt", "images", "videos", "media_root", "where")
+M = TypeVar("M", bound=ProcessedMedium)
+
+CONSUMED_COLUMNS = ("prompt", *MEDIA.values(), "media_root", "where")
 """What a row's messages and media are read from, and where it is, for errors. All other values become columns of the batch."""
 
 
@@ -34,10 +36,9 @@ class Prompt:
 
     input_ids: np.ndarray  # (P,) int64, placeholders expanded
     token_types: np.ndarray  # (P,) int8
-    raw_ids: list[int]  # one placeholder for each image or video
+    raw_ids: list[int]  # one placeholder for each medium
     conversation: Conversation
-    images: tuple[ProcessedImage, ...]
-    videos: tuple[ProcessedVideo, ...]
+    media: tuple[ProcessedMedium, ...]  # in the order of the conversation
     columns: dict[str, Any]  # the row's other values
 
 
@@ -66,22 +67,23 @@ def invalid_row(row: Mapping[str, Any], place: int, reason: str) -> InvalidRow:
 
 def conversation_of(row: Mapping[str, Any]) -> Conversation:
     """The messages, media and tools of a row. Raises `InvalidPrompt`."""
-    found = read_conversation(row.get("prompt"), media_list(row.get("images")), media_list(row.get("videos")))
+    media = {kind: media_list(row.get(column)) for kind, column in MEDIA.items()}
+    found = read_conversation(row.get("prompt"), media)
     return replace(found, tools=read_tools(row.get("tools")))
 
 
-def in_prompt_order(
-    conversation: Conversation, images: Sequence[ProcessedImage], videos: Sequence[ProcessedVideo]
-) -> list[ProcessedImage | ProcessedVideo]:
-    """The media of a conversation in the order of its parts; without parts, of chunks, only images."""
-    queues: dict[str, Iterator[ProcessedImage | ProcessedVideo]] = {"image": iter(images), "video": iter(videos)}
-    return [next(queues[kind]) for kind in conversation.kinds()] or list(images)
+def by_kind(media: Iterable[M]) -> list[M]:
+    """Media sorted by their kinds, in the order of `MEDIA`; those of a kind keep theirs."""
+    kinds = list(MEDIA)
+    return sorted(media, key=lambda medium: kinds.index(medium.kind))
 
 
-def media_objects(images: Sequence[ProcessedImage], videos: Sequence[ProcessedVideo] = ()) -> dict[str, Any]:
+def media_objects(media: Iterable[ProcessedMedium]) -> dict[str, list[Any]]:
     """The ``multi_modal_data`` of a row or of a turn."""
-    data = {"image": [image.image for image in images], "video": [(video.frames, video.metadata) for video in videos]}
-    return {kind: media for kind, media in data.items() if media}
+    data: dict[str, list[Any]] = {}
+    for medium in by_kind(media):
+        data.setdefault(medium.kind, []).append(medium.content)
+    return data
 
 
 def prompt_batch(prompts: Sequence[Prompt], pad_token_id: int, family: VLMFamily, config: Any) -> DataProto:
@@ -97,14 +99,8 @@ def prompt_batch(prompts: Sequence[Prompt], pad_token_id: int, family: VLMFamily
         "raw_prompt_ids": [prompt.raw_ids for prompt in prompts],
         "multi_modal_data": data,
         "multi_modal_inputs": inputs,
-        IMAGE_KEYS: [
-            image_keys(in_prompt_order(each.conversation, each.images, each.videos), family.media_layout)
-            for each in prompts
-        ],
-        "raw_prompt": [
-            prompt.conversation.with_media(media.get("image", ()), media.get("video", ()))
-            for prompt, media in zip(prompts, data)
-        ],
+        IMAGE_KEYS: [image_keys(each.media, family.media_layout) for each in prompts],
+        "raw_prompt": [prompt.conversation.with_media(media) for prompt, media in zip(prompts, data)],
         **row_columns(prompts),
     }
     tensors = {
@@ -125,11 +121,10 @@ def pad_left(rows: Sequence[np.ndarray], value: int = 0, dtype: Any = np.int64) 
     return torch.from_numpy(padded)
 
 
-def image_keys(
-    media: Sequence[ProcessedImage | ProcessedVideo], layout: MediaLayout
-) -> list[tuple[bytes, dict[str, int]]]:
+def image_keys(media: Iterable[ProcessedMedium], layout: MediaLayout) -> list[tuple[bytes, dict[str, int]]]:
     """The value of `IMAGE_KEYS` for a row with these media: for each image its key, and its share of each of the row's inputs."""
-    images = [image for each in media for image in (each.images if isinstance(each, ProcessedVideo) else [each])]
+    shown = (each.images if isinstance(each, ProcessedVideo) else [each] for each in media)
+    images = [image for each in shown for image in each if isinstance(image, ProcessedImage)]
     return [
         (inputs_key(image.key, layout), {name: len(tensor) for name, tensor in image.inputs.items()})
         for image in images
@@ -138,17 +133,14 @@ def image_keys(
 
 def share_media(prompts: Sequence[Prompt]) -> tuple[list[dict[str, Any]], list[dict[str, Tensor]]]:
     """``multi_modal_data`` and ``multi_modal_inputs`` of each row. Rows with equal media share the objects."""
-    images: dict[bytes, ProcessedImage] = {}
-    videos: dict[bytes, ProcessedVideo] = {}
+    distinct: dict[bytes, ProcessedMedium] = {}
     joined: dict[tuple[bytes, ...], tuple[dict[str, Any], dict[str, Tensor]]] = {}
     shared = []
     for prompt in prompts:
-        own_images = [images.setdefault(image.key, image) for image in prompt.images]
-        own_videos = [videos.setdefault(video.key, video) for video in prompt.videos]
-        media = in_prompt_order(prompt.conversation, own_images, own_videos)
+        media = [distinct.setdefault(medium.key, medium) for medium in prompt.media]
         keys = tuple(medium.key for medium in media)
         if keys not in joined:
-            joined[keys] = media_objects(own_images, own_videos), join_inputs(media)
+            joined[keys] = media_objects(media), join_inputs(media)
         shared.append(joined[keys])
     return [dict(data) for data, _ in shared], [dict(inputs) for _, inputs in shared]
 
@@ -169,6 +161,6 @@ def row_digest(prompt: Prompt, salt: int | None = None) -> str:
     values = sorted(
         (name, str(value)) for name, value in prompt.columns.items() if isinstance(value, str | int | float)
     )
-    media = [image.key for image in prompt.images] + [video.key for video in prompt.videos]
+    media = [medium.key for medium in by_kind(prompt.media)]
     content = (salt, prompt.input_ids.tobytes(), media, values)
     return blake2b(repr(content).encode(), digest_size=8).hexdigest()

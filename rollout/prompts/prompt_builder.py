@@ -14,6 +14,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, Self, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from PIL import Image
 from torch.utils.data import get_worker_info
@@ -22,14 +24,13 @@ from dataproto import DataProto, object_array
 from dataproto.errors import DataProtoError, InvalidConfig, InvalidPrompt
 from dataproto.vlm import family_of
 from rollout.pretrained import end_ids, generation_config, load_prompt_parts
-from rollout.prompts.image_processing import Batch, ImageCache, ProcessedImage, process_image
+from rollout.prompts.image_processing import Batch, ImageCache, ProcessedImage, ProcessedMedium, process_image
 from rollout.prompts.images import check_whole, encoded_image, image_size, load_image
 from rollout.prompts.messages import THOUGHTS, Conversation, as_parts, joined_texts, thoughts_apart
 from rollout.prompts.prepared_rows import (
     CONSUMED_COLUMNS,
     Prompt,
     conversation_of,
-    in_prompt_order,
     invalid_row,
     prompt_batch,
     row_digest,
@@ -56,10 +57,10 @@ _TEXT = Lock()
 class PromptBuilder:
     """Rows to a prompt batch: ``builder(rows)``.
 
-    A row is a mapping with ``prompt`` (messages or a string), ``images`` and ``videos`` (where the messages have markers, else
-    before the question), and optionally ``media_root`` (the folder of relative paths) and ``tools`` (a list, or the JSON of one),
-    which the chat template gets for this row. All values except messages and media become object columns. Within a call each
-    distinct image is decoded and processed once. If the cache is large enough, later epochs find all images there.
+    A row is a mapping with ``prompt`` (messages or a string), ``images``, ``videos`` and ``audios`` (where the messages have
+    markers, else before the question), and optionally ``media_root`` (the folder of relative paths) and ``tools`` (a list, or the
+    JSON of one), which the chat template gets for this row. All values except messages and media become object columns. Within a
+    call each distinct image is decoded and processed once. If the cache is large enough, later epochs find all images there.
 
     A row's ``uid`` identifies one occurrence of the prompt: its samples form a group, and their random streams derive from the
     uid. A row without a uid gets a new one at each occurrence, and the same one in every run that passes the same rows in the
@@ -214,7 +215,7 @@ class PromptBuilder:
         """
         conversation = conversation_of(row)
         raw_ids = self._encode(self.shown(conversation))
-        for source in conversation.images:
+        for source in conversation.of_kind("image"):
             check_whole(source, row.get("media_root"))
         return self.length(conversation, raw_ids, row.get("media_root"))
 
@@ -227,20 +228,13 @@ class PromptBuilder:
         frames = self.read_frames(conversation, root)
         raw_ids = self._encode(self.shown(conversation, frames))
         self.check_length(self.length(conversation, raw_ids, root))
-        images, videos = self.process_media(conversation, root, frames)
-        placed_images, placed_videos = self.placed(conversation, images, videos)
-        ids, types = self.family.expand(
-            raw_ids,
-            [image.inputs for image in placed_images] + [video.inputs for video in placed_videos],
-            self.config,
-            encode_text=self.encode_text,
-            seconds=[video.seconds for video in placed_videos],
-        )
+        media = self.process_media(conversation, root, frames)
+        ids, types = self.expand(raw_ids, self.placed(media))
         self.check_length(len(ids))
-        return Prompt(ids, types, raw_ids, conversation, images, videos, self.other_columns(row))
+        return Prompt(ids, types, raw_ids, conversation, media, self.other_columns(row))
 
     def _encode(self, conversation: Conversation) -> list[int]:
-        """Token ids with one placeholder for each image and video."""
+        """Token ids with one placeholder for each medium."""
         self.check_content(conversation)
         ids = self.encode_text(self.render(conversation.messages, add_generation_prompt=True, tools=conversation.tools))
         self.check_placeholders(ids, conversation)
@@ -252,9 +246,8 @@ class PromptBuilder:
         """Raises `InvalidPrompt` if there are media that the model does not take, or the text contains media tokens or is not
         Unicode: half of a character, as JSON's ``"\\ud83d"`` is one.
         """
-        for kind, media in (("image", conversation.images), ("video", conversation.videos)):
-            if media:
-                self.check_taken(kind)
+        for kind in dict.fromkeys(conversation.kinds()):
+            self.check_taken(kind)
         for text in conversation.texts():
             if half := _HALF.search(text):
                 raise InvalidPrompt(
@@ -265,10 +258,12 @@ class PromptBuilder:
                     raise InvalidPrompt(f"the text contains {token}, which only the chat template may write")
 
     def check_taken(self, kind: str) -> None:
-        """Raises `InvalidPrompt` if the model takes no media of this kind, ``"image"`` or ``"video"``."""
+        """Raises `InvalidPrompt` if the model takes no media of this kind, ``"image"``, ``"video"`` or ``"audio"``."""
         layout = self.family.media_layout
-        if not layout.names(kind) and not (kind == "video" and self.family.frames_as_images):
-            way_out = "show a video's frames as images" if layout.names("image") else "they read only text"
+        taken = layout.names(kind) or (kind == "video" and self.family.frames_as_images)
+        if not taken or kind not in self._processes:
+            way_out = "show a video's frames as images" if kind == "video" else "take a model that hears"
+            way_out = way_out if layout.names("image") else "they read only text"
             raise InvalidPrompt(f"models of type {self.family.model_type} take no {kind}s; {way_out}")
 
     def render(
@@ -327,17 +322,20 @@ class PromptBuilder:
         return str(text)
 
     def check_placeholders(self, ids: Sequence[int], conversation: Conversation) -> None:
-        """Raises `InvalidPrompt` unless the ids have one placeholder for each image and video."""
-        tokens = self.media_tokens
-        for kind, placeholder, media in (
-            ("image", self.family.image_placeholder(self.config), conversation.images),
-            ("video", tokens.video, conversation.videos),
-        ):
-            if placeholder is not None and ids.count(placeholder) != len(media):
+        """Raises `InvalidPrompt` unless the ids have one placeholder for each medium."""
+        kinds = conversation.kinds()
+        for kind, placeholder in self.placeholders.items():
+            if placeholder is not None and ids.count(placeholder) != kinds.count(kind):
                 raise InvalidPrompt(
-                    f"the chat template wrote {ids.count(placeholder)} {kind} placeholders for {len(media)} "
+                    f"the chat template wrote {ids.count(placeholder)} {kind} placeholders for {kinds.count(kind)} "
                     f"{kind}s: the checkpoint needs a template that writes one for each"
                 )
+
+    @cached_property
+    def placeholders(self) -> dict[str, int | None]:
+        """For each kind of media the token that the chat template writes for one."""
+        tokens = self.media_tokens
+        return {"image": self.family.image_placeholder(self.config), "video": tokens.video, "audio": tokens.audio}
 
     def encode_text(self, text: str) -> list[int]:
         """Token ids of text that already contains its special tokens."""
@@ -347,7 +345,7 @@ class PromptBuilder:
     def length(self, conversation: Conversation, raw_ids: Sequence[int], root: Any) -> int:
         """Number of tokens of a conversation, from the headers of its images. A video counts as one token until it is read."""
         length = len(raw_ids)
-        for number, source in enumerate(conversation.images):
+        for number, source in enumerate(conversation.of_kind("image")):
             height, width = image_size(source, root)
             length += self._image_length(height, width, number) - 1
         return length - self.family.joined_tokens(raw_ids, self.config, self.encode_text)
@@ -369,10 +367,21 @@ class PromptBuilder:
 
     def process_media(
         self, conversation: Conversation, root: Any, frames: tuple[ProcessedVideo, ...] = ()
-    ) -> tuple[tuple[ProcessedImage, ...], tuple[ProcessedVideo, ...]]:
-        """The conversation's images and videos, decoded and processed; ``frames`` are those of `read_frames`."""
-        images = tuple(self.process_image(self._decoded(source, root)) for source in conversation.images)
-        return images, frames or tuple(self._process_video(source, root) for source in conversation.videos)
+    ) -> tuple[ProcessedMedium, ...]:
+        """The conversation's media, decoded and processed; ``frames`` are those of `read_frames`."""
+        read = iter(frames)
+        return tuple(
+            next(read) if frames and kind == "video" else self._processes[kind](source, root)
+            for kind, source in zip(conversation.kinds(), conversation.media, strict=True)
+        )
+
+    @property
+    def _processes(self) -> dict[str, Callable[[Any, Any], ProcessedMedium]]:
+        """What makes the inputs of a source, by the kind of the medium."""
+        return {"image": self._process_image, "video": self._process_video}
+
+    def _process_image(self, source: Any, root: Any) -> ProcessedMedium:
+        return self.process_image(self._decoded(source, root))
 
     def _decoded(self, source: Any, root: Any) -> Image.Image:
         """As `load_image`; within a batch, images of equal bytes are decoded once."""
@@ -385,24 +394,35 @@ class PromptBuilder:
     def read_frames(self, conversation: Conversation, root: Any) -> tuple[ProcessedVideo, ...]:
         """The videos, if the prompt shows their frames as images: its text depends on them."""
         shows = self.family.frames_as_images
-        return tuple(self._process_video(source, root) for source in conversation.videos) if shows else ()
+        return tuple(self._process_video(source, root) for source in conversation.of_kind("video")) if shows else ()
 
     def shown(self, conversation: Conversation, frames: Sequence[ProcessedVideo] = ()) -> Conversation:
         """The conversation as the chat template sees it. Videos of `frames_as_images` that are not read have no frames yet."""
-        if not self.family.frames_as_images or not conversation.videos:
+        if not self.family.frames_as_images or "video" not in conversation.kinds():
             return conversation
         read = [(video.seconds, video.metadata.get("duration", video.seconds[-1])) for video in frames]
-        unread: list[tuple[list[float], float]] = [([], 0.0)] * len(conversation.videos)
+        unread: list[tuple[list[float], float]] = [([], 0.0)] * conversation.kinds().count("video")
         return conversation.with_frames([self.family.frame_captions(*each) for each in read or unread])
 
-    def placed(
-        self, conversation: Conversation, images: Sequence[ProcessedImage], videos: Sequence[ProcessedVideo]
-    ) -> tuple[list[ProcessedImage], list[ProcessedVideo]]:
-        """What the prompt has placeholders of each kind for: frames that are shown as images are among the images."""
-        if not self.family.frames_as_images:
-            return list(images), list(videos)
-        media = in_prompt_order(conversation, images, videos)
-        return [image for each in media for image in (each.images if isinstance(each, ProcessedVideo) else [each])], []
+    def placed(self, media: Iterable[ProcessedMedium]) -> list[ProcessedMedium]:
+        """What the prompt has placeholders for: in the place of a video whose frames are shown as images, these."""
+        shown: list[ProcessedMedium] = []
+        for each in media:
+            shown += each.images if isinstance(each, ProcessedVideo) and self.family.frames_as_images else [each]
+        return shown
+
+    def expand(
+        self, ids: Sequence[int], media: Sequence[ProcessedMedium], images_before: int = 0
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int8]]:
+        """Ids and token types ``(P,)`` of ids with one placeholder for each of the media, see `VLMFamily.expand`."""
+        return self.family.expand(
+            ids,
+            [medium.inputs for medium in media],
+            self.config,
+            encode_text=self.encode_text,
+            seconds=[medium.seconds for medium in media if isinstance(medium, ProcessedVideo)],
+            images_before=images_before,
+        )
 
     def process_image(self, image: Image.Image, options: Mapping[str, Any] | None = None) -> ProcessedImage:
         """Processes an RGB image. The result for an equal image is taken from the cache.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,8 +18,9 @@ from torch import Tensor
 
 from dataproto.errors import InvalidMedia
 from dataproto.vlm.prompt_layout import frame_seconds
-from rollout.prompts.image_processing import ProcessedImage
-from rollout.prompts.images import load_image, sought_in
+from rollout.prompts.image_processing import ProcessedImage, ProcessedMedium
+from rollout.prompts.images import load_image
+from rollout.prompts.sources import Root, sought_in
 
 DEFAULT_FPS = 2.0  # of frames without metadata, as in qwen_vl_utils
 DECODER_MERGE_SIZE = 2  # patches along each side of a feature, as qwen_vl_utils assumes
@@ -31,6 +32,7 @@ _PAYLOADS = ("video", "video_url", "url", "path")
 class ProcessedVideo:
     """One video: frames ``(T, H, W, 3)`` uint8 with their metadata, for engines, and the model's inputs."""
 
+    kind: ClassVar[str] = "video"
     key: bytes
     frames: np.ndarray
     metadata: dict[str, Any]
@@ -38,10 +40,13 @@ class ProcessedVideo:
     seconds: list[float]  # time of each temporal patch
     images: tuple[ProcessedImage, ...] = ()  # its frames, if the prompt shows them as images; `inputs` are theirs
 
+    @property
+    def content(self) -> tuple[np.ndarray, dict[str, Any]]:
+        """Frames and metadata."""
+        return self.frames, self.metadata
 
-def process_video(
-    source: Any, image_processor: Any, options: Mapping[str, Any], root: str | os.PathLike[str] | None = None
-) -> ProcessedVideo:
+
+def process_video(source: Any, image_processor: Any, options: Mapping[str, Any], root: Root = None) -> ProcessedVideo:
     """Read a video and make the model's inputs, with ``options`` for the image processor. Raises `InvalidMedia`.
 
     ``source`` is ``(frames, metadata)``, only frames (a list of anything that `load_image` accepts, or an array), a path, or a
@@ -79,9 +84,7 @@ def _patches(frames: np.ndarray, image_processor: Any, options: Mapping[str, Any
     return patches.flatten(0, 1), grid
 
 
-def process_frames(
-    source: Any, process: Callable[[Image.Image], ProcessedImage], root: str | os.PathLike[str] | None = None
-) -> ProcessedVideo:
+def process_frames(source: Any, process: Callable[[Image.Image], ProcessedImage], root: Root = None) -> ProcessedVideo:
     """Read a video, as `process_video`, whose frames become images by ``process``. Raises `InvalidMedia`."""
     frames, metadata = read_video(source, root)
     images = tuple(process(Image.fromarray(frame)) for frame in frames)
@@ -89,7 +92,7 @@ def process_frames(
     return ProcessedVideo(_key(frames, metadata), frames, metadata, join_inputs(images), seconds, images)
 
 
-def join_inputs(media: "Sequence[ProcessedImage | ProcessedVideo]") -> dict[str, Tensor]:
+def join_inputs(media: Sequence[ProcessedMedium]) -> dict[str, Tensor]:
     """The inputs of media, one after another. The tensors of a single medium are not copied."""
     joined: dict[str, Tensor] = {}
     for name in dict.fromkeys(name for medium in media for name in medium.inputs):
@@ -116,9 +119,7 @@ def pair_frames(patches: Tensor, frames: int, step: int, patch_size: int) -> Ten
     return times.reshape(-1, patches.shape[1])
 
 
-def read_video(
-    source: Any, root: str | os.PathLike[str] | None = None, patch_size: int = 14
-) -> tuple[np.ndarray, dict[str, Any]]:
+def read_video(source: Any, root: Root = None, patch_size: int = 14) -> tuple[np.ndarray, dict[str, Any]]:
     """Frames ``(T, H, W, 3)`` uint8 and metadata ``{"fps", "frames_indices", "total_num_frames", ...}``.
 
     Frames of a file are resized to multiples of ``patch_size * DECODER_MERGE_SIZE`` pixels; given frames are not resized.
@@ -152,7 +153,7 @@ def read_video(
     return frames, described
 
 
-def _stack(frames: Any, root: str | os.PathLike[str] | None) -> np.ndarray:
+def _stack(frames: Any, root: Root) -> np.ndarray:
     if isinstance(frames, (np.ndarray, Tensor)):
         array = np.asarray(frames)
         if array.ndim == 4 and array.shape[-1] != 3 and array.shape[1] == 3:
@@ -169,7 +170,7 @@ def _stack(frames: Any, root: str | os.PathLike[str] | None) -> np.ndarray:
 
 
 def _decode(
-    path: str | os.PathLike[str], root: str | os.PathLike[str] | None, options: Mapping[str, Any], patch_size: int
+    path: str | os.PathLike[str], root: Root, options: Mapping[str, Any], patch_size: int
 ) -> tuple[np.ndarray, dict[str, Any]]:
     text = os.fspath(path).removeprefix("file://")
     file = Path(root or ".") / text

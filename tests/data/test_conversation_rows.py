@@ -55,10 +55,10 @@ SCHEMAS = {
 @pytest.mark.parametrize("schema", SCHEMAS)
 def test_every_schema_gives_the_same_conversation(schema, tmp_path):
     row = read_conversation_row(SCHEMAS[schema], 0, "here")
-    chat = read_conversation(row["prompt"], row["images"])
+    chat = read_conversation(row["prompt"], {"image": row["images"]})
     content = [{"type": "image"}, {"type": "text", "text": "What?"}]
     assert chat.messages == [{"role": "user", "content": content}, {"role": "assistant", "content": "A cat."}]
-    assert load_image(chat.images[0]).getpixel((0, 0)) == (200, 10, 30)
+    assert load_image(chat.media[0]).getpixel((0, 0)) == (200, 10, 30)
     assert row["data_source"] == ("pets" if schema == "the_cauldron" else "here")
 
 
@@ -92,7 +92,9 @@ def test_types_in_json_lines_may_vary_by_row(tmp_path):
     path = write_jsonl(tmp_path / "train.jsonl", SCHEMAS.values())
     rows = conversation_rows(path)
     assert len(rows) == len(SCHEMAS)
-    assert [read_conversation(row["prompt"], row["images"]).messages[-1]["content"] for row in rows] == ["A cat."] * 6
+    assert [read_conversation(row["prompt"], {"image": row["images"]}).messages[-1]["content"] for row in rows] == [
+        "A cat."
+    ] * 6
     with path.open("a") as file:
         file.write("{broken\n[1]\n")
     lines = JsonRows(path)

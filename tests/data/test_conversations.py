@@ -2,15 +2,15 @@ import numpy as np
 import pytest
 
 from dataproto.errors import InvalidPrompt
-from rollout.prompts.images import load_image, media_list
+from rollout.prompts.images import load_image
 from rollout.prompts.messages import read_conversation
+from rollout.prompts.sources import media_list
 
 
 def test_markers_become_parts_in_order():
     chat = read_conversation(
-        [{"role": "system", "content": "Look."}, {"role": "user", "content": "a <image>b<video><image>"}],
-        images=["1.png", "2.png"],
-        videos=["v.mp4"],
+        [{"role": "system", "content": "Look."}, {"role": "user", "content": "a <image>b<video><image><audio>"}],
+        {"audio": ["s.wav"], "image": ["1.png", "2.png"], "video": ["v.mp4"]},
     )
     assert chat.messages[0] == {"role": "system", "content": "Look."}
     assert chat.messages[1]["content"] == [
@@ -19,8 +19,10 @@ def test_markers_become_parts_in_order():
         {"type": "text", "text": "b"},
         {"type": "video"},
         {"type": "image"},
+        {"type": "audio"},
     ]
-    assert (chat.images, chat.videos) == (["1.png", "2.png"], ["v.mp4"])
+    assert chat.media == ["1.png", "v.mp4", "2.png", "s.wav"]
+    assert (chat.of_kind("image"), chat.of_kind("audio")) == (["1.png", "2.png"], ["s.wav"])
     assert list(chat.texts()) == ["Look.", "a ", "b"]
 
 
@@ -37,11 +39,9 @@ def test_typed_parts_bring_their_image_or_take_the_next_of_the_rows():
                 ],
             }
         ],
-        images=["first.png", "last.png"],
+        {"image": ["first.png", "last.png"]},
     )
-    assert chat.images[0] == "first.png"
-    assert chat.images[1] == {"image_url": {"url": "own.png"}}
-    assert chat.images[2] == "last.png"
+    assert chat.media == ["first.png", {"image_url": {"url": "own.png"}}, "last.png"]
     assert [part["type"] for part in chat.messages[0]["content"]] == ["image", "text", "image", "image"]
 
 
@@ -56,8 +56,8 @@ def test_messages_may_be_arrays_as_pandas_reads_them():
 
 
 def test_media_go_back_into_their_parts():
-    chat = read_conversation("<image>x<image>", images=["a", "b"])
-    assert chat.with_media(["A", "B"], []) == [
+    chat = read_conversation("<image>x<image>", {"image": ["a", "b"]})
+    assert chat.with_media({"image": ["A", "B"]}) == [
         {
             "role": "user",
             "content": [
@@ -77,18 +77,19 @@ def test_media_go_back_into_their_parts():
         ([{"role": "user", "content": 5}], ["a"], "a message's content must be a string or a list of parts, not 5"),
         ("<image>", [], "1 image markers in the prompt, but 0 images"),
         ("<video>", [], "1 video markers in the prompt, but 0 videos"),
+        ("<audio>", [], "1 audio markers in the prompt, but 0 audios"),
         ([], [], "list of messages"),
         (None, [], "list of messages"),
         ([{"content": "x"}], [], "'role' and 'content'"),
         (["x"], [], "'role' and 'content'"),
-        ([{"role": "user", "content": [{"type": "audio"}]}], [], "text, image or video"),
-        ([{"role": "user", "content": ["x"]}], [], "text, image or video"),
-        ([{"role": "user", "content": [{"type": "text"}]}], [], "text, image or video"),
+        ([{"role": "user", "content": [{"type": "smell"}]}], [], "text, image, video or audio"),
+        ([{"role": "user", "content": ["x"]}], [], "text, image, video or audio"),
+        ([{"role": "user", "content": [{"type": "text"}]}], [], "text, image, video or audio"),
     ],
 )
 def test_malformed_prompts_are_refused(messages, images, says):
     with pytest.raises(InvalidPrompt, match=says):
-        read_conversation(messages, images)
+        read_conversation(messages, {"image": images})
 
 
 @pytest.mark.parametrize("messages", [5, {"role": "user"}, ["hi"], [{"role": "user", "content": 5}]])

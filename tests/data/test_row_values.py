@@ -176,7 +176,7 @@ def test_an_answer_that_is_missing_is_not_learnt(missing):
     with pytest.raises(InvalidRow, match="'answer' holds nothing, but must be"):
         read_conversation_row({"prompt": "?", "answer": missing}, 0)
     with pytest.raises(InvalidPrompt):
-        read_conversation([*ASKED, {"role": "assistant", "content": missing}], ["a.png"])
+        read_conversation([*ASKED, {"role": "assistant", "content": missing}])
     with pytest.raises(InvalidRow, match="must be text, a number or messages"):
         read_conversation_row({"prompt": "?", "answer": b"3"}, 0)
 
@@ -276,4 +276,4 @@ def test_frames_in_a_flat_list_are_told_from_videos():
     with pytest.raises(
         InvalidPrompt, match=r"1 video markers .* 8 videos.*the 8 frames of one video are a list in the list"
     ):
-        read_conversation("<video>What moves?", videos=[f"{n}.png" for n in range(8)])
+        read_conversation("<video>What moves?", {"video": [f"{n}.png" for n in range(8)]})

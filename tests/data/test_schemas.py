@@ -349,7 +349,7 @@ def test_problems_of_a_public_schema_are_shown_whole(name, tmp_path):
     prompt = builder.prepare(row)
     assert text(builder.tokenizer, prompt.raw_ids).replace("<|im_end|>", "") == f"{case.shown}[assistant]"
     assert row["reward_model"]["ground_truth"] == case.truth
-    assert len(prompt.images) == case.shown.count("<image>")
+    assert len(prompt.media) == case.shown.count("<image>")
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.learnt])

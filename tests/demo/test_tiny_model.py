@@ -58,7 +58,7 @@ def test_a_smaller_patch_gives_a_picture_more_tokens(tmp_path):
         {"prompt": "<image>What?", "images": [Image.new("RGB", (112, 56), "white")]}
     )
     model = AutoModelForImageTextToText.from_pretrained(path)
-    media = prompt.images[0].inputs
+    media = prompt.media[0].inputs
     features = model.model.visual(media["pixel_values"], grid_thw=media["image_grid_thw"]).pooler_output
     assert len(features) == list(prompt.input_ids).count(model.config.image_token_id) == 8 * 4
     assert model.config.vision_config.intermediate_size == 4 * 64

@@ -82,7 +82,7 @@ def test_each_row_is_what_the_template_makes_of_the_pictures_that_are_left(model
             assert row.begins.input_ids.tolist() == whole.input_ids.tolist()
             assert row.begins.token_types.tolist() == whole.token_types.tolist()
             assert row.begins.position_ids.equal(
-                renderer.positions(whole.token_types, [image.inputs for image in whole.images])
+                renderer.positions(whole.token_types, [medium.inputs for medium in whole.media])
             )
     assert divided > prompts / 2
 

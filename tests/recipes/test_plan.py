@@ -122,7 +122,7 @@ def test_the_headers_of_images_give_the_sizes_that_the_processor_makes(tmp_path)
     for number, (tokens, grids) in enumerate(zip(sizes.tokens, sizes.grids, strict=True)):
         prompt = builder.prepare(rows[places[number]])
         assert tokens == len(prompt.input_ids)
-        assert [list(grid) for grid in grids] == [image.inputs["image_grid_thw"][0].tolist() for image in prompt.images]
+        assert [list(grid) for grid in grids] == [image.inputs["image_grid_thw"][0].tolist() for image in prompt.media]
 
 
 def test_responses_have_the_expected_mean_and_the_longest_length():

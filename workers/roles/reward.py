@@ -174,7 +174,8 @@ def own_columns(data: DataProto) -> list[dict[str, Any]]:
 
 
 def loaded_media(kind: str, media: Mapping[str, Sequence[Any]]) -> Any:
-    """The media of a column: of the kinds ``images`` and ``videos`` all of them, of ``image`` and ``video`` the only one.
+    """The media of a column: all of them of the kinds ``images``, ``videos`` and ``audios``, the only one of ``image``, ``video``
+    and ``audio``.
 
     >>> loaded_media("images", {"image": ["a", "b"]}), loaded_media("image", {"image": ["a"]}), loaded_media("video", {})
     (['a', 'b'], 'a', None)
