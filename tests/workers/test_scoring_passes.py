@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from dataproto import DataProto
-from dataproto.errors import InvalidConfig
 from helpers.batches import prompt_batch, with_responses
 from helpers.tiny_models import FURTHER_TYPES, VLM_TYPES, tiny_config, tiny_model
 from workers import launch
@@ -117,25 +116,6 @@ def test_with_adapters_the_reference_is_the_actors_base(checkpoint, model_type):
         assert {name: weight.requires_grad for name, weight in actor.module.named_parameters()} == before
     other = reference_worker(PolicyConfig(checkpoint(model_type), temperature=0.5), actor)
     assert other.module is not actor.module  # another policy than the base
-
-
-@pytest.mark.parametrize("options", [{}, {"lora_rank": 2, "lora_vision": True}, {"freeze_vision": True}], ids=str)
-def test_actor_and_reference_score_rows_in_one_call_as_in_two(checkpoint, options):
-    config = ActorConfig(checkpoint("qwen2_5_vl"), scoring_token_budget=25, **options)
-    data = rows()
-    with launch(config, config.frozen()) as roles:
-        actor = roles.actor.worker
-        actor.update(data, pg_loss)
-        for weight in actor.model.optimizer.parameters:
-            weight.data.add_(0.01)
-        expected = roles.actor.log_probs(data) | roles.reference.log_probs(data)
-        found, seconds = roles.reference.log_probs_with_actor(data)
-    for name in ("old_log_probs", "ref_log_prob"):
-        assert torch.equal(found[name], expected[name])
-    assert (found["old_log_probs"] - found["ref_log_prob"]).abs().max() > 1e-3
-    assert seconds.keys() == {"old_log_prob", "ref"}
-    with pytest.raises(InvalidConfig, match="no actor"):
-        ReferenceWorker(config.frozen(), CPU).log_probs_with_actor(data)
 
 
 @pytest.mark.parametrize("options", [{"freeze_vision": True}, pytest.param({"lora_rank": 2}, marks=pytest.mark.long)])

@@ -19,13 +19,11 @@ from workers.model.model_config import UNSHARDED
 from workers.model.named_weights import full_tensor
 from workers.parallel.fsdp import sharded_parts
 from workers.ranks.autograd_collectives import local_part
-from workers.ranks.dispatch_modes import Arguments
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import init_ranks
 from workers.roles.actor import ActorConfig, ActorWorker
-from workers.roles.model_worker import join_scores
 from workers.roles.reference import reference_worker
-from workers.training.mini_batches import share_out, split_scoring
+from workers.training.mini_batches import share_out
 
 CPU = torch.device("cpu")
 MODEL = "qwen2_5_vl"
@@ -191,26 +189,9 @@ def references_are_the_policy_before_training():
     for each in (plain, adapted):
         reference = reference_worker(each.config.frozen(), each)
         assert torch.equal(reference.log_probs(data)["ref_log_prob"], expected)
-        both, _ = reference.log_probs_with_actor(data)
-        assert torch.equal(both["ref_log_prob"], expected)
-        assert torch.equal(both["old_log_probs"], each.log_probs(data)["old_log_probs"])
     assert reference.module is adapted.module
     separate = reference_worker(plain.config.frozen(), plain).module
     assert {weight.dtype for weight in separate.parameters()} == {torch.bfloat16}
-
-
-def actor_and_reference_score_together():
-    """Each rank scores its rows; they come back in the caller's order, with the seconds of the slowest rank."""
-    actor, data = worker(), rows()
-    reference, data["uid"] = reference_worker(actor.config.frozen(), actor), [f"{row}" for row in range(len(data))]
-    (mine,) = split_scoring(Arguments((data,), {}), 2)[actor.model.ranks.rank("dp")].args
-    results = actor.model.ranks.all_gather(reference.log_probs_with_actor(mine), "dp")
-    found, seconds = join_scores(results)
-    assert {*found.batch.keys(), *found.non_tensor_batch} == {"old_log_probs", "ref_log_prob"}
-    assert seconds == {name: max(result.seconds[name] for result in results) for name in ("old_log_prob", "ref")}
-    expected = actor.log_probs(data) | reference.log_probs(data)
-    for name in ("old_log_probs", "ref_log_prob"):
-        torch.testing.assert_close(found[name], expected[name], atol=1e-6, rtol=0)
 
 
 def replicas_sum_once():
@@ -233,7 +214,6 @@ def replicas_sum_once():
 
 SCENARIOS = {
     "references": references_are_the_policy_before_training,
-    "actor and reference": actor_and_reference_score_together,
     "gradients": gradients_and_collectives,
     "scores": scores_and_gathers,
     "error": an_error_leaves_nothing_behind,

@@ -1,12 +1,11 @@
 """Workers that hold a model: those that score rows, those that learn, and the policy's."""
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -323,57 +322,16 @@ class PolicyWorker(ModelWorker):
         return self.model.adapter_weights(dtype)
 
 
-class PolicyScores(NamedTuple):
-    """The columns ``old_log_probs`` and ``ref_log_prob`` ``(B, R)``, and the seconds that each took, by the name of its phase."""
-
-    data: DataProto
-    seconds: dict[str, float]
-
-
-def join_scores(results: Sequence[PolicyScores]) -> PolicyScores:
-    """The rows in the caller's order, and the seconds of the slowest rank."""
-    seconds = {name: max(result.seconds[name] for result in results) for name in results[0].seconds}
-    return PolicyScores(join_rows([result.data for result in results]), seconds)
-
-
 class ReferenceWorker(PolicyWorker):
     """The frozen policy that a KL term is measured against."""
 
     role = "reference"
-
-    def __init__(
-        self,
-        config: Any,
-        device: torch.device | None = None,
-        ranks: Ranks | None = None,
-        actor: PolicyWorker | None = None,
-    ) -> None:
-        """``actor`` is the policy on the same ranks, for `log_probs_with_actor`."""
-        super().__init__(config, device, ranks)
-        self.actor = actor
 
     @dispatch(split=split_scoring, join=join_rows)
     def log_probs(self, data: DataProto, into: str = "ref_log_prob", entropy: bool = False) -> DataProto:
         """As the actor's, into ``ref_log_prob``."""
         with self.acting():
             return super().log_probs(data, into, entropy)
-
-    @dispatch(split=split_scoring, join=join_scores)
-    def log_probs_with_actor(self, data: DataProto) -> PolicyScores:
-        """Log-probs of the actor and of the reference for the same rows, which are sent once.
-
-        Raises:
-            InvalidConfig: the reference has no actor.
-            MissingColumn, InvalidColumn, MediaMismatch, NonFiniteLogits, RankFailure: see `TrainingModel.score`.
-        """
-        if self.actor is None:
-            raise InvalidConfig("this reference has no actor: make it by reference_worker(config, actor)")
-        start = time.perf_counter()
-        old = self.actor.model.score(data, "old_log_probs")
-        between = time.perf_counter()
-        with self.acting():
-            found = old | self.model.score(data, "ref_log_prob")
-        return PolicyScores(found, {"old_log_prob": between - start, "ref": time.perf_counter() - between})
 
     def acting(self) -> AbstractContextManager[None]:
         """A context in which ``model`` is the reference."""

@@ -13,7 +13,7 @@ class BaseReferenceWorker(ReferenceWorker):
     """The reference of an actor that trains adapters: the actor's own model without them, which no update changes."""
 
     def __init__(self, actor: ActorWorker) -> None:
-        self.config, self.model, self.actor = actor.config, actor.model, actor
+        self.config, self.model = actor.config, actor.model
 
     @contextmanager
     def acting(self) -> Iterator[None]:
@@ -34,7 +34,7 @@ def reference_worker(config: PolicyConfig, actor: ActorWorker) -> ReferenceWorke
     adapted: Any = actor.config
     if adapted.lora_rank and config == adapted.frozen():
         return BaseReferenceWorker(actor)
-    reference = ReferenceWorker(config, actor.model.device, actor.model.ranks, actor)
+    reference = ReferenceWorker(config, actor.model.device, actor.model.ranks)
     if config.model_path == adapted.model_path and config.dtype == adapted.dtype:
         reference.module.kept = actor.module.kept  # a tower that is not trained has the same features in both
     return reference
