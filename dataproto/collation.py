@@ -89,7 +89,7 @@ def collate_supervised(
 
     Args:
         loss_mask: 1 on tokens to learn, 0 elsewhere; default: all. The first token of a row is never learnt.
-        token_types: 0 text, 1 image, 2 video placeholder.
+        token_types: 0 text, 1 image, 2 video, 3 sound placeholder.
         width: L; default: the length of the longest row.
 
     Raises:
@@ -113,7 +113,7 @@ def collate_supervised(
         "response_mask": learnt.to(torch.int64),
     }
     if token_types is not None:
-        columns["mm_token_type_ids"] = pad_rows(_alike(token_types, ids, "token_types", 2), length, 0)[0].to(torch.int8)
+        columns["mm_token_type_ids"] = pad_rows(_alike(token_types, ids, "token_types", 3), length, 0)[0].to(torch.int8)
     return DataProto.from_dict(columns)
 
 

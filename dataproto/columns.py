@@ -91,7 +91,7 @@ responses             | int64          | B R          | RolloutWorker.generate |
 input_ids             | int64          | B L          | PromptBuilder (B P), RolloutWorker.generate | engine, actor, reference, critic | all tokens
 attention_mask        | int64          | B L          | PromptBuilder (B P), RolloutWorker.generate | engine, all models | 1 on tokens, 0 on padding
 position_ids          | int64          | B 4 L or B L | PromptBuilder, RolloutWorker.generate | engine, all models | m-RoPE positions (text, time, height, width), or one-dimensional ones
-mm_token_type_ids     | int8           | B L          | PromptBuilder, RolloutWorker.generate | all models | 0 text, 1 image, 2 video placeholder
+mm_token_type_ids     | int8           | B L          | PromptBuilder, RolloutWorker.generate | all models | 0 text, 1 image, 2 video, 3 sound placeholder
 response_mask         | int64          | B R          | RolloutWorker.generate | actor, critic, algorithms | 1 on tokens the policy sampled
 truncated             | bool           | B            | RolloutWorker.generate | reports | cut at max_tokens: no end token came by then
 agent_scored          | bool           | B            | RolloutWorker.run | rewards | the agent returned a reward of the row's episode

@@ -45,7 +45,7 @@ class PackedRows:
 
     input_ids: Tensor  # (1, T) int64
     position_ids: Tensor  # (4, 1, T) m-RoPE with text positions first, or (1, T)
-    token_types: Tensor  # (1, T) int8: 0 text, 1 image, 2 video
+    token_types: Tensor  # (1, T) int8: 0 text, 1 image, 2 video, 3 sound
     cu_seqlens: Tensor  # (B + 1,) int32, start of each segment, and T
     max_length: int
     key_index: Tensor | None  # (K,) index into T, or None if each segment attends to itself only

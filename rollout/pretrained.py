@@ -166,9 +166,10 @@ def check_in_vllm(model_path: str) -> None:
         )
 
 
-def load_prompt_parts(path: str | os.PathLike[str]) -> tuple[Any, Any, Any]:
-    """Tokenizer, image processor and config of a checkpoint directory. The image processor is ``None`` if the model's family
-    reads only text. The tokenizer has the chat template that ``AutoProcessor`` takes.
+def load_prompt_parts(path: str | os.PathLike[str]) -> tuple[Any, Any, Any, Any]:
+    """Tokenizer, image processor, config and feature extractor of a checkpoint directory. The image processor is ``None`` if the
+    model's family reads only text, and so is the feature extractor if it reads no sounds. The tokenizer has the chat template
+    that ``AutoProcessor`` takes.
 
     Raises:
         InvalidConfig: one of them is absent, or the template cannot be read.
@@ -179,7 +180,8 @@ def load_prompt_parts(path: str | os.PathLike[str]) -> tuple[Any, Any, Any]:
     try:
         tokenizer, (family, config) = AutoTokenizer.from_pretrained(path), family_and_config(os.fspath(path))
         sees = family.media_layout.names("image")
-        parts = tokenizer, load_image_processor(path) if sees else None, config
+        hears = load_feature_extractor(path) if family.media_layout.names("audio") else None
+        parts = tokenizer, load_image_processor(path) if sees else None, config, hears
     except (OSError, ValueError) as error:
         raise InvalidConfig(f"{path} lacks a part of a checkpoint: {str(error).splitlines()[0]}") from error
     if sees:
@@ -228,6 +230,13 @@ def _own_processor(path: str | os.PathLike[str]) -> Any:
     names = IMAGE_PROCESSOR_MAPPING_NAMES.get(model_type, {})
     found = own.get(names.get("torchvision") or "")
     return None if found is None else found.from_pretrained(path)
+
+
+def load_feature_extractor(path: str | os.PathLike[str]) -> Any:
+    """What makes a sound's mel frames, by the checkpoint's settings."""
+    from transformers import AutoFeatureExtractor
+
+    return AutoFeatureExtractor.from_pretrained(path)
 
 
 def load_image_processor(path: str | os.PathLike[str]) -> Any:

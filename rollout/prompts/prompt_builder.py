@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from copy import copy
+from dataclasses import replace
 from functools import cached_property, partial
 from hashlib import blake2b
 from itertools import count
@@ -35,6 +36,8 @@ from rollout.prompts.prepared_rows import (
     prompt_batch,
     row_digest,
 )
+from rollout.prompts.sound_processing import ProcessedSound, mel_frames, process_sound
+from rollout.prompts.sounds import load_sound, sound_samples
 from rollout.prompts.template_arguments import check_template_arguments, reads_tools, writes_calls
 from rollout.prompts.videos import ProcessedVideo, process_frames, process_video
 
@@ -79,6 +82,7 @@ class PromptBuilder:
         image_cache_bytes: int = IMAGE_CACHE_BYTES,
         template_arguments: Mapping[str, Any] | None = None,
         end_ids: Sequence[int] | None = None,
+        feature_extractor: Any = None,
     ) -> None:
         """``config`` is the model's. A model that reads only text has no image processor (``None``).
 
@@ -86,7 +90,8 @@ class PromptBuilder:
         images are cached in at most ``image_cache_bytes`` of memory; with 0, each call processes its images again.
 
         ``template_arguments`` are passed to the chat template, such as ``{"tools": [...], "enable_thinking": False}``.
-        ``end_ids`` are the tokens at which the model stops (default: the tokenizer's end token).
+        ``end_ids`` are the tokens at which the model stops (default: the tokenizer's end token). ``feature_extractor`` makes the
+        mel frames of sounds, for a model that reads them.
 
         Raises:
             InvalidConfig: a limit is out of range, or the chat template does not use one of ``template_arguments``.
@@ -99,6 +104,7 @@ class PromptBuilder:
             check_template_arguments(tokenizer, template_arguments)
         self.tokenizer = tokenizer
         self.image_processor = image_processor
+        self.feature_extractor = feature_extractor
         self.config = config
         self.max_prompt_length = max_prompt_length
         self.template_arguments = dict(template_arguments or {})
@@ -130,10 +136,10 @@ class PromptBuilder:
         """A builder with what `load_prompt_parts` and `generation_config` read from a checkpoint directory, and with their
         errors.
         """
-        tokenizer, processor, config = load_prompt_parts(path)
+        tokenizer, processor, config, extractor = load_prompt_parts(path)
         ends = end_ids(generation_config(os.fspath(path), config), config)
         options = (max_prompt_length, min_pixels, max_pixels, image_cache_bytes, template_arguments, ends)
-        return cls(tokenizer, processor, config, *options)
+        return cls(tokenizer, processor, config, *options, feature_extractor=extractor)
 
     def save_pretrained(self, path: str | os.PathLike[str]) -> None:
         """Writes all that a checkpoint has in addition to weights and config: the files of tokenizer, image processor and
@@ -141,6 +147,10 @@ class PromptBuilder:
         """
         for part in self.processors:
             part.save_pretrained(path)
+        if self.feature_extractor is not None:  # whose settings are in the file of the image processor's
+            file = Path(path, "preprocessor_config.json")
+            settings = {**self.feature_extractor.to_dict(), **json.loads(file.read_text(encoding="utf-8"))}
+            file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         for name, settings in self.family.processor_files(self.config).items():
             Path(path, name).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
@@ -348,6 +358,11 @@ class PromptBuilder:
         for number, source in enumerate(conversation.of_kind("image")):
             height, width = image_size(source, root)
             length += self._image_length(height, width, number) - 1
+        for source in conversation.of_kind("audio"):
+            frames = mel_frames(
+                sound_samples(source, root, self.feature_extractor.sampling_rate), self.feature_extractor
+            )
+            length += int(self.family.media_layout.grid_features(torch.tensor([[1, 1, frames]]), self.config)) - 1
         return length - self.family.joined_tokens(raw_ids, self.config, self.encode_text)
 
     def _image_length(self, height: int, width: int, number: int) -> int:
@@ -378,10 +393,18 @@ class PromptBuilder:
     @property
     def _processes(self) -> dict[str, Callable[[Any, Any], ProcessedMedium]]:
         """What makes the inputs of a source, by the kind of the medium."""
-        return {"image": self._process_image, "video": self._process_video}
+        found: dict[str, Callable[[Any, Any], ProcessedMedium]] = {
+            "image": self._process_image,
+            "video": self._process_video,
+        }
+        return found if self.feature_extractor is None else found | {"audio": self._process_sound}
 
     def _process_image(self, source: Any, root: Any) -> ProcessedMedium:
         return self.process_image(self._decoded(source, root))
+
+    def _process_sound(self, source: Any, root: Any) -> ProcessedSound:
+        sound = load_sound(source, root, self.feature_extractor.sampling_rate)
+        return process_sound(sound, self.feature_extractor, self.family.media_layout)
 
     def _decoded(self, source: Any, root: Any) -> Image.Image:
         """As `load_image`; within a batch, images of equal bytes are decoded once."""
@@ -441,7 +464,13 @@ class PromptBuilder:
         if self.family.frames_as_images:  # as small as the family allows
             options = self.family.media_layout.processor_options(self.image_processor, None, 1)
             return process_frames(source, partial(self.process_image, options=options), root)
-        return process_video(source, self.image_processor, self.image_options, root)
+        own = source.get("audio") if isinstance(source, Mapping) else None
+        if own is None:
+            return process_video(source, self.image_processor, self.image_options, root)
+        self.check_taken("audio")
+        shown = {name: value for name, value in source.items() if name != "audio"}
+        video, sound = self._process_video(shown, root), self._process_sound(own, root)
+        return replace(video, key=video.key + sound.key, inputs=video.inputs | sound.inputs)
 
     # Many rows
 

@@ -117,5 +117,5 @@ def test_masks_hold_nothing_but_0_and_1(mask):
         collate_supervised([[5, 6]], masks, pad_token_id=0)
     good = RaggedTensor(torch.tensor([0, 9, 0, 1]), [2, 2])[1:]
     assert collate_supervised([[5, 6]], good, pad_token_id=0)["response_mask"].tolist() == [[1]]
-    with pytest.raises(InvalidRow, match="row 1: token_types are numbers from 0 to 2, not"):
-        collate_supervised([[5], [6]], None, [[2], [3]], pad_token_id=0)
+    with pytest.raises(InvalidRow, match="row 1: token_types are numbers from 0 to 3, not"):
+        collate_supervised([[5], [6]], None, [[3], [4]], pad_token_id=0)

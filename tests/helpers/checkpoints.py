@@ -1,14 +1,12 @@
 """Complete checkpoint directories of every family, with tiny random models."""
 
-import json
 from pathlib import Path
 
 import torch
 import transformers
 
-from dataproto.vlm import family_of
 from helpers.tiny_models import CLASSES
-from helpers.tiny_prompts import tiny_image_processor, tiny_prompt_config, tiny_tokenizer
+from helpers.tiny_prompts import tiny_builder, tiny_prompt_config, tiny_tokenizer
 
 
 def write_checkpoint(model_type: str, path: Path, seed: int = 0, tied: bool = False) -> str:
@@ -26,9 +24,5 @@ def write_checkpoint(model_type: str, path: Path, seed: int = 0, tied: bool = Fa
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
     model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    if (processor := tiny_image_processor(model_type)) is not None:
-        processor.save_pretrained(path)
-    for name, settings in family_of(model_type).processor_files(model.config).items():
-        (path / name).write_text(json.dumps(settings))
+    tiny_builder(model_type).save_pretrained(path)
     return str(path)

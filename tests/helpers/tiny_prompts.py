@@ -1,10 +1,10 @@
 """A byte-level tokenizer with the special tokens and chat template of a family, and a small image processor."""
 
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import Qwen2TokenizerFast
+from transformers import Qwen2TokenizerFast, WhisperFeatureExtractor
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
@@ -14,7 +14,7 @@ from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import Min
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-from helpers.tiny_models import GEMMA4_TYPES, GLM_TYPES, TEXT_TYPES, TILE, TILED, tiny_config
+from helpers.tiny_models import GEMMA4_TYPES, GLM_TYPES, OMNI_TYPES, TEXT_TYPES, TILE, TILED, tiny_config
 from rollout.kimi_images import KimiImageProcessor
 from rollout.muse_images import MuseImageProcessor
 from rollout.prompts import PromptBuilder
@@ -48,6 +48,11 @@ MINICPM_SPECIAL = (
     *(f"<{slash}{name}>" for name in ("image", "slice", "image_id") for slash in ("", "/")),
     *SPECIAL[5:],
 )
+OMNI_SPECIAL = (
+    *SPECIAL[:3],
+    *("<|vision_bos|>", "<|vision_eos|>", "<|IMAGE|>", "<|VIDEO|>", "<|audio_bos|>", "<|audio_eos|>", "<|AUDIO|>"),
+)
+OMNI3_SPECIAL = (*SPECIAL, "<|audio_start|>", "<|audio_end|>", "<|audio_pad|>")
 GLM_SPECIAL = (
     *SPECIAL[:3],
     *("<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|begin_of_video|>", "<|end_of_video|>", "<|video|>"),
@@ -92,6 +97,11 @@ INTERNVL_TEMPLATE = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|
 GLM_TEMPLATE = TEMPLATE.replace(
     "<|vision_start|><|image_pad|><|vision_end|>", "<|begin_of_image|><|image|><|end_of_image|>"
 ).replace("<|vision_start|><|video_pad|><|vision_end|>", "<|begin_of_video|><|video|><|end_of_video|>")
+OMNI3_TEMPLATE = TEMPLATE.replace(
+    "{%- else -%}{{ part['text'] }}",
+    "{%- elif part['type'] == 'audio' -%}<|audio_start|><|audio_pad|><|audio_end|>\n{%- else -%}{{ part['text'] }}",
+)
+OMNI_TEMPLATE = reduce(lambda text, pair: text.replace(*pair), zip(OMNI3_SPECIAL[3:], OMNI_SPECIAL[3:]), OMNI3_TEMPLATE)
 MUSE_TEMPLATE = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<|patch|>").replace(
     "<|vision_start|><|video_pad|><|vision_end|>", "<|video|>"
 )
@@ -144,6 +154,8 @@ _PROMPTS = {
     "internvl": (INTERNVL_SPECIAL, INTERNVL_TEMPLATE),
     "internvl+qwen3_moe": (INTERNVL_SPECIAL, INTERNVL_TEMPLATE),
     **dict.fromkeys(GLM_TYPES, (GLM_SPECIAL, GLM_TEMPLATE)),
+    "qwen2_5_omni_thinker": (OMNI_SPECIAL, OMNI_TEMPLATE),
+    "qwen3_omni_moe_thinker": (OMNI3_SPECIAL, OMNI3_TEMPLATE),
     "minicpmv4_6": (MINICPM_SPECIAL, MINICPM_TEMPLATE),
     "muse_glimmer": (MUSE_SPECIAL, MUSE_TEMPLATE),
     "smolvlm": (IDEFICS3_SPECIAL, IDEFICS3_TEMPLATE),
@@ -207,6 +219,11 @@ def tiny_image_processor(model_type: str = "qwen2_5_vl") -> Any:
     return Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, min_pixels=64, max_pixels=4096)
 
 
+def tiny_feature_extractor(model_type: str) -> Any:
+    """What makes 8 mel bins of sounds of up to 30 seconds. None for models that do not hear."""
+    return WhisperFeatureExtractor(feature_size=8, return_attention_mask=True) if model_type in OMNI_TYPES else None
+
+
 def tiny_prompt_config(model_type: str = "qwen2_5_vl") -> Any:
     """`tiny_config` with the token ids of `tiny_tokenizer`."""
     tokenizer, config = tiny_tokenizer(model_type), tiny_config(model_type)
@@ -238,6 +255,11 @@ def tiny_prompt_config(model_type: str = "qwen2_5_vl") -> Any:
             for name, token in names.items():
                 setattr(config, f"{kind}_{name}_id", tokenizer.convert_tokens_to_ids(f"<|{token}|>"))
         return config
+    if model_type in OMNI_TYPES:
+        names = ("vision_start", "vision_end", "image", "video", "audio_start", "audio_end", "audio")
+        for name, token in zip(names, _PROMPTS[model_type][0][3:], strict=True):
+            setattr(config, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
+        return config
     for name, token in (("image", "image_pad"), ("video", "video_pad"), *(2 * (each,) for each in SPECIAL_ENDS)):
         if name != token or f"<|{token}|>" in tokenizer.get_vocab():
             setattr(config, f"{name}_token_id", tokenizer.convert_tokens_to_ids(f"<|{token}|>"))
@@ -247,4 +269,4 @@ def tiny_prompt_config(model_type: str = "qwen2_5_vl") -> Any:
 def tiny_builder(model_type: str = "qwen2_5_vl", max_prompt_length: int = 512, **options: Any) -> PromptBuilder:
     """A `PromptBuilder` of the tiny tokenizer, image processor and config."""
     parts = tiny_tokenizer(model_type), tiny_image_processor(model_type), tiny_prompt_config(model_type)
-    return PromptBuilder(*parts, max_prompt_length, **options)
+    return PromptBuilder(*parts, max_prompt_length, feature_extractor=tiny_feature_extractor(model_type), **options)

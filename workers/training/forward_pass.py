@@ -168,7 +168,7 @@ def known_types(rows: DataProto) -> Tensor:
 
 
 def token_types(module: PackedVLM, rows: DataProto) -> Tensor:
-    """``(B, L)`` 0 text, 1 image, 2 video."""
+    """``(B, L)`` 0 text, 1 image, 2 video, 3 sound."""
     types: Tensor = rows["mm_token_type_ids"] if "mm_token_type_ids" in rows else infer_token_types(module, rows)
     return types
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -16,7 +17,7 @@ from dataproto.vlm.families.kimi_k25 import apart
 from dataproto.vlm.families.qwen2_5_vl import Qwen25VL
 from dataproto.vlm.families.qwen3_vl import Qwen3VLMoe
 from dataproto.vlm.family import VLMFamily
-from dataproto.vlm.media import PatchGrids
+from dataproto.vlm.media import Ids, PatchGrids
 from dataproto.vlm.positions import AUDIO, IMAGE, VIDEO
 from dataproto.vlm.prompt_layout import MediaTokens
 
@@ -134,6 +135,38 @@ class Thinker(VLMFamily):
         played = self.in_order(range(heard), config)
         ordered = sorted([*((order, 0) for order in shown), *((order, 1) for order in played)])
         return [int((tokens.video, tokens.audio)[kind]) for _, kind in ordered]  # type: ignore[arg-type]
+
+    def expand(
+        self,
+        ids: Sequence[int] | Ids,
+        media: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        config: Any,
+        **options: Any,
+    ) -> tuple[Ids, np.ndarray[Any, np.dtype[np.int8]]]:
+        """A video with its sound, one element of a list of ``media``, becomes their `joined_run` between the ends of a sound."""
+        parts = [] if isinstance(media, Mapping) else media
+        videos = [part for part in parts if part.get("video_grid_thw") is not None]
+        joined = [part for part in videos if part.get("input_features") is not None]
+        raw, placeholder = np.array(ids, dtype=np.int64), self.media_tokens(config).video
+        places = np.flatnonzero(raw == placeholder)
+        if not joined or len(places) != len(videos):
+            return super().expand(ids, media, config, **options)
+        raw[places[[any(part is own for own in joined) for part in videos]]] = -1
+        rest = [part for part in parts if not any(part is own for own in joined)]
+        made, types = super().expand(raw, rest, config, **options)
+        runs = [np.array(self._between_ends(part, config), dtype=np.int64) for part in joined]
+        lengths = np.ones_like(made)
+        lengths[made == -1] = list(map(len, runs))
+        found, kinds = np.repeat(made, lengths), np.repeat(types, lengths)
+        kinds[found == -1] = self.token_types(torch.from_numpy(np.concatenate(runs)), config).numpy()
+        found[found == -1] = np.concatenate(runs)
+        return found, kinds
+
+    def _between_ends(self, part: Mapping[str, Any], config: Any) -> list[int]:
+        """The tokens of a video with its sound, and those that begin and end a sound."""
+        heard = int(self.media_layout.feature_counts("audio", part, config).sum())
+        run = self.joined_run(part["video_grid_thw"][0].tolist(), float(part["second_per_grid_ts"][0]), heard, config)
+        return [config.audio_start_token_id, *run, config.audio_end_token_id]
 
     def check_supported(self, config: Any) -> None:
         """Raises `InvalidConfig` before transformers 5.21, whose models have other parts."""
