@@ -2,8 +2,10 @@
 
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.nn.functional import pad
 
 from dataproto.errors import InvalidConfig, MediaMismatch
@@ -11,6 +13,7 @@ from dataproto.packing import pack_rows
 from dataproto.vlm import family_of, media_grids, media_spans
 from dataproto.vlm.families import qwen_omni
 from helpers.batches import padded_log_probs, prompt_batch, with_responses
+from helpers.checkpoints import write_checkpoint
 from helpers.tiny_models import (
     AUDIO,
     AUDIO_END,
@@ -29,6 +32,7 @@ from helpers.tiny_models import (
 )
 from rollout import SamplingParams
 from rollout.hf import HFEngine
+from rollout.prompts import PromptBuilder
 from rollout.responses import build_requests
 from workers.roles.actor import ActorConfig, ActorWorker
 
@@ -222,3 +226,34 @@ def test_the_talker_of_a_whole_checkpoint_is_not_loaded_and_stays_in_exports(tmp
         SamplingParams(max_tokens=4, temperature=0.0),
     )
     assert [len(each.token_ids) for each in engine.generate(build_requests(prompts, sampling), sampling)] == [4, 4]
+
+
+@every_type
+def test_greedy_tokens_equal_those_of_hugging_face(model_type, tmp_path):
+    """A picture and a sound, and a film with its sound, from what `PromptBuilder` makes of them."""
+    write_checkpoint(model_type, tmp_path)
+    builder = PromptBuilder.from_pretrained(tmp_path, 512)
+    noise = np.random.default_rng(0)
+    heard = [noise.uniform(-0.5, 0.5, samples).astype(np.float32) for samples in (20_000, 33_000)]
+    film = (noise.integers(0, 255, (4, 16, 16, 3), dtype=np.uint8), {"fps": 2.0})
+    rows = [
+        {"prompt": "<image>Who <audio>speaks?", "images": [Image.new("RGB", (16, 24), "red")], "audios": heard[:1]},
+        {"prompt": "<video>Who speaks?", "videos": [{"video": film, "audio": heard[1]}]},
+    ]
+    prompts, sampling = builder(rows), SamplingParams(max_tokens=6, temperature=0.0)
+    engine = HFEngine(str(tmp_path), device=torch.device("cpu"), dtype="float32")
+    ours = [each.token_ids for each in engine.generate(build_requests(prompts, sampling), sampling)]
+    model = family_of(builder.config).model_class().from_pretrained(tmp_path, dtype=torch.float32)
+    banned = list(family_of(builder.config).banned_ids(builder.config))
+    for row, media in enumerate(prompts["multi_modal_inputs"]):
+        ids = prompts["input_ids"][row, prompts["attention_mask"][row].bool()][None]
+        found = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            **forward_media(model, media),
+            use_audio_in_video=row == 1,
+            suppress_tokens=banned,
+            max_new_tokens=6,
+            do_sample=False,
+        )
+        assert found[0, ids.shape[1] :].tolist() == list(ours[row])
