@@ -14,13 +14,15 @@ from rich.text import Text
 from transformers.utils.logging import disable_progress_bar
 
 from dataproto.errors import DataProtoError, InvalidRow
-from recipes.configs.show_config import ShowConfig, parse
+from recipes.configs.show_config import RECIPES, ShowConfig, parse
+from recipes.data.answers import AnsweredPrompt, Grouping
 from recipes.data.column_keys import ColumnKeys
 from recipes.data.conversations import CONVERSATION_COLUMNS, conversation_rows, conversation_stream
 from recipes.data.loader import draws
+from recipes.data.preferences import PREFERENCE_COLUMNS, preference_rows
 from recipes.data.problem_rows import PROBLEM_COLUMNS, load_rows
 from recipes.data.row_values import columns_left_out, present_columns
-from recipes.demo.rows import DrawnTalks, ProblemRows
+from recipes.demo.rows import DrawnPairs, DrawnTalks, ProblemRows
 from recipes.demo.tiny_model import make_tiny_processors
 from recipes.options import exit_status
 from recipes.rewards import RewardFunction, load_reward
@@ -34,6 +36,7 @@ from recipes.rewards.reward_check import (
     truth_scores,
 )
 from recipes.run.policy_gradient import prompt_builder
+from recipes.run.preferences import answers_builder
 from recipes.run.supervised import supervised_builders
 from recipes.watch.pages import visible, write_page
 from recipes.watch.rollout_files import pictures_of
@@ -87,7 +90,7 @@ class ShownSource:
 def main(arguments: Sequence[str] | None = None, config: ShowConfig | None = None) -> int:
     """Prints the rows and returns the exit status: 1 if one cannot be used, or the truth does not get the best reward."""
     with exit_status(arguments, resumes=False) as status:
-        asked = config or parse(status.arguments)
+        asked = by_its_data(config or parse(status.arguments))
         disable_progress_bar()
         sources = list(shown_sources(asked))
         for source in sources:
@@ -100,27 +103,44 @@ def main(arguments: Sequence[str] | None = None, config: ShowConfig | None = Non
     return status.code
 
 
+def by_its_data(asked: ShowConfig) -> ShowConfig:
+    """What is asked for, or if no recipe was named and the data are pairs of answers, the same of dpo."""
+    if asked.others is None or not asked.config.data.data_path:
+        return asked
+    _, rows = next(_opened(asked))
+    paired = {"chosen", "rejected"} <= {*present_columns(rows)}
+    return replace(asked, recipe="dpo", config=RECIPES["dpo"](asked.others)) if paired else asked
+
+
 def shown_sources(asked: ShowConfig) -> Iterator[ShownSource]:
     """The first rows of each data set that the options name."""
-    config, supervised = asked.config, asked.recipe == "sft"
+    config = asked.config
     if config.model_path is None:
         print("no --model-path: the tokenizer and the image processor are those of the small Qwen2.5-VL")
     with tempfile.TemporaryDirectory() as folder:
         model_path = config.model_path or str(make_tiny_processors(Path(folder)))
         builder: PromptBuilder
-        if supervised:
+        if asked.recipe == "sft":
             builder = supervised_builders(config.data, model_path)[0].learning(config.data.turns)
+        elif asked.recipe in PAIRED:
+            unpaired = asked.recipe == "dpo" and config.algorithm.unpaired
+            grouping: Grouping = "answers" if unpaired else "scored" if asked.recipe == "reward-model" else "pairs"
+            builder = answers_builder(config.data, model_path, grouping)
         else:
             builder = prompt_builder(config.data, model_path)
     for name, rows in _opened(asked):
         given = list(islice(_rows(rows), asked.options.rows))
         shown = tuple(shown_row(place, row, builder) for place, row in enumerate(given))
-        source = ShownSource(name, tuple(_columns(rows, config.data.keys, supervised)), shown)
-        yield (
-            source
-            if supervised
-            else with_scores(source, given, load_reward(config.rewards, weights=config.reward_weights), builder)
-        )
+        source = ShownSource(name, tuple(_columns(rows, config.data.keys, asked.recipe)), shown)
+        if asked.recipe in KNOWN_COLUMNS:
+            yield source
+        else:
+            yield with_scores(source, given, load_reward(config.rewards, weights=config.reward_weights), builder)
+
+
+PAIRED = ("dpo", "reward-model")
+KNOWN_COLUMNS = {"sft": CONVERSATION_COLUMNS, **dict.fromkeys(PAIRED, PREFERENCE_COLUMNS)}
+"""The columns that are read of data which no reward sees."""
 
 
 def _opened(asked: ShowConfig) -> Iterator[tuple[str, Any]]:
@@ -132,6 +152,11 @@ def _opened(asked: ShowConfig) -> Iterator[tuple[str, Any]]:
             yield path, read(path, keys=data.keys, media_root=data.media_root)
         if not data.data_path:
             yield "synthetic conversations", DrawnTalks(config.run.seed)
+    elif asked.recipe in PAIRED:
+        if data.data_path:
+            yield data.data_path, preference_rows(data.data_path, keys=data.keys, media_root=data.media_root)
+        else:
+            yield "synthetic pairs", DrawnPairs(config.run.seed)
     elif data.data_path is None:
         yield "synthetic problems", ProblemRows(data.level, config.run.seed, "train", data.instruction)
     else:
@@ -140,12 +165,13 @@ def _opened(asked: ShowConfig) -> Iterator[tuple[str, Any]]:
         yield data.data_path, rows
 
 
-def _columns(rows: Any, keys: ColumnKeys, supervised: bool) -> Iterator[str]:
+def _columns(rows: Any, keys: ColumnKeys, recipe: str) -> Iterator[str]:
     """What there is to say of the columns of a data set; synthetic rows have none."""
-    others = columns_left_out(rows, CONVERSATION_COLUMNS if supervised else PROBLEM_COLUMNS, keys)
+    others = columns_left_out(rows, KNOWN_COLUMNS.get(recipe, PROBLEM_COLUMNS), keys)
     yield f"columns that are read: {', '.join(name for name in present_columns(rows) if name not in others) or 'none'}"
     if others:
-        yield f"columns that {'are not read' if supervised else 'only the reward gets'}: {', '.join(others)}"
+        which = "are not read" if recipe in KNOWN_COLUMNS else "only the reward gets"
+        yield f"columns that {which}: {', '.join(others)}"
 
 
 def _rows(rows: Any) -> Iterator[Any]:
@@ -200,11 +226,24 @@ def shown_row(place: int, row: Mapping[str, Any] | DataProtoError, builder: Prom
     for name, kinds in (("pictures", ("image", "video")), ("sounds", ("audio",))):
         if sizes := [_size(medium, builder) for medium in by_kind(prompt.media) if medium.kind in kinds]:
             facts[name] = "; ".join(sizes)
-    if learnt is None:
+    if isinstance(prompt, AnsweredPrompt):
+        facts |= dict(_answers(prompt, row["labels"], builder))
+    elif learnt is None:
         truth = (row.get("reward_model") or {}).get("ground_truth")
         facts["truth"] = "none" if truth is None else repr(truth)
     spans = token_spans(builder.tokenizer, prompt.input_ids.tolist(), prompt.token_types.tolist(), learnt)
     return ShownRow(place, spans, tuple(pictures_of(media_objects(prompt.media))), facts)
+
+
+def _answers(prompt: AnsweredPrompt, labels: Sequence[bool], builder: PromptBuilder) -> Iterator[tuple[str, str]]:
+    """The answers of a prompt with their ends, and what is trained on."""
+    names = ("rejected", "chosen") if len(labels) == 2 else ("undesirable", "desirable")
+    for label, answer in zip(labels, prompt.answers, strict=True):
+        yield names[label], f"{BEGIN}{builder.tokenizer.decode(answer, skip_special_tokens=False)}{END}"
+    counts = " and ".join(str(len(answer)) for answer in prompt.answers)
+    answers = "answer" if len(labels) == 1 else "two answers"
+    scored = getattr(builder, "grouping", "") == "scored"
+    yield "trained on", f"{'the scores at the ends of' if scored else 'all of'} the {counts} tokens of the {answers}"
 
 
 def _reason(error: DataProtoError) -> str:

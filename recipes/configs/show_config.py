@@ -1,8 +1,9 @@
 """The first rows of a data set as the model sees them: ``dataproto show [RECIPE] DATA [options of the recipe]``.
 
 Prints the text with its special tokens, the pictures, the truth, the columns that are read and those that are not, the number of
-tokens, and what the reward gives the truth itself, a wrong answer and an empty one; of sft also what is learnt. RECIPE is grpo
-(the default), ppo or sft. In addition to its own options it takes those of the recipe (see dataproto RECIPE --help). Loads a
+tokens, and what the reward gives the truth itself, a wrong answer and an empty one; of sft also what is learnt, and of dpo and
+reward-model both answers. RECIPE is grpo (the default), ppo, sft, dpo or reward-model; data with the columns chosen and rejected
+are shown as those of dpo. In addition to its own options it takes those of the recipe (see dataproto RECIPE --help). Loads a
 tokenizer and an image processor, and no model: without --model-path those of the small model. Ends with status 1 if a row cannot
 be used, or the truth does not get the best reward.
 """
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.configs import grpo_config, ppo_config, sft_config
+from recipes.configs import dpo_config, grpo_config, ppo_config, reward_model_config, sft_config
 from recipes.configs.shared.run_config import check_at_least
 from recipes.options import own_options
 
@@ -20,6 +21,8 @@ RECIPES: Mapping[str, Callable[[Sequence[str]], Any]] = {
     "grpo": grpo_config.parse,
     "ppo": ppo_config.parse,
     "sft": sft_config.parse,
+    "dpo": dpo_config.parse,
+    "reward-model": reward_model_config.parse,
 }
 """The recipes whose rows can be shown, each with the function that reads its options."""
 
@@ -48,6 +51,7 @@ class ShowConfig:
     recipe: str
     options: ShowOptions
     config: Any  # of the recipe
+    others: Sequence[str] | None = None  # the options that are the recipe's, where no recipe was named
 
 
 def parse(arguments: Sequence[str]) -> ShowConfig:
@@ -57,11 +61,12 @@ def parse(arguments: Sequence[str]) -> ShowConfig:
         InvalidConfig: an option of the recipe or of the command is unknown, ill-typed or does nothing.
     """
     rest = list(arguments)
-    recipe = rest.pop(0) if rest and rest[0] in RECIPES else "grpo"
+    named = bool(rest) and rest[0] in RECIPES
+    recipe = rest.pop(0) if named else "grpo"
     if rest and not rest[0].startswith("-"):
         rest.insert(0, "--data-path")
     options, others = own_options(rest, ShowOptions(), __doc__, "dataproto show [RECIPE] DATA")
     names = {each.partition("=")[0].replace("_", "-") for each in others}
     if "--model-path" in names and not names & {"--preset", "--config"}:
         others = ["--preset", "any", *others]
-    return ShowConfig(recipe, options, RECIPES[recipe](others))
+    return ShowConfig(recipe, options, RECIPES[recipe](others), None if named else others)

@@ -4,12 +4,14 @@ import json
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from helpers.checkpoints import write_checkpoint
 from helpers.geo3k_files import drawing
 from helpers.tiny_models import VLM_TYPES
 from helpers.tiny_prompts import tiny_builder, tiny_tokenizer
 from recipes.commands import main
+from recipes.demo.tiny_model import make_tiny_processors
 from recipes.show import Span, shown_row, token_spans
 
 STRICT = """
@@ -194,3 +196,19 @@ def test_the_small_models_template_writes_tools_and_calls(tmp_path, capsys):
     assert status == 0
     assert '# Tools\n{"name": "zoom"}\n' in told
     assert '⟦<tool_call>\n{"name": "zoom", "arguments": {"box": [1, 2]}}\n</tool_call><|im_end|>⟧' in told
+
+
+def test_both_answers_of_a_pair_and_what_is_trained_on(folder, capsys):
+    pair = {"prompt": "How many?", "image": "2.png", "chosen": "Two.", "rejected": "Nine of them.", "note": "x"}
+    pairs = write_rows(folder / "pairs.jsonl", [pair])
+    status, told, _ = shown(capsys, "--data-path", pairs)
+    assert status == 0
+    tokenizer = AutoTokenizer.from_pretrained(make_tiny_processors(folder / "small"))
+    counts = [len(tokenizer(text)["input_ids"]) for text in ("Two.<|im_end|>", "Nine of them.<|im_end|>")]
+    wanted = ["chosen: ⟦Two.<|im_end|>⟧", "rejected: ⟦Nine of them.<|im_end|>⟧", "columns that are not read: note"]
+    assert {*wanted} <= {*told.splitlines()}
+    assert f"trained on: all of the {counts[0]} and {counts[1]} tokens of the two answers" in told
+    assert "the scores at the ends of" in shown(capsys, "reward-model", pairs)[1]
+    labelled = write_rows(folder / "labelled.jsonl", [{"prompt": "2 + 2?", "completion": "4", "label": True}])
+    assert "desirable: ⟦4<|im_end|>⟧" in shown(capsys, "dpo", labelled, "--algorithm.loss", "kto")[1]
+    assert "cannot be used: line 1 of" in shown(capsys, "dpo", labelled)[1]
