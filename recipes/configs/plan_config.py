@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dataproto.errors import InvalidConfig
-from recipes.configs import classify_config, grpo_config, ppo_config, sft_config
+from recipes.configs import classify_config, dpo_config, grpo_config, ppo_config, sft_config
 from recipes.configs.shared.device_preset import DEVICE_MEMORY, Machine, this_machine
 from recipes.configs.shared.run_config import check_at_least
 from recipes.options import own_options, parse_config
@@ -23,6 +23,7 @@ RECIPES: Mapping[str, Callable[..., Any]] = {
     "ppo": ppo_config.parse,
     "sft": sft_config.parse,
     "classify": classify_config.parse,
+    "dpo": dpo_config.parse,
 }
 """The recipes that can be planned, each with the function that reads its options."""
 
@@ -145,17 +146,21 @@ def parse(arguments: Sequence[str]) -> PlanConfig | ClusterConfig:
     if _asks_for_cluster(arguments):
         return parse_config(arguments, ClusterConfig(), CLUSTER, "dataproto plan --devices N")
     options, others = own_options(arguments, PlanOptions(), __doc__, "dataproto plan RECIPE")
-    if arguments[:1] and arguments[0] in ("walk", "zoom", "browse", "easy-vqa", "distil"):
+    if arguments[:1] and arguments[0] in ("walk", "zoom", "browse", "easy-vqa", "distil", "reward-model"):
         raise InvalidConfig(f"{arguments[0]} is not planned: its run says after the first steps what they took")
     if not arguments or arguments[0] not in RECIPES:
         raise InvalidConfig(f"plan which recipe? give one of {', '.join(RECIPES)} first, then its options")
     recipe, *others = others
     if options.fit:
         _refuse_chosen(others, options.devices is not None)
-    if options.mean_response is not None and recipe in ("sft", "classify"):
+    if options.mean_response is not None and recipe in ("sft", "classify", "dpo"):
         raise InvalidConfig(f"--mean-response would do nothing: {recipe} learns answers, whose length the data tell")
     machine = _machine(options) if recipe in ("grpo", "ppo") else None
     config = RECIPES[recipe](others, machine) if machine else RECIPES[recipe](others)
+    if recipe == "dpo" and config.algorithm.unpaired:
+        raise InvalidConfig(
+            f"dpo with --algorithm.loss {config.algorithm.loss} is not planned: its run says after the first steps what they took"
+        )
     return PlanConfig(recipe, options, config, machine)
 
 

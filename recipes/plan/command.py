@@ -18,12 +18,13 @@ from recipes.configs.shared.device_preset import preset_line
 from recipes.configs.shared.policy_gradient_config import SIZES
 from recipes.configs.shared.published_models import published_config
 from recipes.demo.tiny_model import make_tiny_model
+from recipes.dpo import dpo_task
 from recipes.options import exit_status
 from recipes.plan.devices import GIB, Device, Nodes, device_named
 from recipes.plan.fitting import as_options, fastest_layout, fit, way_out
 from recipes.plan.forecast import Forecast, forecast
 from recipes.plan.memory import RoleMemory
-from recipes.plan.rows import BatchSizes, PromptSizes, measure_conversations, measure_prompts, response_lengths
+from recipes.plan.rows import BatchSizes, PromptSizes, measure_answers, measure_prompts, response_lengths
 from recipes.plan.setting import Setting
 from recipes.run import policy_gradient
 from recipes.run.run_directory import over_epochs
@@ -69,13 +70,17 @@ def plan(asked: PlanConfig) -> Forecast:
 def expected_setting(asked: PlanConfig, path: str) -> Setting:
     """What the forecast depends on, for the model in ``path``: from data and options by the run's own functions."""
     config, device = asked.config, device_named(asked.options.device)
-    if asked.recipe in ("sft", "classify"):
-        if asked.recipe == "sft":
-            task = conversation_task(config, path)
-        else:
+    if asked.recipe in ("sft", "classify", "dpo"):
+        if asked.recipe == "classify":
             task = classification_task(config, open_labelled(config.data, config.run.seed), path)
+        else:
+            task = (conversation_task if asked.recipe == "sft" else dpo_task)(config, path)
         config = replace(config, run=over_epochs(config.run, task.loader))
-        return _setting(config, measure_conversations(task.loader), device, engine=None, longest=task.longest)
+        loader, scored = task.loader, 0.0
+        if asked.recipe == "dpo":
+            scored = min(len(loader.rows) / loader.batch_size / config.run.steps, 1.0)
+        own = {"engine": None, "longest": task.longest, "reference": scored}
+        return _setting(config, measure_answers(loader), device, **own)
     data = config.data
     builder = policy_gradient.prompt_builder(data, path)
     policy_gradient.check_trains(data)
@@ -98,7 +103,7 @@ def policy_setting(config: Any, batch: BatchSizes, device: Device) -> Setting:
         minibatch=algorithm.minibatch,
         epochs=algorithm.epochs,
         old_log_probs=float(scored),
-        reference=algorithm.needs_reference,
+        reference=float(algorithm.needs_reference),
         teacher=getattr(config, "teacher", None) is not None,
         longest=config.data.max_prompt_length + config.longest_response,
         engine=config.engine,
@@ -166,7 +171,7 @@ def simulated(asked: ClusterConfig) -> Forecast:
         longest=asked.prompt_length + asked.max_response_length,
         minibatch=asked.minibatch,
         old_log_probs=1 - asked.minibatch / asked.batch_size,
-        reference=True,
+        reference=1.0,
         variation=0,
         nodes=Nodes(asked.node, network=1e9 * asked.network_gbit / 8),
     )

@@ -159,7 +159,7 @@ def _passes(setting: Setting) -> Iterator[Phase]:
     """The passes of a step in order."""
     scored: list[tuple[str, Role, float]] = [
         ("old_log_prob", "actor", setting.old_log_probs),
-        ("ref", "reference", float(setting.reference)),
+        ("ref", "reference", setting.reference),
         ("values", "critic", float(setting.critic_epochs > 0)),
     ]
     for name, role, share in scored:

@@ -18,6 +18,7 @@ from torch import Tensor
 from dataproto.errors import DataProtoError, InvalidConfig
 from dataproto.vlm import family_of
 from dataproto.vlm.costs import Flops
+from recipes.data.answers import AnsweredPrompt
 from recipes.data.loader import PromptLoader, draws
 from rollout.prompts import Prompt, PromptBuilder, SupervisedBuilder
 from rollout.prompts.images import image_size
@@ -260,24 +261,28 @@ def first_rows(loader: PromptLoader) -> Iterator[Any]:
             yield row
 
 
-def measure_conversations(loader: PromptLoader) -> BatchSizes:
-    """A batch of conversations like the first ones that a loader draws, at most `CONVERSATIONS`, which are prepared: which tokens
-    are learnt follows from their texts. The loader stays where it is.
+def measure_answers(loader: PromptLoader) -> BatchSizes:
+    """A batch of conversations, or of pairs of answers, like the first ones that a loader draws, at most `CONVERSATIONS`, which
+    are prepared: which tokens are learnt follows from their texts. The loader stays where it is.
 
-    The learnt tokens of a row count as its response.
+    The learnt tokens of a conversation count as its response. Both answers of a pair are responses to their prompt.
     """
     builder, batch_size = cast(SupervisedBuilder, loader.builder), loader.batch_size
-    prompts, learnt, grids = [], [], []
+    prompts: list[int] = []
+    learnt: list[tuple[int, ...]] = []
+    grids = []
     for raw in islice(first_rows(loader), min(batch_size, CONVERSATIONS)):
         with suppress(*((DataProtoError,) if loader.on_bad_row == "skip" else ())):
             row = builder.prepare(raw)
-            learnt.append(int(row.loss_mask.sum()))
-            prompts.append(len(row.input_ids) - learnt[-1])
+            paired = isinstance(row, AnsweredPrompt)
+            learnt.append(tuple(map(len, row.answers)) if paired else (int(row.loss_mask.sum()),))
+            prompts.append(len(row.input_ids) - (0 if paired else learnt[-1][0]))
             grids.append(media_grids_of(builder, row))
     if not prompts:
         raise InvalidConfig(f"none of the first {min(batch_size, CONVERSATIONS)} rows can be used")
     sizes = PromptSizes(tuple(prompts), tuple(grids)).repeated(batch_size)
-    return BatchSizes(builder.config, sizes, tuple(learnt[place % len(learnt)] for place in range(batch_size)))
+    lengths = [each for place in range(batch_size) for each in learnt[place % len(learnt)]]
+    return BatchSizes(builder.config, sizes, tuple(lengths), samples=len(learnt[0]))
 
 
 def media_grids_of(builder: PromptBuilder, prompt: Prompt) -> Grids:

@@ -29,7 +29,7 @@ class Setting:
     minibatch: int | None = None  # prompts of an optimizer step
     epochs: int = 1
     old_log_probs: float = 0.0  # share of the rows whose old log-probs are computed in a pass of their own
-    reference: bool = False
+    reference: float = 0.0  # share of the rows of a step that it scores, on average: it scores an answer of dpo once
     teacher: bool = False  # the reference is another model than the policy
     critic_epochs: int = 0  # 0: no critic
     optimizer: OptimizerKind = "adamw"

@@ -15,19 +15,21 @@ from benchmarks.workload import TINY, make_batch, model_config
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import family_of
 from helpers.tiny_models import EACH_TYPE, tiny_config, tiny_model
-from recipes.configs import plan_config
+from recipes.configs import dpo_config, plan_config
 from recipes.configs.shared.published_models import PUBLISHED, published_config
 from recipes.data.loader import PromptLoader, draws
 from recipes.demo.rows import ProblemRows
 from recipes.demo.tiny_model import make_tiny_model
+from recipes.dpo import dpo_task
 from recipes.plan.command import main
 from recipes.plan.devices import DEVICES, Nodes, Traffic
 from recipes.plan.fitting import fastest_layout, fit, grown, possible_layouts, way_out
 from recipes.plan.forecast import forecast
 from recipes.plan.model_size import model_size
-from recipes.plan.rows import BatchSizes, PromptSizes, measure_prompts, response_lengths
+from recipes.plan.rows import BatchSizes, PromptSizes, measure_answers, measure_prompts, response_lengths
 from recipes.plan.seconds import update_flops
 from recipes.plan.setting import Setting
+from recipes.run.preferences import sent
 from rollout.prompts import PromptBuilder
 from workers.model.lora import add_adapters
 from workers.model.model_config import ModelConfig
@@ -111,6 +113,17 @@ def test_operations_tokens_and_micro_batches_are_those_of_a_real_batch():
     assert (flops.language, flops.vision, sizes.packed_tokens) == (work.language, work.vision, work.tokens)
     planned, real = sizes.micro_batches(600), micro_batches(data, module, 600)
     assert sorted(part.logits for part in planned) == sorted(int(part.rows["response_mask"].sum()) for part in real)
+
+
+def test_pairs_are_those_of_a_real_batch(tmp_path):
+    path = str(make_tiny_model(tmp_path / "model", seed=0))
+    task = dpo_task(dpo_config.parse(["--batch-size", "6", "--eval-rows", "4"]), path)
+    sizes, data = measure_answers(task.loader), sent(next(task.loader))
+    model = AutoModelForImageTextToText.from_pretrained(path, attn_implementation="sdpa")
+    work = required_work(PackedVLM(model, family_of(model.config), 1.0), data)
+    flops = update_flops(sizes, model_size(model.config, ModelConfig()), ModelConfig())
+    assert (sizes.samples, sizes.lengths.tolist()) == (2, data["attention_mask"].sum(1).tolist())
+    assert (flops.language, flops.vision, sizes.packed_tokens) == (work.language, work.vision, work.tokens)
 
 
 def test_the_headers_of_images_give_the_sizes_that_the_processor_makes(tmp_path):
@@ -233,7 +246,7 @@ def test_presets_have_the_published_numbers_of_parameters(name, billions):
 # The command
 
 
-@pytest.mark.parametrize("recipe", ["grpo", "ppo", "sft", "classify"])
+@pytest.mark.parametrize("recipe", ["grpo", "ppo", "sft", "classify", "dpo"])
 @pytest.mark.slow
 def test_the_command_prints_a_plan(recipe, capsys):
     assert main([recipe, "--device", "h200", "--batch-size", "4", "--steps", "10"]) == 0
@@ -241,6 +254,7 @@ def test_the_command_prints_a_plan(recipe, capsys):
     assert "\nforecast, not measured: 1 x h200" in "\n" + printed
     assert "update_actor" in printed
     assert ("update_critic" in printed) == (recipe == "ppo")
+    assert bool(re.search("^ref ", printed, re.M)) == (recipe in ("grpo", "ppo", "dpo"))
     assert "run: 10 steps" in printed
 
 
@@ -281,6 +295,8 @@ def test_the_command_plans_a_cluster(tmp_path, capsys):
     [
         ("grpo --device abacus", "device='abacus' is unknown: choose one of h200, h100, a100-80g"),
         ("grpo --device cpu", "only GPUs are planned; a run on a CPU says what its first steps took"),
+        ("reward-model", "reward-model is not planned"),
+        ("dpo --algorithm.loss kto", "dpo with --algorithm.loss kto is not planned"),
         ("--devices 8 --preset 9000b", "preset '9000b' is unknown: choose one of 3b"),
         ("--devices 12", "--devices 12: must be whole nodes of --node 8"),
         ("--devices 16 --layout.dp 8", "has 8 ranks for --devices 16"),
