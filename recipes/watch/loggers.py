@@ -12,11 +12,11 @@ the command line as ``--loggers my_file.py:MyLogger``::
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from dataproto.errors import DataProtoError, InvalidConfig, describe
@@ -32,8 +32,8 @@ JSONL = "jsonl"  # always written: the report, a resumed run and the summary rea
 class RunLoggers:
     """Gives metrics and rollouts to ``metrics.jsonl`` and to trackers. Without the file no run continues; a tracker may fail."""
 
-    def __init__(self, directory: Path, file: MetricsLog, trackers: Mapping[str, RunLogger]) -> None:
-        self.directory, self.file, self.trackers = directory, file, dict(trackers)
+    def __init__(self, directory: Path, file: MetricsLog) -> None:
+        self.directory, self.file, self.trackers = directory, file, dict[str, RunLogger]()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Keeps the metrics of a step.
@@ -68,14 +68,6 @@ class RunLoggers:
                 why = _described(name, tracker, error)
                 print(f"warning: logger {name} failed {when} and gets nothing more: {why}", file=sys.stderr)
 
-    def __enter__(self) -> "RunLoggers":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 def check_loggers(names: Sequence[str]) -> None:
     """Refuses what cannot be opened, before anything is started; a user's own class is looked up when it is opened.
@@ -94,8 +86,9 @@ def check_loggers(names: Sequence[str]) -> None:
             raise InvalidConfig(f"logger {name!r} is unknown: choose from {known}, MODULE:CLASS or FILE.py:CLASS")
 
 
-def open_loggers(names: Sequence[str] | None, run: LoggedRun) -> RunLoggers:
-    """Opens ``metrics.jsonl`` and the trackers that ``names`` has; by default TensorBoard's, if it is installed.
+@contextmanager
+def open_loggers(names: Sequence[str] | None, run: LoggedRun) -> Iterator[RunLoggers]:
+    """``metrics.jsonl`` and the trackers that ``names`` has, open; by default TensorBoard's, if it is installed.
 
     Raises:
         InvalidConfig, MissingPackage: see `check_loggers`; or a tracker cannot start, in one line.
@@ -106,14 +99,10 @@ def open_loggers(names: Sequence[str] | None, run: LoggedRun) -> RunLoggers:
             print("no TensorBoard events: pip install 'dataproto-vlm[loggers]'", file=sys.stderr)
     check_loggers(names)
     factories = {name: _load(name) for name in names if name != JSONL}
-    loggers = RunLoggers(run.directory, MetricsLog(run.directory, run.resume_after), {})
-    try:
+    with closing(RunLoggers(run.directory, MetricsLog(run.directory, run.resume_after))) as loggers:
         for name, factory in factories.items():
             loggers.trackers[name] = _start(name, factory, run)
-    except BaseException:
-        loggers.close()
-        raise
-    return loggers
+        yield loggers
 
 
 def _start(name: str, factory: Callable[[LoggedRun], RunLogger], run: LoggedRun) -> RunLogger:

@@ -104,8 +104,9 @@ def test_a_logger_that_fails_is_told_once_and_the_others_go_on(tmp_path, own, ca
 
 
 def test_a_logger_that_cannot_start_ends_the_run_with_one_line(tmp_path, own):
-    with pytest.raises(InvalidConfig) as raised:
-        open_loggers(["tensorboard", f"{own}:Lines"], LoggedRun(tmp_path / "broken"))
+    loggers = open_loggers(["tensorboard", f"{own}:Lines"], LoggedRun(tmp_path / "broken"))
+    with pytest.raises(InvalidConfig) as raised, loggers:
+        pass
     line = OWN[: OWN.index("raise RuntimeError")].count("\n") + 1
     assert (
         str(raised.value) == f"logger '{own}:Lines' cannot start: RuntimeError: no server ({own}:{line}, in __init__)"
@@ -135,8 +136,8 @@ def test_a_wrong_name_is_refused_with_the_options(names, message):
 def test_a_class_that_is_not_there_is_one_line(tmp_path, own, monkeypatch, name, message):
     monkeypatch.syspath_prepend(str(own.parent))
     (own.parent / "halved.py").write_text("x = 1\ny = x / 0\n")
-    with pytest.raises(InvalidConfig, match=message):
-        open_loggers([name], LoggedRun(tmp_path / "run"))
+    with pytest.raises(InvalidConfig, match=message), open_loggers([name], LoggedRun(tmp_path / "run")):
+        pass
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio", "swanlab"])
