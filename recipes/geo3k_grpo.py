@@ -5,13 +5,13 @@ With no arguments it draws problems, makes a small Qwen2.5-VL and trains it on t
 """
 
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from recipes import grpo
 from recipes.configs.shared.policy_gradient_config import parse_with_defaults
-from recipes.grpo import GRPORunConfig, step_for
+from recipes.grpo import step_for
 from recipes.options import training_command
 from recipes.run.policy_gradient import run
 
@@ -20,12 +20,7 @@ OUTPUT_DIR = Path("outputs/geo3k_grpo")
 
 PRESETS = {name: replace(each, run=replace(each.run, output_dir=OUTPUT_DIR)) for name, each in grpo.PRESETS.items()}
 TINY = PRESETS["tiny"]
-
-
-def parse(arguments: Sequence[str]) -> GRPORunConfig:
-    """The configuration of a command line; see `recipes.grpo.parse`."""
-    return parse_with_defaults(arguments, PRESETS, __doc__, "python -m recipes.geo3k_grpo")
-
+parse = partial(parse_with_defaults, presets=PRESETS, description=__doc__, prog="python -m recipes.geo3k_grpo")
 
 main = training_command(parse, run, step_for)
 

@@ -5,14 +5,14 @@ of each token.
 """
 
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from recipes import ppo
 from recipes.configs.shared.policy_gradient_config import parse_with_defaults
 from recipes.options import training_command
-from recipes.ppo import PPORunConfig, ppo_step
+from recipes.ppo import ppo_step
 from recipes.run.policy_gradient import run
 
 OUTPUT_DIR = Path("outputs/geo3k_ppo")
@@ -20,12 +20,7 @@ OUTPUT_DIR = Path("outputs/geo3k_ppo")
 
 PRESETS = {name: replace(each, run=replace(each.run, output_dir=OUTPUT_DIR)) for name, each in ppo.PRESETS.items()}
 TINY = PRESETS["tiny"]
-
-
-def parse(arguments: Sequence[str]) -> PPORunConfig:
-    """The configuration of a command line; see `recipes.ppo.parse`."""
-    return parse_with_defaults(arguments, PRESETS, __doc__, "python -m recipes.geo3k_ppo")
-
+parse = partial(parse_with_defaults, presets=PRESETS, description=__doc__, prog="python -m recipes.geo3k_ppo")
 
 main = training_command(parse, run, lambda _: ppo_step)
 

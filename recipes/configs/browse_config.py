@@ -5,8 +5,8 @@ where the button of a page is, on the CPU within minutes; with ``--preset any`` 
 known family. It needs openai, playwright and Chromium.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from recipes.configs.grpo_config import GRPOConfig, GRPORunConfig
@@ -46,12 +46,4 @@ TINY = BrowseConfig(
 )
 PRESETS = {"tiny": TINY, "any": BrowseConfig(agents=AgentsConfig(turns=4))}
 """The defaults of ``--preset``."""
-
-
-def parse(arguments: Sequence[str]) -> BrowseConfig:
-    """The configuration of a command line, over the defaults of ``--preset``, by default ``tiny``.
-
-    Raises:
-        InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
-    """
-    return parse_with_defaults(arguments, PRESETS, __doc__, "dataproto browse")
+parse = partial(parse_with_defaults, presets=PRESETS, description=__doc__, prog="dataproto browse")

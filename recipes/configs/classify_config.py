@@ -5,8 +5,8 @@ With no arguments it draws pictures of 48 classes, makes a small Qwen2.5-VL and 
 with an image and a label column. Accuracy is that of greedy answers which are exactly right, measured before, during and after.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from recipes.configs.shared.run_config import RunConfig, check_at_least
@@ -82,12 +82,4 @@ TINY = ClassifyConfig(
 )
 PRESETS = {"tiny": TINY, "any": ClassifyConfig()}
 """The defaults of ``--preset``."""
-
-
-def parse(arguments: Sequence[str]) -> ClassifyConfig:
-    """The configuration of a command line, over the defaults of ``--preset``, by default ``tiny``.
-
-    Raises:
-        InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
-    """
-    return parse_recipe(arguments, PRESETS, __doc__, "dataproto classify")
+parse = partial(parse_recipe, presets=PRESETS, description=__doc__, prog="dataproto classify")

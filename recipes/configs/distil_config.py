@@ -5,8 +5,8 @@ the difference of their log-probs (`recipes.algorithms.reverse_kl_advantage`). R
 ``--model-path`` the student is a small Qwen2.5-VL made on the spot, which a model that ``dataproto grpo`` has trained can teach.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -113,12 +113,4 @@ TINY = DistilRunConfig(
 )
 PRESETS = {"tiny": TINY, "any": DistilRunConfig()}
 """The defaults of ``--preset``."""
-
-
-def parse(arguments: Sequence[str]) -> DistilRunConfig:
-    """The configuration of a command line, over the defaults of ``--preset``, by default ``tiny``.
-
-    Raises:
-        InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
-    """
-    return parse_with_defaults(arguments, PRESETS, __doc__, "dataproto distil")
+parse = partial(parse_with_defaults, presets=PRESETS, description=__doc__, prog="dataproto distil")

@@ -5,8 +5,8 @@ minutes. With ``--preset any``, ``--model-path`` and ``--data-path`` it trains a
 the schemas of TRL and LLaMA-Factory (see `recipes.data.preferences`).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from dataproto.errors import InvalidConfig
@@ -76,12 +76,4 @@ class DPOConfig(SupervisedConfig):
 TINY = DPOConfig(preset="tiny", **tiny_preferences(OUTPUT_DIR))
 PRESETS = {"tiny": TINY, "any": DPOConfig()}
 """The defaults of ``--preset``."""
-
-
-def parse(arguments: Sequence[str]) -> DPOConfig:
-    """The configuration of a command line, over the defaults of ``--preset``, by default ``tiny``.
-
-    Raises:
-        InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
-    """
-    return parse_recipe(arguments, PRESETS, __doc__, "dataproto dpo")
+parse = partial(parse_recipe, presets=PRESETS, description=__doc__, prog="dataproto dpo")

@@ -8,8 +8,8 @@ The run's directory is that of GRPO; its folder ``sft`` is that of the supervise
 controls: the same questions with other rows' pictures, and without pictures. A run with ``--shuffled-rewards`` is a third.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from dataproto.errors import InvalidConfig
@@ -110,12 +110,4 @@ TINY = EasyVQAConfig(
 ANY = EasyVQAConfig(data=EasyVQADataConfig(batch_size=64, eval_rows=512, max_prompt_length=512, max_response_length=16))
 PRESETS = {"tiny": TINY, "any": ANY}
 """The defaults of ``--preset``."""
-
-
-def parse(arguments: Sequence[str]) -> EasyVQAConfig:
-    """The configuration of a command line, over the defaults of ``--preset``, by default ``tiny``.
-
-    Raises:
-        InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
-    """
-    return parse_with_defaults(arguments, PRESETS, __doc__, "dataproto easy-vqa")
+parse = partial(parse_with_defaults, presets=PRESETS, description=__doc__, prog="dataproto easy-vqa")

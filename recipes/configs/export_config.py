@@ -4,8 +4,8 @@ Runs in any layout, and of adapters, save whole weights; this makes them an ordi
 they are served in, which `from_pretrained`, vLLM and ``--model-path`` take, and ``hf upload ORG/NAME OUTPUT`` uploads.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -28,12 +28,4 @@ class ModelExportConfig:
 
 
 DEFAULT = ModelExportConfig(REQUIRED, REQUIRED)
-
-
-def parse(arguments: Sequence[str]) -> ModelExportConfig:
-    """The configuration of a command line; ``--config FILE`` reads options from a file.
-
-    Raises:
-        InvalidConfig: an unknown or ill-typed option, in one line.
-    """
-    return parse_config(arguments, DEFAULT, __doc__, "dataproto export")
+parse = partial(parse_config, default=DEFAULT, description=__doc__, prog="dataproto export")

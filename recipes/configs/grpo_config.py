@@ -4,13 +4,12 @@ With no arguments it draws problems, makes a small Qwen2.5-VL and trains it on t
 ``--model-path`` and ``--data-path`` the same loop trains any checkpoint of a known family on prompts with images.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.options import AlgorithmConfig
 from recipes.configs.shared.agents_config import AgentsConfig
-from recipes.configs.shared.device_preset import Machine
 from recipes.configs.shared.policy_gradient_config import SIZES, DataConfig, PolicyGradientConfig, parse_with_defaults
 from recipes.configs.shared.run_config import RunConfig
 from workers.model.model_config import OptimizerConfig
@@ -82,15 +81,4 @@ PRESETS = {"tiny": TINY, "any": GRPORunConfig()} | {
     for size, options in SIZES.items()
 }
 """The defaults of ``--preset``."""
-
-
-def parse(arguments: Sequence[str], machine: Machine | None = None) -> GRPORunConfig:
-    """The configuration of a command line, over the defaults of ``--preset``, by default ``tiny``.
-
-    Args:
-        machine: the devices to which a preset of a size is fitted; by default those of this machine.
-
-    Raises:
-        InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
-    """
-    return parse_with_defaults(arguments, PRESETS, __doc__, "dataproto grpo", machine)
+parse = partial(parse_with_defaults, presets=PRESETS, description=__doc__, prog="dataproto grpo")

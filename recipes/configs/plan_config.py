@@ -156,7 +156,7 @@ def parse(arguments: Sequence[str]) -> PlanConfig | ClusterConfig:
     if options.mean_response is not None and recipe in ("sft", "classify", "dpo"):
         raise InvalidConfig(f"--mean-response would do nothing: {recipe} learns answers, whose length the data tell")
     machine = _machine(options) if recipe in ("grpo", "ppo") else None
-    config = RECIPES[recipe](others, machine) if machine else RECIPES[recipe](others)
+    config = RECIPES[recipe](others, machine=machine) if machine else RECIPES[recipe](others)
     if recipe == "dpo" and config.algorithm.unpaired:
         raise InvalidConfig(
             f"dpo with --algorithm.loss {config.algorithm.loss} is not planned: its run says after the first steps what they took"

@@ -4,13 +4,12 @@ Data, model, reward and report are those of `recipes.grpo`; a critic of the same
 token.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.options import AlgorithmConfig
-from recipes.configs.shared.device_preset import Machine
 from recipes.configs.shared.policy_gradient_config import SIZES, DataConfig, PolicyGradientConfig, parse_with_defaults
 from recipes.configs.shared.run_config import RunConfig, check_at_least
 from workers.model.model_config import OptimizerConfig
@@ -110,15 +109,4 @@ PRESETS = {"tiny": TINY, "any": PPORunConfig()} | {
     for size, options in (SIZES | {"3b": SIZES["3b"] | {"on": "ray", "layout": Layout(dp=2)}}).items()  # for the critic
 }
 """The defaults of ``--preset``."""
-
-
-def parse(arguments: Sequence[str], machine: Machine | None = None) -> PPORunConfig:
-    """The configuration of a command line, over the defaults of ``--preset``, by default ``tiny``.
-
-    Args:
-        machine: the devices to which a preset of a size is fitted; by default those of this machine.
-
-    Raises:
-        InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
-    """
-    return parse_with_defaults(arguments, PRESETS, __doc__, "dataproto ppo", machine)
+parse = partial(parse_with_defaults, presets=PRESETS, description=__doc__, prog="dataproto ppo")

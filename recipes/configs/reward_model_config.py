@@ -5,8 +5,8 @@ minutes. With ``--preset any``, ``--model-path`` and ``--data-path`` it trains a
 the schemas of TRL and LLaMA-Factory (see `recipes.data.preferences`). ``--reward classifier:CHECKPOINT`` loads what it writes.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from dataproto.errors import InvalidConfig
@@ -42,12 +42,4 @@ class RewardModelConfig(SupervisedConfig):
 TINY = RewardModelConfig(preset="tiny", **tiny_preferences(OUTPUT_DIR))
 PRESETS = {"tiny": TINY, "any": RewardModelConfig()}
 """The defaults of ``--preset``."""
-
-
-def parse(arguments: Sequence[str]) -> RewardModelConfig:
-    """The configuration of a command line, over the defaults of ``--preset``, by default ``tiny``.
-
-    Raises:
-        InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
-    """
-    return parse_recipe(arguments, PRESETS, __doc__, "dataproto reward-model")
+parse = partial(parse_recipe, presets=PRESETS, description=__doc__, prog="dataproto reward-model")

@@ -5,8 +5,8 @@ With no arguments it draws conversations, makes a small Qwen2.5-VL and trains it
 `recipes.data.conversations`).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from dataproto.errors import InvalidConfig
@@ -97,12 +97,4 @@ TINY = SFTConfig(
 )
 PRESETS = {"tiny": TINY, "any": SFTConfig()}
 """The defaults of ``--preset``."""
-
-
-def parse(arguments: Sequence[str]) -> SFTConfig:
-    """The configuration of a command line, over the defaults of ``--preset``, by default ``tiny``.
-
-    Raises:
-        InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
-    """
-    return parse_recipe(arguments, PRESETS, __doc__, "dataproto sft")
+parse = partial(parse_recipe, presets=PRESETS, description=__doc__, prog="dataproto sft")

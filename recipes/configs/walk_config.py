@@ -7,8 +7,8 @@ the same loop trains any checkpoint of a known family in an environment of your 
 Each evaluation walks greedily in grids that are drawn for it, and measures two controls: pictures of other grids, and white ones.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from recipes.configs.episodes_config import EpisodeAlgorithmConfig, EpisodeRunConfig
@@ -39,12 +39,4 @@ TINY = WalkConfig(
 ANY = WalkConfig(data=DataConfig(batch_size=64, eval_rows=256, max_prompt_length=2048, max_response_length=512))
 PRESETS = {"tiny": TINY, "any": ANY}
 """The defaults of ``--preset``."""
-
-
-def parse(arguments: Sequence[str]) -> WalkConfig:
-    """The configuration of a command line, over the defaults of ``--preset``, by default ``tiny``.
-
-    Raises:
-        InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
-    """
-    return parse_with_defaults(arguments, PRESETS, __doc__, "dataproto walk")
+parse = partial(parse_with_defaults, presets=PRESETS, description=__doc__, prog="dataproto walk")

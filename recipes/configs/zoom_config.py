@@ -8,8 +8,8 @@ and what is read there, and lets it find out by itself where to look, on the CPU
 Each evaluation answers greedily about pictures that are drawn for it, and measures two controls: other pictures, and white crops.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from dataproto.errors import InvalidConfig
@@ -56,12 +56,4 @@ TINY = ZoomConfig(
 ANY = ZoomConfig(data=DataConfig(batch_size=64, eval_rows=256, max_prompt_length=2048, max_response_length=512))
 PRESETS = {"tiny": TINY, "any": ANY}
 """The defaults of ``--preset``."""
-
-
-def parse(arguments: Sequence[str]) -> ZoomConfig:
-    """The configuration of a command line, over the defaults of ``--preset``, by default ``tiny``.
-
-    Raises:
-        InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
-    """
-    return parse_with_defaults(arguments, PRESETS, __doc__, "dataproto zoom")
+parse = partial(parse_with_defaults, presets=PRESETS, description=__doc__, prog="dataproto zoom")
