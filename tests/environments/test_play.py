@@ -100,6 +100,22 @@ def test_the_actor_scores_episodes_as_the_engine_does(roles, last_pictures):
     assert float((log_probs - data["rollout_log_probs"])[mask].abs().max()) < 1e-5
 
 
+@pytest.mark.parametrize("model_type", ["qwen2_5_omni_thinker"])
+def test_sounds_of_a_prompt_are_heard_in_all_turns(model_type, tmp_path):
+    path = write_checkpoint(model_type, tmp_path)
+    actor = ActorWorker(ActorConfig(path), torch.device("cpu"))
+    rollout = RolloutWorker(RolloutConfig(path), lambda dtype: actor.named_weights())
+    builder = PromptBuilder.from_pretrained(path, max_prompt_length=300)
+    sounds = np.random.default_rng(0).uniform(-0.5, 0.5, (2, 9_000)).astype(np.float32)
+    prompts = builder(
+        [{"prompt": "<audio>Walk.", "uid": str(row), "audios": [sound]} for row, sound in enumerate(sounds)]
+    )
+    data = rollout.play(prompts, Corridor, SAMPLING, EpisodeLimits(turns=3))
+    log_probs, mask = actor.log_probs(data)["old_log_probs"], data["response_mask"].bool()
+    assert float((log_probs - data["rollout_log_probs"])[mask].abs().max()) < 1e-5
+    assert all(len(kinds["audio"]) == 1 and kinds["image"] for kinds in data["multi_modal_data"])
+
+
 @pytest.mark.parametrize("asked", ["top_log_probs", "prompt_log_probs", "top_prompt_log_probs"])
 def test_log_probs_that_episodes_do_not_have_are_refused(roles, asked):
     _, rollout, builder = roles

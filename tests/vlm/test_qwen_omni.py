@@ -1,4 +1,7 @@
-"""The thinkers of Qwen-Omni: sounds among images and videos, against Hugging Face's own forward and positions."""
+"""The thinkers of Qwen-Omni: sounds among images and videos, against Hugging Face's own forward and positions.
+
+They need transformers 5.21 or newer.
+"""
 
 from functools import cache
 
