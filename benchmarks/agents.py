@@ -9,11 +9,14 @@ for: seconds of its steps, without evaluations, and the processor time of the wh
 WORK is read and not run again.
 
 ``overhead`` plays conversations of four turns, each turn with a picture, on an engine that answers at once: by
-`play_episodes`, and by `run_agents` with an agent that uses httpx. It prints the processor time of the loop and of the endpoint
-for each request, and that of the agent's own thread, which is the client's.
+`play_episodes`, by `run_agents` with an agent that uses httpx and sockets, and with one that uses OpenAI's client without sockets.
+It prints the processor time of the loop and of the endpoint for each request, and that of the agent's own thread, which is the
+client's; without sockets the endpoint is in that thread. The last line is the floor: OpenAI's client alone, with a transport that
+answers at once.
 """
 
 import argparse
+import asyncio
 import json
 import os
 import subprocess
@@ -27,6 +30,8 @@ HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent), *(place for place in sys.path if Path(place or ".").resolve() != HERE)]
 
 import httpx  # noqa: E402
+import httpx2  # noqa: E402
+import openai  # noqa: E402
 from PIL import Image  # noqa: E402
 
 from recipes.demo.tiny_model import make_tiny_model  # noqa: E402
@@ -34,6 +39,8 @@ from recipes.walk import WALK  # noqa: E402
 from recipes.watch.metrics_file import METRICS_FILE, read_metrics  # noqa: E402
 from rollout.agents import agent_loop  # noqa: E402
 from rollout.agents.agent import task_messages  # noqa: E402
+from rollout.agents.messages import Ask, Reply  # noqa: E402
+from rollout.agents.wire_replies import chat_body  # noqa: E402
 from rollout.engine import Completion, SamplingParams  # noqa: E402
 from rollout.environments import EpisodeLimits, EpisodeStart, Observation, TurnRenderer, play_episodes  # noqa: E402
 from rollout.prompts import PromptBuilder  # noqa: E402
@@ -120,23 +127,66 @@ class Shows:
         return Observation([PICTURES[self.turn % TURNS]], done=self.turn == TURNS)
 
 
+SHOWN = [task_messages([{"role": "user", "content": [{"type": "image", "image": each}]}])[0] for each in PICTURES]
+
+
 class Agent:
     """The same by httpx, with connections that all conversations share."""
 
     def __init__(self) -> None:
-        pictures = [{"type": "image", "image": picture} for picture in PICTURES]
-        self.shown = [task_messages([{"role": "user", "content": [each]}])[0] for each in pictures]
         self.client: httpx.AsyncClient | None = None
 
     async def __call__(self, task: Any) -> float:
         self.client = self.client or httpx.AsyncClient(timeout=None, limits=httpx.Limits())
         messages, headers = list(task.messages), {"authorization": f"Bearer {task.api_key}"}
-        for shown in self.shown:
+        for shown in SHOWN:
             messages.append(shown)
             body = {"model": task.model, "messages": messages}
             reply = await self.client.post(f"{task.base_url}/chat/completions", json=body, headers=headers)
             messages.append(reply.json()["choices"][0]["message"])
         return 1.0
+
+
+class WithoutSockets:
+    """The same by OpenAI's client, which all conversations share as far as a user can share it."""
+
+    def __init__(self) -> None:
+        self.client: Any = None
+
+    async def __call__(self, task: Any) -> float:
+        self.client = self.client or openai.DefaultAsyncHttpxClient(transport=httpx2.ASGITransport(task.app))
+        await talk(self.client, task.api_key)
+        return 1.0
+
+
+async def talk(http: Any, key: str) -> None:
+    client = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key=key, http_client=http)
+    messages: list[Any] = [{"role": "system", "content": "Walk."}]
+    for shown in SHOWN:
+        messages.append(shown)
+        reply = await client.chat.completions.create(model="policy", messages=messages)
+        messages.append(reply.choices[0].message)
+
+
+class SaysUp(httpx2.AsyncBaseTransport):
+    """Answers every request at once."""
+
+    said = chat_body(Ask((), model="policy"), [Reply("7", "up", "", (), "stop")])
+
+    async def handle_async_request(self, request: Any) -> Any:
+        return httpx2.Response(200, json=self.said)
+
+
+def client_alone(conversations: int) -> float:
+    """Milliseconds of processor time of OpenAI's client for each request."""
+
+    async def everyone() -> None:
+        http = openai.DefaultAsyncHttpxClient(transport=SaysUp())
+        await asyncio.gather(*(talk(http, "key") for _ in range(conversations)))
+
+    began = time.process_time()
+    asyncio.run(everyone())
+    return (time.process_time() - began) * 1000 / conversations / TURNS
 
 
 def overhead(options: argparse.Namespace) -> None:
@@ -160,16 +210,20 @@ def overhead(options: argparse.Namespace) -> None:
         began = time.process_time()
         played = play_episodes(AnswersAtOnce(builder), TurnRenderer(builder), starts, Shows, sampling, limits)
         native = (time.process_time() - began) * milliseconds
-        began, loop = time.process_time(), time.thread_time()
-        run = agent_loop.run_agents(AnswersAtOnce(builder), TurnRenderer(builder), starts, Agent(), sampling, limits)
-        loop, whole = (time.thread_time() - loop) * milliseconds, (time.process_time() - began) * milliseconds
-        endpoint = used["endpoint"] * milliseconds
-        assert [len(each.turns) for each in (*played, *run)] == [TURNS] * 2 * options.conversations
-        print(
-            f"ms of processor time a request: play {native:.2f}; agents: loop {loop:.2f}, endpoint {endpoint:.2f}, "
-            f"client {whole - loop - endpoint:.2f}; overhead {loop + endpoint - native:.2f}",
-            flush=True,
-        )
+        assert [len(each.turns) for each in played] == [TURNS] * options.conversations
+        print(f"ms of processor time a request: play {native:.2f}", flush=True)
+        for name, agent in (("httpx", Agent()), ("openai, no sockets", WithoutSockets())):
+            began, loop = time.process_time(), time.thread_time()
+            run = agent_loop.run_agents(AnswersAtOnce(builder), TurnRenderer(builder), starts, agent, sampling, limits)
+            loop, whole = (time.thread_time() - loop) * milliseconds, (time.process_time() - began) * milliseconds
+            endpoint = used["endpoint"] * milliseconds
+            assert [len(each.turns) for each in run] == [TURNS] * options.conversations
+            print(
+                f"  {name}: loop {loop:.2f}, endpoint {endpoint:.2f}, agents' thread {whole - loop - endpoint:.2f}; "
+                f"loop and endpoint over play {loop + endpoint - native:.2f}",
+                flush=True,
+            )
+        print(f"  OpenAI's client alone {client_alone(options.conversations):.2f}", flush=True)
 
 
 def main() -> None:

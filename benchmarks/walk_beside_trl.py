@@ -14,11 +14,15 @@ evaluation in 64 held-out grids, which is not counted. The runs are:
   ``benchmarks/walk_by_verifiers.py``; its rows are those of seed 0.
 - ``trl``: see ``benchmarks/trl_walk.py``.
 
+The table also tells how many lines a user writes for each, in addition to the grid itself: those of the agent, of the taskset with
+its harness, or of TRL's environment with its data set, and not what only gives TRL the tokens of the other runs.
+
 Each run ends when it reaches the target or after ``--steps``. Nothing else should run meanwhile: seconds are those of the clock,
 beside seconds of this process's processor. A run that is complete in WORK is read and not run again.
 """
 
 import argparse
+import ast
 import contextlib
 import json
 import sys
@@ -52,6 +56,12 @@ from rollout.prompts import PromptBuilder  # noqa: E402
 Row = dict[str, float]
 GRPO = "--algorithm.advantage grpo"
 RUNS = {"walk": "", "agent": "", "walk_grpo": GRPO, "verifiers": GRPO, "trl": ""}
+WRITTEN = {
+    "agent": [("walk_agents.py",)],
+    "verifiers": [("walk_by_verifiers.py",), ("walk_agents.py", "walked")],
+    "trl": [("trl_walk.py", "WalkTools", "as_dataset")],
+}
+"""What a user writes: files, or classes and functions of them."""
 FIELDS = ("step", "seconds", "processor", "accuracy")
 
 
@@ -186,18 +196,32 @@ def curve_of(name: str, seed: int, options: argparse.Namespace, train: Callable[
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+def lines_of(file: str, *names: str) -> int:
+    """Lines of a program, or of some of its classes and functions, without blank ones, comments and docstrings."""
+    text = (HERE / file).read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    asked = [node for node in tree.body if not names or getattr(node, "name", "") in names]
+    said = [node for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
+    places, docstrings = (
+        {line for node in nodes for line in range(node.lineno, (node.end_lineno or 0) + 1)} for nodes in (asked, said)
+    )
+    lines = text.splitlines()
+    return sum(bool(lines[place - 1].partition("#")[0].strip()) for place in places - docstrings)
+
+
 def table(curves: Mapping[str, Sequence[Sequence[Row]]], target: float) -> str:
     """Medians over the seeds that reached the target, in Markdown."""
     lines = [
-        f"| run | seeds that reached {target} | steps | seconds | processor s | seconds a step |",
-        f"|{6 * '---|'}",
+        f"| run | user's lines | seeds that reached {target} | steps | seconds | processor s | seconds a step |",
+        f"|{7 * '---|'}",
     ]
     for name, runs in curves.items():
         reached = [next((row for row in rows if row.get("accuracy", 0) >= target), None) for rows in runs]
         known = [row for row in reached if row is not None]
         a_step = median(rows[-1]["seconds"] / max(rows[-1]["step"], 1) for rows in runs)
         cells = [f"{median(row[each] for row in known):.0f}" if known else "-" for each in FIELDS[:3]]
-        lines.append(f"| {name} | {len(known)} of {len(runs)} | {' | '.join(cells)} | {a_step:.2f} |")
+        written = sum(lines_of(*each) for each in WRITTEN.get(name, ()))
+        lines.append(f"| {name} | {written} | {len(known)} of {len(runs)} | {' | '.join(cells)} | {a_step:.2f} |")
     return "\n".join(lines)
 
 
