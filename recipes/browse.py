@@ -85,7 +85,9 @@ class Chromium:
 
         playwright = await async_playwright().start()
         browser = await playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        return await browser.new_context(viewport={"width": SIDE, "height": SIDE}, offline=True)
+        context = await browser.new_context(viewport={"width": SIDE, "height": SIDE}, offline=True)
+        context.set_default_timeout(0)  # an episode has a limit of its own
+        return context
 
     @asynccontextmanager
     async def page(self) -> AsyncIterator[Any]:

@@ -41,9 +41,9 @@ TINY = BrowseConfig(
     # A press counts for its own click, and less with each token that was sampled before it.
     algorithm=GRPOConfig(n=8, advantage="reinforce_plus_plus", gamma=0.8, kl_coef=0.0, entropy_coef=0.02),
     optimizer=OptimizerConfig(lr=1e-3, betas=(0.9, 0.95), schedule="linear", warmup_steps=5),
-    agents=AgentsConfig(turns=2),
+    agents=AgentsConfig(turns=2, seconds=600.0),
     run=RunConfig(steps=80, eval_every=20, save_every=40, output_dir=OUTPUT_DIR),
 )
-PRESETS = {"tiny": TINY, "any": BrowseConfig(agents=AgentsConfig(turns=4))}
+PRESETS = {"tiny": TINY, "any": BrowseConfig(agents=AgentsConfig(turns=4, seconds=600.0))}
 """The defaults of ``--preset``."""
 parse = partial(parse_with_defaults, presets=PRESETS, description=__doc__, prog="dataproto browse")

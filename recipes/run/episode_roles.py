@@ -23,6 +23,8 @@ from rollout.environments.environment import Failure
 from workers import Roles
 
 FAILURES = get_args(Failure)
+FAILED_STEPS = 3
+"""In a row, after which a run stops."""
 
 
 def load_environment(name: str) -> MakeEnvironment:
@@ -178,21 +180,31 @@ class PlayingRollout:
         return getattr(self.rollout, name)
 
 
-def check_played(data: DataProto, step: int, written: Path | None = None) -> None:
-    """Refuses a step of which every episode failed: nothing can be learned from it, nor, likely, from the next one.
+class FailedSteps:
+    """Stops a run that learns nothing: every episode failed in its first step, or in `FAILED_STEPS` in a row later on."""
 
-    Args:
-        written: the file that has the step's rows with the failure of each.
+    def __init__(self) -> None:
+        self.in_a_row = FAILED_STEPS - 1  # as if some had come before the first step
 
-    Raises:
-        UserFunctionFailed: with the commonest failure.
-    """
-    if not len(data) or "end_reason" not in data or not all(reason in FAILURES for reason in data["end_reason"]):
-        return
-    (message, count), *others = Counter(data["end_message"].tolist()).most_common()
-    so = f", {count} of them by the commonest failure" if others else ""
-    place = f"; {written} has all of them" if written is not None and written.is_file() else ""
-    raise UserFunctionFailed(f"every episode of step {step} failed ({len(data)} rows{so}): {message}{place}")
+    def check(self, data: DataProto, step: int, written: Path) -> None:
+        """Looks at the rows of a step, which may be those of no episodes.
+
+        Args:
+            written: the file that has some of the rows, if there is one, each with its failure.
+
+        Raises:
+            UserFunctionFailed: the run should stop; the message has the commonest failure of the step.
+        """
+        if not len(data) or "end_reason" not in data or not all(reason in FAILURES for reason in data["end_reason"]):
+            self.in_a_row = 0
+            return
+        self.in_a_row += 1
+        if self.in_a_row < FAILED_STEPS:
+            return
+        (message, count), *others = Counter(data["end_message"].tolist()).most_common()
+        so = f", {count} of them by the commonest failure" if others else ""
+        place = f"; {written} has the failures of its rows" if written.is_file() else ""
+        raise UserFunctionFailed(f"every episode of step {step} failed ({len(data)} rows{so}): {message}{place}")
 
 
 class EpisodeReward:

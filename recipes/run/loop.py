@@ -13,7 +13,7 @@ from dataproto.columns import require
 from dataproto.errors import InvalidConfig, WorkerFailed
 from recipes.configs.shared.run_config import RunConfig
 from recipes.run.checkpoints import Checkpoints, Loader, Stateful, TakenStep, restore
-from recipes.run.episode_roles import check_played
+from recipes.run.episode_roles import FailedSteps
 from recipes.run.evaluation import BestStep, Evaluate
 from recipes.run.metrics import Measure, measure_rollouts, timed
 from recipes.watch.console import LIBRARIES_FILE, Progress, start_metrics, start_phase
@@ -118,7 +118,7 @@ class AroundSteps:
     kept: KeptRollouts | None  # writes some of these rows for the viewer
 
     def __post_init__(self) -> None:
-        self.signals, self.speed = LearningSignals(), SpeedSignals()
+        self.signals, self.speed, self.failed = LearningSignals(), SpeedSignals(), FailedSteps()
         self._start = start_metrics(self.roles.start_seconds)  # which the first report gets too
 
     def begin(self, last: TakenStep | None, kept_row: int | None) -> None:
@@ -144,12 +144,12 @@ class AroundSteps:
                 self.finish(last)
 
     def measured(self, number: int, data: DataProto, metrics: dict[str, float]) -> TakenStep:
-        """Measures the rows of step ``number``, and keeps some of them. See `check_played` for what it raises."""
+        """Measures the rows of step ``number``, and keeps some of them. See `FailedSteps.check` for what it raises."""
         metrics |= self.measure(data, metrics, self.roles.devices)
         if self.kept is not None:
             with timed(metrics, "keep_rollouts"):
                 self.kept.keep(number, data)
-        check_played(data, number, rows_file(self.run.output_dir, number))
+        self.failed.check(data, number, rows_file(self.run.output_dir, number))
         evaluates = self.evaluate is not None and is_due(number, self.run.eval_every, self.run.steps)
         plain = {name: value if isinstance(value, int) else one_number(name, value) for name, value in metrics.items()}
         return TakenStep(number, plain, evaluates)

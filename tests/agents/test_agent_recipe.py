@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from dataproto import DataProto, object_array
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, UserFunctionFailed
 from helpers.option_files import in_files
 from recipes.configs.walk_config import parse as parse_walk
 from recipes.grpo import main, parse
-from recipes.run.episode_roles import Played, PlayingRollout, load_agent
+from recipes.run.episode_roles import FailedSteps, Played, PlayingRollout, load_agent
 from recipes.watch.metrics_file import METRICS_FILE, read_metrics
 from rollout.agents import AgentPlan, CommandAgent
 from rollout.environments import EpisodeLimits
@@ -94,6 +94,23 @@ def test_the_reward_function_scores_the_last_row_of_episodes_without_a_reward():
 def test_an_episode_without_any_reward_is_refused():
     with pytest.raises(InvalidConfig, match=r"row 1 \(uid u\): the agent returned no reward"):
         PlayingRollout(None, Played(AgentPlan(print, EpisodeLimits(2))))._score(rows([False, False, True]))
+
+
+def test_a_run_stops_if_all_episodes_fail_at_once_or_three_times_in_a_row(tmp_path):
+    def step(*reasons):
+        return DataProto.from_dict(
+            non_tensors={"end_reason": object_array(reasons), "end_message": object_array(["no map"] * len(reasons))}
+        )
+
+    failed, kept = step("error", "timeout"), tmp_path / "step.jsonl"
+    with pytest.raises(UserFunctionFailed, match=r"every episode of step 1 failed \(2 rows\): no map$"):
+        FailedSteps().check(failed, 1, kept)
+    kept.touch()
+    steps = FailedSteps()
+    for number, data in enumerate([step("turns", "error"), failed, failed, step("done", "done"), failed, failed], 1):
+        steps.check(data, number, kept)
+    with pytest.raises(UserFunctionFailed, match=f"step 7 failed .*no map; {kept} has the failures of its rows"):
+        steps.check(failed, 7, kept)
 
 
 def test_a_name_of_several_words_is_a_command(tmp_path):

@@ -133,7 +133,7 @@ def test_an_environment_of_ones_own(name, memory, tmp_path, capsys):
         assert status == 2
         written = tmp_path / "run/rollouts/training/step_1.jsonl"
         assert re.search(
-            rf"every episode of step 1 failed \(4 rows\): .*RuntimeError: no .*own.py:.*; {written} has all of them",
+            rf"every episode of step 1 failed \(4 rows\): .*RuntimeError: no .*own.py:.*; {written} has the",
             told,
         )
         assert all("RuntimeError: no" in json.loads(line)["end_message"] for line in written.read_text().splitlines())
