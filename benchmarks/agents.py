@@ -9,10 +9,10 @@ for: seconds of its steps, without evaluations, and the processor time of the wh
 WORK is read and not run again.
 
 ``overhead`` plays conversations of four turns, each turn with a picture, on an engine that answers at once: by
-`play_episodes`, by `run_agents` with an agent that uses httpx and sockets, and with one that uses OpenAI's client without sockets.
-It prints the processor time of the loop and of the endpoint for each request, and that of the agent's own thread, which is the
-client's; without sockets the endpoint is in that thread. The last line is the floor: OpenAI's client alone, with a transport that
-answers at once.
+`play_episodes`, and by `run_agents` with an agent that uses httpx and sockets, and with one that uses OpenAI's client without
+sockets. It prints the processor time of the loop and of the endpoint for each request, and that of the agents' own thread, which
+is the client's; without sockets the endpoint is in that thread. The last line is the floor: OpenAI's client alone, with a
+transport that answers at once.
 """
 
 import argparse
@@ -46,7 +46,7 @@ from rollout.environments import EpisodeLimits, EpisodeStart, Observation, TurnR
 from rollout.prompts import PromptBuilder  # noqa: E402
 
 TARGETS = {"walk": 0.9, "zoom": 0.85}
-SETTINGS = {"walk": "--steps 100", "zoom": "--steps 80 --optimizer.lr 1e-3"}
+SETTINGS = {"walk": "--steps 100", "zoom": "--steps 120 --optimizer.lr 1e-3"}
 AGENTS = {
     "walk": {"environment": None, "openai": "walk", "anthropic": "walk_by_anthropic"},
     "zoom": {"environment": None, "openai": "zoom"},

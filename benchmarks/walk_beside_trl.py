@@ -14,8 +14,11 @@ evaluation in 64 held-out grids, which is not counted. The runs are:
   ``benchmarks/walk_by_verifiers.py``; its rows are those of seed 0.
 - ``trl``: see ``benchmarks/trl_walk.py``.
 
-The table also tells how many lines a user writes for each, in addition to the grid itself: those of the agent, of the taskset with
-its harness, or of TRL's environment with its data set, and not what only gives TRL the tokens of the other runs.
+Molt (PyPI ``molt-rl`` 0.2.1) has no run: each of its workers asks Ray for a GPU, and its trainer ends on a CPU with "Distributed
+package doesn't have NCCL built in".
+
+The table also tells how many lines a user writes for each, in addition to the grid itself: those of the agent, of the taskset
+with its harness, or of TRL's environment with its data set, and not what only gives TRL the tokens of the other runs.
 
 Each run ends when it reaches the target or after ``--steps``. Nothing else should run meanwhile: seconds are those of the clock,
 beside seconds of this process's processor. A run that is complete in WORK is read and not run again.

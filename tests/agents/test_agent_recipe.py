@@ -1,6 +1,7 @@
 """Training an agent by ``dataproto grpo --agent``: its rewards, those of a reward function, and what is refused."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from dataproto import DataProto, object_array
 from dataproto.errors import InvalidConfig, UserFunctionFailed
 from helpers.option_files import in_files
+from recipes import walk, zoom
 from recipes.configs.walk_config import parse as parse_walk
 from recipes.grpo import main, parse
 from recipes.run.episode_roles import FailedSteps, Played, PlayingRollout, load_agent
@@ -51,6 +53,25 @@ def test_an_agent_of_ones_own_trains(name, tmp_path):
     assert np.isfinite(row["critic/score/mean"])
     assert not [key for key in row if key.startswith("agent/new_rows")]
     assert json.loads((tmp_path / "run" / "config.json").read_text())["agent"].endswith(name)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("main", "name", "options", "accuracy"),
+    [
+        (walk.main, "walk_by_anthropic", "--steps 100", 0.9),
+        (zoom.main, "zoom", "--steps 120 --optimizer.lr 1e-3", 0.85),
+    ],
+)
+def test_agents_learn_what_their_environments_teach(main, name, options, accuracy, tmp_path):
+    """`benchmarks/agents.py` shows the same runs next to those of the environments."""
+    agent = Path(__file__).parents[2] / "docs" / f"picture_agents.py:{name}"
+    assert (
+        main([*options.split(), "--save-every", "0", "--agent", str(agent), "--output-dir", str(tmp_path / "run")]) == 0
+    )
+    last = read_metrics(tmp_path / "run" / METRICS_FILE)[-1]
+    assert next(value for key, value in last.items() if key.startswith("val-core/")) >= accuracy
 
 
 def rows(scored):
