@@ -117,9 +117,9 @@ def reward_loss(workload: Path, rows: Sequence[dict[str, Any]]) -> float:
     """The loss of the recipe ``reward-model`` on the pairs without their pictures, which TRL's trainer does not read."""
     from types import SimpleNamespace
 
-    from recipes.data.answers import AnswersBuilder
     from recipes.reward_model import ranking_loss
     from recipes.run.preferences import sent
+    from rollout.answers import AnswersBuilder
     from workers import CriticConfig, launch
     from workers.roles.critic import load_head
 
@@ -134,7 +134,7 @@ def reward_loss(workload: Path, rows: Sequence[dict[str, Any]]) -> float:
 
 
 def pair_rows(workload: Path) -> list[dict[str, Any]]:
-    """The pairs of the workload as rows of `recipes.data.answers.AnswersBuilder`."""
+    """The pairs of the workload as rows of `rollout.answers.AnswersBuilder`."""
     from recipes.data.preferences import read_preference_row
 
     return [
@@ -150,9 +150,9 @@ def pair_rows(workload: Path) -> list[dict[str, Any]]:
 
 def losses(workload: Path, pairs: int) -> dict[str, float]:
     """The losses that TRL's half computes, through the builder, the packed model and the loss functions of the recipe."""
-    from recipes.data.answers import AnswersBuilder
     from recipes.dpo import PreferenceConfig, compared, preference_loss
     from recipes.run.preferences import ReferenceLogProbs, sent
+    from rollout.answers import AnswersBuilder
     from workers import ActorConfig, launch
 
     configs = {name: PreferenceConfig(loss=name, beta=BETA, **more) for name, more in LOSSES.items() if name != "aot"}
@@ -179,10 +179,10 @@ def measure(workload: Path) -> None:
     """Our side, in this process: runs a step in each of its turns."""
     import torch
 
-    from recipes.data.answers import AnswersBuilder
     from recipes.dpo import PreferenceConfig, dpo_step
     from recipes.run.preferences import ReferenceLogProbs
     from recipes.run.supervised import measure_rows
+    from rollout.answers import AnswersBuilder
     from workers import ActorConfig, OptimizerConfig, launch
 
     settings = json.loads((workload / "settings.json").read_text())

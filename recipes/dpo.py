@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from dataproto import DataProto
+from dataproto.errors import InvalidColumn
+from recipes.algorithms.function_files import in_users_function
 from recipes.algorithms.preferences import mismatch_kl
 from recipes.algorithms.registry import PREFERENCES, arguments_by_name
 from recipes.configs.dpo_config import PRESETS, TINY, DPOConfig, PreferenceConfig, parse
@@ -89,14 +91,29 @@ def preference_loss(
         chosen, rejected = config.beta * ratios[::2], config.beta * ratios[1::2]
         metrics = {"rewards/chosen": chosen, "rewards/rejected": rejected, "rewards/margins": chosen - rejected}
         metrics["rewards/accuracies"] = (chosen > rejected).float()
-    function = PREFERENCES.find(config.loss).function
-    losses = function(**arguments_by_name(f"algorithm.loss={config.loss}", function, columns, vars(config)))
-    each = len(rows) // len(losses)  # rows of a loss
+    losses = losses_of(config, columns, like=ratios if config.unpaired else ratios[::2])
 
     def on_tokens(values: Tensor) -> Tensor:
-        return values.repeat_interleave(each)[:, None].expand(mask.shape)
+        return values.repeat_interleave(1 if config.unpaired else 2)[:, None].expand(mask.shape)
 
     return on_tokens(losses), {name: on_tokens(values.detach()) for name, values in metrics.items()}
+
+
+def losses_of(config: PreferenceConfig, columns: dict[str, Any], like: Tensor) -> Tensor:
+    """What the loss by its name, or a user's, gives for each pair or answer.
+
+    Raises:
+        InvalidColumn: it is not one number for each, as ``like``.
+        UserFunctionFailed: a user's function raised.
+    """
+    name, function = f"algorithm.loss={config.loss}", PREFERENCES.find(config.loss).function
+    with in_users_function(name, function):
+        losses = function(**arguments_by_name(name, function, columns, vars(config)))
+    if not isinstance(losses, Tensor) or losses.shape != like.shape:
+        found = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+        each = "answer" if config.unpaired else "pair"
+        raise InvalidColumn(f"{name} returned {found}, but must return one number for each {each} {tuple(like.shape)}")
+    return losses
 
 
 def dpo_task(config: DPOConfig, model_path: str) -> SupervisedTask:

@@ -6,8 +6,9 @@ reward as ``--reward classifier:CHECKPOINT``.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from dataproto import DataProto
 from recipes.algorithms.preferences import bradley_terry_loss
 from recipes.configs.reward_model_config import PRESETS, TINY, RewardModelConfig, parse
 from recipes.configs.shared.run_config import announce_small_model
-from recipes.options import exit_status
+from recipes.options import training_command
 from recipes.run.metrics import timed
 from recipes.run.policy_gradient import launched
 from recipes.run.preferences import answers_builder, preference_task, sent
@@ -25,19 +26,9 @@ from recipes.run.run_directory import over_the_run, with_function
 from recipes.run.supervised import SupervisedTask, run_supervised
 from workers import Roles
 from workers.roles.critic import CriticConfig
+from workers.training.checkpoint import latest_checkpoint
 
 __all__ = ["PRESETS", "TINY", "RewardModelConfig", "main", "parse", "ranking_loss", "reward_model_step"]
-
-
-def main(arguments: Sequence[str] | None = None, config: RewardModelConfig | None = None) -> int:
-    """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
-    with exit_status(arguments) as status:
-        config = config or parse(status.arguments)
-        announce_small_model(config.model_path, config.data.data_path)
-        print(f"report: {run_supervised(config, partial(ranking_task, config))}")
-        checkpoint = config.run.output_dir / f"global_step_{config.run.steps}" / "actor" / "huggingface"
-        print(f"reward: --reward classifier:{checkpoint}" if checkpoint.exists() else "")
-    return status.code
 
 
 def reward_model_step(roles: Roles, rows: DataProto) -> tuple[DataProto, dict[str, float]]:
@@ -82,6 +73,18 @@ def launch_reward_model(
     optimizer = with_function(over_the_run(config.optimizer, config.run.steps))
     model = CriticConfig(model_path=model_path, optimizer=optimizer, **vars(config.compute))
     return launched(config, restarted, model, None, None)
+
+
+def train(config: RewardModelConfig) -> Path:
+    """Trains by the options, names the checkpoint as a reward, and returns the path of the report."""
+    announce_small_model(config.model_path, config.data.data_path)
+    report = run_supervised(config, partial(ranking_task, config))
+    if (latest := latest_checkpoint(config.run.output_dir)) is not None:
+        print(f"reward: --reward classifier:{latest[1] / 'actor' / 'huggingface'}")
+    return report
+
+
+main = training_command(parse, train)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from transformers.utils.logging import disable_progress_bar
 
 from dataproto.errors import DataProtoError, InvalidRow
 from recipes.configs.show_config import RECIPES, ShowConfig, parse
-from recipes.data.answers import AnsweredPrompt, Grouping
 from recipes.data.column_keys import ColumnKeys
 from recipes.data.conversations import CONVERSATION_COLUMNS, conversation_rows, conversation_stream
 from recipes.data.loader import draws
@@ -40,6 +39,7 @@ from recipes.run.preferences import answers_builder
 from recipes.run.supervised import supervised_builders
 from recipes.watch.pages import visible, write_page
 from recipes.watch.rollout_files import pictures_of
+from rollout.answers import AnsweredPrompt, Grouping
 from rollout.prompts import PromptBuilder
 from rollout.prompts.conversations import TrainingRow
 from rollout.prompts.image_processing import ProcessedMedium

@@ -18,8 +18,8 @@ from torch import Tensor
 from dataproto.errors import DataProtoError, InvalidConfig
 from dataproto.vlm import family_of
 from dataproto.vlm.costs import Flops
-from recipes.data.answers import AnsweredPrompt
 from recipes.data.loader import PromptLoader, draws
+from rollout.answers import AnsweredPrompt
 from rollout.prompts import Prompt, PromptBuilder, SupervisedBuilder
 from rollout.prompts.images import image_size
 from rollout.prompts.prepared_rows import by_kind, conversation_of

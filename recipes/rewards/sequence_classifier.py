@@ -64,7 +64,7 @@ class SequenceClassifier:
         if self._loaded is None:
             from recipes.rewards.ranked_answers import RankedAnswers
 
-            self._loaded = RankedAnswers(self.model_path, self.batch_size, self.device)
+            self._loaded = RankedAnswers(self.model_path, self.device)
         return self._finite(self._loaded(rows))
 
     @property

@@ -13,7 +13,6 @@ from dataproto import DataProto
 from dataproto.errors import writing
 from recipes.configs.shared.preference_config import PreferenceDataConfig
 from recipes.configs.shared.supervised_config import SupervisedConfig
-from recipes.data.answers import ANSWER_KEY, AnswersBuilder, Grouping
 from recipes.data.column_keys import eval_sets
 from recipes.data.loader import EvaluationLoader, check_row
 from recipes.data.preferences import PREFERENCE_COLUMNS, preference_rows
@@ -23,6 +22,7 @@ from recipes.run.evaluation import Evaluate
 from recipes.run.loop import StepFunction
 from recipes.run.policy_gradient import prompt_loader
 from recipes.run.supervised import SupervisedTask
+from rollout.answers import ANSWER_KEY, AnswersBuilder, Grouping
 from workers import Roles
 
 REFERENCE = "ref_answer_log_prob"

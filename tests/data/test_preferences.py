@@ -6,9 +6,10 @@ from PIL import Image
 
 from dataproto.errors import InvalidPrompt, InvalidRow
 from helpers.tiny_prompts import tiny_builder
-from recipes.data.answers import AnswersBuilder
+from recipes.data.loader import check_row
 from recipes.data.preferences import read_preference_row
 from recipes.demo.rows import DrawnPairs
+from rollout.answers import AnswersBuilder
 
 PICTURE = Image.new("RGB", (56, 56), "red")
 QUESTION = "Which colour?"
@@ -127,3 +128,11 @@ def test_a_row_of_no_schema_is_refused(raw: dict, reason: str) -> None:
 def test_an_answer_with_a_label_is_no_pair(builder: AnswersBuilder) -> None:
     with pytest.raises(InvalidPrompt, match="train by loss kto"):
         builder.grouped("pairs").prepare(read_preference_row(LABELLED["TRL"], 0))
+
+
+@pytest.mark.parametrize("empty", ["chosen", "rejected"])
+def test_an_empty_answer_is_refused_when_its_row_is_read(builder: AnswersBuilder, empty: str) -> None:
+    """So each row has response tokens, and micro-batches, which leave out rows without any, keep pairs whole."""
+    raw = PAIRS["TRL, text"] | {empty: ""}
+    with pytest.raises(InvalidRow, match="row 7: the answer in message 1 is empty"):
+        check_row([read_preference_row(raw, 7)], 0, builder.grouped("pairs"))

@@ -7,19 +7,20 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidColumn, InvalidConfig, UserFunctionFailed
 from helpers.checkpoints import write_checkpoint
-from recipes.data.answers import AnswersBuilder
 from recipes.demo.rows import DrawnPairs
 from recipes.dpo import REFERENCE_FILE, PreferenceConfig, main, parse, preference_loss
 from recipes.run.preferences import RECORD, REFERENCE, sent
 from recipes.watch.metrics_file import read_metrics
+from rollout.answers import AnswersBuilder
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.training.micro_batches import micro_batches
 from workers.training.mini_batches import share_out
@@ -63,6 +64,45 @@ def test_a_pair_is_in_one_micro_batch_and_the_update_is_the_same(checkpoint, row
     assert (one, several > 2) == (1, True)
     for name in ("actor/loss", "actor/grad_norm", "rewards/margins", "rewards/accuracies"):
         assert split[name] == pytest.approx(whole[name], abs=1e-5), name
+
+
+OWN_LOSSES = """
+def margins(chosen_ratios, rejected_ratios, beta):
+    return -beta * (chosen_ratios - rejected_ratios)
+
+def mean(chosen_ratios):
+    return chosen_ratios.mean()
+
+def answers(ratios, kl):
+    return -ratios
+
+def half(ratios, kl):
+    return -ratios[::2]
+
+def wrong(chosen_ratios):
+    return chosen_ratios + [1.0]
+"""
+
+
+def test_a_loss_of_ones_own_gives_one_number_for_each_pair_or_answer(rows, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(OWN_LOSSES)
+    outputs = SimpleNamespace(log_probs=torch.zeros(rows["response_mask"].shape))
+    data = rows[:]
+    data["desirable"] = torch.tensor([1, 0] * 6)
+
+    def loss(name):
+        return preference_loss(outputs, data, PreferenceConfig(loss=f"{file}:{name}", beta=0.5))[0]
+
+    margins = -0.5 * (data[REFERENCE][1::2] - data[REFERENCE][::2])
+    assert loss("margins")[:, 0].tolist() == pytest.approx(margins.repeat_interleave(2).tolist())
+    assert loss("answers")[:, 0].tolist() == pytest.approx(data[REFERENCE].tolist())
+    with pytest.raises(InvalidColumn, match=r"mine.py:mean returned \(\), .* one number for each pair \(6,\)"):
+        loss("mean")
+    with pytest.raises(InvalidColumn, match=r"mine.py:half returned \(6,\), .* one number for each answer \(12,\)"):
+        loss("half")
+    with pytest.raises(UserFunctionFailed, match=r"mine.py:wrong raised .*mine.py"):
+        loss("wrong")
 
 
 def test_ranks_get_whole_pairs(rows):

@@ -4,15 +4,17 @@ import pytest
 
 from dataproto.errors import InvalidConfig, RewardError
 from helpers.checkpoints import write_checkpoint
-from recipes.data.answers import AnswersBuilder
 from recipes.demo.rows import DrawnPairs
 from recipes.export import main as export
 from recipes.reward_model import main, parse
 from recipes.rewards import load_reward
+from recipes.rewards.ranked_answers import RankedAnswers
 from recipes.run.preferences import sent
 from recipes.watch.metrics_file import read_metrics
+from rollout.answers import AnswersBuilder
 from workers.roles.critic import HEAD_FILE, CriticConfig, ValueWorker, load_head
 from workers.roles.reward import RewardRow
+from workers.training.forward_pass import sharing
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +54,10 @@ def test_a_classifier_reward_gives_the_scores_of_training(run):
     ]
     scores = [each["score"] for each in load_reward(f"classifier:{checkpoint}")(answers)]
     assert scores == pytest.approx(expected.tolist(), abs=1e-5)
+    batch = RankedAnswers(str(checkpoint)).batch(answers)
+    assert (
+        sharing(worker.module, batch).tolist() == [False, True] * 3
+    )  # a prompt is computed once for both of its answers
     assert len({round(score, 6) for score in scores}) > 1
     assert export([str(checkpoint.parents[1]), str(run / "exported"), "--dtype", "float32"]) == 0
     assert [each["score"] for each in load_reward(f"classifier:{run / 'exported'}")(answers)] == scores

@@ -38,7 +38,7 @@ class AnsweredPrompt(Prompt):
 
 
 class AnswersBuilder(SupervisedBuilder):
-    """Rows with ``prompt``, ``answers`` and ``labels`` (see `recipes.data.preferences`) to batches of their answers.
+    """Rows with ``prompt``, ``answers`` (each a list of one message) and ``labels`` to batches of their answers.
 
     The rows of a prompt are next to each other and have equal prompts, which a model then computes once. ``response_mask`` is 1
     on the tokens of the answers. ``max_prompt_length`` limits prompt and answer together.
@@ -67,7 +67,7 @@ class AnswersBuilder(SupervisedBuilder):
 
     def _answers(self, row: Mapping[str, Any]) -> list[list[int]]:
         """The tokens of each answer."""
-        if self.grouping != "answers" and len(row["answers"]) != 2:
+        if self.grouping != "answers" and len(row.get("labels", ())) == 1:
             raise InvalidPrompt(
                 "the row has one answer with a label, not a chosen and a rejected one: train by loss kto"
             )
