@@ -1,44 +1,53 @@
 """Seconds of a step on preferred answers with pictures on a CPU, compared with TRL's `DPOTrainer`, and the same losses.
 
     python benchmarks/dpo_step.py --trl-python /path/to/trl-venv/bin/python
-    python benchmarks/dpo_step.py --trl-python /path/to/trl-venv/bin/python --kept-reference
+    python benchmarks/dpo_step.py --trl-python /path/to/trl-venv/bin/python --size small --sides 140 420 --epoch later
 
-Both sides load the same tiny Qwen2.5-VL and take the same pairs in the same order, tokens, pictures and reference included. Each
+Both sides load the same small Qwen2.5-VL and take the same pairs in the same order, tokens, pictures and reference included. Each
 side is a process of its own on the same cores; they step in turns, one standing still while the other works; warm-up steps are
 not counted. Before that, both compute each loss on the same rows with a policy that is not the reference; the program fails if
 two differ by more than 1e-5. ``--golden FILE`` writes TRL's, for the tests.
+
+The vision tower takes about as many operations for a token of a picture as the language model does, as in Qwen2.5-VL-3B. Both
+sides have their fastest settings. After the first epoch ours reads the reference's log-probs from disk; TRL computes them in each
+step, since it refuses to keep those of rows with pictures. Ratios of processor seconds count where other work has the same cores.
 """
 
 import argparse
-import contextlib
 import json
-import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from statistics import median
 from typing import Any
 
-from trl_dpo_step import BETA, LOSSES, SMOOTHING, clocks, since
-from trl_grpo_step import await_turn, load_rows, say
+from trl_dpo_step import BETA, LORA_RANK, LOSSES, SMOOTHING
+from trl_grpo_step import await_turn, clocks, load_rows, say, since
 
-from grpo_step import HERE, OURS, Side, cpu_name  # isort: skip  # which takes this folder from the path
+from grpo_step import OURS, parser_of, run_sides, steps_in_turns  # isort: skip  # which takes this folder from the path
 
 TOLERANCE = 1e-5
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": {},  # 0.7 million parameters
+    "small": {"hidden": 256, "heads": 8, "layers": 4, "vision_width": 128, "vision_depth": 4, "vision_heads": 4},
+    "medium": {"hidden": 512, "heads": 16, "layers": 6, "vision_width": 256, "vision_depth": 6, "vision_heads": 8},
+}
+"""The models, as settings of `recipes.demo.tiny_model.TinyConfig`."""
 
 
 def prepare(workload: Path, settings: dict[str, Any]) -> None:
     """Writes the workload of both sides: ``checkpoint/``, ``policy/``, ``problems.json`` with its pictures, ``settings.json``."""
     from recipes.demo.problems import make_problem
 
-    make_models(workload)
-    rows = []
+    make_models(workload, SIZES[settings["size"]])
+    rows, random = [], Random(0)
     for number in range(settings["pairs"] * (settings["warmup"] + settings["steps"])):
-        problem = make_problem(number, settings["level"])
-        problem.image.save(workload / f"{number}.png")
+        problem, side = make_problem(number, level=3), random.randint(*settings["sides"])
+        problem.image.resize((side, side)).save(workload / f"{number}.png")
         thought = "The figure shows what is asked for. " * settings["sentences"]
         answers = {
             "chosen": f"{thought}It is {problem.answer}.",
@@ -50,7 +59,7 @@ def prepare(workload: Path, settings: dict[str, Any]) -> None:
     (workload / "settings.json").write_text(json.dumps(settings))
 
 
-def make_models(workload: Path) -> None:
+def make_models(workload: Path, size: dict[str, int]) -> None:
     """The reference and a policy near it.
 
     Their template writes nothing after the end of an answer, which TRL would learn too. As models that were trained, they give
@@ -61,9 +70,9 @@ def make_models(workload: Path) -> None:
     from transformers import AutoConfig
 
     from dataproto.vlm import family_of
-    from recipes.demo.tiny_model import make_tiny_model
+    from recipes.demo.tiny_model import TinyConfig, make_tiny_model
 
-    checkpoint = make_tiny_model(workload / "checkpoint")
+    checkpoint = make_tiny_model(workload / "checkpoint", config=TinyConfig(**size, max_pixels=2**20))
     template = checkpoint / "chat_template.jinja"
     newline = (
         "<|im_end|>' + ('' if loop.last and message['role'] == 'assistant' else '\\n') }}\n{%- endfor %}\n{%- if add"
@@ -175,6 +184,13 @@ def losses(workload: Path, pairs: int) -> dict[str, float]:
     return found | {"reward": reward_loss(workload, rows)}
 
 
+def lengths_of(batch: Any) -> dict[str, str]:
+    """The least, mean and largest numbers of tokens of prompts and answers."""
+    answers = batch["response_mask"].sum(1)
+    found = {"prompt": batch["attention_mask"].sum(1) - answers, "answers": answers}
+    return {name: f"{int(n.min())}, {float(n.float().mean()):.0f}, {int(n.max())}" for name, n in found.items()}
+
+
 def measure(workload: Path) -> None:
     """Our side, in this process: runs a step in each of its turns."""
     import torch
@@ -190,13 +206,15 @@ def measure(workload: Path) -> None:
     found = losses(workload, settings["compared"])
     checkpoint = str(workload / "checkpoint")
     builder = AnswersBuilder.from_pretrained(checkpoint, max_prompt_length=4096)
-    actor = ActorConfig(checkpoint, optimizer=OptimizerConfig(lr=settings["learning_rate"]))
+    optimizer = OptimizerConfig(lr=settings["learning_rate"])
+    actor = ActorConfig(checkpoint, optimizer=optimizer, lora_rank=LORA_RANK if settings["lora"] else 0)
     config, reference = PreferenceConfig(beta=BETA), ReferenceLogProbs(workload / "reference_log_probs.bin")
     rows, pairs = pair_rows(workload), settings["pairs"]
     with launch(actor, actor.frozen(), rollout=None) as roles:
-        for start in range(0, len(rows) if settings["kept_reference"] else 0, pairs):
+        for start in range(0, len(rows) if settings["epoch"] == "later" else 0, pairs):
             reference.add(roles, builder(rows[start : start + pairs]))
-        say("READY", {"name": OURS, "torch": torch.__version__, "losses": found})
+        lengths = lengths_of(builder(rows))
+        say("READY", {"name": OURS, "torch": torch.__version__, "losses": found} | lengths)
         for start in range(0, len(rows), pairs):
             await_turn()
             began = clocks()
@@ -205,22 +223,15 @@ def measure(workload: Path) -> None:
             say("STEP", since(began))
 
 
-def compare(workload: Path, settings: dict[str, Any], commands: Sequence[Sequence[str]], golden: Path | None) -> str:
+def compare(workload: Path, settings: dict[str, Any], commands: Sequence[Sequence[str]]) -> str:
     """Compares the losses, lets the sides step in turns, and returns the measured steps as text."""
-    load = os.getloadavg()[0]
-    with contextlib.ExitStack() as stack:
-        sides = [stack.enter_context(Side(command, workload, settings["threads"])) for command in commands]
-        steps: dict[str, list[dict[str, float]]] = {side.facts["name"]: [] for side in sides}
-        for number in range(settings["warmup"] + settings["steps"]):
-            for side in sides:
-                step = side.step()
-                if number >= settings["warmup"]:
-                    steps[side.facts["name"]].append(step)
-    lines = [
-        f"{settings['threads']} cores of {cpu_name()}, torch {sides[0].facts['torch']}: {settings['pairs']} pairs, level "
-        f"{settings['level']}, the reference {'kept' if settings['kept_reference'] else 'computed in each step'}, "
-        f"{settings['steps']} steps of each in turns, load average before {load:.1f}"
-    ]
+    work = (
+        f"{settings['pairs']} pairs, size {settings['size']}, pictures of {' to '.join(map(str, settings['sides']))} pixels, "
+        f"{settings['sentences']} sentences before an answer, {settings['epoch']} epoch"
+        f"{', adapters' if settings['lora'] else ''}{', TRL checkpoints' if settings['checkpointing'] else ''}"
+    )
+    head, sides, steps = steps_in_turns(workload, settings, commands, work)
+    lines = [head, f"tokens of the prompts {sides[0].facts['prompt']}, of the answers {sides[0].facts['answers']}"]
     medians = {
         name: {clock: median(step[clock] for step in each) for clock in ("step", "processor")}
         for name, each in steps.items()
@@ -229,57 +240,49 @@ def compare(workload: Path, settings: dict[str, Any], commands: Sequence[Sequenc
         found = " ".join(f"{step['step']:.3f}" for step in each)
         wall, processor = medians[name].values()
         lines.append(f"{name}: median {wall:.3f} s, {processor:.3f} s of processors ({found})")
-    ours = sides[0].facts["losses"]
+    ours, theirs = sides[0].facts["losses"], sides[-1].facts["losses"]
     if len(sides) > 1:
         mine, other = medians.values()
         for clock, what in (("step", "seconds"), ("processor", "seconds of processors")):
             ratio = mine[clock] / other[clock]
             lines.append(f"ratio of medians, {what}: {ratio:.3f} ({1 / ratio:.2f} times as fast as TRL)")
-        theirs = sides[1].facts["losses"]
-        lines += [f"loss {name}: {ours[name]:.7f} and {theirs[name]:.7f}" for name in theirs]
-        if wrong := [name for name in theirs if not abs(ours[name] - theirs[name]) <= TOLERANCE]:
-            sys.exit("\n".join([*lines, f"more than {TOLERANCE} apart: {', '.join(wrong)}"]))
-        if golden is not None:
-            facts = {name: sides[1].facts[name] for name in ("name", "torch", "losses")}
-            golden.write_text(json.dumps(facts | {"settings": settings}, indent=2) + "\n")
-    else:
-        lines += [f"loss {name}: {value:.7f}" for name, value in ours.items()]
+    lines += [f"loss {name}: {ours[name]:.7f} and {theirs[name]:.7f}" for name in theirs]
+    if wrong := [name for name in theirs if not abs(ours[name] - theirs[name]) <= TOLERANCE]:
+        sys.exit("\n".join([*lines, f"more than {TOLERANCE} apart: {', '.join(wrong)}"]))
+    if settings["golden"] and len(sides) > 1:
+        facts = {name: sides[1].facts[name] for name in ("name", "torch", "losses")}
+        Path(settings["golden"]).write_text(json.dumps(facts | {"settings": settings}, indent=2) + "\n")
     return "\n".join(lines)
 
 
 def arguments_of(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trl-python", help="interpreter of an environment with TRL; without it, our side runs alone")
-    parser.add_argument("--steps", type=int, default=12, help="measured steps of each side (default: 12)")
-    parser.add_argument("--warmup", type=int, default=2, help="warm-up steps before them (default: 2)")
+    parser = parser_of(__doc__, 12, 2)
     parser.add_argument("--pairs", type=int, default=16, help="pairs a step (default: 16)")
-    parser.add_argument("--level", type=int, default=3, help="level of the synthetic problems (default: 3)")
+    parser.add_argument("--size", choices=SIZES, default="tiny", help="size of the model (default: tiny)")
+    parser.add_argument(
+        "--sides", type=int, nargs=2, default=(168, 168), help="least and largest side of a picture (default: 168 168)"
+    )
     parser.add_argument("--sentences", type=int, default=1, help="sentences before each answer (default: 1)")
     parser.add_argument("--compared", type=int, default=6, help="pairs whose losses are compared (default: 6)")
-    parser.add_argument("--threads", type=int, default=2, help="cores that each side may use (default: 2)")
     parser.add_argument(
-        "--kept-reference", action="store_true", help="the reference's log-probs are computed before the run"
+        "--epoch",
+        choices=("first", "later"),
+        default="first",
+        help="in a later one our reference is on disk (default: first)",
     )
-    parser.add_argument("--golden", type=Path, help="file for TRL's losses")
+    parser.add_argument(
+        "--lora", action="store_true", help="train adapters of the language model, whose base is the reference"
+    )
+    parser.add_argument("--checkpointing", action="store_true", help="TRL recomputes activations, as by its default")
+    parser.add_argument("--golden", help="file for TRL's losses")
     return parser.parse_args(argv)
 
 
 def main() -> None:
     if sys.argv[1:2] == ["measure"]:  # our side's own process
         measure(Path(sys.argv[2]))
-        return
-    arguments = arguments_of()
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
-    commands = [[sys.executable, __file__, "measure"]]
-    if arguments.trl_python:
-        commands.append([arguments.trl_python, str(HERE / "trl_dpo_step.py")])
-    settings = {name: value for name, value in vars(arguments).items() if name not in ("trl_python", "golden")} | {
-        "learning_rate": 1e-4
-    }
-    with tempfile.TemporaryDirectory() as directory:
-        prepare(Path(directory), settings)
-        print(compare(Path(directory), settings, commands, arguments.golden))
+    else:
+        run_sides(__file__, arguments_of(), prepare, compare)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import IO, TYPE_CHECKING, Any, cast
@@ -165,8 +165,10 @@ class Side:
         self.process.wait()
 
 
-def compare(workload: Path, settings: Mapping[str, Any], commands: Sequence[Sequence[str]]) -> str:
-    """Lets the sides step in turns and returns the measured steps as text."""
+def steps_in_turns(
+    workload: Path, settings: Mapping[str, Any], commands: Sequence[Sequence[str]], work: str
+) -> tuple[str, list[Side], dict[str, list[Step]]]:
+    """Lets the sides step in turns: what was done where, the sides, which have ended, and the measured steps of each."""
     load = os.getloadavg()[0]
     with contextlib.ExitStack() as stack:
         sides = [stack.enter_context(Side(command, workload, settings["threads"])) for command in commands]
@@ -176,13 +178,19 @@ def compare(workload: Path, settings: Mapping[str, Any], commands: Sequence[Sequ
                 step = side.step()
                 if number >= settings["warmup"]:
                     steps[side.facts["name"]].append(step)
-        torches = sorted({side.facts["torch"] for side in sides})
-    check_same_work(steps, settings)
+    torches = ", ".join(sorted({side.facts["torch"] for side in sides}))
     head = (
-        f"{settings['threads']} cores of {cpu_name()}, torch {', '.join(torches)}: {settings['prompts']} prompts x "
-        f"{settings['samples']} samples x {settings['max_tokens']} tokens, {settings['steps']} steps of each in turns, "
-        f"load average before {load:.1f}"
+        f"{settings['threads']} cores of {cpu_name()}, torch {torches}: {work}, "
+        f"{settings['steps']} steps of each in turns, load average before {load:.1f}"
     )
+    return head, sides, steps
+
+
+def compare(workload: Path, settings: Mapping[str, Any], commands: Sequence[Sequence[str]]) -> str:
+    """Lets the sides step in turns and returns the measured steps as text."""
+    work = f"{settings['prompts']} prompts x {settings['samples']} samples x {settings['max_tokens']} tokens"
+    head, _, steps = steps_in_turns(workload, settings, commands, work)
+    check_same_work(steps, settings)
     each = [f"{name}: {' '.join(format(step['step'], '.3f') for step in found)}" for name, found in steps.items()]
     return "\n".join([head, "", table(steps), "", "whole steps, s:", *each])
 
@@ -227,15 +235,21 @@ def cpu_name() -> str:
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def arguments_of(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser_of(doc: str | None, steps: int, warmup: int) -> argparse.ArgumentParser:
+    """The options that a comparison with TRL has in any case."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl-python", help="interpreter of an environment with TRL; without it, our side runs alone")
-    parser.add_argument("--steps", type=int, default=16, help="measured steps of each side (default: 16)")
-    parser.add_argument("--warmup", type=int, default=3, help="warm-up steps before them (default: 3)")
+    parser.add_argument("--steps", type=int, default=steps, help=f"measured steps of each side (default: {steps})")
+    parser.add_argument("--warmup", type=int, default=warmup, help=f"warm-up steps before them (default: {warmup})")
+    parser.add_argument("--threads", type=int, default=2, help="cores that each side may use (default: 2)")
+    return parser
+
+
+def arguments_of(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = parser_of(__doc__, 16, 3)
     parser.add_argument("--prompts", type=int, default=16, help="prompts a step (default: 16)")
     parser.add_argument("--samples", type=int, default=16, help="samples of each prompt (default: 16)")
     parser.add_argument("--max-tokens", type=int, default=16, help="tokens of each response (default: 16)")
-    parser.add_argument("--threads", type=int, default=2, help="cores that each side may use (default: 2)")
     arguments = parser.parse_args(argv)
     for name in ("steps", "warmup", "prompts", "max_tokens", "threads"):
         if getattr(arguments, name) < 1:
@@ -247,23 +261,31 @@ def arguments_of(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def main() -> None:
-    if sys.argv[1:2] == ["measure"]:  # our side's own process
-        measure(Path(sys.argv[2]))
-        return
-    arguments = arguments_of()
+def run_sides(
+    file: str,
+    arguments: argparse.Namespace,
+    prepare: Callable[[Path, dict[str, Any]], None],
+    compare: Callable[[Path, dict[str, Any], Sequence[Sequence[str]]], str],
+) -> None:
+    """Prepares the workload, and prints the comparison of ``file``, run as ``measure``, with ``trl_`` and its name next to it."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
-    commands = [[sys.executable, __file__, "measure"]]
+    commands = [[sys.executable, file, "measure"]]
     if arguments.trl_python:
-        commands.append([arguments.trl_python, str(HERE / "trl_grpo_step.py")])
+        commands.append([arguments.trl_python, str(HERE / f"trl_{Path(file).name}")])
     else:
         print("without --trl-python only this project's side runs\n")
-    names = ("steps", "warmup", "prompts", "samples", "max_tokens", "threads")
-    settings = {name: getattr(arguments, name) for name in names} | {"learning_rate": 1e-4}
+    settings = vars(arguments) | {"learning_rate": 1e-4}
     with tempfile.TemporaryDirectory() as directory:
         prepare(Path(directory), settings)
         print(compare(Path(directory), settings, commands))
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["measure"]:  # our side's own process
+        measure(Path(sys.argv[2]))
+    else:
+        run_sides(__file__, arguments_of(), prepare, compare)
 
 
 if __name__ == "__main__":

@@ -3,18 +3,13 @@
 Run by the interpreter of an environment that has TRL; imports nothing of this project.
 """
 
-import argparse
-import json
-import logging
-import time
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trl_grpo_step import await_turn, load_processor, load_rows, say
+from trl_grpo_step import load_processor, load_rows, plain_settings, run_half, train_in_turns
 
-BETA, SMOOTHING = 0.1, 0.1
+BETA, SMOOTHING, LORA_RANK = 0.1, 0.1, 8
 LOSSES: dict[str, dict[str, Any]] = {
     "sigmoid": {},
     "robust": {"label_smoothing": SMOOTHING},
@@ -23,17 +18,6 @@ LOSSES: dict[str, dict[str, Any]] = {
     "sigmoid_norm": {},
     "aot": {"label_smoothing": SMOOTHING},  # of one pair at a time: sigmoid with label smoothing
 }
-
-
-def clocks() -> tuple[float, float]:
-    """Seconds of the clock, and of this process's processors."""
-    return time.perf_counter(), time.process_time()
-
-
-def since(start: tuple[float, float]) -> dict[str, float]:
-    """Both since ``start``."""
-    now = clocks()
-    return {"step": now[0] - start[0], "processor": now[1] - start[1]}
 
 
 def rows_of(rows: Sequence[dict[str, Any]]) -> Any:
@@ -60,34 +44,21 @@ def load_model(checkpoint: Path) -> Any:
     return AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
 
 
-def options(directory: Path, pairs: int) -> dict[str, Any]:
-    """The fastest settings on a CPU: one forward pass and one optimizer step for all pairs of a step."""
-    return {
-        "output_dir": str(directory),
-        "per_device_train_batch_size": pairs,
-        "gradient_accumulation_steps": 1,
-        "beta": BETA,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "max_length": None,
-        "use_cpu": True,
-        "dataloader_pin_memory": False,
-        "save_strategy": "no",
-        "logging_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "train_sampling_strategy": "sequential",
-        "remove_unused_columns": False,
-        "seed": 0,
-    }
+def options(directory: Path, rows: int) -> dict[str, Any]:
+    """The fastest settings, and the workload's order of rows."""
+    order = {"train_sampling_strategy": "sequential", "remove_unused_columns": False}
+    return plain_settings(directory, rows) | order | {"beta": BETA, "max_length": None, "seed": 0}
 
 
-def dpo_trainer(workload: Path, rows: Sequence[dict[str, Any]], pairs: int, model: str, **more: Any) -> Any:
+def dpo_trainer(
+    workload: Path, rows: Sequence[dict[str, Any]], pairs: int, model: str, adapters: Any = None, **more: Any
+) -> Any:
     from trl import DPOConfig, DPOTrainer
 
     return DPOTrainer(
         model=load_model(workload / model),
-        ref_model=load_model(workload / "checkpoint"),
+        ref_model=None if adapters else load_model(workload / "checkpoint"),
+        peft_config=adapters,
         args=DPOConfig(**options(workload / "trl", pairs) | more),
         train_dataset=rows_of(rows),
         processing_class=load_processor(workload / "checkpoint"),
@@ -158,53 +129,27 @@ def kto_loss(workload: Path, rows: Sequence[dict[str, Any]]) -> float:
 
 
 def measure(workload: Path, settings: dict[str, Any]) -> None:
-    """Runs a step in each turn of this half; it ends when the trainer is ready to load the rows of the next step."""
-    from transformers import TrainerCallback
+    """Says how long each step of `DPOTrainer` takes."""
+    adapters = None
+    if settings["lora"]:
+        from peft import LoraConfig
 
-    more = {"precompute_ref_log_probs": True} if settings["kept_reference"] else {}
+        adapters = LoraConfig(r=LORA_RANK, target_modules=r".*language_model\..*_proj")
     trainer = dpo_trainer(
         workload,
         load_rows(workload),
         settings["pairs"],
         "checkpoint",
+        adapters,
+        gradient_checkpointing=settings["checkpointing"],
         max_steps=settings["warmup"] + settings["steps"],
         learning_rate=settings["learning_rate"],
         lr_scheduler_type="constant",
         weight_decay=0.01,
         max_grad_norm=1.0,
-        **more,
     )
-
-    class Clock(TrainerCallback):
-        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            await_turn()
-            self.start = clocks()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            say("STEP", since(self.start))
-            if state.global_step < state.max_steps:
-                await_turn()
-            self.start = clocks()
-
-    trainer.add_callback(Clock())
-    trainer.train()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("workload", type=Path, help="directory that the other half prepared")
-    workload = parser.parse_args().workload
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
-    import torch
-    import trl
-
-    settings = json.loads((workload / "settings.json").read_text())
-    torch.set_num_threads(settings["threads"])
-    found = losses(workload, settings["compared"])
-    say("READY", {"name": f"TRL {trl.__version__}", "torch": torch.__version__, "losses": found})
-    measure(workload, settings)
+    train_in_turns(trainer)
 
 
 if __name__ == "__main__":
-    main()
+    run_half(measure, lambda workload, settings: {"losses": losses(workload, settings["compared"])})

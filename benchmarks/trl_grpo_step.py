@@ -9,7 +9,7 @@ import logging
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,28 +93,34 @@ def timed_trainer() -> type:
     return TimedTrainer
 
 
+def plain_settings(directory: Path, rows: int) -> dict[str, Any]:
+    """The fastest settings of a trainer on a CPU: one forward pass and one optimizer step for all rows, and no reports."""
+    off = ("bf16", "gradient_checkpointing", "dataloader_pin_memory")
+    return {
+        "output_dir": str(directory),
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": 1,
+        "use_cpu": True,
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        **dict.fromkeys(off, False),
+    }
+
+
 def grpo_config(directory: Path, rows: int, samples: int, **options: Any) -> Any:
-    """The fastest settings on a CPU: one forward pass and one optimizer step for all rows of a step."""
+    """`plain_settings` of `GRPOTrainer` with this project's loss."""
     from trl import GRPOConfig
 
     return GRPOConfig(
-        output_dir=str(directory),
-        per_device_train_batch_size=rows,
-        gradient_accumulation_steps=1,
+        **plain_settings(directory, rows),
         num_generations=samples,
         num_iterations=1,
         beta=0.0,
         loss_type="dapo",  # the mean over tokens, as ours
         temperature=1.0,
-        bf16=False,
-        gradient_checkpointing=False,
         shuffle_dataset=False,
-        use_cpu=True,
-        dataloader_pin_memory=False,
-        save_strategy="no",
-        logging_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
         **options,
     )
 
@@ -163,32 +169,57 @@ def await_turn() -> None:
         sys.exit("nobody waits for the next step")
 
 
-def measure(workload: Path, settings: dict[str, Any]) -> None:
-    """Runs a step in each turn of this half; it ends when the trainer is ready to load the rows of the next step."""
-    from transformers import TrainerCallback
+def clocks() -> tuple[float, float]:
+    """Seconds of the clock, and of this process's processors."""
+    return time.perf_counter(), time.process_time()
 
-    trainer = make_trainer(workload, settings)
+
+def since(start: tuple[float, float]) -> dict[str, float]:
+    """Both since ``start``."""
+    now = clocks()
+    return {"step": now[0] - start[0], "processor": now[1] - start[1]}
+
+
+def train_in_turns(trainer: Any, facts: Callable[[dict[str, float]], dict[str, float]] = dict) -> None:
+    """Runs a step in each turn of this half, which ends when the trainer is ready to load the rows of the next step.
+
+    ``facts`` makes what is said of a step from its seconds.
+    """
+    from transformers import TrainerCallback
 
     class Clock(TrainerCallback):
         def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
             await_turn()
-            self.start = time.perf_counter()
+            self.start = clocks()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            total = time.perf_counter() - self.start
-            update = total - trainer.step["gen"] - trainer.step["reward"]
-            say("STEP", trainer.step | {"step": total, "update": update})
+            say("STEP", facts(since(self.start)))
             if state.global_step < state.max_steps:
                 await_turn()
-            self.start = time.perf_counter()
+            self.start = clocks()
 
     trainer.add_callback(Clock())
     trainer.train()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("workload", type=Path, help="directory with settings.json, problems.json and checkpoint/")
+def measure(workload: Path, settings: dict[str, Any]) -> None:
+    """Says how long the phases of each step take."""
+    trainer = make_trainer(workload, settings)
+
+    def phases(seconds: dict[str, float]) -> dict[str, float]:
+        update = seconds["step"] - trainer.step["gen"] - trainer.step["reward"]
+        return trainer.step | {"step": seconds["step"], "update": update}
+
+    train_in_turns(trainer, phases)
+
+
+def run_half(
+    measure: Callable[[Path, dict[str, Any]], None],
+    facts: Callable[[Path, dict[str, Any]], dict[str, Any]] = lambda *_: {},
+) -> None:
+    """What TRL's half of a benchmark does: it says its ``facts`` of the workload, then measures."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("workload", type=Path, help="directory that the other half prepared")
     workload = parser.parse_args().workload
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
@@ -197,9 +228,9 @@ def main() -> None:
 
     settings = json.loads((workload / "settings.json").read_text())
     torch.set_num_threads(settings["threads"])
-    say("READY", {"name": f"TRL {trl.__version__}", "torch": torch.__version__})
+    say("READY", {"name": f"TRL {trl.__version__}", "torch": torch.__version__} | facts(workload, settings))
     measure(workload, settings)
 
 
 if __name__ == "__main__":
-    main()
+    run_half(measure)
