@@ -38,7 +38,7 @@ from recipes.run.policy_gradient import prompt_builder
 from recipes.run.preferences import answers_builder
 from recipes.run.supervised import supervised_builders
 from recipes.watch.pages import visible, write_page
-from recipes.watch.rollout_files import pictures_of
+from recipes.watch.rollout_files import pictures_of, sounds_of
 from rollout.answers import AnsweredPrompt, Grouping
 from rollout.prompts import PromptBuilder
 from rollout.prompts.conversations import TrainingRow
@@ -65,9 +65,10 @@ class ShownRow:
     index: int
     spans: tuple[Span, ...] = ()
     pictures: tuple[Image.Image, ...] = ()
+    sounds: tuple[bytes, ...] = ()  # WAV files
     facts: Mapping[str, str] = field(
         default_factory=dict
-    )  # tokens, pictures and truth, and what the reward gives, by name
+    )  # tokens, pictures, sounds and truth, and what the reward gives, by name
     error: str | None = None
     is_best: bool = True  # what the reward gives the truth
 
@@ -115,10 +116,12 @@ def by_its_data(asked: ShowConfig) -> ShowConfig:
 def shown_sources(asked: ShowConfig) -> Iterator[ShownSource]:
     """The first rows of each data set that the options name."""
     config = asked.config
+    hears = isinstance(getattr(config.data, "level", 1), str)  # synthetic problems about sounds
     if config.model_path is None:
-        print("no --model-path: the tokenizer and the image processor are those of the small Qwen2.5-VL")
+        name = "Qwen2.5-Omni" if hears else "Qwen2.5-VL"
+        print(f"no --model-path: the tokenizer and the image processor are those of the small {name}")
     with tempfile.TemporaryDirectory() as folder:
-        model_path = config.model_path or str(make_tiny_processors(Path(folder)))
+        model_path = config.model_path or str(make_tiny_processors(Path(folder), hears=hears))
         builder: PromptBuilder
         if asked.recipe == "sft":
             builder = supervised_builders(config.data, model_path)[0].learning(config.data.turns)
@@ -232,7 +235,8 @@ def shown_row(place: int, row: Mapping[str, Any] | DataProtoError, builder: Prom
         truth = (row.get("reward_model") or {}).get("ground_truth")
         facts["truth"] = "none" if truth is None else repr(truth)
     spans = token_spans(builder.tokenizer, prompt.input_ids.tolist(), prompt.token_types.tolist(), learnt)
-    return ShownRow(place, spans, tuple(pictures_of(media_objects(prompt.media))), facts)
+    media = media_objects(prompt.media)
+    return ShownRow(place, spans, tuple(pictures_of(media)), tuple(sounds_of(media)), facts)
 
 
 def _answers(prompt: AnsweredPrompt, labels: Sequence[bool], builder: PromptBuilder) -> Iterator[tuple[str, str]]:

@@ -47,6 +47,16 @@ class Problem:
     kind: str
     shown: tuple[DrawnText, ...] = ()
 
+    @property
+    def media(self) -> dict[str, list[Any]]:
+        """The columns of media of its row."""
+        return {"images": [self.image]}
+
+    @property
+    def content(self) -> bytes:
+        """Its pixels."""
+        return self.image.tobytes()
+
 
 def make_problem(index: int, level: int = 1, seed: int = 0, split: Split = "train") -> Problem:
     """Draws problem ``index`` of ``seed``, a pure function of its arguments.

@@ -6,11 +6,12 @@ from typing import Any
 from recipes.data.problem_rows import read_row
 from recipes.data.row_values import conversation
 from recipes.demo.classes import COLOURS, draw_class
-from recipes.demo.problems import EPOCH_ROWS, DrawnRows, Split, make_problem
+from recipes.demo.problems import EPOCH_ROWS, DrawnRows, Split
+from recipes.demo.sounds import problem_of_level
 
 
 class ProblemRows(DrawnRows):
-    """Drawn problems as rows like those of `recipes.data.problem_rows.load_rows`.
+    """Synthetic problems as rows like those of `recipes.data.problem_rows.load_rows`.
 
     >>> row = ProblemRows(level=1)[7]
     >>> row["data_source"], row["index"], len(row["images"])
@@ -18,16 +19,17 @@ class ProblemRows(DrawnRows):
     """
 
     def __init__(
-        self, level: int = 1, seed: int = 0, split: Split = "train", instruction: str = "", rows: int = EPOCH_ROWS
+        self, level: int | str = 1, seed: int = 0, split: Split = "train", instruction: str = "", rows: int = EPOCH_ROWS
     ) -> None:
         super().__init__(seed, split, rows)
         self.level, self.instruction = level, instruction
 
     def row(self, place: int) -> dict[str, Any]:
         """The problem of this number."""
-        problem = make_problem(place, self.level, self.seed, self.split)
-        raw = {"problem": problem.text, "answer": problem.answer, "images": [problem.image]}
-        return read_row(raw, place, self.split, f"synthetic/level{self.level}", self.instruction)
+        problem = problem_of_level(place, self.level, self.seed, self.split)
+        raw = {"problem": problem.text, "answer": problem.answer, **problem.media}
+        name = self.level if isinstance(self.level, str) else f"level{self.level}"
+        return read_row(raw, place, self.split, f"synthetic/{name}", self.instruction)
 
 
 class DrawnTalks(DrawnRows):

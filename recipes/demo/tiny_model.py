@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass
 from itertools import islice
@@ -23,12 +23,21 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import AddedToken, Tokenizer, models, trainers
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
-from transformers import GenerationConfig, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    Qwen2_5_VLConfig,
+    Qwen2_5OmniThinkerConfig,
+    Qwen2Tokenizer,
+    WhisperFeatureExtractor,
+)
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from dataproto import DataProto
 from dataproto.errors import WAY_OUT, FileNotWritten
-from recipes.demo.problems import make_problem, sample_texts
+from recipes.demo.problems import sample_texts
+from recipes.demo.sounds import problem_of_level
 from rollout.engine import Completion, SamplingParams
 from rollout.prompts import PromptBuilder
 from rollout.responses import attach_responses
@@ -56,17 +65,19 @@ SPECIAL_TOKENS = (  # in the order of their ids in Qwen2.5-VL
     IMAGE_PAD,
     VIDEO_PAD,
 )
+SOUND_TOKENS = ("<|audio_bos|>", "<|audio_eos|>", "<|AUDIO|>")
+SOUND_TEXTS = ("Which note?", "How many clicks?", "Which digit?")
 WORD_TOKENS = ("<think>", "</think>")  # single tokens, but not special, as in Qwen3
 
 CHAT_TEMPLATE = Path(__file__).with_name("qwen_chat_template.jinja").read_text(encoding="utf-8")
 
 
-def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Qwen2Tokenizer:
+def train_tokenizer(texts: Iterable[str], vocabulary: int, special: Sequence[str] = SPECIAL_TOKENS) -> Qwen2Tokenizer:
     """Trains on ``texts`` until there are ``vocabulary`` tokens, or fewer if no merges are left.
 
     Special tokens have the last ids, as in Qwen's tokenizers.
     """
-    words = SPECIAL_TOKENS + WORD_TOKENS
+    words = (*special, *WORD_TOKENS)
     untrained = Qwen2Tokenizer(vocab={}, merges=[]).backend_tokenizer  # for Qwen's normalizer and pre-tokenizer
     bpe = Tokenizer(models.BPE())
     bpe.normalizer, bpe.pre_tokenizer = untrained.normalizer, untrained.pre_tokenizer
@@ -75,14 +86,14 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Qwen2Tokenizer:
     )
     bpe.train_from_iterator(texts, trainer)
     bpe.decoder = untrained.decoder
-    bpe.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    bpe.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     bpe.add_tokens([AddedToken(token, special=False, normalized=False) for token in WORD_TOKENS])
     return Qwen2Tokenizer(
         tokenizer_object=bpe,
         eos_token=END_OF_TURN,
         pad_token=END_OF_TEXT,
         unk_token=None,  # type: ignore[arg-type]
-        extra_special_tokens=list(SPECIAL_TOKENS[1:]),
+        extra_special_tokens=list(special[1:]),
         chat_template=CHAT_TEMPLATE,
         model_max_length=32_768,
     )
@@ -106,51 +117,64 @@ class TinyConfig:
     vision_depth: int = 2
     vision_heads: int = 2
     vision_mlp: int = 2  # width of the tower's MLPs, over its own
+    sound_width: int = 64
     patch: int = 14  # pixels; a visual token covers 2 x 2 patches
     text_std: float = 0.02  # of the decoder's initial weights
-    vision_std: float = 0.1  # of the vision tower's initial weights; with Hugging Face's 0.02 GRPO learns nothing
+    vision_std: float = (
+        0.1  # of the initial weights of the towers for images and sounds; with Hugging Face's 0.02 GRPO learns nothing
+    )
     min_pixels: int = 56 * 56
     max_pixels: int = 280 * 280
 
 
 def make_tiny_model(
-    path: str | Path, seed: int = 0, config: TinyConfig | None = None, texts: Iterable[str] | None = None
+    path: str | Path,
+    seed: int = 0,
+    config: TinyConfig | None = None,
+    texts: Iterable[str] | None = None,
+    hears: bool = False,
 ) -> Path:
     """Writes a randomly initialised checkpoint to the directory ``path``; equal arguments give equal weights.
 
     It loads with ``Qwen2_5_VLForConditionalGeneration.from_pretrained``, ``AutoTokenizer`` and ``AutoImageProcessor``.
 
     Args:
-        texts: prompts and answers on which the tokenizer is trained; by default those of the drawn problems.
+        texts: prompts and answers on which the tokenizer is trained; by default those of the synthetic problems.
+        hears: make the thinker of a Qwen2.5-Omni, ``Qwen2_5OmniThinkerForConditionalGeneration``.
 
     Returns:
         ``path``.
     """
     config = config or TinyConfig()
-    path = make_tiny_processors(path, config, texts)
-    model = random_model(Qwen2_5_VLConfig.from_pretrained(path), config.vision_std, seed)
+    path = make_tiny_processors(path, config, texts, hears)
+    model = random_model(AutoConfig.from_pretrained(path), config.vision_std, seed)
     model.generation_config = GenerationConfig.from_pretrained(path)
     model.save_pretrained(path)
     return path
 
 
 def make_tiny_processors(
-    path: str | Path, config: TinyConfig | None = None, texts: Iterable[str] | None = None
+    path: str | Path, config: TinyConfig | None = None, texts: Iterable[str] | None = None, hears: bool = False
 ) -> Path:
-    """Writes all of `make_tiny_model` but the weights: configuration, tokenizer and image processor."""
-    config = config or TinyConfig()
-    path = Path(path)
-    tokenizer = train_tokenizer(_corpus(sample_texts() if texts is None else texts), config.vocabulary)
-    model_config(config, tokenizer).save_pretrained(path)
+    """Writes all of `make_tiny_model` but the weights: configuration, tokenizer, and the processors of images and sounds."""
+    config, path = config or TinyConfig(), Path(path)
+    if texts is None:
+        texts = SOUND_TEXTS if hears else sample_texts()
+    special = SPECIAL_TOKENS + (SOUND_TOKENS if hears else ())
+    tokenizer = train_tokenizer(_corpus(texts), config.vocabulary, special)
+    made: Any = model_config(config, tokenizer)
+    made = thinker_config(config, made, tokenizer) if hears else made
+    made.save_pretrained(path)
     _generation_config(tokenizer).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    Qwen2VLImageProcessorPil(
+    images = Qwen2VLImageProcessorPil(
         patch_size=config.patch,
         min_pixels=config.min_pixels,
         max_pixels=config.max_pixels,
         image_mean=WHITE,
         image_std=CONTRAST,
-    ).save_pretrained(path)
+    )
+    sounds = WhisperFeatureExtractor(feature_size=made.audio_config.num_mel_bins) if hears else None
+    PromptBuilder(tokenizer, images, made, 1, feature_extractor=sounds).save_pretrained(path)
     return path
 
 
@@ -191,18 +215,19 @@ def model_of_run(path: Path, keep: bool, make: Callable[[Path], object], way_out
     return path
 
 
-def random_model(config: Qwen2_5_VLConfig, vision_std: float, seed: int) -> Qwen2_5_VLForConditionalGeneration:
-    """A float32 model with Hugging Face's initialisation, except the vision tower's matrices, which have ``vision_std``.
+def random_model(config: Any, tower_std: float, seed: int) -> Any:
+    """A float32 model with Hugging Face's initialisation, except the towers' matrices, which have ``tower_std``.
 
     The global random state does not change.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2_5_VLForConditionalGeneration(config).float()
+        model = AutoModelForImageTextToText.from_config(config).float()
         with torch.no_grad():
-            for parameter in model.model.visual.parameters():
+            towers = [part for name, part in model.model.named_children() if name in ("visual", "audio_tower")]
+            for parameter in (parameter for tower in towers for parameter in tower.parameters()):
                 if parameter.ndim > 1:
-                    parameter.normal_(std=vision_std)
+                    parameter.normal_(std=tower_std)
     return model
 
 
@@ -242,6 +267,24 @@ def model_config(config: TinyConfig, tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLCon
     return Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **ids)
 
 
+def thinker_config(config: TinyConfig, seen: Qwen2_5_VLConfig, tokenizer: Qwen2Tokenizer) -> Any:
+    """The configuration of a thinker with the decoder and the vision tower of a small Qwen2.5-VL."""
+    text, vision = seen.get_text_config().to_dict(), seen.vision_config.to_dict()  # type: ignore[union-attr]
+    sound = {
+        "d_model": config.sound_width,
+        "encoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 2 * config.sound_width,
+        "output_dim": config.hidden,
+    }
+    names = ("audio_start_token_id", "audio_end_token_id", "audio_token_index")
+    ids: dict[str, Any] = {name: tokenizer.convert_tokens_to_ids(token) for name, token in zip(names, SOUND_TOKENS)}
+    ids |= {"image_token_index": seen.image_token_id, "video_token_index": seen.video_token_id}
+    ids |= {name: getattr(seen, name) for name in ("vision_start_token_id", "vision_end_token_id")}
+    ids |= {"pad_token_id": tokenizer.pad_token_id, "tie_word_embeddings": False}
+    return Qwen2_5OmniThinkerConfig(text_config=text, vision_config=vision, audio_config=sound, **ids)
+
+
 def _generation_config(tokenizer: Qwen2Tokenizer) -> GenerationConfig:
     ends = tokenizer.convert_tokens_to_ids([END_OF_TURN, END_OF_TEXT])
     return GenerationConfig(do_sample=True, eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
@@ -266,25 +309,29 @@ class WarmUpConfig:
     batch_size: int = 32
     lr: float = 2e-3
     problems: int = 256
-    level: int = 1
+    level: int | str = 1
 
 
 def tiny_checkpoint(
     seed: int = 0,
     cache: Path | None = None,
     phase: Callable[[str], AbstractContextManager[Any]] = contextlib.nullcontext,
+    level: int | str = 1,
 ) -> Path:
-    """The path of a tiny Qwen2.5-VL that gives random answers in the right format; created once for each seed.
+    """The path of a tiny Qwen2.5-VL, or thinker of Qwen2.5-Omni, that gives random answers in the right format; created once for
+    each seed.
 
     Args:
         seed: seed of the initial weights and of the warm-up.
         cache: directory of these checkpoints; by default ``dataproto`` in the user's cache directory.
         phase: is called with the name of each phase, and gives a context manager for its time.
+        level: the problems; those about pictures, whose levels are numbers, have one model.
 
     Raises:
         FileNotWritten: the disk is full, say.
     """
-    model, settings = TinyConfig(), WarmUpConfig()
+    hears = isinstance(level, str)
+    model, settings = TinyConfig(), WarmUpConfig(level=level) if hears else WarmUpConfig()
     root = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dataproto"
     path = root / f"tiny-{fingerprint(model, settings)}-seed{seed}"
     if is_whole(path):
@@ -293,8 +340,8 @@ def tiny_checkpoint(
 
     def make(draft: Path) -> None:
         with phase("making the tiny model"):
-            make_tiny_model(draft, seed, model)
-        print(f"tiny model: warming up for {settings.steps} steps on random answers (their format, not the pictures)")
+            make_tiny_model(draft, seed, model, hears=hears)
+        print(f"tiny model: warming up for {settings.steps} steps on random answers (their format, not the media)")
         with phase("warming up the tiny model"):
             loss = warm_up(draft, seed, settings)
         print(f"tiny model: cross-entropy {loss:.3f} nats per token; saved in {path}")
@@ -311,12 +358,12 @@ def warm_up(path: Path, seed: int = 0, config: WarmUpConfig | None = None) -> fl
     """
     config = config or WarmUpConfig()
     random = Random(f"warm-up/{seed}")
-    problems = [make_problem(FIRST_PROBLEM + place, config.level, seed) for place in range(config.problems)]
+    problems = [problem_of_level(FIRST_PROBLEM + place, config.level, seed) for place in range(config.problems)]
     answers = defaultdict(list)
     for problem in problems:
         answers[problem.kind].append(problem.answer)
     builder = PromptBuilder.from_pretrained(path, max_prompt_length=1024)
-    prompts = builder([{"prompt": problem.text, "images": [problem.image]} for problem in problems])
+    prompts = builder([{"prompt": problem.text, **problem.media} for problem in problems])
 
     def batches() -> Iterator[DataProto]:
         while True:
@@ -354,6 +401,6 @@ def fingerprint(model: TinyConfig, settings: WarmUpConfig) -> str:
     """A digest of everything that determines a checkpoint: sizes, settings, problems and versions."""
     parts = (astuple(model), astuple(settings), ANSWER, torch.__version__, transformers.__version__)
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=6)
-    for problem in (make_problem(FIRST_PROBLEM + place, settings.level) for place in range(8)):
-        digest.update(problem.text.encode() + problem.answer.encode() + problem.image.tobytes())
+    for problem in (problem_of_level(FIRST_PROBLEM + place, settings.level) for place in range(8)):
+        digest.update(problem.text.encode() + problem.answer.encode() + problem.content)
     return digest.hexdigest()

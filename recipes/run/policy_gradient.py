@@ -184,7 +184,7 @@ def problems(config: PolicyGradientConfig, trains: bool = True) -> PolicyTask:
     reward = None
     if config.reward is not None or played is None:
         reward = load_reward(config.rewards, config.on == "local", config.reward_weights)
-    model_path = config.model_path or str(tiny_checkpoint(config.run.seed, phase=start_phase))
+    model_path = config.model_path or str(tiny_checkpoint(config.run.seed, phase=start_phase, level=config.data.level))
     config.check_models(model_path)  # before anything is written
     data = config.data
     with start_phase("loading the tokenizer and the image processor"):

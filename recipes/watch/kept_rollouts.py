@@ -31,6 +31,8 @@ from recipes.watch.rollout_files import (
     reward_parts,
     rows_file,
     save_image,
+    save_sound,
+    sounds_of,
     tokens_file,
 )
 
@@ -116,7 +118,7 @@ class KeptRollouts:
         scored = "token_level_rewards" in data
         parts = reward_parts(data) if scored else {}
         shaped = data["token_level_rewards"].sum(-1).tolist() if scored else [None] * len(data)
-        names: dict[tuple[int, ...], list[str]] = {}  # of pictures, by the media that rows share
+        files: dict[tuple[int, ...], Row] = {}  # of pictures and sounds, by the media that rows share
         described = (*DESCRIBING, "score", "truncated")
         columns = {name: data[name] if name in data else [None] * len(data) for name in described}
         rows = []
@@ -124,8 +126,11 @@ class KeptRollouts:
             cells = {name: column[row] for name, column in columns.items()}
             media = cells["multi_modal_data"] or {}
             shared = tuple(id(medium) for kind in media.values() for medium in kind)
-            if shared not in names:
-                names[shared] = [save_image(self.root / "images", picture) for picture in pictures_of(media)]
+            if shared not in files:
+                folder = self.root / "images"
+                files[shared] = {"images": [save_image(folder, picture) for picture in pictures_of(media)]}
+                if sounds := [save_sound(folder, sound) for sound in sounds_of(media)]:
+                    files[shared]["sounds"] = sounds
             reward = _number(shaped[row] if cells["score"] is None else cells["score"])
             same = (
                 "trajectory" in data or _number(shaped[row]) == reward
@@ -143,7 +148,7 @@ class KeptRollouts:
                     "reward": reward,
                     "parts": {name: _number(value[row]) for name, value in parts.items()} | changed,
                     "truncated": bool(cells["truncated"]),
-                    "images": names[shared],
+                    **files[shared],
                 }
                 | _of_episode(data, row)
             )

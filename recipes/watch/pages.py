@@ -67,6 +67,11 @@ def png(image: Image.Image) -> Markup:
     return Markup(f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}")
 
 
+def sound(wav: bytes) -> Markup:
+    """A sound as an address that holds its content."""
+    return Markup(f"data:audio/wav;base64,{base64.b64encode(wav).decode()}")
+
+
 def render(template: str, **values: Any) -> Markup:
     """A template of the folder ``templates`` with its values, of which all text is escaped."""
     return Markup(_environment.get_template(template).render(**values))
@@ -93,4 +98,4 @@ _environment = Environment(
     undefined=StrictUndefined,
     finalize=_finished,
 )
-_environment.filters.update(cut=cut, number=number, duration=format_seconds, png=png)
+_environment.filters.update(cut=cut, number=number, duration=format_seconds, png=png, sound=sound)

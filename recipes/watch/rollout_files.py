@@ -1,10 +1,11 @@
-"""Files of rollouts in a run's directory: answers of evaluations, kept rows of training, and the pictures of both."""
+"""Files of rollouts in a run's directory: answers of evaluations, kept rows of training, and the pictures and sounds of both."""
 
 import gzip
 import hashlib
 import io
 import json
 import re
+import wave
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +16,8 @@ from PIL import Image
 
 from dataproto.columns import COLUMNS
 from dataproto.errors import FileFormatError, writing
+from rollout.prompts.messages import MARKERS
+from rollout.prompts.sounds import RATE, Sound
 
 if TYPE_CHECKING:
     from dataproto import DataProto
@@ -23,6 +26,7 @@ FOLDER, TRAINING = "rollouts", "training"
 MAX_FRAMES = 8  # of a video, evenly spaced
 MAX_SIDE = 448  # pixels; larger pictures are stored smaller
 LARGEST_PNG = 2**16  # bytes; of larger ones a JPEG is stored
+MAX_SECONDS = 60  # of a sound; of longer ones the first minute is stored
 
 
 Row = dict[str, Any]
@@ -43,6 +47,7 @@ class RolloutSample:
     reward: float
     accuracy: float | None = None
     images: tuple[Image.Image, ...] = ()
+    sounds: tuple[bytes, ...] = ()  # files, see `wav_file`
     actions: Sequence[str] = ()
     source: str = ""
     parts: Mapping[str, float | None] = field(default_factory=dict)
@@ -74,7 +79,8 @@ def rollout_samples(data: "DataProto", limit: int) -> list[RolloutSample]:
             ground_truth=str((_cell(data, "reward_model", row, None) or {}).get("ground_truth", "")),
             reward=float(data["score"][row]),
             accuracy=None if accuracy is None else float(accuracy),
-            images=tuple(pictures_of(_cell(data, "multi_modal_data", row, None))),
+            images=tuple(pictures_of(media := _cell(data, "multi_modal_data", row, None))),
+            sounds=tuple(sounds_of(media)),
             actions=tuple(_cell(data, "actions", row, ())),
             source=str(source),
             parts={
@@ -111,6 +117,24 @@ def pictures_of(media: Mapping[str, Any] | None) -> list[Image.Image]:
     return found
 
 
+def sounds_of(media: Mapping[str, Any] | None) -> list[bytes]:
+    """The sounds of a row's ``multi_modal_data`` as files, see `wav_file`."""
+    return [wav_file(sound) for sound in (media or {}).get("audio", ())]
+
+
+def wav_file(sound: Sound) -> bytes:
+    """A WAV of 16 bits of at most the first `MAX_SECONDS` of a sound ``(S,)``, see `rollout.prompts.sounds.load_sound`.
+
+    >>> len(wav_file(np.zeros(100 * RATE, dtype=np.float32))) == 44 + 2 * MAX_SECONDS * RATE
+    True
+    """
+    buffer = io.BytesIO()
+    with wave.open(buffer, "wb") as file:
+        file.setparams((1, 2, RATE, 0, "NONE", ""))
+        file.writeframes(np.rint(sound[: MAX_SECONDS * RATE] * 32767).astype("<i2").tobytes())
+    return buffer.getvalue()
+
+
 def prompt_text(messages: Any) -> str:
     """The text of the user's turns, without media markers.
 
@@ -125,22 +149,21 @@ def prompt_text(messages: Any) -> str:
         return messages
     turns = [turn.get("content", "") for turn in messages if turn.get("role") == "user"]
     parts = [part for content in turns for part in ([content] if isinstance(content, str) else content)]
-    texts = [
-        re.sub(r"<(image|video)>", "", part) if isinstance(part, str) else part.get("text") or "" for part in parts
-    ]
+    texts = [MARKERS.sub("", part) if isinstance(part, str) else part.get("text") or "" for part in parts]
     return "\n".join(text for text in texts if text).strip()
 
 
 def save_rollouts(directory: str | Path, step: int, rows: Iterable[RolloutSample]) -> Path:
-    """Writes ``<directory>/rollouts/step_<step>.jsonl``, and each distinct picture once, in ``rollouts/images``
-    (see `save_image`)."""
+    """Writes ``<directory>/rollouts/step_<step>.jsonl``, and each distinct picture and sound once, in
+    ``rollouts/images`` (see `save_image`)."""
     folder = Path(directory) / FOLDER
     (folder / "images").mkdir(parents=True, exist_ok=True)
     lines = []
     for sample in rows:
-        fields = {name: value for name, value in vars(sample).items() if name != "images"}
+        fields = {name: value for name, value in vars(sample).items() if name not in ("images", "sounds")}
         names = [save_image(folder / "images", image) for image in sample.images]
-        lines.append(json.dumps(fields | {"images": names}) + "\n")
+        sounds = {"sounds": [save_sound(folder / "images", sound) for sound in sample.sounds]} if sample.sounds else {}
+        lines.append(json.dumps(fields | {"images": names} | sounds) + "\n")
     return replace_file(answers_file(directory, step), "".join(lines).encode())
 
 
@@ -172,7 +195,7 @@ def _steps(folder: Path) -> list[int]:
 
 
 def load_rollouts(directory: str | Path, step: int) -> list[RolloutSample]:
-    """Reads the rollouts that `save_rollouts` wrote, without images that are missing or broken.
+    """Reads the rollouts that `save_rollouts` wrote, without pictures and sounds that are missing or broken.
 
     Raises:
         FileFormatError: a line is not a rollout; the message names the line.
@@ -183,8 +206,10 @@ def load_rollouts(directory: str | Path, step: int) -> list[RolloutSample]:
         try:
             fields = json.loads(line)
             images = _load_images(path.parent / "images", fields.pop("images"))
+            files = [path.parent / "images" / Path(name).name for name in fields.pop("sounds", ())]
+            sounds = tuple(file.read_bytes() for file in files if file.is_file())
             actions = tuple(map(str, fields.pop("actions", ())))
-            samples.append(replace(RolloutSample(**fields), images=images, actions=actions))
+            samples.append(replace(RolloutSample(**fields), images=images, sounds=sounds, actions=actions))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise FileFormatError(f"{path}, line {number}: not a rollout ({error})") from error
     return samples
@@ -207,6 +232,12 @@ def save_image(folder: Path, image: Image.Image) -> str:
         name, buffer = f"{content}.jpg", io.BytesIO()
         small.save(buffer, format="JPEG", quality=90)
     return replace_file(folder / name, buffer.getvalue()).name
+
+
+def save_sound(folder: Path, wav: bytes) -> str:
+    """Writes a sound under the name of its content, and returns the name."""
+    name = f"{hashlib.sha256(wav).hexdigest()[:16]}.wav"
+    return name if (folder / name).exists() else replace_file(folder / name, wav).name
 
 
 def rows_file(directory: str | Path, step: int) -> Path:

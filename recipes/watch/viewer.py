@@ -34,12 +34,13 @@ from recipes.watch.runs import comparison, is_run, runs_in
 
 ADDRESS = "127.0.0.1"
 HOSTS = re.compile(r"(?:127\.0\.0\.1|localhost)(?::\d+)?", re.IGNORECASE)
-PICTURE = re.compile(r"/images/([0-9a-f]{16}\.(png|jpg))")
+PICTURE = re.compile(r"/images/([0-9a-f]{16}\.(png|jpg|wav))")
 KINDS = {"html": "text/html", "js": "text/javascript", "css": "text/css", "png": "image/png", "jpg": "image/jpeg"}
+KINDS |= {"wav": "audio/wav"}
 HEADERS = {
     # Text of rollouts cannot become code: scripts and styles come from this server's own files only.
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; media-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
     "X-Content-Type-Options": "nosniff",
@@ -194,7 +195,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(HTTPStatus.OK, *found)
 
     def _send(self, status: HTTPStatus, content: bytes, kind: str) -> None:
-        picture = kind.startswith("image/")
+        picture = kind.startswith(("image/", "audio/"))
         zipped = not picture and len(content) > 1000 and "gzip" in self.headers.get("Accept-Encoding", "")
         if zipped:
             content = gzip.compress(content, compresslevel=5)

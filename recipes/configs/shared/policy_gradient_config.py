@@ -15,6 +15,7 @@ from recipes.data.column_keys import ColumnKeys, EvalPaths, OnBadRow, eval_sets,
 from recipes.data.problem_rows import INSTRUCTION
 from recipes.data.row_values import read_instruction
 from recipes.demo.problems import LEVELS
+from recipes.demo.sounds import SOUNDS, SoundLevel
 from recipes.options import parse_recipe
 from rollout.engine import SamplingParams, engine_ranks, slots_for
 from workers.model.model_config import ModelConfig, OptimizerConfig
@@ -54,7 +55,7 @@ class DataConfig:
     data_path: str | None = None
     eval_data_path: EvalPaths = None
     media_root: str | None = None
-    level: int = 1
+    level: int | SoundLevel = 1
     batch_size: int = 512
     eval_rows: int = 256
     eval_samples: int = 1
@@ -78,8 +79,8 @@ class DataConfig:
         check_at_least(1, self, "batch_size", "eval_rows", "eval_samples", "max_prompt_length", "max_response_length")
         check_at_least(0, self, "num_workers")
         eval_sets(self.eval_data_path)  # raises for two sets of one name
-        if self.level not in LEVELS:
-            raise InvalidConfig(f"level={self.level}: choose one of {sorted(LEVELS)}")
+        if self.level not in (levels := (*LEVELS, *SOUNDS)):
+            raise InvalidConfig(f"level={self.level}: choose one of {', '.join(map(str, levels))}")
 
     def idle_options(self) -> list[tuple[bool, str, str]]:
         """Options that do nothing here; see `recipes.options.refuse_idle_options`."""

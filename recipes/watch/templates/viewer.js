@@ -87,7 +87,7 @@ function answer(row, step) {  // of an evaluation, with the fields of a kept row
   return { step, uid: String(row.key), sample: 0, source: row.source ?? "", prompt: row.prompt ?? "", response: row.response ?? "",
     ground_truth: row.ground_truth ?? "", reward: row.reward ?? null,
     parts: { ...(row.accuracy == null ? {} : { acc: row.accuracy }), ...row.parts },
-    truncated: false, images: row.images ?? [], length: null, mismatch: null };
+    truncated: false, images: row.images ?? [], sounds: row.sounds ?? [], length: null, mismatch: null };
 }
 
 const FIELDS = ["step", "sample", "reward", "length", "mismatch", "truncated"];
@@ -252,6 +252,7 @@ function drawGroup() {
   const [first] = state.group;
   if (state.colour === "advantage" && first.tokens && !first.advantages) state.colour = "log-prob";  // rows of supervised training
   const pictures = inPlace(first) ? [] : first.images.map((name, index) => picture(name, `picture ${index + 1} of the prompt`));
+  pictures.push(...(first.sounds ?? []).map((name) => element("audio", { src: `/images/${name}`, controls: "", preload: "metadata" })));
   const question = element("div", { class: "question" }, element("p", { class: "prompt" }, first.prompt),
     ...(first.ground_truth ? [element("p", { class: "truth" }, element("span", { class: "soft" }, "Answer "), element("b", {}, first.ground_truth))] : []),
     element("p", { class: "soft uid" }, `${first.uid}${first.source ? ` · ${first.source}` : ""}`));

@@ -1,0 +1,159 @@
+"""Synthetic problems about sounds: which note is played, how many clicks there are, which digit is said.
+
+Problem i is a function of (kind, seed, split, i) and of nothing else. The digits are said by eSpeak NG, of the extra ``speech``.
+"""
+
+import ctypes
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from random import Random
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from dataproto.extras import require_extra
+from recipes.demo.problems import Problem, Split, make_problem
+
+Samples = npt.NDArray[np.float32]
+RATE = 16_000
+NOTES = {name: 261.63 * 2 ** (step / 12) for name, step in zip("cdefgab", (0, 2, 4, 5, 7, 9, 11), strict=True)}  # hertz
+MOST_CLICKS = 5
+DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+VOICES = ("en-us", "en-us+f1", "en-us+m3", "en-gb", "en-gb+f3", "en-gb-scotland")
+MANNERS = (
+    (150, 40),
+    (175, 50),
+    (200, 65),
+    (165, 58),
+)  # words a minute and pitch; the last is that of held-out problems
+_SYNCHRONOUS, _SPEED, _PITCH, _UTF8 = 2, 1, 3, 1  # of espeak-ng/speak_lib.h
+
+
+@dataclass(frozen=True)
+class SoundProblem:
+    """A question about a sound ``(S,)`` at ``rate``."""
+
+    sound: Samples
+    rate: int
+    text: str
+    answer: str
+    kind: str  # one of `SOUNDS`
+
+    @property
+    def media(self) -> dict[str, list[Any]]:
+        """The columns of media of its row."""
+        return {"audios": [(self.sound, self.rate)]}
+
+    @property
+    def content(self) -> bytes:
+        """Its samples."""
+        return self.sound.tobytes()
+
+
+def note_problem(random: Random, split: Split) -> SoundProblem:
+    """One of seven notes of an octave, out of tune by at most a quarter of a semitone, with harmonics and noise."""
+    name = random.choice(list(NOTES))
+    hertz = NOTES[name] * 2 ** (random.uniform(-0.25, 0.25) / 12)
+    time = np.arange(int(RATE * random.uniform(0.25, 0.35))) / RATE
+    turns = [random.uniform(0, math.tau) for _ in range(3)]
+    parts = [np.sin(math.tau * hertz * (number + 1) * time + turns[number]) for number in range(3)]
+    tone = parts[0] + random.uniform(0, 0.3) * parts[1] + random.uniform(0, 0.15) * parts[2]
+    return SoundProblem(_played(tone, random), RATE, "<audio>Which note?", name, "notes")
+
+
+def click_problem(random: Random, split: Split) -> SoundProblem:
+    """One to `MOST_CLICKS` clicks of 5 ms, at least 50 ms apart."""
+    count = random.randint(1, MOST_CLICKS)
+    places = sorted(random.sample(range(12), count))
+    sound = np.zeros(int(0.8 * RATE))
+    for place in places:
+        start = int((0.04 + place * 0.06 + random.uniform(0, 0.01)) * RATE)
+        time = np.arange(80) / RATE
+        sound[start : start + 80] += np.sin(math.tau * random.uniform(1500, 2500) * time) * np.exp(-time * 600)
+    return SoundProblem(_played(sound, random), RATE, "<audio>How many clicks?", str(count), "clicks")
+
+
+def digit_problem(random: Random, split: Split) -> SoundProblem:
+    """A digit said by one of `VOICES`; held-out ones at a speed and a pitch that training does not hear."""
+    number = random.randrange(len(DIGITS))
+    manner = len(MANNERS) - 1 if split == "test" else random.randrange(len(MANNERS) - 1)
+    rate, words = _spoken()
+    word = words[random.choice(VOICES), manner, number]
+    before, after = (np.zeros(int(random.uniform(0, 0.03) * rate)) for _ in range(2))
+    sound = _played(np.concatenate([before, word, after]), random)
+    return SoundProblem(sound, rate, "<audio>Which digit?", str(number), "digits")
+
+
+SoundLevel = Literal["notes", "clicks", "digits"]
+SOUNDS: dict[str, Callable[[Random, Split], SoundProblem]] = {
+    "notes": note_problem,
+    "clicks": click_problem,
+    "digits": digit_problem,
+}
+
+
+def make_sound_problem(index: int, level: str, seed: int = 0, split: Split = "train") -> SoundProblem:
+    """Problem ``index`` of ``seed``, one of `SOUNDS`. The loudness of each sound is a random number: no two are equal.
+
+    >>> problem = make_sound_problem(5, "notes")
+    >>> problem.text, problem.answer, problem.sound.dtype, problem.rate
+    ('<audio>Which note?', 'c', dtype('float32'), 16000)
+    """
+    return SOUNDS[level](Random(f"synthetic/{level}/{seed}/{split}/{index}"), split)
+
+
+def problem_of_level(index: int, level: int | str, seed: int = 0, split: Split = "train") -> Problem | SoundProblem:
+    """A problem about a picture, of a level, or about a sound, whose level is its name.
+
+    >>> problem_of_level(5, "clicks").text, problem_of_level(5, 1).text[:7]
+    ('<audio>How many clicks?', '<image>')
+    """
+    return (
+        make_sound_problem(index, level, seed, split)
+        if isinstance(level, str)
+        else make_problem(index, level, seed, split)
+    )
+
+
+def _played(sound: npt.NDArray[np.float64], random: Random) -> Samples:
+    """The sound at a random loudness, with noise of a thousandth of that."""
+    noise = np.random.default_rng(random.getrandbits(64)).standard_normal(len(sound))
+    loudest = random.uniform(0.3, 0.9)
+    return (loudest * (sound / np.abs(sound).max() + 0.001 * noise)).astype(np.float32)
+
+
+@cache
+def _spoken() -> tuple[int, dict[tuple[str, int, int], npt.NDArray[np.float64]]]:
+    """The rate, and each digit by voice, manner and number.
+
+    What eSpeak says depends on what it has said before, so all words are said once, in the same order in each process.
+    """
+    require_extra("speech", "recipes.demo.sounds", "espeakng_loader")
+    import espeakng_loader
+
+    espeak = ctypes.CDLL(espeakng_loader.get_library_path())
+    rate = espeak.espeak_Initialize(_SYNCHRONOUS, 0, espeakng_loader.get_data_path().encode(), 0)
+    said: list[npt.NDArray[np.int16]] = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
+    def keep(samples: "ctypes._Pointer[ctypes.c_short]", count: int, events: int) -> int:
+        if count > 0:
+            said.append(np.ctypeslib.as_array(samples, (count,)).copy())
+        return 0
+
+    espeak.espeak_SetSynthCallback(keep)
+    words = {}
+    for voice in VOICES:
+        espeak.espeak_SetVoiceByName(voice.encode())
+        for manner, (speed, pitch) in enumerate(MANNERS):
+            espeak.espeak_SetParameter(_SPEED, speed, 0)
+            espeak.espeak_SetParameter(_PITCH, pitch, 0)
+            for number, word in enumerate(DIGITS):
+                said.clear()
+                espeak.espeak_Synth(word.encode(), len(word) + 1, 0, 1, 0, _UTF8, None, None)
+                words[voice, manner, number] = np.concatenate(said) / 32768
+    espeak.espeak_Terminate()
+    return rate, words
