@@ -1,14 +1,19 @@
 """A run's checkpoint as a model in the dtype that it is served in."""
 
+import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from helpers.checkpoints import write_checkpoint
+from helpers.geo3k_files import drawing
 from recipes import export
 from recipes.configs.export_config import ModelExportConfig, parse
+from recipes.demo.tiny_model import make_tiny_model
 from recipes.export import main
+from rollout.prompts import PromptBuilder
 from workers import ActorConfig, ActorWorker
 
 
@@ -30,6 +35,24 @@ def test_an_exported_checkpoint_loads_with_its_tokenizer(tmp_path, capsys):
     again = ["--config", str(tmp_path / "out" / "config.yaml")]
     assert parse(["other", "place", *again]) == ModelExportConfig(Path("other"), Path("place"))
     assert parse(["other", "place", *again, "--dtype", "float32"]).dtype == "float32"
+
+
+def test_the_page_loads_an_export_without_torchvision(tmp_path, capsys):
+    make_tiny_model(tmp_path / "model")
+    drawing(0, (84, 56)).save(tmp_path / "dots.png")
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(from PIL import Image\n.*?)```", page, re.DOTALL)
+    for name, place in (("OUTPUT", "model"), ("dots.png", "dots.png")):
+        code = code.replace(f'"{name}"', repr(str(tmp_path / place)))
+    found: dict[str, Any] = {}
+    exec(code, found)
+    assert capsys.readouterr().out.strip()
+    row = {"prompt": [{"role": "user", "content": "<image>How many dots?"}], "images": [tmp_path / "dots.png"]}
+    ours, theirs = PromptBuilder.from_pretrained(tmp_path / "model", 100)([row]), found["inputs"]
+    for name, mine in (("input_ids", ours["input_ids"]), ("mm_token_type_ids", ours["mm_token_type_ids"])):
+        assert torch.equal(theirs[name], mine.to(torch.int64)), name
+    (media,) = ours["multi_modal_inputs"]
+    assert all(torch.equal(theirs[name], media[name]) for name in ("pixel_values", "image_grid_thw"))
 
 
 def test_an_export_says_how_its_processor_is_loaded(tmp_path, monkeypatch):
