@@ -69,3 +69,15 @@ def test_the_options_of_what_now_exist():
     named = re.findall(r"--([a-z][\w.-]*)", page) + re.findall(r"`([a-z][\w.-]+): ", page)
     assert len(named) > 40
     assert set(named) <= known
+
+
+def test_each_surprise_of_a_neighbour_names_its_version_and_a_canary_or_a_source():
+    page = (ROOT / "docs" / "neighbours.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    sources = [row[2] for row in rows if row[0] != "believed"]
+    assert len(sources) > 25
+    for source in sources:
+        assert re.search(r"\d", source), source
+        assert re.search(r"canar|`", source), source
+        for path in re.findall(r"`((?:tests|findings)/[\w/.]+)`", source):
+            assert (ROOT / path).exists(), path
