@@ -50,27 +50,39 @@ class Quick:
         return Observation(["on"])
 
 
+HOSTS = set()
+"""Where environments run in a test with the fixture `hosts`."""
+
+
+@pytest.fixture
+def hosts(monkeypatch):
+    def call(host, *message, original=EnvironmentHost._call):
+        HOSTS.add(host)
+        original(host, *message)
+
+    HOSTS.clear()
+    monkeypatch.setattr(EnvironmentHost, "_call", call)
+
+
+def wait_for_environments():
+    """Until all have answered, so that a step of an engine has the same episodes however busy the machine is."""
+    wait_until(lambda: all(host._answers.qsize() >= host.working for host in HOSTS))
+
+
 class SlowEngine(RandomEngine):
     """A step takes longer than the environment of an episode may: ten minutes on the clock of `leaping`."""
 
-    hosts, leapt = set(), 0.0
+    leapt = 0.0
 
     def poll(self):
-        wait_until(lambda: all(host._answers.qsize() >= host.working for host in SlowEngine.hosts))
+        wait_for_environments()
         SlowEngine.leapt += 600.0
         return super().poll()
 
 
 @pytest.fixture
-def leaping(monkeypatch):
-    """Environments have a clock that goes on with each step of a `SlowEngine`, so that a busy machine is no part of the test."""
-
-    def call(host, *message, original=EnvironmentHost._call):
-        SlowEngine.hosts.add(host)
-        original(host, *message)
-
-    monkeypatch.setattr(SlowEngine, "hosts", set())
-    monkeypatch.setattr(EnvironmentHost, "_call", call)
+def leaping(hosts, monkeypatch):
+    """Environments have a clock that goes on with each step of a `SlowEngine`."""
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + SlowEngine.leapt)
     monkeypatch.setattr(environment_host, "time", clock)
 
@@ -237,6 +249,7 @@ class Endless(RandomEngine):
         self.given = {}
 
     def poll(self):
+        wait_for_environments()
         Endless.now += 1.0
         for number in self.waiting:
             self.given.setdefault(number, []).append(int(self.tokens[0]))
@@ -257,8 +270,8 @@ class OthersEnd(Endless):
 
 
 @pytest.fixture
-def counting(monkeypatch):
-    """Episodes have the clock of `Endless`, so that a busy machine is no part of the test."""
+def counting(hosts, monkeypatch):
+    """Episodes have the clock of `Endless`."""
     monkeypatch.setattr(Endless, "now", 0.0)
     monkeypatch.setattr(episode_loop, "time", SimpleNamespace(monotonic=lambda: Endless.now))
 
@@ -333,6 +346,7 @@ class SteppedEngine(HFEngine):
     """A step takes a second on the clock of `counting`."""
 
     def poll(self):
+        wait_for_environments()
         Endless.now += 1.0
         return super().poll()
 
@@ -400,15 +414,9 @@ def test_an_episode_that_is_played_again_keeps_its_turns_and_has_its_time_again(
 
 def test_an_observation_that_no_engine_has_read_has_experts(counting, tmp_path):
     """Two of three episodes wait for room in the engine when the time is over."""
-
-    class Ticking(HFEngine):
-        def poll(self):
-            Endless.now += 1.0
-            return super().poll()
-
     builder = PromptBuilder.from_pretrained(write_checkpoint("qwen3_vl_moe", tmp_path), max_prompt_length=300)
     renderer = TurnRenderer(builder)
-    engine = Ticking(str(tmp_path), device=torch.device("cpu"), max_num_seqs=1, routed_experts=True)
+    engine = SteppedEngine(str(tmp_path), device=torch.device("cpu"), max_num_seqs=1, routed_experts=True)
     ends = SamplingParams(max_tokens=12, seed=3, stop_token_ids=tuple(range(len(builder.tokenizer))))
     limits = EpisodeLimits(turns=3, wall_clock=5.0)
     episodes = play_episodes(engine, renderer, starts_of(3), Quick, ends, limits)

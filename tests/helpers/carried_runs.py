@@ -1,6 +1,7 @@
 """Steps of runs that learn nothing and carry samples over, and engines that fail at a sample."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,8 @@ from recipes.run.carrying import CarryingRollout
 from recipes.run.look_ahead import LookAhead
 from rollout.agents.agent_loop import AgentRun
 from rollout.engine import Completion, SamplingParams
-from rollout.environments import EpisodeLimits, Observation, episode_loop
+from rollout.environments import EpisodeLimits, Observation
+from rollout.environments.episode_loop import EnvironmentRun
 from rollout.prompts import PromptBuilder
 from workers.cluster.local import LocalGroup
 
@@ -112,17 +114,17 @@ class InStep:
 
 def decode_in_step(monkeypatch) -> None:
     """Lets engines wait until all environments have answered and all agents have asked again or returned."""
-    play, run_agents = episode_loop.go_on, AgentRun.go_on
+    play, run_agents = EnvironmentRun.advance, AgentRun.advance
 
-    def played(engine, renderer, episodes, host, *rest) -> None:
-        play(InStep(engine, lambda: host.working), renderer, episodes, host, *rest)
+    def played(run, episodes, decoding):
+        return play(run, episodes, replace(decoding, engine=InStep(decoding.engine, lambda: run.host.working)))
 
-    def run(agents, engine, renderer, episodes, *rest) -> None:
+    def asked(run, episodes, decoding):
         at_work = lambda: not all(live.ended or live.in_flight for live in episodes)  # noqa: E731
-        run_agents(agents, InStep(engine, at_work), renderer, episodes, *rest)
+        return run_agents(run, episodes, replace(decoding, engine=InStep(decoding.engine, at_work)))
 
-    monkeypatch.setattr(episode_loop, "go_on", played)
-    monkeypatch.setattr(AgentRun, "go_on", run)
+    monkeypatch.setattr(EnvironmentRun, "advance", played)
+    monkeypatch.setattr(AgentRun, "advance", asked)
 
 
 def samples_of(parts: list[DataProto]) -> dict[str, list[tuple]]:
