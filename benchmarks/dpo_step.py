@@ -91,7 +91,7 @@ def make_models(workload: Path, size: dict[str, int]) -> None:
             if weight.ndim > 1:
                 weight += noise * weight.std() * torch.randn(weight.shape, generator=generator)
             if "embed_tokens" in name:
-                weight[:, 0] = 0.1  # a number that all states of text have
+                weight[:, 0] = 1.0 if size else 0.1  # a number that all states of text have, large next to the others
             if "lm_head" in name:
                 weight[banned], weight[:, 0] = 0.0, 0.0
                 weight[banned, 0] = -30.0

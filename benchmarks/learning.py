@@ -299,9 +299,21 @@ def table(task: str, curves: Curves, steps: int) -> str:
     return "\n".join(lines) + "\n"
 
 
+def band(
+    axes: Any, where: Sequence[float], seeds: Sequence[Sequence[float]], name: str, color: str, line: str = "-"
+) -> None:
+    """Draws the median of the seeds, and a band from the lowest to the highest."""
+    points = list(zip(*seeds, strict=True))
+    axes.plot(where, [median(point) for point in points], label=name, color=color, linestyle=line)
+    axes.fill_between(
+        where, [min(point) for point in points], [max(point) for point in points], alpha=0.15, color=color
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.3)
+
+
 def draw(task: str, curves: Curves, path: Path) -> None:
     """Held-out accuracy by step, sample and CPU second: medians, and bands from the lowest to the highest seed."""
-    import numpy as np
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 3.6), dpi=150, layout="constrained")
@@ -309,17 +321,11 @@ def draw(task: str, curves: Curves, path: Path) -> None:
     for axes, unit in zip(panels, ("step", "samples", "seconds"), strict=True):
         for number, (name, runs) in enumerate(curves.items()):
             common = min(map(len, runs))  # TRL's runs may end at different steps
-            accuracy = np.array([[point["accuracy"] for point in points[:common]] for points in runs])
-            where = np.median([[point[unit] for point in points[:common]] for points in runs], axis=0)
+            accuracy = [[point["accuracy"] for point in points[:common]] for points in runs]
+            where = [median(place) for place in zip(*([point[unit] for point in points[:common]] for points in runs))]
             lap = "-" if number < 10 else ":"  # matplotlib has ten colours
-            style = (
-                {"color": "black", "linestyle": "--"} if name == "trl" else {"color": f"C{number}", "linestyle": lap}
-            )
-            axes.plot(where, np.median(accuracy, axis=0), label=name, **style)
-            axes.fill_between(where, accuracy.min(axis=0), accuracy.max(axis=0), alpha=0.15, color=style["color"])
+            band(axes, where, accuracy, name, *(("black", "--") if name == "trl" else (f"C{number}", lap)))
         axes.set(xlabel={"seconds": "CPU seconds"}.get(unit, unit), ylim=(0, 1))
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", alpha=0.3)
     panels[0].set_ylabel(f"held-out accuracy, {task}")
     panels[-1].legend(frameon=False, fontsize=7)
     figure.savefig(str(path))

@@ -31,6 +31,18 @@ def test_draws_follow_the_weights_and_each_problem_keeps_its_floor():
     assert found == pytest.approx(weights / weights.sum(), abs=0.01)
 
 
+def test_problems_within_reach_take_most_of_a_run_and_the_others_keep_a_share():
+    """Of 150 problems a third are solved by a third of 8 samples, the others by 2 %: groups of 60 steps of 16."""
+    chances, random = np.repeat([0.33, 0.02], [50, 100]), np.random.default_rng(0)
+    rows, taken = Curriculum(range(150)), []
+    for step in range(60):
+        places = [place for _, place, _ in islice(rows.draws(0, True, 16 * step), 16)]
+        rows.observe(rollouts(places, [random.binomial(8, chances[place]) / 8 for place in places]))
+        taken.append(np.mean(np.array(places) < 50))
+    assert np.mean(taken[:5]) == pytest.approx(1 / 3, abs=0.15)
+    assert 0.6 < np.mean(taken[-20:]) < 0.8
+
+
 def test_each_draw_has_a_name_of_its_own_and_depends_on_its_number_only():
     rows = Curriculum(range(3))
     names = [name for name, _, _ in islice(rows.draws(0, True, 0), 50)]
