@@ -21,7 +21,8 @@ The table also tells how many lines a user writes for each, in addition to the g
 with its harness, or of TRL's environment with its data set, and not what only gives TRL the tokens of the other runs.
 
 Each run ends when it reaches the target or after ``--steps``. Nothing else should run meanwhile: seconds are those of the clock,
-beside seconds of this process's processor. A run that is complete in WORK is read and not run again.
+beside seconds of this process's processor. A run that is complete in WORK is read and not run again:
+``--runs verifiers`` may have a Python of its own.
 """
 
 import argparse
