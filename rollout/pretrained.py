@@ -82,6 +82,18 @@ def stored_tensors(model_path: str, prefix: str) -> dict[str, Tensor]:
     return found
 
 
+def has_stored(model_path: str, prefix: str) -> bool:
+    """Whether the safetensors files of a checkpoint have tensors whose names begin with ``prefix``."""
+    from safetensors import safe_open
+
+    for file in _weight_files(model_path):
+        with safe_open(file, framework="pt") as tensors:
+            names: list[str] = tensors.keys()
+        if any(name.startswith(prefix) for name in names):
+            return True
+    return False
+
+
 def _weight_files(model_path: str) -> list[Path]:
     from transformers.utils import cached_file
 

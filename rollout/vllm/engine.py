@@ -418,7 +418,8 @@ class VLLMEngine:
         """
         self._suspend()
         with ending(self._reset_caches):
-            self.memory.load(self._checkpoint_weights(weights))
+            of_head: list[tuple[str, Tensor]] = []
+            self.memory.load(self._checkpoint_weights(weights, of_head), of_head)
         self._awaits_weights = False
 
     def load_adapter(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -427,10 +428,21 @@ class VLLMEngine:
         with ending(self._reset_caches):
             self.memory.load_adapter(tensors)
 
-    def _checkpoint_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _checkpoint_weights(
+        self, weights: Iterable[tuple[str, Tensor]], of_head: list[tuple[str, Tensor]] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The weights by the names of vLLM's checkpoints, without those of the head, which ``of_head`` gets."""
+        return self.family.rollout_weights(self._set_apart(weights, of_head), self.llm.model_config.hf_config)
+
+    def _set_apart(
+        self, weights: Iterable[tuple[str, Tensor]], of_head: list[tuple[str, Tensor]] | None
+    ) -> Iterator[tuple[str, Tensor]]:
         head = self.family.prediction_head
-        given = weights if head is None else (each for each in weights if not each[0].startswith(head))
-        return self.family.rollout_weights(given, self.llm.model_config.hf_config)
+        for name, weight in weights:
+            if head is None or not name.startswith(head):
+                yield name, weight
+            elif of_head is not None:
+                of_head.append((name, weight))
 
     def _reset_caches(self) -> None:
         """Clears cached prefixes and image features, which depend on weights. Processed images, which do not, are kept."""

@@ -8,13 +8,14 @@ request finds those of all its tokens by its blocks, however they came into the 
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import family_of
 from rollout.engine import expert_dtype
-from rollout.vllm.running_engine import attention_group, model_of, slots_of_request, slots_of_step
+from rollout.vllm.running_engine import attention_group, model_of
 
 
 class ExpertSlots:
@@ -41,8 +42,13 @@ class ExpertSlots:
         self._seen.add(number)
         self.step[: len(chosen), number] = chosen
 
-    def record(self) -> None:
-        """Puts the experts of the current step's tokens under their slots, without waiting for the device.
+    @property
+    def group(self) -> int:
+        """The group of layers under whose slots experts are kept."""
+        return attention_group(self.runner)
+
+    def record(self, places: Tensor) -> None:
+        """Puts the experts of the current step's tokens under their slots ``places (N,)``, without waiting for the device.
 
         Raises:
             InvalidConfig: a layer has not told what it chose.
@@ -52,10 +58,9 @@ class ExpertSlots:
                 "vLLM's kernel for experts does not tell which ones it chooses: turn routing replay off "
                 "(--rollout.no-replay-routing)"
             )
-        places = slots_of_step(self.runner, attention_group(self.runner))
         if not len(self.slots):
             cache = self.runner.kv_cache_config
-            size = cache.num_blocks * cache.kv_cache_groups[attention_group(self.runner)].kv_cache_spec.block_size
+            size = cache.num_blocks * cache.kv_cache_groups[self.group].kv_cache_spec.block_size
             self.slots = torch.zeros(size, *self.tail, dtype=self.dtype, device=self.step.device)
         self.slots.index_copy_(0, places.long(), self.step[: len(places)])
 
@@ -63,13 +68,8 @@ class ExpertSlots:
         """Frees the memory of the experts; `record` allocates it again."""
         self.slots = self.step[:0]
 
-    def of(self, name: str, tokens: int) -> Tensor | None:
-        """The experts ``(n, M, k)``, on the host, of the first ``tokens`` tokens of a request, by vLLM's own name of it. ``None``
-        if its tokens are not in the cache.
-        """
-        places = slots_of_request(self.runner, name, attention_group(self.runner), tokens)
-        if places is None:
-            return None
+    def at(self, places: np.ndarray) -> Tensor:
+        """The experts ``(n, M, k)``, on the host, of the tokens in these slots ``(n,)``."""
         return self.slots.index_select(0, torch.from_numpy(places).to(self.slots.device)).cpu()
 
 

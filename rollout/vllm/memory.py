@@ -5,7 +5,7 @@ tensors, such as tables of positions that an attention kernel holds, would be lo
 worker run in this process.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dataproto.errors import DataProtoError, InvalidConfig
 from rollout.vllm.low_rank import LOW_RANK, load_low_rank
 from rollout.vllm.running_engine import error_line, model_of
-from rollout.vllm.weights import Weights, load_parameters
+from rollout.vllm.weights import Weights, load_head, load_parameters
 
 State = Mapping[str, Tensor | None]
 """Copies on the host by name; ``None``: all bytes are zero, as those of scratch memory between steps."""
@@ -120,8 +120,9 @@ class EngineMemory:
         self._freed_bytes = 0  # by the last sleep
         self.keep_state()
 
-    def load(self, weights: Weights) -> None:
-        """Loads all weights, by their names in vLLM's checkpoints, into the running model, in place.
+    def load(self, weights: Weights, of_head: Sequence[tuple[str, Tensor]] = ()) -> None:
+        """Loads all weights, by their names in vLLM's checkpoints, into the running model, in place; and those ``of_head``, which
+        may be known only after all others have been read, into the model that drafts.
 
         Raises:
             InvalidConfig: vLLM's model has no such name or shape, or one of its own weights is missing.
@@ -129,6 +130,7 @@ class EngineMemory:
         self.has_weights = False
         try:
             (missing,) = self.llm.collective_rpc(load_parameters, args=(weights,))
+            self.llm.collective_rpc(load_head, args=(of_head,))
         except DataProtoError:
             raise
         except (ValueError, KeyError, AttributeError, AssertionError) as error:

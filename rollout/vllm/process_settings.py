@@ -145,9 +145,11 @@ def count_whole_images() -> None:
 
 
 RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
-"""With "1" it asks for the second model runner."""
-SECOND_RUNNER_VERSION = "0", "24"
-"""The version whose second runner has run with the policy's sampler. Others have other calls of a sampler."""
+"""With "1" it asks for vLLM's second model runner, with "0" for its first."""
+ASKED_VERSION = 0, 24
+"""The version that runs on its second runner where `RUNNER_VARIABLE` asks for it."""
+SECOND_RUNNER_SINCE = 0, 32
+"""From this version on an engine runs on the second runner, as vLLM itself does from 0.29 on."""
 
 
 def takes_second_runner(
@@ -155,14 +157,25 @@ def takes_second_runner(
 ) -> bool:
     """Whether an engine of this ``version`` of vLLM runs on the second model runner (`rollout.vllm.second_runner`).
 
-    It does if `RUNNER_VARIABLE` asks for it, on CUDA. Models with recurrent layers, models with images whose tokens see each
-    other, engines that record experts and engines that draft tokens run on the first one all the same.
+    From `SECOND_RUNNER_SINCE` on it does, where vLLM has Triton: on CUDA, or on a CPU with a backend of Triton for it. Before, in
+    `ASKED_VERSION` on CUDA, models with recurrent layers, models with images whose tokens see each other, engines that record
+    experts and engines that draft tokens run on the first one whatever is asked for.
     """
     number = re.match(r"(\d+)\.(\d+)", version)
-    asked = os.environ.get(RUNNER_VARIABLE) == "1" and device.type == "cuda"
+    release = (0, 0) if number is None else (int(number[1]), int(number[2]))
+    asked = os.environ.get(RUNNER_VARIABLE)
+    if release >= SECOND_RUNNER_SINCE:
+        return asked != "0" and has_triton()
     plain = family.recurrent_mixers is None and family.mutual_images(config) is None
-    known = number is not None and number.groups() == SECOND_RUNNER_VERSION
-    return asked and known and plain and not routed_experts and not speculate
+    bare = plain and not routed_experts and not speculate
+    return asked == "1" and device.type == "cuda" and release == ASKED_VERSION and bare
+
+
+def has_triton() -> bool:
+    """Whether vLLM finds a Triton that compiles for this machine."""
+    from vllm.triton_utils import HAS_TRITON
+
+    return bool(HAS_TRITON)
 
 
 @contextmanager

@@ -62,8 +62,12 @@ def slots_of_request(runner: Any, name: str, group: int, tokens: int) -> np.ndar
     state = runner.requests.get(name)
     if state is None or name not in runner.input_batch.req_id_to_index:
         return None
+    return slots_in_blocks(runner, np.asarray(state.block_ids[group], dtype=np.int64), group, tokens)
+
+
+def slots_in_blocks(runner: Any, blocks: np.ndarray, group: int, tokens: int) -> np.ndarray | None:
+    """The slots ``(tokens,)`` of the first tokens in these blocks of a group of layers; ``None`` if they have no room."""
     size = runner.kv_cache_config.kv_cache_groups[group].kv_cache_spec.block_size
-    blocks = np.asarray(state.block_ids[group], dtype=np.int64)
     if len(blocks) * size < tokens:
         return None
     slots: np.ndarray = (blocks[:, None] * size + np.arange(size)).ravel()[:tokens]

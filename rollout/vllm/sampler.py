@@ -30,7 +30,7 @@ from rollout.drafts import Drafts
 from rollout.engine import SamplingParams, TopLogProbs
 from rollout.sampling import likeliest, policy_log_probs, project, sample, uniforms
 from rollout.vllm.expert_slots import ExpertSlots
-from rollout.vllm.running_engine import batch_of
+from rollout.vllm.running_engine import batch_of, slots_of_request, slots_of_step
 
 EXTRA_ARGUMENT = "dataproto_request"
 """The argument of a vLLM request that holds its slot."""
@@ -108,6 +108,11 @@ class PolicySampler(Sampler):
         self.seeds[slot], self.drawn[slot] = seed, drawn
         return slot
 
+    def take_drafts(self) -> None:
+        """Has the runner ask for drafts here and check them here."""
+        self.runner.rejection_sampler = self.verify
+        self.runner.drafter.sampler = self
+
     def open_drafts(self, slot: int, key: Hashable, prompt: Tensor) -> None:
         """Drafts tokens for the request in a slot, of the group ``key`` with the ``prompt (P',)``, if the engine drafts any."""
         if self.drafts is not None:
@@ -136,7 +141,13 @@ class PolicySampler(Sampler):
     def experts(self, slot: int, tokens: int) -> Tensor | None:
         """The experts ``(tokens, M, k)`` of the first tokens of the request in a slot, if they are recorded."""
         name = self._name_of.get(slot)
-        return None if self.expert_slots is None or name is None else self.expert_slots.of(name, tokens)
+        if self.expert_slots is None or name is None:
+            return None
+        places = self._places_of(name, self.expert_slots.group, tokens)
+        return None if places is None else self.expert_slots.at(places)
+
+    def _places_of(self, name: str, group: int, tokens: int) -> np.ndarray | None:
+        return slots_of_request(self.runner, name, group, tokens)
 
     def top_log_probs(self, slot: int, count: int) -> list[TopLogProbs]:
         """The likeliest tokens at the places of the first ``count`` sampled tokens."""
@@ -152,28 +163,38 @@ class PolicySampler(Sampler):
         tokens = self._draw(logits, np.arange(len(names)), steps, discarded, self._parts, self._order)
         return SamplerOutput(sampled_token_ids=tokens.int().unsqueeze(-1), logprobs_tensors=None)
 
-    def verify(self, metadata: Any, draft_probs: Any, logits: Tensor, sampling_metadata: Any) -> SamplerOutput:
+    def verify(self, metadata: Any, draft_probs: Any, logits: Tensor, *_: Any) -> SamplerOutput:
         """Samples tokens ``(B, 1 + K)`` int32 for the ``logits (N, V)`` of the current step, which has up to K drafted tokens of
         each row; -1 fills a row after its first token that differs from the draft. It replaces vLLM's rejection sampler.
         """
         if not self.runner.input_batch.num_reqs:
             return SamplerOutput(sampled_token_ids=self._trial(logits), logprobs_tensors=None)
-        names, steps, discarded = self._begin_step()
+        _, steps, discarded = self._begin_step()
         drafted = np.array(metadata.num_draft_tokens)
-        rows = np.repeat(np.arange(len(names)), drafted + 1)
+        drawn = self._draw_next_to(logits, drafted, metadata.draft_token_ids, steps, discarded)
+        return SamplerOutput(sampled_token_ids=drawn.int(), logprobs_tensors=None)
+
+    def _draw_next_to(
+        self, logits: Tensor, drafted: np.ndarray, drafts: Tensor, steps: np.ndarray, discarded: np.ndarray
+    ) -> Tensor:
+        """Tokens ``(B, 1 + K)`` int64 for ``logits (N, V)`` of rows with ``drafted (B,)`` tokens each, in all ``drafts (D,)``.
+
+        -1 fills a row after its first token that differs from the draft.
+        """
+        rows = np.repeat(np.arange(len(drafted)), drafted + 1)
         ahead = np.arange(len(rows)) - np.repeat(np.cumsum(drafted + 1) - (drafted + 1), drafted + 1)
         for slot, count in zip(self._rows.tolist(), drafted.tolist(), strict=True):
             if slot in self.slots:
                 self.slots[slot].drafted += count
-        tokens = self._draw(logits, rows, (steps - drafted)[rows] + ahead, discarded[rows], *self._parts_of(rows)).int()
+        tokens = self._draw(logits, rows, (steps - drafted)[rows] + ahead, discarded[rows], *self._parts_of(rows))
         place = self._sent(np.stack([rows, ahead]))
-        drawn = tokens.new_full((len(names), 1 + int(drafted.max(initial=0))), -1)
+        drawn = tokens.new_full((len(drafted), 1 + int(drafted.max(initial=0))), -1)
         drawn[place[0], place[1]] = tokens
-        wanted, targets = torch.full_like(drawn, -2), place[:, metadata.target_logits_indices.long()]
-        wanted[targets[0], targets[1]] = metadata.draft_token_ids.int()
+        wanted, target = torch.full_like(drawn, -2), self._sent(np.stack([rows, ahead])[:, ahead < drafted[rows]])
+        wanted[target[0], target[1]] = drafts.to(drawn.dtype)
         kept = (drawn == wanted)[:, :-1].cumprod(1).bool()
         drawn[:, 1:] = drawn[:, 1:].masked_fill(~kept, -1)
-        return SamplerOutput(sampled_token_ids=drawn, logprobs_tensors=None)
+        return drawn
 
     def _trial(self, logits: Tensor) -> Tensor:
         """Tokens ``(N, 1)`` int32 for the ``logits (N, V)`` of no request, by which a start measures memory."""
@@ -197,14 +218,17 @@ class PolicySampler(Sampler):
         discarded."""
         names, steps, discarded = batch_of(self.runner)
         if self.expert_slots is not None:
-            self.expert_slots.record()
+            self.expert_slots.record(slots_of_step(self.runner, self.expert_slots.group))
         if names != self._names:
             self._set_names(names)
+        self._count_steps(discarded)
+        return names, steps, discarded
+
+    def _count_steps(self, discarded: np.ndarray) -> None:
         if self.drafts is not None:
             for slot, skipped in zip(self._rows.tolist(), discarded.tolist(), strict=True):
                 if slot in self.slots and not skipped:
                     self.slots[slot].steps += 1
-        return names, steps, discarded
 
     def _draw(
         self,

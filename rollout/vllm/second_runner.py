@@ -1,20 +1,28 @@
-"""The policy's sampler for vLLM's second model runner (``VLLM_USE_V2_MODEL_RUNNER``).
+"""The policy's sampler, recorder of experts and drafts for vLLM's second model runner, which is vLLM's default from 0.29 on.
 
 vLLM's first runner prepares each row of a step in Python. The second one keeps what it knows of rows in arrays, so that a step of
-hundreds of rows costs the host less. It needs Triton, hence CUDA. `rollout.vllm.process_settings` says which models
-and options run on it.
+hundreds of rows costs the host less. It needs Triton. `rollout.vllm.process_settings` says which versions, models and options
+run on it.
+
+That runner takes no drafter of another project's, so the engine names one of vLLM's, whose function is replaced here: that by
+n-grams, or that by the head of a model (MTP). A recurrent layer keeps its state after each token of a step, and vLLM goes on from
+the one after the last token that counts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from rollout.engine import SamplingParams
-from rollout.vllm.sampler import EXTRA_ARGUMENT, PolicySampler
+from rollout.sampling import draw_tokens, policy_log_probs, uniforms
+from rollout.vllm.running_engine import slots_in_blocks
+from rollout.vllm.sampler import CLOSED, EXTRA_ARGUMENT, PolicySampler
 
 NO_SLOT = -1
 """Of a trial request by which a start measures memory and compiles kernels."""
@@ -27,6 +35,12 @@ class SecondRunnerSampler(PolicySampler):
         super().__init__(runner)
         self._slot_at = np.full(runner.max_num_reqs, NO_SLOT, dtype=np.int64)
         self.penalties_state = SimpleNamespace(output_bin_counts=None)  # the runner counts no tokens for penalties
+        unused = SimpleNamespace(gpu=torch.zeros(runner.max_num_reqs, device=self.device))
+        self.sampling_states = SimpleNamespace(temperature=unused, seeds=unused)  # the runner hands them to its drafter
+        self._drawn: tuple[Tensor, Tensor] | None = None  # tokens and their numbers, of the last step
+        self._first = np.zeros(0, dtype=np.int64)  # numbers of the first tokens of the last step
+        self._head: HeadDrafts | None = None
+        self._next_drafts: tuple[list[str], list[list[int]]] = [], []
         self._score_prompts(runner.prompt_logprobs_worker)
 
     def _score_prompts(self, worker: Any) -> None:
@@ -38,6 +52,14 @@ class SecondRunnerSampler(PolicySampler):
             return own(lambda states: self.compute_logprobs(logits_of(states)), *args, **kwargs)
 
         worker.compute_prompt_logprobs = scored
+
+    def take_drafts(self) -> None:
+        """See `PolicySampler.take_drafts`."""
+        runner, speculator = self.runner, self.runner.speculator
+        if getattr(speculator, "model", None) is not None:
+            self._head = HeadDrafts(speculator, self.banned_ids)
+        runner.rejection_sampler, speculator.propose = self.check_drafts, self.propose
+        runner.draft_tokens_handler.get_draft_tokens = lambda: DraftTokenIds(*self._next_drafts)
 
     def add_request(self, place: int, *settings: Any) -> None:
         """A request begins, or continues, at this place of the runner's states; the last of ``settings`` are vLLM's."""
@@ -53,15 +75,123 @@ class SecondRunnerSampler(PolicySampler):
 
     def forward(self, logits: Tensor, batch: Any, *_: Any, **__: Any) -> Any:
         """Samples tokens ``(B, 1)`` int64 for the ``logits (B, V)`` of the runner's ``batch``."""
+        if self._is_trial(batch):
+            ones = logits.new_ones(len(logits)).int()
+            return _output(self._trial(logits).long(), ones, ones - 1)
+        steps, discarded = self._begin(batch)
+        tokens = self._draw(logits, np.arange(len(steps)), steps, discarded, self._parts, self._order).unsqueeze(-1)
+        sampled, rejected = self._sent(np.stack([~discarded, np.zeros_like(discarded)]).astype(np.int32))
+        self._drawn = tokens, sampled
+        return _output(tokens, sampled, rejected)
+
+    def check_drafts(self, logits: Tensor, batch: Any, *_: Any) -> Any:
+        """Samples tokens ``(B, 1 + K)`` int64 for the ``logits (N, V)`` of a ``batch`` with up to K drafted tokens of each row.
+
+        It replaces vLLM's rejection sampler.
+        """
+        drafted = np.asarray(batch.num_draft_tokens_per_req, dtype=np.int64)
+        ends = np.cumsum(drafted + 1)
+        if self._is_trial(batch):
+            last, rejected = self._sent(np.stack([ends - 1, drafted]))
+            return _output(self._trial(logits[last]).long(), torch.ones_like(last).int(), rejected.int())
+        steps, discarded = self._begin(batch)
+        after_first = self._sent(np.delete(np.arange(len(logits)), ends - drafted - 1))
+        drafts = batch.input_ids[batch.logits_indices[after_first]]
+        tokens = self._draw_next_to(logits, drafted, drafts, steps, discarded)
+        read, counts = self._sent(np.stack([drafted + 1, ~discarded]))
+        sampled = (tokens >= 0).sum(1) * counts
+        self._drawn = tokens, sampled
+        return _output(tokens, sampled.int(), ((read - sampled) * counts).int())
+
+    def propose(self, input_batch: Any, *context: Any, dummy_run: bool = False, **options: Any) -> Tensor:
+        """Drafts ``(B, K)`` int64 for the rows of the step that has just ended, filled up with 0. It replaces vLLM's drafter.
+
+        Rows whose last tokens are new take what the head of the model drafts, if it has one.
+        """
+        most, found = self.runner.num_speculative_steps, [list[int]()] * input_batch.num_reqs
+        known = not dummy_run and self._drawn is not None and not self._is_trial(input_batch)
+        if known and self._drawn is not None:
+            tokens, counts = (each.tolist() for each in self._drawn)
+            found = self.next_drafts([row[:count] for row, count in zip(tokens, counts, strict=True)], most)
+            if self._head is not None:
+                self._head.draw_from(*self._coming_numbers(np.array(counts), most))
+        padded = self._sent(np.array([[*draft, *[0] * (most - len(draft))] for draft in found], dtype=np.int64))
+        if self._head is not None:
+            own = self._head.propose(input_batch, *context, dummy_run=dummy_run, **options)
+            drafted = self._sent(np.array([bool(draft) for draft in found]))
+            padded = padded.where(drafted[:, None], own)
+            found = [draft or [0] * most for draft in found]  # of these the runner needs the number only
+        self._next_drafts = (
+            input_batch.req_ids,
+            [draft[: options.get("num_speculative_tokens", most)] for draft in found],
+        )
+        return padded
+
+    def _coming_numbers(self, sampled: np.ndarray, count: int) -> tuple[Tensor, Tensor]:
+        """The next ``count`` numbers ``(B, count)`` of the streams of the rows, and their temperatures ``(B,)``."""
+        slots, ahead = self._rows[:, None], (self._first + sampled)[:, None] + np.arange(count)
+        numbers = uniforms(np.broadcast_to(self.seeds[slots], ahead.shape), self.drawn[slots] + ahead)
+        temperatures = [self.slots.get(row, CLOSED).sampling.temperature for row in self._rows.tolist()]
+        return self._sent(numbers), self._sent(np.array(temperatures, dtype=np.float32))
+
+    def _is_trial(self, batch: Any) -> bool:
+        return not self.slots or bool((self._slot_at[batch.idx_mapping_np] == NO_SLOT).any())
+
+    def _begin(self, batch: Any) -> tuple[np.ndarray, np.ndarray]:
+        """The number of the last of the tokens ``(B,)`` that each row samples in this step, and whether they are discarded."""
         slots = self._slot_at[batch.idx_mapping_np]
-        if not self.slots or (slots == NO_SLOT).any():
-            count = logits.new_ones(len(logits)).int()
-            return SamplerOutput(self._trial(logits).long(), None, None, num_sampled=count, num_rejected=count - 1)
         if not np.array_equal(slots, self._rows):
             self._set_slots(slots)
+            self._name_of |= zip(slots.tolist(), getattr(batch, "req_ids", ()), strict=False)
+        if self.expert_slots is not None:
+            self.expert_slots.record(
+                self.runner.block_tables.slot_mappings[self.expert_slots.group, : batch.num_tokens]
+            )
         lengths = batch.num_computed_tokens_np + batch.num_scheduled_tokens
         steps = lengths - self.runner.req_states.prompt_len.np[batch.idx_mapping_np]
         discarded = lengths < batch.prefill_len_np
-        tokens = self._draw(logits, np.arange(len(slots)), steps, discarded, self._parts, self._order)
-        counts = self._sent(np.stack([~discarded, np.zeros_like(discarded)]).astype(np.int32))
-        return SamplerOutput(tokens.unsqueeze(-1), None, None, num_sampled=counts[0], num_rejected=counts[1])
+        self._count_steps(discarded)
+        drafted = getattr(batch, "num_draft_tokens_per_req", None)
+        self._first = steps if drafted is None else steps - drafted
+        return steps, discarded
+
+    def _places_of(self, name: str, group: int, tokens: int) -> np.ndarray | None:
+        place, tables = self.runner.req_states.req_id_to_index.get(name), self.runner.block_tables
+        if place is None:
+            return None
+        blocks = tables.block_tables[group].gpu[place, : int(tables.num_blocks.np[group, place])]
+        return slots_in_blocks(self.runner, blocks.cpu().numpy().astype(np.int64), group, tokens)
+
+
+class HeadDrafts:
+    """vLLM's drafts by the head of a model, drawn from the numbers that the tokens themselves will be drawn with, so that the two
+    agree as often as their distributions let them.
+    """
+
+    def __init__(self, speculator: Any, banned_ids: Sequence[int]) -> None:
+        """Replaces the choice of tokens of vLLM's ``speculator``, before CUDA graphs are captured."""
+        self.propose = speculator.propose
+        self._speculator, self._banned_ids = speculator, banned_ids
+        rows, device = speculator.max_num_reqs, speculator.device
+        self._numbers = torch.zeros(rows, speculator.num_speculative_steps, dtype=torch.float64, device=device)
+        self._temperatures = torch.ones(rows, device=device)
+        speculator.sample_draft = self._choose
+
+    def draw_from(self, numbers: Tensor, temperatures: Tensor) -> None:
+        """The numbers ``(B, K)`` float64 and the temperatures ``(B,)`` for the next drafts, where CUDA graphs read them."""
+        self._numbers[: len(numbers)] = numbers
+        self._temperatures[: len(temperatures)] = temperatures
+
+    def _choose(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """The tokens ``(B,)`` int64 that a step of the head drafts."""
+        logits = self._speculator.compute_draft_logits(hidden_states, 0)
+        temperatures = self._temperatures[: len(logits), None]
+        step = self._speculator.current_draft_step.expand(len(logits), 1)
+        numbers = self._numbers[: len(logits)].gather(1, step).squeeze(1)
+        log_probs = policy_log_probs(logits / temperatures.where(temperatures > 0, 1.0), 1.0, self._banned_ids)
+        return draw_tokens(log_probs.exp(), numbers).where(temperatures.squeeze(1) > 0, log_probs.argmax(-1))
+
+
+def _output(tokens: Tensor, sampled: Tensor, rejected: Tensor) -> Any:
+    """Of the ``tokens (B, 1 + K)`` int64 the first ``sampled (B,)`` count; of what was read, ``rejected (B,)`` do not."""
+    return SamplerOutput(tokens, None, None, num_sampled=sampled, num_rejected=rejected)

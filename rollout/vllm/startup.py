@@ -1,4 +1,4 @@
-"""Starting vLLM in this process, with the policy as its sampler, and the options by which vLLM 0.24 to 0.32 do so."""
+"""Starting vLLM in this process, with the policy as its sampler, and the options by which vLLM 0.24 to 0.33 do so."""
 
 import gc
 from collections.abc import Mapping
@@ -10,9 +10,10 @@ from torch import distributed, nn
 
 from dataproto.errors import InvalidConfig
 from dataproto.vlm.family import VLMFamily
-from rollout.pretrained import check_in_vllm, check_speculation, family_and_config
+from rollout.pretrained import check_in_vllm, check_speculation, family_and_config, has_stored
 from rollout.vllm.low_rank import LORA_RANK, WEIGHTS_STAY
 from rollout.vllm.process_settings import (
+    RUNNER_VARIABLE,
     count_whole_images,
     import_vllm,
     one_compile_thread,
@@ -93,10 +94,33 @@ def recording_options() -> dict[str, Any]:
     return {"worker_cls": RECORDING_WORKER, "async_scheduling": False} | known_options(prefix_match_unit=None)
 
 
-def speculative_options(tokens: int) -> dict[str, Any]:
-    """The option by which vLLM reads ``tokens`` drafted tokens of each row in a step."""
-    config = {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": tokens}
-    return {"speculative_config": config} if tokens else {}
+def check_states(family: VLMFamily) -> None:
+    """Raises `InvalidConfig` for models with recurrent layers, if they are to take drafts in vLLM's first model runner.
+
+    There, in a step without a draft for any row (in earlier versions in each row without one), a layer goes on from the first of
+    the states that it kept, not from that after the last token that counts.
+    """
+    if family.recurrent_mixers is not None:
+        raise InvalidConfig(
+            f"speculate: models of type {family.model_type} have recurrent layers, and vLLM's first model runner does not keep "
+            f"their states right next to drafts: use vLLM 0.32 or later with Triton and without {RUNNER_VARIABLE}=0, or the hf "
+            "engine"
+        )
+
+
+def speculative_options(tokens: int, second_runner: bool, head: bool) -> dict[str, Any]:
+    """The options by which vLLM reads ``tokens`` drafted tokens of each row in a step; ``head``: the model has one that drafts.
+
+    The second runner takes none of our classes, so the drafter named there is vLLM's own, whose function `SecondRunnerSampler`
+    replaces. Drafts need the tokens of the step before, so that no step is scheduled ahead of them.
+    """
+    if not tokens:
+        return {}
+    config: dict[str, Any] = {"method": "custom_class", "model": DRAFTER}
+    if second_runner:
+        by_ngrams = {"method": "ngram_gpu", "prompt_lookup_min": 2, "prompt_lookup_max": 2}
+        config = {"method": "mtp"} if head else by_ngrams
+    return {"speculative_config": config | {"num_speculative_tokens": tokens}, "async_scheduling": False}
 
 
 def quantization_options(kind: str | None) -> dict[str, Any]:
@@ -207,10 +231,10 @@ def start_llm(
     llm_class = import_vllm().LLM
     search_plain_objects()
     try:
-        defaults = default_options(model_path, device, options, routed_experts, awaits_weights, speculate)
         family, config = family_and_config(model_path)
         version = import_vllm().__version__
         second = takes_second_runner(version, family, config, device, routed_experts, speculate)
+        defaults = default_options(model_path, device, options, routed_experts, awaits_weights, speculate, second)
         with process_settings_kept(), runner_chosen(second), one_compile_thread():
             llm = llm_class(model_path, **with_graph_sizes(defaults | options, speculate))
     except (OSError, ValueError, TypeError, ImportError, AssertionError) as error:
@@ -248,6 +272,7 @@ def default_options(
     routed_experts: bool,
     awaits_weights: bool,
     speculate: int,
+    second_runner: bool,
 ) -> dict[str, Any]:
     """Options of ``vllm.LLM`` that ``options`` may replace; see `start_llm`. Completes dtype and memory in ``options``."""
     on_cuda = device.type == "cuda"
@@ -263,11 +288,9 @@ def default_options(
             f"hf_overrides: models of type {family.model_type} have settings of their own there; put these into config.json"
         )
     check_speculation(speculate)
-    if speculate and family.recurrent_mixers is not None:
-        raise InvalidConfig(
-            f"speculate={speculate}: models of type {family.model_type} have recurrent layers, whose states go back to the last "
-            "token that was kept in the hf engine only: leave it at 0"
-        )
+    if speculate and not second_runner:
+        check_states(family)
+    head = family.prediction_head is not None and has_stored(model_path, family.prediction_head)
     if family.model_type in TILED:
         count_whole_images()
     defaults: dict[str, Any] = {
@@ -289,5 +312,5 @@ def default_options(
         defaults |= known_options(
             enable_flashinfer_autotune=False
         )  # a pass that tunes kernels which none of these models uses
-    defaults |= chosen_options(family) | speculative_options(speculate)
+    defaults |= chosen_options(family) | speculative_options(speculate, second_runner, head)
     return defaults | recording_options() if routed_experts else defaults

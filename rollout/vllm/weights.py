@@ -3,7 +3,7 @@
 Functions of a worker run in this process.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,8 +57,8 @@ def match_latent_attention(model: nn.Module) -> None:
 
 
 @contextmanager
-def loading(worker: Any) -> Iterator[nn.Module]:
-    """The worker's model, prepared to load weights in place under their checkpoint names.
+def loading(worker: Any, model: nn.Module) -> Iterator[nn.Module]:
+    """A model of the worker, prepared to load weights in place under their checkpoint names.
 
     Dense layers on CUDA keep their weights as loaded, so vLLM's loaders write into them. On a CPU, and for experts, vLLM packs
     weights for its kernels; there each layer is loaded into new memory and packed again when it is complete. After an error the
@@ -67,7 +67,6 @@ def loading(worker: Any) -> Iterator[nn.Module]:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-    model = model_of(worker)
     with set_current_vllm_config(worker.vllm_config), torch.no_grad():
         if not is_packed(model):
             yield model
@@ -104,10 +103,21 @@ Weights = Iterable[tuple[str, Tensor]]  # checkpoint names, full tensors
 def load_parameters(worker: Any, weights: Weights) -> set[str]:
     """Loads the weights into the running model. Returns the names of the parameters that none of them filled."""
     parameters = given_parameters(model_of(worker))
-    with loading(worker) as model:
+    with loading(worker, model_of(worker)) as model:
         loader: Any = model
         filled = set(loader.load_weights(weights))
     return unfilled(parameters, filled)
+
+
+def load_head(worker: Any, weights: Sequence[tuple[str, Tensor]]) -> None:
+    """Loads the weights of the head into the model that drafts by it, if there is one. It shares embeddings and output projection
+    with the other.
+    """
+    model = getattr(getattr(worker.model_runner, "speculator", None), "model", None)
+    if weights and model is not None:
+        with loading(worker, model) as drafter:
+            loader: Any = drafter
+            loader.load_weights(weights)
 
 
 def given_parameters(model: nn.Module) -> set[str]:

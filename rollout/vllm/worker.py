@@ -57,8 +57,7 @@ def install(worker: Any) -> PolicySampler:
     sampler = _sampler_for(worker)
     worker.model_runner.sampler = sampler
     if sampler.drafts is not None:
-        worker.model_runner.rejection_sampler = sampler.verify
-        worker.model_runner.drafter.sampler = sampler
+        sampler.take_drafts()
     return sampler
 
 

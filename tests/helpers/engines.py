@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from benchmarks.engine_weights import differing_weights
 from dataproto.vlm import family_of
 from helpers.checkpoints import write_checkpoint
+from helpers.interpreted_triton import interpreted
 from rollout.engine import SamplingParams, create_engine
 from rollout.hf.engine import HFEngine
 from rollout.prompts import PromptBuilder
@@ -63,6 +64,7 @@ def start(model_type, path, engine="vllm", **options):
         **{"max_num_seqs": 16, "max_model_len": 400, "max_images": 3, "kv_cache_bytes": 1 << 26} | options,
         image_options=builder.image_options,
     )
+    assert (type(vllm.sampler).__name__ == "SecondRunnerSampler") == interpreted()
     assert differing_weights(vllm, actor.named_weights())
     vllm.load_weights(actor.named_weights())
     hf = HFEngine(checkpoint, device=torch.device("cpu"))

@@ -1,7 +1,12 @@
-"""The policy's sampler in the form that vLLM's second model runner calls, which itself needs CUDA."""
+"""The policy's sampler in the form that vLLM's second model runner calls. The runner itself needs Triton: on a CPU it runs in
+Triton's interpreter (`helpers.interpreted_triton`).
+"""
 
 import math
 import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +19,7 @@ from dataproto.vlm import family_of
 from helpers.tiny_models import tiny_config
 from rollout.engine import SamplingParams
 from rollout.sampling import policy_log_probs, sample, uniforms
+from rollout.vllm import process_settings
 from rollout.vllm.process_settings import runner_chosen, takes_second_runner
 
 pytestmark = pytest.mark.vllm
@@ -149,34 +155,106 @@ def test_a_request_that_goes_on_after_it_was_put_off_draws_its_next_number(runne
     assert sampler.log_probs(slot, 3)[2] == pytest.approx(value, abs=1e-6)
 
 
+def test_of_drafted_tokens_those_count_that_are_drawn(runner: SimpleNamespace) -> None:
+    """Three rows: the first keeps one of its two drafts, the second has none, the third keeps its only one."""
+    from rollout.vllm.second_runner import SecondRunnerSampler
+
+    runner.speculative_config, sampling = object(), SamplingParams(max_tokens=9)
+    sampler = SecondRunnerSampler(runner)
+    slots = [begin(sampler, place, seed=20 + place, sampling=sampling) for place in (0, 1, 3)]
+    logits = torch.randn(6, VOCABULARY, generator=torch.Generator().manual_seed(5))
+    # Tokens are read from these numbers on: rows have 5, 3 and 2 tokens of their prompts and 1, 0 and 4 of their responses.
+    drawn = [[expected(logits[place], sampling, 20, 1 + place)[0] for place in range(3)]]
+    drawn += [[expected(logits[3], sampling, 21, 0)[0]]]
+    drawn += [[expected(logits[4 + place], sampling, 23, 4 + place)[0] for place in range(2)]]
+    batch = batch_of([0, 1, 3], computed=[5, 2, 5], scheduled=[3, 1, 2], prefill=[5, 3, 2])
+    batch.num_draft_tokens_per_req = np.array([2, 0, 1])
+    read = [9, drawn[0][0], (drawn[0][1] + 1) % VOCABULARY, 9, 9, drawn[2][0]]
+    batch.input_ids, batch.logits_indices = torch.tensor([0, *read]), torch.arange(1, 7)
+
+    found = sampler.check_drafts(logits, batch)
+
+    assert found.sampled_token_ids.tolist() == [[*drawn[0][:2], -1], [*drawn[1], -1, -1], [*drawn[2], -1]]
+    assert found.num_sampled.tolist() == [2, 1, 2]
+    assert found.num_rejected.tolist() == [1, 0, 0]
+    assert sampler.drafted_and_accepted(slots[2], 2) == (1, 1)
+    values = [expected(logits[4 + place], sampling, 23, 4 + place)[1] for place in range(2)]
+    assert sampler.log_probs(slots[2], 6)[4:] == pytest.approx(values, abs=1e-6)
+
+
+def test_drafts_are_those_of_the_group_and_filled_up(runner: SimpleNamespace) -> None:
+    from rollout.vllm.second_runner import SecondRunnerSampler
+
+    runner.speculative_config, runner.num_speculative_steps = object(), 3
+    runner.speculator, runner.draft_tokens_handler = SimpleNamespace(), SimpleNamespace()
+    sampler = SecondRunnerSampler(runner)
+    sampler.take_drafts()
+    greedy, prompt = SamplingParams(max_tokens=9, temperature=0.0), torch.tensor([1, 2, 3, 4, 5, 1])
+    for place in (0, 1):
+        sampler.open_drafts(begin(sampler, place, seed=place, sampling=greedy), "group", prompt)
+    batch = batch_of([0, 1], computed=[4, 2], scheduled=[1, 1], prefill=[5, 3])
+    batch.num_reqs, batch.req_ids = 2, ["a", "b"]
+    sampler(torch.eye(VOCABULARY)[[2, 6]], batch)  # row a samples 2, row b samples 6
+
+    assert runner.speculator.propose(batch, None, None).tolist() == [[3, 4, 5], [0, 0, 0]]
+    told = runner.draft_tokens_handler.get_draft_tokens()
+    assert (told.req_ids, told.draft_token_ids) == (["a", "b"], [[3, 4, 5], []])
+    assert runner.speculator.propose(input_batch=batch, dummy_run=True).tolist() == [[0, 0, 0]] * 2
+
+
 @pytest.mark.parametrize(
-    ("version", "model_type", "device", "routed", "speculate", "taken"),
+    ("version", "model_type", "device", "routed", "speculate", "asked", "taken"),
     [
-        ("0.24.0", "qwen2_5_vl", "cuda", False, 0, True),
-        ("0.24.1+cu130", "qwen2_5_vl", "cuda", False, 0, True),
-        ("0.25.0", "qwen2_5_vl", "cuda", False, 0, False),
-        ("0.1.dev7", "qwen2_5_vl", "cuda", False, 0, False),
-        ("0.24.0", "qwen2_5_vl", "cpu", False, 0, False),
-        ("0.24.0", "qwen2_5_vl", "cuda", True, 0, False),
-        ("0.24.0", "qwen2_5_vl", "cuda", False, 3, False),
-        ("0.24.0", "qwen3_5", "cuda", False, 0, False),
-        ("0.24.0", "gemma3", "cuda", False, 0, False),
+        ("0.24.0", "qwen2_5_vl", "cuda", False, 0, "1", True),
+        ("0.24.1+cu130", "qwen2_5_vl", "cuda", False, 0, "1", True),
+        ("0.24.0", "qwen2_5_vl", "cuda", False, 0, None, False),
+        ("0.25.0", "qwen2_5_vl", "cuda", False, 0, "1", False),
+        ("0.1.dev7", "qwen2_5_vl", "cuda", False, 0, "1", False),
+        ("0.24.0", "qwen2_5_vl", "cpu", False, 0, "1", False),
+        ("0.24.0", "qwen2_5_vl", "cuda", True, 0, "1", False),
+        ("0.24.0", "qwen2_5_vl", "cuda", False, 3, "1", False),
+        ("0.24.0", "qwen3_5", "cuda", False, 0, "1", False),
+        ("0.24.0", "gemma3", "cuda", False, 0, "1", False),
+        ("0.32.0", "qwen3_5", "cuda", True, 3, None, True),
+        ("0.33.0+cu130", "gemma3", "cpu", True, 3, "1", True),
+        ("0.33.0", "qwen2_5_vl", "cuda", False, 0, "0", False),
     ],
 )
-def test_the_second_runner_is_for_plain_decoders_on_cuda_that_ask_for_it(
+def test_the_second_runner_is_taken_from_0_32_on_and_asked_for_before(
     version: str,
     model_type: str,
     device: str,
     routed: bool,
     speculate: int,
+    asked: str | None,
     taken: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = tiny_config(model_type)
     given = version, family_of(config), config, torch.device(device), routed, speculate
-    for asked, found in (("1", taken), ("0", False)):
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    if asked is not None:
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", asked)
-        assert takes_second_runner(*given) is found
+    for triton in (True, False):
+        monkeypatch.setattr(process_settings, "has_triton", lambda found=triton: found)
+        later = version.startswith(("0.32", "0.33"))
+        assert takes_second_runner(*given) is (taken and (triton or not later))
+
+
+@pytest.mark.long
+def test_whole_engines_run_on_the_second_runner() -> None:
+    """Tests of engines once more, with Triton's interpreter, by which vLLM takes its second runner on a CPU."""
+    folder = Path(__file__).parent
+    tests = [
+        "test_vllm_speculation.py",
+        "test_vllm_experts.py::test_drafts_keep_the_experts_of_the_tokens_that_are_accepted",
+        "test_vllm_experts.py::test_interrupted_responses_keep_their_experts[qwen3_vl_moe]",
+    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "vllm", *(str(folder / each) for each in tests)]
+    done = subprocess.run(
+        command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
 
 
 def test_the_choice_of_a_runner_ends_with_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
