@@ -76,13 +76,13 @@ HYBRID_TEXT = {  # of Qwen3.5-9B
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
 }
-TINY_HYBRID_TEXT = TEXT["tiny"] | {
+TINY_HYBRID_TEXT = TEXT["tiny"] | {  # vLLM's kernel for the CPU takes heads from 64 on
     "num_hidden_layers": 4,
     "head_dim": 64,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
 }
 SIZES = (*TEXT, "30b-a3b", "tiny-moe", "qwen3.5-9b", "tiny-qwen3.5")
 """Qwen2.5-VL's, Qwen3-VL-30B-A3B, and Qwen3.5-9B."""

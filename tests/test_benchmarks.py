@@ -90,6 +90,7 @@ forecasts
 geo3k_step --gpus 2 --size tiny --engine hf --prompts 8 --minibatch 8 --max-tokens 32 --steps 1 --lora-rank 0 4
 geo3k_step --gpus 2 --size tiny --engine hf --prompts 8 --minibatch 8 --max-tokens 32 --steps 1 --staleness 0 1
 grpo_step --steps 1 --warmup 1 --prompts 2 --samples 2 --max-tokens 4
+head_acceptance --work WORK/head --seeds 0 --steps 1 --fitted 1 --warmed 2
 host_speed
 import_time
 learning --work WORK/learning --algorithms level1/grpo --seeds 0 --steps 1
@@ -111,6 +112,7 @@ wire_bytes --rows 4 --prompt 8 --longest 64 --mean 16
 
 NOT_RUN = {
     "attention": "needs CUDA",
+    "draft_speed": "needs vLLM",
     "rollout": "needs vLLM",
     "trace_summary": "needs a trace of a GPU; tests/workers/test_trace_summary.py makes one up",
     "verl_traffic": "needs verl",

@@ -1,0 +1,180 @@
+"""Tokens a second of the vLLM engine with drafts that are kept at a given rate, compared with the engine without drafts.
+
+    python benchmarks/draft_speed.py --size qwen3.5-9b --work WORK --tokens 0 1          # on one GPU; a process for each number
+    python benchmarks/draft_speed.py --size qwen3.5-9b --work WORK --tokens 2 3
+    python benchmarks/draft_speed.py --size tiny --work WORK --tokens 0 3 --prompts 2 --samples 2 --response 16    # on a CPU
+
+The heads of random weights are never right, so drafts come from the tokens that the run without drafts (0) sampled, which WORK
+keeps: each drafted token is the recorded one with the probability of ``--rates``, and else another. The engine does all of its
+work and then takes the recorded tokens as its samples, because in half precision a pass over several tokens rounds differently,
+and responses would soon be others. All rows have as many drafts, so that vLLM's first runner keeps the states of recurrent
+layers right (see ``rollout.vllm.startup.check_states``). vLLM's first runner does not run a head here: its products are computed
+in its place once for each drafted token, without its attention to earlier tokens, which ``--without-head`` leaves out. Prints
+tokens a second, drafts that were kept, and the speed compared with that without drafts.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+HERE = Path(__file__).resolve().parent
+sys.path[:] = [str(HERE.parent), *(place for place in sys.path if Path(place or ".").resolve() != HERE)]
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from benchmarks.random_checkpoint import make  # noqa: E402
+from benchmarks.rollout import prompts_of, synchronize  # noqa: E402
+from rollout.engine import SamplingParams, create_engine  # noqa: E402
+from rollout.responses import build_requests  # noqa: E402
+from rollout.sampling import draw_tokens  # noqa: E402
+
+RATES = (0.0, 0.5, 0.77, 1.0)
+
+
+class RecordedTokens:
+    """Has a sampler take recorded tokens as its samples, and draft them at a rate."""
+
+    def __init__(self, sampler: Any, recorded: dict[int, list[int]], head: Callable[[int, int], Tensor] | None) -> None:
+        """``recorded`` tokens by the seeds of their requests; ``head`` does the work of a number of rows and of drafts."""
+        self.sampler, self.head, self.rate = sampler, head, 1.0
+        self.place = {seed: place for place, seed in enumerate(recorded)}
+        self.tokens = np.array(list(recorded.values()), dtype=np.int64)
+        self.on_device = torch.from_numpy(self.tokens).to(sampler.device)
+        self.words = int(self.tokens.max()) + 1
+        self._coins = np.random.default_rng(0)
+        self._draw, sampler._draw, sampler.next_drafts = sampler._draw, self.draw, self.next_drafts
+
+    def draw(self, logits: Tensor, rows: np.ndarray, steps: np.ndarray, *rest: Any) -> Tensor:
+        """In place of `PolicySampler._draw`, whose work it does."""
+        self._draw(logits, rows, steps, *rest)
+        seeds = self.sampler.seeds[self.sampler._rows[rows]].tolist()
+        places = np.array([self.place.get(seed, 0) for seed in seeds])
+        at = self.sampler._sent(np.stack([places, steps.clip(0, self.tokens.shape[1] - 1)]))
+        return self.on_device[at[0], at[1]]
+
+    def next_drafts(self, sampled: Sequence[Sequence[int]], most: int) -> list[list[int]]:
+        """In place of `PolicySampler.next_drafts`."""
+        if self.head is not None:
+            self.head(len(sampled), most)
+        found: list[list[int]] = [[] for _ in sampled]
+        for row, ids in enumerate(sampled):
+            slot = int(self.sampler._rows[row])
+            state = self.sampler.slots.get(slot)
+            if state is None or not ids:
+                continue
+            state.known = getattr(state, "known", 0) + len(ids)
+            own = self.tokens[self.place[int(self.sampler.seeds[slot])]]
+            draft = own[state.known : state.known + most]
+            draft = np.pad(draft, (0, most - len(draft)))
+            kept = self._coins.random(most) < self.rate
+            found[row] = np.where(kept, draft, (draft + 1) % self.words).tolist()
+        return found
+
+
+def head_work(config: Any, device: torch.device) -> Callable[[int, int], Tensor]:
+    """What computes the products of a head for a number of rows, one drafted token after another."""
+    text = config.get_text_config()
+    width, inner, words = text.hidden_size, text.intermediate_size, text.vocab_size
+    heads = text.head_dim * (2 * text.num_attention_heads + 2 * text.num_key_value_heads)
+    sizes = [(2 * width, width), (width, heads), (text.head_dim * text.num_attention_heads, width)]
+    sizes += [(width, 2 * inner), (inner, width), (width, words)]
+    weights = [torch.empty(size, dtype=torch.bfloat16, device=device).normal_(std=0.02) for size in sizes]
+
+    def work(rows: int, drafts: int) -> Tensor:
+        token = torch.zeros(rows, dtype=torch.int64, device=device)
+        for _ in range(drafts):
+            for weight in weights:
+                found = torch.ones(rows, weight.shape[0], dtype=torch.bfloat16, device=device) @ weight
+            token = draw_tokens(found.float().softmax(-1), torch.full((rows,), 0.5, device=device).double())
+        return token
+
+    return work
+
+
+def measure(arguments: argparse.Namespace, drafted: int) -> None:
+    """Times an engine that drafts so many tokens, and records what one without drafts samples."""
+    path, file = make(arguments.work / arguments.size, arguments.size), arguments.work / f"{arguments.size}.json"
+    sampling = SamplingParams(n=arguments.samples, max_tokens=arguments.response, ignore_eos=True)
+    requests = build_requests(prompts_of(str(path), arguments.prompts), sampling)
+    longest = max(len(request.input_ids) for request in requests) + arguments.response + 16
+    options = {"max_num_seqs": len(requests), "max_model_len": longest, "memory_share": 0.8, "dtype": arguments.dtype}
+    with mock.patch("rollout.vllm.startup.check_states"):
+        engine: Any = create_engine("vllm", str(path), speculate=drafted, **options | json.loads(arguments.options))
+    runner = f"{type(engine.sampler).__name__}, {torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'}"
+    take = None
+    if drafted:
+        recorded = {int(seed): ids for seed, ids in json.loads(file.read_text()).items()}
+        config = engine.llm.model_config.hf_config
+        head = None if arguments.without_head else head_work(config, engine.device)
+        take = RecordedTokens(engine.sampler, recorded, head)
+    list(engine.generate(requests, sampling))  # kernels and graphs
+    for rate in arguments.rates if take is not None else [0.0]:
+        if take is not None:
+            take.rate = rate
+        engine._reset_caches()
+        synchronize()
+        started = time.perf_counter()
+        done = list(engine.generate(requests, sampling))
+        synchronize()
+        seconds = time.perf_counter() - started
+        tokens, kept = sum(len(each.token_ids) for each in done), sum(each.accepted_tokens or 0 for each in done)
+        if take is None:
+            seeds = [request.seed for request in requests]
+            file.write_text(json.dumps({seeds[each.request]: each.token_ids for each in done}))
+        row = {"drafts": drafted, "rate": rate, "tokens/s": tokens / seconds, "kept a pass": kept / (tokens - kept)}
+        print(f"FOUND {json.dumps(row | {'seconds': seconds, 'engine': runner})}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="qwen3.5-9b", choices=["qwen3.5-9b", "tiny-qwen3.5", "7b", "3b", "tiny"])
+    parser.add_argument(
+        "--work", type=Path, required=True, help="folder of the checkpoint, of recorded tokens and results"
+    )
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[0, 1, 2, 3], help="numbers of drafted tokens; 0 first"
+    )
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="probabilities that a draft is kept")
+    parser.add_argument("--prompts", type=int, default=32, help="prompts with a picture each (default: 32)")
+    parser.add_argument("--samples", type=int, default=8, help="samples of a prompt (default: 8)")
+    parser.add_argument("--response", type=int, default=512, help="tokens of a response (default: 512)")
+    parser.add_argument("--dtype", default="auto", help="of the engine")
+    parser.add_argument("--without-head", action="store_true", help="leave out the products of a head")
+    parser.add_argument("--options", default="{}", help="JSON: further options of the engine")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # one number, in this process
+    arguments = parser.parse_args()
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    if arguments.here:
+        measure(arguments, arguments.tokens[0])
+        return
+    results = arguments.work / f"{arguments.size}.jsonl"
+    for drafted in arguments.tokens:
+        command = [sys.executable, __file__, *sys.argv[1:], "--tokens", str(drafted), "--here"]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        found = [line.removeprefix("FOUND ") for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+        with results.open("a") as file:
+            file.write("".join(f"{line}\n" for line in found))
+    print(table([json.loads(line) for line in results.read_text().splitlines()]))
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Of each number and rate the last measurement, compared with the last one without drafts."""
+    last = {(row["drafts"], row["rate"]): row for row in rows}
+    plain = last[0, 0.0]["tokens/s"]
+    lines = [f"{last[0, 0.0]['engine']}", "| drafts | rate | kept a pass | tokens/s | times |", "|---|---|---|---|---|"]
+    for (drafts, rate), row in sorted(last.items()):
+        speed = row["tokens/s"]
+        lines.append(f"| {drafts} | {rate} | {row['kept a pass']:.2f} | {speed:,.0f} | {speed / plain:.2f} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
