@@ -2,12 +2,22 @@
 agree within 0.05 on average, where those of other weights are further away.
 """
 
+import json
+from types import SimpleNamespace
+
 import pytest
 import torch
+import transformers
 
 from benchmarks.engine_weights import differing_weights
-from helpers.engines import SAMPLED, generate, start
+from dataproto.errors import InvalidConfig
+from helpers.checkpoints import write_checkpoint
+from helpers.engines import ROWS, SAMPLED, generate, publish, start
+from helpers.interpreted_triton import interpreted
+from helpers.prediction_heads import add_head
 from helpers.shown_models import VLLM_HALF_TYPES
+from rollout.engine import SamplingParams, create_engine
+from rollout.prompts import PromptBuilder
 from rollout.responses import build_requests
 
 pytestmark = pytest.mark.vllm
@@ -52,3 +62,52 @@ def test_samples_go_on_from_the_state_of_the_first_one(both):
     assert [cached[place] for place in range(len(requests))] == [n for each in shared for n in (0, each, each)]
     assert unit > 16 or max(shared) >= 48
     assert distance(both, generate(both, both.vllm, SAMPLED)) < 0.05  # all from cached states
+
+
+def checkpoint_with_head(path):
+    """A checkpoint whose model prefers few tokens, so that drafts are found and kept, with a head."""
+    write_checkpoint("qwen3_5", path)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(path)
+    output = model.get_output_embeddings().weight.data
+    output *= 6
+    output[:100], output[104:] = 0, 0
+    model.save_pretrained(path)
+    publish("qwen3_5", path)
+    add_head(model, path)
+    config = json.loads((path / "config.json").read_text())
+    config["text_config"]["mtp_num_hidden_layers"] = 1
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+@pytest.mark.long
+def test_whatever_is_drafted_tokens_and_log_probs_are_equal(tmp_path, monkeypatch):
+    """On the second runner, by n-grams and the head, against drafts that are nearly all wrong: states go back exactly. Without
+    drafts a layer is computed by another kernel, which rounds differently in bfloat16.
+    """
+    path = checkpoint_with_head(tmp_path)
+    builder = PromptBuilder.from_pretrained(path, max_prompt_length=300)
+    options = {"max_model_len": 400, "max_images": 3, "kv_cache_bytes": 1 << 26, "image_options": builder.image_options}
+    if not interpreted():
+        with pytest.raises(InvalidConfig, match="first model runner does not keep their states"):
+            create_engine("vllm", path, speculate=3, dtype="bfloat16", **options)
+        return
+    from vllm.model_executor.models import qwen3_vl
+
+    native = qwen3_vl.pos_embed_interpolate_native  # the interpreter computes NaN with the other in bfloat16
+    monkeypatch.setattr(qwen3_vl, "triton_pos_embed_interpolate", native)
+    engine = create_engine("vllm", path, speculate=3, dtype="bfloat16", **options)
+    setup, sampling = (
+        SimpleNamespace(builder=builder, prompts=builder(ROWS)),
+        SamplingParams(4, 0.6, max_tokens=16, seed=3),
+    )
+    found = generate(setup, engine, sampling)
+    assert found["accepted_tokens"].sum() > 8
+    assert (found["drafted_tokens"] > 0).all()  # rows whose last tokens are new are drafted by the head
+    monkeypatch.setattr(
+        engine.sampler, "next_drafts", lambda sampled, most: [[200] * most if ids else [] for ids in sampled]
+    )
+    wrong = generate(setup, engine, sampling)
+    assert wrong["accepted_tokens"].sum() < 8
+    for name in ("responses", "response_mask", "rollout_log_probs"):
+        assert torch.equal(found[name], wrong[name]), name

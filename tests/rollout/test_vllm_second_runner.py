@@ -247,6 +247,7 @@ def test_whole_engines_run_on_the_second_runner() -> None:
     folder = Path(__file__).parent
     tests = [
         "test_vllm_speculation.py",
+        "test_vllm_recurrent.py::test_whatever_is_drafted_tokens_and_log_probs_are_equal",
         "test_vllm_experts.py::test_drafts_keep_the_experts_of_the_tokens_that_are_accepted",
         "test_vllm_experts.py::test_interrupted_responses_keep_their_experts[qwen3_vl_moe]",
     ]
