@@ -169,7 +169,7 @@ class PolicySampler(Sampler):
         """
         if not self.runner.input_batch.num_reqs:
             return SamplerOutput(sampled_token_ids=self._trial(logits), logprobs_tensors=None)
-        _, steps, discarded = self._begin_step()
+        steps, discarded = self._begin_step()[1:]
         drafted = np.array(metadata.num_draft_tokens)
         drawn = self._draw_next_to(logits, drafted, metadata.draft_token_ids, steps, discarded)
         return SamplerOutput(sampled_token_ids=drawn.int(), logprobs_tensors=None)
