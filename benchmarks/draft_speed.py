@@ -83,8 +83,9 @@ def head_work(config: Any, device: torch.device) -> Callable[[int, int], Tensor]
     """What computes the products of a head for a number of rows, one drafted token after another."""
     text = config.get_text_config()
     width, inner, words = text.hidden_size, text.intermediate_size, text.vocab_size
-    heads = text.head_dim * (2 * text.num_attention_heads + 2 * text.num_key_value_heads)
-    sizes = [(2 * width, width), (width, heads), (text.head_dim * text.num_attention_heads, width)]
+    head = getattr(text, "head_dim", None) or width // text.num_attention_heads
+    queries, keys = head * text.num_attention_heads, head * text.num_key_value_heads
+    sizes = [(2 * width, width), (width, 2 * queries + 2 * keys), (queries, width)]  # queries have gates
     sizes += [(width, 2 * inner), (inner, width), (width, words)]
     weights = [torch.empty(size, dtype=torch.bfloat16, device=device).normal_(std=0.02) for size in sizes]
 

@@ -272,7 +272,7 @@ def default_options(
     routed_experts: bool,
     awaits_weights: bool,
     speculate: int,
-    second_runner: bool,
+    second_runner: bool = False,
 ) -> dict[str, Any]:
     """Options of ``vllm.LLM`` that ``options`` may replace; see `start_llm`. Completes dtype and memory in ``options``."""
     on_cuda = device.type == "cuda"
@@ -290,7 +290,8 @@ def default_options(
     check_speculation(speculate)
     if speculate and not second_runner:
         check_states(family)
-    head = family.prediction_head is not None and has_stored(model_path, family.prediction_head)
+    prefix = family.prediction_head if speculate else None
+    head = prefix is not None and has_stored(model_path, prefix)
     if family.model_type in TILED:
         count_whole_images()
     defaults: dict[str, Any] = {
