@@ -18,7 +18,6 @@ import numpy as np
 
 from dataproto.errors import DataProtoError, FileFormatError, InvalidConfig, InvalidRow
 from recipes.data.column_keys import ColumnKeys
-from rollout.prompts.prepared_rows import invalid_row
 
 READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -77,7 +76,8 @@ class TableRows(Sequence[dict[str, Any]]):
 
     def invalid(self, place: int, reason: str) -> InvalidRow:
         """The error for a row that cannot be used."""
-        return invalid_row({"where": self.where(place)}, place, reason)
+        where = self.where(place)  # `rollout.prompts.invalid_row` says the same, but imports torch
+        return InvalidRow(place, reason if where is None or reason.startswith(where) else f"{where}: {reason}")
 
 
 def read_one(read: ReadRow, raw: Any, place: int) -> dict[str, Any]:
