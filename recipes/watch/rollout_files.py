@@ -5,7 +5,6 @@ import hashlib
 import io
 import json
 import re
-import wave
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from PIL import Image
 from dataproto.columns import COLUMNS
 from dataproto.errors import FileFormatError, writing
 from rollout.prompts.messages import MARKERS
-from rollout.prompts.sounds import RATE, Sound
+from rollout.prompts.sounds import RATE, wav_file
 
 if TYPE_CHECKING:
     from dataproto import DataProto
@@ -119,20 +118,7 @@ def pictures_of(media: Mapping[str, Any] | None) -> list[Image.Image]:
 
 def sounds_of(media: Mapping[str, Any] | None) -> list[bytes]:
     """The sounds of a row's ``multi_modal_data`` as files, see `wav_file`."""
-    return [wav_file(sound) for sound in (media or {}).get("audio", ())]
-
-
-def wav_file(sound: Sound) -> bytes:
-    """A WAV of 16 bits of at most the first `MAX_SECONDS` of a sound ``(S,)``, see `rollout.prompts.sounds.load_sound`.
-
-    >>> len(wav_file(np.zeros(100 * RATE, dtype=np.float32))) == 44 + 2 * MAX_SECONDS * RATE
-    True
-    """
-    buffer = io.BytesIO()
-    with wave.open(buffer, "wb") as file:
-        file.setparams((1, 2, RATE, 0, "NONE", ""))
-        file.writeframes(np.rint(sound[: MAX_SECONDS * RATE] * 32767).astype("<i2").tobytes())
-    return buffer.getvalue()
+    return [wav_file(sound[: MAX_SECONDS * RATE]) for sound in (media or {}).get("audio", ())]
 
 
 def prompt_text(messages: Any) -> str:

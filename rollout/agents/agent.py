@@ -22,6 +22,7 @@ from typing import Any
 from PIL import Image
 
 from dataproto.errors import InvalidConfig
+from rollout.prompts.sounds import wav_file
 
 MOST_PROCESSES = 32
 """Processes of an agent at a time, of each engine, by default."""
@@ -159,7 +160,8 @@ class AgentHost:
 
 
 def task_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages of a row in the form of chat/completions, with pictures as data URIs.
+    """The messages of a row in the form of chat/completions, with pictures as data URIs, and sounds as WAV files of 16
+    bits.
 
     >>> task_messages([{"role": "user", "content": [{"type": "text", "text": "Go."}]}])
     [{'role': 'user', 'content': [{'type': 'text', 'text': 'Go.'}]}]
@@ -175,10 +177,13 @@ def task_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
 
 def _part(part: Mapping[str, Any]) -> dict[str, Any]:
     picture = part.get("image")
+    if part.get("type") == "audio":
+        data = base64.b64encode(wav_file(part["audio"])).decode()
+        return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
     if not isinstance(picture, Image.Image):
         if part.get("type") == "text":
             return dict(part)
-        raise InvalidConfig(f"agents get texts and images: a row has a part of the type {part.get('type')!r}")
+        raise InvalidConfig(f"agents get texts, images and sounds: a row has a part of the type {part.get('type')!r}")
     file = io.BytesIO()
     picture.save(file, "PNG")
     uri = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dataproto.errors import InvalidPrompt
-from rollout.agents.messages import LEFT_OUT, TEXT_CLIENTS, Ask, Message, Refused, Reply, shown
+from rollout.agents.messages import LEFT_OUT, TEXT_CLIENTS, Ask, Medium, Message, Refused, Reply, shown
 from rollout.continuation import BegunTurn, Tokens, continued_experts
 from rollout.engine import Request, SamplingParams
 from rollout.environments.episode import EpisodeStart, TurnRequests
@@ -92,7 +92,7 @@ class Prompts:
         if key not in self._whole:
             rendered = self.renderer.messages(shown(ask.messages, ask.tools), begins=ask.begins)
             ids, types = torch.from_numpy(rendered.ids), torch.from_numpy(rendered.token_types)
-            data, media = media_objects(rendered.images), (rendered.media,) if rendered.media else ()
+            data, media = media_objects(rendered.shown), (rendered.media,) if rendered.media else ()
             request = Request(rendered.raw_ids, ids, types, rendered.position_ids, data, media)
             self._whole[key] = rendered, request
         return self._whole[key]
@@ -124,12 +124,21 @@ class Conversations:
         """All turns, those in flight included."""
         return (turn for row in self.rows for turn in row.turns)
 
+    def _check_media(self, ask: Ask) -> None:
+        """Raises `Refused` with the field of a medium of a kind that the model does not take."""
+        for part in (part for message in ask.messages for part in message.content if isinstance(part, Medium)):
+            try:
+                self.prompts.renderer.builder.check_taken(part.kind)
+            except InvalidPrompt as error:
+                raise Refused(f"{part.place}: {error}", part.place) from error
+
     def open(self, ask: Ask) -> list[AgentTurn]:
         """The turns of a request, one for each sample, each at the end of its row.
 
         Raises:
             Refused: the messages cannot be a prompt.
         """
+        self._check_media(ask)
         parent, covered = self._follow(ask)
         reason = self._departure(ask, parent, covered)
         try:

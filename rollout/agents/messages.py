@@ -9,12 +9,11 @@ from hashlib import blake2b
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
-from PIL import Image
-
-from dataproto.errors import DataProtoError, InvalidMedia
+from dataproto.errors import DataProtoError, InvalidMedia, MissingPackage
 from rollout.environments.tool_environment import hermes_calls
 from rollout.prompts.images import load_image
 from rollout.prompts.messages import THOUGHTS, Conversation
+from rollout.prompts.sounds import load_sound
 
 Role = Literal["system", "user", "assistant", "tool"]
 Finish = Literal["stop", "length", "calls"]
@@ -41,39 +40,44 @@ class Refused(DataProtoError, ValueError):
 
 
 @dataclass(frozen=True)
-class Picture:
-    """An image, equal to others of the same pixels."""
+class Decoded:
+    """The content of a medium, equal to others of the same pixels or samples."""
 
     digest: bytes
-    image: Image.Image = field(compare=False, repr=False)  # RGB
+    content: Any = field(compare=False, repr=False)  # an RGB image, or a sound, see `load_sound`
+
+
+@dataclass(frozen=True)
+class Medium:
+    """An image or a sound of a request, and the field of the body that has it."""
+
+    kind: str
+    decoded: Decoded
+    place: str = field(compare=False)
 
     @classmethod
-    def of(cls, source: Any) -> "Picture":
-        """Decodes what `load_image` reads. Raises `InvalidMedia`."""
-        image = load_image(source)
-        return cls(blake2b(repr(image.size).encode() + image.tobytes(), digest_size=16).digest(), image)
-
-    @classmethod
-    def of_uri(cls, uri: Any, field: str) -> "Picture":
-        """Decodes a data URI, once for as long as somebody holds the picture: clients send all of them in each request.
+    def of_uri(cls, uri: Any, field: str, kind: str = "image") -> "Medium":
+        """Decodes a data URI, once for as long as somebody holds the medium: clients send all of them in each request.
 
         Raises `Refused` for all else: nothing is read from elsewhere.
         """
         if not isinstance(uri, str) or not uri.startswith("data:"):
             raise Refused(f"{field}: pictures come as data URIs (data:image/png;base64,...), nothing is fetched", field)
-        key = blake2b(uri.encode(), digest_size=16).digest()
+        key = blake2b(f"{kind} {uri}".encode(), digest_size=16).digest()
         try:
             if (found := _DECODED.get(key)) is None:
-                _DECODED[key] = found = cls.of(uri)
-        except InvalidMedia as error:
+                content = load_image(uri) if kind == "image" else load_sound(uri)
+                size, data = (content.size, content.tobytes())
+                _DECODED[key] = found = Decoded(blake2b(repr(size).encode() + data, digest_size=16).digest(), content)
+        except (InvalidMedia, MissingPackage) as error:
             raise Refused(f"{field}: {error}", field) from error
-        return found
+        return cls(kind, found, field)
 
 
-_DECODED: WeakValueDictionary[bytes, Picture] = WeakValueDictionary()
-"""Pictures by the digests of their data URIs."""
+_DECODED: WeakValueDictionary[bytes, Decoded] = WeakValueDictionary()
+"""The contents of media by the digests of their data URIs."""
 
-Part = str | Picture
+Part = str | Medium
 
 
 @dataclass(frozen=True)
@@ -151,20 +155,20 @@ class Message:
     @cached_property
     def digest(self) -> bytes:
         """Equal for equal messages, in any process."""
-        parts = [part if isinstance(part, str) else part.digest for part in self.said]
+        parts = [part if isinstance(part, str) else part.decoded.digest for part in self.said]
         calls = [(call.name, call.arguments) for call in self.calls]
         return blake2b(repr((self.role, parts, calls)).encode(), digest_size=16).digest()
 
 
 def shown(messages: Sequence[Message], tools: Sequence[Any] = ()) -> Conversation:
     """Messages as the chat template takes them."""
-    found, images = [], []
+    found, media = [], []
     for message in messages:
-        texts_and_images = [
-            {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in message.content
+        parts = [
+            {"type": "text", "text": part} if isinstance(part, str) else {"type": part.kind} for part in message.content
         ]
-        images += [part.image for part in message.content if isinstance(part, Picture)]
-        shown_message: dict[str, Any] = {"role": message.role, "content": texts_and_images}
+        media += [part.decoded.content for part in message.content if isinstance(part, Medium)]
+        shown_message: dict[str, Any] = {"role": message.role, "content": parts}
         if message.calls:
             shown_message["tool_calls"] = [
                 {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": _parsed(call)}}
@@ -175,7 +179,7 @@ def shown(messages: Sequence[Message], tools: Sequence[Any] = ()) -> Conversatio
         if message.call_id:
             shown_message["tool_call_id"] = message.call_id
         found.append(shown_message)
-    return Conversation(found, images, tuple(tools))
+    return Conversation(found, media, tuple(tools))
 
 
 def _parsed(call: Call) -> Any:

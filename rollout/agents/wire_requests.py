@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rollout.agents.messages import Ask, Call, Message, Part, Picture, Refused, canonical, results_in_order
+from rollout.agents.messages import Ask, Call, Medium, Message, Part, Refused, canonical, results_in_order
 
 MOST_SAMPLES = 128
 """The largest ``n`` of a request."""
@@ -215,7 +215,7 @@ def _block_messages(role: Any, blocks: Sequence[Any], name: str) -> list[Message
 
 
 def _parts(content: Any, field: str) -> Iterator[Part]:
-    """Texts and pictures of a message's content, in any of the wires' forms."""
+    """Texts, pictures and sounds of a message's content, in any of the wires' forms."""
     if content is None or content == "":
         return
     if isinstance(content, str):
@@ -243,20 +243,31 @@ def _text_of(part: Mapping[str, Any], field: str) -> Part:
 
 def _picture_of_url(part: Mapping[str, Any], field: str) -> Part:
     url = part.get("image_url")
-    return Picture.of_uri(url.get("url") if isinstance(url, Mapping) else url, f"{field}.image_url")
+    return Medium.of_uri(url.get("url") if isinstance(url, Mapping) else url, f"{field}.image_url")
 
 
 def _picture_of_source(part: Mapping[str, Any], field: str) -> Part:
     source = _mapping(part.get("source"), f"{field}.source")
     if source.get("type") != "base64":
         raise Refused(f"{field}.source.type: pictures come as base64, nothing is fetched", f"{field}.source.type")
-    return Picture.of_uri(f"data:{source.get('media_type')};base64,{source.get('data')}", f"{field}.source.data")
+    return Medium.of_uri(f"data:{source.get('media_type')};base64,{source.get('data')}", f"{field}.source.data")
+
+
+def _sound(part: Mapping[str, Any], field: str) -> Part:
+    given = _mapping(part.get("input_audio"), f"{field}.input_audio")
+    if not isinstance(given.get("data"), str):
+        raise Refused(
+            f"{field}.input_audio.data: sounds come as base64, nothing is fetched", f"{field}.input_audio.data"
+        )
+    uri = f"data:audio/{given.get('format')};base64,{given['data']}"
+    return Medium.of_uri(uri, f"{field}.input_audio.data", "audio")
 
 
 _PARTS: dict[str, Callable[[Mapping[str, Any], str], Part]] = {
     **dict.fromkeys(("text", "input_text", "output_text", "refusal"), _text_of),
     **dict.fromkeys(("image_url", "input_image"), _picture_of_url),
     "image": _picture_of_source,
+    "input_audio": _sound,
 }
 
 

@@ -253,7 +253,7 @@ class TurnRequests:
         sampled = torch.tensor(token_ids)
         types = torch.zeros_like(sampled, dtype=torch.int8)
         data = dict(earlier.multi_modal_data)
-        for kind, objects in media_objects(shown.images).items():
+        for kind, objects in media_objects(shown.shown).items():
             data[kind] = [*data.get(kind, ()), *objects]
         request = Request(
             [*earlier.prompt_ids, *sampled.tolist(), *shown.raw_ids],

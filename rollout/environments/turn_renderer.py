@@ -42,9 +42,9 @@ class RenderedTurn:
     ids: Ids  # (T,) int64, placeholders expanded
     token_types: npt.NDArray[np.int8]  # (T,)
     position_ids: Tensor  # (4, T) or (T,), from 0
-    raw_ids: list[int]  # one placeholder for each image
-    images: tuple[ProcessedImage, ...] = ()
-    media: Mapping[str, Tensor] = field(default_factory=dict)  # the model's inputs of the images
+    raw_ids: list[int]  # one placeholder for each medium
+    shown: tuple[ProcessedMedium, ...] = ()
+    media: Mapping[str, Tensor] = field(default_factory=dict)  # the model's inputs of what is shown
 
 
 class TurnRenderer:
@@ -115,7 +115,7 @@ class TurnRenderer:
         key = (end, observation.role, *shape)
         if key not in self._turns:
             self._turns[key] = self._encoded(self._text(observation), images, end)
-        return replace(self._turns[key], images=images, media=self.media(images) if images else {})
+        return replace(self._turns[key], shown=images, media=self.media(images) if images else {})
 
     def messages(
         self, conversation: Conversation, last: int | None = None, follows: bool = False, begins: str = ""
@@ -123,7 +123,7 @@ class TurnRenderer:
         """A whole conversation, or messages that follow an answer, as tokens, with the start of the next answer.
 
         Args:
-            conversation: its images are decoded.
+            conversation: its images and sounds are decoded.
             last: with ``follows``, the answer's last token, see `turn`.
             begins: text with which the next answer begins.
 
@@ -132,17 +132,20 @@ class TurnRenderer:
         """
         builder = self.builder
         builder.check_content(conversation)
-        if follows and conversation.media and builder.family.numbers_images:
+        if follows and "image" in conversation.kinds() and builder.family.numbers_images:
             raise InvalidPrompt(f"models of type {builder.family.model_type} number the images of a prompt")
         messages = [self._as_taken(message) for message in conversation.messages]
         if follows:
             text = self._after(ANSWERED, *messages, tools=conversation.tools)
         else:
             text = builder.render(messages, add_generation_prompt=True, tools=conversation.tools)
-        images = tuple(map(self._image, conversation.media))
+        media = tuple(
+            self._image(source) if kind == "image" else builder.process_sound(source)
+            for kind, source in zip(conversation.kinds(), conversation.media, strict=True)
+        )
         ended = not follows or last in self.end_ids
-        found = self._encoded(text + begins, images, last if follows and ended else NO_END)
-        return replace(found, images=images, media=self.media(images) if images else {})
+        found = self._encoded(text + begins, media, last if follows and ended else NO_END)
+        return replace(found, shown=media, media=self.media(media) if media else {})
 
     def _as_taken(self, message: dict[str, Any]) -> dict[str, Any]:
         """The message with its texts joined to a string, where the template takes only a string."""
@@ -154,18 +157,18 @@ class TurnRenderer:
             return message
         return {**message, "content": "".join(part["text"] for part in content)}
 
-    def _encoded(self, text: str, images: Sequence[ProcessedImage], end: int | None) -> RenderedTurn:
+    def _encoded(self, text: str, media: Sequence[ProcessedMedium], end: int | None) -> RenderedTurn:
         """Text as a turn without its media."""
-        builder, config = self.builder, self.builder.config
+        builder = self.builder
         ids = builder.encode_text(text)
         if ids and ids[0] in self.end_ids and end in (None, ids[0]):
             ids = ids[1:]
-        placeholder = builder.family.image_placeholder(config)
-        if placeholder is not None and ids.count(placeholder) != len(images):
-            raise InvalidPrompt(f"the chat template wrote other than one placeholder for each of {len(images)} images")
-        inputs = [image.inputs for image in images]
-        expanded, types = builder.family.expand(ids, inputs, config, encode_text=builder.encode_text)
-        return RenderedTurn(expanded, types, self.positions(types, inputs), ids)
+        for kind, placeholder in builder.placeholders.items():
+            count = sum(medium.kind == kind for medium in media)
+            if placeholder is not None and ids.count(placeholder) != count:
+                raise InvalidPrompt(f"the chat template wrote other than one placeholder for each of {count} {kind}s")
+        expanded, types = builder.expand(ids, media)
+        return RenderedTurn(expanded, types, self.positions(types, [medium.inputs for medium in media]), ids)
 
     def positions(self, token_types: npt.NDArray[np.int8], media: Sequence[RowMedia]) -> Tensor:
         """Positions ``(4, T)`` or ``(T,)`` of tokens with these types and media, from 0."""

@@ -397,12 +397,13 @@ class PromptBuilder:
             "image": self._process_image,
             "video": self._process_video,
         }
-        return found if self.feature_extractor is None else found | {"audio": self._process_sound}
+        return found if self.feature_extractor is None else found | {"audio": self.process_sound}
 
     def _process_image(self, source: Any, root: Any) -> ProcessedMedium:
         return self.process_image(self._decoded(source, root))
 
-    def _process_sound(self, source: Any, root: Any) -> ProcessedSound:
+    def process_sound(self, source: Any, root: Any = None) -> ProcessedSound:
+        """Reads and processes a sound, see `load_sound`, of a model that hears."""
         sound = load_sound(source, root, self.feature_extractor.sampling_rate)
         return process_sound(sound, self.feature_extractor, self.family.media_layout)
 
@@ -469,7 +470,7 @@ class PromptBuilder:
             return process_video(source, self.image_processor, self.image_options, root)
         self.check_taken("audio")
         shown = {name: value for name, value in source.items() if name != "audio"}
-        video, sound = self._process_video(shown, root), self._process_sound(own, root)
+        video, sound = self._process_video(shown, root), self.process_sound(own, root)
         return replace(video, key=video.key + sound.key, inputs=video.inputs | sound.inputs)
 
     # Many rows

@@ -6,7 +6,9 @@ resampler is ``soxr`` at its quality HQ, librosa's default, so the samples are t
 which the processors of Qwen-Omni are shown; it is 0.25 MB and needs numpy only, where scipy's ``resample_poly`` needs scipy.
 """
 
+import io
 import re
+import wave
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Integral
@@ -75,6 +77,20 @@ def sound_samples(source: Any, root: Root = None, rate: int = RATE) -> int:
         return _resampled(len(given[0]), given[1], rate)
     with _opened(source, root) as file:
         return _resampled(file.frames, file.samplerate, rate)
+
+
+def wav_file(sound: Sound) -> bytes:
+    """A WAV of 16 bits of a sound ``(S,)`` at `RATE`.
+
+    >>> sound = load_sound(wav_file(np.array([0.5, -1.0], dtype=np.float32)))
+    >>> np.abs(sound - [0.5, -1.0]).max() < 1e-4
+    np.True_
+    """
+    buffer = io.BytesIO()
+    with wave.open(buffer, "wb") as file:
+        file.setparams((1, 2, RATE, 0, "NONE", ""))
+        file.writeframes(np.rint(sound * 32767).astype("<i2").tobytes())
+    return buffer.getvalue()
 
 
 def _resampled(samples: int, own_rate: int, rate: int) -> int:

@@ -366,7 +366,7 @@ def test_a_call_without_arguments_has_an_empty_object(renderer):
         (
             "openai-sdk.chat",
             {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
-            "messages[0].content[0].type",
+            "messages[0].content[0].input_audio",
         ),
         ("openai-sdk.chat", {"messages": [{"role": "critic"}]}, "messages[0].role"),
         ("openai-sdk.responses", {"previous_response_id": "resp_1"}, "previous_response_id"),

@@ -20,8 +20,8 @@ from recipes.watch.rollout_files import (
     load_rollouts,
     rollout_samples,
     save_rollouts,
-    wav_file,
 )
+from rollout.prompts.sounds import wav_file
 
 SOUND = (0.5 * np.sin(np.arange(8000) / 7)).astype(np.float32)
 
