@@ -274,9 +274,12 @@ def measure_answers(loader: PromptLoader) -> BatchSizes:
     for raw in islice(first_rows(loader), min(batch_size, CONVERSATIONS)):
         with suppress(*((DataProtoError,) if loader.on_bad_row == "skip" else ())):
             row = builder.prepare(raw)
-            paired = isinstance(row, AnsweredPrompt)
-            learnt.append(tuple(map(len, row.answers)) if paired else (int(row.loss_mask.sum()),))
-            prompts.append(len(row.input_ids) - (0 if paired else learnt[-1][0]))
+            if isinstance(row, AnsweredPrompt):
+                learnt.append(tuple(map(len, row.answers)))
+                prompts.append(len(row.input_ids))
+            else:
+                learnt.append((int(row.loss_mask.sum()),))
+                prompts.append(len(row.input_ids) - learnt[-1][0])
             grids.append(media_grids_of(builder, row))
     if not prompts:
         raise InvalidConfig(f"none of the first {min(batch_size, CONVERSATIONS)} rows can be used")

@@ -83,7 +83,9 @@ def rollout_samples(data: "DataProto", limit: int) -> list[RolloutSample]:
             actions=tuple(_cell(data, "actions", row, ())),
             source=str(source),
             parts={
-                name: None if each[row] is None else float(each[row]) for name, each in parts.items() if name != "acc"
+                name: None if (value := each[row]) is None else float(value)
+                for name, each in parts.items()
+                if name != "acc"
             },
         )
     return list(samples.values())
