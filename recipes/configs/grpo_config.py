@@ -68,7 +68,7 @@ class GRPORunConfig(PolicyGradientConfig):
         return most if self.agent is None else self.agents.tokens or self.agents.turns * most
 
 
-# What a model of under a million parameters learns from drawn problems within minutes on two cores.
+# What a model of under a million parameters learns from synthetic problems within minutes on two cores.
 TINY = GRPORunConfig(
     preset="tiny",
     data=DataConfig(batch_size=16, max_prompt_length=256, max_response_length=24, instruction=""),

@@ -95,7 +95,7 @@ class PPORunConfig(ActorCriticRunConfig):
     run: RunConfig = field(default_factory=lambda: RunConfig(output_dir=OUTPUT_DIR))
 
 
-# What a model of under a million parameters learns from drawn problems within minutes on two cores.
+# What a model of under a million parameters learns from synthetic problems within minutes on two cores.
 TINY = PPORunConfig(
     preset="tiny",
     data=DataConfig(batch_size=16, max_prompt_length=256, max_response_length=24, instruction=""),

@@ -1,4 +1,4 @@
-"""Drawn problems: problem i is a pure function of (level, seed, split, i), and the splits are disjoint."""
+"""Synthetic problems: problem i is a pure function of (level, seed, split, i), and the splits are disjoint."""
 
 import hashlib
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Drawn problems and conversations as rows of a data set, without a file."""
+"""Synthetic problems and conversations as rows of a data set, without a file."""
 
 from random import Random
 from typing import Any

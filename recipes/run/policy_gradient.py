@@ -164,7 +164,7 @@ def check_trains(data: DataConfig) -> None:
     """Raises `InvalidConfig` for held-out sets of one's own without rows to train on, which only `evaluate` takes."""
     if data.eval_data_path and not data.data_path:
         raise InvalidConfig(
-            "--eval-data-path without --data-path: drawn problems have their own held-out rows; recipes.run.evaluate answers "
+            "--eval-data-path without --data-path: synthetic problems have their own held-out rows; recipes.run.evaluate answers "
             "sets without training"
         )
 

@@ -279,7 +279,7 @@ def test_overlong_rows_are_dropped_without_decoding(monkeypatch):
 
 
 def test_a_large_epoch_takes_eight_bytes_a_row():
-    """A list of its places takes 40: 32 MiB more for the 2 ** 20 rows of drawn problems."""
+    """A list of its places takes 40: 32 MiB more for the 2 ** 20 rows of synthetic problems."""
     tracemalloc.start()
     try:
         assert len(list(islice(occurrences(2**20, seed=0), 5))) == 5

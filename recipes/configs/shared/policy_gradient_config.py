@@ -126,7 +126,7 @@ class PolicyGradientConfig(RecipeConfig):
         if self.run.keep_best == "loss":
             raise InvalidConfig("keep_best=loss: held-out responses have no loss; give keep-best: accuracy")
         if self.run.epochs is not None and not self.data.data_path:
-            raise InvalidConfig("epochs without data_path: drawn problems do not repeat; give --steps")
+            raise InvalidConfig("epochs without data_path: synthetic problems do not repeat; give --steps")
         if self.data.curriculum:
             self._check_curriculum()
         longest = self.data.max_response_length

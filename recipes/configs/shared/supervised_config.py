@@ -63,7 +63,7 @@ class SupervisedConfig(RecipeConfig):
 
 
 def tiny_schedule(output_dir: Path) -> dict[str, Any]:
-    """Optimizer and run for a model of under a million parameters, which learns drawn rows within minutes on two cores."""
+    """Optimizer and run for a model of under a million parameters, which learns synthetic rows within minutes on two cores."""
     return {
         "optimizer": OptimizerConfig(lr=1e-3, schedule="cosine", warmup_steps=20),
         "run": RunConfig(steps=600, eval_every=100, save_every=200, output_dir=output_dir),
