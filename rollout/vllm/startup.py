@@ -38,6 +38,7 @@ DRAFTER = "rollout.vllm.sampler.SiblingDrafter"
 """vLLM's name for what drafts tokens."""
 
 QUANTIZATIONS = {"fp8": "fp8_per_channel"}
+TOWERS = "re:.*(visual|vision|audio|connector|projector|modality_projection).*"  # prefixes of vLLM's layers outside the language model
 """Quantisations of weights that are loaded in higher precision, and vLLM's names of them."""
 
 PREFIX_MATCH_UNIT = 16
@@ -126,7 +127,8 @@ def speculative_options(tokens: int, second_runner: bool, head: bool) -> dict[st
 def quantization_options(kind: str | None) -> dict[str, Any]:
     """The option by which vLLM quantises the weights that it loads: fp8 with a scale for each output channel.
 
-    Its kernels for plain ``fp8`` changed between versions: since 0.30 that name reads quantised checkpoints only.
+    Its kernels for plain ``fp8`` changed between versions: since 0.30 that name reads quantised checkpoints only. Towers stay as
+    they are: they read a medium once, and vLLM's kernel cannot start where a width is no multiple of 16 (Qwen2.5-VL's tower: 3420).
 
     Raises:
         InvalidConfig: ``kind`` is no quantisation that this engine has.
@@ -135,7 +137,7 @@ def quantization_options(kind: str | None) -> dict[str, Any]:
         return {}
     if kind not in QUANTIZATIONS:
         raise InvalidConfig(f"quantization={kind!r}: choose one of {sorted(QUANTIZATIONS)}")
-    return {"quantization": QUANTIZATIONS[kind]}
+    return {"quantization": QUANTIZATIONS[kind], "quantization_config": {"ignore": [TOWERS]}}
 
 
 def worker_options(lora_rank: int, sleep_level: int, options: Mapping[str, Any]) -> dict[str, Any]:

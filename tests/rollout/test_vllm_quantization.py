@@ -54,8 +54,13 @@ def test_log_probs_are_near_those_of_the_policy_and_not_equal(setup):
     mask = data["response_mask"].bool()
     difference = (actor - data["rollout_log_probs"])[mask].abs().mean()
     assert 1e-3 < difference < 0.1
-    kinds = setup.vllm.llm.collective_rpc(lambda worker: [each.dtype for each in worker.get_model().parameters()])[0]
-    assert torch.float8_e4m3fn in kinds
+
+
+def test_the_tower_keeps_its_precision(setup):
+    named = setup.vllm.llm.collective_rpc(lambda w: [(n, each.dtype) for n, each in w.get_model().named_parameters()])[0]
+    in_8_bits = {name for name, dtype in named if dtype == torch.float8_e4m3fn}
+    assert any(name.endswith("qkv_proj.weight") for name in in_8_bits)
+    assert not any(name.startswith("visual") for name in in_8_bits)
 
 
 def test_an_unknown_quantisation_is_refused(tmp_path):
