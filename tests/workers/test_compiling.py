@@ -18,6 +18,7 @@ from workers.model.packed_model import PackedVLM
 from workers.parallel import compiling, parallelize
 from workers.ranks.mesh import Ranks
 from workers.training.forward_pass import forward_rows
+from workers.training.loading import freeze
 
 CPU = torch.device("cpu")
 
@@ -167,16 +168,22 @@ def test_a_part_that_is_not_compiled_is_told_once_with_its_reason(traced, caplog
     counters.clear()
 
 
-@pytest.mark.long
-def test_recurrent_layers_share_their_compiled_code():
+@pytest.mark.parametrize("options", [{}, {"lora_rank": 2}], ids=["all weights", "adapters"])
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_5", "qwen3_vl_moe"])
+@pytest.mark.parametrize("backend", ["eager"])
+def test_layers_share_their_compiled_code(traced, model_type, options):
     graphs = []
     for layers in (3, 5):
-        config = tiny_config("qwen3_5")
+        config = tiny_config(model_type)
         text = config.get_text_config()
-        text.num_hidden_layers, text.layer_types = layers + 1, ["linear_attention"] * layers + ["full_attention"]
-        model = type(tiny_model("qwen3_5"))(config)
-        module = PackedVLM(model, family_of(config), temperature=1.0)
-        parallelize(module, Ranks(), ModelConfig(activation_checkpointing="full", compile=True))
+        text.num_hidden_layers = layers + 1
+        if kinds := getattr(text, "layer_types", None):
+            text.layer_types = [kinds[0]] * layers + [kinds[-1]]
+        settings = ModelConfig(activation_checkpointing="selective", compile=True, **options)
+        model, family = type(tiny_model(model_type))(config), family_of(config)
+        freeze(model, family, settings, trains=True)
+        module = PackedVLM(model, family, temperature=1.0)
+        parallelize(module, Ranks(), settings)
         torch._dynamo.reset()
         counters.clear()
         run(module, batch(model, [[(4, 6)], [(6, 6)]], [5, 6]))

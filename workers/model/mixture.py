@@ -12,7 +12,7 @@ the engine has recorded. The weight of an expert comes from the model's own rout
 Letters: N (or S) tokens, k choices of each, E experts, M layers with experts, H hidden size, F width of an expert.
 """
 
-from functools import partial
+from types import MethodType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from torch.nn.functional import grouped_mm
 
 from dataproto.vlm import VLMFamily
-from workers.model.patches import replace_forward
+from workers.model.patches import replace_forward, set_on_module
 from workers.model.precision import in_autocast_dtype
 
 
 def compute_grouped(experts: nn.Module) -> None:
     """Makes a module of fused experts, also of adapted ones, compute by `grouped_experts`, with the weights that it is given."""
     fused = fused_module(experts)
-    replace_forward(fused, GroupedExperts(fused))
+    replace_forward(fused, MethodType(grouped_forward, fused))
 
 
 def fused_module(experts: Any) -> Any:
@@ -38,17 +38,12 @@ def fused_module(experts: Any) -> Any:
     return experts
 
 
-class GroupedExperts:
-    """The forward of a module with ``gate_up_proj (E, 2 F, H)``, ``down_proj (E, H, F)`` and ``act_fn``."""
-
-    def __init__(self, experts: Any) -> None:
-        self.experts = experts
-
-    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        experts = self.experts
-        return grouped_experts(
-            hidden_states, top_k_index, top_k_weights, experts.gate_up_proj, experts.down_proj, experts.act_fn
-        )
+def grouped_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The forward of a module with ``gate_up_proj (E, 2 F, H)``, ``down_proj (E, H, F)`` and ``act_fn``. As a method of each
+    module, and not an object of its own, all layers share one compiled code.
+    """
+    weights = experts.gate_up_proj, experts.down_proj
+    return grouped_experts(hidden_states, top_k_index, top_k_weights, *weights, experts.act_fn)
 
 
 def grouped_experts(
@@ -153,38 +148,38 @@ def use_packed_experts(model: Any, family: VLMFamily) -> tuple[int, int]:
     names = family.expert_layers(model)
     if not names:
         return 0, 0
-    routers: dict[str, tuple[PackedRouter, int]] = {}  # by layer
+    routers: dict[str, tuple[nn.Module, int]] = {}  # by layer
     for number, (name, gate) in enumerate(zip(names, family.routers(model), strict=True)):
         compute_grouped(model.get_submodule(name))
-        router = PackedRouter(gate, family)
-        replace_forward(gate, router)
+        set_on_module(gate, "family", family)
+        use_routes(gate, None, None)
+        replace_forward(gate, MethodType(packed_router, gate))
         layer, _, _ = name.removeprefix(f"{family.decoder_layers}.").partition(".")
-        routers[layer] = router, number
+        routers[layer] = gate, number
     for name, layer in model.get_submodule(family.decoder_layers).named_children():
         replace_forward(layer, RoutedLayer(layer.forward, *routers.get(name, (None, 0))))
     return len(names), family.experts_per_token(model.config.get_text_config())
 
 
-class PackedRouter:
-    """The forward of a router that may replay recorded choices, and that sends padding nowhere."""
+def packed_router(router: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The forward of a router that may replay recorded choices, and that sends padding nowhere. As a method of each router, and
+    not an object of its own, all layers share one compiled code.
 
-    def __init__(self, router: Any, family: VLMFamily) -> None:
-        self.forward, self.weights = router.forward, partial(family.expert_weights, router)
-        self.use(None, None)
+    Returns logits ``(S, E)``, and the weights and numbers of the chosen experts ``(S, k)``, E for tokens that are not routed.
+    """
+    logits, weights, chosen = type(router).forward(router, hidden_states)
+    if router.recorded is not None:
+        chosen = router.recorded.long()
+        weights = router.family.expert_weights(router, logits, chosen)
+    if router.routed is not None:
+        chosen = chosen.masked_fill(~router.routed[:, None], logits.shape[-1])
+    return logits, weights, chosen
 
-    def use(self, recorded: Tensor | None, routed: Tensor | None) -> None:
-        """Takes recorded choices ``(S, k)``, and which tokens ``(S,)`` bool are no padding, for the next calls."""
-        self.recorded, self.routed = recorded, routed
 
-    def __call__(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits ``(S, E)``, and the weights and numbers of the chosen experts ``(S, k)``, E for tokens that are not routed."""
-        logits, weights, chosen = self.forward(hidden_states)
-        if self.recorded is not None:
-            chosen = self.recorded.long()
-            weights = self.weights(logits, chosen)
-        if self.routed is not None:
-            chosen = chosen.masked_fill(~self.routed[:, None], logits.shape[-1])
-        return logits, weights, chosen
+def use_routes(router: nn.Module, recorded: Tensor | None, routed: Tensor | None) -> None:
+    """Takes recorded choices ``(S, k)``, and which tokens ``(S,)`` bool are no padding, for the next calls."""
+    set_on_module(router, "recorded", recorded)
+    set_on_module(router, "routed", routed)
 
 
 class RoutedLayer:
@@ -193,7 +188,7 @@ class RoutedLayer:
     The arguments come with each call, since the backward pass may compute a layer again after others have run.
     """
 
-    def __init__(self, forward: Any, router: PackedRouter | None, number: int) -> None:
+    def __init__(self, forward: Any, router: nn.Module | None, number: int) -> None:
         """``number``: of the layer among those with experts; a dense layer has no ``router``."""
         self.forward, self.router, self.number = forward, router, number
 
@@ -209,8 +204,8 @@ class RoutedLayer:
         router = self.router
         if router is None:
             return self.forward(*args, **kwargs)
-        router.use(None if routed_experts is None else routed_experts[:, self.number], routed)
+        use_routes(router, None if routed_experts is None else routed_experts[:, self.number], routed)
         try:
             return self.forward(*args, **kwargs)
         finally:
-            router.use(None, None)
+            use_routes(router, None, None)
