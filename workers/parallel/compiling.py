@@ -105,6 +105,8 @@ class Compiled:
         self.forward = torch.compile(forward, options=compile_options())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch._dynamo.config.recompile_limit < VARIANTS:  # vLLM sets it to 16 where it imports its flex attention
+            prepare_compilation(VARIANTS, LENGTHS)
         for value in (*args, *kwargs.values()):
             for each in value if isinstance(value, tuple) else (value,):
                 if isinstance(each, Tensor):
