@@ -38,8 +38,10 @@ DRAFTER = "rollout.vllm.sampler.SiblingDrafter"
 """vLLM's name for what drafts tokens."""
 
 QUANTIZATIONS = {"fp8": "fp8_per_channel"}
-TOWERS = "re:.*(visual|vision|audio|connector|projector|modality_projection).*"  # prefixes of vLLM's layers outside the language model
 """Quantisations of weights that are loaded in higher precision, and vLLM's names of them."""
+
+TOWERS = "re:.*(visual|vision|audio|connector|projector|modality_projection).*"
+"""vLLM's layers outside of the language model, by their names."""
 
 PREFIX_MATCH_UNIT = 16
 """Tokens; vLLM's block sizes are multiples of it."""
@@ -128,7 +130,7 @@ def quantization_options(kind: str | None) -> dict[str, Any]:
     """The option by which vLLM quantises the weights that it loads: fp8 with a scale for each output channel.
 
     Its kernels for plain ``fp8`` changed between versions: since 0.30 that name reads quantised checkpoints only. Towers stay as
-    they are: they read a medium once, and vLLM's kernel cannot start where a width is no multiple of 16 (Qwen2.5-VL's tower: 3420).
+    they are: they read a medium once, and vLLM's kernel cannot start where a width is no multiple of 16 (3,420 in Qwen2.5-VL's).
 
     Raises:
         InvalidConfig: ``kind`` is no quantisation that this engine has.

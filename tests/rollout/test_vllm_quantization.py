@@ -57,7 +57,9 @@ def test_log_probs_are_near_those_of_the_policy_and_not_equal(setup):
 
 
 def test_the_tower_keeps_its_precision(setup):
-    named = setup.vllm.llm.collective_rpc(lambda w: [(n, each.dtype) for n, each in w.get_model().named_parameters()])[0]
+    named = setup.vllm.llm.collective_rpc(lambda w: [(n, each.dtype) for n, each in w.get_model().named_parameters()])[
+        0
+    ]
     in_8_bits = {name for name, dtype in named if dtype == torch.float8_e4m3fn}
     assert any(name.endswith("qkv_proj.weight") for name in in_8_bits)
     assert not any(name.startswith("visual") for name in in_8_bits)

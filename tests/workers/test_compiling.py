@@ -173,7 +173,10 @@ def test_a_part_that_is_not_compiled_is_told_once_with_its_reason(traced, caplog
     ("model_type", "rank"),
     [
         ("qwen2_5_vl", 2),
-        *(pytest.param(*each, marks=pytest.mark.long) for each in (("qwen3_5", 0), ("qwen3_vl_moe", 0), ("qwen3_vl_moe", 2))),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in (("qwen3_5", 0), ("qwen3_vl_moe", 0), ("qwen3_vl_moe", 2))
+        ),
     ],
 )
 def test_layers_share_their_compiled_code(traced, model_type, rank):

@@ -13,7 +13,7 @@ from dataproto.vlm import family_of
 from helpers.examples import at_most
 from helpers.routes import expert_shares, router_matrix
 from helpers.tiny_models import MOE_TYPES, tiny_model
-from workers.model.mixture import PackedRouter, grouped_experts, use_packed_experts
+from workers.model.mixture import grouped_experts, pack_router, use_packed_experts, use_routes
 
 
 def one_by_one(hidden, chosen, weights, gate_up, down):
@@ -66,10 +66,10 @@ def test_recorded_choices_get_the_weights_of_the_own_router(model_type):
     hidden = torch.randn(5, router_matrix(gate).shape[1], generator=torch.Generator().manual_seed(1))
     logits, weights, chosen = gate(hidden)
     assert torch.equal(family.expert_weights(gate, logits, chosen), weights)  # to the last bit
-    router = PackedRouter(gate, family)
+    pack_router(gate, family)
     other = (chosen.flip(-1) + 1).remainder(4).to(torch.uint8)
-    router.use(other, None)
-    _, replayed, used = router(hidden)
+    use_routes(gate, other, None)
+    _, replayed, used = gate(hidden)
     assert used.tolist() == other.tolist()
     for token, experts in enumerate(other.tolist()):
         expected = torch.stack(expert_shares(gate, logits[token], experts)).float()
@@ -82,9 +82,9 @@ def test_recorded_choices_get_the_weights_of_the_own_router(model_type):
 def test_padding_is_sent_nowhere(model_type):
     family = family_of(model_type)
     gate = family.routers(tiny_model(model_type))[0]
-    router = PackedRouter(gate, family)
-    router.use(None, torch.tensor([True, False]))
-    _, _, chosen = router(torch.randn(2, router_matrix(gate).shape[1], generator=torch.Generator().manual_seed(1)))
+    pack_router(gate, family)
+    use_routes(gate, None, torch.tensor([True, False]))
+    _, _, chosen = gate(torch.randn(2, router_matrix(gate).shape[1], generator=torch.Generator().manual_seed(1)))
     experts = len(router_matrix(gate))
     assert chosen[0].max() < experts
     assert chosen[1].tolist() == [experts, experts]
@@ -101,7 +101,7 @@ def test_a_sparse_layer_never_waits_for_the_device(model_type):
         model.to(torch.bfloat16)
         states = torch.empty(9, 64, dtype=torch.bfloat16, requires_grad=True)
         for recorded in (None, torch.empty(9, choices, dtype=torch.uint8)):
-            router.forward.use(recorded, torch.empty(9, dtype=torch.bool))
+            use_routes(router, recorded, torch.empty(9, dtype=torch.bool))
             _, weights, chosen = router(states)
             made = experts(states, chosen, weights.to(states.dtype))
             made.sum().backward()

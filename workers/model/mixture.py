@@ -151,14 +151,19 @@ def use_packed_experts(model: Any, family: VLMFamily) -> tuple[int, int]:
     routers: dict[str, tuple[nn.Module, int]] = {}  # by layer
     for number, (name, gate) in enumerate(zip(names, family.routers(model), strict=True)):
         compute_grouped(model.get_submodule(name))
-        set_on_module(gate, "family", family)
-        use_routes(gate, None, None)
-        replace_forward(gate, MethodType(packed_router, gate))
+        pack_router(gate, family)
         layer, _, _ = name.removeprefix(f"{family.decoder_layers}.").partition(".")
         routers[layer] = gate, number
     for name, layer in model.get_submodule(family.decoder_layers).named_children():
         replace_forward(layer, RoutedLayer(layer.forward, *routers.get(name, (None, 0))))
     return len(names), family.experts_per_token(model.config.get_text_config())
+
+
+def pack_router(router: nn.Module, family: VLMFamily) -> None:
+    """Makes a router compute by `packed_router`."""
+    set_on_module(router, "family", family)
+    use_routes(router, None, None)
+    replace_forward(router, MethodType(packed_router, router))
 
 
 def packed_router(router: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
