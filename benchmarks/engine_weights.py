@@ -151,7 +151,7 @@ def by_parameter(model: Any, weights: Weights) -> Iterator[tuple[str, list[Tenso
     """Names of parameters of vLLM's model, each with the weights that are fused in it, in order."""
     places = {
         source: (target, number, len(sources))
-        for target, sources in JOINED_LAYERS.items()
+        for target, sources in (JOINED_LAYERS | {"qkv": ("q", "k", "v")}).items()
         for number, source in enumerate(sources)
     }
     waiting: dict[str, dict[int, Tensor]] = defaultdict(dict)

@@ -170,7 +170,7 @@ NEWER_TRANSFORMERS = {
         5,
         24,
     ),  # Hugging Face's tower, with which it compares, has other positions before
-    "omni": (5, 21),  # parts of the thinkers have other names before
+    "omni": (5, 19),
     "each_row_alone[qwen2_5_vl]": (
         5,
         18,
@@ -194,6 +194,7 @@ LONG_FAMILIES = {
     "gemma3": ("tests/vlm/", "test_packed_equals_padded", "test_hf_requests", "test_second_device"),
     "gemma4": ("test_conformance", "test_second_device"),
     "muse_glimmer": ("tests/vlm/", "test_packed_equals_padded", "test_second_device"),
+    "_omni_": ("tests/vlm/", "test_packed_equals_padded", "test_sound_prompts", "test_play", "test_vllm_families"),
 }
 """Families that share their code with others: outside of these files their tests are long."""
 

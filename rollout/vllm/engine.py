@@ -135,8 +135,9 @@ class VLLMEngine:
         config = self.llm.model_config
         self.dtype: torch.dtype = config.dtype
         self.family = family_of(config.hf_config)
-        self.banned_ids = tuple(self.family.banned_ids(config.hf_config))
-        self.end_ids = end_ids(generation_config(model_path, config.hf_config), config.hf_config)
+        used = self.family.used_config(config.hf_config)
+        self.banned_ids = tuple(self.family.banned_ids(used))
+        self.end_ids = end_ids(generation_config(model_path, used), used)
         self.memory = EngineMemory(self.llm, self.device, sleep_level)
         self.memory.has_weights = not awaits_weights
         self._awaits_weights = awaits_weights
@@ -432,7 +433,8 @@ class VLLMEngine:
         self, weights: Iterable[tuple[str, Tensor]], of_head: list[tuple[str, Tensor]] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         """The weights by the names of vLLM's checkpoints, without those of the head, which ``of_head`` gets."""
-        return self.family.rollout_weights(self._set_apart(weights, of_head), self.llm.model_config.hf_config)
+        config = self.family.used_config(self.llm.model_config.hf_config)
+        return self.family.rollout_weights(self._set_apart(weights, of_head), config)
 
     def _set_apart(
         self, weights: Iterable[tuple[str, Tensor]], of_head: list[tuple[str, Tensor]] | None

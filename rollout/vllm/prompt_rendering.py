@@ -1,8 +1,8 @@
 """Requests to vLLM's form of prompts, checked before anything is generated.
 
-Of prompts with videos, or of a family whose images vLLM takes processed (`VLMFamily.rollout_modality`), vLLM gets tokens, pixels
-and positions from the training side. So it samples no frames, resizes nothing and expands no placeholders, and both sides see the
-same frames at the same times.
+Of prompts with videos or sounds, or of a family whose images vLLM takes processed (`VLMFamily.rollout_modality`), vLLM gets
+tokens, pixels and positions from the training side. So it samples no frames, resizes nothing and expands no placeholders, and
+both sides see the same frames at the same times.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -18,13 +18,11 @@ from torch import Tensor
 from dataproto.errors import InvalidPrompt, MediaMismatch
 from dataproto.vlm import family_of
 from dataproto.vlm.family import VLMFamily
-from dataproto.vlm.positions import IMAGE, VIDEO
+from dataproto.vlm.positions import TOKEN_TYPES
 from rollout.continuation import Media, shown_media
 from rollout.engine import Request, SamplingParams
 from rollout.vllm.running_engine import error_line, model_of
 from rollout.vllm.whole_images import longest_run
-
-KINDS = {"image": IMAGE, "video": VIDEO}
 
 
 class Span(NamedTuple):
@@ -46,14 +44,14 @@ def prepared_prompt(llm: Any, family: VLMFamily, request: Request) -> Any:
     from vllm.inputs.engine import mm_input
     from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
-    config, processor = llm.model_config.hf_config, llm.renderer.get_mm_processor()
+    config, processor = family.used_config(llm.model_config.hf_config), llm.renderer.get_mm_processor()
     media = joined(shown_media(request.multi_modal_inputs))
     spans = sorted(media_spans_of(family, request.token_types, media, config), key=lambda span: span.start)
     room = llm.llm_engine.input_processor.mm_encoder_cache_size
     check_taken(family, spans, processor.info.supported_mm_limits, room)
     dtype = llm.model_config.dtype
     inputs = {
-        name: value.to(dtype) if name.startswith("pixel_values") else value
+        name: value.to(dtype) if value.is_floating_point() and name != "second_per_grid_ts" else value
         for name, value in family.rollout_media(media, config).items()
     }
     items = MultiModalKwargsItems.from_hf_inputs(inputs, processor._get_mm_fields_config(inputs, {}))
@@ -99,8 +97,8 @@ def joined(parts: Sequence[Media]) -> dict[str, Tensor]:
 
 
 def media_spans_of(family: VLMFamily, types: Tensor, media: Media, config: Any) -> Iterator[Span]:
-    """The span of each image, then of each video, in a prompt with ``types (P,)``. Raises `MediaMismatch`."""
-    for kind, code in KINDS.items():
+    """The span of each image, then of each video and sound, in a prompt with ``types (P,)``. Raises `MediaMismatch`."""
+    for kind, code in TOKEN_TYPES.items():
         counts = family.media_layout.feature_counts(kind, media, config).tolist() if media else []
         places = (types == code).nonzero().squeeze(-1)
         if len(places) != sum(counts):
@@ -127,7 +125,7 @@ def item_key(item: Mapping[str, Any]) -> str:
 
 
 def use_training_positions(worker: Any) -> None:
-    """Gives prompts with videos the positions of the training side.
+    """Gives prompts with videos or sounds the positions of the training side.
 
     vLLM multiplies a video's seconds in double precision, Hugging Face in single precision, and both round down: at some frame
     rates a time step would be one position earlier.
@@ -138,10 +136,11 @@ def use_training_positions(worker: Any) -> None:
         return
 
     def positions(input_tokens: list[int], mm_features: Sequence[Any]) -> tuple[Tensor, int]:
-        if all(feature.modality != "video" for feature in mm_features):
+        if all(feature.modality == "image" for feature in mm_features):
             found: tuple[Tensor, int] = own(input_tokens, mm_features)
             return found
-        return training_positions(family_of(config), len(input_tokens), mm_features, config)
+        family = family_of(config)
+        return training_positions(family, len(input_tokens), mm_features, family.used_config(config))
 
     model.get_mrope_input_positions = positions  # type: ignore[assignment]
 
@@ -155,7 +154,7 @@ def training_positions(family: VLMFamily, length: int, mm_features: Sequence[Any
     for feature in sorted(mm_features, key=lambda each: each.mm_position.offset):
         place, kind = feature.mm_position, feature.modality
         span = types[0, place.offset : place.offset + place.length]
-        span[slice(None) if place.is_embed is None else place.is_embed] = KINDS[kind]
+        span[slice(None) if place.is_embed is None else place.is_embed] = TOKEN_TYPES[kind]
         for name in (f"{kind}_grid_thw", "second_per_grid_ts"):
             if name in feature.data:
                 grids.setdefault(name, []).append(torch.as_tensor(feature.data[name].data))
@@ -215,7 +214,7 @@ class PromptRenderer:
                 f"an image of {found} tokens, of more than {self.longest_image}: vLLM computes causal attention within it, and "
                 "the actor does not: use the hf engine, or smaller images if the model takes several sizes (max_pixels)"
             )
-        if request.multi_modal_inputs and not images and not media.get("video"):
+        if request.multi_modal_inputs and not any(media.values()):
             raise InvalidPrompt("it has pixels but no images: the vLLM engine needs the column multi_modal_data")
 
     def render_one(self, request: Request, sampling: SamplingParams) -> Any:
@@ -224,7 +223,7 @@ class PromptRenderer:
         if self.last and self.last[0][0].prompt_key == request.prompt_key:
             return self.last[0][1]
         media = request.multi_modal_data
-        if media.get("video") or (media.get("image") and self.family.rollout_modality):
+        if media.get("video") or media.get("audio") or (media.get("image") and self.family.rollout_modality):
             rendered = prepared_prompt(self.llm, self.family, request)
         else:
             rendered = self._expanded(request, list(media.get("image", ())))

@@ -69,7 +69,8 @@ class PolicySampler(Sampler):
     def __init__(self, runner: Any) -> None:
         super().__init__()
         config = runner.model_config.hf_config
-        self.banned_ids = family_of(config).banned_ids(config)  # masked in the policy
+        family = family_of(config)
+        self.banned_ids = family.banned_ids(family.used_config(config))  # masked in the policy
         self.undrawn_ids: tuple[int, ...] = ()  # never drawn, although the policy gives them probability
         self.runner = runner
         self.expert_slots: ExpertSlots | None = None

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+import transformers
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -33,6 +34,19 @@ ROWS = [
 ]
 
 
+FILM = np.random.default_rng(5).integers(0, 255, (4, 16, 16, 3), dtype=np.uint8), {"fps": 2.0}
+NOISE = np.random.default_rng(6).uniform(-0.5, 0.5, (2, 33_000)).astype(np.float32)
+HEARD = [
+    {
+        "prompt": "<audio>what <audio> is <image>",
+        "audios": [NOISE[0], NOISE[1][:17_000]],
+        "images": [picture(24, 40, 0)],
+    },
+    {"prompt": "<video>who speaks", "videos": [{"video": FILM, "audio": NOISE[1]}]},
+]
+"""For models that hear: sounds next to a picture, and a film with its sound."""
+
+
 def write_published(model_type, path):
     """Writes a checkpoint with other weights, under the parameter names of published checkpoints."""
     return publish(model_type, write_checkpoint(model_type, path, seed=1))
@@ -46,6 +60,13 @@ def publish(model_type, checkpoint):
     save_file(
         {name: weight.contiguous() for name, weight in named}, Path(checkpoint) / "model.safetensors", {"format": "pt"}
     )
+    if (part := family_of(model_type).part) != "":  # published as a part of a larger model
+        whole = {"qwen2_5_omni_thinker": "Qwen2_5Omni", "qwen3_omni_moe_thinker": "Qwen3OmniMoe"}[model_type]
+        config = getattr(transformers, f"{whole}Config")(enable_audio_output=False)
+        config.update(
+            {"dtype": "float32", f"{part}_config": model.config, "architectures": [f"{whole}ForConditionalGeneration"]}
+        )
+        config.save_pretrained(checkpoint)
     return checkpoint
 
 
@@ -69,6 +90,7 @@ def start(model_type, path, engine="vllm", **options):
     vllm.load_weights(actor.named_weights())
     hf = HFEngine(checkpoint, device=torch.device("cpu"))
     rows = ROWS if builder.family.vision_parts else [_without_images(row) for row in ROWS]
+    rows = [*rows, *HEARD] if "audio" in builder.family.media_layout.kinds else rows
     return SimpleNamespace(builder=builder, actor=actor, vllm=vllm, hf=hf, rows=rows, prompts=builder(rows))
 
 

@@ -74,6 +74,11 @@ NAMED_TOKENS = {  # attributes of published tokenizers, which the processors of 
         },
     },
 }
+_OMNI_NAMES = ("vision_bos", "vision_eos", "image", "video", "audio_bos", "audio_eos", "audio")
+NAMED_TOKENS |= {
+    special[-1]: {f"{name}_token": token for name, token in zip(_OMNI_NAMES, special[3:], strict=True)}
+    for special in (OMNI_SPECIAL, OMNI3_SPECIAL)
+}
 TEMPLATE = """\
 {%- for message in messages -%}
 <|im_start|>{{ message['role'] }}

@@ -8,11 +8,11 @@ from dataproto.errors import InvalidConfig
 from helpers.engines import GREEDY, SAMPLED
 from helpers.lora_rollouts import bytes_of, largest_difference, lora_actor, rollout_for, take
 from helpers.shown_models import VLLM_TYPES
-from helpers.tiny_models import MOE_TYPES
+from helpers.tiny_models import MOE_TYPES, OMNI_TYPES
 
 pytestmark = pytest.mark.vllm
 
-OTHERS = sorted({*VLLM_TYPES} - {"qwen2_5_vl", *MOE_TYPES})
+OTHERS = sorted({*VLLM_TYPES} - {"qwen2_5_vl", *MOE_TYPES, *OMNI_TYPES})
 FAMILIES = ["qwen2_5_vl", *(pytest.param(each, marks=pytest.mark.long) for each in OTHERS)]
 
 

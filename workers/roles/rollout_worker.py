@@ -97,6 +97,8 @@ def why_merged(config: RolloutConfig, actor: ModelConfig, family: VLMFamily) -> 
         return "the vision tower has some (lora_vision)"
     if family.experts is not None:
         return "experts have some"
+    if family.part:
+        return f"the model is the {family.part} of a larger one"
     return None
 
 

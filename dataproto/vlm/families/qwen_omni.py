@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -91,12 +91,39 @@ def are_sounds(grids: Tensor) -> Tensor:
     return grids[:, 1] == 1
 
 
+FamilyClass = TypeVar("FamilyClass", bound=type[VLMFamily])
+NEWEST_FLAT = (5, 20)
+"""Up to this release of transformers towers and decoder are no parts of ``model``."""
+
+
+def release() -> tuple[int, ...]:
+    """That of transformers, such as ``(5, 24)``."""
+    return tuple(map(int, version("transformers").split(".")[:2]))
+
+
+def with_own_paths(family: FamilyClass) -> FamilyClass:
+    """The family with the module paths of the transformers that is installed."""
+
+    def flat(path: Any) -> Any:
+        if isinstance(path, tuple):
+            return tuple(map(flat, path))
+        nested = isinstance(path, str) and path.startswith("model.")
+        return path.replace("model.", "", 1).replace("language_model", "model", 1) if nested else path
+
+    for name in _PATHS if release() <= NEWEST_FLAT else ():
+        setattr(family, name, flat(getattr(family, name)))
+    return family
+
+
+_PATHS = (
+    *("vision_tower", "vision_blocks", "mergers", "audio_tower", "audio_blocks", "language_model", "embedding"),
+    *("decoder_layers", "final_norm", "tensor_plan", "experts"),
+)
+
+
 class Thinker(VLMFamily):
     """What the thinkers share. Both towers are frozen and trained together."""
 
-    not_in_vllm = (
-        "releases up to 0.33 need a transformers before 5.21, and the thinkers are computed here with 5.21 or newer"
-    )
     part = "thinker"
     unused_weights = ("talker.*", "token2wav.*", "code2wav.*")
     unused_files = ("spk_dict.pt",)
@@ -105,8 +132,8 @@ class Thinker(VLMFamily):
     audio_blocks = "model.audio_tower.layers"
     checkpoint_names: tuple[tuple[str, str], ...] = (
         (r"^model\.language_model\.", "thinker.model."),
-        (r"^model\.", "thinker."),
-        (r"^lm_head\.", "thinker.lm_head."),
+        (r"^model\.(visual|audio_tower)\.", r"thinker.\1."),
+        (r"^(?!thinker\.)", "thinker."),
     )
     shared_ends: bool = False
     """Around a video with its sound, the two tokens before them have one position, and so have the two after them."""
@@ -169,10 +196,11 @@ class Thinker(VLMFamily):
         return [config.audio_start_token_id, *run, config.audio_end_token_id]
 
     def check_supported(self, config: Any) -> None:
-        """Raises `InvalidConfig` before transformers 5.21, whose models have other parts."""
-        if tuple(map(int, (found := version("transformers")).split(".")[:2])) < (5, 21):
+        """Raises `InvalidConfig` before transformers 5.19."""
+        if release() < (5, 19):
+            found = version("transformers")
             raise InvalidConfig(
-                f"models of type {self.model_type} need transformers 5.21 or newer, and {found} is installed"
+                f"models of type {self.model_type} need transformers 5.19 or newer, and {found} is installed"
             )
 
     def media_tokens(self, config: Any) -> MediaTokens:
@@ -211,6 +239,15 @@ class Thinker(VLMFamily):
         if not shown:
             return torch.cat([heard, seen])[: len(heard)]
         return torch.cat([seen, heard])[: len(seen) + (len(heard) if names[0] in media else 0)]
+
+    def rollout_media(self, media: Mapping[str, Tensor], config: Any) -> Mapping[str, Tensor]:
+        """Mel frames next to each other, and which of them each sound has, padded to the longest."""
+        made = dict(media)
+        if (frames := made.pop("input_features", None)) is not None:
+            lengths = made["audio_feature_lengths"]
+            mask = torch.arange(int(lengths.max())) < lengths[:, None]
+            made |= {"input_audio_features": frames.T, "feature_attention_mask": mask.long()}
+        return made
 
     # Positions
 
@@ -290,6 +327,7 @@ def grid_places(grid: Sequence[int], seconds: float, rate: float) -> Tensor:
     return torch.cartesian_prod(steps, torch.arange(height), torch.arange(width)).T
 
 
+@with_own_paths
 class Qwen25OmniThinker(Thinker, Qwen25VL):
     """Qwen2.5-Omni's thinker."""
 
@@ -341,11 +379,15 @@ class Qwen25OmniThinker(Thinker, Qwen25VL):
         return torch.stack([2 * linear, 4 * width * int(audio.encoder_layers) * pairs], 1)
 
 
+@with_own_paths
 class Qwen3OmniMoeThinker(Thinker, Qwen3VLMoe):
     """Qwen3-Omni's thinker. Sounds have no deep features."""
 
     model_type = "qwen3_omni_moe_thinker"
     published = ("Qwen3-Omni-30B-A3B-Instruct", "Qwen3-Omni-30B-A3B-Thinking", "Qwen3-Omni-30B-A3B-Captioner")
+    not_in_vllm = (
+        "its class there reads settings of the tower that transformers leaves out, so the two were not compared"
+    )
     media_layout = LongerSounds()
     videos_by_frame = False
     rollout_weight = VLMFamily.rollout_weight
