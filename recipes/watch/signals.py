@@ -3,7 +3,6 @@
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 
 from workers.model.model_config import UNSHARDED
@@ -11,21 +10,18 @@ from workers.model.model_config import UNSHARDED
 Metrics = Mapping[str, float]
 
 
-@dataclass(frozen=True)
-class Thresholds:
-    """When a metric of the last steps is a sign that nothing can be learned."""
-
-    steps: int = 5  # in a row that must show the sign
-    equal_groups: float = 1.0  # share of groups whose samples all have the same reward
-    reward_spread: float = 1e-6  # highest minus lowest reward
-    cut_responses: float = 0.95  # share of responses that end at max_tokens
-    one_answer: float = 0.95  # share of responses that are the same text, of several prompts
-    entropy: float = 0.01  # nats per token
-    engine_difference: float = 0.2  # nats per token, mean
+STEPS = 5
+"""In a row that must show a sign that nothing can be learned. What follows is when a metric of theirs is one."""
+EQUAL_GROUPS = 1.0  # share of groups whose samples all have the same reward
+REWARD_SPREAD = 1e-6  # highest minus lowest reward
+CUT_RESPONSES = 0.95  # share of responses that end at max_tokens
+ONE_ANSWER = 0.95  # share of responses that are the same text, of several prompts
+ENTROPY = 0.01  # nats per token
+ENGINE_DIFFERENCE = 0.2  # nats per token, mean
 
 
-def learning_problems(steps: Sequence[Metrics], thresholds: Thresholds | None = None) -> dict[str, str]:
-    """What keeps the policy from learning, by the metrics of the last ``thresholds.steps`` steps; empty for fewer steps.
+def learning_problems(steps: Sequence[Metrics]) -> dict[str, str]:
+    """What keeps the policy from learning, by the metrics of the last `STEPS` steps; empty for fewer steps.
 
     Args:
         steps: metrics under the names of ``metrics.jsonl``, the last step last. A metric that a step lacks is no sign.
@@ -37,65 +33,63 @@ def learning_problems(steps: Sequence[Metrics], thresholds: Thresholds | None = 
     >>> list(learning_problems(5 * [{"actor/entropy": 0.002}]))
     ['no_entropy']
     """
-    limits = thresholds or Thresholds()
-    last = steps[-limits.steps :]
-    return dict(_problems(last, limits)) if len(last) == limits.steps else {}
+    last = steps[-STEPS:]
+    return dict(_problems(last)) if len(last) == STEPS else {}
 
 
 class LearningSignals:
     """Remembers the last steps, and returns each problem once."""
 
-    def __init__(self, thresholds: Thresholds | None = None) -> None:
-        self.thresholds = thresholds or Thresholds()
-        self._last: deque[Metrics] = deque(maxlen=self.thresholds.steps)
+    def __init__(self) -> None:
+        self._last: deque[Metrics] = deque(maxlen=STEPS)
         self._told: set[str] = set()
 
     def new_problems(self, metrics: Metrics) -> list[str]:
         """The messages of problems that appear with the metrics of one more step."""
         self._last.append(metrics)
-        problems = learning_problems(list(self._last), self.thresholds)
+        problems = learning_problems(list(self._last))
         new = [text for name, text in problems.items() if name not in self._told]
         self._told |= problems.keys()
         return new
 
 
-def _problems(last: Sequence[Metrics], limits: Thresholds) -> Iterator[tuple[str, str]]:
+def _problems(last: Sequence[Metrics]) -> Iterator[tuple[str, str]]:
     highest, lowest = _values(last, "critic/score/max"), _values(last, "critic/score/min")
-    if highest and lowest and max(highest) - min(lowest) <= limits.reward_spread:
+    if highest and lowest and max(highest) - min(lowest) <= REWARD_SPREAD:
         yield (
             "constant_reward",
-            f"every response of the last {limits.steps} steps has the reward {highest[-1]:g}: there is nothing to learn from; "
+            f"every response of the last {STEPS} steps has the reward {highest[-1]:g}: there is nothing to learn from; "
             "look at the responses in the report, and try the reward function on a right and on a wrong answer",
         )
-    elif (shares := _values(last, "reward/equal_groups_ratio")) and min(shares) >= limits.equal_groups:
+    elif (shares := _values(last, "reward/equal_groups_ratio")) and min(shares) >= EQUAL_GROUPS:
         yield (
             "equal_groups",
-            f"in the last {limits.steps} steps the samples of each prompt had equal rewards, so that no advantage differs from "
+            f"in the last {STEPS} steps the samples of each prompt had equal rewards, so that no advantage differs from "
             "0; try easier or harder problems, more samples (--algorithm.n), a higher temperature, or dynamic sampling",
         )
     cut = _values(last, "response/truncated_ratio") or _values(last, "response_length/clip_ratio")
-    if cut and min(cut) >= limits.cut_responses:
+    if cut and min(cut) >= CUT_RESPONSES:
         yield (
             "cut_responses",
-            f"{min(cut):.0%} or more of the responses of the last {limits.steps} steps are cut at the maximal length, before "
+            f"{min(cut):.0%} or more of the responses of the last {STEPS} steps are cut at the maximal length, before "
             "they end; try a larger --max-response-length, and see whether the chat template and the end-of-turn token fit the "
             "model",
         )
-    if (same := _values(last, "response/commonest_ratio")) and min(same) >= limits.one_answer:
+    if (same := _values(last, "response/commonest_ratio")) and min(same) >= ONE_ANSWER:
         yield (
             "one_answer",
-            f"{min(same):.0%} or more of the responses of the last {limits.steps} steps are one and the same text, whatever the "
+            f"{min(same):.0%} or more of the responses of the last {STEPS} steps are one and the same text, whatever the "
             "prompt; see in the report whether the reward favours it, and try a lower learning rate or a KL term "
             "(--algorithm.kl-coef)",
         )
-    if (entropies := _values(last, "actor/entropy")) and max(entropies) < limits.entropy:
+    if (entropies := _values(last, "actor/entropy")) and max(entropies) < ENTROPY:
         yield (
             "no_entropy",
             f"the entropy of the policy is {entropies[-1]:.2g} nats per token: its samples hardly differ; try a lower learning "
             "rate, a KL term (--algorithm.kl-coef) or an entropy bonus (--algorithm.entropy-coef)",
         )
     differences = _values(last, "training/rollout_probs_diff_log_mean")
-    if differences and min(differences) >= limits.engine_difference:
+    if differences and min(differences) >= ENGINE_DIFFERENCE:
         yield (
             "engine_difference",
             f"the engine's log-probs of sampled tokens differ from the actor's by {differences[-1]:.2g} nats on average: it "

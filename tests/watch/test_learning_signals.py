@@ -3,7 +3,7 @@ import pytest
 from dataproto import DataProto
 from recipes.run.metrics import rollout_metrics
 from recipes.watch.report import curves
-from recipes.watch.signals import LearningSignals, Thresholds, learning_problems
+from recipes.watch.signals import LearningSignals, learning_problems
 
 HEALTHY = {
     "critic/score/max": 1.0,
@@ -54,7 +54,7 @@ def test_just_below_each_threshold_there_is_no_sign():
 def test_a_reward_that_changes_between_steps_is_not_constant():
     steps = [{"critic/score/max": value, "critic/score/min": value} for value in (0.1, 0.1, 0.2, 0.2, 0.2)]
     assert learning_problems(steps) == {}
-    assert list(learning_problems(steps, Thresholds(steps=3))) == ["constant_reward"]
+    assert list(learning_problems([*steps, *steps[-2:]])) == ["constant_reward"]
 
 
 def test_a_constant_reward_is_not_told_as_equal_groups_too():
@@ -68,10 +68,10 @@ def test_metrics_that_are_missing_or_not_finite_are_no_sign():
 
 
 def test_each_problem_is_told_once():
-    signals = LearningSignals(Thresholds(steps=2))
+    signals = LearningSignals()
     cut, flat = HEALTHY | {"response/truncated_ratio": 1.0}, HEALTHY | {"actor/entropy": 0.0}
-    told = [signals.new_problems(metrics) for metrics in (cut, cut, cut, HEALTHY, cut, cut, flat, flat, flat)]
-    assert [len(each) for each in told] == [0, 1, 0, 0, 0, 0, 0, 1, 0]
+    told = [signals.new_problems(metrics) for metrics in [*6 * [cut], HEALTHY, *5 * [cut], *6 * [flat]]]
+    assert [len(each) for each in told] == [*4 * [0], 1, *11 * [0], 1, 0]
 
 
 def test_groups_with_equal_scores_are_counted_among_those_with_several_samples():
