@@ -7,18 +7,18 @@ exceeds the time limit is aborted and counts as wrong.
 import json
 import os
 import re
-import selectors
 import subprocess
 import sys
 import threading
-import time
 import weakref
-from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from decimal import Decimal
 from functools import cache
+from multiprocessing.connection import wait
 from pathlib import Path
+from queue import LifoQueue
 
 from dataproto.errors import InvalidConfig, RewardError
 
@@ -46,31 +46,52 @@ def quick_verdict(answer: str, truth: str) -> bool | None:
 
 
 class _Child:
-    """One grading process and its current job."""
+    """A grading process, which starts with the first pair, and again with the next one after it has ended."""
 
     def __init__(self, seconds: float, memory: int) -> None:
+        self.seconds, self.memory = seconds, memory
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def grade(self, answer: str, truth: str) -> bool:
+        """The verdict; no verdict in time, for which the process is ended, counts as wrong."""
+        if self.process is None or self.process.poll() is not None:  # also after a fork, whose process it is not
+            self._start()
+        assert self.process is not None
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # the process has ended; reading from it will show that
+            self.process.stdin.write(json.dumps([answer, truth]).encode() + b"\n")
+        verdict = self._said(self.seconds)
+        if not verdict:
+            self.stop()
+        return verdict == b"1"
+
+    def stop(self) -> None:
+        if self.process is not None:
+            with self.process as process:  # closes its pipes, and waits
+                process.kill()
+
+    def _start(self) -> None:
+        self.stop()
         script = Path(__file__).with_name("_grading_process.py")
         self.process = subprocess.Popen(
-            [sys.executable, "-P", str(script), str(seconds), str(memory)],
+            [sys.executable, "-P", str(script), str(self.seconds), str(self.memory)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C goes to the parent only, which then kills this process
             bufsize=0,
         )
-        self.ready = False
-        self.job: int | None = None
-        self.deadline = time.monotonic() + _START_SECONDS
+        if not self._said(_START_SECONDS):
+            self.stop()
+            raise RewardError(
+                "the answer checker does not start; run `python -c 'import mathruler.grader'` to see the reason"
+            )
 
-    def send(self, job: int, answer: str, truth: str, deadline: float) -> None:
-        assert self.process.stdin is not None
-        self.job, self.deadline = job, deadline
-        with suppress(BrokenPipeError):  # the process has ended; reading from it will show that
-            self.process.stdin.write(json.dumps([answer, truth]).encode() + b"\n")
-
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.communicate()
+    def _said(self, seconds: float) -> bytes:
+        """The next byte from the process, or none if it has ended or takes longer."""
+        assert self.process is not None
+        assert self.process.stdout is not None
+        return self.process.stdout.read(1) if wait([self.process.stdout.fileno()], seconds) else b""
 
 
 class AnswerChecker:
@@ -92,14 +113,14 @@ class AnswerChecker:
         """
         if seconds <= 0 or (processes is not None and processes < 1):
             raise InvalidConfig(f"seconds={seconds} must be above 0, processes={processes} at least 1")
-        self.seconds = seconds
-        self.processes = processes or max(1, min(4, (os.cpu_count() or 1) // 2))
-        self.memory = memory
-        self._children: list[_Child] = []
-        self._owner = os.getpid()
+        processes = processes or max(1, min(4, (os.cpu_count() or 1) // 2))
+        self._children = [_Child(seconds, memory) for _ in range(processes)]
+        self._idle: LifoQueue[_Child] = LifoQueue()  # so that few pairs start few processes
+        for child in self._children:
+            self._idle.put(child)
         self._lock = threading.Lock()
         self._verdicts: dict[tuple[str, str], bool] = {}
-        weakref.finalize(self, _stop_all, self._children, self._owner)
+        weakref.finalize(self, _stop_all, self._children)
 
     def __call__(self, pairs: Sequence[tuple[str, str]]) -> list[bool]:
         """Whether the answer equals the truth, for each pair (answer, truth).
@@ -124,67 +145,27 @@ class AnswerChecker:
 
     def close(self) -> None:
         """Ends the processes; the next call starts new ones."""
-        _stop_all(self._children, self._owner)
+        _stop_all(self._children)
 
     def _ask(self, pairs: Sequence[tuple[str, str]]) -> list[bool]:
-        if self._owner != os.getpid():  # after a fork, the processes belong to the parent
-            self._children.clear()
-            self._owner = os.getpid()
-            weakref.finalize(self, _stop_all, self._children, self._owner)
-        verdicts = [False] * len(pairs)
-        pending = deque(range(len(pairs)))
+        with ThreadPoolExecutor(min(len(self._children), len(pairs))) as pool:
+            try:
+                return list(pool.map(self._grade, pairs))
+            except BaseException:  # also Ctrl-C: no thread waits for a verdict
+                self.close()
+                raise
+
+    def _grade(self, pair: tuple[str, str]) -> bool:
+        child = self._idle.get()
         try:
-            while pending or any(child.job is not None for child in self._children):
-                self._assign_jobs(pending, pairs)
-                self._collect(verdicts)
-        except BaseException:  # also Ctrl-C: answers to unfinished jobs must not be read by the next call
-            self.close()
-            raise
-        return verdicts
-
-    def _assign_jobs(self, pending: deque[int], pairs: Sequence[tuple[str, str]]) -> None:
-        idle = [child for child in self._children if child.ready and child.job is None]
-        for child in idle:
-            if child.process.poll() is not None:  # something else killed it
-                self._children.remove(child)
-                child.stop()
-        while len(self._children) < min(self.processes, len(pending)):
-            self._children.append(_Child(self.seconds, self.memory))
-        for child in self._children:
-            if pending and child.ready and child.job is None:
-                job = pending.popleft()
-                child.send(job, *pairs[job], deadline=time.monotonic() + self.seconds)
-
-    def _collect(self, verdicts: list[bool]) -> None:
-        """Waits for the next event and handles it: a verdict, or a process that is ready, has ended, or exceeds its deadline."""
-        busy = [child for child in self._children if child.job is not None or not child.ready]
-        with selectors.DefaultSelector() as selector:
-            for child in busy:
-                assert child.process.stdout is not None
-                selector.register(child.process.stdout, selectors.EVENT_READ, child)
-            deadline = min(child.deadline for child in busy)
-            events = selector.select(max(0.0, deadline - time.monotonic()))
-        now = time.monotonic()
-        received = {id(key.data): os.read(key.fd, 1) for key, _ in events}
-        for child in busy:
-            answer = received.get(id(child))
-            if answer:
-                if child.job is not None:
-                    verdicts[child.job] = answer == b"1"
-                child.ready, child.job = True, None
-            elif answer == b"" or now >= child.deadline:
-                child.stop()
-                self._children.remove(child)
-                if not child.ready:
-                    raise RewardError(
-                        "the answer checker does not start; run `python -c 'import mathruler.grader'` to see the reason"
-                    )
+            return child.grade(*pair)
+        finally:
+            self._idle.put(child)
 
 
-def _stop_all(children: list[_Child], owner: int) -> None:
-    if owner == os.getpid():
-        while children:
-            children.pop().stop()
+def _stop_all(children: Sequence[_Child]) -> None:
+    for child in children:
+        child.stop()
 
 
 @cache
