@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,17 +55,13 @@ def _check_stored_numbers(model_path: str) -> None:
     """Raises `InvalidConfig` for weights in float8 or bytes, whose scales transformers leaves out if the config does not name
     them. Called when the files of a hub name are on this machine.
     """
-    from safetensors import safe_open
-
-    for file in _weight_files(model_path):
-        with safe_open(file, framework="pt") as tensors:
-            for name in sorted(tensors.keys()):
-                kind = str(tensors.get_slice(name).get_dtype())
-                if kind.startswith(("F8", "F6", "F4", "I8", "U8")):
-                    raise InvalidConfig(
-                        f"{model_path} holds quantized weights: {name} is of type {kind}, and its scale would be left out; "
-                        "name the checkpoint in bfloat16"
-                    )
+    for name, file in _stored(model_path):
+        kind = str(file.get_slice(name).get_dtype())
+        if kind.startswith(("F8", "F6", "F4", "I8", "U8")):
+            raise InvalidConfig(
+                f"{model_path} holds quantized weights: {name} is of type {kind}, and its scale would be left out; "
+                "name the checkpoint in bfloat16"
+            )
 
 
 def stored_tensors(model_path: str, prefix: str) -> dict[str, Tensor]:
@@ -72,32 +69,24 @@ def stored_tensors(model_path: str, prefix: str) -> dict[str, Tensor]:
 
     Called when the files of a hub name are on this machine.
     """
-    from safetensors import safe_open
-
-    found: dict[str, Tensor] = {}
-    for file in _weight_files(model_path):
-        with safe_open(file, framework="pt") as tensors:
-            names = [name for name in sorted(tensors.keys()) if name.startswith(prefix)]
-            found |= {name.removeprefix(prefix): tensors.get_tensor(name) for name in names}
-    return found
+    stored = ((name, file) for name, file in _stored(model_path) if name.startswith(prefix))
+    return {name.removeprefix(prefix): file.get_tensor(name) for name, file in stored}
 
 
 def has_stored(model_path: str, prefix: str) -> bool:
     """Whether the safetensors files of a checkpoint have tensors whose names begin with ``prefix``."""
+    return any(name.startswith(prefix) for name, _ in _stored(model_path))
+
+
+def _stored(model_path: str) -> Iterator[tuple[str, Any]]:
+    """The names of the tensors in a checkpoint's safetensors files, and the open file of each."""
     from safetensors import safe_open
-
-    for file in _weight_files(model_path):
-        with safe_open(file, framework="pt") as tensors:
-            names: list[str] = tensors.keys()
-        if any(name.startswith(prefix) for name in names):
-            return True
-    return False
-
-
-def _weight_files(model_path: str) -> list[Path]:
     from transformers.utils import cached_file
 
-    return sorted(Path(str(cached_file(model_path, "config.json"))).parent.glob("*.safetensors"))
+    for path in sorted(Path(str(cached_file(model_path, "config.json"))).parent.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in sorted(file.keys()):
+                yield name, file
 
 
 def check_not_quantized(model_path: str, config: Any) -> None:

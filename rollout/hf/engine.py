@@ -19,7 +19,6 @@ from transformers import AutoTokenizer
 
 from dataproto.errors import DataProtoError, InvalidConfig, NonFiniteLogits, end_after, ending
 from dataproto.transfer import move
-from dataproto.vlm import family_of
 from rollout.engine import (
     Completion,
     FinishReason,
@@ -97,24 +96,10 @@ class HFEngine:
         self.end_ids = end_ids(generation_config(model_path, config), config)
         family.check_supported(config)
         check_speculation(speculate)
-        model = load_model(family, model_path, self.dtype)
+        self.family, self.model = family, load_model(family, model_path, self.dtype).to(self.device)
         self._path = model_path
-        self._begin(model.to(self.device), max_num_seqs, kept_bytes, token_budget, routed_experts, speculate)
-        self.adapter = LowRankLayers(self.model, self.family, lora_rank) if lora_rank else None
-
-    def _begin(
-        self,
-        model: Any,
-        max_num_seqs: int,
-        kept_bytes: int,
-        token_budget: int,
-        routed_experts: bool = False,
-        speculate: int = 0,
-    ) -> None:
-        """Sets what depends on the model."""
-        self.family, self.model = family_of(model), model
-        self._cap = self.family.logit_cap(model.config)
-        self._positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self._cap = family.logit_cap(self.model.config)
+        self._positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         self.model.eval().requires_grad_(False)
         self.max_num_seqs = max_num_seqs
         self.banned_ids = tuple(self.family.banned_ids(self.model.config))  # masked in the policy
@@ -136,6 +121,7 @@ class HFEngine:
         self._kept = KeptPrefixes(kept_bytes)
         self._done: list[Completion] = []  # not returned yet
         self._speculation = Speculation(speculate, self.banned_ids) if speculate else None
+        self.adapter = LowRankLayers(self.model, family, lora_rank) if lora_rank else None
 
     @cached_property
     def _tokenizer(self) -> Any:
