@@ -6,7 +6,6 @@ each answer and kept in the run's directory. Left out of TRL's: divergences othe
 """
 
 import sys
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,12 +23,17 @@ from recipes.configs.dpo_config import PRESETS, TINY, DPOConfig, PreferenceConfi
 from recipes.configs.shared.run_config import announce_small_model
 from recipes.options import training_command
 from recipes.run.metrics import timed
-from recipes.run.policy_gradient import launched
-from recipes.run.preferences import REFERENCE, ReferenceLogProbs, answers_builder, preference_task, sent
-from recipes.run.run_directory import over_the_run, with_function
+from recipes.run.preferences import (
+    REFERENCE,
+    ReferenceLogProbs,
+    answers_builder,
+    on_tokens,
+    pair_metrics,
+    preference_task,
+    sent,
+)
 from recipes.run.supervised import SupervisedTask, run_supervised
 from workers import Roles
-from workers.roles.actor import ActorConfig
 
 __all__ = ["PRESETS", "TINY", "DPOConfig", "PreferenceConfig", "dpo_step", "main", "parse"]
 
@@ -88,15 +92,9 @@ def preference_loss(
     else:
         columns |= {"chosen_ratios": ratios[::2], "rejected_ratios": ratios[1::2]}
         columns |= {"chosen_lengths": lengths[::2], "rejected_lengths": lengths[1::2]}
-        chosen, rejected = config.beta * ratios[::2], config.beta * ratios[1::2]
-        metrics = {"rewards/chosen": chosen, "rewards/rejected": rejected, "rewards/margins": chosen - rejected}
-        metrics["rewards/accuracies"] = (chosen > rejected).float()
+        metrics = pair_metrics(config.beta * ratios[::2], config.beta * ratios[1::2])
     losses = losses_of(config, columns, like=ratios if config.unpaired else ratios[::2])
-
-    def on_tokens(values: Tensor) -> Tensor:
-        return values.repeat_interleave(1 if config.unpaired else 2)[:, None].expand(mask.shape)
-
-    return on_tokens(losses), {name: on_tokens(values.detach()) for name, values in metrics.items()}
+    return on_tokens(losses, metrics, mask)
 
 
 def losses_of(config: PreferenceConfig, columns: dict[str, Any], like: Tensor) -> Tensor:
@@ -127,14 +125,7 @@ def dpo_task(config: DPOConfig, model_path: str) -> SupervisedTask:
         return preference_loss(outputs, rows, config.algorithm, kl)
 
     step = partial(dpo_step, config=config.algorithm, reference=reference)
-    return preference_task(config, builder, judge, step, launch_with_reference)
-
-
-def launch_with_reference(config: DPOConfig, model_path: str, limits: Mapping[str, Any], restarted: bool) -> Roles:
-    """Launches the actor and, as its reference, the same model before training; with adapters their base."""
-    optimizer = with_function(over_the_run(config.optimizer, config.run.steps))
-    actor = ActorConfig(model_path=model_path, optimizer=optimizer, **vars(config.compute))
-    return launched(config, restarted, actor, None, None, reference=actor.frozen())
+    return preference_task(config, builder, judge, step, "preferences")
 
 
 def train(config: DPOConfig) -> Path:

@@ -6,7 +6,6 @@ reward as ``--reward classifier:CHECKPOINT``.
 """
 
 import sys
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +19,9 @@ from recipes.configs.reward_model_config import PRESETS, TINY, RewardModelConfig
 from recipes.configs.shared.run_config import announce_small_model
 from recipes.options import training_command
 from recipes.run.metrics import timed
-from recipes.run.policy_gradient import launched
-from recipes.run.preferences import answers_builder, preference_task, sent
-from recipes.run.run_directory import over_the_run, with_function
+from recipes.run.preferences import answers_builder, on_tokens, pair_metrics, preference_task, sent
 from recipes.run.supervised import SupervisedTask, run_supervised
 from workers import Roles
-from workers.roles.critic import CriticConfig
 from workers.training.checkpoint import latest_checkpoint
 
 __all__ = ["PRESETS", "TINY", "RewardModelConfig", "main", "parse", "ranking_loss", "reward_model_step"]
@@ -45,15 +41,7 @@ def ranking_loss(outputs: Any, rows: DataProto) -> tuple[Tensor, dict[str, Tenso
     mask = rows["response_mask"]
     scores = (outputs.values * mask).sum(1)
     chosen, rejected = scores[::2], scores[1::2]
-
-    def on_tokens(values: Tensor) -> Tensor:
-        return values.repeat_interleave(2)[:, None].expand(mask.shape)
-
-    metrics = {"rewards/chosen": chosen, "rewards/rejected": rejected, "rewards/margins": chosen - rejected}
-    metrics["rewards/accuracies"] = (chosen > rejected).float()
-    return on_tokens(bradley_terry_loss(chosen, rejected)), {
-        name: on_tokens(values.detach()) for name, values in metrics.items()
-    }
+    return on_tokens(bradley_terry_loss(chosen, rejected), pair_metrics(chosen, rejected), mask)
 
 
 def ranking_task(config: RewardModelConfig, model_path: str) -> SupervisedTask:
@@ -63,16 +51,7 @@ def ranking_task(config: RewardModelConfig, model_path: str) -> SupervisedTask:
         return ranking_loss(SimpleNamespace(values=roles.actor.values(sent(rows))["values"]), rows)
 
     builder = answers_builder(config.data, model_path, "scored")
-    return preference_task(config, builder, judge, reward_model_step, launch_reward_model)
-
-
-def launch_reward_model(
-    config: RewardModelConfig, model_path: str, limits: Mapping[str, Any], restarted: bool
-) -> Roles:
-    """Launches the reward model in the place of the actor, and nothing else."""
-    optimizer = with_function(over_the_run(config.optimizer, config.run.steps))
-    model = CriticConfig(model_path=model_path, optimizer=optimizer, **vars(config.compute))
-    return launched(config, restarted, model, None, None)
+    return preference_task(config, builder, judge, reward_model_step, "scores")
 
 
 def train(config: RewardModelConfig) -> Path:

@@ -21,7 +21,7 @@ from recipes.demo.rows import DrawnPairs
 from recipes.run.evaluation import Evaluate
 from recipes.run.loop import StepFunction
 from recipes.run.policy_gradient import prompt_loader
-from recipes.run.supervised import SupervisedTask
+from recipes.run.supervised import Learns, SupervisedTask
 from rollout.answers import ANSWER_KEY, AnswersBuilder, Grouping
 from workers import Roles
 
@@ -103,8 +103,24 @@ def sent(rows: DataProto) -> DataProto:
     return chosen
 
 
+def pair_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
+    """Of the rewards of the answers of each pair."""
+    metrics = {"rewards/chosen": chosen, "rewards/rejected": rejected, "rewards/margins": chosen - rejected}
+    return metrics | {"rewards/accuracies": (chosen > rejected).float()}
+
+
+def on_tokens(losses: Tensor, metrics: Mapping[str, Tensor], mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Losses and metrics, each of an answer or of a pair of them, at every token of its rows."""
+    rows = len(mask) // len(losses)  # of a loss
+
+    def spread(values: Tensor) -> Tensor:
+        return values.repeat_interleave(rows)[:, None].expand(mask.shape)
+
+    return spread(losses), {name: spread(values.detach()) for name, values in metrics.items()}
+
+
 def preference_task(
-    config: SupervisedConfig, builder: AnswersBuilder, judge: Judge, step: StepFunction, launch: Callable[..., Roles]
+    config: SupervisedConfig, builder: AnswersBuilder, judge: Judge, step: StepFunction, learns: Learns
 ) -> SupervisedTask:
     """Preferred answers by the options ``config.data``, a step, and the evaluation by ``judge``; see `SupervisedTask`."""
     data: PreferenceDataConfig = config.data  # type: ignore[attr-defined]
@@ -114,7 +130,7 @@ def preference_task(
     loader = prompt_loader(config, builder, train_rows, shuffle=bool(data.data_path))
     tell_data(loader, *held_out.values())
     evaluate = held_out_preferences(held_out, builder, data, judge)
-    return SupervisedTask(builder, loader, evaluate, data.max_length, step, launch)
+    return SupervisedTask(builder, loader, evaluate, data.max_length, step, learns)
 
 
 def held_out_preferences(held_out: Held, builder: AnswersBuilder, data: PreferenceDataConfig, judge: Judge) -> Evaluate:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
@@ -40,11 +40,15 @@ from workers import Roles
 from workers.cluster.launcher import check_extras
 from workers.model.packed_model import Outputs
 from workers.roles.actor import ActorConfig
+from workers.roles.critic import CriticConfig
 from workers.roles.reward import RewardRow
 from workers.roles.rollout_worker import RolloutConfig
 from workers.training.loading import checkpoint_family
 
 TINY_MODEL = "model"  # folder of the small model in a run's directory
+Learns = Literal["text", "preferences", "scores"]
+"""What a model learns: what it says, whose held-out questions an engine answers; what it prefers to say next to a reference, the
+same model before training, with adapters their base; or to score answers."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class SupervisedTask:
     evaluate: Evaluate
     longest: int  # tokens of a question and its answer
     step: StepFunction | None = None  # by default `sft_step`
-    launch: Callable[[Any, str, Mapping[str, Any], bool], Roles] | None = None  # by default `launch_supervised`
+    learns: Learns = "text"
 
 
 def run_supervised(config: SupervisedConfig, make_task: Callable[[str], SupervisedTask]) -> Path:
@@ -91,8 +95,7 @@ def _run_supervised(config: SupervisedConfig, make_task: Callable[[str], Supervi
     loader, builder = task.loader, task.builder
     with naming_options(config, task.longest), reported(directory, started):
         for attempt in attempts(config.run, loader, config.max_restarts):
-            start = task.launch or launch_supervised
-            with attempt, start(config, model_path, limits, attempt.restarted) as roles:
+            with attempt, launch_supervised(config, model_path, limits, attempt.restarted, task.learns) as roles:
                 train(
                     attempt.run,
                     roles,
@@ -126,23 +129,28 @@ def tiny_model(path: Path, seed: int, resumed: bool = False, *settings: Any) -> 
 
 
 def launch_supervised(
-    config: SupervisedConfig, model_path: str, limits: Mapping[str, Any] | None = None, restarted: bool = False
+    config: SupervisedConfig,
+    model_path: str,
+    limits: Mapping[str, Any] | None = None,
+    restarted: bool = False,
+    learns: Learns = "text",
 ) -> Roles:
-    """Launches the actor, an engine that answers held-out questions, and the reward `exact_match`.
+    """Launches the model that learns, as the actor, and what it needs: by default an engine and the reward `exact_match`.
 
     Args:
         limits: options of vLLM, which processes images itself. Without them, for a program that trains step by step, vLLM keeps
             its weights while the actor works.
         restarted: take fewer dp positions if nodes are missing.
     """
-    actor = ActorConfig(
-        model_path=model_path,
-        optimizer=with_function(over_the_run(config.optimizer, config.run.steps)),
-        **vars(config.compute),
-    )
+    optimizer = with_function(over_the_run(config.optimizer, config.run.steps))
+    made = CriticConfig if learns == "scores" else ActorConfig
+    model = made(model_path=model_path, optimizer=optimizer, **vars(config.compute))
+    if learns != "text":
+        reference = model.frozen() if isinstance(model, ActorConfig) else None
+        return launched(config, restarted, model, None, None, reference=reference)
     options = (dict(limits or {"sleep_level": 1}) if config.engine == "vllm" else {}) | dict(config.engine_options)
     rollout = RolloutConfig(model_path, config.engine, options, replay_routing=False)
-    return launched(config, restarted, actor, rollout, exact_match)
+    return launched(config, restarted, model, rollout, exact_match)
 
 
 def sft_step(roles: Roles, rows: DataProto) -> tuple[DataProto, dict[str, float]]:
