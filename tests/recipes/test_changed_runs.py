@@ -52,6 +52,7 @@ def first_run(options, tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 def test_parts_of_the_reward_and_sets_are_measured_and_shown(first_run, capsys):
     row = rows_of(first_run)[-1]
     parts = {f"reward/{name}" for name in ("near", "short", "letters")}
@@ -70,6 +71,7 @@ def test_parts_of_the_reward_and_sets_are_measured_and_shown(first_run, capsys):
     assert f'<span class="badge">letters {number(answers[0].parts["letters"])}</span>' in page
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_a_lower_rate_and_for_longer(first_run, capsys):
     change = ["--change", "optimizer.lr=1e-5", "steps=3", "reward-weights=0.5", "0.5"]
     assert main(["--resume", str(first_run), *change]) == 0

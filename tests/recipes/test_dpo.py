@@ -140,6 +140,7 @@ def arguments(checkpoint, data_path, directory, *more):
     return [*paths, *settings.split(), *optimizer.split(), *more]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_exact_and_asks_the_reference_once_an_answer(checkpoint, data_path, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert main(arguments(checkpoint, data_path, whole)) == 0
@@ -156,6 +157,7 @@ def test_a_resumed_run_is_exact_and_asks_the_reference_once_an_answer(checkpoint
     assert len({key.tobytes() for key in keys}) == len(keys) == 2 * 15  # 12 to train on, 3 held out
 
 
+@pytest.mark.slow
 def test_adapters_with_their_base_as_reference_and_kto(checkpoint, data_path, tmp_path, capsys):
     more = ["--lora-rank", "2", "--algorithm.loss", "kto", "--algorithm.undesirable-weight", "2"]
     assert main(arguments(checkpoint, data_path, tmp_path / "run", *more)) == 0

@@ -166,6 +166,7 @@ def test_a_single_file_holds_out_its_last_rows(geometry3k, checkpoint):
     assert [row["index"] for row in held_out[""]] == [10, 11]
 
 
+@pytest.mark.slow
 def test_a_second_run_does_not_write_over_the_first(finished_run, checkpoint, geometry3k, reward, capsys):
     before = {path.name: path.read_bytes() for path in finished_run.iterdir() if path.is_file()}
     assert main(arguments(checkpoint, geometry3k, reward, finished_run, "--optimizer.lr", "1")) == 2

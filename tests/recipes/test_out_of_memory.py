@@ -83,6 +83,7 @@ def test_other_errors_stay():
         raise WorkerFailed("died")
 
 
+@pytest.mark.slow
 def test_a_run_whose_sampling_needs_too_much_is_told_of_sampling(tmp_path, capsys):
     def sample(roles, *_, **__):
         with pytest.raises(InvalidConfig, match="no critic: take the options of dataproto ppo"):

@@ -30,6 +30,7 @@ def run(tmp_path_factory):
     return runs
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_exact(run):
     whole, cut = (read_metrics(run / name / "metrics.jsonl") for name in ("whole", "cut"))
     for name in ("train/loss", "actor/grad_norm", "val/loss", "val/accuracy"):

@@ -113,6 +113,7 @@ def test_a_held_out_row_that_cannot_be_read_is_skipped(checkpoints, tmp_path):
         open_data(replace(data, on_bad_row="stop"), builder, seed=0)
 
 
+@pytest.mark.slow
 def test_each_held_out_set_has_its_loss_and_its_answers(checkpoints, data_path, tmp_path):
     short = tmp_path / "short.jsonl"
     short.write_text("".join(json.dumps(row) + "\n" for row in talks(2)))

@@ -95,6 +95,7 @@ def weights(path: Path) -> bytes:
     return (path / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["sft", "easy-vqa", "walk"])
 def test_a_small_model_of_an_earlier_attempt_is_kept_by_a_resumed_run_alone(
     recipe: str, wheel: Path, tmp_path: Path

@@ -118,6 +118,7 @@ def test_samples_that_copy_their_siblings_take_fewer_forward_passes(one_family):
     assert all(each.drafted_tokens >= each.accepted_tokens for each in found[1])
 
 
+@pytest.mark.slow
 def test_a_kept_response_that_ends_with_a_draft_is_continued(one_family):
     found = []
     for engine in one_family:

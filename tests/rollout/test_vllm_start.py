@@ -72,6 +72,7 @@ class Multiplied(torch.nn.Module):
         return self.quant_method.apply(self, x, None)
 
 
+@pytest.mark.slow
 def test_compiled_layers_read_an_adapter_that_is_changed_in_place():
     """They are one graph, whose inputs the matrices are."""
     layers, x = torch.nn.Sequential(Multiplied(4, 8), Multiplied(8, 4)), torch.randn(3, 4)

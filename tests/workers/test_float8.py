@@ -96,6 +96,7 @@ def rows():
     return with_responses(config, prompts, lengths=[5, 3, 4], width=5)
 
 
+@pytest.mark.slow
 @WITH_TORCHAO
 def test_an_actor_learns_and_hands_its_weights_over_as_ever(tmp_path, emulated):
     """Log-probs and gradients are near those without float8; names and types of weights are the same."""

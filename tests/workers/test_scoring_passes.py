@@ -118,6 +118,7 @@ def test_with_adapters_the_reference_is_the_actors_base(checkpoint, model_type):
     assert other.module is not actor.module  # another policy than the base
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"freeze_vision": True}, pytest.param({"lora_rank": 2}, marks=pytest.mark.long)])
 def test_a_tower_that_is_not_trained_runs_once_a_step(checkpoint, options):
     """Old log-probs, reference and both epochs of the update share its features, whatever the micro-batches are."""
