@@ -1,6 +1,6 @@
-"""A small Qwen2.5-VL of the Hugging Face class with tokenizer and image processor, and its warm-up on random answers.
+"""A small Qwen2.5-VL or thinker of Qwen2.5-Omni, of the Hugging Face class with its processors, and its warm-up.
 
-The checkpoint is an ordinary one. The warm-up teaches the format of an answer, but nothing about the pictures.
+The checkpoint is an ordinary one. The warm-up, on random answers, teaches their format, but nothing about pictures or sounds.
 """
 
 import contextlib

@@ -239,7 +239,7 @@ def measure_prompts(loader: PromptLoader) -> PromptSizes:
 def _prompt_size(row: Any, builder: PromptBuilder, blanks: dict[tuple[int, int], Grids]) -> tuple[int, Grids]:
     """Tokens and grids of a row; ``blanks`` are those of blank images of each size so far."""
     conversation = conversation_of(row)
-    if "video" in conversation.kinds():
+    if {"video", "audio"} & {*conversation.kinds()}:
         prompt = builder.prepare(row)
         return len(prompt.input_ids), media_grids_of(builder, prompt)
     found: Grids = ()

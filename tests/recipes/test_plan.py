@@ -19,7 +19,7 @@ from recipes.configs import dpo_config, plan_config
 from recipes.configs.shared.published_models import PUBLISHED, published_config
 from recipes.data.loader import PromptLoader, draws
 from recipes.demo.rows import ProblemRows
-from recipes.demo.tiny_model import make_tiny_model
+from recipes.demo.tiny_model import make_tiny_model, make_tiny_processors
 from recipes.dpo import dpo_task
 from recipes.plan.command import main
 from recipes.plan.devices import DEVICES, Nodes, Traffic
@@ -136,6 +136,15 @@ def test_the_headers_of_images_give_the_sizes_that_the_processor_makes(tmp_path)
         prompt = builder.prepare(rows[places[number]])
         assert tokens == len(prompt.input_ids)
         assert [list(grid) for grid in grids] == [image.inputs["image_grid_thw"][0].tolist() for image in prompt.media]
+
+
+def test_sounds_count_as_grids_of_their_frames(tmp_path):
+    builder = PromptBuilder.from_pretrained(make_tiny_processors(tmp_path, hears=True), 256)
+    rows = ProblemRows("notes")
+    sizes, prompts = measure_prompts(PromptLoader(rows, builder, batch_size=2, shuffle=False)), builder(rows[:2])
+    frames = [inputs["audio_feature_lengths"].tolist() for inputs in prompts["multi_modal_inputs"]]
+    assert list(sizes.grids) == [((1, 1, count),) for (count,) in frames]
+    assert list(sizes.tokens) == prompts["attention_mask"].sum(1).tolist()
 
 
 def test_responses_have_the_expected_mean_and_the_longest_length():
