@@ -231,7 +231,7 @@ def test_a_picture_with_a_transparent_colour_is_not_one_that_was_converted():
     copied = file.copy()
     assert copied.info == file.info
     for image, value in ((file, 255), (copied, 0)):
-        (shown,) = renderer.turn(Observation([image])).images
+        (shown,) = renderer.turn(Observation([image])).shown
         assert shown.image.getpixel((0, 0)) == (value,) * 3
 
 

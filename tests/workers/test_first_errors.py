@@ -439,7 +439,7 @@ def test_an_engine_of_vllm_tells_why_weights_or_prompts_were_refused(monkeypatch
     engine.prompts = SimpleNamespace(last=SimpleNamespace(clear=lambda: cleared.append(1)))
     engine.llm = SimpleNamespace(reset_mm_cache=fails(Later))
     monkeypatch.setattr(engine, "_suspend", lambda: None, raising=False)
-    monkeypatch.setattr(engine, "_checkpoint_weights", list, raising=False)
+    monkeypatch.setattr(engine, "_checkpoint_weights", lambda weights, of_head: weights, raising=False)
     monkeypatch.setattr(engine, "_reset_caches", fails(Later), raising=False)
     assert notes_of(lambda: engine.load_weights([])) == [NOTE]
 
