@@ -21,7 +21,7 @@ SMALL = 22  # GiB, of a card that is sold with 24
 
 
 def chosen(options, memory=CARD, devices=1, parse=grpo_config.parse):
-    return parse(options.split(), Machine(round(memory * GIB), devices))
+    return parse(options.split(), machine=Machine(round(memory * GIB), devices))
 
 
 def expected(config, memory, response):
