@@ -247,7 +247,9 @@ def compare(workload: Path, settings: dict[str, Any], commands: Sequence[Sequenc
             ratio = mine[clock] / other[clock]
             lines.append(f"ratio of medians, {what}: {ratio:.3f} ({1 / ratio:.2f} times as fast as TRL)")
     lines += [f"loss {name}: {ours[name]:.7f} and {theirs[name]:.7f}" for name in theirs]
-    if wrong := [name for name in theirs if not abs(ours[name] - theirs[name]) <= TOLERANCE * max(1, abs(theirs[name]))]:
+    if wrong := [
+        name for name in theirs if not abs(ours[name] - theirs[name]) <= TOLERANCE * max(1, abs(theirs[name]))
+    ]:
         sys.exit("\n".join([*lines, f"more than {TOLERANCE} apart: {', '.join(wrong)}"]))
     if settings["golden"] and len(sides) > 1:
         facts = {name: sides[1].facts[name] for name in ("name", "torch", "losses")}

@@ -257,15 +257,13 @@ def libraries_aside(file: Path) -> Iterator[None]:
     warned = logging.getLogger("py.warnings")
     for handler in handlers:
         handler.addFilter(divert)
-    warned.addHandler(aside)
-    warned.propagate = False
+    warned.addFilter(divert)
     logging.captureWarnings(True)
     try:
         yield
     finally:
         logging.captureWarnings(False)
-        warned.propagate = True
-        warned.removeHandler(aside)
+        warned.removeFilter(divert)
         for handler in handlers:
             handler.removeFilter(divert)
         aside.close()
