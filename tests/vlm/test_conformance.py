@@ -263,7 +263,8 @@ def test_vision_keywords_reach_the_tower(model_type):
     hook = model.get_submodule(family.vision_tower).register_forward_pre_hook(
         lambda _, args, kwargs: seen.update(kwargs), with_kwargs=True
     )
-    row = {name: x for name, x in image_inputs(model.config, (2, 2)).items() if name in family.media_layout.image_names}
+    inputs = image_inputs(model.config, (2, 2))
+    row = {name: x for name, x in inputs.items() if name not in family.media_layout.audio_names}
     media = family.distinct_media([row], model.config)
     types = torch.ones(1, int(media.images[0, 1]))
     spans = media_spans(types, media)
