@@ -20,8 +20,8 @@ package doesn't have NCCL built in".
 The table also tells how many lines a user writes for each, in addition to the grid itself: those of the agent, of the taskset
 with its harness, or of TRL's environment with its data set, and not what only gives TRL the tokens of the other runs.
 
-Each run ends when it reaches the target or after ``--steps``. Nothing else should run meanwhile: seconds are those of the clock,
-beside seconds of this process's processor. A run that is complete in WORK is read and not run again:
+Each run ends when it reaches the target or after ``--steps``. Nothing else should run meanwhile: the table
+has seconds of the clock and of this process's processor. A run that is complete in WORK is read and not run again:
 ``--runs verifiers`` may have a Python of its own.
 """
 
@@ -45,10 +45,10 @@ sys.path[:] = [str(HERE.parent), *(place for place in sys.path if Path(place or 
 from recipes.configs.walk_config import WalkConfig, parse  # noqa: E402
 from recipes.demo.grid_walk import GridWalk, WalkRows  # noqa: E402
 from recipes.grpo import grpo_step  # noqa: E402
-from recipes.run.drawn_environment import demonstrated_model, episode_task  # noqa: E402
 from recipes.run.episode_roles import Played  # noqa: E402
 from recipes.run.policy_gradient import PolicyTask, run  # noqa: E402
 from recipes.run.run_directory import over_the_run  # noqa: E402
+from recipes.run.synthetic_environment import demonstrated_model, episode_task  # noqa: E402
 from recipes.walk import WALK  # noqa: E402
 from rollout.agents import AgentPlan  # noqa: E402
 from rollout.engine import SamplingParams  # noqa: E402

@@ -27,9 +27,9 @@ from recipes.demo.problems import EPOCH_ROWS, RowsBySeed, Split
 from recipes.demo.tiny_model import TinyConfig
 from recipes.grpo import step_for
 from recipes.options import training_command
-from recipes.run.drawn_environment import MODEL, SmallModel, controlled_evaluation, demonstrated_model
 from recipes.run.episode_roles import Played
 from recipes.run.policy_gradient import PolicyTask, open_task_directory, prompt_builder, prompt_loader, run
+from recipes.run.synthetic_environment import MODEL, SmallModel, controlled_evaluation, demonstrated_model
 from rollout.agents import AgentPlan, AgentTask
 
 SIDE, BUTTON = 112, 48  # pixels of a page and of its button

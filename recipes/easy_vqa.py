@@ -25,9 +25,9 @@ from recipes.grpo import step_for
 from recipes.options import training_command
 from recipes.rewards import RewardFunction, ShuffledScores, load_reward, short_answer_reward
 from recipes.rewards.reward_check import check_reward
-from recipes.run.drawn_environment import controlled_evaluation
 from recipes.run.policy_gradient import PolicyTask, open_task_directory, prompt_builder, prompt_loader, run
 from recipes.run.supervised import SupervisedTask, held_out_loss, run_supervised, tiny_model
+from recipes.run.synthetic_environment import controlled_evaluation
 from recipes.watch.console import start_phase
 from rollout.prompts import SupervisedBuilder
 from workers import Roles

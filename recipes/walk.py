@@ -4,7 +4,7 @@ With no arguments it draws grids, makes a small Qwen2.5-VL, shows it the form of
 walk to the goal, on the CPU within minutes. With ``--environment FILE.py:NAME`` and ``--model-path`` the same loop trains any
 checkpoint of a known family in an environment of your own, with the rows of ``--data-path``.
 
-Each evaluation walks greedily in grids that are drawn for it, and measures two controls: pictures of other grids, and white ones.
+Each evaluation walks greedily in grids of its own, and measures two controls: pictures of other grids, and white ones.
 """
 
 import sys
@@ -14,11 +14,11 @@ from recipes.demo.grid_walk import MOVES, TASK, GridWalk, RandomWalks, WalkRows
 from recipes.demo.tiny_model import TinyConfig
 from recipes.options import training_command
 from recipes.ppo import episode_step
-from recipes.run.drawn_environment import DrawnEnvironment, episode_task
 from recipes.run.policy_gradient import PolicyTask, run
+from recipes.run.synthetic_environment import SyntheticEnvironment, episode_task
 
 SIDE = 28  # pixels at which the small model sees a grid: one visual token
-WALK = DrawnEnvironment(
+WALK = SyntheticEnvironment(
     make=GridWalk,
     rows=WalkRows,
     controls=("other", "blank"),
@@ -29,7 +29,7 @@ WALK = DrawnEnvironment(
 
 
 def walk_task(config: WalkConfig, trains: bool = True) -> PolicyTask:
-    """Walks in drawn grids, or in an environment of one's own; see `episode_task`."""
+    """Walks in synthetic grids, or in an environment of one's own; see `episode_task`."""
     return episode_task(config, WALK, trains)
 
 

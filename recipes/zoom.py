@@ -5,7 +5,7 @@ and what is read there, and lets it find out by itself where to look, on the CPU
 any checkpoint of a known family, with ``--crop-tool`` by calls of a tool. With ``--environment FILE.py:NAME`` it trains in an
 environment of your own, with the rows of ``--data-path``.
 
-Each evaluation answers greedily about pictures that are drawn for it, and measures two controls: other pictures, and white crops.
+Each evaluation answers greedily about pictures of its own, and measures two controls: other pictures, and white crops.
 """
 
 import sys
@@ -19,11 +19,11 @@ from recipes.demo.digit_zoom import PLACES, TASK, TOOL_TASK, DigitZoom, DigitZoo
 from recipes.demo.tiny_model import TinyConfig
 from recipes.options import training_command
 from recipes.ppo import episode_step
-from recipes.run.drawn_environment import DrawnEnvironment, episode_task
 from recipes.run.policy_gradient import PolicyTask, run
+from recipes.run.synthetic_environment import SyntheticEnvironment, episode_task
 
 SIDE = 28  # pixels at which the small model sees what it is shown: one visual token
-ZOOM = DrawnEnvironment(
+ZOOM = SyntheticEnvironment(
     make=DigitZoom,
     rows=ZoomRows,
     controls=("other", "blank"),
@@ -38,7 +38,7 @@ def zoom_task(config: ZoomConfig, trains: bool = True) -> PolicyTask:
     return episode_task(config, environment_of(config), trains)
 
 
-def environment_of(config: ZoomConfig) -> DrawnEnvironment:
+def environment_of(config: ZoomConfig) -> SyntheticEnvironment:
     """`ZOOM`, or the same pictures with a tool that shows parts of them."""
     if not config.crop_tool:
         return ZOOM

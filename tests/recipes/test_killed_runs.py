@@ -14,7 +14,7 @@ from helpers.geo3k_runs import REWARD, assert_same_run
 from helpers.option_files import in_files
 from recipes import geo3k_grpo, walk
 from recipes.configs.episodes_config import WarmUpPhaseConfig
-from recipes.run.drawn_environment import demonstrated_model
+from recipes.run.synthetic_environment import demonstrated_model
 
 pytestmark = pytest.mark.long
 

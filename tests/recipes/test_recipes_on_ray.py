@@ -11,8 +11,8 @@ from helpers.checkpoints import write_checkpoint
 from helpers.geo3k_runs import REWARD, assert_same_run, rows_of
 from recipes import classify, geo3k_ppo, sft, walk
 from recipes.configs.episodes_config import WarmUpPhaseConfig
-from recipes.run.drawn_environment import demonstrated_model
 from recipes.run.supervised import SupervisedConfig, launch_supervised, next_token_loss
+from recipes.run.synthetic_environment import demonstrated_model
 from rollout.engine import SamplingParams
 from rollout.prompts import PromptBuilder, SupervisedBuilder
 from workers import Roles

@@ -14,8 +14,8 @@ from recipes import easy_vqa
 from recipes.configs.episodes_config import WarmUpPhaseConfig
 from recipes.data.easy_vqa_rows import open_easy_vqa
 from recipes.demo.tiny_model import make_tiny_model, model_of_run, tiny_checkpoint
-from recipes.run.drawn_environment import demonstrated_model
 from recipes.run.supervised import tiny_model
+from recipes.run.synthetic_environment import demonstrated_model
 from recipes.walk import WALK
 
 SMALL = "--steps 1 --batch-size 2 --algorithm.n 2 --eval-rows 2 --eval-first false --sft.steps 4 --sft.batch-size 2"

@@ -12,9 +12,9 @@ from helpers.geo3k_runs import assert_same_run, rows_of
 from recipes.configs.episodes_config import WarmUpPhaseConfig
 from recipes.configs.walk_config import parse
 from recipes.demo.grid_walk import MOVES, GridWalk, WalkRows, distance, moved
-from recipes.run.drawn_environment import demonstrated_model, name_departures
 from recipes.run.episode_roles import load_environment
 from recipes.run.policy_gradient import evaluate
+from recipes.run.synthetic_environment import demonstrated_model, name_departures
 from recipes.walk import WALK, main, walk_task
 from rollout.prompts import PromptBuilder
 

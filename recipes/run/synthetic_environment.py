@@ -42,7 +42,7 @@ class SmallModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrawnEnvironment(SmallModel):
+class SyntheticEnvironment(SmallModel):
     """An environment that draws its pictures, and the small model for it.
 
     ``rows(seed, split, count, shown)`` are rows of prompts, of which ``shown`` is "own" or one of the ``controls``.
@@ -54,7 +54,7 @@ class DrawnEnvironment(SmallModel):
     template_arguments: Mapping[str, Any] = field(default_factory=dict)  # of the chat template, such as tools
 
 
-def episode_task(config: EpisodeRunConfig, drawn: DrawnEnvironment, trains: bool = True) -> PolicyTask:
+def episode_task(config: EpisodeRunConfig, synthetic: SyntheticEnvironment, trains: bool = True) -> PolicyTask:
     """A run over episodes, from the checkpoint that is given or from the small model, which is made and warmed up first.
 
     Args:
@@ -70,10 +70,10 @@ def episode_task(config: EpisodeRunConfig, drawn: DrawnEnvironment, trains: bool
     model_path, run = config.model_path, config.run
     if model_path is None:
         config = open_task_directory(config)
-        model_path = str(demonstrated_model(run.output_dir / MODEL, run.seed, drawn, config.warm_up, run.resume))
-    builder, played = open_played(config, drawn, model_path)
+        model_path = str(demonstrated_model(run.output_dir / MODEL, run.seed, synthetic, config.warm_up, run.resume))
+    builder, played = open_played(config, synthetic, model_path)
     name_departures(builder)
-    rows, held_out, controls = episode_rows(config, drawn, builder, trains)
+    rows, held_out, controls = episode_rows(config, synthetic, builder, trains)
     if config.model_path is not None:
         config = open_task_directory(config)
     loader = prompt_loader(config, builder, rows, shuffle=config.data.data_path is not None)
@@ -85,11 +85,13 @@ def episode_task(config: EpisodeRunConfig, drawn: DrawnEnvironment, trains: bool
     return PolicyTask(config, model_path, builder, loader, None, evaluate, played)
 
 
-def open_played(config: EpisodeRunConfig, drawn: DrawnEnvironment, model_path: str) -> tuple[PromptBuilder, Played]:
+def open_played(
+    config: EpisodeRunConfig, synthetic: SyntheticEnvironment, model_path: str
+) -> tuple[PromptBuilder, Played]:
     """The builder of the prompts, and what is played: the environment or agent that the options name, or the recipe's own."""
     data, episodes = config.data, config.episodes
-    arguments = drawn.template_arguments if data.data_path is None else None
-    own = Played(EpisodePlan(drawn.make, episodes.limits()), episodes.drop_cut)
+    arguments = synthetic.template_arguments if data.data_path is None else None
+    own = Played(EpisodePlan(synthetic.make, episodes.limits()), episodes.drop_cut)
     return prompt_builder(data, model_path, arguments), played_instead(episodes) or own
 
 
@@ -113,14 +115,14 @@ def name_departures(builder: PromptBuilder) -> None:
 
 
 def episode_rows(
-    config: EpisodeRunConfig, drawn: DrawnEnvironment, builder: PromptBuilder, trains: bool = True
+    config: EpisodeRunConfig, synthetic: SyntheticEnvironment, builder: PromptBuilder, trains: bool = True
 ) -> tuple[Any, dict[str, Any], list[Any]]:
     """Training rows, the held-out rows of each set by its name, and those of the controls."""
     data = config.data
     if data.data_path is not None:
         return *open_data_set(data, builder, trains=trains), []
-    own, *controls = (drawn.rows(0, "test", data.eval_rows, shown) for shown in ("own", *drawn.controls))
-    return drawn.rows(config.run.seed, "train", 2**20, "own"), {"": own}, controls
+    own, *controls = (synthetic.rows(0, "test", data.eval_rows, shown) for shown in ("own", *synthetic.controls))
+    return synthetic.rows(config.run.seed, "train", 2**20, "own"), {"": own}, controls
 
 
 def controlled_evaluation(
@@ -139,21 +141,21 @@ def controlled_evaluation(
 
 
 def demonstrated_model(
-    path: Path, seed: int, drawn: SmallModel, config: WarmUpPhaseConfig, resumed: bool = False
+    path: Path, seed: int, small: SmallModel, config: WarmUpPhaseConfig, resumed: bool = False
 ) -> Path:
     """A small Qwen2.5-VL that knows the words of the environment and has learned from its demonstrations.
 
     It is made unless a resumed run has it.
     """
-    return model_of_run(path, resumed, partial(_demonstrate, seed=seed, drawn=drawn, config=config))
+    return model_of_run(path, resumed, partial(_demonstrate, seed=seed, small=small, config=config))
 
 
-def _demonstrate(draft: Path, seed: int, drawn: SmallModel, config: WarmUpPhaseConfig) -> None:
+def _demonstrate(draft: Path, seed: int, small: SmallModel, config: WarmUpPhaseConfig) -> None:
     """Makes the model and trains it in the directory ``draft``."""
     with start_phase("making the tiny model"):
-        make_tiny_model(draft, seed, drawn.model, drawn.texts)
+        make_tiny_model(draft, seed, small.model, small.texts)
     with start_phase("warming up the tiny model"):
         builder = SupervisedBuilder.from_pretrained(draft, max_prompt_length=1024)
-        shown = PromptLoader(drawn.demonstrations(seed), builder, config.batch_size, seed, shuffle=False)
+        shown = PromptLoader(small.demonstrations(seed), builder, config.batch_size, seed, shuffle=False)
         loss = teach(draft, shown, config.steps, config.lr)
     print(f"tiny model: {config.steps} updates on demonstrations; cross-entropy {loss:.3f} nats per token")
