@@ -217,14 +217,13 @@ def serve(config: ServeConfig, arguments: Sequence[str]) -> None:
         InvalidConfig: the port is taken, the state directory is in use or of other models, or a process cannot start.
     """
     os.umask(0o077)
-    if config.engine.sampler == "vllm" and (config.on == "local" or config.ray.address is None):
-        require_extra("vllm", "--sampler vllm", "vllm")  # a running cluster may have it where this Python lacks it
+    if config.engine.sampler == "vllm":
+        require_extra("vllm", "--sampler vllm", "vllm")
     models: dict[str, str | None] = config.models or {name: str(tiny_model(config.state)) for name in TINY_NAMES}
     for name, path in models.items():
         if path is not None and not (Path(path) / "config.json").exists():
             raise InvalidConfig(f"model {name}={path}: there is no checkpoint, which would have a config.json")
-    cluster = {} if config.on == "local" else {config.on: asdict(config.ray)}
-    options = json.dumps({"models": models} | cluster | asdict(config.engine))
+    options = json.dumps({"models": models} | asdict(config.engine))
     read_keys(config.api_keys, made(config.state))
     check_models(models, config.state)
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -11,7 +11,6 @@ from typing import Literal
 
 from dataproto.errors import InvalidConfig
 from recipes.options import parse_config
-from workers.cluster.ray_config import RayConfig
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
@@ -122,7 +121,6 @@ class ServeConfig:
         poll_seconds: seconds after which a request for a result is answered even if there is none
         gap_seconds: seconds for which requests wait for an earlier one of their run that has not come
         session_seconds: seconds of silence after which a client has ended
-        on: where the engine runs: in a process of this machine, or in one of a Ray cluster
     """
 
     model: tuple[str, ...] = ()
@@ -136,8 +134,6 @@ class ServeConfig:
     poll_seconds: float = 25.0
     gap_seconds: float = 60.0
     session_seconds: float = 300.0
-    on: Literal["local", "ray"] = "local"
-    ray: RayConfig = field(default_factory=RayConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     engine: EngineOptions = field(default_factory=EngineOptions)
 
@@ -157,14 +153,6 @@ class ServeConfig:
         if min(self.snapshot_seconds, self.gap_seconds, self.session_seconds) <= 0:
             raise InvalidConfig("snapshot_seconds, gap_seconds and session_seconds must be above 0")
 
-    def idle_options(self) -> list[tuple[bool, str, str]]:
-        """Options that do nothing here; see `recipes.options.refuse_idle_options`."""
-        of_training = "ray.reward-processes ray.reward-timeout-s"
-        return [
-            (self.on != "ray", "ray.", "the engine is in a process of this machine: add --on ray"),
-            (True, of_training, "the server has one process of Ray: leave it out"),
-        ]
-
     @property
     def models(self) -> dict[str, str | None]:
         """The path of each model's checkpoint by its name; ``None`` if it has none, and the name is that of a hub."""
@@ -178,4 +166,6 @@ def parse(arguments: Sequence[str]) -> ServeConfig:
     Raises:
         InvalidConfig: an unknown or ill-typed option, in one line.
     """
+    if gone := next((each for each in arguments if each.startswith(("--on", "--ray."))), None):
+        raise InvalidConfig(f"{gone} has ended: dataproto serve computes on the machine on which it is started")
     return parse_config(arguments, ServeConfig(), __doc__, "dataproto serve")

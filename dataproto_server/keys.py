@@ -1,4 +1,4 @@
-"""API keys, tokens that replace a key for an hour, and signatures of download addresses."""
+"""API keys, and signatures of download addresses."""
 
 import contextlib
 import hashlib
@@ -9,14 +9,11 @@ import secrets
 import tempfile
 from pathlib import Path
 
-import jwt
-
 from dataproto.errors import InvalidConfig
 
 KEY_FILE, SECRET_FILE = "api-key", "signing-secret"
 LINE = re.compile(r"([\w.-]{1,64}):\s*([0-9a-f]{64})", re.ASCII)
 OWNER = "local"  # whose key a server without a file of keys makes
-TOKEN_SECONDS = 3600
 
 
 class Keys:
@@ -31,22 +28,10 @@ class Keys:
         self.owners, self.secret = owners, secret
 
     def owner(self, key: str | None) -> str | None:
-        """The owner of a key or a valid token, or ``None``."""
+        """The owner of a key, or ``None``."""
         if not key:
             return None
-        return self.owner_of_token(key) or self.owners.get(hashlib.sha256(key.encode(errors="replace")).hexdigest())
-
-    def token(self, owner: str, now: float) -> str:
-        """A JSON Web Token (RFC 7519) that is as good as a key of an owner for an hour, as long as the owner has a key."""
-        claims = {"sub": owner, "org_id": OWNER, "iat": int(now), "exp": int(now) + TOKEN_SECONDS}
-        return jwt.encode(claims, self.secret, "HS256")
-
-    def owner_of_token(self, key: str) -> str | None:
-        """The owner of a token of this server that has not expired, or ``None``, as for a key."""
-        with contextlib.suppress(jwt.InvalidTokenError):
-            owner: str = jwt.decode(key, self.secret, ["HS256"], options={"verify_iat": False})["sub"]
-            return owner if owner in self.owners.values() else None
-        return None
+        return self.owners.get(hashlib.sha256(key.encode(errors="replace")).hexdigest())
 
     def signature(self, path: str, expires: int) -> str:
         """The signature of a path until a time in seconds."""

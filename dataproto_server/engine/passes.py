@@ -223,11 +223,6 @@ class OpenPass:
         """Forgets what was computed."""
         self.log_probs, self.total = {}, 0.0
 
-    def part(self, rows: Sequence[int]) -> "OpenPass":
-        """A pass of some of its rows, of which nothing has been computed."""
-        sequences, inputs = [self.sequences[row] for row in rows], [self.inputs[row] for row in rows]
-        return replace(self, sequences=sequences, inputs=inputs, log_probs={}, total=0.0)
-
     def result(self) -> PassResult:
         """Log-probs of all targets, 0 for those that have none, and the sum of the loss."""
         outputs = [{"logprobs": inputs.output(self.log_probs[row]).numpy()} for row, inputs in enumerate(self.inputs)]
@@ -344,7 +339,12 @@ def _check_gradients(base: BaseModel, passes: Sequence[OpenPass], gradients: Gra
     overflown = _overflown(gradients)
     for each in passes:
         if each.backward and not each.replayed and (each.adapter or base.trainer.weights) in overflown:
-            each.error = _gradient_error(base, each, between)
+            alone = replace(each, log_probs={}, total=0.0)
+            if _overflown(_attempt(base, [alone], between)):
+                each.error = NonFiniteLogits(
+                    f"the gradient of rows 0 to {len(each.inputs) - 1} together is not finite, so the pass adds none; check "
+                    "logprobs, advantages and weights"
+                )
 
 
 def _overflown(gradients: Gradients) -> list[Trainable]:
@@ -353,27 +353,6 @@ def _overflown(gradients: Gradients) -> list[Trainable]:
     norms = {source: get_total_norm(found) for source, found in given.items() if found}
     finite = torch.stack(list(norms.values())).isfinite().tolist() if norms else []
     return [source for source, good in zip(norms, finite, strict=True) if not good]
-
-
-def _gradient_error(base: BaseModel, opened: OpenPass, between: Between) -> NonFiniteLogits | None:
-    """Names a row whose gradient is not finite, found by halves, or all rows together; ``None`` if that of the pass is."""
-
-    def overflows(rows: Sequence[int]) -> bool:
-        return bool(_overflown(_attempt(base, [opened.part(rows)], between)))
-
-    def guilty(rows: Sequence[int]) -> int | None:
-        if len(rows) == 1:
-            return rows[0]
-        middle = len(rows) // 2
-        halves = [half for half in (rows[:middle], rows[middle:]) if overflows(half)]
-        return next((row for half in halves if (row := guilty(half)) is not None), None)
-
-    rows = range(len(opened.inputs))
-    if not overflows(rows):
-        return None
-    row = guilty(rows)
-    named = f"the gradient of rows 0 to {rows[-1]} together" if row is None else f"row {row}: its gradient"
-    return NonFiniteLogits(f"{named} is not finite, so the pass adds none; check logprobs, advantages and weights")
 
 
 def _loss(opened: OpenPass, log_probs: Mapping[int, Tensor]) -> Tensor:

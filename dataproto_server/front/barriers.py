@@ -6,15 +6,12 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dataproto_server.backend import OPTIMIZER_FILE
-from dataproto_server.config import LimitsConfig
 from dataproto_server.engine_link import CallFailed
 from dataproto_server.front.sample_queue import Samples
 from dataproto_server.json_requests import (
@@ -37,68 +34,13 @@ from dataproto_server.ledger.directories import (
     remove_directory,
 )
 from dataproto_server.ledger.journal import Entry, Outcome, snapshot_taken
-from dataproto_server.ledger.records import Catalogue, Checkpoint, Job, Run, Sampler, change, drop, put, text
+from dataproto_server.ledger.records import Checkpoint, Job, Run, Sampler, change, drop, put, text
 from dataproto_server.refusals import InvalidRequest
 from workers.model.model_config import AdamParams
 
 MILLIARD = 1_000_000_000
-
-
-class CheckpointRoom:
-    """Counts what is on disk for a key, and what is being written for it."""
-
-    def __init__(self, catalogue: Catalogue, limits: LimitsConfig) -> None:
-        self.catalogue, self.limits = catalogue, limits
-        self._sizes: dict[str | None, int] = {}  # of the directories of samplers
-        self._writing: dict[str, tuple[str, int]] = {}  # owner and bytes of what no record names yet, by run
-
-    @asynccontextmanager
-    async def limited(self, run: Run, directory: Path) -> AsyncIterator[Path]:
-        """`new_directory` within the room of the key. Raises as `check_room`: another run may take the rest meanwhile."""
-        self.forget(run)  # what a try that failed has written
-        self.check_room(run.owner)
-        async with new_directory(directory) as temporary:
-            yield temporary
-            self.check_room(run.owner)
-            self._writing[run.id] = run.owner, directory_size(temporary)
-
-    @contextmanager
-    def reserved(self, run: Run, size: int) -> Iterator[None]:
-        """Counts bytes that are written in the block, and recorded at its end. Raises as `check_room`."""
-        self.check_room(run.owner)
-        self._writing[run.id] = run.owner, size
-        try:
-            yield
-        finally:
-            self.forget(run)
-
-    def check_room(self, owner: str) -> None:
-        """Raises `InvalidRequest` if the checkpoints and samplers of a key take all that they may."""
-        most = self.limits.max_checkpoint_gb
-        used = sum(each.size for each in self.catalogue.checkpoints_of(owner)) + self._size_of_samplers(owner)
-        used += sum(size for writer, size in self._writing.values() if writer == owner)
-        if used >= most * MILLIARD:
-            raise InvalidRequest(
-                f"the checkpoints and samplers of this key take {used / MILLIARD:.1f} GB: at most {most} "
-                "(--max-checkpoint-gb)"
-            )
-
-    def _size_of_samplers(self, owner: str) -> int:
-        own = {each.directory for each in self.catalogue.samplers.values() if each.owner == owner and each.own}
-        for directory in own - self._sizes.keys():
-            with suppress(FileNotFoundError):  # an absent one takes no room, and may come back
-                self._sizes[directory] = directory_size(self.catalogue.place(str(directory)))
-        return sum(self._sizes.get(directory, 0) for directory in own)
-
-    def forget(self, run: Run) -> None:
-        """Counts what a run has written no more, unless a record names it."""
-        self._writing.pop(run.id, None)
-
-
 log = logging.getLogger("dataproto.serve")
-SAVES = ("save", "save_for_sampler", "save_external")
-"""The kinds that write files, and change nothing in the engine."""
-WITH_FILES = (*SAVES, "load")
+WITH_FILES = ("save", "save_for_sampler", "save_external", "load")
 """The kinds whose files take time, which the rounds do not wait for."""
 NO_UPDATE = (
     "no update was made, and the gradients are dropped: together they have the norm {norm}, though those of each pass are "
@@ -116,13 +58,11 @@ class Done:
         answer: the JSON that the client gets.
         jobs: writes that belong into the same commit.
         after: is called when that is on disk.
-        undo: is called if it could not be written.
     """
 
     answer: dict[str, Any]
     jobs: Sequence[Job] = ()
     after: Callable[[], None] = lambda: None
-    undo: Callable[[], None] = lambda: None
 
     def outcome(self) -> Outcome:
         return Outcome(json.dumps(self.answer).encode())
@@ -137,7 +77,6 @@ class Barriers:
     def __init__(self, samples: Samples) -> None:
         self.samples, self.link, self.catalogue = samples, samples.link, samples.catalogue
         self.config = samples.config
-        self.room = CheckpointRoom(self.catalogue, self.config.limits)
         self.kinds: dict[str, Callable[[Run, Entry, bytes], Any]] = {
             "create": self._create,
             "load": self._load,
@@ -157,17 +96,17 @@ class Barriers:
             raise InvalidRequest(
                 f"run {run.id} is not in training: it has {'failed' if run.state == 'failed' else 'ended'}"
             )
-        try:
-            done: Done = await self.kinds[entry.kind](run, entry, body)
-        except BaseException:
-            self.room.forget(run)
-            raise
+        done: Done = await self.kinds[entry.kind](run, entry, body)
+        return done
 
-        def counted(last: Callable[[], None]) -> None:
-            last()
-            self.room.forget(run)
-
-        return replace(done, after=partial(counted, done.after), undo=partial(counted, done.undo))
+    def _check_room(self, owner: str) -> None:
+        """Raises `InvalidRequest` if the checkpoints and samplers of a key take all that they may."""
+        used, most = self.catalogue.bytes_of(owner), self.config.limits.max_checkpoint_gb
+        if used >= most * MILLIARD:
+            raise InvalidRequest(
+                f"the checkpoints and samplers of this key take {used / MILLIARD:.1f} GB: at most {most} "
+                "(--max-checkpoint-gb)"
+            )
 
     async def repeat(self, run: Run, entry: Entry, body: bytes) -> None:
         """Brings the engine to where it was after a request that was carried out before."""
@@ -208,7 +147,6 @@ class Barriers:
         with self.samples.hold(checkpoint.directory):
             await self._linked(run, entry, self.catalogue.place(checkpoint.directory), asked.optimizer)
         snapshot = self.catalogue.name_of(self._snapshot_directory(run, entry.seq))
-        undo = partial(remove_directory, self.catalogue.place(snapshot))
         jobs: list[Job] = []
         try:
             if entry.seq == 0:
@@ -220,7 +158,7 @@ class Barriers:
             else:
                 await self._load_from(run, snapshot, optimizer=asked.optimizer)
         except CallFailed:
-            await asyncio.to_thread(undo)
+            await asyncio.to_thread(remove_directory, self.catalogue.place(snapshot))
             raise
         old, answer = run.snapshot, {"path": asked.path, "model_id": run.id, "type": "load_weights"}
 
@@ -229,7 +167,7 @@ class Barriers:
             if old is not None:
                 self.samples.retire(old)
 
-        return Done(answer, [*jobs, snapshot_taken(run.id, entry.seq, snapshot)], after, undo)
+        return Done(answer, [*jobs, snapshot_taken(run.id, entry.seq, snapshot)], after)
 
     async def _linked(self, run: Run, entry: Entry, source: Path, optimizer: bool) -> None:
         """Makes a checkpoint the snapshot of a run, which loads it from there: the checkpoint may be replaced or deleted."""
@@ -292,7 +230,8 @@ class Barriers:
         moving = asked.kind == "inflight"
         directory = self.catalogue.run_directory(run) / f"sampler-{entry.seq}"
         waited, began = time.monotonic() - entry.arrived, time.perf_counter()
-        async with self.room.limited(run, directory) as temporary:
+        self._check_room(run.owner)
+        async with new_directory(directory) as temporary:
             await self.link.call("export", model_id=run.id, directory=temporary, sampled=True)
             written = time.perf_counter()
         stages = waited, written - began, time.perf_counter() - written
@@ -331,8 +270,7 @@ class Barriers:
             log.info("snapshot %s: waited %.3f s, written %.3f s, named %.3f s", sampler.directory, *stages)
 
         answer = {"sampling_session_id": sampler.id, "type": "save_weights_for_sampler"}
-        directory = self.catalogue.place(str(sampler.directory))
-        return Done(answer, [put(sampler), *moved], after, partial(remove_directory, directory))
+        return Done(answer, [put(sampler), *moved], after)
 
     async def _checkpoint(
         self,
@@ -350,7 +288,9 @@ class Barriers:
             raise InvalidRequest(f"there is a checkpoint {kind}/{name} already: choose another name, or overwrite it")
         check_ttl(ttl)
         directory = self.catalogue.run_directory(run) / kind / f"{name}-{uuid.uuid4().hex[:8]}"
-        async with self.room.limited(run, directory) if limited else new_directory(directory) as temporary:
+        if limited:
+            self._check_room(run.owner)
+        async with new_directory(directory) as temporary:
             await self.link.call("save" if kind == "weights" else "export", model_id=run.id, directory=temporary)
         now = time.time()
         checkpoint = Checkpoint(
@@ -377,7 +317,7 @@ class Barriers:
         answer = {"path": checkpoint.path, "type": SAVED[kind]}
         if kind == "external_weights":
             answer["size_bytes"] = checkpoint.size  # type: ignore[assignment]
-        return Done(answer, [*map(drop, gone), put(checkpoint)], after, partial(remove_directory, directory))
+        return Done(answer, [*map(drop, gone), put(checkpoint)], after)
 
     def _beyond(self, run: Run, kind: str, name: str) -> list[Checkpoint]:
         """The oldest unpublished checkpoints of a kind, where there are more than ``--keep-last`` with a new one."""

@@ -106,7 +106,7 @@ class Recovery:
         else:
             log.error(message)
             lane.run.state = "failed"
-            self.database.write_eventually(put(lane.run))
+            await self.database.run(put(lane.run))
             for entry in list(lane.entries.values()):
                 await self.scheduler.rounds.finish(entry, failed(message, "server"))
             self.scheduler.lanes.pop(run_id, None)

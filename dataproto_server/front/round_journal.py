@@ -2,21 +2,19 @@
 
 import asyncio
 import logging
-import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import NoReturn
 
 from dataproto_server.engine_link import CallFailed, EngineLost
-from dataproto_server.front.barriers import SAVES, Barriers
+from dataproto_server.front.barriers import Barriers
 from dataproto_server.front.futures import failed
 from dataproto_server.front.lanes import Lane
 from dataproto_server.ledger import journal
-from dataproto_server.ledger.database import NotWritten
 from dataproto_server.ledger.directories import remove_directory
 from dataproto_server.ledger.journal import Entry, Outcome
-from dataproto_server.ledger.records import Job, Run, put, together
+from dataproto_server.ledger.records import Job, Run, together
 
 log = logging.getLogger("dataproto.serve")
 MOST_TRIES = 3  # of a round at which the engine ends
@@ -24,10 +22,7 @@ PAUSE_SECONDS = 1.0  # before the engine is left
 
 
 class RoundJournal:
-    """Writes rounds as they begin and as their requests end.
-
-    Where something cannot be written, its requests fail; if the engine has computed them, it starts again from the journal.
-    """
+    """Writes rounds as they begin and as their requests end."""
 
     def __init__(self, barriers: Barriers, lanes: MutableMapping[str, Lane], on_ended: Callable[[Lane], None]) -> None:
         """
@@ -56,12 +51,7 @@ class RoundJournal:
         if new:
             self._last_round += len(new)
             records = [journal.begin_round(number, [entry.id for entry in entries]) for number, entries in new]
-            try:
-                await self.database.keep(together(*records))
-            except NotWritten as error:
-                self._fail_unwritten([entry for _, entries in new for entry in entries], error)
-                unwritten = [id(entries) for _, entries in new]
-                return [each for each in begun if id(each) not in unwritten]
+            await self.database.run(together(*records))
         for number, entries in new:
             for place, entry in enumerate(entries):
                 entry.round, entry.place = number, place
@@ -81,11 +71,7 @@ class RoundJournal:
 
     async def dissolve(self, entries: Sequence[Entry]) -> None:
         """Takes requests out of their round, to be computed alone: the journal then says how they were."""
-        try:
-            await self.database.keep(journal.withdraw([entry.id for entry in entries]))
-        except NotWritten as error:
-            self._fail_unwritten(entries, error)
-            return
+        await self.database.run(journal.withdraw([entry.id for entry in entries]))
         for entry in entries:
             if (waiting := self.waiting(entry)) is not None:
                 waiting.round, waiting.place, waiting.alone = None, None, True
@@ -100,38 +86,11 @@ class RoundJournal:
         await self.finish_all([(entry, outcome)], *jobs)
 
     async def finish_all(self, finished: Sequence[tuple[Entry, Outcome]], *jobs: Job) -> None:
-        """Writes outcomes in one commit, and gives them to who waits for them.
-
-        Raises:
-            EngineLost: what the engine has done could not be written. Its requests have failed, and the engine was left.
-            NotWritten: the same of requests that change nothing in the engine, which continues.
-        """
+        """Writes outcomes in one commit, and gives them to who waits for them."""
         now = time.time()
-        outcomes = [_record(entry, outcome, now) for entry, outcome in finished]
-        try:
-            await self.database.keep(together(*jobs, *outcomes))
-        except NotWritten as error:
-            unwritten = [entry for entry, outcome in finished if not outcome.failed]
-            self._fail_unwritten(unwritten, error)
-            if any(entry.kind not in SAVES for entry in unwritten):  # the others are tried again
-                await self.start_over(error)
-            if unwritten:
-                raise
-            self.database.write_eventually(together(*jobs, *outcomes))
+        outcomes = [journal.finish(entry.id, entry.run, entry.seq + 1, outcome, now) for entry, outcome in finished]
+        await self.database.run(together(*jobs, *outcomes))
         for entry, outcome in finished:
-            self._ended(entry, outcome, now)
-
-    def _fail_unwritten(self, entries: Sequence[Entry], error: NotWritten) -> None:
-        """Fails requests whose place in the journal cannot be written. That they have failed is written as soon as there is room:
-        a kill before that lets them be carried out after all.
-        """
-        outcome, now = failed(str(error), "server"), time.time()
-        for entry in entries:
-            if entry.seq == 0:  # which makes the run
-                run = self.catalogue.runs[entry.run]
-                run.state = "failed"
-                self.database.write_eventually(put(run))
-            self.database.write_eventually(_record(entry, outcome, now))
             self._ended(entry, outcome, now)
 
     def _ended(self, entry: Entry, outcome: Outcome, now: float) -> None:
@@ -153,10 +112,6 @@ class RoundJournal:
         await asyncio.sleep(PAUSE_SECONDS)
         await self.link.close()
         raise EngineLost("the engine is ahead of the journal") from error
-
-
-def _record(entry: Entry, outcome: Outcome, now: float) -> Job:
-    return journal.finish(entry.id, entry.run, entry.seq + 1, outcome, now)
 
 
 class RunSnapshots:
@@ -199,12 +154,7 @@ class RunSnapshots:
             log.exception("no snapshot of %s: the journal keeps its requests", lane.run.id)
             return
         old, name = lane.run.snapshot, self.catalogue.name_of(directory)
-        try:
-            await self.database.keep(journal.snapshot_taken(lane.run.id, seq, name))
-        except NotWritten as error:
-            log.error("no snapshot of %s: %s", lane.run.id, error)
-            await asyncio.to_thread(remove_directory, directory)
-            return
+        await self.database.run(journal.snapshot_taken(lane.run.id, seq, name))
         lane.run.snapshot, lane.run.snapshot_seq = name, seq
         lane.steps, lane.last_snapshot = lane.steps - steps, began
         if old is not None:
@@ -219,11 +169,6 @@ class RunSnapshots:
         except (CallFailed, OSError) as error:
             log.exception("no checkpoint of the expired run %s", run.id)
             return isinstance(error, CallFailed) and error.failure.category == "user"  # its weights cannot be saved
-        try:
-            await self.database.run(together(*done.jobs))
-        except sqlite3.OperationalError:
-            log.exception("the checkpoint of the expired run %s cannot be recorded", run.id)
-            await asyncio.to_thread(done.undo)
-            return False
+        await self.database.run(together(*done.jobs))
         done.after()
         return True

@@ -16,7 +16,6 @@ from dataproto_server.front.futures import failed, pass_outcome
 from dataproto_server.front.lanes import Intake, Lane
 from dataproto_server.front.round_journal import RoundJournal, RunSnapshots
 from dataproto_server.ledger import journal
-from dataproto_server.ledger.database import NotWritten
 from dataproto_server.ledger.journal import Entry
 from dataproto_server.ledger.records import Job, put, together
 from dataproto_server.refusals import InvalidRequest, failure_of
@@ -342,11 +341,6 @@ class Scheduler:
                 await self.rounds.finish_all([(entry, each.outcome()) for _, entry, each in done], *jobs)
                 for _, _, each in done:
                     each.after()
-            except (EngineLost, NotWritten) as error:
-                for _, _, each in done:
-                    await asyncio.to_thread(each.undo)
-                if isinstance(error, EngineLost):
-                    raise
             except Exception as error:  # what the engine has done may not be done twice
                 await self.rounds.start_over(error)
         for entry, result in ended:

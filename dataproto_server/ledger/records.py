@@ -7,12 +7,14 @@ import sqlite3
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from dataproto_server.backend import LoraSpec
 from dataproto_server.ledger.database import Database
+from dataproto_server.ledger.directories import directory_size
 from dataproto_server.refusals import NotFound, Refused
 
 Record = TypeVar("Record")
@@ -228,6 +230,15 @@ class Catalogue:
             for each in self.checkpoints.values()
             if (owner is None or each.owner == owner) and (run is None or each.run == run)
         ]
+
+    def bytes_of(self, owner: str) -> int:
+        """What the checkpoints of a key and its samplers take on disk."""
+        own = {each.directory for each in self.samplers.values() if each.owner == owner and each.own and each.directory}
+        size = sum(each.size for each in self.checkpoints_of(owner))
+        for directory in own:
+            with suppress(FileNotFoundError):  # an absent one takes no room, and may come back
+                size += directory_size(self.place(directory))
+        return size
 
     def live_runs(self, owner: str) -> list[Run]:
         """The runs of a key that are in training, or may come to it: a request that was refused for now may come again."""

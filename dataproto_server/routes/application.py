@@ -35,7 +35,6 @@ POSTS: dict[str, Handler] = {  # they are compared with a path in this order: th
     "/session_heartbeat": sessions.heartbeat,
     "/client/config": sessions.client_config,
     "/client/dynamic_config": sessions.dynamic_config,
-    "/auth/token": sessions.auth_token,
     "/create_session": sessions.create_session,
     "/sessions/{session}/finish": sessions.finish_session,
     "/telemetry": sessions.telemetry,
@@ -49,7 +48,6 @@ POSTS: dict[str, Handler] = {  # they are compared with a path in this order: th
     "/create_sampling_session": sessions.create_sampling_session,
     "/join_sampling_session": sessions.join_sampling_session,
     "/weights_info": checkpoints.weights_info,
-    "/copy_weights": checkpoints.copy_weights,
     f"{CHECKPOINT}/publish": checkpoints.publish,
 }
 GETS: dict[str, Handler] = {
@@ -76,7 +74,7 @@ def application(service: Service) -> Starlette:
         *(gated("POST", f"{API}{path}", handler) for path, handler in POSTS.items()),
         gated("GET", f"{API}/healthz", sessions.healthz, public=True),
         gated("GET", "/files/{run}/{kind}/{name}/{file}", checkpoints.download, public=True),
-        gated("GET", "/metrics", metrics, page=True),
+        gated("GET", "/metrics", metrics),
         *(gated("GET", f"{API}{path}", handler) for path, handler in GETS.items()),
         *(gated(method, f"{API}{path}", handler) for method, path, handler in OTHERS),
         *(gated(method, "/{rest:path}", sessions.not_here, public=True) for method in ("GET", "POST", "PUT", "DELETE")),

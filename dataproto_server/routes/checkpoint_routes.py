@@ -1,10 +1,7 @@
-"""Runs and checkpoints: lists, publishing, deletion, time to live, copies and downloads."""
+"""Runs and checkpoints: lists, publishing, deletion, time to live and downloads."""
 
-import asyncio
 import json
 import time
-import uuid
-from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote
@@ -13,8 +10,8 @@ from starlette.responses import FileResponse, Response
 
 from dataproto_server.front.barriers import check_ttl
 from dataproto_server.json_requests import Body, Int
-from dataproto_server.ledger.directories import MANIFEST, checked_name, link_files, new_directory
-from dataproto_server.ledger.records import KINDS, Catalogue, Checkpoint, Run, text
+from dataproto_server.ledger.directories import MANIFEST, checked_name
+from dataproto_server.ledger.records import KINDS, Catalogue, Checkpoint, Run
 from dataproto_server.refusals import InvalidRequest, NotFound, Refused
 from dataproto_server.routes.gate import Call, answer
 
@@ -145,55 +142,6 @@ async def weights_info(call: Call) -> Response:
     if lora is not None:
         info |= {"lora_rank": lora["rank"]} | {key: lora[key] for key in ("train_unembed", "train_mlp", "train_attn")}
     return answer(info)
-
-
-class CopyWeights(Body):
-    source_path: str
-    session_id: str | None = None
-    model_seq_id: Int | None = None
-    destination_project_id: str | None = None
-    ttl_seconds: Int | None = None
-    weights_access_token: str | None = None
-
-
-async def copy_weights(call: Call) -> Response:
-    """Copies a checkpoint to a run of its own, which cannot be trained; files are shared where the file system can."""
-    asked, service = await call.read(CopyWeights), call.service
-    if asked.weights_access_token is not None or call.request.headers.get("x-tinker-weights-access-token"):
-        raise InvalidRequest("weights_access_token is not supported: publish the checkpoint to give others access")
-    check_ttl(asked.ttl_seconds)
-    if asked.session_id:
-        service.catalogue.session(asked.session_id, call.owner)
-    source = service.catalogue.checkpoint(asked.source_path, call.owner)
-    base, lora = service.catalogue.spec_of(source)
-    now = time.time()
-    run = Run(
-        id=f"{uuid.uuid4().hex}:copy:0",
-        number=service.catalogue.next_number(),
-        session=asked.session_id or "",
-        owner=call.owner,
-        base_model=base,
-        lora=None if lora is None else text(lora),
-        metadata=text({"copy_of": source.path, "project": asked.destination_project_id or ""}),
-        state="ended",
-    )
-    directory = service.catalogue.run_directory(run) / source.kind / source.name
-    copy = replace(
-        source,
-        run=run.id,
-        owner=call.owner,
-        directory=service.catalogue.name_of(directory),
-        created=now,
-        public=0,
-        expires=None if asked.ttl_seconds is None else now + asked.ttl_seconds,
-    )
-    with service.scheduler.barriers.room.reserved(run, source.size), service.samples.hold(source.directory):
-        async with new_directory(directory) as temporary:
-            await asyncio.to_thread(link_files, service.catalogue.place(source.directory), temporary)
-        await service.catalogue.write(run, copy)
-        service.catalogue.runs[run.id] = run
-        service.catalogue.checkpoints[copy.run, copy.kind, copy.name] = copy
-    return answer({"tinker_path": copy.path})
 
 
 async def external_weights_urls(call: Call) -> Response:

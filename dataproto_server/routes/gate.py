@@ -1,8 +1,6 @@
 """What every request passes: the key, the limits of its body, the form of errors, a line in the log and a count."""
 
 import asyncio
-import base64
-import binascii
 import io
 import logging
 import time
@@ -17,7 +15,6 @@ from starlette.routing import Route
 
 from dataproto_server.front.service import Service
 from dataproto_server.json_requests import Body, parse_json, read
-from dataproto_server.ledger.database import obstacle
 from dataproto_server.ledger.journal import Outcome
 from dataproto_server.refusals import InvalidRequest, Refused, server_failure
 
@@ -67,13 +64,13 @@ class Call:
 Handler = Callable[[Call], Awaitable[Response]]
 
 
-def gated(method: str, path: str, handler: Handler, *, public: bool = False, page: bool = False) -> Route:
-    """A route to a handler. Only a public one needs no key; a page takes it as a password too."""
+def gated(method: str, path: str, handler: Handler, *, public: bool = False) -> Route:
+    """A route to a handler. Only a public one needs no key."""
 
     async def endpoint(request: Request) -> Response:
         service: Service = request.app.state.service
         began, notes = time.monotonic(), dict[str, Any]()
-        response, owner = await _answered(service, request, handler, public, page, notes)
+        response, owner = await _answered(service, request, handler, public, notes)
         spent = time.monotonic() - began
         details = "".join(f" {name}={value}" for name, value in notes.items())
         line = f"{owner or '-'} {method} {request.scope['path']} {response.status_code} {1000 * spent:.0f} ms{details}"
@@ -87,12 +84,12 @@ def gated(method: str, path: str, handler: Handler, *, public: bool = False, pag
 
 
 async def _answered(
-    service: Service, request: Request, handler: Handler, public: bool, page: bool, notes: dict[str, Any]
+    service: Service, request: Request, handler: Handler, public: bool, notes: dict[str, Any]
 ) -> tuple[Response, str | None]:
-    owner = service.keys.owner(given_key(request, page))
+    owner = service.keys.owner(request.headers.get("x-api-key"))
     try:
         if owner is None and not public:
-            return not_let_in(given_key(request, page), page), owner
+            return refusal(401, "the API key is missing or unknown: give it as X-API-Key (TINKER_API_KEY)"), owner
         body = b"" if owner is None else await read_body(request, service.config.limits.max_body_mb << 20)
         notes["bytes"] = len(body)
         return await handler(Call(service, request, owner or "", body, notes)), owner
@@ -103,9 +100,6 @@ async def _answered(
     except ClientDisconnect:
         return Response(status_code=499), owner
     except Exception as error:
-        if (found := obstacle(error)) is not None:  # clients repeat what has this status, more and more seldom
-            log.error("the database cannot be written: %s", error)
-            return refusal(429, f"the server cannot write to {found.place}: {found.reason}; {found.way_out}"), owner
         failure = server_failure(error)
         await asyncio.sleep(ERROR_SECONDS)
         return refusal(500, failure.message), owner
@@ -114,30 +108,6 @@ async def _answered(
 def refusal(status: int, message: str) -> Response:
     """An error as the SDK reads it."""
     return JSONResponse({"detail": message}, status)
-
-
-def not_let_in(key: str | None, page: bool) -> Response:
-    """The refusal of a missing or unknown key: on a page a browser asks for the key, and the SDK exchanges its key for another
-    token if this one is refused (RFC 6750).
-    """
-    message = "the API key is missing or unknown: give it as X-API-Key (TINKER_API_KEY)"
-    way = 'Basic realm="dataproto serve"' if page else 'Bearer error="invalid_token"' if key else None
-    return JSONResponse({"detail": message}, 401, None if way is None else {"WWW-Authenticate": way})
-
-
-def given_key(request: Request, page: bool) -> str | None:
-    """The key of ``X-API-Key``, or on a page the password of a browser's dialogue.
-
-    Browsers send that password with the requests of other sites too, so the routes that change something do not take it.
-    """
-    key = request.headers.get("x-api-key")
-    scheme, _, encoded = request.headers.get("authorization", "").partition(" ")
-    if key is not None or not page or scheme.lower() != "basic":
-        return key
-    try:
-        return base64.b64decode(encoded, validate=True).decode().partition(":")[2]
-    except (binascii.Error, UnicodeDecodeError):
-        return None
 
 
 async def read_body(request: Request, most: int) -> bytes:

@@ -23,7 +23,7 @@ from dataproto_server.routes.gate import Call, answer
 from dataproto_server.routes.training_routes import identity_of
 
 FLAGS = {
-    "pjwt_auth_enabled": True,  # the client exchanges its key for a token, which tells `whoami` who it is
+    "pjwt_auth_enabled": False,
     "parallel_fwdbwd_chunks": True,
     "proto_compress_fwdbwd": False,
     "sample_use_retrieve_futures": False,
@@ -44,12 +44,6 @@ async def client_config(call: Call) -> Response:
 
 async def dynamic_config(call: Call) -> Response:
     return answer(DYNAMIC_FLAGS)
-
-
-async def auth_token(call: Call) -> Response:
-    """Returns a token that is valid for one hour in place of the key. A token is exchanged for itself: it makes no later one."""
-    key, keys = call.request.headers["x-api-key"], call.service.keys
-    return answer({"jwt": key if keys.owner_of_token(key) else keys.token(call.owner, time.time())})
 
 
 async def telemetry(call: Call) -> Response:

@@ -13,7 +13,7 @@ from dataproto_server.front import scheduler, service
 from dataproto_server.ledger.directories import check_directory
 from dataproto_server.ledger.records import Checkpoint, Run, Sampler, everything, put
 from dataproto_server.refusals import NotFound, Refused
-from dataproto_server.routes import checkpoint_routes, session_routes
+from dataproto_server.routes import session_routes
 from helpers.fronts import Front, drive, until
 
 SELDOM = {"snapshot_steps": 100, "snapshot_seconds": 1e9}
@@ -279,23 +279,6 @@ def test_a_request_that_a_kill_at_the_end_of_its_run_has_left_fails_when_it_is_s
 
     drive(before, tmp_path).backend.gate.set()
     drive(after, tmp_path)
-
-
-def test_two_copies_at_a_time_share_the_room_of_their_key(tmp_path):
-    async def work(front: Front):
-        run = await front.new_run("r")
-        await front.result(await front.request(run, 1, "save_for_sampler", path="a"))
-        catalogue = front.service.catalogue
-        source = catalogue.checkpoints["r", "sampler_weights", "a"]
-        limits = front.service.config.limits
-        object.__setattr__(limits, "max_checkpoint_gb", 1.5 * source.size / 1e9)  # room for one more
-        copies = [checkpoint_routes.copy_weights(front.call(source_path=source.path)) for _ in range(2)]
-        made, refused = await asyncio.gather(*copies, return_exceptions=True)
-        assert made.status_code == 200
-        assert "--max-checkpoint-gb" in str(refused)
-        assert len(catalogue.checkpoints) == 2
-
-    drive(work, tmp_path)
 
 
 def test_a_start_drops_the_samplers_of_sessions_that_have_ended(tmp_path):

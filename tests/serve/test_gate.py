@@ -1,7 +1,6 @@
 """Who may come in, what is read of their bodies, and what stays in memory for them."""
 
 import asyncio
-import base64
 import json
 import socket
 import threading
@@ -19,7 +18,7 @@ from dataproto_server.ledger.records import Sampler
 from dataproto_server.refusals import Refused
 from dataproto_server.routes import gate
 from helpers.fronts import Front, drive
-from helpers.servers import OTHER_KEY, call
+from helpers.servers import call
 
 
 def status_of(server, path: str, headers: dict[str, str], method: str = "GET") -> int:
@@ -28,16 +27,6 @@ def status_of(server, path: str, headers: dict[str, str], method: str = "GET") -
         return urllib.request.urlopen(request, timeout=60).status
     except urllib.error.HTTPError as error:
         return error.code
-
-
-@pytest.mark.slow
-def test_a_browsers_password_opens_the_pages_alone(server):
-    """Browsers send it with what another site posts to this server."""
-    basic = {"Authorization": "Basic " + base64.b64encode(f"any:{server.key}".encode()).decode()}
-    assert status_of(server, "/metrics", basic) == 200
-    for path, method in (("/api/v1/sessions", "GET"), ("/api/v1/create_session", "POST"), ("/nowhere", "POST")):
-        assert status_of(server, path, basic, method) == 401
-    assert status_of(server, "/api/v1/sessions", {"X-API-Key": server.key}) == 200
 
 
 @pytest.mark.slow
@@ -52,13 +41,6 @@ def test_who_has_no_key_is_answered_before_a_body_comes(server, line):
 @pytest.mark.slow
 def test_a_signature_in_other_letters_is_refused(server):
     assert status_of(server, "/files/r/external_weights/a/b?expires=9999999999&signature=%C3%A9", {}) == 403
-
-
-@pytest.mark.slow
-def test_a_copy_goes_to_a_session_of_its_own_key(server):
-    session = call(server, "create_session", OTHER_KEY, tags=[], sdk_version="0.38.0")[1]["session_id"]
-    status, found = call(server, "copy_weights", session_id=session, source_path="tinker://r/weights/a")
-    assert (status, "there is no session" in found["detail"]) == (404, True)
 
 
 def test_a_large_body_is_read_beside_the_event_loop(monkeypatch):

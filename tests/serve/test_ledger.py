@@ -1,7 +1,6 @@
 """What is on disk: commits, whole directories, and what a replay finds."""
 
 import asyncio
-import itertools
 import os
 import sqlite3
 import threading
@@ -12,7 +11,7 @@ import pytest
 
 from dataproto.errors import CheckpointError
 from dataproto_server.ledger import journal
-from dataproto_server.ledger.database import Database, NotWritten
+from dataproto_server.ledger.database import Database
 from dataproto_server.ledger.directories import (
     check_directory,
     checked_name,
@@ -82,29 +81,6 @@ def test_a_caller_that_has_gone_leaves_the_database_at_work(database):
     assert len(asyncio.run(asyncio.wait_for(drive(), 60))) == 200
 
 
-def test_a_write_error_at_which_sqlite_rolls_back_fails_its_own_function_alone(database):
-    busy = threading.Event()
-
-    def roll_back(db):
-        db.execute("ROLLBACK")  # as SQLite does by itself when the disk is full
-        raise disk_full()
-
-    async def drive():
-        database.post(lambda db: busy.wait())
-        jobs = [
-            asyncio.create_task(database.run(each)) for each in (put(run_of("a", 1)), roll_back, put(run_of("c", 3)))
-        ]
-        await asyncio.sleep(0)  # the three are in one commit
-        busy.set()
-        found = await asyncio.gather(*jobs, return_exceptions=True)
-        assert [None if each is None else type(each) for each in found[1:2]] == [sqlite3.OperationalError]
-        assert not any(isinstance(each, Exception) for each in (found[0], found[2]))
-        await database.run(put(run_of("d", 4)))
-
-    asyncio.run(asyncio.wait_for(drive(), 60))
-    assert [run.id for run in database.run_now(everything(Run))] == ["a", "c", "d"]
-
-
 def disk_full() -> sqlite3.OperationalError:
     """SQLite's own error."""
     with sqlite3.connect(":memory:") as small:
@@ -128,73 +104,42 @@ def full_until(room):
     return write
 
 
-@pytest.fixture
-def seconds(monkeypatch):
-    """Sets for how long a write is tried."""
-
-    def set_seconds(value: float) -> None:
-        monkeypatch.setattr("dataproto_server.ledger.database.DISK_SECONDS", value)
-
-    monkeypatch.setattr("dataproto_server.ledger.database.RETRY_SECONDS", 0.1)
-    set_seconds(0.3)
-    return set_seconds
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr("dataproto_server.ledger.database.RETRY_SECONDS", 0.05)
 
 
-def test_a_write_that_may_not_be_lost_fails_by_name_after_a_time(database, seconds):
+def roll_back_until(room):
+    """As SQLite rolls back by itself where the disk is full."""
+
+    def write(job):
+        def function(db):
+            if not room.is_set():
+                db.execute("ROLLBACK")
+            return full_until(room)(job)(db)
+
+        return function
+
+    return write
+
+
+@pytest.mark.parametrize("disk", [full_until, roll_back_until])
+def test_writes_wait_for_room_on_the_disk_and_keep_their_order(database, disk, caplog):
     room = threading.Event()
-    write = full_until(room)
 
     async def drive():
-        began = time.monotonic()
-        with pytest.raises(NotWritten, match=r"for 0.3 s: database or disk is full"):
-            await database.keep(write(put(run_of("a", 1))))
-        assert 0.3 <= time.monotonic() - began < 5
-        database.write_eventually(write(put(run_of("late", 3))))
-        await database.run(put(run_of("c", 4)))
-        assert [run.id for run in await database.run(everything(Run))] == ["c"]
+        jobs = [put(run_of("a", 1)), disk(room)(put(run_of("b", 2))), put(run_of("c", 3))]
+        writes = [asyncio.create_task(database.run(each)) for each in jobs]
+        while (
+            "the database cannot be written (database or disk is full), and requests wait: make room" not in caplog.text
+        ):
+            await asyncio.sleep(0.01)
+        assert not any(each.done() for each in writes[1:])
         room.set()
-        await database.keep(write(put(run_of("d", 5))))
-        assert sorted(run.id for run in await database.run(everything(Run))) == ["c", "d", "late"]
-        assert database._unwritten == []
+        await asyncio.gather(*writes)
+        return await database.run(everything(Run))
 
-    asyncio.run(asyncio.wait_for(drive(), 60))
-
-
-def test_what_is_to_be_written_eventually_is_tried_while_nothing_else_is(database, seconds, tmp_path):
-    room = threading.Event()
-    database.write_eventually(full_until(room)(put(run_of("late", 1))))
-    time.sleep(0.3)
-    room.set()
-    latest = time.monotonic() + 60
-    with sqlite3.connect(tmp_path / "db") as other:
-        while not (found := other.execute("SELECT id FROM runs").fetchall()) and time.monotonic() < latest:
-            time.sleep(0.01)
-    assert found == [("late",)]
-
-
-def test_what_cannot_be_written_on_any_disk_is_dropped_with_a_word_in_the_log(database, seconds, caplog):
-    database.write_eventually(lambda db: db.execute("DELETE FROM absent"))
-    database.run_now(put(run_of("a", 1)))
-    database.run_now(everything(Run))
-    assert database._unwritten == []
-    assert [(each.message, "no such table" in str(each.exc_info[1])) for each in caplog.records] == [
-        ("a write fails, and is not tried again", True)
-    ]
-
-
-def test_a_write_for_which_there_is_no_room_fails_while_others_succeed(database, seconds):
-    async def drive():
-        async def others():
-            for number in itertools.count():
-                await database.keep(put(run_of(f"r{number}", number)))
-                await asyncio.sleep(0.02)
-
-        busy = asyncio.create_task(others())
-        with pytest.raises(NotWritten, match=r"for 0.3 s: database or disk is full"):
-            await asyncio.wait_for(database.keep(full_until(threading.Event())(put(run_of("big", -1)))), 20)
-        busy.cancel()
-
-    asyncio.run(drive())
+    assert [run.id for run in asyncio.run(asyncio.wait_for(drive(), 60))] == ["a", "b", "c"]
 
 
 @contextmanager
@@ -207,41 +152,19 @@ def held(path):
             other.execute("ROLLBACK")
 
 
-def test_writes_wait_once_for_another_program_and_fail_by_name_while_reads_do_not(
-    database, seconds, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("dataproto_server.ledger.database.HELD_SECONDS", 0.5)
-    database.run_now(lambda db: db.execute("PRAGMA busy_timeout=500"))
-
-    async def drive():
-        with held(tmp_path / "db"):
-            began = time.monotonic()
-            writes = [database.run(put(run_of(f"r{number}", number))) for number in range(20)]
-            *problems, found = await asyncio.gather(*writes, database.run(everything(Run)), return_exceptions=True)
-            assert time.monotonic() - began < 5  # not 20 times
-            assert {str(each) for each in problems} == {"database is locked"}
-            assert found == []
-            told = r"to its database for 0.3 s: another program holds it \(database is locked\); end that program, and send"
-            with pytest.raises(NotWritten, match=told):
-                await database.keep(put(run_of("a", 1)))
-        assert await database.run(everything(Run)) == []
-
-    asyncio.run(asyncio.wait_for(drive(), 60))
-
-
-def test_a_write_that_may_not_be_lost_waits_for_another_program(database, seconds, tmp_path, caplog):
-    seconds(60)
+def test_writes_wait_for_another_program(database, tmp_path, caplog):
+    database.run_now(lambda db: db.execute("PRAGMA busy_timeout=10"))
 
     async def drive():
         with held(tmp_path / "db") as other:
-            write = asyncio.create_task(database.keep(put(run_of("a", 1))))
-            while "tried again" not in caplog.text:
+            write = asyncio.create_task(database.run(put(run_of("a", 1))))
+            while "end the other program that holds it" not in caplog.text:
                 await asyncio.sleep(0.01)
             other.execute("ROLLBACK")
             await write
-        assert [run.id for run in await database.run(everything(Run))] == ["a"]
+        return await database.run(everything(Run))
 
-    asyncio.run(asyncio.wait_for(drive(), 60))
+    assert [run.id for run in asyncio.run(asyncio.wait_for(drive(), 60))] == ["a"]
 
 
 def test_what_another_program_has_written_behind_a_read_does_not_fail_a_write(database, tmp_path):
@@ -263,20 +186,9 @@ def test_what_another_program_has_written_behind_a_read_does_not_fail_a_write(da
         written.result()
 
 
-def test_an_error_that_is_not_of_the_disk_is_raised_at_once(database, monkeypatch):
-    monkeypatch.setattr("dataproto_server.ledger.database.DISK_SECONDS", 1e9)
+def test_an_error_that_is_not_of_the_disk_is_raised_at_once(database):
     with pytest.raises(sqlite3.OperationalError, match="no such table"):
-        asyncio.run(asyncio.wait_for(database.keep(lambda db: db.execute("DELETE FROM absent")), 20))
-
-
-def test_a_database_larger_than_its_disk_fails_writes_and_lives(database):
-    database.run_now(lambda db: db.execute("PRAGMA max_page_count = 60"))  # what SQLite takes for a full disk
-    run = run_of("big", 1)
-    run.metadata = "x" * 1_000_000
-    with pytest.raises(sqlite3.OperationalError, match="full"):
-        database.run_now(put(run))
-    database.run_now(put(run_of("small", 2)))
-    assert [run.id for run in database.run_now(everything(Run))] == ["small"]
+        database.run_now(lambda db: db.execute("DELETE FROM absent"))
 
 
 def test_the_process_ends_with_its_database_thread(database, monkeypatch):

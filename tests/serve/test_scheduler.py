@@ -1,7 +1,6 @@
 """Order, grouping and replay, with the engine's process as a thread."""
 
 import asyncio
-import json
 import threading
 
 import numpy as np
@@ -14,9 +13,8 @@ from dataproto_server.front.futures import PROTOBUF
 from dataproto_server.front.round_journal import RoundJournal
 from dataproto_server.front.scheduler import Scheduler
 from dataproto_server.ledger import directories, journal
-from dataproto_server.ledger.journal import Entry
 from dataproto_server.ledger.records import together
-from dataproto_server.refusals import InvalidRequest, Refused
+from dataproto_server.refusals import Refused
 from helpers.fronts import Front, drive, take_in, until
 
 
@@ -245,30 +243,6 @@ def test_a_checkpoint_that_is_replaced_while_another_run_loads_it_stays_until_it
         await until(lambda: not old.exists())
 
     drive(work, tmp_path, snapshot_steps=100)
-
-
-def test_two_runs_that_save_at_the_same_time_share_the_room_of_their_key(tmp_path):
-    """Both begin while there is room. One is refused when the other one has written its files."""
-
-    async def work(front: Front):
-        barriers = front.service.scheduler.barriers
-        runs = [await front.new_run(name) for name in ("one", "two")]
-        entry = Entry(id="", run="", seq=1, kind="save", body=None, size=0, created=0.0)
-
-        def save(run):
-            body = json.dumps({"model_id": run.id, "seq_id": 1, "path": "x"}).encode()
-            return barriers.carry_out(run, entry, body)
-
-        found = await asyncio.gather(*map(save, runs), return_exceptions=True)
-        refused = next(place for place, each in enumerate(found) if isinstance(each, InvalidRequest))
-        done = 1 - refused
-        assert "--max-checkpoint-gb" in str(found[refused])
-        assert len(list(tmp_path.glob("runs/*/weights/*"))) == 1
-        assert found[done].answer["path"] == f"tinker://{runs[done].id}/weights/x"
-        barriers.room.forget(runs[done])  # as when its record cannot be written
-        await save(runs[refused])
-
-    drive(work, tmp_path, max_checkpoint_gb=1e-9)
 
 
 @pytest.mark.slow

@@ -205,7 +205,8 @@ def test_runs_sessions_and_checkpoints_are_listed_published_deleted_and_download
     assert other.get_weights_info_by_tinker_path(path).result().lora_rank == 4
     with pytest.raises(tinker.NotFoundError):
         other.delete_checkpoint_from_tinker_path(path).result()
-    copy = other.copy_weights(path, "project").result()
+    with tinker.ServiceClient(base_url=server.url, api_key=OTHER_KEY) as theirs:
+        assert theirs.create_training_client_from_state(path).result().get_info().lora_rank == 4
     rest.unpublish_checkpoint_from_tinker_path(path).result()
     rest.set_checkpoint_ttl_from_tinker_path(path, 7200).result()
     rest.delete_checkpoint_from_tinker_path(path).result()
@@ -213,8 +214,6 @@ def test_runs_sessions_and_checkpoints_are_listed_published_deleted_and_download
     assert [each.checkpoint_id for each in rest.list_checkpoints(run_id).result().checkpoints] == [
         "sampler_weights/sampled"
     ]
-    with tinker.ServiceClient(base_url=server.url, api_key=OTHER_KEY) as theirs:
-        assert theirs.create_training_client_from_state(copy).result().get_info().lora_rank == 4
 
 
 def test_what_this_server_lacks_is_refused_and_nothing_hangs(rest):

@@ -45,12 +45,22 @@ WRONG = [
     ("ppo", {}, {"clip_high_threshold": np.full(6, np.inf, np.float32)}, "['clip_high_threshold'][0] is not finite"),
     ("importance_sampling", {}, {"logprobs": np.full(6, -np.inf, np.float32)}, "['logprobs'][0] is not finite"),
     ("importance_sampling", {}, {"logprobs": np.full(6, -1e38, np.float32)}, "the loss of rows [1] is not finite"),
-    ("importance_sampling", {}, {"advantages": np.full(6, 3e38, np.float32)}, "row 1: its gradient is not finite"),
+    (
+        "importance_sampling",
+        {},
+        {"advantages": np.full(6, 3e38, np.float32)},
+        "the gradient of rows 0 to 1 together is not finite",
+    ),
     ("dro", {}, {"logprobs": np.full(6, 1e38, np.float32)}, "the loss of rows [1] is not finite"),
-    ("cispo", {}, {"advantages": np.full(6, 1e36, np.float32)}, "row 1: its gradient is not finite"),
+    ("cispo", {}, {"advantages": np.full(6, 1e36, np.float32)}, "of rows 0 to 1 together is not finite"),
     ("cross_entropy", {}, {"weights": np.full(6, np.nan, np.float32)}, "['weights'][0] is not finite"),
     ("cross_entropy", {}, {"weights": np.full(6, 3e38, np.float32)}, "the loss of rows [1] is not finite"),
-    ("cross_entropy", {}, {"weights": np.full(6, 1e36, np.float32)}, "row 1: its gradient is not finite"),
+    (
+        "cross_entropy",
+        {},
+        {"weights": np.full(6, 1e36, np.float32)},
+        "the gradient of rows 0 to 1 together is not finite",
+    ),
     ("ppo", {}, {"advantages": np.ones(5, np.float32)}, "has shape (5,), but its model input has 6 tokens"),
     ("ppo", {}, {"target_tokens": np.zeros((6, 2), np.int64)}, "only cross_entropy takes several targets"),
     (
@@ -131,7 +141,9 @@ def test_a_row_whose_gradient_is_not_finite_fails_its_pass_by_name_and_no_other(
     given = [("m", fine), ("m", bad), ("other", mine)]
     first, failed, last = engine.passes([Pass(name, data, "cross_entropy") for name, data in given])
     assert failed.category == "user"
-    assert failed.message.startswith("row 3: its gradient is not finite, so the pass adds none; check logprobs")
+    assert failed.message.startswith(
+        "the gradient of rows 0 to 4 together is not finite, so the pass adds none; check logprobs"
+    )
     alone = engine.passes([Pass("m alone", fine, "cross_entropy"), Pass("other alone", mine, "cross_entropy")])
     assert (first.metrics, last.metrics) == (alone[0].metrics, alone[1].metrics)
     for name in ("m", "other"):

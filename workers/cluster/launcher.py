@@ -1,14 +1,11 @@
 """`launch` starts the roles of a recipe on the backend that is chosen by name."""
 
 import logging
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from dataproto.errors import InvalidConfig
 from dataproto.extras import require_extra
@@ -24,9 +21,7 @@ from workers.roles.rollout_worker import RolloutConfig
 log = logging.getLogger(__name__)
 
 BACKENDS = {"local": "workers.cluster.local", "ray": "workers.cluster.ray_launcher"}
-"""Modules with ``start_roles(LaunchPlan, Phase, **options) -> Roles`` and ``start_worker``, see `launch_worker`: imported when
-chosen, since Ray is optional.
-"""
+"""Modules with ``start_roles(LaunchPlan, Phase, **options) -> Roles``: imported when chosen, since Ray is optional."""
 
 
 def launch(
@@ -87,22 +82,6 @@ def check_extras(engine: str | None, on: str = "local", address: str | None = No
         require_extra("ray", "on='ray'", "ray")
     if address is None and engine is not None:
         check_engine_installed(engine)
-
-
-def launch_worker(
-    make: Callable[[torch.device | None], Any], stack: ExitStack, on: str = "local", **options: Any
-) -> Any:
-    """Starts one worker that is no role of a recipe, and returns its group.
-
-    Args:
-        make: builds it, from its device; ``None``: any. For Ray it is pickled.
-        stack: ends what was started.
-        on, options: see `launch`.
-
-    Raises:
-        InvalidConfig, MissingPackage: see `launch`.
-    """
-    return _backend(on).start_worker(make, stack, **options)
 
 
 def _backend(on: str) -> Any:

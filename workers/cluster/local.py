@@ -5,10 +5,7 @@ A recipe calls ``group.method(...)``, or ``group.submit("method", ...)`` for a f
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import ExitStack
 from typing import Any
-
-import torch
 
 from dataproto.errors import InvalidConfig
 from workers.cluster.role_groups import LaunchPlan, Phase, Roles, engine_phase, trained_worker
@@ -73,11 +70,6 @@ def start_roles(plan: LaunchPlan, phase: Phase) -> Roles:
         lora = lora_streams(plan.actor, actor.base_weights, actor.adapter_weights)
         rollout = LocalGroup(RolloutWorker(plan.rollout, actor.named_weights, lora=lora))
     return Roles(LocalGroup(actor), rollout, optional)
-
-
-def start_worker(make: Callable[[torch.device | None], Any], stack: ExitStack) -> LocalGroup:
-    """See `workers.cluster.launcher.launch_worker`."""
-    return LocalGroup(make(None))
 
 
 def _reward_worker(reward: RewardFunction | ModelReward, model_path: str) -> RewardWorker:

@@ -394,17 +394,6 @@ def layout_with_room(plan: LaunchPlan, config: RayConfig) -> Layout:
     return found
 
 
-def start_worker(make: Callable[[torch.device | None], Any], stack: ExitStack, **options: Any) -> RayGroup:
-    """Starts a process with one device. See `workers.cluster.launcher.launch_worker`."""
-    config = _config(options)
-    pickle_unimportable_modules_by_value()
-    stack.enter_context(running_ray(config, 1))
-    pool = RayPool(Layout(), config, new_step_blobs())
-    stack.enter_context(ending(pool.close))
-    pool.connect()
-    return pool.build("worker", lambda host: make(host.device))
-
-
 def _config(options: dict[str, Any]) -> RayConfig:
     """Raises `InvalidConfig` for an unknown option."""
     unknown = sorted(options.keys() - {field.name for field in fields(RayConfig)})
