@@ -1,6 +1,7 @@
 """Problems by their running success: those that are sometimes solved come more often than those that always or never are."""
 
 from collections.abc import Iterator, Mapping
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -11,28 +12,28 @@ from dataproto import DataProto
 from dataproto.errors import CheckpointError
 from recipes.data.loader import Draw
 
-FLOOR = 0.02
-"""The weight that every problem has in addition to p (1 - p), which is at most 0.25."""
+FLOOR = 0.1
+"""The share of the draws that all problems have alike, however few of them are within reach."""
 RATE = 0.5
 """The share of the newest group in the running success of its problem."""
-UNSEEN = 0.5
-"""What stands for the running success of a problem before its first group, which replaces it."""
 
 
 class Curriculum(Subset[Any]):
-    """Rows that a `recipes.data.loader.PromptLoader` draws at random with the weights p (1 - p) + `FLOOR`.
+    """Rows that a `recipes.data.loader.PromptLoader` draws at random with the weights p (1 - p), and a share `FLOOR` evenly.
 
-    p is the running success of a row: `observe` adds that of a group, with the weight `RATE`. A draw depends on the seed, its
-    number and all that was observed before it, so a resumed run with the state of this object continues exactly.
+    p is the running success of a row: `observe` adds that of a group, with the weight `RATE`. A row without a group has the mean
+    weight of those with one. Between two calls of `observe` no row comes twice before all have come. A draw depends on the seed,
+    its number and all that was observed before, so a run that is resumed with the state of this object continues exactly.
 
-    >>> rows = Curriculum(["a", "b"])
-    >>> rows.observe(DataProto.from_dict(non_tensors={"uid": ["0-1.7-5f"] * 2, "score": [1.0, 1.0]}))
-    {'curriculum/success': 1.0, 'curriculum/seen': 0.5}
-    >>> rows.success.tolist()
-    [0.5, 1.0]
-    >>> places = [place for _, (_, place, _) in zip(range(1000), rows.draws(seed=0, shuffle=True, start=0))]
-    >>> 0.04 < places.count(1) / 1000 < 0.1  # 0.02 / (0.02 + 0.27)
-    True
+    >>> rows = Curriculum(["a", "b", "c"])
+    >>> rows.observe(DataProto.from_dict(non_tensors={"uid": ["0-1.7-5f"] * 2, "score": [1.0, 0.0]}))
+    {'curriculum/success': 0.5, 'curriculum/seen': 0.3333333333333333}
+    >>> rows.observe(DataProto.from_dict(non_tensors={"uid": ["0-2.8-5f"], "score": [1.0]}))
+    {'curriculum/success': 0.75, 'curriculum/seen': 0.6666666666666666}
+    >>> rows.chances().round(2).tolist()  # of the weights 0.125, 0.25 and 0, and a third of 0.1
+    [0.33, 0.63, 0.03]
+    >>> sorted(place for _, (_, place, _) in zip(range(3), rows.draws(seed=0, shuffle=True, start=0)))
+    [0, 1, 2]
     """
 
     def __init__(self, rows: Any) -> None:
@@ -42,20 +43,35 @@ class Curriculum(Subset[Any]):
 
     def forget(self) -> None:
         """Forgets all that was observed."""
-        self.success = np.full(len(self), UNSEEN)
+        self.success = np.zeros(len(self))
         self.seen = np.zeros(len(self), dtype=bool)
-        self._bounds: np.ndarray | None = None
+        self._start_step()
+
+    def _start_step(self) -> None:
+        self._bounds = np.cumsum(self.chances())
+        self._taken: set[int] = set()
+
+    def chances(self) -> np.ndarray:
+        """The probability of each row ``(N,)`` in the next draw, where none has been taken."""
+        weights, even = self.success * (1 - self.success), np.ones(len(self)) / len(self)
+        weights[~self.seen] = weights[self.seen].mean() if self.seen.any() else 0.0
+        return (1 - FLOOR) * weights / weights.sum() + FLOOR * even if weights.any() else even
 
     def draws(self, seed: int, shuffle: bool, start: int) -> Iterator[Draw]:
         """The draws from draw ``start`` on, each with what is observed when it is asked for; see `recipes.data.loader.Draw`."""
-        number = start
-        while True:
-            if self._bounds is None:
-                self._bounds = np.cumsum(self.success * (1 - self.success) + FLOOR)
-            at = np.random.default_rng([seed, number]).random() * self._bounds[-1]
-            place = min(int(np.searchsorted(self._bounds, at, side="right")), len(self) - 1)
+        for number in count(start):
+            if len(self._taken) == len(self):
+                self._taken.clear()
+            random = np.random.default_rng([seed, number])
+            place = self._place(random)
+            while place in self._taken:
+                place = self._place(random)
+            self._taken.add(place)
             yield f"{number // len(self)}-{place}.{number}", place, None
-            number += 1
+
+    def _place(self, random: np.random.Generator) -> int:
+        at = random.random() * self._bounds[-1]
+        return min(int(np.searchsorted(self._bounds, at, side="right")), len(self) - 1)
 
     def observe(self, data: DataProto) -> dict[str, float]:
         """Adds the success of each group of rollouts: the mean of ``acc`` or else of ``score``, from 0 to 1. Returns metrics."""
@@ -68,7 +84,7 @@ class Curriculum(Subset[Any]):
             rate = RATE if self.seen[place] else 1.0
             self.success[place] += rate * (float(np.clip(np.mean(found), 0.0, 1.0)) - self.success[place])
             self.seen[place] = True
-        self._bounds = None
+        self._start_step()
         known = self.success[self.seen]
         return {"curriculum/success": float(known.mean()), "curriculum/seen": float(self.seen.mean())}
 
@@ -82,5 +98,5 @@ class Curriculum(Subset[Any]):
             raise CheckpointError(
                 f"the checkpoint has the running success of {len(state.get('success', ()))} problems, not of {len(self)}"
             )
-        self.forget()
         self.success, self.seen = state["success"].numpy().copy(), state["seen"].numpy().copy()
+        self._start_step()
