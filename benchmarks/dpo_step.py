@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -166,21 +167,19 @@ def losses(workload: Path, pairs: int) -> dict[str, float]:
 
     configs = {name: PreferenceConfig(loss=name, beta=BETA, **more) for name, more in LOSSES.items() if name != "aot"}
     configs["aot"] = PreferenceConfig(loss="sigmoid", beta=BETA, label_smoothing=SMOOTHING)
-    configs["kto"] = PreferenceConfig(loss="kto", beta=BETA, undesirable_weight=2.0)
-    actor, found = ActorConfig(str(workload / "policy")), {}
-    reference = replace(actor, model_path=str(workload / "checkpoint")).frozen()
+    kto = {"kto": PreferenceConfig(loss="kto", beta=BETA, undesirable_weight=2.0)}
     builder = AnswersBuilder.from_pretrained(workload / "checkpoint", max_prompt_length=4096)
-    rows = pair_rows(workload)[:pairs]
-    with tempfile.TemporaryDirectory() as folder, launch(actor, reference, rollout=None) as roles:
-        for name, config in configs.items():
-            batch = builder.grouped("answers" if config.unpaired else "pairs")(rows)
-            batch, kl = compared(roles, batch, ReferenceLogProbs(Path(folder, "reference")), {})
-
-            def loss(outputs: Any, part: Any, config: Any = config, kl: float = kl) -> Any:
-                return preference_loss(outputs, part, config, kl)
-
-            passed = roles.actor.forward(sent(batch), loss, aggregation="seq-mean-token-mean")
-            found[name] = passed.metrics["actor/loss"]
+    rows, found = pair_rows(workload)[:pairs], {}
+    for policy, other, named in (("policy", "checkpoint", configs), ("checkpoint", "policy", kto)):
+        actor = ActorConfig(str(workload / policy))
+        reference = replace(actor, model_path=str(workload / other)).frozen()
+        with tempfile.TemporaryDirectory() as folder, launch(actor, reference, rollout=None) as roles:
+            for name, config in named.items():
+                batch = builder.grouped("answers" if config.unpaired else "pairs")(rows)
+                batch, kl = compared(roles, batch, ReferenceLogProbs(Path(folder, "reference")), {})
+                loss = partial(preference_loss, config=config, kl=kl)
+                passed = roles.actor.forward(sent(batch), loss, aggregation="seq-mean-token-mean")
+                found[name] = passed.metrics["actor/loss"]
     return found | {"reward": reward_loss(workload, rows)}
 
 

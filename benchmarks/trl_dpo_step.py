@@ -101,12 +101,15 @@ def reward_loss(workload: Path, rows: Sequence[dict[str, Any]]) -> float:
 
 
 def kto_loss(workload: Path, rows: Sequence[dict[str, Any]]) -> float:
-    """The loss of `KTOTrainer` on all answers, the chosen and the rejected one of each pair in turn."""
+    """The loss of `KTOTrainer` on all answers, the chosen ones first, as TRL makes them of pairs.
+
+    The policy is the one that gives these answers more than the reference does, so that the estimate of the KL is above 0.
+    """
     import torch
     from datasets import Dataset
     from trl import KTOConfig, KTOTrainer
 
-    answers = [(row, name) for row in rows for name in ("chosen", "rejected")]
+    answers = [(row, name) for name in ("chosen", "rejected") for row in rows]
 
     def look_up(batch: dict[str, list[int]]) -> dict[str, list[Any]]:
         chosen = [answers[number] for number in batch["number"]]
@@ -118,8 +121,8 @@ def kto_loss(workload: Path, rows: Sequence[dict[str, Any]]) -> float:
         }
 
     trainer = KTOTrainer(
-        model=load_model(workload / "policy"),
-        ref_model=load_model(workload / "checkpoint"),
+        model=load_model(workload / "checkpoint"),
+        ref_model=load_model(workload / "policy"),
         args=KTOConfig(**options(workload / "trl", len(answers)), undesirable_weight=2.0),
         train_dataset=Dataset.from_dict({"number": list(range(len(answers)))}).with_transform(look_up),
         processing_class=load_processor(workload / "checkpoint"),

@@ -69,7 +69,7 @@ class AnswersBuilder(SupervisedBuilder):
         """The tokens of each answer."""
         if self.grouping != "answers" and len(row.get("labels", ())) == 1:
             raise InvalidPrompt(
-                "the row has one answer with a label, not a chosen and a rejected one: train by loss kto"
+                "the row has one answer with a label, not a chosen and a rejected one: `dataproto dpo` takes it by loss kto"
             )
         found, before = [], None
         for answer in row["answers"]:
@@ -85,7 +85,7 @@ class AnswersBuilder(SupervisedBuilder):
 
     def collate(self, prompts: Sequence[Prompt]) -> DataProto:
         """The rows of all answers. Those of a pair have the same `PAIR`; others have ``desirable (B,)`` and ``mismatched (B,)``,
-        which marks answers to the prompt before.
+        which marks answers to a prompt before.
         """
         places, answers, columns = self._rows(prompts)
         batch = PromptBuilder.collate(self, prompts)
@@ -112,7 +112,8 @@ class AnswersBuilder(SupervisedBuilder):
         if self.grouping != "answers":
             return [place for place, _ in each], [answer for _, answer in each], {PAIR: [place for place, _ in each]}
         labels = [label for prompt in prompts for label in prompt.columns["labels"]]
-        others = [answer for _, answer in [each[-1], *each[:-1]]]  # as TRL's: the one before
+        most = max(len(prompt.answers) for prompt in prompts)
+        others = [answer for _, answer in [*each[-most:], *each[:-most]]]  # as TRL's, to another prompt
         return (
             [place for place, _ in each for _ in range(2)],
             [answer for (_, own), other in zip(each, others, strict=True) for answer in (own, other)],

@@ -78,8 +78,13 @@ def _answered(raw: Mapping[str, Any], index: int) -> tuple[Any, Answers, tuple[b
     """The question, the messages of each answer, and whether each is desirable."""
     asked = next((raw[name] for name in ("prompt", "messages", "conversations") if raw.get(name) is not None), None)
     label = next((raw[name] for name in _LABELS if raw.get(name) is not None), None)
-    if raw.get("chosen") is not None and raw.get("rejected") is not None:
-        chosen, rejected = (answer_messages(raw[name], index) for name in ("chosen", "rejected"))
+    pair = [name for name in ("chosen", "rejected") if raw.get(name) is not None]
+    if len(pair) == 1 and label is None:
+        raise InvalidRow(index, f"{pair[0]!r} has no partner: a pair has 'chosen' and 'rejected', one answer a 'label'")
+    if len(pair) == 2:
+        chosen, rejected = (answer_messages(raw[name], index) for name in pair)
+        if chosen == rejected:
+            raise InvalidRow(index, "'chosen' and 'rejected' are the same: neither is preferred")
         if asked is None:
             asked, chosen, rejected = _split_conversations(chosen, rejected, index)
         return asked, [chosen, rejected], (True, False)

@@ -92,14 +92,16 @@ def test_an_answer_with_a_label_of_each_schema(raw: dict) -> None:
     assert (row["labels"], row["answers"][0][0]["role"], len(row["prompt"])) == ((True,), "assistant", 1)
 
 
-def test_answers_without_a_partner_come_with_that_to_the_prompt_before(builder: AnswersBuilder) -> None:
-    rows = [read_preference_row(LABELLED["TRL"], 0), read_preference_row(PAIRS["TRL, text"], 1)]
+def test_answers_without_a_partner_come_with_one_to_another_prompt(builder: AnswersBuilder) -> None:
+    first, last = LABELLED["TRL"], LABELLED["TRL"] | {"completion": "grey"}
+    rows = [read_preference_row(raw, place) for place, raw in enumerate([first, PAIRS["TRL, text"], last])]
     data = builder.grouped("answers")(rows)
     texts = builder.tokenizer.batch_decode(data["responses"], skip_special_tokens=True)
-    assert texts == ["red", "blue", "red", "red", "blue", "red"]
-    assert data["mismatched"].tolist() == [0, 1, 0, 1, 0, 1]
-    assert data["desirable"].tolist()[::2] == [1, 1, 0]
-    assert len(set(data["answer_key"])) == 2  # equal prompts, media and answers have one key
+    assert texts[::2] == ["red", "red", "blue", "grey"]
+    assert texts[1::2] == ["blue", "grey", "red", "red"]  # to the second prompt, the third, the first and the second
+    assert data["mismatched"].tolist() == [0, 1] * 4
+    assert data["desirable"].tolist()[::2] == [1, 1, 0, 1]
+    assert len(set(data["answer_key"])) == 3  # equal prompts, media and answers have one key
 
 
 def test_the_length_is_that_of_the_longest_answer(builder: AnswersBuilder) -> None:
@@ -113,6 +115,9 @@ def test_the_length_is_that_of_the_longest_answer(builder: AnswersBuilder) -> No
     [
         ({"prompt": QUESTION, "answer": "red"}, "no question with 'chosen' and 'rejected'"),
         ({"prompt": QUESTION, "completion": "red", "label": "good"}, "the label must be true or false, not 'good'"),
+        ({"prompt": QUESTION, "chosen": "red"}, "'chosen' has no partner"),
+        ({"prompt": QUESTION, "chosen": None, "rejected": "red"}, "'rejected' has no partner"),
+        ({"prompt": QUESTION, "chosen": "red", "rejected": [said("red")]}, "the same: neither is preferred"),
         ({"prompt": QUESTION, "label": True}, "no answer that the label is about"),
         (
             {"chosen": [ASKED, said("red")], "rejected": [said("What?", "user"), said("blue")]},
@@ -126,7 +131,7 @@ def test_a_row_of_no_schema_is_refused(raw: dict, reason: str) -> None:
 
 
 def test_an_answer_with_a_label_is_no_pair(builder: AnswersBuilder) -> None:
-    with pytest.raises(InvalidPrompt, match="train by loss kto"):
+    with pytest.raises(InvalidPrompt, match="`dataproto dpo` takes it by loss kto"):
         builder.grouped("pairs").prepare(read_preference_row(LABELLED["TRL"], 0))
 
 
