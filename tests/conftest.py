@@ -127,7 +127,7 @@ def pytest_collection():
         gc.freeze()
 
 
-TRACKERS = ("wandb", "trackio", "swanlab")
+TRACKERS = ("wandb",)
 
 
 def left_out_here():

@@ -48,7 +48,7 @@ class EasyVQADataConfig(DataConfig):
     """Questions about pictures, which are those of easy-VQA.
 
     Attributes:
-        data_path: wheel of easy-vqa 1.0, or a ZIP file of its layout; by default pip fetches it
+        data_path: wheel of easy-vqa 1.0, or a ZIP file of its layout; by default the installed package
         eval_data_path: leave it out: easy-VQA has its own test questions
         level: leave it out: the questions of easy-VQA have no level
     """

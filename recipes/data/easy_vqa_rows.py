@@ -2,19 +2,19 @@
 
 The PyPI package ``easy-vqa`` 1.0 (Victor Zhou, MIT licence) has 5,000 pictures of 64 x 64 pixels: 4,000 with 38,575 questions to
 train on, 1,000 with 9,673 questions to test. There are 13 answers. The most common one is right for 0.373 of the test
-questions; without the picture, the answer that a question most often has in training is right for 0.670. Rows are read from its
-wheel; none of its code runs. ::
+questions; without the picture, the answer that a question most often has in training is right for 0.670. Its files are
+read; none of its code runs. ::
 
     row = open_easy_vqa().test[0]
     row["prompt"][0]["content"], row["reward_model"]["ground_truth"]  # ('<image>what is the red shape?', 'triangle')
 """
 
 import json
-import re
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +22,13 @@ import numpy as np
 from PIL import Image
 
 from dataproto.errors import FileFormatError, InvalidConfig
-from recipes.data.packages import Package, fetch
+from dataproto.extras import require_extra
 from recipes.data.problem_rows import read_row
 from recipes.demo.problems import Split
 from rollout.prompts.images import load_image
 
-EASY_VQA = Package(
-    name="easy-vqa",
-    version="1.0",
-    file="easy_vqa-1.0-py3-none-any.whl",
-    sha256="fcb51b309b78c7b00f97b64cdbcbcf5c105f94da1b39c0796cee5a787c4f650f",
-    content="pictures and questions by Victor Zhou",
-    licence="MIT licence",
-    url="https://pypi.org/project/easy-vqa/",
-)
 SOURCE = "easy_vqa"
-WAY_OUT = f"give the path of {EASY_VQA.file} as --data-path, or leave it out to fetch it through pip"
-DAMAGED = (zlib.error, EOFError, RuntimeError, LookupError, ValueError, TypeError)
+DAMAGED = (zlib.error, EOFError, OSError, RuntimeError, LookupError, ValueError, TypeError)
 """What a damaged or encrypted member of a ZIP file raises, or one with another content."""
 
 
@@ -183,50 +173,41 @@ class EasyVQA:
 
 
 def open_easy_vqa(wheel: str | Path | None = None) -> EasyVQA:
-    """Reads the questions and pictures of a wheel of ``easy-vqa``, or of another ZIP file with the same layout.
+    """Reads the questions and pictures of the package ``easy-vqa``, which is not imported, or of its wheel.
 
     Args:
-        wheel: the file; by default that of `fetch_easy_vqa`.
+        wheel: the file, or another ZIP file with the same layout; by default the installed package.
 
     Raises:
-        InvalidConfig: the wheel cannot be fetched, or the file does not exist.
+        MissingPackage: the package is not installed.
+        InvalidConfig: the file does not exist.
         FileFormatError: the file has another layout.
     """
-    path = fetch_easy_vqa() if wheel is None else Path(wheel)
-    if not path.is_file():
-        raise InvalidConfig(f"easy-VQA: there is no file {path}: {WAY_OUT}")
+    if wheel is not None and not Path(wheel).is_file():
+        raise InvalidConfig(f"easy-VQA: there is no file {wheel}: leave out --data-path to read the installed package")
     try:
-        with zipfile.ZipFile(path) as archive:
-            return EasyVQA(_read_split(archive, "train"), _read_split(archive, "test"))
+        root = _installed() if wheel is None else zipfile.Path(wheel)
+        return EasyVQA(_read_split(root, "train"), _read_split(root, "test"))
     except (zipfile.BadZipFile, *DAMAGED) as error:
-        raise FileFormatError(f"{path} is not a wheel of easy-vqa: {error}; {WAY_OUT}") from error
+        raise FileFormatError(f"{wheel} is not a wheel of easy-vqa: {error}") from error
 
 
-def _read_split(archive: zipfile.ZipFile, split: Split) -> EasyVQARows:
-    folder = f"easy_vqa/data/{split}"
-    listed = json.loads(archive.read(f"{folder}/questions.json"))
+def _installed() -> Path:
+    """Where the package is. Finding it runs none of its code."""
+    require_extra("easy-vqa", "dataproto easy-vqa", "easy_vqa")
+    found = find_spec("easy_vqa")
+    assert found is not None
+    return Path(str(found.origin)).parents[1]
+
+
+def _read_split(root: Path | zipfile.Path, split: Split) -> EasyVQARows:
+    folder = root / "easy_vqa" / "data" / split
+    listed = json.loads((folder / "questions.json").read_text(encoding="utf-8"))
     questions = tuple(EasyVQAQuestion(str(text), str(answer), int(picture)) for text, answer, picture in listed)
-    encoded = {
-        int(found[1]): archive.read(name)
-        for name in archive.namelist()
-        if (found := re.fullmatch(rf"{folder}/images/(\d+)\.png", name))
-    }
+    pictures = [file for file in (folder / "images").iterdir() if file.name.endswith(".png")]
+    encoded = {int(file.name.removesuffix(".png")): file.read_bytes() for file in pictures}
     if missing := sorted({asked.picture for asked in questions} - encoded.keys()):
-        raise ValueError(f"{folder} has no picture {missing[0]}, which a question is about")
+        raise ValueError(f"{split} has no picture {missing[0]}, which a question is about")
     if not questions:
-        raise ValueError(f"{folder} has no questions")
+        raise ValueError(f"{split} has no questions")
     return EasyVQARows(questions, Pictures(encoded), tuple(asked.picture for asked in questions), split)
-
-
-def fetch_easy_vqa() -> Path:
-    """The path of the wheel, which pip downloads once (3.2 MB) and whose SHA-256 it checks; says what it is and its licence.
-
-    Raises:
-        InvalidConfig: pip could not download it.
-    """
-    try:
-        path = fetch(EASY_VQA)
-    except InvalidConfig as error:
-        raise InvalidConfig(f"{error}, or give its path as --data-path") from error
-    print(f"easy-VQA: {path}; {EASY_VQA.notice}")
-    return path
