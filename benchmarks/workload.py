@@ -42,7 +42,8 @@ TEXT: dict[str, dict[str, Any]] = {
     },
 }
 VOCABULARY = {size: PUBLISHED[size]["text_config"]["vocab_size"] for size in ("3b", "7b", "32b", "30b-a3b")} | {
-    "qwen3.5-9b": 248_320
+    "qwen3.5-9b": 248_320,
+    "omni-30b-a3b": 152_064,
 }
 MOE_VISION = _without(PUBLISHED["30b-a3b"]["vision_config"], "out_hidden_size")
 MOE_TEXT = _text("30b-a3b")
@@ -84,8 +85,26 @@ TINY_HYBRID_TEXT = TEXT["tiny"] | {  # vLLM's kernel for the CPU takes heads fro
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
 }
-SIZES = (*TEXT, "30b-a3b", "tiny-moe", "qwen3.5-9b", "tiny-qwen3.5")
-"""Qwen2.5-VL's, Qwen3-VL-30B-A3B, and Qwen3.5-9B."""
+SIZES = (*TEXT, "30b-a3b", "tiny-moe", "omni-30b-a3b", "tiny-omni", "qwen3.5-9b", "tiny-qwen3.5")
+"""Qwen2.5-VL's, Qwen3-VL-30B-A3B, the thinker of Qwen3-Omni-30B-A3B, and Qwen3.5-9B."""
+AUDIO = {  # of Qwen3-Omni-30B-A3B
+    "num_mel_bins": 128,
+    "d_model": 1280,
+    "encoder_layers": 32,
+    "encoder_attention_heads": 20,
+    "encoder_ffn_dim": 5120,
+    "n_window": 50,
+    "n_window_infer": 800,
+    "downsample_hidden_size": 480,
+}
+TINY_AUDIO = AUDIO | {
+    "num_mel_bins": 16,
+    "d_model": 64,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 128,
+    "downsample_hidden_size": 8,
+}
 
 
 @dataclass(frozen=True)
@@ -97,6 +116,7 @@ class Shape:
     side: tuple[int, int] = (11, 36)  # 300 to 1,000 pixels of 28 each
     response: tuple[int, int] = (100, 2048)
     typical_response: int = 500  # median of the log-normal distribution, of shape 0.7
+    sound: tuple[int, int] = (800, 1600)  # mel frames of 10 ms, for models that read sound
     total: int = 4096
 
 
@@ -172,6 +192,11 @@ def model_config(size: str, layers: int | None = None) -> Any:
     kind, text, vision = _parts(size, tiny)
     if layers is not None:
         text = text | {"num_hidden_layers": layers}
+    sound: dict[str, Any] = {}
+    if "omni" in size:
+        heard = TINY_AUDIO if tiny else AUDIO
+        sound = {name: words - 9 - number for number, name in enumerate(SOUND_TOKENS)}
+        sound |= {"audio_config": heard | {"output_dim": text["hidden_size"]}}
     shared = {
         "vocab_size": words,
         "max_position_embeddings": 32_768,
@@ -187,7 +212,11 @@ def model_config(size: str, layers: int | None = None) -> Any:
         vision_start_token_id=words - 6,
         vision_end_token_id=words - 5,
         tie_word_embeddings=size == "3b",
+        **sound,
     )
+
+
+SOUND_TOKENS = ("audio_token_id", "audio_start_token_id", "audio_end_token_id")
 
 
 def vision_of(size: str) -> dict[str, Any]:
@@ -205,10 +234,11 @@ def _parts(size: str, tiny: bool) -> tuple[Any, dict[str, Any], dict[str, Any]]:
         text = text | {"rope_parameters": interleaved | {"mrope_section": sections, "partial_rotary_factor": 0.25}}
         vision = TINY_MOE_VISION if tiny else MOE_VISION
         return transformers.Qwen3_5Config, text, {k: v for k, v in vision.items() if k != "deepstack_visual_indexes"}
-    if size in ("30b-a3b", "tiny-moe"):
+    if size in ("30b-a3b", "tiny-moe", "omni-30b-a3b", "tiny-omni"):
         text = TINY_MOE_TEXT if tiny else MOE_TEXT
         text = text | {"rope_parameters": interleaved | {"mrope_section": [4, 6, 6] if tiny else [24, 20, 20]}}
-        return transformers.Qwen3VLMoeConfig, text, TINY_MOE_VISION if tiny else MOE_VISION
+        kind = transformers.Qwen3OmniMoeThinkerConfig if "omni" in size else transformers.Qwen3VLMoeConfig
+        return kind, text, TINY_MOE_VISION if tiny else MOE_VISION
     text = TEXT[size] | {"rope_parameters": rope | {"mrope_section": [4, 6, 6] if tiny else [16, 24, 24]}}
     return transformers.Qwen2_5_VLConfig, text, vision_of(size)
 
@@ -216,7 +246,7 @@ def _parts(size: str, tiny: bool) -> tuple[Any, dict[str, Any], dict[str, Any]]:
 def make_batch(config: Any, shape: Shape, prompts: int, samples: int, seed: int) -> DataProto:
     """``prompts`` x ``samples`` rows like those of a rollout, with the samples of a prompt next to each other."""
     family, rng = family_of(config), np.random.default_rng(seed)
-    vision, words = config.vision_config, config.image_token_id - 8
+    vision, words, audio = config.vision_config, config.image_token_id - 8, getattr(config, "audio_config", None)
     dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     pool = torch.from_numpy(rng.standard_normal((8 * shape.total, dim), dtype=np.float32))  # images are parts of it
     rows, media = [], []
@@ -231,6 +261,11 @@ def make_batch(config: Any, shape: Shape, prompts: int, samples: int, seed: int)
         first = int(rng.integers(0, len(pool) - patches))
         inputs = {"pixel_values": pool[first : first + patches], "image_grid_thw": grids}
         marks = [config.vision_start_token_id, config.image_token_id, config.vision_end_token_id] * len(sides)
+        if audio is not None:
+            frames = int(rng.integers(*shape.sound, endpoint=True))
+            inputs["input_features"] = torch.from_numpy(rng.standard_normal((frames, audio.num_mel_bins), np.float32))
+            inputs["audio_feature_lengths"] = torch.tensor([frames])
+            marks += [config.audio_start_token_id, config.audio_token_id, config.audio_end_token_id]
         ids, types = family.expand([*marks, *rng.integers(0, words, text).tolist()], inputs, config)
         rows += [(torch.from_numpy(ids), torch.from_numpy(types))] * samples
         media += [inputs] * samples
