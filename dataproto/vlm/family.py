@@ -430,7 +430,9 @@ class VLMFamily(PromptLayout, ForwardCosts):
         return (self.rollout_weight(name, weight) for name, weight in weights)
 
     def rollout_config(self, config: Any) -> Mapping[str, Any]:
-        """Settings that vLLM needs and a checkpoint's config lacks; published configs may have them. Default: none."""
+        """Settings that vLLM needs and a checkpoint's config lacks; published configs may have them. Of a model that is a `part`,
+        those of its own config. Default: none.
+        """
         return {}
 
     def rollout_media(self, media: Mapping[str, Tensor], config: Any) -> Mapping[str, Tensor]:

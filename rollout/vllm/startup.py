@@ -287,6 +287,8 @@ def default_options(
     family, config = family_and_config(model_path)
     check_version(family)
     needed = dict(family.rollout_config(config))
+    if needed and family.part:
+        needed = {f"{family.part}_config": needed}
     if needed and options.get("hf_overrides"):
         raise InvalidConfig(
             f"hf_overrides: models of type {family.model_type} have settings of their own there; put these into config.json"

@@ -30,7 +30,7 @@ VLLM_TYPES = (
         "smolvlm",
         "idefics3",
     ),
-    *("glm4v", "glm4v_moe", "internvl", "internvl+qwen3_moe", "kimi_k25", OMNI_TYPES[0]),
+    *("glm4v", "glm4v_moe", "internvl", "internvl+qwen3_moe", "kimi_k25", *OMNI_TYPES),
 )
 """Families of which vLLM samples the tokens of the other engine, with log-probs within 1e-4 in float32."""
 VLLM_HALF_TYPES = ("qwen3_5", "qwen3_5_moe")

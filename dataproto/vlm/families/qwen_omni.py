@@ -4,6 +4,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from math import isqrt
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -385,9 +386,6 @@ class Qwen3OmniMoeThinker(Thinker, Qwen3VLMoe):
 
     model_type = "qwen3_omni_moe_thinker"
     published = ("Qwen3-Omni-30B-A3B-Instruct", "Qwen3-Omni-30B-A3B-Thinking", "Qwen3-Omni-30B-A3B-Captioner")
-    not_in_vllm = (
-        "its class there reads settings of the tower that transformers leaves out, so the two were not compared"
-    )
     media_layout = LongerSounds()
     videos_by_frame = False
     rollout_weight = VLMFamily.rollout_weight
@@ -396,6 +394,18 @@ class Qwen3OmniMoeThinker(Thinker, Qwen3VLMoe):
         """Published checkpoints hold each expert by itself."""
         for name, weight in super().rollout_weights(weights, config):
             yield from apart(name, weight) if ".mlp.experts." in name else ((name, weight),)
+
+    def rollout_config(self, config: Any) -> dict[str, Any]:
+        """That the vision tower has learned positions, and how many: by the side of a picture in pixels, as published.
+
+        >>> from types import SimpleNamespace
+        >>> vision = SimpleNamespace(num_position_embeddings=2304, patch_size=16)
+        >>> Qwen3OmniMoeThinker().rollout_config(SimpleNamespace(vision_config=vision))["vision_config"]["image_size"]
+        768
+        """
+        vision = config.vision_config
+        side = isqrt(int(vision.num_position_embeddings)) * int(vision.patch_size)
+        return {"vision_config": {"image_size": side, "apply_vit_abs_pos_embed": True}}
 
     def sound_arguments(self, tower: Any, frames: Tensor, lengths: Tensor) -> dict[str, Any]:
         """Chunks of ``2 * n_window`` frames, and windows of several chunks, which are the segments of attention.
