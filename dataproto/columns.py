@@ -118,9 +118,7 @@ uid                   | object         | B            | PromptBuilder, or the re
 pair                  | int64          | B            | AnswersBuilder | actor | number of the pair of answers; its rows, next to each other, are in one micro-batch
 answer_key            | object         | B            | AnswersBuilder | recipes | digest of prompt, media and answer
 raw_prompt_ids        | object         | B            | PromptBuilder | engine | list[int], one placeholder an image
-prompt_log_probs      | object         | B            | RolloutWorker.generate | the caller | list[float] on request, one a prompt token; NaN for the first and for media
 top_log_probs         | object         | B            | RolloutWorker.generate | the caller | list of (token, log-prob) a response token, on request
-top_prompt_log_probs  | object         | B            | RolloutWorker.generate | the caller | the same for the tokens of the prompt
 multi_modal_data      | object         | B            | PromptBuilder | engine | {"image": [PIL], "video": [(frames, metadata)], "audio": [(S,)]}
 multi_modal_inputs    | object         | B            | PromptBuilder | actor, reference, critic | pixel values and grids; of an episode a tuple of them, one for each turn that shows media
 image_keys            | object         | B            | PromptBuilder | RolloutWorker.play | (digest, lengths) of each image's inputs, which episodes reuse; remove it if you change multi_modal_inputs

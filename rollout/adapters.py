@@ -25,7 +25,7 @@ from dataproto.vlm import VLMFamily
 from rollout.engine import Request
 from rollout.image_features import KeyedImage
 from rollout.packed_tensors import PackedTensors, pack, write_packed
-from rollout.sampling import SCORED_PLACES, derive_seed
+from rollout.sampling import derive_seed
 
 Pair = tuple[Tensor, Tensor]
 """A ``(r, in)`` and B ``(out, r)``: the layer's output gets alpha / r * B A x more."""
@@ -281,6 +281,8 @@ def _digest(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
+SCORED_PLACES = 256
+"""Places of a prompt scored at a time, which bounds memory to a few copies of their logits."""
 NO_LOG_PROB = -99999.0
 """Beside token 0: the filler of a list of likeliest tokens."""
 

@@ -42,14 +42,7 @@ class SubmittedRequest:
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     top_log_probs: list[TopLogProbs] = field(default_factory=list)
-    prompt_log_probs: list[float] | None = None
-    top_prompt_log_probs: list[TopLogProbs] | None = None
     drafts: list[int] = field(default_factory=list)  # numbers of drafted and of accepted tokens, if any are drafted
-
-    @property
-    def wants_prompt_scores(self) -> bool:
-        """Whether log-probs of its prompt are asked for."""
-        return self.sampling.prompt_log_probs or self.sampling.top_prompt_log_probs > 0
 
     @property
     def ids(self) -> Tensor:
@@ -65,16 +58,14 @@ class SubmittedRequest:
         self, reason: FinishReason, experts: Tensor | None, cached_tokens: int, error: DataProtoError | None
     ) -> Completion:
         """The completion with its tokens so far, and with what its sampling asks for."""
-        sampling, (drafted, accepted) = self.sampling, self.drafts or (None, None)
+        drafted, accepted = self.drafts or (None, None)
         return Completion(
             self.number,
             self.token_ids,
             self.log_probs,
             reason,
             cached_tokens=cached_tokens,
-            prompt_log_probs=self.prompt_log_probs if sampling.prompt_log_probs else None,
-            top_log_probs=self.top_log_probs if sampling.top_log_probs else None,
-            top_prompt_log_probs=self.top_prompt_log_probs if sampling.top_prompt_log_probs else None,
+            top_log_probs=self.top_log_probs if self.sampling.top_log_probs else None,
             routed_experts=experts,
             error=error,
             drafted_tokens=drafted,

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class SamplingParams:
     """How responses are sampled. ``temperature=0`` is greedy.
 
-    Top-p, top-k and min-p restrict which tokens are sampled. The returned log-probs, those of the prompt included, are those of
-    the policy without this restriction.
+    Top-p, top-k and min-p restrict which tokens are sampled. The returned log-probs are those of the policy without this
+    restriction.
     """
 
     n: int = 1
@@ -39,8 +39,6 @@ class SamplingParams:
     min_p: float = 0.0  # tokens below this share of the likeliest token's probability are not sampled; 0: all may be
     stop: tuple[str, ...] = ()  # texts that end a response; the token that completes one is its last
     top_log_probs: int = 0  # number of likeliest tokens to return with each sampled token
-    prompt_log_probs: bool = False  # return the log-probs of the prompt's tokens
-    top_prompt_log_probs: int = 0  # number of likeliest tokens to return at each place of the prompt
     ignore_eos: bool = False  # the model's own end tokens do not end a response
 
     def stop_ids(self, end_ids: Sequence[int]) -> tuple[int, ...]:
@@ -64,8 +62,8 @@ class SamplingParams:
             raise InvalidConfig(f"min_p={self.min_p}: must be between 0 (all tokens) and 1")
         if isinstance(self.stop, str) or not all(self.stop):
             raise InvalidConfig(f"stop={self.stop!r}: must be a tuple of texts that are not empty")
-        if self.top_log_probs < 0 or self.top_prompt_log_probs < 0:
-            raise InvalidConfig("top_log_probs and top_prompt_log_probs: must be 0 (none) or more")
+        if self.top_log_probs < 0:
+            raise InvalidConfig(f"top_log_probs={self.top_log_probs}: must be 0 (none) or more")
         if self.temperature == 0 and self.n > 1:
             raise InvalidConfig(
                 f"n={self.n} greedy samples of one prompt would all be the same: set n=1 or temperature>0"
@@ -73,11 +71,10 @@ class SamplingParams:
 
     def check_sampled_alone(self, what: str) -> None:
         """Raises `InvalidConfig` for log-probs in addition to those of the sampled tokens, which ``what`` does not return."""
-        names = ("top_log_probs", "prompt_log_probs", "top_prompt_log_probs")
-        if asked := [name for name in names if getattr(self, name)]:
+        if self.top_log_probs:
             raise InvalidConfig(
-                f"sampling asks for {', '.join(asked)}, and {what} have only the log-probs of sampled tokens: leave it out, or "
-                "use RolloutWorker.generate"
+                f"sampling asks for top_log_probs, and {what} have only the log-probs of sampled tokens: leave it out, or use "
+                "RolloutWorker.generate"
             )
 
 
@@ -147,9 +144,7 @@ class Completion:
     """"stop": the last token is an end token or completes a stop text; "length": cut at max_tokens; "abort": see
     `RequestEngine.abort`; "error": see ``error``."""
     cached_tokens: int = 0  # tokens of the prompt whose cache was kept from an earlier request
-    prompt_log_probs: list[float] | None = None  # one for each token of the prompt; NaN for the first one and for media
     top_log_probs: list[TopLogProbs] | None = None  # one list for each token of the response
-    top_prompt_log_probs: list[TopLogProbs] | None = None  # one list for each token of the prompt; empty where NaN
     routed_experts: Tensor | None = None
     """``(P' + R' - 1, M, k)`` uint8, or int16 above 256 experts: where each token of prompt and response was sent, but for the
     last one, which was not read; M layers with experts, k experts of a token. Only engines with the option ``routed_experts``."""

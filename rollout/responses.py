@@ -109,13 +109,8 @@ def attach_responses(
     if ordered and all(each.drafted_tokens is not None for each in ordered):
         for name in ("drafted_tokens", "accepted_tokens"):
             data[name] = torch.tensor([getattr(each, name) for each in ordered], dtype=torch.int64)
-    for name, wanted in (
-        ("prompt_log_probs", sampling.prompt_log_probs),
-        ("top_log_probs", sampling.top_log_probs),
-        ("top_prompt_log_probs", sampling.top_prompt_log_probs),
-    ):
-        if wanted:
-            data[name] = object_array([getattr(completion, name) for completion in ordered])
+    if sampling.top_log_probs:
+        data["top_log_probs"] = object_array([completion.top_log_probs for completion in ordered])
     data.meta_info |= {MAX_TOKENS: sampling.max_tokens, PAD_TOKEN: pad_token_id}
     return data
 

@@ -21,9 +21,6 @@ from rollout.engine import SamplingParams, TopLogProbs
 BANNED_LOGIT = -1e30
 """Finite, so that p * log p of a banned token is 0 and not NaN."""
 
-SCORED_PLACES = 256
-"""Places of a prompt scored at a time, which bounds memory to a few copies of their logits."""
-
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # of SplitMix64
 
 
@@ -157,39 +154,6 @@ def likeliest(log_probs: Tensor, count: int) -> list[TopLogProbs]:
     """
     values, tokens = log_probs.topk(min(count, log_probs.shape[-1]), dim=-1)
     return [list(zip(*row, strict=True)) for row in zip(tokens.tolist(), values.tolist(), strict=True)]
-
-
-def score_prompt(
-    hidden: Tensor,
-    weight: Tensor,
-    input_ids: Tensor,
-    token_types: Tensor,
-    sampling: SamplingParams,
-    banned_ids: Sequence[int],
-    cap: SoftCap | None = None,
-) -> tuple[list[float], list[TopLogProbs]]:
-    """Log-probs of a prompt's tokens under the policy, and the likeliest tokens at each of their places.
-
-    The first token and those of media have none: NaN and an empty list.
-
-    Args:
-        hidden: ``(P, H)``, the state after each token of ``input_ids (P,)``.
-        weight: ``(V, H)``, and its cap, see `project`.
-    """
-    values, top = [math.nan], list[TopLogProbs]([[]])
-    for start in range(0, len(input_ids) - 1, SCORED_PLACES):
-        states = hidden[start : min(start + SCORED_PLACES, len(input_ids) - 1)]
-        following = slice(start + 1, start + 1 + len(states))
-        log_probs = policy_log_probs(project(states, weight, cap), sampling.temperature or 1.0, banned_ids)
-        ids = input_ids[following].to(log_probs.device)
-        values += log_probs.gather(1, ids[:, None]).squeeze(1).tolist()
-        if sampling.top_prompt_log_probs:
-            top += likeliest(log_probs, sampling.top_prompt_log_probs)
-    for place in token_types.nonzero().squeeze(-1).tolist():
-        values[place] = math.nan
-        if place < len(top):
-            top[place] = []
-    return values, top
 
 
 def check_sampled(token_ids: Sequence[int], log_probs: Sequence[float], banned_ids: Sequence[int], row: str) -> None:

@@ -24,7 +24,6 @@ from rollout.engine import (
     FinishReason,
     Request,
     SamplingParams,
-    TopLogProbs,
     cpu_or_cuda,
     request_name,
     row_name,
@@ -43,7 +42,6 @@ from rollout.sampling import (
     policy_log_probs,
     project,
     sample,
-    score_prompt,
     uniforms,
 )
 
@@ -217,7 +215,7 @@ class HFEngine:
             return
         chosen = list(self._waiting.values())[:room]
         for row in chosen:
-            if row.prefix is not None and (row.prefix.cache is None or row.scores_prompt):
+            if row.prefix is not None and row.prefix.cache is None:
                 row.prefix = None
         for rows in self._decoder.groups(chosen):
             self._start(rows)
@@ -249,20 +247,7 @@ class HFEngine:
             self._batches.append(read.batch)
 
     def _score_prompts(self, read: Read) -> None:
-        """Log-probs of the prompts of requests that want them, once for equal prompts and settings."""
-        head = self.family.lm_head(self.model).weight
-        found: dict[tuple[int, float, int], tuple[list[float], list[TopLogProbs]]] = {}
-        for row, prompt in zip(read.batch.rows, read.prompts, strict=True):
-            if not row.scores_prompt:
-                continue
-            request, sampling = row.request, row.sampling
-            key = (prompt, sampling.temperature, sampling.top_prompt_log_probs)
-            if key not in found:
-                hidden = read.hidden[prompt, -len(request.input_ids) :]
-                found[key] = score_prompt(
-                    hidden, head, request.input_ids, request.token_types, sampling, self.banned_ids, self._cap
-                )
-            row.prompt_log_probs, row.top_prompt_log_probs = found[key]
+        """Called with the prompts that have just been read; an engine may compute their log-probs."""
 
     # Steps
 

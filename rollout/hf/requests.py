@@ -121,11 +121,6 @@ class OpenRequest(SubmittedRequest):
         return len(self.request.input_ids) + len(self.token_ids) - cached
 
     @property
-    def scores_prompt(self) -> bool:
-        """Whether log-probs of its prompt are still to be computed."""
-        return self.wants_prompt_scores and self.prompt_log_probs is None
-
-    @property
     def _all_experts(self) -> Tensor | None:
         return torch.cat(self.experts) if self.experts else None
 

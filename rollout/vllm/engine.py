@@ -170,7 +170,7 @@ class VLLMEngine:
         """
         number = next(self._numbers)
         row = EngineRequest(number, request_name(number, request), request, sampling, keep)
-        self._add([row], sampling)
+        self._add(row)
         return number
 
     def fork(self, number: int, request: Request, sampling: SamplingParams, keep: bool = False) -> int:
@@ -267,9 +267,6 @@ class VLLMEngine:
         self._run = run
         if not rows:
             return
-        if not all(map(self._can_score, rows)):
-            self._waiting |= {row.number: row for row in rows}
-            return
         self.wake_kv_cache()
         order = first_samples_first(requests, self._window)
         ahead = [requests[place] for place in order], sampling, [names[place] for place in order]
@@ -318,36 +315,23 @@ class VLLMEngine:
     def _add_waiting(self) -> None:
         """Gives waiting requests to vLLM."""
         for row in list(self._waiting.values()):
-            if not self._can_score(row):
-                continue
             del self._waiting[row.number]
             try:
-                self._add([row], row.rest[1])
+                self._add(row)
             except DataProtoError as error:
                 self._done.append(row.completion("error", error=error))
 
-    def _can_score(self, row: EngineRequest) -> bool:
-        """Whether the log-probs of its prompt, if it wants some, can be computed: vLLM does not tell the sampler whose prompt
-        they are of, so prompts that run together have one temperature.
-        """
-        others = [other.sampling.temperature for other in self._running.rows.values() if other.wants_prompt_scores]
-        return not row.wants_prompt_scores or all(other == row.sampling.temperature for other in others)
-
-    def _add(self, rows: Sequence[EngineRequest], sampling: SamplingParams) -> None:
-        """Gives requests to vLLM, all or none, or lets them wait."""
+    def _add(self, row: EngineRequest) -> None:
+        """Gives a request, or the rest of it, to vLLM."""
         self._check_weights()
         self._add_coming()
-        if not all(map(self._can_score, rows)):
-            self._waiting |= {row.number: row for row in rows}
-            return
-        requests, call = [row.rest[0] for row in rows], next(self._calls)
+        request, sampling = row.rest
         with self._image_caches_in_sync():
-            prompts = self.prompts.render(requests, sampling, [row.name for row in rows])
+            prompt = self.prompts.render(request, sampling, row.name)
             self.wake_kv_cache()
             if not self._running.rows:
                 self._clear_non_finite()
-            for place, (row, request) in enumerate(zip(rows, requests, strict=True)):
-                self._running.add(f"{call}-{place}", row, prompts[request.prompt_key], self._adapter_of(request))
+            self._running.add(f"{next(self._calls)}-0", row, prompt, self._adapter_of(request))
 
     def _adapter_of(self, request: Request) -> Any:
         """vLLM's name of the adapter that a request is for: none."""
@@ -369,7 +353,7 @@ class VLLMEngine:
         token_ids, reason = list(output.outputs[0].token_ids), output.outputs[0].finish_reason
         stopped = self._stopped_at(output.request_id, token_ids)
         row = self._running.end(output.request_id, token_ids[:stopped])
-        row.prompt, reason = output.prompt_logprobs, reason if stopped is None else "stop"
+        reason = reason if stopped is None else "stop"
         error = failure(row, reason, self.banned_ids)
         if isinstance(error, NonFiniteLogits):
             self._kv_cache_is_finite = False
@@ -384,7 +368,6 @@ class VLLMEngine:
         if stopped is not None:
             state = state_of(self.engine, name)
             row = self._running.interrupt(name, stopped)
-            row.prompt = state.logprobs_processor.prompt_logprobs
             if row.keep:
                 self._kept[row.number] = row.finished()
             self._done.append(row.completion("stop", state.num_cached_tokens or 0))

@@ -184,15 +184,13 @@ class PromptRenderer:
     last: list[tuple[Request, Any]] = field(default_factory=list)
     """The request that was rendered last, for the next samples of its prompt, and vLLM's form. At most one."""
 
-    def render(
-        self, requests: Sequence[Request], sampling: SamplingParams, names: Sequence[str]
-    ) -> dict[Hashable, Any]:
-        """vLLM's form of each distinct prompt, by its `Request.prompt_key`. ``names`` of the requests are for messages.
+    def render(self, request: Request, sampling: SamplingParams, name: str) -> Any:
+        """vLLM's form of a prompt. ``name`` of the request is for messages.
 
         Raises:
-            InvalidPrompt: prompts cannot be used; names them.
+            InvalidPrompt: the prompt cannot be used; names it.
         """
-        return for_each_prompt(requests, names, lambda request: self.render_one(request, sampling))
+        return for_each_prompt([request], [name], lambda each: self.render_one(each, sampling))[request.prompt_key]
 
     def check(self, request: Request, sampling: SamplingParams) -> None:
         """Raises `InvalidPrompt` for a prompt that can be refused before it is rendered."""

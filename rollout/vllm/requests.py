@@ -1,7 +1,6 @@
 """What the engine knows of a request that vLLM runs, and vLLM's output as a completion."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from dataproto.errors import DataProtoError, InvalidPrompt, NonFiniteLogits, RequestFailed
 from rollout.continuation import Media, SubmittedRequest, continued_experts, shown_media
-from rollout.engine import FINISH_REASONS, Completion, FinishReason, Request, SamplingParams, TopLogProbs
+from rollout.engine import FINISH_REASONS, Completion, FinishReason, Request, SamplingParams
 from rollout.sampling import check_sampled, completes_stop_text
 from rollout.vllm.prompt_rendering import RenderedAhead
 from rollout.vllm.running_engine import error_line, state_of
@@ -30,7 +29,6 @@ class EngineRequest(SubmittedRequest):
 
     slot: int = -1  # in the sampler
     experts: Tensor | None = None  # (n, M, k) of its first tokens, if they are recorded
-    prompt: list[Mapping[int, Any] | None] | None = None  # vLLM's log-probs of the prompt
     searched: int = 0  # tokens of its response, in this engine, among which none completes a stop text
 
     def add_experts(self, found: Tensor | None) -> None:
@@ -77,8 +75,6 @@ class EngineRequest(SubmittedRequest):
         self, reason: FinishReason, cached_tokens: int = 0, error: DataProtoError | None = None
     ) -> Completion:
         """Its tokens so far."""
-        wanted = self.sampling.top_prompt_log_probs
-        self.prompt_log_probs, self.top_prompt_log_probs = prompt_scores(self.prompt, self.request, wanted)
         return self.completed(reason, self.experts, cached_tokens, error)
 
 
@@ -100,8 +96,6 @@ class RunningRequests:
         stop_ids, sampler = sampling.stop_ids(self._end_ids), self._sampler
         row.slot = sampler.open(request.seed, request.drawn, sampling, stop_ids[0] if stop_ids else None)
         sampler.open_drafts(row.slot, request.uid or id(row.request.input_ids), request.input_ids)
-        if row.wants_prompt_scores:
-            sampler.prompt_temperature = sampling.temperature or 1.0
         try:
             params = vllm_params(sampling, row.slot, stop_ids)
             self._engine.add_request(name, prompt, params, lora_request=adapter)
@@ -182,14 +176,12 @@ def vllm_params(sampling: SamplingParams, slot: int, stop_ids: Sequence[int]) ->
 
     from rollout.vllm.sampler import EXTRA_ARGUMENT
 
-    scored = sampling.prompt_log_probs or sampling.top_prompt_log_probs > 0
     return Params(
         max_tokens=sampling.max_tokens,
         stop_token_ids=list(stop_ids),
         ignore_eos=True,  # the end tokens are among the stop tokens
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        prompt_logprobs=sampling.top_prompt_log_probs if scored else None,
         extra_args={EXTRA_ARGUMENT: slot},
     )
 
@@ -206,22 +198,3 @@ def failure(row: EngineRequest, reason: str | None, banned_ids: Sequence[int]) -
     except NonFiniteLogits as error:
         return error
     return None
-
-
-def prompt_scores(
-    found: Sequence[Mapping[int, Any] | None] | None, request: Request, count: int
-) -> tuple[list[float] | None, list[TopLogProbs] | None]:
-    """Log-probs of a prompt's tokens and the ``count`` likeliest ones at each place, from those that vLLM found."""
-    if found is None:
-        return None, None
-    values: list[float] = []
-    top: list[TopLogProbs] = []
-    for token, medium, place in zip(request.input_ids.tolist(), request.token_types.tolist(), found, strict=False):
-        if place is None or medium:
-            values.append(math.nan)
-            top.append([])
-            continue
-        values.append(float(place[token].logprob))
-        likeliest = sorted(((each.logprob, -other) for other, each in place.items()), reverse=True)
-        top.append([(-other, value) for value, other in likeliest[:count]])
-    return values, top

@@ -9,8 +9,8 @@ from torch import nn
 
 
 def state_of(engine: Any, name: str) -> Any:
-    """What vLLM knows of a request that it has: ``detokenizer.output_token_ids``, ``logprobs_processor.prompt_logprobs`` and
-    ``num_cached_tokens``. ``None`` if it has dropped it.
+    """What vLLM knows of a request that it has: ``detokenizer.output_token_ids`` and ``num_cached_tokens``. ``None`` if it has
+    dropped it.
     """
     processor = engine.output_processor
     (own,) = getattr(processor, "external_req_ids", {}).get(name) or [name]  # its own names, in later versions

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.sampler import Sampler
 
 from dataproto.vlm import family_of
@@ -78,8 +78,6 @@ class PolicySampler(Sampler):
         self.device: torch.device = runner.device
         # Log-probs are read after their tokens reached the host: reading them need not wait for the current step.
         self.side_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self.prompt_temperature = 1.0
-        """Of the requests that want log-probs of their prompts."""
         self._clear()
 
     def _clear(self) -> None:
@@ -316,19 +314,6 @@ class PolicySampler(Sampler):
         self.found = torch.nn.functional.pad(self.found, sides)
         if self.side_stream is not None:  # the copy of earlier values is ordered after the current step
             self.side_stream.wait_stream(torch.cuda.current_stream(self.device))
-
-    # Log-probs of prompts, of which vLLM asks the sampler
-
-    def compute_logprobs(self, logits: Tensor) -> Tensor:
-        """Log-probs ``(P, V)`` of the policy."""
-        return policy_log_probs(logits, self.prompt_temperature, self.banned_ids)
-
-    def gather_logprobs(self, logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
-        """Log-probs of the tokens ``(P,)`` and of the likeliest ones, ``(P, 1 + num_logprobs)``."""
-        values, tokens = logprobs.topk(num_logprobs, dim=-1)
-        own = token_ids.unsqueeze(-1)
-        values, tokens = torch.cat([logprobs.gather(-1, own), values], -1), torch.cat([own, tokens], -1)
-        return LogprobsTensors(tokens.int(), values, torch.zeros_like(token_ids, dtype=torch.int32))
 
 
 class Float32Head(UnquantizedEmbeddingMethod):

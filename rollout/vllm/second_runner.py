@@ -9,7 +9,7 @@ n-grams, or that by the head of a model (MTP). A recurrent layer keeps its state
 the one after the last token that counts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,17 +41,6 @@ class SecondRunnerSampler(PolicySampler):
         self._first = np.zeros(0, dtype=np.int64)  # numbers of the first tokens of the last step
         self._head: HeadDrafts | None = None
         self._next_drafts: tuple[list[str], list[list[int]]] = [], []
-        self._score_prompts(runner.prompt_logprobs_worker)
-
-    def _score_prompts(self, worker: Any) -> None:
-        """Has the runner compute log-probs of prompts as those of the policy."""
-        own = worker.compute_prompt_logprobs
-
-        def scored(logits_of: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-            # log softmax of log-probs is the log-probs
-            return own(lambda states: self.compute_logprobs(logits_of(states)), *args, **kwargs)
-
-        worker.compute_prompt_logprobs = scored
 
     def take_drafts(self) -> None:
         """See `PolicySampler.take_drafts`."""

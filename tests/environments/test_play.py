@@ -116,13 +116,12 @@ def test_sounds_of_a_prompt_are_heard_in_all_turns(model_type, tmp_path):
     assert all(len(kinds["audio"]) == 1 and kinds["image"] for kinds in data["multi_modal_data"])
 
 
-@pytest.mark.parametrize("asked", ["top_log_probs", "prompt_log_probs", "top_prompt_log_probs"])
-def test_log_probs_that_episodes_do_not_have_are_refused(roles, asked):
+def test_log_probs_that_episodes_do_not_have_are_refused(roles):
     _, rollout, builder = roles
-    sampling, prompts = replace(SAMPLING, **{asked: 1}), builder([{"prompt": "Walk.", "uid": "a"}])
-    with pytest.raises(InvalidConfig, match=rf"asks for {asked}, and episodes .* RolloutWorker\.generate"):
+    sampling, prompts = replace(SAMPLING, top_log_probs=1), builder([{"prompt": "Walk.", "uid": "a"}])
+    with pytest.raises(InvalidConfig, match=r"asks for top_log_probs, and episodes .* RolloutWorker\.generate"):
         rollout.play(prompts, Corridor, sampling, EpisodeLimits(turns=3))
-    with pytest.raises(InvalidConfig, match=f"asks for {asked}, and samples that continue later"):
+    with pytest.raises(InvalidConfig, match="asks for top_log_probs, and samples that continue later"):
         rollout.advance(prompts, sampling, wanted=1, weight_version=1)
 
 

@@ -1,6 +1,5 @@
 """Requests that join, leave and continue each other in the Hugging Face engine."""
 
-import math
 import pickle
 from contextlib import contextmanager
 from dataclasses import replace
@@ -112,7 +111,7 @@ def test_requests_of_one_tensor_with_other_pictures_are_read_apart(engine):
     indirect=True,
 )
 def test_prompts_are_read_under_the_token_budget(any_engine, monkeypatch):
-    sampling, budget = replace(SAMPLED, n=2, max_tokens=3, prompt_log_probs=True), 7
+    sampling, budget = replace(SAMPLED, n=2, max_tokens=3), 7
     requests = requests_of(any_engine, sampling)
     longest = max(len(request.input_ids) for request in requests)
     with read_sizes(any_engine) as sizes:
@@ -129,7 +128,6 @@ def test_prompts_are_read_under_the_token_budget(any_engine, monkeypatch):
     assert sizes[: len(pieces)] == pieces
     for number, expected in whole.items():
         assert_same(found[number], expected)
-        np.testing.assert_allclose(found[number].prompt_log_probs, expected.prompt_log_probs, atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -362,7 +360,7 @@ def test_any_order_of_calls_samples_what_each_request_would_alone(engine, seed, 
     settings = [
         SAMPLED,
         replace(SAMPLED, temperature=0),
-        replace(SAMPLED, top_p=0.8, max_tokens=3, prompt_log_probs=True),
+        replace(SAMPLED, top_p=0.8, max_tokens=3),
     ]
     running, kept, done, asked = {}, {}, [], 0
     for step in range(80):
@@ -434,11 +432,8 @@ def test_a_stop_text_over_several_tokens_ends_a_response(reader):
     assert partial.token_ids + end.token_ids == found.token_ids
 
 
-def test_log_probs_of_prompt_and_likeliest_tokens_are_those_of_a_whole_forward(any_engine):
-    engine, sampling = (
-        any_engine,
-        replace(SAMPLED, prompt_log_probs=True, top_prompt_log_probs=3, top_log_probs=2, max_tokens=4),
-    )
+def test_log_probs_and_likeliest_tokens_are_those_of_a_whole_forward(any_engine):
+    engine, sampling = any_engine, replace(SAMPLED, top_log_probs=2, max_tokens=4)
     for request in requests_of(engine):
         _, found = run(engine, request, sampling)
         length = len(request.input_ids)
@@ -452,48 +447,22 @@ def test_log_probs_of_prompt_and_likeliest_tokens_are_those_of_a_whole_forward(a
                 **forward_inputs(engine.model, types, request.multi_modal_inputs),
             ).logits[0]
         banned = torch.tensor(engine.banned_ids, dtype=torch.int64)
-        expected = (logits / 0.8).index_fill(-1, banned, -1e30).log_softmax(-1)
-        chosen = expected[:-1].gather(1, ids[0, 1:, None]).squeeze(1)
-        read = [place for place in range(1, length) if not request.token_types[place]]
-        np.testing.assert_allclose(
-            [found.prompt_log_probs[place] for place in read], chosen[[p - 1 for p in read]], atol=2e-5
-        )
-        nothing = [place for place in range(length) if place not in read]
-        assert all(math.isnan(found.prompt_log_probs[place]) for place in nothing)
-        assert [place for place in range(length) if not found.top_prompt_log_probs[place]] == nothing
-        np.testing.assert_allclose(found.log_probs, chosen[length - 1 :], atol=2e-5)
-        tops = [found.top_prompt_log_probs[place] for place in read], found.top_log_probs
-        for (top, count), rows in zip(
-            ((tops[0], 3), (tops[1], 2)), (expected[[p - 1 for p in read]], expected[length - 1 : -1]), strict=True
-        ):
-            values, tokens = rows.topk(count)
-            assert [[token for token, _ in each] for each in top] == tokens.tolist()
-            np.testing.assert_allclose([[value for _, value in each] for each in top], values, atol=2e-5)
-
-
-def test_a_continued_prompt_is_read_whole_for_its_log_probs(engine):
-    request = requests_of(engine)[0]
-    number, first = run(engine, request, keep=True)
-    later = next_turn(engine.model.config, request, first, [5, 6], (4, 4))
-    scoring = replace(SAMPLED, prompt_log_probs=True)
-    (found,) = finish(engine, engine.fork(number, later, scoring))
-    engine.abort(number)
-    assert found.cached_tokens == 0
-    sampled = found.prompt_log_probs[len(request.input_ids) :][: len(first.token_ids)]
-    np.testing.assert_allclose(sampled, first.log_probs, atol=2e-5)
-    assert run(engine, later)[1].prompt_log_probs is None
+        expected = (logits / 0.8).index_fill(-1, banned, -1e30).log_softmax(-1)[length - 1 : -1]
+        chosen = expected.gather(1, ids[0, length:, None]).squeeze(1)
+        np.testing.assert_allclose(found.log_probs, chosen, atol=2e-5)
+        values, tokens = expected.topk(2)
+        assert [[token for token, _ in each] for each in found.top_log_probs] == tokens.tolist()
+        np.testing.assert_allclose([[value for _, value in each] for each in found.top_log_probs], values, atol=2e-5)
 
 
 def test_what_was_asked_for_besides_tokens_is_in_columns(engine):
     prompts = prompt_batch(engine.model.config, [[(4, 6)], []], texts=[4, 7])
-    sampling = SamplingParams(n=2, max_tokens=3, prompt_log_probs=True, top_log_probs=2, top_prompt_log_probs=1)
+    sampling = SamplingParams(n=2, max_tokens=3, top_log_probs=2)
     done = list(engine.generate(build_requests(prompts, sampling), sampling))
     data = attach_responses(prompts, done, sampling, engine.family, pad_token_id=0)
     data = pickle.loads(pickle.dumps(data, protocol=5))
     for completion in done:
         row = data[completion.request : completion.request + 1]
-        np.testing.assert_equal(row["prompt_log_probs"][0], completion.prompt_log_probs)
         assert [list(map(tuple, top)) for top in row["top_log_probs"][0]] == completion.top_log_probs
-        assert len(row["top_prompt_log_probs"][0]) == int(row["prompts"].ne(0).sum())
     plain = attach_responses(prompts, done, SamplingParams(n=2, max_tokens=3), engine.family, pad_token_id=0)
-    assert not {"prompt_log_probs", "top_log_probs", "top_prompt_log_probs"} & set(plain.names())
+    assert "top_log_probs" not in plain

@@ -292,31 +292,22 @@ def test_a_run_without_requests_is_over_at_once(setup):
     assert torch.equal(generate(setup, setup.vllm, SAMPLED)["responses"], before["responses"])
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_a_prompt_that_is_refused_ends_its_own_run_and_not_a_request_beside_it(setup, monkeypatch, waits):
-    """Also of a request that waits for another one, whose prompt is scored at another temperature."""
+def test_a_prompt_that_is_refused_ends_its_own_run_and_not_a_request_beside_it(setup, monkeypatch):
     single, request, *_, last = build_requests(setup.prompts, replace(SAMPLED, n=1))
     media = {"image": [picture(8, 4000, 5)]}  # which vLLM's processor refuses
     refused = replace(last, multi_modal_data=media)
-    scored = replace(SAMPLED, n=1, prompt_log_probs=True)
+    sampling = replace(SAMPLED, n=1)
     monkeypatch.setattr(
         setup.vllm, "_step_tokens", 1
     )  # of prompts in a step: the last ones are given to vLLM much later
-    run = setup.vllm.generate([single, request, refused], replace(SAMPLED, n=1))
-    if waits:
-        ahead = setup.vllm.submit(request, replace(scored, max_tokens=1, temperature=1.0))
-        number = setup.vllm.submit(request, scored)
-        assert number in setup.vllm._waiting
-    else:
-        next(run)
-        number = setup.vllm.submit(request, scored)
-        assert not setup.vllm._waiting
+    run = setup.vllm.generate([single, request, refused], sampling)
+    next(run)
+    number = setup.vllm.submit(request, sampling)
     with pytest.raises(InvalidPrompt, match="row 2"):
         list(run)
     (done,) = finish(setup.vllm, number)
     assert done.finish_reason != "error"
-    assert done.token_ids == finish(setup.hf, setup.hf.submit(request, scored))[0].token_ids
-    assert not waits or ahead not in [row.number for row in setup.vllm._running.rows.values()]
+    assert done.token_ids == finish(setup.hf, setup.hf.submit(request, sampling))[0].token_ids
     assert setup.vllm.unfinished == 0
     assert torch.equal(generate(setup, setup.vllm, GREEDY)["responses"], generate(setup, setup.hf, GREEDY)["responses"])
 

@@ -144,25 +144,18 @@ def test_stop_texts_end_responses_as_in_hf(setup):
     assert run(setup.vllm, request, at_the_end).finish_reason == "stop"
 
 
-def test_log_probs_of_prompts_and_likeliest_tokens_are_those_of_hf(setup):
-    common = replace(SAMPLED, prompt_log_probs=True, top_prompt_log_probs=3, top_log_probs=2)
+def test_likeliest_tokens_are_those_of_hf(setup):
+    common = replace(SAMPLED, top_log_probs=2)
     requests = requests_of(setup)
-    settings = [
-        common,
-        replace(common, top_log_probs=0),
-        replace(common, temperature=1.0),
-        replace(SAMPLED, temperature=0, prompt_log_probs=True),
-    ]
+    settings = [common, SAMPLED, replace(common, temperature=1.0), replace(common, temperature=0)]
     numbers = [setup.vllm.submit(*pair) for pair in zip(requests, settings, strict=True)]
     for found, request, sampling in zip(finish(setup.vllm, *numbers), requests, settings, strict=True):
         expected = run(setup.hf, request, sampling)
         assert_same(found, expected)
-        np.testing.assert_allclose(found.prompt_log_probs, expected.prompt_log_probs, atol=3e-5)
-        for name in ("top_log_probs", "top_prompt_log_probs"):
-            assert (getattr(found, name) is None) == (getattr(expected, name) is None)
-            for one, two in zip(getattr(found, name) or [], getattr(expected, name) or [], strict=True):
-                assert [token for token, _ in one] == [token for token, _ in two]
-                np.testing.assert_allclose([value for _, value in one], [value for _, value in two], atol=3e-5)
+        assert (found.top_log_probs is None) == (expected.top_log_probs is None)
+        for one, two in zip(found.top_log_probs or [], expected.top_log_probs or [], strict=True):
+            assert [token for token, _ in one] == [token for token, _ in two]
+            np.testing.assert_allclose([value for _, value in one], [value for _, value in two], atol=3e-5)
 
 
 def test_a_request_that_fails_leaves_the_others_alone(setup):

@@ -2,7 +2,6 @@
 Triton's interpreter (`helpers.interpreted_triton`).
 """
 
-import math
 import os
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from torch import Tensor
 from dataproto.vlm import family_of
 from helpers.tiny_models import tiny_config
 from rollout.engine import SamplingParams
-from rollout.sampling import policy_log_probs, sample, uniforms
+from rollout.sampling import sample, uniforms
 from rollout.vllm import process_settings
 from rollout.vllm.process_settings import runner_chosen, takes_second_runner
 
@@ -30,14 +29,12 @@ VOCABULARY = 8
 @pytest.fixture
 def runner() -> SimpleNamespace:
     config = SimpleNamespace(model_type="llama")
-    scores = SimpleNamespace(compute_prompt_logprobs=lambda logits_of, states: logits_of(states))
     return SimpleNamespace(
         model_config=SimpleNamespace(hf_config=config),
         speculative_config=None,
         device=torch.device("cpu"),
         max_num_reqs=4,
         req_states=SimpleNamespace(prompt_len=SimpleNamespace(np=np.array([5, 3, 4, 2]))),
-        prompt_logprobs_worker=scores,
     )
 
 
@@ -123,19 +120,6 @@ def test_requests_of_a_start_get_tokens_without_a_slot(runner: SimpleNamespace) 
 
     assert found.sampled_token_ids.shape == (2, 1)
     assert found.num_sampled.tolist() == [1, 1]
-
-
-def test_prompts_are_scored_under_the_policy(runner: SimpleNamespace) -> None:
-    from rollout.vllm.second_runner import SecondRunnerSampler
-
-    sampler = SecondRunnerSampler(runner)
-    sampler.prompt_temperature = 0.5
-    logits = torch.tensor([[0.0, math.log(2.0)]])
-
-    found = runner.prompt_logprobs_worker.compute_prompt_logprobs(lambda states: states, logits)
-
-    torch.testing.assert_close(found, policy_log_probs(logits, 0.5, ()), rtol=0, atol=1e-6)
-    torch.testing.assert_close(found.exp(), torch.tensor([[0.2, 0.8]]), rtol=0, atol=1e-6)
 
 
 def test_a_request_that_goes_on_after_it_was_put_off_draws_its_next_number(runner: SimpleNamespace) -> None:

@@ -42,7 +42,9 @@ FUSE_AT_EVERY_SIZE = "triton.mix_order_reduction_non_strict_mode"
 LENGTHS = r".*max_(length|seqlen)"  # of segments, by the names of torch's arguments
 
 # Split experts and the hooks of FSDP say so themselves; of the hooks torch 2.14 gives another reason than releases before.
-MEANT = re.compile(r"torch\.compiler\.disable|torch\._dynamo\.decorators, qualname: disable|torch\._dynamo\.disable\(\)")
+MEANT = re.compile(
+    r"torch\.compiler\.disable|torch\._dynamo\.decorators, qualname: disable|torch\._dynamo\.disable\(\)"
+)
 WITHOUT_REASON = "it gives no reason here; TORCH_LOGS=graph_breaks prints it"
 
 _told: set[str] = set()
