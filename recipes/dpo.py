@@ -73,9 +73,9 @@ def compared(
 def preference_loss(
     outputs: Any, rows: DataProto, config: PreferenceConfig, kl: float = 0.0
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of each answer, on each of its tokens ``(B, R)``: of a pair, which is two rows in a row, that of the pair.
+    """The loss of each answer, on each of its tokens ``(B, R)``: of a pair, whose rows are neighbours, that of the pair.
 
-    Metrics have the names of TRL's: ``rewards/{chosen,rejected,margins,accuracies}``, of answers ``rewards/{ratios,accuracies}``.
+    Metrics have TRL's names: ``rewards/{chosen,rejected,margins,accuracies}``, of answers ``rewards/{ratios,accuracies}``.
     """
     mask = rows["response_mask"]
     log_probs = torch.where(mask.bool(), outputs.log_probs, 0.0).sum(1)

@@ -37,7 +37,7 @@ def reward_model_step(roles: Roles, rows: DataProto) -> tuple[DataProto, dict[st
 
 
 def ranking_loss(outputs: Any, rows: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of each pair, which is two rows in a row, on each token ``(B, R)``; each answer has one score, at its end."""
+    """The loss of each pair, whose rows are neighbours, on each token ``(B, R)``; each answer has one score, at its end."""
     mask = rows["response_mask"]
     scores = (outputs.values * mask).sum(1)
     chosen, rejected = scores[::2], scores[1::2]

@@ -81,6 +81,8 @@ class AnswersBuilder(SupervisedBuilder):
                 raise InvalidPrompt("the chat template writes the prompt differently before different answers")
             before = prompt
             found.append(tokens)
+        if self.grouping != "answers" and found[1:] == found[:1]:
+            raise InvalidPrompt("both answers are the same: neither is preferred")
         return found
 
     def collate(self, prompts: Sequence[Prompt]) -> DataProto:

@@ -83,8 +83,6 @@ def _answered(raw: Mapping[str, Any], index: int) -> tuple[Any, Answers, tuple[b
         raise InvalidRow(index, f"{pair[0]!r} has no partner: a pair has 'chosen' and 'rejected', one answer a 'label'")
     if len(pair) == 2:
         chosen, rejected = (answer_messages(raw[name], index) for name in pair)
-        if chosen == rejected:
-            raise InvalidRow(index, "'chosen' and 'rejected' are the same: neither is preferred")
         if asked is None:
             asked, chosen, rejected = _split_conversations(chosen, rejected, index)
         return asked, [chosen, rejected], (True, False)

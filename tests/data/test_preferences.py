@@ -117,7 +117,6 @@ def test_the_length_is_that_of_the_longest_answer(builder: AnswersBuilder) -> No
         ({"prompt": QUESTION, "completion": "red", "label": "good"}, "the label must be true or false, not 'good'"),
         ({"prompt": QUESTION, "chosen": "red"}, "'chosen' has no partner"),
         ({"prompt": QUESTION, "chosen": None, "rejected": "red"}, "'rejected' has no partner"),
-        ({"prompt": QUESTION, "chosen": "red", "rejected": [said("red")]}, "the same: neither is preferred"),
         ({"prompt": QUESTION, "label": True}, "no answer that the label is about"),
         (
             {"chosen": [ASKED, said("red")], "rejected": [said("What?", "user"), said("blue")]},
@@ -133,6 +132,15 @@ def test_a_row_of_no_schema_is_refused(raw: dict, reason: str) -> None:
 def test_an_answer_with_a_label_is_no_pair(builder: AnswersBuilder) -> None:
     with pytest.raises(InvalidPrompt, match="`dataproto dpo` takes it by loss kto"):
         builder.grouped("pairs").prepare(read_preference_row(LABELLED["TRL"], 0))
+
+
+def test_a_pair_of_equal_answers_is_refused(builder: AnswersBuilder) -> None:
+    row = read_preference_row(PAIRS["TRL, text"] | {"rejected": PAIRS["TRL, text"]["chosen"]}, 7)
+    with pytest.raises(
+        InvalidRow, match=r"row 7: both answers are the same: neither is preferred [(]--on-bad-row skip"
+    ):
+        check_row([row], 0, builder.grouped("pairs"))
+    assert len(builder.grouped("answers")([row])) == 4
 
 
 @pytest.mark.parametrize("empty", ["chosen", "rejected"])
