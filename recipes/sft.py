@@ -11,15 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import ConcatDataset
-
 from recipes.configs.sft_config import PRESETS, TINY, SFTConfig, SFTDataConfig, parse
 from recipes.configs.shared.run_config import announce_small_model
-from recipes.data.column_keys import eval_sets
 from recipes.data.conversations import CONVERSATION_COLUMNS, conversation_rows, conversation_stream
 from recipes.data.loader import check_row
 from recipes.data.mixture import Mixture
-from recipes.data.splits import first_rows, fitting_rows, split_rows, tell_columns_left_out, tell_data
+from recipes.data.splits import open_sets, tell_columns_left_out, tell_data
 from recipes.demo.rows import DrawnSums, DrawnTalks
 from recipes.options import training_command
 from recipes.run.policy_gradient import prompt_loader
@@ -56,31 +53,14 @@ def open_data(data: SFTDataConfig, builder: SupervisedBuilder, seed: int) -> tup
         sums = [*(DrawnSums(0, "test")[i] for i in range(half))]
         return Mixture([DrawnTalks(seed), DrawnSums(seed)], weights=[3, 1]), {"": talks + sums}
 
-    def tell(path: str, rows: Any) -> None:
-        tell_columns_left_out(path, rows, CONVERSATION_COLUMNS, data.keys, "are not read")
+    def load(path: str, split: str) -> Any:
+        return conversation_rows(path, split, data.keys, data.media_root)
 
-    def read(path: str, split: str) -> Any:
-        rows = conversation_rows(path, split, data.keys, data.media_root)
-        if split == "train":
-            tell(path, rows)
-        return fitting_rows(path, split, rows, builder, data.on_bad_row)
-
-    sets = eval_sets(data.eval_data_path)
-    held_out: dict[str, Any] = {name: first_rows(read(path, "test"), data.eval_rows) for name, path in sets.items()}
-    if data.streaming:
-        sources: list[Any] = [
-            conversation_stream(path, buffer=data.shuffle_buffer, keys=data.keys, media_root=data.media_root)
-            for path in data.data_path
-        ]
-        for path, stream in zip(data.data_path, sources, strict=True):
-            tell(path, stream)
-    elif sets:
-        sources = [read(path, "train") for path in data.data_path]
-    else:
-        share = max(data.eval_rows // len(data.data_path), 1)
-        split = [split_rows(path, read, share) for path in data.data_path]
-        sources, parts = [rows for rows, _ in split], [part for _, part in split if len(part)]
-        held_out = {"": ConcatDataset(parts)} if parts else {}
+    sources, held_out = open_sets(data, () if data.streaming else data.data_path, load, builder, CONVERSATION_COLUMNS)
+    for path in data.data_path if data.streaming else ():
+        stream = conversation_stream(path, buffer=data.shuffle_buffer, keys=data.keys, media_root=data.media_root)
+        tell_columns_left_out(path, stream, CONVERSATION_COLUMNS, data.keys, "are not read")
+        sources.append(stream)
     rows = sources[0]
     if len(sources) > 1:
         rows = Mixture(sources, data.weights or [float(len(each)) for each in sources])

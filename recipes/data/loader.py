@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from dataproto import DataProto
 from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig, InvalidRow
 from recipes.data.column_keys import OnBadRow
-from recipes.data.prompt_lengths import prompt_lengths
 from rollout.prompts import Prompt, PromptBuilder, row_digest, row_number
 from rollout.prompts.prepared_rows import invalid_row
 
@@ -247,8 +246,8 @@ class EvaluationLoader:
 def drop_overlong(rows: Any, builder: PromptBuilder, on_bad_row: OnBadRow = "skip") -> "tuple[Subset[Any], list[int]]":
     """The rows whose prompts fit into ``builder.max_prompt_length`` tokens, and the places of the others.
 
-    Image tokens are counted from the headers of the images, without decoding pixels, and only once for rows from files (see
-    `prompt_lengths`). Rows whose length cannot be determined are kept with ``on_bad_row="skip"``, so that the loader skips them.
+    Image tokens are counted from the headers of the images, without decoding pixels. Rows whose length cannot be determined are
+    kept with ``on_bad_row="skip"``, so that the loader skips them.
 
     Raises:
         InvalidConfig: no prompt fits.
@@ -257,7 +256,7 @@ def drop_overlong(rows: Any, builder: PromptBuilder, on_bad_row: OnBadRow = "ski
     """
     kept: list[int] = []
     dropped: list[int] = []
-    lengths = prompt_lengths(rows, builder)
+    lengths = [_length(rows, place, builder) for place in range(len(rows))]
     if on_bad_row == "skip" and all(length is None for length in lengths):
         try:
             check_row(rows, 0, builder)
@@ -272,6 +271,14 @@ def drop_overlong(rows: Any, builder: PromptBuilder, on_bad_row: OnBadRow = "ski
     if not kept:
         raise InvalidConfig(f"all {len(rows)} prompts are longer than {builder.limit_name}={builder.max_prompt_length}")
     return Subset(rows, kept), dropped
+
+
+def _length(rows: Any, place: int, builder: PromptBuilder) -> int | None:
+    """Tokens of the prompt of a row; ``None`` if they cannot be determined."""
+    try:
+        return builder.prompt_length(rows[place])
+    except DataProtoError:
+        return None
 
 
 def check_rows(loader: PromptLoader, draws: int | None = None) -> None:

@@ -1,13 +1,13 @@
 """Rows to train on and rows to hold out, of those that fit."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from torch.utils.data import Subset
+from torch.utils.data import ConcatDataset, Subset
 
 from dataproto.errors import InvalidConfig
-from recipes.data.column_keys import ColumnKeys, OnBadRow
+from recipes.data.column_keys import ColumnKeys, EvalPaths, OnBadRow, eval_sets
 from recipes.data.loader import PromptLoader, drop_overlong, may_recur
 from recipes.data.row_values import columns_left_out
 from recipes.demo.problems import RowsBySeed
@@ -15,6 +15,55 @@ from rollout.prompts import PromptBuilder
 
 ReadSplit = Callable[[str, str], Any]
 """A path or the name of a data set, and ``train`` or ``test`` -> its rows."""
+
+
+class HeldOutOptions(Protocol):
+    """The options of data of which some are held out."""
+
+    @property
+    def keys(self) -> ColumnKeys: ...
+
+    @property
+    def on_bad_row(self) -> OnBadRow: ...
+
+    @property
+    def eval_data_path(self) -> EvalPaths: ...
+
+    @property
+    def eval_rows(self) -> int: ...
+
+
+def open_sets(
+    data: HeldOutOptions,
+    paths: Sequence[str],
+    load: ReadSplit,
+    builder: PromptBuilder,
+    columns: Collection[str],
+    which: str = "are not read",
+) -> tuple[list[Any], dict[str, Any]]:
+    """Of the rows that fit, those to train on of each path, and the held-out ones of each set by its name.
+
+    Without sets in the options each path gives a part, see `split_rows`; their name is "".
+
+    Args:
+        load: reads the rows.
+        columns: those that ``load`` reads.
+        which: what becomes of the others.
+    """
+
+    def read(path: str, split: str) -> Any:
+        rows = load(path, split)
+        if split == "train":
+            tell_columns_left_out(path, rows, columns, data.keys, which)
+        return fitting_rows(path, split, rows, builder, data.on_bad_row)
+
+    if sets := eval_sets(data.eval_data_path):
+        rows = [read(path, "train") for path in paths]
+        return rows, {name: first_rows(read(path, "test"), data.eval_rows) for name, path in sets.items()}
+    parts = [split_rows(path, read, max(data.eval_rows // len(paths), 1)) for path in paths]
+    held = [part for _, part in parts if len(part)]
+    held_out = {"": held[0] if len(held) == 1 else ConcatDataset(held)} if held else {}
+    return [rows for rows, _ in parts], held_out
 
 
 def split_rows(path: str, read: ReadSplit, eval_rows: int) -> tuple[Any, Any]:

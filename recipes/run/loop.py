@@ -2,9 +2,8 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from inspect import signature
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -63,7 +62,6 @@ def train(
         MissingColumn, CheckpointError, FileNotWritten: a batch has no ``uid``; a checkpoint is damaged; a file could not be
             written.
     """
-    check_step(step)
     best, last = BestStep(run.keep_best), None
     if run.resume:
         with start_phase("loading the checkpoint"):
@@ -182,15 +180,6 @@ class AroundSteps:
         held_out = self.evaluate(self.roles, number)
         set_random_states(states)
         return held_out
-
-
-def check_step(step: Callable[..., Any]) -> None:
-    """Raises `InvalidConfig` for a step with the arguments of an earlier version, in which ``state`` was two of them."""
-    if {"progression", "more"} & signature(step).parameters.keys():
-        raise InvalidConfig(
-            "a step is called as step(roles, prompts, config, sampling, state) by run, and as step(roles, prompts) by train: "
-            "state has what progression and more gave (recipes.run.StepState)"
-        )
 
 
 def step_result(found: Any) -> tuple[DataProto, dict[str, float]]:

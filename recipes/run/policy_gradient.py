@@ -19,11 +19,10 @@ from dataproto.vlm import VLMFamily
 from recipes.configs.episodes_config import EpisodeRunConfig
 from recipes.configs.shared.policy_gradient_config import Config, DataConfig, PolicyGradientConfig
 from recipes.configs.shared.run_config import RecipeConfig, announce_small_model
-from recipes.data.column_keys import eval_sets
 from recipes.data.curriculum import Curriculum
 from recipes.data.loader import EvaluationLoader, PromptLoader
 from recipes.data.problem_rows import PROBLEM_COLUMNS, CheckTruth, load_rows
-from recipes.data.splits import first_rows, fitting_rows, split_rows, tell_columns_left_out, tell_data
+from recipes.data.splits import open_sets, tell_data
 from recipes.demo.rows import ProblemRows
 from recipes.demo.tiny_model import tiny_checkpoint
 from recipes.rewards import RewardFunction, load_reward
@@ -32,7 +31,7 @@ from recipes.run.carrying import carry_samples
 from recipes.run.episode_roles import Played, with_episodes
 from recipes.run.evaluation import Evaluate, held_out_evaluation, held_out_means
 from recipes.run.look_ahead import LookAhead
-from recipes.run.loop import StepFunction, attempts, check_step, next_batch, train
+from recipes.run.loop import StepFunction, attempts, next_batch, train
 from recipes.run.out_of_memory import naming_options
 from recipes.run.phases import StepState
 from recipes.run.run_directory import (
@@ -114,7 +113,6 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[An
     Raises:
         InvalidConfig, CheckpointError: the run directory or the data do not fit the options.
     """
-    check_step(step)
     check_trains(config.data)
     started = time.monotonic()
     disable_progress_bar()  # of transformers; a run shows its own
@@ -396,16 +394,9 @@ def open_data_set(
     Without ``trains`` the rows of the first set take the place of training rows, which are not read.
     """
 
-    def read(path: str, split: str) -> Any:
-        rows = load_rows(path, split, None, data.instruction, data.keys, data.media_root, check_truth)
-        if split == "train":
-            tell_columns_left_out(path, rows, PROBLEM_COLUMNS, data.keys, "only the reward gets")
-        return fitting_rows(path, split, rows, builder, data.on_bad_row)
+    def load(path: str, split: str) -> Any:
+        return load_rows(path, split, None, data.instruction, data.keys, data.media_root, check_truth)
 
-    path, sets = str(data.data_path), eval_sets(data.eval_data_path)
-    if not sets:
-        rows, held_out = split_rows(path, read, data.eval_rows)
-        return rows, {"": held_out}
-    rows = read(path, "train") if trains else None
-    held_out = {name: first_rows(read(each, "test"), data.eval_rows) for name, each in sets.items()}
-    return next(iter(held_out.values())) if rows is None else rows, held_out
+    paths = [str(data.data_path)] if trains or not data.eval_data_path else []
+    rows, held_out = open_sets(data, paths, load, builder, PROBLEM_COLUMNS, "only the reward gets")
+    return next(iter([*rows, *held_out.values()])), held_out

@@ -13,10 +13,9 @@ from dataproto import DataProto
 from dataproto.errors import writing
 from recipes.configs.shared.preference_config import PreferenceDataConfig
 from recipes.configs.shared.supervised_config import SupervisedConfig
-from recipes.data.column_keys import eval_sets
 from recipes.data.loader import EvaluationLoader, check_row
 from recipes.data.preferences import PREFERENCE_COLUMNS, preference_rows
-from recipes.data.splits import first_rows, fitting_rows, split_rows, tell_columns_left_out, tell_data
+from recipes.data.splits import open_sets, tell_data
 from recipes.demo.rows import DrawnPairs
 from recipes.run.evaluation import Evaluate
 from recipes.run.loop import StepFunction
@@ -48,17 +47,11 @@ def open_preferences(data: PreferenceDataConfig, builder: AnswersBuilder, seed: 
     if not data.data_path:
         return DrawnPairs(seed), {"": DrawnPairs(0, "test")[: data.eval_rows]}
 
-    def read(path: str, split: str) -> Any:
-        rows = preference_rows(path, split, data.keys, data.media_root)
-        if split == "train":
-            tell_columns_left_out(path, rows, PREFERENCE_COLUMNS, data.keys, "are not read")
-        return fitting_rows(path, split, rows, builder, data.on_bad_row)
+    def load(path: str, split: str) -> Any:
+        return preference_rows(path, split, data.keys, data.media_root)
 
-    if sets := eval_sets(data.eval_data_path):
-        held_out = {name: first_rows(read(path, "test"), data.eval_rows) for name, path in sets.items()}
-        return read(data.data_path, "train"), held_out
-    rows, held = split_rows(data.data_path, read, data.eval_rows)
-    return rows, {"": held}
+    (rows,), held_out = open_sets(data, [data.data_path], load, builder, PREFERENCE_COLUMNS)
+    return rows, held_out
 
 
 class ReferenceLogProbs:

@@ -279,17 +279,6 @@ def test_prompts_without_uids_are_refused(tmp_path):
         train(RunConfig(steps=1, output_dir=tmp_path), start(), Batches("index"), learn, measure=rows)
 
 
-def test_a_step_of_an_earlier_version_is_refused_before_anything_is_loaded(tmp_path):
-    def step(roles, prompts, config, sampling, progression, more):
-        raise AssertionError("in vain")
-
-    config = parse(["--output-dir", str(tmp_path / "run")])
-    for call in (lambda: run(config, step), lambda: train(config.run, start(), Batches(), step)):
-        with pytest.raises(InvalidConfig, match="state has what progression and more gave"):
-            call()
-    assert not (tmp_path / "run").exists()
-
-
 def best_of_prompt(roles, prompts, config, sampling, state):
     """REINFORCE on the samples that score best in the batch."""
     data = roles.rollout.generate(prompts, sampling)
