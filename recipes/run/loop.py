@@ -216,8 +216,8 @@ def next_batch(loader: Loader) -> DataProto:
 class Attempt:
     """One attempt at a run, as a context manager: it suppresses `WorkerFailed` while restarts are left."""
 
-    def __init__(self, run: RunConfig, restarts_left: int, restarted: bool = False) -> None:
-        self.run, self.restarts_left, self.restarted = run, restarts_left, restarted
+    def __init__(self, run: RunConfig, restarts_left: int) -> None:
+        self.run, self.restarts_left = run, restarts_left
         self.failed = False
 
     def __enter__(self) -> "Attempt":
@@ -244,7 +244,7 @@ def attempts(run: RunConfig, loader: Loader, max_restarts: int) -> Iterator[Atte
     """
     start = loader.state_dict()
     for restarts_left in range(max_restarts, -1, -1):
-        attempt = Attempt(run, restarts_left, restarts_left < max_restarts)
+        attempt = Attempt(run, restarts_left)
         yield attempt
         if not attempt.failed:
             return

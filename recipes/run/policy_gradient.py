@@ -138,7 +138,7 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[An
                     bound = partial(observed_step, bound, curriculum)
                 with (
                     attempt,
-                    launch_roles(config, task.model_path, builder, task.reward, attempt.restarted) as launched,
+                    launch_roles(config, task.model_path, builder, task.reward) as launched,
                 ):
                     apart, corrected = bool(config.layout.rollout), config.algorithm.compares_engine
                     oldest, steps = config.rollout.staleness, attempt.run.steps
@@ -267,12 +267,8 @@ def launch_roles(
     model_path: str,
     builder: PromptBuilder,
     reward: RewardFunction | None = None,
-    restarted: bool = False,
 ) -> Roles:
-    """The roles of a run: actor, engine and, if one is given, reward; a reference and a critic if the options have them.
-
-    ``restarted``: take fewer dp positions if nodes are missing.
-    """
+    """The roles of a run: actor, engine and, if one is given, reward; a reference and a critic if the options have them."""
     actor = ActorConfig(
         model_path,
         temperature=config.algorithm.temperature,
@@ -298,14 +294,13 @@ def launch_roles(
     if config.critic:
         compute = vars(config.compute) | {"mtp_coef": 0.0}  # a head of the policy
         critic = CriticConfig(model_path, optimizer=with_function(config.critic), **compute)
-    roles = launched(config, restarted, actor, rollout, reward, reference=config.reference(actor), critic=critic)
+    roles = launched(config, actor, rollout, reward, reference=config.reference(actor), critic=critic)
     roles.ways = WAYS
     return roles
 
 
 def launched(
     config: RecipeConfig,
-    restarted: bool,
     actor: ActorConfig | CriticConfig,
     rollout: RolloutConfig | None,
     reward: RewardFunction | None,
@@ -322,7 +317,6 @@ def launched(
         on=config.on,
         layout=config.layout,
         phase=start_phase,
-        may_shrink=restarted,
         **others,
         **places,
     )

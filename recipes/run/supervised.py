@@ -95,7 +95,7 @@ def _run_supervised(config: SupervisedConfig, make_task: Callable[[str], Supervi
     loader, builder = task.loader, task.builder
     with naming_options(config, task.longest), reported(directory, started):
         for attempt in attempts(config.run, loader, config.max_restarts):
-            with attempt, launch_supervised(config, model_path, limits, attempt.restarted, task.learns) as roles:
+            with attempt, launch_supervised(config, model_path, limits, task.learns) as roles:
                 train(
                     attempt.run,
                     roles,
@@ -132,7 +132,6 @@ def launch_supervised(
     config: SupervisedConfig,
     model_path: str,
     limits: Mapping[str, Any] | None = None,
-    restarted: bool = False,
     learns: Learns = "text",
 ) -> Roles:
     """Launches the model that learns, as the actor, and what it needs: by default an engine and the reward `exact_match`.
@@ -140,17 +139,16 @@ def launch_supervised(
     Args:
         limits: options of vLLM, which processes images itself. Without them, for a program that trains step by step, vLLM keeps
             its weights while the actor works.
-        restarted: take fewer dp positions if nodes are missing.
     """
     optimizer = with_function(over_the_run(config.optimizer, config.run.steps))
     made = CriticConfig if learns == "scores" else ActorConfig
     model = made(model_path=model_path, optimizer=optimizer, **vars(config.compute))
     if learns != "text":
         reference = model.frozen() if isinstance(model, ActorConfig) else None
-        return launched(config, restarted, model, None, None, reference=reference)
+        return launched(config, model, None, None, reference=reference)
     options = (dict(limits or {"sleep_level": 1}) if config.engine == "vllm" else {}) | dict(config.engine_options)
     rollout = RolloutConfig(model_path, config.engine, options, replay_routing=False)
-    return launched(config, restarted, model, rollout, exact_match)
+    return launched(config, model, rollout, exact_match)
 
 
 def sft_step(roles: Roles, rows: DataProto) -> tuple[DataProto, dict[str, float]]:

@@ -33,7 +33,6 @@ def launch(
     layout: Layout | None = None,
     critic: CriticConfig | None = None,
     phase: Phase = nullcontext,
-    may_shrink: bool = False,
     libraries: Path | None = None,
     **options: Any,
 ) -> Roles:
@@ -49,7 +48,6 @@ def launch(
             which holds all roles.
         layout: the degrees of parallelism of actor, reference and critic.
         phase: is called with the name of each phase of the start, and gives a context manager for the time of the phase.
-        may_shrink: if the nodes of a cluster have no room for ``layout``, take as many dp positions as they have room for.
         libraries: file to which other processes append what libraries warn of, once they are started.
         options: of the backend; for Ray the fields of `RayConfig`.
 
@@ -59,7 +57,7 @@ def launch(
     """
     if isinstance(rollout, str):
         rollout = RolloutConfig(actor.model_path, engine=rollout)
-    plan = LaunchPlan(actor, reference, reward, rollout, layout or Layout(), critic, may_shrink, libraries)
+    plan = LaunchPlan(actor, reference, reward, rollout, layout or Layout(), critic, libraries)
     check_extras(None if rollout is None else rollout.engine, on, options.get("address"))
     seconds: dict[str, float] = {}
     roles: Roles = _backend(on).start_roles(plan, timed_phase(phase, seconds), **options)

@@ -2,9 +2,8 @@
 
 import socket
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from workers.ranks.failures import FAILURE_GRACE_S
 
@@ -46,24 +45,6 @@ def _numeric_key(text: str) -> tuple[int, str]:
     return len(text), text
 
 
-def all_fit(bundles: Sequence[Mapping[str, float]], free: Sequence[Mapping[str, float]]) -> bool:
-    """Whether nodes with these ``free`` resources have room for all ``bundles``, each on one node, if the largest choose first.
-
-    >>> all_fit([{"CPU": 1}, {"CPU": 2}, {"CPU": 2}], [{"CPU": 3}, {"CPU": 2}])
-    True
-    >>> all_fit([{"CPU": 2}, {"CPU": 2}, {"CPU": 1}], [{"CPU": 4}]), all_fit([{"CPU": 4}], [{"CPU": 3}, {"CPU": 3}])
-    (False, False)
-    """
-    left = [dict(node) for node in free]
-    for bundle in sorted(bundles, key=lambda each: (each.get("GPU", 0), each.get("CPU", 0)), reverse=True):
-        here = next((node for node in left if all(node.get(name, 0) >= much for name, much in bundle.items())), None)
-        if here is None:
-            return False
-        for name, much in bundle.items():
-            here[name] = here.get(name, 0) - much
-    return True
-
-
 def thread_shares(placements: Sequence[Placement]) -> list[int]:
     """Number of threads of each process: an equal share of its node's cores, rounded down, and at least 1.
 
@@ -72,13 +53,6 @@ def thread_shares(placements: Sequence[Placement]) -> list[int]:
     """
     processes = Counter(placement.node for placement in placements)
     return [max(1, placement.cores // processes[placement.node]) for placement in placements]
-
-
-class NodeResources(NamedTuple):
-    """The resources of a node by name, such as ``CPU``."""
-
-    total: Mapping[str, float]
-    free: Mapping[str, float]  # what nothing that runs there uses
 
 
 def answers(address: str, port: int) -> bool:

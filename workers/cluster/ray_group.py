@@ -26,7 +26,7 @@ from dataproto.errors import InvalidConfig, WorkerFailed, end_after, ending
 from dataproto.extras import unimportable_modules
 from dataproto.serialization.wire import Buffer, SharedBlobs, shared_blobs
 from workers.cluster.host import Host, PhaseMonitor, import_ours, log_progress, shadowing_folders
-from workers.cluster.placement import NodeResources, Placement, answers
+from workers.cluster.placement import Placement, answers
 from workers.cluster.ray_config import RayConfig
 from workers.ranks.dispatch_modes import (
     Arguments,
@@ -72,7 +72,6 @@ class StepBlobs:
 
 LOCALHOST = "127.0.0.1"
 PLACEMENT_TIMEOUT_S = 60  # for a cluster to reserve its resources
-NODE_INTERVAL_S = 0.5  # between looks at the nodes
 MEDIA_SHARE = 0.25  # of the object store, for media that the calls of a step share
 
 
@@ -132,47 +131,25 @@ def gpus_per_process(config: RayConfig) -> float:
     return float(ray.cluster_resources().get("GPU", 0) > 0) if config.gpus is None else config.gpus
 
 
-def bundles_of(processes: int, config: RayConfig, together: int = 1) -> list[dict[str, float]]:
-    """What each ``together`` of the processes, which divide them, need on one node."""
-    gpus = together * gpus_per_process(config)
-    bundle = {"CPU": together * config.cpus} | ({"GPU": ceil(gpus) if gpus > 1 else gpus} if gpus else {})
-    return [bundle] * (processes // together)
-
-
 def reserve(processes: int, config: RayConfig, together: int = 1) -> PlacementGroup:
     """A placement group with a bundle, which is on one node, for each ``together`` processes.
 
     Raises:
         InvalidConfig: the cluster has too few CPUs or GPUs.
     """
-    bundles = bundles_of(processes, config, together)
-    reserved = placement_group(bundles, strategy="PACK")
+    gpus = together * gpus_per_process(config)
+    bundle = {"CPU": together * config.cpus} | ({"GPU": ceil(gpus) if gpus > 1 else gpus} if gpus else {})
+    reserved = placement_group([bundle] * (processes // together), strategy="PACK")
     if not reserved.wait(PLACEMENT_TIMEOUT_S):
         remove_placement_group(reserved)
         total = {name: ray.cluster_resources().get(name, 0) for name in ("CPU", "GPU")}
         free = {name: ray.available_resources().get(name, 0) for name in ("CPU", "GPU")}
         each = "each" if together == 1 else f"for every {together}, which share a node,"
         raise InvalidConfig(
-            f"{processes} processes with {bundles[0]} {each} do not fit the cluster: it has {total}, of which {free} are free"
+            f"{processes} processes with {bundle} {each} do not fit the cluster: it has {total}, of which {free} are free; a run "
+            "continues in a smaller layout too, with --resume"
         )
     return reserved
-
-
-def living_nodes() -> list[NodeResources]:
-    """The nodes that answer. Ray itself may take a minute to notice that one is lost."""
-    free = ray._private.state.available_resources_per_node()
-    alive = [node for node in ray.nodes() if _lives(node)]
-    return [NodeResources(node["Resources"], dict(free.get(node["NodeID"], {}))) for node in alive]
-
-
-def wait_for_nodes(enough: Callable[[list[NodeResources]], bool]) -> list[NodeResources]:
-    """`living_nodes`, once they are ``enough`` or after `PLACEMENT_TIMEOUT_S`: what has ended takes a moment to be free, and a
-    node to come.
-    """
-    deadline = time.monotonic() + PLACEMENT_TIMEOUT_S
-    while not enough(nodes := living_nodes()) and time.monotonic() < deadline:
-        time.sleep(NODE_INTERVAL_S)
-    return nodes
 
 
 # The object store

@@ -3,11 +3,11 @@
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from math import ceil, gcd, lcm
+from math import ceil, lcm
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,14 +16,12 @@ import torch
 from dataproto.errors import DataProtoError, InvalidConfig, WorkerFailed, end_after, ending
 from rollout.engine import engine_ranks
 from workers.cluster.host import Host
-from workers.cluster.placement import Placement, all_fit, rank_order, thread_shares
+from workers.cluster.placement import Placement, rank_order, thread_shares
 from workers.cluster.ray_config import RayConfig
 from workers.cluster.ray_group import (
-    NodeResources,
     RayFuture,
     RayGroup,
     StepBlobs,
-    bundles_of,
     cpus_by_node,
     end_processes,
     get_all,
@@ -35,7 +33,6 @@ from workers.cluster.ray_group import (
     running_ray,
     start_hosts,
     wait_all,
-    wait_for_nodes,
 )
 from workers.cluster.role_groups import LaunchPlan, Phase, Roles, engine_phase, trained_worker
 from workers.ranks.failures import Failure, describe_call, describe_failure, first_line, is_secondary, root_causes
@@ -249,8 +246,6 @@ def start_roles(plan: LaunchPlan, phase: Phase, **options: Any) -> Roles:
     Engines get separate processes if the layout has ``rollout``, and start while the actor is loaded. A reward function gets
     processes without a device.
 
-    The layout may have fewer dp positions than was asked for if the plan says so and nodes are missing.
-
     Raises:
         InvalidConfig: an option is unknown, ``tensor_parallel`` does not divide the engines' processes, or the cluster is too
             small.
@@ -261,8 +256,6 @@ def start_roles(plan: LaunchPlan, phase: Phase, **options: Any) -> Roles:
     with ExitStack() as stack:
         with phase("starting Ray"):
             stack.enter_context(running_ray(config, processes))
-            if plan.may_shrink:
-                plan = replace(plan, layout=layout_with_room(plan, config))
             model_processes = plan.layout.world_size + plan.layout.rollout
             pools = _start_pools(plan, config, stack)
             pool = pools["models"]
@@ -330,11 +323,6 @@ class PlannedPool:
     together: int = 1
     device: torch.device | None = None
 
-    @property
-    def bundles(self) -> list[dict[str, float]]:
-        """What they need, by groups that share a node."""
-        return bundles_of(self.layout.world_size, self.config, self.together)
-
 
 def planned_pools(plan: LaunchPlan, config: RayConfig) -> dict[str, PlannedPool]:
     """The processes of a run: ``models``, ``engines`` unless these share the models', and ``scorers`` of a reward function.
@@ -352,46 +340,6 @@ def planned_pools(plan: LaunchPlan, config: RayConfig) -> dict[str, PlannedPool]
         scorers = Layout(dp=config.reward_processes)
         pools["scorers"] = PlannedPool(scorers, without_device, device=torch.device("cpu"))
     return pools
-
-
-def planned_bundles(plan: LaunchPlan, config: RayConfig) -> list[dict[str, float]]:
-    """What all processes of a run need, by groups that share a node."""
-    return [bundle for pool in planned_pools(plan, config).values() for bundle in pool.bundles]
-
-
-def layout_with_room(plan: LaunchPlan, config: RayConfig) -> Layout:
-    """The layout, or if the nodes that are left have no room for the run, one with fewer dp positions and without replicas.
-
-    Waits for what runs on the nodes only if there would be more room without it, and for nodes if there is no room at all.
-
-    Raises:
-        InvalidConfig: there is no room for one dp position either.
-    """
-    layout, together = plan.layout, planned_pools(plan, config)["models"].together
-    smaller = [replace(layout, dp=dp, replicas=1, ep=gcd(layout.ep, dp * layout.sp)) for dp in range(layout.dp)[:0:-1]]
-    choices = {each: planned_bundles(replace(plan, layout=each), config) for each in [layout, *smaller]
-               if each.world_size % together == 0}  # fmt: skip
-
-    def largest(room: Iterable[Mapping[str, float]]) -> Layout | None:
-        nodes = list(room)
-        return next((each for each, bundles in choices.items() if all_fit(bundles, nodes)), None)
-
-    def enough(nodes: Sequence[NodeResources]) -> bool:
-        return largest(node.free for node in nodes) == largest(node.total for node in nodes) is not None
-
-    free = [node.free for node in wait_for_nodes(enough)]
-    found = largest(free)
-    if found is None:
-        least = lcm(layout.world_size // layout.dp, together)
-        kept = [{name: node.get(name, 0) for name in ("CPU", "GPU")} for node in free]
-        raise InvalidConfig(
-            f"the nodes that are left have {kept} free, which is too little: {layout} needs at least {least} processes with "
-            f"models, {together} of them on a node at a time, in addition to those of separate engines and the reward"
-        )
-    if found != layout:
-        told = "the nodes that are left have room for %d processes with models: %s instead of %s"
-        log.warning(told, found.world_size, found, layout)
-    return found
 
 
 def _config(options: dict[str, Any]) -> RayConfig:

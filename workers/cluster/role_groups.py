@@ -32,7 +32,6 @@ class LaunchPlan:
     rollout: RolloutConfig | None
     layout: Layout
     critic: CriticConfig | None = None
-    may_shrink: bool = False  # take fewer dp positions if nodes are missing
     libraries: Path | None = None  # file for what libraries warn of in other processes
 
 
