@@ -20,6 +20,7 @@ class EpisodesConfig(EpisodeOptions):
         tokens: tokens of an episode after its prompt, observations included; default: no limit
         seconds: seconds that the environment of an episode may take in all its calls, without the time of decoding
         last_pictures: number of last observations' pictures that a turn sees; default: all
+        memory_gib: memory of the environment, in a process of its own, or of an agent's processes; default: a thread, no limit
         drop_cut: learn nothing from episodes that a limit cut: turns, tokens, time, or a turn's length
     """
 

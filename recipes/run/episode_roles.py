@@ -36,15 +36,14 @@ def load_environment(name: str) -> MakeEnvironment:
     return load_named_function(name, "environment", InvalidConfig)
 
 
-def load_agent(name: str, processes: int = MOST_PROCESSES) -> Agent:
-    """The agent that a command line names as ``FILE.py:NAME``, or as a command of several words, of which
-    so many ``processes`` run at a time.
+def load_agent(name: str, memory_gib: float | None = None, processes: int = MOST_PROCESSES) -> Agent:
+    """The agent that a command line names as ``FILE.py:NAME``, or as a command of several words, for which the limits are.
 
     Raises:
         InvalidConfig: the file or the name does not exist, or the file cannot be imported.
     """
     if " " in name.strip():
-        return CommandAgent(name, processes)
+        return CommandAgent(name, memory_gib, processes)
     return load_named_function(name, "agent", InvalidConfig)
 
 
@@ -61,7 +60,7 @@ class Played:
     @classmethod
     def by_agent(cls, name: str, options: EpisodeOptions) -> "Played":
         """By the agent of a command line. Raises `InvalidConfig`, see `load_agent`."""
-        agent = load_agent(name, options.processes)
+        agent = load_agent(name, options.memory_gib, options.processes)
         return cls(AgentPlan(agent, options.limits()), options.drop_cut)
 
     @property

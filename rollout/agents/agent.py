@@ -7,6 +7,7 @@ import inspect
 import io
 import json
 import os
+import resource
 import shlex
 import signal
 import threading
@@ -197,11 +198,11 @@ class CommandAgent:
     prints is the JSON of its reward; ``null``, or nothing, leaves it to the reward function.
     """
 
-    def __init__(self, command: str, at_once: int = MOST_PROCESSES) -> None:
-        """Further episodes begin as one of ``at_once`` ends."""
+    def __init__(self, command: str, memory_gib: float | None = None, at_once: int = MOST_PROCESSES) -> None:
+        """``memory_gib`` bounds the address space of each process. Further episodes begin as one of ``at_once`` ends."""
         if at_once < 1:
             raise InvalidConfig(f"processes={at_once} must be at least 1")
-        self.command, self.at_once = shlex.split(command), at_once
+        self.command, self.memory_gib, self.at_once = shlex.split(command), memory_gib, at_once
 
     async def __call__(self, task: AgentTask) -> Outcome:
         """Runs the command. Raises `RuntimeError` with the end of what it wrote on its standard error if it fails."""
@@ -210,6 +211,9 @@ class CommandAgent:
         process = await asyncio.create_subprocess_exec(
             *self.command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, start_new_session=True
         )
+        if self.memory_gib is not None:
+            with suppress(ProcessLookupError):  # it has ended already
+                resource.prlimit(process.pid, resource.RLIMIT_AS, (int(self.memory_gib * 2**30),) * 2)
         given_to, told, wrote = process.stdin, process.stdout, process.stderr
         assert given_to is not None
         assert told is not None

@@ -28,6 +28,7 @@ from rollout.environments.environment import (
     decoded,
     raised,
 )
+from rollout.environments.environment_process import ProcessEnvironment, in_process
 
 log = logging.getLogger(__name__)
 
@@ -131,15 +132,19 @@ class EnvironmentHost:
     A thread whose environment hangs is left alone and does not keep the process alive.
     """
 
-    def __init__(self, make_environment: MakeEnvironment, seconds: float) -> None:
+    def __init__(self, make_environment: MakeEnvironment, seconds: float, memory_gib: float | None = None) -> None:
         """
         Args:
             seconds: the time that the environment of one episode may take, all its calls together. The time in which the engine
                 decodes, or in which an answer waits for it, does not count.
+            memory_gib: of an environment in a process of its own, see `in_process`; ``None``: in a thread, no limit.
+
+        Raises:
+            InvalidConfig: see `in_process`.
         """
         self.typical_s = 0.0  # that recent calls took
         self.seconds = seconds
-        self.make_environment = make_environment
+        self.make_environment = make_environment if memory_gib is None else in_process(make_environment, memory_gib)
         self._answers: queue.SimpleQueue[tuple[str, int, Outcome, float]] = queue.SimpleQueue()
         self._running: dict[str, _Running] = {}
         self._working: dict[str, float] = {}  # when the call of an episode began that has not been answered
@@ -195,13 +200,16 @@ class EnvironmentHost:
         self._call(episode, "step", action)
 
     def close(self, episode: str) -> None:
-        """Ends an episode. Its environment is closed as soon as it returns from its last call."""
+        """Ends an episode. Its environment is closed as soon as it returns from its last call; a process in a call is killed."""
         running = self._running.pop(episode, None)
         if running is None:
             return
         running.closed = True
         running.inbox.put(None)
         in_call = self._working.pop(episode, None) is not None
+        if in_call and isinstance(running.environment, ProcessEnvironment):
+            running.environment.kill()
+            in_call = False
         if in_call and running.future is not None:
             in_call = not running.future.cancel()
         self._closing = [thread for thread in self._closing if thread.is_alive()]
@@ -284,6 +292,8 @@ class EnvironmentHost:
             try:
                 if running.environment is None:
                     running.environment = self.make_environment()
+                    if running.closed:  # before there was a process to kill
+                        break
                 if method == "reset":  # here, next to the other environments and the engine
                     row, seed = arguments
                     arguments = _copied(row, {}), seed

@@ -82,6 +82,9 @@ class EpisodeLimits:
         60.0  # that the environment may take, all its calls together; decoding does not count, see `EndReason`
     )
     last_pictures: int | None = None  # of the observations that a turn sees; None: all
+    memory_gib: float | None = (
+        None  # of the environment, in a process of its own; None: in a thread of this one, no limit
+    )
     wall_clock: float | None = None  # seconds from the episode's begin, decoding included; None: no limit
 
     def __post_init__(self) -> None:
@@ -93,6 +96,8 @@ class EpisodeLimits:
             raise InvalidConfig(f"last_pictures={self.last_pictures}: must be at least 1, or None for all")
         if self.wall_clock is not None and not 0 < self.wall_clock < float("inf"):
             raise InvalidConfig(f"wall_clock={self.wall_clock}: must be a finite number above 0, or None for no limit")
+        if self.memory_gib is not None and not self.memory_gib > 0:
+            raise InvalidConfig(f"memory_gib={self.memory_gib}: must be above 0, or None for no limit")
 
     def most_tokens(self, most_of_turn: int) -> int:
         """The largest number of sampled tokens, or of tokens after the prompt if those are limited."""

@@ -71,7 +71,7 @@ class EnvironmentRun:
     def __init__(self, make_environment: MakeEnvironment, limits: EpisodeLimits) -> None:
         """Raises `InvalidConfig`, see `play_episodes`."""
         self.limits = limits
-        self.host = EnvironmentHost(make_environment, limits.seconds)
+        self.host = EnvironmentHost(make_environment, limits.seconds, limits.memory_gib)
         self.held: list[Episode] = []
         self.close = self.host.shut
 

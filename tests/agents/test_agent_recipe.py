@@ -144,11 +144,11 @@ def test_a_name_of_several_words_is_a_command(tmp_path):
 
 def test_every_recipe_says_how_many_processes_a_command_has(tmp_path):
     agent = ["--agent", "python own.py"]
-    own = parse([*agent, *in_files(["--agents.processes", "3"], tmp_path)]).agents
-    walk = parse_walk([*agent, *["--processes", "3"]]).episodes
+    own = parse([*agent, *in_files(["--agents.processes", "3", "--agents.memory-gib", "0.5"], tmp_path)]).agents
+    walk = parse_walk([*agent, *["--processes", "3", "--memory-gib", "0.5"]]).episodes
     for options in (own, walk):
         command = Played.by_agent(agent[1], options).plan.agent
-        assert command.at_once == 3
+        assert (command.at_once, command.memory_gib) == (3, 0.5)
     for of_none in ([], ["--agent", "own.py:agent"]):
         with pytest.raises(InvalidConfig, match="--processes would do nothing: only a command"):
             parse_walk(["--processes", "3", *of_none])

@@ -292,8 +292,7 @@ def test_an_agent_can_be_a_command(renderer, tmp_path):
     assert episode.ended == "error"
     assert "status 1: no task" in episode.message
     (tmp_path / "agent.py").write_text("x = bytearray(1 << 31)")
-    bounded = f"sh -c 'ulimit -v 524288; exec {sys.executable} {tmp_path / 'agent.py'}'"
-    (episode,) = run(renderer, engine, CommandAgent(bounded))
+    (episode,) = run(renderer, engine, CommandAgent(f"{sys.executable} {tmp_path / 'agent.py'}", memory_gib=0.5))
     assert (episode.ended, "MemoryError" in episode.message) == ("memory", True)
 
 

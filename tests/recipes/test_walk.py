@@ -110,8 +110,8 @@ class Broken(Say):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Say", "Broken"])
-def test_an_environment_of_ones_own(name, tmp_path, capsys):
+@pytest.mark.parametrize(("name", "memory"), [("Say", []), ("Say", ["--memory-gib", "1"]), ("Broken", [])])
+def test_an_environment_of_ones_own(name, memory, tmp_path, capsys):
     (tmp_path / "own.py").write_text(OWN)
     model = write_checkpoint("qwen2_5_vl", tmp_path / "model")
     rows = [{"problem": f"Say {number}.", "answer": str(number), "images": []} for number in range(12)]
@@ -127,7 +127,7 @@ def test_an_environment_of_ones_own(name, tmp_path, capsys):
         "--data-path",
         f"{tmp_path}/rows.jsonl",
     ]
-    status = main([*options.split(), *named, "--output-dir", str(tmp_path / "run")])
+    status = main([*options.split(), *named, *memory, "--output-dir", str(tmp_path / "run")])
     printed, told = capsys.readouterr()
     if name == "Broken":
         assert status == 2

@@ -19,6 +19,7 @@ class EpisodeOptions:
     turns: int = 6
     tokens: int | None = None
     seconds: float = 60.0
+    memory_gib: float | None = None
     wall_clock: float | None = None
     drop_cut: bool = False
     processes: int = 32
@@ -28,7 +29,7 @@ class EpisodeOptions:
         from rollout.environments import EpisodeLimits
 
         pictures = getattr(self, "last_pictures", None)
-        return EpisodeLimits(self.turns, self.tokens, self.seconds, pictures, self.wall_clock)
+        return EpisodeLimits(self.turns, self.tokens, self.seconds, pictures, self.memory_gib, self.wall_clock)
 
 
 @dataclass(frozen=True)
@@ -39,5 +40,6 @@ class AgentsConfig(EpisodeOptions):
         turns: requests of an episode
         tokens: tokens of a row after the first prompt of its episode; default: no limit
         seconds: seconds that the agent of an episode may take between its requests, without the time of decoding
+        memory_gib: memory of each process of an agent that is a command; default: no limit
         drop_cut: learn nothing from episodes that a limit cut: turns, tokens or time
     """
