@@ -1,6 +1,6 @@
 """Supervised training, then GRPO, on real questions about pictures: ``dataproto easy-vqa``.
 
-With no arguments it fetches the pictures and questions of easy-VQA through pip (3.2 MB, MIT licence), makes a small Qwen2.5-VL,
+With no arguments it reads the pictures and questions of the package ``easy-vqa`` (extra ``easy-vqa``), makes a small Qwen2.5-VL,
 shows it some answers, and lets GRPO continue from there, on the CPU within minutes. The model writes its answer in words, and the
 reward compares the text. With a checkpoint the same two phases train any checkpoint of a known family.
 

@@ -1,6 +1,6 @@
 """Supervised training, then GRPO, on real questions about pictures: ``dataproto easy-vqa``.
 
-With no arguments it fetches the pictures and questions of easy-VQA through pip (3.2 MB, MIT licence), makes a small Qwen2.5-VL,
+With no arguments it reads the pictures and questions of the package ``easy-vqa`` (extra ``easy-vqa``), makes a small Qwen2.5-VL,
 shows it some answers, and lets GRPO continue from there, on the CPU within minutes. The model writes its answer in words, and the
 reward compares the text. With ``--preset any`` and ``--model-path`` the same two phases train any checkpoint of a known family.
 
@@ -48,7 +48,7 @@ class EasyVQADataConfig(DataConfig):
     """Questions about pictures, which are those of easy-VQA.
 
     Attributes:
-        data_path: wheel of easy-vqa 1.0, or a ZIP file of its layout; by default the installed package
+        data_path: folder of an unpacked wheel of easy-vqa 1.0, or of its layout; by default the installed package
         eval_data_path: leave it out: easy-VQA has its own test questions
         level: leave it out: the questions of easy-VQA have no level
     """

@@ -10,8 +10,6 @@ read; none of its code runs. ::
 """
 
 import json
-import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -28,8 +26,6 @@ from recipes.demo.problems import Split
 from rollout.prompts.images import load_image
 
 SOURCE = "easy_vqa"
-DAMAGED = (zlib.error, EOFError, OSError, RuntimeError, LookupError, ValueError, TypeError)
-"""What a damaged or encrypted member of a ZIP file raises, or one with another content."""
 
 
 @dataclass(frozen=True)
@@ -172,24 +168,26 @@ class EasyVQA:
         return [text for asked in self.train.questions for text in (asked.question, asked.answer)]
 
 
-def open_easy_vqa(wheel: str | Path | None = None) -> EasyVQA:
-    """Reads the questions and pictures of the package ``easy-vqa``, which is not imported, or of its wheel.
+def open_easy_vqa(folder: str | Path | None = None) -> EasyVQA:
+    """Reads the questions and pictures of the package ``easy-vqa``, which is not imported.
 
     Args:
-        wheel: the file, or another ZIP file with the same layout; by default the installed package.
+        folder: of an unpacked wheel, or another one with the same layout; by default that of the installed package.
 
     Raises:
         MissingPackage: the package is not installed.
-        InvalidConfig: the file does not exist.
-        FileFormatError: the file has another layout.
+        InvalidConfig: there is no such folder.
+        FileFormatError: the folder has another layout.
     """
-    if wheel is not None and not Path(wheel).is_file():
-        raise InvalidConfig(f"easy-VQA: there is no file {wheel}: leave out --data-path to read the installed package")
+    if folder is not None and not Path(folder).is_dir():
+        raise InvalidConfig(
+            f"easy-VQA: there is no folder {folder}: leave out --data-path to read the installed package"
+        )
+    root = _installed() if folder is None else Path(folder)
     try:
-        root = _installed() if wheel is None else zipfile.Path(wheel)
         return EasyVQA(_read_split(root, "train"), _read_split(root, "test"))
-    except (zipfile.BadZipFile, *DAMAGED) as error:
-        raise FileFormatError(f"{wheel} is not a wheel of easy-vqa: {error}") from error
+    except (OSError, ValueError, TypeError) as error:
+        raise FileFormatError(f"{root} has not the layout of easy-vqa: {error}") from error
 
 
 def _installed() -> Path:
@@ -200,12 +198,11 @@ def _installed() -> Path:
     return Path(str(found.origin)).parents[1]
 
 
-def _read_split(root: Path | zipfile.Path, split: Split) -> EasyVQARows:
+def _read_split(root: Path, split: Split) -> EasyVQARows:
     folder = root / "easy_vqa" / "data" / split
     listed = json.loads((folder / "questions.json").read_text(encoding="utf-8"))
     questions = tuple(EasyVQAQuestion(str(text), str(answer), int(picture)) for text, answer, picture in listed)
-    pictures = [file for file in (folder / "images").iterdir() if file.name.endswith(".png")]
-    encoded = {int(file.name.removesuffix(".png")): file.read_bytes() for file in pictures}
+    encoded = {int(file.stem): file.read_bytes() for file in (folder / "images").glob("*.png")}
     if missing := sorted({asked.picture for asked in questions} - encoded.keys()):
         raise ValueError(f"{split} has no picture {missing[0]}, which a question is about")
     if not questions:

@@ -2,7 +2,6 @@
 
 import collections
 import sys
-import zipfile
 
 import pytest
 
@@ -13,7 +12,7 @@ from recipes.data.easy_vqa_rows import Answered, Conversations, open_easy_vqa
 
 @pytest.fixture(scope="module")
 def easy_vqa(tmp_path_factory):
-    return open_easy_vqa(write_easy_vqa(tmp_path_factory.mktemp("data") / "small.whl"))
+    return open_easy_vqa(write_easy_vqa(tmp_path_factory.mktemp("data") / "small"))
 
 
 def test_a_row_has_the_question_its_picture_and_the_answer(easy_vqa):
@@ -72,24 +71,22 @@ def test_open_questions_and_the_others_are_all_rows(easy_vqa):
     assert (len(open_rows), len(others)) == (24, 12)
 
 
-def test_what_is_no_wheel_of_easy_vqa_is_refused(tmp_path):
-    with pytest.raises(InvalidConfig, match=r"no file .*: leave out --data-path"):
-        open_easy_vqa(tmp_path / "missing.whl")
-    (tmp_path / "text.whl").write_text("no archive")
-    with pytest.raises(FileFormatError, match=r"text\.whl is not a wheel of easy-vqa: "):
-        open_easy_vqa(tmp_path / "text.whl")
-    with zipfile.ZipFile(tmp_path / "other.whl", "w") as archive:
-        archive.writestr("easy_vqa/data/train/questions.json", '[["what?", "this", 3]]')
-        archive.writestr("easy_vqa/data/train/images/0.png", b"")
-    with pytest.raises(FileFormatError, match="no picture 3"):
-        open_easy_vqa(tmp_path / "other.whl")
-    with zipfile.ZipFile(tmp_path / "damaged.whl", "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("easy_vqa/data/train/questions.json", '[["what?", "this", 3]]' * 99)
-    content = bytearray((tmp_path / "damaged.whl").read_bytes())
-    content[30 + len("easy_vqa/data/train/questions.json")] = 0xFF  # of the compressed stream
-    (tmp_path / "damaged.whl").write_bytes(content)
-    with pytest.raises(FileFormatError, match=r"damaged\.whl is not a wheel of easy-vqa"):
-        open_easy_vqa(tmp_path / "damaged.whl")
+def test_what_has_another_layout_is_refused(tmp_path):
+    with pytest.raises(InvalidConfig, match=r"no folder .*: leave out --data-path"):
+        open_easy_vqa(tmp_path / "missing")
+    with pytest.raises(FileFormatError, match=r"has not the layout of easy-vqa: .*No such file"):
+        open_easy_vqa(tmp_path)
+    folder = tmp_path / "easy_vqa" / "data" / "train"
+    (folder / "images").mkdir(parents=True)
+    (folder / "images" / "0.png").write_bytes(b"")
+    for content, reason in (
+        ('[["what?", "this", 3]]', "no picture 3"),
+        ("[[1]]", "not enough values"),
+        ("{", "Expecting"),
+    ):
+        (folder / "questions.json").write_text(content)
+        with pytest.raises(FileFormatError, match=reason):
+            open_easy_vqa(tmp_path)
 
 
 def test_the_real_package_is_what_the_documents_say():

@@ -1,8 +1,7 @@
-"""A file with the layout of easy-vqa's wheel, small and drawn on the spot."""
+"""A folder with the layout of easy-vqa, small and drawn on the spot."""
 
 import io
 import json
-import zipfile
 from pathlib import Path
 
 from PIL import Image, ImageDraw
@@ -22,14 +21,15 @@ def picture(number: int) -> tuple[bytes, str, str]:
 
 
 def write_easy_vqa(path: Path, train: int = 12, test: int = 6) -> Path:
-    """Writes a ZIP file with ``train`` and ``test`` pictures and three questions about each."""
-    with zipfile.ZipFile(path, "w") as archive:
-        for split, count, first in (("train", train, 0), ("test", test, 100)):
-            asked = []
-            for number in range(count):
-                png, colour, shape = picture(first + number)
-                archive.writestr(f"easy_vqa/data/{split}/images/{number}.png", png)
-                asked += [["what color is the shape?", colour, number], ["what shape is present?", shape, number]]
-                asked += [["is there a red shape?", "yes" if colour == "red" else "no", number]]
-            archive.writestr(f"easy_vqa/data/{split}/questions.json", json.dumps(asked))
+    """Writes a folder with ``train`` and ``test`` pictures and three questions about each."""
+    for split, count, first in (("train", train, 0), ("test", test, 100)):
+        folder = path / "easy_vqa" / "data" / split
+        (folder / "images").mkdir(parents=True)
+        asked = []
+        for number in range(count):
+            png, colour, shape = picture(first + number)
+            (folder / "images" / f"{number}.png").write_bytes(png)
+            asked += [["what color is the shape?", colour, number], ["what shape is present?", shape, number]]
+            asked += [["is there a red shape?", "yes" if colour == "red" else "no", number]]
+        (folder / "questions.json").write_text(json.dumps(asked))
     return path

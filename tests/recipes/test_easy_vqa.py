@@ -28,7 +28,7 @@ def arguments(wheel: Path, output_dir: Path, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_easy_vqa(tmp_path_factory.mktemp("data") / "small.whl")
+    return write_easy_vqa(tmp_path_factory.mktemp("data") / "small")
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,7 @@ def test_help_tells_of_its_own_data_and_phases(capsys: pytest.CaptureFixture, mo
     with pytest.raises(SystemExit):
         parse(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert "--data-path TEXT wheel of easy-vqa 1.0" in shown
+    assert "--data-path TEXT folder of an unpacked wheel of easy-vqa 1.0" in shown
     assert "--sft.steps INT" in shown
     assert "Geo3K" not in shown
     with pytest.raises(InvalidConfig, match="easy-VQA has its own test questions"):

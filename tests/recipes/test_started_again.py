@@ -27,7 +27,7 @@ def options(wheel: Path, directory: Path, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_easy_vqa(tmp_path_factory.mktemp("data") / "small.whl")
+    return write_easy_vqa(tmp_path_factory.mktemp("data") / "small")
 
 
 def interrupted_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
