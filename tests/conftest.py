@@ -127,7 +127,7 @@ def pytest_collection():
         gc.freeze()
 
 
-TRACKERS = ("wandb",)
+TRACKERS = ("wandb", "trackio", "swanlab")
 
 
 def left_out_here():

@@ -1,4 +1,4 @@
-"""Trackers on other packages: Weights & Biases, and TensorBoard.
+"""Trackers on other packages: Weights & Biases and those with its interface, and TensorBoard.
 
 A package is imported when its tracker is made.
 """
@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
@@ -46,6 +47,10 @@ class LoggedRun:
         """All options of the run, as its ``config.json`` has them; empty without that file."""
         return _read_json(self.directory / CONFIG_FILE)
 
+    def options(self) -> dict[str, Any]:
+        """The options of `config` under the names that they have on the command line."""
+        return flatten(self.config)
+
     def saved_id(self, tracker: str) -> str | None:
         """The tracker's name for this run, if an earlier process of it has saved one."""
         return _read_json(self.directory / TRACKER_IDS).get(tracker)
@@ -73,11 +78,37 @@ class RunLogger(Protocol):
         ...
 
 
-class WandbLogger:
+class _RunOfPackage:
+    """A run of a package with W&B's interface: ``init``, and of what it returns ``log`` and ``finish``.
+
+    The account, the project and the mode are set by the package's own environment variables.
+    """
+
+    def __init__(self, run: LoggedRun, package: ModuleType, identity: str, **options: Any) -> None:
+        self.package, name = package, package.__name__
+        project = os.environ.get(f"{name.upper()}_PROJECT", PROJECT)
+        self.run = package.init(project=project, **options)
+        run.save_id(name, identity)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._send(step, finite(metrics))
+
+    def log_rollouts(self, step: int, rows: Sequence[RolloutSample]) -> None:
+        table = table_rows(rows, self.package.Image)
+        data = [list(row.values()) for row in table]
+        self._send(step, {"rollouts": self.package.Table(columns=list(table[0]) if table else [], data=data)})
+
+    def close(self) -> None:
+        self.run.finish()
+
+    def _send(self, step: int, values: dict[str, Any]) -> None:
+        self.run.log(values, step=step)
+
+
+class WandbLogger(_RunOfPackage):
     """Metrics over the axis ``step``; rollouts as a table with images. Files: ``<run>/wandb``.
 
-    The account, the project and the mode are set by W&B's own environment variables. A resumed run continues under its id.
-    Steps that it makes again are logged again, so that their curves overlap.
+    A resumed run continues under its id. Steps that it makes again are logged again, so that their curves overlap.
     """
 
     def __init__(self, run: LoggedRun) -> None:
@@ -87,24 +118,52 @@ class WandbLogger:
         os.environ.setdefault(
             "WANDB_DATA_DIR", str(run.directory.absolute())
         )  # pictures of tables, until they are synced
-        self.package, project = wandb, os.environ.get("WANDB_PROJECT", PROJECT)
-        named = {"name": run.name, "config": run.config, "dir": str(run.directory)}
-        self.run = wandb.init(project=project, id=identity, resume="allow", **named)
-        run.save_id("wandb", identity)
+        options = {"name": run.name, "config": run.config, "dir": str(run.directory)}
+        super().__init__(run, wandb, identity, id=identity, resume="allow", **options)
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")  # W&B's own step could not go back after a resume
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.run.log(finite(metrics) | {"step": step})
+    def _send(self, step: int, values: dict[str, Any]) -> None:
+        self.run.log(values | {"step": step})
+
+
+class TrackioLogger(_RunOfPackage):
+    """Metrics by step; rollouts as a table with images, in Trackio's directory or the Space that ``TRACKIO_SPACE_ID`` names.
+
+    A resumed run continues under its name; steps that it makes again appear twice.
+    """
+
+    def __init__(self, run: LoggedRun) -> None:
+        import trackio
+
+        saved = run.saved_id("trackio")
+        name = saved or f"{run.name}-{secrets.token_hex(4)}"
+        options = {"config": run.options(), "embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
+        super().__init__(run, trackio, name, name=name, resume="must" if saved else "never", **options)
+
+
+class SwanlabLogger(_RunOfPackage):
+    """Metrics by step; rollouts, since SwanLab has no tables, as texts and images with captions. Files: ``<run>/swanlog``.
+
+    Online, a resumed run continues under its id; with ``SWANLAB_MODE=offline`` each process leaves files of its own.
+    """
+
+    def __init__(self, run: LoggedRun) -> None:
+        import swanlab
+
+        identity = run.saved_id("swanlab") or secrets.token_hex(8)
+        mode = os.environ.get("SWANLAB_MODE", "online")
+        options = {"name": run.name, "config": run.config, "log_dir": str(run.directory.absolute() / "swanlog")}
+        continued = {"id": identity, "resume": "allow"} if mode == "online" else {}
+        super().__init__(run, swanlab, identity, mode=mode, **options, **continued)
 
     def log_rollouts(self, step: int, rows: Sequence[RolloutSample]) -> None:
-        table = table_rows(rows, self.package.Image)
-        data = [list(row.values()) for row in table]
-        found = self.package.Table(columns=list(table[0]) if table else [], data=data)
-        self.run.log({"rollouts": found, "step": step})
-
-    def close(self) -> None:
-        self.run.finish()
+        said = [f"{row.key}: reward {row.reward:g}, ground truth {row.ground_truth}" for row in rows]
+        pairs = list(zip(rows, said, strict=True))
+        texts = [self.package.Text(f"{row.prompt}\n\n{row.response}", caption=caption) for row, caption in pairs]
+        images = [self.package.Image(image, caption=caption) for row, caption in pairs for image in row.images]
+        found = {"rollouts/texts": texts, "rollouts/images": images}
+        self._send(step, {name: media for name, media in found.items() if media})
 
 
 class TensorBoardLogger:
@@ -147,6 +206,8 @@ class Tracker:
 LOGGERS = {
     "tensorboard": Tracker(TensorBoardLogger, "tensorboard", "loggers"),
     "wandb": Tracker(WandbLogger, "wandb", "wandb"),
+    "trackio": Tracker(TrackioLogger, "trackio", "trackio"),
+    "swanlab": Tracker(SwanlabLogger, "swanlab", "swanlab"),
 }
 """Trackers by the name that an option gives them; each needs a package of its own."""
 

@@ -140,7 +140,7 @@ def test_a_class_that_is_not_there_is_one_line(tmp_path, own, monkeypatch, name,
         pass
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio", "swanlab"])
 def test_a_tracker_that_is_not_installed_names_its_extra(monkeypatch, name):
     monkeypatch.setattr("dataproto.extras.find_spec", lambda name: None)
     extra = "loggers" if name == "tensorboard" else name

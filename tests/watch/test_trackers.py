@@ -109,7 +109,41 @@ def test_wandb_writes_offline_runs_of_one_id_with_a_table_of_all_pictures(direct
     assert sizes == [[(8, 6), (5, 9)], [(5, 9), None]]
 
 
-TRACKERS = ("tensorboard", "wandb")
+@pytest.mark.tracker("trackio")
+@pytest.mark.slow
+def test_trackio_keeps_one_run_with_a_table_of_all_pictures(directory, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    from trackio.sqlite_storage import SQLiteStorage
+
+    log_and_resume("trackio", directory)
+    (name,) = SQLiteStorage.get_runs("dataproto")
+    assert name == json.loads((directory / "trackers.json").read_text())["trackio"]
+    rows = SQLiteStorage.get_logs("dataproto", name)
+    curve = [(row["step"], row["val-core/geo/acc/mean@1"]) for row in rows if "val-core/geo/acc/mean@1" in row]
+    assert curve == [(0, 0.0), (1, 0.25), (2, 0.5), (2, 0.75)]
+    (table,) = [row["rollouts"]["_value"] for row in rows if "rollouts" in row]
+    assert [[row["key"], row["response"], row["reward"]] for row in table] == [
+        ["geo 0", "x = 4", 1.0],
+        ["geo 1", "5", 0.1],
+    ]
+    sizes = sorted(Image.open(path).size for path in (tmp_path / "trackio").rglob("*.png"))
+    assert sizes == [(5, 9), (5, 9), (8, 6)]
+
+
+@pytest.mark.tracker("swanlab")
+@pytest.mark.slow
+def test_swanlab_writes_offline_runs_with_all_pictures(directory, monkeypatch):
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    monkeypatch.setenv("SWANLAB_SAVE_DIR", str(directory / "settings"))
+    log_and_resume("swanlab", directory)
+    files = [path for path in (directory / "swanlog").rglob("*") if path.is_file()]
+    content = b"".join(path.read_bytes() for path in files)
+    assert b"val-core/geo/acc/mean@1" in content
+    sizes = sorted(Image.open(path).size for path in files if path.suffix == ".png")
+    assert sizes == [(5, 9), (8, 6)] or sizes == [(5, 9), (5, 9), (8, 6)]
+
+
+TRACKERS = ("tensorboard", "wandb", "trackio", "swanlab")
 NAMES = ("timing_s/step", "timing_s/step/read", "perf/memory_gb/gen/left", "perf/memory_gb/gen")
 """Metrics of a run: some have others within them."""
 
@@ -131,12 +165,16 @@ class Own:
 
 
 @pytest.mark.tracker("wandb")
+@pytest.mark.tracker("trackio")
+@pytest.mark.tracker("swanlab")
 @pytest.mark.slow
 def test_all_trackers_take_all_metrics_of_a_run_at_once(directory, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
+    for name, value in (("WANDB_MODE", "offline"), ("WANDB_SILENT", "true"), ("SWANLAB_MODE", "offline")):
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("WANDB_DATA_DIR", "")
     monkeypatch.delenv("WANDB_DATA_DIR")  # the logger sets it, and this removes it after the test
+    monkeypatch.setenv("SWANLAB_SAVE_DIR", str(directory / "settings"))
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     own_file = tmp_path / "own.py"
     own_file.write_text(OWN)
     for first in (0, 2):
