@@ -20,7 +20,7 @@ from recipes.demo.problems import Problem, Split, make_problem
 Samples = npt.NDArray[np.float32]
 RATE = 16_000
 NOTES = {name: 261.63 * 2 ** (step / 12) for name, step in zip("cdefgab", (0, 2, 4, 5, 7, 9, 11), strict=True)}  # hertz
-MOST_CLICKS = 5
+MOST_CLICKS = 4
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 VOICES = ("en-us", "en-us+f1", "en-us+m3", "en-gb", "en-gb+f3", "en-gb-scotland")
 MANNERS = (
@@ -65,14 +65,13 @@ def note_problem(random: Random, split: Split) -> SoundProblem:
 
 
 def click_problem(random: Random, split: Split) -> SoundProblem:
-    """One to `MOST_CLICKS` clicks of 5 ms, at least 50 ms apart."""
+    """One to `MOST_CLICKS` clicks of 10 ms at six places of 0.64 seconds, at least 70 ms from one to the next."""
     count = random.randint(1, MOST_CLICKS)
-    places = sorted(random.sample(range(12), count))
-    sound = np.zeros(int(0.8 * RATE))
-    for place in places:
-        start = int((0.04 + place * 0.06 + random.uniform(0, 0.01)) * RATE)
-        time = np.arange(80) / RATE
-        sound[start : start + 80] += np.sin(math.tau * random.uniform(1500, 2500) * time) * np.exp(-time * 600)
+    time = np.arange(160) / RATE
+    sound = np.zeros(int(0.64 * RATE))
+    for place in sorted(random.sample(range(6), count)):
+        start = int((0.02 + place * 0.1 + random.uniform(0, 0.02)) * RATE)
+        sound[start : start + len(time)] += np.sin(math.tau * random.uniform(1500, 2500) * time) * np.exp(-time * 300)
     return SoundProblem(_played(sound, random), RATE, "<audio>How many clicks?", str(count), "clicks")
 
 
