@@ -171,6 +171,7 @@ NEWER_TRANSFORMERS = {
         24,
     ),  # Hugging Face's tower, with which it compares, has other positions before
     "omni": (5, 19),
+    "order_of_hugging_faces_processor": (5, 24),  # older processors expand all media of a text in one method
     "each_row_alone[qwen2_5_vl]": (
         5,
         18,

@@ -1,13 +1,17 @@
 """Sounds of rows to mel frames and tokens, next to Hugging Face's feature extractor."""
 
+import json
+
 import numpy as np
 import pytest
+import soundfile
 import torch
 from PIL import Image
 
 from dataproto.errors import InvalidRow
 from helpers.tiny_models import OMNI_TYPES
 from helpers.tiny_prompts import tiny_builder
+from recipes.data.problem_rows import load_rows
 from rollout.prompts import PromptBuilder
 from rollout.prompts.conversations import SupervisedBuilder
 
@@ -70,6 +74,27 @@ def test_a_video_with_its_sound_is_one_run_of_tokens(model_type):
         (batch["mm_token_type_ids"] == 3).sum(),
     )
     assert "audio" in batch["multi_modal_data"][0]
+
+
+@pytest.mark.parametrize("typed", [False, True], ids=["in_the_column", "as_a_typed_part"])
+def test_a_videos_sound_is_read_from_its_file(tmp_path, typed):
+    soundfile.write(tmp_path / "clip.wav", tone(2.0), 16_000, subtype="FLOAT")
+    for frame in range(4):
+        Image.new("RGB", (16, 16), (60 * frame, 0, 0)).save(tmp_path / f"{frame}.png")
+    film = {"video": [f"{frame}.png" for frame in range(4)], "fps": 1.0, "audio": "clip.wav"}
+    question = [{"type": "video", **film}, {"type": "text", "text": "Who speaks?"}] if typed else "<video>Who speaks?"
+    row = {"messages": [{"role": role, "content": text} for role, text in (("user", question), ("assistant", "I"))]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row if typed else row | {"videos": [film]}))
+    builder = tiny_builder("qwen2_5_omni_thinker")
+    read = builder([load_rows(tmp_path / "rows.jsonl")[0]])
+    frames = np.stack([np.array(Image.open(tmp_path / name)) for name in film["video"]])
+    given = builder(
+        [{"prompt": "<video>Who speaks?", "videos": [{"video": (frames, {"fps": 1.0}), "audio": tone(2.0)}]}]
+    )
+    assert torch.equal(read["input_ids"], given["input_ids"])
+    inputs, others = (each["multi_modal_inputs"][0] for each in (read, given))
+    assert inputs.keys() == others.keys() >= {"input_features", "second_per_grid_ts"}
+    assert all(torch.equal(value, others[name]) for name, value in inputs.items())
 
 
 def test_what_does_not_fit_is_refused_with_its_row():

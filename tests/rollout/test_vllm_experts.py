@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.long]
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=["qwen3_vl_moe", "kimi_k25"])
+@pytest.fixture(scope="module", params=["qwen3_vl_moe", "kimi_k25", "qwen3_omni_moe_thinker"])
 def family(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param)
     setup = start(request.param, path, routed_experts=True)

@@ -3,11 +3,14 @@
 They need transformers 5.19 or newer.
 """
 
-from functools import cache
+from functools import cache, partial
+from random import Random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
 from torch.nn.functional import pad
 
@@ -138,6 +141,31 @@ def test_a_videos_sound_lies_at_the_positions_of_hugging_face(model_type, grid, 
     ours = family.position_ids(types, mask, None, shown, times, model.config)
     assert torch.equal(ours[:, 1:], expected.transpose(0, 1))
     assert ours[0, 1, 2:5].tolist() == ([2, 2, 3] if family.shared_ends else [2, 3, 4])
+
+
+@every_type
+def test_a_videos_sound_is_among_its_tokens_in_the_order_of_hugging_faces_processor(model_type):
+    family, config, random = family_of(model_type), model_of(model_type).config, Random(0)
+    name = {"qwen2_5_omni_thinker": "Qwen2_5OmniProcessor", "qwen3_omni_moe_thinker": "Qwen3OmniMoeProcessor"}[
+        model_type
+    ]
+    processor = getattr(transformers, name)
+    theirs = SimpleNamespace(
+        video_processor=SimpleNamespace(merge_size=2),
+        get_chunked_index=partial(processor.get_chunked_index, None),
+        **{f"{kind}_{part}": "" for kind in ("audio", "vision") for part in ("bos_token", "eos_token")},
+        video_token="v",
+        audio_token="a",
+    )
+    pace = {"position_id_per_seconds": config.position_id_per_seconds, "seconds_per_chunk": 2}
+    for _ in range(50):
+        grid = random.randint(1, 8), 2 * random.randint(1, 2), 2 * random.randint(1, 2)
+        heard, seconds = random.randint(1, 120), random.choice([0.4, 0.5, 0.6, 1.0, 1.7, 2.0])
+        shown = {"video_grid_thw": np.array([grid]), "video_second_per_grid": [seconds]}
+        expected = processor.replace_video_with_audio_token(
+            theirs, shown, 0, {"num_audio_tokens": np.array([heard])}, 0, **pace
+        )
+        assert "".join("va"[token == AUDIO] for token in family.joined_run(grid, seconds, heard, config)) == expected
 
 
 @every_type
