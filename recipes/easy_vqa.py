@@ -5,7 +5,7 @@ shows it some answers, and lets GRPO continue from there, on the CPU within minu
 reward compares the text. With a checkpoint the same two phases train any checkpoint of a known family.
 
 The run's directory is that of GRPO; its folder ``sft`` is that of the supervised phase. Each evaluation also measures two
-controls: the same questions with other rows' pictures, and without pictures. A run with ``--shuffled-rewards`` is a third.
+controls: the same questions with other rows' pictures, and without pictures.
 """
 
 import sys
@@ -23,7 +23,7 @@ from recipes.data.splits import tell_data
 from recipes.demo.tiny_model import TinyConfig
 from recipes.grpo import step_for
 from recipes.options import training_command
-from recipes.rewards import RewardFunction, ShuffledScores, load_reward, short_answer_reward
+from recipes.rewards import RewardFunction, load_reward, short_answer_reward
 from recipes.rewards.reward_check import check_reward
 from recipes.run.policy_gradient import PolicyTask, open_task_directory, prompt_builder, prompt_loader, run
 from recipes.run.supervised import SupervisedTask, held_out_loss, run_supervised, tiny_model
@@ -56,7 +56,6 @@ def easy_vqa_task(config: EasyVQAConfig) -> PolicyTask:
     reward: RewardFunction = short_answer_reward
     if config.reward is not None:
         reward = load_reward(config.reward, config.on == "local", config.reward_weights)
-    reward = ShuffledScores(reward) if config.shuffled_rewards else reward
     config = open_task_directory(config)
     return policy_task(config, rows, str(supervised_checkpoint(config, rows)), reward)
 

@@ -5,7 +5,7 @@ shows it some answers, and lets GRPO continue from there, on the CPU within minu
 reward compares the text. With ``--preset any`` and ``--model-path`` the same two phases train any checkpoint of a known family.
 
 The run's directory is that of GRPO; its folder ``sft`` is that of the supervised phase. Each evaluation also measures two
-controls: the same questions with other rows' pictures, and without pictures. A run with ``--shuffled-rewards`` is a third.
+controls: the same questions with other rows' pictures, and without pictures.
 """
 
 from dataclasses import dataclass, field
@@ -70,13 +70,11 @@ class EasyVQAConfig(GRPORunConfig):
     Attributes:
         reward: reward function: FILE.py:FUNCTION in verl's, EasyR1's or TRL's form, classifier:MODEL, or a URL; default:
             1 for a right answer
-        shuffled_rewards: permute the rewards of each batch at random, so that they say nothing: a control
     """
 
     reward: str | tuple[str, ...] | None = None
     data: EasyVQADataConfig = field(default_factory=EasyVQADataConfig)
     sft: SFTPhaseConfig = field(default_factory=SFTPhaseConfig)
-    shuffled_rewards: bool = False
     run: RunConfig = field(default_factory=lambda: RunConfig(output_dir=OUTPUT_DIR))
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ from recipes.rewards.reward_functions import (
 )
 from recipes.rewards.reward_servers import Judge
 from recipes.rewards.sequence_classifier import SequenceClassifier
-from recipes.rewards.short_answers import ShuffledScores, normalised, short_answer_reward
+from recipes.rewards.short_answers import normalised, short_answer_reward
 from workers.roles.reward import RewardFunction, RewardRow
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "RewardFunction",
     "RewardRow",
     "SequenceClassifier",
-    "ShuffledScores",
     "WeightedRewards",
     "as_reward_function",
     "compute_score",

@@ -20,7 +20,6 @@ from dataproto.errors import DataProtoError, InvalidRow, ScoreCountMismatch
 from recipes.rewards.geometry3k import check_truth, geo3k_reward
 from recipes.rewards.reward_functions import WeightedRewards, parts_of
 from recipes.rewards.sequence_classifier import SequenceClassifier
-from recipes.rewards.short_answers import ShuffledScores
 from rollout.prompts import PromptBuilder
 from workers.roles.reward import RewardFunction, RewardRow, check_results, reward_rows, uses_device
 from workers.training.checkpoint import random_states, set_random_states
@@ -75,8 +74,6 @@ def reason_not_to_ask(reward: RewardFunction) -> str | None:
     if isinstance(reward, WeightedRewards):
         return next(filter(None, map(reason_not_to_ask, reward.parts.values())), None)
     function = getattr(reward, "function", reward)
-    if isinstance(function, ShuffledScores):
-        return "its scores are shuffled"
     if isinstance(function, SequenceClassifier):
         return "a model computes it"
     if uses_device(function):

@@ -1,13 +1,9 @@
 """The reward of free-form answers in a few words: equal to the truth after light normalisation."""
 
-import hashlib
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-import numpy as np
-
-from workers.roles.reward import RewardFunction, RewardRow, check_ready
+from workers.roles.reward import RewardRow
 
 
 def normalised(text: str) -> str:
@@ -31,26 +27,3 @@ def short_answer_reward(rows: Sequence[RewardRow]) -> list[dict[str, float]]:
         answer = normalised(row.solution_str)
         scores.append(float(bool(answer) and answer == normalised(str(row.ground_truth))))
     return [{"score": score, "acc": score} for score in scores]
-
-
-@dataclass(frozen=True)
-class ShuffledScores:
-    """A control: the scores of ``reward``, permuted at random among the rows of a call; ``acc`` and other numbers stay true.
-
-    The mean score of a batch is the true one, but a score says nothing about its row, so nothing can be learned from it. The
-    permutation depends on the rows alone, so that a run that is resumed equals one that is not.
-    """
-
-    reward: RewardFunction
-
-    def check(self) -> None:
-        """As that of ``reward``."""
-        check_ready(self.reward)
-
-    def __call__(self, rows: Sequence[RewardRow]) -> list[Mapping[str, float]]:
-        results = list(self.reward(rows))
-        digest = hashlib.blake2b(digest_size=8)
-        for row in rows:
-            digest.update(f"{row.uid}\0{row.solution_str}\0".encode())
-        order = np.random.default_rng(int.from_bytes(digest.digest())).permutation(len(results)).tolist()
-        return [dict(result) | {"score": results[other]["score"]} for result, other in zip(results, order, strict=True)]

@@ -33,7 +33,7 @@ NAMES = {
     ],
     "recipes.rewards": [
         *("AnswerChecker", "Judge", "RewardFunction", "RewardRow", "SequenceClassifier", "WeightedRewards"),
-        *("as_reward_function", "ShuffledScores", "compute_score", "format_score", "normalised", "short_answer_reward"),
+        *("as_reward_function", "compute_score", "format_score", "normalised", "short_answer_reward"),
         *("from_easyr1", "from_trl", "from_verl", "geo3k_reward", "load_reward", "remote_reward"),
     ],
 }

@@ -12,7 +12,7 @@ from helpers.option_files import in_files
 from recipes.configs.easy_vqa_config import TINY, parse
 from recipes.data.easy_vqa_rows import open_easy_vqa
 from recipes.easy_vqa import main, policy_task, supervised_task, tiny_reader
-from recipes.rewards import ShuffledScores, short_answer_reward
+from recipes.rewards import short_answer_reward
 from rollout.prompts import PromptBuilder
 from workers.roles.reward import RewardRow
 
@@ -126,20 +126,9 @@ def test_the_reward_takes_the_answer_in_other_spelling_and_nothing_else() -> Non
     assert scores == [1, 1, 1, 0, 0, 0, 0]
 
 
-def test_shuffled_scores_keep_their_mean_and_the_true_accuracy() -> None:
-    rows = [RewardRow("yes" if number % 2 else "no", "yes", uid=str(number)) for number in range(64)]
-    shuffled = ShuffledScores(short_answer_reward)
-    found = shuffled(rows)
-    assert [row["acc"] for row in found] == [float(number % 2) for number in range(64)]
-    assert sum(row["score"] for row in found) == 32
-    assert 16 < sum(row["score"] == row["acc"] for row in found) < 48  # half of them by chance
-    assert found == shuffled(rows)
-    assert found != shuffled([*rows[1:], rows[0]])
-
-
 def test_options_over_the_small_models_defaults(tmp_path: Path) -> None:
-    config = parse(["--sft.steps", "7", "--shuffled-rewards", "--steps", "9", "--output-dir", str(tmp_path)])
-    assert (config.sft.steps, config.shuffled_rewards, config.run.steps) == (7, True, 9)
+    config = parse(["--sft.steps", "7", "--steps", "9", "--output-dir", str(tmp_path)])
+    assert (config.sft.steps, config.run.steps) == (7, 9)
     assert config.data.batch_size == TINY.data.batch_size
 
 

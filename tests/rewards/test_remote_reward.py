@@ -11,7 +11,7 @@ import pytest
 
 from dataproto.errors import RewardError
 from recipes.grpo import main
-from recipes.rewards import Judge, RewardRow, ShuffledScores, load_reward, remote_reward
+from recipes.rewards import Judge, RewardRow, load_reward, remote_reward
 from recipes.rewards import reward_servers as module
 from workers.roles.reward import RewardWorker
 
@@ -104,6 +104,6 @@ def test_a_server_that_refuses_connections_is_told_at_the_start(tmp_path, capsys
         assert re.search(rf"^error: the reward's server at {url} cannot be reached \(3 attempts\)", told.err, re.M)
         assert "loading" not in told.out
     assert not (tmp_path / "run").exists()
-    for reward in (remote_reward(url), ShuffledScores(remote_reward(url)), Judge(url, "m")):
+    for reward in (remote_reward(url), Judge(url, "m")):
         with pytest.raises(RewardError, match="cannot be reached"):
             RewardWorker(reward, "nowhere")

@@ -7,7 +7,6 @@ from recipes.rewards import (
     Judge,
     RewardRow,
     SequenceClassifier,
-    ShuffledScores,
     as_reward_function,
     geo3k_reward,
     remote_reward,
@@ -99,7 +98,6 @@ class Checked:
         (SequenceClassifier("MODEL", device="cpu"), "a model"),
         (as_reward_function(asks_a_server), "async"),
         (as_reward_function(Checked()), "outside"),
-        (ShuffledScores(short_answer_reward), "shuffled"),
     ],
 )
 def test_rewards_that_cost_are_not_asked(reward, reason):
