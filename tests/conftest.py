@@ -22,11 +22,20 @@ settings.load_profile("untimed")
 
 @pytest.fixture(autouse=True, scope="session")
 def _cache_of_its_own(tmp_path_factory):
-    """Tests neither find nor leave anything in the user's cache, and never ask the hub."""
+    """Tests neither find nor leave anything in the user's cache, and never ask the hub. All processes of a run share one."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         patch.setenv("HF_HUB_OFFLINE", "1")
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _configs_are_short():
+    from helpers.brief_configs import shorten_configs  # not by the process that hands tests out to others
+
+    shorten_configs()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
+from helpers.brief_configs import shorten_configs
+
 PRELOADED = ("workers.roles.actor",)
 """Imported once, by the process from which the ranks are forked."""
 
@@ -89,6 +91,7 @@ def _rank(
     os.environ.update(environment)  # that of the fork server may be older
     torch.set_num_threads(1)
     disable_progress_bar()
+    shorten_configs()
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60))
     for name, scenario in scenarios.items():
         try:
