@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Optional, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -89,7 +90,7 @@ def on_command_line(options: Sequence[Option]) -> list[Option]:
 
 
 def _walk(config: Any, path: tuple[str, ...], prefix: str) -> Iterator[Option]:
-    hints = get_type_hints(type(config))
+    hints, texts = _hints_and_texts(config.__class__)
     for field in fields(config):
         kind, value, here = hints[field.name], getattr(config, field.name), (*path, field.name)
         name = f"{prefix}{field.name.replace('_', '-')}"
@@ -98,7 +99,7 @@ def _walk(config: Any, path: tuple[str, ...], prefix: str) -> Iterator[Option]:
         else:
             kind = Optional[kind] if field.default is None else kind  # noqa: UP045 of a type that is not known before
             positional = field.default is MISSING and field.default_factory is MISSING
-            yield Option(name, here, kind, value, field_text(type(config), field.name), positional)
+            yield Option(name, here, kind, value, texts.get(field.name, ""), positional)
 
 
 def prefix_of(group: str, prefix: str) -> str:
@@ -106,14 +107,16 @@ def prefix_of(group: str, prefix: str) -> str:
     return prefix if group in UNPREFIXED else f"{prefix}{group.replace('_', '-')}."
 
 
-def field_text(config: type, name: str) -> str:
-    """The text of a field in the section ``Attributes`` of the docstring of its class, or of one that it extends."""
-    for each in config.__mro__:
+@cache
+def _hints_and_texts(config: type) -> tuple[dict[str, Any], dict[str, str]]:
+    """The types of a class's fields, and their texts: those of the section ``Attributes`` of its docstring and of those of the
+    classes that it extends.
+    """
+    texts: dict[str, str] = {}
+    for each in reversed(config.__mro__):
         section = inspect.cleandoc(each.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
-        for found in TEXTS.finditer(section):
-            if found[1] == name:
-                return " ".join(found[2].split())
-    return ""
+        texts |= {found[1]: " ".join(found[2].split()) for found in TEXTS.finditer(section)}
+    return get_type_hints(config), texts
 
 
 def spellings(options: Sequence[Option]) -> dict[str, tuple[Option, bool]]:
