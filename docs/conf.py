@@ -49,9 +49,27 @@ html_show_copyright = html_show_sphinx = False
 
 def setup(app):
     app.connect("source-read", show_program)
+    app.connect("html-page-context", share_tree, priority=400)  # before the theme asks for the tree
 
 
 def show_program(app, page, source):
     """Adds a program at the end of the page that describes it."""
     if page == "docs/custom_recipe":
         source[0] += "\n## The program\n\n```{literalinclude} custom_recipe.py\n:language: python\n```\n"
+
+
+TREES = {}
+
+
+def share_tree(app, page, template, context, doctree):
+    """Makes the tree of pages once for all source files of a depth: for each it took a third of the time of the site."""
+    plain = context["toctree"]
+
+    def tree(**options):
+        key = (page.count("/"), *sorted(options.items()))
+        if key not in TREES:
+            TREES[key] = plain(**options)
+        return TREES[key]
+
+    if page.startswith("_modules/"):
+        context["toctree"] = tree
