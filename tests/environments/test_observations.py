@@ -259,6 +259,7 @@ def test_equal_pixels_in_other_files_are_one_state():
     assert media[0] is media[1] is media[2]
 
 
+@pytest.mark.slow
 def test_environments_may_show_one_file_that_was_not_read_before():
     file = opened(picture(1200, 1200))
 

@@ -69,7 +69,7 @@ def server() -> Iterator[ThreadingHTTPServer]:
     running = ThreadingHTTPServer(("127.0.0.1", 0), Chat)
     running.lock, running.requests, running.running, running.most = threading.Lock(), [], 0, 0
     running.released = threading.Event()
-    threading.Thread(target=running.serve_forever, daemon=True).start()
+    threading.Thread(target=running.serve_forever, args=[0.01], daemon=True).start()
     yield running
     running.released.set()
     running.shutdown()

@@ -4,7 +4,7 @@ import pytest
 
 from dataproto.errors import InvalidConfig, RewardError, ScoreCountMismatch
 from recipes.grpo import parse
-from recipes.rewards import WeightedRewards, geo3k_reward, load_reward
+from recipes.rewards import WeightedRewards, geo3k_reward, load_reward, reward_servers
 from recipes.rewards.reward_check import check_first_row, reason_not_to_ask, truth_check
 from workers.roles.reward import RewardRow, uses_device
 
@@ -34,7 +34,8 @@ def test_the_score_is_the_weighted_sum_and_every_number_stays_by_its_name(names)
     assert load_reward(names[:1])([ROW]) == load_reward(names[0])([ROW])  # one reward has no further name
 
 
-def test_each_reward_is_checked_as_it_would_be_alone(names):
+def test_each_reward_is_checked_as_it_would_be_alone(names, monkeypatch):
+    monkeypatch.setattr(reward_servers, "PAUSE_S", 0.0)
     reward = load_reward(names)
     with pytest.raises(RewardError, match="needs solution, which the data does not have"):
         check_first_row(reward, {"extra_info": {}})

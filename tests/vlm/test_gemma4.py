@@ -154,6 +154,7 @@ def with_audio(path):
     return model
 
 
+@pytest.mark.slow
 def test_a_tower_for_audio_is_not_loaded_and_stays_in_exports(tmp_path):
     model = with_audio(tmp_path / "before")
     actor = ActorWorker(ActorConfig(str(tmp_path / "before")), CPU)

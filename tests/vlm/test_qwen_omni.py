@@ -238,6 +238,7 @@ def test_an_older_transformers_is_refused(monkeypatch):
         family_of("qwen2_5_omni_thinker").check_supported(model_of("qwen2_5_omni_thinker").config)
 
 
+@pytest.mark.slow
 def test_the_talker_of_a_whole_checkpoint_is_not_loaded_and_stays_in_exports(tmp_path):
     model = whole_omni(tmp_path / "before")
     actor = ActorWorker(ActorConfig(str(tmp_path / "before")), torch.device("cpu"))

@@ -48,6 +48,7 @@ def test_a_copy_is_what_from_pretrained_makes_of_the_checkpoint(tmp_path, model_
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
 
 
+@pytest.mark.slow
 def test_one_file_is_in_memory_at_a_time(tmp_path, monkeypatch):
     path = write_checkpoint("qwen2_5_vl", tmp_path / "model")
     whole = sum(tensor.numel() * 2 for tensor in stored(path).values())

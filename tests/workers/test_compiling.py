@@ -168,6 +168,7 @@ def test_a_part_that_is_not_compiled_is_told_once_with_its_reason(traced, caplog
     counters.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager"])
 @pytest.mark.parametrize(
     ("model_type", "rank"),
