@@ -117,17 +117,9 @@ def test_a_resumed_run_is_exact(tmp_path):
     file = tmp_path / "problems.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     given = (
-        f"--data-path {file} --curriculum --batch-size 3 --algorithm.n 4 --eval-rows 2 --max-response-length 12".split()
-    )
-    given += [
-        "--save-every",
-        "2",
-        "--optimizer.schedule",
-        "constant",
-        "--optimizer.warmup-steps",
-        "0",
-        "--no-eval-first",
-    ]
+        f"--data-path {file} --curriculum --batch-size 3 --algorithm.n 4 --eval-rows 2 --max-response-length 12 "
+        "--save-every 2 --optimizer.schedule constant --optimizer.warmup-steps 0 --no-eval-first"
+    ).split()
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert main([*given, "--steps", "4", "--output-dir", str(whole)]) == 0
     assert main([*given, "--steps", "2", "--output-dir", str(cut)]) == 0
