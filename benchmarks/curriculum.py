@@ -3,72 +3,64 @@
     python benchmarks/curriculum.py --work outputs/curriculum
     python benchmarks/curriculum.py --work outputs/curriculum --seeds 0 --steps 40
 
-The set has as many problems of each level, written once to WORK. The start of a seed is the model of ``dataproto grpo`` after
-``--taught`` supervised updates on true answers to other problems of level 1: it solves some of that level, and next to none of
-the others, which a model of this size does not learn in a run. Without such updates GRPO soon gives each question one answer
-whatever the picture shows, and held-out accuracy falls below the start's.
+Most problems of the set, which is written once to WORK, are of the levels 2 and 3, which a model of this size does not learn in a
+run: what a curriculum is for. The start of a seed is the model of ``dataproto grpo`` after ``--taught`` steps on other problems
+of level 1: it solves some of them, by looking. From an untaught model neither order learns on such a set: the problems that are
+sometimes solved are then those whose answers are its favourite guesses.
 
 Both runs of a seed have the same start, options and held-out problems, those of each level by themselves. A run that is complete
-in WORK is read and not run again; several processes can share WORK, one for each seed. Prints held-out accuracies, medians and
-ranges over the seeds, by step, and draws them in ``WORK/curriculum.png``.
+in WORK is read and not run again; several processes can share WORK, one for each seed. Prints held-out accuracies by step, and
+the share of groups since the evaluation before whose rewards differ, without which a group teaches nothing: medians and ranges
+over the seeds. Draws them in ``WORK/curriculum.png``.
 """
 
 import argparse
 import json
 import os
-import shutil
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from random import Random
 from statistics import fmean, median
 
 from learning import band
 
-from dataproto import DataProto
 from recipes import grpo
-from recipes.demo.problems import LEVELS, Split, make_problem
+from recipes.demo.problems import LEVELS, Split
 from recipes.demo.rows import ProblemRows
-from recipes.demo.tiny_model import ANSWER, answered_rows, is_whole, teach, tiny_checkpoint
+from recipes.demo.tiny_model import tiny_checkpoint
 from recipes.watch.metrics_file import read_metrics
-from rollout.prompts import PromptBuilder
 
 KINDS = {"curriculum": ["--curriculum"], "shuffled": []}
-MEAN = "all"
-RATE = 2e-4
-"""The peak of the learning rate. With 5e-4, that of the preset, level 1 falls from 0.703 to 0.609 in 30 steps with curriculum."""
+SIGNAL = "groups that differ"
+NAMES = [*(f"level {level}" for level in LEVELS), SIGNAL]
+OPTIONS = "--preset tiny --optimizer.schedule constant --keep-rollouts 0 --overwrite"
 OTHER_PROBLEMS = 1000  # seed of the problems of a start; the runs have others
 
 
-def start_of(work: Path, seed: int, updates: int) -> Path:
-    """The checkpoint of a seed after ``updates`` on true answers of level 1, which is made if it is not there."""
-    path = work / f"start-{updates}-updates" / f"seed_{seed}"
-    if is_whole(path):
-        return path
-    shutil.copytree(tiny_checkpoint(seed), path, dirs_exist_ok=True)
-    problems, random = [make_problem(place, 1, OTHER_PROBLEMS) for place in range(1024)], Random(seed)
-    builder = PromptBuilder.from_pretrained(path, max_prompt_length=512)
-    prompts = builder([{"prompt": problem.text, "images": [problem.image]} for problem in problems])
-
-    def batches() -> Iterator[DataProto]:
-        while True:
-            chosen = [random.randrange(len(problems)) for _ in range(32)]
-            texts = [ANSWER.format(answer=problems[place].answer) for place in chosen]
-            yield answered_rows(builder, prompts[chosen], texts)
-
-    teach(path, batches(), updates, 2e-3)
-    return path
+def start_of(work: Path, seed: int, steps: int) -> Path:
+    """The checkpoint of a seed after ``steps`` on fresh problems of level 1, which is made if it is not there."""
+    folder = work / f"start-{steps}-steps" / f"seed_{seed}"
+    checkpoint = folder / f"global_step_{steps}" / "actor" / "huggingface"
+    if not (folder / "report.html").exists():
+        run = f"{OPTIONS} --seed {OTHER_PROBLEMS + seed} --steps {steps} --save-every {steps} --eval-every {steps}"
+        train(["--model-path", str(tiny_checkpoint(seed)), *run.split(), "--output-dir", str(folder)])
+    return checkpoint
 
 
-def write_problems(work: Path, name: str, levels: Sequence[int], count: int, split: Split) -> Path:
-    """``count`` problems of each level as JSON Lines with pictures in files, unless they are there."""
+def train(arguments: list[str]) -> None:
+    """Runs ``dataproto grpo``; ends this program if it fails."""
+    if grpo.main(arguments):
+        sys.exit(f"failed: dataproto grpo {' '.join(arguments)}")
+
+
+def write_problems(work: Path, name: str, counts: dict[int, int], split: Split) -> Path:
+    """As many problems of each level as ``counts`` says, as JSON Lines with pictures in files, unless they are there."""
     file = work / f"{name}.jsonl"
     if file.exists():
         return file
     folder = work / name
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
-    for level in levels:
+    for level, count in counts.items():
         for place, row in enumerate(ProblemRows(level, 0, split)[:count]):
             picture = folder / f"{level}-{place}.png"
             row["images"][0].save(picture)
@@ -80,36 +72,35 @@ def write_problems(work: Path, name: str, levels: Sequence[int], count: int, spl
     return draft.rename(file)
 
 
-def accuracies(work: Path, kind: str, seed: int, options: argparse.Namespace) -> dict[int, dict[str, float]]:
-    """The held-out accuracy of each level, and their mean, by step."""
+def found_of(work: Path, kind: str, seed: int, options: argparse.Namespace) -> dict[int, dict[str, float]]:
+    """By step the held-out accuracy of each level, and the share of groups whose rewards differ since the step before."""
     folder = work / f"{kind}-{options.steps}-steps" / f"seed_{seed}"
     if not (folder / "report.html").exists():
-        train = write_problems(work, "train", [*LEVELS], options.problems, "train")
+        problems = write_problems(work, "train", dict(zip(LEVELS, options.problems, strict=True)), "train")
         tests = [
-            f"level{level}={write_problems(work, f'level{level}', [level], options.eval_rows, 'test')}"
+            f"level{level}={write_problems(work, f'level{level}', {level: options.eval_rows}, 'test')}"
             for level in LEVELS
         ]
-        sets = ["--data-path", str(train), "--eval-data-path", *tests, "--eval-rows", str(options.eval_rows)]
-        model = ["--model-path", str(start_of(options.work, seed, options.taught))]
-        run = (
-            f"--preset tiny --seed {seed} --steps {options.steps} --eval-every {options.every} --optimizer.lr {RATE} "
-            "--algorithm.kl-coef 0 --algorithm.n 8 --max-prompt-length 512 --keep-rollouts 0 --overwrite"
-        )
-        if grpo.main([*model, *sets, *run.split(), *KINDS[kind], "--output-dir", str(folder)]):
-            sys.exit(f"{kind}, seed {seed} failed")
-    found = {}
+        sets = ["--data-path", str(problems), "--eval-data-path", *tests, "--eval-rows", str(options.eval_rows)]
+        model = ["--model-path", str(start_of(work, seed, options.taught))]
+        run = f"{OPTIONS} --seed {seed} --steps {options.steps} --eval-every {options.every} --max-prompt-length 512"
+        train([*model, *sets, *run.split(), *KINDS[kind], "--output-dir", str(folder)])
+    found, differ = {}, list[float]()
     for row in read_metrics(folder / "metrics.jsonl"):
+        if "reward/equal_groups_ratio" in row:
+            differ.append(1 - row["reward/equal_groups_ratio"])
         levels = {f"level {level}": row.get(f"val-core/level{level}/acc/mean@1") for level in LEVELS}
         known = {name: value for name, value in levels.items() if value is not None}
         if known:
-            found[row["step"]] = known | {MEAN: fmean(known.values())}
+            found[row["step"]] = known | {SIGNAL: fmean(differ) if differ else float("nan")}
+            differ = []
     return found
 
 
 def table(runs: dict[str, list[dict[int, dict[str, float]]]]) -> str:
     """Medians and ranges over the seeds, one line for each step and kind."""
-    lines = ["| step | order | " + " | ".join([*(f"level {level}" for level in LEVELS), MEAN]) + " |"]
-    lines.append("| --- " * (len(LEVELS) + 3) + "|")
+    lines = ["| step | order | " + " | ".join(NAMES) + " |"]
+    lines.append("| --- " * (len(NAMES) + 2) + "|")
     for step in next(iter(runs.values()))[0]:
         for kind, seeds in runs.items():
             cells = []
@@ -121,17 +112,16 @@ def table(runs: dict[str, list[dict[int, dict[str, float]]]]) -> str:
 
 
 def draw(runs: dict[str, list[dict[int, dict[str, float]]]], path: Path) -> None:
-    """The held-out accuracy of each level and of all by step, medians and bands over the seeds."""
+    """Each column of the table by step, medians and bands over the seeds."""
     from matplotlib.figure import Figure
 
-    names = [*(f"level {level}" for level in LEVELS), MEAN]
-    figure = Figure(figsize=(3 * len(names), 3.2), dpi=150, layout="constrained")
-    panels = figure.subplots(1, len(names), sharey=True)
-    for axes, name in zip(panels, names, strict=True):
+    figure = Figure(figsize=(3 * len(NAMES), 3.2), dpi=150, layout="constrained")
+    panels = figure.subplots(1, len(NAMES), sharey=True)
+    for axes, name in zip(panels, NAMES, strict=True):
         for number, (kind, seeds) in enumerate(runs.items()):
             band(axes, [*seeds[0]], [[found[name] for found in run.values()] for run in seeds], kind, f"C{number}")
         axes.set(title=name, xlabel="step")
-    panels[0].set_ylabel("held-out accuracy")
+    panels[0].set_ylabel("share")
     panels[0].legend(frameon=False)
     figure.savefig(str(path))
 
@@ -140,14 +130,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder of the problems and runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds (default: 0 1 2)")
-    parser.add_argument("--steps", type=int, default=120, help="steps of each run (default: 120)")
-    parser.add_argument("--taught", type=int, default=80, help="supervised updates of a start (default: 80)")
-    parser.add_argument("--every", type=int, default=30, help="steps between evaluations (default: 30)")
-    parser.add_argument("--problems", type=int, default=64, help="problems of each level (default: 64)")
-    parser.add_argument("--eval-rows", type=int, default=64, help="held-out problems of each level (default: 64)")
+    parser.add_argument("--steps", type=int, default=100, help="steps of each run (default: 100)")
+    parser.add_argument("--taught", type=int, default=120, help="steps of a start (default: 120)")
+    parser.add_argument("--every", type=int, default=50, help="steps between evaluations (default: 50)")
+    parser.add_argument(
+        "--problems", type=int, nargs=len(LEVELS), default=[128, 384, 384], help="of each level (default: 128 384 384)"
+    )
+    parser.add_argument("--eval-rows", type=int, default=192, help="held-out problems of each level (default: 192)")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
-    runs = {kind: [accuracies(options.work, kind, seed, options) for seed in options.seeds] for kind in KINDS}
+    seeds = [{kind: found_of(options.work, kind, seed, options) for kind in KINDS} for seed in options.seeds]
+    runs = {kind: [found[kind] for found in seeds] for kind in KINDS}
     draw(runs, options.work / "curriculum.png")
     print(table(runs))
 

@@ -81,7 +81,7 @@ answer_checkers
 busy_machine --rounds 1 --steps 1
 carried_decoding --size tiny --engine hf --prompts 4 --max-tokens 16 --steps 1
 dataproto --rows select --repeats 1
-curriculum --work WORK/curriculum --seeds 0 --steps 2 --every 1 --problems 4 --eval-rows 4
+curriculum --work WORK/curriculum --seeds 0 --steps 2 --every 1 --taught 1 --problems 6 6 6 --eval-rows 4
 preferences --work WORK/preferences --runs reward-model --steps 1
 dpo_step --steps 1 --warmup 1 --pairs 2 --compared 2
 distil --teacher-steps 1 --start 1 --steps 1 --prompts 4 --samples 2 --rows 4 --seeds 0
