@@ -2,7 +2,7 @@
 
 Those of Gymnasium (``gymnasium.Env``, version 1) have discrete actions and are seen as pictures. Those of TRL's
 ``environment_factory`` (1.16) have tools, which are their public methods, and ``get_reward``. Those of VAGEN show a text with
-``<image>`` marks and the images for them, by ``async`` methods or plain ones.
+``<image>`` marks and the images for them, by ``async`` methods.
 """
 
 import inspect
@@ -133,15 +133,15 @@ def _as_content(shown: Any) -> Content:
     return [part if isinstance(part, str | Image.Image) else part.get("text", part.get("image")) for part in parts]
 
 
-IMAGES = ("multi_modal_input", "multi_modal_data")
-"""The key of the images, in newer and in older versions."""
+IMAGES = "multi_modal_input"
+"""The key of the images."""
 MARK = "<image>"
 SUCCESS = ("success", "is_success")
 """The keys in ``info`` under which an environment tells whether the episode succeeded."""
 
 
 def from_vagen(make: Callable[[], Any]) -> MakeEnvironment:
-    """Adapts environments of VAGEN, such as its ``GymImageEnv`` and, in older versions, ``BaseEnv``.
+    """Adapts environments of VAGEN, such as its ``GymImageEnv``, whose methods are ``async``.
 
     ``reset(seed) -> (obs, info)``, then ``system_prompt()``; ``step(text) -> (obs, reward, done, info)``, or with ``terminated,
     truncated`` in place of ``done``; ``close()``. ``obs`` is ``{"obs_str": text, "multi_modal_input": {"<image>": [image]}}``, a
@@ -157,53 +157,25 @@ def from_vagen(make: Callable[[], Any]) -> MakeEnvironment:
 
 
 class _VAGENEnvironment:
-    """Its methods wait for those of the inner environment only where these are ``async``."""
-
     def __init__(self, inner: Any) -> None:
         self.inner = inner
-        if hasattr(inner, "close"):
-            self.close = inner.close
 
-    def reset(self, row: Mapping[str, Any], seed: int) -> Observation | Awaitable[Observation]:
+    async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
         """Resets with the seed."""
         own = (row.get("extra_info") or {}).get("seed")
-        found = self.inner.reset(seed=seed % 2**31 if own is None else int(own))
-        if not inspect.isawaitable(found):
-            return _joined((found, self._prompt()), _begun)
+        seen, info = await self.inner.reset(seed=seed % MAX_SEED if own is None else int(own))
+        prompt = await self.inner.system_prompt()
+        return Observation(_content(seen), info=_numbers(info or {}), system=_content(prompt))
 
-        async def wait() -> Observation:
-            begun, prompt = await found, self._prompt()
-            return _begun(begun, await prompt if inspect.isawaitable(prompt) else prompt)
-
-        return wait()
-
-    def _prompt(self) -> Any:
-        return self.inner.system_prompt() if hasattr(self.inner, "system_prompt") else ""
-
-    def step(self, action: str) -> Observation | Awaitable[Observation]:
+    async def step(self, action: str) -> Observation:
         """Passes the text on."""
-        return _joined((self.inner.step(action),), _stepped)
+        seen, reward, *ends, info = await self.inner.step(action)
+        total = sum(reward) if isinstance(reward, Sequence) else reward
+        return Observation(_content(seen), float(total), any(map(bool, ends)), _numbers(info or {}))
 
-
-def _begun(found: tuple[Any, Mapping[str, Any]], prompt: Any) -> Observation:
-    return Observation(_content(found[0]), info=_numbers(found[1] or {}), system=_content(prompt))
-
-
-def _stepped(found: tuple[Any, ...]) -> Observation:
-    seen, reward, *ends, info = found
-    total = sum(reward) if isinstance(reward, Sequence) else reward
-    return Observation(_content(seen), float(total), any(map(bool, ends)), _numbers(info or {}))
-
-
-def _joined(found: Sequence[Any], convert: Callable[..., Observation]) -> Observation | Awaitable[Observation]:
-    """The results converted, at once if none of them has to be waited for."""
-    if not any(map(inspect.isawaitable, found)):
-        return convert(*found)
-
-    async def wait() -> Observation:
-        return convert(*[await each if inspect.isawaitable(each) else each for each in found])
-
-    return wait()
+    async def close(self) -> None:
+        """Closes the environment."""
+        await self.inner.close()
 
 
 def _numbers(info: Mapping[str, Any]) -> dict[str, Any]:
@@ -224,7 +196,7 @@ def _content(seen: Any) -> list[str | Image.Image]:
     """The text with its marks replaced by the images, in order."""
     if not seen or isinstance(seen, str):
         return [seen] if seen else []
-    media: Mapping[str, Any] = next((seen[key] for key in IMAGES if seen.get(key)), {})
+    media: Mapping[str, Any] = seen.get(IMAGES) or {}
     if others := [mark for mark, found in media.items() if found and mark != MARK]:
         raise ValueError(f"obs has {', '.join(others)}, but only {MARK} can be shown")
     images = [image for image in media.get(MARK) or () if image is not None]

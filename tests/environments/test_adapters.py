@@ -266,32 +266,6 @@ class Lake(GymImageEnv):
         return {"obs_str": "Now <image> and?", "multi_modal_input": {"<image>": [picture(16, 16, self.steps)]}}
 
 
-class OldLake:
-    """The same in the interface of VAGEN's first version (``vagen/env/base/base_env.py``)."""
-
-    def __init__(self, env_config):
-        self.size = env_config["size"]
-
-    def system_prompt(self):
-        return f"You walk on ice of size {self.size}, seed {self.seed}."
-
-    def reset(self, seed=None):
-        self.seed, self.steps = seed, 0
-        return self._seen(), {}
-
-    def step(self, action_str):
-        self.steps += 1
-        done = self.steps == 2
-        metrics = {"turn_metrics": {"action_is_valid": action_str == "up"}, "traj_metrics": {"success": done}}
-        return self._seen(), 0.5, done, {"metrics": metrics}
-
-    def close(self):
-        pass
-
-    def _seen(self):
-        return {"obs_str": "Now <image> and?", "multi_modal_data": {"<image>": [picture(16, 16, self.steps), None]}}
-
-
 class NewLake(Lake):
     """The same in the contract of VAGEN's runner (``vagen/envs/_common/base.py``), with a reward for each token."""
 
@@ -300,7 +274,7 @@ class NewLake(Lake):
         return seen, [0.0, reward], False, done, info
 
 
-@pytest.mark.parametrize("kind", [Lake, OldLake, NewLake])
+@pytest.mark.parametrize("kind", [Lake, NewLake])
 def test_vagen(kind):
     with EnvironmentHost(from_vagen(lambda: kind({"size": 4})), seconds=10) as host:
         host.reset(0, {"extra_info": {"seed": 7}}, 1)

@@ -22,7 +22,7 @@ from workers.ranks.mesh import init_ranks
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.training import accounting
 from workers.training.accounting import Accounting, Figures, Work, joined_metrics, peak_flops, required_work
-from workers.training.memory import PHASES, DeviceMemory, real_peak
+from workers.training.memory import DeviceMemory, real_peak
 from workers.training.mini_batches import share_out
 
 CPU = torch.device("cpu")
@@ -90,20 +90,6 @@ def test_figures_of_one_rank_from_work_and_time(monkeypatch):
     assert found["perf/throughput/actor"] == 160 / 4
     assert found["perf/mfu/actor"] == 5e12 / (4 * 1e12)
     assert found["perf/mfu/actor/language"] == 4e12 / (4 * 1e12)
-
-
-def test_a_new_model_does_not_report_the_phases_of_an_earlier_run():
-    with PHASES.phase("gen"):
-        pass
-    figures = Accounting(CPU)
-    with figures.recording(), PHASES.phase("old_log_prob"):
-        pass
-    with figures.recording():
-        found = figures.metrics("actor")
-    assert {name for name in found if "memory" in name} == {
-        "perf/memory_gb/old_log_prob",
-        "perf/memory_gb/old_log_prob/left",
-    }
 
 
 def test_figures_of_ranks_are_joined():
@@ -194,8 +180,7 @@ def updated(path, layout):
         found = actor.update(data, lambda outputs, data: (-outputs.log_probs, {}))
     finally:
         accounting.time = time
-    phases = "perf/memory_gb"  # of what this process has done before
-    return {name: value for name, value in found.items() if name.startswith("perf/") and not name.startswith(phases)}
+    return {name: value for name, value in found.items() if name.startswith("perf/")}
 
 
 def rows(config):

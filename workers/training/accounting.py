@@ -141,7 +141,7 @@ def joined_metrics(figures: Sequence[Figures], role: str) -> dict[str, float]:
       ``perf/mfu/<role>/language`` of the language model only; absent where a device's peak is not known.
     - ``perf/max_memory_allocated_gb`` and ``perf/max_memory_reserved_gb``: of the fullest device, in GiB.
     - ``perf/memory_gb/<phase>`` and ``perf/memory_gb/<phase>/left``: the peak of a phase and what it left, of the fullest device,
-      or on CPUs of the largest process, in GiB; of the phases that ended since the last update, itself not included.
+      in GiB; of the phases that ended since the last update, itself not included.
     - ``perf/compilations`` since the last update and ``perf/allocator_retries`` in this one: of the rank with the most; see
       `incidents`.
 

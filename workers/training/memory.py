@@ -1,17 +1,12 @@
-"""What a process holds in memory: at one moment, at the peak of each phase of a step, and how torch allocates it.
+"""What a process holds on its CUDA device: at one moment, at the peak of each phase of a step, and how torch allocates it.
 
-On a CUDA device torch counts memory that is no longer there, so the device's own count is read too. On a CPU the memory is that
-of the process: the interpreter and libraries in addition to the tensors of the roles.
+Torch counts memory that is no longer there, so the device's own count is read too.
 """
 
-import contextlib
 import os
-import resource
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -56,53 +51,13 @@ def real_peak(peak: int, *moments: DeviceMemory) -> int:
     return min(peak - max(each.given_back for each in moments), *(each.total for each in moments))
 
 
-_highest = 0  # before the last `begin_peak`
-
-
-def resident_bytes(peak: bool = False) -> int:
-    """Bytes of this process in memory, or their peak so far."""
-    if peak:
-        return max(_highest, _counted_peak())
-    with contextlib.suppress(OSError):
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    return _counted_peak()
-
-
-def _counted_peak() -> int:
-    """The peak as the system counts it: since its start, or since `begin_peak`."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def begin_peak() -> None:
-    """Lets `peak_bytes` count from now on, where the system can do that (Linux)."""
-    global _highest
-    _highest = max(_highest, _counted_peak())
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_bytes() -> int:
-    """The most bytes of this process in memory since `begin_peak`, or since its start where that did nothing."""
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-    return resident_bytes(peak=True)
-
-
 GENERATION = "gen"
 SCORES = {"old_log_probs": "old_log_prob", "ref_log_prob": "ref", "values": "values"}
 """The phase of a pass without gradients, by the column that it makes; named as in ``timing_s/<phase>``."""
 
 
 class PhaseMemory:
-    """Records the peak of each phase, and what is left at its end.
-
-    >>> memory = PhaseMemory()
-    >>> with memory.phase("gen"):
-    ...     pass
-    >>> sorted(memory.taken()), memory.taken()
-    (['perf/memory_gb/gen', 'perf/memory_gb/gen/left'], {})
-    """
+    """Records the peak of each phase, and what is left at its end; nothing where no CUDA device is used."""
 
     def __init__(self) -> None:
         self._found: dict[str, int] = {}
@@ -111,21 +66,24 @@ class PhaseMemory:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """A phase; one within another counts as part of that."""
-        if self._open:
+        if self._open or not torch.cuda.is_initialized():
             yield
             return
         self._open = True
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
-        before = _begin_phase(device)
+        device = torch.device("cuda", torch.cuda.current_device())
+        torch.cuda.reset_peak_memory_stats(device)
+        before = DeviceMemory.of(device)
         with ending(lambda: self._end(name, device, before)):
             yield
 
-    def _end(self, name: str, device: torch.device | None, before: DeviceMemory | None) -> None:
+    def _end(self, name: str, device: torch.device, before: DeviceMemory) -> None:
+        """Of an engine that was awake torch's count of the peak holds."""
         self._open = False
-        peak, left = _end_phase(device, before, awake=name == GENERATION)
+        after, peak = DeviceMemory.of(device), torch.cuda.max_memory_allocated(device)
+        peak = min(peak, after.total) if name == GENERATION else real_peak(peak, before, after)
         metric = f"perf/memory_gb/{name}"
         self._found[metric] = max(peak, self._found.get(metric, 0))
-        self._found[f"{metric}/left"] = left
+        self._found[f"{metric}/left"] = max(torch.cuda.memory_allocated(device) - after.given_back, 0)
 
     def taken(self) -> dict[str, int]:
         """Metric to bytes, of the phases that have ended since the last call."""
@@ -133,26 +91,8 @@ class PhaseMemory:
         return found
 
 
-def _begin_phase(device: torch.device | None) -> DeviceMemory | None:
-    if device is None:
-        begin_peak()
-        return None
-    torch.cuda.reset_peak_memory_stats(device)
-    return DeviceMemory.of(device)
-
-
-def _end_phase(device: torch.device | None, before: DeviceMemory | None, awake: bool) -> tuple[int, int]:
-    """Peak and rest. Of an engine that was ``awake`` torch's count of the peak holds."""
-    if device is None or before is None:
-        return peak_bytes(), resident_bytes()
-    after = DeviceMemory.of(device)
-    peak = torch.cuda.max_memory_allocated(device)
-    left = max(torch.cuda.memory_allocated(device) - after.given_back, 0)
-    return (min(peak, after.total) if awake else real_peak(peak, before, after)), left
-
-
 PHASES = PhaseMemory()
-"""Of this process: all its roles share the device."""
+"""Of this process, whose roles share the device."""
 
 
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
