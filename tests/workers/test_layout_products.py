@@ -133,6 +133,9 @@ CASES = {
         equals_one_process, "qwen2_5_vl", Layout(sp=2, tp=2), mixed_rows, activation_checkpointing="selective"
     ),
     "a frozen tower": partial(equals_one_process, "qwen3_vl", Layout(sp=2, tp=2), mixed_rows, freeze_vision=True),
+    "qwen3_omni_moe_thinker, frozen towers": partial(
+        equals_one_process, "qwen3_omni_moe_thinker", Layout(sp=2, tp=2), mixed_rows, freeze_vision=True
+    ),
 }
 
 
