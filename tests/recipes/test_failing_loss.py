@@ -94,46 +94,58 @@ def start(config: ActorConfig) -> Roles:
     return launch(config, config.frozen(), on="ray", layout=Layout(dp=2), timeout_s=TIMEOUT_S)
 
 
-@pytest.mark.parametrize("place", [{}, {"on": "ray", "layout": Layout(dp=2), "timeout_s": TIMEOUT_S}])
-def test_what_fails_everywhere_leaves_the_policy_as_it_was(config, data, place, capfd):
+@pytest.fixture(scope="module")
+def spread(config) -> Iterator[Roles]:
+    """Roles in processes of Ray, which `test_the_call_ends_with_the_error_and_the_group_with_it` ends."""
+    with start(config) as roles:
+        yield roles
+
+
+@pytest.fixture(scope="module")
+def here(config) -> Iterator[Roles]:
+    with launch(config) as roles:
+        yield roles
+
+
+@pytest.mark.parametrize("place", ["here", "spread"])
+def test_what_fails_everywhere_leaves_the_policy_as_it_was(config, data, place, capfd, request):
     names = "actor/loss", "actor/grad_norm", "actor/lr"
     alone = ActorWorker(config)
     expected, second = alone.update(data, likelihood), alone.update(data, likelihood)
     assert [each["actor/lr"] for each in (expected, second)] == [1e-3, 5e-4]
+    roles = request.getfixturevalue(place)
     capfd.readouterr()
-    with launch(config, **place) as roles:
-        with pytest.raises((WorkerFailed, OverflowError), match="too much"):
-            roles.actor.update(data, failing_in_the_midst(OverflowError("too much")))
-        found = roles.actor.update(data, likelihood)
-        assert roles.actor.update(data, likelihood)["actor/lr"] == 5e-4
-    if place:  # what processes of Ray log stays in their own files, and breaks no table on the console
+    with pytest.raises((WorkerFailed, OverflowError), match="too much"):
+        roles.actor.update(data, failing_in_the_midst(OverflowError("too much")))
+    found = roles.actor.update(data, likelihood)
+    assert roles.actor.update(data, likelihood)["actor/lr"] == 5e-4
+    if place == "spread":  # what processes of Ray log stays in their own files, and breaks no table on the console
         assert "what a library says" not in "".join(capfd.readouterr())
     assert [found[name] for name in names] == pytest.approx([expected[name] for name in names], rel=1e-4)
 
 
-def test_the_call_ends_with_the_error_and_the_group_with_it(config, data):
-    with start(config) as roles:
-        places = roles.actor._pool.placements
-        uid = share_out(data, 2)[1]["uid"][0]
-        update = roles.actor.submit("update", data, refusing(uid, OverflowError("too much")))
-        behind = roles.reference.submit("log_probs", data)
-        with pytest.raises(WorkerFailed) as caught:
-            update.result()
-        head, _, trace = str(caught.value).partition("\n")
-        assert head.startswith(f"actor.update failed: rank 1 on {places[1].name} failed in 'actor.update'")
-        assert "OverflowError: too much; rank 0 on " in head
-        assert f"rank 0 on {places[0].name} did not finish 'actor.update'" in head
-        assert ", in loss_fn\n    raise error" in trace
-        for call in (behind.result, lambda: roles.actor.log_probs(data)):
-            with pytest.raises(
-                WorkerFailed, match=r"log_probs: the worker processes have ended: actor.update failed: rank 1 on "
-            ):
-                call()
-        processes = [Path("/proc") / place.name.split("process ")[1].rstrip(")") for place in places]
-        deadline = time.monotonic() + 60
-        while any(map(Path.exists, processes)) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not any(map(Path.exists, processes))
+def test_the_call_ends_with_the_error_and_the_group_with_it(spread, data):
+    places = spread.actor._pool.placements
+    uid = share_out(data, 2)[1]["uid"][0]
+    update = spread.actor.submit("update", data, refusing(uid, OverflowError("too much")))
+    behind = spread.reference.submit("log_probs", data)
+    with pytest.raises(WorkerFailed) as caught:
+        update.result()
+    head, _, trace = str(caught.value).partition("\n")
+    assert head.startswith(f"actor.update failed: rank 1 on {places[1].name} failed in 'actor.update'")
+    assert "OverflowError: too much; rank 0 on " in head
+    assert f"rank 0 on {places[0].name} did not finish 'actor.update'" in head
+    assert ", in loss_fn\n    raise error" in trace
+    for call in (behind.result, lambda: spread.actor.log_probs(data)):
+        with pytest.raises(
+            WorkerFailed, match=r"log_probs: the worker processes have ended: actor.update failed: rank 1 on "
+        ):
+            call()
+    processes = [Path("/proc") / place.name.split("process ")[1].rstrip(")") for place in places]
+    deadline = time.monotonic() + 60
+    while any(map(Path.exists, processes)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(Path.exists, processes))
 
 
 @pytest.mark.long

@@ -185,6 +185,14 @@ def group() -> Iterator[RayGroup]:
     made._pool.close()
 
 
+@pytest.fixture(scope="module")
+def one() -> Iterator[RayGroup]:
+    """One process, which `test_an_engine_that_fails_to_receive_weights_is_named_and_ends_the_transfer` ends."""
+    made = start(Layout(), timeout_s=3000.0)
+    yield made
+    made._pool.close()
+
+
 def numbers(rows: int) -> DataProto:
     return DataProto.from_dict({"x": torch.arange(rows)})
 
@@ -285,14 +293,16 @@ def test_media_are_released_above_the_limit_if_a_step_never_ends(group, monkeypa
 @pytest.mark.parametrize(
     ("layout", "answering"), [(Layout(tp=2), 0), pytest.param(Layout(pp=2), 1, marks=pytest.mark.long)]
 )
-def test_ranks_of_one_data_parallel_position_get_the_same_rows(layout, answering):
+def test_ranks_of_one_data_parallel_position_get_the_same_rows_and_one_that_hangs_is_named(layout, answering):
     """The first rank that shares the rows, in the last pipeline stage, returns the result."""
-    group = start(layout)
+    group = start(layout, timeout_s=300.0)  # long enough for two processes on a busy machine
     found = group.add(numbers(3), 0)
     assert found["sum"].tolist() == [0, 1, 2]
     assert found["rank"].tolist() == [answering] * 3
     assert group.first() == 0
-    group._pool.close()
+    object.__setattr__(group._pool.config, "timeout_s", 5.0)
+    with pytest.raises(WorkerFailed, match=r"within 5 s: rank 1 on .* did not finish 'worker.hang'"):
+        group.hang()
 
 
 def test_processes_get_the_ranks_of_their_placements(group):
@@ -303,9 +313,9 @@ def test_processes_get_the_ranks_of_their_placements(group):
         assert place.name.endswith(f"(process {process})")
 
 
-def test_processes_share_the_cores_of_their_node(group, monkeypatch):
+def test_processes_share_the_cores_of_their_node(group, one, monkeypatch):
     """Ray's default is one thread for each process, too few for AdamW under ``offload``."""
-    one, cores = start(Layout()), len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0))
     given = one.threads()
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     share_cores([one])
@@ -319,7 +329,6 @@ def test_processes_share_the_cores_of_their_node(group, monkeypatch):
     assert one.threads() == cores
     share_cores([one, group, group])
     assert one.threads() == group.threads() == max(1, cores // 3)
-    one._pool.close()
 
 
 @pytest.mark.long
@@ -330,8 +339,8 @@ def test_a_rank_that_raises_while_others_wait_ends_the_group():
     group._pool.close()
 
 
-def test_an_engine_that_fails_to_receive_weights_is_named_and_ends_the_transfer():
-    sender, receiver = start(Layout(), timeout_s=3000.0), start(Layout(), timeout_s=3000.0)
+def test_an_engine_that_fails_to_receive_weights_is_named_and_ends_the_transfer(one):
+    sender, receiver = one, start(Layout(), timeout_s=3000.0)
     sender._pool.open_channel(receiver._pool)
     with pytest.raises(WorkerFailed, match=r"worker.refresh.*OverflowError: no room for weights"):
         sender._pool.transfer_weights("worker", receiver)
@@ -375,22 +384,15 @@ def test_ranks_listen_on_this_machine_only(group):
     assert set(group.listens_on()) <= here  # 127.0.0.1, ::1 and ::ffff:127.0.0.1
 
 
-def test_a_rank_that_dies_is_named():
-    group = start()
-    with pytest.raises(WorkerFailed, match=r"rank 1 on .*, rows 2 to 4 died in 'worker.die'"):
-        group.die(numbers(5))
-    with pytest.raises(WorkerFailed, match="the worker processes have ended"):
-        group.ranks()
-
-
-def test_a_rank_that_hangs_is_named():
-    group = start(timeout_s=300.0)  # long enough for two processes on a busy machine
-    object.__setattr__(group._pool.config, "timeout_s", 5.0)
-    with pytest.raises(WorkerFailed, match=r"within 5 s: rank 1 on .* did not finish 'worker.hang'"):
-        group.hang()
-
-
 def test_processes_that_do_not_fit_are_refused(monkeypatch):
     monkeypatch.setattr("workers.cluster.ray_group.PLACEMENT_TIMEOUT_S", 1)
     with pytest.raises(InvalidConfig, match="do not fit the cluster"):
         start(cpus=100)
+
+
+def test_a_rank_that_dies_is_named(group):
+    """The last test, since it ends the group of the others."""
+    with pytest.raises(WorkerFailed, match=r"rank 1 on .*, rows 2 to 4 died in 'worker.die'"):
+        group.die(numbers(5))
+    with pytest.raises(WorkerFailed, match="the worker processes have ended"):
+        group.ranks()
