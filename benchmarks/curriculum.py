@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import sys
+from math import isnan
 from pathlib import Path
 from statistics import fmean, median
 
@@ -106,7 +107,8 @@ def table(runs: dict[str, list[dict[int, dict[str, float]]]]) -> str:
             cells = []
             for name in seeds[0][step]:
                 values = [found[step][name] for found in seeds]
-                cells.append(f"{median(values):.3f} ({min(values):.3f} to {max(values):.3f})")
+                known = f"{median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+                cells.append("-" if isnan(values[0]) else known)
             lines.append(f"| {step} | {kind} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
