@@ -759,7 +759,7 @@ class DataProto:
     # ---- Saving and sending
 
     def save_to_disk(self, filepath: str | os.PathLike[str], allow_pickle: bool = False) -> None:
-        """Writes one file that loads without running code: tensors and arrays as they are, images as PNG.
+        """Writes one file that loads without running code: tensors and arrays as they are, images as PNG, the rest as JSON.
 
         Raises:
             FileFormatError: an object is of a type that only pickle can store, and ``allow_pickle`` is false.
