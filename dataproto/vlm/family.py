@@ -11,12 +11,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from importlib.metadata import version
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dataproto.errors import MediaMismatch
+from dataproto.errors import InvalidConfig, MediaMismatch
 from dataproto.transfer import move, move_readable
 from dataproto.vlm.costs import ForwardCosts
 from dataproto.vlm.media import MediaSpans, place
@@ -41,6 +42,11 @@ EXPERT_PLAN: TensorPlan = (
     ("model.language_model.layers.*.mlp.experts.down_proj", "rowwise"),
 )
 """Tensor-parallel plan of fused experts."""
+
+
+def transformers_release() -> tuple[int, ...]:
+    """The installed one, such as ``(5, 24)``."""
+    return tuple(map(int, version("transformers").split(".")[:2]))
 
 
 class SoftCap(NamedTuple):
@@ -71,6 +77,8 @@ class VLMFamily(PromptLayout, ForwardCosts):
     """``config.model_type`` of the checkpoints. ``model_type+text_model_type``: of those with this kind of language model."""
     published: tuple[str, ...] = ()
     """Names of published models of this type."""
+    needs_transformers: tuple[int, int] = (5, 16)
+    """The oldest release of transformers that computes these models right; see `check_supported`."""
     auto_model: str = "AutoModelForImageTextToText"
     """The class of transformers that loads the checkpoints; see `model_class`."""
 
@@ -236,7 +244,14 @@ class VLMFamily(PromptLayout, ForwardCosts):
         return ""
 
     def check_supported(self, config: Any) -> None:
-        """Raises `InvalidConfig` for a model of this type that the family does not compute right. Default: none."""
+        """Raises `InvalidConfig` for a model of this type that the family does not compute right. Default: all of them, before
+        the release of transformers that they need.
+        """
+        if transformers_release() < self.needs_transformers:
+            needed, found = ".".join(map(str, self.needs_transformers)), version("transformers")
+            raise InvalidConfig(
+                f"models of type {self.model_type} need transformers {needed} or newer, and {found} is installed"
+            )
 
     def undivided_layers(self, config: Any) -> range:
         """Decoder layers that have to be on one pipeline stage, since they share what stages do not send. Default: none."""

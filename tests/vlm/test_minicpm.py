@@ -148,7 +148,7 @@ def test_videos_and_images_without_a_known_number_are_refused():
 @pytest.mark.parametrize(("installed", "refused"), [("5.18.0", True), ("5.19.0", False), ("6.0.0.dev0", False)])
 def test_versions_whose_tower_mixes_up_images_of_unequal_size_are_refused(monkeypatch, installed, refused):
     """transformers 5.17 gave log-probs that were off by 0.4 nats, without an error."""
-    monkeypatch.setattr("dataproto.vlm.families.minicpmv4_6.version", {"transformers": installed}.__getitem__)
+    monkeypatch.setattr("dataproto.vlm.family.version", {"transformers": installed}.__getitem__)
     if not refused:
         FAMILY.check_supported(CONFIG)
         return

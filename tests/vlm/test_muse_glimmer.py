@@ -101,6 +101,6 @@ def test_log_probs_are_those_of_scaled_and_capped_logits():
 
 
 def test_versions_without_the_towers_positions_are_refused(monkeypatch):
-    monkeypatch.setattr("dataproto.vlm.families.muse_glimmer.version", {"transformers": "5.16.1"}.__getitem__)
-    with pytest.raises(InvalidConfig, match=r"needs transformers 5\.17 or newer, and 5\.16\.1 is installed"):
+    monkeypatch.setattr("dataproto.vlm.family.version", {"transformers": "5.16.1"}.__getitem__)
+    with pytest.raises(InvalidConfig, match=r"need transformers 5\.17 or newer, and 5\.16\.1 is installed"):
         FAMILY.check_supported(tiny_config("muse_glimmer"))

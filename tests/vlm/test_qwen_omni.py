@@ -17,7 +17,6 @@ from torch.nn.functional import pad
 from dataproto.errors import InvalidConfig, MediaMismatch
 from dataproto.packing import pack_rows
 from dataproto.vlm import family_of, media_grids, media_spans
-from dataproto.vlm.families import qwen_omni
 from helpers.batches import padded_log_probs, prompt_batch, with_responses
 from helpers.checkpoints import write_checkpoint
 from helpers.tiny_models import (
@@ -233,7 +232,7 @@ def audio(model, media):
 
 
 def test_an_older_transformers_is_refused(monkeypatch):
-    monkeypatch.setattr(qwen_omni, "version", lambda _: "5.18.1")
+    monkeypatch.setattr("dataproto.vlm.family.version", lambda _: "5.18.1")
     with pytest.raises(InvalidConfig, match=r"need transformers 5\.19 or newer, and 5\.18\.1 is installed"):
         family_of("qwen2_5_omni_thinker").check_supported(model_of("qwen2_5_omni_thinker").config)
 

@@ -124,6 +124,7 @@ class Gemma4(VLMFamily):
         """Refuses what no published model has: attention of all tokens to all, experts with per-layer embeddings, and a model
         without a tower.
         """
+        super().check_supported(config)
         text = config.get_text_config()
         if config.vision_config is None:
             raise InvalidConfig(

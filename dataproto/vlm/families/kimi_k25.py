@@ -131,6 +131,7 @@ class KimiK25(VLMFamily):
 
     def check_supported(self, config: Any) -> None:
         """Refuses queries that are not compressed: other decoders of the type have them."""
+        super().check_supported(config)
         text = config.get_text_config()
         if text.q_lora_rank is None:
             raise InvalidConfig(

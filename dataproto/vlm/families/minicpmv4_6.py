@@ -6,7 +6,6 @@ Its own video inputs, with placeholders of another kind, are not read here: vide
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from inspect import signature
 from typing import Any
 
@@ -137,6 +136,8 @@ class MiniCPMV46(Qwen35):
 
     model_type = "minicpmv4_6"
     published = ("MiniCPM-V 4.6",)
+    needs_transformers = (5, 19)
+    """The tower of older ones takes all images of a call for images of the first one's size."""
     not_in_vllm = "its processor in vLLM takes no choice of the image backend, whose pixels differ from the actor's"
     media_layout = SLICES = Slices()
     image_text = ("<image>", "</image>")
@@ -147,15 +148,6 @@ class MiniCPMV46(Qwen35):
     vision_tower = "model.vision_tower"
     vision_blocks = "model.vision_tower.encoder.layers"
     mergers = ("model.vision_tower.vit_merger", "model.merger")
-
-    def check_supported(self, config: Any) -> None:
-        """Refuses versions of transformers whose tower takes all images of a call for images of the first one's size."""
-        found = version("transformers")
-        if tuple(int(number) for number in found.split(".")[:2]) < (5, 19):
-            raise InvalidConfig(
-                f"MiniCPM-V 4.6 needs transformers 5.19 or newer, and {found} is installed: its tower mixes up the patches of "
-                "images of unequal size"
-            )
 
     def image_texts(self, media: Mapping[str, Any], config: Any) -> list[tuple[str, ...]]:
         """From the slices of each image."""

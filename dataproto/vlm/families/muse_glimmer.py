@@ -6,7 +6,6 @@ Its own video inputs are not read here: videos are refused.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 from itertools import product
 from typing import Any
 
@@ -80,6 +79,8 @@ class MuseGlimmer(VLMFamily):
 
     model_type = "muse_glimmer"
     published = ("Muse-Glimmer-30B",)
+    needs_transformers = (5, 17)
+    """Older ones lack the rotary positions of the tower."""
     not_in_vllm = "its samples there have not been compared with the actor"
     media_layout = FittedPatches()
     image_text = ("<|image_start|>", "<|image_end|>")
@@ -91,12 +92,9 @@ class MuseGlimmer(VLMFamily):
     tensor_plan = (*DECODER_PLAN, ("model.language_model.layers.*.self_attn.gate_proj", "colwise"))
 
     def check_supported(self, config: Any) -> None:
-        """Refuses versions of transformers without the tower's rotary positions, and a table of its positions that is not square,
-        which transformers does not compute either.
-        """
-        found, vision = version("transformers"), config.vision_config
-        if tuple(int(number) for number in found.split(".")[:2]) < (5, 17):
-            raise InvalidConfig(f"Muse Glimmer needs transformers 5.17 or newer, and {found} is installed")
+        """Refuses a table of the tower's positions that is not square, too, which transformers does not compute either."""
+        super().check_supported(config)
+        vision = config.vision_config
         if vision.pos_emb_height != vision.pos_emb_width:
             raise InvalidConfig(
                 f"models of type muse_glimmer with a table of {vision.pos_emb_height} x {vision.pos_emb_width} positions in the "

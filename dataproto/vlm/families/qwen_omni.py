@@ -3,7 +3,6 @@
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from math import isqrt
 from typing import Any, ClassVar, TypeVar
 
@@ -12,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dataproto.errors import InvalidConfig, MediaMismatch
+from dataproto.errors import MediaMismatch
 from dataproto.transfer import move_readable
 from dataproto.vlm.families.kimi_k25 import apart
 from dataproto.vlm.families.qwen2_5_vl import Qwen25VL
 from dataproto.vlm.families.qwen3_vl import Qwen3VLMoe
-from dataproto.vlm.family import VLMFamily
+from dataproto.vlm.family import VLMFamily, transformers_release
 from dataproto.vlm.media import Ids, PatchGrids
 from dataproto.vlm.positions import AUDIO, IMAGE, VIDEO
 from dataproto.vlm.prompt_layout import MediaTokens
@@ -97,11 +96,6 @@ NEWEST_FLAT = (5, 20)
 """Up to this release of transformers towers and decoder are no parts of ``model``."""
 
 
-def release() -> tuple[int, ...]:
-    """That of transformers, such as ``(5, 24)``."""
-    return tuple(map(int, version("transformers").split(".")[:2]))
-
-
 def with_own_paths(family: FamilyClass) -> FamilyClass:
     """The family with the module paths of the transformers that is installed."""
 
@@ -111,7 +105,7 @@ def with_own_paths(family: FamilyClass) -> FamilyClass:
         nested = isinstance(path, str) and path.startswith("model.")
         return path.replace("model.", "", 1).replace("language_model", "model", 1) if nested else path
 
-    for name in _PATHS if release() <= NEWEST_FLAT else ():
+    for name in _PATHS if transformers_release() <= NEWEST_FLAT else ():
         setattr(family, name, flat(getattr(family, name)))
     return family
 
@@ -126,6 +120,7 @@ class Thinker(VLMFamily):
     """What the thinkers share. Both towers are frozen and trained together."""
 
     part = "thinker"
+    needs_transformers = (5, 19)
     unused_weights = ("talker.*", "token2wav.*", "code2wav.*")
     unused_files = ("spk_dict.pt",)
     media_layout: SoundAndGrids
@@ -195,14 +190,6 @@ class Thinker(VLMFamily):
         heard = int(self.media_layout.feature_counts("audio", part, config).sum())
         run = self.joined_run(part["video_grid_thw"][0].tolist(), float(part["second_per_grid_ts"][0]), heard, config)
         return [config.audio_start_token_id, *run, config.audio_end_token_id]
-
-    def check_supported(self, config: Any) -> None:
-        """Raises `InvalidConfig` before transformers 5.19."""
-        if release() < (5, 19):
-            found = version("transformers")
-            raise InvalidConfig(
-                f"models of type {self.model_type} need transformers 5.19 or newer, and {found} is installed"
-            )
 
     def media_tokens(self, config: Any) -> MediaTokens:
         """With that of sound."""
