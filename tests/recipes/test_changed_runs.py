@@ -96,6 +96,7 @@ def test_a_run_goes_on_with_a_lower_rate_and_for_longer(first_run, capsys):
     assert "loading the actor" not in refused.out
 
 
+@pytest.mark.slow
 def test_one_call_answers_held_out_sets_for_report_and_viewer(first_run, options, tmp_path, capsys):
     trained = first_run / "global_step_2" / "actor" / "huggingface"
     at = options.index("--data-path")

@@ -29,6 +29,7 @@ GOLDEN = json.loads(Path(__file__).with_name("trl_preference_losses.json").read_
 """What TRL 1.16 computes: python benchmarks/dpo_step.py --pairs 6 --trl-python TRL-VENV/bin/python --golden FILE"""
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_trl_on_the_same_rows(tmp_path, monkeypatch):
     benchmarks = Path(__file__).parents[2] / "benchmarks"
     monkeypatch.setattr("sys.path", [*sys.path, str(benchmarks)])  # last: its dataproto.py is not the library

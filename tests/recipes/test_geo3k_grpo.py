@@ -174,6 +174,7 @@ def test_a_second_run_does_not_write_over_the_first(finished_run, checkpoint, ge
     assert before == {path.name: path.read_bytes() for path in finished_run.iterdir() if path.is_file()}
 
 
+@pytest.mark.slow
 def test_other_settings_are_not_resumed_with(finished_run, checkpoint, geometry3k, reward, capsys):
     assert main(arguments(checkpoint, geometry3k, reward, finished_run, "--resume", "--optimizer.lr", "1")) == 2
     assert "optimizer.lr=1.0, but the run" in capsys.readouterr().err

@@ -39,6 +39,7 @@ def test_a_resumed_run_is_exact(run):
     assert whole[-1]["train/loss"] != pytest.approx(0.6931, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_classifier_reward_gives_the_scores_of_training(run):
     checkpoint = run / "cut" / "global_step_3" / "actor" / "huggingface"
     rows = DrawnPairs(0, "test")[:3]

@@ -108,6 +108,7 @@ def test_layers_that_tell_their_routers_of_padding_are_traced_with_checkpoints(t
     assert torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint  # without it torch 2.11 and 2.12 give up
 
 
+@pytest.mark.slow
 def test_code_is_compiled_for_all_lengths_of_segments_at_once(traced):
     def forward(x, max_length_q):
         return x * max_length_q

@@ -560,7 +560,7 @@ def test_costs_of_stages_are_the_operations_of_a_typical_row():
     )
 
 
-def test_a_tail_changes_nothing(checkpoints):
+def test_a_tail_changes_nothing():
     """Rows, some of which share their prompt, filled up by several segments: the same log-probs."""
     config = config_with_layers("qwen3_vl")
     rows = text_rows(config)[[0, 0, 1]]
