@@ -176,5 +176,5 @@ def test_a_run_looks_answers_measures_the_controls_and_shows_strips(tmp_path, ca
     assert rows[1]["actor/grad_norm"] > 0
     printed = capsys.readouterr().out
     assert "data: synthetic rows, new ones in each step, " in printed
-    assert printed.index("2/2") < printed.index("measured: a step takes") < printed.index("of memory")
+    assert printed.index("2/2") < printed.index("measured: a step takes")
     assert '<div class="strip">' in (directory / "report.html").read_text()
