@@ -1,4 +1,4 @@
-"""A folder with the layout of easy-vqa, small and drawn on the spot."""
+"""A folder with the layout of easy-vqa, small and made on the spot."""
 
 import io
 import json

@@ -128,7 +128,7 @@ def test_the_call_ends_with_the_error_and_the_group_with_it(spread, data):
     places = spread.actor._pool.placements
     uid = share_out(data, 2)[1]["uid"][0]
     update = spread.actor.submit("update", data, refusing(uid, OverflowError("too much")))
-    behind = spread.reference.submit("log_probs", data)
+    pending = spread.reference.submit("log_probs", data)
     with pytest.raises(WorkerFailed) as caught:
         update.result()
     head, _, trace = str(caught.value).partition("\n")
@@ -136,7 +136,7 @@ def test_the_call_ends_with_the_error_and_the_group_with_it(spread, data):
     assert "OverflowError: too much; rank 0 on " in head
     assert f"rank 0 on {places[0].name} did not finish 'actor.update'" in head
     assert ", in loss_fn\n    raise error" in trace
-    for call in (behind.result, lambda: spread.actor.log_probs(data)):
+    for call in (pending.result, lambda: spread.actor.log_probs(data)):
         with pytest.raises(
             WorkerFailed, match=r"log_probs: the worker processes have ended: actor.update failed: rank 1 on "
         ):

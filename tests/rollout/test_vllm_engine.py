@@ -292,7 +292,7 @@ def test_a_run_without_requests_is_over_at_once(setup):
     assert torch.equal(generate(setup, setup.vllm, SAMPLED)["responses"], before["responses"])
 
 
-def test_a_prompt_that_is_refused_ends_its_own_run_and_not_a_request_beside_it(setup, monkeypatch):
+def test_a_prompt_that_is_refused_ends_its_own_run_and_not_another_request(setup, monkeypatch):
     single, request, *_, last = build_requests(setup.prompts, replace(SAMPLED, n=1))
     media = {"image": [picture(8, 4000, 5)]}  # which vLLM's processor refuses
     refused = replace(last, multi_modal_data=media)

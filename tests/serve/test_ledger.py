@@ -167,7 +167,7 @@ def test_writes_wait_for_another_program(database, tmp_path, caplog):
     assert [run.id for run in asyncio.run(asyncio.wait_for(drive(), 60))] == ["a"]
 
 
-def test_what_another_program_has_written_behind_a_read_does_not_fail_a_write(database, tmp_path):
+def test_what_another_program_writes_after_a_read_does_not_fail_a_write(database, tmp_path):
     """Both are in one commit, which would see the database as it was at the read."""
     with closing(sqlite3.connect(tmp_path / "db", isolation_level=None, timeout=0.1, check_same_thread=False)) as other:
 

@@ -30,7 +30,7 @@ def taken(memory):
 
 
 def test_a_device_counts_an_engine_in_generation_alone(counted):
-    """vLLM takes 60 GiB in generation, which torch goes on counting while it sleeps; 20 are the actor's, and 50 an update's."""
+    """vLLM has 60 GiB in generation, which torch still counts while it sleeps; the actor has 20, and an update takes 50."""
     memory = PhaseMemory()
     for name, peak in {"gen": 80, "update_actor": 130}.items():
         with memory.phase(name):
