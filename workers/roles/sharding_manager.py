@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from torch import Tensor, distributed
@@ -76,7 +76,7 @@ def neighbours(ranks: Ranks, tensor_parallel: int) -> Neighbours:
     if len(blocks) == world:
         rank = 0 if ranks.mesh is None else distributed.get_rank()
         return Neighbours(None, (holders[rank],), (engines[rank],))
-    group, _ = distributed.new_subgroups_by_enumeration(blocks)
+    group = cast("ProcessGroup", distributed.new_subgroups_by_enumeration(blocks)[0])  # each rank is in a block
     members = distributed.get_process_group_ranks(group)
     return Neighbours(group, tuple(holders[rank] for rank in members), tuple(engines[rank] for rank in members))
 
@@ -87,8 +87,7 @@ def engine_group(ranks: Ranks, tensor_parallel: int) -> ProcessGroup | None:
         return None
     world = range(ranks.layout.world_size)
     blocks = [list(world[start : start + tensor_parallel]) for start in world[::tensor_parallel]]
-    group, _ = distributed.new_subgroups_by_enumeration(blocks, backend="gloo")
-    return group
+    return cast("ProcessGroup", distributed.new_subgroups_by_enumeration(blocks, backend="gloo")[0])
 
 
 def joined_blocks(*partitions: Sequence[int]) -> list[list[int]]:

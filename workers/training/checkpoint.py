@@ -24,7 +24,7 @@ from dataclasses import replace
 from enum import EnumMeta
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -105,8 +105,7 @@ _WRITER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")  # 
 @cache
 def _background_group() -> ProcessGroup:
     """A separate process group: meanwhile the ranks use the default one for other calls."""
-    group: ProcessGroup = distributed.new_group(backend="gloo")
-    return group
+    return cast("ProcessGroup", distributed.new_group(backend="gloo"))  # this rank is a member
 
 
 def read_state(state: dict[str, Any], directory: Path) -> None:
