@@ -13,7 +13,7 @@ from torch.nn.functional import conv1d, pad
 from transformers import DynamicCache
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
-from dataproto.errors import UnsupportedAttention
+from dataproto.errors import MissingPackage, UnsupportedAttention
 from dataproto.packing import fill_up, pack_rows
 from dataproto.vlm import family_of
 from helpers.checkpoints import write_checkpoint
@@ -230,3 +230,29 @@ def test_weights_that_the_model_does_not_load_are_kept_by_an_export(tmp_path):
 def test_kernels_compute_half_precision_on_cuda_alone(monkeypatch, device, dtype, by_kernels):
     monkeypatch.setattr(gated_delta_net, "has_fla", lambda: True)
     assert (gated_delta_net._rule_for(device, dtype) is gated_delta_net._by_fla) == by_kernels
+
+
+@pytest.mark.parametrize(
+    ("triton", "capability", "installed", "refused"),
+    [
+        ("3.6.0", (9, 0), {"fla"}, True),
+        ("3.6.0", (9, 0), {"fla", "tilelang"}, False),
+        ("3.6.0", (9, 0), set(), False),  # the rule runs in plain torch
+        ("3.6.0", (8, 0), {"fla"}, False),
+        ("3.7.1", (9, 0), {"fla"}, False),
+    ],
+)
+def test_kernels_without_gradients_are_refused_as_the_model_is_built(
+    monkeypatch, triton, capability, installed, refused
+):
+    model = tiny_model("qwen3_5")
+    family = family_of(model.config)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(gated_delta_net, "version", lambda name: triton)
+    monkeypatch.setattr(gated_delta_net, "find_spec", lambda name: name if name in installed else None)
+    if refused:
+        with pytest.raises(MissingPackage, match=r"Triton 3\.6\.0: pip install tilelang, or a torch from 2\.12"):
+            use_packed_recurrence(model, family)
+    else:
+        use_packed_recurrence(model, family)

@@ -17,19 +17,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import version
 from importlib.util import find_spec
 from logging import getLogger
 from types import MethodType
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 from torch._C import DispatchKey
 from torch.nn.functional import conv1d, embedding, pad, silu, softplus
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache
 
-from dataproto.errors import UnsupportedAttention
+from dataproto.errors import MissingPackage, UnsupportedAttention
 from dataproto.transfer import move
 from dataproto.vlm import VLMFamily
 from workers.model.patches import replace_forward, set_on_module
@@ -239,6 +241,22 @@ def has_fla() -> bool:
     return found
 
 
+def check_kernels() -> None:
+    """Checks that flash-linear-attention computes gradients here: on Hopper with Triton 3.4 to 3.7.0 it refuses to, in a backward pass.
+
+    Raises:
+        MissingPackage: ``tilelang``, with which it computes them there, is not installed.
+    """
+    if find_spec("fla") is None or find_spec("tilelang") is not None or not torch.cuda.is_available():
+        return
+    triton = Version(version("triton"))
+    if torch.cuda.get_device_capability()[0] == 9 and Version("3.4") <= triton < Version("3.7.1"):
+        raise MissingPackage(
+            f"flash-linear-attention computes no gradients on this GPU with Triton {triton}: pip install tilelang, or a torch "
+            "from 2.12 on, which brings Triton 3.7.1"
+        )
+
+
 def delta_rule_along_rows(*inputs: Tensor | None) -> Tensor:
     """`packed_delta_rule` of its tensors along the rows with the boundaries of `Pieces.of`. Compiled code calls the operator."""
     if torch.compiler.is_compiling():
@@ -437,7 +455,13 @@ def use_packed_recurrence(model: nn.Module, family: VLMFamily) -> None:
     """Makes the recurrent layers of ``model``, if its family has some, run over packed rows.
 
     The forward is a method of each layer, not an object of its own: so one compiled code serves all layers.
+
+    Raises:
+        MissingPackage: see `check_kernels`.
     """
-    for mixer in family.recurrent_modules(model).values():
+    mixers = family.recurrent_modules(model).values()
+    if mixers:
+        check_kernels()
+    for mixer in mixers:
         set_on_module(mixer, "head_share", HeadShare())
         replace_forward(mixer, MethodType(packed_gated_delta_net, mixer))
