@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/agents.py learning --work outputs/agents     # seconds to an accuracy
     OMP_NUM_THREADS=1 python benchmarks/agents.py overhead                          # processor time of a request
+    python benchmarks/agents.py rate --engine vllm --model CHECKPOINT               # tokens a second, on a GPU
 
 ``learning`` trains the small models of ``dataproto walk`` and ``dataproto zoom`` from the same warm-up with the same seeds, in
 their environments and by the agents of ``docs/picture_agents.py``, and prints when each run reaches the accuracy that is asked
@@ -13,6 +14,10 @@ WORK is read and not run again.
 sockets. It prints the processor time of the loop and of the endpoint for each request, and that of the agents' own thread, which
 is the client's; without sockets the endpoint is in that thread. The last line is the floor: OpenAI's client alone, with a
 transport that answers at once.
+
+``rate`` plays such conversations, with larger pictures and replies of about ``--turn-tokens``, on a real engine in the same three
+ways, and prints the medians of tokens a second and their share of those of `play_episodes`. CHECKPOINT is one of
+``random_checkpoint.py``; by default a small model. An episode ends early where a reply finds no end.
 """
 
 import argparse
@@ -23,7 +28,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from functools import cache, partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
@@ -41,7 +49,7 @@ from rollout.agents import agent_loop  # noqa: E402
 from rollout.agents.agent import task_messages  # noqa: E402
 from rollout.agents.messages import Ask, Reply  # noqa: E402
 from rollout.agents.wire_replies import chat_body  # noqa: E402
-from rollout.engine import Completion, SamplingParams  # noqa: E402
+from rollout.engine import Completion, SamplingParams, create_engine  # noqa: E402
 from rollout.environments import EpisodeLimits, EpisodeStart, Observation, TurnRenderer, play_episodes  # noqa: E402
 from rollout.prompts import PromptBuilder  # noqa: E402
 
@@ -52,7 +60,19 @@ AGENTS = {
     "zoom": {"environment": None, "openai": "zoom"},
 }
 TURNS = 4
-PICTURES = [Image.new("RGB", (28, 28), (50 * turn, 0, 0)) for turn in range(TURNS)]
+SIDE = 28  # of a picture in ``overhead``, in pixels
+
+
+@cache
+def pictures(side: int) -> list[Image.Image]:
+    return [Image.new("RGB", (side, side), (50 * turn, 0, 0)) for turn in range(TURNS)]
+
+
+@cache
+def shown(side: int) -> list[Any]:
+    """The pictures as an agent's messages."""
+    contents = [[{"type": "image", "image": each}] for each in pictures(side)]
+    return [task_messages([{"role": "user", "content": content}])[0] for content in contents]
 
 
 def learning(options: argparse.Namespace) -> None:
@@ -118,29 +138,30 @@ class AnswersAtOnce:
 class Shows:
     """An environment that shows a picture in each turn."""
 
+    def __init__(self, side: int) -> None:
+        self.pictures = pictures(side)
+
     def reset(self, row: Any, seed: int) -> Observation:
         self.turn = 0
-        return Observation([PICTURES[0]])
+        return Observation([self.pictures[0]])
 
     def step(self, action: str) -> Observation:
         self.turn += 1
-        return Observation([PICTURES[self.turn % TURNS]], done=self.turn == TURNS)
-
-
-SHOWN = [task_messages([{"role": "user", "content": [{"type": "image", "image": each}]}])[0] for each in PICTURES]
+        return Observation([self.pictures[self.turn % TURNS]], done=self.turn == TURNS)
 
 
 class Agent:
     """The same by httpx, with connections that all conversations share."""
 
-    def __init__(self) -> None:
+    def __init__(self, side: int) -> None:
+        self.side = side
         self.client: httpx.AsyncClient | None = None
 
     async def __call__(self, task: Any) -> float:
         self.client = self.client or httpx.AsyncClient(timeout=None, limits=httpx.Limits())
         messages, headers = list(task.messages), {"authorization": f"Bearer {task.api_key}"}
-        for shown in SHOWN:
-            messages.append(shown)
+        for picture in shown(self.side):
+            messages.append(picture)
             body = {"model": task.model, "messages": messages}
             reply = await self.client.post(f"{task.base_url}/chat/completions", json=body, headers=headers)
             messages.append(reply.json()["choices"][0]["message"])
@@ -150,20 +171,21 @@ class Agent:
 class WithoutSockets:
     """The same by OpenAI's client, which all conversations share as far as a user can share it."""
 
-    def __init__(self) -> None:
+    def __init__(self, side: int) -> None:
+        self.side = side
         self.client: Any = None
 
     async def __call__(self, task: Any) -> float:
         self.client = self.client or openai.DefaultAsyncHttpxClient(transport=httpx2.ASGITransport(task.app))
-        await talk(self.client, task.api_key)
+        await talk(self.client, task.api_key, self.side)
         return 1.0
 
 
-async def talk(http: Any, key: str) -> None:
+async def talk(http: Any, key: str, side: int) -> None:
     client = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key=key, http_client=http)
     messages: list[Any] = [{"role": "system", "content": "Walk."}]
-    for shown in SHOWN:
-        messages.append(shown)
+    for picture in shown(side):
+        messages.append(picture)
         reply = await client.chat.completions.create(model="policy", messages=messages)
         messages.append(reply.choices[0].message)
 
@@ -182,7 +204,7 @@ def client_alone(conversations: int) -> float:
 
     async def everyone() -> None:
         http = openai.DefaultAsyncHttpxClient(transport=SaysUp())
-        await asyncio.gather(*(talk(http, "key") for _ in range(conversations)))
+        await asyncio.gather(*(talk(http, "key", SIDE) for _ in range(conversations)))
 
     began = time.process_time()
     asyncio.run(everyone())
@@ -201,18 +223,19 @@ def overhead(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         make_tiny_model(Path(folder), 0, WALK.model, WALK.texts)
         builder = PromptBuilder.from_pretrained(folder, 256)
-    row = {"raw_prompt": [{"role": "system", "content": "Walk."}]}
-    starts = [EpisodeStart(row, number, 7, "u", f"u/{number}") for number in range(options.conversations)]
+    starts = starts_of(options.conversations)
     sampling, limits = SamplingParams(max_tokens=8), EpisodeLimits(TURNS, seconds=3600)
     requests = options.conversations * TURNS
     for _ in range(options.times):
         milliseconds = 1000 / requests
         began = time.process_time()
-        played = play_episodes(AnswersAtOnce(builder), TurnRenderer(builder), starts, Shows, sampling, limits)
+        played = play_episodes(
+            AnswersAtOnce(builder), TurnRenderer(builder), starts, partial(Shows, SIDE), sampling, limits
+        )
         native = (time.process_time() - began) * milliseconds
         assert [len(each.turns) for each in played] == [TURNS] * options.conversations
         print(f"ms of processor time a request: play {native:.2f}", flush=True)
-        for name, agent in (("httpx", Agent()), ("openai, no sockets", WithoutSockets())):
+        for name, agent in (("httpx", Agent(SIDE)), ("openai, no sockets", WithoutSockets(SIDE))):
             began, loop = time.process_time(), time.thread_time()
             run = agent_loop.run_agents(AnswersAtOnce(builder), TurnRenderer(builder), starts, agent, sampling, limits)
             loop, whole = (time.thread_time() - loop) * milliseconds, (time.process_time() - began) * milliseconds
@@ -226,16 +249,63 @@ def overhead(options: argparse.Namespace) -> None:
         print(f"  OpenAI's client alone {client_alone(options.conversations):.2f}", flush=True)
 
 
+def starts_of(conversations: int) -> list[EpisodeStart]:
+    row = {"raw_prompt": [{"role": "system", "content": "Walk."}]}
+    return [EpisodeStart(row, number, 7, "u", f"u/{number}") for number in range(conversations)]
+
+
+def rate(options: argparse.Namespace) -> None:
+    side, limits = options.side, EpisodeLimits(TURNS, seconds=3600)
+    with tempfile.TemporaryDirectory() as folder:
+        path = options.model or str(make_tiny_model(Path(folder), 0, WALK.model, WALK.texts))
+        engine = create_engine(options.engine, path, **json.loads(options.options))
+        renderer = TurnRenderer(PromptBuilder.from_pretrained(path, 8192))
+    words = renderer.builder.config.get_text_config().vocab_size
+    stops = tuple(range(0, words, options.turn_tokens))  # a reply ends at a token in so many
+    sampling = SamplingParams(max_tokens=4 * options.turn_tokens, stop_token_ids=stops, ignore_eos=True)
+    starts = starts_of(options.conversations)
+    play = partial(play_episodes, engine, renderer)
+    run = partial(agent_loop.run_agents, engine, renderer)
+    ways: dict[str, Any] = {
+        "play": lambda rows: play(rows, partial(Shows, side), sampling, limits),
+        "httpx": lambda rows: run(rows, Agent(side), sampling, limits),
+        "openai, no sockets": lambda rows: run(rows, WithoutSockets(side), sampling, limits),
+    }
+    for way in ways.values():
+        way(starts[: len(starts) // 4])  # kernels, graphs and caches
+    found = {name: [tokens_a_second(way, starts) for _ in range(options.times)] for name, way in ways.items()}
+    native = median(found["play"])
+    for name, rates in found.items():
+        listed = ", ".join(f"{each:,.0f}" for each in rates)
+        print(f"{name}: {median(rates):,.0f} tokens/s ({listed}), {median(rates) / native:.3f} of play", flush=True)
+
+
+def tokens_a_second(way: Any, starts: Sequence[EpisodeStart]) -> float:
+    began = time.perf_counter()
+    turns = [turn for each in way(starts) for turn in each.turns]
+    seconds = time.perf_counter() - began
+    tokens = sum(len(turn.token_ids) for turn in turns)
+    print(f"  {len(turns)} turns, {tokens} tokens in {seconds:.1f} s", flush=True)
+    return tokens / seconds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["learning", "overhead"])
+    parser.add_argument("what", choices=["learning", "overhead", "rate"])
     parser.add_argument("--work", type=Path, default=Path("outputs/agents"))
     parser.add_argument("--recipes", nargs="+", choices=list(AGENTS), default=list(AGENTS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--conversations", type=int, default=256)
     parser.add_argument("--times", type=int, default=3)
+    parser.add_argument("--engine", default="hf", help="of ``rate``")
+    parser.add_argument("--options", default="{}", help="JSON: options of the engine")
+    parser.add_argument("--model", help="checkpoint; default: a small Qwen2.5-VL with random weights")
+    parser.add_argument("--side", type=int, default=280, help="pixels of a picture in ``rate`` (default: 280)")
+    parser.add_argument(
+        "--turn-tokens", type=int, default=128, help="mean length of a reply in ``rate``, about (default: 128)"
+    )
     options = parser.parse_args()
-    {"learning": learning, "overhead": overhead}[options.what](options)
+    {"learning": learning, "overhead": overhead, "rate": rate}[options.what](options)
 
 
 if __name__ == "__main__":
