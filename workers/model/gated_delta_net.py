@@ -242,7 +242,7 @@ def has_fla() -> bool:
 
 
 def check_kernels() -> None:
-    """Checks that flash-linear-attention computes gradients here: on Hopper with Triton 3.4 to 3.7.0 it refuses to, in a backward pass.
+    """Checks that flash-linear-attention has gradients here: on Hopper with Triton 3.4 to 3.7.0 it refuses its backward pass.
 
     Raises:
         MissingPackage: ``tilelang``, with which it computes them there, is not installed.
