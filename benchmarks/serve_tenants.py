@@ -10,8 +10,7 @@ together and take snapshots together, so that the phases compare with those of t
 are not counted. Each side is a process of its own, one after the other: ``--first server`` begins with the server.
 
 Each phase is printed when it ends, and the last line of the server's log every 15 s until the first step. ``--output`` gets the
-steps of both sides as they come, the log of the server and the tables; the second one says where the seconds from the request of
-a snapshot to the first sample of it went.
+steps of both sides as they come, the log of the server and the table.
 """
 
 import argparse
@@ -27,7 +26,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -43,7 +41,6 @@ ENVIRONMENT = {
 os.environ.update(ENVIRONMENT)
 
 from benchmarks.served_processes import served, told  # noqa: E402
-from benchmarks.snapshot_stages import Stage, StageLog, stages_table  # noqa: E402
 
 TENANTS, RANK = 8, 16
 MODEL = "random"
@@ -241,23 +238,18 @@ def measure_server(arguments: argparse.Namespace) -> None:
             tenants = [first, *pool.map(tenant, range(1, TENANTS))]
             gc.collect()
             gc.freeze()  # the collector would stop the clients for 0.2 s to look through all that is imported
-            log = StageLog(arguments.output / "server.log")
-            keep(arguments, 0, server_step(pool, tenants, log))
+            keep(arguments, 0, server_step(pool, tenants))
         for number in range(1, arguments.warmup + arguments.steps):
-            keep(arguments, number, server_step(pool, tenants, log))
+            keep(arguments, number, server_step(pool, tenants))
 
 
-def server_step(pool: ThreadPoolExecutor, tenants: Sequence[Tenant], log: StageLog) -> Step:
+def server_step(pool: ThreadPoolExecutor, tenants: Sequence[Tenant]) -> Step:
     sampling, sampled = timed_all(pool, Tenant.sample, tenants)
     say(f"server: sampled {sum(sampled)} tokens in {sampling:.2f} s")
     training, trained = timed_all(pool, Tenant.train, tenants)
     say(f"server: trained {sum(trained)} tokens in {training:.2f} s")
-    log.begin()
     together, snapshots = timed_all(pool, Tenant.snapshot, tenants)
-    stages_together = log.stages()
-    log.begin()
     saved, alone = tenants[0].snapshot()
-    stages = {"together": stages_together, "alone": log.stages()}
     return {
         "sampling": sampling + together,  # as in the loop, where the engine gets its weights before it samples
         "training": training,
@@ -267,9 +259,7 @@ def server_step(pool: ThreadPoolExecutor, tenants: Sequence[Tenant], log: StageL
         "snapshots": max(first for _, first in snapshots),
         "snapshot": alone,
         "saved": saved,
-        "all_saved": max(each for each, _ in snapshots),
         "difference": max(each.difference for each in tenants),
-        "stages": {name: {stage: asdict(each) for stage, each in found.items()} for name, found in stages.items()},
     }
 
 
@@ -320,20 +310,7 @@ def report(steps: Mapping[str, Sequence[Step]]) -> str:
     ):
         found = median([step[key] for step in steps["server"]] or [float("nan")])
         lines.append(f"| {name} |  | {found:.4f} |  |")
-    return "\n".join([*lines, *report_snapshots(steps["server"])])
-
-
-def report_snapshots(steps: Sequence[Step]) -> list[str]:
-    """A table of the stages of snapshots in the step in which the slowest of those at once was the median of all steps."""
-    if not steps:
-        return []
-    step = sorted(steps, key=lambda each: each["snapshots"])[len(steps) // 2]
-    names = {"alone": "one snapshot", "together": f"{TENANTS} at once"}
-    phases = {
-        text: {stage: Stage(**each) for stage, each in step["stages"][name].items()} for name, text in names.items()
-    }
-    acknowledged = dict(zip(phases, (step["saved"], step["all_saved"])))
-    return ["", stages_table(phases, acknowledged, dict(zip(phases, (step["snapshot"], step["snapshots"]))))]
+    return "\n".join(lines)
 
 
 def parse() -> argparse.Namespace:

@@ -218,10 +218,8 @@ class EngineProcess:
         self._flying[request.request_id] = connection
         try:
             if request.sampler_id not in self._samplers:
-                began = time.perf_counter()
                 self.backend.open_sampler(request.sampler_id, base_model, adapter)
                 self._samplers.add(request.sampler_id)
-                log.info("sampler %s: opened %.3f s", request.sampler_id, time.perf_counter() - began)
             self.backend.submit(request)
         except Exception as error:
             self._finish(request.request_id, failure_of(error))

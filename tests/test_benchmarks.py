@@ -127,7 +127,6 @@ NOT_RUN = {
         "engine_weights",
         "label_reading",
         "served_processes",
-        "snapshot_stages",
         "store_traffic",
         "walk_agents",
         "workload",

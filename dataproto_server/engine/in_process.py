@@ -1,7 +1,5 @@
 """The backend of the server, which computes in this process, on its CPU or its first CUDA device."""
 
-import logging
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,10 +27,8 @@ from dataproto_server.engine.passes import OpenPass, open_pass, run_passes
 from dataproto_server.engine.sampling import OpenSample, Samplers, finished, open_sample
 from dataproto_server.engine.trained_adapter import TrainedAdapter, TrainedMatrices, TrainedWeights
 from dataproto_server.refusals import failure_of, server_failure
-from rollout.adapters import Adapter, AdapterConfig, write_packed_adapter
+from rollout.adapters import Adapter, AdapterConfig
 from workers.model.model_config import AdamParams
-
-log = logging.getLogger("dataproto.serve.engine")
 
 Polled = list[SampleResult | tuple[str, Failure]]
 """What `Backend.poll` returns."""
@@ -183,24 +179,9 @@ class InProcessEngine:
 
     def export(self, model_id: str, directory: Path, *, sampled: bool = False, later: Later = at_once) -> None:
         """See `Backend.export`."""
-        began, model = time.perf_counter(), self._model(model_id)
-        if model.adapter is None:
-            self._finite(model_id)
-            return model.trained.export(directory, model.base_model)
-        config, base = model.adapter.config, model.base_model
+        model = self._finite(model_id)
         dtype = model.base.sampled_dtype if sampled else torch.float32
-        matrices = model.adapter.packed(dtype)
-        if not matrices.is_finite():  # of all at once: a look at each of them would take longer than the copy
-            self._finite(model_id)
-            raise CheckpointError(f"model {model_id!r} has numbers beyond {dtype}: take smaller steps")
-        copied = time.perf_counter()
-
-        def write() -> None:
-            write_packed_adapter(config, matrices, directory, base)
-            stages = copied - began, time.perf_counter() - copied
-            log.info("adapter %s: copied %.3f s, filed %.3f s", model_id, *stages)
-
-        later(write)
+        model.trained.export(directory, model.base_model, dtype, later)
 
     def release(self, model_id: str) -> None:
         """See `Backend.release`."""

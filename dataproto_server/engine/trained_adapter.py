@@ -6,6 +6,7 @@ An AdamW step that could leave numbers that float32 does not hold is refused bef
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -20,13 +21,12 @@ from dataproto_server.backend import OPTIMIZER_FILE, Later, at_once
 from rollout.adapters import (
     Adapter,
     check_digests,
+    host_copies,
     read_adapter,
     read_tensors,
     write_adapter,
     write_digests,
-    write_packed_adapter,
 )
-from rollout.packed_tensors import pack_by_kind, write_packed
 from workers.model.model_config import LARGEST_FLOAT32, AdamParams, OptimizerConfig
 from workers.ranks.mesh import Ranks
 from workers.training.optimizer import Optimizer, new_moments
@@ -75,8 +75,8 @@ class TrainedMatrices(ABC):
         self.optimizer = Optimizer(cast(Iterable[nn.Parameter], self.matrices.values()), OptimizerConfig())
 
     @abstractmethod
-    def export(self, directory: Path, base_model: str) -> None:
-        """Writes what a sampler loads to a directory, which exists."""
+    def export(self, directory: Path, base_model: str, dtype: torch.dtype, later: Later) -> None:
+        """Writes what a sampler loads to a directory, which exists; an adapter in a dtype. For ``later`` see `save`."""
 
     @abstractmethod
     def read(self, directory: Path) -> Mapping[str, Tensor]:
@@ -176,19 +176,17 @@ class TrainedAdapter(TrainedMatrices):
         super().__init__(adapter)
         self.adapter, self.model, self.family = adapter, model, family
 
-    def export(self, directory: Path, base_model: str) -> None:
+    def export(self, directory: Path, base_model: str, dtype: torch.dtype, later: Later) -> None:
         """See `write_adapter`."""
-        write_adapter(self.adapter, directory, base_model)
+        later(partial(write_adapter, self.adapter.snapshot(dtype), directory, base_model, dtype))
 
     def save(self, directory: Path, base_model: str, later: Later = at_once) -> None:
         """See `TrainedMatrices.save`. The weights are copied now, and written later."""
-        matrices = self.adapter.packed().for_writing()
-        state = pack_by_kind(self.state())
+        snapshot, state = self.adapter.snapshot(), host_copies(self.state())
 
         def write() -> None:
-            write_packed_adapter(self.adapter.config, matrices, directory, base_model)
-            digest = write_packed(state, directory / OPTIMIZER_FILE)
-            write_digests(directory, known={OPTIMIZER_FILE: digest})
+            write_adapter(snapshot, directory, base_model)
+            _save(state, directory, OPTIMIZER_FILE)
 
         later(write)
 
@@ -206,6 +204,11 @@ def _taken(tensors: dict[str, Tensor], name: str, shape: Sequence[int], file: Pa
     if found is None or tuple(found.shape) != tuple(shape):
         raise CheckpointError(f"{file} lacks {name} of shape {tuple(shape)}")
     return found
+
+
+def _save(tensors: Mapping[str, Tensor], directory: Path, file: str) -> None:
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, directory / file)
+    write_digests(directory, file)
 
 
 WEIGHTS_FILE = "weights.safetensors"
@@ -242,7 +245,7 @@ class TrainedWeights(TrainedMatrices):
         super().__init__(weights)
         self.model, self.processors = model, processors
 
-    def export(self, directory: Path, base_model: str) -> None:
+    def export(self, directory: Path, base_model: str, dtype: torch.dtype, later: Later) -> None:
         """Writes a whole checkpoint, as ``from_pretrained`` loads it."""
         export = ShardedExport(directory, self.model, family_of(self.model), Ranks(), dtype=None)
         export.collect(in_background=False)
@@ -251,10 +254,8 @@ class TrainedWeights(TrainedMatrices):
 
     def save(self, directory: Path, base_model: str, later: Later = at_once) -> None:
         """See `TrainedMatrices.save`."""
-        for file, found in ((WEIGHTS_FILE, self.matrices), (OPTIMIZER_FILE, self.state())):
-            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}
-            save_file(tensors, directory / file)
-            write_digests(directory, file)
+        _save(self.matrices, directory, WEIGHTS_FILE)
+        _save(self.state(), directory, OPTIMIZER_FILE)
 
     def read(self, directory: Path) -> Mapping[str, Tensor]:
         """See `TrainedMatrices.read`."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import logging
 import math
 import time
 import uuid
@@ -39,7 +38,6 @@ from dataproto_server.refusals import InvalidRequest
 from workers.model.model_config import AdamParams
 
 MILLIARD = 1_000_000_000
-log = logging.getLogger("dataproto.serve")
 WITH_FILES = ("save", "save_for_sampler", "save_external", "load")
 """The kinds whose files take time, which the rounds do not wait for."""
 NO_UPDATE = (
@@ -229,12 +227,9 @@ class Barriers:
             raise InvalidRequest(f"there is a sampling session {sampler_id} already: choose another number")
         moving = asked.kind == "inflight"
         directory = self.catalogue.run_directory(run) / f"sampler-{entry.seq}"
-        waited, began = time.monotonic() - entry.arrived, time.perf_counter()
         self._check_room(run.owner)
         async with new_directory(directory) as temporary:
             await self.link.call("export", model_id=run.id, directory=temporary, sampled=True)
-            written = time.perf_counter()
-        stages = waited, written - began, time.perf_counter() - written
         sampler = Sampler(
             id=sampler_id,
             session=run.session,
@@ -245,14 +240,10 @@ class Barriers:
             own=1,
             moving=int(moving),
         )
-        return self._new_sampler(sampler, stages)
+        return self._new_sampler(sampler)
 
-    def _new_sampler(self, sampler: Sampler, stages: tuple[float, float, float]) -> Done:
-        """The sampler, to whose directory the earlier ones of the run move if they follow it.
-
-        Args:
-            stages: seconds until its turn, until its files were written, and until they had their name, for the log.
-        """
+    def _new_sampler(self, sampler: Sampler) -> Done:
+        """The sampler, to whose directory the earlier ones of the run move if they follow it."""
         earlier = [
             each
             for each in self.catalogue.samplers.values()
@@ -267,7 +258,6 @@ class Barriers:
             self.catalogue.samplers[sampler.id] = sampler
             for directory in left:
                 self.samples.retire(str(directory))
-            log.info("snapshot %s: waited %.3f s, written %.3f s, named %.3f s", sampler.directory, *stages)
 
         answer = {"sampling_session_id": sampler.id, "type": "save_weights_for_sampler"}
         return Done(answer, [put(sampler), *moved], after)

@@ -1,7 +1,6 @@
 """Samples of adapters by vLLM against Hugging Face's forward, and against the Hugging Face engine."""
 
 import logging
-import shutil
 
 import numpy as np
 import pytest
@@ -22,7 +21,6 @@ from helpers.served_models import (
     train,
     until_done,
 )
-from rollout.adapters import WEIGHTS_FILE
 
 pytestmark = pytest.mark.vllm
 
@@ -154,22 +152,6 @@ def test_a_prefix_that_vllm_keeps_belongs_to_one_adapter(served, monkeypatch):
         np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-4, rtol=0)
     assert kept[::2] == [0, 0, 0]
     assert min(kept[1::2]) >= 2 * block
-
-
-def test_vllm_takes_an_adapter_from_memory(served, tmp_path):
-    """Its file is gone when vLLM loads it, and when vLLM loads it again after another one."""
-    engine, _, _, prompt, directory = served
-    expected = sample(engine, "small", prompt, sampling={"max_tokens": 4, "seed": 3})
-    shutil.copytree(directory / "small", tmp_path / "copy")
-    engine.open_sampler("copy", "tiny", tmp_path / "copy")
-    adapter = engine._samplers._adapters["copy"]
-    (tmp_path / "copy" / WEIGHTS_FILE).unlink()
-    for _ in range(2):
-        engine._samplers._adapters["copy"] = adapter
-        found = sample(engine, "copy", prompt, sampling={"max_tokens": 4, "seed": 3})
-        assert found.samples[0].logprobs.tolist() == expected.samples[0].logprobs.tolist()
-        sample(engine, "large", prompt, sampling={"max_tokens": 1})
-    engine.close_sampler("copy")
 
 
 def test_requests_are_aborted_and_mistakes_named(served):
