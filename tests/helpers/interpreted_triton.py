@@ -2,7 +2,8 @@
 
     TRITON_INTERPRET=1 python -m pytest tests/rollout/test_vllm_engine.py
 
-vLLM asks for a backend by name; the interpreter needs none.
+vLLM asks for a backend by name; the interpreter needs none. Inductor would ask that backend for its target, so it is told before
+that Triton compiles for no device here. The interpreter has no arithmetic in bfloat16, see `plain_places`.
 """
 
 import os
@@ -22,6 +23,20 @@ def interpreted():
 def register():
     """Has vLLM, when it is imported, find a backend of Triton for the CPU, if kernels run in the interpreter."""
     if interpreted():
+        from torch.utils._triton import has_triton
         from triton.backends import Backend, backends
 
+        has_triton()  # which is kept
         backends.setdefault("cpu", Backend(compiler=None, driver=_Driver))
+
+
+def plain_places(monkeypatch):
+    """Has Qwen3-VL's vision tower in bfloat16 interpolate its positions by torch, if kernels run in the interpreter.
+
+    Triton's documents list it among the limits of the interpreter: it keeps bfloat16 as integers of 16 bits and multiplies those,
+    so that vLLM's kernel gives NaN.
+    """
+    if interpreted():
+        from vllm.model_executor.models import qwen3_vl
+
+        monkeypatch.setattr(qwen3_vl, "triton_pos_embed_interpolate", qwen3_vl.pos_embed_interpolate_native)

@@ -10,6 +10,7 @@ from dataproto.errors import InvalidConfig
 from dataproto.vlm import family_of
 from helpers.checkpoints import write_checkpoint
 from helpers.engines import GREEDY, ROWS, SAMPLED, generate, publish, start
+from helpers.interpreted_triton import plain_places
 from helpers.routes import differences_with_and_without, write_like_a3b
 from rollout.engine import SamplingParams, create_engine
 from rollout.hf.engine import HFEngine
@@ -90,20 +91,22 @@ def test_no_step_is_scheduled_ahead_of_its_tokens(family):
     assert family.vllm.llm.llm_engine.vllm_config.scheduler_config.async_scheduling is False
 
 
-def test_prefixes_are_found_in_whole_blocks():
+def test_prefixes_are_found_in_whole_blocks(tmp_path):
     """vLLM copies a block of which a request uses a part, and its experts would not be copied."""
     set_environment()
     from vllm import EngineArgs
 
     recurrent = chosen_options(family_of("qwen3_5_moe"))
-    args = EngineArgs("model", **recurrent | recording_options())
+    model = str(tmp_path)  # else vLLM looks for it in the cache, if Hugging Face's hub is offline
+    args = EngineArgs(model, **recurrent | recording_options())
     assert getattr(args, "prefix_match_unit", None) is None
     assert args.async_scheduling is False
-    assert getattr(EngineArgs("model", **recurrent), "prefix_match_unit", 16) == 16
+    assert getattr(EngineArgs(model, **recurrent), "prefix_match_unit", 16) == 16
 
 
-def test_the_difference_of_engine_and_actor_halves(tmp_path):
+def test_the_difference_of_engine_and_actor_halves(tmp_path, monkeypatch):
     """In bfloat16, of a model with the mixture of Qwen3-VL-30B-A3B."""
+    plain_places(monkeypatch)
     path = write_like_a3b(tmp_path / "actor", width=128)
     published = publish("qwen3_vl_moe", copytree(path, tmp_path / "engine"))
     builder = PromptBuilder.from_pretrained(path, max_prompt_length=300)

@@ -13,7 +13,7 @@ from benchmarks.engine_weights import differing_weights
 from dataproto.errors import InvalidConfig
 from helpers.checkpoints import write_checkpoint
 from helpers.engines import ROWS, SAMPLED, generate, publish, start
-from helpers.interpreted_triton import interpreted
+from helpers.interpreted_triton import interpreted, plain_places
 from helpers.prediction_heads import add_head
 from helpers.shown_models import VLLM_HALF_TYPES
 from rollout.engine import SamplingParams, create_engine
@@ -92,10 +92,7 @@ def test_whatever_is_drafted_tokens_and_log_probs_are_equal(tmp_path, monkeypatc
         with pytest.raises(InvalidConfig, match="first model runner does not keep their states"):
             create_engine("vllm", path, speculate=3, dtype="bfloat16", **options)
         return
-    from vllm.model_executor.models import qwen3_vl
-
-    native = qwen3_vl.pos_embed_interpolate_native  # the interpreter computes NaN with the other in bfloat16
-    monkeypatch.setattr(qwen3_vl, "triton_pos_embed_interpolate", native)
+    plain_places(monkeypatch)
     engine = create_engine("vllm", path, speculate=3, dtype="bfloat16", **options)
     setup, sampling = (
         SimpleNamespace(builder=builder, prompts=builder(ROWS)),
