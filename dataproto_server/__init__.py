@@ -1,6 +1,3 @@
 """The server of ``dataproto serve``: it trains and samples for clients of the Tinker SDK over HTTP."""
 
 import recipes  # noqa: F401  # first: it sets what torch reads when it is loaded
-from dataproto_server.backend import Backend
-
-__all__ = ["Backend"]

@@ -1,26 +1,21 @@
-"""What the server asks of the engine that computes: plain data and arrays, without torch.
-
-A `Backend` trains and samples adapters (LoRA) of base models that it holds. It is called from one thread. It knows no clients,
-no order of requests and no files but the directories that it is given.
-
-When the same calls come in the same order and grouping, a backend on the CPU gives the same results bit for bit: the server
-replays a journal of calls after a crash.
+"""What the server asks of the engine that computes, `dataproto_server.engine.InProcessEngine`: plain data and arrays, without
+torch.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from dataproto.chunks import Chunk
 from dataproto.errors import InvalidColumn, InvalidConfig
-from workers.model.model_config import AdamParams
 
 Array: TypeAlias = npt.NDArray[Any]
+Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]  # what SQLite holds
 TopK: TypeAlias = tuple[Array, Array]
 """The k most probable tokens of n positions: ids ``(n, k)`` int32, most probable first, and log-probs ``(n, k)`` float32."""
 
@@ -29,7 +24,7 @@ Later: TypeAlias = Callable[[Callable[[], None]], None]
 
 LEAST_TEMPERATURE = 1e-30  # by which float32 can divide logits
 OPTIMIZER_FILE = "optimizer.safetensors"
-"""The file of `Backend.save` with the AdamW state; the other files are the adapter, as `Backend.export` writes it."""
+"""The file of a saved run with its AdamW state; the other files are its adapter."""
 
 DIGESTS_FILE = "sha256.json"
 """A file in which a backend may leave the SHA-256 of files that it has written, by their names."""
@@ -52,9 +47,8 @@ class ModelInfo:
     max_lora_rank: int = 64
 
 
-@dataclass(frozen=True, slots=True)
-class LoraSpec:
-    """A new adapter.
+class LoraSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A new adapter, as clients ask for it.
 
     Args:
         rank: of every matrix; alpha is 32.
@@ -64,8 +58,8 @@ class LoraSpec:
         train_unembed: the output matrix has one.
     """
 
-    rank: int
-    seed: int | None = None
+    rank: Int
+    seed: Int | None = None
     train_mlp: bool = True
     train_attn: bool = True
     train_unembed: bool = True
@@ -154,9 +148,8 @@ class Failure:
     category: Literal["user", "server"]
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How responses are sampled.
+class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How responses are sampled, as clients ask for it.
 
     Args:
         max_tokens: of an answer; ``None`` fills the context.
@@ -166,12 +159,12 @@ class Sampling:
         stop: texts or token ids that end an answer; ``None`` is the model's own end tokens, and an empty list nothing at all.
     """
 
-    max_tokens: int | None = None
+    max_tokens: Int | None = None
     temperature: float = 1.0
-    top_k: int = -1
+    top_k: Int = -1
     top_p: float = 1.0
-    seed: int | None = None
-    stop: str | Sequence[str | int] | None = None
+    seed: Int | None = None
+    stop: str | list[str | Int] | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -254,109 +247,3 @@ def nothing() -> None:
 def at_once(work: Callable[[], None]) -> None:
     """Carries out some work now."""
     work()
-
-
-class Backend(Protocol):
-    """What trains and samples. A user's mistake is an error of `dataproto.errors`, or a `Failure` where that is returned."""
-
-    def start(self) -> None:
-        """Loads what requests will need. It is called once, before the front process can connect.
-
-        Raises:
-            InvalidConfig: a model cannot be loaded, or the engine that samples does not start.
-        """
-        ...
-
-    def describe(self) -> list[ModelInfo]:
-        """The base models that it has."""
-        ...
-
-    def create(self, model_id: str, base_model: str, lora: LoraSpec | None, *, replayed: bool = False) -> None:
-        """Makes an adapter with the initial weights of its seed, without AdamW state; ``None`` trains all weights.
-
-        Args:
-            replayed: it has been made before, or takes the place of another model for a replayed pass: no limit applies to it.
-
-        Raises:
-            InvalidConfig: there is no such base model, the rank is too large, or no slot is free.
-        """
-        ...
-
-    def passes(self, passes: Sequence[Pass], *, between: Callable[[], None] = nothing) -> list[PassResult | Failure]:
-        """Computes passes of any models in one packed batch; the gradients of a model add up until its `optim_step`.
-
-        A pass that fails adds no gradient and does not fail the others; one whose gradient is not finite fails, and names a row,
-        unless it is ``replayed``. If the call raises, none has added any.
-
-        Args:
-            between: is called between the parts of the batch, and calls methods that sample (`open_sampler`, `close_sampler`,
-                `submit`, `poll`, `abort`), so that samples do not wait for the whole batch.
-        """
-        ...
-
-    def optim_step(self, model_id: str, adam: AdamParams) -> Mapping[str, float]:
-        """Makes a step of AdamW on the gradients of a model, and forgets them. None is made if their norm is not finite.
-
-        Returns:
-            metrics, ``grad_norm`` before clipping among them.
-        """
-        ...
-
-    def save(self, model_id: str, directory: Path, *, later: Later = at_once) -> None:
-        """Writes the adapter (peft's files) and the AdamW state (`OPTIMIZER_FILE`) to an empty directory, without gradients.
-
-        Args:
-            later: gets the work of writing the files. The weights are copied before `save` returns, so other calls may follow
-                before the work is done.
-
-        Raises:
-            CheckpointError: a weight is not finite; names the model.
-        """
-        ...
-
-    def load(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
-        """Replaces the adapter of a model by a saved one, drops its gradients, and reads or drops its AdamW state.
-
-        Raises:
-            CheckpointError: the files do not fit the model, or are damaged.
-        """
-        ...
-
-    def export(self, model_id: str, directory: Path, *, sampled: bool = False, later: Later = at_once) -> None:
-        """Writes the adapter alone to an empty directory, as `open_sampler` and peft load it.
-
-        Args:
-            sampled: it is for samplers alone: the backend may write the weights in the precision in which it samples.
-            later: see `save`.
-
-        Raises:
-            CheckpointError: a weight is not finite; names the model.
-        """
-        ...
-
-    def release(self, model_id: str) -> None:
-        """Forgets a model; an unknown one is no error."""
-        ...
-
-    def open_sampler(self, sampler_id: str, base_model: str, adapter: Path | None) -> None:
-        """Makes samples of an exported adapter possible, or of the base model. The directory stays until `close_sampler`."""
-        ...
-
-    def close_sampler(self, sampler_id: str) -> None:
-        """Forgets a sampler, and aborts its requests; an unknown one is no error."""
-        ...
-
-    def submit(self, request: SampleRequest) -> None:
-        """Takes a request in. A mistake in it becomes a `Failure` of `poll`."""
-        ...
-
-    def poll(self) -> list[SampleResult | tuple[str, Failure]]:
-        """Makes a decoding step of all requests, and returns the finished ones, the failed ones by ``request_id``.
-
-        Returns at once with an empty list when nothing is in flight.
-        """
-        ...
-
-    def abort(self, request_ids: Sequence[str]) -> None:
-        """Drops requests; they never appear in `poll` again. Unknown ones are no error."""
-        ...

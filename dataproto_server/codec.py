@@ -15,8 +15,8 @@ from google.protobuf.message import DecodeError
 from PIL import Image
 
 from dataproto.chunks import Chunk, EncodedTextChunk, ImageChunk
-from dataproto.errors import InvalidChunk, InvalidColumn, InvalidConfig
-from dataproto_server.backend import Array, Datum, Pass, PassResult, SampleRequest, SampleResult, Sampling, SparseRows
+from dataproto.errors import InvalidChunk, InvalidColumn
+from dataproto_server.backend import Array, Datum, Pass, PassResult, SampleRequest, SampleResult, SparseRows
 from dataproto_server.config import LimitsConfig
 from dataproto_server.json_requests import ImageBody, SampleBody, TensorBody, TextBody, read
 from dataproto_server.refusals import InvalidRequest, Refused
@@ -315,17 +315,13 @@ def read_sample(body: SampleBody, request_id: str, sampler_id: str, limits: Limi
         raise InvalidRequest(
             "record_stability_info belongs to a loss without a public formula, which this server lacks"
         )
-    try:
-        sampling = Sampling(**body.sampling_params.values())
-    except InvalidConfig as error:
-        raise InvalidRequest(str(error)) from error
     targets = None if body.target_prompt_logprobs is None else _targets(body.target_prompt_logprobs)
     request = SampleRequest(
         request_id,
         sampler_id,
         chunks,
         body.num_samples,
-        sampling,
+        body.sampling_params,
         bool(body.prompt_logprobs),
         body.topk_prompt_logprobs,
         body.topk_sample_logprobs,

@@ -1,4 +1,4 @@
-"""The process that computes: it carries out the calls of the front process, one at a time, on a `Backend`.
+"""The process that computes: it carries out the calls of the front process, one at a time, on an `InProcessEngine`.
 
 Threads write the files of weights while it carries out other calls: a call that writes some is answered when they are there.
 
@@ -22,7 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from dataproto_server.backend import Backend, SampleRequest
+from dataproto_server.backend import SampleRequest
 from dataproto_server.engine_link import SIZE, packed
 from dataproto_server.refusals import failure_of
 
@@ -77,7 +77,7 @@ class Calls:
 class EngineProcess:
     """Serves one backend on a Unix socket, to one front process at a time."""
 
-    def __init__(self, backend: Backend, path: Path, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, backend: Any, path: Path, clock: Callable[[], float] = time.perf_counter) -> None:
         """
         Args:
             clock: seconds, in which training and sampling have equal shares.
@@ -291,7 +291,7 @@ def main(factory: str, options: str, path: str, parent_pipe: int) -> None:
     end_with_parent(parent_pipe)
     began = time.perf_counter()
     module, _, name = factory.partition(":")
-    backend: Backend = getattr(importlib.import_module(module), name)(options)
+    backend = getattr(importlib.import_module(module), name)(options)
     backend.start()
     gc.collect()
     gc.freeze()  # the collector would stop the engine for 0.1 s or more to look through all that is loaded

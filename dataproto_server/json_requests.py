@@ -4,14 +4,14 @@ reads are next to it.
 Names are those of the API. Fields without a default must be given.
 """
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from dataproto_server.backend import Int, LoraSpec, Sampling
 from dataproto_server.refusals import InvalidRequest, Refused
 
 Metadata = dict[str, Any]
-Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]  # what SQLite holds
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -44,9 +44,9 @@ def read(kind: type[Kind], value: Any) -> Kind:
     Raises:
         InvalidRequest: names the field that is missing, unknown or of another type.
 
-    >>> read(SamplingBody, {"max_tokens": 4, "stop": ["a"]}).stop
+    >>> read(Sampling, {"max_tokens": 4, "stop": ["a"]}).stop
     ['a']
-    >>> read(SamplingBody, {"max_tokens": "4"})
+    >>> read(Sampling, {"max_tokens": "4"})
     Traceback (most recent call last):
     dataproto_server.refusals.InvalidRequest: Expected `int | null`, got `str` - at `$.max_tokens`
     """
@@ -56,20 +56,12 @@ def read(kind: type[Kind], value: Any) -> Kind:
         raise InvalidRequest(str(error)) from error
 
 
-class LoraBody(Body):
-    rank: Int
-    seed: Int | None = None
-    train_unembed: bool = True
-    train_mlp: bool = True
-    train_attn: bool = True
-
-
 class CreateModel(Body):
     session_id: str
     model_seq_id: Int
     base_model: str
     user_metadata: Metadata | None = None
-    lora_config: LoraBody | None = None
+    lora_config: LoraSpec | None = None
     optimizer_config: dict[str, Any] | None = None
 
 
@@ -150,20 +142,11 @@ class PromptBody(Body):
     chunks: list[Any]
 
 
-class SamplingBody(Body):
-    max_tokens: Int | None = None
-    seed: Int | None = None
-    stop: str | list[str | Int] | None = None
-    temperature: float = 1.0
-    top_k: Int = -1
-    top_p: float = 1.0
-
-
 class SampleBody(Body):
     sampling_session_id: str
     seq_id: Int
     prompt: PromptBody
-    sampling_params: SamplingBody
+    sampling_params: Sampling
     num_samples: Int = 1
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: Int = 0

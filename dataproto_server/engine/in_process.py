@@ -31,7 +31,7 @@ from rollout.adapters import Adapter, AdapterConfig
 from workers.model.model_config import AdamParams
 
 Polled = list[SampleResult | tuple[str, Failure]]
-"""What `Backend.poll` returns."""
+"""What `InProcessEngine.poll` returns."""
 
 
 def request_of(polled: SampleResult | tuple[str, Failure]) -> str:
@@ -54,7 +54,9 @@ class TrainedModel:
 
 
 class InProcessEngine:
-    """A `Backend` for adapters of some base models. Models with the same path share their weights.
+    """Trains and samples adapters (LoRA) of base models. Models with the same path share their weights. It knows no clients, no
+    order of requests and no files but the directories that it is given. A user's mistake is an error of `dataproto.errors`, or a
+    `Failure` where that is returned.
 
     Log-probs are those of the model's own softmax over the whole vocabulary, as a forward pass of Hugging Face computes them; ids
     of media are never sampled, but they are not masked. On the CPU equal calls in the same grouping give equal results, bit for
@@ -78,8 +80,11 @@ class InProcessEngine:
         self._ready: Polled = []
 
     def start(self) -> None:
-        """See `Backend.start`. With ``full_finetuning`` a model is loaded when it is first used: one that trains all weights has
-        a copy of its own, and may be the only one.
+        """Loads what requests will need. With ``full_finetuning`` a model is loaded when it is first used: one that trains all
+        weights has a copy of its own, and may be the only one.
+
+        Raises:
+            InvalidConfig: a model cannot be loaded, or the engine that samples does not start.
         """
         if self.options.full_finetuning:
             return
@@ -87,7 +92,7 @@ class InProcessEngine:
             self.base(name).start()
 
     def describe(self) -> list[ModelInfo]:
-        """See `Backend.describe`."""
+        """The base models that it has."""
         return [
             ModelInfo(name, path, context_length(path, self.options), max_lora_rank=self.options.max_lora_rank)
             for name, path in self.paths.items()
@@ -108,7 +113,14 @@ class InProcessEngine:
     # Training
 
     def create(self, model_id: str, base_model: str, lora: LoraSpec | None, *, replayed: bool = False) -> None:
-        """See `Backend.create`."""
+        """Makes an adapter with the initial weights of its seed, without AdamW state; ``None`` trains all weights.
+
+        Args:
+            replayed: it has been made before, or takes the place of another model for a replayed pass: no limit applies to it.
+
+        Raises:
+            InvalidConfig: there is no such base model, the rank is too large, or no slot is free.
+        """
         if model_id in self._models:
             raise InvalidConfig(f"model {model_id!r} exists already")
         if not replayed:
@@ -145,7 +157,15 @@ class InProcessEngine:
         return TrainedModel(base_model, base, trained)
 
     def passes(self, passes: Sequence[Pass], *, between: Callable[[], None] = nothing) -> list[PassResult | Failure]:
-        """See `Backend.passes`."""
+        """Computes passes of any models in one packed batch; the gradients of a model add up until its `optim_step`.
+
+        A pass that fails adds no gradient and does not fail the others; one whose gradient is not finite fails, and names a row,
+        unless it is ``replayed``. If the call raises, none has added any.
+
+        Args:
+            between: is called between the parts of the batch, and calls methods that sample (`open_sampler`, `close_sampler`,
+                `submit`, `poll`, `abort`), so that samples do not wait for the whole batch.
+        """
         results: dict[int, PassResult | Failure] = {}
         opened: dict[BaseModel, list[OpenPass]] = {}
         for number, given in enumerate(passes):
@@ -165,26 +185,51 @@ class InProcessEngine:
         return [results[number] for number in range(len(passes))]
 
     def optim_step(self, model_id: str, adam: AdamParams) -> Mapping[str, float]:
-        """See `Backend.optim_step`; ``lr`` and ``skipped_steps``, those that were not made, are also metrics."""
+        """Makes a step of AdamW on the gradients of a model, and forgets them. None is made if their norm is not finite.
+
+        Returns:
+            metrics: ``grad_norm`` before clipping, ``lr``, and ``skipped_steps``, those that were not made.
+        """
         return self._model(model_id).trained.step(adam)
 
     def save(self, model_id: str, directory: Path, *, later: Later = at_once) -> None:
-        """See `Backend.save`; a file of digests is added, which `load` compares."""
+        """Writes the adapter (peft's files), the AdamW state (`OPTIMIZER_FILE`) and a file of digests, which `load` compares, to
+        an empty directory, without gradients.
+
+        Args:
+            later: gets the work of writing the files. The weights are copied before `save` returns, so other calls may follow
+                before the work is done.
+
+        Raises:
+            CheckpointError: a weight is not finite; names the model.
+        """
         model = self._finite(model_id)
         model.trained.save(directory, model.base_model, later)
 
     def load(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
-        """See `Backend.load`."""
+        """Replaces the adapter of a model by a saved one, drops its gradients, and reads or drops its AdamW state.
+
+        Raises:
+            CheckpointError: the files do not fit the model, or are damaged.
+        """
         self._model(model_id).trained.load(directory, optimizer=optimizer)
 
     def export(self, model_id: str, directory: Path, *, sampled: bool = False, later: Later = at_once) -> None:
-        """See `Backend.export`."""
+        """Writes the adapter to an empty directory, as `open_sampler` and peft load it.
+
+        Args:
+            sampled: it is for samplers only, so it is written in the precision in which they sample.
+            later: see `save`.
+
+        Raises:
+            CheckpointError: a weight is not finite; names the model.
+        """
         model = self._finite(model_id)
         dtype = model.base.sampled_dtype if sampled else torch.float32
         model.trained.export(directory, model.base_model, dtype, later)
 
     def release(self, model_id: str) -> None:
-        """See `Backend.release`."""
+        """Forgets a model; an unknown one is no error."""
         self._models.pop(model_id, None)
 
     def _model(self, model_id: str) -> TrainedModel:
@@ -204,18 +249,23 @@ class InProcessEngine:
     # Sampling
 
     def open_sampler(self, sampler_id: str, base_model: str, adapter: Path | None) -> None:
-        """See `Backend.open_sampler`. Raises `CheckpointError` for an adapter that does not fit."""
+        """Makes samples of an exported adapter possible, or of the base model. The directory stays until `close_sampler`. Raises
+        `CheckpointError` for an adapter that does not fit.
+        """
         self._check_name(base_model)
         self._samplers.open(sampler_id, base_model, adapter)
 
     def close_sampler(self, sampler_id: str) -> None:
-        """See `Backend.close_sampler`."""
+        """Forgets a sampler, and aborts its requests; an unknown one is no error."""
         requests = [*self._waiting, *(each.request for group in self._open.values() for each in group.values())]
         self.abort([request.request_id for request in requests if request.sampler_id == sampler_id])
         self._samplers.close(sampler_id)
 
     def submit(self, request: SampleRequest) -> None:
-        """See `Backend.submit`. A request of a checkpoint waits while others have no room for it, and later ones after it."""
+        """Takes a request in. A mistake in it becomes a `Failure` of `poll`.
+
+        A request of a checkpoint waits while others have no room for it, and later ones after it.
+        """
         waits = self._waiting and self._samplers.is_checkpoint(request.sampler_id)
         if waits or not self._begin(request):
             self._waiting.append(request)
@@ -237,7 +287,9 @@ class InProcessEngine:
         return True
 
     def poll(self) -> Polled:
-        """See `Backend.poll`."""
+        """Makes a decoding step of all requests, and returns the finished ones, and the failed ones by ``request_id``. Returns at
+        once with an empty list when nothing is in flight.
+        """
         while self._waiting and self._begin(self._waiting[0]):
             self._waiting.popleft()
         for base, group in list(self._open.items()):
@@ -264,7 +316,7 @@ class InProcessEngine:
         return ready
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """See `Backend.abort`."""
+        """Drops requests; they never appear in `poll` again. Unknown ones are no error."""
         names = set(request_ids)
         for base, group in self._open.items():
             for number in [number for number, each in group.items() if each.request.request_id in names]:

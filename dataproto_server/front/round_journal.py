@@ -31,7 +31,7 @@ class RoundJournal:
             on_ended: is called with a lane that a request has left.
         """
         self.link, self.catalogue, self.database = barriers.link, barriers.catalogue, barriers.catalogue.database
-        self.futures, self.counters = barriers.samples.futures, barriers.samples.counters
+        self.futures = barriers.samples.futures
         self.lanes, self.on_ended = lanes, on_ended
         self._last_round = self.database.run_now(journal.last_round)
         self._tries: Counter[tuple[str, ...]] = Counter()
@@ -103,7 +103,6 @@ class RoundJournal:
                 self.lanes.pop(lane.run.id, None)
         for ids in [each for each in self._tries if entry.id in each]:
             del self._tries[ids]
-        self.counters.add("failed_requests" if outcome.failed else "finished_requests")
         self.futures.resolve(entry.id, outcome)
 
     async def start_over(self, error: Exception) -> NoReturn:

@@ -13,7 +13,6 @@ from dataproto_server.backend import Failure, ModelInfo
 from dataproto_server.codec import UNTOLD_IMAGE_TOKENS, SampleCall, write_sample_result
 from dataproto_server.config import ServeConfig
 from dataproto_server.engine_link import EngineLink, EngineLost
-from dataproto_server.front.counters import Counters
 from dataproto_server.front.fair_share import FairShare
 from dataproto_server.front.futures import PROTOBUF, Futures, failed
 from dataproto_server.ledger.directories import remove_directory
@@ -67,7 +66,7 @@ class Samples:
     """Sends requests for samples to the engine, and their results to who waits."""
 
     def __init__(
-        self, link: EngineLink, catalogue: Catalogue, futures: Futures, config: ServeConfig, counters: Counters
+        self, link: EngineLink, catalogue: Catalogue, futures: Futures, config: ServeConfig, counters: Counter[str]
     ) -> None:
         self.link, self.catalogue, self.futures = link, catalogue, futures
         self.config, self.counters = config, counters
@@ -131,9 +130,7 @@ class Samples:
         if isinstance(result, Failure):
             self.futures.resolve(request, failed(result.message, result.category))
         else:
-            tokens = sum(len(sample.tokens) for sample in result.samples)
-            self.counters.add("sampled_tokens", tokens)
-            self.counters.add("samples", len(result.samples))
+            self.counters["sampled_tokens_total"] += sum(len(sample.tokens) for sample in result.samples)
             self.futures.resolve(request, Outcome(write_sample_result(result, flight.call), PROTOBUF))
         self._start(self._send_due())
         self._start(self._close_unused())

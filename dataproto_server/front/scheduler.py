@@ -99,7 +99,7 @@ class Scheduler:
                 await self.on_connected()
                 await self._rounds()
             except EngineLost:
-                self.counters.add("engine_losses")
+                self.counters["engine_losses_total"] += 1
                 log.warning("the engine ended: waiting for a new one")
             except Exception:
                 log.exception("the engine does not start")
@@ -249,10 +249,7 @@ class Scheduler:
         self._pass_seconds = now - began
         for entry in ready:
             self.lanes[entry.run].last_pass = now
-        self.counters.add("pass_seconds", self._pass_seconds)
-        self.counters.add("pass_rounds", 1)
-        self.counters.add("passes", len(passes))
-        self.counters.add("pass_rows", sum(len(each.data) for each in passes))
+        self.counters["passes_total"] += len(passes)
         await self.rounds.finish_all([(entry, pass_outcome(result)) for entry, result in zip(ready, results)])
 
     async def _read_all(self, entries: Sequence[Entry]) -> list[Pass | Exception]:

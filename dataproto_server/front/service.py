@@ -3,13 +3,13 @@
 import asyncio
 import logging
 import time
+from collections import Counter
 from pathlib import Path
 
 from dataproto_server.backend import ModelInfo
 from dataproto_server.config import ServeConfig
 from dataproto_server.engine_link import EngineLink
 from dataproto_server.front.barriers import Barriers
-from dataproto_server.front.counters import Counters
 from dataproto_server.front.futures import Futures
 from dataproto_server.front.recovery import Recovery
 from dataproto_server.front.sample_queue import Samples
@@ -129,7 +129,7 @@ class Service:
         (state / "runs").mkdir(exist_ok=True)
         self.config = config
         self.keys: Keys = read_keys(config.api_keys, state)
-        self.counters = Counters()
+        self.counters: Counter[str] = Counter()  # since the start of this process, by name and labels
         self.futures = Futures(config.limits.max_queued_mb << 20)
         self.database = Database(state / DATABASE_FILE)
         self.catalogue = Catalogue(self.database, state)
@@ -179,8 +179,8 @@ class Service:
                 return model
         raise NotFound(f"there is no model {name!r}: this server has {', '.join(model.name for model in models)}")
 
-    def gauges(self) -> dict[str, float]:
-        """Numbers of now."""
+    def numbers(self) -> dict[str, float]:
+        """What was counted, and numbers of now, by the names that Prometheus reads."""
         catalogue, lanes = self.catalogue, self.scheduler.lanes.values()
         return {
             "engine_connected": float(self.link.connected),
@@ -191,4 +191,4 @@ class Service:
             "sample_requests_in_flight": len(self.samples.flights),
             "checkpoints": len(catalogue.checkpoints),
             "checkpoint_bytes": sum(each.size for each in catalogue.checkpoints.values()),
-        }
+        } | self.counters

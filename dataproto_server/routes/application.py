@@ -22,7 +22,8 @@ from dataproto_server.routes.gate import Call, Handler, gated
 
 
 async def metrics(call: Call) -> Response:
-    return PlainTextResponse(call.service.counters.text(call.service.gauges()))
+    numbers = call.service.numbers()
+    return PlainTextResponse("".join(f"dataproto_serve_{name} {value:g}\n" for name, value in numbers.items()))
 
 
 API = "/api/v1"

@@ -76,8 +76,7 @@ def gated(method: str, path: str, handler: Handler, *, public: bool = False) -> 
         line = f"{owner or '-'} {method} {request.scope['path']} {response.status_code} {1000 * spent:.0f} ms{details}"
         log.info("%s", line.encode("unicode_escape").decode())  # a client's text stays in its line
         route = path.removeprefix("/api/v1/")
-        service.counters.add("http_requests", route=route, status=response.status_code)
-        service.counters.add("http_seconds", spent, route=route)
+        service.counters[f'http_requests_total{{route="{route}",status="{response.status_code}"}}'] += 1
         return response
 
     return Route(path, endpoint, methods=[method])

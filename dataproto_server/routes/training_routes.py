@@ -6,6 +6,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 from starlette.responses import Response
 
 from dataproto_server.codec import read_header
@@ -45,7 +46,7 @@ async def _new_run(call: Call, kind: str, form: type[CreateModel] | type[LoadWei
                 session=session_id,
                 owner=call.owner,
                 base_model=asked.base_model or "" if asked else "",
-                lora=text(lora.values()) if (lora := getattr(asked, "lora_config", None)) else None,
+                lora=text(msgspec.structs.asdict(lora)) if (lora := getattr(asked, "lora_config", None)) else None,
                 metadata=text(asked.user_metadata if asked else None),
             )
             await catalogue.write(run)

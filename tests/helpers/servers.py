@@ -12,7 +12,6 @@ from pathlib import Path
 
 import uvicorn
 
-from dataproto_server.backend import Backend
 from dataproto_server.command import Supervisor, listening
 from dataproto_server.config import parse
 from dataproto_server.engine_process import EngineProcess
@@ -79,7 +78,7 @@ def serving(state: Path, *options: str, **settings) -> Iterator[Server]:
 
 
 @contextmanager
-def serving_in_threads(state: Path, backend: Backend, *options: str) -> Iterator[Served]:
+def serving_in_threads(state: Path, backend: object, *options: str) -> Iterator[Served]:
     """The same server without its supervisor and without processes of its own, which take long to start."""
     engine = EngineProcess(backend, state / "engine")
     threading.Thread(target=engine.run, daemon=True).start()

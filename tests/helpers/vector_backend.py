@@ -1,4 +1,4 @@
-"""A deterministic `Backend` in NumPy: adapters are vectors, passes add to a gradient, updates subtract, samples are hashes."""
+"""A deterministic engine in NumPy: adapters are vectors, passes add to a gradient, updates subtract, samples are hashes."""
 
 import hashlib
 import time
