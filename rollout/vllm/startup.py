@@ -82,9 +82,13 @@ def chosen_options(family: VLMFamily) -> dict[str, Any]:
 
     Later versions have some models normalize the pixels, and would normalize those that the training side has processed a second
     time. They also find a prefix of a model with recurrent layers inside a block, whose size the states set (528 tokens or more).
+    Prompts of these models are read by vLLM's Triton kernels: those of FlashInfer, which it prefers on Hopper, are 64 files that
+    the first start on a machine compiles for minutes.
     """
-    inside = {} if family.recurrent_mixers is None else {"prefix_match_unit": PREFIX_MATCH_UNIT}
-    return known_options(mm_device_do_normalize=False, **inside)
+    options: dict[str, Any] = {"mm_device_do_normalize": False}
+    if family.recurrent_mixers is not None:
+        options |= {"prefix_match_unit": PREFIX_MATCH_UNIT, "gdn_prefill_backend": "triton"}
+    return known_options(**options)
 
 
 def recording_options() -> dict[str, Any]:

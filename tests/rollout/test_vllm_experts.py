@@ -97,6 +97,7 @@ def test_prefixes_are_found_in_whole_blocks(tmp_path):
     from vllm import EngineArgs
 
     recurrent = chosen_options(family_of("qwen3_5_moe"))
+    assert recurrent["gdn_prefill_backend"] == "triton"  # FlashInfer's kernels would first be compiled for minutes
     model = str(tmp_path)  # else vLLM looks for it in the cache, if Hugging Face's hub is offline
     args = EngineArgs(model, **recurrent | recording_options())
     assert getattr(args, "prefix_match_unit", None) is None
