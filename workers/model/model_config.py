@@ -41,7 +41,6 @@ class ModelConfig:
         activation_checkpointing: what the backward pass recomputes
         compile: compile the repeated layers with torch.compile
         float8: compute the decoder's large products in float8; with compile, on Hopper or newer (the extra "torchao")
-        flash_attention: attention kernel on CUDA: torch's, or FlashAttention 4 (the extra "fa4")
         unsharded: what stays unsharded on every rank of dp x sp from one micro-batch to the next; auto: the most that
             leaves room
         offload: keep sharded weights, gradients and optimizer in host memory
@@ -67,7 +66,6 @@ class ModelConfig:
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     compile: bool = False
     float8: bool = False
-    flash_attention: Literal["torch", "fa4"] = "torch"
     unsharded: Unsharded = "auto"
     offload: bool = False
     offload_idle: bool = False

@@ -60,7 +60,7 @@ def load_packed(
         store_in_half(model, family, ranks)
     if config.float8:
         use_float8(model, family)
-    use_packed_attention(model, config.flash_attention)  # instead of the default kernel
+    use_packed_attention(model)  # instead of the default kernel
     transforms = parallelize(module, ranks, config)
     layers = base_layers(model, family) if config.load_in_4bit else {}
     layers = {name: layer for name, layer in layers.items() if model.get_parameter(name).is_meta}
