@@ -217,8 +217,7 @@ def _own_processor(path: str | os.PathLike[str]) -> Any:
     from transformers import AutoConfig
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
-    from rollout.kimi_images import KimiImageProcessor
-    from rollout.muse_images import MuseImageProcessor
+    from rollout.image_processors import KimiImageProcessor, MuseImageProcessor
 
     own: dict[str, Any] = {
         "Kimi_K25ImageProcessor": KimiImageProcessor,

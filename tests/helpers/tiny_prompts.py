@@ -15,8 +15,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from helpers.tiny_models import GEMMA4_TYPES, GLM_TYPES, OMNI_TYPES, TEXT_TYPES, TILE, TILED, tiny_config
-from rollout.kimi_images import KimiImageProcessor
-from rollout.muse_images import MuseImageProcessor
+from rollout.image_processors import KimiImageProcessor, MuseImageProcessor
 from rollout.prompts import PromptBuilder
 
 SPECIAL = (
