@@ -36,8 +36,7 @@ from rollout.prompts.prepared_rows import (
     prompt_batch,
     row_digest,
 )
-from rollout.prompts.sound_processing import ProcessedSound, mel_frames, process_sound
-from rollout.prompts.sounds import load_sound, sound_samples
+from rollout.prompts.sounds import ProcessedSound, load_sound, mel_frames, process_sound, sound_samples
 from rollout.prompts.template_arguments import check_template_arguments, reads_tools, writes_calls
 from rollout.prompts.videos import ProcessedVideo, process_frames, process_video
 

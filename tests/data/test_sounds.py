@@ -18,8 +18,7 @@ from recipes.data.preferences import read_preference_row
 from recipes.data.problem_rows import load_rows, read_row
 from rollout.prompts import sounds
 from rollout.prompts.prepared_rows import media_objects
-from rollout.prompts.sound_processing import ProcessedSound
-from rollout.prompts.sounds import RATE, load_sound, sound_samples
+from rollout.prompts.sounds import RATE, ProcessedSound, load_sound, sound_samples
 from rollout.prompts.sources import media_list
 
 
