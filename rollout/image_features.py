@@ -1,14 +1,45 @@
 """Features of images by a frozen vision tower, computed once for each distinct image."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from dataproto.transfer import move
 from dataproto.vlm import MediaSpans, VLMFamily
+
+T = TypeVar("T")
+
+
+class RecentlyUsed(Generic[T]):
+    """The most recently used values, in at most ``max_bytes``; a larger one is not kept.
+
+    >>> kept = RecentlyUsed[str](4, len)
+    >>> kept["a"], kept["b"], kept["c"] = "xx", "yy", "zz"
+    >>> kept.get("a"), kept.get("c")
+    (None, 'zz')
+    """
+
+    def __init__(self, max_bytes: int, size: Callable[[T], int]) -> None:
+        """``size`` tells the bytes of a value."""
+        self.max_bytes, self.size, self.bytes = max_bytes, size, 0
+        self._values: OrderedDict[Hashable, T] = OrderedDict()  # last used last
+
+    def get(self, key: Hashable) -> T | None:
+        """The value, or ``None``."""
+        if key in self._values:
+            self._values.move_to_end(key)
+        return self._values.get(key)
+
+    def __setitem__(self, key: Hashable, value: T) -> None:
+        if key in self._values:
+            self.bytes -= self.size(self._values.pop(key))
+        self._values[key] = value
+        self.bytes += self.size(value)
+        while self.bytes > self.max_bytes:
+            self.bytes -= self.size(self._values.popitem(last=self.size(value) > self.max_bytes)[1])
 
 
 class KeyedImage(Protocol):
@@ -29,17 +60,14 @@ class ImageFeatures:
 
     def __init__(self, model: Any, family: VLMFamily, device: torch.device, max_bytes: int = 1 << 30) -> None:
         """``model``'s tower must not change."""
-        self.model, self.family, self.device, self.max_bytes = model, family, device, max_bytes
-        self.bytes = 0
+        self.model, self.family, self.device = model, family, device
         self.computed = 0
         """Number of images that the tower has read."""
-        self._features: OrderedDict[bytes, Tensor] = OrderedDict()
+        self.kept: RecentlyUsed[Tensor] = RecentlyUsed(max_bytes, lambda features: features.nbytes)
 
     def of(self, image: KeyedImage) -> Tensor:
         """The features of an image, on the device."""
-        found = self._features.get(image.key)
-        if found is not None:
-            self._features.move_to_end(image.key)
+        if (found := self.kept.get(image.key)) is not None:
             return found
         # Grids stay on the host, which computes bounds of windows from them.
         inputs = {
@@ -49,11 +77,7 @@ class ImageFeatures:
         with torch.inference_mode(False), torch.no_grad():  # training reads what a sampler has computed
             found = self.family.features(self.model, inputs)
         self.computed += 1
-        if found.nbytes <= self.max_bytes:
-            self._features[image.key] = found
-            self.bytes += found.nbytes
-        while self.bytes > self.max_bytes:
-            self.bytes -= self._features.popitem(last=False)[1].nbytes
+        self.kept[image.key] = found
         return found
 
     def placed(self, token_types: Tensor, images: Sequence[Sequence[KeyedImage]]) -> tuple[Tensor | None, MediaSpans]:

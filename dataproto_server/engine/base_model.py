@@ -15,7 +15,7 @@ from dataproto_server.engine.adapter_trainer import AdapterTrainer, ScoredPrompt
 from rollout.adapters import Adapter, PromptScores
 from rollout.engine import Completion, RequestEngine
 from rollout.hf import AdapterEngine
-from rollout.prompts import ChunkRenderer, ContentStore, PlacedSequence, PromptBuilder, TokenSequence
+from rollout.prompts import ChunkRenderer, PlacedSequence, PromptBuilder, TokenSequence, images_by_content
 from rollout.vllm import VLLMAdapterEngine
 
 log = logging.getLogger("dataproto.serve.engine")
@@ -35,7 +35,7 @@ class BaseModel:
         checkpointing = options.activation_checkpointing
         self.trainer = AdapterTrainer(path, device, options.token_budget, checkpointing, trains_weights)
         self.renderer = ChunkRenderer(PromptBuilder.from_pretrained(path, LONGEST, image_cache_bytes=0))
-        self.images = ContentStore(options.image_bytes)
+        self.images = images_by_content(options.image_bytes)
         self._unscored: list[ScoredPrompt] = []
         text = self.trainer.model.config.get_text_config()
         self.vocabulary = int(text.vocab_size)

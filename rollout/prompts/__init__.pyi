@@ -4,7 +4,7 @@ from .chunk_rendering import (
     TokenSequence as TokenSequence,
 )
 from .conversations import SupervisedBuilder as SupervisedBuilder, TrainingRow as TrainingRow
-from .image_processing import ContentStore as ContentStore, ProcessedImage as ProcessedImage
+from .image_processing import ProcessedImage as ProcessedImage, images_by_content as images_by_content
 from .messages import Turns as Turns
 from .prepared_rows import (
     Prompt as Prompt,

@@ -3,8 +3,9 @@
 The position of an image is that of its chunk; token ids are never searched for placeholders.
 """
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
@@ -15,11 +16,13 @@ from torch import Tensor
 from dataproto.chunks import Chunk, EncodedTextChunk, ImageChunk
 from dataproto.errors import DataProtoError, InvalidChunk, InvalidPrompt
 from dataproto.vlm import media_grids
+from rollout.image_features import RecentlyUsed
 from rollout.prompts.image_processing import ProcessedImage
 from rollout.prompts.images import load_image
 from rollout.prompts.prompt_builder import PromptBuilder
 
 Ids = npt.NDArray[np.int64]
+Seen = RecentlyUsed[ProcessedImage] | dict[bytes, ProcessedImage]
 
 
 class Part(NamedTuple):
@@ -61,11 +64,11 @@ class ChunkRenderer:
         self._placeholder = builder.family.image_placeholder(builder.config)
         self._vocabulary = int(builder.config.get_text_config().vocab_size)
 
-    def sequence(self, chunks: Sequence[Chunk], seen: MutableMapping[bytes, ProcessedImage]) -> TokenSequence:
+    def sequence(self, chunks: Sequence[Chunk], seen: Seen) -> TokenSequence:
         """One sequence, with images from ``seen`` where it has them; other images are added.
 
         Args:
-            seen: images by the bytes of their files, such as a `ContentStore`.
+            seen: images by the digests of their files, such as `images_by_content` has, or an empty dict.
 
         Raises:
             InvalidChunk: a chunk cannot be rendered, or is not of its claimed size; names its number.
@@ -136,17 +139,18 @@ class ChunkRenderer:
             raise InvalidChunk(f"token {place} is {ids[place]}, but the model has tokens 0 to {self._vocabulary - 1}")
         return Part(ids)
 
-    def _image(self, chunk: ImageChunk, seen: MutableMapping[bytes, ProcessedImage]) -> ProcessedImage:
+    def _image(self, chunk: ImageChunk, seen: Seen) -> ProcessedImage:
         self.builder.check_taken("image")
         if self.builder.family.numbers_images:
             raise InvalidChunk(
                 f"models of type {self.builder.family.model_type} number the images of a prompt, and a chunk does not tell its "
                 "number: make such prompts with a PromptBuilder"
             )
-        key = bytes(chunk.data)
-        if key not in seen:
-            seen[key] = self.builder.process_image(load_image(key))
-        return seen[key]
+        data = bytes(chunk.data)
+        key = blake2b(data, digest_size=32).digest()
+        if (found := seen.get(key)) is None:
+            seen[key] = found = self.builder.process_image(load_image(data))
+        return found
 
     def _image_tokens(self, image: ProcessedImage, expected: int | None) -> Part:
         placeholder = self._placeholder

@@ -1,14 +1,13 @@
 """Images to the model's inputs, each distinct image once: the image processor, and what keeps its results.
 
-`ImageCache` keeps inputs by the pixels of an image, `ContentStore` images by the bytes of their files. A prompt batch says in the
-column `IMAGE_KEYS` which images its inputs were made of, so that episodes of a row do not make them again (`made_images`): what
-the process of a loader has made is found by the process that plays.
+`ImageCache` keeps inputs by the pixels of an image, `images_by_content` images by the digests of their files. A prompt batch says
+in the column `IMAGE_KEYS` which images its inputs were made of, so that episodes of a row do not make them again (`made_images`):
+what the process of a loader has made is found by the process that plays.
 """
 
 import json
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from dataproto.columns import IMAGE_KEYS
 from dataproto.errors import InvalidMedia
 from dataproto.vlm.media import MediaLayout
 from rollout.continuation import same_tensors
+from rollout.image_features import RecentlyUsed
 
 T = TypeVar("T")
 
@@ -121,8 +121,7 @@ class ImageCache:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self.bytes = 0
-        self._entries: OrderedDict[bytes, dict[str, Tensor]] = OrderedDict()
+        self._kept: RecentlyUsed[dict[str, Tensor]] = RecentlyUsed(max_bytes, _size)
         self._lock = threading.Lock()
         self._thread = threading.local()
 
@@ -167,25 +166,17 @@ class ImageCache:
     def get(self, key: bytes) -> dict[str, Tensor] | None:
         """A copy of the inputs under this key, or ``None``."""
         with self._lock:
-            entry = self._entries.get(key)
-            if entry is None:
-                return None
-            self._entries.move_to_end(key)
-        return _copied(entry)
+            entry = self._kept.get(key)
+        return None if entry is None else _copied(entry)
 
     def put(self, key: bytes, inputs: Mapping[str, Tensor]) -> None:
         """Stores a copy and evicts the least recently used entries. Inputs larger than the cache are not stored."""
         worker = get_worker_info()
-        limit = self.max_bytes // (1 if worker is None else worker.num_workers)
-        size = _size(inputs)
-        if size > limit:
-            return
-        copied = _copied(inputs)
-        with self._lock:
-            self.bytes += size - _size(self._entries.pop(key, {}))
-            self._entries[key] = copied
-            while self.bytes > limit:
-                self.bytes -= _size(self._entries.popitem(last=False)[1])
+        self._kept.max_bytes = self.max_bytes // (1 if worker is None else worker.num_workers)
+        if _size(inputs) <= self._kept.max_bytes:
+            copied = _copied(inputs)
+            with self._lock:
+                self._kept[key] = copied
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ImageCache, (self.max_bytes,)
@@ -257,47 +248,10 @@ def batch_of(made: Mapping[bytes, dict[str, Tensor]]) -> Batch:
     return batch
 
 
-class ContentStore(MutableMapping[bytes, ProcessedImage]):
-    """The most recently used images, in at most ``max_bytes`` of pixels; the last one is always kept.
+def images_by_content(max_bytes: int) -> RecentlyUsed[ProcessedImage]:
+    """A store of the most recently used images, in at most ``max_bytes`` of pixels and inputs."""
 
-    A key is the bytes of a file, of which the digest is stored.
+    def size(image: ProcessedImage) -> int:
+        return image.image.width * image.image.height * len(image.image.getbands()) + _size(image.inputs)
 
-    >>> store = ContentStore(max_bytes=0)
-    >>> len(store), b"a file" in store
-    (0, False)
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.bytes = 0
-        self._images: OrderedDict[bytes, ProcessedImage] = OrderedDict()
-
-    def __getitem__(self, key: bytes) -> ProcessedImage:
-        found = self._images[_short(key)]
-        self._images.move_to_end(_short(key))
-        return found
-
-    def __setitem__(self, key: bytes, image: ProcessedImage) -> None:
-        self.pop(key, None)
-        self._images[_short(key)] = image
-        self.bytes += _image_bytes(image)
-        while self.bytes > self.max_bytes and len(self._images) > 1:
-            self.bytes -= _image_bytes(self._images.popitem(last=False)[1])
-
-    def __delitem__(self, key: bytes) -> None:
-        self.bytes -= _image_bytes(self._images.pop(_short(key)))
-
-    def __iter__(self) -> Iterator[bytes]:
-        return iter(self._images)
-
-    def __len__(self) -> int:
-        return len(self._images)
-
-
-def _short(key: bytes) -> bytes:
-    return blake2b(key, digest_size=32).digest()
-
-
-def _image_bytes(image: ProcessedImage) -> int:
-    pixels = image.image.width * image.image.height * len(image.image.getbands())
-    return pixels + sum(tensor.nbytes for tensor in image.inputs.values())
+    return RecentlyUsed(max_bytes, size)

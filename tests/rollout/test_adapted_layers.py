@@ -27,7 +27,7 @@ from rollout.adapters import (
 from rollout.engine import SamplingParams
 from rollout.hf.adapter_engine import AdapterEngine
 from rollout.image_features import ImageFeatures
-from rollout.prompts import ContentStore, ProcessedImage
+from rollout.prompts import ProcessedImage, images_by_content
 from rollout.sampling import sample
 
 CPU = torch.device("cpu")
@@ -256,15 +256,15 @@ def processed(value, size=2):
 
 
 def test_images_are_kept_by_their_content_up_to_a_size():
-    store = ContentStore(max_bytes=2 * (4 * 3 + 16))
+    store = images_by_content(max_bytes=2 * (4 * 3 + 16))
     for value in range(3):
-        store[bytes([value]) * 100] = processed(value)
-        assert store[bytes([0]) * 100].key == b"\0"  # used last
-    assert [bytes([value]) * 100 in store for value in range(3)] == [True, False, True]
+        store[value] = processed(value)
+        assert store.get(0).key == b"\0"  # used last
+    assert [store.get(value) is not None for value in range(3)] == [True, False, True]
     assert store.bytes == store.max_bytes
-    del store[bytes([0]) * 100]
-    assert len(store) == 1
-    assert store.bytes == store.max_bytes // 2
+    store["large"] = processed(3, size=100)
+    assert store.get("large") is None
+    assert store.bytes == store.max_bytes
 
 
 def test_the_tower_reads_each_image_once(model):
@@ -283,4 +283,4 @@ def test_the_tower_reads_each_image_once(model):
     np.testing.assert_array_equal(joined[4:], features.of(images[1]))
     small = ImageFeatures(model, family_of(model.config), CPU, max_bytes=10)
     assert torch.equal(small.of(images[0]), joined[:4])
-    assert small.bytes == 0
+    assert small.kept.bytes == 0

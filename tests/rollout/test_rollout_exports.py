@@ -21,9 +21,9 @@ from rollout.engine import ENGINES
         (
             rollout.prompts,
             [
-                *("ChunkRenderer", "ContentStore", "PlacedSequence", "ProcessedImage", "Prompt"),
+                *("ChunkRenderer", "PlacedSequence", "ProcessedImage", "Prompt"),
                 *("PromptBuilder", "SupervisedBuilder", "TokenSequence", "TrainingRow", "Turns"),
-                *("invalid_row", "row_digest", "row_number"),
+                *("images_by_content", "invalid_row", "row_digest", "row_number"),
             ],
         ),
     ],
