@@ -8,7 +8,6 @@ Causal layers may have a sliding window, and images whose tokens see each other 
 
 import inspect
 from collections.abc import Callable
-from functools import cache
 from typing import Any, cast
 
 import torch
@@ -159,7 +158,7 @@ def torch_flash(q: Tensor, k: Tensor, v: Tensor, at: Segments, scaling: float | 
     return cast(Tensor, varlen_attn(q, k, v, *bounds, **options))
 
 
-@cache
+@torch.compiler.assume_constant_result
 def _takes_enable_gqa() -> bool:
     """Whether this version of torch has the argument for grouped heads; torch 2.11 detects them itself."""
     from torch.nn.attention.varlen import varlen_attn
