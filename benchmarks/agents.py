@@ -151,20 +151,20 @@ class Shows:
 
 
 class Agent:
-    """The same by httpx, with connections that all conversations share."""
+    """The same by httpx, with a connection for each conversation: a shared client looks at all of them for each request."""
 
     def __init__(self, side: int) -> None:
         self.side = side
-        self.client: httpx.AsyncClient | None = None
 
     async def __call__(self, task: Any) -> float:
-        self.client = self.client or httpx.AsyncClient(timeout=None, limits=httpx.Limits())
         messages, headers = list(task.messages), {"authorization": f"Bearer {task.api_key}"}
-        for picture in shown(self.side):
-            messages.append(picture)
-            body = {"model": task.model, "messages": messages}
-            reply = await self.client.post(f"{task.base_url}/chat/completions", json=body, headers=headers)
-            messages.append(reply.json()["choices"][0]["message"])
+        without_tls = httpx.AsyncClient(timeout=None, verify=False, headers=headers)  # the endpoint has none
+        async with without_tls as client:
+            for picture in shown(self.side):
+                messages.append(picture)
+                body = {"model": task.model, "messages": messages}
+                reply = await client.post(f"{task.base_url}/chat/completions", json=body)
+                messages.append(reply.json()["choices"][0]["message"])
         return 1.0
 
 
