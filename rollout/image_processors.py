@@ -138,7 +138,8 @@ class MuseImageProcessor(PatchProcessor):
     def fitted(self, image: np.ndarray, settings: dict[str, Any]) -> np.ndarray:
         """See `PatchProcessor.fitted`."""
         unit = int(settings["patch_size"]) * int(settings["merge_size"])
-        height, width = fitted_size(*image.shape[-2:], unit, int(settings["max_image_tokens"]))
+        _, height, width = image.shape
+        height, width = fitted_size(height, width, unit, int(settings["max_image_tokens"]))
         return self.resize(image, SizeDict(height=height * unit, width=width * unit), settings["resample"])
 
     def patches(self, cut: np.ndarray, settings: dict[str, Any]) -> np.ndarray:
