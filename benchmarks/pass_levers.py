@@ -178,7 +178,7 @@ def arguments_of() -> argparse.Namespace:
         "--unsharded", default="weights", choices=UNSHARDED, help="between micro-batches of part `step`"
     )
     fixed: dict[str, Any] = {"optimizer": True, "freeze_vision": False, "scoring_token_budget": None}
-    fixed |= {"lora_rank": 0, "load_in_4bit": False, "float8": False, "optimizer_kind": "adamw", "rows": "geo3k"}
+    fixed |= {"lora_rank": 0, "load_in_4bit": False, "optimizer_kind": "adamw", "rows": "geo3k"}
     parser.set_defaults(**fixed)
     return parser.parse_args()
 

@@ -103,7 +103,6 @@ class Bench:
             freeze_vision=a.freeze_vision,
             lora_rank=a.lora_rank,
             load_in_4bit=a.load_in_4bit,
-            float8=a.float8,
             optimizer=OptimizerConfig(kind=a.optimizer_kind),
         )
         self.config.save_pretrained(options.model_path)
@@ -390,7 +389,6 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument("--freeze-vision", action="store_true")
     parser.add_argument("--lora-rank", type=int, default=0)
     parser.add_argument("--load-in-4bit", action="store_true", help="the base under adapters")
-    parser.add_argument("--float8", action="store_true", help="products of the decoder's large layers")
     parser.add_argument("--optimizer-kind", default="adamw", choices=["adamw", "adamw8bit", "muon"])
     parser.add_argument("--padded-rows", type=int, default=2, help="rows of a padded micro-batch (default: 2)")
     parser.add_argument("--padded-steps", type=int, default=1)

@@ -75,7 +75,7 @@ def test_a_plan_divides_its_options_from_those_of_the_recipe(tmp_path):
         (grpo_config.parse, "--save-behind", "^--save-behind has ended: save-in-background takes its place"),
         (grpo_config.parse, "--optimizer.total-steps 5", "files only: .* the line 'optimizer.total-steps: VALUE'$"),
         (grpo_config.parse, "--algorithm.gamma 0.9", "the line 'algorithm.gamma: VALUE'$"),
-        (sft_config.parse, "--float8", "^--float8 is read from files only"),
+        (sft_config.parse, "--num-workers 2", "^--num-workers is read from files only"),
         (plan_config.parse, "walk --device h200", "^walk is not planned: its run says after the first steps"),
         (plan_config.parse, "parity", "one of grpo, ppo, sft, classify"),
         (grpo_config.parse, "--engine hf --engine-options memory_share 0.3", "no option 'memory_share'"),

@@ -40,7 +40,6 @@ class ModelConfig:
         dtype: type of the computation; auto: bfloat16 on CUDA
         activation_checkpointing: what the backward pass recomputes
         compile: compile the repeated layers with torch.compile
-        float8: compute the decoder's large products in float8; with compile, on Hopper or newer (the extra "torchao")
         unsharded: what stays unsharded on every rank of dp x sp from one micro-batch to the next; auto: the most that
             leaves room
         offload: keep sharded weights, gradients and optimizer in host memory
@@ -65,7 +64,6 @@ class ModelConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     compile: bool = False
-    float8: bool = False
     unsharded: Unsharded = "auto"
     offload: bool = False
     offload_idle: bool = False

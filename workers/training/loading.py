@@ -17,7 +17,7 @@ from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.model.patches import cast_parameter, place_parameter
 from workers.model.precision import compute_dtype
-from workers.model.quantized import check_float8, four_bit, use_float8
+from workers.model.quantized import four_bit
 from workers.parallel import Transform, parallelize
 from workers.ranks.mesh import Ranks
 from workers.weights.hollow_model import all_tensors, fill, hollow_model, make_room, stand_ins
@@ -49,8 +49,6 @@ def load_packed(
         RankFailure: another rank cannot read it.
     """
     family = checkpoint_family(config.model_path)
-    if config.float8:
-        check_float8(config, device, ranks.size("tp"))
     with ranks.fail_together():
         model, files, sources = hollow_model(config.model_path, family, trains and config.mtp_coef > 0)
     with stand_ins(model):
@@ -58,8 +56,6 @@ def load_packed(
         module = wrap(model, family)
     if (dtype := compute_dtype(config.dtype, device.type)) == torch.bfloat16:
         store_in_half(model, family, ranks)
-    if config.float8:
-        use_float8(model, family)
     use_packed_attention(model)  # instead of the default kernel
     transforms = parallelize(module, ranks, config)
     layers = base_layers(model, family) if config.load_in_4bit else {}
