@@ -1,5 +1,5 @@
-"""What code written for verl finds here: conversion to its class without copying columns, its encoding of tensors as dtype, shape
-and bytes, and the classes that its dispatch imports: futures, and splitting and joining.
+"""What code written for verl finds here: its encoding of tensors as dtype, shape and bytes, and the classes that its dispatch
+imports: futures, and splitting and joining.
 
 This module imports neither Ray nor verl. A future is any handle whose ``future()`` returns a ``concurrent.futures.Future``, as
 Ray's ``ObjectRef`` does. Unlike in torch's own pickling, a view is written without the rest of the storage it looks into.
@@ -15,58 +15,12 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from dataproto import column_ops as columnwise
-from dataproto.errors import IndivisibleBatch, InvalidColumn, InvalidIndex, MissingPackage
-from dataproto.ragged import RaggedTensor
+from dataproto.errors import IndivisibleBatch, InvalidColumn, InvalidIndex
 from dataproto.serialization.leaves import dtype_name, tensor_bytes, tensor_of
-from dataproto.tensordict_utils import nested_tensor_from_tensor_list, object_array
+from dataproto.tensordict_utils import nested_tensor_from_tensor_list
 
-Arrays: TypeAlias = dict[str, np.ndarray | RaggedTensor]
 EncodedTensor: TypeAlias = tuple[str, tuple[int, ...], Any]  # dtype, shape, bytes
 EncodedTensorDict: TypeAlias = tuple[tuple[int, ...], str | None, dict[str, tuple[Any, ...]]]
-
-
-# Batches
-
-
-def fields_of(data: Any) -> tuple[TensorDict | None, Arrays, dict[str, Any]]:
-    """``batch``, ``non_tensor_batch`` and ``meta_info`` of a batch of verl's class, in new containers."""
-    if absent := [name for name in ("batch", "non_tensor_batch", "meta_info") if not hasattr(data, name)]:
-        raise InvalidColumn(
-            f"expected a batch of verl's class, but {type(data).__name__} has no {' and no '.join(absent)}"
-        )
-    arrays: Arrays = dict(data.non_tensor_batch or {})
-    facts = dict(data.meta_info or {})
-    if data.batch is None:
-        return None, arrays, facts
-    nested = {name: column for name, column in data.batch.items() if RaggedTensor.holds(column)}
-    arrays |= {name: RaggedTensor.from_nested(column) for name, column in nested.items()}
-    return data.batch.exclude(*nested), arrays, facts
-
-
-def arrays_of(columns: Mapping[str, np.ndarray | RaggedTensor]) -> dict[str, np.ndarray]:
-    """Columns as numpy arrays; a ragged column becomes an array of objects, one view a row."""
-    return {name: _objects(column) if isinstance(column, RaggedTensor) else column for name, column in columns.items()}
-
-
-def _objects(column: RaggedTensor) -> np.ndarray:
-    return object_array([_as_numpy(row) for row in column.unbind()])
-
-
-def _as_numpy(row: torch.Tensor) -> Any:
-    """The same memory as a numpy array. (Pickle writes a numpy view alone, but a view of a tensor with its whole storage.)"""
-    try:
-        return row.numpy()
-    except (TypeError, RuntimeError):  # Numpy lacks the dtype, or the row is on a device or has a gradient.
-        return row
-
-
-def verl_class() -> Callable[..., Any]:
-    """``verl.protocol.DataProto``, imported now."""
-    try:
-        from verl.protocol import DataProto
-    except ModuleNotFoundError as error:
-        raise MissingPackage(f"verl cannot be imported ({error}): pip install verl, or give to_verl a class") from error
-    return DataProto  # type: ignore[no-any-return]
 
 
 # Tensors

@@ -29,7 +29,6 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch.utils.data import DataLoader
 
-from dataproto import _verl
 from dataproto import column_ops as columnwise
 from dataproto._verl import (
     BatchData,
@@ -229,35 +228,6 @@ class DataProto:
         for name, array in self.non_tensor_batch.items():
             columns[name] = array.to_nested() if isinstance(array, RaggedTensor) else stack_objects(array)
         return get_tensordict(columns, self.meta_info)
-
-    @classmethod
-    def from_verl(cls, data: Any) -> Self:
-        """Makes a batch of one of verl's class. It shares tensors, arrays and objects; nothing is copied.
-
-        Nested tensors whose rows vary in their first dimension become ragged columns over the same values.
-
-        Raises:
-            InvalidColumn: ``data`` does not have verl's three fields.
-        """
-        return cls(*_verl.fields_of(data))
-
-    def to_verl(self, verl_class: Callable[..., Any] | None = None) -> Any:
-        """Returns a batch of verl's class with the same tensors, arrays and objects; nothing is copied.
-
-        Ragged columns become arrays of objects: one numpy array a row over the same memory, or a tensor where numpy lacks the
-        dtype or the device. All of verl's verbs accept these, while some fail on nested tensors.
-
-        Args:
-            verl_class: the class to use instead of ``verl.protocol.DataProto``, which needs verl to be installed.
-
-        Raises:
-            MissingPackage: verl is not installed.
-        """
-        return (verl_class or _verl.verl_class())(
-            batch=None if self.batch is None else self.batch.copy(),
-            non_tensor_batch=_verl.arrays_of(self.non_tensor_batch),
-            meta_info=dict(self.meta_info),
-        )
 
     # ---- Invariants
 

@@ -6,15 +6,12 @@
 import copy
 import io
 import pickle
-import sys
 from concurrent.futures import Future
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from tensordict import TensorDict
 
 from dataproto import (
@@ -26,7 +23,7 @@ from dataproto import (
     unfold_batch_dim,
     unpad_dataproto,
 )
-from dataproto.errors import ColumnConflict, IndivisibleBatch, InvalidColumn, InvalidIndex, MissingPackage
+from dataproto.errors import ColumnConflict, IndivisibleBatch, InvalidIndex
 from dataproto.protocol import BatchData, DataProtoFuture
 from dataproto.tensordict_utils import get_tensordict, nested_tensor_from_tensor_list
 
@@ -196,58 +193,16 @@ def test_pickles_of_verl_are_read_where_this_class_replaces_its() -> None:
 # The border
 
 
-def test_batches_cross_the_border_without_a_copy() -> None:
-    picture, pixels = Image.new("RGB", (4, 4)), torch.zeros(3, 2)
-    tensors = {"x": torch.arange(2), "half": torch.ones(2, 3, dtype=torch.bfloat16)}
-    media = {"multi_modal_data": [{"image": [picture]}, {}], "multi_modal_inputs": [{"pixel_values": pixels}, {}]}
-    data = DataProto.from_dict(tensors, media, {"step": 1})
-    theirs = data.to_verl(Theirs)
-    assert type(theirs) is Theirs
-    assert type(theirs.batch) is TensorDict
-    back = DataProto.from_verl(theirs)
-    for name in data.names():
-        if name in tensors:
-            assert theirs.batch[name].data_ptr() == back[name].data_ptr() == data[name].data_ptr()
-        else:
-            assert theirs.non_tensor_batch[name] is back[name] is data[name]
-    assert back["multi_modal_data"][0]["image"][0] is picture
-    theirs.meta_info["step"] = 2
-    theirs.batch["y"] = torch.zeros(2)
-    theirs.non_tensor_batch["z"] = np.zeros(2)
-    assert (data.meta_info, back.meta_info) == ({"step": 1}, {"step": 1})
-    assert sorted(data.names()) == sorted(back.names()) == ["half", "multi_modal_data", "multi_modal_inputs", "x"]
-
-
-def test_ragged_columns_become_arrays_over_the_same_memory() -> None:
-    tokens = RaggedTensor.from_list([[5, 6, 7], [8], []])
-    halves = RaggedTensor.from_list([torch.ones(2, dtype=torch.bfloat16), torch.ones(1, dtype=torch.bfloat16), []])
-    theirs = DataProto.from_dict({"tokens": tokens, "halves": halves}).to_verl(Theirs)
-    column = theirs.non_tensor_batch["tokens"]
-    assert [row.tolist() for row in column] == [[5, 6, 7], [8], []]
-    assert [type(row) for row in (column[0], theirs.non_tensor_batch["halves"][0])] == [np.ndarray, torch.Tensor]
-    column[0][1] = 60
-    assert tokens.storage.tolist() == [5, 60, 7, 8]
-    nested = torch.nested.as_nested_tensor([torch.arange(3), torch.arange(1)], layout=torch.jagged)
-    made = DataProto.from_verl(Theirs(TensorDict({"r": nested}, batch_size=[2]), {}, {}))
-    assert [row.tolist() for row in made["r"]] == [[0, 1, 2], [0]]
-    assert made["r"].storage.data_ptr() == nested.values().data_ptr()
-
-
-def test_batches_without_tensors_cross_the_border() -> None:
-    theirs = DataProto.from_dict(non_tensors={"uid": ["a", "b"]}).to_verl(Theirs)
-    assert theirs.batch is None
-    assert DataProto.from_verl(theirs)["uid"].tolist() == ["a", "b"]
-    assert len(DataProto.from_verl(SimpleNamespace(batch=None, non_tensor_batch=None, meta_info=None))) == 0
-    with pytest.raises(InvalidColumn, match="expected a batch of verl's class, but dict has no batch"):
-        DataProto.from_verl({"x": torch.zeros(2)})
-
-
-def test_without_verl_the_border_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "verl", None)
-    with pytest.raises(MissingPackage, match="pip install verl, or give to_verl a class"):
-        batch().to_verl()
-    with pytest.raises(ImportError):
-        batch().to_verl()
+def test_the_fields_of_a_batch_are_those_of_verl() -> None:
+    """Each class is made of the other's fields, which share their columns; a ragged column becomes one object for each row."""
+    data = batch(2, step=1)
+    data["tokens"] = RaggedTensor.from_list([[5, 6], [7]])
+    data["tokens"] = list(data["tokens"])
+    theirs = Theirs(data.batch, dict(data.non_tensor_batch), dict(data.meta_info))
+    back = DataProto(theirs.batch, dict(theirs.non_tensor_batch), dict(theirs.meta_info))
+    assert rows_of(back) == [0, 1]
+    assert back["x"].data_ptr() == data["x"].data_ptr()
+    assert [row.tolist() for row in theirs.non_tensor_batch["tokens"]] == [[5, 6], [7]]
 
 
 def test_lists_among_arrays_are_joined_as_verl_joins_them() -> None:
