@@ -160,7 +160,7 @@ def _over_stages(
     for transform in transforms:
         transform.before_backward(module, last=False)
     (pipeline,) = (transform for transform in transforms if isinstance(transform, PipelineParallel))
-    options = PassOptions(pipeline.options.pipeline_schedule, torch.float32, entropy=True, backward=True)
+    options = PassOptions(torch.float32, entropy=True, backward=True)
     pipeline.run(MicroBatchFeed(module, parts, CPU, conclude), CPU, options)
     for transform in transforms:
         transform.reduce_gradients(module)

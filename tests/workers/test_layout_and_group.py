@@ -50,7 +50,6 @@ def test_impossible_layouts_are_refused(degrees):
     ("options", "message"),
     [
         ({"offload": True}, "offload=True .* needs dp x sp > 1"),
-        ({"pipeline_schedule": "gpipe"}, "pipeline_schedule='gpipe' .* pp > 1"),
         ({"pipeline_layers": (1, 1)}, r"pipeline_layers=\(1, 1\) .* pp > 1"),
     ],
 )

@@ -140,13 +140,13 @@ def token_loss(outputs, rows):
     return -outputs.log_probs, {}
 
 
-def collectives_of_an_update(path, data, schedule):
+def collectives_of_an_update(path, data):
     """On each rank, with gradients reduced once and after each micro-batch: the whole gradients, FSDP's gathers and reductions,
     its groups of weights that have some on this rank, those that stay gathered, and the micro-batches.
     """
     found = {}
     for kept in ("gradients", "weights"):
-        config = ActorConfig(path, token_budget=60, unsharded=kept, pipeline_schedule=schedule)
+        config = ActorConfig(path, token_budget=60, unsharded=kept)
         ranks = joined(Layout(dp=2, pp=2))
         actor, calls, gradients = ActorWorker(config, CPU, ranks), Counter(), {}
         share = share_out(data, 2)[ranks.rank("dp")]
@@ -172,17 +172,11 @@ def collectives_of_an_update(path, data, schedule):
     return found
 
 
-def gradients_over_stages(model_type, schedule="1f1b"):
+def gradients_over_stages(model_type):
     """What differs from one process: log-probs by more than 1e-5, gradients by more than 1e-4 of their norm."""
     config = config_with_heads(model_type, heads=4, key_value_heads=2)
-    if schedule == "interleaved":  # four stages, of which the last has the layers that share keys
-        text = config.get_text_config()
-        kinds = ["sliding_attention", "sliding_attention", *text.layer_types]
-        wide = {layer: {"head_dim": 64} for layer, kind in enumerate(kinds) if kind == "full_attention"}
-        layers = {"num_hidden_layers": len(kinds), "layer_types": kinds, "per_layer_config": wide}
-        config.text_config = type(text)(**text.to_dict() | layers)
     data = mixed_rows(config)
-    found = run_pass(config, data, joined(PP2), pipeline_schedule=schedule)
+    found = run_pass(config, data, joined(PP2))
     return differences(found, run_pass(config, data)) if distributed.get_rank() == 0 else []
 
 
@@ -197,13 +191,9 @@ def refusals():
     """What is said to layouts that cannot be."""
     said = []
     layers = [{"pipeline_layers": given} for given in ((2, 1, 1), (2, 0))]
-    shared = [{"pipeline_schedule": "interleaved"}, {"pipeline_layers": (3, 2)}]
     cases = [
-        *(
-            ("qwen3_vl", options)
-            for options in ({"pipeline_schedule": "interleaved"}, *layers, {"freeze_language": True})
-        ),
-        *(("gemma4+per_layer", options) for options in shared),
+        *(("qwen3_vl", options) for options in (*layers, {"freeze_language": True})),
+        ("gemma4+per_layer", {"pipeline_layers": (3, 2)}),
     ]
     for model_type, options in cases:
         config = tiny_config(model_type)
@@ -241,8 +231,6 @@ TWO = {
     **{f"{model}, tp 2": (model, Layout(tp=2), {}) for model in FEW},
     **{f"{model}, pp 2": (model, PP2, {}) for model in FEW},
     "ep 2": ("qwen3_vl_moe", Layout(dp=2, ep=2), {}),
-    "gpipe": ("qwen3_vl", PP2, {"pipeline_schedule": "gpipe"}),
-    "interleaved, tied": ("deep", PP2, {"pipeline_schedule": "interleaved"}),
     "uneven, tied": ("deep", PP2, {"pipeline_layers": (1, 3), "activation_checkpointing": "full"}),
     "no image": ("text", PP2, {}),
     "images in later turns": ("turns", PP2, {}),
@@ -258,11 +246,7 @@ MORE_OF_TWO = {
 FOUR = {
     "qwen3_vl_moe, tp 2 x pp 2": ("qwen3_vl_moe", Layout(tp=2, pp=2), {}),
     "qwen2_5_vl, sp 2 x pp 2": ("qwen2_5_vl", Layout(sp=2, pp=2), {}),
-    "dp 2 x pp 2, interleaved, tied, reduced once": (
-        "deep",
-        Layout(dp=2, pp=2),
-        {"pipeline_schedule": "interleaved", "unsharded": "gradients"},
-    ),
+    "dp 2 x pp 2, tied, reduced once": ("deep", Layout(dp=2, pp=2), {"unsharded": "gradients"}),
     "half precision": ("qwen3_vl_moe", Layout(sp=2, pp=2, ep=2), {"dtype": "bfloat16", "offload": True}),
 }
 MORE_OF_FOUR = {
@@ -313,7 +297,6 @@ def outcomes(checkpoints, tmp_path_factory):
         "refusals": refusals,
         "both": partial(both_scores, *checkpoints["qwen3_vl"], PP2),
         "inputs of layers": partial(gradients_over_stages, "gemma4+per_layer"),
-        "inputs of layers, interleaved": partial(gradients_over_stages, "gemma4+per_layer", "interleaved"),
         "parts of Gemma 4": partial(what_a_rank_holds, tiny_config("gemma4+per_layer")),
         "saved": partial(learn, path, data, PP2, saved),
         "resumed": partial(learn, path, data, PP2, None, alone),
@@ -328,10 +311,7 @@ def more_outcomes_of_two(checkpoints, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def outcomes_of_four(checkpoints, tmp_path_factory):
-    more = {
-        f"collectives, {schedule}": partial(collectives_of_an_update, *checkpoints[model], schedule)
-        for schedule, model in {"1f1b": "qwen3_vl", "gpipe": "qwen3_vl", "interleaved": "deep"}.items()
-    }
+    more = {"collectives": partial(collectives_of_an_update, *checkpoints["qwen3_vl"])}
     return run_ranks(4, cases_of(FOUR, checkpoints) | more, tmp_path_factory.mktemp("four"))
 
 
@@ -413,9 +393,8 @@ def test_four_ranks_in_more_layouts_learn_what_one_learns(more_outcomes_of_four,
     check(more_outcomes_of_four[case], alone(model, **options))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
-def test_weights_are_gathered_and_gradients_reduced_once_for_all_micro_batches(outcomes_of_four, schedule):
-    for outcome in outcomes_of_four[f"collectives, {schedule}"]:
+def test_weights_are_gathered_and_gradients_reduced_once_for_all_micro_batches(outcomes_of_four):
+    for outcome in outcomes_of_four["collectives"]:
         assert not isinstance(outcome, str), outcome
         for kept, (gradients, calls, groups, left, micro_batches) in outcome.items():
             assert micro_batches > 1
@@ -473,22 +452,26 @@ def test_each_rank_holds_its_stages_alone(outcomes):
 
 def test_what_cannot_be_staged_is_named(outcomes):
     for said in outcomes["refusals"]:
-        assert len(said) == 6, said
-        assert "makes 4 stages, but the model has 2 decoder layers" in said[0]
-        assert "pipeline_layers=(2, 1, 1): must name at least one layer for each of 2 stages" in said[1]
-        assert "pipeline_layers=(2, 0)" in said[2]
-        assert "freeze_language=True trains only the first stage" in said[3]
-        assert (
-            "makes 4 stages, but the model has 5 decoder layers; decoder layers 1 to 4 share keys and values" in said[4]
-        )
-        assert "use at most 2 stages, and dp, sp or tp in addition" in said[4]
-        assert "pipeline_layers=(3, 2): a stage ends before layer 3, but decoder layers 1 to 4 share keys" in said[5]
-        assert "have to be on one stage: begin it at layer 1 or earlier" in said[5]
+        assert len(said) == 4, said
+        assert "pipeline_layers=(2, 1, 1): must name at least one layer for each of 2 stages" in said[0]
+        assert "pipeline_layers=(2, 0)" in said[1]
+        assert "freeze_language=True trains only the first stage" in said[2]
+        assert "pipeline_layers=(3, 2): a stage ends before layer 3, but decoder layers 1 to 4 share keys" in said[3]
+        assert "have to be on one stage: begin it at layer 1 or earlier" in said[3]
 
 
-@pytest.mark.parametrize("case", ["inputs of layers", "inputs of layers, interleaved"])
-def test_stages_send_the_inputs_of_later_layers(outcomes, case):
-    for outcome in outcomes[case]:
+def test_more_stages_than_layers_are_refused():
+    with pytest.raises(InvalidConfig, match="makes 4 stages, but the model has 2 decoder layers: use at most 2 stages"):
+        stage_layers(StageCosts([1] * 2), 4)
+    shared = (
+        "makes 4 stages, but the model has 5 decoder layers; decoder layers 1 to 4 share keys and values.* at most 2 "
+    )
+    with pytest.raises(InvalidConfig, match=shared):
+        stage_layers(StageCosts([1] * 5, undivided=range(1, 5)), 4)
+
+
+def test_stages_send_the_inputs_of_later_layers(outcomes):
+    for outcome in outcomes["inputs of layers"]:
         assert outcome == [], outcome
 
 

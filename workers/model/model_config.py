@@ -54,8 +54,6 @@ class ModelConfig:
         lora_alpha: scale of an adapter's output, times the rank
         lora_vision: adapt the vision tower too; without it, adapters leave the tower frozen
         load_in_4bit: keep the decoder's weights under adapters in 4 bits (NF4; the extra "torchao")
-        pipeline_schedule: order of forward and backward passes with pipeline stages
-        pipeline_chunks: stages on each rank with the schedule "interleaved"
         pipeline_layers: decoder layers of each stage, in order; default: split by cost
     """
 
@@ -74,8 +72,6 @@ class ModelConfig:
     lora_alpha: float = 32.0
     lora_vision: bool = False
     load_in_4bit: bool = False
-    pipeline_schedule: Literal["1f1b", "interleaved", "gpipe"] = "1f1b"
-    pipeline_chunks: int = 2
     pipeline_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -107,15 +103,10 @@ class ModelConfig:
                 f"mtp_coef={self.mtp_coef} trains weights of the checkpoint next to the policy's: it needs lora_rank=0 (now "
                 f"{self.lora_rank}) and freeze_language=False (now {self.freeze_language})"
             )
-        if self.pipeline_chunks < 2:
-            raise InvalidConfig(f'pipeline_chunks={self.pipeline_chunks}: "interleaved" needs at least 2')
 
     def idle_options(self) -> list[tuple[bool, str, str]]:
         """Options that do nothing here; see `recipes.options.refuse_idle_options`."""
-        return [
-            (not self.lora_rank, "lora-alpha", "there are no adapters: add --lora-rank"),
-            (self.pipeline_schedule != "interleaved", "pipeline-chunks", "set pipeline-schedule: interleaved"),
-        ]
+        return [(not self.lora_rank, "lora-alpha", "there are no adapters: add --lora-rank")]
 
     def budget(self, backward: bool) -> int:
         """Tokens of a micro-batch on each rank, with a backward pass or without.

@@ -47,10 +47,9 @@ def parallelize(module: PackedVLM, ranks: Ranks, options: ModelConfig) -> list[T
         raise InvalidConfig(
             f"load_in_4bit=True keeps weights whole on every rank, and {ranks.layout} splits them: it needs tp=1"
         )
-    if ranks.size("pp") == 1 and (options.pipeline_layers is not None or options.pipeline_schedule != "1f1b"):
+    if ranks.size("pp") == 1 and options.pipeline_layers is not None:
         raise InvalidConfig(
-            f"pipeline_schedule={options.pipeline_schedule!r} and pipeline_layers={options.pipeline_layers} are for layouts with "
-            f"pp > 1, not for {ranks.layout}"
+            f"pipeline_layers={options.pipeline_layers} is for layouts with pp > 1, not for {ranks.layout}"
         )
     if ranks.size("pp") > 1 and options.freeze_language:
         raise InvalidConfig(

@@ -1,21 +1,21 @@
 """Pipeline parallelism: the decoder layers are split into stages, each of which gets states from the one before it.
 
 Only the first stage holds vision tower and embedding, so pixels go nowhere else; only the last one holds final norm and head,
-and computes log-probs and loss. Stage i runs on rank ``i % pp``. Stages send each other, as one dense tensor, the states of the
+and computes log-probs and loss. Stage i runs on rank i. Stages send each other, as one dense tensor, the states of the
 tokens, deep vision features that later layers still add to them, and the inputs that some families make for each layer. Layers
 that share keys and values are on one stage. The parts that a rank holds keep the names that they have in the whole model, so
 checkpoints and exported weights are those of any layout. Where head and embedding are one weight, first and last stage hold a
 copy each, and add up its gradient.
 
-The schedules are those of ``torch.distributed.pipelining``, which split tensors into equal parts, one for each micro-batch. Here
-they split the numbers 0, 1, ... of the micro-batches; a stage looks up the inputs of a number in a `Feed`: packed rows and, on
-the first stage, media. All micro-batches are filled up to one length, since the library fixes the shapes that stages send.
+The schedules are those of ``torch.distributed.pipelining`` (1F1B; without gradients GPipe), which split tensors into equal
+parts, one for each micro-batch. Here they split the numbers 0, 1, ... of the micro-batches; a stage looks up the inputs of a
+number in a `Feed`: packed rows and, on the first stage, media. All micro-batches are filled up to one length, since the library
+fixes the shapes that stages send.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -138,22 +138,18 @@ def _ranges(ends: Sequence[int]) -> list[range]:
 
 
 class StageLayers(nn.ModuleList):
-    """A rank's decoder layers under the names that they have in the whole model; iteration yields those of the running stage,
-    or with ``numbered`` as many layers as the whole model has, of which the others do nothing.
+    """A rank's decoder layers under the names that they have in the whole model; with ``numbered`` iteration yields as many
+    layers as the whole model has, of which the others do nothing.
     """
 
-    def __init__(self, whole: nn.Module, kept: Sequence[int], numbered: bool = False) -> None:
+    def __init__(self, whole: nn.Module, kept: range, numbered: bool = False) -> None:
         super().__init__()
         for number in kept:
             self.add_module(str(number), whole.get_submodule(str(number)))
-        self.running = range(0)
-        self.numbers = range(len(list(whole.children()))) if numbered else None
+        self.kept, self.numbers = kept, range(len(list(whole.children()))) if numbered else kept
 
     def __iter__(self) -> Iterator[nn.Module]:
-        return (
-            self.get_submodule(str(number)) if number in self.running else NO_LAYER
-            for number in self.numbers or self.running
-        )
+        return (self.get_submodule(str(each)) if each in self.kept else NO_LAYER for each in self.numbers)
 
     def __getitem__(self, places: Any) -> Any:
         return list(self)[places]
@@ -171,12 +167,11 @@ NO_LAYER = NoLayer()
 
 @dataclass(frozen=True)
 class StagedForward:
-    """`PackedVLM.forward` of one of the rank's stages."""
+    """`PackedVLM.forward` of the rank's stage."""
 
     module: PackedVLM
     bounds: tuple[range, ...]  # the layers of every stage
-    numbers: range  # of this rank's stages
-    layers: StageLayers
+    stage: int  # this rank's
 
     def __call__(
         self,
@@ -185,11 +180,10 @@ class StagedForward:
         spans: MediaSpans,
         entropy: bool = False,
         states: Tensor | None = None,
-        stage: int = 0,
         deep: int = 0,
         dtype: torch.dtype = torch.float32,
     ) -> Any:
-        """The output of stage ``stage``.
+        """The output of the stage.
 
         Args:
             states: ``(S * width,)`` from the stage before, of `width`; ``None`` for the first stage.
@@ -201,7 +195,7 @@ class StagedForward:
         """
         module, family = self.module, self.module.family
         mine, windows = module.tokens.rows(rows, spans)
-        here = self.bounds[stage]
+        here = self.bounds[self.stage]
         further = max(0, deep - here.stop)
         if states is None:
             features, places = module.media_features(media, windows, rows.input_ids.device)
@@ -212,17 +206,21 @@ class StagedForward:
                 beyond = dense_levels(features[:, 1 + deep - further :], hidden.shape[1], places)
             inputs = family.layer_inputs(module.model, hidden, extras)
         else:
-            hidden, levels, inputs = self._parts(states, stage, deep)
+            hidden, levels, inputs = self._parts(states, deep)
             extras = family.dense_extras(levels) if len(levels) else {}
             beyond = levels[len(here) :]
         if inputs is not None:
             extras = {**extras, **family.layer_input_extras(inputs, here.start)}
-        self.layers.running = here
         hidden = module.decode(hidden, extras, mine)
-        if stage == len(self.bounds) - 1:
+        if self.last:
             return module.finish(hidden, mine, entropy)
         sent = [hidden, beyond] if inputs is None else [hidden, beyond, inputs[len(here) :]]
         return torch.cat([each.to(dtype).flatten() for each in sent])
+
+    @property
+    def last(self) -> bool:
+        """Whether it is the last stage, which computes log-probs and loss."""
+        return self.stage == len(self.bounds) - 1
 
     def width(self, stage: int, deep: int) -> int:
         """Numbers of a token in a stage's input."""
@@ -240,10 +238,10 @@ class StagedForward:
             (self.bounds[-1].stop - begin, family.layer_input_size(text)),
         ]
 
-    def _parts(self, states: Tensor, stage: int, deep: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _parts(self, states: Tensor, deep: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """States ``(1, S, H)``, deep features ``(D, S, H)`` and inputs of layers ``(layers, S, P)``, from a stage's input."""
-        sizes = self._sizes(stage, deep)
-        tokens = states.numel() // self.width(stage, deep)
+        sizes = self._sizes(self.stage, deep)
+        tokens = states.numel() // self.width(self.stage, deep)
         parts = states.split([count * tokens * size for count, size in sizes])
         hidden, levels, inputs = (
             part.view(count, tokens, size) for part, (count, size) in zip(parts, sizes, strict=True)
@@ -277,7 +275,6 @@ class Feed(Protocol):
 class PassOptions:
     """How a pipeline runs over micro-batches."""
 
-    schedule: str  # "1f1b", "interleaved" or "gpipe"
     dtype: torch.dtype  # of the states between stages
     entropy: bool = False
     backward: bool = False
@@ -287,47 +284,34 @@ def run_stages(
     staged: StagedForward, feed: Feed, group: ProcessGroup, device: torch.device, options: PassOptions
 ) -> None:
     """Passes over all micro-batches, on every rank of the pipeline; ranks of the last stage call `Feed.conclude`."""
-    from torch.distributed.pipelining import PipelineStage  # 0.2 s that only pipelines pay
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe  # 0.2 s that only pipelines pay
 
     if not feed.count:
         return
     module, dtype, backward = staged.module, options.dtype, options.backward
     deep = module.family.deep_layers(module.model.config) if feed.has_media else 0
     tokens = module.tokens.num_states(feed.length)  # that a rank of sp x tp holds
-    stages: list[Any] = []
-    for number in staged.numbers:
-        last = number == len(staged.bounds) - 1
-        into, out = (
-            torch.empty(tokens * staged.width(at, deep), dtype=dtype, device="meta", requires_grad=backward)
-            for at in (number, number + (not last))
-        )
-        stages.append(
-            PipelineStage(
-                _Stage(feed, staged, number, {"entropy": options.entropy, "deep": deep, "dtype": dtype}),
-                number,
-                len(staged.bounds),
-                device,
-                input_args=() if number == 0 else (into,),
-                output_args=(torch.empty(1, device="meta", requires_grad=backward) if last else out,),
-                group=group,
-            )
-        )
+    number, last = staged.stage, staged.last
+    into, out = (
+        torch.empty(tokens * staged.width(at, deep), dtype=dtype, device="meta", requires_grad=backward)
+        for at in (number, number + (not last))
+    )
+    stage = PipelineStage(
+        _Stage(feed, staged, {"entropy": options.entropy, "deep": deep, "dtype": dtype}),
+        number,
+        len(staged.bounds),
+        device,
+        input_args=() if number == 0 else (into,),
+        output_args=(torch.empty(1, device="meta", requires_grad=backward) if last else out,),
+        group=group,
+    )
     numbers = torch.arange(feed.count)
-    schedule = _schedule(stages, feed.count, options)
+    kind = Schedule1F1B if backward else ScheduleGPipe
+    schedule: Any = kind(stage, feed.count, loss_fn=_loss if backward else None, scale_grads=False)
     try:
         schedule.step(number=numbers, **({"target": numbers} if backward else {}))
     except RuntimeError as error:  # the library wraps the error of a stage
         raise error.__cause__ or error from None
-
-
-def _schedule(stages: list[Any], count: int, options: PassOptions) -> Any:
-    from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-
-    settings: dict[str, Any] = {"loss_fn": _loss if options.backward else None, "scale_grads": False}
-    if options.schedule == "interleaved":
-        return ScheduleInterleaved1F1B(stages, count, **settings)
-    kind = Schedule1F1B if options.schedule == "1f1b" and options.backward else ScheduleGPipe
-    return kind(stages[0], count, **settings)
 
 
 def _loss(output: Tensor, number: Tensor) -> Tensor:
@@ -336,18 +320,17 @@ def _loss(output: Tensor, number: Tensor) -> Tensor:
 
 
 class _Stage(nn.Module):
-    """One stage as the library calls it. The model is not its submodule, so that FSDP's own hooks do their work."""
+    """The stage as the library calls it. The model is not its submodule, so that FSDP's own hooks do their work."""
 
-    def __init__(self, feed: Feed, staged: StagedForward, number: int, options: Mapping[str, Any]) -> None:
+    def __init__(self, feed: Feed, staged: StagedForward, options: Mapping[str, Any]) -> None:
         super().__init__()
-        self.feed, self.staged, self.number, self.options = feed, staged, number, dict(options)
-        self.last = number == len(staged.bounds) - 1
+        self.feed, self.staged, self.options = feed, staged, dict(options)
 
     def forward(self, *states: Tensor, number: Tensor) -> Tensor:
         module: Any = self.staged.module
-        inputs = self.feed.inputs(int(number), media=self.number == 0)
-        out = module(*inputs, **self.options, states=states[0] if states else None, stage=self.number)
-        if not self.last:
+        inputs = self.feed.inputs(int(number), media=self.staged.stage == 0)
+        out = module(*inputs, **self.options, states=states[0] if states else None)
+        if not self.staged.last:
             return out
         return torch.stack([self.feed.conclude(int(number), inputs[0], *out)]).float()
 
@@ -356,7 +339,7 @@ class PipelineParallel(Transform):
     """The decoder layers, split over pp."""
 
     staged: StagedForward
-    """This rank's stages; set by `apply`."""
+    """This rank's stage; set by `apply`."""
 
     tied: bool
     """Whether this rank holds a weight that is both embedding and head; set by `apply`."""
@@ -371,21 +354,15 @@ class PipelineParallel(Transform):
         Raises:
             InvalidConfig: the layers cannot be split into these stages.
         """
-        ranks, options, mesh = self.ranks, self.options, self.mesh("pp")
-        model, family, size = module.model, module.family, mesh.size()
-        chunks = options.pipeline_chunks if options.pipeline_schedule == "interleaved" else 1
-        whole = model.get_submodule(family.decoder_layers)
-        bounds = stage_layers(stage_costs(module, options), size * chunks, options.pipeline_layers)
-        numbers = range(ranks.rank("pp"), len(bounds), size)
-        kept = [layer for number in numbers for layer in bounds[number]]
-        layers = StageLayers(whole, kept, family.numbered_layers)
+        options, model, family = self.options, module.model, module.family
+        stage, whole = self.ranks.rank("pp"), model.get_submodule(family.decoder_layers)
+        bounds = stage_layers(stage_costs(module, options), self.mesh("pp").size(), options.pipeline_layers)
+        layers = StageLayers(whole, bounds[stage], family.numbered_layers)
         replace_submodule(model, family.decoder_layers, layers)
         if family.layer_input_method:
             set_on_module(model.get_submodule(family.language_model), family.layer_input_method, _made_already)
-        self.tied = _remove_outer_parts(module, first=numbers[0] == 0, last=numbers[-1] == len(bounds) - 1)
-        norm = model.get_submodule(family.final_norm)
-        replace_forward(norm, partial(_after_last_layers, norm.forward, layers, bounds[-1]))
-        self.staged = StagedForward(module, tuple(bounds), numbers, layers)
+        self.staged = StagedForward(module, tuple(bounds), stage)
+        self.tied = _remove_outer_parts(module, first=stage == 0, last=self.staged.last)
         replace_forward(module, self.staged)
 
     def run(self, feed: Feed, device: torch.device, options: PassOptions) -> None:
@@ -398,7 +375,7 @@ class PipelineParallel(Transform):
 
     def repeated_parameters(self, module: PackedVLM) -> Sequence[nn.Parameter]:
         """This rank's copy of a weight that the first stage holds too."""
-        return [_embedding_weight(module)] if self.tied and 0 not in self.staged.numbers else []
+        return [_embedding_weight(module)] if self.tied and self.staged.stage else []
 
     def sum_gradients(self, module: PackedVLM) -> None:
         """Adds up the gradients of a weight that first and last stage hold."""
@@ -407,7 +384,7 @@ class PipelineParallel(Transform):
             return
         group, ranks = self.norm_group(), self.ranks
         mine: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-        other = distributed.get_global_rank(group, ranks.size("pp") - 1 if 0 in self.staged.numbers else 0)
+        other = distributed.get_global_rank(group, 0 if self.staged.stage else ranks.size("pp") - 1)
         sent = mine.to(self.mesh("pp").device_type).contiguous()  # offloaded ones are on the host
         received = torch.empty_like(sent)
         works = distributed.batch_isend_irecv(
@@ -472,8 +449,3 @@ def _empty(model: nn.Module, paths: Sequence[str]) -> None:
 def _made_already(embeddings: Tensor, inputs: Tensor) -> Tensor:
     """The inputs of layers, which the first stage has made."""
     return inputs
-
-
-def _after_last_layers(forward: Callable[[Tensor], Tensor], layers: StageLayers, last: range, hidden: Tensor) -> Tensor:
-    """The final norm, where the layers that run are the last ones."""
-    return forward(hidden) if layers.running == last else hidden

@@ -351,7 +351,7 @@ class TrainingModel:
         entropy: bool,
         backward: bool = False,
     ) -> None:
-        options = PassOptions(self.config.pipeline_schedule, self.precision.stream_dtype, entropy, backward)
+        options = PassOptions(self.precision.stream_dtype, entropy, backward)
         for transform in self.transforms if backward else ():  # the last pass of a stage is the schedule's to choose
             transform.before_backward(self.module, last=False)
         with self.accounting.phase("pipeline"):

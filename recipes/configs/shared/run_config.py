@@ -133,7 +133,7 @@ class RecipeConfig:
         layout = self.layout
         return [
             (self.on == "local", "ray. max-restarts", "this run starts no processes: add --on ray"),
-            (layout.pp == 1, "pipeline-schedule pipeline-chunks pipeline-layers", "one stage: add --layout.pp"),
+            (layout.pp == 1, "pipeline-layers", "one stage: add --layout.pp"),
             (layout.dp * layout.sp == 1, "unsharded offload", "nothing is sharded: add --layout.dp or --layout.sp"),
         ]
 
