@@ -43,7 +43,7 @@ import torch  # noqa: E402
 from PIL import Image  # noqa: E402
 
 from dataproto.chunks import EncodedTextChunk, ImageChunk  # noqa: E402
-from dataproto_server.backend import Datum, LoraSpec, Pass, SampleRequest, Sampling  # noqa: E402
+from dataproto_server.backend import Datum, LoraSpec, Pass, SampleRequest, Sampling, Snapshot  # noqa: E402
 from dataproto_server.config import EngineOptions  # noqa: E402
 from dataproto_server.engine import InProcessEngine  # noqa: E402
 from recipes.demo.tiny_model import make_tiny_model  # noqa: E402
@@ -100,12 +100,13 @@ class Load:
         self.engine, self.arguments = engine, arguments
         self.rows = [[Row(engine, 100 * session + row, PIXELS) for row in range(ROWS)] for session in range(SESSIONS)]
         self.passes, self.samples = arguments.passes // SESSIONS, arguments.samples // SESSIONS
+        self.snapshots: list[Snapshot] = []
         for session in range(SESSIONS):
             engine.create(str(session), MODEL, LoraSpec(RANK, seed=session))
             adapter = directory / str(session)
             adapter.mkdir()
             engine.export(str(session), adapter)
-            engine.open_sampler(str(session), MODEL, adapter)
+            self.snapshots.append(Snapshot(MODEL, adapter))
 
     def in_process(self) -> int:
         """All samples together, and then passes as the server groups them; the number of results."""
@@ -114,7 +115,7 @@ class Load:
             for number in range(self.samples):
                 chunks = self.rows[session][number % ROWS].chunks
                 sampling = Sampling(max_tokens=self.arguments.max_tokens, stop=[])
-                self.engine.submit(SampleRequest(f"{session}:{number}", str(session), chunks, 1, sampling))
+                self.engine.submit(SampleRequest(f"{session}:{number}", self.snapshots[session], chunks, 1, sampling))
         while found < SESSIONS * self.samples:
             found += len(self.engine.poll())
         for _ in range(self.passes):

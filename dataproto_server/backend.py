@@ -5,6 +5,7 @@ torch.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -183,8 +184,18 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What is sampled from: a base model, an exported adapter of it, or a checkpoint of all its weights. The directory does not
+    change.
+    """
+
+    base_model: str
+    directory: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """Samples of one prompt, and log-probs of the prompt itself; both come from the weights of the sampler.
+    """Samples of one prompt, and log-probs of the prompt itself; both come from the weights of the snapshot.
 
     Args:
         prompt_logprobs: the log-prob of every token of the prompt.
@@ -196,7 +207,7 @@ class SampleRequest:
     """
 
     request_id: str
-    sampler_id: str
+    snapshot: Snapshot
     chunks: Sequence[Chunk]
     num_samples: int
     sampling: Sampling

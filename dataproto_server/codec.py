@@ -16,7 +16,7 @@ from PIL import Image
 
 from dataproto.chunks import Chunk, EncodedTextChunk, ImageChunk
 from dataproto.errors import InvalidChunk, InvalidColumn
-from dataproto_server.backend import Array, Datum, Pass, PassResult, SampleRequest, SampleResult, SparseRows
+from dataproto_server.backend import Array, Datum, Pass, PassResult, SampleRequest, SampleResult, Snapshot, SparseRows
 from dataproto_server.config import LimitsConfig
 from dataproto_server.json_requests import ImageBody, SampleBody, TensorBody, TextBody, read
 from dataproto_server.refusals import InvalidRequest, Refused
@@ -294,7 +294,7 @@ class SampleCall:
     targets: Array | SparseRows | None = None
 
 
-def read_sample(body: SampleBody, request_id: str, sampler_id: str, limits: LimitsConfig) -> SampleCall:
+def read_sample(body: SampleBody, request_id: str, snapshot: Snapshot, limits: LimitsConfig) -> SampleCall:
     """The request of a JSON body.
 
     Raises:
@@ -318,7 +318,7 @@ def read_sample(body: SampleBody, request_id: str, sampler_id: str, limits: Limi
     targets = None if body.target_prompt_logprobs is None else _targets(body.target_prompt_logprobs)
     request = SampleRequest(
         request_id,
-        sampler_id,
+        snapshot,
         chunks,
         body.num_samples,
         body.sampling_params,

@@ -27,7 +27,7 @@ from dataproto_server.engine_link import SIZE, packed
 from dataproto_server.refusals import failure_of
 
 log = logging.getLogger("dataproto.serve.engine")
-SAMPLING = ("close_sampler", "submit", "abort")
+SAMPLING = ("forget", "submit", "abort")
 WRITING = ("export", "save")  # in the order in which they are carried out
 NOT_SAMPLING = (*WRITING, "training")
 """The kinds of calls that are not for samples, in the order in which they are taken."""
@@ -87,7 +87,6 @@ class EngineProcess:
         self._lead = 0.0  # seconds that training has had more than sampling, while both had work
         self._mark = 0.0  # when the current part of a joint pass began
         self._models: set[str] = set()
-        self._samplers: set[str] = set()
         self._flying: dict[str, socket.socket] = {}
         self._writers = ThreadPoolExecutor(WRITERS, "writer")
         self._writing: set[Future[None]] = set()
@@ -153,16 +152,14 @@ class EngineProcess:
                 self._lead -= self.clock() - began
 
     def reset(self) -> None:
-        """Forgets all models, samplers and samples in flight, when all files are written."""
+        """Forgets all models, snapshots and samples in flight, when all files are written."""
         wait(list(self._writing))
         self.backend.abort(list(self._flying))
         self._flying.clear()
-        for sampler in sorted(self._samplers):
-            self.backend.close_sampler(sampler)
+        self.backend.forget()
         for model in sorted(self._models):
             self.backend.release(model)
         self._models.clear()
-        self._samplers.clear()
 
     def _carry_out(self, connection: socket.socket, message: dict[str, Any]) -> None:
         writes: list[Callable[[], None]] = []
@@ -206,20 +203,15 @@ class EngineProcess:
         result = getattr(self.backend, method)(**arguments)
         if method == "create":
             self._models.add(arguments["model_id"])
-        if method == "close_sampler":
-            self._samplers.discard(arguments["sampler_id"])
         if method == "abort":
             for request in arguments["request_ids"]:
                 self._flying.pop(request, None)
         return result
 
-    def _submit(self, connection: socket.socket, request: SampleRequest, base_model: str, adapter: Path | None) -> None:
-        """Takes a request in; the first one of a sampler opens it, and fails if it cannot be opened."""
+    def _submit(self, connection: socket.socket, request: SampleRequest) -> None:
+        """Takes a request in."""
         self._flying[request.request_id] = connection
         try:
-            if request.sampler_id not in self._samplers:
-                self.backend.open_sampler(request.sampler_id, base_model, adapter)
-                self._samplers.add(request.sampler_id)
             self.backend.submit(request)
         except Exception as error:
             self._finish(request.request_id, failure_of(error))

@@ -24,7 +24,7 @@ from dataproto_server.backend import (
 from dataproto_server.config import EngineOptions
 from dataproto_server.engine.base_model import BaseModel, context_length
 from dataproto_server.engine.passes import OpenPass, open_pass, run_passes
-from dataproto_server.engine.sampling import OpenSample, Samplers, finished, open_sample
+from dataproto_server.engine.sampling import OpenSample, Snapshots, finished, is_checkpoint, open_sample
 from dataproto_server.engine.trained_adapter import TrainedAdapter, TrainedMatrices, TrainedWeights
 from dataproto_server.refusals import failure_of, server_failure
 from rollout.adapters import Adapter, AdapterConfig
@@ -74,7 +74,7 @@ class InProcessEngine:
         self.paths = {name: str(path) for name, path in models.items()}
         self._bases: dict[str, BaseModel] = {}
         self._models: dict[str, TrainedModel] = {}
-        self._samplers = Samplers(self.options, device, self.base)
+        self._snapshots = Snapshots(self.options, device, self.base)
         self._open: dict[BaseModel, dict[int, OpenSample]] = {}  # those in flight, by their numbers in the sampler
         self._waiting: deque[SampleRequest] = deque()  # until a checkpoint has room
         self._ready: Polled = []
@@ -163,8 +163,8 @@ class InProcessEngine:
         unless it is ``replayed``. If the call raises, none has added any.
 
         Args:
-            between: is called between the parts of the batch, and calls methods that sample (`open_sampler`, `close_sampler`,
-                `submit`, `poll`, `abort`), so that samples do not wait for the whole batch.
+            between: is called between the parts of the batch, and calls methods that sample (`submit`, `poll`,
+                `abort`, `forget`), so that samples do not wait for the whole batch.
         """
         results: dict[int, PassResult | Failure] = {}
         opened: dict[BaseModel, list[OpenPass]] = {}
@@ -215,7 +215,7 @@ class InProcessEngine:
         self._model(model_id).trained.load(directory, optimizer=optimizer)
 
     def export(self, model_id: str, directory: Path, *, sampled: bool = False, later: Later = at_once) -> None:
-        """Writes the adapter to an empty directory, as `open_sampler` and peft load it.
+        """Writes the adapter to an empty directory, as a `Snapshot` and for peft.
 
         Args:
             sampled: it is for samplers only, so it is written in the precision in which they sample.
@@ -248,37 +248,28 @@ class InProcessEngine:
 
     # Sampling
 
-    def open_sampler(self, sampler_id: str, base_model: str, adapter: Path | None) -> None:
-        """Makes samples of an exported adapter possible, or of the base model. The directory stays until `close_sampler`. Raises
-        `CheckpointError` for an adapter that does not fit.
-        """
-        self._check_name(base_model)
-        self._samplers.open(sampler_id, base_model, adapter)
-
-    def close_sampler(self, sampler_id: str) -> None:
-        """Forgets a sampler, and aborts its requests; an unknown one is no error."""
-        requests = [*self._waiting, *(each.request for group in self._open.values() for each in group.values())]
-        self.abort([request.request_id for request in requests if request.sampler_id == sampler_id])
-        self._samplers.close(sampler_id)
+    def forget(self, directory: Path | None = None) -> None:
+        """Frees the weights of a snapshot that nothing in flight needs, or of all."""
+        self._snapshots.forget(directory)
 
     def submit(self, request: SampleRequest) -> None:
         """Takes a request in. A mistake in it becomes a `Failure` of `poll`.
 
         A request of a checkpoint waits while others have no room for it, and later ones after it.
         """
-        waits = self._waiting and self._samplers.is_checkpoint(request.sampler_id)
+        waits = self._waiting and is_checkpoint(request.snapshot)
         if waits or not self._begin(request):
             self._waiting.append(request)
 
     def _begin(self, request: SampleRequest) -> bool:
         """Hands a request to the sampler; ``False`` if its weights have no room now."""
         try:
-            found = self._samplers.weights(request.sampler_id, self._open)
+            found = self._snapshots.weights(request.snapshot, self._open)
             if found is None:
                 return False
             base, adapter = found
             opened = open_sample(request, base, adapter)
-        except CheckpointError as error:  # its files were there when it was opened
+        except CheckpointError as error:  # its files were there when it was asked for
             self._ready.append((request.request_id, server_failure(error)))
         except Exception as error:
             self._ready.append((request.request_id, failure_of(error)))

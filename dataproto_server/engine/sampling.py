@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig, InvalidPrompt
-from dataproto_server.backend import Array, Sample, SampleRequest, SampleResult, Sampling, TopK
+from dataproto_server.backend import Array, Sample, SampleRequest, SampleResult, Sampling, Snapshot, TopK
 from dataproto_server.config import EngineOptions
 from dataproto_server.engine.base_model import BaseModel
 from rollout.adapters import NO_LOG_PROB, Adapter, AdapterRequest, PromptScores, read_adapter
@@ -22,57 +22,25 @@ CHECKPOINT_FILE = "config.json"
 """In a directory with all weights of a model; one with an adapter has none."""
 
 
-@dataclass(frozen=True)
-class Sampler:
-    """A snapshot that a client samples from; without a directory the base model."""
-
-    base_model: str
-    directory: Path | None
-    is_checkpoint: bool  # all weights of a model, not an adapter
-
-
-class Samplers:
-    """Snapshots by their ids: adapters of base models, and checkpoints, of which two are in memory at most."""
+class Snapshots:
+    """The weights of snapshots by their directories: adapters, and checkpoints, of which two are in memory at most."""
 
     def __init__(
         self, options: EngineOptions, device: torch.device | None, base_of: Callable[[str], BaseModel]
     ) -> None:
         """``base_of``: the base model of a name; raises `InvalidConfig`."""
         self.options, self.device, self.base_of = options, device, base_of
-        self._samplers: dict[str, Sampler] = {}
-        self._adapters: OrderedDict[str, Adapter] = OrderedDict()  # last used last
-        self._checkpoints: OrderedDict[str, BaseModel] = OrderedDict()  # last used last
+        self._adapters: OrderedDict[Path, Adapter] = OrderedDict()  # last used last
+        self._checkpoints: OrderedDict[Path, BaseModel] = OrderedDict()  # last used last
 
-    def open(self, sampler_id: str, base_model: str, directory: Path | None) -> None:
-        """Takes a snapshot in, or the base model. An adapter is read at once, and a checkpoint when it is first used.
+    def forget(self, directory: Path | None = None) -> None:
+        """Frees the weights of a snapshot, or of all."""
+        for kept in (self._adapters, self._checkpoints):
+            for each in [each for each in kept if directory in (None, each)]:
+                del kept[each]
+        gc.collect()  # parts of a model refer to each other
 
-        Raises:
-            InvalidConfig: there is a snapshot of this id.
-            CheckpointError: the adapter cannot be read.
-        """
-        if sampler_id in self._samplers:
-            raise InvalidConfig(f"sampler {sampler_id!r} exists already")
-        is_checkpoint = directory is not None and (directory / CHECKPOINT_FILE).exists()
-        self._samplers[sampler_id] = Sampler(base_model, directory, is_checkpoint)
-        if not is_checkpoint:
-            try:
-                self.weights(sampler_id, ())
-            except BaseException:
-                del self._samplers[sampler_id]
-                raise
-
-    def close(self, sampler_id: str) -> None:
-        """Forgets a snapshot; an unknown one is no error."""
-        self._samplers.pop(sampler_id, None)
-        self._adapters.pop(sampler_id, None)
-        if sampler_id in self._checkpoints:
-            self._drop(sampler_id)
-
-    def is_checkpoint(self, sampler_id: str) -> bool:
-        """Whether a snapshot has all weights of a model; ``False`` for an unknown one."""
-        return sampler_id in self._samplers and self._samplers[sampler_id].is_checkpoint
-
-    def weights(self, sampler_id: str, busy: Collection[BaseModel]) -> tuple[BaseModel, Adapter | None] | None:
+    def weights(self, snapshot: Snapshot, busy: Collection[BaseModel]) -> tuple[BaseModel, Adapter | None] | None:
         """The model and the adapter of a snapshot, from memory or from its files.
 
         Args:
@@ -82,45 +50,44 @@ class Samplers:
             ``None`` for a checkpoint that has no room as long as these stay.
 
         Raises:
-            InvalidConfig: the snapshot or its base model is unknown.
+            InvalidConfig: the base model is unknown.
             CheckpointError: the files cannot be read.
         """
-        if sampler_id not in self._samplers:
-            raise InvalidConfig(f"sampler {sampler_id!r} is unknown")
-        sampler = self._samplers[sampler_id]
-        if sampler.is_checkpoint:
-            model = self._checkpoint(sampler_id, sampler, busy)
+        if snapshot.directory is None:
+            return self.base_of(snapshot.base_model), None
+        if is_checkpoint(snapshot):
+            model = self._checkpoint(snapshot.directory, busy)
             return None if model is None else (model, None)
-        base = self.base_of(sampler.base_model)
-        return base, None if sampler.directory is None else self._adapter(sampler_id, sampler.directory, base)
+        base = self.base_of(snapshot.base_model)
+        return base, self._adapter(snapshot.directory, base)
 
-    def _adapter(self, sampler_id: str, directory: Path, base: BaseModel) -> Adapter:
-        if sampler_id not in self._adapters:
+    def _adapter(self, directory: Path, base: BaseModel) -> Adapter:
+        if directory not in self._adapters:
             trainer = base.trainer
-            self._adapters[sampler_id] = read_adapter(directory, trainer.model, trainer.family, trainer.device)
+            self._adapters[directory] = read_adapter(directory, trainer.model, trainer.family, trainer.device)
             if len(self._adapters) > self.options.max_samplers:
                 self._adapters.popitem(last=False)
-        self._adapters.move_to_end(sampler_id)
-        return self._adapters[sampler_id]
+        self._adapters.move_to_end(directory)
+        return self._adapters[directory]
 
-    def _checkpoint(self, sampler_id: str, sampler: Sampler, busy: Collection[BaseModel]) -> BaseModel | None:
-        if sampler_id not in self._checkpoints:
-            idle = [each for each, model in self._checkpoints.items() if model not in busy]
+    def _checkpoint(self, directory: Path, busy: Collection[BaseModel]) -> BaseModel | None:
+        if directory not in self._checkpoints:
             if len(self._checkpoints) >= MOST_CHECKPOINTS:
+                idle = [each for each, model in self._checkpoints.items() if model not in busy]
                 if not idle:
                     return None
-                self._drop(idle[0])
+                self.forget(idle[0])
             try:
-                self._checkpoints[sampler_id] = BaseModel(str(sampler.directory), self.options, self.device)
+                self._checkpoints[directory] = BaseModel(str(directory), self.options, self.device)
             except (DataProtoError, OSError) as error:
-                raise CheckpointError(f"sampler {sampler_id!r} cannot be read: {error}") from error
-        self._checkpoints.move_to_end(sampler_id)
-        return self._checkpoints[sampler_id]
+                raise CheckpointError(f"snapshot {directory} cannot be read: {error}") from error
+        self._checkpoints.move_to_end(directory)
+        return self._checkpoints[directory]
 
-    def _drop(self, sampler_id: str) -> None:
-        """Frees the weights of a checkpoint now: parts of a model refer to each other."""
-        del self._checkpoints[sampler_id]
-        gc.collect()
+
+def is_checkpoint(snapshot: Snapshot) -> bool:
+    """Whether a snapshot has all weights of a model."""
+    return snapshot.directory is not None and (snapshot.directory / CHECKPOINT_FILE).exists()
 
 
 MOST_SAMPLES = 4096

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dataproto.chunks import Chunk, ImageChunk
-from dataproto_server.backend import Failure, ModelInfo
+from dataproto_server.backend import Failure, ModelInfo, Snapshot
 from dataproto_server.codec import UNTOLD_IMAGE_TOKENS, SampleCall, write_sample_result
 from dataproto_server.config import ServeConfig
 from dataproto_server.engine_link import EngineLink, EngineLost
@@ -21,7 +21,6 @@ from dataproto_server.ledger.records import Catalogue, Sampler
 from dataproto_server.refusals import Refused
 
 log = logging.getLogger("dataproto.serve")
-MOST_OPEN = 64  # adapters that the engine holds for sampling; more if all have requests
 SENT_AHEAD = 2  # times the samples that the engine decodes at a time are sent to it; the others wait for their share
 
 
@@ -31,16 +30,11 @@ class Flight:
 
     call: SampleCall
     owner: str
-    base_model: str
     directory: str | None
     session: str
     size: int  # bytes of the request
     sent: bool = False
     tries: int = 0
-
-    @property
-    def key(self) -> str:
-        return self.call.request.sampler_id
 
     def tokens(self, context: int) -> int:
         """What the request counts in its client's share: the prompt, and the longest answers for which the context has room."""
@@ -57,11 +51,6 @@ def chunk_tokens(chunk: Chunk) -> int:
     return len(chunk.tokens)
 
 
-def engine_key(sampler: Sampler) -> str:
-    """The engine's name of a sampler: all samplers of one adapter share it."""
-    return f"base:{sampler.base_model}" if sampler.directory is None else f"adapter:{sampler.directory}"
-
-
 class Samples:
     """Sends requests for samples to the engine, and their results to who waits."""
 
@@ -71,7 +60,6 @@ class Samples:
         self.link, self.catalogue, self.futures = link, catalogue, futures
         self.config, self.counters = config, counters
         self.flights: dict[str, Flight] = {}
-        self._open: dict[str, None] = {}  # samplers that the engine may have opened, the latest used last
         self._retired: set[str] = set()
         self._held: Counter[str] = Counter()  # directories that are being read
         self._share: FairShare[str] = FairShare()
@@ -98,10 +86,13 @@ class Samples:
         request = call.request.request_id
         pending = self.futures.open(request, sampler.owner, sampler.id)
         pending.reason, pending.samples = self._reason, call.request.num_samples
-        self.flights[request] = Flight(
-            call, sampler.owner, sampler.base_model, sampler.directory, sampler.session, size
-        )
+        self.flights[request] = Flight(call, sampler.owner, sampler.directory, sampler.session, size)
         self._start(self._send_due())
+
+    def snapshot_of(self, sampler: Sampler) -> Snapshot:
+        """What a sampling session samples from."""
+        directory = sampler.directory
+        return Snapshot(sampler.base_model, None if directory is None else self.catalogue.place(directory))
 
     def _reason(self) -> str:
         if not self._ready:
@@ -112,7 +103,6 @@ class Samples:
         """Sends all requests to an engine that has just started."""
         self._ready = True
         self._contexts = {model.name: model.max_context_length for model in models}
-        self._open.clear()
         self._due.clear()
         self._start(self._send_due())
 
@@ -133,7 +123,7 @@ class Samples:
             self.counters["sampled_tokens_total"] += sum(len(sample.tokens) for sample in result.samples)
             self.futures.resolve(request, Outcome(write_sample_result(result, flight.call), PROTOBUF))
         self._start(self._send_due())
-        self._start(self._close_unused())
+        self._start(self._remove_unused())
 
     def cancel(self, request: str) -> None:
         """Drops a request."""
@@ -150,7 +140,7 @@ class Samples:
     def retire(self, directory: str) -> None:
         """Removes the directory of an adapter when no checkpoint, sampling session or request in flight needs it."""
         self._retired.add(directory)
-        self._start(self._close_unused())
+        self._start(self._remove_unused())
 
     @contextmanager
     def hold(self, directory: str) -> Iterator[None]:
@@ -160,7 +150,7 @@ class Samples:
             yield
         finally:
             self._held -= Counter([directory])
-            self._start(self._close_unused())
+            self._start(self._remove_unused())
 
     async def _send_due(self) -> None:
         """Sends requests, a fair share of each session, as long as the engine has room."""
@@ -198,39 +188,24 @@ class Samples:
         }
 
     def _tokens(self, flight: Flight) -> int:
-        return flight.tokens(self._contexts.get(flight.base_model, 0))
+        return flight.tokens(self._contexts.get(flight.call.request.snapshot.base_model, 0))
 
     async def _send(self, request: str, flight: Flight) -> None:
         if flight.tries >= 3:
             self.received(request, Failure("the engine ended 3 times at this request", "server"))
             return
-        self._open.pop(flight.key, None)
-        self._open[flight.key] = None
         flight.sent = True
-        adapter = None if flight.directory is None else self.catalogue.place(flight.directory)
-        await self.link.post("submit", request=flight.call.request, base_model=flight.base_model, adapter=adapter)
+        await self.link.post("submit", request=flight.call.request)
 
-    async def _close_unused(self) -> None:
-        """Closes samplers without requests: the retired ones, and the oldest beyond `MOST_OPEN`.
-
-        Requests are sent while files are removed.
-        """
-        gone: list[str] = []
+    async def _remove_unused(self) -> None:
+        """Removes retired directories that nothing needs. Requests are sent while files are removed."""
         async with self._sending:
-            used = {each.key for each in self.flights.values()}
-            idle = [key for key in self._open if key not in used]
-            retired = {f"adapter:{directory}" for directory in self._retired - self.catalogue.directories()}
-            surplus = idle[: max(0, len(self._open) - MOST_OPEN)]
-            for key in [each for each in idle if each in retired or each in surplus]:
-                del self._open[key]
-                await self._post("close_sampler", sampler_id=key)
-            for directory in [each for each in self._retired if f"adapter:{each}" not in used]:
-                if directory in self._held:
-                    continue
-                self._retired.discard(directory)
-                if directory in self.catalogue.directories():  # the end of the last sampling session retires it again
-                    continue
-                gone.append(directory)
+            used = {each.directory for each in self.flights.values()} | self._held.keys()
+            unused = self._retired - used
+            self._retired -= unused
+            gone = unused - self.catalogue.directories()  # the end of the last sampling session retires others again
+            for directory in gone:
+                await self._post("forget", directory=self.catalogue.place(directory))
         for directory in gone:
             await asyncio.to_thread(remove_directory, self.catalogue.place(directory))
 

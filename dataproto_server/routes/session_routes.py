@@ -14,7 +14,6 @@ from starlette.responses import Response
 from dataproto.errors import CheckpointError
 from dataproto_server.codec import read_sample
 from dataproto_server.front.futures import failed
-from dataproto_server.front.sample_queue import engine_key
 from dataproto_server.json_requests import Body, Int, Metadata, SampleBody, read
 from dataproto_server.ledger.directories import check_directory
 from dataproto_server.ledger.records import Sampler, Session, join, text
@@ -232,7 +231,7 @@ async def asample(call: Call) -> Response:
     if known is None:
         try:
             body = read(SampleBody, given)
-            arguments = (body, request_id, engine_key(sampler), call.service.config.limits)
+            arguments = (body, request_id, call.service.samples.snapshot_of(sampler), call.service.config.limits)
             sample = await asyncio.to_thread(read_sample, *arguments) if call.large else read_sample(*arguments)
             if request_id not in futures.pending:  # the same request may have come while this one was read
                 call.service.samples.take_in(sample, sampler, len(call.body))

@@ -14,7 +14,6 @@ from dataproto_server.backend import SampleRequest, Sampling
 from dataproto_server.codec import FLOAT32, ForwardBackwardOutput, ForwardBackwardRequest, SampleCall
 from dataproto_server.config import LimitsConfig, ServeConfig
 from dataproto_server.engine_process import EngineProcess
-from dataproto_server.front.sample_queue import engine_key
 from dataproto_server.front.service import Service
 from dataproto_server.ledger.records import Run, Sampler, Session
 from dataproto_server.routes.gate import Call
@@ -166,5 +165,7 @@ def take_in(front: Front, number: int = 1, directory: str | None = None) -> None
         base_model="tiny/vector",
         directory=directory,
     )
-    request = SampleRequest(f"k:{number}", engine_key(sampler), [EncodedTextChunk([3])], 1, Sampling(4))
+    request = SampleRequest(
+        f"k:{number}", front.service.samples.snapshot_of(sampler), [EncodedTextChunk([3])], 1, Sampling(4)
+    )
     front.service.samples.take_in(SampleCall(request), sampler, 10)

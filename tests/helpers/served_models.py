@@ -11,13 +11,14 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from dataproto.chunks import Chunk, EncodedTextChunk, ImageChunk
-from dataproto_server.backend import Datum, LoraSpec, Pass, PassResult, SampleRequest, SampleResult, Sampling
+from dataproto_server.backend import Datum, LoraSpec, Pass, PassResult, SampleRequest, SampleResult, Sampling, Snapshot
 from dataproto_server.config import EngineOptions
 from dataproto_server.engine import InProcessEngine
 from rollout.adapters import WEIGHTS_FILE
 from workers.model.model_config import AdamParams
 
 ADAM = AdamParams(learning_rate=2e-3)
+BASE = Snapshot("tiny")
 
 
 def png(width: int, height: int, colour: tuple[int, int, int] = (200, 10, 30)) -> bytes:
@@ -74,10 +75,12 @@ def train(engine: InProcessEngine, model: str, data: list[Datum], steps: int = 2
         engine.optim_step(model, ADAM)
 
 
-def sample(engine: InProcessEngine, sampler: str, prompt: list[Chunk], count: int = 1, **options: Any) -> SampleResult:
+def sample(
+    engine: InProcessEngine, snapshot: Snapshot, prompt: list[Chunk], count: int = 1, **options: Any
+) -> SampleResult:
     """The result of one request, which succeeds. Options of `Sampling` are given as ``sampling``."""
     sampling = Sampling(**{"max_tokens": 6, "seed": 3, **options.pop("sampling", {})})
-    engine.submit(SampleRequest("request", sampler, prompt, count, sampling, **options))
+    engine.submit(SampleRequest("request", snapshot, prompt, count, sampling, **options))
     (result,) = until_done(engine, 1)
     assert isinstance(result, SampleResult), result
     return result

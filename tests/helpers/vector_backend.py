@@ -48,8 +48,7 @@ class VectorBackend:
 
     delay: float = 0.0
     models: dict[str, Model] = field(default_factory=dict)
-    samplers: dict[str, np.ndarray] = field(default_factory=dict)
-    flying: dict[str, SampleRequest] = field(default_factory=dict)
+    flying: dict[str, tuple[SampleRequest, np.ndarray]] = field(default_factory=dict)
 
     def start(self) -> None:
         """Has nothing to load."""
@@ -140,26 +139,25 @@ class VectorBackend:
     def release(self, model_id: str) -> None:
         self.models.pop(model_id, None)
 
-    def open_sampler(self, sampler_id: str, base_model: str, adapter: Path | None) -> None:
-        zero = np.zeros(WIDTH, np.float32)
-        self.samplers[sampler_id] = zero if adapter is None else load_file(adapter / ADAPTER_FILE)["weights"]
-
-    def close_sampler(self, sampler_id: str) -> None:
-        self.samplers.pop(sampler_id, None)
+    def forget(self, directory: Path | None = None) -> None:
+        """Keeps no weights of snapshots."""
 
     def submit(self, request: SampleRequest) -> None:
-        self.flying[request.request_id] = request
+        directory = request.snapshot.directory
+        zero = np.zeros(WIDTH, np.float32)
+        weights = zero if directory is None else load_file(directory / ADAPTER_FILE)["weights"]
+        self.flying[request.request_id] = request, weights
 
     def poll(self) -> list[SampleResult | tuple[str, Failure]]:
         requests, self.flying = list(self.flying.values()), {}
-        return [self._answer(request) for request in requests]
+        return [self._answer(*each) for each in requests]
 
     def abort(self, request_ids: Sequence[str]) -> None:
         for request in request_ids:
             self.flying.pop(request, None)
 
-    def _answer(self, request: SampleRequest) -> SampleResult | tuple[str, Failure]:
-        weights, ids = self.samplers[request.sampler_id], self.ids(request.chunks)
+    def _answer(self, request: SampleRequest, weights: np.ndarray) -> SampleResult | tuple[str, Failure]:
+        ids = self.ids(request.chunks)
         if ids.max(initial=0) >= 4096:
             return request.request_id, Failure(f"token {ids.max()} is not in the vocabulary", "user")
         count = request.sampling.max_tokens or 16

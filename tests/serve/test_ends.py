@@ -180,7 +180,7 @@ def test_a_checkpoint_that_is_deleted_stays_on_disk_for_its_open_samplers(tmp_pa
             checkpoint.expires = 1.0
             catalogue.sessions["s"].seen = time.monotonic()
             await front.service.lifecycle.sweep()
-        await front.service.samples._close_unused()
+        await front.service.samples._remove_unused()
         check_directory(place)
         await front.service.lifecycle.end_session(catalogue.sessions["s"], "finished")
         await until(lambda: not place.exists())
@@ -197,14 +197,14 @@ def test_a_checkpoint_that_is_deleted_while_a_sampling_session_is_made_stays_for
         place = catalogue.place(checkpoint.directory)
 
         def check_a_deleted_one(directory):  # in a thread
-            for work in (front.service.lifecycle.delete_checkpoint(checkpoint), front.service.samples._close_unused()):
+            for work in (front.service.lifecycle.delete_checkpoint(checkpoint), front.service.samples._remove_unused()):
                 asyncio.run_coroutine_threadsafe(work, loop).result(60)
             check_directory(directory)
 
         monkeypatch.setattr(session_routes, "check_directory", check_a_deleted_one)
         asked = {"session_id": "s", "sampling_session_seq_id": 1, "model_path": checkpoint.path}
         assert (await session_routes.create_sampling_session(front.call(**asked))).status_code == 200
-        await front.service.samples._close_unused()
+        await front.service.samples._remove_unused()
         check_directory(place)
         await front.service.lifecycle.end_session(catalogue.sessions["s"], "finished")
         await until(lambda: not place.exists())

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dataproto.chunks import EncodedTextChunk, ImageChunk
-from dataproto_server.backend import Datum, Failure, LoraSpec, Pass, SampleRequest, Sampling, SparseRows
+from dataproto_server.backend import Datum, Failure, LoraSpec, Pass, SampleRequest, Sampling, Snapshot, SparseRows
 from dataproto_server.engine_link import SIZE, CallFailed, EngineLink, EngineLost, packed
 from dataproto_server.engine_process import NOT_SAMPLING, Calls, EngineProcess
 from helpers.vector_backend import VectorBackend
@@ -51,8 +51,8 @@ def test_calls_reach_a_backend_and_its_errors_come_back_with_a_category(tmp_path
             await link.call("optim_step", model_id="nobody", adam=AdamParams())
         assert caught.value.failure.category == "server"
         for name, adapter in (("a", None), ("b", tmp_path / "nowhere")):
-            request = SampleRequest(name, f"sampler of {name}", [EncodedTextChunk([3])], 1, Sampling(4))
-            await link.post("submit", request=request, base_model="tiny/vector", adapter=adapter)
+            request = SampleRequest(name, Snapshot("tiny/vector", adapter), [EncodedTextChunk([3])], 1, Sampling(4))
+            await link.post("submit", request=request)
             while name not in finished:
                 await asyncio.sleep(0.01)
         await link.close()

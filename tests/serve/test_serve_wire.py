@@ -14,7 +14,7 @@ from tinker.proto import tinker_public_pb2 as sdk
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
 
-from dataproto_server.backend import PassResult, Sample, SampleResult, SparseRows
+from dataproto_server.backend import PassResult, Sample, SampleResult, Snapshot, SparseRows
 from dataproto_server.codec import (
     ForwardBackwardRequest,
     file_descriptor,
@@ -138,13 +138,18 @@ def asked(**changes) -> SampleBody:
 
 
 def test_a_request_for_samples_of_the_sdk_is_read_with_no_stop_kept_apart_from_the_default_one():
-    assert read_sample(asked(), "r", "k", LIMITS).request.sampling.stop == []
+    assert read_sample(asked(), "r", Snapshot("k"), LIMITS).request.sampling.stop == []
     sampling = {"temperature": 0, "max_tokens": 3}
-    found = read_sample(asked(sampling_params=sampling, num_samples=2), "r", "k", LIMITS).request
-    assert (found.sampling.stop, found.sampling.max_tokens, found.num_samples, found.sampler_id) == (None, 3, 2, "k")
+    found = read_sample(asked(sampling_params=sampling, num_samples=2), "r", Snapshot("k"), LIMITS).request
+    assert (found.sampling.stop, found.sampling.max_tokens, found.num_samples, found.snapshot.base_model) == (
+        None,
+        3,
+        2,
+        "k",
+    )
     image = {"type": "image", "data": base64.b64encode(picture(kind="jpeg")).decode(), "format": "jpeg"}
     found = read_sample(
-        asked(prompt={"chunks": [{"type": "encoded_text", "tokens": [1]}, image]}), "r", "k", LIMITS
+        asked(prompt={"chunks": [{"type": "encoded_text", "tokens": [1]}, image]}), "r", Snapshot("k"), LIMITS
     ).request
     assert found.chunks[1].data == picture(kind="jpeg")
 
@@ -157,7 +162,7 @@ def test_samples_reach_the_sdk_with_sparse_targets_in_their_layout():
         "sparse_crow_indices": [0, 1, 3],
         "sparse_col_indices": [5, 0, 2],
     }
-    call = read_sample(asked(target_prompt_logprobs=targets), "r", "k", LIMITS)
+    call = read_sample(asked(target_prompt_logprobs=targets), "r", Snapshot("k"), LIMITS)
     assert call.request.target_prompt_logprobs.tolist() == [[7, -1], [8, 9]]
     sample = Sample(
         np.array([4, 5], np.int32),
@@ -291,7 +296,7 @@ def sparse_targets(counts: list[int]) -> dict:
 )
 def test_a_broken_request_for_samples_is_refused_by_name(changes, told):
     with pytest.raises(InvalidRequest, match=told):
-        read_sample(asked(**changes), "r", "k", LIMITS)
+        read_sample(asked(**changes), "r", Snapshot("k"), LIMITS)
 
 
 def test_json_is_read_strictly():

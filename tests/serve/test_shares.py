@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given, settings
 
 from dataproto.chunks import EncodedTextChunk
-from dataproto_server.backend import Datum, LoraSpec, Pass, SampleRequest, Sampling
+from dataproto_server.backend import Datum, LoraSpec, Pass, SampleRequest, Sampling, Snapshot
 from dataproto_server.codec import SampleCall
 from dataproto_server.config import EngineOptions
 from dataproto_server.engine_process import EngineProcess
 from dataproto_server.front.fair_share import FairShare
-from dataproto_server.front.sample_queue import engine_key
 from dataproto_server.ledger.records import Sampler
 from helpers.examples import at_most
 from helpers.fronts import Front, drive
@@ -108,8 +107,8 @@ def put_pass(engine, rows):
 
 
 def put_sample(engine):
-    request = SampleRequest("r", "base", [EncodedTextChunk([3])], 1, Sampling(4))
-    put(engine, "submit", request=request, base_model="tiny/vector", adapter=None)
+    request = SampleRequest("r", Snapshot("tiny/vector"), [EncodedTextChunk([3])], 1, Sampling(4))
+    put(engine, "submit", request=request)
 
 
 @pytest.mark.parametrize(("row", "step", "events"), [(4, 1, "TDDDD" * 4), (1, 3, "TD" + "TTTD" * 4), (2, 2, "TD" * 9)])
@@ -259,7 +258,7 @@ def test_samples_of_a_session_do_not_wait_for_all_those_of_another(tmp_path, mos
             sampler = sampler_of(session)
             for number in range(count):
                 request = SampleRequest(
-                    f"{session}:{number}", engine_key(sampler), [EncodedTextChunk([3])], 4, Sampling(tokens)
+                    f"{session}:{number}", samples.snapshot_of(sampler), [EncodedTextChunk([3])], 4, Sampling(tokens)
                 )
                 samples.take_in(SampleCall(request), sampler, 10)
         front.backend.gate.set()

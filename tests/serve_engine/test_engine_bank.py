@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from dataproto_server.backend import Datum, LoraSpec, Pass, SampleRequest, Sampling
+from dataproto_server.backend import Datum, LoraSpec, Pass, SampleRequest, Sampling, Snapshot
 from dataproto_server.engine import InProcessEngine
-from helpers.served_models import chunks, gradients, length, new_model, random_inputs, rows, run_pass, train
+from helpers.served_models import BASE, chunks, gradients, length, new_model, random_inputs, rows, run_pass, train
 from rollout.adapter_layers import Route
 from rollout.adapters import CONFIG_FILE
 from rollout.hf.adapter_engine import AdapterDecoder
@@ -100,8 +100,7 @@ def test_samples_of_any_adapters_and_of_the_base_are_decoded_together(engine, tm
         new_model(engine, name, rank)
         (tmp_path / name).mkdir()
         engine.export(name, tmp_path / name)
-        engine.open_sampler(name, "tiny", tmp_path / name)
-    engine.open_sampler("base", "tiny", None)
+    snapshots = {name: Snapshot("tiny", tmp_path / name) for name in ("small", "large")} | {"base": BASE}
     decoded, advance = [], AdapterDecoder.advance
     monkeypatch.setattr(
         AdapterDecoder,
@@ -109,13 +108,12 @@ def test_samples_of_any_adapters_and_of_the_base_are_decoded_together(engine, tm
         lambda self, batch, tokens: decoded.append(len(batch.rows)) or advance(self, batch, tokens),
     )
     for name in ("small", "base", "large"):
-        engine.submit(SampleRequest(name, name, prompt, 2, Sampling(max_tokens=5, seed=1, stop=[])))
+        engine.submit(SampleRequest(name, snapshots[name], prompt, 2, Sampling(max_tokens=5, seed=1, stop=[])))
     done = []
     while len(done) < 3:
         done += engine.poll()
     assert decoded == [6] * 4  # the first tokens come with the prompts
-    for name in ("small", "base", "large"):
-        engine.close_sampler(name)
+    engine.forget()
 
 
 def test_names_of_one_checkpoint_share_its_frozen_weights(path):

@@ -10,7 +10,7 @@ import torch
 
 from dataproto.chunks import EncodedTextChunk
 from dataproto.errors import CheckpointError, InvalidConfig
-from dataproto_server.backend import Datum, LoraSpec, Pass, SampleRequest, Sampling
+from dataproto_server.backend import Datum, LoraSpec, Pass, SampleRequest, Sampling, Snapshot
 from dataproto_server.config import EngineOptions
 from dataproto_server.engine import InProcessEngine
 from dataproto_server.engine.base_model import BaseModel
@@ -77,15 +77,14 @@ def test_a_snapshot_is_a_checkpoint_and_adapters_of_the_base_stay_as_they_are(en
     np.testing.assert_array_equal(before, after)
     (tmp_path / "snapshot").mkdir()
     engine.export("full", tmp_path / "snapshot")
-    engine.open_sampler("full", "tiny", tmp_path / "snapshot")
     trained = run_pass(engine, "full", data, forward_only=True).outputs[0]["logprobs"]
     assert np.abs(trained - before).max() > 1e-2
-    one = sample(engine, "full", prompt, sampling={"stop": []}).samples[0]
+    one = sample(engine, Snapshot("tiny", tmp_path / "snapshot"), prompt, sampling={"stop": []}).samples[0]
     whole, tokens = [*prompt, EncodedTextChunk(one.tokens.tolist())], length(engine, prompt)
     expected = hugging_face_logprobs(str(tmp_path / "snapshot"), whole, engine)[tokens - 1 : -1]
     expected = expected.gather(1, torch.from_numpy(one.tokens).long()[:, None])[:, 0]
     np.testing.assert_allclose(one.logprobs, expected, atol=1e-4, rtol=0)
-    engine.close_sampler("full")
+    engine.forget(tmp_path / "snapshot")
     assert engine.poll() == []
 
 
@@ -97,8 +96,7 @@ def snapshots(engine, tmp_path):
         train(engine, "full", data, steps=1)
         (tmp_path / name).mkdir()
         engine.export("full", tmp_path / name)
-        engine.open_sampler(name, "tiny", tmp_path / name)
-    return "abc"
+    return {name: Snapshot("tiny", tmp_path / name) for name in "abc"}
 
 
 def models_in_memory(directory):
@@ -122,7 +120,7 @@ def test_two_samplers_of_all_weights_are_in_memory(engine, snapshots, tmp_path, 
     prompt, _ = data_of(engine)
 
     def scores(name):
-        return sample(engine, name, prompt, prompt_logprobs=True).prompt_logprobs[1:]
+        return sample(engine, snapshots[name], prompt, prompt_logprobs=True).prompt_logprobs[1:]
 
     first = [scores(name) for name in snapshots]
     assert models_in_memory(tmp_path) == 2
@@ -133,12 +131,11 @@ def test_two_samplers_of_all_weights_are_in_memory(engine, snapshots, tmp_path, 
     (tmp_path / "a" / "model.safetensors").unlink()
     # pytest would keep the traceback, and with it the model that cannot be read
     monkeypatch.setattr(logging.getLogger("dataproto.serve"), "propagate", False)
-    engine.submit(SampleRequest("lost", "a", prompt, 1, Sampling(2)))
+    engine.submit(SampleRequest("lost", snapshots["a"], prompt, 1, Sampling(2)))
     ((name, failed),) = until_done(engine, 1)
     assert (name, failed.category) == ("lost", "server")
     assert "CheckpointError in the server, incident" in failed.message
-    for name in snapshots:
-        engine.close_sampler(name)
+    engine.forget()
     assert models_in_memory(tmp_path) == 0
 
 
@@ -148,13 +145,12 @@ def test_a_request_waits_until_its_weights_have_room(engine, snapshots):
 
     def submit(*names):
         for name in names:
-            engine.submit(SampleRequest(name, name[0], prompt, 1, Sampling(3, stop=[])))
+            engine.submit(SampleRequest(name, snapshots[name[0]], prompt, 1, Sampling(3, stop=[])))
 
     submit("a1", "b1", "c1", "a2")  # a2 comes after c1, which a's requests would keep waiting for ever
     assert [one.request_id for one in until_done(engine, 4)] == ["a1", "b1", "c1", "a2"]
     submit("a1", "b1", "c1", "c2")
-    engine.abort(["c1"])
-    engine.close_sampler("c")
+    engine.abort(["c1", "c2"])
     assert {one.request_id for one in until_done(engine, 2)} == {"a1", "b1"}
     assert engine.poll() == []
 

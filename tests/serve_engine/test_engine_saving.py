@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dataproto.errors import CheckpointError
-from dataproto_server.backend import OPTIMIZER_FILE, Datum
+from dataproto_server.backend import OPTIMIZER_FILE, Datum, SampleRequest, Sampling, Snapshot
 from dataproto_server.engine import sampling
 from dataproto_server.refusals import failure_of
 from helpers.served_models import (
@@ -87,10 +87,12 @@ def test_a_snapshot_does_not_follow_its_model(path, tmp_path):
         train(engine, "m", data)
         (tmp_path / str(step)).mkdir()
         engine.export("m", tmp_path / str(step))
-        engine.open_sampler(str(step), "tiny", tmp_path / str(step))
-        found.append(sample(engine, str(step), prompt, prompt_logprobs=True).prompt_logprobs[1:])
+        found.append(
+            sample(engine, Snapshot("tiny", tmp_path / str(step)), prompt, prompt_logprobs=True).prompt_logprobs[1:]
+        )
     assert not np.allclose(found[0], found[1], atol=1e-3)
-    again = sample(engine, "0", prompt, prompt_logprobs=True).prompt_logprobs[1:]  # read from its files again
+    first = Snapshot("tiny", tmp_path / "0")  # which is read from its files again
+    again = sample(engine, first, prompt, prompt_logprobs=True).prompt_logprobs[1:]
     np.testing.assert_array_equal(again, found[0])
 
 
@@ -103,12 +105,12 @@ def test_a_snapshot_in_memory_does_not_follow_its_model(path, tmp_path, sampled)
     count, data = length(engine, prompt), rows(engine, "cross_entropy", seed=1)
     train(engine, "m", data)
     engine.export("m", tmp_path, sampled=sampled)
-    engine.open_sampler("s", "tiny", tmp_path)
+    snapshot = Snapshot("tiny", tmp_path)
     wanted = {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "topk_sample_logprobs": 2}
     targets = np.arange(count - 1)[:, None]
 
     def answers() -> list[np.ndarray]:
-        one = sample(engine, "s", prompt, target_prompt_logprobs=targets, **wanted)
+        one = sample(engine, snapshot, prompt, target_prompt_logprobs=targets, **wanted)
         (drawn,) = one.samples
         top = (*one.topk_prompt_logprobs, *drawn.topk)
         return [one.prompt_logprobs, one.target_prompt_logprobs, drawn.tokens, drawn.logprobs, *top]
@@ -119,23 +121,24 @@ def test_a_snapshot_in_memory_does_not_follow_its_model(path, tmp_path, sampled)
     assert all(map(partial(np.array_equal, equal_nan=True), before, after))
     moved = run_pass(engine, "m", [Datum(prompt, random_inputs(count, "cross_entropy"))], forward_only=True)
     targets = random_inputs(count, "cross_entropy")["target_tokens"][:-1, None]
-    own = sample(engine, "s", prompt, target_prompt_logprobs=targets).target_prompt_logprobs[:, 0]
+    own = sample(engine, snapshot, prompt, target_prompt_logprobs=targets).target_prompt_logprobs[:, 0]
     assert np.abs(moved.outputs[0]["logprobs"][:-1] - own).max() > 1e-3
 
 
-def test_a_sampler_that_fails_to_open_for_want_of_memory_can_be_opened_again(path, tmp_path, monkeypatch):
+def test_a_snapshot_that_cannot_be_read_for_want_of_memory_can_be_read_later(path, tmp_path, monkeypatch):
     engine = engine_of(path)
     new_model(engine, "m")
     data = rows(engine, "cross_entropy", seed=1)
     (tmp_path / "new").mkdir()
     engine.export("m", tmp_path / "new")
+    snapshot = Snapshot("tiny", tmp_path / "new")
 
     def fails(*given):
         raise torch.OutOfMemoryError("out of memory")
 
     with monkeypatch.context() as patch:
         patch.setattr(sampling, "read_adapter", fails)
-        with pytest.raises(torch.OutOfMemoryError):
-            engine.open_sampler("s", "tiny", tmp_path / "new")
-    engine.open_sampler("s", "tiny", tmp_path / "new")
-    assert sample(engine, "s", data[0].chunks).samples
+        engine.submit(SampleRequest("r", snapshot, data[0].chunks, 1, Sampling(1)))
+        ((_, failed),) = engine.poll()
+    assert failed.message.startswith("OutOfMemoryError in the server")
+    assert sample(engine, snapshot, data[0].chunks).samples

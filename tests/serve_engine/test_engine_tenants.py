@@ -9,21 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from dataproto.errors import CheckpointError, InvalidConfig
-from dataproto_server.backend import Datum, LoraSpec, Pass, SampleRequest, Sampling
+from dataproto.errors import InvalidConfig
+from dataproto_server.backend import Datum, LoraSpec, Pass, SampleRequest, Sampling, Snapshot
 from dataproto_server.config import EngineOptions
 from dataproto_server.engine import engine_from_json
-from helpers.served_models import (
-    ADAM,
-    chunks,
-    engine_of,
-    gradients,
-    new_model,
-    png,
-    rows,
-    run_pass,
-    weights,
-)
+from helpers.served_models import ADAM, BASE, chunks, engine_of, gradients, new_model, png, rows, run_pass, weights
 
 TENANTS = {"a": (4, "cross_entropy"), "b": (8, "ppo"), "c": (8, "dro"), "d": (16, "cispo")}
 
@@ -129,8 +119,9 @@ def test_limits_and_names(path, tmp_path):
     engine.release("m")
     with pytest.raises(InvalidConfig, match="model 'm' is unknown"):
         engine.optim_step("m", ADAM)
-    with pytest.raises(CheckpointError, match="lacks adapter_model"):
-        engine.open_sampler("s", "tiny", tmp_path)
+    engine.submit(SampleRequest("r", Snapshot("tiny", tmp_path), chunks(engine, "a"), 1, Sampling(1)))
+    ((_, failed),) = engine.poll()
+    assert failed.message.startswith("CheckpointError in the server")
     with pytest.raises(InvalidConfig, match="max_models=0"):
         EngineOptions(max_models=0)
 
@@ -157,8 +148,7 @@ def test_samples_are_drawn_between_the_parts_of_a_pass(path):
     for each in (engine, undisturbed):
         new_model(each, "m")
     data = [each for seed in range(3) for each in rows(engine, "cross_entropy", seed=seed)]
-    engine.open_sampler("base", "tiny", None)
-    engine.submit(SampleRequest("r", "base", data[1].chunks, 2, Sampling(max_tokens=3, stop=[])))
+    engine.submit(SampleRequest("r", BASE, data[1].chunks, 2, Sampling(max_tokens=3, stop=[])))
     calls, finished = [], []
 
     def between():

@@ -8,11 +8,12 @@ import torch
 
 from dataproto.chunks import EncodedTextChunk, ImageChunk
 from dataproto.errors import InvalidConfig
-from dataproto_server.backend import Datum, Failure, Pass, SampleRequest, Sampling
+from dataproto_server.backend import Datum, Failure, Pass, SampleRequest, Sampling, Snapshot
 from dataproto_server.engine import InProcessEngine
 from dataproto_server.engine.adapter_trainer import PackedPart, ScoredRow
 from helpers.checkpoints import write_checkpoint
 from helpers.served_models import (
+    BASE,
     chunks,
     hugging_face_logprobs,
     length,
@@ -55,8 +56,7 @@ class Served:
         new_model(self.engine, "m", rank=4, seed=1)
         train(self.engine, "m", [Datum(self.prompt, random_inputs(self.tokens, "cross_entropy"))])
         self.engine.export("m", self.adapter)
-        self.engine.open_sampler("adapter", "tiny", self.adapter)
-        self.engine.open_sampler("base", "tiny", None)
+        self.snapshot = Snapshot("tiny", self.adapter)
 
     def expected(self, parts=None, adapter=True):
         return hugging_face_logprobs(self.path, parts or self.prompt, self.engine, self.adapter if adapter else None)
@@ -139,8 +139,8 @@ def test_prompts_with_other_pictures_are_not_shared(qwen):
 
 def test_sampled_log_probs_are_those_of_a_forward_pass(unlike):
     """Of the adapter and of the base, decoded in one batch. Within 1e-4."""
-    for name in ("adapter", "base"):
-        unlike.engine.submit(SampleRequest(name, name, unlike.prompt, 3, Sampling(max_tokens=5, seed=7, stop=[])))
+    for name, snapshot in (("adapter", unlike.snapshot), ("base", BASE)):
+        unlike.engine.submit(SampleRequest(name, snapshot, unlike.prompt, 3, Sampling(max_tokens=5, seed=7, stop=[])))
     for result in until_done(unlike.engine, 2):
         assert len({tuple(one.tokens) for one in result.samples}) > 1
         for one in result.samples:
@@ -157,7 +157,7 @@ def test_a_prompt_is_scored_by_the_sampler_and_not_by_the_model(unlike):
     targets = np.stack([np.arange(count - 1), np.full(count - 1, -1)], 1)
     found = sample(
         unlike.engine,
-        "adapter",
+        unlike.snapshot,
         parts,
         sampling={"max_tokens": 1},
         prompt_logprobs=True,
@@ -186,13 +186,12 @@ def test_a_pass_does_not_depend_on_who_saw_its_images_first(model_type, tmp_path
     path, found = write_checkpoint(model_type, tmp_path), []
     for first in ("sampler", "pass", "nobody"):
         engine = InProcessEngine({"tiny": path}, device=CPU)
-        engine.open_sampler("base", "tiny", None)
         new_model(engine, "m", seed=1)
         new_model(engine, "other", seed=1)
         one, two = chunks(engine, "see", (24, 16), "x", (40, 32)), chunks(engine, (40, 32), "y")
         data = [Datum(one, random_inputs(length(engine, one), "cross_entropy"))]
         if first == "sampler":
-            sample(engine, "base", two, prompt_logprobs=True)
+            sample(engine, BASE, two, prompt_logprobs=True)
         if first == "pass":
             run_pass(engine, "other", [Datum(two, random_inputs(length(engine, two), "cross_entropy"))])
         result = run_pass(engine, "m", data)
@@ -204,8 +203,10 @@ def test_a_pass_does_not_depend_on_who_saw_its_images_first(model_type, tmp_path
 
 
 def test_only_the_last_tokens_are_scored(qwen):
-    whole = sample(qwen.engine, "adapter", qwen.prompt, prompt_logprobs=True).prompt_logprobs
-    last = sample(qwen.engine, "adapter", qwen.prompt, prompt_logprobs=True, prompt_logprobs_last_n=2).prompt_logprobs
+    whole = sample(qwen.engine, qwen.snapshot, qwen.prompt, prompt_logprobs=True).prompt_logprobs
+    last = sample(
+        qwen.engine, qwen.snapshot, qwen.prompt, prompt_logprobs=True, prompt_logprobs_last_n=2
+    ).prompt_logprobs
     assert np.isnan(last[:-2]).all()
     np.testing.assert_allclose(last[-2:], whole[-2:], atol=1e-6, rtol=0)
 
@@ -215,14 +216,14 @@ def test_one_prefill_serves_the_samples_and_the_scores(qwen):
         qwen.engine.base("tiny").sampler.prefilled_tokens,
         qwen.engine.base("tiny").trainer.features.computed,
     )
-    sample(qwen.engine, "adapter", qwen.prompt, count=5, prompt_logprobs=True)
+    sample(qwen.engine, qwen.snapshot, qwen.prompt, count=5, prompt_logprobs=True)
     assert qwen.engine.base("tiny").sampler.prefilled_tokens == before + qwen.tokens
     assert qwen.engine.base("tiny").trainer.features.computed == computed == 2  # by passes, once
 
 
 def test_samples_are_tempered_and_greedy_ones_are_equal(qwen):
     warm = sample(
-        qwen.engine, "adapter", qwen.prompt, sampling={"temperature": 0.5, "stop": []}, topk_sample_logprobs=2
+        qwen.engine, qwen.snapshot, qwen.prompt, sampling={"temperature": 0.5, "stop": []}, topk_sample_logprobs=2
     )
     token, log_prob = warm.samples[0].tokens[0], warm.samples[0].logprobs[0]
     tempered = (qwen.expected()[-1] / 0.5).log_softmax(-1)
@@ -230,7 +231,7 @@ def test_samples_are_tempered_and_greedy_ones_are_equal(qwen):
     ids, values = warm.samples[0].topk
     assert ids.shape == values.shape == (6, 2)
     np.testing.assert_allclose(values[0], tempered.topk(2).values, atol=1e-4, rtol=0)
-    greedy = sample(qwen.engine, "adapter", qwen.prompt, count=3, sampling={"temperature": 0.0})
+    greedy = sample(qwen.engine, qwen.snapshot, qwen.prompt, count=3, sampling={"temperature": 0.0})
     assert len(greedy.samples) == 3
     assert all(one.tokens.tolist() == greedy.samples[0].tokens.tolist() for one in greedy.samples)
     assert greedy.samples[0].tokens[0] == qwen.expected()[-1].argmax()
@@ -238,7 +239,7 @@ def test_samples_are_tempered_and_greedy_ones_are_equal(qwen):
 
 def test_a_seed_repeats_samples_and_requests_without_one_differ(qwen):
     def tokens(name, seed):
-        qwen.engine.submit(SampleRequest(name, "base", qwen.prompt, 2, Sampling(max_tokens=8, seed=seed, stop=[])))
+        qwen.engine.submit(SampleRequest(name, BASE, qwen.prompt, 2, Sampling(max_tokens=8, seed=seed, stop=[])))
         return [one.tokens.tolist() for one in until_done(qwen.engine, 1)[0].samples]
 
     assert tokens("a", 4) == tokens("b", 4) != tokens("b", 5)
@@ -248,23 +249,23 @@ def test_a_seed_repeats_samples_and_requests_without_one_differ(qwen):
 @pytest.mark.slow
 def test_stops_are_tokens_texts_or_none_at_all(qwen):
     encode = qwen.engine.base("tiny").renderer.builder.tokenizer
-    free = sample(qwen.engine, "base", qwen.prompt, sampling={"max_tokens": 40, "stop": []}).samples[0]
+    free = sample(qwen.engine, BASE, qwen.prompt, sampling={"max_tokens": 40, "stop": []}).samples[0]
     assert len(free.tokens) == 40
     assert free.stop_reason == "length"
     token = int(free.tokens[7])
     first = free.tokens.tolist().index(token)
-    stopped = sample(qwen.engine, "base", qwen.prompt, sampling={"max_tokens": 40, "stop": [token]}).samples[0]
+    stopped = sample(qwen.engine, BASE, qwen.prompt, sampling={"max_tokens": 40, "stop": [token]}).samples[0]
     assert stopped.tokens.tolist() == free.tokens[: first + 1].tolist()
     assert stopped.stop_reason == "stop"
     text = encode.decode(free.tokens[10:13])
-    by_text = sample(qwen.engine, "base", qwen.prompt, sampling={"max_tokens": 40, "stop": text}).samples[0]
+    by_text = sample(qwen.engine, BASE, qwen.prompt, sampling={"max_tokens": 40, "stop": text}).samples[0]
     assert by_text.stop_reason == "stop"
     assert text in encode.decode(by_text.tokens)
     assert text not in encode.decode(by_text.tokens[:-1])
     end = encode.eos_token_id
     for stop, reason in ((None, "stop"), ([], "length")):
         endless = [EncodedTextChunk([end])]
-        one = sample(qwen.engine, "base", endless, count=64, sampling={"max_tokens": 60, "stop": stop})
+        one = sample(qwen.engine, BASE, endless, count=64, sampling={"max_tokens": 60, "stop": stop})
         reasons = {each.stop_reason for each in one.samples if end in each.tokens}
         assert reasons == {reason}
 
@@ -272,14 +273,12 @@ def test_stops_are_tokens_texts_or_none_at_all(qwen):
 def test_media_ids_are_never_sampled(qwen):
     undrawn = qwen.engine.base("tiny").sampler.undrawn_ids
     assert undrawn
-    many = sample(qwen.engine, "base", qwen.prompt, count=64, sampling={"max_tokens": 30, "stop": []})
+    many = sample(qwen.engine, BASE, qwen.prompt, count=64, sampling={"max_tokens": 30, "stop": []})
     assert not np.isin(np.concatenate([one.tokens for one in many.samples]), undrawn).any()
 
 
 def failure(engine, parts, sampling=None, **options):
-    engine.submit(
-        SampleRequest("wrong", options.pop("sampler_id", "base"), parts, 1, sampling or Sampling(4), **options)
-    )
+    engine.submit(SampleRequest("wrong", options.pop("snapshot", BASE), parts, 1, sampling or Sampling(4), **options))
     ((name, failed),) = until_done(engine, 1)
     assert name == "wrong"
     assert isinstance(failed, Failure)
@@ -294,7 +293,7 @@ def test_mistakes_in_a_request_are_the_users(qwen):
     (failed,) = engine.passes([Pass("m", [Datum(wrong, {})], "cross_entropy")])
     assert "row 0: chunk 1 (image): expected_tokens=63" in failed.message
     assert failed.category == "user"
-    assert "sampler 'nobody' is unknown" in failure(engine, text, sampler_id="nobody")
+    assert "base model 'nobody' is unknown" in failure(engine, text, snapshot=Snapshot("nobody"))
     assert "max_tokens=5000 exceed the model's context of 1024 tokens" in failure(engine, text, Sampling(5000))
     for impossible in ({"max_tokens": 0}, {"top_p": 2.0}, {"top_k": -2}, {"temperature": np.inf}, {"stop": ["a", ""]}):
         with pytest.raises(InvalidConfig, match=next(iter(impossible))):
@@ -304,17 +303,15 @@ def test_mistakes_in_a_request_are_the_users(qwen):
     assert "needs prompt_logprobs" in failure(engine, text, prompt_logprobs_last_n=1)
     assert "takes int64 of (0, K)" in failure(engine, text, target_prompt_logprobs=np.zeros((1, 1), np.int64))
     assert "token 0 is 1000000, but the model has tokens 0 to" in failure(engine, [EncodedTextChunk([10**6])])
-    assert sample(engine, "base", text).samples  # the engine goes on
+    assert sample(engine, BASE, text).samples  # the engine goes on
 
 
-def test_aborted_and_closed_requests_never_return(qwen):
+def test_aborted_requests_never_return(qwen):
     engine, text = qwen.engine, chunks(qwen.engine, "x")
-    engine.open_sampler("short", "tiny", qwen.adapter)
-    for name, sampler in (("a", "short"), ("b", "base"), ("c", "base")):
-        engine.submit(SampleRequest(name, sampler, text, 2, Sampling(3, stop=[])))
+    for name, snapshot in (("a", qwen.snapshot), ("b", BASE), ("c", BASE)):
+        engine.submit(SampleRequest(name, snapshot, text, 2, Sampling(3, stop=[])))
     assert engine.poll() == []
-    engine.close_sampler("short")
-    engine.abort(["b", "unknown"])
+    engine.abort(["a", "b", "unknown"])
     assert [result.request_id for result in until_done(engine, 1)] == ["c"]
     assert engine.poll() == []
     assert engine.base("tiny").sampler.unfinished == 0

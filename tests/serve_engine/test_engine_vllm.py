@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from dataproto.chunks import EncodedTextChunk
-from dataproto_server.backend import Datum, Failure, SampleRequest, Sampling
+from dataproto_server.backend import Datum, Failure, SampleRequest, Sampling, Snapshot
 from dataproto_server.config import EngineOptions
 from dataproto_server.engine import InProcessEngine
 from helpers.checkpoints import write_checkpoint
 from helpers.served_models import (
+    BASE,
     chunks,
     hugging_face_logprobs,
     length,
@@ -26,6 +27,8 @@ pytestmark = pytest.mark.vllm
 
 OPTIONS = {"max_lora_rank": 16, "max_context_length": 400, "max_num_seqs": 16, "max_samplers": 1}
 RANKS = {"small": 4, "large": 16}
+SNAPSHOTS: dict[str, Snapshot] = {}
+"""By the names of `RANKS`, and "base"; filled by `served`."""
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +65,7 @@ def served(lines, tmp_path_factory):
         train(engines["hf"], name, [data])
         (directory / name).mkdir()
         engines["hf"].export(name, directory / name)
-    for engine in engines.values():
-        for name in (*RANKS, "base"):
-            engine.open_sampler(name, "tiny", directory / name if name in RANKS else None)
+    SNAPSHOTS.update({name: Snapshot("tiny", directory / name) for name in RANKS}, base=BASE)
     return engines["vllm"], engines["hf"], path, prompt, directory
 
 
@@ -83,7 +84,7 @@ def test_sampled_log_probs_are_those_of_a_forward_pass(served):
     tokens = length(other, prompt)
     for each in (engine, other):
         for name in (*RANKS, "base"):
-            each.submit(SampleRequest(name, name, prompt, 2, Sampling(max_tokens=5, seed=7, stop=[])))
+            each.submit(SampleRequest(name, SNAPSHOTS[name], prompt, 2, Sampling(max_tokens=5, seed=7, stop=[])))
     found, expected = ({one.request_id: one for one in until_done(each, 3)} for each in (engine, other))
     assert found.keys() == {*RANKS, "base"}
     for name, result in found.items():
@@ -102,7 +103,7 @@ def test_prompts_are_scored_as_by_the_other_engine(served):
     wanted = {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "topk_sample_logprobs": 2}
     targets = np.arange(2 * (count - 1)).reshape(-1, 2)
     one, theirs = (
-        sample(each, "large", prompt, sampling={"max_tokens": 1}, target_prompt_logprobs=targets, **wanted)
+        sample(each, SNAPSHOTS["large"], prompt, sampling={"max_tokens": 1}, target_prompt_logprobs=targets, **wanted)
         for each in (engine, other)
     )
     np.testing.assert_allclose(one.prompt_logprobs, theirs.prompt_logprobs, atol=1e-4, rtol=0)
@@ -117,11 +118,11 @@ def test_prompts_are_scored_as_by_the_other_engine(served):
 
 def test_stops_and_greedy_answers_are_those_of_the_other_engine(served):
     engine, other, _, prompt, _ = served
-    free = sample(other, "small", prompt, sampling={"max_tokens": 20, "stop": []}).samples[0].tokens
+    free = sample(other, SNAPSHOTS["small"], prompt, sampling={"max_tokens": 20, "stop": []}).samples[0].tokens
     text = other.base("tiny").renderer.builder.tokenizer.decode(free[6:8])
     for options in ({"stop": text}, {"stop": [int(free[4])]}, {"stop": []}, {"temperature": 0.0}):
         found, expected = (
-            sample(each, "small", prompt, count=2, sampling={"max_tokens": 20, **options}).samples
+            sample(each, SNAPSHOTS["small"], prompt, count=2, sampling={"max_tokens": 20, **options}).samples
             for each in (engine, other)
         )
         assert [one.tokens.tolist() for one in found] == [one.tokens.tolist() for one in expected]
@@ -145,7 +146,7 @@ def test_a_prefix_that_vllm_keeps_belongs_to_one_adapter(served, monkeypatch):
     monkeypatch.setattr(vllm, "poll", noted)
     for name in [each for each in (*RANKS, "base") for _ in range(2)]:
         found, expected = (
-            sample(each, name, parts, sampling={"max_tokens": 4, "seed": 3, "stop": []}).samples[0]
+            sample(each, SNAPSHOTS[name], parts, sampling={"max_tokens": 4, "seed": 3, "stop": []}).samples[0]
             for each in (engine, other)
         )
         assert found.tokens.tolist() == expected.tokens.tolist()
@@ -157,10 +158,10 @@ def test_a_prefix_that_vllm_keeps_belongs_to_one_adapter(served, monkeypatch):
 def test_requests_are_aborted_and_mistakes_named(served):
     engine, _, _, prompt, _ = served
     for name in ("a", "b"):
-        engine.submit(SampleRequest(name, "small", prompt, 2, Sampling(3, stop=[])))
+        engine.submit(SampleRequest(name, SNAPSHOTS["small"], prompt, 2, Sampling(3, stop=[])))
     engine.abort(["a"])
     assert [result.request_id for result in until_done(engine, 1)] == ["b"]
-    engine.submit(SampleRequest("long", "small", prompt, 1, Sampling(500)))
+    engine.submit(SampleRequest("long", SNAPSHOTS["small"], prompt, 1, Sampling(500)))
     ((name, failed),) = until_done(engine, 1)
     assert name == "long"
     assert isinstance(failed, Failure)

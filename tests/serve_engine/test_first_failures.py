@@ -11,7 +11,7 @@ from dataproto_server.backend import Failure, SampleRequest, Sampling
 from dataproto_server.command import Supervisor
 from dataproto_server.engine.in_process import InProcessEngine
 from dataproto_server.front.recovery import Recovery
-from helpers.served_models import chunks
+from helpers.served_models import BASE, chunks
 
 
 class Cause(RuntimeError):
@@ -32,8 +32,7 @@ def fail(error: BaseException):
 def test_requests_at_which_the_engine_fails_are_answered_though_it_cannot_stop_them(
     engine: InProcessEngine, monkeypatch
 ):
-    engine.open_sampler("s", "tiny", None)
-    engine.submit(SampleRequest("a", "s", chunks(engine, "hello"), 1, Sampling(max_tokens=3)))
+    engine.submit(SampleRequest("a", BASE, chunks(engine, "hello"), 1, Sampling(max_tokens=3)))
     (base,) = engine._open
     monkeypatch.setattr(base, "poll", fail(Cause("no memory")))
     monkeypatch.setattr(engine, "abort", fail(Later("no device")))
@@ -42,7 +41,7 @@ def test_requests_at_which_the_engine_fails_are_answered_though_it_cannot_stop_t
     assert isinstance(failure, Failure)
     assert failure.message.startswith("Cause in the server")
     monkeypatch.undo()
-    engine.close_sampler("s")
+    engine.abort(["a"])
 
 
 def test_a_supervisor_that_cannot_stop_a_process_stops_the_other_and_tells_the_first_error():
