@@ -27,9 +27,6 @@ LEAST_TEMPERATURE = 1e-30  # by which float32 can divide logits
 OPTIMIZER_FILE = "optimizer.safetensors"
 """The file of a saved run with its AdamW state; the other files are its adapter."""
 
-DIGESTS_FILE = "sha256.json"
-"""A file in which a backend may leave the SHA-256 of files that it has written, by their names."""
-
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:

@@ -1,10 +1,9 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685) of one frozen model: their matrices, their files, and requests for them.
 
 On disk an adapter is ``adapter_model.safetensors`` and ``adapter_config.json``, which ``peft.PeftModel.from_pretrained`` and vLLM
-load, and a digest of each. No code in them runs.
+load. No code in them runs.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -147,7 +146,7 @@ def new_adapter(model: nn.Module, family: VLMFamily, config: AdapterConfig, seed
     return Adapter(config, pairs)
 
 
-WEIGHTS_FILE, CONFIG_FILE, DIGESTS_FILE = "adapter_model.safetensors", "adapter_config.json", "sha256.json"
+WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 DTYPES = (torch.float32, torch.bfloat16)
 """Of the matrices in a file; they are read into float32."""
 PREFIX = "base_model.model."
@@ -155,7 +154,7 @@ PREFIX = "base_model.model."
 
 
 def write_adapter(adapter: Adapter, directory: Path, base_model: str, dtype: torch.dtype = torch.float32) -> None:
-    """Writes the adapter, in a dtype, and its digests to a directory, which exists."""
+    """Writes the adapter, in a dtype, to a directory, which exists."""
     matrices = host_copies(dict(adapter.named_parameters()), dtype)
     save_file({PREFIX + name: each for name, each in matrices.items()}, directory / WEIGHTS_FILE, {"format": "pt"})
     settings = {
@@ -170,7 +169,6 @@ def write_adapter(adapter: Adapter, directory: Path, base_model: str, dtype: tor
         "inference_mode": True,
     }
     (directory / CONFIG_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    write_digests(directory, WEIGHTS_FILE, CONFIG_FILE)
 
 
 def read_adapter(
@@ -184,7 +182,6 @@ def read_adapter(
     Raises:
         CheckpointError: a file is missing, damaged, or of another model; names the file and the tensor.
     """
-    check_digests(directory, WEIGHTS_FILE, CONFIG_FILE)
     config, layers = _read_config(directory / CONFIG_FILE, model, family)
     weights = read_tensors(directory / WEIGHTS_FILE)
     pairs = {}
@@ -245,40 +242,6 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
         return load_file(file)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
-
-
-def write_digests(directory: Path, *names: str) -> None:
-    """Adds the SHA-256 of files of a directory to its list of digests."""
-    digests = {**_digests(directory), **{name: _digest(directory / name) for name in names}}
-    (directory / DIGESTS_FILE).write_text(json.dumps(digests, indent=2) + "\n", encoding="utf-8")
-
-
-def check_digests(directory: Path, *names: str) -> None:
-    """Raises `CheckpointError` if one of the files is missing or differs from its digest. A file without one is not checked."""
-    digests = _digests(directory)
-    for name in names:
-        if not (directory / name).is_file():
-            raise CheckpointError(f"{directory} lacks {name}")
-        if name in digests and digests[name] != _digest(directory / name):
-            raise CheckpointError(f"{directory / name} is damaged: its SHA-256 is not the one in {DIGESTS_FILE}")
-
-
-def _digests(directory: Path) -> Mapping[str, Any]:
-    file = directory / DIGESTS_FILE
-    if not file.exists():
-        return {}
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{file} holds no digests")
-    return found
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 SCORED_PLACES = 256

@@ -193,8 +193,7 @@ class InProcessEngine:
         return self._model(model_id).trained.step(adam)
 
     def save(self, model_id: str, directory: Path, *, later: Later = at_once) -> None:
-        """Writes the adapter (peft's files), the AdamW state (`OPTIMIZER_FILE`) and a file of digests, which `load` compares, to
-        an empty directory, without gradients.
+        """Writes the adapter (peft's files) and the AdamW state (`OPTIMIZER_FILE`) to an empty directory, without gradients.
 
         Args:
             later: gets the work of writing the files. The weights are copied before `save` returns, so other calls may follow
@@ -210,7 +209,7 @@ class InProcessEngine:
         """Replaces the adapter of a model by a saved one, drops its gradients, and reads or drops its AdamW state.
 
         Raises:
-            CheckpointError: the files do not fit the model, or are damaged.
+            CheckpointError: the files do not fit the model, or cannot be read.
         """
         self._model(model_id).trained.load(directory, optimizer=optimizer)
 

@@ -20,12 +20,10 @@ from dataproto.vlm import VLMFamily, family_of
 from dataproto_server.backend import OPTIMIZER_FILE, Later, at_once
 from rollout.adapters import (
     Adapter,
-    check_digests,
     host_copies,
     read_adapter,
     read_tensors,
     write_adapter,
-    write_digests,
 )
 from workers.model.model_config import LARGEST_FLOAT32, AdamParams, OptimizerConfig
 from workers.ranks.mesh import Ranks
@@ -145,7 +143,6 @@ class TrainedMatrices(ABC):
         moments: Mapping[Tensor, dict[str, Tensor]] = {}
         counts = dict.fromkeys(COUNTS, 0)
         if optimizer:
-            check_digests(directory, OPTIMIZER_FILE)
             tensors, file = read_tensors(directory / OPTIMIZER_FILE), directory / OPTIMIZER_FILE
             counts = {name: int(_taken(tensors, name, (), file)) for name in COUNTS}
             moments = self._moments(tensors, file)
@@ -208,7 +205,6 @@ def _taken(tensors: dict[str, Tensor], name: str, shape: Sequence[int], file: Pa
 
 def _save(tensors: Mapping[str, Tensor], directory: Path, file: str) -> None:
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, directory / file)
-    write_digests(directory, file)
 
 
 WEIGHTS_FILE = "weights.safetensors"
@@ -259,7 +255,6 @@ class TrainedWeights(TrainedMatrices):
 
     def read(self, directory: Path) -> Mapping[str, Tensor]:
         """See `TrainedMatrices.read`."""
-        check_digests(directory, WEIGHTS_FILE)
         found = read_tensors(directory / WEIGHTS_FILE)
         shapes = {name: matrix.shape for name, matrix in self.matrices.items()}
         if {name: tensor.shape for name, tensor in found.items()} != shapes:

@@ -333,7 +333,9 @@ class Barriers:
     async def restore(self, run: Run) -> None:
         """Brings the engine to a run's snapshot. That of a load without optimizer holds no state of it."""
         snapshot = str(run.snapshot)
-        optimizer = OPTIMIZER_FILE in files_of(self.catalogue.place(snapshot))
+        place = self.catalogue.place(snapshot)
+        await asyncio.to_thread(check_directory, place)
+        optimizer = OPTIMIZER_FILE in files_of(place)
         await self._create_from(run, snapshot, optimizer=optimizer, replayed=True)
 
 

