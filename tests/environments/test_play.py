@@ -23,6 +23,7 @@ from rollout.environments.episode_loop import WORTH_WAITING
 from rollout.environments.episode_rows import episode_columns
 from rollout.hf import HFEngine
 from rollout.prompts import PromptBuilder
+from rollout.prompts.image_processing import ImageCache
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.rollout_worker import RolloutConfig, RolloutWorker
 
@@ -144,7 +145,7 @@ def test_each_distinct_picture_is_processed_once(roles, monkeypatch):
         return call(self, *args, images=images, **options)
 
     monkeypatch.setattr(type(processor.image_processor), "__call__", counted)
-    processor._processed._entries.clear()
+    monkeypatch.setattr(processor, "_processed", ImageCache(2**20))  # an empty one
     prompts = builder([{"prompt": f"Go {row}", "uid": f"u{row}"} for row in range(4)])
     data = rollout.play(prompts, Corridor, SAMPLING, EpisodeLimits(turns=3))
     shown = {image.tobytes() for media in data["multi_modal_data"] for image in media["image"]}

@@ -8,7 +8,6 @@ EXPORTS = {
     "recipes.run": """PolicyGradientConfig RunConfig StepFunction StepState SupervisedConfig SupervisedTask attempts
         evaluate evaluate_samples greedy_evaluation held_out_evaluation launch_supervised measure_rollouts
         next_token_loss recorded_run run run_supervised train""",
-    "dataproto_server": "Backend",
 }
 
 
