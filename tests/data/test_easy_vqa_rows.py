@@ -89,6 +89,7 @@ def test_what_has_another_layout_is_refused(tmp_path):
             open_easy_vqa(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_real_package_is_what_the_documents_say():
     easy_vqa = open_easy_vqa()
     assert "easy_vqa" not in sys.modules

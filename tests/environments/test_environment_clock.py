@@ -195,6 +195,7 @@ class Busy(Sharing):
         return Observation(["go"])
 
 
+@pytest.mark.slow
 def test_environments_of_plays_share_a_lock_though_the_event_loop_is_busy():
     """A loop that was busy for a second got another one beside it, in which the lock of the first was waited for without end."""
     with EnvironmentHost(Busy, seconds=60.0) as host:

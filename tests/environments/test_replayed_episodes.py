@@ -110,6 +110,7 @@ def test_episodes_of_other_families(model_type, tmp_path):
     roles.check(roles.worker().play(prompts_of(roles.builder, 3), DrawnEnvironment, SAMPLING, LIMITS))
 
 
+@pytest.mark.slow
 def test_turns_whose_cache_was_dropped_have_their_experts(tmp_path):
     roles = Roles(MOE, tmp_path, kept_bytes=0)
     roles.check(roles.worker().play(prompts_of(roles.builder, 3), DrawnEnvironment, SAMPLING, LIMITS))

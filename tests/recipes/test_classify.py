@@ -229,6 +229,7 @@ def test_question_and_answer_are_templates():
         Templates(answer="yes")
 
 
+@pytest.mark.slow
 def test_drawn_pictures_are_of_many_classes_and_known_by_their_number():
     assert len(set(CLASSES)) == len(CLASSES) == 48
     drawn = [draw_class(i) for i in range(300)]

@@ -166,6 +166,7 @@ def test_idle_models_leave_the_device():
     assert after["update_actor"] < before["update_actor"]
 
 
+@pytest.mark.slow
 def test_a_critic_adapters_and_checkpointing_change_a_step_as_they_should():
     alone = forecast(step_of("3b"))
     critic = forecast(step_of("3b", critic_epochs=1))

@@ -20,6 +20,7 @@ def easyr1_format(response):
     return float(PATTERN.fullmatch(re.sub(r"\s*(<|>|/)\s*", r"\1", response)) is not None)
 
 
+@pytest.mark.slow
 @given(st.lists(PIECES, max_size=10).map("".join))
 @settings(max_examples=500)
 def test_the_format_score_agrees_with_the_pattern(response):

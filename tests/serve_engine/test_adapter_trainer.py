@@ -87,6 +87,7 @@ def test_gradients_belong_to_the_adapters_of_the_rows(trainer):
     assert all(matrix.grad is None for _, matrix in one.named_parameters())
 
 
+@pytest.mark.slow
 def test_layers_that_are_computed_again_have_the_adapters_of_the_rows(path, trainer):
     other = AdapterTrainer(path, torch.device("cpu"), 10, activation_checkpointing=True)
     found = []

@@ -43,6 +43,7 @@ def test_an_adapter_of_any_rank_is_scaled_by_32_over_the_rank(engine, tmp_path, 
         assert matrix.shape[0 if "lora_A" in name else 1] == rank
 
 
+@pytest.mark.slow
 def test_each_tenant_steps_as_torch_does_with_its_own_settings(engine):
     """AdamW over its own gradients, clipped by their own norm, at steps of its own."""
     settings = {

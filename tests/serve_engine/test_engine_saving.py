@@ -25,6 +25,7 @@ from helpers.served_models import (
 )
 
 
+@pytest.mark.slow
 def test_saved_and_loaded_is_uninterrupted_bit_for_bit(path, tmp_path):
     whole, parts = engine_of(path), engine_of(path)
     for engine in (whole, parts):

@@ -78,6 +78,7 @@ def test_an_update_beyond_float32_is_refused_and_the_run_goes_on_as_if_it_had_ne
         engine.release(name)
 
 
+@pytest.mark.slow
 def test_the_settings_that_are_taken_leave_numbers_of_float32_for_the_largest_gradients():
     generator = torch.Generator().manual_seed(0)
 

@@ -92,6 +92,7 @@ def test_image_chunks_are_the_prompt_of_the_whole_text_or_refused():
             renderer.sequence(chunks, {})
 
 
+@pytest.mark.slow
 def test_greedy_tokens_are_those_of_a_forward_pass_without_cache(checkpoint):
     """Rows are longer than the window, and so is the cache of the layers that have one."""
     engine, rows = HFEngine(str(checkpoint)), tiled_rows(checkpoint)

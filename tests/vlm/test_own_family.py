@@ -91,6 +91,7 @@ def scores(checkpoint):
     return data, (builder.family, engine.family, actor.module.family)
 
 
+@pytest.mark.slow
 def test_it_generates_scores_and_trains_as_the_family_it_comes_from(package, tmp_path):
     shipped = write_checkpoint("qwen3_vl", tmp_path / "shipped")
     import my_package.my_family

@@ -150,6 +150,7 @@ def broken_in_a_loop(x):
     return x + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("forward", "reason"),
     [(broken, "user-inserted graph break"), (broken_in_a_loop, "TORCH_LOGS=graph_breaks prints it")],
