@@ -19,10 +19,6 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     type: Any = None
 
-    def values(self) -> dict[str, Any]:
-        """The fields of the API by their names."""
-        return {name: getattr(self, name) for name in self.__struct_fields__ if name != "type"}
-
 
 Kind = TypeVar("Kind", bound=Body)
 
@@ -65,7 +61,7 @@ class CreateModel(Body):
     optimizer_config: dict[str, Any] | None = None
 
 
-class AdamBody(Body):
+class AdamBody(msgspec.Struct, forbid_unknown_fields=True):
     learning_rate: float = 1e-4
     beta1: float = 0.9
     beta2: float = 0.95

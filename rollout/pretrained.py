@@ -176,12 +176,12 @@ def load_prompt_parts(path: str | os.PathLike[str]) -> tuple[Any, Any, Any, Any]
         InvalidConfig: one of them is absent, or the template cannot be read.
         UnknownModel: the checkpoint is of no registered family.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoFeatureExtractor, AutoTokenizer
 
     try:
         tokenizer, (family, config) = AutoTokenizer.from_pretrained(path), family_and_config(os.fspath(path))
         sees = family.media_layout.names("image")
-        hears = load_feature_extractor(path) if family.media_layout.names("audio") else None
+        hears = AutoFeatureExtractor.from_pretrained(path) if family.media_layout.names("audio") else None
         parts = tokenizer, load_image_processor(path) if sees else None, config, hears
     except (OSError, ValueError) as error:
         raise InvalidConfig(f"{path} lacks a part of a checkpoint: {str(error).splitlines()[0]}") from error
@@ -230,13 +230,6 @@ def _own_processor(path: str | os.PathLike[str]) -> Any:
     names = IMAGE_PROCESSOR_MAPPING_NAMES.get(model_type, {})
     found = own.get(names.get("torchvision") or "")
     return None if found is None else found.from_pretrained(path)
-
-
-def load_feature_extractor(path: str | os.PathLike[str]) -> Any:
-    """What makes a sound's mel frames, by the checkpoint's settings."""
-    from transformers import AutoFeatureExtractor
-
-    return AutoFeatureExtractor.from_pretrained(path)
 
 
 def load_image_processor(path: str | os.PathLike[str]) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -151,17 +151,27 @@ FEWEST_SHARED = 32
 """Tokens of a beginning that is worth sharing: the keys of all rows are then gathered in every layer."""
 
 
-class AdaptedRow(Protocol):
+@dataclass(frozen=True)
+class AdaptedRow:
     """A row and its adapter."""
 
-    @property
-    def rendered(self) -> PlacedSequence: ...
-
-    @property
-    def adapter(self) -> Adapter | None: ...
+    rendered: PlacedSequence
+    adapter: Adapter | None
 
 
-Row = TypeVar("Row", bound=AdaptedRow)
+@dataclass(frozen=True)
+class ScoredRow(AdaptedRow):
+    """A row, and the targets whose log-probs are wanted: the token ``places[i]`` of the input predicts ``targets[i]``."""
+
+    places: Tensor  # (M,) int64
+    targets: Tensor  # (M,) int64, in the vocabulary
+
+
+@dataclass(frozen=True)
+class ScoredPrompt(AdaptedRow):
+    """A prompt, and the scores to fill in."""
+
+    scores: PromptScores
 
 
 def shared_tokens(before: AdaptedRow, row: AdaptedRow) -> int:
@@ -184,10 +194,10 @@ def shared_tokens(before: AdaptedRow, row: AdaptedRow) -> int:
 
 
 @dataclass(frozen=True)
-class PackedPart(Generic[Row]):
+class PackedPart:
     """Rows of which one pass over the base is made; those of one adapter follow each other."""
 
-    rows: Sequence[Row]
+    rows: Sequence[AdaptedRow]
 
     @cached_property
     def shared(self) -> list[int]:
@@ -255,25 +265,6 @@ Gradients = Mapping[Trainable, list[Tensor | None]]
 
 LossOf = Callable[[Sequence[int], Sequence[Tensor]], Tensor | None]
 """From the numbers of rows and their log-probs ``(M,)`` each to the number () that the backward pass starts from, if any."""
-
-
-@dataclass(frozen=True)
-class ScoredRow:
-    """A row, and the targets whose log-probs are wanted: the token ``places[i]`` of the input predicts ``targets[i]``."""
-
-    rendered: PlacedSequence
-    places: Tensor  # (M,) int64
-    targets: Tensor  # (M,) int64, in the vocabulary
-    adapter: Adapter | None
-
-
-@dataclass(frozen=True)
-class ScoredPrompt:
-    """A prompt, and the scores to fill in."""
-
-    rendered: PlacedSequence
-    adapter: Adapter | None
-    scores: PromptScores
 
 
 class AdapterTrainer:
@@ -346,7 +337,7 @@ class AdapterTrainer:
                     _add_gradients(gradients, total, [each for each in sources if each is not None and each.trained])
         return gradients
 
-    def parts(self, rows: Sequence[ScoredRow | ScoredPrompt]) -> list[list[int]]:
+    def parts(self, rows: Sequence[AdaptedRow]) -> list[list[int]]:
         """The numbers of the rows of each part: those of one adapter together, in the order of their first rows."""
         first = {row.adapter: number for number, row in reversed(list(enumerate(rows)))}
         parts: list[list[int]] = []
@@ -365,9 +356,10 @@ class AdapterTrainer:
     def score(self, prompts: Sequence[ScoredPrompt]) -> None:
         """Fills in the scores of prompts, for engines that do not compute them."""
         for numbers in self.parts(prompts):
-            part = PackedPart([prompts[number] for number in numbers])
+            mine = [prompts[number] for number in numbers]
+            part = PackedPart(mine)
             states = self._states(part)
-            for each, places in zip(part.rows, part.places, strict=True):
+            for each, places in zip(mine, part.places, strict=True):
                 logits_of = partial(self._logits_of, each.adapter)
                 own = states[move(places, states.device)]
                 each.scores.fill(each.rendered.input_ids, each.rendered.token_types, own, logits_of)
@@ -375,7 +367,7 @@ class AdapterTrainer:
     def _logits_of(self, adapter: Adapter | None, states: Tensor) -> Tensor:
         return self.router.logits(states, [(adapter, len(states))])
 
-    def _states(self, part: PackedPart[Any]) -> Tensor:
+    def _states(self, part: PackedPart) -> Tensor:
         """The states ``(T, H)`` after each packed token."""
         packed = part.packed()
         features, spans = self.features.placed(packed.token_types, part.images)
@@ -395,7 +387,7 @@ class AdapterTrainer:
         states, weight = self._states(part), self.family.lm_head(self.model).weight
         found: list[Tensor] = []
         start = 0
-        members = zip(part.rows, part.places, part.lengths, strict=True)
+        members = zip(rows, part.places, part.lengths, strict=True)
         for adapter, group in groupby(members, lambda member: member[0].adapter):
             mine = list(group)
             stop = start + sum(length for _, _, length in mine)

@@ -308,7 +308,7 @@ def _attempt(base: BaseModel, passes: Sequence[OpenPass], between: Between) -> G
         each.clear()
     placed = base.renderer.placed([each.sequences[row] for each, row in places])
     scored = [
-        ScoredRow(rendered, each.inputs[row].places, each.inputs[row].targets, each.adapter)
+        ScoredRow(rendered, each.adapter, each.inputs[row].places, each.inputs[row].targets)
         for rendered, (each, row) in zip(placed, places, strict=True)
     ]
 

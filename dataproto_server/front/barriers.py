@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from dataproto_server.backend import OPTIMIZER_FILE
 from dataproto_server.engine_link import CallFailed
 from dataproto_server.front.sample_queue import Samples
@@ -194,7 +196,7 @@ class Barriers:
             raise InvalidRequest(
                 "optimizer_params belong to an optimizer that is not supported: there is adamw (adam_params)"
             )
-        params = read(OptimStep, given).adam_params.values()
+        params = msgspec.structs.asdict(read(OptimStep, given).adam_params)
         if not all(map(math.isfinite, params.values())):
             raise InvalidRequest(f"adam_params {params}: must be finite")
         metrics = await self.link.call("optim_step", model_id=run.id, adam=AdamParams(**params))

@@ -23,8 +23,8 @@ from dataproto_server.refusals import failure_of
 log = logging.getLogger("dataproto.serve")
 MOST_REPLAYS = 5
 """Tries, after which the runs at which the server fails are left for the next start."""
-FIRST_PAUSE_SECONDS = 1.0
-"""Before the second try; each further pause is twice as long."""
+PAUSE_SECONDS = 2.0
+"""Before a further try, for each one before it."""
 ENDED = Failure(f"the engine ended {MOST_REPLAYS} times when it was brought back", "server")
 
 
@@ -42,41 +42,36 @@ class Recovery:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler, self.barriers = scheduler, scheduler.barriers
         self.link, self.database, self.catalogue = scheduler.link, scheduler.database, scheduler.catalogue
+        self._tries = 0  # at which the server failed
         self._losses: Counter[tuple[str, ...]] = Counter()  # of the engine, by the run or the requests that it was at
 
     async def run(self) -> None:
-        """Needs an engine that holds no run."""
-        pause = FIRST_PAUSE_SECONDS
-        for again in reversed(range(MOST_REPLAYS)):
-            await self.scheduler.settled()
-            if await self._all(last=not again):
-                self._losses.clear()
-                return
-            await asyncio.sleep(pause)
-            pause *= 2
-            # a reset drops the call of a snapshot that has begun, which would then never be answered
-            await self.scheduler.settled()
-            await self.link.call("reset")
-
-    async def _all(self, last: bool) -> bool:
-        """``False`` if the server failed and it is not the last try."""
+        """Needs an engine that holds no run. An error of the server is raised before the last try: the scheduler connects again
+        then, to an engine that has been reset.
+        """
         began = time.monotonic()
         kept = [lane for lane in self.scheduler.lanes.values() if lane.run.snapshot is not None]
         for run in [lane.run for lane in kept if not lane.resting]:
-            if run.state == "live" and not await self._done([run.id], self._restored(run), last):
-                return False
+            if run.state == "live":
+                await self._done([run.id], self._restored(run))
         rounds = await self.database.run(journal.rounds_to_replay)
         for entries in rounds:
             needed = [entry for entry in entries if entry.state == "done" or self._is_due(entry)]
             changed = [entry.run for entry in needed if entry.state == "queued" or self._is_later(entry)]
-            if changed and not await self._done(changed, self._repeated(needed, last), last):
-                return False
+            if changed:
+                await self._done(changed, self._repeated(needed))
         if rounds:
             log.info("replayed %d rounds in %.1f s", len(rounds), time.monotonic() - began)
-        return True
+        self._tries = 0
+        self._losses.clear()
 
-    async def _done(self, run_ids: Sequence[str], work: Awaitable[Mapping[str, Failure]], last: bool) -> bool:
-        """Does work that changes runs and returns those that failed, which rest; ``False`` if it is to be tried again."""
+    @property
+    def _is_last(self) -> bool:
+        """Whether this is the last try."""
+        return self._tries == MOST_REPLAYS - 1
+
+    async def _done(self, run_ids: Sequence[str], work: Awaitable[Mapping[str, Failure]]) -> None:
+        """Does work that changes runs and returns those that failed, which rest."""
         try:
             failures = await work
         except EngineLost:
@@ -85,12 +80,12 @@ class Recovery:
             failures = dict.fromkeys(run_ids, error.failure)
         except Exception as error:
             failures = dict.fromkeys(run_ids, failure_of(error))
-        if not last and any(each.category == "server" and each is not ENDED for each in failures.values()):
-            log.warning("runs %s cannot be restored now: %s", ", ".join(failures), failures)
-            return False
+        if not self._is_last and any(each.category == "server" and each is not ENDED for each in failures.values()):
+            self._tries += 1
+            await asyncio.sleep(PAUSE_SECONDS * self._tries)
+            raise CallFailed(Failure(f"runs {', '.join(failures)} cannot be restored now: {failures}", "server"))
         for run_id, failure in failures.items():
             await self._set_aside(run_id, failure)
-        return True
 
     async def _set_aside(self, run_id: str, failure: Failure) -> None:
         """Lets a run rest until the next start, or fail if its snapshot is damaged."""
@@ -128,7 +123,7 @@ class Recovery:
             await self.barriers.restore(run)
         return {}
 
-    async def _repeated(self, entries: Sequence[Entry], last: bool) -> Mapping[str, Failure]:
+    async def _repeated(self, entries: Sequence[Entry]) -> Mapping[str, Failure]:
         """Carries out the requests of a round again that did not fail; the runs that have failed at it."""
         first, queued = entries[0], [entry for entry in entries if entry.state == "queued"]
         if first.kind != "pass":
@@ -136,10 +131,10 @@ class Recovery:
         if queued:
             try:
                 if await self.scheduler.rounds.begin(entries):
-                    return await self._passes(entries, last)
+                    return await self._passes(entries)
             except CallFailed:
                 await self.scheduler.rounds.dissolve(queued)
-        return await self._repeated_passes([entry for entry in entries if entry.state == "done"], last)
+        return await self._repeated_passes([entry for entry in entries if entry.state == "done"])
 
     async def _barrier(self, entry: Entry) -> Mapping[str, Failure]:
         waiting = self.scheduler.rounds.waiting(entry)
@@ -153,7 +148,7 @@ class Recovery:
             await self.barriers.repeat(self.scheduler.lanes[entry.run].run, entry, body)
         return {}
 
-    async def _repeated_passes(self, entries: Sequence[Entry], last: bool) -> Mapping[str, Failure]:
+    async def _repeated_passes(self, entries: Sequence[Entry]) -> Mapping[str, Failure]:
         """Computes passes again that were computed before; one by one if the server fails each time at all of them."""
         later = [entry for entry in entries if self._is_later(entry)]
         if not later:
@@ -165,16 +160,16 @@ class Recovery:
         if not lost:
             try:
                 with self._counted(*ids):
-                    return await self._passes(entries, last)
+                    return await self._passes(entries)
             except CallFailed as error:
-                if len(entries) == 1 or not last:
+                if len(entries) == 1 or not self._is_last:
                     raise
                 log.error("a round cannot be computed again: %s", error)
         log.error("passes are computed alone that were computed together: %s. Sums may differ in their last bits", ids)
         failures: dict[str, Failure] = {}
         for entry in later:
             if entry.run not in failures:
-                failures |= await self._repeated_passes([entry], last)
+                failures |= await self._repeated_passes([entry])
         return failures
 
     def _is_due(self, entry: Entry) -> bool:
@@ -188,11 +183,11 @@ class Recovery:
             return False
         return entry.state == "done" and entry.seq > lane.run.snapshot_seq
 
-    async def _passes(self, entries: Sequence[Entry], last: bool) -> Mapping[str, Failure]:
+    async def _passes(self, entries: Sequence[Entry]) -> Mapping[str, Failure]:
         """Computes passes in one group. Where a pass may not change its run, another adapter takes its place."""
         stand_ins: dict[str, str | None] = {}
         try:
-            read = [await self._read(entry, stand_ins, last) for entry in entries]
+            read = [await self._read(entry, stand_ins) for entry in entries]
             passes = [each for each in read if isinstance(each, Pass)]
             computed = iter(await self.scheduler.results(passes) if passes else Results())
         except BaseException as error:
@@ -210,7 +205,7 @@ class Recovery:
         for model in filter(None, stand_ins.values()):
             await self.link.call("release", model_id=model)
 
-    async def _read(self, entry: Entry, stand_ins: dict[str, str | None], last: bool) -> Pass | Failure | None:
+    async def _read(self, entry: Entry, stand_ins: dict[str, str | None]) -> Pass | Failure | None:
         """A pass for the engine, or why it cannot be read; ``None`` if the others are the same without it."""
         body = await self.database.run(journal.body_of(entry.id))
         limits = self.scheduler.config.limits if entry.state == "queued" else None
@@ -220,10 +215,10 @@ class Recovery:
             return failure_of(error)
         if entry.state == "queued":
             return each
-        model = entry.run if self._is_later(entry) else await self._stand_in(entry.run, stand_ins, last)
+        model = entry.run if self._is_later(entry) else await self._stand_in(entry.run, stand_ins)
         return None if model is None else replace(each, model_id=model, replayed=True)
 
-    async def _stand_in(self, run_id: str, stand_ins: dict[str, str | None], last: bool) -> str | None:
+    async def _stand_in(self, run_id: str, stand_ins: dict[str, str | None]) -> str | None:
         """An adapter like that of a run; ``None`` for all weights, which are computed by themselves, or if there can be none."""
         run = self.catalogue.runs[run_id]
         if run.spec is None or run.spec.rank == 0:
@@ -234,7 +229,7 @@ class Recovery:
             try:
                 await self.link.call("create", **model, replayed=True)
             except CallFailed as error:
-                if error.failure.category == "server" and not last:
+                if error.failure.category == "server" and not self._is_last:
                     raise
                 stand_ins[run_id] = None
                 log.error("no stand-in for %s: %s. Sums of other runs may differ in their last bits", run_id, error)

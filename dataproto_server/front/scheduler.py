@@ -102,7 +102,7 @@ class Scheduler:
                 self.counters["engine_losses_total"] += 1
                 log.warning("the engine ended: waiting for a new one")
             except Exception:
-                log.exception("the engine does not start")
+                log.exception("the engine is not ready, and is asked again")
                 await asyncio.sleep(LOOK_SECONDS)
                 await self.link.close()
 

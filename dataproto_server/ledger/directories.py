@@ -56,18 +56,14 @@ def _temporary(target: Path) -> Path:
 
 
 def _publish(temporary: Path, target: Path) -> None:
-    _write_manifest(temporary)
+    files = {path.name: _digest(path) for path in sorted(temporary.iterdir())}
+    (temporary / MANIFEST).write_text(json.dumps(files, indent=1))
     for path in temporary.iterdir():
         _sync(path)
     _sync(temporary)
     remove_directory(target)
     temporary.rename(target)
     _sync(target.parent)
-
-
-def _write_manifest(directory: Path) -> None:
-    files = {path.name: _digest(path) for path in sorted(directory.iterdir())}
-    (directory / MANIFEST).write_text(json.dumps(files, indent=1))
 
 
 def check_directory(directory: Path) -> None:

@@ -23,23 +23,12 @@ def is_recurrent(layer: Any) -> bool:
     return type(layer) is LinearAttentionLayer
 
 
-def can_join(layers: Sequence[Any]) -> bool:
-    """Whether rows can be added to these layers, and kept: each of them caches every token, or a state."""
-    return all(type(layer) in (DynamicLayer, LinearAttentionLayer) for layer in layers)
-
-
 def select_rows(layer: Any, index: Tensor) -> None:
     """Keeps only the rows of ``index``, in its order."""
     if is_recurrent(layer):
         layer.conv_states[0], layer.recurrent_states[0] = layer.conv_states[0][index], layer.recurrent_states[0][index]
     else:
         layer.batch_select_indices(index)
-
-
-def select_tokens(layer: Any, columns: Tensor) -> None:
-    """Keeps only the keys and values of these tokens; a state stays."""
-    if not is_recurrent(layer):
-        layer.keys, layer.values = layer.keys[:, :, columns], layer.values[:, :, columns]
 
 
 def arrange_tokens(layer: Any, columns: Tensor) -> None:
@@ -131,8 +120,8 @@ class Batch:
 
     @property
     def can_grow(self) -> bool:
-        """Whether other rows can be added, and rows kept."""
-        return can_join(self.layers)
+        """Whether other rows can be added, and rows kept: each layer caches every token, or a state."""
+        return all(type(layer) in (DynamicLayer, LinearAttentionLayer) for layer in self.layers)
 
     def join(self, other: "Batch") -> None:
         """Adds the rows of another batch. Finished rows, and columns that no row attends to, are removed."""
@@ -155,7 +144,8 @@ class Batch:
         if len(columns) < self.attention_mask.shape[1]:
             self.attention_mask = self.attention_mask[:, columns]
             for layer in self.layers:
-                select_tokens(layer, columns)
+                if not is_recurrent(layer):
+                    layer.keys, layer.values = layer.keys[:, :, columns], layer.values[:, :, columns]
 
     def align(self) -> None:
         """Moves the tokens of each row to its end, and removes columns that no row needs."""

@@ -48,7 +48,7 @@ def model_state(worker: Any) -> dict[str, Tensor]:
 def copied_state(worker: Any) -> State:
     """Copies of `model_state`."""
     return {
-        name: tensor.detach().cpu().clone() if _has_bytes(tensor) else None
+        name: tensor.detach().cpu().clone() if tensor.detach().reshape(-1).view(torch.uint8).any() else None
         for name, tensor in model_state(worker).items()
     }
 
@@ -60,14 +60,6 @@ def restore_state(worker: Any, copies: State) -> None:
     for name, copy in copies.items():
         if name in state:
             _ = state[name].zero_() if copy is None else state[name].copy_(copy)
-
-
-def _has_bytes(tensor: Tensor) -> bool:
-    return bool(_bytes(tensor).any())
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def _storage(tensor: Tensor) -> int:

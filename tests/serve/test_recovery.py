@@ -19,7 +19,7 @@ POISON = "ppo"  # the loss of a pass at which a call fails as a whole
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch):
-    monkeypatch.setattr(recovery, "FIRST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(recovery, "PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(scheduler, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(round_journal, "PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(database, "RETRY_SECONDS", 0.0)

@@ -129,7 +129,7 @@ def test_a_missing_directory_of_a_sampler_fails_no_save_of_its_key(tmp_path):
 def test_a_snapshot_that_a_failed_try_has_begun_is_written_before_the_engine_is_reset(tmp_path, monkeypatch):
     """A reset drops the calls that wait, which would never be answered."""
 
-    monkeypatch.setattr(recovery, "FIRST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(recovery, "PAUSE_SECONDS", 0.0)
 
     async def before(front: Front):
         a, b = await front.new_run("a"), await front.new_run("b")

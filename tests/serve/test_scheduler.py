@@ -363,7 +363,7 @@ def test_a_front_that_starts_again_finds_results_and_continues(tmp_path):
 
 
 def test_a_run_that_cannot_be_restored_fails_and_the_others_go_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(recovery, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(recovery, "PAUSE_SECONDS", 0.01)
 
     async def work(front: Front):
         a, b = await front.new_run("a"), await front.new_run("b")

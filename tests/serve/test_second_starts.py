@@ -99,7 +99,7 @@ def test_a_start_that_cannot_read_a_snapshot_gives_up_no_run(tmp_path, monkeypat
         await until(lambda: front.service.scheduler.lanes["r"].resting)
 
     with monkeypatch.context() as during:
-        during.setattr(recovery, "FIRST_PAUSE_SECONDS", 0.0)
+        during.setattr(recovery, "PAUSE_SECONDS", 0.0)
         during.setattr(Recording, "load", refused)
         second = drive(wrong, tmp_path)
     second.engine.listener.close()

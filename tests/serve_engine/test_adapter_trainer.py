@@ -52,7 +52,7 @@ def trainer(path):
 def row(length, adapter):
     ids = torch.arange(length)
     return ScoredRow(
-        PlacedSequence(ids, torch.zeros(length, dtype=torch.int8), (), position_ids=ids), ids, ids, adapter
+        PlacedSequence(ids, torch.zeros(length, dtype=torch.int8), (), position_ids=ids), adapter, ids, ids
     )
 
 

@@ -62,12 +62,12 @@ def test_passes_that_fail_again_are_told_though_their_stand_ins_cannot_be_releas
     async def call(method, **_):
         raise Later(method)
 
-    async def read(entry, stand_ins, last):
+    async def read(entry, stand_ins):
         stand_ins["run"] = "stand-in"
         raise Cause
 
     recovery = object.__new__(Recovery)
     recovery.link, recovery._read = SimpleNamespace(call=call), read
     with pytest.raises(Cause) as caught:
-        asyncio.run(recovery._passes([SimpleNamespace(state="done")], last=False))
+        asyncio.run(recovery._passes([SimpleNamespace(state="done")]))
     assert caught.value.__notes__ == ["and Later: release"]
