@@ -37,7 +37,7 @@ from recipes.rewards.reward_check import (
 from recipes.run.policy_gradient import prompt_builder
 from recipes.run.preferences import answers_builder
 from recipes.run.supervised import supervised_builders
-from recipes.watch.pages import visible, write_page
+from recipes.watch.pages import render, write_page
 from recipes.watch.rollout_files import pictures_of, sounds_of
 from rollout.answers import AnsweredPrompt, Grouping
 from rollout.prompts import PromptBuilder
@@ -299,40 +299,14 @@ def with_scores(
     return replace(source, rows=tuple(rows))
 
 
-STYLES = {"text": "", "special": "cyan", "media": "magenta"}
-LEARNT, BEGIN, END = "bold green", "⟦", "⟧"
-"""How what is learnt looks; the marks show it without colours too."""
+BEGIN, END = "⟦", "⟧"
+"""Marks around what is learnt, which show it without colours too."""
 
 
 def print_source(source: ShownSource) -> None:
     """Prints the rows of a data set and what there is to say of them."""
-    console = Console(highlight=False)
-    _say(console, (source.name, "bold"))
-    for row in source.rows:
-        console.print()
-        _print_row(row, console)
-    console.print()
-    for line in source.lines:
-        _say(console, line)
-
-
-def _print_row(row: ShownRow, console: Console) -> None:
-    if row.error is not None:
-        _say(console, (f"row {row.index} cannot be used: ", "bold red"), row.error)
-        return
-    _say(console, (f"row {row.index}", "bold"))
-    text = Text()
-    learning = False
-    for span in row.spans:
-        if span.learnt != learning:
-            text.append(BEGIN if span.learnt else END, LEARNT)
-            learning = span.learnt
-        text.append(visible(span.text), LEARNT if span.learnt else STYLES[span.kind])
-    if learning:
-        text.append(END, LEARNT)
-    console.print(text, soft_wrap=True)
-    for name, value in row.facts.items():
-        _say(console, (f"{name}: ", "yellow" if name == "warning" else "dim"), value)
+    shown = str(render("show.txt", source=source, begin=BEGIN, end=END))
+    Console(highlight=False).print(Text.from_markup(shown.rstrip(), emoji=False), soft_wrap=True)
 
 
 def _score_facts(scores: TruthScores) -> dict[str, str]:
@@ -351,11 +325,6 @@ def _numbers(result: Result) -> str:
     """
     parts = ", ".join(f"{name} {value:g}" for name, value in result.items() if name != "score" and value is not None)
     return f"{result['score']:g}" + (f" ({parts})" if parts else "")
-
-
-def _say(console: Console, *parts: str | tuple[str, str]) -> None:
-    styled = ((part, "") if isinstance(part, str) else part for part in parts)
-    console.print(Text.assemble(*((visible(text), style) for text, style in styled)), soft_wrap=True)
 
 
 if __name__ == "__main__":

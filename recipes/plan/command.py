@@ -29,6 +29,7 @@ from recipes.plan.setting import Setting
 from recipes.run import policy_gradient
 from recipes.run.run_directory import over_epochs
 from recipes.sft import conversation_task
+from recipes.watch.pages import render
 from rollout.pretrained import family_and_config
 from workers.model.model_config import ModelConfig
 from workers.training.loading import checkpoint_family
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None, config: PlanConfig | ClusterCon
             if asked.machine is not None and asked.config.preset in SIZES and not asked.options.fit:
                 print(preset_line(asked.config, asked.machine))
             found = plan(asked)
-        print("\n".join(forecast_lines(found)))
+        print(forecast_text(found))
         if not found.fits:
             print(f"what fits: {way_out(found.setting)}")
         if isinstance(asked, ClusterConfig) or asked.options.fit:
@@ -179,35 +180,8 @@ def simulated(asked: ClusterConfig) -> Forecast:
     return fastest_layout(setting, asked.devices, layouts, asked.tensor_parallel)
 
 
-def forecast_lines(found: Forecast) -> list[str]:
+def forecast_text(found: Forecast) -> str:
     """Memory by phase and role, operations, seconds and traffic by phase, and the run, as lines of text."""
-    setting, devices = found.setting, found.setting.layout.world_size
-    layout = (
-        ", ".join(f"{name} {degree}" for name, degree in vars(setting.layout).items() if degree > 1) or "one device"
-    )
+    degrees = ", ".join(f"{name} {degree}" for name, degree in vars(found.setting.layout).items() if degree > 1)
     columns = [name for name in COLUMNS if any(getattr(role, name) for phase in found.phases for role in phase.roles)]
-    lines = [
-        f"forecast, not measured: {devices} x {setting.device.name} ({layout}), {setting.size.total / 1e9:.3g} B parameters "
-        f"({setting.size.trained / 1e9:.3g} B trained); {setting.prompts} prompts x {setting.batch.samples}, {found.tokens:,} "
-        "tokens",
-        "",
-        f"{'GiB on the fullest device':25}{''.join(f'{name:>12}' for name in columns)}",
-    ]
-    for phase in found.phases:
-        for number, role in enumerate(phase.roles):
-            cells = "".join(f"{getattr(role, name) / GIB:12.1f}" for name in columns)
-            lines.append(f"{'' if number else phase.name:14}{role.role:11}{cells}")
-    lines += ["", f"{'phase':14}{'TFLOP':>12}{'MFU':>7}{'seconds':>10}{'GiB':>10}{'GB in nodes':>14}{'GB between':>12}"]
-    for phase in found.phases:
-        mfu = phase.flops / phase.seconds / devices / setting.device.peak
-        sent = f"{phase.traffic.inside / 1e9:14,.1f}{phase.traffic.between / 1e9:12,.1f}"
-        work = f"{phase.flops / 1e12:12,.4g}{mfu:7.2f}" if phase.flops else f"{'':19}"
-        lines.append(f"{phase.name:14}{work}{phase.seconds:10.3g}{phase.memory / GIB:10.1f}{sent}")
-    rate, hours = found.tokens / found.seconds / devices, setting.steps * found.seconds / 3600
-    host = f"; {found.host / GIB:.1f} GiB of host memory a process" if found.host else ""
-    lines += [
-        f"{'step':33}{found.seconds:10.3g}{found.memory / GIB:10.1f} of {setting.device.memory / GIB:,.1f} with reserve; "
-        f"{rate:,.0f} tokens/s/device; GB are those that a device receives{host}",
-        f"run: {setting.steps} steps in {hours:.3g} h, without evaluations and checkpoints",
-    ]
-    return [*lines, *(f"does not fit: {problem}" for problem in found.problems)]
+    return render("plan.txt", found=found, layout=degrees or "one device", columns=columns, gib=GIB).rstrip()

@@ -1,4 +1,7 @@
-"""Pages of a run and of a data set: templates that escape all text. A page loads nothing and runs no code."""
+"""Pages of a run and of a data set: templates that escape all text. A page loads nothing and runs no code.
+
+What a command prints is a template too, ``NAME.txt``, whose text is not escaped.
+"""
 
 import base64
 import io
@@ -7,9 +10,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 from PIL import Image
+from rich.markup import escape
 
 from recipes.watch.rollout_files import replace_file
 
@@ -92,10 +96,10 @@ def _finished(value: Any) -> Any:
 
 _environment = Environment(
     loader=FileSystemLoader(TEMPLATES),
-    autoescape=True,
+    autoescape=select_autoescape(["html", "svg"]),
     trim_blocks=True,
     lstrip_blocks=True,
     undefined=StrictUndefined,
     finalize=_finished,
 )
-_environment.filters.update(cut=cut, number=number, duration=format_seconds, png=png, sound=sound)
+_environment.filters.update(cut=cut, number=number, duration=format_seconds, png=png, sound=sound, markup=escape)

@@ -5,19 +5,20 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
+import yaml
+
+from recipes.watch.pages import TEMPLATES
 from workers.model.model_config import UNSHARDED
 
 Metrics = Mapping[str, float]
 
 
 STEPS = 5
-"""In a row that must show a sign that nothing can be learned. What follows is when a metric of theirs is one."""
-EQUAL_GROUPS = 1.0  # share of groups whose samples all have the same reward
-REWARD_SPREAD = 1e-6  # highest minus lowest reward
-CUT_RESPONSES = 0.95  # share of responses that end at max_tokens
-ONE_ANSWER = 0.95  # share of responses that are the same text, of several prompts
-ENTROPY = 0.01  # nats per token
-ENGINE_DIFFERENCE = 0.2  # nats per token, mean
+"""In a row that must show a sign that nothing can be learned."""
+REWARD_SPREAD = 1e-6
+"""Highest minus lowest reward of steps whose reward is constant."""
+SIGNS = yaml.safe_load((TEMPLATES / "signs.yaml").read_text(encoding="utf-8"))
+"""The other signs: metrics, of which the first that all of the last steps have counts, the values that are a sign, a message."""
 
 
 def learning_problems(steps: Sequence[Metrics]) -> dict[str, str]:
@@ -55,47 +56,19 @@ class LearningSignals:
 
 def _problems(last: Sequence[Metrics]) -> Iterator[tuple[str, str]]:
     highest, lowest = _values(last, "critic/score/max"), _values(last, "critic/score/min")
-    if highest and lowest and max(highest) - min(lowest) <= REWARD_SPREAD:
+    constant = highest and lowest and max(highest) - min(lowest) <= REWARD_SPREAD
+    if constant:
         yield (
             "constant_reward",
             f"every response of the last {STEPS} steps has the reward {highest[-1]:g}: there is nothing to learn from; "
             "look at the responses in the report, and try the reward function on a right and on a wrong answer",
         )
-    elif (shares := _values(last, "reward/equal_groups_ratio")) and min(shares) >= EQUAL_GROUPS:
-        yield (
-            "equal_groups",
-            f"in the last {STEPS} steps the samples of each prompt had equal rewards, so that no advantage differs from "
-            "0; try easier or harder problems, more samples (--algorithm.n), a higher temperature, or dynamic sampling",
-        )
-    cut = _values(last, "response/truncated_ratio") or _values(last, "response_length/clip_ratio")
-    if cut and min(cut) >= CUT_RESPONSES:
-        yield (
-            "cut_responses",
-            f"{min(cut):.0%} or more of the responses of the last {STEPS} steps are cut at the maximal length, before "
-            "they end; try a larger --max-response-length, and see whether the chat template and the end-of-turn token fit the "
-            "model",
-        )
-    if (same := _values(last, "response/commonest_ratio")) and min(same) >= ONE_ANSWER:
-        yield (
-            "one_answer",
-            f"{min(same):.0%} or more of the responses of the last {STEPS} steps are one and the same text, whatever the "
-            "prompt; see in the report whether the reward favours it, and try a lower learning rate or a KL term "
-            "(--algorithm.kl-coef)",
-        )
-    if (entropies := _values(last, "actor/entropy")) and max(entropies) < ENTROPY:
-        yield (
-            "no_entropy",
-            f"the entropy of the policy is {entropies[-1]:.2g} nats per token: its samples hardly differ; try a lower learning "
-            "rate, a KL term (--algorithm.kl-coef) or an entropy bonus (--algorithm.entropy-coef)",
-        )
-    differences = _values(last, "training/rollout_probs_diff_log_mean")
-    if differences and min(differences) >= ENGINE_DIFFERENCE:
-        yield (
-            "engine_difference",
-            f"the engine's log-probs of sampled tokens differ from the actor's by {differences[-1]:.2g} nats on average: it "
-            "samples from another policy; try without the engine's quantization or a smaller "
-            "--rollout.staleness, and correct the loss (--algorithm.correction)",
-        )
+    for name, sign in SIGNS.items():
+        values = next(filter(None, (_values(last, metric) for metric in sign["metrics"])), None)
+        if values is None or (name == "equal_groups" and constant):
+            continue
+        if min(values) >= sign["at_least"] if "at_least" in sign else max(values) < sign["below"]:
+            yield name, sign["message"].format(steps=STEPS, least=min(values), last=values[-1])
 
 
 def _values(last: Sequence[Metrics], name: str) -> list[float]:
