@@ -36,13 +36,11 @@ class ModelInfo:
         name: by which clients call it, such as ``Qwen/Qwen3-VL-4B-Instruct``.
         tokenizer: the hub name or path from which clients load its tokenizer.
         max_context_length: tokens of prompt and answer, media included.
-        max_lora_rank: of its adapters.
     """
 
     name: str
     tokenizer: str
     max_context_length: int
-    max_lora_rank: int = 64
 
 
 class LoraSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -406,7 +406,11 @@ def _add_gradients(
 ) -> None:
     matrices = [matrix for source in sources for _, matrix in source.named_parameters()]
     found = iter(torch.autograd.grad(total, matrices, allow_unused=True))
-    for source in sources:
-        new = [next(found) for _ in source.named_parameters()]
+    merge(gradients, {source: [next(found) for _ in source.named_parameters()] for source in sources})
+
+
+def merge(gradients: dict[Trainable, list[Tensor | None]], more: Gradients) -> None:
+    """Adds ``more`` to gradients."""
+    for source, new in more.items():
         old = gradients.get(source, [None] * len(new))
         gradients[source] = [b if a is None else a if b is None else a + b for a, b in zip(old, new, strict=True)]

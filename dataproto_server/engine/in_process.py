@@ -93,10 +93,7 @@ class InProcessEngine:
 
     def describe(self) -> list[ModelInfo]:
         """The base models that it has."""
-        return [
-            ModelInfo(name, path, context_length(path, self.options), max_lora_rank=self.options.max_lora_rank)
-            for name, path in self.paths.items()
-        ]
+        return [ModelInfo(name, path, context_length(path, self.options)) for name, path in self.paths.items()]
 
     def base(self, name: str) -> BaseModel:
         """A base model by the name that clients use. Raises `InvalidConfig`."""

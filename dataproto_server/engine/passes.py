@@ -11,7 +11,7 @@ from torch.nn.utils import get_total_norm
 
 from dataproto.errors import DataProtoError, InvalidColumn, InvalidRow, NonFiniteLogits
 from dataproto_server.backend import Array, Failure, Pass, PassResult, SparseRows
-from dataproto_server.engine.adapter_trainer import Gradients, ScoredRow
+from dataproto_server.engine.adapter_trainer import Gradients, ScoredRow, merge
 from dataproto_server.engine.base_model import BaseModel
 from dataproto_server.engine.datum_losses import DATUM_LOSSES, THRESHOLDS, loss_options, option_names
 from dataproto_server.engine.trained_adapter import Trainable
@@ -294,9 +294,7 @@ def _one_by_one(
     gradients: dict[Trainable, list[Tensor | None]] = {}
     for each in passes:
         found, result = run_passes(base, [each], between)
-        for adapter, new in found.items():
-            old = gradients.get(adapter, [None] * len(new))
-            gradients[adapter] = [b if a is None else a if b is None else a + b for a, b in zip(old, new, strict=True)]
+        merge(gradients, found)
         results |= result
     return gradients, results
 

@@ -36,7 +36,13 @@ from rollout.engine import (
 )
 from rollout.pretrained import end_ids, generation_config
 from rollout.vllm.memory import EngineMemory
-from rollout.vllm.prompt_rendering import MAX_REPORTED_ROWS, PromptRenderer, RenderedAhead, for_each_prompt
+from rollout.vllm.prompt_rendering import (
+    MAX_REPORTED_ROWS,
+    PromptRenderer,
+    RenderedAhead,
+    for_each_prompt,
+    limit_of_images,
+)
 from rollout.vllm.requests import (
     ComingRun,
     EngineRequest,
@@ -47,7 +53,6 @@ from rollout.vllm.requests import (
 )
 from rollout.vllm.running_engine import clear_kv_cache, state_of
 from rollout.vllm.startup import processor_options, quantization_options, start_llm, worker_options
-from rollout.vllm.whole_images import limit_of_images
 
 
 class VLLMEngine:

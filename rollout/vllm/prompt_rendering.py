@@ -13,16 +13,15 @@ from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 from dataproto.errors import InvalidPrompt, MediaMismatch
 from dataproto.vlm import family_of
 from dataproto.vlm.family import VLMFamily
-from dataproto.vlm.positions import TOKEN_TYPES
+from dataproto.vlm.positions import IMAGE, TOKEN_TYPES
 from rollout.continuation import Media, shown_media
 from rollout.engine import Request, SamplingParams
 from rollout.vllm.running_engine import error_line, model_of
-from rollout.vllm.whole_images import longest_run
 
 
 class Span(NamedTuple):
@@ -369,3 +368,41 @@ def check_expansion(engine_ids: Sequence[int], input_ids: Tensor) -> None:
             f"vLLM expands the prompt to {len(engine_ids)} tokens, the training side to {len(ours)}; they differ from token "
             f"{first} on"
         )
+
+
+# Images whose tokens see each other: vLLM's attention is causal within the longest ones, and on a CPU within all
+
+
+def longest_image(worker: Any) -> int | None:
+    """The number of tokens of an image above which a worker's model computes causal attention within it, ``None`` without limit.
+
+    vLLM skips images that are longer than the sliding window, except in models that keep the window within images.
+    """
+    text: Any = worker.model_runner.model_config.hf_text_config
+    model: nn.Module = model_of(worker)
+    if any(getattr(each, "mm_prefix_clamp_sliding_window", False) for each in (model, text)):
+        return None
+    window = getattr(text, "sliding_window", None)
+    return None if window is None else int(window)
+
+
+def limit_of_images(llm: Any, family: VLMFamily, device: torch.device) -> int | None:
+    """The number of tokens that an image may have in a running ``vllm.LLM``, ``None`` without limit; none on a CPU."""
+    if family.mutual_images(llm.model_config.hf_config) is None:
+        return None
+    if device.type == "cpu":
+        return 0
+    (limit,) = set(llm.collective_rpc(longest_image))
+    found: int | None = limit
+    return found
+
+
+def longest_run(token_types: Tensor) -> int:
+    """The number of tokens of the longest image among those of a prompt, of which no two are side by side.
+
+    >>> longest_run(torch.tensor([0, 1, 1, 0, 1, 1, 1]))
+    3
+    """
+    ends = (token_types != IMAGE).nonzero().squeeze(1)
+    bounds = torch.cat([ends.new_tensor([-1]), ends, ends.new_tensor([len(token_types)])])
+    return int(bounds.diff().max()) - 1

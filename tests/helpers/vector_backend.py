@@ -55,7 +55,7 @@ class VectorBackend:
 
     def describe(self) -> list[ModelInfo]:
         names = ("tiny/vector", "Qwen/Qwen3-4B-Instruct-2507")
-        return [ModelInfo(name, "", 4096, max_lora_rank=32) for name in names]
+        return [ModelInfo(name, "", 4096) for name in names]
 
     def create(self, model_id: str, base_model: str, lora: LoraSpec | None, *, replayed: bool = False) -> None:
         if lora is None or lora.rank > 32:

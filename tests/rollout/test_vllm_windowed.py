@@ -12,7 +12,7 @@ from helpers.shown_models import VLLM_WINDOWED_TYPES
 from helpers.tiny_models import WINDOW
 from helpers.whole_images import READ_WHOLE, with_whole_images
 from rollout.responses import build_requests
-from rollout.vllm.whole_images import longest_image, longest_run
+from rollout.vllm.prompt_rendering import longest_image, longest_run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 

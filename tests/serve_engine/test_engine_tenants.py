@@ -101,7 +101,7 @@ def test_only_the_chosen_layers_are_trained(engine, spec, kinds):
 def test_limits_and_names(path, tmp_path):
     engine = engine_of(path, max_models=1, max_lora_rank=8, max_context_length=20)
     (model,) = engine.describe()
-    assert (model.name, model.tokenizer, model.max_context_length, model.max_lora_rank) == ("tiny", path, 20, 8)
+    assert (model.name, model.tokenizer, model.max_context_length) == ("tiny", path, 20)
     for spec, name, message in (
         (None, "tiny", "full_finetuning"),
         (LoraSpec(9), "tiny", "rank=9: must be from 1 to max_lora_rank=8"),
