@@ -3,7 +3,7 @@
     python benchmarks/curriculum.py --work outputs/curriculum
     python benchmarks/curriculum.py --work outputs/curriculum --seeds 0 --steps 40
 
-Most problems of the set, which is written once to WORK, are of the levels 2 and 3, which a model of this size does not learn in a
+Most problems of the set, which is written once to WORK, are of the levels 2 to 4, which a model of this size does not learn in a
 run: what a curriculum is for. The start of a seed is the model of ``dataproto grpo`` after ``--taught`` steps on other problems
 of level 1: it solves some of them, by looking. From an untaught model neither order learns on such a set: the problems that are
 sometimes solved are then those whose answers are its favourite guesses.
@@ -15,23 +15,22 @@ over the seeds. Draws them in ``WORK/curriculum.png``.
 """
 
 import argparse
-import json
-import os
 import sys
 from math import isnan
 from pathlib import Path
 from statistics import fmean, median
 
 from learning import band
+from synthetic_levels import write_problems
 
 from recipes import grpo
-from recipes.demo.problems import LEVELS, Split
-from recipes.demo.rows import ProblemRows
+from recipes.demo.problems import Split
 from recipes.demo.tiny_model import tiny_checkpoint
 from recipes.watch.metrics_file import read_metrics
 
 KINDS = {"curriculum": ["--curriculum"], "shuffled": []}
 SIGNAL = "groups that differ"
+LEVELS = (1, 2, 3, 4)
 NAMES = [*(f"level {level}" for level in LEVELS), SIGNAL]
 OPTIONS = "--preset tiny --optimizer.schedule constant --keep-rollouts 0 --overwrite"
 OTHER_PROBLEMS = 1000  # seed of the problems of a start; the runs have others
@@ -53,36 +52,21 @@ def train(arguments: list[str]) -> None:
         sys.exit(f"failed: dataproto grpo {' '.join(arguments)}")
 
 
-def write_problems(work: Path, name: str, counts: dict[int, int], split: Split) -> Path:
-    """As many problems of each level as ``counts`` says, as JSON Lines with pictures in files, unless they are there."""
-    file = work / f"{name}.jsonl"
-    if file.exists():
-        return file
-    folder = work / name
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = []
-    for level, count in counts.items():
-        for place, row in enumerate(ProblemRows(level, 0, split)[:count]):
-            picture = folder / f"{level}-{place}.png"
-            row["images"][0].save(picture)
-            truth = row["reward_model"]["ground_truth"]
-            problem = {"problem": row["prompt"][0]["content"], "answer": truth, "images": [f"{name}/{picture.name}"]}
-            lines.append(json.dumps(problem | {"data_source": f"level{level}"}))
-    draft = file.with_suffix(f".{os.getpid()}")  # another process may write the same
-    draft.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    return draft.rename(file)
+def written(file: Path, counts: dict[int, int], split: Split) -> Path:
+    """The file of so many problems of each level, which is written if it is not there."""
+    return file if file.exists() else write_problems(file, counts, split)
 
 
 def found_of(work: Path, kind: str, seed: int, options: argparse.Namespace) -> dict[int, dict[str, float]]:
     """By step the held-out accuracy of each level, and the share of groups whose rewards differ since the step before."""
     folder = work / f"{kind}-{options.steps}-steps" / f"seed_{seed}"
     if not (folder / "report.html").exists():
-        problems = write_problems(work, "train", dict(zip(LEVELS, options.problems, strict=True)), "train")
+        problems = written(work / "train.jsonl", dict(zip(LEVELS, options.problems, strict=True)), "train")
         tests = [
-            f"level{level}={write_problems(work, f'level{level}', {level: options.eval_rows}, 'test')}"
-            for level in LEVELS
+            f"level{level}={written(work / f'level{level}.jsonl', {level: rows}, 'test')}"
+            for level, rows in zip(LEVELS, options.eval_rows, strict=True)
         ]
-        sets = ["--data-path", str(problems), "--eval-data-path", *tests, "--eval-rows", str(options.eval_rows)]
+        sets = ["--data-path", str(problems), "--eval-data-path", *tests, "--eval-rows", str(max(options.eval_rows))]
         model = ["--model-path", str(start_of(work, seed, options.taught))]
         run = f"{OPTIONS} --seed {seed} --steps {options.steps} --eval-every {options.every} --max-prompt-length 512"
         train([*model, *sets, *run.split(), *KINDS[kind], "--output-dir", str(folder)])
@@ -132,13 +116,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder of the problems and runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds (default: 0 1 2)")
-    parser.add_argument("--steps", type=int, default=100, help="steps of each run (default: 100)")
+    parser.add_argument("--steps", type=int, default=160, help="steps of each run (default: 160)")
     parser.add_argument("--taught", type=int, default=120, help="steps of a start (default: 120)")
-    parser.add_argument("--every", type=int, default=50, help="steps between evaluations (default: 50)")
+    parser.add_argument("--every", type=int, default=40, help="steps between evaluations (default: 40)")
     parser.add_argument(
-        "--problems", type=int, nargs=len(LEVELS), default=[128, 384, 384], help="of each level (default: 128 384 384)"
+        "--problems",
+        type=int,
+        nargs=len(LEVELS),
+        default=[256, 320, 320, 320],
+        help="of each level (default: 256 320 320 320)",
     )
-    parser.add_argument("--eval-rows", type=int, default=192, help="held-out problems of each level (default: 192)")
+    parser.add_argument(
+        "--eval-rows",
+        type=int,
+        nargs=len(LEVELS),
+        default=[512, 128, 128, 128],
+        help="held-out problems of each level (default: 512 128 128 128)",
+    )
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     seeds = [{kind: found_of(options.work, kind, seed, options) for kind in KINDS} for seed in options.seeds]

@@ -26,6 +26,7 @@ from random import Random
 from statistics import median
 from typing import Any
 
+from synthetic_levels import make_problem
 from trl_dpo_step import BETA, LORA_RANK, LOSSES, SMOOTHING
 from trl_grpo_step import await_turn, clocks, load_rows, say, since
 
@@ -42,8 +43,6 @@ SIZES: dict[str, dict[str, int]] = {
 
 def prepare(workload: Path, settings: dict[str, Any]) -> None:
     """Writes the workload of both sides: ``checkpoint/``, ``policy/``, ``problems.json`` with its pictures, ``settings.json``."""
-    from recipes.demo.problems import make_problem
-
     make_models(workload, SIZES[settings["size"]])
     rows, random = [], Random(0)
     for number in range(settings["pairs"] * (settings["warmup"] + settings["steps"])):

@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 
 import torch
 from PIL import Image
+from synthetic_figures import Circle, DrawnText, Text, draw_with_texts
+from synthetic_levels import LEVELS, make_problem
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
@@ -27,8 +29,8 @@ from transformers import AutoModelForImageTextToText
 from dataproto.transfer import move
 from dataproto.vlm import family_of
 from dataproto.vlm.family import grid_arguments
-from recipes.demo.figure import Circle, DrawnText, Label, Line, Shape, draw_with_texts, random_style
-from recipes.demo.problems import LEVELS, Split, make_problem
+from recipes.demo.figure import Line, random_style
+from recipes.demo.problems import Split
 from rollout.prompts import PromptBuilder
 from workers.model.attention import use_packed_attention
 from workers.model.packed_model import use_linear_patch_embedding
@@ -71,7 +73,7 @@ class LabelledPictures:
     def crowd(self, place: int) -> Drawing:
         """Random texts that do not overlap, and lines and circles, some of them across the texts."""
         random, level = Random(f"texts/{self.level}/{self.seed}/{place}"), LEVELS[self.level]
-        middle, taken, figure = level.size / 2, list[tuple[float, float, float]](), list[Shape]()
+        middle, taken, figure = level.size / 2, list[tuple[float, float, float]](), list[Any]()
         for _ in range(random.randint(0, 5)):
             a, b = (complex(random.uniform(-middle, middle), random.uniform(-middle, middle)) for _ in range(2))
             figure.append(Line(a, a + 0.6 * b) if random.random() < 0.7 else Circle(a, random.uniform(3, 0.4 * middle)))
@@ -81,7 +83,7 @@ class LabelledPictures:
             x, y = random.uniform(half - middle, middle - half), random.uniform(8 - middle, middle - 8)
             if all(abs(x - at) > half + width + 3 or abs(y - height) > level.font + 1 for at, height, width in taken):
                 taken.append((x, y, half))
-                figure.append(Label(text, complex(x, y)))
+                figure.append(Text(text, complex(x, y)))
         edge = Circle(0j, level.size)  # out of sight, so that the origin is the middle of the picture
         style = random_style(random, turn=0, pen=level.pen, font=level.font)
         return Drawing(*draw_with_texts([edge, *figure], level.size, style, unit=1.0))

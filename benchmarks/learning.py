@@ -44,10 +44,10 @@ HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent), *(place for place in sys.path if Path(place or ".").resolve() != HERE), str(HERE)]
 
 from learning_starts import EVAL_ROWS, TASKS, answer_length, drawn_start, easy_vqa_start, make_start  # noqa: E402
+from synthetic_levels import LevelRows  # noqa: E402
 
 from recipes import easy_vqa, grpo, ppo  # noqa: E402
 from recipes.configs import easy_vqa_config  # noqa: E402
-from recipes.demo.rows import ProblemRows  # noqa: E402
 from recipes.rewards import geo3k_reward, short_answer_reward  # noqa: E402
 from recipes.run import policy_gradient, run  # noqa: E402
 from recipes.run.run_directory import open_run_directory, with_schedules  # noqa: E402
@@ -161,8 +161,7 @@ def arguments_of(this: Run, work: Path) -> list[str]:
     directory = this.directory(work)
     resume = ["--resume"] if (directory / "metrics.jsonl").exists() else []
     length = f"--steps {this.steps} --eval-every {this.eval_every} --seed {this.seed} --output-dir {directory}"
-    level = this.task.removeprefix("level")
-    task = "" if this.task == "easy_vqa" else f"--level {level} --max-response-length {answer_length(this.task)}"
+    task = "" if this.task == "easy_vqa" else f"--max-response-length {answer_length(this.task)}"
     rate = f"--optimizer.lr {RATES[this.task]}" if this.task in RATES else ""
     return [*f"{COMMON} {length} {task} {rate} {ALGORITHMS[this.algorithm]}".split(), *resume]
 
@@ -185,12 +184,21 @@ def in_parts(config: Any) -> AbstractContextManager[Any]:
     return mock.patch.object(policy_gradient, "carry_samples", apart)
 
 
+def rows_of(level: int, seed: int) -> AbstractContextManager[Any]:
+    """Problems of a level in place of those of ``dataproto grpo``."""
+
+    def rows(config: Any, *_: Any) -> tuple[Any, dict[str, Any]]:
+        return LevelRows(level, seed), {"": LevelRows(level, 0, "test")[: config.data.eval_rows]}
+
+    return mock.patch.object(policy_gradient, "open_problems", rows)
+
+
 def train_ours(this: Run, work: Path) -> None:
     """Runs, or continues, one of this project's runs."""
     recipe: Any = ppo if this.algorithm == "ppo" else grpo
     if this.task != "easy_vqa":
         config = recipe.parse(arguments_of(this, work))
-        with in_parts(config):
+        with in_parts(config), rows_of(int(this.task.removeprefix("level")), this.seed):
             run(replace(config, model_path=str(this.checkpoint(work))), with_cpu_seconds(step_of(recipe, config)))
         return
     start, rows = easy_vqa_start(this.seed, work)
@@ -229,7 +237,7 @@ def train_trl(this: Run, work: Path, read: Sequence[Path]) -> None:
         seconds = seconds_beside(this, work, read)
         start, reward, config, tokens = this.checkpoint(work), geo3k_reward, grpo.TINY, answer_length(this.task)
         config = replace(config, optimizer=replace(config.optimizer, lr=RATES.get(this.task, config.optimizer.lr)))
-        train, held_out = ProblemRows(level, this.seed), ProblemRows(level, 0, "test")[:EVAL_ROWS]
+        train, held_out = LevelRows(level, this.seed), LevelRows(level, 0, "test")[:EVAL_ROWS]
     task = TRLTask(start, train, held_out, reward, tokens, config.optimizer, shuffle=this.task == "easy_vqa")
     train_and_measure(task, this.directory(work), this.seed, this.steps, this.eval_every, PROMPTS, SAMPLES, seconds)
 

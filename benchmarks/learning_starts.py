@@ -40,14 +40,13 @@ from label_reading import (  # noqa: E402
     learn_to_read,
     one_ahead,
 )
+from synthetic_levels import LevelProblem, LevelRows, make_problem  # noqa: E402
 
 from dataproto import DataProto, object_array  # noqa: E402
 from recipes import easy_vqa  # noqa: E402
 from recipes.configs import easy_vqa_config  # noqa: E402
 from recipes.data.easy_vqa_rows import EasyVQA, open_easy_vqa  # noqa: E402
 from recipes.data.loader import EvaluationLoader  # noqa: E402
-from recipes.demo.problems import Problem, make_problem  # noqa: E402
-from recipes.demo.rows import ProblemRows  # noqa: E402
 from recipes.demo.tiny_model import TinyConfig, make_tiny_model, tiny_checkpoint  # noqa: E402
 from recipes.rewards import geo3k_reward  # noqa: E402
 from recipes.run.evaluation import evaluate_samples, held_out_value  # noqa: E402
@@ -92,7 +91,7 @@ class StartOptions:
     seed: int = 0  # of the first weights
 
 
-def worked_answer(problem: Problem) -> str:
+def worked_answer(problem: LevelProblem) -> str:
     """The true answer after the texts of the picture from which it follows.
 
     >>> worked_answer(make_problem(0, 2))
@@ -158,7 +157,7 @@ def make_level_start(options: StartOptions) -> float:
         seconds = options.seconds - (time.monotonic() - began)
         batches = one_ahead(made, batch_of)
         asked = PromptBuilder.from_pretrained(model, LENGTH)
-        held_out = list(EvaluationLoader(ProblemRows(options.level, 0, "test")[:EVAL_ROWS], asked, EVAL_ROWS))
+        held_out = list(EvaluationLoader(LevelRows(options.level, 0, "test")[:EVAL_ROWS], asked, EVAL_ROWS))
         optimizer = OptimizerConfig(lr=options.lr, betas=(0.9, 0.95), warmup_steps=50)
         # In float32: products take little of an update of so small a model, whatever their precision.
         actor = ActorConfig(str(model), dtype="float32", token_budget=2**16, optimizer=optimizer)

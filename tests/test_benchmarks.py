@@ -81,7 +81,7 @@ answer_checkers
 busy_machine --rounds 1 --steps 1
 carried_decoding --size tiny --engine hf --prompts 4 --max-tokens 16 --steps 1
 dataproto --rows select --repeats 1
-curriculum --work WORK/curriculum --seeds 0 --steps 2 --every 1 --taught 1 --problems 6 6 6 --eval-rows 4
+curriculum --work WORK/curriculum --seeds 0 --steps 2 --every 1 --taught 1 --problems 4 4 4 4 --eval-rows 4 4 4 4
 preferences --work WORK/preferences --runs reward-model --steps 1
 dpo_step --steps 1 --warmup 1 --pairs 2 --compared 2
 distil --teacher-steps 1 --start 1 --steps 1 --prompts 4 --samples 2 --rows 4 --seeds 0
@@ -104,6 +104,7 @@ ray_traffic --prompts 2 --samples 2 --pixels 56 --steps 1
 serve_rates load --samples 4 --passes 4 --repeats 1 --warmup 0
 serve_tenants --size tiny --sampler hf --prompts 8 --samples 2 --max-tokens 8 --steps 1 --model WORK/model --output WORK/tenants
 simulated_steps
+synthetic_levels --problems 1 1 1 1 --output WORK/problems
 train_step --device cpu --size tiny --prompts 2 --samples 2 --steps 1 --warmup 0
 walk_beside_trl --work WORK/walk --runs walk agent --seeds 0 --steps 1
 wire_bytes --rows 4 --prompt 8 --longest 64 --mean 16
@@ -128,6 +129,7 @@ NOT_RUN = {
         "label_reading",
         "served_processes",
         "store_traffic",
+        "synthetic_figures",
         "walk_agents",
         "workload",
     ),

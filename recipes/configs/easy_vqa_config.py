@@ -16,6 +16,7 @@ from dataproto.errors import InvalidConfig
 from recipes.configs.grpo_config import GRPOConfig, GRPORunConfig
 from recipes.configs.shared.policy_gradient_config import DataConfig, parse_with_defaults
 from recipes.configs.shared.run_config import RunConfig, check_at_least
+from recipes.demo.sounds import SoundLevel
 from workers.model.model_config import OptimizerConfig
 
 OUTPUT_DIR = Path("outputs/easy_vqa")
@@ -55,7 +56,7 @@ class EasyVQADataConfig(DataConfig):
 
     data_path: str | None = None
     eval_data_path: str | None = None
-    level: int = 1
+    level: int | SoundLevel = 1
 
     def __post_init__(self) -> None:
         if self.eval_data_path or self.keys.given():

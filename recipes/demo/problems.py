@@ -1,51 +1,74 @@
-"""Synthetic problems: problem i is a pure function of (level, seed, split, i), and the splits are disjoint."""
+"""Synthetic problems: problem i is a pure function of (seed, split, i), and the splits are disjoint."""
 
+import cmath
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from PIL import Image
 
 from dataproto.errors import InvalidConfig
-from recipes.demo import templates
-from recipes.demo.figure import DrawnText, draw_with_texts, random_style
-from recipes.demo.templates import Draft
+from recipes.demo.figure import AngleMark, Label, Line, Region, WedgeLabel, draw, random_style
 
 Split = Literal["train", "test"]
 EPOCH_ROWS = 2**20
 """Rows of one epoch, more than a run takes."""
 TEST_SHARE = 8  # one problem in this number belongs to the test split
+SIDE = 56  # pixels of a picture
 
 
 @dataclass(frozen=True)
-class Level:
-    """The templates of a level, and its pictures: side, pen and font in pixels, and the largest rotation in degrees."""
+class Draft:
+    """What a template returns: a question, its answer, and the figure to draw in some style.
 
-    templates: Sequence[Callable[[Random], Draft]]
-    size: int
-    turn: float
-    pen: float
-    font: float
+    `text` never contains a number that the answer depends on; these numbers are in the figure.
+    """
+
+    text: str
+    answer: str
+    figure: Sequence[Any]
 
 
-LEVELS: dict[int, Level] = {
-    1: Level(templates.LEVEL1, size=56, turn=8, pen=1.3, font=12),
-    2: Level(templates.LEVEL2, size=112, turn=8, pen=1.3, font=12),
-    3: Level(templates.LEVEL3, size=168, turn=12, pen=1.4, font=14),
-}
+def triangle_angle(random: Random) -> Draft:
+    """The labelled angle of a triangle, 30 to 90 degrees."""
+    degrees = random.choice(range(30, 100, 10))
+    vertex, base = 0j, complex(random.uniform(36, 42), 0)
+    top = cmath.rect(random.uniform(30, 38), math.radians(degrees))
+    corners = (vertex, base, top)
+    sides = Line(vertex, base), Line(vertex, top), Line(base, top)
+    figure = (Region(corners), *sides, AngleMark(*corners), WedgeLabel(str(degrees), *corners))
+    return Draft("Find the marked angle.", str(degrees), figure)
+
+
+def rectangle_side(random: Random) -> Draft:
+    """The labelled side of a rectangle, 2 to 9."""
+    length = random.choice(range(2, 10))
+    width, height = 4.4 * length, random.uniform(14, 26)
+    corners = (0j, complex(width, 0), complex(width, height), complex(0, height))
+    label = Label(str(length), complex(width) / 2, -1j)
+    return Draft("Find the labelled side.", str(length), (Region(corners), *outline(*corners), label))
+
+
+def outline(*corners: complex) -> list[Line]:
+    """The sides of a polygon, from each corner to the next."""
+    return [Line(a, b) for a, b in zip(corners, (*corners[1:], corners[0]))]
+
+
+TEMPLATES = (triangle_angle, rectangle_side)
+"""Read the only number in a small figure drawn to scale: a randomly initialised model learns it within minutes."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A drawn problem; `kind` is the name of its template, `shown` are the texts in its picture."""
+    """A synthetic problem; `kind` is the name of its template."""
 
     image: Image.Image
     text: str
     answer: str
     kind: str
-    shown: tuple[DrawnText, ...] = ()
 
     @property
     def media(self) -> dict[str, list[Any]]:
@@ -58,28 +81,32 @@ class Problem:
         return self.image.tobytes()
 
 
-def make_problem(index: int, level: int = 1, seed: int = 0, split: Split = "train") -> Problem:
-    """Draws problem ``index`` of ``seed``, a pure function of its arguments.
-
-    Candidates are drawn until one belongs to ``split``. The split of a candidate depends only on the hash of its text and
-    pixels, so no problem occurs in both splits, for any seeds.
+def make_problem(index: int, seed: int = 0, split: Split = "train") -> Problem:
+    """Makes problem ``index`` of ``seed``, a pure function of its arguments.
 
     Raises:
-        InvalidConfig: the level or the split is unknown.
+        InvalidConfig: the split is unknown.
 
     >>> problem = make_problem(5)
     >>> problem == make_problem(5), problem.image.size
     (True, (56, 56))
     """
-    if level not in LEVELS:
-        raise InvalidConfig(f"level={level} is unknown: choose one of {sorted(LEVELS)}")
+    return first_of_split(_candidate, Random(f"synthetic/1/{seed}/{split}/{index}"), split)
+
+
+MadeProblem = TypeVar("MadeProblem", bound=Problem)
+
+
+def first_of_split(make: Callable[[Random], MadeProblem], random: Random, split: Split) -> MadeProblem:
+    """The first problem made that belongs to ``split``.
+
+    The split of a problem depends only on the hash of its text and pixels, so no problem occurs in both splits, for any seeds.
+    """
     if split not in ("train", "test"):
         raise InvalidConfig(f"split={split!r} is unknown: choose 'train' or 'test'")
-    random = Random(f"synthetic/{level}/{seed}/{split}/{index}")
-    while True:
-        problem = _candidate(random, LEVELS[level])
-        if split_of(problem) == split:
-            return problem
+    while split_of(problem := make(random)) != split:
+        pass
+    return problem
 
 
 def split_of(problem: Problem) -> Split:
@@ -88,18 +115,17 @@ def split_of(problem: Problem) -> Split:
     return "test" if int.from_bytes(digest) % TEST_SHARE == 0 else "train"
 
 
-def _candidate(random: Random, level: Level) -> Problem:
-    template = random.choice(level.templates)
+def _candidate(random: Random) -> Problem:
+    template = random.choice(TEMPLATES)
     draft = template(random)
-    style = random_style(random, turn=level.turn, pen=level.pen, font=level.font)
-    image, shown = draw_with_texts(draft.figure, level.size, style, draft.unit)
-    return Problem(image, f"<image>{draft.text}", draft.answer, template.__name__, shown)
+    image = draw(draft.figure, SIDE, random_style(random, turn=8, pen=1.3, font=12))
+    return Problem(image, f"<image>{draft.text}", draft.answer, template.__name__)
 
 
 def sample_texts(number: int = 50) -> list[str]:
-    """Questions of level 1, ``number`` of each template and always the same, on which the tiny tokenizer is trained."""
+    """Questions, ``number`` of each template and always the same, on which the tiny tokenizer is trained."""
     random = Random("synthetic/texts")
-    return [template(random).text for template in LEVELS[1].templates for _ in range(number)]
+    return [template(random).text for template in TEMPLATES for _ in range(number)]
 
 
 class RowsBySeed(Sequence[dict[str, Any]]):

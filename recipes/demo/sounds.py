@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from dataproto.errors import InvalidConfig
 from dataproto.extras import require_extra
 from recipes.demo.problems import Problem, Split, make_problem
 
@@ -105,16 +106,21 @@ def make_sound_problem(index: int, level: str, seed: int = 0, split: Split = "tr
 
 
 def problem_of_level(index: int, level: int | str, seed: int = 0, split: Split = "train") -> Problem | SoundProblem:
-    """A problem about a picture, of a level, or about a sound, whose level is its name.
+    """A problem about a picture, of level 1, or about a sound, whose level is its name. Raises as `check_level`.
 
     >>> problem_of_level(5, "clicks").text, problem_of_level(5, 1).text[:7]
     ('<audio>How many clicks?', '<image>')
     """
-    return (
-        make_sound_problem(index, level, seed, split)
-        if isinstance(level, str)
-        else make_problem(index, level, seed, split)
-    )
+    check_level(level)
+    return make_sound_problem(index, str(level), seed, split) if level in SOUNDS else make_problem(index, seed, split)
+
+
+def check_level(level: int | str) -> None:
+    """Raises `InvalidConfig` for a level of which there are no problems."""
+    if level not in (1, *SOUNDS):
+        raise InvalidConfig(
+            f"level={level}: choose one of 1, {', '.join(SOUNDS)}; benchmarks/synthetic_levels.py writes levels 2 to 4 as files"
+        )
 
 
 def _played(sound: npt.NDArray[np.float64], random: Random) -> Samples:

@@ -14,21 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataproto.errors import InvalidConfig
-from recipes.demo.problems import LEVELS, Problem, make_problem, sample_texts, split_of
+from recipes.demo.problems import TEMPLATES, Problem, make_problem, sample_texts, split_of
+from recipes.demo.rows import ProblemRows
 from recipes.rewards import compute_score
-
-LEVEL = pytest.mark.parametrize("level", sorted(LEVELS))
-SIZES = {1: 56, 2: 112, 3: 168}
 
 
 def content(problem: Problem) -> tuple[str, str, str, bytes]:
     return problem.text, problem.answer, problem.kind, problem.image.tobytes()
 
 
-def drafts(level: int, number: int) -> list[tuple[str, str, str]]:
+def drafts(number: int) -> list[tuple[str, str, str]]:
     """(kind, text, answer) of ``number`` drafts of each template, without drawing them."""
     made = []
-    for template in LEVELS[level].templates:
+    for template in TEMPLATES:
         random = Random(f"{template.__name__}/{number}")
         for _ in range(number):
             draft = template(random)
@@ -36,17 +34,17 @@ def drafts(level: int, number: int) -> list[tuple[str, str, str]]:
     return made
 
 
-@given(st.integers(0, 2**40), st.sampled_from([1, 2, 3]), st.integers(0, 2**31), st.sampled_from(["train", "test"]))
+@given(st.integers(0, 2**40), st.integers(0, 2**31), st.sampled_from(["train", "test"]))
 @settings(max_examples=20)
-def test_problem_is_a_function_of_its_number(index: int, level: int, seed: int, split: str) -> None:
-    first = make_problem(index, level, seed, split)
-    make_problem(index + 1, level, seed, split)
-    assert content(make_problem(index, level, seed, split)) == content(first)
+def test_problem_is_a_function_of_its_number(index: int, seed: int, split: str) -> None:
+    first = make_problem(index, seed, split)
+    make_problem(index + 1, seed, split)
+    assert content(make_problem(index, seed, split)) == content(first)
     assert split_of(first) == split
 
 
 def test_problems_are_the_same_in_another_process() -> None:
-    cases = [(index, level, seed, "test") for index in (0, 7) for level in LEVELS for seed in (0, 3)]
+    cases = [(index, seed, "test") for index in (0, 7, 8, 9) for seed in (0, 3)]
     program = f"""
 import hashlib, sys
 sys.path[:0] = {[path for path in sys.path if path]}
@@ -60,18 +58,12 @@ print(hashlib.sha256(repr(made).encode()).hexdigest())
     assert run.stdout.strip() == hashlib.sha256(repr(made).encode()).hexdigest()
 
 
-@LEVEL
 @pytest.mark.slow
-def test_train_and_test_are_disjoint(level: int) -> None:
-    splits = {
-        split: {content(make_problem(index, level, 0, split)) for index in range(24)} for split in ("train", "test")
-    }
+def test_train_and_test_are_disjoint() -> None:
+    splits = {split: {content(make_problem(index, 0, split)) for index in range(24)} for split in ("train", "test")}
     assert not splits["train"] & splits["test"]
     assert all(
-        split_of(make_problem(index, level, seed, split)) == split
-        for split in splits
-        for seed in (1, 2)
-        for index in range(3)
+        split_of(make_problem(index, seed, split)) == split for split in splits for seed in (1, 2) for index in range(3)
     )
 
 
@@ -82,20 +74,16 @@ def test_one_candidate_in_eight_is_held_out() -> None:
     assert share == pytest.approx(1 / 8, abs=0.02)
 
 
-@LEVEL
-def test_numbers_and_seeds_give_different_problems(level: int) -> None:
-    pictures = [
-        make_problem(index, level, seed).image.tobytes() for seed in (0, 1, 2) for index in (*range(8), 2**32, 2**40)
-    ]
+def test_numbers_and_seeds_give_different_problems() -> None:
+    pictures = [make_problem(index, seed).image.tobytes() for seed in (0, 1, 2) for index in (*range(8), 2**32, 2**40)]
     assert len(set(pictures)) == len(pictures)
 
 
-@LEVEL
-def test_pictures_have_their_size_and_show_something(level: int) -> None:
+def test_pictures_have_their_size_and_show_something() -> None:
     for index in range(12):
-        image = make_problem(index, level).image
+        image = make_problem(index).image
         assert image.mode == "RGB"
-        assert image.size == (SIZES[level], SIZES[level])
+        assert image.size == (56, 56)
         pixels = np.asarray(image)
         dark = (pixels.max(axis=2) < 128).mean()
         assert 0.003 < dark < 0.3  # ink on paper
@@ -103,21 +91,19 @@ def test_pictures_have_their_size_and_show_something(level: int) -> None:
         assert (frame == 255).all()  # nothing is cropped
 
 
-@LEVEL
-def test_text_has_one_marker_and_no_number(level: int) -> None:
+def test_text_has_one_marker_and_no_number() -> None:
     for index in range(12):
-        assert make_problem(index, level).text.startswith("<image>")
-    for kind, text, _ in drafts(level, 100):
+        assert make_problem(index).text.startswith("<image>")
+    for kind, text, _ in drafts(100):
         assert "<image>" not in text, kind
         assert not re.search(r"\d", text), f"{kind}: {text}"
 
 
-@LEVEL
-def test_text_does_not_tell_the_answer(level: int) -> None:
+def test_text_does_not_tell_the_answer() -> None:
     """The most frequent answer to each text is correct about as often as the most frequent answer of each template, which
     is rarely. Frequencies are from the other half of the problems.
     """
-    made = drafts(level, 1000)
+    made = drafts(1000)
     seen, unseen = made[::2], made[1::2]
     by_text, by_kind = defaultdict(Counter), defaultdict(Counter)
     for kind, text, answer in seen:
@@ -130,34 +116,34 @@ def test_text_does_not_tell_the_answer(level: int) -> None:
     right = np.mean([guess(kind, text) == answer for kind, text, answer in unseen])
     chance = np.mean([counts.most_common(1)[0][1] / counts.total() for counts in by_kind.values()])
     assert right <= chance + 0.02
-    assert chance < {1: 0.18, 2: 0.07, 3: 0.07}[level]
+    assert chance < 0.18
 
 
-@LEVEL
-def test_answers_of_every_template_vary_under_one_text(level: int) -> None:
-    made = drafts(level, 200)
+def test_answers_of_every_template_vary_under_one_text() -> None:
+    made = drafts(200)
     for kind in {kind for kind, _, _ in made}:
         assert len({text for other, text, _ in made if other == kind}) == 1
         answers = {answer for other, _, answer in made if other == kind}
-        assert len(answers) >= {1: 7, 2: 15, 3: 15}[level], kind
+        assert len(answers) >= 7, kind
 
 
 @pytest.mark.slow
-@LEVEL
-def test_answers_are_graded_as_equal_to_themselves_and_to_no_other(level: int) -> None:
-    answers = sorted({answer for _, _, answer in drafts(level, 6)})
+def test_answers_are_graded_as_equal_to_themselves_and_to_no_other() -> None:
+    answers = sorted({answer for _, _, answer in drafts(6)})
     for answer, other in pairwise(answers):
         response = rf"<think>look</think> \boxed{{{answer}}}"
         assert compute_score("synthetic", response, answer)["score"] == 1.0
         assert compute_score("synthetic", response, other)["acc"] == 0.0
 
 
-@pytest.mark.parametrize(("level", "split"), [(0, "train"), (4, "train"), (1, "dev"), (3, "")])
-def test_unknown_levels_and_splits_raise_an_error(level: int, split: str) -> None:
-    with pytest.raises(InvalidConfig, match=r"is unknown: choose"):
-        make_problem(0, level, 0, split)
+def test_unknown_levels_and_splits_raise_an_error() -> None:
+    with pytest.raises(InvalidConfig, match="split='dev' is unknown: choose"):
+        make_problem(0, split="dev")
+    for level in (0, 3, "colours"):
+        with pytest.raises(InvalidConfig, match=f"level={level}: choose one of 1, notes, clicks, digits; benchmarks"):
+            ProblemRows(level)[0]
 
 
-def test_tiny_tokenizer_learns_from_level_1_alone() -> None:
+def test_tiny_tokenizer_learns_from_both_questions() -> None:
     assert set(sample_texts(3)) == {"Find the marked angle.", "Find the labelled side."}
     assert len(sample_texts(3)) == 6

@@ -127,7 +127,7 @@ def test_pairs_are_those_of_a_real_batch(tmp_path):
 
 
 def test_the_headers_of_images_give_the_sizes_that_the_processor_makes(tmp_path):
-    builder, rows = PromptBuilder.from_pretrained(make_tiny_model(tmp_path), 256), ProblemRows(level=2)
+    builder, rows = PromptBuilder.from_pretrained(make_tiny_model(tmp_path), 256), ProblemRows()
     places = [place for _, place, _ in islice(draws(rows, 0), 4)]
     loader = PromptLoader(rows, builder, batch_size=4)
     sizes = measure_prompts(loader)

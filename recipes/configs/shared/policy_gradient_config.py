@@ -14,8 +14,7 @@ from recipes.configs.shared.run_config import RecipeConfig, check_at_least, chec
 from recipes.data.column_keys import ColumnKeys, EvalPaths, OnBadRow, eval_sets, refuse_without_data
 from recipes.data.problem_rows import INSTRUCTION
 from recipes.data.row_values import read_instruction
-from recipes.demo.problems import LEVELS
-from recipes.demo.sounds import SOUNDS, SoundLevel
+from recipes.demo.sounds import SoundLevel, check_level
 from recipes.options import parse_recipe
 from rollout.engine import SamplingParams, engine_ranks, slots_for
 from workers.model.model_config import ModelConfig, OptimizerConfig
@@ -35,7 +34,7 @@ class DataConfig:
         eval_data_path: held-out problems: a set, or several, each as PATH or NAME=PATH; default: the "test" split of
             --data-path, or a single file's last rows
         media_root: folder at which relative paths of images and videos start; default: that of the file
-        level: level of the synthetic problems
+        level: synthetic problems: 1, about pictures; or about sounds: notes, clicks or digits
         batch_size: prompts of a step
         eval_rows: number of held-out problems of each set: the first ones of their split
         eval_samples: answers to each held-out problem: 1 greedy one, or several sampled as in training, for pass@k
@@ -79,8 +78,7 @@ class DataConfig:
         check_at_least(1, self, "batch_size", "eval_rows", "eval_samples", "max_prompt_length", "max_response_length")
         check_at_least(0, self, "num_workers")
         eval_sets(self.eval_data_path)  # raises for two sets of one name
-        if self.level not in (levels := (*LEVELS, *SOUNDS)):
-            raise InvalidConfig(f"level={self.level}: choose one of {', '.join(map(str, levels))}")
+        check_level(self.level)
 
     def idle_options(self) -> list[tuple[bool, str, str]]:
         """Options that do nothing here; see `recipes.options.refuse_idle_options`."""
@@ -229,7 +227,7 @@ Config = TypeVar("Config", bound=PolicyGradientConfig)
 # What the presets of a size share; `recipes.configs.shared.device_preset` fits them to the devices that there are. 7B: the
 # settings of the step that was measured on four H200 (benchmarks/RESULTS.md, "A whole GRPO step at scale"). 3B: the same batch
 # on one; docs/command_line.md says why.
-PUBLISHED_BATCH: dict[str, Any] = {"engine": "vllm", "data": DataConfig(level=3, max_prompt_length=1024)}
+PUBLISHED_BATCH: dict[str, Any] = {"engine": "vllm", "data": DataConfig(max_prompt_length=1024)}
 SIZES: dict[str, dict[str, Any]] = {
     "3b": PUBLISHED_BATCH
     | {
