@@ -65,6 +65,8 @@ def compared(
     if "mismatched" not in rows:
         return rows, 0.0
     others = rows[rows["mismatched"].bool()]
+    if not len(others):  # of a single held-out row
+        return rows, 0.0
     with timed(metrics, "old_log_prob"):
         log_probs = roles.actor.log_probs(sent(others), into="log_probs")["log_probs"].sum(1)
     return rows[~rows["mismatched"].bool()], mismatch_kl(log_probs - others[REFERENCE])

@@ -81,7 +81,7 @@ class AnswersBuilder(SupervisedBuilder):
                 raise InvalidPrompt("the chat template writes the prompt differently before different answers")
             before = prompt
             found.append(tokens)
-        if self.grouping != "answers" and found[1:] == found[:1]:
+        if found[1:] == found[:1]:
             raise InvalidPrompt("both answers are the same: neither is preferred")
         return found
 
@@ -114,6 +114,9 @@ class AnswersBuilder(SupervisedBuilder):
         if self.grouping != "answers":
             return [place for place, _ in each], [answer for _, answer in each], {PAIR: [place for place, _ in each]}
         labels = [label for prompt in prompts for label in prompt.columns["labels"]]
+        if len(prompts) == 1:  # there is no other prompt
+            own = [answer for _, answer in each]
+            return [0] * len(own), own, {"desirable": [int(label) for label in labels], "mismatched": [0] * len(own)}
         most = max(len(prompt.answers) for prompt in prompts)
         others = [answer for _, answer in [*each[-most:], *each[:-most]]]  # as TRL's, to another prompt
         return (

@@ -7,6 +7,7 @@ the schemas of TRL and LLaMA-Factory (see `recipes.data.preferences`).
 
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from pathlib import Path
 
 from dataproto.errors import InvalidConfig
@@ -41,12 +42,12 @@ class PreferenceConfig:
 
     def __post_init__(self) -> None:
         PREFERENCES.find(self.loss)  # raises for an unknown name
-        if self.beta <= 0:
-            raise InvalidConfig(f"algorithm.beta={self.beta}: must be above 0")
+        if not 0 < self.beta < inf:
+            raise InvalidConfig(f"algorithm.beta={self.beta}: must be a number above 0")
         if not 0 <= self.label_smoothing < 0.5:
             raise InvalidConfig(f"algorithm.label_smoothing={self.label_smoothing}: must be at least 0 and below 0.5")
-        if min(self.desirable_weight, self.undesirable_weight) <= 0:
-            raise InvalidConfig("algorithm.desirable_weight and undesirable_weight must be above 0")
+        if not (0 < self.desirable_weight < inf and 0 < self.undesirable_weight < inf):
+            raise InvalidConfig("algorithm.desirable_weight and undesirable_weight must be numbers above 0")
 
     @property
     def unpaired(self) -> bool:
@@ -71,6 +72,14 @@ class DPOConfig(SupervisedConfig):
     algorithm: PreferenceConfig = field(default_factory=PreferenceConfig)
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-6, schedule="cosine"))
     run: RunConfig = field(default_factory=lambda: RunConfig(output_dir=OUTPUT_DIR))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.algorithm.unpaired and self.data.batch_size < 2:
+            raise InvalidConfig(
+                f"batch_size=1 with --algorithm.loss {self.algorithm.loss}: its KL is that of answers to another prompt of the "
+                "batch: take at least 2"
+            )
 
 
 TINY = DPOConfig(preset="tiny", **tiny_preferences(OUTPUT_DIR))

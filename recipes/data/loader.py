@@ -303,8 +303,8 @@ def check_row(rows: Any, place: int, builder: PromptBuilder) -> None:
     try:
         row = rows[place]
         builder.check_length(builder.prompt_length(row))
-    except InvalidRow:
-        raise
+    except InvalidRow as error:
+        raise InvalidRow(error.index, f"{error.reason.removesuffix(f' {WAY_OUT}')} {WAY_OUT}") from error
     except DataProtoError as error:
         raise invalid_row(row, place, f"{error} {WAY_OUT}") from error
 

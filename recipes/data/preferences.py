@@ -1,7 +1,7 @@
 """Data sets of preferred answers, in any of these schemas.
 
 * TRL: ``prompt``, ``chosen`` and ``rejected`` (text or messages), or two whole conversations ``chosen`` and ``rejected`` with the
-  same beginning; without a partner ``prompt``, ``completion`` and ``label``
+  same beginning, which a ``prompt`` may repeat; without a partner ``prompt``, ``completion`` and ``label``
 * LLaMA-Factory: ``conversations`` or ``messages`` (or ``instruction`` and ``input``) with ``chosen`` and ``rejected``; without a
   partner conversations that end with an answer (or ``output``), and ``kto_tag``
 
@@ -16,11 +16,13 @@ from dataproto.errors import InvalidRow
 from recipes.data.column_keys import ColumnKeys, why_lacking
 from recipes.data.conversations import CONVERSATION_COLUMNS, answer_messages
 from recipes.data.problem_rows import KNOWN, media_columns, row_media, row_tools
-from recipes.data.row_values import chat_messages, keys_of_row, parsed_row, whole_question, with_context
+from recipes.data.row_values import chat_messages, keys_of_row, parsed_row, plain_answer, whole_question, with_context
 from recipes.data.tables import TableRows, open_rows
 from rollout.prompts.messages import with_markers, with_media
 
 _LABELS = ("label", "kto_tag")
+_MEANINGS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+"""Labels as text; pandas writes floats where a label is missing elsewhere."""
 PREFERENCE_COLUMNS = ("chosen", "rejected", *_LABELS, *CONVERSATION_COLUMNS)
 """The columns that `read_preference_row` knows."""
 
@@ -61,6 +63,10 @@ def read_preference_row(
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": with_markers(prompt, media)}]
     prompt = with_media(with_context(chat_messages(prompt, index), raw, index), media)
+    if prompt and prompt[-1].get("role") == "assistant":
+        raise InvalidRow(
+            index, "the question ends with a message of the assistant, so no answer can follow it: leave it out"
+        )
     return {
         "prompt": prompt,
         "answers": answers,
@@ -83,26 +89,40 @@ def _answered(raw: Mapping[str, Any], index: int) -> tuple[Any, Answers, tuple[b
         raise InvalidRow(index, f"{pair[0]!r} has no partner: a pair has 'chosen' and 'rejected', one answer a 'label'")
     if len(pair) == 2:
         chosen, rejected = (answer_messages(raw[name], index) for name in pair)
-        if asked is None:
-            asked, chosen, rejected = _split_conversations(chosen, rejected, index)
+        if asked is None or min(len(chosen), len(rejected)) > 1:
+            asked, chosen, rejected = _split_conversations(asked, chosen, rejected, index)
         return asked, [chosen, rejected], (True, False)
     if label is None or asked is None:
         lacking = "no question with 'chosen' and 'rejected', or with an answer and 'label' or 'kto_tag'"
-        raise InvalidRow(index, why_lacking(raw, ("chosen", "rejected", "label"), f"{lacking}, in {sorted(raw)}"))
+        if asked is not None and (empty := next((name for name in _LABELS if name in raw), None)):
+            raise InvalidRow(index, f"{empty!r} holds nothing, but must be true or false")
+        raise InvalidRow(index, why_lacking(raw, ("chosen", "rejected"), f"{lacking}, in {sorted(raw)}"))
     answer = next((raw[name] for name in ("completion", "response", "answer") if raw.get(name) is not None), None)
     if answer is None and not isinstance(asked, str):
         *asked, answer = chat_messages(asked, index)
     if answer is None or not asked:
         raise InvalidRow(index, f"no answer that the label is about, among its columns {sorted(raw)}")
-    if str(label).lower() not in ("true", "false", "0", "1"):
-        raise InvalidRow(index, f"the label must be true or false, not {label!r}")
-    return asked, [answer_messages(answer, index)], (str(label).lower() in ("true", "1"),)
+    if (meaning := _MEANINGS.get(str(label).strip().lower())) is None:
+        raise InvalidRow(index, f"the label must be true or false, or 1 or 0, not {label!r}")
+    return asked, [answer_messages(answer, index)], (meaning,)
 
 
-def _split_conversations(chosen: Any, rejected: Any, index: int) -> tuple[Any, Any, Any]:
-    """The common beginning of two conversations, and the last message of each."""
-    if len(chosen) < 2 or chosen[:-1] != rejected[:-1]:
+def _split_conversations(asked: Any, chosen: Any, rejected: Any, index: int) -> tuple[Any, Any, Any]:
+    """The common beginning of two conversations, which the question repeats if there is one, and the last message of each."""
+    *shared, good = chosen
+    if not shared or shared != rejected[:-1]:
+        way_out = "" if asked is not None else ": add a 'prompt', or name the column of the question by --prompt-key"
+        reason = "'chosen' and 'rejected' are no conversations that differ in the last message only"
+        raise InvalidRow(index, reason + way_out)
+    if asked is not None and not _repeats(asked, shared, index):
         raise InvalidRow(
-            index, "'chosen' and 'rejected' are no conversations that differ in the last message only: add a 'prompt'"
+            index, "'chosen' and 'rejected' begin with another question than the row has: leave one of them out"
         )
-    return list(chosen[:-1]), [chosen[-1]], [rejected[-1]]
+    return shared, [good], rejected[-1:]
+
+
+def _repeats(asked: Any, shared: list[Mapping[str, Any]], index: int) -> bool:
+    """Whether messages begin with the shared ones, or text is that of a shared one."""
+    if isinstance(asked, str):
+        return any(asked.strip() == str(plain_answer(message.get("content"))).strip() for message in shared)
+    return chat_messages(asked, index)[: len(shared)] == shared

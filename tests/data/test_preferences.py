@@ -1,5 +1,7 @@
 """Rows of preferred answers in the schemas of TRL and LLaMA-Factory, and their batches."""
 
+import json
+
 import pytest
 import torch
 from PIL import Image
@@ -35,6 +37,25 @@ PAIRS = {
         "images": [PICTURE],
     },
     "TRL, two conversations": {"chosen": [ASKED, said("red")], "rejected": [ASKED, said("blue")], "image": PICTURE},
+    "TRL, two conversations with their prompt as text": {
+        "prompt": f"{QUESTION}\n",
+        "messages": [ASKED, said("red")],
+        "chosen": [ASKED, said("red")],
+        "rejected": [ASKED, said("blue")],
+        "images": [PICTURE],
+    },
+    "TRL, two conversations with their prompt": {
+        "prompt": [ASKED],
+        "chosen": [ASKED, said("red")],
+        "rejected": [ASKED, said("blue")],
+        "images": [PICTURE],
+    },
+    "TRL, messages as JSON": {
+        "prompt": QUESTION,
+        "chosen": json.dumps([said("red")]),
+        "rejected": json.dumps([said("blue")]),
+        "images": [PICTURE],
+    },
     "LLaMA-Factory, sharegpt": {
         "conversations": [turn(f"<image>{QUESTION}", "human")],
         "chosen": turn("red"),
@@ -114,7 +135,15 @@ def test_the_length_is_that_of_the_longest_answer(builder: AnswersBuilder) -> No
     ("raw", "reason"),
     [
         ({"prompt": QUESTION, "answer": "red"}, "no question with 'chosen' and 'rejected'"),
-        ({"prompt": QUESTION, "completion": "red", "label": "good"}, "the label must be true or false, not 'good'"),
+        ({"prompt": QUESTION, "completion": "red", "label": "good"}, "true or false, or 1 or 0, not 'good'"),
+        ({"prompt": QUESTION, "completion": "red", "label": None}, "'label' holds nothing, but must be true or false"),
+        (
+            {"question": QUESTION, "chosen": "red", "rejected": "blue"},
+            "name the column of the question by --prompt-key",
+        ),
+        ({"prompt": "?", "chosen": [ASKED, said("a")], "rejected": [ASKED, said("b")]}, "begin with another question"),
+        ({"messages": [ASKED, said("a")], "chosen": "red", "rejected": "blue"}, "ends with a message of the assistant"),
+        ({"prompt": QUESTION, "chosen": "[{'role': 'assistant'", "rejected": "blue"}, "looks like messages"),
         ({"prompt": QUESTION, "chosen": "red"}, "'chosen' has no partner"),
         ({"prompt": QUESTION, "chosen": None, "rejected": "red"}, "'rejected' has no partner"),
         ({"prompt": QUESTION, "label": True}, "no answer that the label is about"),
@@ -129,6 +158,13 @@ def test_a_row_of_no_schema_is_refused(raw: dict, reason: str) -> None:
         read_preference_row(raw, 3)
 
 
+@pytest.mark.parametrize(
+    ("label", "meaning"), [(True, True), (1, True), (0.0, False), ("1.0", True), (" False ", False), ("0", False)]
+)
+def test_labels_are_read_as_tables_write_them(label: object, meaning: bool) -> None:
+    assert read_preference_row({"prompt": QUESTION, "completion": "red", "label": label}, 0)["labels"] == (meaning,)
+
+
 def test_an_answer_with_a_label_is_no_pair(builder: AnswersBuilder) -> None:
     with pytest.raises(InvalidPrompt, match="`dataproto dpo` takes it by loss kto"):
         builder.grouped("pairs").prepare(read_preference_row(LABELLED["TRL"], 0))
@@ -140,12 +176,19 @@ def test_a_pair_of_equal_answers_is_refused(builder: AnswersBuilder) -> None:
         InvalidRow, match=r"row 7: both answers are the same: neither is preferred [(]--on-bad-row skip"
     ):
         check_row([row], 0, builder.grouped("pairs"))
-    assert len(builder.grouped("answers")([row])) == 4
+    with pytest.raises(InvalidRow, match="neither is preferred"):
+        check_row([row], 0, builder.grouped("answers"))
 
 
+def test_a_single_row_of_answers_has_no_other_prompt(builder: AnswersBuilder) -> None:
+    data = builder.grouped("answers")([read_preference_row(PAIRS["TRL, text"], 0)])
+    assert (data["desirable"].tolist(), data["mismatched"].tolist()) == ([1, 0], [0, 0])
+
+
+@pytest.mark.parametrize("blank", ["", " \n"])
 @pytest.mark.parametrize("empty", ["chosen", "rejected"])
-def test_an_empty_answer_is_refused_when_its_row_is_read(builder: AnswersBuilder, empty: str) -> None:
+def test_an_empty_answer_is_refused_when_its_row_is_read(builder: AnswersBuilder, empty: str, blank: str) -> None:
     """So each row has response tokens, and micro-batches, which leave out rows without any, keep pairs whole."""
-    raw = PAIRS["TRL, text"] | {empty: ""}
+    raw = PAIRS["TRL, text"] | {empty: blank}
     with pytest.raises(InvalidRow, match="row 7: the answer in message 1 is empty"):
         check_row([read_preference_row(raw, 7)], 0, builder.grouped("pairs"))

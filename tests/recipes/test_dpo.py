@@ -161,6 +161,7 @@ def test_a_resumed_run_is_exact_and_asks_the_reference_once_an_answer(checkpoint
 @pytest.mark.slow
 def test_adapters_with_their_base_as_reference_and_kto(checkpoint, data_path, tmp_path, capsys):
     more = ["--lora-rank", "2", "--algorithm.loss", "kto", "--algorithm.undesirable-weight", "2"]
+    more += ["--batch-size", "2"]  # so that the last of the 3 held-out rows has no other prompt next to it
     assert main(arguments(checkpoint, data_path, tmp_path / "run", *more)) == 0
     first, *_, last = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "train/loss" in row]
     assert first["train/loss"] == pytest.approx(0.75)  # of the base itself: 0.5 x (1 + 2) / 2
@@ -173,6 +174,9 @@ def test_adapters_with_their_base_as_reference_and_kto(checkpoint, data_path, tm
     [
         (["--algorithm.loss", "dpo"], "choose one of sigmoid"),
         (["--algorithm.label-smoothing", "0.5"], "below 0.5"),
+        (["--algorithm.beta", "nan"], "must be a number above 0"),
+        (["--algorithm.loss", "kto", "--algorithm.desirable-weight", "nan"], "must be numbers above 0"),
+        (["--algorithm.loss", "kto", "--batch-size", "1"], "another prompt of the batch: take at least 2"),
         (
             ["--algorithm.loss", "hinge", "--algorithm.label-smoothing", "0.1"],
             "sigmoid, robust and sigmoid_norm have it",
