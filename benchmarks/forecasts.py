@@ -14,11 +14,14 @@ sys.path[:] = [str(HERE.parent), *(place for place in sys.path if Path(place or 
 
 from benchmarks.workload import make_batch, model_config, shape_of  # noqa: E402
 from dataproto import DataProto  # noqa: E402
-from recipes.plan.devices import DEVICES, GIB  # noqa: E402
 from recipes.plan.forecast import forecast  # noqa: E402
 from recipes.plan.rows import BatchSizes, PromptSizes  # noqa: E402
 from recipes.plan.seconds import prefill_seconds  # noqa: E402
-from recipes.plan.setting import Setting  # noqa: E402
+from recipes.plan.setting import (  # noqa: E402
+    DEVICES,
+    GIB,
+    Setting,
+)
 from workers.model.model_config import ModelConfig, Unsharded  # noqa: E402
 from workers.ranks.layout import Layout  # noqa: E402
 
@@ -127,7 +130,7 @@ class WholeStep:
     size: str
     tokens: int  # of a response
     prompt: tuple[int, int]  # tokens, and patches along a side of the image
-    host: float  # see `recipes.plan.devices.Device`
+    host: float  # see `recipes.plan.setting.Device`
     gen: float  # seconds, with waking the engine and the hand-over of weights
     ref: float
     update_actor: float

@@ -53,9 +53,8 @@ from benchmarks.random_checkpoint import make
 from benchmarks.workload import TINY, Shape, make_batch, model_config, random_weights
 from dataproto import DataProto
 from recipes.algorithms.losses import clipped_policy_loss
-from recipes.plan.devices import DEVICES
 from recipes.plan.forecast import forecast
-from recipes.plan.setting import Setting
+from recipes.plan.setting import DEVICES, Setting
 from rollout.prompts import PromptBuilder
 from rollout.sampling import SamplingParams
 from workers.ranks.layout import Layout

@@ -15,8 +15,7 @@ sys.path[:] = [str(HERE.parent), *(place for place in sys.path if Path(place or 
 
 from benchmarks.forecasts import H200, HOST_BEFORE, batch_sizes, reading_seconds  # noqa: E402
 from benchmarks.workload import make_batch, model_config, shape_of  # noqa: E402
-from recipes.plan.fitting import with_share  # noqa: E402
-from recipes.plan.forecast import forecast  # noqa: E402
+from recipes.plan.forecast import forecast, with_share  # noqa: E402
 from recipes.plan.rows import BatchSizes, PromptSizes, response_lengths  # noqa: E402
 from recipes.plan.setting import Setting  # noqa: E402
 from workers.model.model_config import ModelConfig, Unsharded  # noqa: E402

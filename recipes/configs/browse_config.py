@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from recipes.configs.grpo_config import GRPOConfig, GRPORunConfig
-from recipes.configs.shared.agents_config import AgentsConfig
 from recipes.configs.shared.policy_gradient_config import DataConfig, parse_with_defaults
+from recipes.configs.shared.rollout_options import AgentsConfig
 from recipes.configs.shared.run_config import RunConfig
 from workers.model.model_config import OptimizerConfig
 

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.registry import PREFERENCES
-from recipes.configs.shared.preference_config import PreferenceDataConfig, tiny_preferences
 from recipes.configs.shared.run_config import RunConfig
-from recipes.configs.shared.supervised_config import SupervisedConfig
+from recipes.configs.shared.supervised_config import PreferenceDataConfig, SupervisedConfig, tiny_preferences
 from recipes.options import parse_recipe
 from workers.model.model_config import OptimizerConfig
 

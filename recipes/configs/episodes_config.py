@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dataproto.errors import InvalidConfig
-from recipes.configs.ppo_config import ActorCriticConfig, ActorCriticRunConfig
-from recipes.configs.shared.agents_config import EpisodeOptions
+from recipes.configs.ppo_config import ActorCriticRunConfig
+from recipes.configs.shared.rollout_options import EpisodeOptions
 from recipes.configs.shared.run_config import RunConfig, check_at_least
 
 
@@ -48,24 +48,13 @@ class WarmUpPhaseConfig:
 
 
 @dataclass(frozen=True)
-class EpisodeAlgorithmConfig(ActorCriticConfig):
-    """The algorithm's settings. A critic learns too if the advantage needs one: gae, turn_gae or bi_level_gae."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.advantage == "reverse_kl":
-            raise InvalidConfig("algorithm.advantage=reverse_kl needs a teacher: run dataproto distil")
-
-
-@dataclass(frozen=True)
 class EpisodeRunConfig(ActorCriticRunConfig):
-    """A run of GRPO or PPO over episodes.
+    """A run of GRPO or PPO over episodes. A critic learns too if the advantage needs one: gae, turn_gae or bi_level_gae.
 
     Attributes:
         warm_up: of the small model
     """
 
-    algorithm: EpisodeAlgorithmConfig = field(default_factory=EpisodeAlgorithmConfig)
     episodes: EpisodesConfig = field(default_factory=EpisodesConfig)
     warm_up: WarmUpPhaseConfig = field(default_factory=WarmUpPhaseConfig)
     run: RunConfig = field(default_factory=lambda: RunConfig(output_dir=Path("outputs/episodes")))

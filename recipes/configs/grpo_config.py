@@ -9,8 +9,8 @@ from functools import partial
 
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.options import AlgorithmConfig
-from recipes.configs.shared.agents_config import AgentsConfig
 from recipes.configs.shared.policy_gradient_config import SIZES, DataConfig, PolicyGradientConfig, parse_with_defaults
+from recipes.configs.shared.rollout_options import AgentsConfig
 from recipes.configs.shared.run_config import RunConfig
 from workers.model.model_config import OptimizerConfig
 

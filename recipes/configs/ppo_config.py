@@ -44,6 +44,8 @@ class ActorCriticConfig(AlgorithmConfig):
         check_at_least(0, self, "critic_warmup", group="algorithm.")
         if self.value_clip is not None and self.value_clip <= 0:
             raise InvalidConfig(f"algorithm.value_clip={self.value_clip}: must be above 0")
+        if self.advantage == "reverse_kl":
+            raise InvalidConfig("algorithm.advantage=reverse_kl needs a teacher: run dataproto distil")
 
 
 @dataclass(frozen=True)

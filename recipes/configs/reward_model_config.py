@@ -10,9 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from dataproto.errors import InvalidConfig
-from recipes.configs.shared.preference_config import PreferenceDataConfig, tiny_preferences
 from recipes.configs.shared.run_config import RunConfig
-from recipes.configs.shared.supervised_config import SupervisedConfig
+from recipes.configs.shared.supervised_config import PreferenceDataConfig, SupervisedConfig, tiny_preferences
 from recipes.options import parse_recipe
 
 OUTPUT_DIR = Path("outputs/reward_model")

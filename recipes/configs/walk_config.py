@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from recipes.configs.episodes_config import EpisodeAlgorithmConfig, EpisodeRunConfig
+from recipes.configs.episodes_config import EpisodeRunConfig
+from recipes.configs.ppo_config import ActorCriticConfig
 from recipes.configs.shared.policy_gradient_config import DataConfig, parse_with_defaults
 from recipes.configs.shared.run_config import RunConfig
 from workers.model.model_config import OptimizerConfig
@@ -31,7 +32,7 @@ TINY = WalkConfig(
     preset="tiny",
     data=DataConfig(batch_size=16, eval_rows=64, max_prompt_length=64, max_response_length=3, instruction=""),
     # The reward of a move counts for that move, and half as much with each token that was sampled before it.
-    algorithm=EpisodeAlgorithmConfig(n=8, advantage="reinforce_plus_plus", gamma=0.5, kl_coef=0.0, entropy_coef=0.02),
+    algorithm=ActorCriticConfig(n=8, advantage="reinforce_plus_plus", gamma=0.5, kl_coef=0.0, entropy_coef=0.02),
     optimizer=OptimizerConfig(lr=1e-3, betas=(0.9, 0.95), schedule="linear", warmup_steps=5),
     critic_optimizer=OptimizerConfig(lr=1e-3, schedule="linear", warmup_steps=5),
     run=RunConfig(steps=150, eval_every=25, save_every=75, output_dir=OUTPUT_DIR),

@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 
 from dataproto.errors import InvalidConfig
-from recipes.configs.episodes_config import EpisodeAlgorithmConfig, EpisodeRunConfig, EpisodesConfig, WarmUpPhaseConfig
+from recipes.configs.episodes_config import EpisodeRunConfig, EpisodesConfig, WarmUpPhaseConfig
+from recipes.configs.ppo_config import ActorCriticConfig
 from recipes.configs.shared.policy_gradient_config import DataConfig, parse_with_defaults
 from recipes.configs.shared.run_config import RunConfig
 from workers.model.model_config import OptimizerConfig
@@ -48,7 +49,7 @@ TINY = ZoomConfig(
     episodes=EpisodesConfig(turns=2),
     warm_up=WarmUpPhaseConfig(steps=100, batch_size=64),
     data=DataConfig(batch_size=64, eval_rows=128, max_prompt_length=64, max_response_length=3, instruction=""),
-    algorithm=EpisodeAlgorithmConfig(n=4, kl_coef=0.0, entropy_coef=0.01),
+    algorithm=ActorCriticConfig(n=4, kl_coef=0.0, entropy_coef=0.01),
     optimizer=OptimizerConfig(lr=5e-4, betas=(0.9, 0.95), schedule="linear", warmup_steps=5),
     critic_optimizer=OptimizerConfig(lr=1e-3, schedule="linear", warmup_steps=5),
     run=RunConfig(steps=150, eval_every=25, save_every=50, output_dir=OUTPUT_DIR),

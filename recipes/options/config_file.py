@@ -10,7 +10,7 @@ import yaml
 
 from dataproto.errors import InvalidConfig, writing
 from recipes.options.names import ENDED
-from recipes.options.option_table import Option, options_of
+from recipes.options.option_table import Option, options_of, spelled_value
 
 OPTIONS_FILE, CONFIG_FILE = "config.yaml", "config.json"
 """In a run's directory: the options as they were asked for, to start or resume a run from, and all options as they are."""
@@ -60,16 +60,8 @@ def settings_line(config: Any) -> str:
     """What the preset of a run and its options have chosen, in one line: all values that are not those of ``--preset any``."""
     usual = {option.path: option.default for option in options_of(type(config)())}
     chosen = {option.name: option.default for option in options_of(config) if option.default != usual.get(option.path)}
-    texts = [f"{name} {_on_one_line(value)}" for name, value in chosen.items() if name not in (*ONCE, "preset")]
+    texts = [f"{name} {spelled_value(value)}" for name, value in chosen.items() if name not in (*ONCE, "preset")]
     return f"preset {config.preset} and options: {', '.join(texts) or 'all by default'}"
-
-
-def _on_one_line(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return " ".join(f"{name} {each}" for name, each in value.items())
-    if isinstance(value, (list, tuple)):
-        return " ".join(map(str, value))
-    return repr(value) if isinstance(value, str) and (not value or len(value.split()) > 1) else str(value)
 
 
 def write_options(directory: Path, config: Any) -> Path:

@@ -3,13 +3,12 @@
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from textwrap import wrap
-from typing import Any
 
 from recipes.options.names import COMMON
-from recipes.options.option_table import Option, spelled_kind
+from recipes.options.option_table import Option, spelled_kind, spelled_value
 
 FEW = 16
 """A command with at most this many options shows all of them."""
@@ -57,17 +56,6 @@ def spelling(option: Option) -> str:
     if option.kind is bool:
         return f"--{option.name}, {option.no_flag}"
     return f"--{option.name} {spelled_kind(option.kind)}"
-
-
-def spelled_value(value: Any) -> str:
-    """A default as a command line spells it."""
-    if isinstance(value, (tuple, list)):
-        return " ".join(map(str, value)) or "none"
-    if isinstance(value, Mapping):
-        return " ".join(f"{name} {each}" for name, each in value.items()) or "none"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return repr(value) if value == "" or "\n" in str(value) else str(value)
 
 
 def show_help(text: str) -> None:

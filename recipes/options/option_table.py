@@ -231,3 +231,14 @@ def spelled_kind(kind: Any) -> str:
     if origin is tuple:
         return f"{spelled_kind(inner[0])} ..." if Ellipsis in inner else " ".join(map(spelled_kind, inner))
     return "NAME VALUE ..." if origin is dict else KINDS.get(kind, "VALUE")
+
+
+def spelled_value(value: Any) -> str:
+    """A default as a command line spells it."""
+    if isinstance(value, (tuple, list)):
+        return " ".join(map(str, value)) or "none"
+    if isinstance(value, Mapping):
+        return " ".join(f"{name} {each}" for name, each in value.items()) or "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value) if value == "" or "\n" in str(value) else str(value)

@@ -20,12 +20,10 @@ from recipes.configs.shared.published_models import published_config
 from recipes.demo.tiny_model import make_tiny_model
 from recipes.dpo import dpo_task
 from recipes.options import exit_status
-from recipes.plan.devices import GIB, Device, Nodes, device_named
-from recipes.plan.fitting import as_options, fastest_layout, fit, way_out
-from recipes.plan.forecast import Forecast, forecast
+from recipes.plan.forecast import Forecast, as_options, fastest_layout, fit, forecast, way_out
 from recipes.plan.memory import RoleMemory
 from recipes.plan.rows import BatchSizes, PromptSizes, measure_answers, measure_prompts, response_lengths
-from recipes.plan.setting import Setting
+from recipes.plan.setting import GIB, Device, Nodes, Setting, device_named
 from recipes.run import policy_gradient
 from recipes.run.run_directory import over_epochs
 from recipes.sft import conversation_task

@@ -10,10 +10,9 @@ from typing import Any
 
 from dataproto.vlm import family_of
 from dataproto.vlm.costs import attention_width, head_dim, mlp_width, of_layers
-from recipes.plan.devices import GIB
 from recipes.plan.model_size import ModelSize
 from recipes.plan.rows import BatchSizes
-from recipes.plan.setting import Role, Setting
+from recipes.plan.setting import GIB, Role, Setting
 from workers.model.model_config import ModelConfig, Unsharded
 
 HALF, WHOLE = 2, 4  # bytes of a number in bfloat16 and in float32

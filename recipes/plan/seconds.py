@@ -11,11 +11,10 @@ from typing import Any
 
 from dataproto.vlm import family_of
 from dataproto.vlm.costs import attention_width, head_dim, logit_flops, of_layers
-from recipes.plan.devices import Traffic
 from recipes.plan.memory import HALF, WHOLE, kv_bytes, tower_layers
 from recipes.plan.model_size import ModelSize
 from recipes.plan.rows import BatchSizes, MicroBatchSize
-from recipes.plan.setting import Setting
+from recipes.plan.setting import Setting, Traffic
 from workers.model.model_config import ModelConfig
 from workers.parallel.pipeline import stage_layers, typical_costs
 

@@ -1,14 +1,121 @@
-"""What a forecast depends on."""
+"""What a forecast depends on: a step of a run, devices by what their data sheets say, and how nodes of them are connected."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from recipes.plan.devices import Device, Nodes
+import torch
+
+from dataproto.errors import InvalidConfig
+from recipes.configs.shared.device_preset import DEVICE_MEMORY
 from recipes.plan.model_size import FREEZING, ModelSize, model_size
 from recipes.plan.rows import VARIATION, BatchSizes, MicroBatchSize
 from workers.model.model_config import ModelConfig, OptimizerKind
 from workers.ranks.layout import Layout
+
+GIB = 2**30
+NETWORK = 0.8  # of a network card's data sheet, that NCCL's large collectives reach; assumed, not measured here
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU. Operations per second are its peak, dense, in bfloat16."""
+
+    name: str
+    memory: int  # bytes
+    bandwidth: float  # bytes per second, of its memory
+    peak: float  # operations per second
+    link: float  # bytes per second between devices of a node, of those that computation does not hide
+    host: float = 1.0  # seconds of its host for Python, as a multiple of those of the reference host
+    context: int = GIB  # bytes that the driver and its libraries take
+
+
+DEVICES = {
+    "h200": Device("h200", DEVICE_MEMORY["h200"], 4.8e12, 989e12, 250e9),
+    "h100": Device("h100", DEVICE_MEMORY["h100"], 3.35e12, 989e12, 250e9),
+    "a100-80g": Device("a100-80g", DEVICE_MEMORY["a100-80g"], 2.04e12, 312e12, 170e9),
+}
+
+
+def device_named(name: str | None) -> Device:
+    """The device of the table; without a name the machine's GPU, and without one an H200.
+
+    A GPU that the table does not have counts as an H100 with its own memory.
+
+    Raises:
+        InvalidConfig: the table does not have the name.
+    """
+    if name is None and torch.cuda.is_available():
+        title = torch.cuda.get_device_name().lower()
+        known = next((each for each in DEVICES if each.split("-")[0] in title), "h100")
+        return replace(DEVICES[known], name=title, memory=torch.cuda.get_device_properties(0).total_memory)
+    if name == "cpu":
+        raise InvalidConfig("device='cpu': only GPUs are planned; a run on a CPU says what its first steps took")
+    if (name or "h200") not in DEVICES:
+        raise InvalidConfig(f"device={name!r} is unknown: choose one of {', '.join(DEVICES)}")
+    return DEVICES[name or "h200"]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one device receives: from devices of its node, and through its network card."""
+
+    inside: float = 0.0
+    between: float = 0.0
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(self.inside + other.inside, self.between + other.between)
+
+    def __mul__(self, times: float) -> "Traffic":
+        return Traffic(self.inside * times, self.between * times)
+
+    __rmul__ = __mul__
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """How devices are connected. Ranks are numbered by node: tp varies fastest, then sp, dp and pp."""
+
+    size: int = 8  # devices of a node
+    network: float = 50e9  # bytes per second of each device's network card, by its data sheet: 400 Gbit/s
+
+    def members(self, ranks: int, stride: int) -> int:
+        """Ranks of a group that share a node: a group has ``ranks`` ranks, ``stride`` apart from each other.
+
+        >>> Nodes().members(16, stride=1), Nodes().members(16, stride=4), Nodes().members(2, stride=8)
+        (8, 2, 1)
+        """
+        return min(ranks, max(self.size // stride, 1))
+
+    def gather(self, size: float, ranks: int, stride: int = 1) -> Traffic:
+        """What a device receives when ``ranks`` ranks gather ``size`` bytes of which each has an equal part.
+
+        Scattering sums of that size is the same backwards. Between nodes each part passes once into each node, and the ranks of a
+        node share that work, each with its own card.
+
+        >>> Nodes().gather(800, ranks=8), Nodes().gather(1600, ranks=16), Nodes().gather(200, ranks=2, stride=8)
+        (Traffic(inside=700.0, between=0.0), Traffic(inside=1500.0, between=100.0), Traffic(inside=0.0, between=100.0))
+        """
+        if ranks == 1:
+            return Traffic()
+        here = self.members(ranks, stride)
+        nodes = -(-ranks // here)
+        return Traffic(size * (ranks - 1) / ranks if here > 1 else 0.0, size * (nodes - 1) / nodes / here)
+
+    def exchange(self, size: float, ranks: int, stride: int = 1) -> Traffic:
+        """What a device receives when each of ``ranks`` ranks spreads ``size`` bytes evenly over all of them."""
+        here = self.members(ranks, stride)
+        return Traffic(size * (here - 1) / ranks, size * (ranks - here) / ranks)
+
+    def send(self, size: float, ranks: int, stride: int) -> Traffic:
+        """What a device receives on average when each of ``ranks`` ranks but the last sends ``size`` bytes to the next one."""
+        crossing = -(-ranks // self.members(ranks, stride)) - 1
+        return Traffic(size * (ranks - 1 - crossing) / ranks, size * crossing / ranks)
+
+    def between_seconds(self, traffic: Traffic) -> float:
+        """Seconds of the traffic between nodes."""
+        return traffic.between / (NETWORK * self.network)
+
 
 Role = Literal["actor", "reference", "critic"]
 

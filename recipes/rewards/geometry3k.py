@@ -45,20 +45,19 @@ def geo3k_reward(rows: Sequence[RewardRow], checker: AnswerChecker | None = None
     Raises:
         RewardError: a row has no ground truth, or a list or mapping, with whose text no answer would agree.
     """
-    from mathruler.grader import extract_boxed_content
-
-    pairs = []
+    pairs: list[tuple[str, str] | None] = []
     for number, row in enumerate(rows):
         try:
             check_truth(row.ground_truth)
         except RewardError as error:
-            raise RewardError(f"row {number}{_uid(row)}: {error}") from error
-        pairs.append(without_unit(extract_boxed_content(row.solution_str), truth_text(row.ground_truth)))
-    boxed = [pair for pair in pairs if pair[0] != "None"]  # what mathruler returns for a response without a box
+            raise RewardError(f"row {number}{f' (uid {row.uid})' if row.uid else ''}: {error}") from error
+        answer = boxed_answer(row.solution_str)
+        pairs.append(None if answer is None else without_unit(answer, truth_text(row.ground_truth)))
+    boxed = [pair for pair in pairs if pair is not None]
     correct = dict(zip(boxed, (checker or default_checker())(boxed), strict=True))
     results = []
     for pair, row in zip(pairs, rows, strict=True):
-        acc, form = float(correct.get(pair, False)), format_score(row.solution_str)
+        acc, form = float(pair is not None and correct[pair]), format_score(row.solution_str)
         results.append({"score": (1 - FORMAT_WEIGHT) * acc + FORMAT_WEIGHT * form, "acc": acc, "format": form})
     return results
 
@@ -88,10 +87,6 @@ def truth_text(truth: Any) -> str:
     text = (tagged[-1] if tagged else text).rpartition("####")[2]
     boxed = boxed_answer(text)
     return (text if boxed is None else boxed).strip()
-
-
-def _uid(row: RewardRow) -> str:
-    return f" (uid {row.uid})" if row.uid else ""
 
 
 def without_unit(answer: str, truth: str) -> tuple[str, str]:

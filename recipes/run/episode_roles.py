@@ -14,7 +14,7 @@ from dataproto.columns import require, taken_names
 from dataproto.errors import InvalidConfig, UserFunctionFailed
 from recipes.algorithms.function_files import load_named_function
 from recipes.algorithms.turn_advantages import uncut_tokens
-from recipes.configs.shared.agents_config import EpisodeOptions
+from recipes.configs.shared.rollout_options import EpisodeOptions
 from rollout.agents import Agent, AgentPlan, CommandAgent
 from rollout.agents.agent import MOST_PROCESSES
 from rollout.engine import SamplingParams

@@ -17,11 +17,10 @@ from recipes.run.evaluation import BestStep, Evaluate
 from recipes.run.metrics import Measure, measure_rollouts, timed
 from recipes.watch.console import LIBRARIES_FILE, Progress, start_metrics, start_phase
 from recipes.watch.kept_rollouts import KeptRollouts
-from recipes.watch.loggers import RunLoggers, open_loggers
+from recipes.watch.loggers import LoggedRun, RunLoggers, open_loggers
 from recipes.watch.metrics_file import METRICS_FILE, read_metrics
 from recipes.watch.rollout_files import rows_file
-from recipes.watch.signals import LearningSignals, SpeedSignals
-from recipes.watch.trackers import LoggedRun
+from recipes.watch.signals import Signals
 from rollout.prompts import PromptBuilder
 from workers import Roles
 from workers.cluster.host import libraries_aside
@@ -116,7 +115,7 @@ class AroundSteps:
     kept: KeptRollouts | None  # writes some of these rows for the viewer
 
     def __post_init__(self) -> None:
-        self.signals, self.speed, self.failed = LearningSignals(), SpeedSignals(), FailedSteps()
+        self.signals, self.failed = Signals(), FailedSteps()
         self._start = start_metrics(self.roles.start_seconds)  # which the first report gets too
 
     def begin(self, last: TakenStep | None, kept_row: int | None) -> None:
@@ -158,9 +157,7 @@ class AroundSteps:
         is_best = step.evaluates and self.best.improved(step.number, held_out)
         metrics = step.metrics | held_out
         self._report(step.number, metrics, step.evaluates)
-        for problem in self.signals.new_problems(metrics):
-            self.progress.note(f"warning: {problem}")
-        for sign in self.speed.new_signs(metrics, self.progress.left):
+        for sign in self.signals.new_signs(metrics, self.progress.left):
             self.progress.note(sign)
         return is_best
 

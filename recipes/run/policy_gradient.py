@@ -46,9 +46,8 @@ from recipes.run.run_directory import (
 from recipes.run.tested_versions import tell_untested_versions
 from recipes.watch.console import LIBRARIES_FILE, start_phase
 from recipes.watch.kept_rollouts import KeptRollouts
-from recipes.watch.loggers import open_loggers
+from recipes.watch.loggers import LoggedRun, open_loggers
 from recipes.watch.report import REPORT_FILE
-from recipes.watch.trackers import LoggedRun
 from rollout.engine import returns_experts
 from rollout.prompts import PromptBuilder
 from workers import Roles, launch

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from dataproto import DataProto
 from dataproto.errors import writing
-from recipes.configs.shared.preference_config import PreferenceDataConfig
-from recipes.configs.shared.supervised_config import SupervisedConfig
+from recipes.configs.shared.supervised_config import PreferenceDataConfig, SupervisedConfig
 from recipes.data.loader import EvaluationLoader, check_row
 from recipes.data.preferences import PREFERENCE_COLUMNS, preference_rows
 from recipes.data.splits import open_sets, tell_data

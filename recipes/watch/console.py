@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -204,9 +203,7 @@ class Progress:
         self._started = self.clock()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bar.stop()
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -217,7 +214,8 @@ class Progress:
             self._first, self._first_ended = step, now
         self._bar.update(self._task, completed=step, description=f"{self.left} left" if self.left else "")
         evaluated = any(column.measured_apart and column.value(metrics) is not None for column in COLUMNS)
-        if self._is_due(now) or evaluated or step == self._first or step >= self.total:
+        due = self._printed is None or now - self._printed >= self.interval
+        if due or evaluated or step == self._first or step >= self.total:
             self._printed = now
             for line in self.table.lines(step, metrics, self.left):
                 self.note(line)
@@ -228,9 +226,6 @@ class Progress:
     def note(self, text: str) -> None:
         """A line that stays, above the bar if there is one."""
         _say(self.console, text)
-
-    def _is_due(self, now: float) -> bool:
-        return self._printed is None or now - self._printed >= self.interval
 
     def _left(self, step: int, now: float) -> float:
         """Seconds to the end at the mean pace of the steps after the first one, which is slower than the others."""

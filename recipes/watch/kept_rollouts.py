@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dataproto import DataProto
-from dataproto.errors import InvalidConfig
 from recipes.watch.rollout_files import (
     FOLDER,
     TRAINING,
@@ -68,12 +67,7 @@ class KeptRollouts:
             directory: of the run.
             limit: the largest number of rows of a step, or below 1 a share of them; 0 keeps none.
             tokenizer: gives the text of each token; without it the files hold ids only.
-
-        Raises:
-            InvalidConfig: the limit is negative, or neither a share nor a whole number.
         """
-        if limit < 0 or (limit > 1 and limit != int(limit)):
-            raise InvalidConfig(f"keep_rollouts={limit}: must be a number of rows, a share below 1, or 0")
         self.limit = limit
         self.directory, self.root = Path(directory), Path(directory) / FOLDER
         self.text_of = cache(lambda token: tokenizer.decode([token])) if tokenizer is not None else None

@@ -1,5 +1,7 @@
 """Where the metrics and rollouts of a run go: ``metrics.jsonl`` always, and any number of trackers in addition to it.
 
+Trackers are Weights & Biases and packages with its interface, and TensorBoard; a package is imported when its tracker is made.
+
 A tracker that fails is told once and left out, and the others continue. One of your own is a class with three methods, named on
 the command line as ``--loggers my_file.py:MyLogger``::
 
@@ -10,23 +12,279 @@ the command line as ``--loggers my_file.py:MyLogger``::
         def close(self) -> None: ...
 """
 
-import inspect
+import json
+import math
+import os
+import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, Protocol
+
+import numpy as np
 
 from dataproto.errors import DataProtoError, InvalidConfig, describe
 from dataproto.extras import require_extra
 from recipes.algorithms.function_files import load_named_function
+from recipes.options.config_file import CONFIG_FILE
 from recipes.watch.metrics_file import MetricsLog
 from recipes.watch.rollout_files import RolloutSample, load_rollouts, rollout_steps
-from recipes.watch.trackers import LOGGERS, LoggedRun, RunLogger
 
 JSONL = "jsonl"  # always written: the report, a resumed run and the summary read it
+
+
+TRACKER_IDS = "trackers.json"
+PROJECT = "dataproto"
+COLUMNS = (
+    "key",
+    "prompt",
+    "response",
+    "ground_truth",
+    "reward",
+    "accuracy",
+)  # of a table of rollouts, before its images
+
+
+@dataclass(frozen=True)
+class LoggedRun:
+    """A run as its loggers know it."""
+
+    directory: Path
+    resume_after: int | None = None  # the last step to keep from an earlier process, -1 to keep none; None: a new run
+
+    @property
+    def name(self) -> str:
+        """The name of the run's directory."""
+        return self.directory.resolve().name
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """All options of the run, as its ``config.json`` has them; empty without that file."""
+        return _read_json(self.directory / CONFIG_FILE)
+
+    def options(self) -> dict[str, Any]:
+        """The options of `config` under the names that they have on the command line."""
+        return flatten(self.config)
+
+    def saved_id(self, tracker: str) -> str | None:
+        """The tracker's name for this run, if an earlier process of it has saved one."""
+        return _read_json(self.directory / TRACKER_IDS).get(tracker)
+
+    def save_id(self, tracker: str, name: str) -> None:
+        """Remembers the tracker's name for this run, so that a resumed run continues it."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        found = _read_json(self.directory / TRACKER_IDS) | {tracker: name}
+        (self.directory / TRACKER_IDS).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+class RunLogger(Protocol):
+    """Something that keeps the metrics and rollouts of a run; made by a call with a `LoggedRun`."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Keeps the metrics of a step, which may be NaN or infinite. Steps increase."""
+        ...
+
+    def log_rollouts(self, step: int, rows: Sequence[RolloutSample]) -> None:
+        """Keeps rollouts of an evaluation, with their images."""
+        ...
+
+    def close(self) -> None:
+        """Writes what is left; called once."""
+        ...
+
+
+class _RunOfPackage:
+    """A run of a package with W&B's interface: ``init``, and of what it returns ``log`` and ``finish``.
+
+    The account, the project and the mode are set by the package's own environment variables.
+    """
+
+    def __init__(self, run: LoggedRun, package: ModuleType, identity: str, **options: Any) -> None:
+        self.package, name = package, package.__name__
+        project = os.environ.get(f"{name.upper()}_PROJECT", PROJECT)
+        self.run = package.init(project=project, **options)
+        run.save_id(name, identity)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._send(step, finite(metrics))
+
+    def log_rollouts(self, step: int, rows: Sequence[RolloutSample]) -> None:
+        table = table_rows(rows, self.package.Image)
+        data = [list(row.values()) for row in table]
+        self._send(step, {"rollouts": self.package.Table(columns=list(table[0]) if table else [], data=data)})
+
+    def close(self) -> None:
+        self.run.finish()
+
+    def _send(self, step: int, values: dict[str, Any]) -> None:
+        self.run.log(values, step=step)
+
+
+class WandbLogger(_RunOfPackage):
+    """Metrics over the axis ``step``; rollouts as a table with images. Files: ``<run>/wandb``.
+
+    A resumed run continues under its id. Steps that it makes again are logged again, so that their curves overlap.
+    """
+
+    def __init__(self, run: LoggedRun) -> None:
+        import wandb
+
+        identity = run.saved_id("wandb") or secrets.token_hex(4)
+        os.environ.setdefault(
+            "WANDB_DATA_DIR", str(run.directory.absolute())
+        )  # pictures of tables, until they are synced
+        options = {"name": run.name, "config": run.config, "dir": str(run.directory)}
+        super().__init__(run, wandb, identity, id=identity, resume="allow", **options)
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")  # W&B's own step could not go back after a resume
+
+    def _send(self, step: int, values: dict[str, Any]) -> None:
+        self.run.log(values | {"step": step})
+
+
+class TrackioLogger(_RunOfPackage):
+    """Metrics by step; rollouts as a table with images, in Trackio's directory or the Space that ``TRACKIO_SPACE_ID`` names.
+
+    A resumed run continues under its name; steps that it makes again appear twice.
+    """
+
+    def __init__(self, run: LoggedRun) -> None:
+        import trackio
+
+        saved = run.saved_id("trackio")
+        name = saved or f"{run.name}-{secrets.token_hex(4)}"
+        options = {"config": run.options(), "embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
+        super().__init__(run, trackio, name, name=name, resume="must" if saved else "never", **options)
+
+
+class SwanlabLogger(_RunOfPackage):
+    """Metrics by step; rollouts, since SwanLab has no tables, as texts and images with captions. Files: ``<run>/swanlog``.
+
+    Online, a resumed run continues under its id; with ``SWANLAB_MODE=offline`` each process leaves files of its own.
+    """
+
+    def __init__(self, run: LoggedRun) -> None:
+        import swanlab
+
+        identity = run.saved_id("swanlab") or secrets.token_hex(8)
+        mode = os.environ.get("SWANLAB_MODE", "online")
+        options = {"name": run.name, "config": run.config, "log_dir": str(run.directory.absolute() / "swanlog")}
+        continued = {"id": identity, "resume": "allow"} if mode == "online" else {}
+        super().__init__(run, swanlab, identity, mode=mode, **options, **continued)
+
+    def log_rollouts(self, step: int, rows: Sequence[RolloutSample]) -> None:
+        said = [f"{row.key}: reward {row.reward:g}, ground truth {row.ground_truth}" for row in rows]
+        pairs = list(zip(rows, said, strict=True))
+        texts = [self.package.Text(f"{row.prompt}\n\n{row.response}", caption=caption) for row, caption in pairs]
+        images = [self.package.Image(image, caption=caption) for row, caption in pairs for image in row.images]
+        found = {"rollouts/texts": texts, "rollouts/images": images}
+        self._send(step, {name: media for name, media in found.items() if media})
+
+
+class TensorBoardLogger:
+    """Scalars by step; rollouts as texts and images, in ``<run>/tensorboard``. Steps made again by a resumed run are hidden."""
+
+    def __init__(self, run: LoggedRun) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = None if run.resume_after is None else run.resume_after + 1
+        self.events = SummaryWriter(str(run.directory / "tensorboard"), purge_step=purge)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, number in finite(metrics).items():
+            self.events.add_scalar(name, number, step)
+        self.events.flush()
+
+    def log_rollouts(self, step: int, rows: Sequence[RolloutSample]) -> None:
+        for place, row in enumerate(rows):
+            parts = {"prompt": row.prompt, "response": row.response, "ground truth": row.ground_truth}
+            text = "\n\n".join(f"**{name}**\n\n{_indented(value)}" for name, value in parts.items())
+            self.events.add_text(f"rollouts/{place:02}", f"{text}\n\n**reward** {row.reward:g}", step)
+            for number, image in enumerate(row.images):
+                pixels = np.asarray(image.convert("RGB"))
+                self.events.add_image(f"rollouts/{place:02}/image_{number}", pixels, step, dataformats="HWC")
+        self.events.flush()
+
+    def close(self) -> None:
+        self.events.close()
+
+
+@dataclass(frozen=True)
+class Tracker:
+    """A logger on another package, and the extra that installs it."""
+
+    logger: Callable[[LoggedRun], RunLogger]
+    package: str
+    extra: str
+
+
+LOGGERS = {
+    "tensorboard": Tracker(TensorBoardLogger, "tensorboard", "loggers"),
+    "wandb": Tracker(WandbLogger, "wandb", "wandb"),
+    "trackio": Tracker(TrackioLogger, "trackio", "trackio"),
+    "swanlab": Tracker(SwanlabLogger, "swanlab", "swanlab"),
+}
+"""Trackers by the name that an option gives them; each needs a package of its own."""
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics that are finite.
+
+    >>> finite({"a": 1.0, "b": float("nan")})
+    {'a': 1.0}
+    """
+    return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+
+
+def table_rows(rows: Sequence[RolloutSample], wrap_image: Any) -> list[dict[str, Any]]:
+    """Rollouts as rows of a table with equal columns, each image wrapped by the tracker's own type.
+
+    >>> from PIL import Image
+    >>> sample = RolloutSample("a", "p", "r", "1", 0.5, images=(Image.new("RGB", (1, 2)),))
+    >>> (row,) = table_rows([sample], lambda image: image.size)
+    >>> row["reward"], row["image_0"]
+    (0.5, (1, 2))
+    """
+    most = max((len(row.images) for row in rows), default=0)
+    table = []
+    for row in rows:
+        images = [*map(wrap_image, row.images), *[None] * (most - len(row.images))]
+        table.append(
+            {name: getattr(row, name) for name in COLUMNS}
+            | {f"image_{number}": image for number, image in enumerate(images)}
+        )
+    return table
+
+
+def _indented(text: str) -> str:
+    """A block that Markdown shows as it is."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a configuration under the names that they have on the command line.
+
+    >>> flatten({"model": {"path": "x", "sizes": [1, 2]}, "seed": 0})
+    {'model.path': 'x', 'model.sizes': [1, 2], 'seed': 0}
+    """
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        inner = isinstance(value, Mapping)
+        found |= flatten(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
+    return found
 
 
 class RunLoggers:
@@ -65,7 +323,7 @@ class RunLoggers:
                 call(tracker)
             except Exception as error:
                 del self.trackers[name]
-                why = _described(name, tracker, error)
+                why = describe(error)
                 print(f"warning: logger {name} failed {when} and gets nothing more: {why}", file=sys.stderr)
 
 
@@ -111,7 +369,7 @@ def _start(name: str, factory: Callable[[LoggedRun], RunLogger], run: LoggedRun)
     except DataProtoError:
         raise
     except Exception as error:
-        raise InvalidConfig(f"logger {name!r} cannot start: {_described(name, factory, error)}") from error
+        raise InvalidConfig(f"logger {name!r} cannot start: {describe(error)}") from error
 
 
 def _load(name: str) -> Callable[[LoggedRun], RunLogger]:
@@ -122,23 +380,7 @@ def _load(name: str) -> Callable[[LoggedRun], RunLogger]:
         return load_named_function(name, "logger", InvalidConfig)
     try:
         found: Any = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise InvalidConfig(f"logger {name!r} cannot be imported: {_one_line(error)}") from error
     except Exception as error:
         raise InvalidConfig(f"logger {name!r} cannot be imported: {describe(error)}") from error
     factory: Callable[[LoggedRun], RunLogger] = found
     return factory
-
-
-def _described(name: str, logger: object, error: Exception) -> str:
-    """An exception in one line, of a user's own class with its place."""
-    if ":" not in name:
-        return _one_line(error)
-    try:
-        return describe(error, inspect.getsourcefile(logger if isinstance(logger, type) else type(logger)))
-    except TypeError:  # no class of Python
-        return describe(error)
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

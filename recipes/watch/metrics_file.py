@@ -5,7 +5,6 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import SupportsFloat
 
 from dataproto.errors import FileFormatError, InvalidConfig, writing
@@ -120,9 +119,7 @@ class MetricsLog:
     def __enter__(self) -> "MetricsLog":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

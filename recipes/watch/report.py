@@ -1,4 +1,4 @@
-"""A run as one self-contained page, ``report.html`` in its directory, which a run writes at its end.
+"""A run as one self-contained page, ``report.html`` in its directory, which a run writes at its end, and several runs on one.
 
 It reads those of ``metrics.jsonl``, ``config.json``, ``environment.json`` and ``rollouts/`` that exist. All text that
 comes from models and data is escaped; the page loads nothing and runs no code.
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib import metadata
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
@@ -19,11 +20,11 @@ import yaml
 from dataproto.errors import FileFormatError
 from recipes.options.config_file import CONFIG_FILE
 from recipes.watch.charts import COLOURS, Series, line_chart
+from recipes.watch.loggers import flatten
 from recipes.watch.metrics_file import METRICS_FILE, read_metrics
 from recipes.watch.pages import TEMPLATES, number, render, write_page
 from recipes.watch.rollout_files import load_rollouts, rollout_steps
 from recipes.watch.signals import learning_problems
-from recipes.watch.trackers import flatten
 
 Rows = Sequence[Mapping[str, float]]
 
@@ -46,6 +47,21 @@ class Chart:
 CHARTS = tuple(Chart(**each) for each in yaml.safe_load((TEMPLATES / "charts.yaml").read_text(encoding="utf-8")))
 NOT_OF_THE_REWARD = {f"reward/{name}" for name in ("acc", "equal_groups_ratio", "greedy_baseline", "overlong_penalty")}
 """Metrics that have charts of their own, or that a step adds."""
+
+
+COMPARED = {
+    "Held-out accuracy": ACCURACY,
+    "Held-out reward": "val-core/*/reward/mean@*",
+    "Held-out loss": "val/loss",
+    "Reward": "critic/score/mean",
+    "Loss": "train/loss",
+    "KL divergence": "actor/kl_loss",
+    "Entropy": "actor/entropy",
+    "Response length": "response_length/mean",
+    "Seconds of a step": "timing_s/step",
+}
+OF_EACH_RUN = ("run.output_dir", "run.resume", "run.overwrite")
+"""Options that say nothing of what a run does."""
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -78,13 +94,11 @@ def write_report(run_dir: str | Path) -> Path:
 
 def curves(rows: Rows) -> str:
     """A run's most important numbers, and its curves, as HTML for a page that has the report's style."""
-    charts = []
-    for chart in (*CHARTS, *_reward_charts(rows)):
-        series = _series(rows, chart)
-        if drawing := line_chart(series, chart.percent, chart.title):
-            last = [(line.label, line.points[-1][1]) for line in series]
-            legend = [(label, f"{value * 100:.1f}%" if chart.percent else number(value)) for label, value in last]
-            charts.append({"title": chart.title, "note": chart.note, "drawing": drawing, "legend": legend})
+    charts = [
+        each
+        for chart in (*CHARTS, *_reward_charts(rows))
+        for each in _drawn(chart.title, _series(rows, chart), chart.percent, chart.note)
+    ]
     values = {
         name: [value for _, value in _finite(rows, name)]
         for name in ("critic/score/mean", "val/loss", "timing_s/step", "perf/time_per_step", "perf/throughput")
@@ -94,6 +108,15 @@ def curves(rows: Rows) -> str:
     return render(
         "curves.html", rows=rows, accuracies=accuracies, values=values, charts=charts, problems=problems
     ).strip()
+
+
+def _drawn(title: str, series: Sequence[Series], percent: bool = False, note: str = "") -> list[dict[str, Any]]:
+    """What a page shows of a chart: its lines, and the last value of each; nothing if there is no finite value."""
+    if not (drawing := line_chart(series, percent, title)):
+        return []
+    last = [(line.label, line.points[-1][1] if line.points else None) for line in series]
+    named = [(name, "" if y is None else f"{y * 100:.1f}%" if percent else number(y)) for name, y in last]
+    return [{"title": title, "note": note, "drawing": drawing, "legend": named}]
 
 
 def _reward_charts(rows: Rows) -> list[Chart]:
@@ -179,3 +202,59 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise FileFormatError(f"{path}: not JSON ({error})") from error
     return found if isinstance(found, dict) else {"value": found}
+
+
+def is_run(directory: Path) -> bool:
+    """Whether a run has written into a directory."""
+    return any((directory / name).is_file() for name in (CONFIG_FILE, METRICS_FILE))
+
+
+def runs_in(directory: Path) -> list[Path]:
+    """The runs that are folders of a directory, by name."""
+    return [each for each in sorted(directory.glob("*/")) if is_run(each)]
+
+
+def differing(options: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The options that not all runs have alike, each with its value by the name of the run.
+
+    >>> differing({"a": {"lr": 0.1, "seed": 0}, "b": {"lr": 0.2, "seed": 0}, "c": {"seed": 0}})
+    {'lr': {'a': 0.1, 'b': 0.2, 'c': ''}}
+    """
+    names = dict.fromkeys(name for values in options.values() for name in values if name not in OF_EACH_RUN)
+    found = {name: {run: values.get(name, "") for run, values in options.items()} for name in names}
+    return {name: values for name, values in found.items() if len({str(each) for each in values.values()}) > 1}
+
+
+def comparison(directory: Path) -> str:
+    """The page of all runs in a directory; each chart shows at most `COLOURS` of them, those that wrote last.
+
+    Raises:
+        FileFormatError: a file of a run is damaged.
+    """
+    rows = {run.name: read_metrics(run / METRICS_FILE) for run in runs_in(directory)}
+    options = {name: flatten(_read_json(directory / name / CONFIG_FILE)) for name in rows}
+    latest = sorted(rows, key=lambda name: -(directory / name).stat().st_mtime)[:COLOURS]
+    lines = {
+        title: {name: _points(found, pattern) for name, found in rows.items()} for title, pattern in COMPARED.items()
+    }
+    charts = [
+        drawn
+        for title, each in lines.items()  # a run has one colour in all charts
+        for drawn in _drawn(title, [Series(name, each[name]) for name in sorted(latest)], title == "Held-out accuracy")
+    ]
+    results = {
+        title: {name: number(points[-1][1]) for name, points in each.items() if points} for title, each in lines.items()
+    }
+    steps = {name: str(int(found[-1]["step"])) if found else "" for name, found in rows.items()}
+    table = {"steps": steps} | {title: each for title, each in results.items() if each} | differing(options)
+    return str(render("runs.html", title=directory.resolve().name, runs=list(rows), table=table, charts=charts))
+
+
+def _points(rows: Rows, pattern: str) -> list[tuple[float, float]]:
+    """The steps that have metrics of this pattern, with their means."""
+    found = []
+    for row in rows:
+        values = [value for name, value in row.items() if fnmatchcase(name, pattern) and math.isfinite(value)]
+        if values:
+            found.append((row["step"], fmean(values)))
+    return found

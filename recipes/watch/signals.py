@@ -38,22 +38,6 @@ def learning_problems(steps: Sequence[Metrics]) -> dict[str, str]:
     return dict(_problems(last)) if len(last) == STEPS else {}
 
 
-class LearningSignals:
-    """Remembers the last steps, and returns each problem once."""
-
-    def __init__(self) -> None:
-        self._last: deque[Metrics] = deque(maxlen=STEPS)
-        self._told: set[str] = set()
-
-    def new_problems(self, metrics: Metrics) -> list[str]:
-        """The messages of problems that appear with the metrics of one more step."""
-        self._last.append(metrics)
-        problems = learning_problems(list(self._last))
-        new = [text for name, text in problems.items() if name not in self._told]
-        self._told |= problems.keys()
-        return new
-
-
 def _problems(last: Sequence[Metrics]) -> Iterator[tuple[str, str]]:
     highest, lowest = _values(last, "critic/score/max"), _values(last, "critic/score/min")
     constant = highest and lowest and max(highest) - min(lowest) <= REWARD_SPREAD
@@ -118,10 +102,10 @@ def measured_step(rows: Sequence[Metrics]) -> str:
     return line
 
 
-class SpeedSignals:
-    """Remembers the seconds of each phase, and tells of each kind of problem, and of each phase, once.
+class Signals:
+    """Remembers the last steps and the seconds of each phase, and tells of each kind of problem, and of each phase, once.
 
-    >>> signals = SpeedSignals()
+    >>> signals = Signals()
     >>> [signals.new_signs({"timing_s/update_actor": seconds}) for seconds in (30.0, 10.0, 11.0)]
     [[], [], []]
     >>> signals.new_signs({"timing_s/update_actor": 22.0, "perf/allocator_retries": 0})
@@ -130,6 +114,7 @@ class SpeedSignals:
 
     def __init__(self) -> None:
         self._steps = 0
+        self._last: deque[Metrics] = deque(maxlen=STEPS)
         self._seconds: dict[str, list[float]] = defaultdict(list)
         self._first: list[Mapping[str, float]] = []
         self._told: set[str] = set()
@@ -139,7 +124,10 @@ class SpeedSignals:
         not compared. ``left`` is the time that is left.
         """
         self._steps += 1
-        found = {name: text for name, text in self._signs(metrics) if name not in self._told}
+        self._last.append(metrics)
+        problems = {name: f"warning: {text}" for name, text in learning_problems(list(self._last)).items()}
+        signs = problems | dict(self._signs(metrics))
+        found = {name: text for name, text in signs.items() if name not in self._told}
         self._told |= found.keys()
         if self._steps > 1:
             for name, seconds in phases(metrics).items():

@@ -20,7 +20,7 @@ from recipes.options import REQUIRED, exit_status, parse_config
 from recipes.options.config_file import CONFIG_FILE
 from recipes.watch.metrics_file import METRICS_FILE, read_metrics
 from recipes.watch.pages import TEMPLATES
-from recipes.watch.report import curves
+from recipes.watch.report import comparison, curves, is_run, runs_in
 from recipes.watch.rollout_files import (
     FOLDER,
     answers_file,
@@ -30,7 +30,6 @@ from recipes.watch.rollout_files import (
     rollout_steps,
     rows_file,
 )
-from recipes.watch.runs import comparison, is_run, runs_in
 
 ADDRESS = "127.0.0.1"
 HOSTS = re.compile(r"(?:127\.0\.0\.1|localhost)(?::\d+)?", re.IGNORECASE)

@@ -9,10 +9,10 @@ from recipes.configs import grpo_config, plan_config, ppo_config
 from recipes.configs.shared.device_preset import GIB, MODEL_SIZES, Machine, preset_line
 from recipes.configs.shared.published_models import published_config
 from recipes.plan.command import policy_setting
-from recipes.plan.devices import DEVICES
 from recipes.plan.forecast import forecast
 from recipes.plan.model_size import model_size
 from recipes.plan.rows import BatchSizes, PromptSizes, response_lengths
+from recipes.plan.setting import DEVICES
 from workers.model.model_config import ModelConfig
 
 H100 = DEVICES["h100"]

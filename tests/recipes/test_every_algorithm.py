@@ -11,7 +11,7 @@ from PIL import Image
 from recipes.algorithms.covariances import random_high_covariance
 from recipes.algorithms.losses import clip_cov_loss
 from recipes.algorithms.registry import ADVANTAGES, LOSSES
-from recipes.configs.episodes_config import EpisodeAlgorithmConfig
+from recipes.configs.ppo_config import ActorCriticConfig
 from recipes.demo.rows import ProblemRows
 from recipes.demo.tiny_model import make_tiny_model
 from recipes.grpo import GRPOConfig, grpo_step
@@ -110,7 +110,7 @@ class Talk:
 )
 def test_every_advantage_over_turns(name, last_pictures, roles, prompts):
     make = ppo_step if name in WITH_CRITIC else grpo_step
-    config = EpisodeAlgorithmConfig(n=2, advantage=name)
+    config = ActorCriticConfig(n=2, advantage=name)
     played = with_episodes(roles, Played(EpisodePlan(Talk, EpisodeLimits(turns=3, last_pictures=last_pictures))))
     sampling = replace(config.sampling(max_tokens=6, seed=3), stop_token_ids=tuple(range(0, 300, 2)))
     data, metrics = make(played, prompts[0], config, sampling)

@@ -22,13 +22,11 @@ from recipes.demo.rows import ProblemRows
 from recipes.demo.tiny_model import make_tiny_model, make_tiny_processors
 from recipes.dpo import dpo_task
 from recipes.plan.command import main
-from recipes.plan.devices import DEVICES, Nodes, Traffic
-from recipes.plan.fitting import fastest_layout, fit, grown, possible_layouts, way_out
-from recipes.plan.forecast import forecast
+from recipes.plan.forecast import fastest_layout, fit, forecast, grown, possible_layouts, way_out
 from recipes.plan.model_size import model_size
 from recipes.plan.rows import BatchSizes, PromptSizes, measure_answers, measure_prompts, response_lengths
 from recipes.plan.seconds import update_flops
-from recipes.plan.setting import Setting
+from recipes.plan.setting import DEVICES, Nodes, Setting, Traffic
 from recipes.run.preferences import sent
 from rollout.prompts import PromptBuilder
 from workers.model.lora import add_adapters

@@ -8,7 +8,7 @@ from recipes.demo.rows import DrawnPairs
 from recipes.export import main as export
 from recipes.reward_model import main, parse
 from recipes.rewards import load_reward
-from recipes.rewards.ranked_answers import RankedAnswers
+from recipes.rewards.sequence_classifier import RankedAnswers
 from recipes.run.preferences import sent
 from recipes.watch.metrics_file import read_metrics
 from rollout.answers import AnswersBuilder

@@ -11,6 +11,7 @@ from dataproto import DataProto
 from dataproto.errors import FileFormatError, InvalidConfig
 from helpers.kept_runs import objects, scored_batch
 from helpers.tiny_prompts import tiny_tokenizer
+from recipes.configs.shared.run_config import check_kept
 from recipes.watch.kept_rollouts import KeptRollouts, chosen_rows
 from recipes.watch.rollout_files import kept_steps, load_kept, load_tokens, rows_file
 
@@ -157,7 +158,7 @@ def test_nothing_is_written_for_a_limit_of_0_or_without_rollouts(tmp_path):
     assert kept_steps(tmp_path) == []
     for limit in (-1, 1.5):
         with pytest.raises(InvalidConfig, match=f"keep_rollouts={limit}"):
-            KeptRollouts(tmp_path, limit)
+            check_kept("keep_rollouts", limit)
 
 
 @pytest.mark.parametrize(("limit", "rows"), [(3, 2), (0.5, 4), (0.01, 1), (1, 1), (100, 8)])

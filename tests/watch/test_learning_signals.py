@@ -3,7 +3,7 @@ import pytest
 from dataproto import DataProto
 from recipes.run.metrics import rollout_metrics
 from recipes.watch.report import curves
-from recipes.watch.signals import LearningSignals, learning_problems
+from recipes.watch.signals import Signals, learning_problems
 
 HEALTHY = {
     "critic/score/max": 1.0,
@@ -68,9 +68,9 @@ def test_metrics_that_are_missing_or_not_finite_are_no_sign():
 
 
 def test_each_problem_is_told_once():
-    signals = LearningSignals()
+    signals = Signals()
     cut, flat = HEALTHY | {"response/truncated_ratio": 1.0}, HEALTHY | {"actor/entropy": 0.0}
-    told = [signals.new_problems(metrics) for metrics in [*6 * [cut], HEALTHY, *5 * [cut], *6 * [flat]]]
+    told = [signals.new_signs(metrics) for metrics in [*6 * [cut], HEALTHY, *5 * [cut], *6 * [flat]]]
     assert [len(each) for each in told] == [*4 * [0], 1, *11 * [0], 1, 0]
 
 

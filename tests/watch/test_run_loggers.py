@@ -7,10 +7,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from dataproto.errors import InvalidConfig, MissingPackage
 from recipes.run import RunConfig
-from recipes.watch.loggers import check_loggers, open_loggers
+from recipes.watch.loggers import LoggedRun, check_loggers, open_loggers
 from recipes.watch.metrics_file import read_metrics
 from recipes.watch.rollout_files import RolloutSample, save_rollouts
-from recipes.watch.trackers import LoggedRun
 
 OWN = """
 import json

@@ -2,13 +2,13 @@
 
 import pytest
 
-from recipes.watch.signals import SpeedSignals
+from recipes.watch.signals import Signals
 
 STEP = {"timing_s/update_actor": 30.0, "timing_s/gen": 20.0, "timing_s/update_actor/forward": 14.0}
 
 
-def after(steps: int) -> SpeedSignals:
-    signals = SpeedSignals()
+def after(steps: int) -> Signals:
+    signals = Signals()
     for _ in range(steps):
         assert signals.new_signs(STEP | {"perf/compilations": 0, "perf/allocator_retries": 0}) == []
     return signals
@@ -27,14 +27,14 @@ def test_up_to_half_as_much_again_is_no_sign(seconds):
 
 
 def test_the_first_step_is_no_measure_of_the_others():
-    signals = SpeedSignals()
+    signals = Signals()
     assert signals.new_signs({"timing_s/gen": 1.0}) == []
     assert signals.new_signs({"timing_s/gen": 20.0}) == []
 
 
 def test_compilation_is_expected_in_the_first_two_steps():
     compiled = STEP | {"perf/compilations": 3}
-    signals = SpeedSignals()
+    signals = Signals()
     assert signals.new_signs(compiled) == signals.new_signs(compiled) == []
     (told,) = signals.new_signs(compiled)
     assert "compiled 3 graphs again in step 3" in told
@@ -47,7 +47,7 @@ def test_an_allocator_at_its_limit_is_told_with_the_way_out():
 
 
 def test_what_stays_unsharded_is_told_when_it_changes():
-    signals = SpeedSignals()
+    signals = Signals()
     assert signals.new_signs({"perf/unsharded/actor": 0.0}) == []
     (told,) = signals.new_signs({"perf/unsharded/actor": 3.0})
     assert told.endswith("of the actor from now on: gradients (--unsharded)")

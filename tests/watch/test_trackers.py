@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from recipes.watch.loggers import open_loggers
+from recipes.watch.loggers import LoggedRun, open_loggers
 from recipes.watch.rollout_files import RolloutSample
-from recipes.watch.trackers import LoggedRun
 
 PICTURES = (Image.new("RGB", (8, 6), "red"), Image.new("RGB", (5, 9), "blue"))
 ROLLOUTS = [

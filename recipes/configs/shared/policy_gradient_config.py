@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.options import AlgorithmConfig
-from recipes.configs.shared.agents_config import AgentsConfig
 from recipes.configs.shared.device_preset import Machine, fitting, on_devices, this_machine
-from recipes.configs.shared.rollout_options import RolloutOptions
+from recipes.configs.shared.rollout_options import AgentsConfig, RolloutOptions
 from recipes.configs.shared.run_config import RecipeConfig, check_at_least, check_kept
 from recipes.data.column_keys import ColumnKeys, EvalPaths, OnBadRow, eval_sets, refuse_without_data
 from recipes.data.problem_rows import INSTRUCTION

@@ -1,10 +1,13 @@
-"""The options of rollouts: which samples are decoded when, and what comes with them."""
+"""The options of rollouts: which samples are decoded when, what comes with them, and the limits of episodes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dataproto.errors import InvalidConfig
+
+if TYPE_CHECKING:
+    from rollout.environments import EpisodeLimits
 
 AT_A_TIME = 1.5
 """Groups that are decoded together, in batch sizes, where samples may continue after an update. More than that makes the engine
@@ -54,3 +57,41 @@ class RolloutOptions:
             raise InvalidConfig(
                 f"{'; '.join(reasons)}: leave out rollout.staleness, with which a step takes groups as they are whole"
             )
+
+
+@dataclass(frozen=True)
+class EpisodeOptions:
+    """The limits of episodes.
+
+    Attributes:
+        wall_clock: seconds of an episode, decoding included; not reproducible; default: no limit
+        processes: processes of an agent that is a command, at a time, of each engine
+    """
+
+    turns: int = 6
+    tokens: int | None = None
+    seconds: float = 60.0
+    memory_gib: float | None = None
+    wall_clock: float | None = None
+    drop_cut: bool = False
+    processes: int = 32
+
+    def limits(self) -> "EpisodeLimits":
+        """The limits of an episode. Raises `InvalidConfig`."""
+        from rollout.environments import EpisodeLimits
+
+        pictures = getattr(self, "last_pictures", None)
+        return EpisodeLimits(self.turns, self.tokens, self.seconds, pictures, self.memory_gib, self.wall_clock)
+
+
+@dataclass(frozen=True)
+class AgentsConfig(EpisodeOptions):
+    """Episodes of an agent. ``data.max_response_length`` is the limit of one turn.
+
+    Attributes:
+        turns: requests of an episode
+        tokens: tokens of a row after the first prompt of its episode; default: no limit
+        seconds: seconds that the agent of an episode may take between its requests, without the time of decoding
+        memory_gib: memory of each process of an agent that is a command; default: no limit
+        drop_cut: learn nothing from episodes that a limit cut: turns, tokens or time
+    """

@@ -62,7 +62,8 @@ class RunConfig:
             raise InvalidConfig(f"keep_best={self.keep_best} compares evaluations: give --eval-every")
         if self.resume and self.overwrite:
             raise InvalidConfig("resume and overwrite contradict each other: choose one")
-        check_seed(self.seed)
+        if not 0 <= self.seed < 2**63:
+            raise InvalidConfig(f"seed={self.seed}: must be at least 0 and less than 2**63")
         check_loggers(self.loggers or ())
 
 
@@ -82,12 +83,6 @@ def announce_small_model(model_path: str | None, data_path: str | Sequence[str] 
             f"no --model-path: trains the small Qwen2.5-VL made on the spot on {paths}; "
             "choose another model with --model-path or a preset"
         )
-
-
-def check_seed(seed: int) -> None:
-    """Raises `InvalidConfig` for a seed that the random generators do not take."""
-    if not 0 <= seed < 2**63:
-        raise InvalidConfig(f"seed={seed}: must be at least 0 and less than 2**63")
 
 
 def check_kept(option: str, limit: float) -> None:
