@@ -82,17 +82,24 @@ def found_of(work: Path, kind: str, seed: int, options: argparse.Namespace) -> d
     return found
 
 
+def with_mean(found: dict[int, dict[str, float]]) -> dict[int | str, dict[str, float]]:
+    """The evaluations of a run, and the mean of each value over those after the start."""
+    later = [values for step, values in found.items() if step]
+    return {**found, "mean": {name: fmean(values[name] for values in later) for name in NAMES}}
+
+
 def table(runs: dict[str, list[dict[int, dict[str, float]]]]) -> str:
-    """Medians and ranges over the seeds, one line for each step and kind."""
+    """Medians and ranges over the seeds, one line for each step and kind; at last of the means over all steps after the first."""
+    known = {kind: [with_mean(found) for found in seeds] for kind, seeds in runs.items()}
     lines = ["| step | order | " + " | ".join(NAMES) + " |"]
     lines.append("| --- " * (len(NAMES) + 2) + "|")
-    for step in next(iter(runs.values()))[0]:
-        for kind, seeds in runs.items():
+    for step in next(iter(known.values()))[0]:
+        for kind, seeds in known.items():
             cells = []
             for name in seeds[0][step]:
                 values = [found[step][name] for found in seeds]
-                known = f"{median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
-                cells.append("-" if isnan(values[0]) else known)
+                shown = f"{median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+                cells.append("-" if isnan(values[0]) else shown)
             lines.append(f"| {step} | {kind} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
