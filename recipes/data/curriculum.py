@@ -1,6 +1,7 @@
 """Problems by their running success: those that are sometimes solved come more often than those that always or never are."""
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch.utils.data import Subset
 from dataproto import DataProto
 from dataproto.errors import CheckpointError
 from recipes.data.loader import Draw
+
+log = logging.getLogger(__name__)
 
 FLOOR = 0.1
 """The share of the draws that all problems have alike, however few of them are within reach."""
@@ -39,6 +42,7 @@ class Curriculum(Subset[Any]):
     def __init__(self, rows: Any) -> None:
         """``rows`` have a length. Nothing is observed yet."""
         super().__init__(rows, range(len(rows)))
+        self._told = False
         self.forget()
 
     def forget(self) -> None:
@@ -79,6 +83,7 @@ class Curriculum(Subset[Any]):
         groups: dict[str, list[float]] = {}
         for uid, value, score in zip(data["uid"], values, data["score"], strict=True):
             groups.setdefault(str(uid), []).append(float(score if value is None else value))
+        self._tell_other_scale([value for found in groups.values() for value in found])
         for uid, found in groups.items():
             place = int(uid.split("-")[-2].partition(".")[0])
             rate = RATE if self.seen[place] else 1.0
@@ -87,6 +92,18 @@ class Curriculum(Subset[Any]):
         self._start_step()
         known = self.success[self.seen]
         return {"curriculum/success": float(known.mean()), "curriculum/seen": float(self.seen.mean())}
+
+    def _tell_other_scale(self, values: Iterable[float]) -> None:
+        """Warns once of a success outside [0, 1], as the scores of a reward model are."""
+        other = next((value for value in values if not 0 <= value <= 1), None)
+        if other is not None and not self._told:
+            self._told = True
+            log.warning(
+                "curriculum: a success of %.3g counts as %d, so problems may look as if none were sometimes solved: let the "
+                "reward return acc, or scores from 0 to 1",
+                other,
+                other > 0,
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """What was observed."""

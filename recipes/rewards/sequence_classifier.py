@@ -1,7 +1,8 @@
 """Scores of reward models: of Hugging Face sequence classifiers, and of what ``dataproto reward-model`` has trained."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,31 @@ class SequenceClassifier:
             scores += self._scores(tokenizer, model, texts[start : start + self.batch_size])
         return self._finite(scores)
 
+    def check(self) -> None:
+        """Raises `RewardError` before any weights are loaded if the checkpoint is no classifier and no reward model."""
+        if (Path(self.model_path) / HEAD_FILE).exists():
+            return
+        from transformers import AutoConfig
+
+        with self._read_by_transformers():
+            made_for = AutoConfig.from_pretrained(self.model_path).architectures or []
+        if made_for and not any("SequenceClassification" in name for name in made_for):
+            raise RewardError(
+                f"{self.model_path} is not a sequence classifier but a {made_for[0]}, which has no score: train a reward model "
+                "from it by `dataproto reward-model`"
+            )
+
+    @contextmanager
+    def _read_by_transformers(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            reason = (str(error).splitlines() or [repr(error)])[0]
+            raise RewardError(
+                f"{self.model_path!r} is not a sequence classifier: {reason} (that of a run of `dataproto reward-model` is "
+                "RUN/global_step_N/actor/huggingface)"
+            ) from error
+
     def _finite(self, scores: Sequence[float]) -> list[dict[str, float]]:
         for number, score in enumerate(scores):
             if not math.isfinite(score):
@@ -84,12 +110,16 @@ class SequenceClassifier:
             from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
             device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
-            try:
+            model: Any
+            with self._read_by_transformers():
                 tokenizer: Any = AutoTokenizer.from_pretrained(self.model_path)
-                model: Any = AutoModelForSequenceClassification.from_pretrained(self.model_path, dtype="auto")
-            except (OSError, ValueError) as error:
-                reason = str(error).splitlines()[0]
-                raise RewardError(f"{self.model_path} is not a sequence classifier: {reason}") from error
+                model, found = AutoModelForSequenceClassification.from_pretrained(
+                    self.model_path, dtype="auto", output_loading_info=True
+                )
+            if absent := sorted(found["missing_keys"]):
+                raise RewardError(
+                    f"{self.model_path} is not a sequence classifier: it lacks {', '.join(absent)}, which would be random"
+                )
             labels = model.config.num_labels
             if not 0 <= self.label < labels:
                 raise RewardError(f"{self.model_path} has {labels} labels, so label={self.label} does not exist")

@@ -1,10 +1,19 @@
 """Hugging Face sequence classifiers as reward functions, small ones with random weights."""
 
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertTokenizerFast, Qwen2Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertTokenizerFast,
+    Qwen2Config,
+)
 
 from dataproto.errors import RewardError
 from recipes.demo.tiny_model import train_tokenizer
@@ -79,6 +88,24 @@ def test_a_model_without_a_chat_template_sees_the_pair(tmp_path):
     with torch.no_grad():
         expected = [float(model(**each.convert_to_tensors("pt", prepend_batch_axis=True)).logits[0, 0]) for each in ids]
     assert [each["score"] for each in SequenceClassifier(path)(ROWS)] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_language_model_is_refused_since_its_score_would_be_random(tmp_path):
+    config = AutoConfig.from_pretrained(decoder(tmp_path, 1))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(RewardError, match="not a sequence classifier but a Qwen2ForCausalLM, which has no score"):
+        load_reward(f"classifier:{tmp_path}", here=True)
+    with pytest.raises(RewardError, match=r"it lacks score\.weight, which would be random"):
+        SequenceClassifier(str(tmp_path))(ROWS)
+
+
+@pytest.mark.parametrize("folder", ["", "run", "run/global_step_4"])
+def test_a_folder_without_a_checkpoint_is_told_before_models_are_loaded(tmp_path, monkeypatch, folder):
+    monkeypatch.chdir(tmp_path)
+    Path("run/global_step_4/actor").mkdir(parents=True)
+    Path("run/config.json").write_text("{}")  # of the run
+    with pytest.raises(RewardError, match=r"is not a sequence classifier: .*RUN/global_step_N/actor/huggingface"):
+        load_reward(f"classifier:{folder}", here=True)
 
 
 def test_a_text_that_is_too_long_is_named(tmp_path):
