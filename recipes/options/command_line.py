@@ -97,14 +97,12 @@ def training_command(
     """
 
     def main(arguments: Sequence[str] | None = None, config: Config | None = None) -> int:
+        """Parses the command line, trains, and returns the exit status; a user's mistake is one line on stderr."""
         with exit_status(arguments) as status:
             config = config or parse(status.arguments)
             print(f"report: {train(config, *(make(config) for make in makers))}")
         return status.code
 
-    main.__doc__ = (
-        "Parses the command line, trains, and returns the exit status; a user's mistake is one line on stderr."
-    )
     return main
 
 

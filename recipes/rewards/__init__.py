@@ -11,14 +11,12 @@ from recipes.rewards.reward_functions import (
     load_reward,
     remote_reward,
 )
-from recipes.rewards.reward_servers import Judge
 from recipes.rewards.sequence_classifier import SequenceClassifier
 from recipes.rewards.short_answers import normalised, short_answer_reward
 from workers.roles.reward import RewardFunction, RewardRow
 
 __all__ = [
     "AnswerChecker",
-    "Judge",
     "RewardFunction",
     "RewardRow",
     "SequenceClassifier",

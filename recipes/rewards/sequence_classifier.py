@@ -193,12 +193,6 @@ def text_turns(prompt: Any) -> list[dict[str, str]]:
     return [{"role": turn["role"], "content": "".join(_texts(turn["content"]))} for turn in _turns(prompt)]
 
 
-def prompt_images(prompt: Any) -> list[Any]:
-    """The images of a `RewardRow.prompt`, in order."""
-    parts = [part for turn in _turns(prompt) if not isinstance(turn["content"], str) for part in turn["content"]]
-    return [part["image"] for part in parts if part.get("type") == "image" and part.get("image") is not None]
-
-
 def _turns(prompt: Any) -> list[Mapping[str, Any]]:
     if prompt is None:
         return []

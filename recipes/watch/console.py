@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
+import yaml
 from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
 from recipes.watch.metrics_file import METRICS_FILE, read_metrics
-from recipes.watch.pages import format_seconds
+from recipes.watch.pages import TEMPLATES, format_seconds
 from recipes.watch.report import REPORT_FILE
 from recipes.watch.signals import learning_problems, measured_step
 from workers.training.checkpoint import latest_checkpoint
@@ -68,6 +69,7 @@ class Column:
     form: str = ".3f"
     measured_apart: bool = False  # from training, by an evaluation: its row is never left out
     unless: str = "(?!)"  # shows nothing where a metric matches this
+    in_summary: bool = False  # at the end of a run too, whatever ``unless`` says
 
     def heading(self, metrics: Mapping[str, float]) -> str:
         """The title, which says of how many metrics the number is the mean.
@@ -98,29 +100,9 @@ class Column:
         return next(filter(None, found), [])
 
 
-HELD_OUT_ACCURACY = Column("held-out acc", (r"val-core/.*/acc/mean@\d+",), measured_apart=True)
-HELD_OUT_REWARD = Column("held-out reward", (r"val-core/.*/reward/mean@\d+",), measured_apart=True)
-REWARD_WITHOUT_ACCURACY = replace(HELD_OUT_REWARD, unless=HELD_OUT_ACCURACY.patterns[0])
-HELD_OUT_LOSS = Column("held-out loss", ("val/loss/.+", "val/loss"), measured_apart=True)
-LOSS = Column("loss", ("train/loss",))
-POLICY_LOSS = Column("loss", ("actor/loss",))  # whose change says little, so that a summary leaves it out
-REWARD = Column("reward", ("critic/score/mean",))
-KL = Column("KL", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), form=".4f")
-LENGTH = Column("length", ("response_length/mean", "row_length/mean"), form=",.1f")
-RATE = Column("lr", ("actor/lr",), form=".1e")
-THROUGHPUT = Column("tokens/s", ("perf/throughput",), form=",.0f")
-
-COLUMNS = (
-    HELD_OUT_ACCURACY,
-    REWARD_WITHOUT_ACCURACY,
-    HELD_OUT_LOSS,
-    LOSS,
-    POLICY_LOSS,
-    REWARD,
-    KL,
-    RATE,
-    LENGTH,
-    THROUGHPUT,
+COLUMNS = tuple(
+    Column(**each | {"patterns": tuple(each["patterns"])})
+    for each in yaml.safe_load((TEMPLATES / "columns.yaml").read_text(encoding="utf-8"))
 )
 
 
@@ -236,8 +218,6 @@ class Progress:
         return pace * (self.total - step)
 
 
-EVALUATED = (HELD_OUT_ACCURACY, HELD_OUT_REWARD, HELD_OUT_LOSS)
-TRAINED = (LOSS, REWARD, LENGTH)
 LIBRARIES_FILE = "libraries.log"
 LONGEST_WINDOW = 10
 """Steps at each end of a run over which the numbers of training, which are noisy, are averaged; less than half of a short run."""
@@ -256,7 +236,7 @@ def run_summary(rows: Sequence[Mapping[str, float]]) -> list[tuple[Column, float
     loss 3.0 2.0
     """
     changes = []
-    for column in (*EVALUATED, *TRAINED):
+    for column in (replace(each, unless="(?!)") for each in COLUMNS if each.in_summary):
         values = [value for row in rows if (value := column.value(row)) is not None]
         window = 1 if column.measured_apart else min(LONGEST_WINDOW, len(values) // 2)
         if len(values) > 1:

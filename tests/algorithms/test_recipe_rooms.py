@@ -32,7 +32,7 @@ NAMES = {
         ),
     ],
     "recipes.rewards": [
-        *("AnswerChecker", "Judge", "RewardFunction", "RewardRow", "SequenceClassifier", "WeightedRewards"),
+        *("AnswerChecker", "RewardFunction", "RewardRow", "SequenceClassifier", "WeightedRewards"),
         *("as_reward_function", "compute_score", "format_score", "normalised", "short_answer_reward"),
         *("from_easyr1", "from_trl", "from_verl", "geo3k_reward", "load_reward", "remote_reward"),
     ],

@@ -5,13 +5,15 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from dataproto.errors import RewardError
-from recipes.rewards import Judge, RewardRow, load_reward
-from recipes.rewards import reward_servers as judge
+from docs import judge
+from docs.judge import Judge
+from recipes.rewards import RewardRow, load_reward
 
 QUESTION = [
     {
@@ -151,10 +153,12 @@ def test_a_response_that_no_reply_grades_may_have_a_score_of_its_own(server):
 
 
 def test_the_command_line_names_a_judge_in_a_file(server, tmp_path):
+    """A copy of the document's file, with another last line."""
     file = tmp_path / "mine.py"
     url = f"http://127.0.0.1:{server.server_port}/v1"
+    lines = Path(judge.__file__).read_text().splitlines()[:-1]
     file.write_text(
-        f"from recipes.rewards import Judge\nreward = Judge({url!r}, 'good', template='<<{{response}}>>', full_score=1)\n"
+        "\n".join([*lines, f"reward = Judge({url!r}, 'good', template='<<{{response}}>>', full_score=1)\n"])
     )
     assert load_reward(f"{file}:reward")([graded(3)]) == [{"score": 3.0}]
 

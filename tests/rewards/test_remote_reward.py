@@ -10,8 +10,9 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from dataproto.errors import RewardError
+from docs.judge import Judge
 from recipes.grpo import main
-from recipes.rewards import Judge, RewardRow, load_reward, remote_reward
+from recipes.rewards import RewardRow, load_reward, remote_reward
 from recipes.rewards import reward_servers as module
 from workers.roles.reward import RewardWorker
 
@@ -97,7 +98,7 @@ def test_a_server_that_refuses_connections_is_told_at_the_start(tmp_path, capsys
     with socket.create_server(("127.0.0.1", 0)) as closed:
         url = f"http://127.0.0.1:{closed.getsockname()[1]}/score"
     file = tmp_path / "judging.py"
-    file.write_text(f"from recipes.rewards import Judge\n\nreward = Judge({url!r}, model='m')\n")
+    file.write_text(f"from docs.judge import Judge\n\nreward = Judge({url!r}, model='m')\n")
     for name in (url, f"{file}:reward"):
         assert main(["--reward", name, "--steps", "1", "--output-dir", str(tmp_path / "run")]) == 2
         told = capsys.readouterr()

@@ -3,8 +3,8 @@
 import pytest
 
 from dataproto.errors import RewardError
+from docs.judge import Judge
 from recipes.rewards import (
-    Judge,
     RewardRow,
     SequenceClassifier,
     as_reward_function,
