@@ -66,9 +66,8 @@ class ShownRow:
     spans: tuple[Span, ...] = ()
     pictures: tuple[Image.Image, ...] = ()
     sounds: tuple[bytes, ...] = ()  # WAV files
-    facts: Mapping[str, str] = field(
-        default_factory=dict
-    )  # tokens, pictures, sounds and truth, and what the reward gives, by name
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """Tokens, pictures, sounds and truth, and what the reward gives, by name."""
     error: str | None = None
     is_best: bool = True  # what the reward gives the truth
 

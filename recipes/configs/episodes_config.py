@@ -74,10 +74,16 @@ class EpisodeRunConfig(ActorCriticRunConfig):
             raise InvalidConfig("--data-path needs --model-path: the small model knows only the words of this recipe")
         if self.run.epochs is not None:
             raise InvalidConfig("epochs: the length of a run over episodes is --steps")
-        if self.episodes.agent is not None:
-            self._check_agent()
-        if self.episodes.last_pictures is not None:
-            self._check_rows_of_episodes()
+        shows_few = self.episodes.last_pictures is not None
+        if self.episodes.agent is not None and shows_few:
+            raise InvalidConfig("--last-pictures: an agent keeps its own history, so it leaves out pictures itself")
+        several = "--agent" if self.episodes.agent else "--last-pictures" if shows_few else None
+        if several and self.algorithm.needs_greedy:
+            raise InvalidConfig(
+                f"{several} makes several rows of an episode, remax needs one: choose another advantage"
+            )
+        if several == "--last-pictures":
+            self.rollout.check([f"{several} makes several rows of an episode, but one that continues later has one"])
         if self.engine == "vllm" and self.episodes.tokens is None:
             raise InvalidConfig("engine=vllm needs --tokens: it reserves room for the longest episode")
 
@@ -101,19 +107,6 @@ class EpisodeRunConfig(ActorCriticRunConfig):
             (not self.data.data_path, "instruction", "only rows of your own have it: add --data-path"),
             (self.model_path is not None, "warm-up.", "only the small model has this phase: leave out --model-path"),
         ]
-
-    def _check_agent(self) -> None:
-        if self.episodes.last_pictures is not None:
-            raise InvalidConfig("--last-pictures: an agent keeps its own history, so it leaves out pictures itself")
-        if self.algorithm.needs_greedy:
-            raise InvalidConfig("--agent makes several rows of an episode, remax needs one: choose another advantage")
-
-    def _check_rows_of_episodes(self) -> None:
-        if self.algorithm.needs_greedy:
-            raise InvalidConfig(
-                "--last-pictures makes several rows of an episode, remax needs one: choose another advantage"
-            )
-        self.rollout.check(["--last-pictures makes several rows of an episode, but one that continues later has one"])
 
     @property
     def longest_response(self) -> int:

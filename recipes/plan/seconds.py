@@ -38,9 +38,8 @@ RECOMPUTED = {"none": 0.0, "selective": 0.03, "full": 1 / 3}
 EXPERT_LAYER = 36e-3  # seconds that ep adds to forward and backward pass of a mixture's layer, in each micro-batch
 
 DECODING = 0.93  # speed of the products of a decoding step compared with those of forward and backward pass
-DECODED_ROW = (
-    12e-6  # seconds of a row in a decoding step besides products and keys: float32 logits, norms, gaps between kernels
-)
+DECODED_ROW = 12e-6
+"""Seconds of a row in a decoding step in addition to products and keys: float32 logits, norms, gaps between kernels."""
 ALL_REDUCE = 15e-6  # seconds of a sum over an engine's devices, however small; assumed
 STEP, ROW, REQUEST = 8.5e-3, 33.5e-6, 4e-3
 """Seconds of the reference host for vLLM's Python: for a decoding step at least, for each row that runs (the larger one counts),

@@ -126,9 +126,8 @@ class KeptRollouts:
                 if sounds := [save_sound(folder, sound) for sound in sounds_of(media)]:
                     files[shared]["sounds"] = sounds
             reward = _number(shaped[row] if cells["score"] is None else cells["score"])
-            same = (
-                "trajectory" in data or _number(shaped[row]) == reward
-            )  # of an episode, whose row may have a part of it
+            # The row of an episode may have a part of its reward.
+            same = "trajectory" in data or _number(shaped[row]) == reward
             changed = {} if same else {"shaped": _number(shaped[row])}
             rows.append(
                 {

@@ -24,7 +24,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -40,14 +40,8 @@ JSONL = "jsonl"  # always written: the report, a resumed run and the summary rea
 
 TRACKER_IDS = "trackers.json"
 PROJECT = "dataproto"
-COLUMNS = (
-    "key",
-    "prompt",
-    "response",
-    "ground_truth",
-    "reward",
-    "accuracy",
-)  # of a table of rollouts, before its images
+COLUMNS = ("key", "prompt", "response", "ground_truth", "reward", "accuracy")
+"""Of a table of rollouts, before its images."""
 
 
 @dataclass(frozen=True)
@@ -87,15 +81,12 @@ class RunLogger(Protocol):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Keeps the metrics of a step, which may be NaN or infinite. Steps increase."""
-        ...
 
     def log_rollouts(self, step: int, rows: Sequence[RolloutSample]) -> None:
         """Keeps rollouts of an evaluation, with their images."""
-        ...
 
     def close(self) -> None:
         """Writes what is left; called once."""
-        ...
 
 
 class _RunOfPackage:
@@ -135,9 +126,8 @@ class WandbLogger(_RunOfPackage):
         import wandb
 
         identity = run.saved_id("wandb") or secrets.token_hex(4)
-        os.environ.setdefault(
-            "WANDB_DATA_DIR", str(run.directory.absolute())
-        )  # pictures of tables, until they are synced
+        # It holds the pictures of tables until they are synced.
+        os.environ.setdefault("WANDB_DATA_DIR", str(run.directory.absolute()))
         options = {"name": run.name, "config": run.config, "dir": str(run.directory)}
         super().__init__(run, wandb, identity, id=identity, resume="allow", **options)
         self.run.define_metric("step")
@@ -214,22 +204,13 @@ class TensorBoardLogger:
         self.events.close()
 
 
-@dataclass(frozen=True)
-class Tracker:
-    """A logger on another package, and the extra that installs it."""
-
-    logger: Callable[[LoggedRun], RunLogger]
-    package: str
-    extra: str
-
-
-LOGGERS = {
-    "tensorboard": Tracker(TensorBoardLogger, "tensorboard", "loggers"),
-    "wandb": Tracker(WandbLogger, "wandb", "wandb"),
-    "trackio": Tracker(TrackioLogger, "trackio", "trackio"),
-    "swanlab": Tracker(SwanlabLogger, "swanlab", "swanlab"),
+LOGGERS: dict[str, Callable[[LoggedRun], RunLogger]] = {
+    "tensorboard": TensorBoardLogger,
+    "wandb": WandbLogger,
+    "trackio": TrackioLogger,
+    "swanlab": SwanlabLogger,
 }
-"""Trackers by the name that an option gives them; each needs a package of its own."""
+"""Trackers by the names of their packages, which options give them and, but for TensorBoard, the extras have."""
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -323,8 +304,8 @@ class RunLoggers:
                 call(tracker)
             except Exception as error:
                 del self.trackers[name]
-                why = describe(error)
-                print(f"warning: logger {name} failed {when} and gets nothing more: {why}", file=sys.stderr)
+                told = f"logger {name} failed {when} and gets nothing more: {describe(error)}"
+                print(f"warning: {told}", file=sys.stderr)
 
 
 def check_loggers(names: Sequence[str]) -> None:
@@ -338,7 +319,7 @@ def check_loggers(names: Sequence[str]) -> None:
         if name in names[:place]:
             raise InvalidConfig(f"logger {name!r} is given twice")
         if name in LOGGERS:
-            require_extra(LOGGERS[name].extra, f"logger {name!r}", LOGGERS[name].package)
+            require_extra("loggers" if name == "tensorboard" else name, f"logger {name!r}", name)
         elif name != JSONL and ":" not in name:
             known = ", ".join([JSONL, *LOGGERS])
             raise InvalidConfig(f"logger {name!r} is unknown: choose from {known}, MODULE:CLASS or FILE.py:CLASS")
@@ -372,15 +353,13 @@ def _start(name: str, factory: Callable[[LoggedRun], RunLogger], run: LoggedRun)
         raise InvalidConfig(f"logger {name!r} cannot start: {describe(error)}") from error
 
 
-def _load(name: str) -> Callable[[LoggedRun], RunLogger]:
-    if name in LOGGERS:
-        return LOGGERS[name].logger
+def _load(name: str) -> Callable[..., RunLogger]:
     module, _, attribute = name.rpartition(":")
+    if name in LOGGERS:
+        return LOGGERS[name]
     if module.endswith(".py"):
         return load_named_function(name, "logger", InvalidConfig)
     try:
-        found: Any = getattr(import_module(module), attribute)
+        return cast(Callable[..., RunLogger], getattr(import_module(module), attribute))
     except Exception as error:
         raise InvalidConfig(f"logger {name!r} cannot be imported: {describe(error)}") from error
-    factory: Callable[[LoggedRun], RunLogger] = found
-    return factory

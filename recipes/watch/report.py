@@ -49,17 +49,7 @@ NOT_OF_THE_REWARD = {f"reward/{name}" for name in ("acc", "equal_groups_ratio", 
 """Metrics that have charts of their own, or that a step adds."""
 
 
-COMPARED = {
-    "Held-out accuracy": ACCURACY,
-    "Held-out reward": "val-core/*/reward/mean@*",
-    "Held-out loss": "val/loss",
-    "Reward": "critic/score/mean",
-    "Loss": "train/loss",
-    "KL divergence": "actor/kl_loss",
-    "Entropy": "actor/entropy",
-    "Response length": "response_length/mean",
-    "Seconds of a step": "timing_s/step",
-}
+COMPARED: dict[str, str] = yaml.safe_load((TEMPLATES / "compared.yaml").read_text(encoding="utf-8"))
 OF_EACH_RUN = ("run.output_dir", "run.resume", "run.overwrite")
 """Options that say nothing of what a run does."""
 
