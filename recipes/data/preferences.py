@@ -16,7 +16,15 @@ from dataproto.errors import InvalidRow
 from recipes.data.column_keys import ColumnKeys, why_lacking
 from recipes.data.conversations import CONVERSATION_COLUMNS, answer_messages
 from recipes.data.problem_rows import KNOWN, media_columns, row_media, row_tools
-from recipes.data.row_values import chat_messages, keys_of_row, parsed_row, plain_answer, whole_question, with_context
+from recipes.data.row_values import (
+    chat_messages,
+    is_blank,
+    keys_of_row,
+    parsed_row,
+    plain_answer,
+    whole_question,
+    with_context,
+)
 from recipes.data.tables import TableRows, open_rows
 from rollout.prompts.messages import with_markers, with_media
 
@@ -69,12 +77,17 @@ def read_preference_row(
         )
     return {
         "prompt": prompt,
-        "answers": answers,
+        "answers": [[_without_blanks(message) for message in answer] for answer in answers],
         "labels": labels,
         **media_columns(media),
         "data_source": raw.get("data_source") or data_source,
         "index": index,
     } | row_tools(raw)
+
+
+def _without_blanks(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose blank text is empty, so that its row is refused as one without an answer."""
+    return {**message, "content": ""} if is_blank(message.get("content")) else message
 
 
 Answers = list[list[Mapping[str, Any]]]

@@ -13,6 +13,7 @@ from dataproto import DataProto
 from dataproto.columns import PAIR
 from dataproto.errors import DataProtoError, RewardError
 from rollout.answers import AnsweredPrompt, AnswersBuilder
+from rollout.prompts.messages import MARKERS
 from workers.roles.critic import HEAD_FILE, CriticConfig, ValueWorker, load_head
 from workers.roles.reward import RewardRow
 
@@ -175,7 +176,8 @@ class RankedAnswers:
 
     def _prepare(self, number: int, row: RewardRow) -> AnsweredPrompt:
         asked: Any = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
-        answer = {"role": "assistant", "content": row.solution_str or " "}
+        said = row.solution_str or " "
+        answer = {"role": "assistant", "content": [{"type": "text", "text": said}] if MARKERS.search(said) else said}
         try:
             if not asked:
                 raise RewardError("it has no prompt")

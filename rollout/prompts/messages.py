@@ -242,11 +242,10 @@ def as_parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 def says_something(message: Mapping[str, Any]) -> bool:
     """Whether a message has content, or a call or thoughts in its place.
 
-    >>> says_something({"role": "assistant", "content": " "}), says_something({"role": "assistant", "content": "3"})
+    >>> says_something({"role": "assistant", "content": ""}), says_something({"role": "assistant", "content": "3"})
     (False, True)
     """
-    said = any(str(part.get("text", part)).strip() for part in as_parts(message["content"]))
-    return said or any(_has(message, name) for name in _WORDLESS)
+    return bool(message["content"]) or any(_has(message, name) for name in _WORDLESS)
 
 
 def _message_head(message: Any) -> dict[str, Any]:

@@ -67,6 +67,13 @@ def test_a_classifier_reward_gives_the_scores_of_training(run):
         load_reward(f"classifier:{checkpoint}")([RewardRow("red", None)])
 
 
+def test_any_text_that_a_policy_may_sample_has_a_score(run):
+    checkpoint = run / "cut" / "global_step_3" / "actor" / "huggingface"
+    said = ["", " ", "\n", "an <image>", "<video><audio>", "</think>"]
+    scores = load_reward(f"classifier:{checkpoint}")([RewardRow(text, None, prompt="Which colour?") for text in said])
+    assert len({each["score"] for each in scores}) > 3
+
+
 def test_a_head_of_another_model_is_refused(run, tmp_path):
     checkpoint = run / "cut" / "global_step_3" / "actor" / "huggingface"
     for file in checkpoint.iterdir():
