@@ -357,11 +357,11 @@ class PromptBuilder:
         for number, source in enumerate(conversation.of_kind("image")):
             height, width = image_size(source, root)
             length += self._image_length(height, width, number) - 1
+        layout = self.family.media_layout
         for source in conversation.of_kind("audio"):
-            frames = mel_frames(
-                sound_samples(source, root, self.feature_extractor.sampling_rate), self.feature_extractor
-            )
-            length += int(self.family.media_layout.grid_features(torch.tensor([[1, 1, frames]]), self.config)) - 1
+            samples = sound_samples(source, root, self.feature_extractor.sampling_rate)
+            frames = {layout.names("audio")[-1]: [mel_frames(samples, self.feature_extractor)]}
+            length += int(layout.grid_features(layout.grids("audio", frames, self.config), self.config)) - 1
         return length - self.family.joined_tokens(raw_ids, self.config, self.encode_text)
 
     def _image_length(self, height: int, width: int, number: int) -> int:

@@ -55,7 +55,7 @@ def load_sound(source: Any, root: Root = None, rate: int = RATE) -> Sound:
     else:
         with _opened(source, root) as file:
             samples, own_rate = file.read(dtype="float32", always_2d=True), file.samplerate
-            if len(samples) < file.frames or _is_cut(file.extra_info):
+            if len(samples) < file.frames:
                 raise InvalidMedia(f"sound {described(source)} is cut: it ends after {len(samples)} samples")
     mono = samples.mean(axis=1) if samples.ndim == 2 else samples
     if own_rate != rate:
@@ -144,6 +144,8 @@ def _opened(source: Any, root: Root) -> Iterator[Any]:
     try:
         with open(file, "rb") if isinstance(file, Path) else file as content, soundfile.SoundFile(content) as opened:
             _check(opened.frames, opened.samplerate, source)
+            if _is_cut(opened.extra_info):
+                raise InvalidMedia(f"sound {described(source)} is cut: it ends after {opened.frames} samples")
             yield opened
     except DataProtoError:
         raise

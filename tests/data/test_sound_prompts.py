@@ -8,7 +8,7 @@ import soundfile
 import torch
 from PIL import Image
 
-from dataproto.errors import InvalidRow
+from dataproto.errors import InvalidRow, MediaMismatch
 from helpers.tiny_models import OMNI_TYPES
 from helpers.tiny_prompts import tiny_builder
 from recipes.data.problem_rows import load_rows
@@ -107,6 +107,8 @@ def test_what_does_not_fit_is_refused_with_its_row():
         builder([{"prompt": "<audio>?", "audios": [tone(0.2), tone(0.2)]}])
     with pytest.raises(InvalidRow, match="needs 3 mel frames of each sound"):
         builder([{"prompt": "<audio>?", "audios": [tone(0.01)]}])
+    with pytest.raises(MediaMismatch, match="needs 3 mel frames of each sound"):
+        builder.prompt_length({"prompt": "<audio>?", "audios": [tone(0.01)]})  # at the start of a run
     with pytest.raises(InvalidRow, match="models of type qwen2_5_vl take no audios"):
         tiny_builder()([{"prompt": "<audio>?", "audios": [tone(0.2)]}])
 

@@ -139,6 +139,12 @@ def test_bad_sounds_are_refused_with_the_reason(source, says):
         load_sound(source)
 
 
+def test_a_cut_wav_is_refused_by_its_header(monkeypatch):
+    monkeypatch.setattr(soundfile.SoundFile, "read", None)
+    with pytest.raises(InvalidMedia, match="is cut: it ends after"):
+        sound_samples(cut_wav())
+
+
 def test_a_long_sound_is_refused_before_it_is_decoded(monkeypatch):
     monkeypatch.setattr(sounds, "MAX_SECONDS", 1)
     monkeypatch.setattr(soundfile.SoundFile, "read", None)

@@ -50,7 +50,7 @@ class SoundAndGrids(PatchGrids):
         lengths = torch.as_tensor(lengths).long()
         if lengths.ndim != 1 or bool((lengths < self.fewest).any()):
             raise MediaMismatch(
-                f"audio_feature_lengths {lengths.tolist()}: the tower needs {self.fewest} mel frames of each sound"
+                f"audio_feature_lengths {lengths.tolist()}: the tower needs {self.fewest} mel frames of each sound, one for 10 ms"
             )
         if frames is not None and int(lengths.sum()) != len(frames):
             raise MediaMismatch(
