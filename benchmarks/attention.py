@@ -1,4 +1,4 @@
-"""Packed attention on a GPU: time, rate, and error relative to float32.
+"""Packed attention on a GPU with each kernel: time, rate, and error relative to float32.
 
     python benchmarks/attention.py
 
@@ -10,7 +10,7 @@ scaled-dot-product attention in float32.
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +21,9 @@ sys.path.insert(0, str(HERE.parent))
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from workers.model.attention import torch_flash  # noqa: E402
+from dataproto.errors import InvalidConfig  # noqa: E402
+from workers.model import flash_attention4 as flash4  # noqa: E402
+from workers.model.attention import FLASH_KERNELS  # noqa: E402
 from workers.model.segment_attention import Segments, segment_sdpa  # noqa: E402
 
 REPEATS = 10
@@ -56,8 +58,8 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return float((found.float() - expected).norm() / expected.norm())
 
 
-def measure(case: str) -> str:
-    """The line of the table."""
+def measure(case: str, kernels: Sequence[str]) -> Iterator[str]:
+    """The line of the table for each kernel."""
     segments, heads, key_heads, width, causal = CASES[case]
     torch.manual_seed(0)
     bounds = torch.tensor([0, *torch.tensor(segments).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
@@ -72,21 +74,29 @@ def measure(case: str) -> str:
     out = segment_sdpa(*whole, at, None)
     expected = [out.detach(), *torch.autograd.grad(out, whole, upstream.float())]
     operations = 4 * sum(length**2 for length in segments) * heads * width / (2 if causal else 1)
-    forward = partial(torch_flash, *inputs, at, None)
-    found = [(first := forward()).detach(), *torch.autograd.grad(first, inputs, upstream)]
-    ahead = milliseconds(forward)
-    back = milliseconds(lambda: torch.autograd.grad(forward(), inputs, upstream)) - ahead
-    rates = operations / ahead / 1e9, 2.5 * operations / back / 1e9
-    apart = ", ".join(f"{distance(*pair):.1e}" for pair in zip(found, expected, strict=True))
-    return f"| {case} | {ahead:.2f} | {rates[0]:.0f} | {back:.2f} | {rates[1]:.0f} | {apart} |"
+    for name in kernels:
+        forward = partial(FLASH_KERNELS[name], *inputs, at, None)
+        found = [(first := forward()).detach(), *torch.autograd.grad(first, inputs, upstream)]
+        ahead = milliseconds(forward)
+        back = milliseconds(lambda run=forward: torch.autograd.grad(run(), inputs, upstream)) - ahead
+        rates = operations / ahead / 1e9, 2.5 * operations / back / 1e9
+        apart = ", ".join(f"{distance(*pair):.1e}" for pair in zip(found, expected, strict=True))
+        yield f"| {case} | {name} | {ahead:.2f} | {rates[0]:.0f} | {back:.2f} | {rates[1]:.0f} | {apart} |"
 
 
 def main() -> None:
+    kernels = list(FLASH_KERNELS)
+    try:
+        flash4.check_usable()
+    except InvalidConfig as error:
+        print(error)
+        kernels.remove("fa4")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    print("| case | forward ms | TFLOP/s | backward ms | TFLOP/s | error: output, dq, dk, dv |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    print("| case | kernel | forward ms | TFLOP/s | backward ms | TFLOP/s | error: output, dq, dk, dv |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     for case in CASES:
-        print(measure(case), flush=True)
+        for line in measure(case, kernels):
+            print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -174,6 +174,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--token-budget", type=int, default=16_384)
     parser.add_argument("--activation-checkpointing", default="full", choices=["none", "selective", "full"])
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--flash-attention", default="torch", choices=["torch", "fa4"])
     parser.add_argument("--scoring-token-budget", type=int, help="default: twice --token-budget")
     parser.add_argument("--unsharded", default="auto", choices=("auto", *UNSHARDED), help="between micro-batches")
     parser.add_argument("--steps", type=int, default=2, help="measured steps, after one warm-up step")
@@ -240,6 +241,7 @@ def timed_forms(
         token_budget=arguments.token_budget,
         activation_checkpointing=arguments.activation_checkpointing,
         compile=arguments.compile,
+        flash_attention=arguments.flash_attention,
         scoring_token_budget=arguments.scoring_token_budget,
         unsharded=arguments.unsharded,
         lora_rank=rank,

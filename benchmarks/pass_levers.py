@@ -60,6 +60,7 @@ class Levers(Bench):
             token_budget=a.token_budget,
             dtype=a.dtype,
             compile=a.compile,
+            flash_attention=a.flash_attention,
         )
         with random_weights():
             return ReferenceWorker(config, self.device, self.ranks)

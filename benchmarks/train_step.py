@@ -101,6 +101,7 @@ class Bench:
             unsharded=a.unsharded,
             scoring_token_budget=a.scoring_token_budget,
             freeze_vision=a.freeze_vision,
+            flash_attention=a.flash_attention,
             lora_rank=a.lora_rank,
             load_in_4bit=a.load_in_4bit,
             optimizer=OptimizerConfig(kind=a.optimizer_kind),
@@ -367,6 +368,7 @@ def common_parser(description: str | None, token_budget: int, prompts: int) -> a
     parser.add_argument("--prompts", type=int, default=prompts, help="on each device (default: %(default)s)")
     parser.add_argument("--token-budget", type=int, default=token_budget, help="of a micro-batch, on each rank")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
+    parser.add_argument("--flash-attention", default="torch", choices=["torch", "fa4"])
     parser.add_argument("--layout", help="degrees, such as tp=2,pp=2 (default: dp over all processes)")
     parser.add_argument("--trace", help="folder for a trace of one more step of each part by each rank, with a table")
     return parser

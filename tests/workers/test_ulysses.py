@@ -30,7 +30,7 @@ from helpers.layouts import (
 )
 from helpers.processes import run_ranks
 from helpers.tiny_models import MODEL_TYPES, image_inputs, rounding, tiny_config, tiny_model
-from workers.model.attention import packed_attention, use_packed_attention
+from workers.model.attention import FLASH_KERNELS, packed_attention, use_packed_attention
 from workers.model.kept_features import KeptFeatures
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
@@ -185,15 +185,15 @@ def keeps_its_part_of_the_features():
     assert 0 < here < every == int(all_reduce(torch.tensor(here)))
 
 
-def attention_of_the_decoder_and_the_tower():
-    """The decoder attends through the all-to-all, the tower as without sp."""
+def keeps_the_chosen_kernel(flash):
+    """Behind the all-to-all attention is computed by the kernel of this name, in the tower as without sp."""
     model = tiny_model("qwen2_5_vl")
     module = PackedVLM(model, family_of(model.config), temperature=1.0)
     use_packed_attention(model)
-    UlyssesParallel(joined(TWO), ModelConfig()).apply(module)
-    attention = AttentionInterface()
-    assert attention[model.model.language_model.config._attn_implementation] is ulysses_attention
-    assert attention[model.model.visual.config._attn_implementation] is packed_attention
+    UlyssesParallel(joined(TWO), ModelConfig(flash_attention=flash)).apply(module)
+    registered = AttentionInterface()[model.model.language_model.config._attn_implementation]
+    assert (registered.func, registered.keywords) == (ulysses_attention, {"flash": FLASH_KERNELS[flash]})
+    assert model.model.visual.config._attn_implementation == "packed_flash_torch"
 
 
 CASES = {
@@ -209,7 +209,8 @@ CASES = {
 CHECKS = {
     "attention": attention_of_the_whole_sequence,
     "collectives": collectives_by_hand,
-    "the tower's attention": attention_of_the_decoder_and_the_tower,
+    "torch's kernel": partial(keeps_the_chosen_kernel, "torch"),
+    "another kernel": partial(keeps_the_chosen_kernel, "fa4"),
     "images and videos": partial(features_of_images_and_videos, "qwen3_vl", (3, 2)),
     "images and a video": partial(features_of_images_and_videos, "qwen2_5_vl", (2, 1)),
     "videos": partial(features_of_images_and_videos, "qwen2_vl", (0, 2)),

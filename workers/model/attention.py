@@ -1,13 +1,14 @@
 """The attention function of the packed model, registered with transformers' `AttentionInterface`.
 
 Language model and vision tower both call it with ``cu_seq_lens_q``: rows, images or windows are segments of one sequence that do
-not attend to each other. On CUDA in half precision a variable-length flash attention kernel of torch computes it (`torch_flash`),
+not attend to each other. On CUDA in half precision a variable-length flash attention kernel computes it (`FLASH_KERNELS`),
 otherwise, and for heads that are wider than the kernel's, scaled-dot-product attention (`workers.model.segment_attention`).
 Causal layers may have a sliding window, and images whose tokens see each other (`workers.model.image_blocks`).
 """
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -16,9 +17,13 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedModel
 
 from dataproto.errors import UnsupportedAttention
+from workers.model import flash_attention4
 from workers.model.image_blocks import ImageBlocks, block_attention
 from workers.model.patches import route_attention
 from workers.model.segment_attention import Segments, segment_attention, segment_sdpa
+
+FlashKernel = Callable[[Tensor, Tensor, Tensor, Segments, float | None], Tensor]
+"""From q, k, v, segments with their longest lengths, and scaling to the output; see `workers.model.flash_attention4.attend`."""
 
 MAX_FLASH_HEAD = 256
 """The widest head of torch's flash attention."""
@@ -42,6 +47,7 @@ def packed_attention(
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     image_blocks: ImageBlocks | None = None,
+    flash: FlashKernel | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention within the segments of one packed sequence.
@@ -56,6 +62,7 @@ def packed_attention(
         is_causal: ``None`` reads it from the module (true in language models, false in vision towers).
         sliding_window: number of keys up to its own that each query of a causal segment sees; ``None`` is all.
         image_blocks: images of causal segments whose tokens see each other.
+        flash: the kernel on CUDA in half precision; by default torch's.
 
     Returns:
         ``(1, T, H, E)``, with the rows of the query if it has several, and ``None``.
@@ -81,7 +88,7 @@ def packed_attention(
     cu_k = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
     ahead = None if image_blocks is None else image_blocks.ahead
     segments = Segments(cu_seq_lens_q, cu_k, max_length_q, max_length_k, causal, sliding_window, ahead)
-    out = _attend(q, k, v, segments, scaling, image_blocks)
+    out = _attend(q, k, v, segments, scaling, flash or torch_flash, image_blocks)
     return out.view(rows, length, *out.shape[1:]), None
 
 
@@ -104,6 +111,7 @@ def _attend(
     v: Tensor,
     at: Segments,
     scaling: float | None,
+    flash: FlashKernel,
     blocks: ImageBlocks | None,
 ) -> Tensor:
     """``(T, H, E)``, by the function for this device, dtype and head size."""
@@ -114,7 +122,7 @@ def _attend(
         longest = at.max_q or _max_length(cu_q), at.max_k or _max_length(cu_k)
         width, v = v.shape[-1], as_wide_as(v, k)
         if blocks is None:
-            return torch_flash(q, k, v, Segments(cu_q, cu_k, *longest, at.causal, at.window), scaling)[..., :width]
+            return flash(q, k, v, Segments(cu_q, cu_k, *longest, at.causal, at.window), scaling)[..., :width]
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
         out, _ = block_attention(q, k, v, cu_q, cu_k, *blocks[:5], *longest, scale, at.window)
         return cast(Tensor, out)[..., :width]
@@ -137,16 +145,7 @@ def _max_length(cu_seqlens: Tensor) -> int:
 
 
 def torch_flash(q: Tensor, k: Tensor, v: Tensor, at: Segments, scaling: float | None) -> Tensor:
-    """Torch's variable-length flash attention, on CUDA in half precision.
-
-    Args:
-        q: ``(T, H, D)``; k and v ``(K, H_kv, D)``.
-        at: with the lengths of the longest segments.
-        scaling: of the scores; ``None`` is ``D ** -0.5``.
-
-    Returns:
-        ``(T, H, D)``.
-    """
+    """Torch's variable-length flash attention; see `FlashKernel`."""
     from torch.nn.attention.varlen import varlen_attn
 
     before = -1 if at.window is None else at.window - 1
@@ -166,10 +165,27 @@ def _takes_enable_gqa() -> bool:
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def use_packed_attention(model: PreTrainedModel) -> None:
-    """Sets `packed_attention` as the attention of all parts of ``model``."""
-    # vision towers call variable-length attention once a layer only if the name has "flash"
-    set_attention(model, "packed_flash", packed_attention)
+def _flash4_or_torch(q: Tensor, k: Tensor, v: Tensor, at: Segments, scaling: float | None) -> Tensor:
+    """FlashAttention 4, or torch's kernel for short segments, sliding windows and wide heads; see `FlashKernel`."""
+    short = at.max_q is not None and at.max_q <= flash_attention4.MAX_TORCH_QUERIES
+    wide = q.shape[-1] > flash_attention4.MAX_HEAD
+    return (torch_flash if at.window is not None or short or wide else flash_attention4.attend)(q, k, v, at, scaling)
+
+
+FLASH_KERNELS: dict[str, FlashKernel] = {"torch": torch_flash, "fa4": _flash4_or_torch}
+"""Kernels by the names of `ModelConfig.flash_attention`."""
+
+
+def use_packed_attention(model: PreTrainedModel, flash: str = "torch") -> None:
+    """Sets `packed_attention` as the attention of all parts of ``model``, with a kernel of `FLASH_KERNELS`.
+
+    Raises:
+        InvalidConfig: the kernel is not installed, or the GPU does not support it.
+    """
+    if flash == "fa4":
+        flash_attention4.check_usable()
+    name = f"packed_flash_{flash}"  # vision towers call variable-length attention once a layer only if the name has "flash"
+    set_attention(model, name, partial(packed_attention, flash=FLASH_KERNELS[flash]))
 
 
 def set_attention(model: nn.Module, name: str, function: Callable[..., Any]) -> None:

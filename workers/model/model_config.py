@@ -40,6 +40,7 @@ class ModelConfig:
         dtype: type of the computation; auto: bfloat16 on CUDA
         activation_checkpointing: what the backward pass recomputes
         compile: compile the repeated layers with torch.compile
+        flash_attention: attention kernel on CUDA: torch's, or FlashAttention 4 (the extra "fa4")
         unsharded: what stays unsharded on every rank of dp x sp from one micro-batch to the next; auto: the most that
             leaves room
         offload: keep sharded weights, gradients and optimizer in host memory
@@ -62,6 +63,7 @@ class ModelConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     compile: bool = False
+    flash_attention: Literal["torch", "fa4"] = "torch"
     unsharded: Unsharded = "auto"
     offload: bool = False
     offload_idle: bool = False

@@ -7,6 +7,7 @@ prompts and kernels are the same as in one process. Heads are shared by sp x tp,
 """
 
 from collections.abc import Sequence
+from functools import partial
 from math import gcd
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dataproto.errors import InvalidConfig
-from workers.model.attention import packed_attention, set_attention
+from workers.model.attention import FLASH_KERNELS, packed_attention, set_attention
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.model.precision import in_autocast_dtype
@@ -36,10 +37,10 @@ class UlyssesParallel(Transform):
         Raises:
             InvalidConfig: sp x tp does not divide the query heads.
         """
-        text = module.model.config.get_text_config()
+        text, flash = module.model.config.get_text_config(), self.options.flash_attention
         check_heads(text, module.family.recurrent_mixers is not None, self.ranks.size("sp"), self.ranks.size("tp"))
         decoder = module.model.get_submodule(module.family.language_model)
-        set_attention(decoder, "ulysses_packed_flash", ulysses_attention)
+        set_attention(decoder, f"ulysses_packed_flash_{flash}", partial(ulysses_attention, flash=FLASH_KERNELS[flash]))
 
 
 def ulysses_attention(

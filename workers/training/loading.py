@@ -56,7 +56,7 @@ def load_packed(
         module = wrap(model, family)
     if (dtype := compute_dtype(config.dtype, device.type)) == torch.bfloat16:
         store_in_half(model, family, ranks)
-    use_packed_attention(model)  # instead of the default kernel
+    use_packed_attention(model, config.flash_attention)  # instead of the default kernel
     transforms = parallelize(module, ranks, config)
     layers = base_layers(model, family) if config.load_in_4bit else {}
     layers = {name: layer for name, layer in layers.items() if model.get_parameter(name).is_meta}
