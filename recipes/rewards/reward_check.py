@@ -6,7 +6,6 @@ every answer the same, and nothing is learned.
 
 import inspect
 import json
-import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from dataproto.errors import DataProtoError, InvalidRow, ScoreCountMismatch
-from recipes.rewards.geometry3k import check_truth, geo3k_reward
+from recipes.rewards.geometry3k import check_truth, geo3k_reward, truth_text
 from recipes.rewards.reward_functions import WeightedRewards, parts_of
 from recipes.rewards.sequence_classifier import SequenceClassifier
 from rollout.prompts import PromptBuilder
@@ -39,7 +38,6 @@ PATIENCE_S = 10.0
 
 ASKED = 3
 """Rows whose truths a reward is asked for at the start of a run."""
-_MARKED = re.compile(r"<answer>(.*?)</answer>|\\boxed\{(.*)\}|####\s*(.+)", re.DOTALL)
 
 Result = Mapping[str, float]
 
@@ -142,8 +140,7 @@ def answer_text(truth: Any) -> str:
     ('3', 'x^2', '[1, 2]', '3')
     """
     if isinstance(truth, str):
-        marked = _MARKED.findall(truth)
-        return next(filter(None, marked[-1])).strip() if marked and any(marked[-1]) else truth
+        return truth if (marked := truth_text(truth)) == truth.strip() else marked
     if isinstance(truth, (list, tuple, Mapping, np.ndarray)):
         return json.dumps(truth, default=lambda value: value.tolist(), ensure_ascii=False)
     return str(truth)
