@@ -116,8 +116,9 @@ def with_schedules(run: RunConfig, config: Config, **updates: int) -> Config:
             )
         warmup = before.get(f"{name}.warmup_steps")
         kept = f"{option}.warmup-steps" not in now
-        if kept and warmup is not None and warmup == began - 1 < optimizer.warmup_steps:  # shortened as the run began
-            optimizer = replace(optimizer, warmup_steps=warmup)
+        if kept and warmup is not None and warmup < optimizer.warmup_steps:
+            shortened = (length - 1 for length in (began, *_earlier_lengths(before, each)))  # as the run began
+            optimizer = replace(optimizer, warmup_steps=warmup) if warmup in shortened else optimizer
         if before and total != began and optimizer.schedule != "constant":
             print(
                 f"{option}: the {optimizer.schedule} schedule ends with step {total // each} (before {began // each})"
@@ -125,6 +126,13 @@ def with_schedules(run: RunConfig, config: Config, **updates: int) -> Config:
         changed[name] = over_the_run(optimizer, total)
     completed: Config = replace(config, **changed)  # type: ignore[type-var]
     return completed
+
+
+def _earlier_lengths(before: Mapping[str, Any], each: int) -> Iterator[int]:
+    """The lengths of the schedule of an optimizer before each change of a recorded run's steps."""
+    for change in before.get(CHANGES, ()):
+        if "steps" in change:
+            yield change["steps"]["before"] * each
 
 
 @contextmanager
@@ -281,7 +289,8 @@ def _changes(directory: Path, config: HasRun) -> list[dict[str, Any]]:
             "--output-dir"
         )
     names = {".".join(option.path): option.name for option in options_of(config)}
-    changed = {name for name, option in names.items() if option in CHANGEABLE and option in config.run.change}
+    asked = {*config.run.change} | ({"steps"} if "epochs" in config.run.change else set())
+    changed = {name for name, option in names.items() if option in CHANGEABLE and option in asked}
     for name in before:
         free = names.get(name) in FREE or name.split(".")[0].replace("_", "-") in PLACES
         lengthened = name.endswith("optimizer.total_steps") and now.get(name) is not None  # see `with_schedules`

@@ -135,6 +135,15 @@ def test_a_run_whose_warm_up_was_shortened_goes_on_as_it_is_told_to(tmp_path):
     assert (longer.total_steps, longer.warmup_steps) == (24, 3)
 
 
+def test_a_run_whose_warm_up_was_shortened_is_resumed_after_its_steps_were_changed(tmp_path):
+    opened(config(tmp_path, steps=2, warmup_steps=9))
+    for steps in (8, 8, 20, 20):  # changed and then resumed, both twice
+        resumed = opened(changed(config(tmp_path, steps=steps, resume=True, warmup_steps=9), "steps"))
+        assert (resumed.optimizer.total_steps, resumed.optimizer.warmup_steps) == (2 * steps, 3)
+        again = opened(config(tmp_path, steps=steps, resume=True, warmup_steps=9))
+        assert again.optimizer == resumed.optimizer
+
+
 def test_a_length_of_its_own_is_kept_even_if_it_is_shorter_than_the_run(tmp_path):
     opened(config(tmp_path, steps=10, total_steps=8))
     assert opened(config(tmp_path, steps=10, resume=True)).optimizer.total_steps == 8
