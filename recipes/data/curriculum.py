@@ -1,6 +1,5 @@
 """Problems by their running success: those that are sometimes solved come more often than those that always or never are."""
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
 from typing import Any
@@ -12,8 +11,6 @@ from torch.utils.data import Subset
 from dataproto import DataProto
 from dataproto.errors import CheckpointError
 from recipes.data.loader import Draw
-
-log = logging.getLogger(__name__)
 
 FLOOR = 0.1
 """The share of the draws that all problems have alike, however few of them are within reach."""
@@ -98,11 +95,9 @@ class Curriculum(Subset[Any]):
         other = next((value for value in values if not 0 <= value <= 1), None)
         if other is not None and not self._told:
             self._told = True
-            log.warning(
-                "curriculum: a success of %.3g counts as %d, so problems may look as if none were sometimes solved: let the "
-                "reward return acc, or scores from 0 to 1",
-                other,
-                other > 0,
+            print(
+                f"warning: curriculum: a success of {other:.3g} counts as {int(other > 0)}, so it may look as if no problem were "
+                "sometimes solved: let the reward return acc, or scores from 0 to 1"
             )
 
     def state_dict(self) -> dict[str, Any]:

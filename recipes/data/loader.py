@@ -203,7 +203,10 @@ class PromptLoader:
         own = self.state_dict()
         for name in ("seed", "shuffle", "rows", "weights"):
             if state.get(name) != own[name]:
-                raise CheckpointError(f"the data position was saved with {name}={state.get(name)}, not {own[name]}")
+                raise CheckpointError(
+                    f"the data position was saved with {name}={state.get(name)}, not {own[name]}: resume with the data of the "
+                    "run, or begin a new run from its weights"
+                )
         self.drawn = int(state["drawn"])
         self.skipped = {int(index): str(reason) for index, reason in state["skipped"]}
         self._stream = None
