@@ -34,6 +34,7 @@ from recipes.watch.rollout_files import (
     sounds_of,
     tokens_file,
 )
+from rollout.answers import ANSWER_KEY
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -101,10 +102,14 @@ class KeptRollouts:
         kept = data[rows]
         described = self._rows(step, kept, samples)
         tokens = list(_tokens(kept, self.text_of))
-        for row, found in zip(described, tokens, strict=True):
+        for place, (row, found) in enumerate(zip(described, tokens, strict=True)):
             row |= {"length": sum(found["sampled"]), "mismatch": found.pop("mismatch")}
             if "token_level_rewards" not in kept:
                 row |= _supervised(found, self.plain)
+            if ANSWER_KEY in kept:
+                row |= {"prompt": prompt_text(kept["raw_prompt"][place])} | _judged(
+                    kept["labels"][place], row["sample"]
+                )
         replace_file(tokens_file(self.directory, step), gzip.compress(_lines(tokens), compresslevel=1, mtime=0))
         replace_file(rows_file(self.directory, step), _lines(described))  # last: readers look for this one
 
@@ -234,6 +239,16 @@ def _supervised(found: Row, plain: Callable[[list[int]], str] | None) -> Row:
         given = plain(list(compress(found["tokens"], [not each for each in own])))
         fields |= {"response": learnt, "ground_truth": learnt, "prompt": given}
     return fields
+
+
+def _judged(labels: Sequence[bool], number: int) -> Row:
+    """What is said of an answer in place of its truth, of the labels of all answers of its prompt.
+
+    >>> _judged((True, False), 1), _judged((True,), 0)
+    ({'ground_truth': 'rejected'}, {'ground_truth': 'desirable'})
+    """
+    names = ("rejected", "chosen") if len(labels) == 2 else ("undesirable", "desirable")
+    return {"ground_truth": names[labels[number]]}
 
 
 def _mismatch(engine: "Tensor | None", actor: "Tensor | None", sampled: "Tensor") -> list[float | None]:

@@ -156,6 +156,12 @@ def test_a_resumed_run_is_exact_and_asks_the_reference_once_an_answer(checkpoint
         assert found == expected, name
     keys = np.fromfile(whole / REFERENCE_FILE, RECORD)["key"]
     assert len({key.tobytes() for key in keys}) == len(keys) == 2 * 15  # 12 to train on, 3 held out
+    kept = [json.loads(line) for line in (whole / "rollouts/training/step_1.jsonl").read_text().splitlines()]
+    assert {row["response"]: row["ground_truth"] for row in kept if len(row["response"]) <= 4} == {
+        "red": "chosen",
+        "blue": "rejected",
+    }
+    assert all(row["prompt"].startswith("Number ") for row in kept)
 
 
 @pytest.mark.slow
