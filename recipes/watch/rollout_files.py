@@ -16,7 +16,6 @@ from PIL import Image
 from dataproto.columns import COLUMNS
 from dataproto.errors import FileFormatError, writing
 from rollout.prompts.messages import MARKERS
-from rollout.prompts.sounds import RATE, wav_file
 
 if TYPE_CHECKING:
     from dataproto import DataProto
@@ -46,7 +45,7 @@ class RolloutSample:
     reward: float
     accuracy: float | None = None
     images: tuple[Image.Image, ...] = ()
-    sounds: tuple[bytes, ...] = ()  # files, see `wav_file`
+    sounds: tuple[bytes, ...] = ()  # files, see `rollout.prompts.sounds.wav_file`
     actions: Sequence[str] = ()
     source: str = ""
     parts: Mapping[str, float | None] = field(default_factory=dict)
@@ -120,6 +119,8 @@ def pictures_of(media: Mapping[str, Any] | None) -> list[Image.Image]:
 
 def sounds_of(media: Mapping[str, Any] | None) -> list[bytes]:
     """The sounds of a row's ``multi_modal_data`` as files, see `wav_file`."""
+    from rollout.prompts.sounds import RATE, wav_file  # which loads torch
+
     return [wav_file(sound[: MAX_SECONDS * RATE]) for sound in (media or {}).get("audio", ())]
 
 
