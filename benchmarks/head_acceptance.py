@@ -19,7 +19,6 @@ HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent), *(place for place in sys.path if Path(place or ".").resolve() != HERE)]
 
 import torch  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
@@ -112,6 +111,8 @@ def table(curves: dict[str, list[list[dict[str, float]]]], parts: int) -> str:
 
 
 def draw(curves: dict[str, list[list[dict[str, float]]]], file: Path) -> None:
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(6.4, 3.6), dpi=150, layout="constrained")
     axes = figure.subplots()
     for color, (kind, seeds) in zip(("tab:blue", "tab:orange"), curves.items(), strict=True):
