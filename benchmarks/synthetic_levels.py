@@ -3,7 +3,8 @@
     python benchmarks/synthetic_levels.py --problems 0 512 512 0 --output outputs/problems
 
 writes as many problems of levels 1 to 4, in EasyR1's schema, to ``outputs/problems.jsonl``, and their pictures into the folder
-``outputs/problems``; with ``--split test``, others. In all figures drawn to scale the texts are the measures of what they label.
+``outputs/problems``. ``--split test`` writes other problems. A text in a figure that is true to scale is the measure of what it
+labels.
 """
 
 import argparse
@@ -236,7 +237,7 @@ def _plain_parallels(random: Random, place: Place) -> list[Any]:
 _PLAIN = (_plain_triangle, _plain_rectangle, _plain_circle, _plain_parallels)
 
 
-# Level 3: one step of reasoning from the numbers in a figure drawn to scale.
+# Level 3: one step of reasoning from the numbers in a figure that is true to scale.
 
 
 def third_angle(random: Random) -> Draft:
@@ -353,7 +354,7 @@ def _labelled_circle(random: Random) -> tuple[int, tuple[Any, ...]]:
     return radius, (Circle(0j, radius), Line(0j, rim), Dot(0j), SideLabel(str(radius), 0j, rim))
 
 
-# Level 4: two steps of reasoning from the numbers in a figure drawn to scale.
+# Level 4: two steps of reasoning from the numbers in a figure that is true to scale.
 
 
 def right_triangle_perimeter(random: Random) -> Draft:

@@ -58,7 +58,7 @@ def outline(*corners: complex) -> list[Line]:
 
 
 TEMPLATES = (triangle_angle, rectangle_side)
-"""Read the only number in a small figure drawn to scale: a randomly initialised model learns it within minutes."""
+"""Read the only number in a small figure that is true to scale: a randomly initialised model learns it within minutes."""
 
 
 @dataclass(frozen=True)

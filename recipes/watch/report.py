@@ -87,7 +87,7 @@ def curves(rows: Rows) -> str:
     charts = [
         each
         for chart in (*CHARTS, *_reward_charts(rows))
-        for each in _drawn(chart.title, _series(rows, chart), chart.percent, chart.note)
+        for each in _pictures(chart.title, _series(rows, chart), chart.percent, chart.note)
     ]
     values = {
         name: [value for _, value in _finite(rows, name)]
@@ -100,7 +100,7 @@ def curves(rows: Rows) -> str:
     ).strip()
 
 
-def _drawn(title: str, series: Sequence[Series], percent: bool = False, note: str = "") -> list[dict[str, Any]]:
+def _pictures(title: str, series: Sequence[Series], percent: bool = False, note: str = "") -> list[dict[str, Any]]:
     """What a page shows of a chart: its lines, and the last value of each; nothing if there is no finite value."""
     if not (drawing := line_chart(series, percent, title)):
         return []
@@ -228,9 +228,11 @@ def comparison(directory: Path) -> str:
         title: {name: _points(found, pattern) for name, found in rows.items()} for title, pattern in COMPARED.items()
     }
     charts = [
-        drawn
+        picture
         for title, each in lines.items()  # a run has one colour in all charts
-        for drawn in _drawn(title, [Series(name, each[name]) for name in sorted(latest)], title == "Held-out accuracy")
+        for picture in _pictures(
+            title, [Series(name, each[name]) for name in sorted(latest)], title == "Held-out accuracy"
+        )
     ]
     results = {
         title: {name: number(points[-1][1]) for name, points in each.items() if points} for title, each in lines.items()
