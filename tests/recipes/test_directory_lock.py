@@ -42,9 +42,12 @@ from recipes.directory_lock import locked
 with locked(Path(sys.argv[1]), inside=sys.argv[2] == "inside"):
     children = []
     if sys.argv[3] == "with-children":
+        begun, begins = os.pipe()
         forked = os.fork()
         if not forked:
+            os.write(begins, b".")
             os.execlp("sleep", "sleep", "60") if sys.argv[4] == "exec" else __import__("time").sleep(60)
+        os.read(begun, 1)  # a child gives the lock up as it begins, which may be long after the fork
         children.append(forked)
     print(os.getpid(), *children, flush=True)
     sys.stdin.read()
