@@ -1,0 +1,105 @@
+#!/usr/bin/env bash
+# The GPU figures of RESULTS.md, part by part. Each part has a limit of time, and one that fails or ends late leaves the others.
+#
+#   bash benchmarks/on_gpus.sh OUT PART ...      # logs into OUT; prints the last lines of each part
+#
+# | part | GPUs | what | seconds on a fresh machine |
+# | presets | 2 of 80 GB | ten steps: 7B with adapters on one, 3B in 4 bits on 22 GiB of the other, then 7B on both | 600 |
+# | step | 2 | 7B, 128 prompts x 5 samples | 400 |
+# | staleness | 2 | the same step, decoded ahead by one update | 560 |
+# | recurrent | 2 of 141 GB | Qwen3.5-9B, 32 prompts x 5 samples | 600 |
+# | drafts | 1 | Qwen3.5-9B with three drafted tokens, and without | 500 |
+# | agents | 1 | 3B: agents through their clients, and native episodes | 200 |
+# | larger | 4 | 7B, 512 prompts x 5 samples of log-normal length | 560 |
+# | layouts | 4 | 7B: dp 2 x tp 2, tp 2 x pp 2, sp 2 x pp 2 | 500 |
+# | experts | 4 | 16 layers of 30B-A3B: dp 4 x ep 4, dp 4 | 400 |
+set -uo pipefail
+out=$(realpath "${1:?a folder for the logs}")
+shift
+mkdir -p "$out"
+cd "$(dirname "$0")/.."
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=1
+checkpoints=/tmp/random-checkpoints
+
+# limited SECONDS NAME COMMAND ...
+limited() {
+    local seconds=$1 name=$2 begun=$SECONDS
+    shift 2
+    timeout --kill-after 10 "$seconds" "$@" > "$out/$name.log" 2>&1
+    echo "== $name: status $?, $((SECONDS - begun)) s"
+    grep -v -i -E "warning|Failed to load|_pytree" "$out/$name.log" | tail -n 12 | cut -c1-400
+}
+
+checkpoint() { [ -d "$checkpoints/$1" ] || python benchmarks/random_checkpoint.py "$1" "$checkpoints/$1"; }
+
+preset() {
+    local name=$1
+    shift
+    limited 560 "$name" python -c 'import sys; from recipes.commands import main; sys.exit(main(sys.argv[1:]))' grpo \
+        --preset "$@" --steps 10 --save-every 0 --eval-every 0 --no-eval-first --max-response-length 512 --output-dir "$out/$name"
+}
+
+# Takes all memory of a device but so many GiB.
+taken_but() {
+    python -c 'import sys, time, torch
+free, _ = torch.cuda.mem_get_info()
+held = torch.empty(free - int(float(sys.argv[1]) * 2**30), dtype=torch.uint8, device="cuda")
+time.sleep(3600)' "$1"
+}
+
+step() { # NAME LIMIT OPTION ...
+    local name=$1 seconds=$2
+    shift 2
+    limited "$seconds" "$name" python benchmarks/geo3k_step.py --compile --activation-checkpointing selective --steps 3 "$@"
+}
+
+presets() {
+    checkpoint 3b && checkpoint 7b
+    (export CUDA_VISIBLE_DEVICES=0 && preset preset-7b-lora 7b --model-path "$checkpoints/7b" --lora-rank 32 --batch-size 32) &
+    (
+        export CUDA_VISIBLE_DEVICES=1
+        taken_but 22 &
+        sleep 10
+        preset preset-3b-4bit 3b --model-path "$checkpoints/3b" --lora-rank 16 --load-in-4bit --batch-size 16
+        kill %1
+    ) &
+    wait
+    preset preset-7b 7b --model-path "$checkpoints/7b" --batch-size 64
+}
+
+two=(--gpus 2 --size 7b --prompts 128 --minibatch 32 --token-budget 11776 --scoring-token-budget 32768 --unsharded weights)
+
+for part in "$@"; do
+    case $part in
+        presets) presets ;;
+        step) step step 420 "${two[@]}" --max-tokens 512 --whole-responses --rollout '{"max_num_seqs": 320}' ;;
+        staleness) step staleness 580 "${two[@]}" --staleness 1 --apart 0 --rollout '{"max_num_seqs": 512}' ;;
+        recurrent)
+            step recurrent 600 --gpus 2 --size qwen3.5-9b --prompts 32 --minibatch 32 --max-tokens 512 --whole-responses \
+                --token-budget 6144 --unsharded weights
+            ;;
+        drafts) limited 600 drafts python benchmarks/draft_speed.py --size qwen3.5-9b --work "$out/drafts" --tokens 0 3 ;;
+        agents)
+            checkpoint 3b
+            limited 300 agents python benchmarks/agents.py rate --engine vllm --model "$checkpoints/3b" --conversations 128 \
+                --turn-tokens 64 --times 2
+            ;;
+        larger)
+            step larger 580 --gpus 4 --size 7b --token-budget 10240 --scoring-token-budget 32768 --unsharded auto \
+                --rollout '{"max_model_len": 3072, "max_num_seqs": 640, "memory_share": 0.4}'
+            ;;
+        layouts)
+            for layout in dp=2,tp=2 tp=2,pp=2 sp=2,pp=2; do
+                limited 200 "layout-$layout" torchrun --nproc-per-node 4 benchmarks/train_step.py --size 7b --parts ours \
+                    --layout "$layout" --checkpointing selective
+            done
+            ;;
+        experts)
+            for layout in dp=4,ep=4 dp=4; do
+                limited 240 "experts-$layout" torchrun --nproc-per-node 4 benchmarks/train_step.py --size 30b-a3b --layers 16 \
+                    --parts ours --layout "$layout" --checkpointing selective
+            done
+            ;;
+        *) echo "no part $part: see the head of this file" >&2 ;;
+    esac
+done
