@@ -24,7 +24,7 @@ COLUMNS, WIDE = 112, 150
 SIZE, LINE, CHARACTER = 9, 0.155, 0.0753  # points of the font; inches of a line and of a character
 DARK, LIGHT, SOFT = "#181a20", "#dee2e8", "#9aa2ae"
 START, END, PLAN = "console_start.png", "console_end.png", "plan.png"
-PLANNED = "dataproto plan grpo --preset 3b --model-path Qwen2.5-VL-3B-Instruct --device h200 --fit"
+PLANNED = "dataproto plan grpo --preset 3b --model-path Qwen2.5-VL-3B-Instruct --device h200"
 
 
 def console_picture(lines: Sequence[str], path: Path, title: str, columns: int = COLUMNS) -> None:

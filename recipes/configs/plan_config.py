@@ -27,7 +27,6 @@ RECIPES: Mapping[str, Callable[..., Any]] = {
 }
 """The recipes that can be planned, each with the function that reads its options."""
 
-CHOSEN_BY_FIT = ("--token-budget", "--activation-checkpointing")
 CLUSTER = """What a step takes on devices that are not at hand: ``dataproto plan --devices N``.
 
 Computes a step of GRPO from measured parts: seconds, memory and traffic of generation, scoring, update and the hand-over of
@@ -42,21 +41,13 @@ class PlanOptions:
     Attributes:
         device: device to plan for: h200, h100 or a100-80g; default: the machine's GPU, or h200
         mean_response: expected tokens of a response; default: half of --max-response-length
-        fit: choose layout, token budget, checkpointing and the engine's share of memory: the fastest that fits
-        devices: how many devices --fit may use; default: those of the layout
     """
 
     device: str | None = None
     mean_response: int | None = None
-    fit: bool = False
-    devices: int | None = None
 
     def __post_init__(self) -> None:
-        check_at_least(1, self, "mean_response", "devices")
-
-    def idle_options(self) -> list[tuple[bool, str, str]]:
-        """Options that do nothing here; see `recipes.options.refuse_idle_options`."""
-        return [(not self.fit, "devices", "the layout says how many there are: add --fit")]
+        check_at_least(1, self, "mean_response")
 
 
 @dataclass(frozen=True)
@@ -66,7 +57,6 @@ class PlanConfig:
     recipe: str
     options: PlanOptions
     config: Any  # of the recipe
-    machine: Machine | None = None  # to which a preset of a size was fitted
 
 
 @dataclass(frozen=True)
@@ -130,7 +120,7 @@ class ClusterConfig:
 def _asks_for_cluster(arguments: Sequence[str]) -> bool:
     """Whether a command line of ``dataproto plan`` names no recipe but a number of devices.
 
-    >>> _asks_for_cluster(["--devices", "64"]), _asks_for_cluster(["grpo", "--fit", "--devices", "2"])
+    >>> _asks_for_cluster(["--devices", "64"]), _asks_for_cluster(["grpo", "--devices", "2"])
     (True, False)
     """
     given = {argument.partition("=")[0] for argument in arguments}
@@ -151,8 +141,6 @@ def parse(arguments: Sequence[str]) -> PlanConfig | ClusterConfig:
     if not arguments or arguments[0] not in RECIPES:
         raise InvalidConfig(f"plan which recipe? give one of {', '.join(RECIPES)} first, then its options")
     recipe, *others = others
-    if options.fit:
-        _refuse_chosen(others, options.devices is not None)
     if options.mean_response is not None and recipe in ("sft", "classify", "dpo"):
         raise InvalidConfig(f"--mean-response would do nothing: {recipe} learns answers, whose length the data tell")
     machine = _machine(options) if recipe in ("grpo", "ppo") else None
@@ -161,7 +149,7 @@ def parse(arguments: Sequence[str]) -> PlanConfig | ClusterConfig:
         raise InvalidConfig(
             f"dpo with --algorithm.loss {config.algorithm.loss} is not planned: its run says after the first steps what they took"
         )
-    return PlanConfig(recipe, options, config, machine)
+    return PlanConfig(recipe, options, config)
 
 
 def _machine(options: PlanOptions) -> Machine | None:
@@ -169,11 +157,3 @@ def _machine(options: PlanOptions) -> Machine | None:
     here = None if options.device else this_machine()
     memory = DEVICE_MEMORY.get(options.device or "h200")
     return here or (Machine(memory) if memory else None)
-
-
-def _refuse_chosen(arguments: Sequence[str], devices: bool) -> None:
-    """Raises `InvalidConfig` for an option that ``--fit`` chooses itself; the layout too if the number of devices is given."""
-    for argument in arguments:
-        name = argument.partition("=")[0].replace("_", "-")
-        if name in CHOSEN_BY_FIT or (devices and name.startswith("--layout.")):
-            raise InvalidConfig(f"{name} would do nothing: --fit chooses it; leave out one of them")

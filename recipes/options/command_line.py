@@ -324,8 +324,8 @@ def read(arguments: Sequence[str], options: Sequence[Option], prog: str = "") ->
 def divided(arguments: Sequence[str], options: Sequence[Option]) -> tuple[dict[str, Any], list[str]]:
     """The values that a command line gives to options, by their names, and all its other words but those that ask for help.
 
-    >>> divided(["--steps", "3", "--fit", "--seed=1"], [Option("fit", ("fit",), bool, False, "")])
-    ({'fit': True}, ['--steps', '3', '--seed=1'])
+    >>> divided(["--steps", "3", "--compile", "--seed=1"], [Option("compile", ("compile",), bool, False, "")])
+    ({'compile': True}, ['--steps', '3', '--seed=1'])
     """
     named = spellings(on_command_line(options))
     given: dict[str, Any] = {}

@@ -14,13 +14,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from recipes.classify import classification_task, open_labelled
 from recipes.configs.plan_config import ClusterConfig, PlanConfig, parse
-from recipes.configs.shared.device_preset import preset_line
 from recipes.configs.shared.policy_gradient_config import SIZES
 from recipes.configs.shared.published_models import published_config
 from recipes.demo.tiny_model import make_tiny_model
 from recipes.dpo import dpo_task
-from recipes.options import exit_status
-from recipes.plan.forecast import Forecast, as_options, fastest_layout, fit, forecast, way_out
+from recipes.options import exit_status, settings_line
+from recipes.plan.forecast import Forecast, as_options, fastest_layout, forecast, way_out
 from recipes.plan.memory import RoleMemory
 from recipes.plan.rows import BatchSizes, PromptSizes, measure_answers, measure_prompts, response_lengths
 from recipes.plan.setting import GIB, Device, Nodes, Setting, device_named
@@ -43,27 +42,23 @@ def main(arguments: Sequence[str] | None = None, config: PlanConfig | ClusterCon
         if isinstance(asked, ClusterConfig):
             found = simulated(asked)
         else:
-            if asked.machine is not None and asked.config.preset in SIZES and not asked.options.fit:
-                print(preset_line(asked.config, asked.machine))
+            print(settings_line(asked.config))
             found = plan(asked)
         print(forecast_text(found))
         if not found.fits:
             print(f"what fits: {way_out(found.setting)}")
-        if isinstance(asked, ClusterConfig) or asked.options.fit:
+        if isinstance(asked, ClusterConfig):
             print(f"options: {as_options(found.setting)}")
         status.code = int(not found.fits)
     return status.code
 
 
 def plan(asked: PlanConfig) -> Forecast:
-    """The forecast of a recipe's options; with ``--fit`` that of the chosen setting."""
+    """The forecast of a recipe's options."""
     with tempfile.TemporaryDirectory() as folder:
         path = model_to_plan(asked, Path(folder) / "model")
         checkpoint_family(path)  # raises for an unknown model
-        setting = expected_setting(asked, path)
-    if asked.options.fit:
-        return fit(setting, asked.options.devices or setting.layout.world_size)
-    return forecast(setting)
+        return forecast(expected_setting(asked, path))
 
 
 def expected_setting(asked: PlanConfig, path: str) -> Setting:

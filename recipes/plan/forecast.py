@@ -1,14 +1,13 @@
-"""The forecast of a step: seconds, operations, traffic, and the memory of each role in each phase; and the fastest that fits."""
+"""The forecast of a step: seconds, operations, traffic, and the memory of each role in each phase; and the options that make it fit."""
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Literal
 
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import family_of
+from recipes.configs.shared.device_preset import CANDIDATES
 from recipes.plan.memory import RoleMemory, asleep, awake, held, idle, kv_bytes, own_gradients, scoring, updating
 from recipes.plan.seconds import (
     generation_seconds,
@@ -198,65 +197,9 @@ def _problems(found: Forecast) -> Iterator[str]:
             )
 
 
-BUDGETS = (4096, 6144, 8192, 12_288, 16_384, 24_576, 32_768, 49_152)
-MODES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
-LEAST_SHARE, MOST_SHARE = 0.1, 0.85
-GROWTH = 0.25  # how much longer than expected responses, or learnt texts, may become
 ERROR = 0.1  # share of what `way_out` takes that stays free, as a forecast may be wrong by so much (docs/plan.md)
-EQUAL = 0.01  # share of a step's time below which a difference of two forecasts tells nothing
+LEAST_SHARE, MOST_SHARE = 0.1, 0.85
 DEGREES = (1, 2, 4, 8, 16)
-
-
-def fit(setting: Setting, devices: int = 1) -> Forecast:
-    """The fastest forecast that fits into ``devices``; of those within `EQUAL` of it, that whose models take the least memory.
-
-    It still fits when responses become longer than expected (`grown`). Data parallelism comes first: tensor and sequence
-    parallelism are tried only where it does not fit. All else comes before ``offload_idle``.
-
-    Raises:
-        InvalidConfig: nothing fits.
-    """
-    heads = int(setting.config.get_text_config().num_attention_heads)
-    split = [degree for degree in range(2, devices + 1) if devices % degree == 0 and heads % degree == 0]
-    layouts = [[Layout(dp=devices)]] if setting.prompts >= devices else []
-    layouts.append([Layout(dp=devices // degree, **{axis: degree}) for degree in split for axis in ("tp", "sp")])
-    compute = setting.compute
-    idle = [compute] if compute.offload or compute.offload_idle else [compute, replace(compute, offload_idle=True)]
-    problem = ""
-    for each, group in product(idle, layouts):
-        tried = [forecast(one) for layout in group for one in _choices(replace(setting, compute=each, layout=layout))]
-        fitting = [found for found in tried if found.fits and forecast(grown(found.setting)).fits]
-        if fitting:
-            fastest = min(found.seconds for found in fitting)
-            return min(
-                (found for found in fitting if found.seconds <= (1 + EQUAL) * fastest), key=lambda found: found.working
-            )
-        nearest = min(tried, key=lambda found: found.memory, default=None)
-        problem = f": {nearest.problems[0]}" if nearest and nearest.problems else problem
-    raise InvalidConfig(f"nothing fits into {devices} x {setting.device.name}{problem}; give more --devices")
-
-
-def grown(setting: Setting) -> Setting:
-    """The setting with responses that are longer by `GROWTH` than expected, as far as rows may be long."""
-    batch = setting.batch
-    room = (setting.longest - batch.lengths).clamp(min=0).tolist()
-    longer = (own + min(math.ceil(GROWTH * own), free) for own, free in zip(batch.responses, room, strict=True))
-    responses = tuple(longer)
-    return replace(
-        setting, batch=batch.once(("grown", responses), lambda: replace(batch, responses=responses, known={}))
-    )
-
-
-def _choices(setting: Setting) -> Iterator[Setting]:
-    """The setting with every budget that holds its longest row, every checkpointing mode, and a share for the engine."""
-    longest = int(setting.batch.lengths.max())
-    most = max(grown(setting).batch.share(setting.prompts, setting.layout.dp).packed_tokens, longest)
-    budgets = [each for each in BUDGETS if longest <= each < most] or [longest]
-    if most <= BUDGETS[-1]:
-        budgets.append(most)  # all rows at once, also when responses become longer
-    for mode, budget in product(MODES, budgets):
-        compute = replace(setting.compute, token_budget=budget, activation_checkpointing=mode)
-        yield with_share(replace(setting, compute=compute))
 
 
 def with_share(setting: Setting) -> Setting:
@@ -269,17 +212,21 @@ def with_share(setting: Setting) -> Setting:
 
 
 def way_out(setting: Setting) -> str:
-    """Options with which a setting that does not fit does, with room for the error of a forecast: by `fit` on as many devices,
-    then with adapters, then on more.
+    """Options with which a setting that does not fit does, with room for the error of a forecast: the first of the presets'
+    `CANDIDATES` that fits, in data parallelism over as many devices, then with adapters, then over more.
     """
     devices, compute, device = setting.layout.world_size, setting.compute, setting.device
-    setting = replace(setting, device=replace(device, memory=round(device.memory / (1 + ERROR))))
-    tries = [("", setting, devices)]
+    small = replace(device, memory=round(device.memory / (1 + ERROR)))
+    ways = [("", compute, devices), *(("", compute, more * devices) for more in (2, 4, 8))]
     if not compute.lora_rank and not compute.freeze_language:
-        tries.append(("--lora-rank 32 ", replace(setting, compute=replace(compute, lora_rank=32)), devices))
-    for options, each, number in [*tries, *(("", setting, more * devices) for more in (2, 4, 8))]:
-        with suppress(InvalidConfig):
-            found = forecast(replace(fit(each, number).setting, device=device))
+        ways.insert(1, ("--lora-rank 32 ", replace(compute, lora_rank=32), devices))
+    for (options, each, number), (idle, budget, mode) in product(ways, CANDIDATES):
+        if idle and compute.offload:
+            continue
+        chosen = replace(each, offload_idle=idle, token_budget=budget, activation_checkpointing=mode)
+        tried = replace(setting, device=small, compute=chosen, layout=Layout(dp=number))
+        if (fitting := forecast(with_share(tried))).fits:
+            found = forecast(replace(fitting.setting, device=device))
             return f"{options}{as_options(found.setting)} takes {found.memory / GIB:.1f} GiB"
     return f"nothing fits into {8 * devices} such devices either: take a smaller model"
 
@@ -298,22 +245,20 @@ def fastest_layout(
     """
     heads, node = int(setting.config.get_text_config().num_attention_heads), setting.nodes.size
     sizes = [each for each in DEGREES if each <= node and heads % each == 0 and devices % each == 0]
-    best: Forecast | None = None
-    nearest: Forecast | None = None
-    for layout, number in product(layouts or possible_layouts(setting, devices), [parallel] if parallel else sizes):
-        found = forecast(with_share(replace(setting, layout=layout, engine_options={"tensor_parallel": number})))
-        if found.fits and (best is None or found.seconds < best.seconds):
-            best = found
-        if nearest is None or found.memory < nearest.memory:
-            nearest = found
-    if nearest is None:
+    tried = [
+        forecast(with_share(replace(setting, layout=layout, engine_options={"tensor_parallel": number})))
+        for layout in layouts or possible_layouts(setting, devices)
+        for number in ([parallel] if parallel else sizes)
+    ]
+    if not tried:
         raise InvalidConfig(f"no layout of this model has {devices} ranks: choose another number of --devices")
-    if best is None:
-        raise InvalidConfig(
-            f"nothing fits {devices} x {setting.device.name}; nearest is {as_options(nearest.setting)}: "
-            f"{nearest.problems[0]}: give more --devices, a smaller --token-budget or --activation-checkpointing full"
-        )
-    return best
+    if fitting := [found for found in tried if found.fits]:
+        return min(fitting, key=lambda found: found.seconds)
+    nearest = min(tried, key=lambda found: found.memory)
+    raise InvalidConfig(
+        f"nothing fits {devices} x {setting.device.name}; nearest is {as_options(nearest.setting)}: "
+        f"{nearest.problems[0]}: give more --devices, a smaller --token-budget or --activation-checkpointing full"
+    )
 
 
 def possible_layouts(setting: Setting, devices: int) -> Iterator[Layout]:

@@ -228,15 +228,3 @@ def training_bytes(config: "PolicyGradientConfig") -> int:
     if compute.offload_idle:
         return max(passes, own + found.moments)
     return passes + found.moments + found.others
-
-
-def preset_line(config: "PolicyGradientConfig", machine: Machine) -> str:
-    """What a preset has chosen, and what the command line has set instead, in one line."""
-    compute = config.compute
-    parts = [f"--token-budget {compute.token_budget}", f"--activation-checkpointing {compute.activation_checkpointing}"]
-    parts += ["--offload-idle"] * compute.offload_idle
-    parts += [f"--layout.dp {config.layout.dp}"] * (config.layout.dp > 1)
-    if (share := config.engine_options.get("memory_share")) is not None:
-        parts.append(f"--engine-options memory_share {share}")
-    devices = f"{config.layout.world_size} x {machine.memory / GIB:.1f} GiB"
-    return f"preset {config.preset} on {devices}: {' '.join(parts)}"
