@@ -41,7 +41,6 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), str(HERE), os.envi
 from PIL import Image, ImageDraw  # noqa: E402
 
 from dataproto import DataProto, object_array  # noqa: E402
-from recipes.algorithms.penalties import KLController  # noqa: E402
 from recipes.grpo import GRPOConfig, grpo_step, grpo_step_in_parts  # noqa: E402
 from recipes.rewards import load_reward  # noqa: E402
 from recipes.run.carrying import carry_samples  # noqa: E402
@@ -207,7 +206,7 @@ def timed_steps(
     arguments: argparse.Namespace, roles: Any, prompts: DataProto, staleness: int | None, apart: bool
 ) -> list[Figures]:
     """Seconds, tokens/s and phases of a warm-up step and the measured ones."""
-    state, loader, steps = StepState(KLController(0.0)), LookAhead(Steps(prompts)), 1 + arguments.steps
+    state, loader, steps = StepState(), LookAhead(Steps(prompts)), 1 + arguments.steps
     original = roles.rollout
     batches, measure = carry_samples(roles, loader, staleness, state, steps, apart)
     make_step = grpo_step_in_parts if staleness == 0 else grpo_step

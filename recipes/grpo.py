@@ -38,13 +38,9 @@ from workers.training.forward_pass import LossFn
 __all__ = ["PRESETS", "TINY", "GRPOConfig", "GRPORunConfig", "grpo_step", "main", "parse", "policy_loss"]
 
 
-def policy_loss(config: AlgorithmConfig, entropy_coef: float | None = None) -> LossFn:
-    """The loss that ``config.loss`` names, with importance weights, entropy bonus and KL term where they are set.
-
-    ``entropy_coef`` is the weight of the bonus, by default that of the options.
-    """
-    bonus = config.entropy_coef if entropy_coef is None else entropy_coef
-    named, kl_coef, kl_in_loss = NamedLoss.find(config), config.kl_coef, config.kl_in_loss
+def policy_loss(config: AlgorithmConfig) -> LossFn:
+    """The loss that ``config.loss`` names, with importance weights, entropy bonus and KL term where they are set."""
+    named, bonus, kl_coef, kl_in_loss = NamedLoss.find(config), config.entropy_coef, config.kl_coef, config.kl_in_loss
     estimate_kl = KL_ESTIMATORS[config.kl]
 
     def loss_fn(outputs: Outputs, data: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
@@ -72,7 +68,7 @@ def grpo_step(
 
     ``state`` is what goes from step to step, see `StepState`; by default that of a first step.
     """
-    state, metrics = state or StepState(config.kl_controller()), dict[str, float]()
+    state, metrics = state or StepState(), dict[str, float]()
     data, scores = sample(roles, prompts, config, sampling, state, metrics)  # config.n rows a prompt
     data |= policy_log_probs(roles, data, config, metrics)  # while reward functions in other processes score the rows
     data |= scores()
@@ -81,7 +77,7 @@ def grpo_step(
         with timed(metrics, "update_actor"):
             found = roles.actor.update_and_score(
                 learned,
-                policy_loss(config, metrics["actor/entropy_coeff"]),
+                policy_loss(config),
                 minibatch=config.minibatch,
                 epochs=config.epochs,
                 aggregation=config.aggregation,
@@ -101,7 +97,7 @@ def grpo_step_in_parts(
     Gradients add up to those of one optimizer step. Where an update needs the whole batch (`AlgorithmConfig.needs_whole_batch`),
     groups are only scored early.
     """
-    state, metrics = state or StepState(config.kl_controller()), dict[str, float]()
+    state, metrics = state or StepState(), dict[str, float]()
     learns_early = not config.needs_whole_batch(len(prompts))
     groups = roles.rollout.in_parts(prompts, replace(sampling, n=config.n))
     parts: list[DataProto] = []
@@ -123,11 +119,8 @@ def grpo_step_in_parts(
                     metrics |= roles.actor.finish_update()
                     seen = learned["actor_log_probs"]
                 else:
-                    loss, rest = (
-                        policy_loss(config, metrics["actor/entropy_coeff"]),
-                        (config.epochs, config.aggregation),
-                    )
-                    found = roles.actor.update_and_score(learned, loss, config.minibatch, *rest, entropy=True)
+                    rest = config.minibatch, config.epochs, config.aggregation
+                    found = roles.actor.update_and_score(learned, policy_loss(config), *rest, entropy=True)
                     metrics, seen = metrics | found.metrics, found.scores
             metrics |= log_probs_before_update(data, learned, config, seen)
     roles.sync_weights()

@@ -46,7 +46,7 @@ def ppo_step(
 
     ``state`` is what goes from step to step, see `StepState`; the number of steps decides whether the critic still warms up.
     """
-    state, metrics = state or StepState(config.kl_controller()), dict[str, float]()
+    state, metrics = state or StepState(), dict[str, float]()
     policy_learns = state.steps >= config.critic_warmup
     data, scores = sample(roles, prompts, config, sampling, state, metrics)  # config.n rows a prompt
     scored = config if policy_learns else replace(config, minibatch=None, epochs=1)  # nothing reads the policy's update
@@ -60,7 +60,7 @@ def ppo_step(
             found = roles.critic.update(learned, critic_loss(config), config.minibatch, config.critic_epochs)
         metrics = merge_updates(metrics, found)
     if len(learned) and policy_learns:
-        loss, aggregation = policy_loss(config, metrics["actor/entropy_coeff"]), config.aggregation
+        loss, aggregation = policy_loss(config), config.aggregation
         with timed(metrics, "update_actor"):
             updated = roles.actor.update_and_score(
                 learned, loss, config.minibatch, config.epochs, aggregation, entropy=True

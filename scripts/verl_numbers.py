@@ -140,12 +140,7 @@ def kl_of(given: dict[str, Tensor]) -> dict[str, Any]:
         value = core.kl_penalty(new, given["ref_log_prob"], name)
         value.sum().backward()
         found[name] = {"value": value.tolist(), "gradient": new.grad.tolist()}
-    controller = core.AdaptiveKLController(0.1, 0.02, 1000)
-    coefs = []
-    for kl, rows in ((0.05, 100), (0.021, 64), (0.001, 256)):
-        controller.update(kl, rows)
-        coefs.append(controller.value)
-    return found | {"controller": coefs}
+    return found
 
 
 CORRECTIONS: list[dict[str, Any]] = [

@@ -40,7 +40,6 @@ from .options import (
     advantage_columns as advantage_columns,
 )
 from .penalties import (
-    KLController as KLController,
     overlong_penalty as overlong_penalty,
     penalised_rewards as penalised_rewards,
 )

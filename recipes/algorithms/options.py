@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 from dataproto.errors import InvalidColumn, InvalidConfig
 from recipes.algorithms.correction import Correction, Rejection, check_bounds, check_limit
 from recipes.algorithms.function_files import in_users_function
-from recipes.algorithms.penalties import KLController
 from recipes.algorithms.registry import (
     ADVANTAGES,
     GREEDY,
@@ -63,13 +62,10 @@ class AlgorithmConfig:
             0
         kl_in: where the KL term is added; default: as for kl_coef, or loss
         kl: estimator of the KL term; default: as for kl_coef, or k3 in the loss, k1 in the reward
-        kl_target: KL near which the weight of the term in the reward is kept; default: the weight is constant
         entropy_coef: weight of the entropy bonus
-        entropy_anneal: multiply the entropy bonus by 1 - accuracy of the batch
         aggregation: how the losses of tokens are averaged; default: the loss's or the advantage's, or token-mean
-        dynamic_sampling: drop groups whose samples are all equally good and sample others, in at most this number of
-            generations for each step; 0: keep all groups; default: the loss's, or 0
-        filter_metric: column that compares samples for dynamic sampling; default: acc if the reward has it, else score
+        dynamic_sampling: drop groups whose samples are all equally good, by acc if the reward gives it, else by score, and
+            sample others, in at most this number of generations for each step; 0: keep all groups; default: the loss's, or 0
         overlong_buffer: length of the interval below the maximum length in which responses are penalised, in tokens or,
             below 1, as a share of the maximum length (of a turn, in episodes); 0: no penalty; default: the loss's, or 0
         correction: weigh tokens or responses by the importance ratio of actor to engine
@@ -99,12 +95,9 @@ class AlgorithmConfig:
     kl_coef: float = OF_THE_PAPER
     kl_in: Literal["loss", "reward"] = OF_THE_PAPER
     kl: Estimator = OF_THE_PAPER
-    kl_target: float | None = None
     entropy_coef: float = 0.0
-    entropy_anneal: bool = False
     aggregation: AggregationMode = OF_THE_PAPER
     dynamic_sampling: int = OF_THE_PAPER
-    filter_metric: str | None = None
     overlong_buffer: float = OF_THE_PAPER
     correction: Correction = "none"
     correction_limit: float | tuple[float, float] = 2.0
@@ -122,7 +115,6 @@ class AlgorithmConfig:
         for impossible, message in (*self._ranges(), *self._combinations()):
             if impossible:
                 raise InvalidConfig(f"algorithm.{message}")
-        self.kl_controller()  # raises for an invalid target or horizon
 
     def _ranges(self) -> Iterator[tuple[bool, str]]:
         """Values that are impossible, each with the message that says so."""
@@ -157,10 +149,6 @@ class AlgorithmConfig:
         )
         yield self.n < 2 and generations > 0, f"n={self.n}: dynamic sampling needs groups of at least 2"
         yield (
-            self.filter_metric is not None and not generations,
-            f"filter_metric={self.filter_metric} needs dynamic sampling: set dynamic_sampling",
-        )
-        yield (
             self.gamma != 1 and not advantage.takes("gamma"),
             f"gamma={self.gamma}: {name} has no discount for each token; reinforce_plus_plus, gae and bi_level_gae have one",
         )
@@ -175,10 +163,6 @@ class AlgorithmConfig:
             "kl=k1 has no gradient in expectation: choose k2, k3 or k3+, or set kl_in=reward",
         )
         yield (
-            self.kl_target is not None and not self.kl_in_reward,
-            "kl_target adapts a penalty in the reward: set kl_in=reward and kl_coef",
-        )
-        yield (
             self.skip_old_log_probs and self.compares_engine,
             f"correction={self.correction}, rejection={self.rejection} compare the actor's old log-probs with the "
             "engine's, which skip_old_log_probs assumes to be equal: choose one of them",
@@ -188,7 +172,6 @@ class AlgorithmConfig:
         """Options that do nothing here; see `recipes.options.refuse_idle_options`."""
         return [
             (not self.kl_coef, "kl kl-in", "there is no KL term: add --algorithm.kl-coef"),
-            (not self.entropy_coef, "entropy-anneal", "there is no entropy bonus: add --algorithm.entropy-coef"),
             (self.advantage == "reverse_kl", "overlong-buffer", "distillation learns from no rewards: leave it out"),
             (self.correction == "none", "correction-limit", "nothing is corrected: add --algorithm.correction"),
             (self.rejection == "none", "rejection-bounds", "nothing is rejected: add --algorithm.rejection"),
@@ -263,18 +246,12 @@ class AlgorithmConfig:
             self.updates(prompts) > 1
             or self.advantage not in GROUP_ADVANTAGES
             or bool(LOSSES.find(self.loss).columns)  # of tokens that are chosen from the whole batch
-            or bool(self.entropy_coef and self.entropy_anneal)
-            or self.kl_target is not None
         )
 
     def overlong_tokens(self, max_tokens: int) -> int:
         """Length of the interval below ``max_tokens`` in which responses are penalised, in tokens."""
         buffer = self.overlong_buffer
         return max(round(buffer * max_tokens), 1) if 0 < buffer < 1 else int(buffer)
-
-    def kl_controller(self) -> KLController:
-        """A new controller of the KL penalty's weight."""
-        return KLController(self.kl_coef, self.kl_target)
 
     def updates(self, prompts: int) -> int:
         """Number of optimizer steps for a batch of ``prompts`` prompts."""

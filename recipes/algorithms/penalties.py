@@ -5,7 +5,6 @@ Dimension letters: B rows, R response tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dataproto.errors import InvalidConfig
@@ -41,39 +40,6 @@ def penalised_rewards(scores: Tensor, kl: Tensor, response_mask: Tensor, coef: f
     lengths = sampled.sum(-1)
     mean = (estimates.double().sum(-1) / lengths.clamp(min=1)).sum() / (lengths > 0).sum().clamp(min=1)
     return scores.detach().float() - coef * estimates, float(mean)
-
-
-@dataclass
-class KLController:
-    """The weight of the KL penalty: constant, or with a ``target`` adapted so that the KL stays near the target.
-
-    After each batch, with e = clamp(KL / target - 1, -0.2, 0.2) (arXiv:1909.08593, section 2.2),
-
-        coef <- coef * (1 + e * rows / horizon)
-
-    Deviations: the paper's K = 0.1 is rows / horizon, as in its code; the KL is a mean over tokens, as in verl.
-
-    >>> controller = KLController(0.1, target=0.02, horizon=1000)
-    >>> controller.update(kl=0.05, rows=100)
-    >>> round(controller.coef, 4)
-    0.102
-    """
-
-    coef: float
-    target: float | None = None
-    horizon: int = 10_000  # rows
-
-    def __post_init__(self) -> None:
-        if self.coef < 0 or self.horizon < 1 or (self.target is not None and self.target <= 0):
-            raise InvalidConfig(
-                f"KL controller: coef={self.coef} must be at least 0, target={self.target} above 0, and "
-                f"horizon={self.horizon} at least 1"
-            )
-
-    def update(self, kl: float, rows: int) -> None:
-        """Adapts the weight to the mean KL of a batch of ``rows`` rows."""
-        if self.target is not None:
-            self.coef *= 1 + min(max(kl / self.target - 1, -0.2), 0.2) * rows / self.horizon
 
 
 def overlong_penalty(response_mask: Tensor, max_length: int, buffer: int) -> Tensor:

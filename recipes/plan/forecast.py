@@ -1,4 +1,4 @@
-"""The forecast of a step: seconds, operations, traffic, and the memory of each role in each phase; and the options that make it fit."""
+"""The forecast of a step: seconds, operations, traffic, the memory of each role in each phase; and options with which it fits."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -220,10 +220,10 @@ def way_out(setting: Setting) -> str:
     ways = [("", compute, devices), *(("", compute, more * devices) for more in (2, 4, 8))]
     if not compute.lora_rank and not compute.freeze_language:
         ways.insert(1, ("--lora-rank 32 ", replace(compute, lora_rank=32), devices))
-    for (options, each, number), (idle, budget, mode) in product(ways, CANDIDATES):
-        if idle and compute.offload:
+    for (options, each, number), (aside, budget, mode) in product(ways, CANDIDATES):
+        if aside and compute.offload:
             continue
-        chosen = replace(each, offload_idle=idle, token_budget=budget, activation_checkpointing=mode)
+        chosen = replace(each, offload_idle=aside, token_budget=budget, activation_checkpointing=mode)
         tried = replace(setting, device=small, compute=chosen, layout=Layout(dp=number))
         if (fitting := forecast(with_share(tried))).fits:
             found = forecast(replace(fitting.setting, device=device))

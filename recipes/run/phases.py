@@ -3,7 +3,6 @@
 Dimension letters: B rows, R response tokens.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -15,8 +14,7 @@ import torch
 from torch import Tensor
 
 from dataproto import DataProto, object_array
-from dataproto.columns import require
-from dataproto.errors import InvalidColumn, InvalidConfig
+from dataproto.errors import InvalidConfig
 from dataproto.packing import equally_wide
 from dataproto.planning import cut_minibatches
 from recipes.algorithms.advantages import informative_rows
@@ -24,7 +22,7 @@ from recipes.algorithms.correction import importance_weights, kept_tokens
 from recipes.algorithms.kl import KL_ESTIMATORS
 from recipes.algorithms.mismatch import correction_metrics, difference_metrics
 from recipes.algorithms.options import AlgorithmConfig, add_loss_columns, advantage_columns
-from recipes.algorithms.penalties import KLController, overlong_penalty, penalised_rewards
+from recipes.algorithms.penalties import overlong_penalty, penalised_rewards
 from recipes.data.curriculum import Curriculum
 from recipes.run.metrics import timed
 from rollout.engine import SamplingParams
@@ -38,30 +36,23 @@ Scores: TypeAlias = Callable[[], DataProto]
 
 @dataclass
 class StepState:
-    """What goes from step to step, besides the models: the weight of the KL penalty, and the number of steps that are done.
+    """What goes from step to step, besides the models: the number of steps that are done, and what a curriculum has observed.
 
-    Checkpoints hold both, and what a curriculum has observed. ``more`` loads further prompts; only dynamic sampling calls it.
+    Checkpoints hold both. ``more`` loads further prompts; only dynamic sampling calls it.
     """
 
-    kl: KLController
     steps: int = 0
     more: Callable[[], DataProto] | None = None
     curriculum: Curriculum | None = None
 
-    def __post_init__(self) -> None:
-        self._began = self.kl.coef
-
     def state_dict(self) -> dict[str, Any]:
-        own = {"steps": self.steps, "kl_coef": self.kl.coef, "kl_began": self._began}
+        own = {"steps": self.steps}
         return own if self.curriculum is None else own | {"curriculum": self.curriculum.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a state; a weight that the options have changed begins anew."""
         self.steps = int(state["steps"])
         if self.curriculum is not None:
             self.curriculum.load_state_dict(state.get("curriculum", {}))
-        if self.kl.target is not None and state.get("kl_began", self._began) == self._began:
-            self.kl.coef = float(state["kl_coef"])
 
 
 def sample(
@@ -93,7 +84,7 @@ def sample(
         data, scores = _sample_once(roles, prompts, config, sampling, metrics)
         return data | scores()
 
-    data, found = sample_informative_groups(scored, prompts, state.more, generations, config.filter_metric)
+    data, found = sample_informative_groups(scored, prompts, state.more, generations)
     metrics.update(found)
     return data, DataProto  # there are no further columns
 
@@ -138,11 +129,7 @@ def begin_scores(roles: Roles, data: DataProto, metrics: Metrics) -> Scores:
 
 
 def sample_informative_groups(
-    scored: Callable[[DataProto], DataProto],
-    prompts: DataProto,
-    more: Callable[[], DataProto],
-    generations: int,
-    metric: str | None = None,
+    scored: Callable[[DataProto], DataProto], prompts: DataProto, more: Callable[[], DataProto], generations: int
 ) -> tuple[DataProto, Metrics]:
     """DAPO's dynamic sampling (arXiv:2503.14476, section 3.2): one informative group for each of the ``prompts``.
 
@@ -154,7 +141,6 @@ def sample_informative_groups(
     Args:
         scored: prompts to scored rollout rows; the rows of a group are next to each other.
         more: loads further prompts.
-        metric: the column that says how good a sample is.
 
     Returns:
         The rows, and the metrics ``train/num_gen_batches`` (verl's name), ``train/filtered_groups`` (the number of dropped
@@ -163,7 +149,7 @@ def sample_informative_groups(
     wanted, kept, dropped, scores = len(prompts), list[DataProto](), list[DataProto](), list[float]()
     for generation in range(1, generations + 1):
         data = scored(prompts)
-        informative = informative_rows(verdicts(data, metric), data["uid"])
+        informative = informative_rows(verdicts(data), data["uid"])
         kept.append(data[informative])
         dropped.append(data[~informative])
         scores += [float(score) for score in data["score"]]
@@ -200,25 +186,13 @@ def in_order_of(prompts: DataProto, data: DataProto) -> DataProto:
     return data[np.argsort([places[uid] for uid in data["uid"]], kind="stable")]
 
 
-def verdicts(data: DataProto, metric: str | None = None) -> list[float]:
-    """How good each sample is: the column ``metric``; by default ``acc`` where the reward gives one, else ``score``.
+def verdicts(data: DataProto) -> list[float]:
+    """How good each sample is: ``acc`` where the reward gives one, else ``score``.
 
     In a group of wrong answers a score that includes the format may differ; ``acc`` does not.
-
-    Raises:
-        MissingColumn: the column is missing.
-        InvalidColumn: a row has no finite number; the message names the row.
     """
-    if metric is None:
-        right = data["acc"] if "acc" in data else [None] * len(data)
-        return [float(score if acc is None else acc) for acc, score in zip(right, data["score"], strict=True)]
-    require(data, metric)
-    for row, value in enumerate(data[metric]):
-        if value is None or not math.isfinite(value):
-            raise InvalidColumn(
-                f"{metric!r}, row {row}: {value} is not a finite number to compare samples by; see filter_metric"
-            )
-    return [float(value) for value in data[metric]]
+    right = data["acc"] if "acc" in data else [None] * len(data)
+    return [float(score if acc is None else acc) for acc, score in zip(right, data["score"], strict=True)]
 
 
 def count_prompts(data: DataProto) -> int:
@@ -252,20 +226,18 @@ def with_advantages(
 ) -> tuple[DataProto, DataProto]:
     """The rows with the rewards of `shape_rewards` and their advantages ``(B, R)``, and the rows of the update."""
     with timed(metrics, "adv"):
-        data, shaped = shape_rewards(data, config, state.kl, sampling.max_tokens)
+        data, shaped = shape_rewards(data, config, sampling.max_tokens)
         data |= DataProto.from_dict(advantage_columns(config, data))
         learned, corrected = rows_to_learn(data, config, seed=(sampling.seed, state.steps))
-    metrics.update(shaped | corrected | {"actor/entropy_coeff": entropy_coefficient(data, config)})
+    metrics.update(shaped | corrected)
     return data, learned
 
 
-def shape_rewards(
-    data: DataProto, config: AlgorithmConfig, controller: KLController, max_tokens: int
-) -> tuple[DataProto, Metrics]:
+def shape_rewards(data: DataProto, config: AlgorithmConfig, max_tokens: int) -> tuple[DataProto, Metrics]:
     """Subtracts the overlong penalty and the KL penalty from ``token_level_rewards (B, R)``, where they are set.
 
     The rewards before that become the column ``token_level_scores (B, R)``. Each turn of an episode is a response of its own,
-    whose length counts and whose last token gets the penalty. The weight of an adaptive KL penalty follows the KL of these rows.
+    whose length counts and whose last token gets the penalty.
 
     Args:
         max_tokens: the longest response, or turn of an episode, in tokens.
@@ -286,10 +258,8 @@ def shape_rewards(
         metrics["reward/overlong_penalty"] = float(penalties.sum(1).mean())
     if config.kl_in_reward:
         kl = KL_ESTIMATORS[config.kl](data["old_log_probs"], data["ref_log_prob"])
-        metrics["actor/reward_kl_penalty_coeff"] = controller.coef
-        rewards, mean = penalised_rewards(rewards, kl, mask, controller.coef)
-        metrics["actor/reward_kl_penalty"] = mean
-        controller.update(mean, rows=len(data))
+        rewards, metrics["actor/reward_kl_penalty"] = penalised_rewards(rewards, kl, mask, config.kl_coef)
+        metrics["actor/reward_kl_penalty_coeff"] = config.kl_coef
     shaped["token_level_rewards"] = rewards
     return shaped, metrics
 
@@ -342,11 +312,6 @@ def rows_with_tokens(data: DataProto, minibatch: int | None) -> np.ndarray:
     return rows
 
 
-def entropy_coefficient(data: DataProto, config: AlgorithmConfig) -> float:
-    """Weight of the entropy bonus for a batch of rollouts; with ``entropy_anneal`` it is multiplied by 1 - accuracy."""
-    return config.entropy_coef * (1 - accuracy(data) if config.entropy_anneal else 1)
-
-
 def log_probs_before_update(data: DataProto, learned: DataProto, config: AlgorithmConfig, seen: Tensor) -> Metrics:
     """Adds the column ``actor_log_probs (B, R)`` to ``data`` for reports; how far the engine's log-probs are from these.
 
@@ -366,13 +331,6 @@ def log_probs_before_update(data: DataProto, learned: DataProto, config: Algorit
     if len(learned) == len(data):
         data["actor_log_probs"] = torch.full_like(known, torch.nan).index_copy(0, torch.from_numpy(rows), known[rows])
     return {} if config.compares_engine or engine is None else difference_metrics(learned[rows], known[rows])
-
-
-def accuracy(data: DataProto) -> float:
-    """Share of right answers, between 0 and 1: the mean of ``acc`` where the reward function gives one, else of the score."""
-    column = data["acc"] if "acc" in data else data["score"]
-    values = [float(value) for value in column if value is not None]
-    return min(max(sum(values) / len(values), 0.0), 1.0) if values else 0.0
 
 
 @contextmanager

@@ -130,7 +130,7 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[An
             closing(ahead),
         ):
             for attempt in attempts(config.run, ahead, config.max_restarts):
-                state = StepState(config.algorithm.kl_controller(), 0, partial(next_batch, ahead), curriculum)
+                state = StepState(0, partial(next_batch, ahead), curriculum)
                 bound = partial(step, config=config.algorithm, sampling=config.sampling(), state=state)
                 if curriculum is not None:
                     curriculum.forget()  # what an attempt that failed has observed

@@ -58,7 +58,7 @@ def test_functions_of_a_file_get_columns_and_options_by_name(mine, tmp_path):
     options += ["--algorithm.gamma", "0.5", "--algorithm.clip", "0", "0"]
     config = parse(in_files(["--preset", "any", "--model-path", "x", *options], tmp_path)).algorithm
     assert advantage_columns(config, batch())["advantages"].tolist() == [[1.0, 1.0]]
-    loss, metrics = policy_loss(config, 0.0)(outputs(), batch())
+    loss, metrics = policy_loss(config)(outputs(), batch())
     assert loss.tolist() == [[-2.0, 2.0]]
     assert metrics["actor/mine"].tolist() == metrics["actor/entropy"].tolist() == [[0.5, 0.25]]
 
@@ -89,11 +89,11 @@ def test_arguments_and_results_of_a_function_are_checked(mine):
         InvalidConfig,
         match=r"wanting has the argument 'unheard_of', which is neither .* nor a column .* columns are adv",
     ):
-        policy_loss(AlgorithmConfig(loss=f"{mine}:wanting"), 0.0)(outputs(), batch())
+        policy_loss(AlgorithmConfig(loss=f"{mine}:wanting"))(outputs(), batch())
     with pytest.raises(
         InvalidColumn, match=r"scalar returned \(\), but must return one number for each token \(1, 2\)"
     ):
-        policy_loss(AlgorithmConfig(loss=f"{mine}:scalar"), 0.0)(outputs(), batch())
+        policy_loss(AlgorithmConfig(loss=f"{mine}:scalar"))(outputs(), batch())
     with pytest.raises(InvalidColumn, match="scalar returned tuple"):
         advantage_columns(AlgorithmConfig(advantage=f"{mine}:scalar"), batch() | log_probs())
 
@@ -109,7 +109,7 @@ def test_the_example_of_the_document_runs():
         config = AlgorithmConfig(loss="reinforce", advantage="score_above_half")
         assert config.aggregation == "seq-mean-token-mean"
         assert advantage_columns(config, batch())["advantages"].tolist() == [[1.5, 1.5]]
-        assert policy_loss(config, 0.0)(outputs(), batch())[0].tolist() == [[1.0, -2.0]]
+        assert policy_loss(config)(outputs(), batch())[0].tolist() == [[1.0, -2.0]]
     finally:
         LOSSES.remove("reinforce")
         ADVANTAGES.remove("score_above_half")
@@ -127,7 +127,7 @@ def test_the_loss_of_a_file_is_sent_with_its_code_to_processes_without_the_file(
 
     from workers.cluster.ray_group import pickle_unimportable_modules_by_value
 
-    loss = policy_loss(AlgorithmConfig(loss=f"{mine}:loss"), 0.0)
+    loss = policy_loss(AlgorithmConfig(loss=f"{mine}:loss"))
     name = next(name for name in sys.modules if name.startswith("loss_mine_"))
     pickle_unimportable_modules_by_value()
     code = ray.cloudpickle.dumps(loss)

@@ -171,7 +171,7 @@ def batch():
 
 def loss_of(config, data):
     log_probs = OLD.clone().requires_grad_()
-    loss, metrics = policy_loss(config, 0.0)(Outputs(log_probs, torch.zeros(2, 3)), data)
+    loss, metrics = policy_loss(config)(Outputs(log_probs, torch.zeros(2, 3)), data)
     return torch.where(MASK.bool(), loss, 0.0), metrics
 
 

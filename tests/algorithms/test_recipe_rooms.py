@@ -10,7 +10,6 @@ NAMES = {
             "ADVANTAGES",
             "AlgorithmConfig",
             "Differences",
-            "KLController",
             "LOSSES",
             "NamedLoss",
             "add_loss_columns",

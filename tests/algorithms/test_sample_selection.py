@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dataproto.errors import InvalidConfig, RowCountMismatch
 from recipes.algorithms.advantages import group_advantage, informative_rows
-from recipes.algorithms.penalties import KLController, overlong_penalty, penalised_rewards
+from recipes.algorithms.penalties import overlong_penalty, penalised_rewards
 
 
 def test_groups_with_different_scores_are_informative():
@@ -67,25 +67,3 @@ def test_penalised_rewards_by_hand():
     with_inert = penalised_rewards(torch.cat([scores, scores]), torch.cat([kl, kl]), torch.cat([mask, 0 * mask]), 0.5)
     assert with_inert[1] == mean
     assert penalised_rewards(scores, kl, 0 * mask, 0.5)[1] == 0
-
-
-def test_a_fixed_weight_does_not_change():
-    controller = KLController(0.3)
-    controller.update(kl=100.0, rows=1000)
-    assert controller.coef == 0.3
-
-
-def test_an_adaptive_weight_follows_its_target():
-    controller = KLController(0.1, target=6.0, horizon=1000)
-    controller.update(kl=6.6, rows=100)  # 10 % above the target: increases by 0.1 * 100 / 1000
-    assert controller.coef == pytest.approx(0.101)
-    controller.update(kl=1e9, rows=100)  # the error is clamped to 20 %
-    assert controller.coef == pytest.approx(0.101 * 1.02)
-    controller.update(kl=0.0, rows=100)
-    assert controller.coef == pytest.approx(0.101 * 1.02 * 0.98)
-
-
-@pytest.mark.parametrize("wrong", [{"coef": -0.1}, {"coef": 0.1, "target": 0.0}, {"coef": 0.1, "horizon": 0}])
-def test_invalid_controllers_raise_an_error(wrong):
-    with pytest.raises(InvalidConfig, match="KL controller"):
-        KLController(**wrong)

@@ -278,7 +278,6 @@ def test_a_run_that_has_recorded_no_preset_resumes_with_its_own(given, preset, t
         (sft, "--shuffle-buffer 3", "add --streaming"),
         (sft, "--data-path mine --weights 1", "name several"),
         (grpo, "--algorithm.kl-coef 0 --algorithm.kl k2", "add --algorithm.kl-coef"),
-        (grpo, "--algorithm.entropy-anneal", "add --algorithm.entropy-coef"),
         (grpo, "--algorithm.correction-limit 3", "add --algorithm.correction"),
         (grpo, "--algorithm.rejection-bounds 0.1 3", "add --algorithm.rejection"),
         (grpo, "--engine-options memory_share 0.3", "engine 'hf' has no option 'memory_share': .* max_num_seqs, dtype"),

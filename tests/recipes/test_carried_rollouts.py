@@ -28,7 +28,6 @@ from helpers.carried_runs import (
 from helpers.checkpoints import write_checkpoint
 from helpers.episodes import RandomEngine, picture, renderer_of, starts_of
 from helpers.option_files import in_files
-from recipes.algorithms.penalties import KLController
 from recipes.geo3k_grpo import parse
 from recipes.grpo import GRPOConfig, grpo_step, grpo_step_in_parts, step_for
 from recipes.run import carrying
@@ -312,7 +311,7 @@ def test_a_saved_state_holds_what_is_decoded_ahead():
 def test_episodes_are_carried_over():
     group, loader = Group(), LookAhead(Numbers())
     roles = workers.Roles(SimpleNamespace(), group, {})
-    state = StepState(KLController(0.0))
+    state = StepState()
     limits = EpisodeLimits(turns=2)
     batches, _ = carry_samples(roles, loader, 1, state, 5, corrected=True)
     roles = with_episodes(roles, Played(EpisodePlan(Corridor, limits)))
@@ -388,6 +387,6 @@ def test_the_step_is_the_plain_one_unless_something_is_decoded_meanwhile():
     assert step_for(parse([])) is step_for(parse(["--rollout.staleness", "0"])) is grpo_step
     assert step_for(parse(APART.split())) is step_for(parse([*APART.split(), "--rollout.staleness", "1"])) is grpo_step
     assert step_for(parse([*APART.split(), "--rollout.staleness", "0"])) is grpo_step_in_parts
-    roles, loader, state = SimpleNamespace(rollout=Group()), LookAhead(Numbers()), StepState(KLController(0.0))
+    roles, loader, state = SimpleNamespace(rollout=Group()), LookAhead(Numbers()), StepState()
     for bound in (None, 0):
         assert carry_samples(roles, loader, bound, state, 5)[0] is loader

@@ -60,7 +60,7 @@ def prompts(checkpoint):
 
 def step(roles, prompts, config, make=grpo_step):
     left = iter(prompts[1:])
-    state = StepState(config.kl_controller(), more=lambda: next(left))
+    state = StepState(more=lambda: next(left))
     return make(roles, prompts[0], config, config.sampling(max_tokens=6, seed=3), state)
 
 

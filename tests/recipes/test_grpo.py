@@ -1,13 +1,11 @@
 """One GRPO step on real roles, and its loss by hand."""
 
-import numpy as np
 import pytest
 import torch
 
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
 from recipes.grpo import GRPOConfig, parse, policy_loss
-from recipes.run.phases import accuracy
 from workers.model.packed_model import Outputs
 
 
@@ -18,7 +16,7 @@ def batch(**columns):
 def test_the_loss_by_hand():
     outputs = Outputs(torch.tensor([[0.5, 2.0]]).log(), entropy_or_none=torch.tensor([[1.0, 3.0]]))
     data = batch(old_log_probs=[[0.0, 0.0]], advantages=[[1.0, 1.0]], ref_log_prob=[[0.0, 0.0]])
-    loss, metrics = policy_loss(GRPOConfig(kl_coef=0.1, kl="k2"), entropy_coef=0.01)(outputs, data)
+    loss, metrics = policy_loss(GRPOConfig(kl_coef=0.1, kl="k2", entropy_coef=0.01))(outputs, data)
     # policy term: -0.5 and -1.2 (clipped); KL: 0.1 * log ratio ** 2 / 2; entropy: -0.01 * entropy
     log_ratio = torch.tensor([[0.5, 2.0]]).log()
     expected = torch.tensor([[-0.5, -1.2]]) + 0.1 * log_ratio**2 / 2 - torch.tensor([[0.01, 0.03]])
@@ -30,7 +28,7 @@ def test_the_loss_by_hand():
 def test_without_old_log_probs_the_ratio_is_one_and_the_gradient_is_that_of_reinforce():
     log_probs = torch.tensor([[-0.7, -0.1]], requires_grad=True)
     data = batch(advantages=[[2.0, -1.0]])
-    loss, metrics = policy_loss(GRPOConfig(), entropy_coef=0.0)(Outputs(log_probs, torch.zeros(1, 2)), data)
+    loss, metrics = policy_loss(GRPOConfig())(Outputs(log_probs, torch.zeros(1, 2)), data)
     loss.sum().backward()
     assert log_probs.grad.tolist() == [[-2.0, 1.0]]
     assert metrics["actor/ppo_kl"].tolist() == [[0.0, 0.0]]
@@ -65,9 +63,3 @@ def test_the_default_run_makes_several_updates_with_a_batch():
 def test_impossible_settings_are_refused(wrong):
     with pytest.raises(InvalidConfig):
         GRPOConfig(**wrong)
-
-
-def test_accuracy_passes_over_rows_without_a_verdict_and_stays_a_share():
-    rows = DataProto.from_dict(non_tensors={"acc": np.array([1.0, None, 0.0], dtype=object)})
-    assert accuracy(rows) == 0.5
-    assert accuracy(DataProto.from_dict(non_tensors={"score": np.array([5.0, 3.0], dtype=object)})) == 1.0

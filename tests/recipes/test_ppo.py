@@ -122,7 +122,7 @@ def arguments(folder: Path, name: str, *more: str) -> list[str]:
     settings = (
         "--batch-size 4 --algorithm.n 2 --max-prompt-length 500 --max-response-length 6 --eval-rows 4 --optimizer.lr 1e-3"
         " --critic-optimizer.lr 1e-3 --algorithm.minibatch 2 --algorithm.critic-epochs 2 --token-budget 600 --steps 4"
-        " --save-every 2 --algorithm.kl-coef 0.05 --algorithm.kl-in reward --algorithm.kl-target 0.01"
+        " --save-every 2 --algorithm.kl-coef 0.05 --algorithm.kl-in reward"
         " --algorithm.critic-warmup 1"
     )
     paths = ["--preset", "any", "--model-path", str(folder / "model"), "--reward", f"{folder / 'mine.py'}:score"]
