@@ -6,19 +6,17 @@ label column. Accuracy is that of greedy answers which are exactly right, measur
 """
 
 import sys
-from functools import partial
-from pathlib import Path
 
 from dataproto import DataProto
 from recipes.configs.classify_config import PRESETS, TINY, ClassifyConfig, ClassifyDataConfig, parse
-from recipes.configs.shared.run_config import announce_small_model
 from recipes.data.column_keys import eval_sets
 from recipes.data.labelled_pictures import LabelledData, drawn_data, labelled_data
 from recipes.data.loader import PromptLoader, check_row, check_rows
 from recipes.data.splits import tell_data
 from recipes.options import training_command
 from recipes.run.policy_gradient import prompt_loader
-from recipes.run.supervised import SupervisedTask, run_supervised, supervised_builders, supervised_evaluation
+from recipes.run.supervised import SupervisedTask, rows_builder, run_supervised, supervised_evaluation
+from rollout.prompts import SupervisedBuilder
 
 __all__ = [
     "PRESETS",
@@ -32,10 +30,11 @@ __all__ = [
 ]
 
 
-def classification_task(config: ClassifyConfig, labelled: LabelledData, model_path: str) -> SupervisedTask:
+def classification_task(config: ClassifyConfig, model_path: str) -> SupervisedTask:
     """Questions about labelled pictures, and the evaluation: the loss, greedy answers, and the share that names no class."""
     data = config.data
-    builder, _ = builders = supervised_builders(data, model_path)
+    labelled = open_labelled(data, config.run.seed)
+    builder = rows_builder(SupervisedBuilder, data, model_path)
     loader = prompt_loader(config, builder, labelled.train, shuffle=data.data_path is not None)
     tell_data(loader, *labelled.held_out.values())
     if data.on_bad_row == "stop":  # before a model is loaded
@@ -46,7 +45,7 @@ def classification_task(config: ClassifyConfig, labelled: LabelledData, model_pa
         texts = [text.strip() for batch in answered for text in batch["response_text"]]
         return {"val/other_answers": sum(text not in answers for text in texts) / len(texts) if texts else 0.0}
 
-    evaluate = supervised_evaluation(config, data, labelled.held_out, builders, other_answers)
+    evaluate = supervised_evaluation(config, data, model_path, labelled.held_out, builder, other_answers)
     return SupervisedTask(builder, loader, evaluate, longest=data.max_length + data.max_response_length)
 
 
@@ -71,14 +70,7 @@ def open_labelled(data: ClassifyDataConfig, seed: int) -> LabelledData:
     return labelled_data(data.data_path, data.eval_rows, seed, templates, columns, data.exclude, data.on_bad_row, sets)
 
 
-def train(config: ClassifyConfig) -> Path:
-    """Trains by the options, and returns the path of the report."""
-    announce_small_model(config.model_path, config.data.data_path)
-    pictures = open_labelled(config.data, config.run.seed)
-    return run_supervised(config, partial(classification_task, config, pictures))
-
-
-main = training_command(parse, train)
+main = training_command(parse, run_supervised, lambda _: classification_task)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ each answer and kept in the run's directory. Left out of TRL's: divergences othe
 
 import sys
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,19 +19,17 @@ from recipes.algorithms.function_files import in_users_function
 from recipes.algorithms.preferences import mismatch_kl
 from recipes.algorithms.registry import PREFERENCES, arguments_by_name
 from recipes.configs.dpo_config import PRESETS, TINY, DPOConfig, PreferenceConfig, parse
-from recipes.configs.shared.run_config import announce_small_model
 from recipes.options import training_command
 from recipes.run.metrics import timed
 from recipes.run.preferences import (
     REFERENCE,
     ReferenceLogProbs,
-    answers_builder,
     on_tokens,
     pair_metrics,
     preference_task,
-    sent,
 )
-from recipes.run.supervised import SupervisedTask, run_supervised
+from recipes.run.supervised import SupervisedTask, run_supervised, sent
+from rollout.answers import Grouping
 from workers import Roles
 
 __all__ = ["PRESETS", "TINY", "DPOConfig", "PreferenceConfig", "dpo_step", "main", "parse"]
@@ -119,7 +116,6 @@ def losses_of(config: PreferenceConfig, columns: dict[str, Any], like: Tensor) -
 def dpo_task(config: DPOConfig, model_path: str) -> SupervisedTask:
     """Preferred answers, the step, and the evaluation: loss, accuracy and margin of held-out answers."""
     reference = ReferenceLogProbs(config.run.output_dir / REFERENCE_FILE)
-    builder = answers_builder(config.data, model_path, "answers" if config.algorithm.unpaired else "pairs")
 
     def judge(roles: Roles, rows: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
         rows, kl = compared(roles, rows, reference, {})
@@ -127,16 +123,11 @@ def dpo_task(config: DPOConfig, model_path: str) -> SupervisedTask:
         return preference_loss(outputs, rows, config.algorithm, kl)
 
     step = partial(dpo_step, config=config.algorithm, reference=reference)
-    return preference_task(config, builder, judge, step, "preferences")
+    grouping: Grouping = "answers" if config.algorithm.unpaired else "pairs"
+    return preference_task(config, model_path, grouping, judge, step, "preferences")
 
 
-def train(config: DPOConfig) -> Path:
-    """Trains by the options, and returns the path of the report."""
-    announce_small_model(config.model_path, config.data.data_path)
-    return run_supervised(config, partial(dpo_task, config))
-
-
-main = training_command(parse, train)
+main = training_command(parse, run_supervised, lambda _: dpo_task)
 
 
 if __name__ == "__main__":

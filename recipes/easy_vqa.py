@@ -10,7 +10,6 @@ controls: the same questions with other rows' pictures, and without pictures.
 
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from recipes.configs.easy_vqa_config import EasyVQAConfig, parse
@@ -93,7 +92,7 @@ def supervised_checkpoint(config: EasyVQAConfig, rows: EasyVQA) -> Path:
                 output_dir=directory / SFT,
             ),
         )
-        run_supervised(phase, partial(supervised_task, config, rows))
+        run_supervised(phase, lambda _, path: supervised_task(config, rows, path))
     return supervised_model(config)
 
 

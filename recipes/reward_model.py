@@ -6,7 +6,6 @@ reward as ``--reward classifier:CHECKPOINT``.
 """
 
 import sys
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +15,10 @@ from torch import Tensor
 from dataproto import DataProto
 from recipes.algorithms.preferences import bradley_terry_loss
 from recipes.configs.reward_model_config import PRESETS, TINY, RewardModelConfig, parse
-from recipes.configs.shared.run_config import announce_small_model
 from recipes.options import training_command
 from recipes.run.metrics import timed
-from recipes.run.preferences import answers_builder, on_tokens, pair_metrics, preference_task, sent
-from recipes.run.supervised import SupervisedTask, run_supervised
+from recipes.run.preferences import on_tokens, pair_metrics, preference_task
+from recipes.run.supervised import SupervisedTask, run_supervised, sent
 from workers import Roles
 from workers.training.checkpoint import latest_checkpoint
 
@@ -50,14 +48,12 @@ def ranking_task(config: RewardModelConfig, model_path: str) -> SupervisedTask:
     def judge(roles: Roles, rows: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
         return ranking_loss(SimpleNamespace(values=roles.actor.values(sent(rows))["values"]), rows)
 
-    builder = answers_builder(config.data, model_path, "scored")
-    return preference_task(config, builder, judge, reward_model_step, "scores")
+    return preference_task(config, model_path, "scored", judge, reward_model_step, "scores")
 
 
 def train(config: RewardModelConfig) -> Path:
     """Trains by the options, names the checkpoint as a reward, and returns the path of the report."""
-    announce_small_model(config.model_path, config.data.data_path)
-    report = run_supervised(config, partial(ranking_task, config))
+    report = run_supervised(config, ranking_task)
     if (latest := latest_checkpoint(config.run.output_dir)) is not None:
         print(f"reward: --reward classifier:{latest[1] / 'actor' / 'huggingface'}")
     return report

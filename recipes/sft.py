@@ -7,12 +7,9 @@ With no arguments it draws conversations, makes a small Qwen2.5-VL and trains it
 
 import sys
 from collections.abc import Mapping
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 from recipes.configs.sft_config import PRESETS, TINY, SFTConfig, SFTDataConfig, parse
-from recipes.configs.shared.run_config import announce_small_model
 from recipes.data.conversations import CONVERSATION_COLUMNS, conversation_rows, conversation_stream
 from recipes.data.loader import check_row
 from recipes.data.mixture import Mixture
@@ -20,7 +17,7 @@ from recipes.data.splits import open_sets, tell_columns_left_out, tell_data
 from recipes.demo.rows import DrawnSums, DrawnTalks
 from recipes.options import training_command
 from recipes.run.policy_gradient import prompt_loader
-from recipes.run.supervised import SupervisedTask, run_supervised, supervised_builders, supervised_evaluation
+from recipes.run.supervised import SupervisedTask, rows_builder, run_supervised, supervised_evaluation
 from rollout.prompts import SupervisedBuilder
 
 __all__ = ["PRESETS", "TINY", "SFTConfig", "SFTDataConfig", "conversation_task", "main", "open_data", "parse"]
@@ -33,15 +30,13 @@ Held = Mapping[str, Any]
 def conversation_task(config: SFTConfig, model_path: str) -> SupervisedTask:
     """Training and held-out conversations, and the evaluation: the loss, and answers to the last questions."""
     data = config.data
-    builder, _ = builders = supervised_builders(data, model_path)
-    builder.learning(data.turns)
+    builder = rows_builder(SupervisedBuilder, data, model_path).learning(data.turns)
     train_rows, held_out = open_data(data, builder, config.run.seed)
     if not data.data_path and data.on_bad_row == "stop":  # drawn, and not counted one by one
         check_row(held_out[""], 0, builder)
     loader = prompt_loader(config, builder, train_rows, shuffle=bool(data.data_path))
     tell_data(loader, *held_out.values())
-
-    evaluate = supervised_evaluation(config, data, held_out, builders)
+    evaluate = supervised_evaluation(config, data, model_path, held_out, builder)
     return SupervisedTask(builder, loader, evaluate, longest=data.max_length + data.max_response_length)
 
 
@@ -67,13 +62,7 @@ def open_data(data: SFTDataConfig, builder: SupervisedBuilder, seed: int) -> tup
     return rows, held_out
 
 
-def train(config: SFTConfig) -> Path:
-    """Trains by the options, and returns the path of the report."""
-    announce_small_model(config.model_path, config.data.data_path)
-    return run_supervised(config, partial(conversation_task, config))
-
-
-main = training_command(parse, train)
+main = training_command(parse, run_supervised, lambda _: conversation_task)
 
 
 if __name__ == "__main__":

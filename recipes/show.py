@@ -35,12 +35,11 @@ from recipes.rewards.reward_check import (
     truth_scores,
 )
 from recipes.run.policy_gradient import prompt_builder
-from recipes.run.preferences import answers_builder
-from recipes.run.supervised import supervised_builders
+from recipes.run.supervised import rows_builder
 from recipes.watch.pages import render, write_page
 from recipes.watch.rollout_files import pictures_of, sounds_of
-from rollout.answers import AnsweredPrompt, Grouping
-from rollout.prompts import PromptBuilder
+from rollout.answers import AnsweredPrompt, AnswersBuilder, Grouping
+from rollout.prompts import PromptBuilder, SupervisedBuilder
 from rollout.prompts.conversations import TrainingRow
 from rollout.prompts.image_processing import ProcessedMedium
 from rollout.prompts.prepared_rows import by_kind, invalid_row, media_objects
@@ -123,11 +122,11 @@ def shown_sources(asked: ShowConfig) -> Iterator[ShownSource]:
         model_path = config.model_path or str(make_tiny_processors(Path(folder), hears=hears))
         builder: PromptBuilder
         if asked.recipe == "sft":
-            builder = supervised_builders(config.data, model_path)[0].learning(config.data.turns)
+            builder = rows_builder(SupervisedBuilder, config.data, model_path).learning(config.data.turns)
         elif asked.recipe in PAIRED:
             unpaired = asked.recipe == "dpo" and config.algorithm.unpaired
             grouping: Grouping = "answers" if unpaired else "scored" if asked.recipe == "reward-model" else "pairs"
-            builder = answers_builder(config.data, model_path, grouping)
+            builder = rows_builder(AnswersBuilder, config.data, model_path).grouped(grouping)
         else:
             builder = prompt_builder(config.data, model_path)
     for name, rows in _opened(asked):

@@ -3,7 +3,7 @@
 import json
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import isqrt
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 from transformers.utils.logging import disable_progress_bar
 
-from recipes.classify import classification_task, open_labelled
+from recipes.classify import classification_task
 from recipes.configs.plan_config import ClusterConfig, PlanConfig, parse
 from recipes.configs.shared.policy_gradient_config import SIZES
 from recipes.configs.shared.published_models import published_config
@@ -25,12 +25,18 @@ from recipes.plan.rows import BatchSizes, PromptSizes, measure_answers, measure_
 from recipes.plan.setting import GIB, Device, Nodes, Setting, device_named
 from recipes.run import policy_gradient
 from recipes.run.run_directory import over_epochs
+from recipes.run.supervised import SupervisedTask
 from recipes.sft import conversation_task
 from recipes.watch.pages import render
 from rollout.pretrained import family_and_config
 from workers.model.model_config import ModelConfig
 from workers.training.loading import checkpoint_family
 
+TASKS: dict[str, Callable[[Any, str], SupervisedTask]] = {
+    "sft": conversation_task,
+    "classify": classification_task,
+    "dpo": dpo_task,
+}
 COLUMNS = [name for name in RoleMemory.__dataclass_fields__ if name not in ("role", "host")]
 
 
@@ -64,11 +70,8 @@ def plan(asked: PlanConfig) -> Forecast:
 def expected_setting(asked: PlanConfig, path: str) -> Setting:
     """What the forecast depends on, for the model in ``path``: from data and options by the run's own functions."""
     config, device = asked.config, device_named(asked.options.device)
-    if asked.recipe in ("sft", "classify", "dpo"):
-        if asked.recipe == "classify":
-            task = classification_task(config, open_labelled(config.data, config.run.seed), path)
-        else:
-            task = (conversation_task if asked.recipe == "sft" else dpo_task)(config, path)
+    if asked.recipe in TASKS:
+        task = TASKS[asked.recipe](config, path)
         config = replace(config, run=over_epochs(config.run, task.loader))
         loader, scored = task.loader, 0.0
         if asked.recipe == "dpo":

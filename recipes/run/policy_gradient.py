@@ -4,8 +4,8 @@
 """
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -113,11 +113,7 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[An
         InvalidConfig, CheckpointError: the run directory or the data do not fit the options.
     """
     check_trains(config.data)
-    started = time.monotonic()
-    disable_progress_bar()  # of transformers; a run shows its own
-    check_extras(config.engine, config.on, config.ray.address)  # before anything is written or loaded
-    tell_untested_versions(config.engine)
-    with held_directory(config):
+    with begun(config) as started:
         task = (prepare or problems)(config)
         config, builder = task.config, task.builder
         curriculum = task.loader.rows if isinstance(task.loader.rows, Curriculum) else None
@@ -149,6 +145,22 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[An
         return directory / REPORT_FILE
 
 
+@contextmanager
+def begun(config: RecipeConfig) -> Iterator[float]:
+    """Checks what a run needs before anything is written or loaded, and keeps others out of its directory for the time of a
+    block, which gets the time at which the run began.
+
+    Raises:
+        InvalidConfig, MissingPackage: see `held_directory` and `check_extras`.
+    """
+    started = time.monotonic()
+    disable_progress_bar()  # of transformers; a run shows its own
+    check_extras(config.engine, config.on, config.ray.address)
+    tell_untested_versions(config.engine)
+    with held_directory(config):
+        yield started
+
+
 def observed_step(
     step: StepFunction, curriculum: Curriculum, roles: Roles, prompts: DataProto
 ) -> tuple[DataProto, dict[str, float]]:
@@ -176,7 +188,7 @@ def problems(config: PolicyGradientConfig, trains: bool = True) -> PolicyTask:
         InvalidConfig, CheckpointError: see `run`.
     """
     if trains:
-        announce_small_model(config.model_path, config.data.data_path)
+        announce_small_model(config)
     played = None if config.played_agent is None else Played.by_agent(*config.played_agent)
     reward = None
     if config.reward is not None or played is None:
@@ -223,9 +235,7 @@ def evaluate(config: PolicyGradientConfig, prepare: Callable[..., PolicyTask] | 
         )
     if prepare is None and not (config.data.eval_data_path or config.data.data_path):
         raise InvalidConfig("evaluate has no problems: give --eval-data-path, a set or several")
-    disable_progress_bar()
-    check_extras(config.engine, config.on, config.ray.address)
-    with held_directory(config):
+    with begun(config):
         task = (prepare or problems)(config, trains=False)
         with (
             reported(config.run.output_dir) as directory,

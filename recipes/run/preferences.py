@@ -19,7 +19,7 @@ from recipes.demo.rows import DrawnPairs
 from recipes.run.evaluation import Evaluate
 from recipes.run.loop import StepFunction
 from recipes.run.policy_gradient import prompt_loader
-from recipes.run.supervised import Learns, SupervisedTask
+from recipes.run.supervised import Learns, SupervisedTask, rows_builder, sent
 from rollout.answers import ANSWER_KEY, AnswersBuilder, Grouping
 from workers import Roles
 
@@ -31,14 +31,6 @@ Held = Mapping[str, Any]
 """Held-out rows of each set by its name, "" for one without."""
 Judge = Callable[[Roles, DataProto], tuple[Tensor, dict[str, Tensor]]]
 """Roles and a held-out batch -> what the loss function of the step gives for it."""
-
-
-def answers_builder(data: PreferenceDataConfig, model_path: str, grouping: Grouping) -> AnswersBuilder:
-    """The builder of batches of answers."""
-    limits = (data.max_length, data.min_pixels, data.max_pixels)
-    builder = AnswersBuilder.from_pretrained(model_path, *limits, template_arguments=data.template_arguments)
-    builder.limit_name = "max_length"
-    return builder.grouped(grouping)
 
 
 def open_preferences(data: PreferenceDataConfig, builder: AnswersBuilder, seed: int) -> tuple[Any, Held]:
@@ -87,14 +79,6 @@ class ReferenceLogProbs:
         return self._known
 
 
-def sent(rows: DataProto) -> DataProto:
-    """The rows as a model reads them, with tensors, pairs and pictures only."""
-    kept = ("uid", "multi_modal_inputs")
-    chosen = rows[:]
-    chosen.pop(non_tensor_batch_keys=[name for name in rows.non_tensor_batch if name not in kept])
-    return chosen
-
-
 def pair_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
     """Of the rewards of the answers of each pair."""
     metrics = {"rewards/chosen": chosen, "rewards/rejected": rejected, "rewards/margins": chosen - rejected}
@@ -112,10 +96,11 @@ def on_tokens(losses: Tensor, metrics: Mapping[str, Tensor], mask: Tensor) -> tu
 
 
 def preference_task(
-    config: SupervisedConfig, builder: AnswersBuilder, judge: Judge, step: StepFunction, learns: Learns
+    config: SupervisedConfig, model_path: str, grouping: Grouping, judge: Judge, step: StepFunction, learns: Learns
 ) -> SupervisedTask:
     """Preferred answers by the options ``config.data``, a step, and the evaluation by ``judge``; see `SupervisedTask`."""
     data: PreferenceDataConfig = config.data  # type: ignore[attr-defined]
+    builder = rows_builder(AnswersBuilder, data, model_path).grouped(grouping)
     train_rows, held_out = open_preferences(data, builder, config.run.seed)
     if data.on_bad_row == "stop":
         check_row(train_rows, 0, builder)

@@ -1,17 +1,16 @@
 """Supervised training: one step, the held-out loss, and the run around them."""
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
-from transformers.utils.logging import disable_progress_bar
 
 from dataproto import DataProto
+from recipes.configs.shared.run_config import announce_small_model
 from recipes.configs.shared.supervised_config import RowsConfig, SupervisedConfig
 from recipes.data.conversations import Questions
 from recipes.data.loader import EvaluationLoader, PromptLoader
@@ -20,9 +19,8 @@ from recipes.run.evaluation import Evaluate, evaluate_samples
 from recipes.run.loop import StepFunction, attempts, train
 from recipes.run.metrics import speed_metrics, timed
 from recipes.run.out_of_memory import naming_options
-from recipes.run.policy_gradient import launched
+from recipes.run.policy_gradient import begun, launched
 from recipes.run.run_directory import (
-    held_directory,
     open_run_directory,
     over_epochs,
     over_the_run,
@@ -30,14 +28,12 @@ from recipes.run.run_directory import (
     with_function,
     with_schedules,
 )
-from recipes.run.tested_versions import tell_untested_versions
 from recipes.watch.console import start_phase
 from recipes.watch.kept_rollouts import KeptRollouts
 from recipes.watch.report import REPORT_FILE
 from rollout.engine import SamplingParams
 from rollout.prompts import PromptBuilder, SupervisedBuilder
 from workers import Roles
-from workers.cluster.launcher import check_extras
 from workers.model.packed_model import Outputs
 from workers.roles.actor import ActorConfig
 from workers.roles.critic import CriticConfig
@@ -45,6 +41,8 @@ from workers.roles.reward import RewardRow
 from workers.roles.rollout_worker import RolloutConfig
 from workers.training.loading import checkpoint_family
 
+Config = TypeVar("Config", bound=SupervisedConfig)
+Builder = TypeVar("Builder", bound=PromptBuilder)
 TINY_MODEL = "model"  # folder of the small model in a run's directory
 Learns = Literal["text", "preferences", "scores"]
 """What a model learns: what it says, whose held-out questions an engine answers; what it prefers to say next to a reference, the
@@ -63,59 +61,41 @@ class SupervisedTask:
     learns: Learns = "text"
 
 
-def run_supervised(config: SupervisedConfig, make_task: Callable[[str], SupervisedTask]) -> Path:
+def run_supervised(config: Config, make_task: Callable[[Config, str], SupervisedTask]) -> Path:
     """Trains on the rows of a task, with evaluation, checkpoints, resume and report by the options.
 
     Args:
-        make_task: called with the path of the model.
+        make_task: called with the options and the path of the model.
 
     Returns:
         The path of the report, which an interrupted run leaves too.
     """
-    started = time.monotonic()
-    disable_progress_bar()  # of transformers; a run shows its own
-    check_extras(config.engine, config.on, config.ray.address)  # before anything is written or loaded
-    tell_untested_versions(config.engine)
-    with held_directory(config):
+    announce_small_model(config)
+    with begun(config) as started:
         if config.model_path is not None:
             checkpoint_family(config.model_path)  # refuses an unknown model before anything is written
-        return _run_supervised(config, make_task, started)
+        with TemporaryDirectory() as folder, start_phase("reading data"):  # before anything is written or overwritten
+            task = make_task(config, config.model_path or str(make_tiny_processors(Path(folder))))
+        asked, config = config, replace(config, run=over_epochs(config.run, task.loader))
+        config = with_schedules(config.run, config, optimizer=1)
+        directory = open_run_directory(config.run, config, asked)
+        model_path = config.model_path or str(tiny_model(directory / TINY_MODEL, config.run.seed, config.run.resume))
+        limits = {"image_options": task.builder.image_options, "max_model_len": task.longest}
+        kept = KeptRollouts(config.run.output_dir, config.keep_rows, task.builder.tokenizer)
+        with naming_options(config, task.longest), reported(directory, started):
+            for attempt in attempts(config.run, task.loader, config.max_restarts):
+                step = task.step or sft_step
+                with attempt, launch_supervised(config, model_path, limits, task.learns) as roles:
+                    train(attempt.run, roles, task.loader, step, task.evaluate, task.builder, None, measure_rows, kept)
+        return directory / REPORT_FILE
 
 
-def _run_supervised(config: SupervisedConfig, make_task: Callable[[str], SupervisedTask], started: float) -> Path:
-    """Opens the run's directory and trains there; see `run_supervised`."""
-    asked = config
-    with TemporaryDirectory() as folder, start_phase("reading data"):  # before anything is written or overwritten
-        task = make_task(config.model_path or str(make_tiny_processors(Path(folder))))
-    config = replace(config, run=over_epochs(config.run, task.loader))
-    config = with_schedules(config.run, config, optimizer=1)
-    directory = open_run_directory(config.run, config, asked)
-    model_path = config.model_path or str(tiny_model(directory / TINY_MODEL, config.run.seed, config.run.resume))
-    limits = {"image_options": task.builder.image_options, "max_model_len": task.longest}
-    loader, builder = task.loader, task.builder
-    with naming_options(config, task.longest), reported(directory, started):
-        for attempt in attempts(config.run, loader, config.max_restarts):
-            with attempt, launch_supervised(config, model_path, limits, task.learns) as roles:
-                train(
-                    attempt.run,
-                    roles,
-                    loader,
-                    task.step or sft_step,
-                    task.evaluate,
-                    builder,
-                    measure=measure_rows,
-                    kept=KeptRollouts(config.run.output_dir, config.keep_rows, builder.tokenizer),
-                )
-    return directory / REPORT_FILE
-
-
-def supervised_builders(data: RowsConfig, model_path: str) -> tuple[SupervisedBuilder, PromptBuilder]:
-    """The builder of conversations to learn, and that of held-out questions."""
+def rows_builder(kind: type[Builder], data: RowsConfig, model_path: str) -> Builder:
+    """A builder of rows, whose limit is an option of its own."""
     limits = (data.max_length, data.min_pixels, data.max_pixels)
-    builder = SupervisedBuilder.from_pretrained(model_path, *limits, template_arguments=data.template_arguments)
-    questions = PromptBuilder.from_pretrained(model_path, *limits, template_arguments=data.template_arguments)
-    builder.limit_name = questions.limit_name = "max_length"
-    return builder, questions
+    builder = kind.from_pretrained(model_path, *limits, template_arguments=data.template_arguments)
+    builder.limit_name = "max_length"
+    return builder
 
 
 def tiny_model(path: Path, seed: int, resumed: bool = False, *settings: Any) -> Path:
@@ -158,7 +138,7 @@ def sft_step(roles: Roles, rows: DataProto) -> tuple[DataProto, dict[str, float]
     """
     metrics: dict[str, float] = {}
     with timed(metrics, "update_actor"):
-        updated = roles.actor.update_and_score(_without_media(rows), next_token_loss, aggregation="token-mean")
+        updated = roles.actor.update_and_score(sent(rows), next_token_loss, aggregation="token-mean")
     metrics |= updated.metrics
     rows["actor_log_probs"] = updated.scores
     metrics["train/loss"] = metrics.pop("actor/loss")
@@ -166,11 +146,12 @@ def sft_step(roles: Roles, rows: DataProto) -> tuple[DataProto, dict[str, float]
     return rows, metrics
 
 
-def _without_media(rows: DataProto) -> DataProto:
-    """The rows as the model reads them: pictures are in ``multi_modal_inputs``."""
-    sent = rows[:]
-    sent.pop(non_tensor_batch_keys=[name for name in ("multi_modal_data",) if name in sent])
-    return sent
+def sent(rows: DataProto) -> DataProto:
+    """The rows as a model reads them: with tensors, and of the other columns groups and pictures only."""
+    kept = ("uid", "multi_modal_inputs")
+    chosen = rows[:]
+    chosen.pop(non_tensor_batch_keys=[name for name in rows.non_tensor_batch if name not in kept])
+    return chosen
 
 
 def next_token_loss(outputs: Outputs, rows: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
@@ -195,7 +176,7 @@ def held_out_loss(roles: Roles, batches: Iterable[DataProto]) -> dict[str, float
     """``val/loss``: the mean over all tokens to learn, like ``train/loss``."""
     total, tokens = 0.0, 0
     for rows in batches:
-        log_probs = roles.actor.log_probs(_without_media(rows), into="log_probs")["log_probs"]
+        log_probs = roles.actor.log_probs(sent(rows), into="log_probs")["log_probs"]
         mask = rows["response_mask"].bool()
         total -= float(log_probs[mask].double().sum())
         tokens += int(mask.sum())
@@ -205,8 +186,9 @@ def held_out_loss(roles: Roles, batches: Iterable[DataProto]) -> dict[str, float
 def supervised_evaluation(
     config: SupervisedConfig,
     data: RowsConfig,
+    model_path: str,
     held_out: Mapping[str, Sequence[Any]],
-    builders: tuple[SupervisedBuilder, PromptBuilder],
+    builder: SupervisedBuilder,
     also: Callable[[list[DataProto]], dict[str, float]] = lambda answered: {},
 ) -> Evaluate:
     """The held-out loss and, unless answers have no tokens, greedy answers to the last question of each conversation.
@@ -214,10 +196,10 @@ def supervised_evaluation(
     Args:
         held_out: the rows of each set by its name, which its metrics have: ``val/loss/NAME``, of which ``val/loss`` is the mean.
             The one of a set named "" is ``val/loss``.
-        builders: those of `supervised_builders`.
+        builder: of the conversations to learn.
         also: further metrics of the number of the step and the scored answers.
     """
-    builder, questions = builders
+    questions = rows_builder(PromptBuilder, data, model_path)
 
     def evaluate(roles: Roles, step: int) -> dict[str, float]:
         if not held_out:

@@ -63,7 +63,7 @@ def episode_task(config: EpisodeRunConfig, synthetic: SyntheticEnvironment, trai
     Raises:
         InvalidConfig, CheckpointError: the run directory, the environment or the data do not fit the options.
     """
-    announce_small_model(config.model_path, config.data.data_path)
+    announce_small_model(config)
     if config.model_path is not None:  # what is unknown is refused before anything is written
         config.check_models(config.model_path)
     played_instead(config.episodes)

@@ -1,6 +1,6 @@
 """The options that every run has: its length, what it writes and when, and where it runs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -75,9 +75,10 @@ def check_at_least(least: int, config: Any, *names: str, group: str = "") -> Non
             raise InvalidConfig(f"{group}{name}={value}: must be at least {least}")
 
 
-def announce_small_model(model_path: str | None, data_path: str | Sequence[str] | None) -> None:
+def announce_small_model(config: Any) -> None:
     """Says in one line what a run with data and without ``--model-path`` trains."""
-    if model_path is None and data_path:
+    data_path = getattr(getattr(config, "data", None), "data_path", None)
+    if config.model_path is None and data_path:
         paths = data_path if isinstance(data_path, str) else " ".join(data_path)
         print(
             f"no --model-path: trains the small Qwen2.5-VL made on the spot on {paths}; "
