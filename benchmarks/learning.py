@@ -50,7 +50,7 @@ from recipes import easy_vqa, grpo, ppo  # noqa: E402
 from recipes.configs import easy_vqa_config  # noqa: E402
 from recipes.rewards import geo3k_reward, short_answer_reward  # noqa: E402
 from recipes.run import policy_gradient, run  # noqa: E402
-from recipes.run.run_directory import open_run_directory, with_schedules  # noqa: E402
+from recipes.run.run_directory import open_run_directory  # noqa: E402
 from recipes.watch.metrics_file import read_metrics  # noqa: E402
 
 PROMPTS, SAMPLES = 16, 16
@@ -204,8 +204,7 @@ def train_ours(this: Run, work: Path) -> None:
     start, rows = easy_vqa_start(this.seed, work)
     config = recipe.parse([*arguments_of(this, work), "--max-prompt-length", "128", "--max-response-length", "4"])
     config = replace(config, optimizer=easy_vqa_config.TINY.optimizer)
-    config = with_schedules(config.run, config, **config.updates)
-    open_run_directory(config.run, config)
+    config = open_run_directory(config, **config.updates)
     run(
         config,
         with_cpu_seconds(step_of(recipe, config)),

@@ -28,7 +28,8 @@ from recipes.demo.tiny_model import TinyConfig
 from recipes.grpo import step_for
 from recipes.options import training_command
 from recipes.run.episode_roles import Played
-from recipes.run.policy_gradient import PolicyTask, open_task_directory, prompt_builder, prompt_loader, run
+from recipes.run.policy_gradient import PolicyTask, prompt_builder, prompt_loader, run
+from recipes.run.run_directory import open_run_directory
 from recipes.run.synthetic_environment import MODEL, SmallModel, controlled_evaluation, demonstrated_model
 from rollout.agents import AgentPlan, AgentTask
 
@@ -143,7 +144,7 @@ SMALL = SmallModel(
 
 def browse_task(config: BrowseConfig) -> PolicyTask:
     """The run of `press` on pages, from the checkpoint that is given or from the small model."""
-    config = open_task_directory(config)
+    config = open_run_directory(config, **config.updates)
     path = config.run.output_dir / MODEL
     model = config.model_path or str(
         demonstrated_model(path, config.run.seed, SMALL, WarmUpPhaseConfig(), config.run.resume)

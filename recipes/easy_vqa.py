@@ -24,7 +24,8 @@ from recipes.grpo import step_for
 from recipes.options import training_command
 from recipes.rewards import RewardFunction, load_reward, short_answer_reward
 from recipes.rewards.reward_check import check_reward
-from recipes.run.policy_gradient import PolicyTask, open_task_directory, prompt_builder, prompt_loader, run
+from recipes.run.policy_gradient import PolicyTask, prompt_builder, prompt_loader, run
+from recipes.run.run_directory import open_run_directory
 from recipes.run.supervised import SupervisedTask, held_out_loss, run_supervised, tiny_model
 from recipes.run.synthetic_environment import controlled_evaluation
 from recipes.watch.console import start_phase
@@ -55,7 +56,7 @@ def easy_vqa_task(config: EasyVQAConfig) -> PolicyTask:
     reward: RewardFunction = short_answer_reward
     if config.reward is not None:
         reward = load_reward(config.reward, config.on == "local", config.reward_weights)
-    config = open_task_directory(config)
+    config = open_run_directory(config, **config.updates)
     return policy_task(config, rows, str(supervised_checkpoint(config, rows)), reward)
 
 

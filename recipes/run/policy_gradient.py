@@ -17,7 +17,7 @@ from dataproto import DataProto
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily
 from recipes.configs.episodes_config import EpisodeRunConfig
-from recipes.configs.shared.policy_gradient_config import Config, DataConfig, PolicyGradientConfig
+from recipes.configs.shared.policy_gradient_config import DataConfig, PolicyGradientConfig
 from recipes.configs.shared.run_config import RecipeConfig, announce_small_model
 from recipes.data.curriculum import Curriculum
 from recipes.data.loader import EvaluationLoader, PromptLoader
@@ -41,7 +41,6 @@ from recipes.run.run_directory import (
     over_the_run,
     reported,
     with_function,
-    with_schedules,
 )
 from recipes.run.tested_versions import tell_untested_versions
 from recipes.watch.console import LIBRARIES_FILE, start_phase
@@ -206,7 +205,7 @@ def problems(config: PolicyGradientConfig, trains: bool = True) -> PolicyTask:
     if trains:
         tell_data(loader, *test_rows.values())
     asked, config = config, replace(config, run=over_epochs(config.run, loader))
-    config = open_task_directory(config, asked)
+    config = open_run_directory(config, asked, **config.updates)
     evaluate = evaluation_of_sets(config, builder, test_rows)
     return PolicyTask(config, model_path, builder, loader, reward, evaluate, played)
 
@@ -255,20 +254,6 @@ def evaluation_of_sets(config: PolicyGradientConfig, builder: PromptBuilder, set
     at_a_time, on_bad_row = answered_at_a_time(config), config.data.on_bad_row
     loaders = {name: EvaluationLoader(rows, builder, at_a_time, on_bad_row) for name, rows in sets.items()}
     return held_out_evaluation(loaders, config.eval_sampling(), config.run.output_dir)
-
-
-def open_task_directory(config: Config, asked: Config | None = None) -> Config:
-    """Opens the directory of a run, and sets the lengths of its schedules.
-
-    Args:
-        asked: the options as the user gave them; ``config`` by default.
-
-    Raises:
-        InvalidConfig, CheckpointError: see `open_run_directory`.
-    """
-    completed = with_schedules(config.run, config, **config.updates)
-    open_run_directory(config.run, completed, config if asked is None else asked)
-    return completed
 
 
 def launch_roles(

@@ -26,8 +26,6 @@ from recipes.watch.report import ENVIRONMENT_FILE, environment, write_report
 from workers.model.model_config import OptimizerConfig, Schedule
 from workers.training.checkpoint import checkpoint_steps, latest_checkpoint, write_json
 
-Config = TypeVar("Config")
-
 
 class HasRun(Protocol):
     """The dataclass that describes a run."""
@@ -41,6 +39,9 @@ class RecordedRun:
     """The configuration of a run that has no other."""
 
     run: RunConfig
+
+
+Config = TypeVar("Config", bound=HasRun)
 
 
 def over_the_run(optimizer: OptimizerConfig, updates: int) -> OptimizerConfig:
@@ -84,7 +85,7 @@ def over_epochs(run: RunConfig, loader: PromptLoader) -> RunConfig:
     return run if run.epochs is None else replace(run, steps=loader.steps(run.epochs))
 
 
-def with_schedules(run: RunConfig, config: Config, **updates: int) -> Config:
+def with_schedules(config: Config, **updates: int) -> Config:
     """Sets the length of each learning-rate schedule in ``config`` that has none.
 
     The schedules of a new run end with it. A resumed run keeps the lengths with which it began, whatever its number of steps is
@@ -96,6 +97,7 @@ def with_schedules(run: RunConfig, config: Config, **updates: int) -> Config:
     Raises:
         CheckpointError: a resumed run has more steps than before, and a decaying schedule ends before they do.
     """
+    run: RunConfig = config.run
     before = _flatten(_read(run.output_dir)) if run.resume else {}
     changed = {}
     for name, each in updates.items():
@@ -124,8 +126,7 @@ def with_schedules(run: RunConfig, config: Config, **updates: int) -> Config:
                 f"{option}: the {optimizer.schedule} schedule ends with step {total // each} (before {began // each})"
             )
         changed[name] = over_the_run(optimizer, total)
-    completed: Config = replace(config, **changed)  # type: ignore[type-var]
-    return completed
+    return replace(config, **changed)  # type: ignore[type-var]
 
 
 def _earlier_lengths(before: Mapping[str, Any], each: int) -> Iterator[int]:
@@ -146,8 +147,10 @@ def recorded_run(run: RunConfig, config: Any = None) -> Iterator[Path]:
         InvalidConfig, CheckpointError: see `held_directory` and `open_run_directory`.
     """
     config = RecordedRun(run) if config is None else config
-    with held_directory(config), reported(open_run_directory(run, config)) as directory:
-        yield directory
+    with held_directory(config):
+        open_run_directory(config)
+        with reported(run.output_dir) as directory:
+            yield directory
 
 
 @contextmanager
@@ -202,19 +205,25 @@ def reported(directory: Path, started: float | None = None) -> Iterator[Path]:
         yield directory
 
 
-def open_run_directory(run: RunConfig, config: Any = None, asked: Any = None) -> Path:
-    """Prepares ``run.output_dir``, and writes ``config.json``, ``config.yaml`` and ``environment.json`` there.
+def open_run_directory(config: Config, asked: Config | None = None, **updates: int) -> Config:
+    """Prepares the directory of a run, and writes ``config.json``, ``config.yaml`` and ``environment.json`` there.
 
     Args:
         config: the dataclass that describes the run, with what was filled in; see `recorded_run`.
         asked: the same as the user asked for it, for ``config.yaml``; ``config`` by default.
+        updates: see `with_schedules`.
+
+    Returns:
+        The configuration with the lengths of its schedules.
 
     Raises:
         InvalidConfig: see `check_run_directory`.
         CheckpointError: ``resume`` is set, but the settings of the run in the directory differ (the first one is named), or are
             unknown.
     """
-    config = RecordedRun(run) if config is None else config
+    asked = config if asked is None else asked
+    config = with_schedules(config, **updates)
+    run: RunConfig = config.run
     directory = run.output_dir
     check_run_directory(config)
     changes = _changes(directory, config) if run.resume else []
@@ -222,12 +231,12 @@ def open_run_directory(run: RunConfig, config: Any = None, asked: Any = None) ->
         if run.overwrite:
             _delete_earlier(directory)
         directory.mkdir(parents=True, exist_ok=True)
-    write_json(directory / CONFIG_FILE, asdict(config) | ({CHANGES: changes} if changes else {}))
-    write_options(directory, config if asked is None else asked)
+    write_json(directory / CONFIG_FILE, asdict(config) | ({CHANGES: changes} if changes else {}))  # type: ignore[call-overload]
+    write_options(directory, asked)
     if hasattr(config, "preset"):
-        print(settings_line(config if asked is None else asked))
+        print(settings_line(asked))
     write_json(directory / ENVIRONMENT_FILE, environment())
-    return directory
+    return config
 
 
 def check_run_directory(config: HasRun) -> None:

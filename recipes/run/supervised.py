@@ -26,7 +26,6 @@ from recipes.run.run_directory import (
     over_the_run,
     reported,
     with_function,
-    with_schedules,
 )
 from recipes.watch.console import start_phase
 from recipes.watch.kept_rollouts import KeptRollouts
@@ -77,8 +76,8 @@ def run_supervised(config: Config, make_task: Callable[[Config, str], Supervised
         with TemporaryDirectory() as folder, start_phase("reading data"):  # before anything is written or overwritten
             task = make_task(config, config.model_path or str(make_tiny_processors(Path(folder))))
         asked, config = config, replace(config, run=over_epochs(config.run, task.loader))
-        config = with_schedules(config.run, config, optimizer=1)
-        directory = open_run_directory(config.run, config, asked)
+        config = open_run_directory(config, asked, optimizer=1)
+        directory = config.run.output_dir
         model_path = config.model_path or str(tiny_model(directory / TINY_MODEL, config.run.seed, config.run.resume))
         limits = {"image_options": task.builder.image_options, "max_model_len": task.longest}
         kept = KeptRollouts(config.run.output_dir, config.keep_rows, task.builder.tokenizer)

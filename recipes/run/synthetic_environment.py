@@ -20,10 +20,10 @@ from recipes.run.policy_gradient import (
     answered_at_a_time,
     evaluation_of_sets,
     open_data_set,
-    open_task_directory,
     prompt_builder,
     prompt_loader,
 )
+from recipes.run.run_directory import open_run_directory
 from recipes.watch.console import start_phase
 from rollout.environments import EpisodePlan, MakeEnvironment, TurnRenderer
 from rollout.prompts import PromptBuilder, SupervisedBuilder
@@ -69,13 +69,13 @@ def episode_task(config: EpisodeRunConfig, synthetic: SyntheticEnvironment, trai
     played_instead(config.episodes)
     model_path, run = config.model_path, config.run
     if model_path is None:
-        config = open_task_directory(config)
+        config = open_run_directory(config, **config.updates)
         model_path = str(demonstrated_model(run.output_dir / MODEL, run.seed, synthetic, config.warm_up, run.resume))
     builder, played = open_played(config, synthetic, model_path)
     name_departures(builder)
     rows, held_out, controls = episode_rows(config, synthetic, builder, trains)
     if config.model_path is not None:
-        config = open_task_directory(config)
+        config = open_run_directory(config, **config.updates)
     loader = prompt_loader(config, builder, rows, shuffle=config.data.data_path is not None)
     if trains:
         tell_data(loader, *held_out.values())

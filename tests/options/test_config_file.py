@@ -14,7 +14,7 @@ from helpers.option_files import in_files
 from recipes import classify, geo3k_grpo, grpo, ppo, sft
 from recipes.configs import distil_config, easy_vqa_config, walk_config, zoom_config
 from recipes.options import write_options
-from recipes.run.run_directory import open_run_directory, with_schedules
+from recipes.run.run_directory import open_run_directory
 from workers.ranks.layout import Layout
 
 RECIPES = (grpo, ppo, sft, classify, geo3k_grpo, easy_vqa_config, distil_config, walk_config, zoom_config)
@@ -110,15 +110,12 @@ def test_the_file_of_a_run_gives_its_options_again(recipe, tmp_path):
     began = recipe.parse(
         ["--steps", "40", "--output-dir", str(tmp_path / "run"), "--engine-options", "max_num_seqs", "8"]
     )
-    open_run_directory(began.run, began)
+    open_run_directory(began)
     assert recipe.parse(["--config", str(tmp_path / "run" / "config.yaml")]) == began
     assert recipe.parse(["--config", str(tmp_path / "run" / "config.json")]) == began
     resumed = recipe.parse(["--resume", str(tmp_path / "run"), "--steps", "50"])
     assert resumed == replace(began, run=replace(began.run, steps=50, resume=True))
-    resumed = with_schedules(
-        replace(began.run, resume=True), recipe.parse([f"--resume={tmp_path / 'run'}"]), optimizer=1
-    )
-    open_run_directory(resumed.run, resumed)  # the same settings
+    open_run_directory(recipe.parse([f"--resume={tmp_path / 'run'}"]), optimizer=1)  # the same settings
     assert "resume" not in yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
 
 
@@ -127,13 +124,11 @@ def test_a_run_of_an_earlier_version_resumes_from_its_config_json(tmp_path):
     began = grpo.parse(
         ["--output-dir", str(tmp_path), "--preset", "any", "--model-path", "mine", "--optimizer.schedule", "linear"]
     )
-    recorded = with_schedules(began.run, began, optimizer=1)
-    open_run_directory(began.run, recorded)
+    recorded = open_run_directory(began, optimizer=1)
     (tmp_path / "config.yaml").unlink()
     resumed = grpo.parse(["--resume", str(tmp_path)])
     assert resumed.optimizer.total_steps is None  # it was filled in, and is again
-    again = with_schedules(resumed.run, resumed, optimizer=1)
-    open_run_directory(again.run, again)
+    again = open_run_directory(resumed, optimizer=1)
     assert asdict(replace(again, run=recorded.run)) == asdict(recorded)
 
 
@@ -182,7 +177,7 @@ def test_values_by_name_are_added_to_those_of_the_preset(tmp_path):
     )
     assert began.engine_options == {"max_num_seqs": 512, "memory_share": 0.3, "enforce_eager": True}
     assert preset["memory_share"] == 0.4  # left as it was
-    open_run_directory(began.run, began)
+    open_run_directory(began)
     resumed = grpo.parse(["--resume", str(tmp_path), "--steps", "3"])
     assert resumed == replace(began, run=replace(began.run, steps=3, resume=True))
     (tmp_path / "mine.yaml").write_text("preset: 7b\nengine_options: {memory_share: 0.2, max_num_seqs: 32}\n")
@@ -227,7 +222,7 @@ def test_a_file_names_a_preset_that_the_command_line_overrides(tmp_path):
 @pytest.mark.parametrize(("given", "preset"), [("--preset any --model-path mine", "any"), ("--steps 7", "tiny")])
 def test_a_run_that_has_recorded_no_preset_resumes_with_its_own(given, preset, tmp_path):
     began = grpo.parse([*given.split(), "--output-dir", str(tmp_path)])
-    open_run_directory(began.run, began)
+    open_run_directory(began)
     file = tmp_path / "config.yaml"
     file.write_text("".join(line for line in file.read_text().splitlines(True) if not line.startswith("preset")))
     resumed = grpo.parse(["--resume", str(tmp_path)])

@@ -87,7 +87,7 @@ def test_a_run_is_overwritten_by_its_own_file_of_options(run: Path) -> None:
     (run / "config.yaml").write_text("steps: 3\n")
     config = grpo.parse(["--config", str(run / "config.yaml"), "--output-dir", str(run), "--overwrite"])
     with held_directory(config):
-        open_run_directory(config.run, config)
+        open_run_directory(config)
     assert not (run / "metrics.jsonl").exists()
     assert (run / "config.yaml").read_text().startswith("#")
 
@@ -96,7 +96,7 @@ def test_checkpoints_without_metrics_are_an_earlier_run_as_well(run: Path) -> No
     """Its checkpoints would be pruned, or restored by a resumed run, among those of the new one."""
     (run / "metrics.jsonl").unlink()
     with pytest.raises(InvalidConfig, match="holds an earlier run: --resume it, --overwrite it, or choose another"):
-        open_run_directory(RunConfig(output_dir=run))
+        open_run_directory(RecordedRun(RunConfig(output_dir=run)))
 
 
 @pytest.mark.slow
@@ -121,7 +121,7 @@ def test_a_deletion_that_was_killed_can_be_repeated(run: Path, monkeypatch: pyte
 
     monkeypatch.setattr(Path, "unlink", killed)
     with pytest.raises(KeyboardInterrupt):
-        open_run_directory(config.run, config)
+        open_run_directory(config)
     monkeypatch.setattr(Path, "unlink", unlink)
     with recorded_run(config.run):
         assert {path.name for path in run.iterdir()} == {LOCK_FILE, CONFIG_FILE, "config.yaml", ENVIRONMENT_FILE}

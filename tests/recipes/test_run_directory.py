@@ -16,8 +16,7 @@ from recipes.options.config_file import CONFIG_FILE
 from recipes.options.names import CHANGEABLE
 from recipes.run import RunConfig
 from recipes.run.checkpoints import STATE_FILE, restore
-from recipes.run.policy_gradient import open_task_directory
-from recipes.run.run_directory import open_run_directory, over_epochs, with_function, with_schedules
+from recipes.run.run_directory import RecordedRun, open_run_directory, over_epochs, with_function
 from recipes.sft import SFTConfig
 from workers.ranks.layout import Layout
 from workers.training.optimizer import OptimizerConfig, learning_rate_factor
@@ -30,9 +29,7 @@ def config(directory: Path, steps: int, resume: bool = False, **optimizer) -> SF
 
 def opened(given):
     """The configuration that a run goes by, of two optimizer steps in each of its own."""
-    found = with_schedules(given.run, given, optimizer=2)
-    open_run_directory(found.run, found)
-    return found
+    return open_run_directory(given, optimizer=2)
 
 
 def rates(given: SFTConfig, begin: int, end: int) -> list[float]:
@@ -181,12 +178,13 @@ def test_every_recipe_keeps_its_schedules(recipe, model, tmp_path, capsys):
     """Before it loads any weights."""
     given = ["--preset", "tiny", "--model-path", model, "--eval-rows", "2", "--output-dir", str(tmp_path)]
     began = recipe.parse([*given, "--steps", "40"])
-    open_run_directory(began.run, began)
+    open_run_directory(began)
     arguments = [*given, "--resume", "--steps", "50"]
     assert recipe.main(arguments) == 2
     assert "schedule of optimizer ends with step 40: give --change steps=50 to" in capsys.readouterr().err
     if recipe in (geo3k_grpo, geo3k_ppo):
-        longer = open_task_directory(recipe.parse(["--resume", str(tmp_path), "--change", "steps=50"]))
+        asked = recipe.parse(["--resume", str(tmp_path), "--change", "steps=50"])
+        longer = open_run_directory(asked, **asked.updates)
         assert longer.optimizer.total_steps == (100 if recipe is geo3k_grpo else 50)  # two for each batch, or one
         assert longer.critic is None or longer.critic.total_steps == 50
 
@@ -210,10 +208,10 @@ def test_what_bears_on_the_steps_is_refused_by_name_and_the_rest_may_change(tmp_
             f"--change {option}=VALUE" if option in CHANGEABLE else "begin a new run .* --model-path .*/global_step_N/"
         )
         with pytest.raises(CheckpointError, match=f"--resume with {name}.*{way_out}"):
-            open_run_directory(other.run, other)
+            open_run_directory(other)
     run = replace(resumed.run, steps=3, save_every=1, save_in_background=True, eval_every=2, keep_checkpoints=9)
     data = replace(began.data, num_workers=2)
-    open_run_directory(run, replace(resumed, run=run, data=data, on="ray", layout=Layout(dp=2), max_restarts=4))
+    open_run_directory(replace(resumed, run=run, data=data, on="ray", layout=Layout(dp=2), max_restarts=4))
 
 
 def test_files_may_lie_in_other_folders_under_the_same_names(tmp_path):
@@ -300,7 +298,7 @@ def test_a_damaged_state_of_a_run_is_named_with_the_way_out(tmp_path, content):
 def test_a_directory_that_cannot_be_made_is_named_with_the_way_out(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(FileNotWritten, match=r"file/run could not be written: Not a directory.*"):
-        open_run_directory(RunConfig(output_dir=tmp_path / "file" / "run"))
+        open_run_directory(RecordedRun(RunConfig(output_dir=tmp_path / "file" / "run")))
 
 
 @pytest.mark.parametrize("recipe", [grpo, sft, classify])
