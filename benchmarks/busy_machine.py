@@ -54,7 +54,7 @@ class Run(Stoppable):
     def __init__(self, recipe: str, folder: Path, environment: dict[str, str]) -> None:
         self.rows = folder / "run" / "metrics.jsonl"
         folder.mkdir()
-        command = [sys.executable, "-m", f"recipes.{recipe}", "--output-dir", str(folder / "run"), *ENDLESS]
+        command = [sys.executable, "-m", "recipes", recipe, "--output-dir", str(folder / "run"), *ENDLESS]
         super().__init__(command, {"HF_HUB_OFFLINE": "1"} | environment, folder / "errors.txt")
 
     def steps(self, count: int) -> list[float]:

@@ -21,9 +21,10 @@ bfloat16, up to a MiB each; by default 1,024 are kept twice, and a run whose ste
 CACHES = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"
 
 _console_script = os.path.splitext(os.path.basename(sys.argv[0]))[0] == "dataproto"
-_module_option = sys.argv[0] == "-m" and any(
-    argument.startswith(("recipes.", "dataproto_server.")) for argument in sys.orig_argv
-)
+_module = sys.orig_argv[sys.orig_argv.index("-m") + 1] if sys.argv[0] == "-m" and "-m" in sys.orig_argv else ""
+_module_option = _module.partition(".")[0] in ("recipes", "dataproto_server")
+if _module.startswith("recipes.") and not _module.startswith("recipes.geo3k_"):
+    sys.exit(f"error: python -m {_module} has ended: run dataproto NAME, or python -m recipes NAME")
 _set_by_user = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys()
 # With ``-m`` Python imports this package first, before any module imports torch, which reads the variables; so does the command
 # ``dataproto``. A program that imports a recipe keeps the settings of its process.

@@ -11,7 +11,6 @@ be seen.
 import asyncio
 import base64
 import shutil
-import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -157,7 +156,3 @@ def browse_task(config: BrowseConfig) -> PolicyTask:
 
 
 main = training_command(parse, run, step_for, lambda _: browse_task)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

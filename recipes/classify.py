@@ -5,8 +5,6 @@ With no arguments it draws pictures of 48 classes, makes a small Qwen2.5-VL and 
 label column. Accuracy is that of greedy answers which are exactly right, measured before, during and after.
 """
 
-import sys
-
 from dataproto import DataProto
 from recipes.configs.classify_config import PRESETS, TINY, ClassifyConfig, ClassifyDataConfig, parse
 from recipes.data.column_keys import eval_sets
@@ -71,7 +69,3 @@ def open_labelled(data: ClassifyDataConfig, seed: int) -> LabelledData:
 
 
 main = training_command(parse, run_supervised, lambda _: classification_task)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

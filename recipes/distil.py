@@ -5,8 +5,6 @@ the difference of their log-probs (`recipes.algorithms.reverse_kl_advantage`). R
 ``--model-path`` the student is a small Qwen2.5-VL made on the spot, which a model that ``dataproto grpo`` has trained can teach.
 """
 
-import sys
-
 from dataproto import DataProto
 from recipes.algorithms.options import AlgorithmConfig
 from recipes.configs.distil_config import PRESETS, TINY, DistilConfig, DistilRunConfig, parse
@@ -30,7 +28,3 @@ def distil_step(
 
 
 main = training_command(parse, run, lambda _: distil_step)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,7 +5,6 @@ before training; with adapters (``--lora-rank``) it is their base, without a sec
 each answer and kept in the run's directory. Left out of TRL's: divergences other than reverse KL, weights by the policy (WPO).
 """
 
-import sys
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -128,7 +127,3 @@ def dpo_task(config: DPOConfig, model_path: str) -> SupervisedTask:
 
 
 main = training_command(parse, run_supervised, lambda _: dpo_task)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,7 +8,6 @@ The run's directory is that of GRPO; its folder ``sft`` is that of the supervise
 controls: the same questions with other rows' pictures, and without pictures.
 """
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -140,7 +139,3 @@ def policy_task(config: PolicyGradientConfig, rows: EasyVQA, model_path: str, re
 
 
 main = training_command(parse, run, step_for, lambda _: easy_vqa_task)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,7 +5,6 @@ are served in, which `from_pretrained`, vLLM and ``--model-path`` take.
 """
 
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -77,7 +76,3 @@ def main(arguments: Sequence[str] | None = None, config: ModelExportConfig | Non
         print(f"model: {export_model(config)}")
         print(how_to_load(config.output))
     return status.code
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

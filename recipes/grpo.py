@@ -4,7 +4,6 @@ With no arguments it draws problems, makes a small Qwen2.5-VL and trains it on t
 ``--model-path`` and ``--data-path`` the same loop trains any checkpoint of a known family on prompts with images.
 """
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -157,7 +156,3 @@ def step_for(config: PolicyGradientConfig) -> AlgorithmStep:
 
 
 main = training_command(parse, run, step_for)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,7 +4,6 @@ Data, model, reward and report are those of `recipes.grpo`; a critic of the same
 token.
 """
 
-import sys
 from dataclasses import replace
 
 from torch import Tensor
@@ -80,7 +79,3 @@ def episode_step(config: EpisodeRunConfig) -> AlgorithmStep:
 
 
 main = training_command(parse, run, lambda _: ppo_step)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

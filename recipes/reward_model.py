@@ -5,7 +5,6 @@ answers of a pair share their prompt, which is computed once. The checkpoint, ``
 reward as ``--reward classifier:CHECKPOINT``.
 """
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,7 +59,3 @@ def train(config: RewardModelConfig) -> Path:
 
 
 main = training_command(parse, train)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,7 +5,6 @@ With no arguments it draws conversations, makes a small Qwen2.5-VL and trains it
 `recipes.data.conversations`).
 """
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -63,7 +62,3 @@ def open_data(data: SFTDataConfig, builder: SupervisedBuilder, seed: int) -> tup
 
 
 main = training_command(parse, run_supervised, lambda _: conversation_task)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

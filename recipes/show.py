@@ -1,6 +1,5 @@
 """The first rows of a data set as the model sees them: ``dataproto show DATA``; its options are `recipes.configs.show_config`."""
 
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -323,7 +322,3 @@ def _numbers(result: Result) -> str:
     """
     parts = ", ".join(f"{name} {value:g}" for name, value in result.items() if name != "score" and value is not None)
     return f"{result['score']:g}" + (f" ({parts})" if parts else "")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,8 +7,6 @@ checkpoint of a known family in an environment of your own, with the rows of ``-
 Each evaluation walks greedily in grids of its own, and measures two controls: pictures of other grids, and white ones.
 """
 
-import sys
-
 from recipes.configs.walk_config import WalkConfig, parse
 from recipes.demo.grid_walk import MOVES, TASK, GridWalk, RandomWalks, WalkRows
 from recipes.demo.tiny_model import TinyConfig
@@ -34,7 +32,3 @@ def walk_task(config: WalkConfig, trains: bool = True) -> PolicyTask:
 
 
 main = training_command(parse, run, episode_step, lambda _: walk_task)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,7 +8,6 @@ environment of your own, with the rows of ``--data-path``.
 Each evaluation answers greedily about pictures of its own, and measures two controls: other pictures, and white crops.
 """
 
-import sys
 from dataclasses import replace
 from functools import partial
 
@@ -51,7 +50,3 @@ def environment_of(config: ZoomConfig) -> SyntheticEnvironment:
 
 
 main = training_command(parse, run, episode_step, lambda _: zoom_task)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,8 +2,7 @@
 
 The options are read first, by a module that imports no torch, so that help and mistakes appear at once.
 
-Where the module of a command is ``recipes.NAME``, ``python -m recipes.NAME`` does the same, but looks for ``recipes`` in the
-working directory first; the command does not.
+``python -m recipes NAME`` does the same, but looks for ``recipes`` in the working directory first; the command does not.
 """
 
 import importlib
@@ -127,7 +126,3 @@ def usage() -> str:
             "dataproto COMMAND --help shows the common options of a command, --help-all shows all.",
         ]
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -115,7 +115,19 @@ def test_a_folder_named_recipes_does_not_shadow_the_command_and_help_loads_no_to
     assert told.returncode == 0, told.stderr
     assert told.stdout.startswith("usage: dataproto COMMAND")
     assert told.stdout.splitlines()[-1] == "False"
-    assert run("-m", "recipes.show", "--help").stderr.strip() == "shadowed"
+    assert run("-m", "recipes", "show", "--help").stderr.strip() == "shadowed"
+
+
+def test_the_package_is_run_as_the_command_and_a_recipe_is_not():
+    """A module of a recipe would end without a word."""
+
+    def run(*module: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run([sys.executable, "-m", *module], cwd=ROOT, capture_output=True, text=True, timeout=250)
+
+    assert run("recipes", "--help").stdout.startswith("usage: dataproto COMMAND")
+    ended = run("recipes.grpo", "--steps", "1")
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr == "error: python -m recipes.grpo has ended: run dataproto NAME, or python -m recipes NAME\n"
 
 
 LOADING = "Failed to load _C_cutlass_90a.abi3.so: Could not load this library"

@@ -66,7 +66,7 @@ def test_nothing_in_the_working_directory_takes_the_place_of_an_installed_comman
         assert run(str(installed), name, "--help", cwd=shadowed).stdout.startswith(f"usage: dataproto {name}")
     plan = run(str(installed), "plan", "sft", "--device", "h200", "--steps", "3", cwd=shadowed).stdout
     assert "run: 3 steps" in plan
-    module = run(str(installed.with_name("python")), "-m", "recipes.show", "--help", cwd=shadowed, check=False)
+    module = run(str(installed.with_name("python")), "-m", "recipes", "show", "--help", cwd=shadowed, check=False)
     assert "of the working directory" in module.stderr
 
 

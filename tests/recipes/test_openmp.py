@@ -16,10 +16,11 @@ TELL = (
 @pytest.mark.parametrize(
     ("command", "environment", "expected"),
     [
-        (["-m", "recipes.missing"], {}, SPINS),  # Python finds no such module, after it has imported the package
-        (["-X", "utf8", "-m", "recipes.missing"], {}, SPINS),
-        (["-m", "recipes.missing"], {"GOMP_SPINCOUNT": "7"}, "7"),
-        (["-m", "recipes.missing"], {"OMP_WAIT_POLICY": "ACTIVE"}, None),
+        (["-m", "recipes", "missing"], {}, SPINS),  # which is no command
+        (["-X", "utf8", "-m", "recipes", "missing"], {}, SPINS),
+        (["-m", "recipes", "missing"], {"GOMP_SPINCOUNT": "7"}, "7"),
+        (["-m", "recipes", "missing"], {"OMP_WAIT_POLICY": "ACTIVE"}, None),
+        (["-m", "recipes.geo3k_missing"], {}, SPINS),  # Python finds no such module, after it has imported the package
         (["-c", "import recipes"], {}, None),
         (["-c", "import recipes", "recipes.classify"], {}, None),
     ],
@@ -37,8 +38,8 @@ def test_only_the_command_line_of_a_recipe_sets_it(tmp_path, command, environmen
 @pytest.mark.parametrize(
     ("command", "environment", "expected"),
     [
-        (["-m", "recipes.missing"], {}, [KERNELS, KERNELS]),
-        (["-m", "recipes.missing"], {"OMP_WAIT_POLICY": "ACTIVE", CACHES[0]: "7"}, ["7", KERNELS]),
+        (["-m", "recipes", "missing"], {}, [KERNELS, KERNELS]),
+        (["-m", "recipes", "missing"], {"OMP_WAIT_POLICY": "ACTIVE", CACHES[0]: "7"}, ["7", KERNELS]),
         (["-c", "import recipes"], {}, ["None", "None"]),
     ],
 )
