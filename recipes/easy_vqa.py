@@ -8,11 +8,12 @@ The run's directory is that of GRPO; its folder ``sft`` is that of the supervise
 controls: the same questions with other rows' pictures, and without pictures.
 """
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from recipes.configs.easy_vqa_config import EasyVQAConfig, parse
 from recipes.configs.shared.policy_gradient_config import PolicyGradientConfig
+from recipes.configs.shared.run_config import RecipeConfig
 from recipes.configs.shared.supervised_config import SupervisedConfig
 from recipes.data.easy_vqa_rows import Answered, Conversations, EasyVQA, open_easy_vqa
 from recipes.data.loader import EvaluationLoader, PromptLoader
@@ -69,29 +70,11 @@ def supervised_checkpoint(config: EasyVQAConfig, rows: EasyVQA) -> Path:
         print(f"supervised phase: {config.sft.steps} steps of {config.sft.batch_size} answered questions")
         resume = config.run.resume and (directory / SFT).exists()
         model_path = config.model_path or str(tiny_reader(directory / MODEL, config.run.seed, rows, resume))
-        phase = SupervisedConfig(
-            preset=config.preset,
-            model_path=model_path,
-            engine=config.engine,
-            engine_options=config.engine_options,
-            compute=config.compute,
-            on=config.on,
-            layout=replace(config.layout, rollout=0),
-            ray=config.ray,
-            max_restarts=config.max_restarts,
-            optimizer=config.sft.optimizer,
-            run=replace(
-                config.run,
-                steps=config.sft.steps,
-                epochs=None,
-                eval_every=0,
-                eval_first=False,
-                keep_best=None,
-                resume=resume,
-                overwrite=False,
-                output_dir=directory / SFT,
-            ),
-        )
+        shared = {each.name: getattr(config, each.name) for each in fields(RecipeConfig)}
+        run = replace(config.run, steps=config.sft.steps, epochs=None, resume=resume, overwrite=False)
+        run = replace(run, eval_every=0, eval_first=False, keep_best=None, output_dir=directory / SFT)
+        shared |= {"run": run, "optimizer": config.sft.optimizer, "layout": replace(config.layout, rollout=0)}
+        phase = SupervisedConfig(**shared | {"model_path": model_path})
         run_supervised(phase, lambda _, path: supervised_task(config, rows, path))
     return supervised_model(config)
 

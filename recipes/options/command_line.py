@@ -202,22 +202,19 @@ def _changes(given: Mapping[str, Any], default: Any) -> dict[str, Any]:
     if not given.get("resume"):
         raise InvalidConfig("--change is for a run that continues: add --resume RUN_DIR")
     options = options_of(default)
-    known = spellings(options)
-    words_of: dict[str, list[str]] = {}
-    last: Option | None = None
+    known, words = spellings(options), list[str]()
     for word in given["change"]:
         name, equals, value = word.partition("=")
-        option, _ = known.get(f"--{name.removeprefix('--').replace('_', '-')}", (None, True))
-        if equals and option is not None:
-            last, words_of[option.name] = option, [value]
-        elif last is not None and last.takes_many:
-            words_of[last.name].append(word)
-        else:
-            raise _unknown(f"--{name}", options) if equals else InvalidConfig(f"--change {word}: write NAME=VALUE")
+        name = f"--{name.removeprefix('--').replace('_', '-')}"
+        words += [name, value] if equals and name in known else [word]
+    values, others = divided(words, known)
+    for word in others:
+        if "=" in word:
+            raise _unknown(f"--{word.removeprefix('--')}", options)
+        raise InvalidConfig(f"--change {word}: write NAME=VALUE")
     run_dir = given["resume"] if isinstance(given["resume"], str) else given.get("output-dir", default.run.output_dir)
-    if refused := [name for name in words_of if name not in CHANGEABLE]:
+    if refused := [name for name in values if name not in CHANGEABLE]:
         raise InvalidConfig(f"--change {refused[0]}: {way_out_of_resuming(run_dir)}")
-    values = {option.name: option.value(words_of[option.name]) for option in options if option.name in words_of}
     return values | {"change": tuple(values)}
 
 
@@ -257,7 +254,7 @@ def own_options(
     """
     options = options_of(default)
     show_help_if_asked(arguments, options, description, prog)
-    given, others = divided(arguments, options)
+    given, others = divided(arguments, spellings(on_command_line(options)))
     return over(default, given), others
 
 
@@ -309,7 +306,7 @@ def read(arguments: Sequence[str], options: Sequence[Option], prog: str = "") ->
     >>> read(["--rows=3", "--no-fit"], [Option("rows", ("rows",), int, 1, ""), Option("fit", ("fit",), bool, True, "")])
     {'rows': 3, 'fit': False}
     """
-    given, others = divided(arguments, options)
+    given, others = divided(arguments, spellings(on_command_line(options)))
     positional = [option for option in options if option.positional]
     for word in others:
         if IS_OPTION.match(word):
@@ -321,13 +318,12 @@ def read(arguments: Sequence[str], options: Sequence[Option], prog: str = "") ->
     return given
 
 
-def divided(arguments: Sequence[str], options: Sequence[Option]) -> tuple[dict[str, Any], list[str]]:
-    """The values that a command line gives to options, by their names, and all its other words but those that ask for help.
+def divided(arguments: Sequence[str], named: Mapping[str, tuple[Option, bool]]) -> tuple[dict[str, Any], list[str]]:
+    """The values that a command line gives to options, by their `spellings`, and all its other words but those that ask for help.
 
-    >>> divided(["--steps", "3", "--compile", "--seed=1"], [Option("compile", ("compile",), bool, False, "")])
+    >>> divided(["--steps", "3", "--compile", "--seed=1"], spellings([Option("compile", ("compile",), bool, False, "")]))
     ({'compile': True}, ['--steps', '3', '--seed=1'])
     """
-    named = spellings(on_command_line(options))
     given: dict[str, Any] = {}
     others: list[str] = []
     rest = [word for word in arguments if word not in HELP]

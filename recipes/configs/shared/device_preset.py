@@ -117,8 +117,10 @@ def _first_that_fits(default: Config, asked: Config, machine: Machine) -> Config
         own_share = None
     for chosen in _choices(default, asked):
         tried = replace(asked, compute=replace(asked.compute, **chosen))
-        share = float(own_share or engine_share(tried, machine))
-        if training_bytes(tried) <= machine.usable and has_room(tried, machine, share):
+        left = machine.usable - resting_bytes(tried)
+        share = float(own_share or min(math.floor(100 * left / machine.memory) / 100, MOST_SHARE))
+        has_room = engine_bytes(tried) <= share * machine.memory <= left + machine.memory // 100
+        if training_bytes(tried) <= machine.usable and (has_room or tried.engine != "vllm"):
             options = {"memory_share": share} if asked.engine == "vllm" else {}
             compute = replace(default.compute, **chosen)
             return replace(default, compute=compute, engine_options={**default.engine_options, **options})
@@ -189,20 +191,6 @@ def resting_bytes(config: "PolicyGradientConfig") -> int:
         return 0
     found = held(config)
     return found.weights + found.copies + found.moments + found.others
-
-
-def engine_share(config: "PolicyGradientConfig", machine: Machine) -> float:
-    """The share of a device that the other roles leave to vLLM."""
-    return min(math.floor(100 * (machine.usable - resting_bytes(config)) / machine.memory) / 100, MOST_SHARE)
-
-
-def has_room(config: "PolicyGradientConfig", machine: Machine, share: float) -> bool:
-    """Whether a share of the device holds vLLM, and the rest of the device the other roles."""
-    if config.engine != "vllm":
-        return True
-    return (
-        engine_bytes(config) <= share * machine.memory <= machine.usable - resting_bytes(config) + machine.memory // 100
-    )
 
 
 def engine_bytes(config: "PolicyGradientConfig") -> int:
