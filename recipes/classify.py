@@ -16,16 +16,7 @@ from recipes.run.policy_gradient import prompt_loader
 from recipes.run.supervised import SupervisedTask, rows_builder, run_supervised, supervised_evaluation
 from rollout.prompts import SupervisedBuilder
 
-__all__ = [
-    "PRESETS",
-    "TINY",
-    "ClassifyConfig",
-    "ClassifyDataConfig",
-    "classification_task",
-    "main",
-    "open_labelled",
-    "parse",
-]
+__all__ = ["PRESETS", "TINY", "ClassifyConfig", "ClassifyDataConfig", "main", "parse"]
 
 
 def classification_task(config: ClassifyConfig, model_path: str) -> SupervisedTask:
@@ -62,7 +53,7 @@ def open_labelled(data: ClassifyDataConfig, seed: int) -> LabelledData:
     """The pictures that the options name."""
     templates = data.templates()
     if data.data_path is None:
-        return drawn_data(data.drawn_rows, data.eval_rows, seed, templates)
+        return drawn_data(data.eval_rows, seed, templates)
     columns = data.image_column, data.label_column
     sets = eval_sets(data.eval_data_path)
     return labelled_data(data.data_path, data.eval_rows, seed, templates, columns, data.exclude, data.on_bad_row, sets)

@@ -38,11 +38,6 @@ TINY_MODEL = TinyConfig(text_std=0.088, vision_std=0.2, min_pixels=112 * 112)
 SFT, MODEL = "sft", "model"  # folders of the run's directory
 
 
-def supervised_model(config: EasyVQAConfig) -> Path:
-    """Where the supervised phase leaves its model."""
-    return config.run.output_dir.absolute() / SFT / f"global_step_{config.sft.steps}" / "actor" / "huggingface"
-
-
 def easy_vqa_task(config: EasyVQAConfig) -> PolicyTask:
     """GRPO on the questions, from the checkpoint of the supervised phase, which runs first unless it is complete.
 
@@ -76,7 +71,7 @@ def supervised_checkpoint(config: EasyVQAConfig, rows: EasyVQA) -> Path:
         shared |= {"run": run, "optimizer": config.sft.optimizer, "layout": replace(config.layout, rollout=0)}
         phase = SupervisedConfig(**shared | {"model_path": model_path})
         run_supervised(phase, lambda _, path: supervised_task(config, rows, path))
-    return supervised_model(config)
+    return directory.absolute() / SFT / f"global_step_{config.sft.steps}" / "actor" / "huggingface"
 
 
 def tiny_reader(path: Path, seed: int, rows: EasyVQA, resumed: bool = False) -> Path:

@@ -31,7 +31,6 @@ class ClassifyDataConfig(RowsConfig):
         exclude: class directories or labels to leave out, such as BACKGROUND_Google
         question: question about each picture; {classes} becomes the list of all classes
         answer: answer to learn; {label} becomes the name of the class
-        drawn_rows: number of synthetic pictures before they repeat
         max_length: tokens of a row, image tokens included; a longer row is unusable, see --on-bad-row
         max_response_length: tokens of an answer to a held-out question
     """
@@ -42,14 +41,13 @@ class ClassifyDataConfig(RowsConfig):
     exclude: tuple[str, ...] = ()
     question: str = Templates.question
     answer: str = Templates.answer
-    drawn_rows: int = 2**20
     max_length: int = 2048
     max_response_length: int = 32
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.templates()
-        check_at_least(1, self, "max_response_length", "drawn_rows")
+        check_at_least(1, self, "max_response_length")
 
     def templates(self) -> Templates:
         return Templates(self.question, self.answer)
@@ -63,7 +61,6 @@ class ClassifyDataConfig(RowsConfig):
                 "synthetic ones have none: add --data-path",
             ),
             (not self.data_path, "on-bad-row", "all synthetic rows can be used: add --data-path"),
-            (bool(self.data_path), "drawn-rows", "only synthetic data have it: leave out --data-path"),
         ]
 
 

@@ -16,7 +16,6 @@ from dataproto.errors import InvalidConfig
 from recipes.configs.grpo_config import GRPOConfig, GRPORunConfig
 from recipes.configs.shared.policy_gradient_config import DataConfig, parse_with_defaults
 from recipes.configs.shared.run_config import RunConfig, check_at_least
-from recipes.demo.sounds import SoundLevel
 from workers.model.model_config import OptimizerConfig
 
 OUTPUT_DIR = Path("outputs/easy_vqa")
@@ -54,10 +53,6 @@ class EasyVQADataConfig(DataConfig):
         level: leave it out: the questions of easy-VQA have no level
     """
 
-    data_path: str | None = None
-    eval_data_path: str | None = None
-    level: int | SoundLevel = 1
-
     def __post_init__(self) -> None:
         if self.eval_data_path or self.keys.given():
             raise InvalidConfig("easy-VQA has its own test questions and columns: leave out --eval-data-path and keys")
@@ -73,7 +68,6 @@ class EasyVQAConfig(GRPORunConfig):
             1 for a right answer
     """
 
-    reward: str | tuple[str, ...] | None = None
     data: EasyVQADataConfig = field(default_factory=EasyVQADataConfig)
     sft: SFTPhaseConfig = field(default_factory=SFTPhaseConfig)
     run: RunConfig = field(default_factory=lambda: RunConfig(output_dir=OUTPUT_DIR))

@@ -41,10 +41,8 @@ class GRPORunConfig(PolicyGradientConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.agent is not None:
-            self._check_agent()
-
-    def _check_agent(self) -> None:
+        if self.agent is None:
+            return
         if self.algorithm.needs_greedy:
             raise InvalidConfig(
                 f"--agent makes several rows of an episode, but {self.algorithm.advantage} needs one: choose another advantage"

@@ -143,17 +143,13 @@ def parse(arguments: Sequence[str]) -> PlanConfig | ClusterConfig:
     recipe, *others = others
     if options.mean_response is not None and recipe in ("sft", "classify", "dpo"):
         raise InvalidConfig(f"--mean-response would do nothing: {recipe} learns answers, whose length the data tell")
-    machine = _machine(options) if recipe in ("grpo", "ppo") else None
-    config = RECIPES[recipe](others, machine=machine) if machine else RECIPES[recipe](others)
+    fitted: dict[str, Any] = {}
+    if recipe in ("grpo", "ppo"):  # whose presets of a size fit the devices
+        memory = DEVICE_MEMORY.get(options.device or "h200")  # of a name that is unknown the plan says so
+        fitted["machine"] = (None if options.device else this_machine()) or (memory and Machine(memory))
+    config = RECIPES[recipe](others, **fitted)
     if recipe == "dpo" and config.algorithm.unpaired:
         raise InvalidConfig(
             f"dpo with --algorithm.loss {config.algorithm.loss} is not planned: its run says after the first steps what they took"
         )
     return PlanConfig(recipe, options, config)
-
-
-def _machine(options: PlanOptions) -> Machine | None:
-    """The devices that are planned for; ``None`` if the plan is to refuse their name."""
-    here = None if options.device else this_machine()
-    memory = DEVICE_MEMORY.get(options.device or "h200")
-    return here or (Machine(memory) if memory else None)

@@ -89,9 +89,9 @@ class DrawnPairs:
         return picture.image, picture.label
 
 
-def drawn_data(rows: int, eval_rows: int, seed: int, templates: Templates) -> LabelledData:
-    """``rows`` drawn pictures, and held-out pictures that do not depend on ``seed``."""
-    train = LabelledRows(DrawnPairs(seed, "train"), range(rows), CLASSES, templates, "synthetic/classes")
+def drawn_data(eval_rows: int, seed: int, templates: Templates) -> LabelledData:
+    """Synthetic pictures, and held-out ones that do not depend on ``seed``."""
+    train = LabelledRows(DrawnPairs(seed, "train"), range(EPOCH_ROWS), CLASSES, templates, "synthetic/classes")
     held_out = LabelledRows(DrawnPairs(0, "test"), range(eval_rows), CLASSES, templates, "synthetic/classes")
     return LabelledData(train, {"": held_out}, CLASSES)
 

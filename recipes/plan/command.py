@@ -111,8 +111,8 @@ def policy_setting(config: Any, batch: BatchSizes, device: Device) -> Setting:
 
 
 def _setting(config: Any, batch: BatchSizes, device: Device, **own: Any) -> Setting:
-    place = config.compute, config.layout
-    return Setting(batch.config, batch, device, *place, optimizer=config.optimizer.kind, steps=config.run.steps, **own)
+    kind, steps = config.optimizer.kind, config.run.steps
+    return Setting(batch.config, batch, device, config.compute, config.layout, optimizer=kind, steps=steps, **own)
 
 
 def model_to_plan(asked: PlanConfig, path: Path) -> str:

@@ -96,7 +96,10 @@ def updating(setting: Setting, memory: RoleMemory, role: Role) -> RoleMemory:
     activations = fullest.tokens * (per_token.kept * layers / layout.tp + per_token.again)
     activations += exchanged(setting, max(part.tokens for part in parts), learns=True)
     tower = fullest.patches * (per_patch.kept + per_patch.again) / (layout.tp * layout.sp)
-    logits = 0.0 if role == "critic" else head_bytes(config.get_text_config(), fullest.logits, layout.tp)
+    text, logits = config.get_text_config(), 0.0
+    if role != "critic":  # a chunk of them, and the gradient of the head in float32 while its chunks are summed
+        chunk = LOGIT_BYTES * min(fullest.logits * int(text.vocab_size), CHUNK)
+        logits = (chunk + WHOLE * int(text.hidden_size) * int(text.vocab_size)) / layout.tp
     gradients = own_gradients(setting, role)
     if compute.leaves_unsharded("gradients") and len(parts) > 1:
         gradients = round(WHOLE * size.gathered(layout) * size.trained / size.total)
@@ -248,12 +251,6 @@ def _by_mode(compute: ModelConfig, layers: int, layer: int, selective: int, hidd
     kept = {"none": layer, "selective": selective, "full": hidden}[mode]
     again = {"none": 0, "selective": max(layer - selective, 0), "full": layer}[mode]
     return TokenBytes(HALF * layers * kept, HALF * again, HALF * passing)
-
-
-def head_bytes(text: Any, tokens: float, tp: int) -> float:
-    """A chunk of logits, and the gradient of the head in float32 while its chunks are summed."""
-    chunk = LOGIT_BYTES * min(tokens * int(text.vocab_size), CHUNK)
-    return (chunk + WHOLE * int(text.hidden_size) * int(text.vocab_size)) / tp
 
 
 def kv_bytes(text: Any) -> int:

@@ -210,15 +210,12 @@ def next_batch(loader: Loader) -> DataProto:
     return prompts
 
 
-class Attempt:
+class Attempt(contextlib.AbstractContextManager["Attempt"]):
     """One attempt at a run, as a context manager: it suppresses `WorkerFailed` while restarts are left."""
 
     def __init__(self, run: RunConfig, restarts_left: int) -> None:
         self.run, self.restarts_left = run, restarts_left
         self.failed = False
-
-    def __enter__(self) -> "Attempt":
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -130,10 +130,7 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[An
                 if curriculum is not None:
                     curriculum.forget()  # what an attempt that failed has observed
                     bound = partial(observed_step, bound, curriculum)
-                with (
-                    attempt,
-                    launch_roles(config, task.model_path, builder, task.reward) as launched,
-                ):
+                with attempt, launch_roles(config, task.model_path, builder, task.reward) as launched:
                     apart, corrected = bool(config.layout.rollout), config.algorithm.compares_engine
                     oldest, steps = config.rollout.staleness, attempt.run.steps
                     batches, measure = carry_samples(

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -66,12 +65,12 @@ def episode_task(config: EpisodeRunConfig, synthetic: SyntheticEnvironment, trai
     announce_small_model(config)
     if config.model_path is not None:  # what is unknown is refused before anything is written
         config.check_models(config.model_path)
-    played_instead(config.episodes)
+    played = played_in(config.episodes, synthetic)
     model_path, run = config.model_path, config.run
     if model_path is None:
         config = open_run_directory(config, **config.updates)
         model_path = str(demonstrated_model(run.output_dir / MODEL, run.seed, synthetic, config.warm_up, run.resume))
-    builder, played = open_played(config, synthetic, model_path)
+    builder = prompt_builder(config.data, model_path, None if config.data.data_path else synthetic.template_arguments)
     name_departures(builder)
     rows, held_out, controls = episode_rows(config, synthetic, builder, trains)
     if config.model_path is not None:
@@ -85,23 +84,12 @@ def episode_task(config: EpisodeRunConfig, synthetic: SyntheticEnvironment, trai
     return PolicyTask(config, model_path, builder, loader, None, evaluate, played)
 
 
-def open_played(
-    config: EpisodeRunConfig, synthetic: SyntheticEnvironment, model_path: str
-) -> tuple[PromptBuilder, Played]:
-    """The builder of the prompts, and what is played: the environment or agent that the options name, or the recipe's own."""
-    data, episodes = config.data, config.episodes
-    arguments = synthetic.template_arguments if data.data_path is None else None
-    own = Played(EpisodePlan(synthetic.make, episodes.limits()), episodes.drop_cut)
-    return prompt_builder(data, model_path, arguments), played_instead(episodes) or own
-
-
-def played_instead(episodes: EpisodesConfig) -> Played | None:
-    """The environment or agent that the options name. Raises `InvalidConfig`."""
+def played_in(episodes: EpisodesConfig, synthetic: SyntheticEnvironment) -> Played:
+    """The environment or agent that the options name, or the recipe's own. Raises `InvalidConfig`."""
     if episodes.agent is not None:
         return Played.by_agent(episodes.agent, episodes)
-    if episodes.environment is None:
-        return None
-    return Played(EpisodePlan(load_environment(episodes.environment), episodes.limits()), episodes.drop_cut)
+    make = synthetic.make if episodes.environment is None else load_environment(episodes.environment)
+    return Played(EpisodePlan(make, episodes.limits()), episodes.drop_cut)
 
 
 def name_departures(builder: PromptBuilder) -> None:
@@ -147,15 +135,14 @@ def demonstrated_model(
 
     It is made unless a resumed run has it.
     """
-    return model_of_run(path, resumed, partial(_demonstrate, seed=seed, small=small, config=config))
 
+    def make(draft: Path) -> None:
+        with start_phase("making the tiny model"):
+            make_tiny_model(draft, seed, small.model, small.texts)
+        with start_phase("warming up the tiny model"):
+            builder = SupervisedBuilder.from_pretrained(draft, max_prompt_length=1024)
+            shown = PromptLoader(small.demonstrations(seed), builder, config.batch_size, seed, shuffle=False)
+            loss = teach(draft, shown, config.steps, config.lr)
+        print(f"tiny model: {config.steps} updates on demonstrations; cross-entropy {loss:.3f} nats per token")
 
-def _demonstrate(draft: Path, seed: int, small: SmallModel, config: WarmUpPhaseConfig) -> None:
-    """Makes the model and trains it in the directory ``draft``."""
-    with start_phase("making the tiny model"):
-        make_tiny_model(draft, seed, small.model, small.texts)
-    with start_phase("warming up the tiny model"):
-        builder = SupervisedBuilder.from_pretrained(draft, max_prompt_length=1024)
-        shown = PromptLoader(small.demonstrations(seed), builder, config.batch_size, seed, shuffle=False)
-        loss = teach(draft, shown, config.steps, config.lr)
-    print(f"tiny model: {config.steps} updates on demonstrations; cross-entropy {loss:.3f} nats per token")
+    return model_of_run(path, resumed, make)

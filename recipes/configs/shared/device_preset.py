@@ -84,9 +84,11 @@ def fitting(default: Config, asked: Config, machine: Machine) -> Config:
 
 
 def _refuse_what_is_too_large(default: Config, asked: Config, machine: Machine) -> None:
+    tried = [replace(asked, compute=replace(asked.compute, **each)) for each in _choices(default, asked)]
+    engine = engine_bytes(asked) if asked.engine == "vllm" else 0
     needed = min(
-        least_bytes(replace(asked, compute=replace(asked.compute, **each))) for each in _choices(default, asked)
-    )
+        max(resting_bytes(each) + engine, training_bytes(each)) for each in tried
+    )  # to generate, and to update
     if needed <= machine.memory:
         return
     compute, degrees = asked.compute, [asked.layout.dp * times for times in (2, 4, 8)]
@@ -196,12 +198,6 @@ def resting_bytes(config: "PolicyGradientConfig") -> int:
 def engine_bytes(config: "PolicyGradientConfig") -> int:
     """Bytes of vLLM on a device, with a cache for at least some rows."""
     return round(2 * MODEL_SIZES[config.preset].total / int(config.engine_options.get("tensor_parallel", 1))) + ENGINE
-
-
-def least_bytes(config: "PolicyGradientConfig") -> int:
-    """Bytes of the fuller of generation and update."""
-    generating = resting_bytes(config) + (engine_bytes(config) if config.engine == "vllm" else 0)
-    return max(generating, training_bytes(config))
 
 
 def training_bytes(config: "PolicyGradientConfig") -> int:

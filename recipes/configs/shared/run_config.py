@@ -1,6 +1,5 @@
 """The options that every run has: its length, what it writes and when, and where it runs."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -119,7 +118,9 @@ class RecipeConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
     def __post_init__(self) -> None:
-        check_engine(self.engine, self.engine_options)
+        if self.engine not in ENGINES:
+            raise InvalidConfig(f"engine {self.engine!r} is unknown: choose one of {', '.join(sorted(ENGINES))}")
+        check_engine_options(self.engine, self.engine_options)
         check_at_least(0, self, "max_restarts")
         if self.on == "local" and self.layout.world_size + self.layout.rollout > 1:
             raise InvalidConfig(f"{self.layout} needs several processes: add --on ray")
@@ -132,10 +133,3 @@ class RecipeConfig:
             (layout.pp == 1, "pipeline-layers", "one stage: add --layout.pp"),
             (layout.dp * layout.sp == 1, "unsharded offload", "nothing is sharded: add --layout.dp or --layout.sp"),
         ]
-
-
-def check_engine(name: str, options: Mapping[str, Any]) -> None:
-    """Raises `InvalidConfig` for an unknown engine, or an option that it does not have."""
-    if name not in ENGINES:
-        raise InvalidConfig(f"engine {name!r} is unknown: choose one of {', '.join(sorted(ENGINES))}")
-    check_engine_options(name, options)
