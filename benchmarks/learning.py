@@ -204,7 +204,7 @@ def train_ours(this: Run, work: Path) -> None:
     start, rows = easy_vqa_start(this.seed, work)
     config = recipe.parse([*arguments_of(this, work), "--max-prompt-length", "128", "--max-response-length", "4"])
     config = replace(config, optimizer=easy_vqa_config.TINY.optimizer)
-    config = open_run_directory(config, **config.updates)
+    config = open_run_directory(config, config.updates)
     run(
         config,
         with_cpu_seconds(step_of(recipe, config)),

@@ -143,7 +143,7 @@ SMALL = SmallModel(
 
 def browse_task(config: BrowseConfig) -> PolicyTask:
     """The run of `press` on pages, from the checkpoint that is given or from the small model."""
-    config = open_run_directory(config, **config.updates)
+    config = open_run_directory(config, config.updates)
     path = config.run.output_dir / MODEL
     model = config.model_path or str(
         demonstrated_model(path, config.run.seed, SMALL, WarmUpPhaseConfig(), config.run.resume)

@@ -51,7 +51,7 @@ def easy_vqa_task(config: EasyVQAConfig) -> PolicyTask:
     reward: RewardFunction = short_answer_reward
     if config.reward is not None:
         reward = load_reward(config.reward, config.on == "local", config.reward_weights)
-    config = open_run_directory(config, **config.updates)
+    config = open_run_directory(config, config.updates)
     return policy_task(config, rows, str(supervised_checkpoint(config, rows)), reward)
 
 

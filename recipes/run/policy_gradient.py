@@ -202,7 +202,7 @@ def problems(config: PolicyGradientConfig, trains: bool = True) -> PolicyTask:
     if trains:
         tell_data(loader, *test_rows.values())
     asked, config = config, replace(config, run=over_epochs(config.run, loader))
-    config = open_run_directory(config, asked, **config.updates)
+    config = open_run_directory(config, config.updates, asked)
     evaluate = evaluation_of_sets(config, builder, test_rows)
     return PolicyTask(config, model_path, builder, loader, reward, evaluate, played)
 

@@ -85,7 +85,7 @@ def over_epochs(run: RunConfig, loader: PromptLoader) -> RunConfig:
     return run if run.epochs is None else replace(run, steps=loader.steps(run.epochs))
 
 
-def with_schedules(config: Config, **updates: int) -> Config:
+def with_schedules(config: Config, updates: Mapping[str, int]) -> Config:
     """Sets the length of each learning-rate schedule in ``config`` that has none.
 
     The schedules of a new run end with it. A resumed run keeps the lengths with which it began, whatever its number of steps is
@@ -205,13 +205,13 @@ def reported(directory: Path, started: float | None = None) -> Iterator[Path]:
         yield directory
 
 
-def open_run_directory(config: Config, asked: Config | None = None, **updates: int) -> Config:
+def open_run_directory(config: Config, updates: Mapping[str, int] | None = None, asked: Config | None = None) -> Config:
     """Prepares the directory of a run, and writes ``config.json``, ``config.yaml`` and ``environment.json`` there.
 
     Args:
         config: the dataclass that describes the run, with what was filled in; see `recorded_run`.
-        asked: the same as the user asked for it, for ``config.yaml``; ``config`` by default.
         updates: see `with_schedules`.
+        asked: the same as the user asked for it, for ``config.yaml``; ``config`` by default.
 
     Returns:
         The configuration with the lengths of its schedules.
@@ -222,7 +222,7 @@ def open_run_directory(config: Config, asked: Config | None = None, **updates: i
             unknown.
     """
     asked = config if asked is None else asked
-    config = with_schedules(config, **updates)
+    config = with_schedules(config, updates or {})
     run: RunConfig = config.run
     directory = run.output_dir
     check_run_directory(config)

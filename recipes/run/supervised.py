@@ -76,7 +76,7 @@ def run_supervised(config: Config, make_task: Callable[[Config, str], Supervised
         with TemporaryDirectory() as folder, start_phase("reading data"):  # before anything is written or overwritten
             task = make_task(config, config.model_path or str(make_tiny_processors(Path(folder))))
         asked, config = config, replace(config, run=over_epochs(config.run, task.loader))
-        config = open_run_directory(config, asked, optimizer=1)
+        config = open_run_directory(config, {"optimizer": 1}, asked)
         directory = config.run.output_dir
         model_path = config.model_path or str(tiny_model(directory / TINY_MODEL, config.run.seed, config.run.resume))
         limits = {"image_options": task.builder.image_options, "max_model_len": task.longest}

@@ -68,13 +68,13 @@ def episode_task(config: EpisodeRunConfig, synthetic: SyntheticEnvironment, trai
     played = played_in(config.episodes, synthetic)
     model_path, run = config.model_path, config.run
     if model_path is None:
-        config = open_run_directory(config, **config.updates)
+        config = open_run_directory(config, config.updates)
         model_path = str(demonstrated_model(run.output_dir / MODEL, run.seed, synthetic, config.warm_up, run.resume))
     builder = prompt_builder(config.data, model_path, None if config.data.data_path else synthetic.template_arguments)
     name_departures(builder)
     rows, held_out, controls = episode_rows(config, synthetic, builder, trains)
     if config.model_path is not None:
-        config = open_run_directory(config, **config.updates)
+        config = open_run_directory(config, config.updates)
     loader = prompt_loader(config, builder, rows, shuffle=config.data.data_path is not None)
     if trains:
         tell_data(loader, *held_out.values())

@@ -115,7 +115,7 @@ def test_the_file_of_a_run_gives_its_options_again(recipe, tmp_path):
     assert recipe.parse(["--config", str(tmp_path / "run" / "config.json")]) == began
     resumed = recipe.parse(["--resume", str(tmp_path / "run"), "--steps", "50"])
     assert resumed == replace(began, run=replace(began.run, steps=50, resume=True))
-    open_run_directory(recipe.parse([f"--resume={tmp_path / 'run'}"]), optimizer=1)  # the same settings
+    open_run_directory(recipe.parse([f"--resume={tmp_path / 'run'}"]), {"optimizer": 1})  # the same settings
     assert "resume" not in yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
 
 
@@ -124,11 +124,11 @@ def test_a_run_of_an_earlier_version_resumes_from_its_config_json(tmp_path):
     began = grpo.parse(
         ["--output-dir", str(tmp_path), "--preset", "any", "--model-path", "mine", "--optimizer.schedule", "linear"]
     )
-    recorded = open_run_directory(began, optimizer=1)
+    recorded = open_run_directory(began, {"optimizer": 1})
     (tmp_path / "config.yaml").unlink()
     resumed = grpo.parse(["--resume", str(tmp_path)])
     assert resumed.optimizer.total_steps is None  # it was filled in, and is again
-    again = open_run_directory(resumed, optimizer=1)
+    again = open_run_directory(resumed, {"optimizer": 1})
     assert asdict(replace(again, run=recorded.run)) == asdict(recorded)
 
 

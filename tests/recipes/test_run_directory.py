@@ -29,7 +29,7 @@ def config(directory: Path, steps: int, resume: bool = False, **optimizer) -> SF
 
 def opened(given):
     """The configuration that a run goes by, of two optimizer steps in each of its own."""
-    return open_run_directory(given, optimizer=2)
+    return open_run_directory(given, {"optimizer": 2})
 
 
 def rates(given: SFTConfig, begin: int, end: int) -> list[float]:
@@ -184,7 +184,7 @@ def test_every_recipe_keeps_its_schedules(recipe, model, tmp_path, capsys):
     assert "schedule of optimizer ends with step 40: give --change steps=50 to" in capsys.readouterr().err
     if recipe in (geo3k_grpo, geo3k_ppo):
         asked = recipe.parse(["--resume", str(tmp_path), "--change", "steps=50"])
-        longer = open_run_directory(asked, **asked.updates)
+        longer = open_run_directory(asked, asked.updates)
         assert longer.optimizer.total_steps == (100 if recipe is geo3k_grpo else 50)  # two for each batch, or one
         assert longer.critic is None or longer.critic.total_steps == 50
 
