@@ -4,7 +4,7 @@ reads are next to it.
 Names are those of the API. Fields without a default must be given.
 """
 
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -12,6 +12,7 @@ from dataproto_server.backend import Int, LoraSpec, Sampling
 from dataproto_server.refusals import InvalidRequest, Refused
 
 Metadata = dict[str, Any]
+Seconds = Annotated[int, msgspec.Meta(ge=1, le=10 * 365 * 86400)]  # to live; None is no end
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -73,33 +74,25 @@ class AdamBody(msgspec.Struct, forbid_unknown_fields=True):
 class OptimStep(Body):
     model_id: str
     seq_id: Int
-    adam_params: AdamBody
+    adam_params: AdamBody | None = None
+    optimizer_params: Any = None  # of another optimizer
 
 
 class SaveWeights(Body):
     model_id: str
     seq_id: Int
     path: str | None = None
-    ttl_seconds: Int | None = None
+    ttl_seconds: Seconds | None = None
     overwrite: bool = False
     user_metadata: Metadata | None = None
 
 
-class SaveForSampler(Body):
-    model_id: str
-    seq_id: Int
-    path: str | None = None
+class SaveForSampler(SaveWeights):
     sampling_session_seq_id: Int | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
-    ttl_seconds: Int | None = None
-    user_metadata: Metadata | None = None
 
 
-class SaveExternal(Body):
-    model_id: str
-    path: str
-    seq_id: Int
-    ttl_seconds: Int | None = None
+class SaveExternal(SaveWeights):
     age_encryption_recipients: list[str] | None = None
 
 

@@ -1,44 +1,32 @@
-"""The requests of a run that are carried out alone: creation, updates, saving and loading."""
+"""The requests of a run that are carried out alone: creation, updates, saving and loading; and snapshots of runs."""
 
 import asyncio
 import json
+import logging
 import math
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from dataproto_server import json_requests as bodies
 from dataproto_server.backend import OPTIMIZER_FILE
-from dataproto_server.engine_link import CallFailed
+from dataproto_server.engine_link import CallFailed, EngineLost
+from dataproto_server.front.lanes import Lane
 from dataproto_server.front.sample_queue import Samples
-from dataproto_server.json_requests import (
-    CreateModel,
-    LoadWeights,
-    OptimStep,
-    SaveExternal,
-    SaveForSampler,
-    SaveWeights,
-    parse_json,
-    read,
-)
-from dataproto_server.ledger.directories import (
-    check_directory,
-    checked_name,
-    directory_size,
-    files_of,
-    link_files,
-    new_directory,
-    remove_directory,
-)
+from dataproto_server.json_requests import parse_json, read
+from dataproto_server.ledger import directories
+from dataproto_server.ledger.directories import checked_name, new_directory
 from dataproto_server.ledger.journal import Entry, Outcome, snapshot_taken
-from dataproto_server.ledger.records import Checkpoint, Job, Run, Sampler, change, drop, put, text
+from dataproto_server.ledger.records import Checkpoint, Job, Run, Sampler, change, drop, put, text, together
 from dataproto_server.refusals import InvalidRequest
 from workers.model.model_config import AdamParams
 
+log = logging.getLogger("dataproto.serve")
 MILLIARD = 1_000_000_000
 WITH_FILES = ("save", "save_for_sampler", "save_external", "load")
 """The kinds whose files take time, which the rounds do not wait for."""
@@ -47,7 +35,11 @@ NO_UPDATE = (
     "finite; check logprobs, advantages and weights"
 )
 EXPIRED, EXPIRED_SECONDS = "_expired", 86400
-SHORTEST_TTL, LONGEST_TTL = 1, 10 * 365 * 86400
+SAVED = {
+    "weights": "save_weights",
+    "sampler_weights": "save_weights_for_sampler",
+    "external_weights": "save_weights_external",
+}
 
 
 @dataclass(frozen=True)
@@ -77,14 +69,15 @@ class Barriers:
     def __init__(self, samples: Samples) -> None:
         self.samples, self.link, self.catalogue = samples, samples.link, samples.catalogue
         self.config = samples.config
-        self.kinds: dict[str, Callable[[Run, Entry, bytes], Any]] = {
-            "create": self._create,
-            "load": self._load,
-            "optim_step": self._optim_step,
-            "save": self._save,
-            "save_for_sampler": self._save_for_sampler,
-            "save_external": self._save_external,
+        self._kinds: dict[str, tuple[type[bodies.Body], Callable[..., Awaitable[Done]]]] = {
+            "create": (bodies.CreateModel, self._create),
+            "load": (bodies.LoadWeights, self._load),
+            "optim_step": (bodies.OptimStep, self._optim_step),
+            "save": (bodies.SaveWeights, self._save),
+            "save_for_sampler": (bodies.SaveForSampler, self._save_for_sampler),
+            "save_external": (bodies.SaveExternal, self._save_external),
         }
+        self._writing: dict[str, asyncio.Task[None]] = {}  # snapshots, by run
 
     async def carry_out(self, run: Run, entry: Entry, body: bytes) -> Done:
         """
@@ -96,25 +89,16 @@ class Barriers:
             raise InvalidRequest(
                 f"run {run.id} is not in training: it has {'failed' if run.state == 'failed' else 'ended'}"
             )
-        done: Done = await self.kinds[entry.kind](run, entry, body)
-        return done
-
-    def _check_room(self, owner: str) -> None:
-        """Raises `InvalidRequest` if the checkpoints and samplers of a key take all that they may."""
-        used, most = self.catalogue.bytes_of(owner), self.config.limits.max_checkpoint_gb
-        if used >= most * MILLIARD:
-            raise InvalidRequest(
-                f"the checkpoints and samplers of this key take {used / MILLIARD:.1f} GB: at most {most} "
-                "(--max-checkpoint-gb)"
-            )
+        form, work = self._kinds[entry.kind]
+        return await work(run, entry, read(form, parse_json(body)))
 
     async def repeat(self, run: Run, entry: Entry, body: bytes) -> None:
         """Brings the engine to where it was after a request that was carried out before."""
         if entry.kind in ("create", "load", "optim_step"):
-            await self.kinds[entry.kind](run, entry, body)
+            await self.carry_out(run, entry, body)
 
-    async def _create(self, run: Run, entry: Entry, body: bytes) -> Done:
-        check_optimizer(read(CreateModel, parse_json(body)).optimizer_config)
+    async def _create(self, run: Run, entry: Entry, asked: bodies.CreateModel) -> Done:
+        check_optimizer(asked.optimizer_config)
         self._check_runs(run, entry)
         await self._new_model(run, replayed=entry.state != "queued")
         run.state = "live"
@@ -127,12 +111,19 @@ class Barriers:
         if entry.state == "queued" and earlier >= most:
             raise InvalidRequest(f"this key has {earlier} runs in training: finish a session (--max-runs {most})")
 
-    async def _new_model(self, run: Run, *, replayed: bool) -> None:
+    async def _new_model(self, run: Run, *, replayed: bool, saved: Path | None = None, optimizer: bool = False) -> None:
+        """Makes the model of a run, with saved weights if there are some. One that cannot be loaded takes no place."""
         model = {"model_id": run.id, "base_model": run.base_model, "lora": run.spec}
         await self.link.call("create", **model, replayed=replayed)
+        if saved is not None:
+            try:
+                await self.link.call("load", model_id=run.id, directory=saved, optimizer=optimizer)
+            except CallFailed:
+                await self.link.call("release", model_id=run.id)
+                raise
 
-    async def _load(self, run: Run, entry: Entry, body: bytes) -> Done:
-        asked = read(LoadWeights, parse_json(body))
+    async def _load(self, run: Run, entry: Entry, asked: bodies.LoadWeights) -> Done:
+        """Makes a checkpoint the snapshot of a run, and loads it from there: the checkpoint may be replaced or deleted."""
         if asked.weights_access_token is not None:
             raise InvalidRequest("weights_access_token is not supported: publish the checkpoint to give others access")
         check_optimizer(asked.optimizer_config)
@@ -141,87 +132,61 @@ class Barriers:
         checkpoint = self.catalogue.checkpoint(asked.path, run.owner)
         if asked.optimizer and checkpoint.kind != "weights":
             raise InvalidRequest(f"{asked.path} holds no optimizer state: load a checkpoint of save_state")
-        base, lora = self.catalogue.spec_of(checkpoint)
-        if asked.base_model not in (None, base):
-            raise InvalidRequest(f"{asked.path} is an adapter of {base}, not of {asked.base_model}")
+        writer = self.catalogue.runs[checkpoint.run]
+        if asked.base_model not in (None, writer.base_model):
+            raise InvalidRequest(f"{asked.path} is an adapter of {writer.base_model}, not of {asked.base_model}")
+        place = self._snapshot_place(run, entry.seq)
         with self.samples.hold(checkpoint.directory):
-            await self._linked(run, entry, self.catalogue.place(checkpoint.directory), asked.optimizer)
-        snapshot = self.catalogue.name_of(self._snapshot_directory(run, entry.seq))
+            await self._link_files(self.catalogue.place(checkpoint.directory), place, asked.optimizer)
         jobs: list[Job] = []
         try:
             if entry.seq == 0:
-                run.base_model, run.lora = base, None if lora is None else text(lora)
+                run.base_model, run.lora = writer.base_model, writer.lora
                 replayed = entry.state != "queued"
-                await self._create_from(run, snapshot, optimizer=asked.optimizer, replayed=replayed)
+                await self._new_model(run, replayed=replayed, saved=place, optimizer=asked.optimizer)
                 run.state = "live"
                 jobs.append(put(run))
             else:
-                await self._load_from(run, snapshot, optimizer=asked.optimizer)
+                await self.link.call("load", model_id=run.id, directory=place, optimizer=asked.optimizer)
         except CallFailed:
-            await asyncio.to_thread(remove_directory, self.catalogue.place(snapshot))
+            await asyncio.to_thread(directories.remove_directory, place)
             raise
-        old, answer = run.snapshot, {"path": asked.path, "model_id": run.id, "type": "load_weights"}
+        old, snapshot = run.snapshot, self.catalogue.name_of(place)
 
         def after() -> None:
             run.snapshot, run.snapshot_seq = snapshot, entry.seq
             if old is not None:
                 self.samples.retire(old)
 
+        answer = {"path": asked.path, "model_id": run.id, "type": "load_weights"}
         return Done(answer, [*jobs, snapshot_taken(run.id, entry.seq, snapshot)], after)
 
-    async def _linked(self, run: Run, entry: Entry, source: Path, optimizer: bool) -> None:
-        """Makes a checkpoint the snapshot of a run, which loads it from there: the checkpoint may be replaced or deleted."""
-        await asyncio.to_thread(check_directory, source)
-        async with new_directory(self._snapshot_directory(run, entry.seq)) as temporary:
-            await asyncio.to_thread(link_files, source, temporary)
+    async def _link_files(self, source: Path, target: Path, optimizer: bool) -> None:
+        await asyncio.to_thread(directories.check_directory, source)
+        async with new_directory(target) as temporary:
+            await asyncio.to_thread(directories.link_files, source, temporary)
             if not optimizer:
                 (temporary / OPTIMIZER_FILE).unlink(missing_ok=True)
 
-    async def _load_from(self, run: Run, directory: str, *, optimizer: bool) -> None:
-        place = self.catalogue.place(directory)
-        await self.link.call("load", model_id=run.id, directory=place, optimizer=optimizer)
-
-    async def _create_from(self, run: Run, directory: str, *, optimizer: bool, replayed: bool) -> None:
-        """Makes an adapter with saved weights. One that cannot be loaded takes no place in the engine."""
-        await self._new_model(run, replayed=replayed)
-        try:
-            await self._load_from(run, directory, optimizer=optimizer)
-        except CallFailed:
-            await self.link.call("release", model_id=run.id)
-            raise
-
-    async def _optim_step(self, run: Run, entry: Entry, body: bytes) -> Done:
-        given = parse_json(body)
-        if "optimizer_params" in given:
+    async def _optim_step(self, run: Run, entry: Entry, asked: bodies.OptimStep) -> Done:
+        if asked.adam_params is None or asked.optimizer_params is not None:
             raise InvalidRequest(
                 "optimizer_params belong to an optimizer that is not supported: there is adamw (adam_params)"
             )
-        params = msgspec.structs.asdict(read(OptimStep, given).adam_params)
-        if not all(map(math.isfinite, params.values())):
-            raise InvalidRequest(f"adam_params {params}: must be finite")
-        metrics = await self.link.call("optim_step", model_id=run.id, adam=AdamParams(**params))
-        if not math.isfinite(
-            metrics["grad_norm"]
-        ):  # the engine has dropped the gradients: the journal has that as done
+        adam = AdamParams(**msgspec.structs.asdict(asked.adam_params))
+        metrics = await self.link.call("optim_step", model_id=run.id, adam=adam)
+        if not math.isfinite(metrics["grad_norm"]):  # the gradients are dropped: the journal has that as done
             return Done({"error": NO_UPDATE.format(norm=metrics["grad_norm"]), "category": "user"})
         return Done({"metrics": metrics, "type": "optim_step"})
 
-    async def _save(self, run: Run, entry: Entry, body: bytes) -> Done:
-        asked = read(SaveWeights, parse_json(body))
-        name = checked_name(asked.path or f"step-{entry.seq}")
-        return await self._checkpoint(run, "weights", name, asked.ttl_seconds, asked.user_metadata, asked.overwrite)
-
-    async def _save_external(self, run: Run, entry: Entry, body: bytes) -> Done:
-        asked = read(SaveExternal, parse_json(body))
+    async def _save_external(self, run: Run, entry: Entry, asked: bodies.SaveExternal) -> Done:
         if asked.age_encryption_recipients:
             raise InvalidRequest("age_encryption_recipients: this server does not encrypt exports")
-        return await self._checkpoint(run, "external_weights", checked_name(asked.path), asked.ttl_seconds, None, False)
+        return await self._save(run, entry, asked, "external_weights")
 
-    async def _save_for_sampler(self, run: Run, entry: Entry, body: bytes) -> Done:
-        asked = read(SaveForSampler, parse_json(body))
+    async def _save_for_sampler(self, run: Run, entry: Entry, asked: bodies.SaveForSampler) -> Done:
         if asked.path is not None:
-            name = checked_name(asked.path)
-            return await self._checkpoint(run, "sampler_weights", name, asked.ttl_seconds, asked.user_metadata, False)
+            return await self._save(run, entry, asked, "sampler_weights")
         if asked.sampling_session_seq_id is None:
             raise InvalidRequest("save_weights_for_sampler needs a path or a sampling_session_seq_id")
         sampler_id = f"{run.session}:sample:{asked.sampling_session_seq_id}"
@@ -264,23 +229,22 @@ class Barriers:
         answer = {"sampling_session_id": sampler.id, "type": "save_weights_for_sampler"}
         return Done(answer, [put(sampler), *moved], after)
 
-    async def _checkpoint(
-        self,
-        run: Run,
-        kind: str,
-        name: str,
-        ttl: int | None,
-        metadata: dict[str, Any] | None,
-        overwrite: bool,
-        limited: bool = True,
-    ) -> Done:
-        """Writes a checkpoint, and drops those beyond ``--keep-last``. One that is not ``limited`` needs no room of the key."""
-        known = self.catalogue.checkpoints
-        if (run.id, kind, name) in known and not overwrite:
+    def _check_room(self, owner: str) -> None:
+        """Raises `InvalidRequest` if the checkpoints and samplers of a key take all that they may."""
+        used, most = self.catalogue.bytes_of(owner), self.config.limits.max_checkpoint_gb
+        if used >= most * MILLIARD:
+            raise InvalidRequest(
+                f"the checkpoints and samplers of this key take {used / MILLIARD:.1f} GB: at most {most} "
+                "(--max-checkpoint-gb)"
+            )
+
+    async def _save(self, run: Run, entry: Entry | None, asked: bodies.SaveWeights, kind: str = "weights") -> Done:
+        """Writes a checkpoint, and drops those beyond ``--keep-last``. One without an entry needs no room of the key."""
+        known, name = self.catalogue.checkpoints, checked_name(asked.path or f"step-{asked.seq_id}")
+        if (run.id, kind, name) in known and not asked.overwrite:
             raise InvalidRequest(f"there is a checkpoint {kind}/{name} already: choose another name, or overwrite it")
-        check_ttl(ttl)
         directory = self.catalogue.run_directory(run) / kind / f"{name}-{uuid.uuid4().hex[:8]}"
-        if limited:
+        if entry is not None:
             self._check_room(run.owner)
         async with new_directory(directory) as temporary:
             await self.link.call("save" if kind == "weights" else "export", model_id=run.id, directory=temporary)
@@ -292,10 +256,10 @@ class Barriers:
             owner=run.owner,
             directory=self.catalogue.name_of(directory),
             created=now,
-            expires=None if ttl is None else now + ttl,
+            expires=None if asked.ttl_seconds is None else now + asked.ttl_seconds,
             public=0,
-            size=directory_size(directory),
-            metadata=text(metadata),
+            size=directories.directory_size(directory),
+            metadata=text(asked.user_metadata),
         )
         replaced = known.get((run.id, kind, name))
         gone = [*([replaced] if replaced else []), *self._beyond(run, kind, name)]
@@ -318,34 +282,68 @@ class Barriers:
         others = [each for each in self.catalogue.checkpoints_of(run=run.id) if each.kind == kind and each.name != name]
         return [each for each in others[: max(0, len(others) + 1 - self.config.keep_last)] if not each.public]
 
-    async def snapshot(self, run: Run, seq: int) -> Path:
-        """Writes the state of a run after an update, and returns the directory."""
-        directory = self._snapshot_directory(run, seq)
-        async with new_directory(directory) as temporary:
-            await self.link.call("save", model_id=run.id, directory=temporary)
-        return directory
+    async def keep(self, run: Run) -> bool:
+        """Writes the checkpoint of a run whose client has gone, whatever room the key has left; ``False`` if that has to be
+        tried again.
+        """
+        asked = bodies.SaveWeights(model_id=run.id, seq_id=0, path=EXPIRED, ttl_seconds=EXPIRED_SECONDS, overwrite=True)
+        try:
+            done = await self._save(run, None, asked)
+        except EngineLost:
+            raise
+        except (CallFailed, OSError) as error:
+            log.exception("no checkpoint of the expired run %s", run.id)
+            return isinstance(error, CallFailed) and error.failure.category == "user"  # its weights cannot be saved
+        await self.catalogue.database.run(together(*done.jobs))
+        done.after()
+        return True
 
-    def _snapshot_directory(self, run: Run, seq: int) -> Path:
+    # Snapshots of runs: their state after an update, where no gradient stands
+
+    async def after_step(self, lane: Lane, seq: int) -> None:
+        """Begins a snapshot after the update ``seq`` if it is time, and none is being written.
+
+        The engine copies the state before the next request of the run, and a thread writes the copy.
+        """
+        lane.steps += 1
+        due = lane.steps >= self.config.snapshot_steps
+        due = due or time.monotonic() - lane.last_snapshot >= self.config.snapshot_seconds
+        if due and lane.run.id not in self._writing:
+            task = self._writing[lane.run.id] = asyncio.create_task(self._write_snapshot(lane, seq))
+            task.add_done_callback(lambda _: self._writing.pop(lane.run.id))
+            await asyncio.sleep(0)  # the engine is asked before the next request of the run can be
+
+    async def settled(self, *runs: str) -> None:
+        """Returns when the snapshots of runs, or of all runs, have been written or have failed."""
+        tasks = [task for run, task in self._writing.items() if not runs or run in runs]
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _write_snapshot(self, lane: Lane, seq: int) -> None:
+        run, steps, began = lane.run, lane.steps, time.monotonic()
+        try:
+            async with new_directory(place := self._snapshot_place(run, seq)) as temporary:
+                await self.link.call("save", model_id=run.id, directory=temporary)
+        except EngineLost:  # which is an OSError too
+            return
+        except (CallFailed, OSError):
+            log.exception("no snapshot of %s: the journal keeps its requests", run.id)
+            return
+        old, name = run.snapshot, self.catalogue.name_of(place)
+        await self.catalogue.database.run(snapshot_taken(run.id, seq, name))
+        run.snapshot, run.snapshot_seq = name, seq
+        lane.steps, lane.last_snapshot = lane.steps - steps, began
+        if old is not None:
+            await asyncio.to_thread(directories.remove_directory, self.catalogue.place(old))
+
+    def _snapshot_place(self, run: Run, seq: int) -> Path:
         return self.catalogue.run_directory(run) / f"snapshot-{seq}"
-
-    async def keep(self, run: Run) -> Done:
-        """Writes the checkpoint of a run whose client has gone, whatever room the key has left."""
-        return await self._checkpoint(run, "weights", EXPIRED, EXPIRED_SECONDS, None, True, limited=False)
 
     async def restore(self, run: Run) -> None:
         """Brings the engine to a run's snapshot. That of a load without optimizer holds no state of it."""
-        snapshot = str(run.snapshot)
-        place = self.catalogue.place(snapshot)
-        await asyncio.to_thread(check_directory, place)
-        optimizer = OPTIMIZER_FILE in files_of(place)
-        await self._create_from(run, snapshot, optimizer=optimizer, replayed=True)
-
-
-SAVED = {
-    "weights": "save_weights",
-    "sampler_weights": "save_weights_for_sampler",
-    "external_weights": "save_weights_external",
-}
+        place = self.catalogue.place(str(run.snapshot))
+        await asyncio.to_thread(directories.check_directory, place)
+        optimizer = OPTIMIZER_FILE in directories.files_of(place)
+        await self._new_model(run, replayed=True, saved=place, optimizer=optimizer)
 
 
 def check_optimizer(config: dict[str, Any] | None) -> None:
@@ -354,13 +352,7 @@ def check_optimizer(config: dict[str, Any] | None) -> None:
         raise InvalidRequest(f"optimizer {config.get('type')!r} is not supported: there is adamw")
 
 
-def check_ttl(ttl: int | None) -> None:
-    """Raises `InvalidRequest` for a time to live of no length, or beyond ten years."""
-    if ttl is not None and not SHORTEST_TTL <= ttl <= LONGEST_TTL:
-        raise InvalidRequest(f"ttl_seconds={ttl}: must be from {SHORTEST_TTL} to {LONGEST_TTL}, or null for no end")
-
-
 def remove_run_files(directory: Path) -> None:
     """Removes the snapshots of a run that has ended."""
     for path in directory.glob("snapshot-*"):
-        remove_directory(path)
+        directories.remove_directory(path)

@@ -10,10 +10,9 @@ from dataclasses import replace
 
 from dataproto.errors import not_hiding
 from dataproto_server.backend import Failure, Pass
-from dataproto_server.codec import read_pass
 from dataproto_server.engine_link import CallFailed, EngineLost
 from dataproto_server.front.futures import failed, pass_outcome
-from dataproto_server.front.scheduler import Results, Scheduler
+from dataproto_server.front.scheduler import Results, Scheduler, pass_or_failure
 from dataproto_server.ledger import journal
 from dataproto_server.ledger.directories import is_damaged
 from dataproto_server.ledger.journal import Entry
@@ -41,6 +40,7 @@ class Recovery:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler, self.barriers = scheduler, scheduler.barriers
+        self.requests, self.lanes = scheduler.requests, scheduler.lanes
         self.link, self.database, self.catalogue = scheduler.link, scheduler.database, scheduler.catalogue
         self._tries = 0  # at which the server failed
         self._losses: Counter[tuple[str, ...]] = Counter()  # of the engine, by the run or the requests that it was at
@@ -50,7 +50,7 @@ class Recovery:
         then, to an engine that has been reset.
         """
         began = time.monotonic()
-        kept = [lane for lane in self.scheduler.lanes.values() if lane.run.snapshot is not None]
+        kept = [lane for lane in self.lanes.values() if lane.run.snapshot is not None]
         for run in [lane.run for lane in kept if not lane.resting]:
             if run.state == "live":
                 await self._done([run.id], self._restored(run))
@@ -89,7 +89,7 @@ class Recovery:
 
     async def _set_aside(self, run_id: str, failure: Failure) -> None:
         """Lets a run rest until the next start, or fail if its snapshot is damaged."""
-        lane = self.scheduler.lanes.get(run_id)
+        lane = self.lanes.get(run_id)
         if lane is None:
             return
         tries = f" in {MOST_REPLAYS} tries" if failure.category == "server" else ""
@@ -103,8 +103,8 @@ class Recovery:
             lane.run.state = "failed"
             await self.database.run(put(lane.run))
             for entry in list(lane.entries.values()):
-                await self.scheduler.rounds.finish(entry, failed(message, "server"))
-            self.scheduler.lanes.pop(run_id, None)
+                await self.requests.finish([(entry, failed(message, "server"))])
+            self.lanes.pop(run_id, None)
         await self.link.call("release", model_id=run_id)
 
     @contextmanager
@@ -130,14 +130,14 @@ class Recovery:
             return await self._barrier(first)
         if queued:
             try:
-                if await self.scheduler.rounds.begin(entries):
+                if await self.requests.begin(entries):
                     return await self._passes(entries)
             except CallFailed:
-                await self.scheduler.rounds.dissolve(queued)
+                await self.requests.dissolve(queued)
         return await self._repeated_passes([entry for entry in entries if entry.state == "done"])
 
     async def _barrier(self, entry: Entry) -> Mapping[str, Failure]:
-        waiting = self.scheduler.rounds.waiting(entry)
+        waiting = self.requests.waiting(entry)
         if waiting is not None:
             await self.scheduler.barrier(waiting)
             return {}
@@ -145,7 +145,7 @@ class Recovery:
             return {entry.run: ENDED}
         body = await self.database.run(journal.body_of(entry.id))
         with self._counted(entry.id):
-            await self.barriers.repeat(self.scheduler.lanes[entry.run].run, entry, body)
+            await self.barriers.repeat(self.lanes[entry.run].run, entry, body)
         return {}
 
     async def _repeated_passes(self, entries: Sequence[Entry]) -> Mapping[str, Failure]:
@@ -174,11 +174,11 @@ class Recovery:
 
     def _is_due(self, entry: Entry) -> bool:
         """Whether a request waits in a run that does not rest."""
-        return self.scheduler.rounds.waiting(entry) is not None and not self.scheduler.lanes[entry.run].resting
+        return self.requests.waiting(entry) is not None and not self.lanes[entry.run].resting
 
     def _is_later(self, entry: Entry) -> bool:
         """Whether a finished request changes its run, which is not yet so far."""
-        lane = self.scheduler.lanes.get(entry.run)
+        lane = self.lanes.get(entry.run)
         if lane is None or lane.resting or lane.run.state != "live":
             return False
         return entry.state == "done" and entry.seq > lane.run.snapshot_seq
@@ -198,7 +198,7 @@ class Recovery:
         found = [(entry, next(computed) if isinstance(each, Pass) else each) for entry, each in zip(entries, read)]
         new = [(entry, result) for entry, result in found if entry.state == "queued" and result is not None]
         if new:
-            await self.scheduler.rounds.finish_all([(entry, pass_outcome(result)) for entry, result in new])
+            await self.requests.finish([(entry, pass_outcome(result)) for entry, result in new])
         return {entry.run: result for entry, result in found if self._is_later(entry) and isinstance(result, Failure)}
 
     async def _release(self, stand_ins: Mapping[str, str | None]) -> None:
@@ -209,11 +209,8 @@ class Recovery:
         """A pass for the engine, or why it cannot be read; ``None`` if the others are the same without it."""
         body = await self.database.run(journal.body_of(entry.id))
         limits = self.scheduler.config.limits if entry.state == "queued" else None
-        try:
-            each = await asyncio.to_thread(read_pass, body, limits)
-        except Exception as error:
-            return failure_of(error)
-        if entry.state == "queued":
+        each = await asyncio.to_thread(pass_or_failure, body, limits)
+        if entry.state == "queued" or isinstance(each, Failure):
             return each
         model = entry.run if self._is_later(entry) else await self._stand_in(entry.run, stand_ins)
         return None if model is None else replace(each, model_id=model, replayed=True)

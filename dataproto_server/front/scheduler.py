@@ -5,16 +5,16 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, NoReturn
 
 from dataproto_server.backend import Failure, Pass, PassResult
 from dataproto_server.codec import read_pass
+from dataproto_server.config import LimitsConfig
 from dataproto_server.engine_link import CallFailed, EngineLost
 from dataproto_server.front.barriers import WITH_FILES, Barriers, Done, remove_run_files
 from dataproto_server.front.fair_share import FairShare
 from dataproto_server.front.futures import failed, pass_outcome
-from dataproto_server.front.lanes import Intake, Lane
-from dataproto_server.front.round_journal import RoundJournal, RunSnapshots
+from dataproto_server.front.lanes import Lane, Requests
 from dataproto_server.ledger import journal
 from dataproto_server.ledger.journal import Entry
 from dataproto_server.ledger.records import Job, put, together
@@ -24,8 +24,17 @@ log = logging.getLogger("dataproto.serve")
 ROUND_BYTES = 32 << 20  # of the bodies of a round's passes, of each run
 LOOK_SECONDS = 1.0  # between looks for gaps
 LARGE_BYTES = 1 << 18  # of the bodies of a round's passes that are read in another thread than the event loop's
+PAUSE_SECONDS = 1.0  # before the engine is left
 KEEP_SECONDS = 30.0  # between tries to write the checkpoint of an expired run
 Results = list[PassResult | Failure]
+
+
+def pass_or_failure(body: bytes, limits: LimitsConfig | None) -> Pass | Failure:
+    """The pass of a body, or why it cannot be read; see `read_pass`."""
+    try:
+        return read_pass(body, limits)
+    except Exception as error:
+        return failure_of(error)
 
 
 class Scheduler:
@@ -35,54 +44,22 @@ class Scheduler:
     Of the passes that wait, a round has a fair share of each client: see `FairShare`. A client is a session.
     """
 
-    def __init__(self, barriers: Barriers) -> None:
+    def __init__(self, barriers: Barriers, requests: Requests) -> None:
         self.barriers, self.config, self.link = barriers, barriers.config, barriers.link
         self.catalogue, self.database = barriers.catalogue, barriers.catalogue.database
         self.futures, self.counters = barriers.samples.futures, barriers.samples.counters
-        self.snapshots = RunSnapshots(barriers)
-        self.lanes: dict[str, Lane] = {}
+        self.requests, self.lanes, self.accept = requests, requests.lanes, requests.accept
+        self.requests.on_change = self._changed
         self.on_connected: Callable[[], Awaitable[None]]  # to an engine that holds no run
-        self.rounds = RoundJournal(barriers, self.lanes, self._begin_save)
-        self._intake = Intake(self.database, self.config.limits, self.lanes, self._enter)
-        self.accept = self._intake.accept
         self._share: FairShare[Entry] = FairShare()
         self._pass_seconds = 0.0  # of the last round of passes
         self._wake = asyncio.Event()
         self._in_rounds = False
         self._saves: set[asyncio.Task[None]] = set()
-        for run in self.catalogue.runs.values():
-            if run.state in ("new", "live"):
-                self.lanes[run.id] = Lane(run)
-        unfinished = [
-            entry
-            for group in self.database.run_now(journal.rounds_to_replay)
-            for entry in group
-            if entry.state == "queued"
-        ]
-        for entry in [*unfinished, *self.database.run_now(journal.waiting)]:
-            if entry.run in self.lanes:
-                self._enter(entry)
 
-    def _enter(self, entry: Entry) -> None:
-        lane = self.lanes.get(entry.run)
-        if lane is None:
-            lane = self.lanes[entry.run] = Lane(self.catalogue.runs[entry.run])
-        pending = self.futures.open(entry.id, lane.run.owner)
-        pending.reason = lambda: self._reason(lane, entry)
-        lane.add(entry)
+    def _changed(self, lane: Lane) -> None:
         self._begin_save(lane)
         self._wake.set()
-
-    def _reason(self, lane: Lane, entry: Entry) -> str:
-        if not self.link.connected:
-            return "the engine starts again; the request continues then"
-        if lane.resting:
-            return lane.resting
-        gap = lane.gap()
-        if gap is not None:
-            return f"request {entry.seq} waits for request {gap[0]}"
-        ahead = sum(len(each.entries) for each in self.lanes.values()) - 1
-        return f"request {entry.seq} is being computed or waits for its turn; {ahead} others wait"
 
     def end(self, run_id: str, how: Literal["dropped", "kept"]) -> None:
         """Ends a run when nothing waits in it; one that is kept leaves a checkpoint for a day."""
@@ -109,7 +86,7 @@ class Scheduler:
     async def settled(self) -> None:
         """Returns when nothing is carried out in addition to the rounds."""
         await asyncio.gather(*self._saves, return_exceptions=True)
-        await self.snapshots.settled()
+        await self.barriers.settled()
 
     async def _rounds(self) -> None:
         while True:
@@ -121,9 +98,16 @@ class Scheduler:
             except EngineLost:
                 raise
             except Exception as error:  # a request at which this repeats fails after some tries
-                await self.rounds.start_over(error)
+                await self._start_over(error)
             finally:
                 self._in_rounds = False
+
+    async def _start_over(self, error: Exception) -> NoReturn:
+        """Leaves the engine, which is then brought to where the journal is: what it has computed may not be written."""
+        log.error("a round failed and is tried again from the journal", exc_info=error)
+        await asyncio.sleep(PAUSE_SECONDS)
+        await self.link.close()
+        raise EngineLost("the engine is ahead of the journal") from error
 
     async def _rest(self) -> None:
         try:
@@ -144,7 +128,7 @@ class Scheduler:
             lane for lane in self.lanes.values() if lane.not_before <= now and not lane.saving and not lane.resting
         ]
         await self._fail_gaps(lanes)
-        await self._intake.gather(lanes, self._pass_seconds, self._wake)
+        await self.requests.gather(lanes, self._pass_seconds, self._wake)
         passes = self._share_of_each(lanes)
         for group in [[each] for each in passes] if any(each.alone for each in passes) else [passes]:
             await self._passes(group)
@@ -224,7 +208,7 @@ class Scheduler:
                 f"request {missing} of {lane.run.id} has not come within {self.config.gap_seconds:g} s (--gap-seconds)"
             )
             outcomes = [failed(f"{message}: request {seq} waited for it", "user") for seq in late]
-            await self.rounds.finish_all([(lane.entries[seq], each) for seq, each in zip(late, outcomes)])
+            await self.requests.finish([(lane.entries[seq], each) for seq, each in zip(late, outcomes)])
 
     # Passes
 
@@ -235,45 +219,38 @@ class Scheduler:
                 passes.append(found)
                 ready.append(entry)
             else:
-                failure = failure_of(found)
-                await self.rounds.finish(entry, failed(failure.message, failure.category))
-        if not ready or not await self.rounds.begin(ready):
+                await self.requests.finish([(entry, pass_outcome(found))])
+        if not ready or not await self.requests.begin(ready):
             return
         began = time.monotonic()
         try:
             results = await self.results(passes)
         except CallFailed:  # each is computed alone, so that only the guilty one fails
-            await self.rounds.dissolve(ready)
+            await self.requests.dissolve(ready)
             return
         now = time.monotonic()
         self._pass_seconds = now - began
         for entry in ready:
             self.lanes[entry.run].last_pass = now
         self.counters["passes_total"] += len(passes)
-        await self.rounds.finish_all([(entry, pass_outcome(result)) for entry, result in zip(ready, results)])
+        await self.requests.finish([(entry, pass_outcome(result)) for entry, result in zip(ready, results)])
 
-    async def _read_all(self, entries: Sequence[Entry]) -> list[Pass | Exception]:
+    async def _read_all(self, entries: Sequence[Entry]) -> list[Pass | Failure]:
         """The passes of some requests, or why one cannot be read."""
-        bodies: list[bytes | Exception] = []
+        bodies: list[bytes | Failure] = []
         for entry in entries:
             try:
                 if self.lanes[entry.run].run.state != "live":
                     raise InvalidRequest(f"run {entry.run} is not in training")
                 bodies.append(await self._body(entry))
             except Exception as error:
-                bodies.append(error)
-        if sum(len(body) for body in bodies if isinstance(body, bytes)) > LARGE_BYTES:
-            return await asyncio.to_thread(self._parsed, bodies)
-        return self._parsed(bodies)
+                bodies.append(failure_of(error))
 
-    def _parsed(self, bodies: Sequence[bytes | Exception]) -> list[Pass | Exception]:
-        found: list[Pass | Exception] = []
-        for body in bodies:
-            try:
-                found.append(read_pass(body, self.config.limits) if isinstance(body, bytes) else body)
-            except Exception as error:
-                found.append(error)
-        return found
+        def parsed() -> list[Pass | Failure]:
+            return [each if isinstance(each, Failure) else pass_or_failure(each, self.config.limits) for each in bodies]
+
+        large = sum(len(body) for body in bodies if isinstance(body, bytes)) > LARGE_BYTES
+        return await asyncio.to_thread(parsed) if large else parsed()
 
     async def _body(self, entry: Entry) -> bytes:
         return await self.database.run(journal.body_of(entry.id)) if entry.body is None else entry.body
@@ -293,15 +270,15 @@ class Scheduler:
     async def barrier(self, entry: Entry) -> None:
         """Carries out a request that is no pass."""
         if entry.kind == "load":  # which takes the place of a snapshot that is being written
-            await self.snapshots.settled(entry.run)
-        if await self.rounds.begin([entry]):
+            await self.barriers.settled(entry.run)
+        if await self.requests.begin([entry]):
             await self._conclude([(entry, await self._carried_out(entry))])
 
     async def _updates(self, entries: Sequence[Entry]) -> None:
         """Carries out updates of different runs at the same time. One commit begins them, and one has the outcomes of those
         that were done; each failure has its own.
         """
-        begun = [entry for (entry,) in await self.rounds.begin_each([[entry] for entry in entries])]
+        begun = [entry for (entry,) in await self.requests.begin_each([[entry] for entry in entries])]
         ended: list[tuple[Entry, Done | Failure]] = []
 
         async def carry_out(entry: Entry) -> None:
@@ -335,17 +312,17 @@ class Scheduler:
         if done:
             jobs = [job for _, _, each in done for job in each.jobs]
             try:
-                await self.rounds.finish_all([(entry, each.outcome()) for _, entry, each in done], *jobs)
+                await self.requests.finish([(entry, each.outcome()) for _, entry, each in done], *jobs)
                 for _, _, each in done:
                     each.after()
             except Exception as error:  # what the engine has done may not be done twice
-                await self.rounds.start_over(error)
+                await self._start_over(error)
         for entry, result in ended:
             if isinstance(result, Failure):
                 await self._failed_barrier(self.lanes[entry.run], entry, result)
         for lane, entry, _ in done:
             if entry.kind == "optim_step":
-                await self.snapshots.after_step(lane, entry.seq)
+                await self.barriers.after_step(lane, entry.seq)
             elif entry.kind == "load":
                 lane.steps, lane.last_snapshot = 0, time.monotonic()
 
@@ -354,12 +331,12 @@ class Scheduler:
         if lane.run.state == "new":  # it could not be created
             lane.run.state = "failed"
             jobs.append(put(lane.run))
-        await self.rounds.finish(entry, failed(failure.message, failure.category), *jobs)
+        await self.requests.finish([(entry, failed(failure.message, failure.category))], *jobs)
 
     async def _end(self, lane: Lane) -> None:
         run = lane.run
-        await self.snapshots.settled(run.id)
-        if lane.ending == "kept" and run.state == "live" and not await self.snapshots.keep(run):
+        await self.barriers.settled(run.id)
+        if lane.ending == "kept" and run.state == "live" and not await self.barriers.keep(run):
             lane.not_before = time.monotonic() + KEEP_SECONDS
             return
         await self.database.run(together(put(replace(run, state="ended")), journal.forget_covered))

@@ -11,6 +11,7 @@ from dataproto_server.config import ServeConfig
 from dataproto_server.engine_link import EngineLink
 from dataproto_server.front.barriers import Barriers
 from dataproto_server.front.futures import Futures
+from dataproto_server.front.lanes import Requests
 from dataproto_server.front.recovery import Recovery
 from dataproto_server.front.sample_queue import Samples
 from dataproto_server.front.scheduler import Scheduler
@@ -135,7 +136,7 @@ class Service:
         self.catalogue = Catalogue(self.database, state)
         self.link = EngineLink(socket, lambda request, result: self.samples.received(request, result))
         self.samples = Samples(self.link, self.catalogue, self.futures, config, self.counters)
-        self.scheduler = Scheduler(Barriers(self.samples))
+        self.scheduler = Scheduler(Barriers(self.samples), Requests(self.samples))
         self.recovery = Recovery(self.scheduler)
         self.scheduler.on_connected = self._connected
         self.lifecycle = Lifecycle(self.scheduler)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from dataproto_server.ledger.records import Job
 
-MEMBERS = "id, run, seq, kind, NULL AS body, size, tokens, created, round, place, state"
+MEMBERS = "id, run, seq, kind, NULL AS body, size, tokens, created, round, state"
 ROUNDS = "SELECT round FROM bodies JOIN requests ON requests.id = request JOIN runs ON runs.id = run WHERE round IS NOT NULL AND "
 """The rounds of requests whose bodies are kept."""
 
@@ -31,7 +31,6 @@ class Entry:
     size: int
     created: float
     round: int | None = None
-    place: int | None = None
     state: str = "queued"
     tokens: int = 0  # of a pass
     alone: bool = False  # not written: it is computed in a round of its own

@@ -245,11 +245,6 @@ class Catalogue:
         mine = [run for run in self.runs.values() if run.owner == owner]
         return [run for run in mine if "live" in (run.state, run.state == "new" and self.sessions[run.session].state)]
 
-    def spec_of(self, checkpoint: Checkpoint) -> tuple[str, dict[str, Any] | None]:
-        """Base model and LoRA options of the run that wrote a checkpoint."""
-        run = self.runs[checkpoint.run]
-        return run.base_model, None if run.lora is None else json.loads(run.lora)
-
     async def drop_samplers(self, which: Callable[[Sampler], bool], *jobs: Job) -> set[str]:
         """Forgets samplers, and returns their directories. ``jobs`` are writes that belong into the same commit."""
         gone = [each for each in self.samplers.values() if which(each)]

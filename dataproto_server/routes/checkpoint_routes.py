@@ -8,8 +8,7 @@ from urllib.parse import quote
 
 from starlette.responses import FileResponse, Response
 
-from dataproto_server.front.barriers import check_ttl
-from dataproto_server.json_requests import Body, Int
+from dataproto_server.json_requests import Body, Seconds
 from dataproto_server.ledger.directories import MANIFEST, checked_name
 from dataproto_server.ledger.records import KINDS, Catalogue, Checkpoint, Run
 from dataproto_server.refusals import InvalidRequest, NotFound, Refused
@@ -120,14 +119,12 @@ async def publish(call: Call) -> Response:
 
 
 class SetTtl(Body):
-    ttl_seconds: Int | None = None
+    ttl_seconds: Seconds | None = None
 
 
 async def set_ttl(call: Call) -> Response:
     ttl = (await call.read(SetTtl)).ttl_seconds
-    checkpoint = _checkpoint(call)
-    check_ttl(ttl)
-    await call.service.catalogue.change(checkpoint, expires=None if ttl is None else time.time() + ttl)
+    await call.service.catalogue.change(_checkpoint(call), expires=None if ttl is None else time.time() + ttl)
     return Response(status_code=204)
 
 
@@ -137,11 +134,12 @@ class WeightsInfo(Body):
 
 async def weights_info(call: Call) -> Response:
     catalogue = call.service.catalogue
-    base, lora = catalogue.spec_of(catalogue.checkpoint((await call.read(WeightsInfo)).tinker_path, call.owner))
-    info: dict[str, Any] = {"base_model": base, "is_lora": lora is not None, "optimizer_config": {"type": "adamw"}}
-    if lora is not None:
-        info |= {"lora_rank": lora["rank"]} | {key: lora[key] for key in ("train_unembed", "train_mlp", "train_attn")}
-    return answer(info)
+    run = catalogue.runs[catalogue.checkpoint((await call.read(WeightsInfo)).tinker_path, call.owner).run]
+    info: dict[str, Any] = {"base_model": run.base_model, "is_lora": run.lora is not None}
+    if run.spec is not None:
+        info["lora_rank"] = run.spec.rank
+        info |= {key: getattr(run.spec, key) for key in ("train_unembed", "train_mlp", "train_attn")}
+    return answer(info | {"optimizer_config": {"type": "adamw"}})
 
 
 async def external_weights_urls(call: Call) -> Response:

@@ -183,7 +183,7 @@ async def _weights(call: Call, asked: CreateSampler) -> tuple[str, str | None]:
             raise InvalidRequest("create_sampling_session needs a base_model or a model_path")
         return (await call.service.model(asked.base_model)).name, None
     checkpoint = call.service.catalogue.checkpoint(asked.model_path, call.owner)
-    base, _ = call.service.catalogue.spec_of(checkpoint)
+    base = call.service.catalogue.runs[checkpoint.run].base_model
     if asked.base_model not in (None, base):
         raise InvalidRequest(f"{asked.model_path} is an adapter of {base}, not of {asked.base_model}")
     return base, checkpoint.directory

@@ -9,7 +9,7 @@ import pytest
 from dataproto.errors import CheckpointError, InvalidConfig
 from dataproto_server.backend import LoraSpec
 from dataproto_server.engine_link import EngineLost
-from dataproto_server.front import recovery, round_journal, scheduler
+from dataproto_server.front import lanes, recovery, scheduler
 from dataproto_server.front.service import DATABASE_FILE
 from dataproto_server.ledger import database
 from helpers.fronts import Front, Recording, drive, until
@@ -21,7 +21,7 @@ POISON = "ppo"  # the loss of a pass at which a call fails as a whole
 def _at_once(monkeypatch):
     monkeypatch.setattr(recovery, "PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(scheduler, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(round_journal, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(scheduler, "PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(database, "RETRY_SECONDS", 0.0)
 
 
@@ -386,9 +386,9 @@ def test_what_was_computed_counts_once_when_its_result_cannot_be_written(tmp_pat
             await front.result(await front.submit(run, 1, 7))
         front.backend.gate.clear()
         run_of_database, left = front.service.database.run, 2 * [RuntimeError("no such value")]
-        finishing = round_journal.RoundJournal.finish_all
+        finishing = lanes.Requests.finish
 
-        async def finish_all(self, *arguments):
+        async def finish(self, *arguments):
             async def full(job):
                 if left:
                     raise left.pop()
@@ -400,7 +400,7 @@ def test_what_was_computed_counts_once_when_its_result_cannot_be_written(tmp_pat
             finally:
                 monkeypatch.setattr(front.service.database, "run", run_of_database)
 
-        monkeypatch.setattr(round_journal.RoundJournal, "finish_all", finish_all)
+        monkeypatch.setattr(lanes.Requests, "finish", finish)
         front.backend.gate.set()
         requests = [await front.submit(run, 1, 7)] if kind == "pass" else []
         requests.append(await front.submit(run, 2, None))

@@ -48,7 +48,7 @@ def test_a_run_beyond_the_limit_is_refused_by_the_same_words_when_its_request_co
 def nothing_fits(front: Front):
     """No request can be taken in."""
     refused = Refused(429, "too much waits")
-    return patch.object(front.service.scheduler._intake, "_check_room", side_effect=refused)
+    return patch.object(front.service.scheduler.requests, "_check_room", side_effect=refused)
 
 
 async def refused_at_first(front: Front, session: str, number: int) -> None:

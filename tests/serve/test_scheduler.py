@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from dataproto.errors import CheckpointError
-from dataproto_server.front import lanes, recovery, round_journal
+from dataproto_server.front import lanes, recovery, scheduler
 from dataproto_server.front.barriers import Barriers
 from dataproto_server.front.futures import PROTOBUF
-from dataproto_server.front.round_journal import RoundJournal
+from dataproto_server.front.lanes import Requests
 from dataproto_server.front.scheduler import Scheduler
 from dataproto_server.ledger import directories, journal
 from dataproto_server.ledger.records import together
@@ -122,7 +122,7 @@ async def updates_together(front: Front) -> list[str]:
 
 
 def test_the_updates_of_a_round_are_begun_and_finished_in_one_commit_each(tmp_path, monkeypatch):
-    begun, finished, finish_all = [], [], RoundJournal.finish_all
+    begun, finished, finish = [], [], Requests.finish
 
     def noted(*jobs):
         begun.append(sum("begin_round" in job.__qualname__ for job in jobs))
@@ -130,12 +130,12 @@ def test_the_updates_of_a_round_are_begun_and_finished_in_one_commit_each(tmp_pa
 
     async def note(self, results, *jobs):
         finished.append([entry.id for entry, _ in results])
-        await finish_all(self, results, *jobs)
+        await finish(self, results, *jobs)
 
     async def work(front: Front):
         updates = await updates_together(front)
-        monkeypatch.setattr(round_journal, "together", noted)
-        monkeypatch.setattr(RoundJournal, "finish_all", note)
+        monkeypatch.setattr(lanes, "together", noted)
+        monkeypatch.setattr(Requests, "finish", note)
         front.backend.gate.set()
         for each in updates:
             assert (await front.result(each))["metrics"]["steps"] == 1
@@ -185,8 +185,8 @@ def test_a_server_stops_while_it_cannot_write_the_outcome_of_an_update(tmp_path,
         monkeypatch.setattr(Barriers, "carry_out", one_alone)
         front.backend.gate.set()
         await until(lambda: done == ["a:2"])
-        monkeypatch.setattr(RoundJournal, "finish_all", cannot)
-        monkeypatch.setattr(round_journal, "PAUSE_SECONDS", 0.01)
+        monkeypatch.setattr(Requests, "finish", cannot)
+        monkeypatch.setattr(scheduler, "PAUSE_SECONDS", 0.01)
         rounds = front.service._tasks[0]
         rounds.cancel()
         await asyncio.wait([rounds], timeout=10)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from dataproto.errors import InvalidConfig
-from dataproto_server.front import barriers, recovery
+from dataproto_server.front import recovery
+from dataproto_server.ledger import directories
 from dataproto_server.routes import training_routes
 from helpers.fronts import Front, Recording, drive, until
 
@@ -199,7 +200,7 @@ def test_the_passes_of_others_do_not_wait_for_a_load(tmp_path, monkeypatch, at):
     async def work(front: Front):
         mine, other = await front.new_run("mine", session="mine"), await front.new_run("other")
         path = (await front.result(await front.request(other, 1, "save", path="a")))["path"]
-        gate, checked, check = threading.Event(), [], barriers.check_directory
+        gate, checked, check = threading.Event(), [], directories.check_directory
 
         def slow_check(directory):
             gate.wait(5)
@@ -207,7 +208,7 @@ def test_the_passes_of_others_do_not_wait_for_a_load(tmp_path, monkeypatch, at):
             checked.append(directory)
 
         if at == "files":
-            monkeypatch.setattr(barriers, "check_directory", slow_check)
+            monkeypatch.setattr(directories, "check_directory", slow_check)
         else:
             gate = save_that_waits(front, monkeypatch, "other")
         loading = await front.request(other, 2, "load", path=path, optimizer=True)
