@@ -14,6 +14,7 @@ from typing import Any
 
 from dataproto.errors import DataProtoError
 from dataproto_server.backend import Failure
+from dataproto_server.refusals import CallFailed
 
 RETRY_SECONDS = 0.1
 SIZE = struct.Struct("<Q")
@@ -27,14 +28,6 @@ def packed(message: Any) -> tuple[bytes, bytes]:
 
 class EngineLost(DataProtoError, ConnectionError):
     """The engine process ended, or the connection to it broke; what it held in memory is gone."""
-
-
-class CallFailed(DataProtoError):
-    """A call of the engine failed."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.message)
-        self.failure = failure
 
 
 class EngineLink:

@@ -27,12 +27,22 @@ class NotFound(InvalidRequest):
     status = 404
 
 
+class CallFailed(DataProtoError):
+    """A call of the engine failed."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
 log = logging.getLogger("dataproto.serve")
 SERVER_ERRORS = (RankFailure, WorkerFailed)
 
 
 def failure_of(error: Exception) -> Failure:
     """What a client is told of an error. One of the server gets a number, under which the log has its traceback."""
+    if isinstance(error, CallFailed):
+        return error.failure
     if isinstance(error, DataProtoError) and not isinstance(error, SERVER_ERRORS):
         return Failure(str(error), "user")
     return server_failure(error)

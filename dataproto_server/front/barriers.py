@@ -1,7 +1,6 @@
 """The requests of a run that are carried out alone: creation, updates, saving and loading; and snapshots of runs."""
 
 import asyncio
-import json
 import logging
 import math
 import time
@@ -15,7 +14,8 @@ import msgspec
 
 from dataproto_server import json_requests as bodies
 from dataproto_server.backend import OPTIMIZER_FILE
-from dataproto_server.engine_link import CallFailed, EngineLost
+from dataproto_server.engine_link import EngineLost
+from dataproto_server.front.futures import answered
 from dataproto_server.front.lanes import Lane
 from dataproto_server.front.sample_queue import Samples
 from dataproto_server.json_requests import parse_json, read
@@ -23,7 +23,7 @@ from dataproto_server.ledger import directories
 from dataproto_server.ledger.directories import checked_name, new_directory
 from dataproto_server.ledger.journal import Entry, Outcome, snapshot_taken
 from dataproto_server.ledger.records import Checkpoint, Job, Run, Sampler, change, drop, put, text, together
-from dataproto_server.refusals import InvalidRequest
+from dataproto_server.refusals import CallFailed, InvalidRequest
 from workers.model.model_config import AdamParams
 
 log = logging.getLogger("dataproto.serve")
@@ -47,17 +47,14 @@ class Done:
     """What a request came to.
 
     Args:
-        answer: the JSON that the client gets.
+        outcome: what the client gets.
         jobs: writes that belong into the same commit.
         after: is called when that is on disk.
     """
 
-    answer: dict[str, Any]
+    outcome: Outcome
     jobs: Sequence[Job] = ()
     after: Callable[[], None] = lambda: None
-
-    def outcome(self) -> Outcome:
-        return Outcome(json.dumps(self.answer).encode())
 
 
 class Barriers:
@@ -102,7 +99,7 @@ class Barriers:
         self._check_runs(run, entry)
         await self._new_model(run, replayed=entry.state != "queued")
         run.state = "live"
-        return Done({"model_id": run.id, "type": "create_model"}, [put(run)])
+        return Done(answered({"model_id": run.id, "type": "create_model"}), [put(run)])
 
     def _check_runs(self, run: Run, entry: Entry) -> None:
         """Raises `InvalidRequest` if the earlier runs of a key are as many as it may have. No limit applies to a replay."""
@@ -159,7 +156,7 @@ class Barriers:
                 self.samples.retire(old)
 
         answer = {"path": asked.path, "model_id": run.id, "type": "load_weights"}
-        return Done(answer, [*jobs, snapshot_taken(run.id, entry.seq, snapshot)], after)
+        return Done(answered(answer), [*jobs, snapshot_taken(run.id, entry.seq, snapshot)], after)
 
     async def _link_files(self, source: Path, target: Path, optimizer: bool) -> None:
         await asyncio.to_thread(directories.check_directory, source)
@@ -176,8 +173,8 @@ class Barriers:
         adam = AdamParams(**msgspec.structs.asdict(asked.adam_params))
         metrics = await self.link.call("optim_step", model_id=run.id, adam=adam)
         if not math.isfinite(metrics["grad_norm"]):  # the gradients are dropped: the journal has that as done
-            return Done({"error": NO_UPDATE.format(norm=metrics["grad_norm"]), "category": "user"})
-        return Done({"metrics": metrics, "type": "optim_step"})
+            return Done(answered({"error": NO_UPDATE.format(norm=metrics["grad_norm"]), "category": "user"}))
+        return Done(answered({"metrics": metrics, "type": "optim_step"}))
 
     async def _save_external(self, run: Run, entry: Entry, asked: bodies.SaveExternal) -> Done:
         if asked.age_encryption_recipients:
@@ -227,7 +224,7 @@ class Barriers:
                 self.samples.retire(str(directory))
 
         answer = {"sampling_session_id": sampler.id, "type": "save_weights_for_sampler"}
-        return Done(answer, [put(sampler), *moved], after)
+        return Done(answered(answer), [put(sampler), *moved], after)
 
     def _check_room(self, owner: str) -> None:
         """Raises `InvalidRequest` if the checkpoints and samplers of a key take all that they may."""
@@ -273,7 +270,7 @@ class Barriers:
         answer = {"path": checkpoint.path, "type": SAVED[kind]}
         if kind == "external_weights":
             answer["size_bytes"] = checkpoint.size  # type: ignore[assignment]
-        return Done(answer, [*map(drop, gone), put(checkpoint)], after)
+        return Done(answered(answer), [*map(drop, gone), put(checkpoint)], after)
 
     def _beyond(self, run: Run, kind: str, name: str) -> list[Checkpoint]:
         """The oldest unpublished checkpoints of a kind, where there are more than ``--keep-last`` with a new one."""

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from dataproto_server.backend import Failure, PassResult
 from dataproto_server.codec import write_pass_result
@@ -98,11 +99,16 @@ class Futures:
             self._drop(each)
 
 
-def pass_outcome(result: PassResult | Failure) -> Outcome:
+def outcome_of(result: PassResult | Failure) -> Outcome:
     """What the client of a pass gets."""
     if isinstance(result, Failure):
         return failed(result.message, result.category)
     return Outcome(write_pass_result(result), PROTOBUF)
+
+
+def answered(answer: dict[str, Any]) -> Outcome:
+    """What the client of a request gets in JSON."""
+    return Outcome(json.dumps(answer).encode())
 
 
 def failed(message: str, category: str) -> Outcome:

@@ -49,6 +49,11 @@ class Lane:
         self.entries[entry.seq] = entry
         self._look()
 
+    @property
+    def is_free(self) -> bool:
+        """Whether the next request may be carried out now."""
+        return not self.saving and not self.resting and self.not_before <= time.monotonic()
+
     def head(self) -> Entry | None:
         """The request whose turn it is."""
         return self.entries.get(self.run.next_seq)

@@ -10,14 +10,14 @@ from dataclasses import replace
 
 from dataproto.errors import not_hiding
 from dataproto_server.backend import Failure, Pass
-from dataproto_server.engine_link import CallFailed, EngineLost
-from dataproto_server.front.futures import failed, pass_outcome
+from dataproto_server.engine_link import EngineLost
+from dataproto_server.front.futures import failed, outcome_of
 from dataproto_server.front.scheduler import Results, Scheduler, pass_or_failure
 from dataproto_server.ledger import journal
 from dataproto_server.ledger.directories import is_damaged
 from dataproto_server.ledger.journal import Entry
 from dataproto_server.ledger.records import Run, put
-from dataproto_server.refusals import failure_of
+from dataproto_server.refusals import CallFailed, failure_of
 
 log = logging.getLogger("dataproto.serve")
 MOST_REPLAYS = 5
@@ -76,8 +76,6 @@ class Recovery:
             failures = await work
         except EngineLost:
             raise
-        except CallFailed as error:
-            failures = dict.fromkeys(run_ids, error.failure)
         except Exception as error:
             failures = dict.fromkeys(run_ids, failure_of(error))
         if not self._is_last and any(each.category == "server" and each is not ENDED for each in failures.values()):
@@ -198,7 +196,7 @@ class Recovery:
         found = [(entry, next(computed) if isinstance(each, Pass) else each) for entry, each in zip(entries, read)]
         new = [(entry, result) for entry, result in found if entry.state == "queued" and result is not None]
         if new:
-            await self.requests.finish([(entry, pass_outcome(result)) for entry, result in new])
+            await self.requests.finish([(entry, outcome_of(result)) for entry, result in new])
         return {entry.run: result for entry, result in found if self._is_later(entry) and isinstance(result, Failure)}
 
     async def _release(self, stand_ins: Mapping[str, str | None]) -> None:

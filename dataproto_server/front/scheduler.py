@@ -10,15 +10,15 @@ from typing import Literal, NoReturn
 from dataproto_server.backend import Failure, Pass, PassResult
 from dataproto_server.codec import read_pass
 from dataproto_server.config import LimitsConfig
-from dataproto_server.engine_link import CallFailed, EngineLost
+from dataproto_server.engine_link import EngineLost
 from dataproto_server.front.barriers import WITH_FILES, Barriers, Done, remove_run_files
 from dataproto_server.front.fair_share import FairShare
-from dataproto_server.front.futures import failed, pass_outcome
+from dataproto_server.front.futures import failed, outcome_of
 from dataproto_server.front.lanes import Lane, Requests
 from dataproto_server.ledger import journal
 from dataproto_server.ledger.journal import Entry
-from dataproto_server.ledger.records import Job, put, together
-from dataproto_server.refusals import InvalidRequest, failure_of
+from dataproto_server.ledger.records import put, together
+from dataproto_server.refusals import CallFailed, InvalidRequest, failure_of
 
 log = logging.getLogger("dataproto.serve")
 ROUND_BYTES = 32 << 20  # of the bodies of a round's passes, of each run
@@ -121,12 +121,9 @@ class Scheduler:
 
     async def _round(self) -> bool:
         """Carries out what is due, and returns whether there was anything."""
-        now = time.monotonic()
         for lane in self.lanes.values():
             self._begin_save(lane)
-        lanes = [
-            lane for lane in self.lanes.values() if lane.not_before <= now and not lane.saving and not lane.resting
-        ]
+        lanes = [lane for lane in self.lanes.values() if lane.is_free]
         await self._fail_gaps(lanes)
         await self.requests.gather(lanes, self._pass_seconds, self._wake)
         passes = self._share_of_each(lanes)
@@ -144,13 +141,9 @@ class Scheduler:
     def _begin_save(self, lane: Lane) -> None:
         """Begins the request of a run whose turn it is, if it reads or writes files: it changes nothing that other runs use."""
         head = lane.head()
-        if head is None or head.kind not in WITH_FILES or lane.saving or lane.resting or not self._in_rounds:
-            return
-        if not self.link.connected:  # it would count as a try
-            return
-        if lane.not_before > time.monotonic():
-            return
-        self._begin(lane, self.barrier(head))
+        ready = self._in_rounds and self.link.connected  # without an engine it would count as a try
+        if ready and lane.is_free and head is not None and head.kind in WITH_FILES:
+            self._begin(lane, self.barrier(head))
 
     def _begin(self, lane: Lane, work: Awaitable[None]) -> None:
         """Begins work for a run, of which nothing else is carried out meanwhile. The rounds of others continue."""
@@ -219,7 +212,7 @@ class Scheduler:
                 passes.append(found)
                 ready.append(entry)
             else:
-                await self.requests.finish([(entry, pass_outcome(found))])
+                await self.requests.finish([(entry, outcome_of(found))])
         if not ready or not await self.requests.begin(ready):
             return
         began = time.monotonic()
@@ -233,7 +226,7 @@ class Scheduler:
         for entry in ready:
             self.lanes[entry.run].last_pass = now
         self.counters["passes_total"] += len(passes)
-        await self.requests.finish([(entry, pass_outcome(result)) for entry, result in zip(ready, results)])
+        await self.requests.finish([(entry, outcome_of(result)) for entry, result in zip(ready, results)])
 
     async def _read_all(self, entries: Sequence[Entry]) -> list[Pass | Failure]:
         """The passes of some requests, or why one cannot be read."""
@@ -275,11 +268,9 @@ class Scheduler:
             await self._conclude([(entry, await self._carried_out(entry))])
 
     async def _updates(self, entries: Sequence[Entry]) -> None:
-        """Carries out updates of different runs at the same time. One commit begins them, and one has the outcomes of those
-        that were done; each failure has its own.
-        """
+        """Carries out updates of different runs at the same time. One commit begins them, and one has their outcomes."""
         begun = [entry for (entry,) in await self.requests.begin_each([[entry] for entry in entries])]
-        ended: list[tuple[Entry, Done | Failure]] = []
+        ended: list[tuple[Entry, Done]] = []
 
         async def carry_out(entry: Entry) -> None:
             ended.append((entry, await self._carried_out(entry)))
@@ -294,44 +285,39 @@ class Scheduler:
             raise
         await self._conclude(ended)
 
-    async def _carried_out(self, entry: Entry) -> Done | Failure:
+    async def _carried_out(self, entry: Entry) -> Done:
         """What a request came to, which is not written yet."""
         run, body = self.lanes[entry.run].run, await self._body(entry)
         try:
             return await self.barriers.carry_out(run, entry, body)
-        except CallFailed as error:
-            return error.failure
         except EngineLost:
             raise
         except Exception as error:
-            return failure_of(error)
+            jobs = []
+            if run.state == "new":  # it could not be created
+                run.state = "failed"
+                jobs.append(put(run))
+            return Done(outcome_of(failure_of(error)), jobs)
 
-    async def _conclude(self, ended: Sequence[tuple[Entry, Done | Failure]]) -> None:
-        """Writes what requests came to; then snapshots of their runs may begin."""
-        done = [(self.lanes[entry.run], entry, each) for entry, each in ended if isinstance(each, Done)]
-        if done:
-            jobs = [job for _, _, each in done for job in each.jobs]
-            try:
-                await self.requests.finish([(entry, each.outcome()) for _, entry, each in done], *jobs)
-                for _, _, each in done:
-                    each.after()
-            except Exception as error:  # what the engine has done may not be done twice
-                await self._start_over(error)
-        for entry, result in ended:
-            if isinstance(result, Failure):
-                await self._failed_barrier(self.lanes[entry.run], entry, result)
-        for lane, entry, _ in done:
+    async def _conclude(self, ended: Sequence[tuple[Entry, Done]]) -> None:
+        """Writes what requests came to, in one commit; then snapshots of their runs may begin."""
+        if not ended:
+            return
+        lanes = [self.lanes[entry.run] for entry, _ in ended]
+        jobs = [job for _, done in ended for job in done.jobs]
+        try:
+            await self.requests.finish([(entry, done.outcome) for entry, done in ended], *jobs)
+            for _, done in ended:
+                done.after()
+        except Exception as error:  # what the engine has done may not be done twice
+            await self._start_over(error)
+        for lane, (entry, done) in zip(lanes, ended, strict=True):
+            if done.outcome.failed:
+                continue
             if entry.kind == "optim_step":
                 await self.barriers.after_step(lane, entry.seq)
             elif entry.kind == "load":
                 lane.steps, lane.last_snapshot = 0, time.monotonic()
-
-    async def _failed_barrier(self, lane: Lane, entry: Entry, failure: Failure) -> None:
-        jobs: list[Job] = []
-        if lane.run.state == "new":  # it could not be created
-            lane.run.state = "failed"
-            jobs.append(put(lane.run))
-        await self.requests.finish([(entry, failed(failure.message, failure.category))], *jobs)
 
     async def _end(self, lane: Lane) -> None:
         run = lane.run
