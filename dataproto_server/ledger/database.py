@@ -3,15 +3,13 @@
 import asyncio
 import logging
 import os
-import queue
 import sqlite3
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from dataproto.errors import FileFormatError
 
@@ -49,13 +47,6 @@ CREATE TABLE samplers (
 """
 
 
-class Answer(NamedTuple):
-    """What a function has returned or raised."""
-
-    result: Any = None
-    problem: Exception | None = None
-
-
 class Database:
     """Runs functions of a connection in the order in which they come; each sees the writes of those before it.
 
@@ -65,77 +56,53 @@ class Database:
 
     def __init__(self, path: Path) -> None:
         """Opens or makes the database. Raises `FileFormatError` for one of another version."""
-        self._jobs: queue.Queue[Job | None] = queue.Queue()
-        self._later: deque[Job] = deque()
-        ready: Future[None] = Future()
-        self._thread = threading.Thread(target=self._work, args=(path, ready), name="database")
-        self._thread.start()
-        ready.result()
+        self._connection = _open(path)
+        self._jobs: deque[Job] = deque()
+        self._thread = ThreadPoolExecutor(1, "database")
 
     async def run(self, function: Callable[[sqlite3.Connection], Result]) -> Result:
         """The result of a function, after the commit."""
-        return await asyncio.wrap_future(self._submit(function))
+        return await asyncio.wrap_future(self.post(function))
 
     def run_now(self, function: Callable[[sqlite3.Connection], Result]) -> Result:
         """The same for callers without an event loop."""
-        return self._submit(function).result()
+        return self.post(function).result()
 
-    def post(self, function: Callable[[sqlite3.Connection], Any]) -> None:
+    def post(self, function: Callable[[sqlite3.Connection], Result]) -> "Future[Result]":
         """Runs a function without waiting for it."""
-        self._submit(function)
+        done = self.later(function)
+        self._thread.submit(self._work)
+        return done
 
-    def later(self, function: Callable[[sqlite3.Connection], Any]) -> None:
+    def later(self, function: Callable[[sqlite3.Connection], Result]) -> "Future[Result]":
         """Runs a function before the next one that is given to the other methods, in its commit. A kill may lose it."""
-        self._later.append((function, Future()))
+        done: Future[Result] = Future()
+        self._jobs.append((function, done))
+        return done
 
     def close(self) -> None:
         """Waits for all functions, and closes the database."""
-        self.post(lambda connection: None)  # with those that wait for another one
-        self._jobs.put(None)
-        self._thread.join()
+        self._thread.submit(self._work)  # for those that wait for another one
+        self._thread.shutdown()
+        self._connection.close()
 
-    def _submit(self, function: Callable[[sqlite3.Connection], Result]) -> "Future[Result]":
-        done: Future[Result] = Future()
-        self._jobs.put((function, done))
-        return done
-
-    def _work(self, path: Path, ready: "Future[None]") -> None:
+    def _work(self) -> None:
+        """Runs all functions that wait: there are none if they were in the commit of an earlier one."""
         try:
-            connection = _open(path)
-        except BaseException as error:
-            ready.set_exception(error)
-            return
-        ready.set_result(None)
-        try:
-            while (jobs := self._next()) is not None:
-                for _, done in jobs:
-                    done.set_running_or_notify_cancel()  # it can no longer be cancelled
-                _tell(jobs, _commit(connection, jobs))
+            jobs = [self._jobs.popleft() for _ in range(len(self._jobs))]
+            for _, done in jobs:
+                done.set_running_or_notify_cancel()  # it can no longer be cancelled
+            if jobs:
+                _tell(jobs, _commit(self._connection, jobs))
         except BaseException:
             log.critical(
                 "the database thread failed: the process ends, and its supervisor starts it again", exc_info=True
             )
             os._exit(1)  # without this thread all requests would wait for ever
-        connection.close()
-
-    def _next(self) -> list[Job] | None:
-        """All jobs that wait, at least one; ``None`` at the end."""
-        first = self._jobs.get()
-        if first is None:
-            return None
-        jobs = [self._later.popleft() for _ in range(len(self._later))]
-        jobs.append(first)
-        while not self._jobs.empty():
-            job = self._jobs.get()
-            if job is None:
-                self._jobs.put(None)
-                break
-            jobs.append(job)
-        return jobs
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, isolation_level=None)
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     connection.row_factory = sqlite3.Row
     connection.execute(f"PRAGMA page_size={PAGE_BYTES}")  # of a new file
     connection.execute("PRAGMA journal_mode=WAL")
@@ -149,7 +116,7 @@ def _open(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _commit(connection: sqlite3.Connection, jobs: Sequence[Job]) -> list[Answer]:
+def _commit(connection: sqlite3.Connection, jobs: Sequence[Job]) -> list[Any]:
     """The result or error of each function, after the commit of all, for which it waits as long as there is an obstacle."""
     while True:
         try:
@@ -168,29 +135,29 @@ def _way_out(error: Exception) -> str | None:
     return OBSTACLES.get(getattr(error, "sqlite_errorcode", 0) & 0xFF)  # without what details the error
 
 
-def _answers(connection: sqlite3.Connection, jobs: Sequence[Job]) -> list[Answer]:
+def _answers(connection: sqlite3.Connection, jobs: Sequence[Job]) -> list[Any]:
     connection.execute("BEGIN IMMEDIATE")  # with the right to write
-    answers: list[Answer] = []
+    answers: list[Any] = []
     for function, _ in jobs:
         connection.execute("SAVEPOINT job")
         try:
-            answers.append(Answer(function(connection)))
+            answers.append(function(connection))
         except Exception as error:
             if _way_out(error) is not None:
                 raise
             connection.execute("ROLLBACK TO job")
-            answers.append(Answer(problem=error))
+            answers.append(error)
         connection.execute("RELEASE job")
     connection.execute("COMMIT")
     return answers
 
 
-def _tell(jobs: Sequence[Job], answers: Sequence[Answer]) -> None:
+def _tell(jobs: Sequence[Job], answers: Sequence[Any]) -> None:
     """Gives answers to who waits for them."""
-    for (_, done), answer in zip(jobs, answers):
+    for (_, done), answer in zip(jobs, answers, strict=True):
         if done.cancelled():  # its function has run all the same
             continue
-        if answer.problem is not None:
-            done.set_exception(answer.problem)
+        if isinstance(answer, Exception):
+            done.set_exception(answer)
         else:
-            done.set_result(answer.result)
+            done.set_result(answer)

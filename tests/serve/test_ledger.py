@@ -181,7 +181,7 @@ def test_what_another_program_writes_after_a_read_does_not_fail_a_write(database
         hold = threading.Event()
         database.post(lambda db: hold.wait())
         database.post(read_and_let_other_write)
-        written = database._submit(put(run_of("a", 1)))
+        written = database.post(put(run_of("a", 1)))
         hold.set()
         written.result()
 
