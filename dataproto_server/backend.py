@@ -89,6 +89,32 @@ class SparseRows:
         if len(columns) != len(self.values) or (len(columns) and not 0 <= columns.min() <= columns.max() < width):
             raise InvalidColumn(f"col_indices must be {len(self.values)} numbers from 0 to {width - 1}")
 
+    @property
+    def most(self) -> int:
+        """The largest number of values of a row."""
+        return int(np.diff(self.crow_indices).max(initial=0))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of `padded`."""
+        return self.shape[0] * self.most * self.values.itemsize
+
+    @property
+    def listed(self) -> Array:
+        """Which places of `padded` have a value, ``(N, most)``."""
+        listed: Array = np.arange(self.most) < np.diff(self.crow_indices)[:, None]
+        return listed
+
+    def padded(self, filler: int) -> Array:
+        """``(N, most)`` with the values of each row first, and then filler.
+
+        >>> SparseRows(np.array([7, 8, 9]), np.array([0, 1, 3]), np.array([5, 0, 2]), (2, 6)).padded(-1).tolist()
+        [[7, -1], [8, 9]]
+        """
+        rows = np.full((self.shape[0], self.most), filler, self.values.dtype)
+        rows[self.listed] = self.values
+        return rows
+
 
 @dataclass(frozen=True, slots=True)
 class Datum:
@@ -196,8 +222,8 @@ class SampleRequest:
         prompt_logprobs: the log-prob of every token of the prompt.
         topk_prompt_logprobs: at every position of the prompt, the k most probable tokens; 0 is none.
         topk_sample_logprobs: the same for every sampled token.
-        target_prompt_logprobs: ``(prompt - 1, K)`` int64: tokens whose log-probs are given, in row i those of position i + 1;
-            -1 asks for nothing.
+        target_prompt_logprobs: ``(prompt - 1, K)`` int64, or sparse: tokens whose log-probs are given, in row i those of
+            position i + 1; -1 asks for nothing.
         prompt_logprobs_last_n: log-probs of the last n positions of the prompt only.
     """
 
@@ -209,7 +235,7 @@ class SampleRequest:
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
-    target_prompt_logprobs: Array | None = None
+    target_prompt_logprobs: "Array | SparseRows | None" = None
     prompt_logprobs_last_n: int | None = None
 
 
@@ -236,14 +262,14 @@ class SampleResult:
     Args:
         prompt_logprobs: float32, as long as the prompt with all tokens of its images: NaN at 0, and 0.0 on the tokens of images.
         topk_prompt_logprobs: of the same length; ids 0 and log-probs -99999 where there are none.
-        target_prompt_logprobs: float32 of the shape of the targets, 0.0 at -1.
+        target_prompt_logprobs: float32 in the layout of the targets, 0.0 at -1.
     """
 
     request_id: str
     samples: Sequence[Sample]
     prompt_logprobs: Array | None = None
     topk_prompt_logprobs: TopK | None = None
-    target_prompt_logprobs: Array | None = None
+    target_prompt_logprobs: "Array | SparseRows | None" = None
 
 
 def nothing() -> None:

@@ -18,7 +18,7 @@ from dataproto.chunks import Chunk, EncodedTextChunk, ImageChunk
 from dataproto.errors import InvalidChunk, InvalidColumn
 from dataproto_server.backend import Array, Datum, Pass, PassResult, SampleRequest, SampleResult, Snapshot, SparseRows
 from dataproto_server.config import LimitsConfig
-from dataproto_server.json_requests import ImageBody, SampleBody, TensorBody, TextBody, read
+from dataproto_server.json_requests import ImageBody, SampleBody, TargetsBody, TextBody, read
 from dataproto_server.refusals import InvalidRequest, Refused
 
 # Messages
@@ -78,24 +78,6 @@ def read_tensor(message: Any) -> Array | SparseRows:
     return shaped(values_of(message.dense, message.dtype), list(message.shape))
 
 
-def read_json_tensor(value: Mapping[str, Any]) -> Array | SparseRows:
-    """The array of a JSON ``TensorData``."""
-    body = read(TensorBody, value)
-    values = json_numbers(body.data, body.dtype)
-    if body.sparse_crow_indices is None:
-        return shaped(values, [len(values)] if body.shape is None else body.shape)
-    crow, columns = (np.array(part or [], np.int64) for part in (body.sparse_crow_indices, body.sparse_col_indices))
-    return sparse_rows(values, crow, columns, body.shape or [])
-
-
-def json_numbers(values: list[int | float], dtype: str) -> Array:
-    """A list of numbers as an ``(n,)`` array; numbers with a fraction are no integers."""
-    try:
-        return np.asarray(values).astype(dtype, casting="same_kind" if values else "unsafe")
-    except TypeError as error:
-        raise InvalidRequest(f"expected a list of numbers of {dtype}: {error}") from error
-
-
 def shaped(values: Array, shape: list[int]) -> Array:
     """Values in their shape; no shape is one dimension.
 
@@ -134,30 +116,6 @@ def write_tensor(array: Array | SparseRows) -> Any:
     else:
         message.dense = data
     return message
-
-
-def padded_rows(array: Array | SparseRows, filler: int) -> Array:
-    """``(N, K)`` with the values of each row first, and then filler; K is the largest number of values of a row.
-
-    >>> sparse = SparseRows(np.array([7, 8, 9]), np.array([0, 1, 3]), np.array([5, 0, 2]), (2, 6))
-    >>> padded_rows(sparse, -1).tolist()
-    [[7, -1], [8, 9]]
-    """
-    if not isinstance(array, SparseRows):
-        return array
-    counts = np.diff(array.crow_indices)
-    rows = np.full((len(counts), int(counts.max(initial=0))), filler, array.values.dtype)
-    rows[np.arange(rows.shape[1])[None] < counts[:, None]] = array.values
-    return rows
-
-
-def unpadded_rows(rows: Array, like: Array | SparseRows) -> Array | SparseRows:
-    """The values of `padded_rows`, in the layout of the array that it was given."""
-    if not isinstance(like, SparseRows):
-        return rows
-    counts = np.diff(like.crow_indices)
-    values = rows[np.arange(rows.shape[1])[None] < counts[:, None]]
-    return SparseRows(values, like.crow_indices, like.col_indices, like.shape)
 
 
 # Passes
@@ -286,15 +244,7 @@ MOST_TARGETS = 1 << 22  # of a request, after the rows are filled up to the long
 STOP_REASONS = {"stop": 0, "length": 1}
 
 
-@dataclass(frozen=True)
-class SampleCall:
-    """A request for samples, and the layout in which its targets came."""
-
-    request: SampleRequest
-    targets: Array | SparseRows | None = None
-
-
-def read_sample(body: SampleBody, request_id: str, snapshot: Snapshot, limits: LimitsConfig) -> SampleCall:
+def read_sample(body: SampleBody, request_id: str, snapshot: Snapshot, limits: LimitsConfig) -> SampleRequest:
     """The request of a JSON body.
 
     Raises:
@@ -315,8 +265,7 @@ def read_sample(body: SampleBody, request_id: str, snapshot: Snapshot, limits: L
         raise InvalidRequest(
             "record_stability_info belongs to a loss without a public formula, which this server lacks"
         )
-    targets = None if body.target_prompt_logprobs is None else _targets(body.target_prompt_logprobs)
-    request = SampleRequest(
+    return SampleRequest(
         request_id,
         snapshot,
         chunks,
@@ -325,25 +274,23 @@ def read_sample(body: SampleBody, request_id: str, snapshot: Snapshot, limits: L
         bool(body.prompt_logprobs),
         body.topk_prompt_logprobs,
         body.topk_sample_logprobs,
-        None if targets is None else padded_rows(targets, -1),
+        None if body.target_prompt_logprobs is None else _read_targets(body.target_prompt_logprobs),
         body.prompt_logprobs_last_n,
     )
-    return SampleCall(request, targets)
 
 
-def _targets(value: Mapping[str, Any]) -> Array | SparseRows:
-    targets = read_json_tensor(value)
-    values = targets.values if isinstance(targets, SparseRows) else targets
-    if len(targets.shape) != 2 or values.dtype != np.int64:
+def _read_targets(body: TargetsBody) -> Array | SparseRows:
+    shape, values = body.shape or [], np.array(body.data, np.int64)
+    if len(shape) != 2:
+        raise InvalidRequest(f"target_prompt_logprobs is an int64 array (prompt - 1, K), not of shape {shape}")
+    if body.sparse_crow_indices is None:
+        return shaped(values, shape)
+    crow, columns = (np.array(part or [], np.int64) for part in (body.sparse_crow_indices, body.sparse_col_indices))
+    targets = sparse_rows(values, crow, columns, shape)
+    if shape[0] * targets.most > MOST_TARGETS:
         raise InvalidRequest(
-            f"target_prompt_logprobs is an int64 array (prompt - 1, K), not {values.dtype} {targets.shape}"
+            f"target_prompt_logprobs has {shape[0]} rows of up to {targets.most} tokens: at most {MOST_TARGETS} in all"
         )
-    if isinstance(targets, SparseRows):
-        rows, most = targets.shape[0], int(np.diff(targets.crow_indices).max(initial=0))
-        if rows * most > MOST_TARGETS:
-            raise InvalidRequest(
-                f"target_prompt_logprobs has {rows} rows of up to {most} tokens: at most {MOST_TARGETS} in all"
-            )
     return targets
 
 
@@ -362,7 +309,7 @@ def _read_json_chunk(value: Any, number: int) -> Chunk:
     )
 
 
-def write_sample_result(result: SampleResult, call: SampleCall) -> bytes:
+def write_sample_result(result: SampleResult) -> bytes:
     """The protobuf bytes of a result."""
     message = SampleResponse()
     for sample in result.samples:
@@ -377,10 +324,8 @@ def write_sample_result(result: SampleResult, call: SampleCall) -> bytes:
         message.prompt_logprobs = result.prompt_logprobs.astype("<f4").tobytes()
     if result.topk_prompt_logprobs is not None:
         _write_topk(result.topk_prompt_logprobs, message.topk_prompt_logprobs)
-    if result.target_prompt_logprobs is not None and call.targets is not None:
-        message.target_prompt_logprobs.CopyFrom(
-            write_tensor(unpadded_rows(result.target_prompt_logprobs, call.targets))
-        )
+    if result.target_prompt_logprobs is not None:
+        message.target_prompt_logprobs.CopyFrom(write_tensor(result.target_prompt_logprobs))
     data: bytes = message.SerializeToString()
     return data
 

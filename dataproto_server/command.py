@@ -5,20 +5,18 @@ each again when it ends, and says how to use it.
 import hashlib
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
+from tempfile import TemporaryDirectory
 
-from dataproto.errors import InvalidConfig, end_after, ending
+from dataproto.errors import InvalidConfig, ending
 from dataproto.extras import require_extra
 from dataproto_server.config import ServeConfig, parse
 from dataproto_server.keys import read_keys
@@ -89,8 +87,8 @@ class Child:
             self.process.wait()
 
 
-class Supervisor:
-    """The listening socket, the lock of the state directory, and both processes.
+class Supervisor(ExitStack):
+    """The listening socket, the lock of the state directory, and both processes, all of which its `close` ends.
 
     The processes end when this one does, by whatever cause: they watch a pipe from it. The socket stays open while the front
     process starts again, so that clients wait and are not refused.
@@ -115,23 +113,22 @@ class Supervisor:
         Raises:
             InvalidConfig: the port is taken, or another server uses the state directory.
         """
-        self._stack = ExitStack()
-        self._stack.enter_context(locked(state, "give another --state"))
-        self.listener = listening(host, port)
-        self._stack.callback(self.listener.close)
+        super().__init__()
+        self.enter_context(locked(state, "give another --state"))
+        self.listener = self.enter_context(listening(host, port))
         self.port: int = self.listener.getsockname()[1]
-        self.directory = Path(tempfile.mkdtemp(prefix="dataproto-serve-"))  # of mode 0700, with a short path
-        self._stack.callback(shutil.rmtree, self.directory, ignore_errors=True)
+        # of mode 0700, with a short path
+        directory = self.enter_context(TemporaryDirectory(prefix="dataproto-serve-", ignore_cleanup_errors=True))
         read, write = os.pipe()
-        self._stack.callback(os.close, read)
-        self._stack.callback(os.close, write)
-        engine, listener = str(self.directory / "engine"), self.listener.fileno()
+        self.callback(os.close, read)
+        self.callback(os.close, write)
+        engine, listener = f"{directory}/engine", self.listener.fileno()
         front = FRONT.format(arguments=list(front_arguments), engine=engine, listener=listener, pipe=read)
         self.front = Child("front", front, [listener, read], environment)
-        self._stack.enter_context(ending(self.front.stop))
+        self.enter_context(ending(self.front.stop))
         code = ENGINE.format(factory=factory, options=options, engine=engine, pipe=read)
-        self.engine = Child("engine", code, [read], environment, self.directory / "engine")
-        self._stack.enter_context(ending(self.engine.stop))
+        self.engine = Child("engine", code, [read], environment, Path(engine))
+        self.enter_context(ending(self.engine.stop))
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
         """Watches both processes. Raises `InvalidConfig` if one cannot start."""
@@ -140,25 +137,14 @@ class Supervisor:
             self.engine.look()
             time.sleep(LOOK_SECONDS)
 
-    def close(self) -> None:
-        """Ends both processes."""
-        self._stack.close()
-
-    def __enter__(self) -> "Supervisor":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        end_after(error, self.close)
-
 
 def listening(host: str, port: int) -> socket.socket:
     """A socket that listens. Raises `InvalidConfig` if it cannot."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        dual = family == socket.AF_INET6
-        found = socket.create_server((host, port), family=family, backlog=2048, dualstack_ipv6=dual)
+        found = socket.create_server(
+            (host, port), family=family, backlog=2048, dualstack_ipv6=family == socket.AF_INET6
+        )
     except OSError as error:
         raise InvalidConfig(f"{host}:{port} cannot be used ({error}): give another --port or --host") from error
     # Connections inherit it. Without it the body of an answer, written after the head, waits 40 ms for the client's ACK.

@@ -119,9 +119,9 @@ class ImageBody(Body, forbid_unknown_fields=False):
     expected_tokens: Int | None = None
 
 
-class TensorBody(Body):
-    data: list[Int | float]
-    dtype: Literal["int64", "float32"]
+class TargetsBody(Body):
+    data: list[Int]
+    dtype: Literal["int64"]
     shape: list[Int] | None = None
     sparse_crow_indices: list[Int] | None = None
     sparse_col_indices: list[Int] | None = None
@@ -140,7 +140,7 @@ class SampleBody(Body):
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: Int = 0
     topk_sample_logprobs: Int = 0
-    target_prompt_logprobs: dict[str, Any] | None = None
+    target_prompt_logprobs: TargetsBody | None = None
     prompt_alt_tokens_k: Int = 0
     prompt_logprobs_last_n: Int | None = None
     record_stability_info: bool | None = None

@@ -3,14 +3,14 @@
 import gc
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig, InvalidPrompt
-from dataproto_server.backend import Array, Sample, SampleRequest, SampleResult, Sampling, Snapshot, TopK
+from dataproto_server.backend import Array, Sample, SampleRequest, SampleResult, Sampling, Snapshot, SparseRows, TopK
 from dataproto_server.config import EngineOptions
 from dataproto_server.engine.base_model import BaseModel
 from rollout.adapters import NO_LOG_PROB, Adapter, AdapterRequest, PromptScores, read_adapter
@@ -106,6 +106,7 @@ class OpenSample:
     def result(self) -> SampleResult:
         """What was asked for. A greedy answer is there once and returned as often as it was asked for."""
         request, scores = self.request, self.scores
+        found, given = None if scores is None else scores.target_log_probs, request.target_prompt_logprobs
         samples = [_sample(self.done[number], request.topk_sample_logprobs) for number in self.numbers]
         top: TopK | None = None
         if scores and scores.top_tokens is not None and scores.top_log_probs is not None:
@@ -115,7 +116,9 @@ class OpenSample:
             samples * (request.num_samples if _is_greedy(request.sampling) else 1),
             scores.log_probs if scores and request.prompt_logprobs else None,
             top,
-            None if scores is None else scores.target_log_probs,
+            replace(given, values=found[given.listed])
+            if isinstance(given, SparseRows) and found is not None
+            else found,
         )
 
 
@@ -203,7 +206,7 @@ def prompt_scores(request: SampleRequest, length: int, vocabulary: int) -> Promp
             "the first"
         )
     if targets is not None:
-        targets = _targets(targets, length, vocabulary)
+        targets = _targets(targets.padded(-1) if isinstance(targets, SparseRows) else targets, length, vocabulary)
     wanted = request.prompt_logprobs or top > 0 or targets is not None
     return PromptScores(top, last, targets) if wanted else None
 

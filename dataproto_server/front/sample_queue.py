@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dataproto.chunks import Chunk, ImageChunk
-from dataproto_server.backend import Failure, ModelInfo, Snapshot
-from dataproto_server.codec import UNTOLD_IMAGE_TOKENS, SampleCall, write_sample_result
+from dataproto_server.backend import Failure, ModelInfo, SampleRequest, Snapshot
+from dataproto_server.codec import UNTOLD_IMAGE_TOKENS, write_sample_result
 from dataproto_server.config import ServeConfig
 from dataproto_server.engine_link import EngineLink, EngineLost
 from dataproto_server.front.fair_share import FairShare
@@ -28,7 +28,7 @@ SENT_AHEAD = 2  # times the samples that the engine decodes at a time are sent t
 class Flight:
     """A request for samples that waits or is being computed."""
 
-    call: SampleCall
+    request: SampleRequest
     owner: str
     directory: str | None
     session: str
@@ -38,7 +38,7 @@ class Flight:
 
     def tokens(self, context: int) -> int:
         """What the request counts in its client's share: the prompt, and the longest answers for which the context has room."""
-        request = self.call.request
+        request = self.request
         prompt = sum(map(chunk_tokens, request.chunks))
         room, asked = max(context - prompt, 0), request.sampling.max_tokens
         return prompt + request.num_samples * (room if asked is None else min(asked, room))
@@ -70,23 +70,23 @@ class Samples:
         self._tasks: set[asyncio.Task[None]] = set()
         link.on_lost = self._lost
 
-    def take_in(self, call: SampleCall, sampler: Sampler, size: int) -> None:
+    def take_in(self, request: SampleRequest, sampler: Sampler, size: int) -> None:
         """Takes in a request whose body has a size in bytes. Raises `Refused` with 429 if too many of the key wait."""
         waiting = [each for each in self.flights.values() if each.owner == sampler.owner]
-        samples, limits = sum(each.call.request.num_samples for each in waiting), self.config.limits
-        if samples + call.request.num_samples > limits.max_queued_samples:
+        samples, limits = sum(each.request.num_samples for each in waiting), self.config.limits
+        if samples + request.num_samples > limits.max_queued_samples:
             raise Refused(
                 429, f"{samples} samples of this key wait: at most {limits.max_queued_samples} (--max-queued-samples)"
             )
-        targets = call.request.target_prompt_logprobs
+        targets = request.target_prompt_logprobs
         size += 0 if targets is None else targets.nbytes
         taken = sum(each.size for each in waiting)
         if taken + size > limits.max_queued_mb << 20:
             raise Refused(429, f"the waiting samples of this key take {taken >> 20} MB (--max-queued-mb)")
-        request = call.request.request_id
-        pending = self.futures.open(request, sampler.owner, sampler.id)
-        pending.reason, pending.samples = self._reason, call.request.num_samples
-        self.flights[request] = Flight(call, sampler.owner, sampler.directory, sampler.session, size)
+        pending = self.futures.open(request.request_id, sampler.owner, sampler.id)
+        pending.reason, pending.samples = self._reason, request.num_samples
+        flight = Flight(request, sampler.owner, sampler.directory, sampler.session, size)
+        self.flights[request.request_id] = flight
         self._start(self._send_due())
 
     def snapshot_of(self, sampler: Sampler) -> Snapshot:
@@ -121,7 +121,7 @@ class Samples:
             self.futures.resolve(request, failed(result.message, result.category))
         else:
             self.counters["sampled_tokens_total"] += sum(len(sample.tokens) for sample in result.samples)
-            self.futures.resolve(request, Outcome(write_sample_result(result, flight.call), PROTOBUF))
+            self.futures.resolve(request, Outcome(write_sample_result(result), PROTOBUF))
         self._start(self._send_due())
         self._start(self._remove_unused())
 
@@ -164,7 +164,7 @@ class Samples:
                     return
 
     def _has_room(self) -> bool:
-        sent = sum(each.call.request.num_samples for each in self.flights.values() if each.sent)
+        sent = sum(each.request.num_samples for each in self.flights.values() if each.sent)
         return sent < SENT_AHEAD * self.config.engine.max_num_seqs
 
     def _next(self) -> str | None:
@@ -188,14 +188,14 @@ class Samples:
         }
 
     def _tokens(self, flight: Flight) -> int:
-        return flight.tokens(self._contexts.get(flight.call.request.snapshot.base_model, 0))
+        return flight.tokens(self._contexts.get(flight.request.snapshot.base_model, 0))
 
     async def _send(self, request: str, flight: Flight) -> None:
         if flight.tries >= 3:
             self.received(request, Failure("the engine ended 3 times at this request", "server"))
             return
         flight.sent = True
-        await self.link.post("submit", request=flight.call.request)
+        await self.link.post("submit", request=flight.request)
 
     async def _remove_unused(self) -> None:
         """Removes retired directories that nothing needs. Requests are sent while files are removed."""

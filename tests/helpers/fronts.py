@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from dataproto.chunks import EncodedTextChunk
 from dataproto_server.backend import SampleRequest, Sampling
-from dataproto_server.codec import FLOAT32, ForwardBackwardOutput, ForwardBackwardRequest, SampleCall
+from dataproto_server.codec import FLOAT32, ForwardBackwardOutput, ForwardBackwardRequest
 from dataproto_server.config import LimitsConfig, ServeConfig
 from dataproto_server.engine_process import EngineProcess
 from dataproto_server.front.service import Service
@@ -168,4 +168,4 @@ def take_in(front: Front, number: int = 1, directory: str | None = None) -> None
     request = SampleRequest(
         f"k:{number}", front.service.samples.snapshot_of(sampler), [EncodedTextChunk([3])], 1, Sampling(4)
     )
-    front.service.samples.take_in(SampleCall(request), sampler, 10)
+    front.service.samples.take_in(request, sampler, 10)

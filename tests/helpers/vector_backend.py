@@ -3,7 +3,7 @@
 import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from dataproto_server.backend import (
     Sample,
     SampleRequest,
     SampleResult,
+    SparseRows,
     at_once,
     nothing,
 )
@@ -171,7 +172,10 @@ class VectorBackend:
         found = self.logprobs(weights, ids, ids)
         prompt = np.concatenate([[np.float32(np.nan)], found[1:]]).astype(np.float32)
         targets = request.target_prompt_logprobs
-        scored = None if targets is None else np.where(targets < 0, 0, -targets / 100).astype(np.float32)
+        if isinstance(targets, SparseRows):
+            scored = replace(targets, values=(-targets.values / 100).astype(np.float32))
+        else:
+            scored = None if targets is None else np.where(targets < 0, 0, -targets / 100).astype(np.float32)
         return SampleResult(
             request.request_id,
             samples,

@@ -11,7 +11,6 @@ import pytest
 
 from dataproto.chunks import EncodedTextChunk
 from dataproto_server.backend import SampleRequest, Sampling, Snapshot
-from dataproto_server.codec import SampleCall
 from dataproto_server.front.futures import Futures
 from dataproto_server.ledger.journal import Outcome
 from dataproto_server.ledger.records import Sampler
@@ -83,7 +82,7 @@ def test_the_bodies_of_samples_count_too(tmp_path):
 
         def take_in(number: int, size: int) -> None:
             request = SampleRequest(f"k:{number}", Snapshot("tiny/vector"), [EncodedTextChunk([3])], 1, Sampling(4))
-            front.service.samples.take_in(SampleCall(request), sampler, size)
+            front.service.samples.take_in(request, sampler, size)
 
         take_in(1, 600_000)
         with pytest.raises(Refused, match="--max-queued-mb"):

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,11 +19,9 @@ from dataproto_server.backend import PassResult, Sample, SampleResult, Snapshot,
 from dataproto_server.codec import (
     ForwardBackwardRequest,
     file_descriptor,
-    padded_rows,
     read_header,
     read_pass,
     read_sample,
-    unpadded_rows,
     write_pass_result,
     write_sample_result,
 )
@@ -112,7 +111,7 @@ def test_sparse_targets_of_the_sdk_stay_sparse_and_dense_ones_dense():
         place = slice(found.crow_indices[row], found.crow_indices[row + 1])
         dense[row, found.col_indices[place]] = found.values[place]
     assert (dense == targets.numpy()).all()
-    assert (unpadded_rows(padded_rows(found, -1), found).values == found.values).all()
+    assert (found.padded(-1)[found.listed] == found.values).all()
 
 
 def test_results_of_a_pass_reach_the_sdk_one_and_two_dimensional():
@@ -138,9 +137,9 @@ def asked(**changes) -> SampleBody:
 
 
 def test_a_request_for_samples_of_the_sdk_is_read_with_no_stop_kept_apart_from_the_default_one():
-    assert read_sample(asked(), "r", Snapshot("k"), LIMITS).request.sampling.stop == []
+    assert read_sample(asked(), "r", Snapshot("k"), LIMITS).sampling.stop == []
     sampling = {"temperature": 0, "max_tokens": 3}
-    found = read_sample(asked(sampling_params=sampling, num_samples=2), "r", Snapshot("k"), LIMITS).request
+    found = read_sample(asked(sampling_params=sampling, num_samples=2), "r", Snapshot("k"), LIMITS)
     assert (found.sampling.stop, found.sampling.max_tokens, found.num_samples, found.snapshot.base_model) == (
         None,
         3,
@@ -150,7 +149,7 @@ def test_a_request_for_samples_of_the_sdk_is_read_with_no_stop_kept_apart_from_t
     image = {"type": "image", "data": base64.b64encode(picture(kind="jpeg")).decode(), "format": "jpeg"}
     found = read_sample(
         asked(prompt={"chunks": [{"type": "encoded_text", "tokens": [1]}, image]}), "r", Snapshot("k"), LIMITS
-    ).request
+    )
     assert found.chunks[1].data == picture(kind="jpeg")
 
 
@@ -162,8 +161,8 @@ def test_samples_reach_the_sdk_with_sparse_targets_in_their_layout():
         "sparse_crow_indices": [0, 1, 3],
         "sparse_col_indices": [5, 0, 2],
     }
-    call = read_sample(asked(target_prompt_logprobs=targets), "r", Snapshot("k"), LIMITS)
-    assert call.request.target_prompt_logprobs.tolist() == [[7, -1], [8, 9]]
+    request = read_sample(asked(target_prompt_logprobs=targets), "r", Snapshot("k"), LIMITS)
+    assert request.target_prompt_logprobs.padded(-1).tolist() == [[7, -1], [8, 9]]
     sample = Sample(
         np.array([4, 5], np.int32),
         np.array([-0.5, -1], np.float32),
@@ -171,9 +170,9 @@ def test_samples_reach_the_sdk_with_sparse_targets_in_their_layout():
         (np.array([[4], [5]]), np.array([[-0.5], [-1.0]])),
     )
     prompt = np.array([np.nan, -1, -2], np.float32)
-    scored = np.array([[-7.0, 0.0], [-8.0, -9.0]], np.float32)
+    scored = replace(request.target_prompt_logprobs, values=np.array([-7.0, -8.0, -9.0], np.float32))
     result = SampleResult("r", [sample], prompt, (np.zeros((3, 2), np.int32), np.zeros((3, 2), np.float32)), scored)
-    found = deserialize_sample_response(write_sample_result(result, call))
+    found = deserialize_sample_response(write_sample_result(result))
     (sequence,) = found.sequences
     assert (sequence.tokens, sequence.logprobs, sequence.stop_reason) == ([4, 5], [-0.5, -1.0], "stop")
     assert found.prompt_logprobs == [None, -1.0, -2.0]

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 
 from dataproto.chunks import EncodedTextChunk
 from dataproto_server.backend import Datum, LoraSpec, Pass, SampleRequest, Sampling, Snapshot
-from dataproto_server.codec import SampleCall
 from dataproto_server.config import EngineOptions
 from dataproto_server.engine_process import EngineProcess
 from dataproto_server.front.fair_share import FairShare
@@ -260,7 +259,7 @@ def test_samples_of_a_session_do_not_wait_for_all_those_of_another(tmp_path, mos
                 request = SampleRequest(
                     f"{session}:{number}", samples.snapshot_of(sampler), [EncodedTextChunk([3])], 4, Sampling(tokens)
                 )
-                samples.take_in(SampleCall(request), sampler, 10)
+                samples.take_in(request, sampler, 10)
         front.backend.gate.set()
         for session, count in (("s", 6), ("t", 2)):
             for number in range(count):

@@ -47,9 +47,9 @@ def test_requests_at_which_the_engine_fails_are_answered_though_it_cannot_stop_t
 def test_a_supervisor_that_cannot_stop_a_process_stops_the_other_and_tells_the_first_error():
     stopped = []
     supervisor = object.__new__(Supervisor)
-    supervisor._stack = ExitStack()
-    supervisor._stack.enter_context(ending(lambda: stopped.append("front")))
-    supervisor._stack.enter_context(ending(fail(Later("engine"))))
+    ExitStack.__init__(supervisor)
+    supervisor.enter_context(ending(lambda: stopped.append("front")))
+    supervisor.enter_context(ending(fail(Later("engine"))))
     with pytest.raises(Cause) as caught, supervisor:
         raise Cause
     assert caught.value.__notes__ == ["and Later: engine"]
