@@ -6,13 +6,13 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote
 
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse
 
 from dataproto_server.json_requests import Body, Seconds
 from dataproto_server.ledger.directories import MANIFEST, checked_name
 from dataproto_server.ledger.records import KINDS, Catalogue, Checkpoint, Run
 from dataproto_server.refusals import InvalidRequest, NotFound, Refused
-from dataproto_server.routes.gate import Call, answer
+from dataproto_server.routes.gate import Answer, Call
 
 DOWNLOAD_SECONDS = 900
 
@@ -58,14 +58,14 @@ def run_info(run: Run, catalogue: Catalogue) -> dict[str, Any]:
     }
 
 
-def page_of(call: Call, name: str, items: list[dict[str, Any]]) -> Response:
+def page_of(call: Call, name: str, items: list[dict[str, Any]]) -> Answer:
     """A part of a list, with its place in the whole."""
     offset, limit = call.number("offset", 0), call.number("limit", 20)
     cursor = {"offset": offset, "limit": limit, "total_count": len(items)}
-    return answer({name: items[offset : offset + limit], "cursor": cursor})
+    return {name: items[offset : offset + limit], "cursor": cursor}
 
 
-async def list_runs(call: Call) -> Response:
+async def list_runs(call: Call) -> Answer:
     catalogue = call.service.catalogue
     project = call.request.query_params.get("project_id")
     mine = [run for run in catalogue.runs.values() if run.owner == call.owner]
@@ -76,7 +76,7 @@ async def list_runs(call: Call) -> Response:
     return page_of(call, "training_runs", [run_info(run, catalogue) for run in mine])
 
 
-async def get_run(call: Call) -> Response:
+async def get_run(call: Call) -> Answer:
     """A run of the key, or one with a published checkpoint."""
     catalogue = call.service.catalogue
     run = catalogue.runs.get(call.path("run"))
@@ -87,17 +87,15 @@ async def get_run(call: Call) -> Response:
     info = run_info(run, catalogue)
     if run.owner != call.owner:
         info |= {"last_checkpoint": None, "last_sampler_checkpoint": None}
-    return answer(info)
+    return info
 
 
-async def list_run_checkpoints(call: Call) -> Response:
+async def list_run_checkpoints(call: Call) -> Answer:
     run = call.service.catalogue.run(call.path("run"), call.owner)
-    return answer(
-        {"checkpoints": [checkpoint_info(each) for each in call.service.catalogue.checkpoints_of(run=run.id)]}
-    )
+    return {"checkpoints": [checkpoint_info(each) for each in call.service.catalogue.checkpoints_of(run=run.id)]}
 
 
-async def list_checkpoints(call: Call) -> Response:
+async def list_checkpoints(call: Call) -> Answer:
     newest_first = call.service.catalogue.checkpoints_of(call.owner)[::-1]
     return page_of(call, "checkpoints", [checkpoint_info(each) for each in newest_first])
 
@@ -107,42 +105,39 @@ def _checkpoint(call: Call, own: bool = True) -> Checkpoint:
     return call.service.catalogue.checkpoint(path, call.owner, own=own)
 
 
-async def delete_checkpoint(call: Call) -> Response:
+async def delete_checkpoint(call: Call) -> None:
     await call.service.lifecycle.delete_checkpoint(_checkpoint(call))
-    return Response(status_code=204)
 
 
-async def publish(call: Call) -> Response:
+async def publish(call: Call) -> None:
     """Publishes a checkpoint (POST), or takes that back (DELETE)."""
     await call.service.catalogue.change(_checkpoint(call), public=int(call.request.method == "POST"))
-    return Response(status_code=204)
 
 
 class SetTtl(Body):
     ttl_seconds: Seconds | None = None
 
 
-async def set_ttl(call: Call) -> Response:
+async def set_ttl(call: Call) -> None:
     ttl = (await call.read(SetTtl)).ttl_seconds
     await call.service.catalogue.change(_checkpoint(call), expires=None if ttl is None else time.time() + ttl)
-    return Response(status_code=204)
 
 
 class WeightsInfo(Body):
     tinker_path: str
 
 
-async def weights_info(call: Call) -> Response:
+async def weights_info(call: Call) -> Answer:
     catalogue = call.service.catalogue
     run = catalogue.runs[catalogue.checkpoint((await call.read(WeightsInfo)).tinker_path, call.owner).run]
     info: dict[str, Any] = {"base_model": run.base_model, "is_lora": run.lora is not None}
     if run.spec is not None:
         info["lora_rank"] = run.spec.rank
         info |= {key: getattr(run.spec, key) for key in ("train_unembed", "train_mlp", "train_attn")}
-    return answer(info | {"optimizer_config": {"type": "adamw"}})
+    return info | {"optimizer_config": {"type": "adamw"}}
 
 
-async def external_weights_urls(call: Call) -> Response:
+async def external_weights_urls(call: Call) -> Answer:
     """Addresses of the files of an exported checkpoint, which need no key for a quarter of an hour."""
     checkpoint = _checkpoint(call, own=False)
     if checkpoint.kind != "external_weights":
@@ -155,10 +150,10 @@ async def external_weights_urls(call: Call) -> Response:
             place = f"{checkpoint.run}/{checkpoint.kind}/{checkpoint.name}/{path.name}"
             signature = call.service.keys.signature(f"{checkpoint.directory}/{path.name}", expires)
             urls[path.name] = f"{base}/files/{quote(place)}?expires={expires}&signature={signature}"
-    return answer({"urls": urls, "expires": moment(expires)})
+    return {"urls": urls, "expires": moment(expires)}
 
 
-async def download(call: Call) -> Response:
+async def download(call: Call) -> FileResponse:
     """A file of an exported checkpoint, to who has a signed address."""
     run, kind, name, file = (call.path(part) for part in ("run", "kind", "name", "file"))
     query = call.request.query_params

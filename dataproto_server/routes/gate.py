@@ -15,7 +15,6 @@ from starlette.routing import Route
 
 from dataproto_server.front.service import Service
 from dataproto_server.json_requests import Body, parse_json, read
-from dataproto_server.ledger.journal import Outcome
 from dataproto_server.refusals import InvalidRequest, Refused, server_failure
 
 log = logging.getLogger("dataproto.serve.requests")
@@ -61,7 +60,10 @@ class Call:
         return int(text)
 
 
-Handler = Callable[[Call], Awaitable[Response]]
+Answer = dict[str, Any]
+"""A JSON answer."""
+Handler = Callable[[Call], Awaitable[Answer | Response | None]]
+"""``None`` is an answer without a body, with status 204."""
 
 
 def gated(method: str, path: str, handler: Handler, *, public: bool = False) -> Route:
@@ -91,7 +93,10 @@ async def _answered(
             return refusal(401, "the API key is missing or unknown: give it as X-API-Key (TINKER_API_KEY)"), owner
         body = b"" if owner is None else await read_body(request, service.config.limits.max_body_mb << 20)
         notes["bytes"] = len(body)
-        return await handler(Call(service, request, owner or "", body, notes)), owner
+        found = await handler(Call(service, request, owner or "", body, notes))
+        if isinstance(found, Response):
+            return found, owner
+        return Response(status_code=204) if found is None else JSONResponse(found), owner
     except (Refused, InvalidRequest) as error:
         return refusal(error.status, str(error)), owner
     except asyncio.CancelledError:  # the server stops: clients repeat what has this status
@@ -138,12 +143,3 @@ async def read_body(request: Request, most: int) -> bytes:
     if len(plain) > most:
         raise too_large
     return plain
-
-
-def answer(value: Any) -> Response:
-    """A JSON answer."""
-    return JSONResponse(value)
-
-
-def answer_outcome(outcome: Outcome) -> Response:
-    return Response(outcome.result, media_type=outcome.media)

@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from typing import Literal
 
 import msgspec
-from starlette.responses import Response
 
 from dataproto.errors import CheckpointError
 from dataproto_server.codec import read_sample
@@ -18,7 +17,7 @@ from dataproto_server.json_requests import Body, Int, Metadata, SampleBody, read
 from dataproto_server.ledger.directories import check_directory
 from dataproto_server.ledger.records import Sampler, Session, join, text
 from dataproto_server.refusals import InvalidRequest, NotFound, Refused
-from dataproto_server.routes.gate import Call, answer
+from dataproto_server.routes.gate import Answer, Call
 from dataproto_server.routes.training_routes import identity_of
 
 FLAGS = {
@@ -33,28 +32,28 @@ DYNAMIC_FLAGS = {"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sa
 TESTED_SDK = "0.38.0"
 
 
-async def healthz(call: Call) -> Response:
-    return answer({"status": "ok", "tested_sdk": TESTED_SDK, "engine": call.service.link.connected})
+async def healthz(call: Call) -> Answer:
+    return {"status": "ok", "tested_sdk": TESTED_SDK, "engine": call.service.link.connected}
 
 
-async def client_config(call: Call) -> Response:
-    return answer(FLAGS)
+async def client_config(call: Call) -> Answer:
+    return FLAGS
 
 
-async def dynamic_config(call: Call) -> Response:
-    return answer(DYNAMIC_FLAGS)
+async def dynamic_config(call: Call) -> Answer:
+    return DYNAMIC_FLAGS
 
 
-async def telemetry(call: Call) -> Response:
+async def telemetry(call: Call) -> Answer:
     """Takes a client's events, and forgets them."""
-    return answer({"status": "accepted"})
+    return {"status": "accepted"}
 
 
-async def server_capabilities(call: Call) -> Response:
+async def server_capabilities(call: Call) -> Answer:
     able = {"trainable": True, "sampleable": True}
     models = await call.service.models()
     found = [{"model_name": each.name, "max_context_length": each.max_context_length} | able for each in models]
-    return answer({"supported_models": found})
+    return {"supported_models": found}
 
 
 class CreateSession(Body):
@@ -65,7 +64,7 @@ class CreateSession(Body):
     display_name: str | None = None
 
 
-async def create_session(call: Call) -> Response:
+async def create_session(call: Call) -> Answer:
     asked = await call.read(CreateSession)
     session = Session(
         id=uuid.uuid4().hex,
@@ -79,17 +78,17 @@ async def create_session(call: Call) -> Response:
     await call.service.catalogue.write(session)
     call.service.catalogue.sessions[session.id] = session
     call.notes["sdk"] = asked.sdk_version[:30]
-    return answer({"type": "create_session", "session_id": session.id})
+    return {"type": "create_session", "session_id": session.id}
 
 
 class SessionOnly(Body):
     session_id: str
 
 
-async def heartbeat(call: Call) -> Response:
+async def heartbeat(call: Call) -> Answer:
     session = call.service.catalogue.live_session((await call.read(SessionOnly)).session_id, call.owner)
     session.seen = time.monotonic()
-    return answer({"type": "session_heartbeat"})
+    return {"type": "session_heartbeat"}
 
 
 class FinishReason(Body):
@@ -101,35 +100,33 @@ class FinishSession(Body):
     detail: str | None = None
 
 
-async def finish_session(call: Call) -> Response:
+async def finish_session(call: Call) -> Answer:
     asked = await call.read(FinishSession)
     session = call.service.catalogue.session(call.path("session"), call.owner)
     call.notes["reason"] = asked.reason.type
     await call.service.lifecycle.end_session(session, "finished")
-    return answer({"status": "finished"})
+    return {"status": "finished"}
 
 
-async def list_sessions(call: Call) -> Response:
+async def list_sessions(call: Call) -> Answer:
     mine = [each for each in call.service.catalogue.sessions.values() if each.owner == call.owner]
     mine.sort(key=lambda each: -each.created)
     offset, limit = call.number("offset", 0), call.number("limit", 20)
-    return answer({"sessions": [each.id for each in mine[offset : offset + limit]]})
+    return {"sessions": [each.id for each in mine[offset : offset + limit]]}
 
 
-async def get_session(call: Call) -> Response:
+async def get_session(call: Call) -> Answer:
     catalogue = call.service.catalogue
     session = catalogue.session(call.path("session"), call.owner)
-    return answer(
-        {
-            "training_run_ids": [run.id for run in catalogue.runs.values() if run.session == session.id],
-            "sampler_ids": [each.id for each in catalogue.samplers.values() if each.session == session.id],
-            "user_metadata": {key: str(value) for key, value in json.loads(session.metadata).items()},
-            "display_name": session.display_name,
-        }
-    )
+    return {
+        "training_run_ids": [run.id for run in catalogue.runs.values() if run.session == session.id],
+        "sampler_ids": [each.id for each in catalogue.samplers.values() if each.session == session.id],
+        "user_metadata": {key: str(value) for key, value in json.loads(session.metadata).items()},
+        "display_name": session.display_name,
+    }
 
 
-async def not_here(call: Call) -> Response:
+async def not_here(call: Call) -> None:
     """Whatever else a client asks for."""
     await asyncio.sleep(0)
     if not call.owner:
@@ -144,7 +141,7 @@ class CreateSampler(Body):
     model_path: str | None = None
 
 
-async def create_sampling_session(call: Call) -> Response:
+async def create_sampling_session(call: Call) -> Answer:
     asked = await call.read(CreateSampler)
     catalogue = call.service.catalogue
     session = catalogue.live_session(asked.session_id, call.owner)
@@ -154,7 +151,7 @@ async def create_sampling_session(call: Call) -> Response:
     if known is not None:
         if known.digest != digest:
             raise Refused(400, f"sampling session {asked.sampling_session_seq_id} exists with another content")
-        return answer({"type": "create_sampling_session", "sampling_session_id": sampler_id})
+        return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
     base, directory = await _weights(call, asked)
     sampler = Sampler(
         id=sampler_id,
@@ -173,7 +170,7 @@ async def create_sampling_session(call: Call) -> Response:
         for each in await catalogue.drop_samplers(lambda other: other is sampler):
             call.service.samples.retire(each)
         catalogue.live_session(session.id, call.owner)
-    return answer({"type": "create_sampling_session", "sampling_session_id": sampler_id})
+    return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 
 
 async def _weights(call: Call, asked: CreateSampler) -> tuple[str, str | None]:
@@ -198,26 +195,26 @@ async def _check(call: Call, sampler: Sampler) -> None:
             raise InvalidRequest(f"{sampler.model_path}: {error}") from error
 
 
-async def get_sampler(call: Call) -> Response:
+async def get_sampler(call: Call) -> Answer:
     sampler = call.service.catalogue.sampler(call.path("sampler"), call.owner)
     found = {"sampler_id": sampler.id, "base_model": sampler.base_model}
-    return answer(found if sampler.model_path is None else found | {"model_path": sampler.model_path})
+    return found if sampler.model_path is None else found | {"model_path": sampler.model_path}
 
 
 class SamplerOnly(Body):
     sampling_session_id: str
 
 
-async def join_sampling_session(call: Call) -> Response:
+async def join_sampling_session(call: Call) -> Answer:
     """A number for a client that shares a sampling session, so that its requests have numbers of their own."""
     catalogue, asked = call.service.catalogue, (await call.read(SamplerOnly)).sampling_session_id
     number = await catalogue.database.run(join(catalogue.sampler(asked, call.owner)))
     if number is None:
         raise Refused(404, f"sampling session {asked!r} has ended")
-    return answer({"type": "join_sampling_session", "client_counter": number})
+    return {"type": "join_sampling_session", "client_counter": number}
 
 
-async def asample(call: Call) -> Response:
+async def asample(call: Call) -> Answer:
     """Takes in a request for samples. A mistake in it fails its future; the same request again has the same future."""
     given = await call.json()
     sampler_id, seq = identity_of(given, "sampling_session_id", "seq_id")
@@ -240,4 +237,4 @@ async def asample(call: Call) -> Response:
             futures.resolve(request_id, failed(str(error), "user"))
         futures.pending[request_id].digest = digest
     ids = [f"{request_id}:{number}" for number in range(futures.pending[request_id].samples)]
-    return answer({"request_id": request_id, "sample_sequence_ids": ids})
+    return {"request_id": request_id, "sample_sequence_ids": ids}

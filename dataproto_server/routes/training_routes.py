@@ -1,13 +1,13 @@
 """Requests that train: each is taken into the journal, and answered with the id of its future."""
 
 import asyncio
-import json
 import time
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import msgspec
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from dataproto_server.codec import read_header
 from dataproto_server.front.futures import ACTIVE, PAUSED
@@ -17,20 +17,20 @@ from dataproto_server.ledger import journal
 from dataproto_server.ledger.journal import Outcome
 from dataproto_server.ledger.records import Run, drop, text
 from dataproto_server.refusals import InvalidRequest, Refused
-from dataproto_server.routes.gate import Call, Handler, answer, answer_outcome
+from dataproto_server.routes.gate import Answer, Call
 
 
-async def create_model(call: Call) -> Response:
+async def create_model(call: Call) -> Answer:
     return await _new_run(call, "create", CreateModel)
 
 
-async def load_weights(call: Call) -> Response:
+async def load_weights(call: Call) -> Answer:
     if (await call.json()).get("session_id") is None:
-        return await load_in_order(call)
+        return await in_order("load", call)
     return await _new_run(call, "load", LoadWeights)
 
 
-async def _new_run(call: Call, kind: str, form: type[CreateModel] | type[LoadWeights]) -> Response:
+async def _new_run(call: Call, kind: str, form: type[CreateModel] | type[LoadWeights]) -> Answer:
     """Makes a run, and takes in its first request, number 0; one that is malformed fails in its turn."""
     given, catalogue = await call.json(), call.service.catalogue
     session_id, number = identity_of(given, "session_id", "model_seq_id")
@@ -57,29 +57,24 @@ async def _new_run(call: Call, kind: str, form: type[CreateModel] | type[LoadWei
     return await _accepted(call, run, 0, kind)
 
 
-async def forward_backward(call: Call) -> Response:
+async def forward_backward(call: Call) -> Answer:
     header = await asyncio.to_thread(read_header, call.body) if call.large else read_header(call.body)
     run = call.service.catalogue.run(header.model_id, call.owner)
     return await _accepted(call, run, _numbered(header.seq_id), "pass", header.tokens)
 
 
-def ordered(kind: str) -> Handler:
-    """A route that takes in a request with a place in the order of its run. It is read in its turn: one that is malformed fails
-    then, so that no gap stays.
+async def in_order(kind: str, call: Call) -> Answer:
+    """Takes in a request with a place in the order of its run. It is read in its turn: one that is malformed fails then, so that
+    no gap stays.
     """
-
-    async def take_in(call: Call) -> Response:
-        model, seq = identity_of(await call.json(), "model_id", "seq_id")
-        return await _accepted(call, call.service.catalogue.run(model, call.owner), _numbered(seq), kind)
-
-    return take_in
+    model, seq = identity_of(await call.json(), "model_id", "seq_id")
+    return await _accepted(call, call.service.catalogue.run(model, call.owner), _numbered(seq), kind)
 
 
-optim_step = ordered("optim_step")
-save_weights = ordered("save")
-save_weights_for_sampler = ordered("save_for_sampler")
-save_weights_external = ordered("save_external")
-load_in_order = ordered("load")
+optim_step = partial(in_order, "optim_step")
+save_weights = partial(in_order, "save")
+save_weights_for_sampler = partial(in_order, "save_for_sampler")
+save_weights_external = partial(in_order, "save_external")
 
 
 def identity_of(given: dict[str, Any], name: str, number: str) -> tuple[str, int]:
@@ -96,10 +91,10 @@ def _numbered(seq: int) -> int:
     return seq
 
 
-async def _accepted(call: Call, run: Run, seq: int, kind: str, tokens: int = 0) -> Response:
+async def _accepted(call: Call, run: Run, seq: int, kind: str, tokens: int = 0) -> Answer:
     call.notes |= {"run": run.id, "seq": seq}
     request_id = await call.service.scheduler.accept(run, seq, kind, call.body, tokens)
-    return answer({"request_id": request_id, "model_id": run.id})
+    return {"request_id": request_id, "model_id": run.id}
 
 
 # Results
@@ -118,7 +113,7 @@ async def retrieve_future(call: Call) -> Response:
     if outcome is None:
         return _not_yet(call.service, asked.request_id)
     _mark_fetched(call.service, asked.request_id)
-    return answer_outcome(outcome)
+    return Response(outcome.result, media_type=outcome.media)
 
 
 async def _outcome(service: Service, request_id: str, owner: str) -> Outcome | None:
@@ -138,7 +133,7 @@ def _not_yet(service: Service, request_id: str) -> Response:
     state = ACTIVE if service.link.connected and not (lane and lane.resting) else PAUSED
     body = {"type": "try_again", "request_id": request_id, "queue_state": state}
     body["queue_state_reason"] = service.futures.pending[request_id].reason()
-    return Response(json.dumps(body).encode(), 408, media_type="application/json")
+    return JSONResponse(body, 408)
 
 
 def _mark_fetched(service: Service, request_id: str) -> None:
@@ -153,33 +148,31 @@ class RequestOnly(Body):
     request_id: str
 
 
-async def cancel_future(call: Call) -> Response:
+async def cancel_future(call: Call) -> Answer:
     """Drops a request for samples; one that trains keeps its place, and nothing happens."""
     request = (await call.read(RequestOnly)).request_id
     known = call.service.futures.pending.get(request)
     if known is not None and known.owner == call.owner and known.sampler is not None:
         call.service.samples.cancel(request)
-    return answer({})
+    return {}
 
 
 class ModelOnly(Body):
     model_id: str
 
 
-async def get_info(call: Call) -> Response:
+async def get_info(call: Call) -> Answer:
     run = call.service.catalogue.run((await call.read(ModelOnly)).model_id, call.owner)
     model = await call.service.model(run.base_model)
     data = {"model_name": model.name}
     if model.tokenizer:
         data["tokenizer_id"] = model.tokenizer
-    return answer(
-        {
-            "type": "get_info",
-            "model_id": run.id,
-            "model_name": model.name,
-            "model_data": data,
-            "is_lora": run.lora is not None,
-            "lora_rank": run.spec.rank if run.spec else None,
-            "optimizer_config": {"type": "adamw"},
-        }
-    )
+    return {
+        "type": "get_info",
+        "model_id": run.id,
+        "model_name": model.name,
+        "model_data": data,
+        "is_lora": run.lora is not None,
+        "lora_rank": run.spec.rank if run.spec else None,
+        "optimizer_config": {"type": "adamw"},
+    }

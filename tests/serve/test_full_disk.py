@@ -1,7 +1,6 @@
 """A disk that cannot be written: requests wait, and all continues when there is room again."""
 
 import asyncio
-import json
 import sqlite3
 import threading
 from contextlib import closing
@@ -87,7 +86,7 @@ def test_a_request_for_a_run_that_comes_again_waits_for_the_first_one(tmp_path):
         busy.set()
         with pytest.raises(RuntimeError):
             await first
-        request = json.loads((await again).body)["request_id"]
+        request = (await again)["request_id"]
         assert (await front.result(request))["model_id"] == "s:train:0"
         assert front.service.catalogue.runs["s:train:0"].state == "live"
 

@@ -24,7 +24,7 @@ async def new_session(front: Front, name: str) -> None:
 async def create(front: Front, session: str, number: int, rank: int = 4) -> dict:
     """What a client gets that asks for a run."""
     given = {"session_id": session, "model_seq_id": number, "base_model": "tiny/vector", "lora_config": {"rank": rank}}
-    request = json.loads((await create_model(front.call(**given))).body)["request_id"]
+    request = (await create_model(front.call(**given)))["request_id"]
     return json.loads((await retrieve_future(front.call(request_id=request))).body)
 
 
