@@ -4,7 +4,7 @@ once.
 Letters: N tokens of a row (or states), T packed tokens of a part, M targets of a row, H hidden size, V vocabulary, r rank.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby
@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from dataproto.packing import PackedRows
 from dataproto.transfer import move
-from dataproto_server.engine.trained_adapter import FullWeights, Trainable
+from dataproto_server.engine.trained_adapter import trainable_weights
 from rollout.adapter_layers import AdapterRouter, Run, add_head
 from rollout.adapters import Adapter, AdapterConfig, PromptScores, new_adapter
 from rollout.image_features import ImageFeatures, KeyedImage
@@ -260,8 +260,8 @@ def _bounds(lengths: Sequence[int]) -> tuple[Tensor, int]:
     return bounds, max(lengths)
 
 
-Gradients = Mapping[Trainable, list[Tensor | None]]
-"""For each adapter, or for all weights, the gradients of the matrices in their order."""
+Gradients = dict[Tensor, Tensor]
+"""Of the matrices of adapters, or of all weights; those that nothing depends on have none."""
 
 LossOf = Callable[[Sequence[int], Sequence[Tensor]], Tensor | None]
 """From the numbers of rows and their log-probs ``(M,)`` each to the number () that the backward pass starts from, if any."""
@@ -287,7 +287,7 @@ class AdapterTrainer:
         Args:
             token_budget: tokens of a part; a longer row is a part of its own.
             activation_checkpointing: the backward pass computes layers again instead of keeping their activations.
-            trains_weights: rows without an adapter train all weights (`FullWeights`), which are in float32 on any device.
+            trains_weights: rows without an adapter train all weights, which are in float32 on any device.
 
         Raises:
             InvalidConfig, UnknownModel: see `checkpoint_family`.
@@ -297,7 +297,7 @@ class AdapterTrainer:
         self.family = checkpoint_family(model_path)
         dtype = torch.float32 if trains_weights else compute_dtype("auto", self.device.type)
         self.model = load_model(self.family, model_path, dtype).to(self.device).eval().requires_grad_(False)
-        self.weights = FullWeights(self.model, self.family) if trains_weights else None
+        self.weights = trainable_weights(self.model, self.family) if trains_weights else {}
         self.packed = PackedVLM(self.model, self.family, temperature=1.0)
         self.router = AdapterRouter(self.model, self.family)
         if activation_checkpointing:
@@ -307,6 +307,11 @@ class AdapterTrainer:
     def new_adapter(self, config: AdapterConfig, seed: int) -> Adapter:
         """See `rollout.adapters.new_adapter`."""
         return new_adapter(self.model, self.family, config, seed, self.device)
+
+    def trained(self, adapter: Adapter | None) -> list[Tensor]:
+        """The matrices that rows with an adapter train; without one all weights, if these are trained."""
+        matrices = self.weights.items() if adapter is None else adapter.named_parameters()
+        return [matrix for _, matrix in matrices if matrix.requires_grad]
 
     def run(
         self,
@@ -324,7 +329,7 @@ class AdapterTrainer:
             backward: whether there may be gradients.
             between: is called between two parts.
         """
-        gradients: dict[Trainable, list[Tensor | None]] = {}
+        gradients: Gradients = {}
         for place, numbers in enumerate(self.parts(rows)):
             if place and between is not None:
                 between()
@@ -333,8 +338,10 @@ class AdapterTrainer:
                 with torch.set_grad_enabled(backward):
                     total = loss_of(numbers, self.log_probs(mine))
                 if total is not None and total.requires_grad:
-                    sources = dict.fromkeys(row.adapter or self.weights for row in mine)
-                    _add_gradients(gradients, total, [each for each in sources if each is not None and each.trained])
+                    adapters = dict.fromkeys(row.adapter for row in mine)
+                    matrices = [matrix for adapter in adapters for matrix in self.trained(adapter)]
+                    found = zip(matrices, torch.autograd.grad(total, matrices, allow_unused=True), strict=True)
+                    merge(gradients, {matrix: gradient for matrix, gradient in found if gradient is not None})
         return gradients
 
     def parts(self, rows: Sequence[AdaptedRow]) -> list[list[int]]:
@@ -401,16 +408,7 @@ class AdapterTrainer:
         return found
 
 
-def _add_gradients(
-    gradients: dict[Trainable, list[Tensor | None]], total: Tensor, sources: Sequence[Trainable]
-) -> None:
-    matrices = [matrix for source in sources for _, matrix in source.named_parameters()]
-    found = iter(torch.autograd.grad(total, matrices, allow_unused=True))
-    merge(gradients, {source: [next(found) for _ in source.named_parameters()] for source in sources})
-
-
-def merge(gradients: dict[Trainable, list[Tensor | None]], more: Gradients) -> None:
+def merge(gradients: Gradients, more: Gradients) -> None:
     """Adds ``more`` to gradients."""
-    for source, new in more.items():
-        old = gradients.get(source, [None] * len(new))
-        gradients[source] = [b if a is None else a if b is None else a + b for a, b in zip(old, new, strict=True)]
+    for matrix, new in more.items():
+        gradients[matrix] = gradients[matrix] + new if matrix in gradients else new

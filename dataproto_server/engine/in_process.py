@@ -27,7 +27,7 @@ from dataproto_server.engine.passes import OpenPass, open_pass, run_passes
 from dataproto_server.engine.sampling import OpenSample, Snapshots, finished, is_checkpoint, open_sample
 from dataproto_server.engine.trained_adapter import TrainedAdapter, TrainedMatrices, TrainedWeights
 from dataproto_server.refusals import failure_of, server_failure
-from rollout.adapters import Adapter, AdapterConfig
+from rollout.adapters import AdapterConfig
 from workers.model.model_config import AdamParams
 
 Polled = list[SampleResult | tuple[str, Failure]]
@@ -46,11 +46,6 @@ class TrainedModel:
     base_model: str
     base: BaseModel
     trained: TrainedMatrices
-
-    @property
-    def adapter(self) -> Adapter | None:
-        """``None`` if all weights are trained."""
-        return self.trained.adapter if isinstance(self.trained, TrainedAdapter) else None
 
 
 class InProcessEngine:
@@ -129,7 +124,7 @@ class InProcessEngine:
         models = self._models.values()
         if full and not self.options.full_finetuning:
             raise InvalidConfig("rank=0 trains all weights: start the engine with full_finetuning, or choose a rank")
-        if full and any(model.adapter is None for model in models):
+        if full and any(model.trained.adapter is None for model in models):
             raise InvalidConfig("a model trains all weights already, and there may be one")
         if lora is not None and not full and not 1 <= lora.rank <= self.options.max_lora_rank:
             raise InvalidConfig(f"rank={lora.rank}: must be from 1 to max_lora_rank={self.options.max_lora_rank}")
@@ -149,7 +144,6 @@ class InProcessEngine:
         """A copy of a base model whose weights are trained."""
         self._check_name(base_model)
         base = BaseModel(self.paths[base_model], self.options, self.device, trains_weights=True)
-        assert base.trainer.weights is not None
         trained = TrainedWeights(base.trainer.weights, base.trainer.model, base.renderer.builder)
         return TrainedModel(base_model, base, trained)
 
@@ -165,20 +159,20 @@ class InProcessEngine:
         """
         results: dict[int, PassResult | Failure] = {}
         opened: dict[BaseModel, list[OpenPass]] = {}
+        models: dict[str, TrainedModel] = {}
         for number, given in enumerate(passes):
             try:
-                model = self._model(given.model_id)
+                model = models[given.model_id] = self._model(given.model_id)
                 most = None if given.replayed else self.options.max_targets
-                one = open_pass(number, given, model.base, model.adapter, most)
+                one = open_pass(number, given, model.base, model.trained.adapter, most)
                 opened.setdefault(model.base, []).append(one)
             except Exception as error:
                 results[number] = failure_of(error)
         computed = [run_passes(base, group, between) for base, group in opened.items()]
         for gradients, found in computed:
             results |= found
-            for model in self._models.values():
-                if model.trained.source in gradients:
-                    model.trained.add_gradients(gradients[model.trained.source])
+            for model in models.values():
+                model.trained.add_gradients(gradients)
         return [results[number] for number in range(len(passes))]
 
     def optim_step(self, model_id: str, adam: AdamParams) -> Mapping[str, float]:
@@ -199,7 +193,8 @@ class InProcessEngine:
         Raises:
             CheckpointError: a weight is not finite; names the model.
         """
-        model = self._finite(model_id)
+        model = self._model(model_id)
+        model.trained.check_finite(model_id)
         model.trained.save(directory, model.base_model, later)
 
     def load(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
@@ -220,7 +215,8 @@ class InProcessEngine:
         Raises:
             CheckpointError: a weight is not finite; names the model.
         """
-        model = self._finite(model_id)
+        model = self._model(model_id)
+        model.trained.check_finite(model_id)
         dtype = model.base.sampled_dtype if sampled else torch.float32
         model.trained.export(directory, model.base_model, dtype, later)
 
@@ -232,15 +228,6 @@ class InProcessEngine:
         if model_id not in self._models:
             raise InvalidConfig(f"model {model_id!r} is unknown")
         return self._models[model_id]
-
-    def _finite(self, model_id: str) -> TrainedModel:
-        """A model whose weights can be saved."""
-        model = self._model(model_id)
-        try:
-            model.trained.check_finite()
-        except CheckpointError as error:
-            raise CheckpointError(f"model {model_id!r}: {error}") from None
-        return model
 
     # Sampling
 

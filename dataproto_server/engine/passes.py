@@ -14,7 +14,6 @@ from dataproto_server.backend import Array, Failure, Pass, PassResult, SparseRow
 from dataproto_server.engine.adapter_trainer import Gradients, ScoredRow, merge
 from dataproto_server.engine.base_model import BaseModel
 from dataproto_server.engine.datum_losses import DATUM_LOSSES, THRESHOLDS, loss_options, option_names
-from dataproto_server.engine.trained_adapter import Trainable
 from dataproto_server.refusals import failure_of
 from rollout.adapters import Adapter
 from rollout.prompts import TokenSequence
@@ -291,7 +290,7 @@ def run_passes(base: BaseModel, passes: Sequence[OpenPass], between: Between) ->
 def _one_by_one(
     base: BaseModel, passes: Sequence[OpenPass], between: Between, results: Results
 ) -> tuple[Gradients, Results]:
-    gradients: dict[Trainable, list[Tensor | None]] = {}
+    gradients: Gradients = {}
     for each in passes:
         found, result = run_passes(base, [each], between)
         merge(gradients, found)
@@ -334,23 +333,24 @@ def _check_gradients(base: BaseModel, passes: Sequence[OpenPass], gradients: Gra
 
     Passes that are computed again are left alone: their gradients were finite.
     """
-    overflown = _overflown(gradients)
+    overflown = _overflown(base, passes, gradients)
     for each in passes:
-        if each.backward and not each.replayed and (each.adapter or base.trainer.weights) in overflown:
+        if each.backward and not each.replayed and each.adapter in overflown:
             alone = replace(each, log_probs={}, total=0.0)
-            if _overflown(_attempt(base, [alone], between)):
+            if _overflown(base, [alone], _attempt(base, [alone], between)):
                 each.error = NonFiniteLogits(
                     f"the gradient of rows 0 to {len(each.inputs) - 1} together is not finite, so the pass adds none; check "
                     "logprobs, advantages and weights"
                 )
 
 
-def _overflown(gradients: Gradients) -> list[Trainable]:
-    """Whose gradients have a norm that is not finite. Waits for the device once."""
-    given = {source: [each for each in found if each is not None] for source, found in gradients.items()}
-    norms = {source: get_total_norm(found) for source, found in given.items() if found}
+def _overflown(base: BaseModel, passes: Sequence[OpenPass], gradients: Gradients) -> list[Adapter | None]:
+    """The adapters whose gradients have a norm that is not finite. Waits for the device once."""
+    adapters = dict.fromkeys(each.adapter for each in passes)
+    given = {each: [gradients[m] for m in base.trainer.trained(each) if m in gradients] for each in adapters}
+    norms = {adapter: get_total_norm(found) for adapter, found in given.items() if found}
     finite = torch.stack(list(norms.values())).isfinite().tolist() if norms else []
-    return [source for source, good in zip(norms, finite, strict=True) if not good]
+    return [adapter for adapter, good in zip(norms, finite, strict=True) if not good]
 
 
 def _loss(opened: OpenPass, log_probs: Mapping[int, Tensor]) -> Tensor:

@@ -5,10 +5,10 @@ An AdamW step that could leave numbers that float32 does not hold is refused bef
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
@@ -53,24 +53,17 @@ def check_settings(params: AdamParams) -> None:
 COUNTS = ("steps", "skipped_steps")
 
 
-class Trainable(Protocol):
-    """Matrices by their names, which may be trained."""
-
-    @property
-    def trained(self) -> bool: ...
-
-    def named_parameters(self) -> Iterator[tuple[str, Tensor]]: ...
-
-
 class TrainedMatrices(ABC):
     """Matrices that are trained by themselves: gradients add up until `step`, which has settings of its own each time."""
 
-    def __init__(self, source: Trainable) -> None:
-        """``source``'s matrices have gradients; they are changed in place."""
-        self.source = source
-        self.matrices = dict(source.named_parameters())
+    adapter: Adapter | None = None
+    """``None`` if all weights of a model are trained."""
+
+    def __init__(self, matrices: Mapping[str, Tensor]) -> None:
+        """The matrices, by their names, have gradients; they are changed in place."""
+        self.matrices = matrices
         # Its settings come with each step.
-        self.optimizer = Optimizer(cast(Iterable[nn.Parameter], self.matrices.values()), OptimizerConfig())
+        self.optimizer = Optimizer(cast(Iterable[nn.Parameter], matrices.values()), OptimizerConfig())
 
     @abstractmethod
     def export(self, directory: Path, base_model: str, dtype: torch.dtype, later: Later) -> None:
@@ -84,19 +77,25 @@ class TrainedMatrices(ABC):
             CheckpointError: a file is missing, damaged, or of another model or configuration.
         """
 
-    def check_finite(self) -> None:
-        """Raises `CheckpointError` if a matrix is not finite: a file of it could not be loaded. Waits for the device once."""
+    def check_finite(self, model: str) -> None:
+        """Raises `CheckpointError` if a matrix is not finite: a file of it could not be loaded. Waits for the device once.
+
+        Args:
+            model: the name of what is trained.
+        """
         if bool(get_total_norm(list(self.matrices.values()), math.inf).isfinite()):
             return
         for name, matrix in self.matrices.items():
             if not bool(matrix.isfinite().all()):
                 raise CheckpointError(
-                    f"{name} is not finite, so the weights are not saved: load an earlier checkpoint, and take smaller steps"
+                    f"model {model!r}: {name} is not finite, so the weights are not saved: load an earlier checkpoint, and take "
+                    "smaller steps"
                 )
 
-    def add_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Adds gradients, in the order of the matrices, and keeps them. Takes no memory, so that none fails after others."""
-        for matrix, gradient in zip(self.matrices.values(), gradients, strict=True):
+    def add_gradients(self, gradients: Mapping[Tensor, Tensor]) -> None:
+        """Adds those of the matrices, and keeps them. Takes no memory, so that none fails after others."""
+        for matrix in self.matrices.values():
+            gradient = gradients.get(matrix)
             if matrix.grad is None:
                 matrix.grad = gradient
             elif gradient is not None:
@@ -170,8 +169,9 @@ class TrainedAdapter(TrainedMatrices):
 
     def __init__(self, adapter: Adapter, model: nn.Module, family: VLMFamily) -> None:
         """``model`` is the frozen one."""
-        super().__init__(adapter)
-        self.adapter, self.model, self.family = adapter, model, family
+        super().__init__(dict(adapter.named_parameters()))
+        self.adapter: Adapter = adapter
+        self.model, self.family = model, family
 
     def export(self, directory: Path, base_model: str, dtype: torch.dtype, later: Later) -> None:
         """See `write_adapter`."""
@@ -210,31 +210,23 @@ def _save(tensors: Mapping[str, Tensor], directory: Path, file: str) -> None:
 WEIGHTS_FILE = "weights.safetensors"
 
 
-class FullWeights:
-    """The parameters of a model, those of its vision tower and mergers excepted, which stay frozen."""
-
-    trained = True
-
-    def __init__(self, model: nn.Module, family: VLMFamily) -> None:
-        """Turns their gradients on."""
-        frozen = tuple(f"{part}." for part in family.vision_parts)
-        self.parameters = {
-            name: parameter.requires_grad_()
-            for name, parameter in model.named_parameters()
-            if not name.startswith(frozen)
-        }
-
-    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The parameters under their names in the model, tied ones once."""
-        yield from self.parameters.items()
+def trainable_weights(model: nn.Module, family: VLMFamily) -> dict[str, Tensor]:
+    """The parameters of a model under their names, tied ones once, whose gradients are turned on. Those of its vision tower and
+    mergers are not among them, and stay frozen.
+    """
+    frozen = tuple(f"{part}." for part in family.vision_parts)
+    return {
+        name: parameter.requires_grad_() for name, parameter in model.named_parameters() if not name.startswith(frozen)
+    }
 
 
 class TrainedWeights(TrainedMatrices):
-    """`FullWeights` with their gradients and AdamW state."""
+    """All weights of a model with their gradients and AdamW state."""
 
-    def __init__(self, weights: FullWeights, model: Any, processors: Any) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], model: Any, processors: Any) -> None:
         """
         Args:
+            weights: see `trainable_weights`.
             model: of which they are the weights.
             processors: writes what a checkpoint has next to its weights; see `PromptBuilder.save_pretrained`.
         """

@@ -226,10 +226,11 @@ def test_gradients_are_added_without_memory(engine):
 
     new_model(engine, "m")
     trained = engine._models["m"].trained
-    ones = [[torch.ones_like(matrix) for matrix in trained.matrices.values()] for _ in range(2)]
+    _, *matrices = trained.matrices.values()
+    ones = [{matrix: torch.ones_like(matrix) for matrix in matrices} for _ in range(2)]
     with Full():
         for each in ones:
-            trained.add_gradients([None, *each[1:]])
+            trained.add_gradients(each)
     first, *others = gradients(engine, "m").values()
     assert first is None
     assert all(bool((gradient == 2).all()) for gradient in others)
