@@ -265,7 +265,6 @@ class SampleResult:
         target_prompt_logprobs: float32 in the layout of the targets, 0.0 at -1.
     """
 
-    request_id: str
     samples: Sequence[Sample]
     prompt_logprobs: Array | None = None
     topk_prompt_logprobs: TopK | None = None

@@ -226,10 +226,9 @@ class EngineProcess:
         except Exception as error:
             failure = failure_of(error)
             self.backend.abort(list(self._flying))
-            done = [(request, failure) for request in self._flying]
+            done = dict.fromkeys(self._flying, failure)
         self._lead -= self.clock() - began
-        for result in done:
-            request, value = result if isinstance(result, tuple) else (result.request_id, result)
+        for request, value in done.items():
             self._finish(request, value)
 
     def _finish(self, request: str, value: Any) -> None:

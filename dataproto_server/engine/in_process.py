@@ -24,19 +24,14 @@ from dataproto_server.backend import (
 from dataproto_server.config import EngineOptions
 from dataproto_server.engine.base_model import BaseModel, context_length
 from dataproto_server.engine.passes import OpenPass, open_pass, run_passes
-from dataproto_server.engine.sampling import OpenSample, Snapshots, finished, is_checkpoint, open_sample
+from dataproto_server.engine.sampling import OpenSample, Snapshots, is_checkpoint, open_sample
 from dataproto_server.engine.trained_adapter import TrainedAdapter, TrainedMatrices, TrainedWeights
 from dataproto_server.refusals import failure_of, server_failure
 from rollout.adapters import AdapterConfig
 from workers.model.model_config import AdamParams
 
-Polled = list[SampleResult | tuple[str, Failure]]
-"""What `InProcessEngine.poll` returns."""
-
-
-def request_of(polled: SampleResult | tuple[str, Failure]) -> str:
-    """The id of a request that has ended."""
-    return polled[0] if isinstance(polled, tuple) else polled.request_id
+Polled = dict[str, SampleResult | Failure]
+"""Requests that have ended, by their ids."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +67,7 @@ class InProcessEngine:
         self._snapshots = Snapshots(self.options, device, self.base)
         self._open: dict[BaseModel, dict[int, OpenSample]] = {}  # those in flight, by their numbers in the sampler
         self._waiting: deque[SampleRequest] = deque()  # until a checkpoint has room
-        self._ready: Polled = []
+        self._ready: Polled = {}
 
     def start(self) -> None:
         """Loads what requests will need. With ``full_finetuning`` a model is loaded when it is first used: one that trains all
@@ -253,22 +248,22 @@ class InProcessEngine:
             base, adapter = found
             opened = open_sample(request, base, adapter)
         except CheckpointError as error:  # its files were there when it was asked for
-            self._ready.append((request.request_id, server_failure(error)))
+            self._ready[request.request_id] = server_failure(error)
         except Exception as error:
-            self._ready.append((request.request_id, failure_of(error)))
+            self._ready[request.request_id] = failure_of(error)
         else:
             self._open.setdefault(base, {}).update(dict.fromkeys(opened.numbers, opened))
         return True
 
     def poll(self) -> Polled:
-        """Makes a decoding step of all requests, and returns the finished ones, and the failed ones by ``request_id``. Returns at
-        once with an empty list when nothing is in flight.
+        """Makes a decoding step of all requests, and returns the finished and the failed ones. Returns at once when nothing is in
+        flight.
         """
         while self._waiting and self._begin(self._waiting[0]):
             self._waiting.popleft()
         for base, group in list(self._open.items()):
-            self._ready += self._decode(base, group)
-        ready, self._ready = self._ready, []
+            self._ready |= self._decode(base, group)
+        ready, self._ready = self._ready, {}
         return ready
 
     def _decode(self, base: BaseModel, group: dict[int, OpenSample]) -> Polled:
@@ -276,17 +271,19 @@ class InProcessEngine:
         try:
             completions = [each for each in base.poll() if each.request in group]
         except Exception as error:
-            failure = failure_of(error)
-            names = list(dict.fromkeys(each.request.request_id for each in group.values()))
-            end_after(error, partial(self.abort, names))
-            return [(name, failure) for name in names]
-        ready: Polled = []
-        wrong = {group[each.request].request.request_id: each.error for each in completions if each.error is not None}
-        ready += [(name, Failure(str(reason), "user")) for name, reason in wrong.items()]
-        for each in finished(group, completions):
-            if each.request.request_id not in wrong:
-                ready.append(each.result())
-        self.abort([request_of(each) for each in ready])
+            ready: Polled = dict.fromkeys((each.request.request_id for each in group.values()), failure_of(error))
+            end_after(error, partial(self.abort, list(ready)))
+            return ready
+        ready = {}
+        for each in completions:
+            opened = group[each.request]
+            if each.error is not None:
+                ready[opened.request.request_id] = Failure(str(each.error), "user")
+                continue
+            opened.done[each.request] = each
+            if len(opened.done) == len(opened.numbers):
+                ready[opened.request.request_id] = opened.result()
+        self.abort(list(ready))
         return ready
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -298,4 +295,4 @@ class InProcessEngine:
                 del group[number]
         self._open = {base: group for base, group in self._open.items() if group}
         self._waiting = deque(each for each in self._waiting if each.request_id not in names)
-        self._ready = [each for each in self._ready if request_of(each) not in names]
+        self._ready = {name: each for name, each in self._ready.items() if name not in names}

@@ -2,7 +2,7 @@
 
 import gc
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -90,8 +90,7 @@ def is_checkpoint(snapshot: Snapshot) -> bool:
     return snapshot.directory is not None and (snapshot.directory / CHECKPOINT_FILE).exists()
 
 
-MOST_SAMPLES = 4096
-MOST_LIKELY = 1024
+RANGES = {"num_samples": (1, 4096), "topk_prompt_logprobs": (0, 1024), "topk_sample_logprobs": (0, 1024)}
 
 
 @dataclass
@@ -112,7 +111,6 @@ class OpenSample:
         if scores and scores.top_tokens is not None and scores.top_log_probs is not None:
             top = scores.top_tokens, scores.top_log_probs
         return SampleResult(
-            request.request_id,
             samples * (request.num_samples if _is_greedy(request.sampling) else 1),
             scores.log_probs if scores and request.prompt_logprobs else None,
             top,
@@ -129,8 +127,9 @@ def open_sample(request: SampleRequest, base: BaseModel, adapter: Adapter | None
         InvalidChunk, InvalidPrompt: the prompt cannot be rendered, or leaves no room in the context.
         InvalidConfig: impossible parameters; names them.
     """
-    if not 1 <= request.num_samples <= MOST_SAMPLES:
-        raise InvalidConfig(f"num_samples={request.num_samples}: must be from 1 to {MOST_SAMPLES}")
+    for name, (least, most) in RANGES.items():
+        if not least <= getattr(request, name) <= most:
+            raise InvalidConfig(f"{name}={getattr(request, name)}: must be from {least} to {most}")
     prompt = base.rendered(request.chunks)
     base.check_context(len(prompt), 1 if request.sampling.max_tokens is None else request.sampling.max_tokens)
     sampling = sampling_params(request, base.max_context_length - len(prompt))
@@ -164,8 +163,6 @@ def sampling_params(request: SampleRequest, room: int) -> SamplingParams:
     """
     given = request.sampling
     texts, tokens = stops(given.stop)
-    if not 0 <= request.topk_sample_logprobs <= MOST_LIKELY:
-        raise InvalidConfig(f"topk_sample_logprobs={request.topk_sample_logprobs}: must be from 0 to {MOST_LIKELY}")
     return SamplingParams(
         temperature=float(given.temperature),
         top_p=float(given.top_p),
@@ -198,8 +195,6 @@ def prompt_scores(request: SampleRequest, length: int, vocabulary: int) -> Promp
         InvalidPrompt: the targets are not ``(length - 1, K)`` tokens of the model or -1.
     """
     top, last, targets = request.topk_prompt_logprobs, request.prompt_logprobs_last_n, request.target_prompt_logprobs
-    if not 0 <= top <= MOST_LIKELY:
-        raise InvalidConfig(f"topk_prompt_logprobs={top}: must be from 0 to {MOST_LIKELY}")
     if last is not None and not (request.prompt_logprobs and 1 <= last <= max(length - 1, 1)):
         raise InvalidConfig(
             f"prompt_logprobs_last_n={last}: needs prompt_logprobs, and must be from 1 to {length - 1}, the prompt's tokens but "
@@ -241,14 +236,3 @@ def _top_arrays(rows: Sequence[TopLogProbs], count: int) -> TopK:
     for place, row in enumerate(rows):
         ids[place, : len(row)], values[place, : len(row)] = zip(*row, strict=True)
     return ids, values
-
-
-def finished(opened: Mapping[int, OpenSample], completions: Sequence[Completion]) -> list[OpenSample]:
-    """Adds completions to the requests in flight, given by the numbers of their samples; returns those that are complete."""
-    ready = []
-    for completion in completions:
-        each = opened[completion.request]
-        each.done[completion.request] = completion
-        if len(each.done) == len(each.numbers):
-            ready.append(each)
-    return ready

@@ -81,16 +81,16 @@ def sample(
     """The result of one request, which succeeds. Options of `Sampling` are given as ``sampling``."""
     sampling = Sampling(**{"max_tokens": 6, "seed": 3, **options.pop("sampling", {})})
     engine.submit(SampleRequest("request", snapshot, prompt, count, sampling, **options))
-    (result,) = until_done(engine, 1)
+    result = until_done(engine, 1)["request"]
     assert isinstance(result, SampleResult), result
     return result
 
 
-def until_done(engine: InProcessEngine, count: int) -> list[Any]:
+def until_done(engine: InProcessEngine, count: int) -> dict[str, Any]:
     """Polls until this number of results is there."""
-    found: list[Any] = []
+    found: dict[str, Any] = {}
     for _ in range(10_000):
-        found += engine.poll()
+        found |= engine.poll()
         if len(found) >= count:
             return found
     raise AssertionError(f"{len(found)} of {count} results")

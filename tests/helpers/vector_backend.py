@@ -149,18 +149,18 @@ class VectorBackend:
         weights = zero if directory is None else load_file(directory / ADAPTER_FILE)["weights"]
         self.flying[request.request_id] = request, weights
 
-    def poll(self) -> list[SampleResult | tuple[str, Failure]]:
-        requests, self.flying = list(self.flying.values()), {}
-        return [self._answer(*each) for each in requests]
+    def poll(self) -> dict[str, SampleResult | Failure]:
+        requests, self.flying = self.flying, {}
+        return {name: self._answer(*each) for name, each in requests.items()}
 
     def abort(self, request_ids: Sequence[str]) -> None:
         for request in request_ids:
             self.flying.pop(request, None)
 
-    def _answer(self, request: SampleRequest, weights: np.ndarray) -> SampleResult | tuple[str, Failure]:
+    def _answer(self, request: SampleRequest, weights: np.ndarray) -> SampleResult | Failure:
         ids = self.ids(request.chunks)
         if ids.max(initial=0) >= 4096:
-            return request.request_id, Failure(f"token {ids.max()} is not in the vocabulary", "user")
+            return Failure(f"token {ids.max()} is not in the vocabulary", "user")
         count = request.sampling.max_tokens or 16
         samples = []
         for number in range(request.num_samples):
@@ -177,7 +177,6 @@ class VectorBackend:
         else:
             scored = None if targets is None else np.where(targets < 0, 0, -targets / 100).astype(np.float32)
         return SampleResult(
-            request.request_id,
             samples,
             prompt if request.prompt_logprobs else None,
             self._topk(len(ids), request.topk_prompt_logprobs),

@@ -171,7 +171,7 @@ def test_samples_reach_the_sdk_with_sparse_targets_in_their_layout():
     )
     prompt = np.array([np.nan, -1, -2], np.float32)
     scored = replace(request.target_prompt_logprobs, values=np.array([-7.0, -8.0, -9.0], np.float32))
-    result = SampleResult("r", [sample], prompt, (np.zeros((3, 2), np.int32), np.zeros((3, 2), np.float32)), scored)
+    result = SampleResult([sample], prompt, (np.zeros((3, 2), np.int32), np.zeros((3, 2), np.float32)), scored)
     found = deserialize_sample_response(write_sample_result(result))
     (sequence,) = found.sequences
     assert (sequence.tokens, sequence.logprobs, sequence.stop_reason) == ([4, 5], [-0.5, -1.0], "stop")

@@ -80,7 +80,7 @@ class Counting(VectorBackend):
     def poll(self):
         self.now += self.step
         self.events += "D"
-        return []
+        return {}
 
 
 @pytest.fixture

@@ -110,9 +110,9 @@ def test_samples_of_any_adapters_and_of_the_base_are_decoded_together(engine, tm
     )
     for name in ("small", "base", "large"):
         engine.submit(SampleRequest(name, snapshots[name], prompt, 2, Sampling(max_tokens=5, seed=1, stop=[])))
-    done = []
+    done = {}
     while len(done) < 3:
-        done += engine.poll()
+        done |= engine.poll()
     assert decoded == [6] * 4  # the first tokens come with the prompts
     engine.forget()
 

@@ -136,6 +136,6 @@ def test_a_snapshot_that_cannot_be_read_for_want_of_memory_can_be_read_later(pat
     with monkeypatch.context() as patch:
         patch.setattr(sampling, "read_adapter", fails)
         engine.submit(SampleRequest("r", snapshot, data[0].chunks, 1, Sampling(1)))
-        ((_, failed),) = engine.poll()
+        (failed,) = engine.poll().values()
     assert failed.message.startswith("OutOfMemoryError in the server")
     assert sample(engine, snapshot, data[0].chunks).samples

@@ -120,7 +120,7 @@ def test_limits_and_names(path, tmp_path):
     with pytest.raises(InvalidConfig, match="model 'm' is unknown"):
         engine.optim_step("m", ADAM)
     engine.submit(SampleRequest("r", Snapshot("tiny", tmp_path), chunks(engine, "a"), 1, Sampling(1)))
-    ((_, failed),) = engine.poll()
+    (failed,) = engine.poll().values()
     assert failed.message.startswith("CheckpointError in the server")
     with pytest.raises(InvalidConfig, match="max_models=0"):
         EngineOptions(max_models=0)
@@ -153,7 +153,7 @@ def test_samples_are_drawn_between_the_parts_of_a_pass(path):
 
     def between():
         calls.append(1)
-        finished.extend(engine.poll())
+        finished.extend(engine.poll().values())
 
     (found,) = engine.passes([Pass("m", data, "cross_entropy")], between=between)
     (expected,) = undisturbed.passes([Pass("m", data, "cross_entropy")])
@@ -179,4 +179,4 @@ def test_the_program_of_the_document_runs(path, tmp_path, monkeypatch):
     names = {}
     exec(program.replace("path/to/checkpoint", path).replace("max_tokens=64", "max_tokens=4"), names)
     assert [set(result.metrics) for result in names["results"]] == [{"loss:sum"}] * 2
-    assert len(names["done"][0].samples) == 4
+    assert len(names["done"]["first"].samples) == 4

@@ -141,13 +141,13 @@ def test_sampled_log_probs_are_those_of_a_forward_pass(unlike):
     """Of the adapter and of the base, decoded in one batch. Within 1e-4."""
     for name, snapshot in (("adapter", unlike.snapshot), ("base", BASE)):
         unlike.engine.submit(SampleRequest(name, snapshot, unlike.prompt, 3, Sampling(max_tokens=5, seed=7, stop=[])))
-    for result in until_done(unlike.engine, 2):
+    for name, result in until_done(unlike.engine, 2).items():
         assert len({tuple(one.tokens) for one in result.samples}) > 1
         for one in result.samples:
             assert len(one.tokens) == 5
             assert one.stop_reason == "length"
             whole = [*unlike.prompt, EncodedTextChunk(one.tokens.tolist())]
-            after = unlike.expected(whole, result.request_id == "adapter")[unlike.tokens - 1 : -1]
+            after = unlike.expected(whole, name == "adapter")[unlike.tokens - 1 : -1]
             expected = after.gather(1, torch.from_numpy(one.tokens).long()[:, None])[:, 0]
             np.testing.assert_allclose(one.logprobs, expected, atol=1e-4, rtol=0)
 
@@ -240,7 +240,7 @@ def test_samples_are_tempered_and_greedy_ones_are_equal(qwen):
 def test_a_seed_repeats_samples_and_requests_without_one_differ(qwen):
     def tokens(name, seed):
         qwen.engine.submit(SampleRequest(name, BASE, qwen.prompt, 2, Sampling(max_tokens=8, seed=seed, stop=[])))
-        return [one.tokens.tolist() for one in until_done(qwen.engine, 1)[0].samples]
+        return [one.tokens.tolist() for one in until_done(qwen.engine, 1)[name].samples]
 
     assert tokens("a", 4) == tokens("b", 4) != tokens("b", 5)
     assert tokens("a", None) == tokens("a", None) != tokens("b", None)
@@ -279,7 +279,7 @@ def test_media_ids_are_never_sampled(qwen):
 
 def failure(engine, parts, sampling=None, **options):
     engine.submit(SampleRequest("wrong", options.pop("snapshot", BASE), parts, 1, sampling or Sampling(4), **options))
-    ((name, failed),) = until_done(engine, 1)
+    ((name, failed),) = until_done(engine, 1).items()
     assert name == "wrong"
     assert isinstance(failed, Failure)
     assert failed.category == "user"
@@ -310,8 +310,8 @@ def test_aborted_requests_never_return(qwen):
     engine, text = qwen.engine, chunks(qwen.engine, "x")
     for name, snapshot in (("a", qwen.snapshot), ("b", BASE), ("c", BASE)):
         engine.submit(SampleRequest(name, snapshot, text, 2, Sampling(3, stop=[])))
-    assert engine.poll() == []
+    assert engine.poll() == {}
     engine.abort(["a", "b", "unknown"])
-    assert [result.request_id for result in until_done(engine, 1)] == ["c"]
-    assert engine.poll() == []
+    assert list(until_done(engine, 1)) == ["c"]
+    assert engine.poll() == {}
     assert engine.base("tiny").sampler.unfinished == 0

@@ -85,7 +85,7 @@ def test_sampled_log_probs_are_those_of_a_forward_pass(served):
     for each in (engine, other):
         for name in (*RANKS, "base"):
             each.submit(SampleRequest(name, SNAPSHOTS[name], prompt, 2, Sampling(max_tokens=5, seed=7, stop=[])))
-    found, expected = ({one.request_id: one for one in until_done(each, 3)} for each in (engine, other))
+    found, expected = (until_done(each, 3) for each in (engine, other))
     assert found.keys() == {*RANKS, "base"}
     for name, result in found.items():
         for one, theirs in zip(result.samples, expected[name].samples, strict=True):
@@ -160,10 +160,10 @@ def test_requests_are_aborted_and_mistakes_named(served):
     for name in ("a", "b"):
         engine.submit(SampleRequest(name, SNAPSHOTS["small"], prompt, 2, Sampling(3, stop=[])))
     engine.abort(["a"])
-    assert [result.request_id for result in until_done(engine, 1)] == ["b"]
+    assert list(until_done(engine, 1)) == ["b"]
     engine.submit(SampleRequest("long", SNAPSHOTS["small"], prompt, 1, Sampling(500)))
-    ((name, failed),) = until_done(engine, 1)
+    ((name, failed),) = until_done(engine, 1).items()
     assert name == "long"
     assert isinstance(failed, Failure)
     assert "exceed the model's context of 400 tokens" in failed.message
-    assert engine.poll() == []
+    assert engine.poll() == {}

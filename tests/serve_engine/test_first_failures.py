@@ -36,7 +36,7 @@ def test_requests_at_which_the_engine_fails_are_answered_though_it_cannot_stop_t
     (base,) = engine._open
     monkeypatch.setattr(base, "poll", fail(Cause("no memory")))
     monkeypatch.setattr(engine, "abort", fail(Later("no device")))
-    ((request, failure),) = engine.poll()
+    ((request, failure),) = engine.poll().items()
     assert request == "a"
     assert isinstance(failure, Failure)
     assert failure.message.startswith("Cause in the server")
