@@ -158,8 +158,7 @@ class InProcessEngine:
         for number, given in enumerate(passes):
             try:
                 model = models[given.model_id] = self._model(given.model_id)
-                most = None if given.replayed else self.options.max_targets
-                one = open_pass(number, given, model.base, model.trained.adapter, most)
+                one = open_pass(number, given, model.base, model.trained.adapter, self.options.max_targets)
                 opened.setdefault(model.base, []).append(one)
             except Exception as error:
                 results[number] = failure_of(error)

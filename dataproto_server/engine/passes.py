@@ -112,12 +112,7 @@ class DatumInputs:
 
 
 def read_inputs(
-    inputs: Mapping[str, Array | SparseRows],
-    loss: str,
-    wanted: tuple[str, ...],
-    tokens: int,
-    vocabulary: int,
-    room: int | None,
+    inputs: Mapping[str, Array | SparseRows], loss: str, tokens: int, vocabulary: int, room: int | None
 ) -> DatumInputs:
     """Checks the loss inputs of a datum of N ``tokens``.
 
@@ -125,13 +120,13 @@ def read_inputs(
     inputs stay sparse, unless some are dense.
 
     Args:
-        wanted: inputs that the loss reads, see `DATUM_LOSSES`.
         room: numbers that the output may have, those of targets that are not listed included; ``None``: any.
 
     Raises:
         InvalidColumn: there is no room; an input is missing, unknown, of a wrong shape or dtype, or not finite; or a token is
             learned whose target is not in the vocabulary. Names the input and the place.
     """
+    wanted = DATUM_LOSSES[loss][1]
     _check_names(inputs, loss, wanted)
     for name, value in inputs.items():
         _check_shape(name, value, tokens, room)
@@ -207,20 +202,18 @@ class OpenPass:
     """A pass whose data have been read, and what has been computed of it."""
 
     number: int  # among those of the call
-    loss: str
+    given: Pass
     options: Mapping[str, float]
-    backward: bool
     adapter: Adapter | None  # None: all weights are trained
-    replayed: bool = False  # it was computed before, and its gradient was finite
     sequences: list[TokenSequence] = field(default_factory=list)
     inputs: list[DatumInputs] = field(default_factory=list)
     log_probs: dict[int, Tensor] = field(default_factory=dict)  # of a row's targets (M,)
     total: float = 0.0
     error: DataProtoError | None = None
 
-    def clear(self) -> None:
-        """Forgets what was computed."""
-        self.log_probs, self.total = {}, 0.0
+    @property
+    def backward(self) -> bool:
+        return not self.given.forward_only
 
     def result(self) -> PassResult:
         """Log-probs of all targets, 0 for those that have none, and the sum of the loss."""
@@ -228,26 +221,24 @@ class OpenPass:
         return PassResult(outputs, {"loss:sum": self.total})
 
 
-def open_pass(number: int, given: Pass, base: BaseModel, adapter: Adapter | None, max_targets: int | None) -> OpenPass:
-    """Reads a pass.
+def open_pass(number: int, given: Pass, base: BaseModel, adapter: Adapter | None, max_targets: int) -> OpenPass:
+    """Reads a pass. No limit applies to one that has been computed before.
 
     Args:
-        max_targets: of its rows; ``None``: a pass that has been computed before, to which no limit applies.
+        max_targets: of its rows.
 
     Raises:
         InvalidConfig: the loss or one of its options is unknown.
         InvalidRow: a datum cannot be used; names its number, the chunk or the loss input, and the reason.
     """
-    options = loss_options(given.loss, given.loss_config)
-    columns = DATUM_LOSSES[given.loss][1]
-    opened = OpenPass(number, given.loss, options, not given.forward_only, adapter, given.replayed)
-    room = max_targets
+    opened = OpenPass(number, given, loss_options(given.loss, given.loss_config), adapter)
+    room = None if given.replayed else max_targets
     for place, datum in enumerate(given.data):
         try:
             sequence = base.sequence(datum.chunks)
-            if max_targets is not None:
+            if not given.replayed:
                 base.check_context(len(sequence))
-            inputs = read_inputs(datum.inputs, given.loss, columns, len(sequence), base.vocabulary, room)
+            inputs = read_inputs(datum.inputs, given.loss, len(sequence), base.vocabulary, room)
         except DataProtoError as error:
             raise InvalidRow(place, str(error)) from error
         if opened.inputs and inputs.values.keys() != opened.inputs[0].values.keys():
@@ -302,7 +293,7 @@ def _attempt(base: BaseModel, passes: Sequence[OpenPass], between: Between) -> G
     """Fills in the passes; one that fails gets its ``error``, and then the gradients are of no use."""
     places = [(each, row) for each in passes for row in range(len(each.inputs))]
     for each in passes:
-        each.clear()
+        each.log_probs, each.total = {}, 0.0
     placed = base.renderer.placed([each.sequences[row] for each, row in places])
     scored = [
         ScoredRow(rendered, each.adapter, each.inputs[row].places, each.inputs[row].targets)
@@ -335,8 +326,8 @@ def _check_gradients(base: BaseModel, passes: Sequence[OpenPass], gradients: Gra
     """
     overflown = _overflown(base, passes, gradients)
     for each in passes:
-        if each.backward and not each.replayed and each.adapter in overflown:
-            alone = replace(each, log_probs={}, total=0.0)
+        if each.backward and not each.given.replayed and each.adapter in overflown:
+            alone = replace(each)
             if _overflown(base, [alone], _attempt(base, [alone], between)):
                 each.error = NonFiniteLogits(
                     f"the gradient of rows 0 to {len(each.inputs) - 1} together is not finite, so the pass adds none; check "
@@ -363,7 +354,7 @@ def _loss(opened: OpenPass, log_probs: Mapping[int, Tensor]) -> Tensor:
     opened.log_probs |= {row: values.detach().cpu() for row, values in log_probs.items()}
     device = next(iter(log_probs.values())).device
     inputs = [opened.inputs[row] for row in log_probs]
-    formula, wanted = DATUM_LOSSES[opened.loss]
+    formula, wanted = DATUM_LOSSES[opened.given.loss]
 
     def joined(name: str) -> Tensor:
         return torch.cat([each.values[name] for each in inputs]).to(device)

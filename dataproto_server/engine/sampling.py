@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig, InvalidPrompt
-from dataproto_server.backend import Array, Sample, SampleRequest, SampleResult, Sampling, Snapshot, SparseRows, TopK
+from dataproto_server.backend import Array, Sample, SampleRequest, SampleResult, Snapshot, SparseRows, TopK
 from dataproto_server.config import EngineOptions
 from dataproto_server.engine.base_model import BaseModel
 from rollout.adapters import NO_LOG_PROB, Adapter, AdapterRequest, PromptScores, read_adapter
@@ -111,7 +111,7 @@ class OpenSample:
         if scores and scores.top_tokens is not None and scores.top_log_probs is not None:
             top = scores.top_tokens, scores.top_log_probs
         return SampleResult(
-            samples * (request.num_samples if _is_greedy(request.sampling) else 1),
+            samples * (request.num_samples if request.sampling.temperature == 0 else 1),
             scores.log_probs if scores and request.prompt_logprobs else None,
             top,
             replace(given, values=found[given.listed])
@@ -135,7 +135,7 @@ def open_sample(request: SampleRequest, base: BaseModel, adapter: Adapter | None
     sampling = sampling_params(request, base.max_context_length - len(prompt))
     opened = OpenSample(request, prompt_scores(request, len(prompt), base.vocabulary))
     seed = request.sampling.seed
-    for number in range(1 if _is_greedy(request.sampling) else request.num_samples):
+    for number in range(1 if request.sampling.temperature == 0 else request.num_samples):
         source = derive_seed("request", request.request_id, number) if seed is None else derive_seed(seed, number)
         one = AdapterRequest(
             prompt_ids=prompt.prompt_ids,
@@ -215,10 +215,6 @@ def _targets(targets: Array, length: int, vocabulary: int) -> Array:
     if targets.size and (targets.min() < -1 or targets.max() >= vocabulary):
         raise InvalidPrompt(f"target_prompt_logprobs holds a number that is neither -1 nor a token below {vocabulary}")
     return np.array(targets, dtype=np.int64)
-
-
-def _is_greedy(sampling: Sampling) -> bool:
-    return sampling.temperature == 0
 
 
 def _sample(done: Completion, top: int) -> Sample:
