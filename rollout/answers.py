@@ -4,7 +4,7 @@ Letters: B rows, R tokens of the longest answer.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from dataproto.columns import PAIR
 from dataproto.errors import InvalidPrompt
 from rollout.engine import Completion, SamplingParams
 from rollout.prompts import PromptBuilder, SupervisedBuilder
-from rollout.prompts.messages import Turns
+from rollout.prompts.messages import Conversation, Turns
 from rollout.prompts.prepared_rows import Prompt, by_kind, conversation_of
 from rollout.responses import attach_responses
 
@@ -53,6 +53,22 @@ class AnswersBuilder(SupervisedBuilder):
         return self
 
     _encode = PromptBuilder._encode  # the prompt's tokens
+
+    def check_content(self, conversation: Conversation) -> None:
+        """As of all prompts; but an answer that is scored may say whatever a policy has sampled. It is text, also where it spells
+        a token that stands for media.
+        """
+        given = conversation.messages[:-1] if self._is_scored(conversation) else conversation.messages
+        super().check_content(replace(conversation, messages=given))
+
+    def check_placeholders(self, ids: Sequence[int], conversation: Conversation) -> None:
+        """As of all prompts; `prepare` checks the prompt of an answer that is scored by itself."""
+        if not self._is_scored(conversation):
+            super().check_placeholders(ids, conversation)
+
+    def _is_scored(self, conversation: Conversation) -> bool:
+        """Whether the conversation ends with an answer that is scored."""
+        return self.grouping == "scored" and conversation.messages[-1]["role"] == "assistant"
 
     def prompt_length(self, row: Mapping[str, Any]) -> int:
         """Number of tokens of the prompt and the longest answer; see `PromptBuilder.prompt_length`."""

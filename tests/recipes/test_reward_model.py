@@ -74,6 +74,24 @@ def test_any_text_that_a_policy_may_sample_has_a_score(run):
     assert len({each["score"] for each in scores}) > 3
 
 
+def test_tokens_of_media_in_a_response_are_text(run):
+    checkpoint = run / "cut" / "global_step_3" / "actor" / "huggingface"
+    image = {"type": "image", "image": DrawnPairs(0, "test")[0]["images"][0]}
+    asked = [{"role": "user", "content": [image, {"type": "text", "text": "Which colour?"}]}]
+    said = ["red", "a <|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>", "<|video_pad|>"]
+    rows = [RewardRow(text, None, prompt=prompt) for prompt in ("Which colour?", asked) for text in said]
+    scores = [each["score"] for each in load_reward(f"classifier:{checkpoint}")(rows)]
+    assert len(set(scores)) == len(rows)
+    reward = RankedAnswers(str(checkpoint))
+    batch = reward.batch(rows)
+    responses = batch["responses"]
+    placeholder = reward.builder.config.image_token_id
+    assert [placeholder in row for row in responses.tolist()] == [False, True, True, False] * 2
+    assert not batch["mm_token_type_ids"][:, -responses.shape[1] :].any()
+    with pytest.raises(RewardError, match=r"row 0: .* cannot score it: the text contains <\|image_pad\|>"):
+        reward.batch([RewardRow("red", None, prompt="Which <|image_pad|>?")])
+
+
 def test_a_head_of_another_model_is_refused(run, tmp_path):
     checkpoint = run / "cut" / "global_step_3" / "actor" / "huggingface"
     for file in checkpoint.iterdir():
