@@ -115,7 +115,7 @@ def program(roles: Roles, path: str, directory: Path) -> list[float]:
             directory.mkdir()
             roles.actor.save(directory)
     roles.actor.load(directory)
-    found += [value for value in roles.actor.compute_logprobs(rows[1:2])[0].tolist() if value == value]  # a single row
+    found += roles.actor.log_probs(rows[1:2])["old_log_probs"][0].tolist()  # a single row
     roles.save_weights_for_sampler()
     prompts = PromptBuilder.from_pretrained(path, 512)(given[:1])
     prompts["uid"] = np.array(["prompt"], dtype=object)  # the samples depend on the seed only

@@ -180,17 +180,6 @@ def test_state_is_saved_and_loaded_to_the_bit(roles, path, tmp_path):
     assert roles.actor.forward(rows, next_token_loss).metrics["loss:sum"] == expected
 
 
-def test_log_probs_of_all_tokens_are_those_of_the_learnt_ones(roles, path):
-    rows = learnt(path, "what is it?")
-    found = roles.actor.compute_logprobs(rows)
-    builder = PromptBuilder.from_pretrained(path, 512)
-    banned = torch.isin(rows["input_ids"], torch.tensor(builder.family.banned_ids(builder.config)))
-    banned[:, 0] = True
-    assert torch.equal(found.isnan(), banned)
-    scored, mask = roles.actor.forward(rows, next_token_loss).log_probs, rows["response_mask"].bool()
-    torch.testing.assert_close(found[:, 1:][mask], scored[mask], atol=1e-5, rtol=0)
-
-
 def test_a_loss_may_read_rows_and_name_metrics(roles, path):
     rows = learnt(path, "one", "two words", "x")
 

@@ -133,7 +133,7 @@ def rows_are_refused(path: str, layout: Layout) -> dict[tuple[str, str], Raised]
     incomplete = rows()
     if bad:
         incomplete.pop(["position_ids"])
-    found["compute_logprobs", "incomplete"] = raised_by(partial(actor.compute_logprobs, incomplete))
+    found["log_probs", "incomplete"] = raised_by(partial(actor.log_probs, incomplete))
     assert actor.log_probs(rows())["old_log_probs"].shape == (2, 4)  # ranks are in step
     return found
 

@@ -100,6 +100,15 @@ def test_scores_of_ranks_come_back_in_the_callers_order():
     assert joined.metrics == {"loss": 1.0}
 
 
+def every_token(data: DataProto) -> DataProto:
+    """The rows with every token that has a log-prob as one of the response: none that is first, or stands for media."""
+    wide, attended = data[:], data["attention_mask"].bool()
+    config = tiny_config("qwen3_vl")
+    banned = torch.isin(data["input_ids"], torch.tensor(family_of(config).banned_ids(config)))
+    wide["response_mask"] = (attended & (attended.cumsum(1) > 1) & ~banned)[:, 1:].long()
+    return wide
+
+
 def a_program(worker: ActorWorker, saved: Path, loaded: Path):
     """Passes, steps, states written and read, log-probs after each step. ``saved`` and ``loaded`` are of the same moment."""
     data, found = rows(), []
@@ -116,7 +125,7 @@ def a_program(worker: ActorWorker, saved: Path, loaded: Path):
         worker.forward_backward(data, loss_fn)
         norms.append(worker.optim_step(STEP)["actor/grad_norm"])
         scored.append(worker.log_probs(data[:1])["old_log_probs"])
-    scored.append(worker.compute_logprobs(data).nan_to_num())
+    scored.append(worker.log_probs(every_token(data))["old_log_probs"])
     return found, norms, scored
 
 
@@ -236,35 +245,20 @@ def hugging_faces_log_probs(data):
     return found
 
 
-def test_log_probs_of_all_tokens_are_hugging_faces():
+def test_log_probs_of_prompts_too_are_hugging_faces():
     worker, data = actor(), rows()
-    width = data["response_mask"].shape[1]
-    before = data["input_ids"].shape[1] - width
-    prompts = DataProto.from_dict(
-        {
-            name: data[name][..., :before]
-            for name in ("input_ids", "attention_mask", "mm_token_type_ids", "position_ids")
-        },
-        {"multi_modal_inputs": data["multi_modal_inputs"]},
-    )
-    for batch in (data, prompts):  # padded on both sides, and on the left
-        names = set(batch.names())
-        found = worker.compute_logprobs(batch)
-        torch.testing.assert_close(found, hugging_faces_log_probs(batch), atol=1e-4, rtol=0, equal_nan=True)
-        assert set(batch.names()) == names
-    untyped = data.select(["input_ids", "attention_mask", "position_ids", "response_mask"], ["multi_modal_inputs"])
-    torch.testing.assert_close(worker.compute_logprobs(untyped), worker.compute_logprobs(data), equal_nan=True)
-    torch.testing.assert_close(
-        worker.compute_logprobs(data)[:, before:].nan_to_num(), worker.log_probs(data)["old_log_probs"]
-    )
-    assert worker.compute_logprobs(prompts[:0]).shape == (0, before)
+    expected = hugging_faces_log_probs(data)[:, 1:].nan_to_num()
+    found = worker.log_probs(every_token(data))["old_log_probs"]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    own = worker.log_probs(data)["old_log_probs"]
+    torch.testing.assert_close(found[:, -own.shape[1] :], own)
 
 
 def test_a_pass_returns_the_log_probs_that_its_loss_got():
     worker, data = actor(), rows()
     data["response_mask"][0, 1:4] = 0  # as of text that a tool has written
     data["response_mask"][2] = 0
-    whole = worker.compute_logprobs(data)[:, -data["response_mask"].shape[1] :].nan_to_num()
+    whole = worker.log_probs(every_token(data))["old_log_probs"][:, -data["response_mask"].shape[1] :]
     expected = whole.where(data["response_mask"].bool(), 0.0)
     torch.testing.assert_close(worker.forward(data, loss_fn).log_probs, expected, atol=1e-5, rtol=0)
     torch.testing.assert_close(worker.forward_backward(data, loss_fn).log_probs, expected, atol=1e-5, rtol=0)

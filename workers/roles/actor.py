@@ -1,23 +1,19 @@
-"""The policy that learns, by whole updates or step by step: rows whose targets are all scored, and the results of passes."""
+"""The policy that learns, by whole updates or step by step, and the results of passes."""
 
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from dataproto import DataProto
-from dataproto.columns import PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS, require
 from dataproto.errors import InvalidConfig
-from dataproto.ragged import RaggedTensor
 from dataproto.vlm import VLMFamily
 from workers.model.packed_model import PackedVLM
 from workers.ranks.dispatch_modes import dispatch, split_rows
 from workers.roles.model_worker import PolicyConfig, PolicyWorker, TrainedWorker
-from workers.training.forward_pass import LossFn, token_types
+from workers.training.forward_pass import LossFn
 from workers.training.loss_sums import MODES, LossSums, check_mode
 from workers.training.optimizer import AdamParams, OptimizerConfig
 from workers.training.row_checks import check_rows
@@ -41,36 +37,6 @@ class PassOutput:
 def join_passes(results: Sequence[PassOutput]) -> PassOutput:
     """The ranks' rows one after the other; every rank has the same metrics."""
     return PassOutput(results[0].metrics, torch.cat([result.log_probs for result in results]))
-
-
-def join_tensors(results: Sequence[Tensor]) -> Tensor:
-    """The ranks' rows one after the other."""
-    return torch.cat(list(results))
-
-
-def every_token(data: DataProto, module: PackedVLM) -> DataProto:
-    """The rows with all tokens except the first as responses, R = L - 1. ``response_mask`` is 1 on those that have a log-prob
-    under the policy: they follow another token, and are neither placeholders of media nor their delimiters.
-    """
-    rows, ids, attended = copy(data), data["input_ids"], data["attention_mask"].bool()
-    if "response_mask" not in rows:
-        rows["response_mask"] = ids[:, :0]
-    if PROMPT_ROUTED_EXPERTS in rows and ROUTED_EXPERTS in rows:
-        rows[PROMPT_ROUTED_EXPERTS], rows[ROUTED_EXPERTS] = _split_at_first(rows)
-    rows["mm_token_type_ids"] = token_types(module, rows)
-    banned = torch.isin(ids, torch.tensor(module.banned_ids, dtype=ids.dtype))
-    rows["response_mask"] = (attended & (attended.cumsum(1) > 1) & ~banned)[:, 1:].to(torch.int64)
-    return rows
-
-
-def _split_at_first(rows: DataProto) -> tuple[RaggedTensor, RaggedTensor]:
-    """The recorded experts of what `every_token` makes the prompt, the first place of a row, and of all others."""
-    firsts, others = [], []
-    for row, first in enumerate(rows["attention_mask"][:, 0].bool().tolist()):
-        experts = torch.cat([rows[PROMPT_ROUTED_EXPERTS][row], rows[ROUTED_EXPERTS][row]])
-        firsts.append(experts[: int(first)])
-        others.append(experts[int(first) :])
-    return RaggedTensor.from_list(firsts), RaggedTensor.from_list(others)
 
 
 @dataclass(frozen=True)
@@ -123,22 +89,6 @@ class ActorWorker(TrainedWorker, PolicyWorker):
         """
         self._refuse_open_update("forward_backward")
         return self._pass(data, loss_fn, aggregation, entropy, backward=True)
-
-    @dispatch(split=split_rows, join=join_tensors)
-    def compute_logprobs(self, data: DataProto) -> Tensor:
-        """Log-probs of tokens given those before, ``(B, L)`` float32 next to ``input_ids``, of prompts or of any other rows.
-
-        NaN where there is none: on padding, a row's first token, and tokens that the policy never gives (media and their
-        delimiters).
-
-        Raises:
-            MissingColumn, InvalidColumn, MediaMismatch: see `check_rows`.
-        """
-        with self.model.ranks.fail_together():
-            require(data, "input_ids", "attention_mask", "position_ids")
-            rows = every_token(data, self.module)
-        found = self.model.score(rows, "log_probs")["log_probs"]
-        return pad(found.where(rows["response_mask"].bool(), torch.nan), (1, 0), value=torch.nan)
 
     @dispatch("all")
     def optim_step(self, params: AdamParams | None = None) -> dict[str, float]:
