@@ -58,12 +58,13 @@ def launch(
     if isinstance(rollout, str):
         rollout = RolloutConfig(actor.model_path, engine=rollout)
     plan = LaunchPlan(actor, reference, reward, rollout, layout or Layout(), critic, libraries)
+    if on not in BACKENDS:
+        raise InvalidConfig(f"on={on!r} is unknown: choose one of {sorted(BACKENDS)}")
     check_extras(None if rollout is None else rollout.engine, on, options.get("address"))
     seconds: dict[str, float] = {}
-    roles: Roles = _backend(on).start_roles(plan, timed_phase(phase, seconds), **options)
-    if rollout is None:
-        return replace(roles, start_seconds=seconds)
-    if line := roles.rollout.how_lora():
+    backend: Any = import_module(BACKENDS[on])
+    roles: Roles = backend.start_roles(plan, timed_phase(phase, seconds), **options)
+    if rollout is not None and (line := roles.rollout.how_lora()):
         log.info("%s", line)
     return replace(roles, start_seconds=seconds)
 
@@ -80,11 +81,3 @@ def check_extras(engine: str | None, on: str = "local", address: str | None = No
         require_extra("ray", "on='ray'", "ray")
     if address is None and engine is not None:
         check_engine_installed(engine)
-
-
-def _backend(on: str) -> Any:
-    if on not in BACKENDS:
-        raise InvalidConfig(f"on={on!r} is unknown: choose one of {sorted(BACKENDS)}")
-    if on == "ray":
-        require_extra("ray", "on='ray'", "ray")
-    return import_module(BACKENDS[on])

@@ -5,15 +5,12 @@ A recipe calls ``group.method(...)``, or ``group.submit("method", ...)`` for a f
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 from dataproto.errors import InvalidConfig
-from workers.cluster.role_groups import LaunchPlan, Phase, Roles, engine_phase, trained_worker
+from workers.cluster.role_groups import LaunchPlan, Phase, Roles, start_phase, worker_makers
 from workers.ranks.dispatch_modes import dispatch_of
-from workers.roles.critic import CriticWorker
-from workers.roles.reference import reference_worker
-from workers.roles.reward import ModelReward, ModelRewardWorker, RewardFunction, RewardWorker
-from workers.roles.rollout_worker import RolloutWorker, lora_streams
 
 
 class LocalGroup:
@@ -52,27 +49,9 @@ def start_roles(plan: LaunchPlan, phase: Phase) -> Roles:
     """
     if plan.layout.world_size + plan.layout.rollout > 1:
         raise InvalidConfig(f"{plan.layout} needs several processes: use on='ray'")
-    optional: dict[str, LocalGroup | None] = {"reference": None, "critic": None, "reward": None}
-    with phase("loading the actor"):
-        actor = trained_worker(plan.actor)
-    if plan.reference:
-        with phase("loading the reference"):
-            optional["reference"] = LocalGroup(reference_worker(plan.reference, actor))
-    if plan.critic:
-        with phase("loading the critic"):
-            optional["critic"] = LocalGroup(CriticWorker(plan.critic))
-    if plan.reward:
-        with phase("starting the reward"):
-            optional["reward"] = LocalGroup(_reward_worker(plan.reward, plan.actor.model_path))
-    if plan.rollout is None:
-        return Roles(LocalGroup(actor), None, optional)
-    with phase(engine_phase(plan.rollout.engine)):
-        lora = lora_streams(plan.actor, actor.base_weights, actor.adapter_weights)
-        rollout = LocalGroup(RolloutWorker(plan.rollout, actor.named_weights, lora=lora))
-    return Roles(LocalGroup(actor), rollout, optional)
-
-
-def _reward_worker(reward: RewardFunction | ModelReward, model_path: str) -> RewardWorker:
-    if isinstance(reward, ModelReward):
-        return ModelRewardWorker(reward, model_path)
-    return RewardWorker(reward, model_path)
+    host = SimpleNamespace(device=None, ranks=None, roles={})
+    for role, make in worker_makers(plan).items():
+        with phase(start_phase(role, plan)):
+            host.roles[role] = make(host)
+    groups = {role: LocalGroup(worker) for role, worker in host.roles.items()}
+    return Roles(groups.pop("actor"), groups.pop("rollout", None), groups)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import ceil, lcm
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -34,12 +34,11 @@ from workers.cluster.ray_group import (
     start_hosts,
     wait_all,
 )
-from workers.cluster.role_groups import LaunchPlan, Phase, Roles, engine_phase, trained_worker
+from workers.cluster.role_groups import LaunchPlan, Phase, Roles, start_phase, worker_makers
+from workers.model.model_config import ModelConfig
 from workers.ranks.failures import Failure, describe_call, describe_failure, first_line, is_secondary, root_causes
 from workers.ranks.layout import Layout
-from workers.roles.critic import CriticWorker
-from workers.roles.reference import reference_worker
-from workers.roles.reward import ModelReward, ModelRewardWorker, RewardFunction, RewardWorker, uses_device
+from workers.roles.reward import ModelReward, uses_device
 from workers.roles.rollout_worker import RolloutConfig, RolloutWorker, lora_streams
 
 log = logging.getLogger(__name__)
@@ -256,44 +255,35 @@ def start_roles(plan: LaunchPlan, phase: Phase, **options: Any) -> Roles:
     with ExitStack() as stack:
         with phase("starting Ray"):
             stack.enter_context(running_ray(config, processes))
-            model_processes = plan.layout.world_size + plan.layout.rollout
-            pools = _start_pools(plan, config, stack)
-            pool = pools["models"]
-            reward = _begin_reward(plan, pools)
-            rollout = None if plan.rollout is None else _begin_rollout(plan, plan.rollout, pools)
-        with phase("loading the actor"):
-            actor = pool.build("actor", lambda host: trained_worker(plan.actor, host.device, host.ranks))
-        optional = _build_optional(plan, pool, phase)
-        if "scorers" not in pools:  # a model, on the devices of the engine, which takes what others leave
-            optional["reward"] = _started(reward, phase)
-        engines, transfer_weights = None, lambda: None
-        if plan.rollout is not None and rollout is not None:
-            with phase(engine_phase(plan.rollout.engine)):
-                engines = rollout()
-                transfer_weights = _weight_transfer(pools, engines)
-        if "scorers" in pools:  # in processes that have started meanwhile
-            optional["reward"] = _started(reward, phase)
+            pools, makers = _start_pools(plan, config, stack), worker_makers(plan)
+            begun: dict[str, Callable[[], RayGroup]] = {}  # built in processes of their own while the others are
+            if plan.rollout is not None and "engines" in pools:
+                begun["rollout"] = pools["engines"].begin_build(
+                    "rollout", partial(_engine_apart, plan.actor, plan.rollout)
+                )
+            if "scorers" in pools:
+                begun["reward"] = pools["scorers"].begin_build("reward", makers["reward"])
+                makers["reward"] = makers.pop("reward")  # waited for last
+        pool, groups, transfer_weights = pools["models"], dict[str, RayGroup](), lambda: None
+        for role, make in makers.items():
+            with phase(start_phase(role, plan)):
+                groups[role] = begun[role]() if role in begun else pool.build(role, make)
+                if role == "rollout":
+                    transfer_weights = _weight_transfer(pools, groups[role])
         for each in pools.values() if plan.libraries else ():
             each.wait([host.keep_libraries_aside.remote(plan.libraries) for host in each.hosts], "start")
-        share_cores([group for group in (actor, engines, optional["reward"]) if group is not None])
+        share_cores(list(groups.values()))
 
         def after_sync() -> None:
             pool.blobs.renew()
             transfer_weights()
 
-        devices = _num_devices(model_processes, gpus_per_process(config))
-        apart = "scorers" in pools and not uses_device(cast(RewardFunction, plan.reward))
+        devices = _num_devices(plan.layout.world_size + plan.layout.rollout, gpus_per_process(config))
+        apart = "scorers" in pools and not uses_device(plan.reward)  # type: ignore[arg-type]
         ends = stack.pop_all().close
+        actor, engines = groups.pop("actor"), groups.pop("rollout", None)
         release = (lambda: None) if engines is None else engines.release
-        return Roles(actor, engines, optional, ends, after_sync, release, devices, scores_apart=apart)
-
-
-def _started(reward: Callable[[], RayGroup] | None, phase: Phase) -> RayGroup | None:
-    """The reward's group, once its workers are there."""
-    if reward is None:
-        return None
-    with phase("starting the reward"):
-        return reward()
+        return Roles(actor, engines, groups, ends, after_sync, release, devices, scores_apart=apart)
 
 
 def with_absolute_paths(plan: LaunchPlan) -> LaunchPlan:
@@ -374,51 +364,14 @@ def _start_pools(plan: LaunchPlan, config: RayConfig, stack: ExitStack) -> Pools
     return pools
 
 
-def _build_optional(plan: LaunchPlan, pool: RayPool, phase: Phase) -> dict[str, RayGroup | None]:
-    optional: dict[str, RayGroup | None] = {"reference": None, "critic": None, "reward": None}
-    if plan.reference is not None:
-        reference = plan.reference
-        with phase("loading the reference"):
-            optional["reference"] = pool.build(
-                "reference", lambda host: reference_worker(reference, host.roles["actor"])
-            )
-    if plan.critic is not None:
-        critic = plan.critic
-        with phase("loading the critic"):
-            optional["critic"] = pool.build("critic", lambda host: CriticWorker(critic, host.device, host.ranks))
-    return optional
+def _engine_apart(actor: ModelConfig, config: RolloutConfig, host: Host) -> RolloutWorker:
+    """An engine with devices of its own, which gets the actor's weights through the channel."""
 
+    def receive(dtype: torch.dtype) -> Any:
+        return host.receive_weights()
 
-def _begin_reward(plan: LaunchPlan, pools: Pools) -> Callable[[], RayGroup] | None:
-    """A reward model shares the actor's processes. A function has separate ones, so that scoring overlaps with the models."""
-    reward, model_path = plan.reward, plan.actor.model_path
-    if isinstance(reward, ModelReward):
-        return lambda: pools["models"].build(
-            "reward", lambda host: ModelRewardWorker(reward, model_path, host.device, host.ranks)
-        )
-    if reward is None:
-        return None
-    return pools["scorers"].begin_build("reward", lambda host: RewardWorker(reward, model_path))
-
-
-def _begin_rollout(plan: LaunchPlan, config: RolloutConfig, pools: Pools) -> Callable[[], RayGroup]:
-    """Engines with devices of their own start now, others when the result is called: their devices are shared."""
-
-    def with_actor(host: Any) -> RolloutWorker:
-        actor = host.roles["actor"]
-        lora = lora_streams(plan.actor, actor.base_weights, actor.adapter_weights)
-        return RolloutWorker(config, actor.named_weights, host.ranks, lora=lora)
-
-    def apart(host: Any) -> RolloutWorker:
-        def receive(dtype: torch.dtype) -> Any:
-            return host.receive_weights()
-
-        lora = lora_streams(plan.actor, receive, receive)
-        return RolloutWorker(config, receive, host.ranks, shares_device=False, lora=lora)
-
-    if "engines" not in pools:
-        return lambda: pools["models"].build("rollout", with_actor)
-    return pools["engines"].begin_build("rollout", apart)
+    lora = lora_streams(actor, receive, receive)
+    return RolloutWorker(config, receive, host.ranks, shares_device=False, lora=lora)
 
 
 def _weight_transfer(pools: Pools, rollout: RayGroup) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""The roles of one run: what to launch (`LaunchPlan`), and the launched groups (`Roles`)."""
+"""The roles of one run: what to launch (`LaunchPlan`), what makes their workers, and the launched groups (`Roles`)."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,13 +13,17 @@ from dataproto.errors import InvalidConfig, end_after, ending, raise_first
 from rollout.engine import SamplingParams
 from workers.ranks.layout import Layout
 from workers.roles.actor import ActorConfig, ActorWorker
-from workers.roles.critic import CriticConfig, RewardModelWorker
+from workers.roles.critic import CriticConfig, CriticWorker, RewardModelWorker
 from workers.roles.model_worker import PolicyConfig
-from workers.roles.reward import ModelReward, RewardFunction
-from workers.roles.rollout_worker import RolloutConfig
+from workers.roles.reference import reference_worker
+from workers.roles.reward import ModelReward, ModelRewardWorker, RewardFunction, RewardWorker
+from workers.roles.rollout_worker import RolloutConfig, RolloutWorker, lora_streams
 
 Phase = Callable[[str], AbstractContextManager[Any]]
 """The name of a phase of the start -> a context manager for the time of the phase, for instance to show it."""
+
+Make = Callable[[Any], Any]
+"""From the host of a rank, with its ``device``, its ``ranks`` and the ``roles`` that it has by now, to a role's worker there."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +39,40 @@ class LaunchPlan:
     libraries: Path | None = None  # file for what libraries warn of in other processes
 
 
-def trained_worker(config: ActorConfig | CriticConfig, *place: Any) -> Any:
-    """The `ActorWorker`, or the `RewardModelWorker` in its place; ``place``: its device and ranks."""
-    return ActorWorker(config, *place) if isinstance(config, ActorConfig) else RewardModelWorker(config, *place)
+def worker_makers(plan: LaunchPlan) -> dict[str, Make]:
+    """What makes the worker of each role of a plan, in the order in which they start."""
+    parts: tuple[Any, ...] = plan.actor, plan.reference, plan.critic, plan.reward, plan.rollout
+    actor, reference, critic, reward, rollout = parts
+
+    def trained(host: Any) -> Any:
+        kind = ActorWorker if isinstance(actor, ActorConfig) else RewardModelWorker
+        return kind(actor, host.device, host.ranks)
+
+    def scorer(host: Any) -> RewardWorker:
+        if isinstance(reward, ModelReward):
+            return ModelRewardWorker(reward, actor.model_path, host.device, host.ranks)
+        return RewardWorker(reward, actor.model_path)
+
+    def sampler(host: Any) -> RolloutWorker:
+        policy = host.roles["actor"]
+        lora = lora_streams(actor, policy.base_weights, policy.adapter_weights)
+        return RolloutWorker(rollout, policy.named_weights, host.ranks, lora=lora)
+
+    makers: dict[str, tuple[object, Make]] = {
+        "actor": (actor, trained),
+        "reference": (reference, lambda host: reference_worker(reference, host.roles["actor"])),
+        "critic": (critic, lambda host: CriticWorker(critic, host.device, host.ranks)),
+        "reward": (reward, scorer),
+        "rollout": (rollout, sampler),
+    }
+    return {role: make for role, (wanted, make) in makers.items() if wanted is not None}
+
+
+def start_phase(role: str, plan: LaunchPlan) -> str:
+    """The name of the phase in which a role starts."""
+    if role == "rollout" and plan.rollout is not None:
+        return engine_phase(plan.rollout.engine)
+    return "starting the reward" if role == "reward" else f"loading the {role}"
 
 
 def timed_phase(phase: Phase, seconds: dict[str, float]) -> Phase:
