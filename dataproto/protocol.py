@@ -61,6 +61,7 @@ from dataproto.tensordict_utils import (
     as_row,
     as_slice,
     get_tensordict,
+    repeats,
     stack_objects,
 )
 
@@ -362,23 +363,16 @@ class DataProto:
         if batch_keys is None:
             batch = None if self.batch is None else self.batch.copy()
         else:
-            batch = self._select_tensors(_name_list(batch_keys))
+            names, present = _name_list(batch_keys), () if self.batch is None else self.batch.keys()
+            if absent := [name for name in names if name not in present]:
+                raise MissingColumn(missing_message(absent, list(present)))
+            batch = None if self.batch is None else self.batch.select(*names)
         arrays = _pick(self.non_tensor_batch, non_tensor_batch_keys)
         facts = _pick(self.meta_info, meta_info_keys)
         if deepcopy:
             batch = None if batch is None else batch.clone()
             arrays, facts = copy.deepcopy(arrays), copy.deepcopy(facts)
         return type(self)(batch=batch, non_tensor_batch=arrays, meta_info=facts)
-
-    def _select_tensors(self, names: list[str]) -> TensorDict | None:
-        try:
-            if self.batch is not None:
-                return self.batch.select(*names)
-            self._check_present(names, ())
-        except KeyError:
-            self._check_present(names, self._tensors())
-            raise
-        return None
 
     def pop(
         self,
@@ -502,9 +496,7 @@ class DataProto:
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> Self:
         """Repeats every row: ``aabb``, or ``abab`` without ``interleave``. Objects are shared, not copied."""
-        if isinstance(repeat_times, bool) or not isinstance(repeat_times, int | np.integer) or repeat_times < 0:
-            raise InvalidIndex(f"rows cannot be repeated {repeat_times!r} times")
-        times = int(repeat_times)
+        times = int(repeats(repeat_times, len(self), [()]))
         return self._map(len(self) * times, lambda _, column: columnwise.repeat(column, times, interleave))
 
     def sample_level_repeat(self, repeat_times: "Sequence[int] | np.ndarray | torch.Tensor") -> Self:
@@ -513,10 +505,7 @@ class DataProto:
         Args:
             repeat_times: ``(B,)`` whole numbers of at least 0; InvalidIndex otherwise.
         """
-        times = np.asarray(repeat_times.tolist() if isinstance(repeat_times, torch.Tensor) else repeat_times)
-        times = times.astype(np.int64) if times.size == 0 else times
-        if times.shape != (len(self),) or times.dtype.kind not in "iu" or (times < 0).any():
-            raise InvalidIndex(f"{len(self)} rows need {len(self)} whole numbers of repeats, not {repeat_times!r}")
+        times = repeats(repeat_times, len(self), [(len(self),)])
         return self.select_idxs(np.repeat(np.arange(len(self)), times))
 
     def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> Self:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dataproto.errors import ColumnConflict, InvalidColumn, InvalidConfig, InvalidIndex
-from dataproto.serialization.leaves import register_ragged
+from dataproto.serialization.leaves import RAGGED
 from dataproto.serialization.wire import reduce_value
 from dataproto.tensordict_utils import (
     Index,
@@ -20,6 +20,7 @@ from dataproto.tensordict_utils import (
     as_row,
     as_slice,
     memory_key,
+    repeats,
     rows_at,
     same_tensor,
     whole_numbers,
@@ -28,7 +29,6 @@ from dataproto.tensordict_utils import (
 Side = Literal["left", "right"]
 
 
-@register_ragged("ragged")
 class RaggedTensor:
     """B rows ``(n_i, *tail)`` of one dtype on one device.
 
@@ -307,7 +307,7 @@ class RaggedTensor:
         Raises:
             InvalidIndex: ``times`` is not a whole number of at least 0.
         """
-        return self._chosen(np.tile(np.arange(len(self)), int(self._counts(times, one=True))))
+        return self._chosen(np.tile(np.arange(len(self)), int(repeats(times, len(self), [()]))))
 
     def repeat_interleave(self, times: "int | torch.Tensor | np.ndarray | Sequence[int]") -> Self:
         """Repeats each row, aabb, or row i ``times[i]`` times, without a copy.
@@ -315,15 +315,7 @@ class RaggedTensor:
         Raises:
             InvalidIndex: ``times`` is not a whole number of at least 0, or not one for each row.
         """
-        return self._chosen(np.repeat(np.arange(len(self)), self._counts(times)))
-
-    def _counts(self, times: Any, one: bool = False) -> np.ndarray:
-        counts = times.cpu().numpy() if isinstance(times, torch.Tensor) else np.asarray(times)
-        counts = counts.astype(np.int64) if counts.size == 0 else counts
-        fits = counts.shape == () or (not one and counts.shape == (len(self),))
-        if not fits or counts.dtype.kind not in "iu" or (counts < 0).any():
-            raise InvalidIndex(f"{len(self)} rows cannot be repeated {times!r} times")
-        return counts
+        return self._chosen(np.repeat(np.arange(len(self)), repeats(times, len(self), [(), (len(self),)])))
 
     def distinct(self) -> Self:
         """The same rows over a storage that holds each distinct window once and nothing else; itself if that is so already.
@@ -413,6 +405,9 @@ class RaggedTensor:
         """A nested tensor ``(B, n_i, *tail)`` in the jagged layout over :attr:`values`."""
         offsets = torch.from_numpy(np.append(0, np.cumsum(self._lengths))).to(self.device)
         return torch.nested.nested_tensor_from_jagged(self.values, offsets)
+
+
+RAGGED.append(RaggedTensor)
 
 
 def _check_storage(values: Any) -> None:

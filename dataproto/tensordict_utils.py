@@ -114,21 +114,20 @@ def alike_tensors(rows: Mapping[int, Any], dtype: torch.dtype | None) -> list[to
     for number, row in rows.items():
         if row is None:
             raise InvalidColumn(f"row {number} is None; an empty row is a tensor of length 0, or an empty list")
-    tensors = [row if isinstance(row, torch.Tensor) else _as_tensor(row, dtype) for row in rows.values()]
-    example = next((made for made, row in zip(tensors, rows.values()) if not _is_blank(row)), None)
+    blank = {number for number, row in rows.items() if isinstance(row, list | tuple) and len(row) == 0}
+    tensors = {number: row if isinstance(row, torch.Tensor) else _as_tensor(row, dtype) for number, row in rows.items()}
+    example = next((made for number, made in tensors.items() if number not in blank), None)
     if example is None:
-        return tensors
-    tensors = [
-        example.new_empty((0, *example.shape[1:])) if _is_blank(row) else made
-        for made, row in zip(tensors, rows.values())
-    ]
-    for number, made in zip(rows, tensors):
-        if made.ndim == 0 or _kind(made) != _kind(example):
+        return list(tensors.values())
+    tensors |= dict.fromkeys(blank, example.new_empty((0, *example.shape[1:])))  # which have neither dtype nor tail
+    form = example.dtype, example.device, example.shape[1:]
+    for number, made in tensors.items():
+        if made.ndim == 0 or (made.dtype, made.device, made.shape[1:]) != form:
             raise InvalidColumn(
                 f"row {number} is {tuple(made.shape)} {made.dtype} on {made.device}, "
                 f"which does not go with {tuple(example.shape)} {example.dtype} on {example.device}"
             )
-    return tensors
+    return list(tensors.values())
 
 
 def _as_tensor(row: Any, dtype: torch.dtype | None) -> torch.Tensor:
@@ -141,15 +140,6 @@ def _as_tensor(row: Any, dtype: torch.dtype | None) -> torch.Tensor:
         if array.dtype == np.int64 and array.ndim == 1:
             return torch.from_numpy(array)
     return torch.as_tensor(row, dtype=dtype)
-
-
-def _is_blank(row: Any) -> bool:
-    """Whether a row has neither dtype nor tail: an empty list or tuple."""
-    return isinstance(row, list | tuple) and len(row) == 0
-
-
-def _kind(row: torch.Tensor) -> tuple[torch.dtype, torch.device, torch.Size]:
-    return row.dtype, row.device, row.shape[1:]
 
 
 def memory_key(tensor: torch.Tensor) -> Hashable:
@@ -255,6 +245,16 @@ def whole_numbers(numbers: Any, name: str) -> np.ndarray:
     if not whole or (array < 0).any():
         raise InvalidColumn(f"{name} are whole numbers of at least 0, one a row, not {numbers!r}")
     return array
+
+
+def repeats(times: Any, rows: int, shapes: Sequence[tuple[int, ...]]) -> np.ndarray:
+    """How often rows are repeated, of one of these shapes; raises InvalidIndex unless they are whole numbers of at least 0."""
+    counts = times.cpu().numpy() if isinstance(times, torch.Tensor) else np.asarray(times)
+    counts = counts.astype(np.int64) if counts.size == 0 else counts
+    if counts.shape not in shapes or counts.dtype.kind not in "iu" or (counts < 0).any():
+        needed = "a whole number of at least 0" if (rows,) not in shapes else f"{rows} whole numbers of at least 0"
+        raise InvalidIndex(f"{rows} rows cannot be repeated {times!r} times: {needed} needed")
+    return counts
 
 
 # Equality is deep: NaN equals NaN, dtypes and shapes must agree, and cycles are legal.

@@ -39,7 +39,6 @@ from dataproto.serialization.leaves import (
     array_of,
     dtype_name,
     leaf_key,
-    ragged_name,
     tensor_bytes,
 )
 from dataproto.tensordict_utils import nested_tensor_from_tensor_list, object_array
@@ -288,8 +287,8 @@ class Writer:
         plain = isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested
         if plain and not value.is_meta and value.dtype in _DTYPES:
             return {"$": "tensor", "data": self._add(value)}
-        if (name := ragged_name(kind)) is not None and kind is RAGGED[name]:
-            return self._ragged(name, value)
+        if kind in RAGGED:
+            return self._ragged(value)
         if kind is TensorDict:
             columns = [[name, self.at("column", name, column)] for name, column in value.items()]
             size = list(value.batch_size)
@@ -308,9 +307,9 @@ class Writer:
             return {"$": "pickle", "data": self._add_bytes(pickle.dumps(value, protocol=5))}
         raise self._refusal(value, f"of dtype {value.dtype}" if isinstance(value, torch.Tensor | np.ndarray) else "")
 
-    def _ragged(self, kind: str, value: Any) -> dict[str, Any]:
+    def _ragged(self, value: Any) -> dict[str, Any]:
         kept = value.distinct()
-        node = {"$": kind, "values": self.tree(kept.storage)}
+        node = {"$": "ragged", "values": self.tree(kept.storage)}
         for name in ("starts", "lengths"):
             node[name] = self._add(getattr(kept, name), name)
         return node
@@ -414,8 +413,8 @@ class Reader:
             return self._sections.take(node["data"])
         if tag == "nested" and node["layout"] == "jagged":
             return nested_tensor_from_tensor_list([self.tree(row) for row in node["rows"]])
-        if tag in RAGGED:
-            return self._ragged(RAGGED[tag], node)
+        if tag == "ragged":
+            return self._ragged(node)
         if tag == "array":
             dtype = _dtype(node["dtype"])
             if dtype.itemsize == 0:  # Numpy would allocate one byte for each claimed element.
@@ -440,10 +439,10 @@ class Reader:
     def _bytes(self, node: dict[str, Any]) -> np.ndarray:
         return self._sections.checked(node["data"])
 
-    def _ragged(self, kind: Any, node: dict[str, Any]) -> Any:
+    def _ragged(self, node: dict[str, Any]) -> Any:
         values = self.tree(node["values"])
         starts, lengths = (self._sections.checked(node[name]).view("<i8") for name in ("starts", "lengths"))
-        return kind.windows(values, starts, lengths)
+        return RAGGED[0].windows(values, starts, lengths)
 
 
 def _shape(given: Sequence[Any]) -> tuple[int, ...]:

@@ -3,15 +3,14 @@
 The wire, the file and the collectives all use it. They differ in where the bytes go, not in how a leaf becomes bytes. The bytes
 are the leaf's own memory wherever that is contiguous and on the right device; what is decoded lies in the memory it is given.
 
-A ragged column is not a leaf: it is a tensor, which is one, and two whole numbers a row. Its class registers itself
-(`register_ragged`), so that nothing here imports it.
+A ragged column is not a leaf: it is a tensor, which is one, and two whole numbers a row. Nothing here imports its class
+(`RAGGED`).
 """
 
-import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -161,27 +160,13 @@ def leaf_key(value: Any) -> Hashable:
 # Ragged columns
 
 
-Ragged = TypeVar("Ragged", bound=type)
-
-RAGGED: dict[str, Any] = {}
-"""Classes of ragged columns, by the name that messages and files know them by."""
+RAGGED: list[Any] = []
+"""The class of ragged columns, which adds itself. Instances are written as their ``storage``, ``starts`` and ``lengths``."""
 
 
-def register_ragged(name: str) -> Callable[[Ragged], Ragged]:
-    """A class decorator: instances are written as their ``storage``, ``starts`` and ``lengths``, under ``name``."""
-
-    def register(kind: Ragged) -> Ragged:
-        RAGGED[name] = kind
-        ragged_name.cache_clear()
-        return kind
-
-    return register
-
-
-@functools.cache
-def ragged_name(kind: Any) -> str | None:
-    """The name under which a class or a base of it is registered; ``None`` if it is not a class of ragged columns."""
-    return next((name for name, registered in RAGGED.items() if issubclass(kind, registered)), None)
+def is_ragged(value: Any) -> bool:
+    """Whether a value is a ragged column."""
+    return isinstance(value, tuple(RAGGED))
 
 
 # A message holds of a padded column ``(..., L)``, one that is half padding or more, only the inner parts of its rows.

@@ -43,8 +43,8 @@ from dataproto.serialization.leaves import (
     encode,
     encode_column,
     is_array,
+    is_ragged,
     leaf_key,
-    ragged_name,
 )
 from dataproto.tensordict_utils import same_value
 
@@ -199,7 +199,7 @@ def _encode(leaf: Any, protocol: int, blobs: _Blobs | None, dense: Callable[[Any
         return *described, bits.tobytes()
     if blobs is None:
         memory: Any = bits
-        return *described, pickle.PickleBuffer(memory) if protocol >= 5 else _Own(bytes_of(bits))
+        return *described, pickle.PickleBuffer(memory) if protocol >= 5 else bytes_of(bits)
     return _stored(leaf, described, bits, blobs)
 
 
@@ -237,13 +237,6 @@ class _Stored:
     """Identifies the call of ``put``: a store may return one reference for equal bytes."""
 
 
-@dataclass(frozen=True)
-class _Own:
-    """Bytes in the pickle itself, which no other reader shares: before protocol 5, all buffers."""
-
-    data: bytes
-
-
 # Reading leaves
 
 
@@ -266,8 +259,7 @@ class _Reading:
     def _made(self, described: list[Any], buffer: Buffer) -> Any:
         if described[0] == "object":
             return buffer
-        own = isinstance(buffer, bytes | bytearray | _Own)
-        buffer = buffer.data if isinstance(buffer, _Own) else buffer
+        own = isinstance(buffer, bytes | bytearray)  # in the pickle itself, which no other reader shares
         bits = np.frombuffer(buffer, dtype=np.uint8)
         if isinstance(buffer, bytes) and len(buffer) < _SMALL:  # Python may share short bytes among equal ones.
             bits = bits.copy()
@@ -353,8 +345,8 @@ class _Writer(pickle.Pickler):
             return self._set_aside(value)
         if kind is np.ndarray and value.dtype == object:
             return _objects, (value.shape,), value.reshape(-1).tolist(), None, None, _fill
-        if (name := ragged_name(kind)) is not None:
-            return self._ragged(name, value)
+        if is_ragged(value):
+            return self._ragged(value)
         if isinstance(value, torch.Tensor) and value.layout == torch.jagged:
             parts: Any = value
             return _jagged, (parts.values(), parts.offsets(), parts.lengths(), parts._ragged_idx)
@@ -376,12 +368,12 @@ class _Writer(pickle.Pickler):
             self.leaves.append(leaf)
         return place
 
-    def _ragged(self, name: str, value: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def _ragged(self, value: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         if len(value) and value.nbytes >= self._row_bytes * len(value):
-            return _ragged_rows, (name, value.unbind())
+            return _ragged_rows, (value.unbind(),)
         kept = value.distinct()
         self.ragged.add(self._place(kept.storage))
-        return _ragged, (name, kept.storage, kept.starts.numpy(), kept.lengths.numpy())
+        return _ragged, (kept.storage, kept.starts.numpy(), kept.lengths.numpy())
 
 
 class _Reader(pickle.Unpickler):
@@ -421,12 +413,12 @@ def _fill(array: np.ndarray, items: list[Any]) -> None:
         flat[place] = item
 
 
-def _ragged(name: str, storage: torch.Tensor, starts: np.ndarray, lengths: np.ndarray) -> Any:
-    return RAGGED[name].windows(storage, starts, lengths)
+def _ragged(storage: torch.Tensor, starts: np.ndarray, lengths: np.ndarray) -> Any:
+    return RAGGED[0].windows(storage, starts, lengths)
 
 
-def _ragged_rows(name: str, rows: list[torch.Tensor]) -> Any:
-    return RAGGED[name].from_list(rows)
+def _ragged_rows(rows: list[torch.Tensor]) -> Any:
+    return RAGGED[0].from_list(rows)
 
 
 def _tensordict(items: dict[str, Any], batch_size: tuple[int, ...], device: torch.Tensor | None) -> TensorDict:

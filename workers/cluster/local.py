@@ -49,9 +49,10 @@ def start_roles(plan: LaunchPlan, phase: Phase) -> Roles:
     """
     if plan.layout.world_size + plan.layout.rollout > 1:
         raise InvalidConfig(f"{plan.layout} needs several processes: use on='ray'")
-    host = SimpleNamespace(device=None, ranks=None, roles={})
+    workers: dict[str, Any] = {}
+    host = SimpleNamespace(device=None, ranks=None, roles=workers)
     for role, make in worker_makers(plan).items():
         with phase(start_phase(role, plan)):
-            host.roles[role] = make(host)
-    groups = {role: LocalGroup(worker) for role, worker in host.roles.items()}
+            workers[role] = make(host)
+    groups = {role: LocalGroup(worker) for role, worker in workers.items()}
     return Roles(groups.pop("actor"), groups.pop("rollout", None), groups)
