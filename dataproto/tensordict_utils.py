@@ -252,8 +252,8 @@ def repeats(times: Any, rows: int, shapes: Sequence[tuple[int, ...]]) -> np.ndar
     counts = times.cpu().numpy() if isinstance(times, torch.Tensor) else np.asarray(times)
     counts = counts.astype(np.int64) if counts.size == 0 else counts
     if counts.shape not in shapes or counts.dtype.kind not in "iu" or (counts < 0).any():
-        needed = "a whole number of at least 0" if (rows,) not in shapes else f"{rows} whole numbers of at least 0"
-        raise InvalidIndex(f"{rows} rows cannot be repeated {times!r} times: {needed} needed")
+        numbers = f"{rows} whole numbers" if (rows,) in shapes else "a whole number"
+        raise InvalidIndex(f"repeating {rows} rows takes {numbers} of at least 0, not {times!r}")
     return counts
 
 

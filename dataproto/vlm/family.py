@@ -300,9 +300,7 @@ class VLMFamily(PromptLayout, ForwardCosts):
         pixels = shown[0] if len(shown) == 1 else torch.cat(shown)
         grids = torch.cat([media[name] for name in ("image_grid_thw", "video_grid_thw") if name in media])
         if grids.device != pixels.device:
-            found = grid_arguments(tower, grids)
-            moved = {name: move_readable(x, pixels.device) if isinstance(x, Tensor) else x for name, x in found.items()}
-            vision_kwargs = moved | vision_kwargs
+            vision_kwargs = moved(grid_arguments(tower, grids), pixels.device) | vision_kwargs
         if self.tower_indexes_grids:
             grids = move(grids, pixels.device)
         return tower(pixels, grid_thw=grids, **vision_kwargs)
@@ -477,6 +475,15 @@ def pooled(output: Any) -> Tensor:
     """Merged features ``(F, H)`` of a tower's output: a tensor, or an object with ``pooler_output`` (joined or per medium)."""
     features = output.pooler_output if hasattr(output, "pooler_output") else output
     return features if isinstance(features, Tensor) else torch.cat(tuple(features))
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Keywords of a tower with their tensors on ``device``, also those in tuples, as transformers 5.24 has some."""
+    if isinstance(value, dict):
+        return {name: moved(each, device) for name, each in value.items()}
+    if isinstance(value, tuple):
+        return tuple(moved(each, device) for each in value)
+    return move_readable(value, device) if isinstance(value, Tensor) else value
 
 
 def grid_arguments(tower: Any, grids: Tensor) -> dict[str, Any]:

@@ -131,14 +131,95 @@ class PatchGrids(MediaLayout):
         rows, columns = image_grid(height, width, size["shortest_edge"], size["longest_edge"], patch, merge)
         return rows * columns // merge**2
 
+    def patch_shape(self, vision: Any) -> tuple[int, ...]:
+        """The shape of a patch, by the config of the tower."""
+        return (vision.in_channels * vision.temporal_patch_size * vision.patch_size**2,)
+
     def smallest(self, config: Any) -> dict[str, Tensor]:
         """An image of one feature."""
-        vision, merge = config.vision_config, self.merge_size(config)
-        dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        return {"pixel_values": torch.zeros(merge**2, dim), "image_grid_thw": torch.tensor([[1, merge, merge]])}
+        merge, shape = self.merge_size(config), self.patch_shape(config.vision_config)
+        return {"pixel_values": torch.zeros(merge**2, *shape), "image_grid_thw": torch.tensor([[1, merge, merge]])}
 
 
 PATCH_GRIDS = PatchGrids()
+
+
+@dataclass(frozen=True)
+class ShrunkImages(PatchGrids):
+    """`PatchGrids` of only images, which the processor makes smaller down to a number of units, and never enlarges."""
+
+    video_names = ()
+    limit: ClassVar[str]
+    """The processor's setting for the largest number of units."""
+    unit: ClassVar[str]
+    """What they are."""
+
+    def unit_area(self, processor: Any) -> int:
+        """The area of a unit in pixels."""
+        raise NotImplementedError
+
+    def processor_options(self, processor: Any, min_pixels: int | None, max_pixels: int | None) -> dict[str, Any]:
+        """The limit of an image's area, in units."""
+        if min_pixels is not None:
+            raise InvalidConfig(f"min_pixels={min_pixels}: images of this family are never enlarged; leave it out")
+        if max_pixels is None:
+            return {self.limit: int(getattr(processor, self.limit))}
+        area = self.unit_area(processor)
+        if max_pixels < area:
+            raise InvalidConfig(f"max_pixels={max_pixels}: must be at least {area}, one {self.unit}")
+        return {self.limit: max_pixels // area}
+
+
+@dataclass(frozen=True)
+class EqualImages(MediaLayout):
+    """Images, or parts of them, of one size, each of which is one grid of patches."""
+
+    image_names = ("pixel_values",)
+
+    def shape(self, config: Any) -> tuple[int, ...]:
+        """The shape of one, of which height and width come last."""
+        raise NotImplementedError
+
+    def grids(self, kind: str, inputs: Mapping[str, Any], config: Any) -> Tensor:
+        """One for each."""
+        pixels, shape = inputs.get("pixel_values") if kind == "image" else None, self.shape(config)
+        if pixels is not None and tuple(pixels.shape[1:]) != shape:
+            raise MediaMismatch(f"images {tuple(pixels.shape)} are not (N, {', '.join(map(str, shape))})")
+        sides = np.array(shape[-2:]) // config.vision_config.patch_size
+        return torch.tensor([[1, *sides.tolist()]]).expand(0 if pixels is None else len(pixels), 3)
+
+    def smallest(self, config: Any) -> dict[str, Tensor]:
+        """One."""
+        return {"pixel_values": torch.zeros(1, *self.shape(config))}
+
+
+@dataclass(frozen=True)
+class PartedImages(MediaLayout):
+    """Images that are shown whole and, unless they are small, again in parts, each of which is one grid.
+
+    A row also has the rows and columns of each image's parts, ``(images, 2)`` int64, 0 and 0 without parts: the prompt depends on
+    them, the tower does not.
+    """
+
+    parts_name: ClassVar[str]
+    """The name of these."""
+
+    def part_counts(self, inputs: Mapping[str, Any], config: Any) -> Ids:
+        """Number of features of each image and each part."""
+        return super().feature_counts("image", inputs, config)
+
+    def feature_counts(self, kind: str, inputs: Mapping[str, Any], config: Any) -> Ids:
+        """Those of the whole image and of its parts."""
+        counts, name = super().feature_counts(kind, inputs, config), self.parts_name
+        if not len(counts):
+            return counts
+        if inputs.get(name) is None:
+            parts = name.removeprefix("image_")
+            raise MediaMismatch(f"{self.image_names[-1]} without {name}, the rows and columns of each image's {parts}")
+        numbers = 1 + np.asarray(inputs[name].cpu()).prod(1)
+        if numbers.sum() != len(counts):
+            raise MediaMismatch(f"{name} counts {numbers.sum()} parts of images, but there are {len(counts)}")
+        return np.add.reduceat(counts, numbers.cumsum() - numbers)
 
 
 def check_limits(min_pixels: int, max_pixels: int) -> None:

@@ -16,11 +16,11 @@ from dataproto.vlm.media import PATCH_GRIDS, DistinctMedia, Ids, MediaLayout, di
 from dataproto.vlm.positions import TOKEN_TYPES, Pieces, extend_positions, mrope_positions, text_positions
 
 _MEDIA_TOKENS = (
-    "image",
-    "video",
-    *(f"{kind}_{end}" for kind in ("vision", "image", "video") for end in ("start", "end")),
+    *(f"{kind}_token_id" for kind in ("image", "video", "audio", "boi", "eoi", "boa")),
+    *(f"{kind}_{end}_token_id" for kind in ("vision", "image", "video", "audio") for end in ("start", "end")),
+    "eoa_token_index",
 )
-"""``config.<name>_token_id``: placeholders and the tokens that enclose them. A config has some of them."""
+"""What configs call placeholders and the tokens that enclose them. A config has some of them."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class PromptLayout:
 
     def banned_ids(self, config: Any) -> tuple[int, ...]:
         """Ids that the policy never samples, ascending: a sampled placeholder has no medium that belongs to it."""
-        found = {getattr(config, f"{name}_token_id", None) for name in _MEDIA_TOKENS}
+        found = {getattr(config, name, None) for name in _MEDIA_TOKENS}
         return tuple(sorted(token for token in found if token is not None))
 
     def token_types(self, input_ids: Tensor, config: Any) -> Tensor:

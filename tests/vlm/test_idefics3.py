@@ -174,7 +174,7 @@ def test_impossible_requests_are_named():
     check_wrong_tiles("smolvlm")
     with pytest.raises(MediaMismatch, match="row 0: pixel_values without image_tiles"):
         FAMILY.distinct_media([{"pixel_values": one["pixel_values"]}], CONFIG)
-    with pytest.raises(MediaMismatch, match="image_tiles counts 3 tiles, but there are 1"):
+    with pytest.raises(MediaMismatch, match="image_tiles counts 3 parts of images, but there are 1"):
         FAMILY.distinct_media([one | {"image_tiles": torch.tensor([[2, 1]])}], CONFIG)
 
 

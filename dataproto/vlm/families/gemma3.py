@@ -4,40 +4,32 @@ window and rotary angles of their own. Positions are one-dimensional.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from dataproto.errors import InvalidConfig, MediaMismatch
+from dataproto.errors import InvalidConfig
 from dataproto.vlm.costs import siglip_flops
 from dataproto.vlm.family import VLMFamily, masks_by_kind
-from dataproto.vlm.media import Ids, MediaLayout
+from dataproto.vlm.media import EqualImages, Ids
 
 MAX_NEWLINES = 31
 """The longest run of line breaks that is one token of Gemma's vocabulary."""
 
 
-@dataclass(frozen=True)
-class Squares(MediaLayout):
-    """Images ``(images, 3, size, size)``, each of which is one grid of patches."""
-
-    image_names = ("pixel_values",)
+class Squares(EqualImages):
+    """Images ``(images, 3, size, size)``."""
 
     def merge_size(self, config: Any) -> int:
         """Patches along each side of a square whose mean becomes a feature."""
-        return patches_per_side(config) // math.isqrt(int(config.mm_tokens_per_image))
+        vision = config.vision_config
+        return int(vision.image_size) // int(vision.patch_size) // math.isqrt(int(config.mm_tokens_per_image))
 
-    def grids(self, kind: str, inputs: Mapping[str, Any], config: Any) -> Tensor:
-        """One grid per image."""
-        pixels = inputs.get("pixel_values") if kind == "image" else None
-        size, side = int(config.vision_config.image_size), patches_per_side(config)
-        if pixels is not None and tuple(pixels.shape[1:]) != (3, size, size):
-            raise MediaMismatch(f"images {tuple(pixels.shape)} are not (images, 3, {size}, {size})")
-        return torch.tensor([[1, side, side]]).expand(0 if pixels is None else len(pixels), 3)
+    def shape(self, config: Any) -> tuple[int, ...]:
+        """Of an image."""
+        return (3, int(config.vision_config.image_size), int(config.vision_config.image_size))
 
     def feature_counts(self, kind: str, inputs: Mapping[str, Any], config: Any) -> Ids:
         """The same number for each image."""
@@ -58,16 +50,6 @@ class Squares(MediaLayout):
     ) -> int:
         """The same number for each size."""
         return int(config.mm_tokens_per_image)
-
-    def smallest(self, config: Any) -> dict[str, Tensor]:
-        """One image."""
-        size = int(config.vision_config.image_size)
-        return {"pixel_values": torch.zeros(1, 3, size, size)}
-
-
-def patches_per_side(config: Any) -> int:
-    """Patches along each side of an image."""
-    return int(config.vision_config.image_size) // int(config.vision_config.patch_size)
 
 
 class Gemma3(VLMFamily):
@@ -97,10 +79,6 @@ class Gemma3(VLMFamily):
     def image_placeholder(self, config: Any) -> int:
         """The start token, to which `expand` adds the image's tokens and the end token."""
         return int(config.boi_token_id)
-
-    def banned_ids(self, config: Any) -> tuple[int, ...]:
-        """The token of features, and those before and after them."""
-        return tuple(sorted({config.image_token_id, config.boi_token_id, config.eoi_token_id}))
 
     def place_texts(
         self, ids: Ids, texts: Sequence[tuple[str, ...]], config: Any, encode_text: Callable[[str], Sequence[int]]

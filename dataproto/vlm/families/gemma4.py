@@ -158,14 +158,6 @@ class Gemma4(VLMFamily):
         cap = config.get_text_config().final_logit_softcapping
         return None if cap is None else SoftCap(float(cap))
 
-    def banned_ids(self, config: Any) -> tuple[int, ...]:
-        """Tokens of media, and those before and after them."""
-        names = ("image", "video", "audio", "boi", "eoi", "boa")
-        found = {getattr(config, f"{name}_token_id", None) for name in names} | {
-            getattr(config, "eoa_token_index", None)
-        }
-        return tuple(sorted(token for token in found if token is not None))
-
     def tower_output(self, model: Any, media: Mapping[str, Tensor], **vision_kwargs: Any) -> Tensor:
         """Features ``(F, H)``. One call of the tower, as ranks that share it need; images are padded to the longest.
 

@@ -3,7 +3,6 @@ a video frame is that of an image, so Hugging Face's forward cannot distinguish 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +15,6 @@ from dataproto.vlm.media import PatchGrids
 NO_CLASS = "vLLM has no class for it; GLM-4.6V is of type glm4v_moe, which it has"
 
 
-@dataclass(frozen=True)
 class _ImageGrids(PatchGrids):
     """`PatchGrids` without videos, for a processor that resizes in another way."""
 
@@ -84,8 +82,7 @@ class GLM4VMoe(GLM4V):
         """Attention, the router, the experts that a token is sent to and the shared ones; the first layers are dense."""
         if layer < int(text.first_k_dense_replace):
             return dense_layer_weights(text)
-        experts = 3 * int((text.num_experts_per_tok + text.n_shared_experts) * text.moe_intermediate_size)
-        return attention_weights(text) + int(text.hidden_size) * (int(text.n_routed_experts) + experts)
+        return attention_weights(text) + int(text.hidden_size) * expert_weights(text)
 
     def expert_count(self, text: Any) -> int:
         """As GLM's configs name it."""
@@ -97,6 +94,12 @@ class GLM4VMoe(GLM4V):
         if router.norm_topk_prob:
             scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
         return scores * float(router.routed_scaling_factor)
+
+
+def expert_weights(text: Any) -> int:
+    """Weights of a mixture that one number of a token's state is multiplied with: of the router, of chosen and shared experts."""
+    experts = 3 * int((text.num_experts_per_tok + text.n_shared_experts) * text.moe_intermediate_size)
+    return int(text.n_routed_experts) + experts
 
 
 class GLM46V(GLM4V):

@@ -6,17 +6,15 @@ follows a token that names its row and column; an image that fits into one tile 
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from dataproto.errors import InvalidConfig, InvalidMedia, MediaMismatch
+from dataproto.errors import InvalidConfig, InvalidMedia
 from dataproto.vlm.costs import siglip_flops
 from dataproto.vlm.family import DECODER_PLAN, VLMFamily
-from dataproto.vlm.media import Ids, MediaLayout, check_limits
+from dataproto.vlm.media import EqualImages, PartedImages, check_limits
 
 MAX_SIDE = 4096
 """The longest side in pixels that the image processors resize to."""
@@ -75,42 +73,20 @@ def _other_side(side: int, aspect: float, wide: bool) -> int:
     return int(side / aspect) if wide else int(side * aspect)
 
 
-@dataclass(frozen=True)
-class SquareTiles(MediaLayout):
+class SquareTiles(PartedImages, EqualImages):
     """Tiles ``(tiles, 1, 3, size, size)`` of all images, one image after another: a batch of one image each for the forward of
-    Hugging Face. Each tile is one grid of patches.
-
-    A row also has ``image_tiles (images, 2)`` int64, rows and columns of each image's tiles, 0 and 0 of an image that is one
-    tile: the prompt depends on it, the tower does not. Images are processed one at a time, so no tile is padding.
+    Hugging Face. A row also has ``image_tiles``. Images are processed one at a time, so no tile is padding.
     """
 
-    image_names = ("pixel_values",)
+    parts_name = "image_tiles"
 
     def merge_size(self, config: Any) -> int:
         """Patches along each side of the "pixel shuffle", which joins neighbouring patches."""
         return int(config.scale_factor)
 
-    def grids(self, kind: str, inputs: Mapping[str, Any], config: Any) -> Tensor:
-        """One grid per tile."""
-        pixels = inputs.get("pixel_values") if kind == "image" else None
-        size, patch = int(config.vision_config.image_size), int(config.vision_config.patch_size)
-        if pixels is not None and tuple(pixels.shape[1:]) != (1, 3, size, size):
-            raise MediaMismatch(f"image tiles {tuple(pixels.shape)} are not (tiles, 1, 3, {size}, {size})")
-        tiles = 0 if pixels is None else len(pixels)
-        return torch.tensor([[1, size // patch, size // patch]]).expand(tiles, 3)
-
-    def feature_counts(self, kind: str, inputs: Mapping[str, Any], config: Any) -> Ids:
-        """All tiles of an image have equally many features."""
-        grids = self.grids(kind, inputs, config)
-        if not len(grids):
-            return np.zeros(0, dtype=np.int64)
-        if inputs.get("image_tiles") is None:
-            raise MediaMismatch("pixel_values without image_tiles, the rows and columns of each image's tiles")
-        tiles = np.asarray(inputs["image_tiles"].cpu()).prod(1)
-        tiles = tiles + 1  # This is the whole image.
-        if tiles.sum() != len(grids):
-            raise MediaMismatch(f"image_tiles counts {tiles.sum()} tiles, but there are {len(grids)}")
-        return np.asarray(tiles * (int(grids[0].prod()) // self.merge_size(config) ** 2), dtype=np.int64)
+    def shape(self, config: Any) -> tuple[int, ...]:
+        """Of a tile."""
+        return (1, 3, int(config.vision_config.image_size), int(config.vision_config.image_size))
 
     def processor_options(self, processor: Any, min_pixels: int | None, max_pixels: int | None) -> dict[str, Any]:
         """Limits become a number of tiles along the longest side, whose square is the largest area."""
@@ -145,8 +121,7 @@ class SquareTiles(MediaLayout):
 
     def smallest(self, config: Any) -> dict[str, Tensor]:
         """One tile."""
-        size = config.vision_config.image_size
-        return {"pixel_values": torch.zeros(1, 1, 3, size, size), "image_tiles": torch.zeros(1, 2, dtype=torch.int64)}
+        return super().smallest(config) | {"image_tiles": torch.zeros(1, 2, dtype=torch.int64)}
 
 
 class Idefics3(VLMFamily):

@@ -4,37 +4,27 @@ thumbnail, each tile takes a fixed number of tokens, and positions are one-dimen
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dataproto.errors import MediaMismatch
 from dataproto.vlm.costs import sparse_layer_weights
 from dataproto.vlm.family import DECODER_PLAN, EXPERT_PLAN, VLMFamily
-from dataproto.vlm.media import Ids, MediaLayout, check_limits
+from dataproto.vlm.media import EqualImages, Ids, check_limits
 
 
-@dataclass(frozen=True)
-class Tiles(MediaLayout):
-    """Tiles ``(tiles, 3, height, width)`` of all images, one image after another. Each tile is one grid of patches."""
-
-    image_names = ("pixel_values",)
+class Tiles(EqualImages):
+    """Tiles ``(tiles, 3, height, width)`` of all images, one image after another."""
 
     def merge_size(self, config: Any) -> int:
         """Patches along each side of the "pixel shuffle", which joins neighbouring patches."""
         return round(1 / float(config.downsample_ratio))
 
-    def grids(self, kind: str, inputs: Mapping[str, Any], config: Any) -> Tensor:
-        """One grid per tile."""
-        pixels = inputs.get("pixel_values") if kind == "image" else None
-        size, patch = config.vision_config.image_size, config.vision_config.patch_size
-        if pixels is not None and tuple(pixels.shape[1:]) != (3, *size):
-            raise MediaMismatch(f"image tiles {tuple(pixels.shape)} are not (tiles, 3, {size[0]}, {size[1]})")
-        tiles = 0 if pixels is None else len(pixels)
-        return torch.tensor([[1, size[0] // patch[0], size[1] // patch[1]]]).expand(tiles, 3)
+    def shape(self, config: Any) -> tuple[int, ...]:
+        """Of a tile."""
+        return (3, *config.vision_config.image_size)
 
     def feature_counts(self, kind: str, inputs: Mapping[str, Any], config: Any) -> Ids:
         """``inputs`` must be those of one image: joined tiles do not tell where an image ends."""
@@ -56,10 +46,6 @@ class Tiles(MediaLayout):
         """The processor computes the number of tiles."""
         tiles = processor.get_number_of_image_patches(height, width, dict(options))
         return int(tiles) * int(self.feature_counts("image", self.smallest(config), config)[0])
-
-    def smallest(self, config: Any) -> dict[str, Tensor]:
-        """One tile."""
-        return {"pixel_values": torch.zeros(1, 3, *config.vision_config.image_size)}
 
 
 class InternVL(VLMFamily):

@@ -5,18 +5,16 @@ arXiv:2412.19437, section 2.1), with a tower for images of any size. Positions a
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dataproto.errors import InvalidConfig
-from dataproto.transfer import move_readable
 from dataproto.vlm.costs import causal_pairs, siglip_flops
-from dataproto.vlm.families.glm4v import GLM4VMoe
-from dataproto.vlm.family import TensorPlan, VLMFamily
-from dataproto.vlm.media import PatchGrids
+from dataproto.vlm.families.glm4v import GLM4VMoe, expert_weights
+from dataproto.vlm.family import TensorPlan, VLMFamily, moved
+from dataproto.vlm.media import ShrunkImages
 
 ATTENTION = "model.language_model.layers.*.self_attn"
 
@@ -57,28 +55,22 @@ SAVED_NAMES = {
 names than they are for, and the published ones."""
 
 
-@dataclass(frozen=True)
-class SquarePatches(PatchGrids):
+class SquarePatches(ShrunkImages):
     """`PatchGrids` of only images, whose patches ``(patches, 3, side, side)`` lie row by row."""
 
-    video_names = ()
+    limit, unit = "max_patches", "patch"
 
     def merge_size(self, config: Any) -> int:
         """From the config of the tower."""
         return int(config.vision_config.merge_kernel_size[0])
 
-    def processor_options(self, processor: Any, min_pixels: int | None, max_pixels: int | None) -> dict[str, Any]:
-        """The limit of an image's area, in patches. Images are never enlarged."""
-        if min_pixels is not None:
-            raise InvalidConfig(f"min_pixels={min_pixels}: images of this family are never enlarged; leave it out")
-        if max_pixels is None:
-            return {"max_patches": int(processor.max_patches)}
-        patches = max_pixels // int(processor.patch_size) ** 2
-        if patches < 1:
-            raise InvalidConfig(
-                f"max_pixels={max_pixels}: must be at least {int(processor.patch_size) ** 2}, one patch"
-            )
-        return {"max_patches": patches}
+    def unit_area(self, processor: Any) -> int:
+        """That of a patch."""
+        return int(processor.patch_size) ** 2
+
+    def patch_shape(self, vision: Any) -> tuple[int, ...]:
+        """That of its pixels."""
+        return (3, int(vision.patch_size), int(vision.patch_size))
 
     def count_image_features(
         self, height: int, width: int, processor: Any, options: Mapping[str, Any], config: Any
@@ -87,14 +79,6 @@ class SquarePatches(PatchGrids):
         patch, side = int(processor.patch_size), self.merge_size(config) * int(processor.patch_size)
         most = int(options["max_patches"]), int(processor.size["max_height"])
         return math.prod(-(-size // side) for size in scaled_size(height, width, patch, *most))
-
-    def smallest(self, config: Any) -> dict[str, Tensor]:
-        """An image of one feature."""
-        side, merge = int(config.vision_config.patch_size), self.merge_size(config)
-        return {
-            "pixel_values": torch.zeros(merge**2, 3, side, side),
-            "image_grid_thw": torch.tensor([[1, merge, merge]]),
-        }
 
 
 def scaled_size(height: int, width: int, patch: int, max_patches: int, max_side: int) -> tuple[int, int]:
@@ -148,8 +132,7 @@ class KimiK25(VLMFamily):
         tower, projector = (model.get_submodule(path) for path in self.vision_parts)
         pixels, grids = media["pixel_values"], media["image_grid_thw"]
         if grids.device != pixels.device:
-            found = grid_arguments(tower, grids)
-            vision_kwargs = {name: _on_device(value, pixels.device) for name, value in found.items()} | vision_kwargs
+            vision_kwargs = moved(grid_arguments(tower, grids), pixels.device) | vision_kwargs
         pixels = pixels.to(tower.patch_embed.proj.weight.dtype)
         features: Tensor = projector(tower(pixels, grid_thw=grids, **vision_kwargs).pooler_output).squeeze(1)
         return features
@@ -208,8 +191,7 @@ class KimiK25(VLMFamily):
         attention = queries + keys + values * hidden
         if layer < int(text.first_k_dense_replace):
             return attention + 3 * hidden * int(text.intermediate_size)
-        experts = 3 * int((text.num_experts_per_tok + text.n_shared_experts) * text.moe_intermediate_size)
-        return attention + hidden * (int(text.n_routed_experts) + experts)
+        return attention + hidden * expert_weights(text)
 
     def mixing_flops(self, text: Any, lengths: Tensor) -> Tensor:
         """Attention whose values are narrower than its keys."""
@@ -239,13 +221,6 @@ def neighbours(weight: Tensor, heads: int) -> Tensor:
     tensor([0, 2, 1, 3, 4, 6, 5, 7])
     """
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).flatten(0, 2)
-
-
-def _on_device(value: Any, device: torch.device) -> Any:
-    """A tensor on ``device``; those in a tuple too, as in transformers 5.24's temporal_merge_index."""
-    if isinstance(value, tuple):
-        return tuple(_on_device(each, device) for each in value)
-    return move_readable(value, device) if isinstance(value, Tensor) else value
 
 
 def grid_arguments(tower: Any, grids: Tensor) -> dict[str, Any]:

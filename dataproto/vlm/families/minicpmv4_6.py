@@ -5,29 +5,24 @@ Its own video inputs, with placeholders of another kind, are not read here: vide
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dataproto.errors import InvalidConfig, InvalidMedia, MediaMismatch
 from dataproto.vlm.families.qwen3_5 import Qwen35
-from dataproto.vlm.media import Ids, MediaLayout, check_limits
+from dataproto.vlm.media import Ids, PartedImages, check_limits
 
 
-@dataclass(frozen=True)
-class Slices(MediaLayout):
+class Slices(PartedImages):
     """Patches ``(patches, 3, size, size)`` of all images, one after another, and ``target_sizes (parts, 2)`` int64, rows and
-    columns of patches of each part: of the whole image, then of its slices. Each part is one grid.
-
-    A row also has ``image_slices (images, 2)`` int64, rows and columns of each image's slices, 0 and 0 without slices: the prompt
-    depends on it, the tower does not.
+    columns of patches of each part: of the whole image, then of its slices. A row also has ``image_slices``.
     """
 
     image_names = ("pixel_values", "target_sizes")
+    parts_name = "image_slices"
 
     def merge_size(self, config: Any) -> int:
         """Patches along each side of a feature: the tower joins squares of 2, the merger too."""
@@ -46,25 +41,6 @@ class Slices(MediaLayout):
         if pixels is not None and patches != len(pixels):
             raise MediaMismatch(f"target_sizes count {patches} patches, but there are {len(pixels)}")
         return torch.nn.functional.pad(sizes, (1, 0), value=1)
-
-    def feature_counts(self, kind: str, inputs: Mapping[str, Any], config: Any) -> Ids:
-        """Those of the whole image and of its slices."""
-        counts = super().feature_counts(kind, inputs, config)
-        if not len(counts):
-            return counts
-        return np.add.reduceat(counts, self._first_parts(inputs, len(counts)))
-
-    def part_counts(self, inputs: Mapping[str, Any], config: Any) -> Ids:
-        """Number of features ``(parts,)`` of each part."""
-        return super().feature_counts("image", inputs, config)
-
-    def _first_parts(self, inputs: Mapping[str, Any], parts: int) -> Ids:
-        if inputs.get("image_slices") is None:
-            raise MediaMismatch("target_sizes without image_slices, the rows and columns of each image's slices")
-        numbers = 1 + np.asarray(inputs["image_slices"].cpu()).prod(1)
-        if numbers.sum() != parts:
-            raise MediaMismatch(f"image_slices counts {numbers.sum()} parts of images, but there are {parts}")
-        return np.asarray(numbers.cumsum() - numbers)
 
     def processor_options(self, processor: Any, min_pixels: int | None, max_pixels: int | None) -> dict[str, Any]:
         """The upper limit is a number of slices. The processor enlarges every image to about the area of one slice."""

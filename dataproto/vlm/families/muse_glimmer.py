@@ -5,40 +5,33 @@ Its own video inputs are not read here: videos are refused.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dataproto.errors import InvalidConfig
-from dataproto.transfer import move_readable
 from dataproto.vlm.costs import attention_width, dense_layer_weights, frame_pairs, tower_flops, window_pairs
-from dataproto.vlm.family import DECODER_PLAN, SoftCap, VLMFamily
-from dataproto.vlm.media import PatchGrids
+from dataproto.vlm.family import DECODER_PLAN, SoftCap, VLMFamily, moved
+from dataproto.vlm.media import ShrunkImages
 
 
-@dataclass(frozen=True)
-class FittedPatches(PatchGrids):
+class FittedPatches(ShrunkImages):
     """`PatchGrids` of only images, whose sides are whole features near their own."""
 
-    video_names = ()
+    limit, unit = "max_image_tokens", "feature"
 
     def merge_size(self, config: Any) -> int:
         """From the config of the tower."""
         return int(config.vision_config.merge_size)
 
-    def processor_options(self, processor: Any, min_pixels: int | None, max_pixels: int | None) -> dict[str, Any]:
-        """The limit of an image's area, in features. Images are never enlarged beyond the next whole feature."""
-        if min_pixels is not None:
-            raise InvalidConfig(f"min_pixels={min_pixels}: images of this family are never enlarged; leave it out")
-        if max_pixels is None:
-            return {"max_image_tokens": int(processor.max_image_tokens)}
-        area = (int(processor.patch_size) * int(processor.merge_size)) ** 2
-        if max_pixels < area:
-            raise InvalidConfig(f"max_pixels={max_pixels}: must be at least {area}, one feature")
-        return {"max_image_tokens": max_pixels // area}
+    def unit_area(self, processor: Any) -> int:
+        """That of a feature."""
+        return (int(processor.patch_size) * int(processor.merge_size)) ** 2
+
+    def patch_shape(self, vision: Any) -> tuple[int, ...]:
+        """That of the numbers of a patch."""
+        return (int(vision.patch_temporal) * 3 * int(vision.patch_size) ** 2,)
 
     def count_image_features(
         self, height: int, width: int, processor: Any, options: Mapping[str, Any], config: Any
@@ -46,14 +39,6 @@ class FittedPatches(PatchGrids):
         """Of the image after `fitted_size`."""
         side = int(processor.patch_size) * int(processor.merge_size)
         return math.prod(fitted_size(height, width, side, int(options["max_image_tokens"])))
-
-    def smallest(self, config: Any) -> dict[str, Tensor]:
-        """An image of one feature."""
-        merge = self.merge_size(config)
-        return {
-            "pixel_values": torch.zeros(merge**2, _patch_size(config.vision_config)),
-            "image_grid_thw": torch.tensor([[1, merge, merge]]),
-        }
 
 
 def fitted_size(height: int, width: int, side: int, most: int) -> tuple[int, int]:
@@ -82,7 +67,7 @@ class MuseGlimmer(VLMFamily):
     needs_transformers = (5, 17)
     """Older ones lack the rotary positions of the tower."""
     not_in_vllm = "its samples there have not been compared with the actor"
-    media_layout = FittedPatches()
+    media_layout = LAYOUT = FittedPatches()
     image_text = ("<|image_start|>", "<|image_end|>")
     mrope = False
     numbered_layers = True
@@ -113,8 +98,7 @@ class MuseGlimmer(VLMFamily):
         tower, adapter, projection, norm = (model.get_submodule(path) for path in self.vision_parts)
         pixels, grids = media["pixel_values"], media["image_grid_thw"]
         if grids.device != pixels.device:
-            found = grid_arguments(tower, grids)
-            vision_kwargs = {name: move_readable(x, pixels.device) for name, x in found.items()} | vision_kwargs
+            vision_kwargs = moved(grid_arguments(tower, grids), pixels.device) | vision_kwargs
         states = tower(pixels, grid_thw=grids, **vision_kwargs).last_hidden_state
         features: Tensor = norm(projection(adapter(states)))
         return features
@@ -140,17 +124,13 @@ class MuseGlimmer(VLMFamily):
         near, far = window_pairs(grids, side), frame_pairs(grids)
         return tower_flops(
             grids,
-            patch=_patch_size(vision) * width,
+            patch=math.prod(self.LAYOUT.patch_shape(vision)) * width,
             block=4 * width**2 + 2 * width * int(vision.intermediate_size),
             merger=inner * (int(config.out_hidden_size) + inner + int(config.text_config.hidden_size)),
             merge_size=self.merge_size(config),
             width=width,
             pairs=[near if kind == "window_attention" else far for kind in vision.layer_types],
         )
-
-
-def _patch_size(vision: Any) -> int:
-    return int(vision.patch_temporal) * 3 * int(vision.patch_size) ** 2
 
 
 def grid_arguments(tower: Any, grids: Tensor) -> dict[str, Tensor]:

@@ -12,11 +12,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dataproto.errors import MediaMismatch
-from dataproto.transfer import move_readable
 from dataproto.vlm.families.kimi_k25 import apart
 from dataproto.vlm.families.qwen2_5_vl import Qwen25VL
 from dataproto.vlm.families.qwen3_vl import Qwen3VLMoe
-from dataproto.vlm.family import VLMFamily, transformers_release
+from dataproto.vlm.family import VLMFamily, moved, transformers_release
 from dataproto.vlm.media import Ids, PatchGrids
 from dataproto.vlm.positions import AUDIO, IMAGE, VIDEO
 from dataproto.vlm.prompt_layout import MediaTokens
@@ -195,12 +194,6 @@ class Thinker(VLMFamily):
         """With that of sound."""
         return replace(super().media_tokens(config), audio=config.audio_token_id)
 
-    def banned_ids(self, config: Any) -> tuple[int, ...]:
-        """With those of sound."""
-        names = (f"audio_{name}token_id" for name in ("", "start_", "end_"))
-        found = [getattr(config, name, None) for name in names]
-        return tuple(sorted({*super().banned_ids(config), *(token for token in found if token is not None)}))
-
     def vision_flops(self, config: Any, grids: Tensor) -> Tensor:
         """Of sounds those of their tower."""
         seen = super().vision_flops(config, grids)  # type: ignore[safe-super]
@@ -221,8 +214,7 @@ class Thinker(VLMFamily):
         frames, lengths = (media.get(name, smallest[name]) for name in names)
         tower = model.get_submodule(self.audio_tower)
         made = self.sound_arguments(tower, frames.to(seen.device), lengths.cpu())
-        made = {name: move_readable(x, seen.device) if isinstance(x, Tensor) else x for name, x in made.items()}
-        heard = tower(**made).last_hidden_state
+        heard = tower(**moved(made, seen.device)).last_hidden_state
         heard = pad(heard[:, None], (0, 0, 0, seen.shape[1] - 1))
         if not shown:
             return torch.cat([heard, seen])[: len(heard)]
