@@ -363,9 +363,9 @@ class DataProto:
         if batch_keys is None:
             batch = None if self.batch is None else self.batch.copy()
         else:
-            names, present = _name_list(batch_keys), () if self.batch is None else self.batch.keys()
+            names, present = _name_list(batch_keys), list(self._tensors())
             if absent := [name for name in names if name not in present]:
-                raise MissingColumn(missing_message(absent, list(present)))
+                raise MissingColumn(missing_message(absent, present))
             batch = None if self.batch is None else self.batch.select(*names)
         arrays = _pick(self.non_tensor_batch, non_tensor_batch_keys)
         facts = _pick(self.meta_info, meta_info_keys)

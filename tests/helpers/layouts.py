@@ -16,7 +16,7 @@ from workers.model.model_config import ModelConfig
 from workers.model.named_weights import full_tensor
 from workers.model.packed_model import PackedVLM
 from workers.parallel import parallelize
-from workers.parallel.pipeline import PassOptions, PipelineParallel
+from workers.parallel.pipeline import PipelineParallel
 from workers.parallel.transform import Transform
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import Ranks, init_ranks
@@ -160,8 +160,7 @@ def _over_stages(
     for transform in transforms:
         transform.before_backward(module, last=False)
     (pipeline,) = (transform for transform in transforms if isinstance(transform, PipelineParallel))
-    options = PassOptions(torch.float32, entropy=True, backward=True)
-    pipeline.run(MicroBatchFeed(module, parts, CPU, conclude), CPU, options)
+    pipeline.run(MicroBatchFeed(module, parts, CPU, conclude), CPU, torch.float32, entropy=True, backward=True)
     for transform in transforms:
         transform.reduce_gradients(module)
     return ranks.broadcast_from_last({"found": found}, "pp")["found"]

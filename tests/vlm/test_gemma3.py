@@ -122,7 +122,7 @@ def test_impossible_requests_are_named():
     for token in ("<start_of_image>", "<end_of_image>", "<image_soft_token>"):
         with pytest.raises(InvalidRow, match=f"the text contains {token}"):
             tiny_builder("gemma3")([{"prompt": f"a {token}"}])
-    with pytest.raises(MediaMismatch, match=r"row 1: images \(1, 3, 16, 20\) are not \(images, 3, 16, 16\)"):
+    with pytest.raises(MediaMismatch, match=r"row 1: images \(1, 3, 16, 20\) are not \(N, 3, 16, 16\)"):
         FAMILY.distinct_media([{}, {"pixel_values": torch.zeros(1, 3, 16, 20)}], CONFIG)
 
 

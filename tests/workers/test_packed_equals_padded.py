@@ -15,7 +15,7 @@ from helpers.tiny_models import EACH_TYPE, OMNI_TYPES, TEXT_TYPES, TILED, gradie
 from workers.model.packed_model import PackedVLM, select_rows
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.model_worker import PolicyConfig, ReferenceWorker
-from workers.training.forward_pass import PreparedRows, forward_rows, infer_token_types
+from workers.training.forward_pass import PreparedRows, forward_rows, token_types
 
 CPU = torch.device("cpu")
 
@@ -88,7 +88,8 @@ def test_entropy_is_that_of_the_policy(model):
 def test_token_types_can_be_inferred_from_the_prompt(model):
     data = mixed_batch(model)
     packed = PackedVLM(copy.deepcopy(model), family_of(model.config), 1.0)
-    assert torch.equal(infer_token_types(packed, data), data["mm_token_type_ids"])
+    expected = data.pop(["mm_token_type_ids"])["mm_token_type_ids"]
+    assert torch.equal(token_types(packed, data), expected)
 
 
 @pytest.fixture(scope="module")

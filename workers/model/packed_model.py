@@ -271,8 +271,8 @@ class PackedVLM(nn.Module):
         """Log-probs ``(N,)`` of response tokens by the head that predicts the token after the next one, or 0."""
         states, predicted = predicted_states(self.model, self.family, embeddings, hidden, rows)
         weight = self.family.lm_head(self.model).weight.detach()
-        cap: dict[str, Any] = {} if self.logit_cap is None else {"cap": self.logit_cap}
-        scores, _ = self.score(states, weight, rows.targets, self.temperature, self.banned_ids, False, **cap)
+        policy = self.temperature, self.banned_ids
+        scores, _ = self.score(states, weight, rows.targets, *policy, cap=self.logit_cap)
         return scores.where(predicted, 0.0)
 
     @property
@@ -283,8 +283,7 @@ class PackedVLM(nn.Module):
     def head(self, states: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """Scores ``(n,)`` of ``targets`` ``(n,)`` and, with ``entropy``, entropies, from states ``(n, H)`` that predict them."""
         weight = self.family.lm_head(self.model).weight
-        cap: dict[str, Any] = {} if self.logit_cap is None else {"cap": self.logit_cap}
-        return self.score(states, weight, targets, self.temperature, self.banned_ids, entropy, **cap)
+        return self.score(states, weight, targets, self.temperature, self.banned_ids, entropy, cap=self.logit_cap)
 
 
 # Parts of a model that compute in another way than in Hugging Face

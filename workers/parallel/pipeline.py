@@ -252,66 +252,18 @@ class StagedForward:
 class Feed(Protocol):
     """The micro-batches of one call, by number."""
 
-    @property
-    def count(self) -> int:
-        """How many micro-batches there are."""
-
-    @property
-    def length(self) -> int:
-        """Packed tokens of the longest micro-batch."""
-
-    @property
-    def has_media(self) -> bool:
-        """Whether any micro-batch runs the vision tower."""
+    count: int
+    """How many micro-batches there are."""
+    length: int
+    """Packed tokens of the longest micro-batch."""
+    has_media: bool
+    """Whether any micro-batch runs the vision tower."""
 
     def inputs(self, number: int, media: bool) -> tuple[PackedRows, MediaPart | None, MediaSpans]:
         """The arguments of a forward pass over micro-batch ``number``, filled up to `length`; pixels only with ``media``."""
 
     def conclude(self, number: int, rows: PackedRows, scores: Tensor, entropies: Tensor | None) -> Tensor:
         """From the result of `PackedVLM.forward` to the number () that the backward pass starts from."""
-
-
-@dataclass(frozen=True)
-class PassOptions:
-    """How a pipeline runs over micro-batches."""
-
-    dtype: torch.dtype  # of the states between stages
-    entropy: bool = False
-    backward: bool = False
-
-
-def run_stages(
-    staged: StagedForward, feed: Feed, group: ProcessGroup, device: torch.device, options: PassOptions
-) -> None:
-    """Passes over all micro-batches, on every rank of the pipeline; ranks of the last stage call `Feed.conclude`."""
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe  # 0.2 s that only pipelines pay
-
-    if not feed.count:
-        return
-    module, dtype, backward = staged.module, options.dtype, options.backward
-    deep = module.family.deep_layers(module.model.config) if feed.has_media else 0
-    tokens = module.tokens.num_states(feed.length)  # that a rank of sp x tp holds
-    number, last = staged.stage, staged.last
-    into, out = (
-        torch.empty(tokens * staged.width(at, deep), dtype=dtype, device="meta", requires_grad=backward)
-        for at in (number, number + (not last))
-    )
-    stage = PipelineStage(
-        _Stage(feed, staged, {"entropy": options.entropy, "deep": deep, "dtype": dtype}),
-        number,
-        len(staged.bounds),
-        device,
-        input_args=() if number == 0 else (into,),
-        output_args=(torch.empty(1, device="meta", requires_grad=backward) if last else out,),
-        group=group,
-    )
-    numbers = torch.arange(feed.count)
-    kind = Schedule1F1B if backward else ScheduleGPipe
-    schedule: Any = kind(stage, feed.count, loss_fn=_loss if backward else None, scale_grads=False)
-    try:
-        schedule.step(number=numbers, **({"target": numbers} if backward else {}))
-    except RuntimeError as error:  # the library wraps the error of a stage
-        raise error.__cause__ or error from None
 
 
 def _loss(output: Tensor, number: Tensor) -> Tensor:
@@ -365,9 +317,44 @@ class PipelineParallel(Transform):
         self.tied = _remove_outer_parts(module, first=stage == 0, last=self.staged.last)
         replace_forward(module, self.staged)
 
-    def run(self, feed: Feed, device: torch.device, options: PassOptions) -> None:
-        """Passes over all micro-batches; every rank of the pipeline calls it."""
-        run_stages(self.staged, feed, self.norm_group(), device, options)
+    def run(
+        self, feed: Feed, device: torch.device, dtype: torch.dtype, entropy: bool = False, backward: bool = False
+    ) -> None:
+        """Passes over all micro-batches, with states in ``dtype`` between stages. Every rank of the pipeline calls it; those of
+        the last stage call `Feed.conclude`.
+        """
+        from torch.distributed.pipelining import (
+            PipelineStage,
+            Schedule1F1B,
+            ScheduleGPipe,
+        )  # 0.2 s that only pipelines pay
+
+        if not feed.count:
+            return
+        staged, number, last = self.staged, self.staged.stage, self.staged.last
+        module = staged.module
+        deep = module.family.deep_layers(module.model.config) if feed.has_media else 0
+        tokens = module.tokens.num_states(feed.length)  # that a rank of sp x tp holds
+        into, out = (
+            torch.empty(tokens * staged.width(at, deep), dtype=dtype, device="meta", requires_grad=backward)
+            for at in (number, number + (not last))
+        )
+        stage = PipelineStage(
+            _Stage(feed, staged, {"entropy": entropy, "deep": deep, "dtype": dtype}),
+            number,
+            len(staged.bounds),
+            device,
+            input_args=() if number == 0 else (into,),
+            output_args=(torch.empty(1, device="meta", requires_grad=backward) if last else out,),
+            group=self.norm_group(),
+        )
+        numbers = torch.arange(feed.count)
+        kind = Schedule1F1B if backward else ScheduleGPipe
+        schedule: Any = kind(stage, feed.count, loss_fn=_loss if backward else None, scale_grads=False)
+        try:
+            schedule.step(number=numbers, **({"target": numbers} if backward else {}))
+        except RuntimeError as error:  # the library wraps the error of a stage
+            raise error.__cause__ or error from None
 
     def norm_group(self) -> ProcessGroup:
         """The ranks of the pipeline."""

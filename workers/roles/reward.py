@@ -146,17 +146,14 @@ def place_on_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
 
 
 def reward_rows(data: DataProto, texts: Sequence[str]) -> list[RewardRow]:
-    models = data["reward_model"] if "reward_model" in data else [{}] * len(data)
-    sources = data["data_source"] if "data_source" in data else [""] * len(data)
-    extras = data["extra_info"] if "extra_info" in data else [None] * len(data)
-    prompts = data["raw_prompt"] if "raw_prompt" in data else [None] * len(data)
+    """What a reward function gets of the rows; columns may be absent."""
+    given: dict[str, Any] = {"reward_model": {}, "data_source": "", "extra_info": None, "raw_prompt": None, "uid": ""}
+    found = [data[name] if name in data else [absent] * len(data) for name, absent in given.items()]
     lengths = data["response_mask"].bool().sum(1).tolist() if "response_mask" in data else [None] * len(data)
-    uids = data["uid"] if "uid" in data else [""] * len(data)
-    columns = own_columns(data)
     return [
         RewardRow(text, dict(model or {}).get("ground_truth"), source, extra, prompt, length, str(uid), own)
-        for text, model, source, extra, prompt, length, uid, own in zip(
-            texts, models, sources, extras, prompts, lengths, uids, columns, strict=True
+        for text, model, source, extra, prompt, uid, length, own in zip(
+            texts, *found, lengths, own_columns(data), strict=True
         )
     ]
 

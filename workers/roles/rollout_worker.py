@@ -224,7 +224,7 @@ class RolloutWorker:
         Raises:
             InvalidConfig: the chat template cannot show observations, or ``sampling`` asks for further log-probs.
         """
-        return self._played(prompts, EpisodePlan(make_environment, limits), sampling)
+        return self.episodes(prompts, EpisodePlan(make_environment, limits), sampling)
 
     @dispatch(split=split_prompts, join=join_rows)
     def run(
@@ -249,14 +249,11 @@ class RolloutWorker:
         Raises:
             MissingPackage: the extra ``agents`` is not installed.
         """
-        return self._played(prompts, AgentPlan(agent, limits), sampling)
+        return self.episodes(prompts, AgentPlan(agent, limits), sampling)
 
     @dispatch(split=split_prompts, join=join_rows)
     def episodes(self, prompts: DataProto, plan: Plan, sampling: SamplingParams) -> DataProto:
         """Those of `play` or `run`, as the plan says."""
-        return self._played(prompts, plan, sampling)
-
-    def _played(self, prompts: DataProto, plan: Plan, sampling: SamplingParams) -> DataProto:
         sampling.check_sampled_alone("episodes")
         self._calls += 1
         with self.sharding as sharding:

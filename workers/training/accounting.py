@@ -18,7 +18,7 @@ from dataproto import DataProto
 from dataproto.columns import media_parts
 from workers.model.packed_model import PackedVLM
 from workers.ranks.mesh import AXES, Ranks
-from workers.training.forward_pass import media_of, sharing
+from workers.training.forward_pass import media_of, shared_tokens
 from workers.training.memory import PHASES, DeviceMemory, real_peak
 
 # Dense bfloat16 operations per second from data sheets; the first name that is part of the device's name counts.
@@ -70,9 +70,7 @@ def required_work(module: PackedVLM, data: DataProto) -> Work:
     through (a decoder with adapters), and none in a frozen vision tower.
     """
     family, config = module.family, module.model.config
-    attended, width = data["attention_mask"], data["response_mask"].shape[1]
-    whole = attended.sum(1)
-    saved = torch.where(sharing(module, data), attended[:, : attended.shape[1] - width].sum(1), 0)
+    whole, saved = data["attention_mask"].sum(1), shared_tokens(module, data)
     logit_tokens = int(data["response_mask"].sum()) if module.makes_logits else 0
     rows = family.flops(config, whole, _distinct_grids(module, data), logit_tokens=logit_tokens)
     # Segments that hold only response tokens see the keys of their prompt: all pairs of the row except those within the prompt.

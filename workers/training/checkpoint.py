@@ -251,15 +251,9 @@ class PlainPlanner(DefaultLoadPlanner):
     """Accepts values other than tensors only if they are plain."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        plain = torch.load(value, weights_only=True)
-        super().load_bytes(read_item, _saved(plain))
-
-
-def _saved(value: Any) -> io.BytesIO:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return file
+        torch.load(value, weights_only=True)  # refuses others
+        value.seek(0)
+        super().load_bytes(read_item, value)
 
 
 _STEP = re.compile(r"global_step_(\d+)")

@@ -134,14 +134,20 @@ def needs_tower(module: PackedVLM, parts: Sequence[DataProto]) -> list[bool]:
 
 def sharing(module: PackedVLM, rows: DataProto) -> Tensor:
     """``(B,)`` bool: rows that have the prompt of the row before, see `prompt_sharing`."""
-    ids, types, width = rows["input_ids"], known_types(rows), rows["response_mask"].shape[1]
+    ids, types, width = rows["input_ids"], token_types(module, rows), rows["response_mask"].shape[1]
     media = [None if split is None else split[0] for split in split_at_prompt(module, rows)]
     return prompt_sharing(ids, rows["attention_mask"], rows["position_ids"], types, media, width)
 
 
+def shared_tokens(module: PackedVLM, rows: DataProto) -> Tensor:
+    """``(B,)`` how many tokens of its prompt each row shares with the row before it."""
+    attended, width = rows["attention_mask"], rows["response_mask"].shape[1]
+    return torch.where(sharing(module, rows), attended[:, : attended.shape[1] - width].sum(1), 0)
+
+
 def split_at_prompt(module: PackedVLM, rows: DataProto) -> list[tuple[RowMedia, RowMedia] | None]:
     """For each row the media of its prompt and those after it; ``None`` if a mapping of its media has both."""
-    types = known_types(rows)
+    types = token_types(module, rows)
     prompt = types.shape[1] - rows["response_mask"].shape[1]
     later = (types[:, prompt:] != 0).any(1).tolist()
     return [
@@ -161,20 +167,11 @@ def has_media(rows: DataProto) -> bool:
     return any(part for row in media_of(rows) for part in media_parts(row))
 
 
-def known_types(rows: DataProto) -> Tensor:
-    """``(B, L)`` the token types of the batch, 0 for one without."""
-    types: Tensor = rows["mm_token_type_ids"] if "mm_token_type_ids" in rows else torch.zeros_like(rows["input_ids"])
-    return types
-
-
 def token_types(module: PackedVLM, rows: DataProto) -> Tensor:
-    """``(B, L)`` 0 text, 1 image, 2 video, 3 sound."""
-    types: Tensor = rows["mm_token_type_ids"] if "mm_token_type_ids" in rows else infer_token_types(module, rows)
-    return types
-
-
-def infer_token_types(module: PackedVLM, rows: DataProto) -> Tensor:
-    """Token types ``(B, L)`` from the placeholder ids in the prompt, for batches that come without ``mm_token_type_ids``."""
+    """``(B, L)`` 0 text, 1 image, 2 video, 3 sound; of a batch without the column by the placeholder ids in the prompts."""
+    if "mm_token_type_ids" in rows:
+        known: Tensor = rows["mm_token_type_ids"]
+        return known
     ids = rows["input_ids"]
     types = module.family.token_types(ids, module.model.config)
     types[:, ids.shape[1] - rows["response_mask"].shape[1] :] = 0

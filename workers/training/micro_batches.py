@@ -20,7 +20,7 @@ from dataproto.planning import balance, first_fit_decreasing, split_by_tokens
 from dataproto.vlm import MediaSpans
 from workers.model.packed_model import MediaPart, PackedVLM
 from workers.ranks.mesh import Ranks
-from workers.training.forward_pass import PreparedRows, media_of, needs_tower, sharing
+from workers.training.forward_pass import PreparedRows, media_of, needs_tower, shared_tokens, sharing
 
 NOTHING = slice(0, 0)
 
@@ -67,18 +67,12 @@ def common_lengths(parts: Sequence[DataProto], module: PackedVLM, ranks: Ranks) 
     """The packed tokens of the longest micro-batch of each number, where ranks with other rows share experts."""
     if ranks.size("ep") == 1 or ranks.size("dp") == 1:
         return [0] * len(parts)
-    here = []
-    for rows in parts:
-        kept = rows["attention_mask"].clone()
-        kept[sharing(module, rows), : kept.shape[1] - rows["response_mask"].shape[1]] = 0
-        here.append(int(kept.sum()))
+    here = [int(rows["attention_mask"].sum() - shared_tokens(module, rows).sum()) for rows in parts]
     return [max(lengths) for lengths in zip(*ranks.all_gather(here, "dp"), strict=True)]
 
 
 def _plan(data: DataProto, module: PackedVLM, token_budget: int, ranks: Ranks) -> list[np.ndarray]:
-    attended, width = data["attention_mask"], data["response_mask"].shape[1]
-    saved = torch.where(sharing(module, data), attended[:, : attended.shape[1] - width].sum(1), 0)
-    whole = attended.sum(1)
+    whole, saved = data["attention_mask"].sum(1), shared_tokens(module, data)
     stages = ranks.size("pp")  # a pipeline takes a multiple of its stages
     if ranks.size("dp") == stages == 1 and int((whole - saved).sum()) <= token_budget:
         return [np.arange(len(data))] if len(data) else []

@@ -20,7 +20,7 @@ from workers.model.model_config import UNSHARDED, Unsharded
 from workers.model.named_weights import all_adapter_weights, all_named_weights, float32_weights
 from workers.model.precision import Precision
 from workers.parallel.fsdp import FullySharded, GatheredBytes, gathered_bytes
-from workers.parallel.pipeline import PassOptions, PipelineParallel
+from workers.parallel.pipeline import PipelineParallel
 from workers.parallel.transform import repeated_layers
 from workers.ranks.mesh import AXES, Ranks
 from workers.training.accounting import Accounting, required_work, whole_work
@@ -351,12 +351,11 @@ class TrainingModel:
         entropy: bool,
         backward: bool = False,
     ) -> None:
-        options = PassOptions(self.precision.stream_dtype, entropy, backward)
         for transform in self.transforms if backward else ():  # the last pass of a stage is the schedule's to choose
             transform.before_backward(self.module, last=False)
         with self.accounting.phase("pipeline"):
             feed = MicroBatchFeed(self.module, parts, self.device, conclude)
-            pipeline.run(feed, self.device, options)
+            pipeline.run(feed, self.device, self.precision.stream_dtype, entropy, backward)
         for transform in self.transforms if backward and parts else ():
             transform.reduce_gradients(self.module)
 
@@ -532,6 +531,9 @@ class TrainingModel:
 class Update:
     """The mini-batches of an update in order, and what it found; see `TrainingModel.updating`."""
 
+    result: Updated
+    """Of an update that has ended."""
+
     def __init__(
         self,
         model: TrainingModel,
@@ -544,7 +546,6 @@ class Update:
         self.model, self.data, self.parts, self.epochs, self.aggregation = model, data, parts, epochs, aggregation
         self._steps: list[dict[str, float]] = []
         self._scores = torch.zeros(data["response_mask"].shape)
-        self._result: Updated | None = None
 
     def minibatches(self) -> Iterator[tuple[DataProto, LossSums]]:
         """Rows, and the sums that `TrainingModel.run` adds to; the optimizer steps when the next ones are asked for."""
@@ -564,14 +565,7 @@ class Update:
         """Makes the result, with the times and operations that the model has recorded."""
         measured = self.model.measured() if self._steps else {}
         rows_of_caller = np.asarray(self.data[ROW]) if ROW in self.data else None
-        self._result = Updated(averages(self._steps) | measured, self._scores, rows_of_caller)
-
-    @property
-    def result(self) -> Updated:
-        """Raises `RuntimeError` before the update has ended."""
-        if self._result is None:
-            raise RuntimeError("the update has not ended")
-        return self._result
+        self.result = Updated(averages(self._steps) | measured, self._scores, rows_of_caller)
 
     def _step(self, rows: DataProto, sums: LossSums) -> dict[str, float]:
         """Makes a step, and returns the metrics of all ranks together."""

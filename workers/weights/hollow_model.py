@@ -118,16 +118,9 @@ def _equal(one: StoredTensor, other: StoredTensor, files: CheckpointFiles) -> bo
 
 def absent_weights(model: PreTrainedModel, sources: WeightSources) -> list[str]:
     """Names of weights that the checkpoint lacks, without those that are the same as one that it holds."""
-    tied = _tied_to_stored(model, sources)
-    return [name for name in sources.absent if name not in tied]
-
-
-def _tied_to_stored(model: PreTrainedModel, sources: WeightSources) -> set[str]:
-    """Names of parameters that are the same as one that the checkpoint holds."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return {name for group in names.values() if any(each in sources.stored for each in group) for name in group}
+    same = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    held = {number for name, number in same.items() if name in sources.stored}
+    return [name for name in sources.absent if same.get(name) not in held]
 
 
 def initialise(model: PreTrainedModel, absent: Sequence[str] = ()) -> None:

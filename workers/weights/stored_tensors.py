@@ -157,8 +157,8 @@ class FileTensor:
 
 
 @dataclass(frozen=True)
-class Stacked:
-    """Tensors of one shape along a new dimension ``dim``."""
+class Several:
+    """What is made of tensors along a dimension."""
 
     tensors: tuple[StoredTensor, ...]
     dim: int
@@ -166,6 +166,10 @@ class Stacked:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(name for each in self.tensors for name in each.names)
+
+
+class Stacked(Several):
+    """Tensors of one shape along a new dimension ``dim``."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -177,16 +181,8 @@ class Stacked:
         return torch.stack([each.read(inner) for each in self.tensors[part[self.dim]]], self.dim)
 
 
-@dataclass(frozen=True)
-class Joined:
+class Joined(Several):
     """Tensors joined along ``dim``."""
-
-    tensors: tuple[StoredTensor, ...]
-    dim: int
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(name for each in self.tensors for name in each.names)
 
     @property
     def shape(self) -> tuple[int, ...]:
