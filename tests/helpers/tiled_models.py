@@ -74,6 +74,6 @@ def check_wrong_tiles(model_type: str) -> None:
     inputs = image_inputs(config, (4, 8))
     shape = [*inputs["pixel_values"].shape[:-1], TILE + 4]
     found, known = ((*shape[:-2], height, width) for height, width in ((TILE, TILE + 4), (TILE, TILE)))
-    says = rf"row 1: image tiles \({', '.join(map(str, found))}\) are not \(tiles, {', '.join(map(str, known[1:]))}\)"
+    says = rf"row 1: images \({', '.join(map(str, found))}\) are not \(N, {', '.join(map(str, known[1:]))}\)"
     with pytest.raises(MediaMismatch, match=says):
         family_of(model_type).distinct_media([{}, inputs | {"pixel_values": torch.zeros(shape)}], config)
