@@ -121,10 +121,8 @@ def _alike(rows: Rows, like: RaggedTensor, name: str, most: int) -> RaggedTensor
     """Numbers from 0 to ``most`` as a column of uint8 with the lengths of the rows ``like``."""
     if isinstance(rows, RaggedTensor) and not rows.dtype.is_floating_point:
         storage = rows.storage.to(torch.uint8)
-        if rows.dtype not in (
-            torch.bool,
-            torch.uint8,
-        ):  # A number that uint8 cannot hold must not wrap around to 0 or 1.
+        # A number that uint8 cannot hold must not wrap around to 0 or 1.
+        if rows.dtype not in (torch.bool, torch.uint8):
             storage[storage != rows.storage] = 255
         rows = RaggedTensor.windows(storage, rows.starts, rows.lengths)
     made = ragged_rows(rows, "B", name)

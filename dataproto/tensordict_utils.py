@@ -218,9 +218,8 @@ def as_slice(index: slice, rows: int) -> slice:
         raise InvalidIndex(f"cannot select rows with {index}: {error}") from error
     if not chosen:
         return slice(0, 0, 1)
-    return slice(
-        chosen.start, None if chosen.stop < 0 else chosen.stop, chosen.step
-    )  # A reversed slice ends at row 0, not -1.
+    # A reversed slice ends at row 0, not -1.
+    return slice(chosen.start, None if chosen.stop < 0 else chosen.stop, chosen.step)
 
 
 def as_row(index: Any, rows: int) -> int:

@@ -391,9 +391,8 @@ def media_spans(token_types: Tensor, media: DistinctMedia, cu_seqlens: Tensor | 
             raise MediaMismatch(
                 f"row {row}: {int(found[row])} {name} placeholder tokens, but its media makes {int(made[row])} features"
             )
-        shift = table[:, 0] - (
-            table[:, 1].cumsum(0) - table[:, 1]
-        )  # The media tokens of a kind lie in the order of the parts.
+        # The media tokens of a kind lie in the order of the parts.
+        shift = table[:, 0] - (table[:, 1].cumsum(0) - table[:, 1])
         features[chosen] = before[:-1][chosen] + torch.repeat_interleave(shift, table[:, 1])
     positions = (features >= 0).nonzero().squeeze(-1)
     return MediaSpans(positions, features[positions])

@@ -323,11 +323,8 @@ class PipelineParallel(Transform):
         """Passes over all micro-batches, with states in ``dtype`` between stages. Every rank of the pipeline calls it; those of
         the last stage call `Feed.conclude`.
         """
-        from torch.distributed.pipelining import (
-            PipelineStage,
-            Schedule1F1B,
-            ScheduleGPipe,
-        )  # 0.2 s that only pipelines pay
+        # This takes 0.2 s, which only pipelines pay.
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
         if not feed.count:
             return

@@ -218,9 +218,8 @@ class _Split:
 
     def __init__(self, mesh: DeviceMesh, peers: Peers, text: Any) -> None:
         self.mesh, self.peers, self.text = mesh, peers, text
-        self.done: dict[
-            int, tuple[nn.Parameter, nn.Parameter]
-        ] = {}  # the whole one is kept, so that its id stays its own
+        # The whole one is kept, so that its id stays its own.
+        self.done: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
 
     def layer(self, name: str, layer: Any, style: str, parent: Any) -> nn.Module:
         """The split layer that replaces ``layer``, a child of ``parent``."""

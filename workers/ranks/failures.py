@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 from dataproto.errors import DataProtoError, RankFailure, later_errors
 
-REPORT_GRACE_S = (
-    10.0  # for ranks that refuse a call together, or to report the failure that a secondary one follows from
-)
+REPORT_GRACE_S = 10.0
+"""For ranks that refuse a call together, or to report the failure that a secondary one follows from."""
 LIBRARY_WORDS = ("gloo", "nccl", "pair closure")
 """One of them is in each error of the collectives' library; gloo ends other operations next to one that took too long without its
 name.

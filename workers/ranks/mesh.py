@@ -37,9 +37,8 @@ class Ranks:
     mesh: DeviceMesh | None = None  # dimensions `AXES`; None in a world of size 1, which has no process group
     flattened: Mapping[tuple[str, ...], DeviceMesh] = field(default_factory=dict, repr=False)  # by axes
     expert_mesh: DeviceMesh | None = field(default=None, repr=False)  # see `_init_expert_mesh`
-    replica_mesh: DeviceMesh | None = field(
-        default=None, repr=False
-    )  # "replica", "shard": dp x sp with layout.replicas > 1
+    replica_mesh: DeviceMesh | None = field(default=None, repr=False)
+    """With the dimensions "replica" and "shard": dp x sp with layout.replicas above 1."""
 
     def size(self, *axes: str) -> int:
         """Product of the degrees of ``axes``."""

@@ -82,9 +82,8 @@ class RolloutConfig:
     engine: str = "hf"
     options: dict[str, Any] = field(default_factory=dict)
     prompts: dict[str, Any] = field(default_factory=dict)  # of the `PromptBuilder` of episodes, such as max_pixels
-    replay_routing: bool = (
-        True  # the actor uses the experts that the engine chose, if the engine can tell (arXiv:2510.11370)
-    )
+    replay_routing: bool = True
+    """The actor uses the experts that the engine chose, if the engine can tell (arXiv:2510.11370)."""
 
 
 def why_merged(config: RolloutConfig, actor: ModelConfig, family: VLMFamily) -> str | None:

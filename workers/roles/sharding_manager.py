@@ -44,9 +44,8 @@ class Neighbours:
 
     group: ProcessGroup | None = None  # None: this rank exchanges no rows
     holders: tuple[int, ...] = (0,)  # the dp position of each rank: ranks of one position have the same rows
-    engines: tuple[int, ...] = (
-        0,
-    )  # the number of each rank's engine among all engines: ranks of one number run it together
+    engines: tuple[int, ...] = (0,)
+    """The number of each rank's engine among all engines: ranks of one number run it together."""
 
     @property
     def rank(self) -> int:

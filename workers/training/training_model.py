@@ -29,12 +29,7 @@ from workers.training.forward_pass import LossFn, forward_rows, index_on, rows_t
 from workers.training.loading import Wrap, load_packed
 from workers.training.loss_sums import LossSums, Updated, averages, denominator, token_weights, zero_loss
 from workers.training.memory import PHASES, SCORES, DeviceMemory, expandable_segments
-from workers.training.micro_batches import (
-    Conclude,
-    MicroBatch,
-    MicroBatchFeed,
-    micro_batches,
-)
+from workers.training.micro_batches import Conclude, MicroBatch, MicroBatchFeed, micro_batches
 from workers.training.mini_batches import ROW, cut_minibatches_of_rank, pad_minibatches
 from workers.training.optimizer import AdamParams, Optimizer, OptimizerConfig
 from workers.training.residence import Residence
@@ -302,9 +297,8 @@ class TrainingModel:
             if self.pipeline is not None:
                 self._run_pipeline(self.pipeline, parts, conclude, entropy, backward)
                 parts = []
-            for number, part in enumerate(
-                parts
-            ):  # as `conclude`, with one frame less between a caller and the loss function
+            # As `conclude`, with one frame less between a caller and the loss function.
+            for number, part in enumerate(parts):
                 outputs = self._outputs(part, entropy)
                 with self.accounting.phase("forward"):
                     if part.inert:

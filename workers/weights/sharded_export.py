@@ -74,9 +74,8 @@ def plan_export(stages: Sequence[StageWeights], layers: Sequence[str], file_byte
     planned: list[tuple[list[str], int]] = []
     written: set[str] = set()
     for stage in stages:
-        sizes = {
-            name: size for name, size in stage.sizes.items() if name not in written
-        }  # a tied weight is on two stages
+        # A tied weight is on two stages.
+        sizes = {name: size for name, size in stage.sizes.items() if name not in written}
         written |= sizes.keys()
         limit = max(min(file_bytes, -(-sum(sizes.values()) // len(stage.ranks))), 1)
         files: list[list[str]] = []

@@ -262,9 +262,8 @@ class Gemma4PerLayer(Gemma4):
         ids = input_ids
         for token in (config.image_token_id, config.video_token_id, config.audio_token_id):
             ids = ids.masked_fill(ids == token, text.pad_token_id)
-        found = model.get_submodule(self.layer_embedding)(
-            ids
-        )  # Under tensor parallelism this rank has a part of the tokens.
+        # Under tensor parallelism this rank has a part of the tokens.
+        found = model.get_submodule(self.layer_embedding)(ids)
         return embeddings, extras | {"per_layer_inputs": found.unflatten(-1, (text.num_hidden_layers, -1))}
 
     def layer_inputs(self, model: Any, embeddings: Tensor, extras: Mapping[str, Tensor]) -> Tensor:

@@ -98,9 +98,8 @@ class KimiK25(VLMFamily):
 
     model_type = "kimi_k25"
     published = ("Kimi-K2.5", "Kimi-K2.6")
-    vllm_module = (
-        "vllm.transformers_utils.processors.kimi_k25_vision_fused"  # Older versions run code in the checkpoint.
-    )
+    vllm_module = "vllm.transformers_utils.processors.kimi_k25_vision_fused"
+    """Older versions run code in the checkpoint."""
     rollout_modality = "vision_chunk"
     media_layout = SquarePatches()
     mrope = False
