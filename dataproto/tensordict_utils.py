@@ -251,8 +251,8 @@ def repeats(times: Any, rows: int, shapes: Sequence[tuple[int, ...]]) -> np.ndar
     counts = times.cpu().numpy() if isinstance(times, torch.Tensor) else np.asarray(times)
     counts = counts.astype(np.int64) if counts.size == 0 else counts
     if counts.shape not in shapes or counts.dtype.kind not in "iu" or (counts < 0).any():
-        numbers = f"{rows} whole numbers" if (rows,) in shapes else "a whole number"
-        raise InvalidIndex(f"repeating {rows} rows takes {numbers} of at least 0, not {times!r}")
+        numbers = f"by {rows} whole numbers" if (rows,) in shapes else "by a whole number"
+        raise InvalidIndex(f"{rows} rows are repeated {numbers} of at least 0, not {times!r}")
     return counts
 
 

@@ -7,14 +7,15 @@ passes (four with recomputation).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dataproto.columns import RowMedia, media_parts
+from dataproto.columns import RowMedia, media_identity
 
 
 @dataclass(frozen=True)
@@ -248,11 +249,11 @@ def media_costs(
     >>> media_costs([one, {}, one], lambda row: row.get("image_grid_thw", none), lambda grids: grids.prod(-1)).tolist()
     [12, 0, 12]
     """
-    numbers: dict[tuple[tuple[str, int], ...], int] = {}
+    numbers: dict[Hashable, int] = {}
     distinct: list[Tensor] = []
     owners = []
     for row in media:
-        key = tuple((name, id(value)) for part in media_parts(row) for name, value in part.items())
+        key = media_identity(row)
         if key not in numbers:
             numbers[key] = len(distinct)
             distinct.append(grids_of(row))
@@ -262,12 +263,6 @@ def media_costs(
         counts = torch.tensor([len(grids) for grids in distinct])
         sums.index_add_(0, torch.repeat_interleave(counts), cost_of(torch.cat(distinct)))
     return sums[torch.tensor(owners, dtype=torch.int64)]
-
-
-def repeats_previous_row(media: Sequence[RowMedia]) -> Tensor:
-    """Whether each row ``(B,)`` bool holds the very media objects of the row before it."""
-    keys = [[{name: id(value) for name, value in part.items()} for part in media_parts(row)] for row in media]
-    return torch.tensor([row > 0 and key == keys[row - 1] for row, key in enumerate(keys)], dtype=torch.bool)
 
 
 class ForwardCosts(ABC):
@@ -350,7 +345,9 @@ class ForwardCosts(ABC):
         lead = self.row_flops(config, prompts, None, torch.zeros_like(prompts))
         if media is not None:
             vision = whole - self.row_flops(config, lengths, None, logit_tokens)
-            lead = lead + torch.where(repeats_previous_row(media), vision, 0)
+            shown = [None, *map(media_identity, media)]
+            repeated = torch.tensor([row == before for before, row in pairwise(shown)], dtype=torch.bool)
+            lead = lead + torch.where(repeated, vision, 0)
         return whole - lead, lead
 
     def mixing_flops(self, text: Any, lengths: Tensor) -> Tensor:

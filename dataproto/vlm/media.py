@@ -44,6 +44,14 @@ class MediaLayout(Protocol):
         """
         return {"image": self.image_names, "video": self.video_names, "audio": self.audio_names}[kind]
 
+    def holds(self, kind: str, inputs: Mapping[str, Any]) -> bool:
+        """Whether the inputs have media of this kind. Raises `MediaMismatch` if they have only some of its arguments."""
+        given = [name for name in self.names(kind) if inputs.get(name) is not None]
+        if given and len(given) < len(self.names(kind)):
+            missing = ", ".join(name for name in self.names(kind) if name not in given)
+            raise MediaMismatch(f"{', '.join(given)} without {missing}")
+        return bool(given)
+
     @property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of media that the family has, in the order of their features."""
@@ -331,21 +339,17 @@ def distinct_media(rows: Sequence[RowMedia], layout: MediaLayout, config: Any) -
         places: dict[tuple[int, ...], list[int]] = {}
         table = []
         for number, row in numbered:
-            if all(row.get(name) is None for name in names):
-                table.append([0, 0])
-                continue
-            for name in names:
-                if row.get(name) is None:
-                    others = ", ".join(other for other in names if row.get(other) is not None)
-                    raise MediaMismatch(f"row {number}: {others} without {name}")
-            key = tuple(id(row[name]) for name in names)
-            if key not in distinct:
-                try:
+            try:
+                if not layout.holds(kind, row):
+                    table.append([0, 0])
+                    continue
+                key = tuple(id(row[name]) for name in names)
+                if key not in distinct:
                     count = int(layout.feature_counts(kind, row, config).sum())
-                except MediaMismatch as error:
-                    raise MediaMismatch(f"row {number}: {error}") from error
-                distinct[key], places[key] = row, [start, count]
-                start += count
+                    distinct[key], places[key] = row, [start, count]
+                    start += count
+            except MediaMismatch as error:
+                raise MediaMismatch(f"row {number}: {error}") from error
             table.append(places[key])
         if distinct:
             inputs |= {name: torch.cat([row[name] for row in distinct.values()]) for name in names}

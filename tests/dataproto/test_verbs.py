@@ -67,7 +67,7 @@ def test_sample_level_repeat(times: object) -> None:
 
 @pytest.mark.parametrize("times", [[1, 2], [1, 1, -1], [1.0, 1.0, 1.0], 2, torch.ones(3, 1), [True, True, False]])
 def test_sample_level_repeat_refuses(times: object) -> None:
-    with pytest.raises(AssertionError, match="takes 3 whole numbers"):
+    with pytest.raises(AssertionError, match="repeated by 3 whole numbers"):
         batch(3).sample_level_repeat(times)  # type: ignore[arg-type]
 
 

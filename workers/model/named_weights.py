@@ -35,18 +35,23 @@ def named_weights(
         dtype: of the tensors, by default their own. A narrower dtype reduces the traffic.
     """
 
-    def parameters() -> Iterator[tuple[str, Tensor, torch.dtype]]:
-        for name, parameter in model.named_parameters():
-            if (base := base_name(name)) is not None:
-                own = dtype is None or (in_float32 is not None and in_float32(base))
-                yield name, parameter, parameter.dtype if own else dtype  # type: ignore[misc]
+    own = {base_name(name): name for name, _ in model.named_parameters()}
 
     def merge(name: str) -> Tensor | None:
-        return merged_weight(model, name, full_tensor) if merged and is_adapted(model, name) else None
+        return merged_weight(model, own[name], full_tensor) if merged and is_adapted(model, own[name]) else None
 
-    for name, weight in _gathered(parameters(), merge):
-        yield base_name(name) or name, weight
+    yield from _gathered(base_parameters(model, dtype, in_float32), merge)
     yield from named_buffers(model)
+
+
+def base_parameters(
+    model: nn.Module, dtype: torch.dtype | None = None, in_float32: InFloat32 | None = None
+) -> Iterator[tuple[str, Tensor, torch.dtype]]:
+    """The parameters of the base model, by their names there, with the dtypes in which they are handed over."""
+    for name, parameter in model.named_parameters():
+        if (base := base_name(name)) is not None:
+            own = dtype is None or (in_float32 is not None and in_float32(base))
+            yield base, parameter, parameter.dtype if own else dtype  # type: ignore[misc]
 
 
 def adapter_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -124,11 +129,7 @@ def all_named_weights(
     merged: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:
     """`named_weights` of all pipeline stages on every rank, stage by stage. A weight that two stages hold is yielded once."""
-    entries = [
-        (base, weight.shape, weight.dtype if dtype is None or (in_float32 and in_float32(base)) else dtype)
-        for name, weight in model.named_parameters()
-        if (base := base_name(name))
-    ]
+    entries = [(name, weight.shape, kind) for name, weight, kind in base_parameters(model, dtype, in_float32)]
     entries += [(name, buffer.shape, buffer.dtype) for name, buffer in named_buffers(model)]
     return _of_all_stages(named_weights(model, dtype, in_float32, merged), entries, ranks)
 

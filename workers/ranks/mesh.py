@@ -66,11 +66,7 @@ class Ranks:
     def all_gather(self, value: T, *axes: str) -> list[T]:
         """The ``value`` (any picklable object) of each rank along ``axes``, in rank order."""
         group = self.group(*axes)
-        if group is None:
-            return [value]
-        values: list[T] = [value] * self.size(*axes)
-        distributed.all_gather_object(values, value, group=group)
-        return values
+        return [value] if group is None else gathered(value, group)
 
     def any_of(self, flags: Sequence[bool], *axes: str) -> list[bool]:
         """For each position in ``flags``, whether it is set on any rank along ``axes``. All ranks pass the same number."""
@@ -116,6 +112,13 @@ class Ranks:
     def is_first(self) -> bool:
         """Whether this is rank 0, the process that writes files and logs."""
         return self.mesh is None or distributed.get_rank() == 0
+
+
+def gathered(value: T, group: ProcessGroup | None) -> list[T]:
+    """The ``value`` (any picklable object) of each rank of a process group, the default one if ``None``, in rank order."""
+    values: list[T] = [value] * distributed.get_world_size(group)
+    distributed.all_gather_object(values, value, group=group)
+    return values
 
 
 def raised_on_all_ranks(error: Exception) -> bool:

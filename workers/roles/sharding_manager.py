@@ -25,7 +25,7 @@ from dataproto.errors import InvalidConfig, RowCountMismatch, end_after
 from dataproto.packing import other_response_columns, token_widths, widen
 from rollout.engine import RolloutEngine
 from rollout.sampling import derive_seed
-from workers.ranks.mesh import Ranks
+from workers.ranks.mesh import Ranks, gathered
 from workers.training.checkpoint import random_states, seed_everything, set_random_states
 from workers.training.memory import GENERATION, PHASES
 
@@ -255,9 +255,7 @@ class ShardingManager:
         block = self.neighbours
         if block.group is None:
             return data
-        counts = [len(data)] * len(block.holders)
-        distributed.all_gather_object(counts, len(data), block.group)
-        self._rows = rows_by_holder(block.holders, counts)
+        self._rows = rows_by_holder(block.holders, gathered(len(data), block.group))
         everything = data if len(self._rows) == 1 else _gathered(data, block, block.holders)
         engines = list(first_places(block.engines))
         number = engines.index(block.engine)
@@ -296,8 +294,7 @@ def _gathered(data: DataProto, block: Neighbours, labels: Sequence[int]) -> Data
 
     Beside ranks with rows, one without any adds no columns either: an engine that decoded nothing does not have all of them.
     """
-    told = [(len(data), token_widths(data), other_response_columns(data))] * len(block.holders)
-    distributed.all_gather_object(told, told[0], block.group)
+    told = gathered((len(data), token_widths(data), other_response_columns(data)), block.group)
     told = [each for each in told if each[0]] or told
     _, widths, others = zip(*told)
     prompt, response = map(max, zip(*widths))
@@ -305,6 +302,6 @@ def _gathered(data: DataProto, block: Neighbours, labels: Sequence[int]) -> Data
         data, max(prompt, token_widths(data)[0]), max(response, token_widths(data)[1]), set.intersection(*others)
     )
     contributes = block.rank in first_places(labels).values() and (len(data) > 0 or not told[0][0])
-    gathered = all_gather(data.select(meta_info_keys=[]) if contributes else DataProto(), block.group)
-    gathered.meta_info = dict(data.meta_info)
-    return gathered
+    whole = all_gather(data.select(meta_info_keys=[]) if contributes else DataProto(), block.group)
+    whole.meta_info = dict(data.meta_info)
+    return whole

@@ -18,6 +18,7 @@ from dataproto.errors import InvalidConfig
 from workers.model.model_config import AdamParams, OptimizerConfig
 from workers.model.named_weights import full_tensor
 from workers.ranks.autograd_collectives import local_part
+from workers.ranks.mesh import gathered
 from workers.training.eight_bit import adamw_8bit, new_moments_8bit
 from workers.weights.hollow_model import local_part as part_and_place
 
@@ -194,9 +195,7 @@ def clip_by_global_norm(
     counted = [[p.grad for p in group if p.grad is not None and id(p) not in repeated] for group in groups]
     norms = [float(group_norm(group)) for group in counted if group]
     if stages is not None:
-        everybody = [norms] * distributed.get_world_size(stages)
-        distributed.all_gather_object(everybody, norms, group=stages)
-        norms = [norm for stage in everybody for norm in stage]
+        norms = [norm for stage in gathered(norms, stages) for norm in stage]
     if not norms:
         return 0.0
     norm = norms[0] if len(norms) == 1 else math.hypot(*norms)

@@ -144,7 +144,10 @@ def check_media(data: DataProto, module: PackedVLM) -> None:
                 )
             key = tuple(map(id, part.values()))
             if key not in features:
-                features[key] = part_features(number, part, module)
+                try:
+                    features[key] = part_features(part, module)
+                except MediaMismatch as error:
+                    raise MediaMismatch(f"row {number}: {error}") from error
             expected[number] += torch.tensor(features[key])
     found = torch.stack([(types == kind).sum(1) for kind in TOKEN_TYPES.values()], dim=1)
     wrong = (found != expected).nonzero()
@@ -157,7 +160,7 @@ def check_media(data: DataProto, module: PackedVLM) -> None:
         )
 
 
-def part_features(number: int, row: Mapping[str, Any], module: PackedVLM) -> tuple[int, ...]:
+def part_features(row: Mapping[str, Any], module: PackedVLM) -> tuple[int, ...]:
     """Numbers of features of the media of each kind of a row, or of one of its turns; checks that their tensors are complete and
     fit the towers.
     """
@@ -166,26 +169,20 @@ def part_features(number: int, row: Mapping[str, Any], module: PackedVLM) -> tup
     layout, config = module.family.media_layout, module.model.config
     smallest = layout.smallest(config)
     for kind in layout.kinds:
-        names = layout.names(kind)
-        given = [name for name in names if row.get(name) is not None]
-        if not given:
+        if not layout.holds(kind, row):
             continue
-        if missing := [name for name in names if name not in given]:
-            raise MediaMismatch(f"row {number}: {', '.join(given)} without {', '.join(missing)}")
+        names = layout.names(kind)
         for name in names:
             if not isinstance(row[name], Tensor):
-                raise MediaMismatch(f"row {number}: {name!r} is a {type(row[name]).__name__}, not a tensor")
+                raise MediaMismatch(f"{name!r} is a {type(row[name]).__name__}, not a tensor")
         pixels = row[names[0]]
         tail = smallest.get(names[0], next(iter(smallest.values()))).shape[1:]
         if not pixels.is_floating_point() or pixels.shape[1:] != tail:
             raise MediaMismatch(
-                f"row {number}: {names[0]!r} is {pixels.dtype} {tuple(pixels.shape)}, but the model takes floating-point "
+                f"{names[0]!r} is {pixels.dtype} {tuple(pixels.shape)}, but the model takes floating-point "
                 f"numbers of shape (N, {', '.join(map(str, tail))})"
             )
-    try:
-        return module.family.feature_counts(row, config)
-    except MediaMismatch as error:
-        raise MediaMismatch(f"row {number}: {error}") from error
+    return module.family.feature_counts(row, config)
 
 
 def check_finite(scores: Tensor, data: DataProto, name: str) -> None:

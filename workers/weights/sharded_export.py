@@ -27,10 +27,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from dataproto.errors import WAY_OUT, CheckpointError, not_hiding
 from dataproto.vlm import VLMFamily
 from dataproto.vlm.prediction_head import holds_head
-from workers.model.lora import base_name
-from workers.model.named_weights import meta_copy, named_buffers, named_weights
+from workers.model.named_weights import base_parameters, meta_copy, named_buffers, named_weights
 from workers.model.patches import set_on_module
-from workers.ranks.mesh import Ranks
+from workers.ranks.mesh import Ranks, gathered
 from workers.weights.hollow_model import absent_weights, hollow_model
 from workers.weights.stored_tensors import CheckpointFiles, whole
 
@@ -206,11 +205,8 @@ class ShardedExport:
     def _stage(self) -> StageWeights:
         """The weights of this rank's pipeline stage; the last one writes those that the model does not use as well."""
         sizes = {}
-        for name, weight in self.model.named_parameters():
-            base = base_name(name)
-            if base is not None:
-                exact = self.dtype is None or self.family.in_float32(base)
-                sizes[base] = weight.numel() * (weight.dtype if exact else self.dtype).itemsize  # type: ignore[union-attr]
+        for base, weight, dtype in base_parameters(self.model, self.dtype, self.family.in_float32):
+            sizes[base] = weight.numel() * dtype.itemsize
         sizes |= {name: buffer.nbytes for name, buffer in named_buffers(self.model)}
         if self.ranks.rank("pp") == self.ranks.size("pp") - 1:
             sizes |= self.unused.sizes
@@ -241,11 +237,7 @@ class ShardedExport:
             self._error = self._error or _reason(error)
 
     def _gather(self, value: tuple[str | None, Any], group: ProcessGroup | None) -> list[tuple[str | None, Any]]:
-        if self.ranks.mesh is None:
-            return [value]
-        values = [value] * distributed.get_world_size()
-        distributed.all_gather_object(values, value, group=group)
-        return values
+        return [value] if self.ranks.mesh is None else gathered(value, group)
 
     def _complete(self, places: dict[str, tuple[str, int]]) -> None:
         """Writes the configuration, removes files of an earlier export, and writes the index."""

@@ -37,12 +37,8 @@ class PlacedPatches(MediaLayout):
 
     def grids(self, kind: str, inputs: Mapping[str, Any], config: Any) -> Tensor:
         """One grid per image, which ends at its last column and row."""
-        names = self.names(kind)
-        given = [name for name in names if inputs.get(name) is not None]
-        if not given:
+        if not self.holds(kind, inputs):
             return torch.zeros(0, 3, dtype=torch.int64)
-        if len(given) < len(names):
-            raise MediaMismatch(f"{given[0]} without {next(name for name in names if name not in given)}")
         pixels, places = inputs["pixel_values"], inputs["image_position_ids"].long()
         ends = (places[1:] == 0).all(1).nonzero().squeeze(1)
         ends = torch.cat([ends, ends.new_tensor([len(places) - 1])])
