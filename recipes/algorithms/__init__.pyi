@@ -27,12 +27,7 @@ from .losses import (
     sequence_policy_loss as sequence_policy_loss,
     value_loss as value_loss,
 )
-from .mismatch import (
-    Differences as Differences,
-    correction_metrics as correction_metrics,
-    difference_metrics as difference_metrics,
-    differences as differences,
-)
+from .mismatch import correction_metrics as correction_metrics, difference_metrics as difference_metrics
 from .options import (
     AlgorithmConfig as AlgorithmConfig,
     NamedLoss as NamedLoss,

@@ -55,12 +55,12 @@ def clipped_policy_loss(
     loss, clip_active = _clipped(log_ratio.exp(), advantages, clip)
     dual_clip_active = torch.zeros_like(clip_active)
     if dual_clip is not None:
-        loss, dual_clip_active = _dual_clipped(loss, advantages, dual_clip)
-    return loss, {
-        "actor/pg_clipfrac": clip_active.float(),
-        "actor/pg_clipfrac_lower": dual_clip_active.float(),
-        "actor/ppo_kl": -log_ratio.detach(),
-    }
+        if dual_clip <= 1:
+            raise InvalidConfig(f"dual_clip must be above 1, got {dual_clip}")
+        bound = -advantages * dual_clip
+        dual_clip_active = (advantages < 0) & (loss > bound)
+        loss = torch.where(dual_clip_active, bound, loss)
+    return loss, _metrics(clip_active, log_ratio) | {"actor/pg_clipfrac_lower": dual_clip_active.float()}
 
 
 def sequence_policy_loss(
@@ -106,7 +106,7 @@ def sequence_policy_loss(
     mean = log_ratio.detach().sum(-1, keepdim=True) / sampled.sum(-1, keepdim=True).clamp(min=1)
     ratio = torch.clamp(mean + new - new.detach(), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     loss, clip_active = _clipped(ratio, advantages, clip)
-    return loss, {"actor/pg_clipfrac": clip_active.float(), "actor/ppo_kl": -log_ratio.detach()}
+    return loss, _metrics(clip_active, log_ratio)
 
 
 def clipped_weight_loss(
@@ -142,8 +142,7 @@ def clipped_weight_loss(
     log_ratio = log_ratio.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio = log_ratio.exp()
     weight = ratio.clamp(1 - low, 1 + high)
-    metrics = {"actor/pg_clipfrac": (weight != ratio).float(), "actor/ppo_kl": -log_ratio}
-    return -weight * advantages * new, metrics
+    return -weight * advantages * new, _metrics(weight != ratio, log_ratio)
 
 
 def gated_policy_loss(
@@ -181,10 +180,7 @@ def gated_policy_loss(
     log_ratio = _clamped_log_ratio(log_probs, old_log_probs)
     temperature = torch.where(advantages > 0, *sapo_temperatures)
     gate = torch.sigmoid(temperature * (log_ratio.exp() - 1)) * 4 / temperature
-    return -advantages * gate, {
-        "actor/pg_clipfrac": torch.zeros_like(log_ratio.detach()),
-        "actor/ppo_kl": -log_ratio.detach(),
-    }
+    return -advantages * gate, _metrics(torch.zeros_like(log_ratio), log_ratio)
 
 
 def clip_cov_loss(
@@ -212,10 +208,8 @@ def clip_cov_loss(
     """
     loss, metrics = clipped_policy_loss(log_probs, old_log_probs, advantages, clip, dual_clip=None)
     chosen = high_covariance != 0
-    return torch.where(chosen, 0.0 * loss.detach(), loss), {
-        "actor/pg_clipfrac": chosen.float(),
-        "actor/ppo_kl": metrics["actor/ppo_kl"],
-    }
+    metrics = {"actor/pg_clipfrac": chosen.float(), "actor/ppo_kl": metrics["actor/ppo_kl"]}
+    return torch.where(chosen, 0.0 * loss.detach(), loss), metrics
 
 
 def kl_cov_loss(
@@ -247,10 +241,7 @@ def kl_cov_loss(
     """
     log_ratio = _clamped_log_ratio(log_probs, old_log_probs)
     penalty = torch.where(high_covariance != 0, kl_cov_coef * log_ratio.abs(), 0.0)
-    return -advantages * log_ratio.exp() + penalty, {
-        "actor/pg_clipfrac": torch.zeros_like(log_ratio.detach()),
-        "actor/ppo_kl": -log_ratio.detach(),
-    }
+    return -advantages * log_ratio.exp() + penalty, _metrics(torch.zeros_like(log_ratio), log_ratio)
 
 
 def value_loss(
@@ -302,13 +293,9 @@ def _clipped(ratio: Tensor, advantages: Tensor, clip: tuple[float, float]) -> tu
     return torch.maximum(unclipped, clipped), clipped > unclipped
 
 
-def _dual_clipped(loss: Tensor, advantages: Tensor, dual_clip: float) -> tuple[Tensor, Tensor]:
-    """The loss with the dual clip, (B, R), and where the dual clip is active, (B, R) bool."""
-    if dual_clip <= 1:
-        raise InvalidConfig(f"dual_clip must be above 1, got {dual_clip}")
-    bound = -advantages * dual_clip
-    active = (advantages < 0) & (loss > bound)
-    return torch.where(active, bound, loss), active
+def _metrics(clipped: Tensor, log_ratio: Tensor) -> dict[str, Tensor]:
+    """The metrics of a policy loss, each (B, R), of where its clip is active and of the log ratio."""
+    return {"actor/pg_clipfrac": clipped.float(), "actor/ppo_kl": -log_ratio.detach()}
 
 
 def _checked(clip: tuple[float, float]) -> tuple[float, float]:

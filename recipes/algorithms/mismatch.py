@@ -3,9 +3,6 @@
 Dimension letters: B rows, R response tokens, N sampled tokens.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-
 import torch
 from torch import Tensor
 
@@ -15,60 +12,12 @@ from recipes.algorithms.correction import LOG_RATIO_LIMIT
 PREFIX = "training/rollout_probs_diff_"
 
 
-@dataclass(frozen=True)
-class Differences:
-    """Statistics of ``|actor - engine|`` over the log-probs of some tokens, and of the ratios of their probabilities."""
-
-    tokens: int
-    mean: float
-    p99: float
-    max: float
-    ratio_mean: float  # of the importance ratios exp(actor - engine); 1 if there is no mismatch
-    ratio_off: float  # share of tokens whose ratio differs from 1 by more than 0.01
-
-    @classmethod
-    def of(cls, actor: Tensor, engine: Tensor) -> "Differences":
-        """Compares log-probs ``(N,)`` of the actor with those of the engine.
-
-        >>> half = torch.tensor([0.5, 0.5]).log()
-        >>> found = Differences.of(half, torch.tensor([0.5, 0.25]).log())
-        >>> found.tokens, round(found.max, 4), round(found.ratio_mean, 4), found.ratio_off
-        (2, 0.6931, 1.5, 0.5)
-        """
-        log_ratio = (actor - engine).double()
-        difference, ratio = log_ratio.abs(), log_ratio.exp()
-        rank = max(1, round(0.99 * len(difference)))
-        return cls(
-            len(difference),
-            float(difference.mean()),
-            float(difference.kthvalue(rank).values),
-            float(difference.max()),
-            float(ratio.mean()),
-            float(((ratio - 1).abs() > 0.01).double().mean()),
-        )
-
-
-def differences(data: DataProto, actor: Tensor) -> dict[str, Differences]:
+def difference_metrics(data: DataProto, actor: Tensor) -> dict[str, float]:
     """Compares the column ``rollout_log_probs`` with the actor's log-probs ``(B, R)``.
 
     Returns:
-        `Differences` of ``all`` rows, of rows of ``text`` only, and of rows with ``images``; without those that have no token.
-    """
-    mask = data["response_mask"].bool()
-    every_row = torch.ones(len(data), dtype=torch.bool)
-    if "multi_modal_inputs" in data:
-        has_media = torch.tensor([bool(media) for media in data["multi_modal_inputs"]], dtype=torch.bool)
-    else:
-        has_media = ~every_row
-    engine, found = data["rollout_log_probs"], {}
-    for kind, rows in {"all": every_row, "text": ~has_media, "images": has_media}.items():
-        if (chosen := mask & rows[:, None]).any():
-            found[kind] = Differences.of(actor[chosen], engine[chosen])
-    return found
-
-
-def difference_metrics(data: DataProto, actor: Tensor) -> dict[str, float]:
-    """`differences` as metrics, with verl's mean, maximum and standard deviation of absolute differences of probabilities.
+        verl's mean, maximum and standard deviation of the absolute differences of probabilities, and `log_differences` of all
+        rows, of rows of ``text`` only, and of rows with ``images``; without those that have no token.
 
     >>> engine, actor = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.5, 0.25]]).log()
     >>> data = DataProto.from_dict({"rollout_log_probs": engine, "response_mask": torch.ones(1, 2)})
@@ -76,8 +25,8 @@ def difference_metrics(data: DataProto, actor: Tensor) -> dict[str, float]:
     >>> found["training/rollout_probs_diff_max"], round(found["training/rollout_probs_diff_text_log_max"], 4)
     (0.25, 0.6931)
     """
-    mask = data["response_mask"].bool()
-    probabilities = (actor[mask].double().exp() - data["rollout_log_probs"][mask].double().exp()).abs()
+    mask, engine = data["response_mask"].bool(), data["rollout_log_probs"]
+    probabilities = (actor[mask].double().exp() - engine[mask].double().exp()).abs()
     if not len(probabilities):
         return {}
     metrics = {
@@ -85,14 +34,34 @@ def difference_metrics(data: DataProto, actor: Tensor) -> dict[str, float]:
         f"{PREFIX}max": float(probabilities.max()),
         f"{PREFIX}std": float(probabilities.std(correction=0)),
     }
-    for kind, found in differences(data, actor).items():
-        metrics |= _prefixed("" if kind == "all" else f"{kind}_", asdict(found))
+    every_row = torch.ones(len(data), dtype=torch.bool)
+    has_media = ~every_row
+    if "multi_modal_inputs" in data:
+        has_media = torch.tensor([bool(media) for media in data["multi_modal_inputs"]], dtype=torch.bool)
+    for kind, rows in {"": every_row, "text_": ~has_media, "images_": has_media}.items():
+        if (chosen := mask & rows[:, None]).any():
+            found = log_differences(actor[chosen], engine[chosen])
+            metrics |= {f"{PREFIX}{kind}{name}": value for name, value in found.items()}
     return metrics
 
 
-def _prefixed(kind: str, values: Mapping[str, float]) -> dict[str, float]:
-    logs = {f"{PREFIX}{kind}log_{name}": values[name] for name in ("mean", "p99", "max")}
-    return logs | {f"{PREFIX}{kind}{name}": values[name] for name in ("ratio_mean", "ratio_off")}
+def log_differences(actor: Tensor, engine: Tensor) -> dict[str, float]:
+    """Statistics of ``|actor - engine|`` over the log-probs ``(N,)`` of tokens, and of the importance ratios exp(actor - engine):
+    their mean, 1 if there is no mismatch, and the share of those that differ from 1 by more than 0.01.
+
+    >>> found = log_differences(torch.tensor([0.5, 0.5]).log(), torch.tensor([0.5, 0.25]).log())
+    >>> round(found["log_max"], 4), round(found["ratio_mean"], 4), found["ratio_off"]
+    (0.6931, 1.5, 0.5)
+    """
+    log_ratio = (actor - engine).double()
+    difference, ratio = log_ratio.abs(), log_ratio.exp()
+    return {
+        "log_mean": float(difference.mean()),
+        "log_p99": float(difference.kthvalue(max(1, round(0.99 * len(difference)))).values),
+        "log_max": float(difference.max()),
+        "ratio_mean": float(ratio.mean()),
+        "ratio_off": float(((ratio - 1).abs() > 0.01).double().mean()),
+    }
 
 
 def correction_metrics(

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dataproto import DataProto
-from recipes.algorithms.mismatch import difference_metrics, differences
+from recipes.algorithms.mismatch import difference_metrics
 from recipes.algorithms.options import AlgorithmConfig
 from recipes.run.phases import log_probs_before_update
 
@@ -36,7 +36,7 @@ def test_one_percent_of_the_differences_exceed_the_99th_percentile():
     engine = torch.zeros(1, 200)
     data = DataProto.from_dict({"response_mask": torch.ones(1, 200), "rollout_log_probs": engine})
     actor = torch.arange(200.0).unsqueeze(0)[:, torch.randperm(200, generator=torch.Generator().manual_seed(0))]
-    assert differences(data, actor)["all"].p99 == 197
+    assert difference_metrics(data, actor)[f"{PREFIX}log_p99"] == 197
 
 
 def test_rows_without_tokens_give_no_metrics():

@@ -9,7 +9,6 @@ NAMES = {
         *(
             "ADVANTAGES",
             "AlgorithmConfig",
-            "Differences",
             "LOSSES",
             "NamedLoss",
             "add_loss_columns",
@@ -17,7 +16,7 @@ NAMES = {
         ),
         *("bi_level_gae", "gigpo_advantage", "turn_gae", "turn_returns_advantage", "uncut_tokens"),
         *("clip_cov_loss", "clipped_policy_loss", "clipped_weight_loss", "correction_metrics"),
-        *("difference_metrics", "differences", "gae", "gated_policy_loss", "greedy_baseline_advantage"),
+        *("difference_metrics", "gae", "gated_policy_loss", "greedy_baseline_advantage"),
         *("group_advantage", "highest_covariance", "importance_weights", "informative_rows", "k1_kl", "k2_kl", "k3_kl"),
         *("kept_tokens", "kl_cov_loss", "leave_one_out_advantage", "length_weighted_advantage"),
         *("overlong_penalty", "penalised_rewards", "random_high_covariance", "reinforce_plus_plus"),
