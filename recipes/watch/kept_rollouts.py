@@ -29,9 +29,9 @@ from recipes.watch.rollout_files import (
     replace_file,
     reward_parts,
     rows_file,
-    save_image,
-    save_sound,
+    saved_media,
     sounds_of,
+    texts_of,
     tokens_file,
 )
 from rollout.answers import ANSWER_KEY
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 NEEDED = ("response_mask", "attention_mask", "uid")
 MEASURED = (("responses", "token_level_rewards"), ("input_ids", "actor_log_probs"))  # of rollouts; of other rows
-DESCRIBING = ("uid", "data_source", "raw_prompt", "response_text", "reward_model", "multi_modal_data")
 EPISODES = {"trajectory": "", "new_row": "", "end_reason": "done", "end_message": ""}
 """Columns of rows of episodes, which alone have the first, and their defaults."""
 PER_TOKEN = {  # name in the file: columns (B, R), of which the first that the batch has is kept
@@ -118,36 +117,25 @@ class KeptRollouts:
         parts = reward_parts(data) if scored else {}
         shaped = data["token_level_rewards"].sum(-1).tolist() if scored else [None] * len(data)
         files: dict[tuple[int, ...], Row] = {}  # of pictures and sounds, by the media that rows share
-        described = (*DESCRIBING, "score", "truncated")
-        columns = {name: data[name] if name in data else [None] * len(data) for name in described}
+        unknown = [None] * len(data)
+        score, cut, seen = (
+            data[name] if name in data else unknown for name in ("score", "truncated", "multi_modal_data")
+        )
         rows = []
         for row, sample in enumerate(samples):
-            cells = {name: column[row] for name, column in columns.items()}
-            media = cells["multi_modal_data"] or {}
+            media = seen[row] or {}
             shared = tuple(id(medium) for kind in media.values() for medium in kind)
             if shared not in files:
-                folder = self.root / "images"
-                files[shared] = {"images": [save_image(folder, picture) for picture in pictures_of(media)]}
-                if sounds := [save_sound(folder, sound) for sound in sounds_of(media)]:
-                    files[shared]["sounds"] = sounds
-            reward = _number(shaped[row] if cells["score"] is None else cells["score"])
+                files[shared] = saved_media(self.root / "images", pictures_of(media), sounds_of(media))
+            reward = _number(shaped[row] if score[row] is None else score[row])
             # The row of an episode may have a part of its reward.
             same = "trajectory" in data or _number(shaped[row]) == reward
             changed = {} if same else {"shaped": _number(shaped[row])}
             rows.append(
-                {
-                    "step": step,
-                    "uid": str(cells["uid"]),
-                    "sample": sample,
-                    "source": str(cells["data_source"] or ""),
-                    "prompt": prompt_text(cells["raw_prompt"] or ""),
-                    "response": str(cells["response_text"] or ""),
-                    "ground_truth": str((cells["reward_model"] or {}).get("ground_truth", "")),
-                    "reward": reward,
-                    "parts": {name: _number(value[row]) for name, value in parts.items()} | changed,
-                    "truncated": bool(cells["truncated"]),
-                    **files[shared],
-                }
+                {"step": step, "uid": str(data["uid"][row]), "sample": sample}
+                | texts_of(data, row)
+                | {"reward": reward, "parts": {name: _number(value[row]) for name, value in parts.items()} | changed}
+                | {"truncated": bool(cut[row]), **files[shared]}
                 | _of_episode(data, row)
             )
         return rows

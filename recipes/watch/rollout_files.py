@@ -6,7 +6,7 @@ import io
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,25 +69,28 @@ def rollout_samples(data: "DataProto", limit: int) -> list[RolloutSample]:
             continue
         if len(samples) == limit:
             break
-        accuracy = _cell(data, "acc", row, None)
+        numbers = {name: None if (value := each[row]) is None else float(value) for name, each in parts.items()}
         samples[key] = RolloutSample(
-            key=key,
-            prompt=prompt_text(_cell(data, "raw_prompt", row, "")),
-            response=str(data["response_text"][row]),
-            ground_truth=str((_cell(data, "reward_model", row, None) or {}).get("ground_truth", "")),
+            key,
+            **texts_of(data, row),
             reward=float(data["score"][row]),
-            accuracy=None if accuracy is None else float(accuracy),
+            accuracy=numbers.pop("acc", None),
             images=tuple(pictures_of(media := _cell(data, "multi_modal_data", row, None))),
             sounds=tuple(sounds_of(media)),
             actions=tuple(_cell(data, "actions", row, ())),
-            source=str(source),
-            parts={
-                name: None if (value := each[row]) is None else float(value)
-                for name, each in parts.items()
-                if name != "acc"
-            },
+            parts=numbers,
         )
     return list(samples.values())
+
+
+def texts_of(data: "DataProto", row: int) -> dict[str, str]:
+    """Where a row is from, what was asked, what was answered, and the truth: for each an empty text without its column."""
+    return {
+        "source": str(_cell(data, "data_source", row, None) or ""),
+        "prompt": prompt_text(_cell(data, "raw_prompt", row, "")),
+        "response": str(_cell(data, "response_text", row, None) or ""),
+        "ground_truth": str((_cell(data, "reward_model", row, None) or {}).get("ground_truth", "")),
+    }
 
 
 def reward_parts(data: "DataProto") -> dict[str, list[float | None]]:
@@ -147,13 +150,12 @@ def save_rollouts(directory: str | Path, step: int, rows: Iterable[RolloutSample
     ``rollouts/images`` (see `save_image`)."""
     folder = Path(directory) / FOLDER
     (folder / "images").mkdir(parents=True, exist_ok=True)
-    lines = []
-    for sample in rows:
-        fields = {name: value for name, value in vars(sample).items() if name not in ("images", "sounds")}
-        names = [save_image(folder / "images", image) for image in sample.images]
-        sounds = {"sounds": [save_sound(folder / "images", sound) for sound in sample.sounds]} if sample.sounds else {}
-        lines.append(json.dumps(fields | {"images": names} | sounds) + "\n")
-    return replace_file(answers_file(directory, step), "".join(lines).encode())
+    fields = [
+        {name: value for name, value in vars(sample).items() if name != "sounds"}
+        | saved_media(folder / "images", sample.images, sample.sounds)
+        for sample in rows
+    ]
+    return replace_file(answers_file(directory, step), "".join(json.dumps(each) + "\n" for each in fields).encode())
 
 
 def replace_file(path: Path, content: bytes) -> Path:
@@ -191,17 +193,25 @@ def load_rollouts(directory: str | Path, step: int) -> list[RolloutSample]:
     """
     path = answers_file(directory, step)
     samples = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, fields in enumerate(read_lines(path, "key"), 1):
         try:
-            fields = json.loads(line)
-            images = _load_images(path.parent / "images", fields.pop("images"))
-            files = [path.parent / "images" / Path(name).name for name in fields.pop("sounds", ())]
+            images = _load_images(path.parent / "images", fields["images"])
+            files = [path.parent / "images" / Path(name).name for name in fields.get("sounds", ())]
             sounds = tuple(file.read_bytes() for file in files if file.is_file())
-            actions = tuple(map(str, fields.pop("actions", ())))
-            samples.append(replace(RolloutSample(**fields), images=images, sounds=sounds, actions=actions))
+            media = {"images": images, "sounds": sounds, "actions": tuple(map(str, fields.get("actions", ())))}
+            samples.append(RolloutSample(**fields | media))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise FileFormatError(f"{path}, line {number}: not a rollout ({error})") from error
     return samples
+
+
+def saved_media(folder: Path, images: Iterable[Image.Image], sounds: Iterable[bytes]) -> dict[str, list[str]]:
+    """Writes pictures and sounds, each under the name of its content, and returns the names as fields of a row."""
+    found = {
+        "images": [save_image(folder, image) for image in images],
+        "sounds": [save_sound(folder, sound) for sound in sounds],
+    }
+    return found if found["sounds"] else {"images": found["images"]}
 
 
 def save_image(folder: Path, image: Image.Image) -> str:
@@ -250,8 +260,7 @@ def load_kept(directory: str | Path, step: int) -> list[Row]:
     Raises:
         FileFormatError: a line is not a kept row; the message names it.
     """
-    path = rows_file(directory, step)
-    return read_lines(path, path.read_bytes(), "uid")
+    return read_lines(rows_file(directory, step), "uid")
 
 
 def load_tokens(directory: str | Path, step: int) -> list[Row]:
@@ -260,21 +269,20 @@ def load_tokens(directory: str | Path, step: int) -> list[Row]:
     Raises:
         FileFormatError: the file is damaged; the message names it.
     """
-    path = tokens_file(directory, step)
-    try:
-        content = gzip.decompress(path.read_bytes())
-    except (OSError, EOFError) as error:
-        raise FileFormatError(f"{path}: {error}") from error
-    return read_lines(path, content, "tokens")
+    return read_lines(tokens_file(directory, step), "tokens")
 
 
-def read_lines(path: Path, content: bytes, needed: str) -> list[Row]:
-    """The objects of the lines of a file, each of which has the field ``needed``.
+def read_lines(path: Path, needed: str) -> list[Row]:
+    """The objects of the lines of a file, which ``.gz`` are compressed; each has the field ``needed``.
 
     Raises:
         FileFormatError: a line is something else; the message names it.
     """
-    rows = []
+    rows, content = [], path.read_bytes()
+    try:
+        content = gzip.decompress(content) if path.suffix == ".gz" else content
+    except (OSError, EOFError) as error:
+        raise FileFormatError(f"{path}: {error}") from error
     for number, line in enumerate(content.splitlines(), 1):
         try:
             row = json.loads(line, parse_constant=lambda name: None)  # NaN and infinities, which JSON does not have

@@ -36,6 +36,8 @@ HOSTS = re.compile(r"(?:127\.0\.0\.1|localhost)(?::\d+)?", re.IGNORECASE)
 PICTURE = re.compile(r"/images/([0-9a-f]{16}\.(png|jpg|wav))")
 KINDS = {"html": "text/html", "js": "text/javascript", "css": "text/css", "png": "image/png", "jpg": "image/jpeg"}
 KINDS |= {"wav": "audio/wav"}
+SETS = {"training": (kept_steps, rows_file, "uid"), "held-out": (rollout_steps, answers_file, "key")}
+"""Of the rollouts that steps sampled, and of the answers of evaluations: the steps, the file of one, and what each row has."""
 HEADERS = {
     # Text of rollouts cannot become code: scripts and styles come from this server's own files only.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; media-src 'self'; "
@@ -89,16 +91,13 @@ def check_run(directory: Path) -> Path:
 
 
 def overview(directory: Path) -> dict[str, Any]:
-    """The name of a run, and stamps that change with its files: of the metrics, and of each step whose rollouts are kept.
-
-    There are two sets of rollouts: ``training``, as the steps sampled them, and ``held-out``, of the evaluations.
-    """
+    """The name of a run, and stamps that change with its files: of the metrics, and of each step of `SETS`."""
     metrics = directory / METRICS_FILE
     return {
         "name": directory.resolve().name,
         "steps": {
-            "training": {step: _stamp(rows_file(directory, step)) for step in kept_steps(directory)},
-            "held-out": {step: _stamp(answers_file(directory, step)) for step in rollout_steps(directory)},
+            name: {step: _stamp(file(directory, step)) for step in steps(directory)}
+            for name, (steps, file, _) in SETS.items()
         },
         "metrics": _stamp(metrics) if metrics.exists() else None,
     }
@@ -158,16 +157,14 @@ class ViewerServer(ThreadingHTTPServer):
         if path not in ("/api/rows", "/api/tokens"):
             return None
         name, step = asked.get("set", "training"), asked.get("step", "")
-        known = {"training": kept_steps, "held-out": rollout_steps}
-        if name not in known:
+        if name not in SETS:
             raise InvalidConfig(f"no set {name!r}: choose training or held-out")
-        if step not in map(str, known[name](self.directory)):
+        steps, file, needed = SETS[name]
+        if step not in map(str, steps(self.directory)):
             raise InvalidConfig(f"no {name} rollouts of step {step!r} are kept")
         if path == "/api/tokens":
             return load_tokens(self.directory, int(step))
-        file, needed = (rows_file, "uid") if name == "training" else (answers_file, "key")
-        found = file(self.directory, int(step))
-        return read_lines(found, found.read_bytes(), needed)
+        return read_lines(file(self.directory, int(step)), needed)
 
 
 class _Handler(BaseHTTPRequestHandler):
