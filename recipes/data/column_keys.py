@@ -99,6 +99,8 @@ class ColumnKeys:
                     )
 
 
+KNOWN = ColumnKeys()
+"""The columns of the known schemas."""
 EvalPaths = str | tuple[str, ...] | None
 """What ``--eval-data-path`` gives: a held-out set, or several, each as PATH or NAME=PATH."""
 

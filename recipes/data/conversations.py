@@ -20,41 +20,26 @@ from typing import Any
 import numpy as np
 
 from dataproto.errors import InvalidRow
-from recipes.data.column_keys import ColumnKeys, why_lacking
-from recipes.data.problem_rows import KNOWN, media_columns, row_media, row_tools
+from recipes.data.column_keys import KNOWN, ColumnKeys, why_lacking
 from recipes.data.row_values import (
     CONTEXT_COLUMNS,
     MEDIA_COLUMNS,
     chat_messages,
-    keys_of_row,
-    parsed_row,
+    first_of,
+    known_row,
     plain_answer,
-    whole_question,
+    shown_columns,
     with_context,
 )
-from recipes.data.tables import StreamRows, TableRows, open_rows, open_stream
+from recipes.data.tables import StreamRows, open_rows, open_stream
 from rollout.prompts import invalid_row
-from rollout.prompts.messages import with_markers, with_media
+from rollout.prompts.messages import with_markers
 
 _QUESTIONS = ("messages", "conversations", "texts", "prompt")
 _ANSWERS = ("completion", "response", "answer")
 _OTHERS = (*MEDIA_COLUMNS, "data_source", *CONTEXT_COLUMNS)
 CONVERSATION_COLUMNS = (*_QUESTIONS, *_ANSWERS, *_OTHERS)
 """The columns that `read_conversation_row` knows."""
-
-
-def conversation_rows(
-    source: str | Path | Sequence[str | Path],
-    split: str = "train",
-    keys: ColumnKeys = KNOWN,
-    media_root: str | Path | None = None,
-) -> TableRows:
-    """Opens a data set of conversations; see `recipes.data.tables.open_rows` and `read_conversation_row`.
-
-    Raises:
-        InvalidConfig: the data set does not exist, has no rows, or lacks a column that ``keys`` names.
-    """
-    return open_rows(source, split, media_root, read_conversation_row, keys)
 
 
 def conversation_stream(
@@ -86,26 +71,23 @@ def read_conversation_row(
     >>> row["prompt"]
     [{'role': 'user', 'content': '<image>What?'}, {'role': 'assistant', 'content': 'A cat.'}]
     """
-    keys = keys_of_row(raw, keys)
-    raw = parsed_row(keys.rename(whole_question(raw, keys), index), index)
-    media = row_media(raw)
+    raw, keys, media = known_row(raw, index, keys)
     if keys.prompt_key and isinstance(raw["prompt"], str):
-        raw = {**raw, "prompt": with_markers(raw["prompt"], media)}
-    return {
-        "prompt": with_media(with_context(_messages(raw, index, media), raw, index), media),
-        **media_columns(media),
-        "data_source": raw.get("data_source") or _source_of_texts(raw) or data_source,
-        "index": index,
-    } | row_tools(raw)
+        raw["prompt"] = with_markers(raw["prompt"], media)
+    prompt = with_context(_messages(raw, index, media), raw, index)
+    return shown_columns(prompt, raw, media, index, _source_of_texts(raw) or data_source)
+
+
+conversation_rows = partial(open_rows, read_conversation_row)
+"""Opens a data set of conversations; see `recipes.data.tables.open_rows` and `read_conversation_row`."""
 
 
 def _messages(raw: Mapping[str, Any], index: int, media: Mapping[str, list[Any]]) -> list[Any]:
     if raw.get("texts") is not None:
         return _cauldron_messages(raw["texts"], index, media)
-    turns = raw.get("messages") if raw.get("messages") is not None else raw.get("conversations")
-    if turns is not None:
+    if (turns := first_of(raw, ("messages", "conversations"))) is not None:
         return chat_messages(turns, index)
-    prompt, answer = raw.get("prompt"), next((raw[name] for name in _ANSWERS if raw.get(name) is not None), None)
+    prompt, answer = raw.get("prompt"), first_of(raw, _ANSWERS)
     if prompt is None or answer is None:
         lacking = (
             f"no 'messages', 'conversations', 'texts', or 'prompt' with an answer, among its columns {sorted(raw)}"

@@ -11,9 +11,9 @@ import numpy as np
 from dataproto.errors import InvalidConfig, InvalidRow
 from recipes.data.column_keys import OnBadRow, missing_columns
 from recipes.data.row_values import conversation
-from recipes.data.tables import TableRows, open_tables, table_files
+from recipes.data.tables import Table, TableRows, open_tables
 from recipes.demo.classes import CLASSES, draw_class
-from recipes.demo.problems import EPOCH_ROWS, Split
+from recipes.demo.problems import EPOCH_ROWS, DrawnRows, Split
 from rollout.prompts.sources import media_file, media_list
 
 IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -43,57 +43,32 @@ class Templates:
         return conversation((f"<image>{question}", self.answer.replace("{label}", label)), source, place, [image])
 
 
-class LabelledRows(Sequence[dict[str, Any]]):
-    """Conversations about the (image, label) pairs at ``places``, in this order."""
+class DrawnClasses(DrawnRows):
+    """Conversations about synthetic pictures, see `recipes.demo.classes`."""
 
-    def __init__(
-        self, pairs: Any, places: Sequence[int] | range, classes: Sequence[str], templates: Templates, source: str
-    ) -> None:
-        """``pairs[i]`` is a tuple (image, label)."""
-        self.pairs, self.places, self.classes = pairs, places, tuple(classes)
-        self.templates, self.source = templates, source
+    def __init__(self, seed: int, split: Split, rows: int, templates: Templates) -> None:
+        super().__init__(seed, split, rows)
+        self.templates = templates
 
-    def __len__(self) -> int:
-        return len(self.places)
-
-    @property
-    def recurring(self) -> bool:
-        """Whether a run may take a picture twice; see `recipes.data.loader.may_recur`."""
-        return not isinstance(self.pairs, DrawnPairs) or len(self) < EPOCH_ROWS
-
-    def __getitem__(self, place: Any) -> Any:
-        if isinstance(place, slice):
-            return LabelledRows(self.pairs, self.places[place], self.classes, self.templates, self.source)
-        number = int(self.places[place])
-        image, label = self.pairs[number]
-        return self.templates.row(image, label, self.classes, self.source, number)
+    def row(self, place: int) -> dict[str, Any]:
+        """The question about one picture."""
+        picture = draw_class(place, self.seed, self.split)
+        return self.templates.row(picture.image, picture.label, CLASSES, "synthetic/classes", place)
 
 
 @dataclass(frozen=True)
 class LabelledData:
     """Training rows, the held-out rows of each set by its name ("" for one without), and their classes."""
 
-    train: LabelledRows
-    held_out: Mapping[str, LabelledRows]
+    train: Any
+    held_out: Mapping[str, Any]
     classes: tuple[str, ...]
-
-
-class DrawnPairs:
-    """(image, label) pairs of drawn pictures; see `recipes.demo.classes`."""
-
-    def __init__(self, seed: int, split: Split) -> None:
-        self.seed, self.split = seed, split
-
-    def __getitem__(self, place: int) -> tuple[Any, str]:
-        picture = draw_class(place, self.seed, self.split)
-        return picture.image, picture.label
 
 
 def drawn_data(eval_rows: int, seed: int, templates: Templates) -> LabelledData:
     """Synthetic pictures, and held-out ones that do not depend on ``seed``."""
-    train = LabelledRows(DrawnPairs(seed, "train"), range(EPOCH_ROWS), CLASSES, templates, "synthetic/classes")
-    held_out = LabelledRows(DrawnPairs(0, "test"), range(eval_rows), CLASSES, templates, "synthetic/classes")
-    return LabelledData(train, {"": held_out}, CLASSES)
+    held_out = DrawnClasses(0, "test", eval_rows, templates)
+    return LabelledData(DrawnClasses(seed, "train", EPOCH_ROWS, templates), {"": held_out}, CLASSES)
 
 
 COLUMNS = ("image", "label")
@@ -126,39 +101,34 @@ def labelled_data(
             class that the training data lack.
         InvalidRow: a row has no label, or an empty one, or cannot be read; with ``on_bad_row="skip"`` it is left out.
     """
+    from torch.utils.data import Subset  # options are read without torch
+
     how = columns, exclude, on_bad_row
-    train = _opened(source, "train", *how)
+    train = LabelledPictures(source, "train", *how)
     classes = tuple(label for label in train.classes if label not in exclude)
-    if len(classes) < 2 and isinstance(train, LabelledFiles):
+    if len(classes) < 2 and _has_images(Path(source)):
         raise InvalidConfig(f"{source} must have folders of images of at least two classes, but has {list(classes)}")
-    held_out = {name: _opened(path, "test", *how) for name, path in (sets or {}).items()}
+    opened = {name: LabelledPictures(path, "test", *how) for name, path in (sets or {}).items()}
     if not sets and _has_test_split(source):
-        held_out = {"": _opened(source, "test", *how)}
-    chosen: dict[str, tuple[Any, Sequence[int]]] = {name: (pairs, pairs.used) for name, pairs in held_out.items()}
-    places = train.used
-    if not chosen:
-        apart = _held_out([str(train.labels[place]) for place in places], seed)
-        if not apart:
-            raise InvalidConfig(f"{source} has one picture of each class, so none can be held out: add pictures")
-        chosen = {"": (train, [places[at] for at in sorted(apart)])}
-        places = [place for at, place in enumerate(places) if at not in apart]
-    shown = {}
-    for name, (pairs, used) in chosen.items():
-        if unknown := sorted({str(pairs.labels[place]) for place in used} - {*classes}):
+        opened = {"": LabelledPictures(source, "test", *how)}
+    for name, pictures in opened.items():
+        if unknown := sorted({str(pictures.labels[place]) for place in pictures.used} - {*classes}):
             split = f"the held-out set {name}" if name else f"the test split of {source}"
             raise InvalidConfig(f"{split} has classes that are not in the training data: {unknown[:5]}")
-        order = np.random.default_rng([seed, 1]).permutation(len(used))[:eval_rows]  # rows are sorted by class
-        few = [int(used[place]) for place in order.tolist()]
-        shown[name] = LabelledRows(pairs, few, classes, templates, train.name)
-    return LabelledData(LabelledRows(train, places, classes, templates, train.name), shown, classes)
-
-
-def _opened(
-    source: str, split: Split, columns: tuple[str, str], exclude: Sequence[str], on_bad_row: OnBadRow
-) -> "LabelledFiles | TablePairs":
-    if _has_images(Path(source)):
-        return LabelledFiles(Path(source), split, exclude)
-    return TablePairs(source, split, columns, exclude, on_bad_row)
+    rows: Any = LabelledRows(train, classes, templates, train.name)
+    held_out: dict[str, Any] = {
+        name: LabelledRows(pictures, classes, templates, train.name) for name, pictures in opened.items()
+    }
+    if not held_out:
+        apart = _held_out([str(train.labels[place]) for place in train.used], seed)
+        if not apart:
+            raise InvalidConfig(f"{source} has one picture of each class, so none can be held out: add pictures")
+        held_out = {"": Subset(rows, sorted(apart))}
+        rows = Subset(rows, [place for place in range(len(rows)) if place not in apart])
+    for name, found in held_out.items():  # which are sorted by class
+        order = np.random.default_rng([seed, 1]).permutation(len(found))
+        held_out[name] = Subset(found, order[:eval_rows].tolist())
+    return LabelledData(rows, held_out, classes)
 
 
 def _has_images(path: Path) -> bool:
@@ -176,46 +146,45 @@ def _has_test_split(source: str) -> bool:
     return False
 
 
-class LabelledFiles:
-    """(image, label) pairs of the files in the folders of a folder, or of its folder for a split, which are its classes."""
-
-    def __init__(self, path: Path, split: Split, exclude: Sequence[str]) -> None:
-        whole = next((path / name for name in _SPLITS[split] if (path / name).is_dir()), path)
-        folders = sorted(each for each in whole.iterdir() if each.is_dir() and not each.name.startswith("."))
-        self.name = path.resolve().name
-        self.files = [
-            file
-            for folder in folders
-            if folder.name not in exclude
-            for file in sorted(folder.iterdir())
-            if file.suffix.lower() in IMAGES
-        ]
-        self.labels = [file.parent.name.replace("_", " ") for file in self.files]
-        self.classes, self.used = tuple(dict.fromkeys(self.labels)), range(len(self.files))
-
-    def __getitem__(self, place: int) -> tuple[Path, str]:
-        return self.files[place], self.labels[place]
+def _pictures_in(path: Path, split: Split, exclude: Sequence[str]) -> list[dict[str, Any]]:
+    """The files in the folders of a folder, or of its folder for a split, with the folders' names as labels."""
+    whole = next((path / name for name in _SPLITS[split] if (path / name).is_dir()), path)
+    folders = sorted(each for each in whole.iterdir() if each.is_dir() and not each.name.startswith("."))
+    return [
+        {"image": file, "label": folder.name.replace("_", " ")}
+        for folder in folders
+        if folder.name not in exclude
+        for file in sorted(folder.iterdir())
+        if file.suffix.lower() in IMAGES
+    ]
 
 
-class TablePairs:
-    """(image, label) pairs of the rows of a data set; images are read on access. Raises `InvalidConfig` and `InvalidRow`."""
+class LabelledPictures:
+    """(image, label) pairs of a data set, whose images are read on access. Raises `InvalidConfig` and `InvalidRow`.
+
+    ``used`` are the places of those with a label that is not excluded.
+    """
 
     def __init__(
         self, source: str, split: Split, columns: tuple[str, str], exclude: Sequence[str], on_bad_row: OnBadRow
     ) -> None:
-        tables, self.name = open_tables(source, split)
-        for table, _ in tables:
-            missing, present = missing_columns(table, {*columns})
+        if _has_images(Path(source)):
+            tables, self.name = [Table(_pictures_in(Path(source), split, exclude))], Path(source).resolve().name
+            columns = COLUMNS
+        else:
+            tables, self.name = open_tables(source, split)
+        for table in tables:
+            missing, present = missing_columns(table.rows, {*columns})
             for option, column in zip(COLUMNS, columns):
                 if column in missing:
                     raise InvalidConfig(
                         f"no column {column!r}: the data set has {', '.join(present)}; name yours by --{option}-column"
                     )
         self.image_column, column = columns
-        self.rows = TableRows(tables, _as_it_is, table_files(source, split))
-        features = getattr(tables[0][0], "features", None) or {}
+        self.rows = TableRows(tables, lambda raw, place: raw)
+        features = getattr(tables[0].rows, "features", None) or {}
         names = tuple(getattr(features.get(column), "names", None) or ())
-        values = [value for table, _ in tables for value in _column(table, column)]
+        values = [value for table in tables for value in _column(table.rows, column)]
         self.labels = [_label(value, names) for value in values]
         if on_bad_row == "stop" and None in self.labels:
             place = self.labels.index(None)
@@ -236,8 +205,21 @@ class TablePairs:
         return images[0] if file is None else file, str(self.labels[place])
 
 
-def _as_it_is(raw: dict[str, Any], place: int) -> dict[str, Any]:
-    return raw
+@dataclass(frozen=True)
+class LabelledRows(Sequence[dict[str, Any]]):
+    """Conversations about labelled pictures, those that are used."""
+
+    pictures: LabelledPictures
+    classes: tuple[str, ...]
+    templates: Templates
+    source: str
+
+    def __len__(self) -> int:
+        return len(self.pictures.used)
+
+    def __getitem__(self, place: Any) -> Any:
+        number = self.pictures.used[place]
+        return self.templates.row(*self.pictures[number], self.classes, self.source, number)
 
 
 def _label(value: Any, names: Sequence[str]) -> str | None:

@@ -8,45 +8,30 @@
 Questions, media, ``tools``, ``system`` and ``history`` are read as in `recipes.data.conversations`.
 """
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from dataproto.errors import InvalidRow
-from recipes.data.column_keys import ColumnKeys, why_lacking
+from recipes.data.column_keys import KNOWN, ColumnKeys, why_lacking
 from recipes.data.conversations import CONVERSATION_COLUMNS, answer_messages
-from recipes.data.problem_rows import KNOWN, media_columns, row_media, row_tools
 from recipes.data.row_values import (
     chat_messages,
+    first_of,
     is_blank,
-    keys_of_row,
-    parsed_row,
+    known_row,
     plain_answer,
-    whole_question,
+    shown_columns,
     with_context,
 )
-from recipes.data.tables import TableRows, open_rows
-from rollout.prompts.messages import with_markers, with_media
+from recipes.data.tables import open_rows
+from rollout.prompts.messages import with_markers
 
 _LABELS = ("label", "kto_tag")
 _MEANINGS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 """Labels as text; pandas writes floats where a label is missing elsewhere."""
 PREFERENCE_COLUMNS = ("chosen", "rejected", *_LABELS, *CONVERSATION_COLUMNS)
 """The columns that `read_preference_row` knows."""
-
-
-def preference_rows(
-    source: str | Path | Sequence[str | Path],
-    split: str = "train",
-    keys: ColumnKeys = KNOWN,
-    media_root: str | Path | None = None,
-) -> TableRows:
-    """Opens a data set of preferred answers; see `recipes.data.tables.open_rows` and `read_preference_row`.
-
-    Raises:
-        InvalidConfig: the data set does not exist, has no rows, or lacks a column that ``keys`` names.
-    """
-    return open_rows(source, split, media_root, read_preference_row, keys)
 
 
 def read_preference_row(
@@ -64,25 +49,23 @@ def read_preference_row(
     >>> read_preference_row({"prompt": "2 + 2?", "completion": "5", "label": False}, 0)["labels"]
     (False,)
     """
-    keys = keys_of_row(raw, keys)
-    raw = parsed_row(keys.rename(whole_question(raw, keys), index), index)
-    media = row_media(raw)
+    raw, _, media = known_row(raw, index, keys)
     prompt, answers, labels = _answered(raw, index)
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": with_markers(prompt, media)}]
-    prompt = with_media(with_context(chat_messages(prompt, index), raw, index), media)
+    prompt = with_context(chat_messages(prompt, index), raw, index)
     if prompt and prompt[-1].get("role") == "assistant":
         raise InvalidRow(
             index, "the question ends with a message of the assistant, so no answer can follow it: leave it out"
         )
-    return {
-        "prompt": prompt,
+    return shown_columns(prompt, raw, media, index, data_source) | {
         "answers": [[_without_blanks(message) for message in answer] for answer in answers],
         "labels": labels,
-        **media_columns(media),
-        "data_source": raw.get("data_source") or data_source,
-        "index": index,
-    } | row_tools(raw)
+    }
+
+
+preference_rows = partial(open_rows, read_preference_row)
+"""Opens a data set of preferred answers; see `recipes.data.tables.open_rows` and `read_preference_row`."""
 
 
 def _without_blanks(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -95,8 +78,7 @@ Answers = list[list[Mapping[str, Any]]]
 
 def _answered(raw: Mapping[str, Any], index: int) -> tuple[Any, Answers, tuple[bool, ...]]:
     """The question, the messages of each answer, and whether each is desirable."""
-    asked = next((raw[name] for name in ("prompt", "messages", "conversations") if raw.get(name) is not None), None)
-    label = next((raw[name] for name in _LABELS if raw.get(name) is not None), None)
+    asked, label = first_of(raw, ("prompt", "messages", "conversations")), first_of(raw, _LABELS)
     pair = [name for name in ("chosen", "rejected") if raw.get(name) is not None]
     if len(pair) == 1 and label is None:
         raise InvalidRow(index, f"{pair[0]!r} has no partner: a pair has 'chosen' and 'rejected', one answer a 'label'")
@@ -110,7 +92,7 @@ def _answered(raw: Mapping[str, Any], index: int) -> tuple[Any, Answers, tuple[b
         if asked is not None and (empty := next((name for name in _LABELS if name in raw), None)):
             raise InvalidRow(index, f"{empty!r} holds nothing, but must be true or false")
         raise InvalidRow(index, why_lacking(raw, ("chosen", "rejected"), f"{lacking}, in {sorted(raw)}"))
-    answer = next((raw[name] for name in ("completion", "response", "answer") if raw.get(name) is not None), None)
+    answer = first_of(raw, ("completion", "response", "answer"))
     if answer is None and not isinstance(asked, str):
         *asked, answer = chat_messages(asked, index)
     if answer is None or not asked:

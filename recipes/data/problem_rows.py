@@ -20,24 +20,23 @@ from typing import Any
 import numpy as np
 
 from dataproto.errors import InvalidRow, RewardError
-from recipes.data.column_keys import ColumnKeys, why_lacking
+from recipes.data.column_keys import KNOWN, ColumnKeys, why_lacking
 from recipes.data.row_values import (
     CONTEXT_COLUMNS,
     MEDIA_COLUMNS,
     chat_messages,
+    first_of,
     instructed,
     is_blank,
     json_list,
-    keys_of_row,
-    parsed_row,
+    known_row,
     plain_answer,
     read_instruction,
-    whole_question,
+    shown_columns,
     with_context,
 )
 from recipes.data.tables import TableRows, open_rows
-from rollout.prompts.messages import MEDIA, with_markers, with_media
-from rollout.prompts.sources import media_list
+from rollout.prompts.messages import MEDIA, with_markers
 
 INSTRUCTION = (
     "You FIRST think about the reasoning process as an internal monologue and then provide the final answer. "
@@ -46,7 +45,6 @@ INSTRUCTION = (
 )
 """The instruction of verl (``examples/data_preprocess/geo3k.py``) and EasyR1 (``examples/format_prompt/math.jinja``)."""
 
-KNOWN = ColumnKeys()
 _QUESTIONS = ("prompt", "messages", "conversations", "problem")
 _ANSWERS = ("answer", "solution", "ground_truth")
 _OTHERS = ("data_source", "ability", "reward_model", "extra_info", *CONTEXT_COLUMNS)
@@ -81,7 +79,7 @@ def load_rows(
         FileFormatError: a file cannot be read.
     """
     read = partial(read_row, split=split, instruction=read_instruction(instruction), check_truth=check_truth)
-    return open_rows(source, split, media_root, read, keys, data_source)
+    return open_rows(read, source, split, keys, media_root, data_source)
 
 
 def read_row(
@@ -106,12 +104,9 @@ def read_row(
     ('<image>Find x. You FIRST', {'style': 'rule', 'ground_truth': '9'}, 3)
     """
     own, named = own_columns(raw, keys)
-    keys = keys_of_row(raw, keys)
-    raw = parsed_row(keys.rename(whole_question(raw, keys), index), index)
-    problem = raw.get("problem")
-    messages = raw.get("messages") if raw.get("messages") is not None else raw.get("conversations")
+    raw, keys, media = known_row(raw, index, keys)
+    problem, messages = raw.get("problem"), first_of(raw, ("messages", "conversations"))
     prompt = raw.get("prompt") if messages is None else messages
-    media = row_media(raw)
     if prompt is None and isinstance(problem, str):
         prompt = [{"role": "user", "content": instructed(problem, instruction)}]
     if prompt is None:
@@ -123,24 +118,20 @@ def read_row(
         asked = instructed(with_markers(prompt, media), instruction) if keys.prompt_key else prompt
         prompt = [{"role": "user", "content": asked}]
     prompt = with_context(chat_messages(prompt, index), raw, index)
-    answer = next((raw[name] for name in _ANSWERS if raw.get(name) is not None), None)
+    answer = first_of(raw, _ANSWERS)
     if messages is not None and prompt and prompt[-1].get("role") == "assistant":  # its answer is the ground truth
         answer = prompt[-1].get("content") if answer is None else answer
         prompt = prompt[:-1]
     truth = _truth(raw, answer, index, check_truth)
     extra = {"split": split, "index": index, "answer": plain_answer(answer), "question": problem}
     extra |= {name: value for name, value in raw.items() if name not in (*_QUESTIONS, *MEDIA_COLUMNS, *_ANSWERS)}
-    return {
-        "prompt": with_media(prompt, media),
-        **media_columns(media),
-        "data_source": raw.get("data_source") or data_source,
+    return shown_columns(prompt, raw, media, index, data_source) | {
         "ability": raw.get("ability") or "math",
         "reward_model": truth,
         "extra_info": raw.get("extra_info") or extra,
         "own_columns": own,
         "media_columns": named,
-        "index": index,
-    } | row_tools(raw)
+    }
 
 
 def _truth(raw: Mapping[str, Any], answer: Any, index: int, check_truth: CheckTruth | None) -> dict[str, Any]:
@@ -178,25 +169,3 @@ def own_columns(raw: Mapping[str, Any], keys: ColumnKeys = KNOWN) -> tuple[dict[
 
 def _is_absent(value: Any) -> bool:
     return value is None or is_blank(value)
-
-
-def row_tools(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``tools`` of a row, if it has them, for its chat template."""
-    return {} if raw.get("tools") is None else {"tools": raw["tools"]}
-
-
-def row_media(raw: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """The media of a row by their kinds: of each kind those in its column of several, a list or one medium, or, if that is
-    missing, in that of one: there a list is several images or sounds, but the frames of one video.
-    """
-    found = {}
-    for kind, column in MEDIA.items():
-        one = raw.get(kind)
-        frames = kind == "video" and raw.get(column) is None and one is not None
-        found[kind] = [one] if frames else media_list(one if raw.get(column) is None else raw[column])
-    return found
-
-
-def media_columns(media: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """The media of a row in the columns that `rollout.prompts.PromptBuilder` reads."""
-    return {MEDIA[kind]: found for kind, found in media.items()}

@@ -6,7 +6,7 @@ question, and a question in two columns.
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import date, datetime
@@ -20,9 +20,10 @@ import numpy as np
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dataproto.errors import InvalidConfig, InvalidRow
-from recipes.data.column_keys import STREAM_HEAD, ColumnKeys, columns_of
+from recipes.data.column_keys import KNOWN, STREAM_HEAD, ColumnKeys, columns_of
 from recipes.data.tables import JsonStream
-from rollout.prompts.messages import MEDIA
+from rollout.prompts.messages import MEDIA, with_media
+from rollout.prompts.sources import media_list
 
 _QUESTIONS = ("prompt", "messages", "conversations")
 _PREFERRED = ("chosen", "rejected")
@@ -42,6 +43,45 @@ _PAIRS = {"instruction": "output", "query": "response"}
 """Columns of a question and of its answer: of alpaca, and of ms-swift."""
 CONTEXT_COLUMNS = ("tools", "system", "history")
 """The columns that are read in each schema."""
+
+
+def known_row(
+    raw: Mapping[str, Any], index: int, keys: ColumnKeys = KNOWN
+) -> tuple[dict[str, Any], ColumnKeys, dict[str, list[Any]]]:
+    """A row under the names that the readers know, what is JSON as text parsed; the keys that apply to it; and its media.
+
+    Raises:
+        InvalidRow: the row lacks the column of the question that ``keys`` names; or as `parsed_row`.
+    """
+    keys = keys_of_row(raw, keys)
+    row = parsed_row(keys.rename(whole_question(raw, keys), index), index)
+    return row, keys, row_media(row)
+
+
+def row_media(raw: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The media of a row by their kinds: of each kind those in its column of several, a list or one medium, or, if that is
+    missing, in that of one: there a list is several images or sounds, but the frames of one video.
+    """
+    found = {}
+    for kind, column in MEDIA.items():
+        one = raw.get(kind)
+        frames = kind == "video" and raw.get(column) is None and one is not None
+        found[kind] = [one] if frames else media_list(one if raw.get(column) is None else raw[column])
+    return found
+
+
+def shown_columns(
+    prompt: Sequence[Any], raw: Mapping[str, Any], media: Mapping[str, list[Any]], index: int, data_source: str
+) -> dict[str, Any]:
+    """The columns that rows of all schemas have, as `rollout.prompts.PromptBuilder` reads them."""
+    row = {"prompt": with_media(prompt, media), **{MEDIA[kind]: found for kind, found in media.items()}}
+    row |= {"data_source": raw.get("data_source") or data_source, "index": index}
+    return row if raw.get("tools") is None else row | {"tools": raw["tools"]}
+
+
+def first_of(raw: Mapping[str, Any], names: Iterable[str]) -> Any:
+    """The value of the first of these columns that has one."""
+    return next((raw[name] for name in names if raw.get(name) is not None), None)
 
 
 def parsed_row(raw: Mapping[str, Any], index: int) -> dict[str, Any]:
@@ -290,7 +330,7 @@ def columns_left_out(rows: Any, known: Collection[str], keys: ColumnKeys) -> lis
 
 def _columns_of_rows(rows: Any) -> Iterator[Sequence[str]]:
     """The columns of each table, or of its first rows where they may differ; of a stream of pictures those of its first row."""
-    for table in [table for table, _ in rows.tables] if hasattr(rows, "tables") else [getattr(rows, "stream", [])]:
+    for table in [table.rows for table in rows.tables] if hasattr(rows, "tables") else [getattr(rows, "stream", [])]:
         local = hasattr(table, "__len__") or isinstance(table, JsonStream)
         yield from islice(columns_of(table), STREAM_HEAD if local else 1)
 

@@ -8,9 +8,9 @@ from torch.utils.data import ConcatDataset, Subset
 
 from dataproto.errors import InvalidConfig
 from recipes.data.column_keys import ColumnKeys, EvalPaths, OnBadRow, eval_sets
-from recipes.data.loader import PromptLoader, drop_overlong, may_recur
+from recipes.data.loader import PromptLoader, drop_overlong
 from recipes.data.row_values import columns_left_out
-from recipes.demo.problems import RowsBySeed
+from recipes.demo.problems import EPOCH_ROWS, RowsBySeed
 from rollout.prompts import PromptBuilder
 
 ReadSplit = Callable[[str, str], Any]
@@ -98,7 +98,7 @@ def tell_data(loader: PromptLoader, *held_out: Any) -> None:
     """Prints how many rows a run has read, trains on and holds out, its steps an epoch, and whether rows repeat within a step."""
     sets = [each for each in held_out if each is not None]
     held, batch = sum(map(len, sets)), loader.batch_size
-    synthetic = not may_recur(loader.rows) or isinstance(loader.rows, RowsBySeed)
+    synthetic = isinstance(loader.rows, RowsBySeed) and len(loader.rows) == EPOCH_ROWS
     if synthetic or not hasattr(loader.rows, "__len__"):
         kind = "synthetic rows, new ones in each step" if synthetic else "a stream or mixture of rows"
         print(f"data: {kind}, {batch} a step; {held:,} held out")

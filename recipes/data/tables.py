@@ -12,22 +12,28 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dataproto.errors import DataProtoError, FileFormatError, InvalidConfig, InvalidRow
-from recipes.data.column_keys import ColumnKeys
+from recipes.data.column_keys import KNOWN, ColumnKeys
 
 READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 _SPACE = re.compile(r"[ \t\r\n]*")
 _WHO = {"role", "from"}  # names of which a message has one
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
-Table = tuple[Any, Path | None]
-"""A sequence of dicts, and the folder at which its relative paths start."""
 ReadRow = Callable[[dict[str, Any], int], dict[str, Any]]
 """Converts a raw row and its place to a row for a builder."""
+
+
+class Table(NamedTuple):
+    """A sequence of dicts, the folder at which its relative paths start, and the file that it was read from."""
+
+    rows: Any
+    root: Path | None = None
+    file: Path | None = None
 
 
 class TableRows(Sequence[dict[str, Any]]):
@@ -36,15 +42,16 @@ class TableRows(Sequence[dict[str, Any]]):
     ``rows[i]`` is the result of ``read`` with ``media_root`` and ``where``, the line of its file for messages. It raises
     `InvalidRow`, which says where the row is, if ``read`` does not accept it.
 
-    >>> TableRows([([{"a": 1}, {"a": 2}], None)], lambda raw, place: {"b": 10 * raw["a"] + place})[1]
+    >>> TableRows([Table([{"a": 1}, {"a": 2}])], lambda raw, place: {"b": 10 * raw["a"] + place})[1]
     {'b': 21, 'media_root': None, 'where': None}
     """
 
-    def __init__(self, tables: Sequence[Table], read: ReadRow, files: Sequence[Path] = ()) -> None:
-        """``files``: all that the tables were read from; empty if that is unknown."""
-        self.files = tuple(files)
-        self.tables = [(_undecoded(table), root) for table, root in tables]
-        self.ends = list(accumulate(len(table) for table, _ in tables))
+    def __init__(self, tables: Sequence[Table], read: ReadRow) -> None:
+        self.tables = [
+            table._replace(rows=_ArrowTable(table.rows)) if hasattr(table.rows, "with_format") else table
+            for table in tables
+        ]
+        self.ends = list(accumulate(len(table.rows) for table in tables))
         self.read = read
 
     def __len__(self) -> int:
@@ -54,25 +61,29 @@ class TableRows(Sequence[dict[str, Any]]):
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(len(self)))]
         place = range(len(self))[index]
-        number, local = self._found(place)
-        table, root = self.tables[number]
+        table, local = self._found(place)
         try:
-            return read_one(self.read, table[local], place) | {"media_root": root, "where": self.where(place)}
+            return read_one(self.read, table.rows[local], place) | {
+                "media_root": table.root,
+                "where": self.where(place),
+            }
         except InvalidRow as error:
             raise self.invalid(place, error.reason) from error
 
-    def _found(self, place: int) -> tuple[int, int]:
-        """The number of the table of a row, and its place there."""
+    def _found(self, place: int) -> tuple[Table, int]:
+        """The table of a row, and its place there."""
         number = bisect_right(self.ends, place)
-        return number, place - (self.ends[number] - len(self.tables[number][0]))
+        table = self.tables[number]
+        return table, place - (self.ends[number] - len(table.rows))
 
     def where(self, place: int) -> str | None:
         """The file of a row, and its place there, for messages; ``None`` if it is unknown."""
-        number, local = self._found(place)
-        table, _ = self.tables[number]
-        if isinstance(table, JsonRows) or not self.files:
-            return table.where(local) if isinstance(table, JsonRows) else None
-        return f"row {local} of {self.files[number]}" if len(self.tables) > 1 else str(self.files[number])
+        table, local = self._found(place)
+        if isinstance(table.rows, JsonRows):
+            return table.rows.where(local)
+        if table.file is None:
+            return None
+        return f"row {local} of {table.file}" if len(self.tables) > 1 else str(table.file)
 
     def invalid(self, place: int, reason: str) -> InvalidRow:
         """The error for a row that cannot be used."""
@@ -232,10 +243,6 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
-def _undecoded(table: Any) -> Any:
-    return _ArrowTable(table) if hasattr(table, "with_format") else table
-
-
 def open_tables(
     source: str | Path | Sequence[str | Path], split: str = "train", media_root: str | Path | None = None
 ) -> tuple[list[Table], str]:
@@ -258,9 +265,9 @@ def open_tables(
     tables: list[Table] = []
     for one in sources:
         if Path(one).exists():
-            tables += [(_read_file(file), root or file.parent) for file in _files(Path(one), split)]
+            tables += [Table(_read_file(file), root or file.parent, file) for file in _files(Path(one), split)]
         else:
-            tables += [(table, root) for table in _download(str(one), split)]
+            tables += [Table(rows, root) for rows in _download(str(one), split)]
     return tables, Path(sources[0]).resolve().stem if Path(sources[0]).exists() else str(sources[0])
 
 
@@ -271,11 +278,11 @@ def _folder(media_root: str | Path | None) -> Path | None:
 
 
 def open_rows(
-    source: str | Path | Sequence[str | Path],
-    split: str,
-    media_root: str | Path | None,
     read: Callable[..., dict[str, Any]],
-    keys: ColumnKeys,
+    source: str | Path | Sequence[str | Path],
+    split: str = "train",
+    keys: ColumnKeys = KNOWN,
+    media_root: str | Path | None = None,
     data_source: str | None = None,
 ) -> TableRows:
     """The rows of a data set as ``read`` converts them, with ``keys`` and ``data_source``, by default the name of the data set.
@@ -285,19 +292,11 @@ def open_rows(
         FileFormatError: a file cannot be read.
     """
     tables, name = open_tables(source, split, media_root)
-    keys.check([table for table, _ in tables], name)
-    rows = TableRows(tables, partial(read, data_source=data_source or name, keys=keys), table_files(source, split))
+    keys.check([table.rows for table in tables], name)
+    rows = TableRows(tables, partial(read, data_source=data_source or name, keys=keys))
     if not len(rows):
         raise InvalidConfig(f"data set {name!r} has no rows")
     return rows
-
-
-def table_files(source: str | Path | Sequence[str | Path], split: str = "train") -> list[Path]:
-    """The files that `open_tables` reads; empty if a data set comes from the hub."""
-    sources = [source] if isinstance(source, (str, Path)) else list(source)
-    if not all(Path(one).exists() for one in sources):
-        return []
-    return [file for one in sources for file in _files(Path(one), split)]
 
 
 def open_stream(source: str, split: str = "train", media_root: str | Path | None = None) -> tuple[Any, Path | None]:
@@ -383,18 +382,21 @@ def _files(path: Path, split: str) -> list[Path]:
 
 def _read_file(file: Path) -> Any:
     from datasets import load_dataset
+    from pyarrow.parquet import read_metadata
 
     if file.suffix not in READERS:
         raise InvalidConfig(f"{file}: names of data files must end in {', '.join(READERS)}")
     if READERS[file.suffix] == "json":
         return _json_rows(file)
-    if not file.stat().st_size or not _parquet_rows(file):
-        raise InvalidConfig(f"{file} has no rows")
     try:
+        count = read_metadata(file).num_rows if file.stat().st_size else 0
         with _quiet():
-            return load_dataset("parquet", data_files=str(file), split="train")
+            rows = load_dataset("parquet", data_files=str(file), split="train") if count else []
     except Exception as error:  # datasets wraps the exceptions of its readers
         raise FileFormatError(f"{file} cannot be read as parquet: {error.__cause__ or error}") from error
+    if not count:
+        raise InvalidConfig(f"{file} has no rows")
+    return rows
 
 
 @contextlib.contextmanager
@@ -411,17 +413,6 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if shows_bars:
             enable_progress_bars()
-
-
-def _parquet_rows(file: Path) -> int:
-    from pyarrow import ArrowException
-    from pyarrow.parquet import ParquetFile
-
-    try:
-        with ParquetFile(file) as opened:
-            return int(opened.metadata.num_rows)
-    except (ArrowException, OSError) as error:
-        raise FileFormatError(f"{file} cannot be read as parquet: {error}") from error
 
 
 def _json_rows(file: Path | str) -> JsonRows:
