@@ -47,10 +47,8 @@ def open_data(data: SFTDataConfig, builder: SupervisedBuilder, seed: int) -> tup
         sums = [*(DrawnSums(0, "test")[i] for i in range(half))]
         return Mixture([DrawnTalks(seed), DrawnSums(seed)], weights=[3, 1]), {"": talks + sums}
 
-    def load(path: str, split: str) -> Any:
-        return conversation_rows(path, split, data.keys, data.media_root)
-
-    sources, held_out = open_sets(data, () if data.streaming else data.data_path, load, builder, CONVERSATION_COLUMNS)
+    paths = () if data.streaming else data.data_path
+    sources, held_out = open_sets(data, paths, conversation_rows, builder, CONVERSATION_COLUMNS)
     for path in data.data_path if data.streaming else ():
         stream = conversation_stream(path, buffer=data.shuffle_buffer, keys=data.keys, media_root=data.media_root)
         tell_columns_left_out(path, stream, CONVERSATION_COLUMNS, data.keys, "are not read")

@@ -1,8 +1,9 @@
 """The first rows of a data set as the model sees them: ``dataproto show DATA``; its options are `recipes.configs.show_config`."""
 
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby, islice, takewhile
 from pathlib import Path
 from typing import Any, Literal
@@ -64,10 +65,9 @@ class ShownRow:
     spans: tuple[Span, ...] = ()
     pictures: tuple[Image.Image, ...] = ()
     sounds: tuple[bytes, ...] = ()  # WAV files
-    facts: Mapping[str, str] = field(default_factory=dict)
-    """Tokens, pictures, sounds and truth, and what the reward gives, by name."""
+    facts: dict[str, str] = field(default_factory=dict)
+    """Tokens, pictures, sounds and truth, what the reward gives, and a ``warning`` if the truth does not get the best."""
     error: str | None = None
-    is_best: bool = True  # what the reward gives the truth
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class ShownSource:
     @property
     def is_well(self) -> bool:
         """Whether all rows can be used, and the reward gives its best to their truths."""
-        return not self.is_refused and all(row.error is None and row.is_best for row in self.rows)
+        return not self.is_refused and all(row.error is None and "warning" not in row.facts for row in self.rows)
 
 
 def main(arguments: Sequence[str] | None = None, config: ShowConfig | None = None) -> int:
@@ -145,24 +145,22 @@ KNOWN_COLUMNS = {"sft": CONVERSATION_COLUMNS, **dict.fromkeys(PAIRED, PREFERENCE
 
 def _opened(asked: ShowConfig) -> Iterator[tuple[str, Any]]:
     """The data sets by name; without one the synthetic rows of the recipe."""
-    config, data = asked.config, asked.config.data
+    config, data, seed = asked.config, asked.config.data, asked.config.run.seed
+    read: Callable[..., Any]
     if asked.recipe == "sft":
-        for path in data.data_path:
-            read = conversation_stream if data.streaming else conversation_rows
-            yield path, read(path, keys=data.keys, media_root=data.media_root)
-        if not data.data_path:
-            yield "synthetic conversations", DrawnTalks(config.run.seed)
+        synthetic: tuple[str, Any] = "synthetic conversations", DrawnTalks(seed)
+        read = conversation_stream if data.streaming else conversation_rows
     elif asked.recipe in PAIRED:
-        if data.data_path:
-            yield data.data_path, preference_rows(data.data_path, keys=data.keys, media_root=data.media_root)
-        else:
-            yield "synthetic pairs", DrawnPairs(config.run.seed)
-    elif data.data_path is None:
-        yield "synthetic problems", ProblemRows(data.level, config.run.seed, "train", data.instruction)
+        synthetic, read = ("synthetic pairs", DrawnPairs(seed)), preference_rows
     else:
+        synthetic = "synthetic problems", ProblemRows(data.level, seed, "train", data.instruction)
         usable = truth_check(load_reward(config.rewards, weights=config.reward_weights))
-        rows = load_rows(data.data_path, "train", None, data.instruction, data.keys, data.media_root, usable)
-        yield data.data_path, rows
+        read = partial(load_rows, instruction=data.instruction, check_truth=usable)
+    paths = [data.data_path] if isinstance(data.data_path, str) else data.data_path or ()
+    for path in paths:
+        yield path, read(path, keys=data.keys, media_root=data.media_root)
+    if not paths:
+        yield synthetic
 
 
 def _columns(rows: Any, keys: ColumnKeys, recipe: str) -> Iterator[str]:
@@ -271,7 +269,7 @@ def _size(medium: ProcessedMedium, builder: PromptBuilder) -> str:
 def with_scores(
     source: ShownSource, given: Sequence[Any], reward: RewardFunction, builder: PromptBuilder
 ) -> ShownSource:
-    """The rows with what the reward gives their truths, or why it is not asked, or what it refuses.
+    """The rows, with what the reward gives their truths in their facts; or why it is not asked, or what it refuses.
 
     Args:
         given: the rows of the data set, of which those that have an error are left out.
@@ -288,12 +286,9 @@ def with_scores(
         found = truth_scores(reward, asked, count=lambda text: len(builder.encode_text(text)))
     except DataProtoError as error:
         return replace(source, lines=(*source.lines, f"the reward refuses these rows: {error}"), is_refused=True)
-    rows = list(source.rows)
     for place, scores in zip(used, found, strict=True):
-        if scores is not None:
-            facts = {**rows[place].facts, **_score_facts(scores)}
-            rows[place] = replace(rows[place], facts=facts, is_best=scores.is_best)
-    return replace(source, rows=tuple(rows))
+        source.rows[place].facts.update({} if scores is None else _score_facts(scores))
+    return source
 
 
 BEGIN, END = "⟦", "⟧"
@@ -311,8 +306,9 @@ def _score_facts(scores: TruthScores) -> dict[str, str]:
     if scores.wrong is not None:
         facts["reward of a wrong answer"] = _numbers(scores.wrong)
     facts["reward of an empty answer"] = _numbers(scores.empty)
-    warning = {} if scores.is_best else {"warning": "the reward does not give its best to the truth"}
-    return facts | warning
+    if not scores.is_best:
+        facts["warning"] = "the reward does not give its best to the truth"
+    return facts
 
 
 def _numbers(result: Result) -> str:

@@ -12,12 +12,12 @@ read; none of its code runs. ::
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from dataproto.errors import FileFormatError, InvalidConfig
 from dataproto.extras import require_extra
@@ -37,16 +37,8 @@ class EasyVQAQuestion:
     picture: int
 
 
-class Pictures(dict[int, Image.Image]):
-    """RGB pictures by number; each is decoded once."""
-
-    def __init__(self, encoded: Mapping[int, bytes]) -> None:
-        super().__init__()
-        self._encoded = encoded
-
-    def __missing__(self, number: int) -> Image.Image:
-        picture = self[number] = load_image(self._encoded[number])
-        return picture
+decoded = cache(load_image)
+"""The RGB picture of a file's bytes."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +46,13 @@ class EasyVQARows(Sequence[dict[str, Any]]):
     """Questions with their pictures, as rows of `recipes.data.problem_rows`.
 
     Attributes:
+        pictures: the files of pictures by number, see `decoded`.
         shown: for each question the number of the picture that its row shows, -1 for none; normally its own.
         source: ``data_source`` of the rows.
     """
 
     questions: tuple[EasyVQAQuestion, ...]
-    pictures: Pictures
+    pictures: Mapping[int, bytes]
     shown: tuple[int, ...]
     split: Split
     source: str = SOURCE
@@ -72,7 +65,7 @@ class EasyVQARows(Sequence[dict[str, Any]]):
             return self.at(range(*place.indices(len(self))))
         place = range(len(self))[place]
         asked, shown = self.questions[place], self.shown[place]
-        images = [] if shown < 0 else [self.pictures[shown]]
+        images = [] if shown < 0 else [decoded(self.pictures[shown])]
         text = "<image>" * len(images) + asked.question
         raw = {"problem": text, "answer": asked.answer, "images": images, "ability": "vqa"}
         return read_row(raw, place, self.split, self.source, instruction="")
@@ -207,4 +200,4 @@ def _read_split(root: Path, split: Split) -> EasyVQARows:
         raise ValueError(f"{split} has no picture {missing[0]}, which a question is about")
     if not questions:
         raise ValueError(f"{split} has no questions")
-    return EasyVQARows(questions, Pictures(encoded), tuple(asked.picture for asked in questions), split)
+    return EasyVQARows(questions, encoded, tuple(asked.picture for asked in questions), split)

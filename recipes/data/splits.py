@@ -14,7 +14,7 @@ from recipes.demo.problems import EPOCH_ROWS, RowsBySeed
 from rollout.prompts import PromptBuilder
 
 ReadSplit = Callable[[str, str], Any]
-"""A path or the name of a data set, and ``train`` or ``test`` -> its rows."""
+"""A path or the name of a data set, and ``train`` or ``test`` -> its rows that fit."""
 
 
 class HeldOutOptions(Protocol):
@@ -22,6 +22,9 @@ class HeldOutOptions(Protocol):
 
     @property
     def keys(self) -> ColumnKeys: ...
+
+    @property
+    def media_root(self) -> str | None: ...
 
     @property
     def on_bad_row(self) -> OnBadRow: ...
@@ -36,26 +39,29 @@ class HeldOutOptions(Protocol):
 def open_sets(
     data: HeldOutOptions,
     paths: Sequence[str],
-    load: ReadSplit,
+    open_rows: Callable[..., Any],
     builder: PromptBuilder,
     columns: Collection[str],
     which: str = "are not read",
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Of the rows that fit, those to train on of each path, and the held-out ones of each set by its name.
+    """Of the rows that fit, those to train on of each path, and the held-out ones of each set by its name; says how many do not.
 
     Without sets in the options each path gives a part, see `split_rows`; their name is "".
 
     Args:
-        load: reads the rows.
-        columns: those that ``load`` reads.
+        open_rows: the path or the name of a data set, ``train`` or ``test``, ``keys`` and ``media_root`` -> its rows.
+        columns: those that ``open_rows`` reads.
         which: what becomes of the others.
     """
 
     def read(path: str, split: str) -> Any:
-        rows = load(path, split)
+        rows = open_rows(path, split, keys=data.keys, media_root=data.media_root)
         if split == "train":
             tell_columns_left_out(path, rows, columns, data.keys, which)
-        return fitting_rows(path, split, rows, builder, data.on_bad_row)
+        kept, dropped = drop_overlong(rows, builder, data.on_bad_row)
+        if dropped:
+            print(f"{path}: {len(dropped)} rows of {split} exceed {builder.max_prompt_length} tokens and are left out")
+        return kept
 
     if sets := eval_sets(data.eval_data_path):
         rows = [read(path, "train") for path in paths]
@@ -84,14 +90,6 @@ def split_rows(path: str, read: ReadSplit, eval_rows: int) -> tuple[Any, Any]:
 def first_rows(rows: Any, most: int) -> "Subset[Any]":
     """At most so many of the first rows."""
     return Subset(rows, range(min(most, len(rows))))
-
-
-def fitting_rows(path: str, split: str, rows: Any, builder: PromptBuilder, on_bad_row: OnBadRow) -> Any:
-    """The rows that are not too long for the builder; prints how many are."""
-    kept, dropped = drop_overlong(rows, builder, on_bad_row)
-    if dropped:
-        print(f"{path}: {len(dropped)} rows of {split} exceed {builder.max_prompt_length} tokens and are left out")
-    return kept
 
 
 def tell_data(loader: PromptLoader, *held_out: Any) -> None:

@@ -378,10 +378,7 @@ def open_data_set(
 
     Without ``trains`` the rows of the first set take the place of training rows, which are not read.
     """
-
-    def load(path: str, split: str) -> Any:
-        return load_rows(path, split, None, data.instruction, data.keys, data.media_root, check_truth)
-
+    read = partial(load_rows, instruction=data.instruction, check_truth=check_truth)
     paths = [str(data.data_path)] if trains or not data.eval_data_path else []
-    rows, held_out = open_sets(data, paths, load, builder, PROBLEM_COLUMNS, "only the reward gets")
+    rows, held_out = open_sets(data, paths, read, builder, PROBLEM_COLUMNS, "only the reward gets")
     return next(iter([*rows, *held_out.values()])), held_out

@@ -38,10 +38,7 @@ def open_preferences(data: PreferenceDataConfig, builder: AnswersBuilder, seed: 
     if not data.data_path:
         return DrawnPairs(seed), {"": DrawnPairs(0, "test")[: data.eval_rows]}
 
-    def load(path: str, split: str) -> Any:
-        return preference_rows(path, split, data.keys, data.media_root)
-
-    (rows,), held_out = open_sets(data, [data.data_path], load, builder, PREFERENCE_COLUMNS)
+    (rows,), held_out = open_sets(data, [data.data_path], preference_rows, builder, PREFERENCE_COLUMNS)
     return rows, held_out
 
 

@@ -1,9 +1,10 @@
 """Line charts as inline SVG, whose colours are those of the page's style, so that one chart suits light and dark."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
 from recipes.watch.pages import number, render
@@ -95,7 +96,7 @@ def smooth(points: Sequence[tuple[float, float]]) -> Points:
     reach, last = max(1, len(points) // 20), len(points) - 1
     reaches = [max(min(reach, index, last - index), reach // 2) for index in range(len(points))]
     windows = [points[max(index - near, 0) : index + near + 1] for index, near in enumerate(reaches)]
-    return [(x, _mean(y for _, y in window)) for (x, _), window in zip(points, windows, strict=True)]
+    return [(x, fmean(y for _, y in window)) for (x, _), window in zip(points, windows, strict=True)]
 
 
 def thin(points: Sequence[tuple[float, float]], limit: int = MAX_POINTS) -> Points:
@@ -108,12 +109,7 @@ def thin(points: Sequence[tuple[float, float]], limit: int = MAX_POINTS) -> Poin
         return list(points)
     bounds = [round(index * len(points) / limit) for index in range(limit + 1)]
     parts = [points[start:end] for start, end in pairwise(bounds)]
-    return [(_mean(x for x, _ in part), _mean(y for _, y in part)) for part in parts]
-
-
-def _mean(values: Iterable[float]) -> float:
-    kept = list(values)
-    return math.fsum(kept) / len(kept)
+    return [(fmean(x for x, _ in part), fmean(y for _, y in part)) for part in parts]
 
 
 def _line(

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import indent
 from types import ModuleType
 from typing import Any, Protocol, cast
 
@@ -105,9 +106,14 @@ class _RunOfPackage:
         self._send(step, finite(metrics))
 
     def log_rollouts(self, step: int, rows: Sequence[RolloutSample]) -> None:
-        table = table_rows(rows, self.package.Image)
-        data = [list(row.values()) for row in table]
-        self._send(step, {"rollouts": self.package.Table(columns=list(table[0]) if table else [], data=data)})
+        most = max((len(row.images) for row in rows), default=0)  # all rows of a table have the same columns
+        data = [
+            [getattr(row, name) for name in COLUMNS]
+            + [*map(self.package.Image, row.images), *[None] * (most - len(row.images))]
+            for row in rows
+        ]
+        columns = [*COLUMNS, *(f"image_{number}" for number in range(most))]
+        self._send(step, {"rollouts": self.package.Table(columns=columns, data=data)})
 
     def close(self) -> None:
         self.run.finish()
@@ -193,7 +199,7 @@ class TensorBoardLogger:
     def log_rollouts(self, step: int, rows: Sequence[RolloutSample]) -> None:
         for place, row in enumerate(rows):
             parts = {"prompt": row.prompt, "response": row.response, "ground truth": row.ground_truth}
-            text = "\n\n".join(f"**{name}**\n\n{_indented(value)}" for name, value in parts.items())
+            text = "\n\n".join(f"**{name}**\n\n{indent(value, '    ')}" for name, value in parts.items())
             self.events.add_text(f"rollouts/{place:02}", f"{text}\n\n**reward** {row.reward:g}", step)
             for number, image in enumerate(row.images):
                 pixels = np.asarray(image.convert("RGB"))
@@ -220,31 +226,6 @@ def finite(metrics: Mapping[str, float]) -> dict[str, float]:
     {'a': 1.0}
     """
     return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
-
-
-def table_rows(rows: Sequence[RolloutSample], wrap_image: Any) -> list[dict[str, Any]]:
-    """Rollouts as rows of a table with equal columns, each image wrapped by the tracker's own type.
-
-    >>> from PIL import Image
-    >>> sample = RolloutSample("a", "p", "r", "1", 0.5, images=(Image.new("RGB", (1, 2)),))
-    >>> (row,) = table_rows([sample], lambda image: image.size)
-    >>> row["reward"], row["image_0"]
-    (0.5, (1, 2))
-    """
-    most = max((len(row.images) for row in rows), default=0)
-    table = []
-    for row in rows:
-        images = [*map(wrap_image, row.images), *[None] * (most - len(row.images))]
-        table.append(
-            {name: getattr(row, name) for name in COLUMNS}
-            | {f"image_{number}": image for number, image in enumerate(images)}
-        )
-    return table
-
-
-def _indented(text: str) -> str:
-    """A block that Markdown shows as it is."""
-    return "\n".join(f"    {line}" for line in text.splitlines())
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -340,17 +321,13 @@ def open_loggers(names: Sequence[str] | None, run: LoggedRun) -> Iterator[RunLog
     factories = {name: _load(name) for name in names if name != JSONL}
     with closing(RunLoggers(run.directory, MetricsLog(run.directory, run.resume_after))) as loggers:
         for name, factory in factories.items():
-            loggers.trackers[name] = _start(name, factory, run)
+            try:
+                loggers.trackers[name] = factory(run)
+            except DataProtoError:
+                raise
+            except Exception as error:
+                raise InvalidConfig(f"logger {name!r} cannot start: {describe(error)}") from error
         yield loggers
-
-
-def _start(name: str, factory: Callable[[LoggedRun], RunLogger], run: LoggedRun) -> RunLogger:
-    try:
-        return factory(run)
-    except DataProtoError:
-        raise
-    except Exception as error:
-        raise InvalidConfig(f"logger {name!r} cannot start: {describe(error)}") from error
 
 
 def _load(name: str) -> Callable[..., RunLogger]:

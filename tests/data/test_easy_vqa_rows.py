@@ -7,7 +7,7 @@ import pytest
 
 from dataproto.errors import FileFormatError, InvalidConfig
 from helpers.easy_vqa_files import write_easy_vqa
-from recipes.data.easy_vqa_rows import Answered, Conversations, open_easy_vqa
+from recipes.data.easy_vqa_rows import Answered, Conversations, decoded, open_easy_vqa
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,9 @@ def test_the_real_package_is_what_the_documents_say():
     ).most_common():
         best.setdefault(*asked)
     assert round(sum(best[asked.question] == asked.answer for asked in easy_vqa.test.questions) / 9673, 3) == 0.670
-    pixels = [{rows.pictures[place].tobytes() for place in {*rows.shown}} for rows in (easy_vqa.train, easy_vqa.test)]
+    pixels = [
+        {decoded(rows.pictures[place]).tobytes() for place in {*rows.shown}} for rows in (easy_vqa.train, easy_vqa.test)
+    ]
     assert not pixels[0] & pixels[1]
 
 
@@ -115,7 +117,7 @@ def test_a_conversation_asks_about_one_picture(easy_vqa):
         messages = conversation["prompt"]
         assert [message["role"] for message in messages] == ["user", "assistant"] * (len(messages) // 2)
         assert [message["content"].count("<image>") for message in messages] == [1] + [0] * (len(messages) - 1)
-        (picture,) = [number for number, image in rows.pictures.items() if image is conversation["images"][0]]
+        (picture,) = [number for number, file in rows.pictures.items() if decoded(file) is conversation["images"][0]]
         words = [message["content"].removeprefix("<image>") for message in messages]
         asked += zip(words[::2], words[1::2], [picture] * len(words))
     assert sorted(asked) == sorted((each.question, each.answer, each.picture) for each in rows.questions)
