@@ -181,7 +181,7 @@ def greedy_baseline_advantage(
     baselines = torch.as_tensor(reward_baselines, dtype=torch.float32)
     if baselines.shape != token_level_rewards.shape[:1]:
         raise RowCountMismatch(f"{tuple(baselines.shape)} baselines for rewards {tuple(token_level_rewards.shape)}")
-    _same_shape(token_level_rewards, response_mask)
+    _same_shape(response_mask, rewards=token_level_rewards)
     zeros = torch.zeros_like(token_level_rewards)
     returns, _ = gae(token_level_rewards, zeros, response_mask, trajectory=trajectory)
     return torch.where(response_mask != 0, returns - baselines.to(returns.device)[:, None], 0.0)
@@ -267,7 +267,7 @@ def gae(
     >>> gae(rewards, values, torch.ones(1, 3), gamma=1.0, lam=0.5)
     (tensor([[0.2500, 0.3000, 0.2000]]), tensor([[0.7500, 0.9000, 1.0000]]))
     """
-    _same_shape(token_level_rewards, response_mask, values=values)
+    _same_shape(response_mask, rewards=token_level_rewards, values=values)
     sampled = response_mask != 0
     rewards, values = (torch.where(sampled, each.detach().float(), 0.0) for each in (token_level_rewards, values))
     if trajectory is not None:
@@ -304,7 +304,7 @@ def whiten(values: Tensor, response_mask: Tensor, eps: float = 1e-8) -> Tensor:
     >>> whiten(torch.tensor([[1.0, 3.0, 9.0]]), torch.tensor([[1, 1, 0]]))
     tensor([[-0.7071,  0.7071,  0.0000]])
     """
-    _same_shape(values, response_mask)
+    _same_shape(response_mask, values=values)
     sampled = response_mask != 0
     whitened = torch.zeros_like(values, dtype=torch.float32)
     chosen = values.detach().double()[sampled]
@@ -353,11 +353,11 @@ class _Responses:
     def find(
         cls, rewards: Tensor, uid: Iterable[Hashable], mask: Tensor, trajectory: Iterable[Hashable] | None
     ) -> "_Responses":
-        group, rows = _group_index(uid, rewards, mask), torch.arange(len(rewards), device=rewards.device)
+        group, rows = group_index(uid, mask, rewards=rewards), torch.arange(len(rewards), device=rewards.device)
         if trajectory is None:
             of, first = rows, rows
         else:
-            of = _group_index(trajectory, rewards, mask, "trajectories")
+            of = group_index(trajectory, mask, "trajectories")
             count = int(of.max()) + 1 if len(of) else 0
             first = torch.full((count,), len(rows), device=rewards.device).scatter_reduce(0, of, rows, "amin")
         zeros = torch.zeros(len(first), dtype=torch.float64, device=rewards.device)
@@ -383,7 +383,7 @@ def _joined(sampled: Tensor, trajectory: Iterable[Hashable]) -> tuple[Tensor, Te
     """The sampled tokens of each of E trajectories in order: (E, T) int64 indices into the flattened (B, R), and (E, T) bool
     where there is one.
     """
-    of = _group_index(trajectory, sampled, sampled, "trajectories")
+    of = group_index(trajectory, sampled, "trajectories")
     row, column = sampled.nonzero(as_tuple=True)
     order = of[row].argsort(stable=True)
     episode, tokens = of[row][order], (row * sampled.shape[1] + column)[order]
@@ -399,19 +399,25 @@ def _spread(scores: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask != 0, scores.reshape(-1, 1), 0.0).float()
 
 
-def _group_index(labels: Iterable[Hashable], rewards: Tensor, mask: Tensor, what: str = "uids") -> Tensor:
-    """Numbers the distinct labels in order of appearance: (B,) int64."""
+def group_index(labels: Iterable[Hashable], mask: Tensor, what: str = "uids", **others: Tensor) -> Tensor:
+    """Numbers the distinct labels of the rows in order of appearance: (B,) int64.
+
+    Args:
+        what: the labels are called in the error for another number of them than rows.
+        others: tensors (B, R), by name.
+
+    Raises:
+        RowCountMismatch: the shapes, or the number of rows, differ.
+    """
     numbers: dict[Hashable, int] = {}
     index = [numbers.setdefault(name, len(numbers)) for name in labels]
-    if rewards.shape != mask.shape or len(index) != rewards.shape[0]:
-        raise RowCountMismatch(
-            f"rewards {tuple(rewards.shape)}, response_mask {tuple(mask.shape)} and {len(index)} {what} differ in rows or shape"
-        )
-    return torch.tensor(index, dtype=torch.int64, device=rewards.device)
+    _same_shape(mask, **others)
+    if len(index) != len(mask):
+        raise RowCountMismatch(f"{len(index)} {what} for {len(mask)} rows")
+    return torch.tensor(index, dtype=torch.int64, device=mask.device)
 
 
-def _same_shape(first: Tensor, mask: Tensor, **others: Tensor) -> None:
-    shapes = {"response_mask": mask, **others}
-    if any(each.shape != first.shape for each in shapes.values()):
-        found = ", ".join(f"{name} {tuple(each.shape)}" for name, each in shapes.items())
-        raise RowCountMismatch(f"expected the shape {tuple(first.shape)} for all, but got {found}")
+def _same_shape(mask: Tensor, **others: Tensor) -> None:
+    if any(each.shape != mask.shape for each in others.values()):
+        found = ", ".join(f"{name} {tuple(each.shape)}" for name, each in others.items())
+        raise RowCountMismatch(f"response_mask {tuple(mask.shape)} and {found} differ in rows or shape")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from dataproto.errors import InvalidColumn, InvalidConfig
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from dataproto import DataProto
     from workers.model.packed_model import Outputs
 
-LOSS_OPTIONS = ("clip", "dual_clip")
-"""Options that only some of the losses have."""
 OF_THE_PAPER: Any = None
 """The default of an option that gets the value that the papers of the loss and the advantage use, unless it is given."""
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "opo", "gigpo")
@@ -152,10 +150,9 @@ class AlgorithmConfig:
             self.gamma != 1 and not advantage.takes("gamma"),
             f"gamma={self.gamma}: {name} has no discount for each token; reinforce_plus_plus, gae and bi_level_gae have one",
         )
-        defaults = {each.name: each.default for each in fields(AlgorithmConfig)} | {**VERL}
-        for option in LOSS_OPTIONS:
+        for option, default in {"clip": VERL["clip"], "dual_clip": AlgorithmConfig.dual_clip}.items():
             value = getattr(self, option)
-            if value not in (None, defaults[option]) and not loss.takes(option):
+            if value not in (None, default) and not loss.takes(option):
                 others = ", ".join(each for each in LOSSES.names if LOSSES.find(each).takes(option))
                 yield True, f"{option}={value}: {self.loss} does not have this option; it is for {others}"
         yield (
@@ -261,10 +258,6 @@ class AlgorithmConfig:
         """The sampling parameters of these options."""
         return SamplingParams(self.n, self.temperature, self.top_p, self.top_k, max_tokens, seed=seed)
 
-    def options(self) -> dict[str, Any]:
-        """All options by name."""
-        return dict(vars(self))
-
 
 def advantage_columns(config: AlgorithmConfig, data: DataProto) -> dict[str, Tensor]:
     """The column ``advantages`` (B, R) from the columns of a batch, and with a critic ``returns`` (B, R), which it learns.
@@ -273,7 +266,7 @@ def advantage_columns(config: AlgorithmConfig, data: DataProto) -> dict[str, Ten
         InvalidConfig: the advantage function has an argument that is neither a column nor an option, or needs a critic.
         InvalidColumn: it returned another shape.
     """
-    named, options = ADVANTAGES.find(config.advantage), config.options()
+    named, options = ADVANTAGES.find(config.advantage), vars(config)
     what = f"algorithm.advantage={config.advantage}"
     if named.critic and "values" not in data:
         raise InvalidConfig(f"{what} needs the values of a critic")
@@ -293,7 +286,7 @@ def advantage_columns(config: AlgorithmConfig, data: DataProto) -> dict[str, Ten
 def add_loss_columns(config: AlgorithmConfig, data: DataProto, seed: tuple[int, int]) -> None:
     """Adds the columns that the loss reads and that depend on the whole batch; random ones are drawn with ``seed``."""
     for name, function in LOSSES.find(config.loss).columns.items():
-        data[name] = function(**arguments_by_name(name, function, _columns(data), config.options() | {"seed": seed}))
+        data[name] = function(**arguments_by_name(name, function, _columns(data), vars(config) | {"seed": seed}))
 
 
 @dataclass(frozen=True)
@@ -309,7 +302,7 @@ class NamedLoss:
 
     @classmethod
     def find(cls, config: AlgorithmConfig) -> NamedLoss:
-        return cls(f"algorithm.loss={config.loss}", LOSSES.find(config.loss).function, config.options())
+        return cls(f"algorithm.loss={config.loss}", LOSSES.find(config.loss).function, vars(config))
 
     def arguments(self, outputs: Outputs, data: DataProto) -> dict[str, Any]:
         """What the function takes of the columns, the options, and ``log_probs`` and ``entropy`` of the update.

@@ -93,17 +93,17 @@ def _resolved(source: Callable[..., Any] | str) -> Callable[..., Any]:
     return found
 
 
+@dataclass(frozen=True)
 class Registry:
     """The losses, or the advantages, by name."""
 
-    def __init__(self, kind: str, algorithms: Mapping[str, Algorithm]) -> None:
-        self.kind = kind
-        self._algorithms = dict(algorithms)
+    kind: str
+    algorithms: dict[str, Algorithm]
 
     @property
     def names(self) -> tuple[str, ...]:
         """All names, in order of registration."""
-        return tuple(self._algorithms)
+        return tuple(self.algorithms)
 
     def register(
         self,
@@ -117,15 +117,15 @@ class Registry:
         Raises:
             InvalidConfig: the name is in use, or ``paper`` has an option that is not in `VERL`.
         """
-        if name in self._algorithms:
+        if name in self.algorithms:
             raise InvalidConfig(f"{self.kind} {name!r} is already registered: choose another name")
         if unknown := sorted(set(paper or {}) - VERL.keys()):
             raise InvalidConfig(f"{self.kind} {name!r}: paper sets {unknown}, but may only set {[*VERL]}")
-        self._algorithms[name] = Algorithm(function, paper or {}, columns or {})
+        self.algorithms[name] = Algorithm(function, paper or {}, columns or {})
 
     def remove(self, name: str) -> None:
         """Removes a name."""
-        del self._algorithms[name]
+        del self.algorithms[name]
 
     def find(self, name: str) -> Algorithm:
         """The algorithm with this name, or the function that ``FILE.py:FUNCTION`` names.
@@ -133,12 +133,12 @@ class Registry:
         Raises:
             InvalidConfig: the name is unknown.
         """
-        if name in self._algorithms:
-            return self._algorithms[name]
+        if name in self.algorithms:
+            return self.algorithms[name]
         if ":" in name:
             return _from_file(name, self.kind)
         raise InvalidConfig(
-            f"algorithm.{self.kind}={name!r} is unknown: choose one of {', '.join(self._algorithms)}, or FILE.py:FUNCTION"
+            f"algorithm.{self.kind}={name!r} is unknown: choose one of {', '.join(self.algorithms)}, or FILE.py:FUNCTION"
         )
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dataproto.errors import RowCountMismatch
-from recipes.algorithms.advantages import gae, group_advantage, whiten
+from recipes.algorithms.advantages import gae, group_advantage, group_index, whiten
 
 CUT = ("turns", "tokens", "length", "clock")
 """The values of ``end_reason`` of an episode that a limit cut."""
@@ -213,25 +213,19 @@ class _Turns:
 
     @classmethod
     def find(cls, mask: Tensor, turn: Tensor, trajectory: Iterable[Hashable]) -> "_Turns":
-        names: dict[Hashable, int] = {}
-        index = [names.setdefault(name, len(names)) for name in trajectory]
-        if turn.shape != mask.shape or len(index) != len(mask):
-            raise RowCountMismatch(
-                f"response_mask {tuple(mask.shape)}, turn {tuple(turn.shape)} and {len(index)} trajectories differ in rows or "
-                "shape"
-            )
-        sampled = mask != 0
+        episodes, sampled = group_index(trajectory, mask, "trajectories", turn=turn), mask != 0
+        count = int(episodes.max()) + 1 if len(episodes) else 0
         rows, columns = sampled.nonzero(as_tuple=True)
-        numbers, episodes = turn[rows, columns], torch.tensor(index, dtype=torch.int64, device=mask.device)
+        numbers = turn[rows, columns]
         base = int(numbers.max()) + 1 if len(numbers) else 1
         keys, of = torch.unique(episodes[rows] * base + numbers, return_inverse=True)
         tokens = torch.arange(len(rows), device=mask.device)
         first = torch.full_like(keys, len(rows)).scatter_reduce(0, of, tokens, "amin")
         last = torch.zeros_like(keys).scatter_reduce(0, of, tokens, "amax")
-        episode, counts = keys // base, torch.bincount(keys // base, minlength=len(names))
+        episode, counts = keys // base, torch.bincount(keys // base, minlength=count)
         place = torch.arange(len(keys), device=mask.device) - (counts.cumsum(0) - counts)[episode]
         longest = int(counts.max()) if len(counts) else 0
-        return cls(sampled, of, first, last, rows[first], keys % base, episode * longest + place, (len(names), longest))
+        return cls(sampled, of, first, last, rows[first], keys % base, episode * longest + place, (count, longest))
 
     def rewards(self, token_level_rewards: Tensor) -> Tensor:
         """The sum of the rewards of each turn (N,) float32."""

@@ -59,52 +59,42 @@ def may_recur(rows: Any) -> bool:
     return bool(getattr(rows, "recurring", True))
 
 
+@dataclass(eq=False, repr=False)
 class PromptLoader:
     """An endless iterator of batches of ``batch_size`` prompts.
 
     The ``uid`` of a row is ``"<epoch>-<place>-<digest of the row>"``, so that rows of two loaders have the same ``uid`` only if
     they are equal. For a row that cannot be used (see `PromptBuilder.prepare`) the loader raises `InvalidRow`, or, with
     ``on_bad_row="skip"``, records it in ``skipped`` and takes the next row. Processed images are kept if they `may_recur`.
+
+    Attributes:
+        rows: a sequence of rows that ``builder`` accepts, a `recipes.data.tables.StreamRows`, or a
+            `recipes.data.mixture.Mixture`.
+        builder: turns rows into prompts.
+        batch_size: prompts of a batch.
+        seed: seed of the order.
+        shuffle: whether to shuffle each epoch.
+        on_bad_row: ``stop`` or ``skip``.
+        num_workers: processes that decode and process images ahead; 0 does it in threads when a batch is read.
+        drawn: number of rows so far.
+        skipped: the reason why a row could not be used, by index of the row.
     """
 
-    def __init__(
-        self,
-        rows: Any,
-        builder: PromptBuilder,
-        batch_size: int,
-        seed: int = 0,
-        shuffle: bool = True,
-        on_bad_row: OnBadRow = "stop",
-        num_workers: int = 0,
-    ) -> None:
-        """Creates a loader at its first row.
+    rows: Any
+    builder: PromptBuilder
+    batch_size: int
+    seed: int = 0
+    shuffle: bool = True
+    on_bad_row: OnBadRow = "stop"
+    num_workers: int = 0
+    drawn: int = field(default=0, init=False)
+    skipped: dict[int, str] = field(default_factory=dict, init=False)
 
-        Args:
-            rows: a sequence of rows that ``builder`` accepts, a `recipes.data.tables.StreamRows`, or a
-                `recipes.data.mixture.Mixture`.
-            builder: turns rows into prompts.
-            batch_size: prompts of a batch.
-            seed: seed of the order.
-            shuffle: whether to shuffle each epoch.
-            on_bad_row: ``stop`` or ``skip``.
-            num_workers: processes that decode and process images ahead; 0 does it in threads when a batch is read.
-
-        Raises:
-            InvalidConfig: there are no rows, or an argument is out of range.
-        """
-        _check(rows, batch_size, on_bad_row)
-        if num_workers < 0:
-            raise InvalidConfig(f"num_workers={num_workers}: must be at least 0")
-        self.rows = rows
-        self.builder = builder
-        self.batch_size = batch_size
-        self.seed = seed
-        self.shuffle = shuffle
-        self.on_bad_row = on_bad_row
-        self.num_workers = num_workers
-        self.drawn = 0
-        self.skipped: dict[int, str] = {}
-        """The reason why a row could not be used, by index of the row."""
+    def __post_init__(self) -> None:
+        """Raises `InvalidConfig` if there are no rows, or an argument is out of range."""
+        _check(self.rows, self.batch_size, self.on_bad_row)
+        if self.num_workers < 0:
+            raise InvalidConfig(f"num_workers={self.num_workers}: must be at least 0")
         self._from_start = True
         self._useful: dict[str, int] = {}
         """The last epoch in which a row of a source could be used, by the source's name."""
@@ -166,7 +156,6 @@ class PromptLoader:
             self._prepared,
             batch_size=None,
             sampler=drawn,
-            collate_fn=_identity,
             num_workers=self.num_workers,
             prefetch_factor=max(2, -(-self.batch_size // self.num_workers)),
             generator=torch.Generator(),  # the default would draw from the global generator
@@ -376,10 +365,6 @@ def _source_and_epoch(uid: str) -> tuple[str, int]:
     """
     *source, epoch, _, _ = uid.split("-")
     return "-".join(source), int(epoch)
-
-
-def _identity(prepared: Any) -> Any:
-    return prepared
 
 
 def _check(rows: Any, batch_size: int, on_bad_row: str) -> None:

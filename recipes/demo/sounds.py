@@ -24,12 +24,8 @@ NOTES = {name: 261.63 * 2 ** (step / 12) for name, step in zip("cdefgab", (0, 2,
 MOST_CLICKS = 4
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 VOICES = ("en-us", "en-us+f1", "en-us+m3", "en-gb", "en-gb+f3", "en-gb-scotland")
-MANNERS = (
-    (150, 40),
-    (175, 50),
-    (200, 65),
-    (165, 58),
-)  # words a minute and pitch; the last is that of held-out problems
+MANNERS = ((150, 40), (175, 50), (200, 65), (165, 58))
+"""Words a minute and pitch; the last is that of held-out problems."""
 _SYNCHRONOUS, _SPEED, _PITCH, _UTF8 = 2, 1, 3, 1  # of espeak-ng/speak_lib.h
 
 

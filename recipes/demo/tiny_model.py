@@ -121,7 +121,7 @@ class TinyConfig:
     patch: int = 14  # pixels; a visual token covers 2 x 2 patches
     text_std: float = 0.02  # of the decoder's initial weights
     vision_std: float = (
-        0.1  # of the initial weights of the towers for images and sounds; with Hugging Face's 0.02 GRPO learns nothing
+        0.1  # of those of the towers for images and sounds; with Hugging Face's 0.02 GRPO learns nothing
     )
     min_pixels: int = 56 * 56
     max_pixels: int = 280 * 280
@@ -161,11 +161,14 @@ def make_tiny_processors(
     if texts is None:
         texts = SOUND_TEXTS if hears else sample_texts()
     special = SPECIAL_TOKENS + (SOUND_TOKENS if hears else ())
-    tokenizer = train_tokenizer(_corpus(texts), config.vocabulary, special)
+    # The texts, and what templates and answers have around them.
+    fixed = ["system\nYou are a helpful assistant.", "user\n", "assistant\n", "look", " \\boxed{x}"]
+    tokenizer = train_tokenizer([*(100 * fixed), *texts], config.vocabulary, special)
     made: Any = model_config(config, tokenizer)
     made = thinker_config(config, made, tokenizer) if hears else made
     made.save_pretrained(path)
-    _generation_config(tokenizer).save_pretrained(path)
+    ends = tokenizer.convert_tokens_to_ids([END_OF_TURN, END_OF_TEXT])
+    GenerationConfig(do_sample=True, eos_token_id=ends, pad_token_id=tokenizer.pad_token_id).save_pretrained(path)
     images = Qwen2VLImageProcessorPil(
         patch_size=config.patch,
         min_pixels=config.min_pixels,
@@ -283,17 +286,6 @@ def thinker_config(config: TinyConfig, seen: Qwen2_5_VLConfig, tokenizer: Qwen2T
     ids |= {name: getattr(seen, name) for name in ("vision_start_token_id", "vision_end_token_id")}
     ids |= {"pad_token_id": tokenizer.pad_token_id, "tie_word_embeddings": False}
     return Qwen2_5OmniThinkerConfig(text_config=text, vision_config=vision, audio_config=sound, **ids)
-
-
-def _generation_config(tokenizer: Qwen2Tokenizer) -> GenerationConfig:
-    ends = tokenizer.convert_tokens_to_ids([END_OF_TURN, END_OF_TEXT])
-    return GenerationConfig(do_sample=True, eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
-
-
-def _corpus(texts: Iterable[str]) -> Iterable[str]:
-    """``texts``, and the other parts of prompts and answers between special tokens."""
-    fixed = ["system\nYou are a helpful assistant.", "user\n", "assistant\n", "look", " \\boxed{x}"]
-    return [*(100 * fixed), *texts]
 
 
 ANSWER = "<think>look</think> \\boxed{{{answer}}}"

@@ -120,17 +120,11 @@ def truth_scores(
         wrong = ask([f"{before}{truth if other is None else other}{after}" for truth, other in zip(truths, others)])
         for place, other in enumerate(others):
             found = TruthScores(answers[place], right[place], empty[place], None if other is None else wrong[place])
-            before_it = best[place]
-            if before_it is None or _order(found) > _order(before_it):
-                best[place] = found
+            best[place] = max(filter(None, (best[place], found)), key=lambda each: (each.is_best, each.right["score"]))
         if time.monotonic() - started > PATIENCE_S:
             break
     found_of = iter(best)
     return [None if row.ground_truth is None else next(found_of) for row in rows]
-
-
-def _order(found: TruthScores) -> tuple[bool, float]:
-    return found.is_best, found.right["score"]
 
 
 def answer_text(truth: Any) -> str:

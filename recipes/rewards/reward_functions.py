@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePath
 from typing import Any, TypeVar
 
@@ -133,14 +134,14 @@ def parts_of(reward: RewardFunction | None) -> list[RewardFunction | None]:
 def as_reward_function(function: Callable[..., Any]) -> RewardFunction:
     """Adapts a function according to the names of its arguments: verl's, EasyR1's, TRL's, or one function of all rows.
 
-    A function in a module that has ``REWARD_TYPE`` is EasyR1's, whatever its argument is named. An attribute ``uses_device`` of
-    the function stays, and the function itself is the attribute ``function``.
+    A function in a module that has ``REWARD_TYPE`` is EasyR1's, whatever its argument is named. The attributes ``uses_device``
+    and ``check`` of the function stay, and the function itself is the attribute ``function``.
 
     Raises:
         RewardError: the signature is unknown, or has a further argument without a default.
     """
     found = _adapted(function)
-    vars(found).update(uses_device=uses_device(function), function=function)
+    vars(found).update(uses_device=uses_device(function), function=function, check=partial(check_ready, function))
     return found
 
 
@@ -159,7 +160,7 @@ def _adapted(function: Callable[..., Any]) -> RewardFunction:
         return from_easyr1(function)
     if "rows" in names:
         _check_arguments(function, ["rows"])
-        return _FromRows(function)
+        return lambda rows: _read_all(_call_once(function, {"rows": rows}, rows), rows, function)
     raise RewardError(f"{_name(function)}({', '.join(names)}) is not a reward function: expected {SIGNATURES}")
 
 
@@ -176,7 +177,7 @@ def from_verl(function: Callable[..., Any]) -> RewardFunction:
             for row in rows
         ]
         results = _call_all(function, calls, [_place(number, row) for number, row in enumerate(rows)])
-        return [read_score(result, _place(number, rows[number]), function) for number, result in enumerate(results)]
+        return _read_all(results, rows, function)
 
     return score_rows
 
@@ -206,7 +207,7 @@ def from_easyr1(function: Callable[..., Any]) -> RewardFunction:
             calls, places = [{argument: each} for each in inputs], [f"row {number}" for number in range(len(rows))]
             results = _call_all(function, calls, places)
         else:
-            (results,) = _call_all(function, [{argument: inputs}], [f"rows 0 to {len(rows) - 1}"])
+            results = _call_once(function, {argument: inputs}, rows)
         if isinstance(results, Sequence):
             results = [_overall(result, number, function) for number, result in enumerate(results)]
         return _read_all(results, rows, function)
@@ -262,7 +263,7 @@ class _FromTRL:
             return []
         given = _taken(self.function, self._columns(rows))
         try:
-            (results,) = _call_all(self.function, [given], [f"rows 0 to {len(rows) - 1}"])
+            results = _call_once(self.function, given, rows)
         except RewardError as error:
             if "'list' object" in str(error) and isinstance(given["completions"][0], list):
                 raise RewardError(
@@ -341,20 +342,6 @@ def read_score(result: Any, place: str, function: Callable[..., Any]) -> dict[st
     return numbers
 
 
-@dataclass(frozen=True)
-class _FromRows:
-    """A user's function of all rows, whose results are checked."""
-
-    function: Callable[..., Any]
-
-    def check(self) -> None:
-        check_ready(self.function)
-
-    def __call__(self, rows: Sequence[RewardRow]) -> list[dict[str, float]]:
-        (results,) = _call_all(self.function, [{"rows": rows}], [f"rows 0 to {len(rows) - 1}"])
-        return _read_all(results, rows, self.function)
-
-
 def _read_all(results: Any, rows: Sequence[RewardRow], function: Callable[..., Any]) -> list[dict[str, float]]:
     try:
         scores = list(results)
@@ -372,6 +359,12 @@ def _completion(row: RewardRow) -> Any:
     return [{"role": "assistant", "content": row.solution_str}]
 
 
+def _call_once(function: Callable[..., Any], arguments: Mapping[str, Any], rows: Sequence[RewardRow]) -> Any:
+    """What a function returns for all rows together."""
+    (results,) = _call_all(function, [arguments], [f"rows 0 to {len(rows) - 1}"])
+    return results
+
+
 def _call_all(function: Callable[..., Any], calls: Sequence[Mapping[str, Any]], places: Sequence[str]) -> list[Any]:
     """The results of all calls; coroutines run concurrently. Raises `RewardError` with the place of the first failure."""
     results: list[Any] = []
@@ -380,22 +373,17 @@ def _call_all(function: Callable[..., Any], calls: Sequence[Mapping[str, Any]], 
             results.append(function(**call))
         except Exception as error:
             raise _failure(function, place, error) from error
-    if not any(inspect.isawaitable(result) for result in results):
+    if not any(map(inspect.isawaitable, results)):
         return results
 
     async def gather() -> list[Any]:
-        awaitables = [result if inspect.isawaitable(result) else _immediate(result) for result in results]
-        return await asyncio.gather(*awaitables, return_exceptions=True)
+        return await asyncio.gather(*results, return_exceptions=True)
 
     results = _run_here(gather())
     for result, place in zip(results, places, strict=True):
         if isinstance(result, BaseException):
             raise _failure(function, place, result) from result
     return results
-
-
-async def _immediate(value: Any) -> Any:
-    return value
 
 
 def _run_here(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -1,7 +1,7 @@
 """Scores of reward models: of Hugging Face sequence classifiers, and of what ``dataproto reward-model`` has trained."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,8 +46,15 @@ class SequenceClassifier:
             RewardError: the model cannot be loaded or has no such label; a text is longer than the model takes (names the row);
                 a score is not finite (names the row).
         """
-        if (Path(self.model_path) / HEAD_FILE).exists():
-            return self._ranked(rows)
+        is_trained = (Path(self.model_path) / HEAD_FILE).exists()
+        scores = self._ranked(rows) if is_trained else self._classified(rows)
+        for number, score in enumerate(scores):
+            if not math.isfinite(score):
+                raise RewardError(f"row {number}: {self.model_path} gives the score {score}")
+        return [{"score": score} for score in scores]
+
+    def _classified(self, rows: Sequence[RewardRow]) -> list[float]:
+        """The scores of a sequence classifier."""
         tokenizer, model = self._load()
         texts = [self._encode(tokenizer, row) for row in rows]
         most = getattr(model.config, "max_position_embeddings", None)
@@ -60,7 +67,7 @@ class SequenceClassifier:
         scores: list[float] = []
         for start in range(0, len(texts), self.batch_size):
             scores += self._scores(tokenizer, model, texts[start : start + self.batch_size])
-        return self._finite(scores)
+        return scores
 
     def check(self) -> None:
         """Raises `RewardError` before any weights are loaded if the checkpoint is no classifier and no reward model."""
@@ -87,16 +94,12 @@ class SequenceClassifier:
                 "RUN/global_step_N/actor/huggingface)"
             ) from error
 
-    def _finite(self, scores: Sequence[float]) -> list[dict[str, float]]:
-        for number, score in enumerate(scores):
-            if not math.isfinite(score):
-                raise RewardError(f"row {number}: {self.model_path} gives the score {score}")
-        return [{"score": score} for score in scores]
-
-    def _ranked(self, rows: Sequence[RewardRow]) -> list[dict[str, float]]:
+    def _ranked(self, rows: Sequence[RewardRow]) -> list[float]:
+        """Those of a reward model of ours."""
         if self._loaded is None:
             self._loaded = RankedAnswers(self.model_path, self.device)
-        return self._finite(self._loaded(rows))
+        scores: list[float] = self._loaded(rows)
+        return scores
 
     @property
     def uses_device(self) -> bool:
@@ -192,14 +195,11 @@ def text_turns(prompt: Any) -> list[dict[str, str]]:
     >>> text_turns([{"role": "user", "content": [{"type": "image", "image": ...}, {"type": "text", "text": "Find x."}]}])
     [{'role': 'user', 'content': 'Find x.'}]
     """
-    return [{"role": turn["role"], "content": "".join(_texts(turn["content"]))} for turn in _turns(prompt)]
+    turns: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
+    return [{"role": turn["role"], "content": _text(turn["content"])} for turn in turns]
 
 
-def _turns(prompt: Any) -> list[Mapping[str, Any]]:
-    if prompt is None:
-        return []
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-
-
-def _texts(content: Any) -> list[str]:
-    return [content] if isinstance(content, str) else [part["text"] for part in content if part.get("type") == "text"]
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] for part in content if part.get("type") == "text")
