@@ -110,60 +110,53 @@ class AlgorithmConfig:
         self.sampling(max_tokens=1, seed=0)  # raises for invalid sampling options
         check_limit(self.correction_limit)
         check_bounds(self.rejection_bounds)
-        for impossible, message in (*self._ranges(), *self._combinations()):
-            if impossible:
-                raise InvalidConfig(f"algorithm.{message}")
+        for problem in (*self._out_of_range(), *self._in_conflict()):
+            raise InvalidConfig(f"algorithm.{problem}")
 
-    def _ranges(self) -> Iterator[tuple[bool, str]]:
-        """Values that are impossible, each with the message that says so."""
-        yield (self.temperature <= 0, f"temperature={self.temperature}: must be above 0, for random samples")
-        invalid = self.epochs < 1 or (self.minibatch is not None and self.minibatch < 1)
-        yield invalid, f"epochs={self.epochs}, minibatch={self.minibatch}: must be at least 1"
+    def _out_of_range(self) -> Iterator[str]:
+        """What is wrong with values that are impossible."""
+        if self.temperature <= 0:
+            yield f"temperature={self.temperature}: must be above 0, for random samples"
+        if self.epochs < 1 or (self.minibatch is not None and self.minibatch < 1):
+            yield f"epochs={self.epochs}, minibatch={self.minibatch}: must be at least 1"
         for name in ("entropy_coef", "overlong_buffer", "kl_coef"):
-            yield getattr(self, name) < 0, f"{name}={getattr(self, name)}: must be at least 0"
-        buffer, generations = self.overlong_buffer, self.dynamic_sampling
-        yield (
-            buffer > 1 and buffer != int(buffer),
-            f"overlong_buffer={buffer}: must be a whole number of tokens, or a share below 1",
-        )
-        yield (
-            generations < 0 or generations == 1,
-            f"dynamic_sampling={generations}: must be at least 2 generations, or 0 to keep all groups",
-        )
-        yield not 0 <= self.gamma <= 1, f"gamma={self.gamma}: must be from 0 to 1"
-        yield min(self.clip) < 0, f"clip={self.clip} must not be negative"
-        yield self.dual_clip is not None and self.dual_clip <= 1, f"dual_clip={self.dual_clip} must be above 1"
+            if getattr(self, name) < 0:
+                yield f"{name}={getattr(self, name)}: must be at least 0"
+        if self.overlong_buffer > 1 and self.overlong_buffer != int(self.overlong_buffer):
+            yield f"overlong_buffer={self.overlong_buffer}: must be a whole number of tokens, or a share below 1"
+        if self.dynamic_sampling < 0 or self.dynamic_sampling == 1:
+            yield f"dynamic_sampling={self.dynamic_sampling}: must be at least 2 generations, or 0 to keep all groups"
+        if not 0 <= self.gamma <= 1:
+            yield f"gamma={self.gamma}: must be from 0 to 1"
+        if min(self.clip) < 0:
+            yield f"clip={self.clip} must not be negative"
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            yield f"dual_clip={self.dual_clip} must be above 1"
         choices = {"kl": get_args(Estimator), "correction": get_args(Correction), "rejection": get_args(Rejection)}
         for name, names in choices.items():
-            yield getattr(self, name) not in names, f"{name}={getattr(self, name)!r}: choose one of {', '.join(names)}"
+            if getattr(self, name) not in names:
+                yield f"{name}={getattr(self, name)!r}: choose one of {', '.join(names)}"
 
-    def _combinations(self) -> Iterator[tuple[bool, str]]:
-        """Values that do not go together, each with the message that says so."""
-        name, generations = self.advantage, self.dynamic_sampling
-        advantage, loss = ADVANTAGES.find(name), LOSSES.find(self.loss)
-        yield (
-            self.n < 2 and not advantage.critic and advantage.takes("uid"),  # a critic needs no other samples
-            f"n={self.n}: {name} compares the samples of a prompt and needs at least 2",
-        )
-        yield self.n < 2 and generations > 0, f"n={self.n}: dynamic sampling needs groups of at least 2"
-        yield (
-            self.gamma != 1 and not advantage.takes("gamma"),
-            f"gamma={self.gamma}: {name} has no discount for each token; reinforce_plus_plus, gae and bi_level_gae have one",
-        )
+    def _in_conflict(self) -> Iterator[str]:
+        """What is wrong with values that do not go together."""
+        advantage, loss = ADVANTAGES.find(self.advantage), LOSSES.find(self.loss)
+        if self.n < 2 and not advantage.critic and advantage.takes("uid"):  # a critic needs no other samples
+            yield f"n={self.n}: {self.advantage} compares the samples of a prompt and needs at least 2"
+        if self.n < 2 and self.dynamic_sampling:
+            yield f"n={self.n}: dynamic sampling needs groups of at least 2"
+        if self.gamma != 1 and not advantage.takes("gamma"):
+            others = "reinforce_plus_plus, gae and bi_level_gae have one"
+            yield f"gamma={self.gamma}: {self.advantage} has no discount for each token; {others}"
         for option, default in {"clip": VERL["clip"], "dual_clip": AlgorithmConfig.dual_clip}.items():
             value = getattr(self, option)
             if value not in (None, default) and not loss.takes(option):
                 others = ", ".join(each for each in LOSSES.names if LOSSES.find(each).takes(option))
-                yield True, f"{option}={value}: {self.loss} does not have this option; it is for {others}"
-        yield (
-            self.kl_in == "loss" and self.kl == "k1",
-            "kl=k1 has no gradient in expectation: choose k2, k3 or k3+, or set kl_in=reward",
-        )
-        yield (
-            self.skip_old_log_probs and self.compares_engine,
-            f"correction={self.correction}, rejection={self.rejection} compare the actor's old log-probs with the "
-            "engine's, which skip_old_log_probs assumes to be equal: choose one of them",
-        )
+                yield f"{option}={value}: {self.loss} does not have this option; it is for {others}"
+        if self.kl_in == "loss" and self.kl == "k1":
+            yield "kl=k1 has no gradient in expectation: choose k2, k3 or k3+, or set kl_in=reward"
+        if self.skip_old_log_probs and self.compares_engine:
+            compared = f"correction={self.correction}, rejection={self.rejection} compare the actor's old log-probs"
+            yield f"{compared} with the engine's, which skip_old_log_probs assumes to be equal: choose one of them"
 
     def idle_options(self) -> list[tuple[bool, str, str]]:
         """Options that do nothing here; see `recipes.options.refuse_idle_options`."""

@@ -1,6 +1,6 @@
 """How the rows of a data set are read: names of its columns where its schema is not known, and what to do at a bad row."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -89,14 +89,8 @@ class ColumnKeys:
         Raises:
             InvalidConfig: a column is missing; names the option and the columns that are present.
         """
-        given = self.given()
-        for table in tables if given else ():
-            missing, present = missing_columns(table, {*given.values()})
-            for option, key in given.items():
-                if key in missing:
-                    raise InvalidConfig(
-                        f"--{option.replace('_', '-')} {key}: {source} has no such column; it has {', '.join(present)}"
-                    )
+        if given := self.given():
+            check_columns(given, tables, source)
 
 
 KNOWN = ColumnKeys()
@@ -139,18 +133,25 @@ def refuse_without_data(data: Any, rows: str, *names: str) -> None:
         )
 
 
-def missing_columns(table: Any, wanted: Set[str]) -> tuple[Set[str], Collection[str]]:
-    """The wanted columns that no row of a table has, and columns that are there: all of them if one is missing.
+def check_columns(wanted: Mapping[str, str], tables: Sequence[Any], source: str) -> None:
+    """Raises `InvalidConfig` if no row of a table has a column; names its option, of which they are the values.
 
-    >>> missing_columns([{"a": 1}, {"b": 2}], {"b", "c"})
-    ({'c'}, dict_keys(['a', 'b']))
+    >>> check_columns({"image_key": "c"}, [[{"a": 1}, {"b": 2}]], "pets")
+    Traceback (most recent call last):
+    dataproto.errors.InvalidConfig: --image-key c: pets has no such column; it has a, b
     """
-    present = dict[str, None]()
-    for columns in columns_of(table):
-        present |= dict.fromkeys(columns)
-        if wanted <= present.keys():
-            break
-    return wanted - present.keys(), present.keys()
+    for table in tables:
+        present = dict[str, None]()
+        for columns in columns_of(table):
+            present |= dict.fromkeys(columns)
+            if {*wanted.values()} <= present.keys():
+                break
+        for option, column in wanted.items():
+            if column not in present:
+                known = ", ".join(present)
+                raise InvalidConfig(
+                    f"--{option.replace('_', '-')} {column}: {source} has no such column; it has {known}"
+                )
 
 
 def why_lacking(raw: Mapping[str, Any], names: Sequence[str], otherwise: str) -> str:

@@ -14,15 +14,13 @@ Images are in ``images`` (or ``image``) or in the parts: PIL objects, bytes, pat
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from dataproto.errors import InvalidRow
 from recipes.data.column_keys import KNOWN, ColumnKeys, why_lacking
 from recipes.data.row_values import (
     CONTEXT_COLUMNS,
+    LISTS,
     MEDIA_COLUMNS,
     chat_messages,
     first_of,
@@ -31,7 +29,7 @@ from recipes.data.row_values import (
     shown_columns,
     with_context,
 )
-from recipes.data.tables import StreamRows, open_rows, open_stream
+from recipes.data.tables import open_rows, open_stream
 from rollout.prompts import invalid_row
 from rollout.prompts.messages import with_markers
 
@@ -40,22 +38,6 @@ _ANSWERS = ("completion", "response", "answer")
 _OTHERS = (*MEDIA_COLUMNS, "data_source", *CONTEXT_COLUMNS)
 CONVERSATION_COLUMNS = (*_QUESTIONS, *_ANSWERS, *_OTHERS)
 """The columns that `read_conversation_row` knows."""
-
-
-def conversation_stream(
-    source: str,
-    split: str = "train",
-    buffer: int = 1024,
-    keys: ColumnKeys = KNOWN,
-    media_root: str | Path | None = None,
-) -> StreamRows:
-    """Opens a data set of conversations as a stream, shuffled within blocks of ``buffer`` rows; see `conversation_rows`."""
-    stream, root = open_stream(source, split, media_root)
-    if hasattr(stream, "decode"):
-        stream = stream.decode(False)  # keep images as bytes and paths
-    name = Path(source).resolve().stem if Path(source).exists() else source
-    keys.check([stream], name)
-    return StreamRows(stream, root, partial(read_conversation_row, data_source=name, keys=keys), buffer)
 
 
 def read_conversation_row(
@@ -74,12 +56,15 @@ def read_conversation_row(
     raw, keys, media = known_row(raw, index, keys)
     if keys.prompt_key and isinstance(raw["prompt"], str):
         raw["prompt"] = with_markers(raw["prompt"], media)
-    prompt = with_context(_messages(raw, index, media), raw, index)
-    return shown_columns(prompt, raw, media, index, _source_of_texts(raw) or data_source)
+    prompt, texts = with_context(_messages(raw, index, media), raw, index), raw.get("texts")
+    source = texts[0].get("source") if isinstance(texts, LISTS) and len(texts) else None
+    return shown_columns(prompt, raw, media, index, source or data_source)
 
 
 conversation_rows = partial(open_rows, read_conversation_row)
 """Opens a data set of conversations; see `recipes.data.tables.open_rows` and `read_conversation_row`."""
+conversation_stream = partial(open_stream, read_conversation_row)
+"""Opens a data set of conversations as a stream; see `recipes.data.tables.open_stream`."""
 
 
 def _messages(raw: Mapping[str, Any], index: int, media: Mapping[str, list[Any]]) -> list[Any]:
@@ -103,7 +88,7 @@ def answer_messages(answer: Any, index: int) -> list[Mapping[str, Any]]:
     """The messages of an answer: text, a number, typed parts, a message or several."""
     if isinstance(answer, Mapping):
         answer = [answer]
-    if isinstance(answer, (list, tuple, np.ndarray)) and len(answer):
+    if isinstance(answer, LISTS) and len(answer):
         typed = all(isinstance(part, Mapping) and part.get("type") and "role" not in part for part in answer)
         return [{"role": "assistant", "content": list(answer)}] if typed else chat_messages(answer, index)
     text = plain_answer(answer)
@@ -122,11 +107,6 @@ def _cauldron_messages(texts: Any, index: int, media: Mapping[str, list[Any]]) -
         messages.append({"role": "user", "content": question})
         messages.append({"role": "assistant", "content": turn["assistant"].strip()})
     return messages
-
-
-def _source_of_texts(raw: Mapping[str, Any]) -> str | None:
-    texts = raw.get("texts")
-    return texts[0].get("source") if isinstance(texts, Sequence | np.ndarray) and len(texts) else None
 
 
 class Questions(Sequence[dict[str, Any]]):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dataproto.errors import InvalidConfig, InvalidRow
-from recipes.data.column_keys import OnBadRow, missing_columns
+from recipes.data.column_keys import OnBadRow, check_columns
 from recipes.data.row_values import conversation
 from recipes.data.tables import Table, TableRows, open_tables
 from recipes.demo.classes import CLASSES, draw_class
@@ -173,13 +173,8 @@ class LabelledPictures:
             columns = COLUMNS
         else:
             tables, self.name = open_tables(source, split)
-        for table in tables:
-            missing, present = missing_columns(table.rows, {*columns})
-            for option, column in zip(COLUMNS, columns):
-                if column in missing:
-                    raise InvalidConfig(
-                        f"no column {column!r}: the data set has {', '.join(present)}; name yours by --{option}-column"
-                    )
+            named = {f"{name}_column": column for name, column in zip(COLUMNS, columns)}
+            check_columns(named, [table.rows for table in tables], self.name)
         self.image_column, column = columns
         self.rows = TableRows(tables, lambda raw, place: raw)
         features = getattr(tables[0].rows, "features", None) or {}

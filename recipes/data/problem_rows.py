@@ -17,12 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from dataproto.errors import InvalidRow, RewardError
 from recipes.data.column_keys import KNOWN, ColumnKeys, why_lacking
 from recipes.data.row_values import (
     CONTEXT_COLUMNS,
+    LISTS,
     MEDIA_COLUMNS,
     chat_messages,
     first_of,
@@ -158,14 +157,11 @@ def own_columns(raw: Mapping[str, Any], keys: ColumnKeys = KNOWN) -> tuple[dict[
     media = {}
     for kind, column in MEDIA.items():
         key = getattr(keys, f"{kind}_key")
-        read = next((name for name in ([key] if key else [column, kind]) if not _is_absent(raw.get(name))), None)
+        held = [name for name in ([key] if key else [column, kind]) if raw.get(name) is not None]
+        read = next((name for name in held if not is_blank(raw[name])), None)
         if read is not None:
-            listed = isinstance(raw[read], (list, tuple, np.ndarray)) or json_list(raw[read]) is not None
+            listed = isinstance(raw[read], LISTS) or json_list(raw[read]) is not None
             several = read != "video" and listed
             media[read] = column if several else kind
     left_out = {"prompt", "messages", "conversations", keys.messages_key, *MEDIA_COLUMNS, *media}
     return {name: value for name, value in raw.items() if name not in left_out}, media
-
-
-def _is_absent(value: Any) -> bool:
-    return value is None or is_blank(value)

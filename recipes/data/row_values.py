@@ -36,8 +36,8 @@ _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "tool_resp
 _CALLS = ("function_call", "tool_call")  # roles of turns of the assistant that are the JSON of a call, or of several
 _OWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEMPLATE_FILES = (".jinja", ".jinja2", ".j2", ".txt")
-
-
+LISTS = (list, tuple, np.ndarray)
+"""What a value that is several may be."""
 _KNOWN_QUESTIONS = ("prompt", "messages", "conversations", "problem", "texts")
 _PAIRS = {"instruction": "output", "query": "response"}
 """Columns of a question and of its answer: of alpaca, and of ms-swift."""
@@ -194,10 +194,10 @@ def plain_answer(answer: Any) -> Any:
     >>> plain_answer({"role": "assistant", "content": "3"}), plain_answer([{"type": "text", "text": "3"}]), plain_answer([1, 2])
     ('3', '3', [1, 2])
     """
-    items = list(answer) if isinstance(answer, (list, tuple, np.ndarray)) else [answer]
+    items = list(answer) if isinstance(answer, LISTS) else [answer]
     if len(items) == 1 and isinstance(items[0], Mapping) and _is_turn(items[0]):
         answer = items[0].get("content" if "role" in items[0] else "value")
-        items = list(answer) if isinstance(answer, (list, tuple, np.ndarray)) else [answer]
+        items = list(answer) if isinstance(answer, LISTS) else [answer]
     if items and all(isinstance(item, Mapping) and item.get("type") == "text" for item in items):
         return "".join(str(item.get("text") or "") for item in items)
     if isinstance(answer, datetime) and answer.time() == datetime.min.time():
@@ -283,13 +283,8 @@ def with_context(messages: Sequence[Any], raw: Mapping[str, Any], index: int) ->
     """
     earlier: list[Any] = []
     history = raw.get("history")
-    some = isinstance(history, (list, tuple, np.ndarray)) or not history
-    for turn in _listed(history) if some else [history]:
-        if (
-            not isinstance(turn, (list, tuple, np.ndarray))
-            or len(turn) != 2
-            or not all(isinstance(t, str) for t in turn)
-        ):
+    for turn in history if isinstance(history, LISTS) else [history] if history else []:
+        if not isinstance(turn, LISTS) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
             raise InvalidRow(index, f"'history' must be a list of [question, answer], not {raw['history']!r}")
         earlier += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
     own = [each for each in messages if isinstance(each, Mapping) and each.get("role") in ("system", "developer")]
@@ -333,7 +328,3 @@ def _columns_of_rows(rows: Any) -> Iterator[Sequence[str]]:
     for table in [table.rows for table in rows.tables] if hasattr(rows, "tables") else [getattr(rows, "stream", [])]:
         local = hasattr(table, "__len__") or isinstance(table, JsonStream)
         yield from islice(columns_of(table), STREAM_HEAD if local else 1)
-
-
-def _listed(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple, np.ndarray)) else []

@@ -299,25 +299,37 @@ def open_rows(
     return rows
 
 
-def open_stream(source: str, split: str = "train", media_root: str | Path | None = None) -> tuple[Any, Path | None]:
-    """Opens a data set as a `datasets.IterableDataset`, or as a `JsonStream`, without reading ahead; see `open_tables`.
-
-    Returns:
-        The stream, and the folder at which its relative paths start.
-    """
+def open_stream(
+    read: Callable[..., dict[str, Any]],
+    source: str,
+    split: str = "train",
+    buffer: int = 1024,
+    keys: ColumnKeys = KNOWN,
+    media_root: str | Path | None = None,
+) -> "StreamRows":
+    """The rows of a data set as `open_rows` has them, without reading ahead, shuffled within blocks of ``buffer`` rows."""
     from datasets import load_dataset
 
     path, root = Path(source), _folder(media_root)
+    stream: Any
     if not path.exists():
-        return _stream_of_hub(source, split), root
-    files = _files(path, split)
-    kinds = {READERS.get(file.suffix) for file in files}
-    if len(kinds) > 1 or None in kinds:
-        raise InvalidConfig(f"{path}: a stream needs parquet files or JSON files")
-    if kinds == {"json"}:
-        return JsonStream(files), root or files[0].parent
-    stream = load_dataset(kinds.pop(), data_files=[str(file) for file in files], split="train", streaming=True)
-    return stream, root or files[0].parent
+        name = source
+        with _of_hub(source) as builder:
+            addresses = _json_files(builder, split)
+            stream = JsonStream(addresses) if addresses else builder.as_streaming_dataset(split=split)
+    else:
+        name, files = path.resolve().stem, _files(path, split)
+        root, kinds = root or files[0].parent, {READERS.get(file.suffix) for file in files}
+        if len(kinds) > 1 or None in kinds:
+            raise InvalidConfig(f"{path}: a stream needs parquet files or JSON files")
+        if kinds == {"json"}:
+            stream = JsonStream(files)
+        else:
+            stream = load_dataset("parquet", data_files=[str(file) for file in files], split="train", streaming=True)
+    if hasattr(stream, "decode"):
+        stream = stream.decode(False)  # keep images as bytes and paths
+    keys.check([stream], name)
+    return StreamRows(stream, root, partial(read, data_source=name, keys=keys), buffer)
 
 
 class StreamRows:
@@ -465,9 +477,3 @@ def _download(name: str, split: str) -> list[Any]:
             return [_json_rows(file) for file in files]
         builder.download_and_prepare()
         return [builder.as_dataset(split=split)]
-
-
-def _stream_of_hub(name: str, split: str) -> Any:
-    with _of_hub(name) as builder:
-        files = _json_files(builder, split)
-        return JsonStream(files) if files else builder.as_streaming_dataset(split=split)

@@ -275,7 +275,7 @@ class _FromTRL:
     def _columns(self, rows: Sequence[RewardRow]) -> dict[str, list[Any]]:
         common = ("data_source", "ground_truth", "extra_info")
         found = [
-            {**_mapping(row.extra_info), **{name: getattr(row, name) for name in common}, **row.columns} for row in rows
+            {**(row.extra_info or {}), **{name: getattr(row, name) for name in common}, **row.columns} for row in rows
         ]
         columns = {
             name: [each.get(name) for each in found] for name in sorted({name for each in found for name in each})
@@ -284,10 +284,6 @@ class _FromTRL:
             "prompts": ["" if row.prompt is None else row.prompt for row in rows],
             "completions": [_completion(row) for row in rows],
         }
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
 
 
 def _taken(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:

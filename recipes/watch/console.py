@@ -174,15 +174,15 @@ class Progress:
         self.console = console or Console()
         self.table, self.further = StepTable(total, further=further), further
         self._printed: float | None = None
-        self._started = self._first_ended = clock()
         self._first: int | None = None
+        self._since = done, clock()  # a step, and when it ended: the mean pace is of those after it
         columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(), TextColumn("{task.description}"))
         self._bar = Bar(*columns, console=self.console, disable=not self.console.is_terminal)
         self._task = self._bar.add_task("", total=total, completed=done)
 
     def __enter__(self) -> "Progress":
         self._bar.start()
-        self._started = self.clock()
+        self._since = self.done, self.clock()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -191,9 +191,11 @@ class Progress:
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows that ``step`` (counted from 1; 0 is the evaluation before) is done, with its metrics under verl's names."""
         now = self.clock()
-        self.left = format_seconds(self._left(step, now)) if 0 < step < self.total else ""
-        if step and self._first is None:
-            self._first, self._first_ended = step, now
+        known, then = self._since
+        seconds = (now - then) / max(step - known, 1) * (self.total - step)
+        self.left = format_seconds(seconds) if 0 < step < self.total else ""
+        if step and self._first is None:  # which is slower than the others
+            self._first, self._since = step, (step, now)
         self._bar.update(self._task, completed=step, description=f"{self.left} left" if self.left else "")
         evaluated = any(column.measured_apart and column.value(metrics) is not None for column in COLUMNS)
         due = self._printed is None or now - self._printed >= self.interval
@@ -208,14 +210,6 @@ class Progress:
     def note(self, text: str) -> None:
         """A line that stays, above the bar if there is one."""
         _say(self.console, text)
-
-    def _left(self, step: int, now: float) -> float:
-        """Seconds to the end at the mean pace of the steps after the first one, which is slower than the others."""
-        if self._first is not None and step > self._first:
-            pace = (now - self._first_ended) / (step - self._first)
-        else:
-            pace = (now - self._started) / max(step - self.done, 1)
-        return pace * (self.total - step)
 
 
 LIBRARIES_FILE = "libraries.log"

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 NEEDED = ("response_mask", "attention_mask", "uid")
 MEASURED = (("responses", "token_level_rewards"), ("input_ids", "actor_log_probs"))  # of rollouts; of other rows
 EPISODES = {"trajectory": "", "new_row": "", "end_reason": "done", "end_message": ""}
-"""Columns of rows of episodes, which alone have the first, and their defaults."""
+"""The name of a row's episode, which other rows lack, why it has the row, why it ended, and its failure, with their defaults."""
 PER_TOKEN = {  # name in the file: columns (B, R), of which the first that the batch has is kept
     "engine_log_probs": ("rollout_log_probs",),
     "actor_log_probs": ("actor_log_probs", "old_log_probs"),
@@ -117,7 +117,7 @@ class KeptRollouts:
         parts = reward_parts(data) if scored else {}
         shaped = data["token_level_rewards"].sum(-1).tolist() if scored else [None] * len(data)
         files: dict[tuple[int, ...], Row] = {}  # of pictures and sounds, by the media that rows share
-        unknown = [None] * len(data)
+        unknown, episodes = [None] * len(data), EPISODES if "trajectory" in data else {}
         score, cut, seen = (
             data[name] if name in data else unknown for name in ("score", "truncated", "multi_modal_data")
         )
@@ -136,7 +136,7 @@ class KeptRollouts:
                 | texts_of(data, row)
                 | {"reward": reward, "parts": {name: _number(value[row]) for name, value in parts.items()} | changed}
                 | {"truncated": bool(cut[row]), **files[shared]}
-                | _of_episode(data, row)
+                | {name: str(data[name][row]) if name in data else default for name, default in episodes.items()}
             )
         return rows
 
@@ -165,13 +165,6 @@ def chosen_rows(uids: Sequence[Any], limit: int, seed: int) -> tuple[np.ndarray,
         taken += [(row, sample) for sample, row in enumerate(group[:limit])]
     taken.sort()
     return np.array([row for row, _ in taken]), [sample for _, sample in taken]
-
-
-def _of_episode(data: DataProto, row: int) -> dict[str, str]:
-    """The name of a row's episode, why it has the row, why it ended, and its failure; nothing of other rows."""
-    if "trajectory" not in data:
-        return {}
-    return {name: str(data[name][row]) if name in data else default for name, default in EPISODES.items()}
 
 
 def _tokens(data: DataProto, text_of: Any) -> Iterator[Row]:

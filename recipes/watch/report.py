@@ -135,12 +135,8 @@ def environment() -> dict[str, str]:
 
 def held_out_accuracy(rows: Rows) -> dict[str, tuple[float, float]]:
     """For each held-out set, the first and the last accuracy."""
-    found = {}
-    for name in _names(rows, ACCURACY):
-        values = _finite(rows, name)
-        if values:
-            found[_star(ACCURACY, name)] = (values[0][1], values[-1][1])
-    return found
+    found = {_star(ACCURACY, name): _finite(rows, name) for name in _names(rows, ACCURACY)}
+    return {name: (values[0][1], values[-1][1]) for name, values in found.items() if values}
 
 
 def _answers(run_dir: Path) -> dict[str, Any] | None:

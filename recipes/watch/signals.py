@@ -17,8 +17,10 @@ STEPS = 5
 """In a row that must show a sign that nothing can be learned."""
 REWARD_SPREAD = 1e-6
 """Highest minus lowest reward of steps whose reward is constant."""
-SIGNS = yaml.safe_load((TEMPLATES / "signs.yaml").read_text(encoding="utf-8"))
-"""The other signs: metrics, of which the first that all of the last steps have counts, the values that are a sign, a message."""
+SIGNS, STEP_SIGNS = yaml.safe_load_all((TEMPLATES / "signs.yaml").read_text(encoding="utf-8"))
+"""The other signs: metrics, of which the first that all of the last steps have counts, the values that are a sign, a message; and
+those of one step that is slow.
+"""
 
 
 def learning_problems(steps: Sequence[Metrics]) -> dict[str, str]:
@@ -61,8 +63,6 @@ def _values(last: Sequence[Metrics], name: str) -> list[float]:
     return values if all(map(math.isfinite, values)) else []
 
 
-FIRST_STEPS = 2
-"""Steps of a process in which compilation is expected."""
 SLOW = 1.5
 """A phase is slow that takes this many times the median of the steps before."""
 MIN_EXCESS_S = 1.0
@@ -139,18 +139,9 @@ class Signals:
         return [*([f"{measured}{f'; about {left} left' if left else ''}"] if measured else []), *found.values()]
 
     def _signs(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-        if retries := metrics.get("perf/allocator_retries"):
-            yield (
-                "allocator_retries",
-                f"warning: a device had no memory left {retries:.0f} times in the update, and torch freed its cache each time, "
-                "which slows it down; try a smaller --token-budget, --activation-checkpointing full or --unsharded weights",
-            )
-        if self._steps > FIRST_STEPS and (graphs := metrics.get("perf/compilations")):
-            yield (
-                "compilations",
-                f"warning: torch.compile compiled {graphs:.0f} graphs again in step {self._steps} of this process; "
-                "TORCH_LOGS=recompiles prints why",
-            )
+        for name, sign in STEP_SIGNS.items():
+            if self._steps > sign["after"] and (count := metrics.get(f"perf/{name}")):
+                yield name, f"warning: {sign['message'].format(count=count, step=self._steps)}"
         for name, level in metrics.items():
             if name.startswith("perf/unsharded/") and level:
                 role, kept = name.removeprefix("perf/unsharded/"), UNSHARDED[int(level)]
