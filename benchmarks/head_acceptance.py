@@ -27,7 +27,7 @@ from dataproto.vlm import family_of  # noqa: E402
 from dataproto.vlm.prediction_head import PredictionHead  # noqa: E402
 from recipes import grpo  # noqa: E402
 from recipes.demo.rows import ProblemRows  # noqa: E402
-from recipes.demo.tiny_model import WarmUpConfig, warm_up  # noqa: E402
+from recipes.demo.tiny_model import warm_up  # noqa: E402
 from recipes.watch.metrics_file import read_metrics  # noqa: E402
 from rollout.drafts import Drafts  # noqa: E402
 from rollout.engine import SamplingParams  # noqa: E402
@@ -47,7 +47,7 @@ def start_of(work: Path, seed: int, options: argparse.Namespace) -> Path:
     path = work / f"start_{seed}"
     if not (path / "fitted").exists():
         write(path, "tiny-qwen3.5")
-        print(f"warm-up: {warm_up(path, seed, WarmUpConfig(steps=options.warmed)):.3f} nats per token", flush=True)
+        print(f"warm-up: {warm_up(path, seed, steps=options.warmed):.3f} nats per token", flush=True)
         print(f"head: {fit_head(path, seed, options.fitted):.3f} nats per token", flush=True)
         (path / "fitted").touch()
     return path

@@ -75,11 +75,6 @@ class Problem:
         """The columns of media of its row."""
         return {"images": [self.image]}
 
-    @property
-    def content(self) -> bytes:
-        """Its pixels."""
-        return self.image.tobytes()
-
 
 def make_problem(index: int, seed: int = 0, split: Split = "train") -> Problem:
     """Makes problem ``index`` of ``seed``, a pure function of its arguments.

@@ -44,11 +44,6 @@ class SoundProblem:
         """The columns of media of its row."""
         return {"audios": [(self.sound, self.rate)]}
 
-    @property
-    def content(self) -> bytes:
-        """Its samples."""
-        return self.sound.tobytes()
-
 
 def note_problem(random: Random, split: Split) -> SoundProblem:
     """One of seven notes of an octave, out of tune by at most a quarter of a semitone, with harmonics and noise."""

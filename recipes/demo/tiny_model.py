@@ -17,6 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
@@ -36,7 +37,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from dataproto import DataProto
 from dataproto.errors import WAY_OUT, FileNotWritten
-from recipes.demo.problems import sample_texts
+from recipes.demo.problems import Problem, sample_texts
 from recipes.demo.sounds import problem_of_level
 from rollout.engine import Completion, SamplingParams
 from rollout.prompts import PromptBuilder
@@ -293,15 +294,8 @@ FIRST_PROBLEM = 2**32
 """Index of the first problem of the warm-up; those of a run begin at 0."""
 
 
-@dataclass(frozen=True)
-class WarmUpConfig:
-    """Steps, rows and learning rate of the warm-up."""
-
-    steps: int = 80
-    batch_size: int = 32
-    lr: float = 2e-3
-    problems: int = 256
-    level: int | str = 1
+STEPS, BATCH_SIZE, LR, PROBLEMS = 80, 32, 2e-3, 256
+"""Of the warm-up."""
 
 
 def tiny_checkpoint(
@@ -322,35 +316,32 @@ def tiny_checkpoint(
     Raises:
         FileNotWritten: the disk is full, say.
     """
-    hears = isinstance(level, str)
-    model, settings = TinyConfig(), WarmUpConfig(level=level) if hears else WarmUpConfig()
     root = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dataproto"
-    path = root / f"tiny-{fingerprint(model, settings)}-seed{seed}"
+    path = root / f"tiny-{fingerprint(level)}-seed{seed}"
     if is_whole(path):
         print(f"tiny model: found in {path}")
         return path
 
     def make(draft: Path) -> None:
         with phase("making the tiny model"):
-            make_tiny_model(draft, seed, model, hears=hears)
-        print(f"tiny model: warming up for {settings.steps} steps on random answers (their format, not the media)")
+            make_tiny_model(draft, seed, hears=isinstance(level, str))
+        print(f"tiny model: warming up for {STEPS} steps on random answers (their format, not the media)")
         with phase("warming up the tiny model"):
-            loss = warm_up(draft, seed, settings)
+            loss = warm_up(draft, seed, level)
         print(f"tiny model: cross-entropy {loss:.3f} nats per token; saved in {path}")
 
     elsewhere = "set XDG_CACHE_HOME to another directory, or give a checkpoint as --model-path"
     return model_of_run(path, True, make, f"; make room or lift the limit there, {elsewhere}")
 
 
-def warm_up(path: Path, seed: int = 0, config: WarmUpConfig | None = None) -> float:
+def warm_up(path: Path, seed: int = 0, level: int | str = 1, steps: int = STEPS) -> float:
     """Trains the checkpoint at ``path`` in place on random answers in the right format.
 
     Returns:
         The loss of the last step.
     """
-    config = config or WarmUpConfig()
     random = Random(f"warm-up/{seed}")
-    problems = [problem_of_level(FIRST_PROBLEM + place, config.level, seed) for place in range(config.problems)]
+    problems = [problem_of_level(FIRST_PROBLEM + place, level, seed) for place in range(PROBLEMS)]
     answers = defaultdict(list)
     for problem in problems:
         answers[problem.kind].append(problem.answer)
@@ -359,11 +350,11 @@ def warm_up(path: Path, seed: int = 0, config: WarmUpConfig | None = None) -> fl
 
     def batches() -> Iterator[DataProto]:
         while True:
-            chosen = [random.randrange(len(problems)) for _ in range(config.batch_size)]
+            chosen = [random.randrange(len(problems)) for _ in range(BATCH_SIZE)]
             texts = [ANSWER.format(answer=random.choice(answers[problems[place].kind])) for place in chosen]
             yield answered_rows(builder, prompts[chosen], texts)
 
-    return teach(path, batches(), config.steps, config.lr)
+    return teach(path, batches(), steps, LR)
 
 
 def teach(path: Path, batches: Iterator[DataProto], steps: int, lr: float) -> float:
@@ -389,10 +380,12 @@ def negative_log_probs(outputs: Outputs, rows: DataProto) -> tuple[Tensor, dict[
     return -outputs.log_probs, {}
 
 
-def fingerprint(model: TinyConfig, settings: WarmUpConfig) -> str:
+def fingerprint(level: int | str) -> str:
     """A digest of everything that determines a checkpoint: sizes, settings, problems and versions."""
-    parts = (astuple(model), astuple(settings), ANSWER, torch.__version__, transformers.__version__)
+    settings = STEPS, BATCH_SIZE, LR, PROBLEMS, level
+    parts = (astuple(TinyConfig()), settings, ANSWER, torch.__version__, transformers.__version__)
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=6)
-    for problem in (problem_of_level(FIRST_PROBLEM + place, settings.level) for place in range(8)):
-        digest.update(problem.text.encode() + problem.answer.encode() + problem.content)
+    for problem in (problem_of_level(FIRST_PROBLEM + place, level) for place in range(8)):
+        content = problem.image if isinstance(problem, Problem) else problem.sound
+        digest.update(problem.text.encode() + problem.answer.encode() + np.asarray(content).tobytes())
     return digest.hexdigest()
