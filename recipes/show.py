@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers.utils.logging import disable_progress_bar
 
-from dataproto.errors import DataProtoError, InvalidRow
+from dataproto.errors import WAY_OUT, DataProtoError, FileNotWritten, InvalidRow
 from recipes.configs.show_config import RECIPES, ShowConfig, parse
 from recipes.data.column_keys import ColumnKeys
 from recipes.data.conversations import CONVERSATION_COLUMNS, conversation_rows, conversation_stream
@@ -96,7 +96,10 @@ def main(arguments: Sequence[str] | None = None, config: ShowConfig | None = Non
         if asked.options.page is not None:
             names = ", ".join(source.name for source in sources)
             title = f"{names} as {asked.recipe} reads it"
-            print(f"page: {write_page(asked.options.page, 'show.html', title=title, sources=sources)}")
+            try:
+                print(f"page: {write_page(asked.options.page, 'show.html', title=title, sources=sources)}")
+            except FileNotWritten as error:
+                raise FileNotWritten(f"{str(error).removesuffix(WAY_OUT)}: give another --page") from error
         status.code = int(not all(source.is_well for source in sources))
     return status.code
 

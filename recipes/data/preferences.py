@@ -25,7 +25,7 @@ from recipes.data.row_values import (
     with_context,
 )
 from recipes.data.tables import open_rows
-from rollout.prompts.messages import with_markers
+from rollout.prompts.messages import MARKERS, with_markers
 
 _LABELS = ("label", "kto_tag")
 _MEANINGS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
@@ -51,6 +51,10 @@ def read_preference_row(
     """
     raw, _, media = known_row(raw, index, keys)
     prompt, answers, labels = _answered(raw, index)
+    for name, answer in zip(("chosen", "rejected") if len(answers) == 2 else ("answer",), answers):
+        if any(_shows_media(message.get("content")) for message in answer):
+            reason = f"{name!r} has a marker or a part of a medium, but media belong to the question, which both answers share"
+            raise InvalidRow(index, f"{reason}: move it there (a part of text may say '<image>')")
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": with_markers(prompt, media)}]
     prompt = with_context(chat_messages(prompt, index), raw, index)
@@ -71,6 +75,12 @@ preference_rows = partial(open_rows, read_preference_row)
 def _without_blanks(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """A message whose blank text is empty, so that its row is refused as one without an answer."""
     return {**message, "content": ""} if is_blank(message.get("content")) else message
+
+
+def _shows_media(content: Any) -> bool:
+    if isinstance(content, str):
+        return MARKERS.search(content) is not None
+    return any(isinstance(part, Mapping) and part.get("type") != "text" for part in content or ())
 
 
 Answers = list[list[Mapping[str, Any]]]
@@ -97,9 +107,12 @@ def _answered(raw: Mapping[str, Any], index: int) -> tuple[Any, Answers, tuple[b
         *asked, answer = chat_messages(asked, index)
     if answer is None or not asked:
         raise InvalidRow(index, f"no answer that the label is about, among its columns {sorted(raw)}")
-    if (meaning := _MEANINGS.get(str(label).strip().lower())) is None:
+    meanings = {_MEANINGS.get(str(raw[name]).strip().lower()) for name in _LABELS if raw.get(name) is not None}
+    if None in meanings:
         raise InvalidRow(index, f"the label must be true or false, or 1 or 0, not {label!r}")
-    return asked, [answer_messages(answer, index)], (meaning,)
+    if len(meanings) > 1:
+        raise InvalidRow(index, "'label' and 'kto_tag' contradict each other: leave one of them out")
+    return asked, [answer_messages(answer, index)], tuple(meanings)
 
 
 def _split_conversations(asked: Any, chosen: Any, rejected: Any, index: int) -> tuple[Any, Any, Any]:

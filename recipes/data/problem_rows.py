@@ -24,6 +24,7 @@ from recipes.data.row_values import (
     LISTS,
     MEDIA_COLUMNS,
     chat_messages,
+    check_question,
     first_of,
     instructed,
     is_blank,
@@ -106,6 +107,8 @@ def read_row(
     raw, keys, media = known_row(raw, index, keys)
     problem, messages = raw.get("problem"), first_of(raw, ("messages", "conversations"))
     prompt = raw.get("prompt") if messages is None else messages
+    if not any(media.values()) and isinstance(asked := problem if prompt is None else prompt, str):
+        check_question(asked, index)  # before the instruction is added
     if prompt is None and isinstance(problem, str):
         prompt = [{"role": "user", "content": instructed(problem, instruction)}]
     if prompt is None:

@@ -73,10 +73,25 @@ def row_media(raw: Mapping[str, Any]) -> dict[str, list[Any]]:
 def shown_columns(
     prompt: Sequence[Any], raw: Mapping[str, Any], media: Mapping[str, list[Any]], index: int, data_source: str
 ) -> dict[str, Any]:
-    """The columns that rows of all schemas have, as `rollout.prompts.PromptBuilder` reads them."""
-    row = {"prompt": with_media(prompt, media), **{MEDIA[kind]: found for kind, found in media.items()}}
+    """The columns that rows of all schemas have, as `rollout.prompts.PromptBuilder` reads them.
+
+    Raises:
+        InvalidRow: a message of the user is empty.
+    """
+    prompt = with_media(prompt, media)
+    for message in prompt:
+        if message.get("role") == "user":
+            check_question(message.get("content"), index)
+    row: dict[str, Any] = {"prompt": prompt, **{MEDIA[kind]: found for kind, found in media.items()}}
     row |= {"data_source": raw.get("data_source") or data_source, "index": index}
     return row if raw.get("tools") is None else row | {"tools": raw["tools"]}
+
+
+def check_question(content: Any, index: int) -> None:
+    """Raises `InvalidRow` for a question without text and media."""
+    said = plain_answer(content)
+    if said is None or is_blank(said) or (isinstance(said, LISTS) and not len(said)):
+        raise InvalidRow(index, "the question is empty: fill it in, or name its column by --prompt-key")
 
 
 def first_of(raw: Mapping[str, Any], names: Iterable[str]) -> Any:
@@ -166,9 +181,9 @@ def _message(turn: Any, index: int) -> Mapping[str, Any]:
     if who in _CALLS:
         return {"role": "assistant", "content": "", "tool_calls": _tool_calls(said, who, index)}
     role = _ROLES.get(str(who), who)
-    if named and role not in _OWN_ROLES:
+    if role not in _OWN_ROLES:
         known = ", ".join((*_ROLES, *_CALLS, *_OWN_ROLES))
-        raise InvalidRow(index, f"a turn is from {who!r}, but must be from one of {known}")
+        raise InvalidRow(index, f"a turn is from {who!r}, but must be from one of {known}: rename the role")
     if named:
         return {"role": role, "content": said}
     return turn if role == who else {**turn, "role": role}

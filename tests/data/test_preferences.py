@@ -147,6 +147,10 @@ def test_the_length_is_that_of_the_longest_answer(builder: AnswersBuilder) -> No
         ({"prompt": QUESTION, "chosen": "red"}, "'chosen' has no partner"),
         ({"prompt": QUESTION, "chosen": None, "rejected": "red"}, "'rejected' has no partner"),
         ({"prompt": QUESTION, "label": True}, "no answer that the label is about"),
+        ({"prompt": QUESTION, "completion": "red", "label": True, "kto_tag": "0"}, "'label' and 'kto_tag' contradict"),
+        ({"prompt": QUESTION, "chosen": "red", "rejected": "<image>"}, "'rejected' has a marker or a part of a medium"),
+        ({"prompt": "?", "answer": [{"type": "image"}], "label": True}, "'answer' has a marker .*: move it there"),
+        ({"prompt": " ", "chosen": "red", "rejected": "blue"}, "the question is empty"),
         (
             {"chosen": [ASKED, said("red")], "rejected": [said("What?", "user"), said("blue")]},
             "differ in the last message",
@@ -162,7 +166,9 @@ def test_a_row_of_no_schema_is_refused(raw: dict, reason: str) -> None:
     ("label", "meaning"), [(True, True), (1, True), (0.0, False), ("1.0", True), (" False ", False), ("0", False)]
 )
 def test_labels_are_read_as_tables_write_them(label: object, meaning: bool) -> None:
-    assert read_preference_row({"prompt": QUESTION, "completion": "red", "label": label}, 0)["labels"] == (meaning,)
+    row = {"prompt": QUESTION, "completion": "red", "label": label}
+    assert read_preference_row(row, 0)["labels"] == (meaning,)
+    assert read_preference_row(row | {"kto_tag": meaning}, 0)["labels"] == (meaning,)
 
 
 def test_an_answer_with_a_label_is_no_pair(builder: AnswersBuilder) -> None:

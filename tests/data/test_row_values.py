@@ -277,3 +277,33 @@ def test_frames_in_a_flat_list_are_told_from_videos():
         InvalidPrompt, match=r"1 video markers .* 8 videos.*the 8 frames of one video are a list in the list"
     ):
         read_conversation("<video>What moves?", {"video": [f"{n}.png" for n in range(8)]})
+
+
+@pytest.mark.parametrize("role", ["usr", None, "model"])
+def test_an_unknown_role_is_refused_by_name(role):
+    """It was trained on in silence, or left to the chat template."""
+    messages = [{"role": role, "content": "How many?"}, {"role": "assistant", "content": "3"}]
+    for read in (read_row, read_conversation_row):
+        with pytest.raises(InvalidRow, match=rf"row 4: a turn is from {role!r}, but must be .*user.*: rename the role"):
+            read({"messages": messages}, 4)
+    for known in ("system", "developer", "user", "assistant", "tool"):
+        said = [{"role": known, "content": "x"}, *messages[1:]]
+        assert read_conversation_row({"messages": said}, 4)["prompt"][0]["role"] == known
+
+
+def test_an_empty_question_is_refused_unless_it_has_a_picture():
+    """It was answered in silence."""
+    for raw in (
+        {"problem": " ", "answer": "3"},
+        {"prompt": "", "answer": "3"},
+        {"problem": "", "answer": "3", "images": []},
+    ):
+        with pytest.raises(InvalidRow, match="row 4: the question is empty: fill it in"):
+            read_row(raw, 4)
+    for content in ("", " ", None, [], [{"type": "text", "text": " "}]):
+        messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "3"}]
+        for read in (read_row, read_conversation_row):
+            with pytest.raises(InvalidRow, match="row 4: the question is empty"):
+                read({"messages": messages}, 4)
+            assert read({"messages": messages, "images": ["a.png"]}, 4)["images"] == ["a.png"]
+    assert read_row({"problem": "", "answer": "3", "images": ["a.png"]}, 4)["images"] == ["a.png"]

@@ -80,7 +80,10 @@ def test_the_page_holds_the_pictures_and_runs_nothing(folder, tmp_path, capsys):
     assert "<script" not in page
     assert "&lt;script&gt;" in page
     assert '<span class="media">&lt;|image_pad|&gt; × 4</span>' in page
-    assert shown(capsys, folder / "problems.jsonl", "--page", tmp_path / "no folder" / "show.html")[0] == 2
+    status, _, told = shown(capsys, folder / "problems.jsonl", "--page", tmp_path / "no folder" / "show.html")
+    assert status == 2
+    assert "could not be written: No such file or directory: give another --page" in told
+    assert "--resume" not in told
 
 
 @pytest.mark.parametrize("more", [[], ["--streaming", "--steps", "1"]])
