@@ -180,67 +180,63 @@ def arguments_by_name(
     return given
 
 
-_SEQUENCE_MEAN = {"aggregation": "seq-mean-token-mean"}
-_CONSTANT_LENGTH = {"aggregation": "seq-mean-token-sum-norm"}
+def _own(source: str, *arguments: str, critic: bool = False, sources: Any = None, **paper: Any) -> Algorithm:
+    """An algorithm of this package, by module and function; the other names are those of its paper's options."""
+    return Algorithm(source, paper, sources or {}, arguments, critic)
+
+
+_EACH_TOKEN, _EACH_RESPONSE, _CONSTANT = "token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 
 ADVANTAGES = Registry(
     "advantage",
     {
-        "grpo": Algorithm("advantages.group_advantage"),
-        "dr_grpo": Algorithm("advantages.dr_grpo_advantage", _CONSTANT_LENGTH | {"kl_coef": 0.0}),
-        "rloo": Algorithm("advantages.leave_one_out_advantage", {"kl_coef": 0.05, "kl_in": "reward"}),
-        "reinforce_plus_plus": Algorithm(
-            "advantages.reinforce_plus_plus", {"kl_coef": 0.01, "kl_in": "reward"}, arguments=("gamma",)
-        ),
-        "reinforce_plus_plus_baseline": Algorithm(
-            "advantages.reinforce_plus_plus_baseline", {"kl_coef": 0.001, "kl": "k2"}
-        ),
-        "remax": Algorithm(
-            "advantages.greedy_baseline_advantage", {"kl_coef": 0.001, "kl_in": "reward"}, arguments=(GREEDY,)
-        ),
-        "opo": Algorithm("advantages.length_weighted_advantage", {"kl_coef": 0.0}),
-        "gigpo": Algorithm("turn_advantages.gigpo_advantage", {"kl_coef": 0.01}),
-        "turn_returns": Algorithm("turn_advantages.turn_returns_advantage"),
-        "gae": Algorithm("advantages.gae", arguments=("gamma",), critic=True),
-        "turn_gae": Algorithm("turn_advantages.turn_gae", critic=True),
-        "bi_level_gae": Algorithm("turn_advantages.bi_level_gae", arguments=("gamma",), critic=True),
-        "reverse_kl": Algorithm("kl.reverse_kl_advantage", {"kl_coef": 0.0}),
+        "grpo": _own("advantages.group_advantage"),
+        "dr_grpo": _own("advantages.dr_grpo_advantage", aggregation=_CONSTANT, kl_coef=0.0),
+        "rloo": _own("advantages.leave_one_out_advantage", kl_coef=0.05, kl_in="reward"),
+        "reinforce_plus_plus": _own("advantages.reinforce_plus_plus", "gamma", kl_coef=0.01, kl_in="reward"),
+        "reinforce_plus_plus_baseline": _own("advantages.reinforce_plus_plus_baseline", kl_coef=0.001, kl="k2"),
+        "remax": _own("advantages.greedy_baseline_advantage", GREEDY, kl_coef=0.001, kl_in="reward"),
+        "opo": _own("advantages.length_weighted_advantage", kl_coef=0.0),
+        "gigpo": _own("turn_advantages.gigpo_advantage", kl_coef=0.01),
+        "turn_returns": _own("turn_advantages.turn_returns_advantage"),
+        "gae": _own("advantages.gae", "gamma", critic=True),
+        "turn_gae": _own("turn_advantages.turn_gae", critic=True),
+        "bi_level_gae": _own("turn_advantages.bi_level_gae", "gamma", critic=True),
+        "reverse_kl": _own("kl.reverse_kl_advantage", kl_coef=0.0),
     },
 )
 """The advantages by name."""
 
+_CLIPPED = "losses.clipped_policy_loss"
 LOSSES = Registry(
     "loss",
     {
-        "ppo": Algorithm("losses.clipped_policy_loss"),
-        "grpo": Algorithm(
-            "losses.clipped_policy_loss", _SEQUENCE_MEAN | {"kl_coef": 0.04, "kl": "k3", "kl_in": "loss"}
+        "ppo": _own(_CLIPPED),
+        "grpo": _own(_CLIPPED, aggregation=_EACH_RESPONSE, kl_coef=0.04, kl="k3", kl_in="loss"),
+        "dr_grpo": _own(_CLIPPED, aggregation=_CONSTANT, advantage="dr_grpo", kl_coef=0.0),
+        "dapo": _own(
+            _CLIPPED,
+            aggregation=_EACH_TOKEN,
+            clip=(0.2, 0.28),
+            kl_coef=0.0,
+            dynamic_sampling=10,
+            overlong_buffer=0.2,
         ),
-        "dr_grpo": Algorithm("losses.clipped_policy_loss", _CONSTANT_LENGTH | {"advantage": "dr_grpo", "kl_coef": 0.0}),
-        "dapo": Algorithm(
-            "losses.clipped_policy_loss",
-            {
-                "aggregation": "token-mean",
-                "clip": (0.2, 0.28),
-                "kl_coef": 0.0,
-                "dynamic_sampling": 10,
-                "overlong_buffer": 0.2,
-            },
-        ),
-        "gspo": Algorithm("losses.sequence_policy_loss", _SEQUENCE_MEAN | {"clip": (3e-4, 4e-4), "kl_coef": 0.0}),
-        "cispo": Algorithm(
-            "losses.clipped_weight_loss", {"aggregation": "token-mean", "clip": (1.0, 4.0), "kl_coef": 0.0}
-        ),
-        "sapo": Algorithm("losses.gated_policy_loss", _SEQUENCE_MEAN | {"kl_coef": 0.0}),
-        "clip_cov": Algorithm(
+        "gspo": _own("losses.sequence_policy_loss", aggregation=_EACH_RESPONSE, clip=(3e-4, 4e-4), kl_coef=0.0),
+        "cispo": _own("losses.clipped_weight_loss", aggregation=_EACH_TOKEN, clip=(1.0, 4.0), kl_coef=0.0),
+        "sapo": _own("losses.gated_policy_loss", aggregation=_EACH_RESPONSE, kl_coef=0.0),
+        "clip_cov": _own(
             "losses.clip_cov_loss",
-            {"aggregation": "token-mean", "clip": (1.0, 1.0), "kl_coef": 0.0},
-            {"high_covariance": "covariances.random_high_covariance"},
+            aggregation=_EACH_TOKEN,
+            clip=(1.0, 1.0),
+            kl_coef=0.0,
+            sources={"high_covariance": "covariances.random_high_covariance"},
         ),
-        "kl_cov": Algorithm(
+        "kl_cov": _own(
             "losses.kl_cov_loss",
-            {"aggregation": "token-mean", "kl_coef": 0.0},
-            {"high_covariance": "covariances.highest_covariance"},
+            aggregation=_EACH_TOKEN,
+            kl_coef=0.0,
+            sources={"high_covariance": "covariances.highest_covariance"},
         ),
     },
 )
@@ -248,13 +244,8 @@ LOSSES = Registry(
 
 PREFERENCES = Registry(
     "loss",
-    {
-        **{
-            name: Algorithm(f"preferences.{name}_loss")
-            for name in ("sigmoid", "robust", "hinge", "ipo", "sigmoid_norm")
-        },
-        "kto": Algorithm("preferences.kto_loss", arguments=("kl",)),
-    },
+    {name: _own(f"preferences.{name}_loss") for name in ("sigmoid", "robust", "hinge", "ipo", "sigmoid_norm")}
+    | {"kto": _own("preferences.kto_loss", "kl")},
 )
 """The losses of preferred answers by name. One that takes ``kl`` is of answers without a partner."""
 

@@ -74,12 +74,10 @@ def _messages(raw: Mapping[str, Any], index: int, media: Mapping[str, list[Any]]
         return chat_messages(turns, index)
     prompt, answer = raw.get("prompt"), first_of(raw, _ANSWERS)
     if prompt is None or answer is None:
-        lacking = (
-            f"no 'messages', 'conversations', 'texts', or 'prompt' with an answer, among its columns {sorted(raw)}"
-        )
-        lacking += ": name yours by --messages-key, or by --prompt-key and --answer-key"
-        empty = _QUESTIONS if prompt is None else _ANSWERS
-        raise InvalidRow(index, why_lacking(raw, empty, lacking))
+        known = "no 'messages', 'conversations', 'texts', or 'prompt' with an answer"
+        way_out = "name yours by --messages-key, or by --prompt-key and --answer-key"
+        lacking = f"{known}, among its columns {sorted(raw)}: {way_out}"
+        raise InvalidRow(index, why_lacking(raw, _QUESTIONS if prompt is None else _ANSWERS, lacking))
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else chat_messages(prompt, index)
     return asked + answer_messages(answer, index)
 

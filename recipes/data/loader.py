@@ -248,29 +248,25 @@ def drop_overlong(rows: Any, builder: PromptBuilder, on_bad_row: OnBadRow = "ski
     """
     kept: list[int] = []
     dropped: list[int] = []
-    lengths = [_length(rows, place, builder) for place in range(len(rows))]
-    if on_bad_row == "skip" and all(length is None for length in lengths):
+    unknown = 0
+    for place in range(len(rows)):
+        fits = True
+        try:
+            fits = builder.prompt_length(rows[place]) <= builder.max_prompt_length
+        except DataProtoError:
+            if on_bad_row == "stop":
+                check_row(rows, place, builder)
+            unknown += 1
+        (kept if fits else dropped).append(place)
+    if unknown == len(rows):
         try:
             check_row(rows, 0, builder)
         except InvalidRow as error:
             reason = error.reason.removesuffix(f" {WAY_OUT}")
             raise InvalidRow(error.index, f"{reason}; none of the {len(rows)} rows can be used") from error
-    for place, length in enumerate(lengths):
-        if length is None and on_bad_row == "stop":
-            check_row(rows, place, builder)
-        fits = length is None or length <= builder.max_prompt_length
-        (kept if fits else dropped).append(place)
     if not kept:
         raise InvalidConfig(f"all {len(rows)} prompts are longer than {builder.limit_name}={builder.max_prompt_length}")
     return Subset(rows, kept), dropped
-
-
-def _length(rows: Any, place: int, builder: PromptBuilder) -> int | None:
-    """Tokens of the prompt of a row; ``None`` if they cannot be determined."""
-    try:
-        return builder.prompt_length(rows[place])
-    except DataProtoError:
-        return None
 
 
 def check_rows(loader: PromptLoader, draws: int | None = None) -> None:

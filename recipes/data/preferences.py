@@ -112,7 +112,7 @@ def _answered(raw: Mapping[str, Any], index: int) -> tuple[Any, Answers, tuple[b
         raise InvalidRow(index, f"the label must be true or false, or 1 or 0, not {label!r}")
     if len(meanings) > 1:
         raise InvalidRow(index, "'label' and 'kto_tag' contradict each other: leave one of them out")
-    return asked, [answer_messages(answer, index)], tuple(meanings)
+    return asked, [answer_messages(answer, index)], tuple(map(bool, meanings))
 
 
 def _split_conversations(asked: Any, chosen: Any, rejected: Any, index: int) -> tuple[Any, Any, Any]:

@@ -7,8 +7,9 @@ from functools import lru_cache
 from random import Random
 from typing import Any, Literal, cast
 
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
+from recipes.demo.figure import font_of
 from recipes.demo.problems import EPOCH_ROWS, RowsBySeed, Split
 from rollout.environments import Observation, ToolEnvironment
 
@@ -66,7 +67,7 @@ def draw_picture(name: str, all_digits: bool = False) -> Image.Image:
         left, top = (middle - CARD // 2 for middle in card.middle)
         draw.rectangle((left, top, left + CARD - 1, top + CARD - 1), outline=RED if card.red else GREY, width=EDGE)
         if card.red or all_digits:
-            draw.text(card.middle, str(card.digit), INK, _font(), "mm", stroke_width=1, stroke_fill=INK)
+            draw.text(card.middle, str(card.digit), INK, font_of(FONT), "mm", stroke_width=1, stroke_fill=INK)
     return image
 
 
@@ -95,11 +96,6 @@ def box_of(place: str) -> Box:
 
 def _middle(quarter: tuple[int, int]) -> tuple[int, int]:
     return SIDE // 4 + quarter[0] * SIDE // 2, SIDE // 4 + quarter[1] * SIDE // 2
-
-
-@lru_cache(maxsize=1)
-def _font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    return ImageFont.load_default(FONT)
 
 
 class ShownPicture:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import SupportsFloat
 
-from dataproto.errors import FileFormatError, InvalidConfig, writing
+from dataproto.errors import InvalidConfig, writing
+from recipes.watch.rollout_files import read_lines
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -18,22 +19,10 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
     A half-written last line, which a killed process may leave, is ignored.
 
     Raises:
-        FileFormatError: another line is not a JSON object with an integer ``step``; names the line.
+        FileFormatError: another line is not a JSON object with a ``step``; names the line.
     """
-    lines = Path(path).read_bytes().split(b"\n") if Path(path).exists() else []
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line) if line.strip() else None
-            if row is not None:
-                int(row["step"])
-        except (ValueError, TypeError, KeyError, IndexError) as error:
-            if number == len(lines):  # every whole line ends with a newline, so this one is not whole
-                break
-            raise FileFormatError(f"{path}, line {number}: not a JSON object with a step: {line[:80]!r}") from error
-        if row is not None:
-            rows.append({name: math.nan if value is None else value for name, value in row.items()})
-    return rows
+    rows = read_lines(Path(path), "step", may_be_cut=True) if Path(path).exists() else []
+    return [{name: math.nan if value is None else value for name, value in row.items()} for row in rows]
 
 
 def truncate_after(path: str | Path, step: int) -> None:

@@ -272,8 +272,11 @@ def load_tokens(directory: str | Path, step: int) -> list[Row]:
     return read_lines(tokens_file(directory, step), "tokens")
 
 
-def read_lines(path: Path, needed: str) -> list[Row]:
+def read_lines(path: Path, needed: str, may_be_cut: bool = False) -> list[Row]:
     """The objects of the lines of a file, which ``.gz`` are compressed; each has the field ``needed``.
+
+    Args:
+        may_be_cut: ignore the last line if it is half-written, as a killed process may leave it.
 
     Raises:
         FileFormatError: a line is something else; the message names it.
@@ -283,13 +286,15 @@ def read_lines(path: Path, needed: str) -> list[Row]:
         content = gzip.decompress(content) if path.suffix == ".gz" else content
     except (OSError, EOFError) as error:
         raise FileFormatError(f"{path}: {error}") from error
-    for number, line in enumerate(content.splitlines(), 1):
+    for number, line in enumerate(content.splitlines(keepends=True), 1):
         try:
             row = json.loads(line, parse_constant=lambda name: None)  # NaN and infinities, which JSON does not have
-        except ValueError as error:
-            raise FileFormatError(f"{path}, line {number}: not JSON ({error})") from error
-        if not isinstance(row, dict) or needed not in row:
-            raise FileFormatError(f"{path}, line {number}: not a kept rollout")
+            if row[needed] is None:
+                raise LookupError(needed)
+        except (ValueError, TypeError, LookupError) as error:
+            if may_be_cut and not line.endswith(b"\n"):
+                break
+            raise FileFormatError(f"{path}, line {number}: not an object with {needed!r}: {line[:80]!r}") from error
         rows.append(row)
     return rows
 
