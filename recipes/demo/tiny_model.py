@@ -50,22 +50,9 @@ END_OF_TEXT, END_OF_TURN = "<|endoftext|>", "<|im_end|>"
 VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
 IMAGE_PAD, VIDEO_PAD = "<|image_pad|>", "<|video_pad|>"
 
-SPECIAL_TOKENS = (  # in the order of their ids in Qwen2.5-VL
-    END_OF_TEXT,
-    "<|im_start|>",
-    END_OF_TURN,
-    "<|object_ref_start|>",
-    "<|object_ref_end|>",
-    "<|box_start|>",
-    "<|box_end|>",
-    "<|quad_start|>",
-    "<|quad_end|>",
-    VISION_START,
-    VISION_END,
-    "<|vision_pad|>",
-    IMAGE_PAD,
-    VIDEO_PAD,
-)
+_PARTS = [f"<|{part}_{end}|>" for part in ("object_ref", "box", "quad", "vision") for end in ("start", "end")]
+SPECIAL_TOKENS = (END_OF_TEXT, "<|im_start|>", END_OF_TURN, *_PARTS, "<|vision_pad|>", IMAGE_PAD, VIDEO_PAD)
+"""In the order of their ids in Qwen2.5-VL."""
 SOUND_TOKENS = ("<|audio_bos|>", "<|audio_eos|>", "<|AUDIO|>")
 SOUND_TEXTS = ("Which note?", "How many clicks?", "Which digit?")
 WORD_TOKENS = ("<think>", "</think>")  # single tokens, but not special, as in Qwen3

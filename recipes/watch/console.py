@@ -247,13 +247,12 @@ def show_summary(directory: Path, seconds: float, console: Console | None = None
     rows = read_metrics(directory / METRICS_FILE)
     if not rows:
         return
-    changes = [
-        (max((column.heading(row) for row in rows), key=len), *(f"{value:{column.form}}" for value in values))
-        for column, *values in run_summary(rows)
-    ]
-    lines = [("", "before", "after"), *changes] if changes else []
+    changes, lines = run_summary(rows), list[tuple[str, str]]()
+    for column, *values in changes:
+        cells = (f"{value:{column.form}}".rjust(10) for value in values)
+        lines.append((max((column.heading(row) for row in rows), key=len), "  ".join(cells)))
     checkpoint = latest_checkpoint(directory.absolute())
-    files = [
+    lines += [
         ("steps", f"{rows[-1]['step']:.0f}"),
         ("time", format_seconds(seconds)),
         ("report", str(directory / REPORT_FILE)),
@@ -261,10 +260,10 @@ def show_summary(directory: Path, seconds: float, console: Console | None = None
         ("checkpoint", str(checkpoint[1]) if checkpoint else "none"),
     ]
     if (directory / LIBRARIES_FILE).exists():
-        files.append(("warnings of libraries", str(directory / LIBRARIES_FILE)))
-    widest = max(len(line[0]) for line in [*lines, *files])
-    text = [f"{name:{widest}}  {before:>10}  {after:>10}" for name, before, after in lines]
-    text += [f"{name:{widest}}  {value}" for name, value in files]
+        lines.append(("warnings of libraries", str(directory / LIBRARIES_FILE)))
+    lines = [("", f"{'before':>10}  {'after':>10}"), *lines] if changes else lines
+    widest = max(len(name) for name, _ in lines)
+    text = [f"{name:{widest}}  {value}" for name, value in lines]
     if measured := measured_step(rows):
         text.append(measured)
     text += [f"warning: {problem}" for problem in learning_problems(rows).values()]

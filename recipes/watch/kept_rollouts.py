@@ -11,7 +11,7 @@ import gzip
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import compress, groupby
 from pathlib import Path
@@ -70,10 +70,8 @@ class KeptRollouts:
         """
         self.limit = limit
         self.directory, self.root = Path(directory), Path(directory) / FOLDER
+        self.tokenizer = tokenizer
         self.text_of = cache(lambda token: tokenizer.decode([token])) if tokenizer is not None else None
-        self.plain: Callable[[list[int]], str] | None = None
-        if tokenizer is not None:
-            self.plain = lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)).strip()
 
     def drop_after(self, step: int) -> None:
         """Removes the rollouts of later steps, which a resumed run writes again."""
@@ -90,9 +88,8 @@ class KeptRollouts:
                 ``response_text``, ``score`` and further numbers of the reward, ``raw_prompt``, ``reward_model``, ``data_source``,
                 ``multi_modal_data``.
         """
-        if not self.limit or not len(data) or any(name not in data for name in NEEDED):
-            return
-        if not any(all(name in data for name in pair) for pair in MEASURED):
+        is_measured = any({*NEEDED, *pair} <= {*data.names()} for pair in MEASURED)
+        if not self.limit or not len(data) or not is_measured:
             return
         (self.root / TRAINING).mkdir(parents=True, exist_ok=True)
         (self.root / "images").mkdir(exist_ok=True)
@@ -104,11 +101,10 @@ class KeptRollouts:
         for place, (row, found) in enumerate(zip(described, tokens, strict=True)):
             row |= {"length": sum(found["sampled"]), "mismatch": found.pop("mismatch")}
             if "token_level_rewards" not in kept:
-                row |= _supervised(found, self.plain)
+                row |= _supervised(found, self.tokenizer)
             if ANSWER_KEY in kept:
-                row |= {"prompt": prompt_text(kept["raw_prompt"][place])} | _judged(
-                    kept["labels"][place], row["sample"]
-                )
+                judgement = _judgement(kept["labels"][place], row["sample"])
+                row |= {"prompt": prompt_text(kept["raw_prompt"][place]), "ground_truth": judgement}
         replace_file(tokens_file(self.directory, step), gzip.compress(_lines(tokens), compresslevel=1, mtime=0))
         replace_file(rows_file(self.directory, step), _lines(described))  # last: readers look for this one
 
@@ -210,26 +206,26 @@ def _runs(types: Sequence[int]) -> list[list[int]]:
     return [[(run := list(found))[0], len(run)] for kind, found in places if kind]
 
 
-def _supervised(found: Row, plain: Callable[[list[int]], str] | None) -> Row:
+def _supervised(found: Row, tokenizer: "PreTrainedTokenizerBase | None") -> Row:
     """The fields of a row of supervised training: its texts outside of and in what is learnt, and the mean loss of the latter."""
     own = [bool(each) for each in found["sampled"]]
     losses = [-value for value in compress(found.get("actor_log_probs", ()), own) if value is not None]
     fields: Row = {"parts": {"loss": _number(math.fsum(losses) / len(losses))} if losses else {}}
-    if plain is not None:
-        learnt = plain(list(compress(found["tokens"], own)))
-        given = plain(list(compress(found["tokens"], [not each for each in own])))
+    if tokenizer is not None:
+        parts = [list(compress(found["tokens"], kept)) for kept in (own, [not each for each in own])]
+        learnt, given = (str(tokenizer.decode(part, skip_special_tokens=True)).strip() for part in parts)
         fields |= {"response": learnt, "ground_truth": learnt, "prompt": given}
     return fields
 
 
-def _judged(labels: Sequence[bool], number: int) -> Row:
+def _judgement(labels: Sequence[bool], number: int) -> str:
     """What is said of an answer in place of its truth, of the labels of all answers of its prompt.
 
-    >>> _judged((True, False), 1), _judged((True,), 0)
-    ({'ground_truth': 'rejected'}, {'ground_truth': 'desirable'})
+    >>> _judgement((True, False), 1), _judgement((True,), 0)
+    ('rejected', 'desirable')
     """
     names = ("rejected", "chosen") if len(labels) == 2 else ("undesirable", "desirable")
-    return {"ground_truth": names[labels[number]]}
+    return names[labels[number]]
 
 
 def _mismatch(engine: "Tensor | None", actor: "Tensor | None", sampled: "Tensor") -> list[float | None]:

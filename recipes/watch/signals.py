@@ -1,6 +1,7 @@
 """Signs in the metrics of a run that the policy cannot learn from its samples, or that a step is slower than it has to be."""
 
 import math
+import re
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
@@ -81,24 +82,22 @@ def measured_step(rows: Sequence[Metrics]) -> str:
     >>> measured_step([{"step": 1, "timing_s/step": 9.0}, row])
     'measured: a step takes 3 s (gen 2), at most 1.5 GiB of memory (gen)'
     """
-    steps = [row for row in rows if "timing_s/step" in row]
-    seconds, memory = defaultdict[str, list[float]](list), dict[str, float]()
+    steps, seconds = [row for row in rows if "timing_s/step" in row], defaultdict[str, list[float]](list)
+    if not steps:
+        return ""
+    memory: list[tuple[float, str]] = []
     for row in steps[1:] or steps:
         for name, value in phases(row).items():
             seconds[name].append(value)
-        for name, value in row.items():
-            if name.startswith(MEMORY) and not name.endswith("/left"):
-                phase = name.removeprefix(MEMORY)
-                memory[phase] = max(memory.get(phase, 0.0), value)
-    if not seconds:
-        return ""
+        held = {name for name in row if name.startswith(MEMORY) and not name.endswith("/left")}
+        memory += [(row[name], name.removeprefix(MEMORY)) for name in held]
     took = {name: median(each) for name, each in seconds.items()}
     step = took.pop("step")
     parts = ", ".join(f"{name} {each:.3g}" for name, each in took.items() if each > 0.01 * step)
     line = f"measured: a step takes {step:.3g} s{f' ({parts})' if parts else ''}"
     if memory:
-        fullest = max(memory, key=lambda phase: memory[phase])
-        line += f", at most {memory[fullest]:.1f} GiB of memory ({fullest})"
+        most, fullest = max(memory)
+        line += f", at most {most:.1f} GiB of memory ({fullest})"
     return line
 
 
@@ -161,8 +160,7 @@ def phases(metrics: Mapping[str, float]) -> dict[str, float]:
     >>> phases({"timing_s/gen": 2.0, "timing_s/update_actor/forward": 1.0, "perf/throughput": 3.0})
     {'gen': 2.0}
     """
-    named = {name.removeprefix(PHASE): value for name, value in metrics.items() if name.startswith(PHASE)}
-    return {name: value for name, value in named.items() if "/" not in name}
+    return {name.removeprefix(PHASE): value for name, value in metrics.items() if re.fullmatch(f"{PHASE}[^/]+", name)}
 
 
 def is_slow(seconds: float, earlier: Sequence[float]) -> bool:
