@@ -73,7 +73,7 @@ def make_problem(index: int, level: int, seed: int = 0, split: Split = "train") 
         draft = template(random)
         style = random_style(random, turn=look.turn, pen=look.pen, font=look.font)
         image, shown = draw_with_texts(draft.figure, look.size, style)
-        return LevelProblem(image, f"<image>{draft.text}", draft.answer, template.__name__, shown)
+        return LevelProblem({"images": [image]}, f"<image>{draft.text}", draft.answer, template.__name__, shown)
 
     return first_of_split(make, Random(f"synthetic/{level}/{seed}/{split}/{index}"), split)
 

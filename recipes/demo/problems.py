@@ -3,7 +3,7 @@
 import cmath
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any, Literal, TypeVar
@@ -63,17 +63,18 @@ TEMPLATES = (triangle_angle, rectangle_side)
 
 @dataclass(frozen=True)
 class Problem:
-    """A synthetic problem; `kind` is the name of its template."""
+    """A synthetic problem: the columns of media of its row, a question, its answer, and the name of its template."""
 
-    image: Image.Image
+    media: Mapping[str, list[Any]]
     text: str
     answer: str
     kind: str
 
     @property
-    def media(self) -> dict[str, list[Any]]:
-        """The columns of media of its row."""
-        return {"images": [self.image]}
+    def image(self) -> Image.Image:
+        """Its picture."""
+        picture: Image.Image = self.media["images"][0]
+        return picture
 
 
 def make_problem(index: int, seed: int = 0, split: Split = "train") -> Problem:
@@ -114,7 +115,7 @@ def _candidate(random: Random) -> Problem:
     template = random.choice(TEMPLATES)
     draft = template(random)
     image = draw(draft.figure, SIDE, random_style(random, turn=8, pen=1.3, font=12))
-    return Problem(image, f"<image>{draft.text}", draft.answer, template.__name__)
+    return Problem({"images": [image]}, f"<image>{draft.text}", draft.answer, template.__name__)
 
 
 def sample_texts(number: int = 50) -> list[str]:

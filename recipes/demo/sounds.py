@@ -6,7 +6,6 @@ Problem i is a function of (kind, seed, split, i) and of nothing else. The digit
 import ctypes
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from random import Random
 from typing import Any, Literal
@@ -18,7 +17,6 @@ from dataproto.errors import InvalidConfig
 from dataproto.extras import require_extra
 from recipes.demo.problems import Problem, Split, make_problem
 
-Samples = npt.NDArray[np.float32]
 RATE = 16_000
 NOTES = {name: 261.63 * 2 ** (step / 12) for name, step in zip("cdefgab", (0, 2, 4, 5, 7, 9, 11), strict=True)}  # hertz
 MOST_CLICKS = 4
@@ -29,23 +27,7 @@ MANNERS = ((150, 40), (175, 50), (200, 65), (165, 58))
 _SYNCHRONOUS, _SPEED, _PITCH, _UTF8 = 2, 1, 3, 1  # of espeak-ng/speak_lib.h
 
 
-@dataclass(frozen=True)
-class SoundProblem:
-    """A question about a sound ``(S,)`` at ``rate``."""
-
-    sound: Samples
-    rate: int
-    text: str
-    answer: str
-    kind: str  # one of `SOUNDS`
-
-    @property
-    def media(self) -> dict[str, list[Any]]:
-        """The columns of media of its row."""
-        return {"audios": [(self.sound, self.rate)]}
-
-
-def note_problem(random: Random, split: Split) -> SoundProblem:
+def note_problem(random: Random, split: Split) -> Problem:
     """One of seven notes of an octave, out of tune by at most a quarter of a semitone, with harmonics and noise."""
     name = random.choice(list(NOTES))
     hertz = NOTES[name] * 2 ** (random.uniform(-0.25, 0.25) / 12)
@@ -53,10 +35,10 @@ def note_problem(random: Random, split: Split) -> SoundProblem:
     turns = [random.uniform(0, math.tau) for _ in range(3)]
     parts = [np.sin(math.tau * hertz * (number + 1) * time + turns[number]) for number in range(3)]
     tone = parts[0] + random.uniform(0, 0.3) * parts[1] + random.uniform(0, 0.15) * parts[2]
-    return SoundProblem(_played(tone, random), RATE, "<audio>Which note?", name, "notes")
+    return Problem(_audios(tone, RATE, random), "<audio>Which note?", name, "notes")
 
 
-def click_problem(random: Random, split: Split) -> SoundProblem:
+def click_problem(random: Random, split: Split) -> Problem:
     """One to `MOST_CLICKS` clicks of 10 ms at six places of 0.64 seconds, at least 70 ms from one to the next."""
     count = random.randint(1, MOST_CLICKS)
     time = np.arange(160) / RATE
@@ -64,39 +46,40 @@ def click_problem(random: Random, split: Split) -> SoundProblem:
     for place in sorted(random.sample(range(6), count)):
         start = int((0.02 + place * 0.1 + random.uniform(0, 0.02)) * RATE)
         sound[start : start + len(time)] += np.sin(math.tau * random.uniform(1500, 2500) * time) * np.exp(-time * 300)
-    return SoundProblem(_played(sound, random), RATE, "<audio>How many clicks?", str(count), "clicks")
+    return Problem(_audios(sound, RATE, random), "<audio>How many clicks?", str(count), "clicks")
 
 
-def digit_problem(random: Random, split: Split) -> SoundProblem:
+def digit_problem(random: Random, split: Split) -> Problem:
     """A digit said by one of `VOICES`; held-out ones at a speed and a pitch that training does not hear."""
     number = random.randrange(len(DIGITS))
     manner = len(MANNERS) - 1 if split == "test" else random.randrange(len(MANNERS) - 1)
     rate, words = _spoken()
     word = words[random.choice(VOICES), manner, number]
     before, after = (np.zeros(int(random.uniform(0, 0.03) * rate)) for _ in range(2))
-    sound = _played(np.concatenate([before, word, after]), random)
-    return SoundProblem(sound, rate, "<audio>Which digit?", str(number), "digits")
+    sound = _audios(np.concatenate([before, word, after]), rate, random)
+    return Problem(sound, "<audio>Which digit?", str(number), "digits")
 
 
 SoundLevel = Literal["notes", "clicks", "digits"]
-SOUNDS: dict[str, Callable[[Random, Split], SoundProblem]] = {
+SOUNDS: dict[str, Callable[[Random, Split], Problem]] = {
     "notes": note_problem,
     "clicks": click_problem,
     "digits": digit_problem,
 }
 
 
-def make_sound_problem(index: int, level: str, seed: int = 0, split: Split = "train") -> SoundProblem:
+def make_sound_problem(index: int, level: str, seed: int = 0, split: Split = "train") -> Problem:
     """Problem ``index`` of ``seed``, one of `SOUNDS`. The loudness of each sound is a random number: no two are equal.
 
     >>> problem = make_sound_problem(5, "notes")
-    >>> problem.text, problem.answer, problem.sound.dtype, problem.rate
+    >>> (sound, rate), = problem.media["audios"]
+    >>> problem.text, problem.answer, sound.dtype, rate
     ('<audio>Which note?', 'c', dtype('float32'), 16000)
     """
     return SOUNDS[level](Random(f"synthetic/{level}/{seed}/{split}/{index}"), split)
 
 
-def problem_of_level(index: int, level: int | str, seed: int = 0, split: Split = "train") -> Problem | SoundProblem:
+def problem_of_level(index: int, level: int | str, seed: int = 0, split: Split = "train") -> Problem:
     """A problem about a picture, of level 1, or about a sound, whose level is its name. Raises as `check_level`.
 
     >>> problem_of_level(5, "clicks").text, problem_of_level(5, 1).text[:7]
@@ -114,11 +97,11 @@ def check_level(level: int | str) -> None:
         )
 
 
-def _played(sound: npt.NDArray[np.float64], random: Random) -> Samples:
-    """The sound at a random loudness, with noise of a thousandth of that."""
+def _audios(sound: npt.NDArray[np.float64], rate: int, random: Random) -> dict[str, list[Any]]:
+    """The column of a sound, at a random loudness, with noise of a thousandth of that."""
     noise = np.random.default_rng(random.getrandbits(64)).standard_normal(len(sound))
     loudest = random.uniform(0.3, 0.9)
-    return (loudest * (sound / np.abs(sound).max() + 0.001 * noise)).astype(np.float32)
+    return {"audios": [((loudest * (sound / np.abs(sound).max() + 0.001 * noise)).astype(np.float32), rate)]}
 
 
 @cache

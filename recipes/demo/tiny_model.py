@@ -37,7 +37,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from dataproto import DataProto
 from dataproto.errors import WAY_OUT, FileNotWritten
-from recipes.demo.problems import Problem, sample_texts
+from recipes.demo.problems import sample_texts
 from recipes.demo.sounds import problem_of_level
 from rollout.engine import Completion, SamplingParams
 from rollout.prompts import PromptBuilder
@@ -373,6 +373,7 @@ def fingerprint(level: int | str) -> str:
     parts = (astuple(TinyConfig()), settings, ANSWER, torch.__version__, transformers.__version__)
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=6)
     for problem in (problem_of_level(FIRST_PROBLEM + place, level) for place in range(8)):
-        content = problem.image if isinstance(problem, Problem) else problem.sound
-        digest.update(problem.text.encode() + problem.answer.encode() + np.asarray(content).tobytes())
+        ((medium,),) = problem.media.values()
+        content = np.asarray(medium[0] if isinstance(medium, tuple) else medium)
+        digest.update(problem.text.encode() + problem.answer.encode() + content.tobytes())
     return digest.hexdigest()

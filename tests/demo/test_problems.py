@@ -69,7 +69,7 @@ def test_train_and_test_are_disjoint() -> None:
 
 def test_one_candidate_in_eight_is_held_out() -> None:
     picture = make_problem(0).image
-    named = [Problem(picture, f"question {number}", "1", "kind") for number in range(4000)]
+    named = [Problem({"images": [picture]}, f"question {number}", "1", "kind") for number in range(4000)]
     share = sum(split_of(problem) == "test" for problem in named) / len(named)
     assert share == pytest.approx(1 / 8, abs=0.02)
 
