@@ -100,11 +100,6 @@ class PromptLoader:
         """The last epoch in which a row of a source could be used, by the source's name."""
         self._stream: Iterator[Any] | None = None
 
-    @property
-    def epoch(self) -> int:
-        """Number of complete passes over the rows."""
-        return self.drawn // len(self.rows)
-
     def steps(self, epochs: int) -> int:
         """The number of batches after which every row has been drawn at least ``epochs`` times.
 

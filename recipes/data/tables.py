@@ -416,15 +416,13 @@ def _quiet() -> Iterator[None]:
     """Keeps `datasets` from drawing bars and logging errors beside the one line that an error of ours has."""
     from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars, logging
 
-    verbosity, shows_bars = logging.get_verbosity(), not are_progress_bars_disabled()
-    disable_progress_bars()
-    logging.set_verbosity(logging.CRITICAL)
-    try:
+    with contextlib.ExitStack() as restored:
+        restored.callback(logging.set_verbosity, logging.get_verbosity())
+        logging.set_verbosity(logging.CRITICAL)
+        if not are_progress_bars_disabled():
+            restored.callback(enable_progress_bars)
+            disable_progress_bars()
         yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if shows_bars:
-            enable_progress_bars()
 
 
 def _json_rows(file: Path | str) -> JsonRows:

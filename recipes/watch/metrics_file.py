@@ -4,6 +4,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import SupportsFloat
 
@@ -38,7 +39,7 @@ def truncate_after(path: str | Path, step: int) -> None:
         replacement.replace(path)
 
 
-class MetricsLog:
+class MetricsLog(AbstractContextManager["MetricsLog"]):
     """A run's metrics: one JSON object a step in ``metrics.jsonl``.
 
     A row is one write, so a killed process leaves whole lines, except perhaps the last one, which readers then ignore. Steps
@@ -104,9 +105,6 @@ class MetricsLog:
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
-
-    def __enter__(self) -> "MetricsLog":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -254,17 +254,8 @@ def kept_steps(directory: str | Path) -> list[int]:
     return _steps(Path(directory) / FOLDER / TRAINING)
 
 
-def load_kept(directory: str | Path, step: int) -> list[Row]:
-    """The kept rows of a step, without their tokens.
-
-    Raises:
-        FileFormatError: a line is not a kept row; the message names it.
-    """
-    return read_lines(rows_file(directory, step), "uid")
-
-
 def load_tokens(directory: str | Path, step: int) -> list[Row]:
-    """The tokens of the kept rows of a step, in the order of `load_kept`.
+    """The tokens of the kept rows of a step, in their order.
 
     Raises:
         FileFormatError: the file is damaged; the message names it.

@@ -10,8 +10,13 @@ from dataproto import DataProto
 from helpers.tiny_prompts import tiny_tokenizer
 from recipes.watch.kept_rollouts import KeptRollouts
 from recipes.watch.metrics_file import MetricsLog
+from recipes.watch.rollout_files import read_lines, rows_file
 
 COLOURS = ("red", "green", "blue", "orange", "purple", "black", "gray", "cyan")
+
+
+def load_kept(directory, step) -> list[dict]:
+    return read_lines(rows_file(directory, step), "uid")
 
 
 def objects(values) -> np.ndarray:

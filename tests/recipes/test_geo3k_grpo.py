@@ -15,12 +15,13 @@ from helpers.checkpoints import write_checkpoint
 from helpers.geo3k_files import geometry3k as geometry3k_rows
 from helpers.geo3k_files import write_geometry3k
 from helpers.geo3k_runs import REWARD, arguments, rows_of, without_measurements
+from helpers.kept_runs import load_kept
 from helpers.option_files import in_files
 from helpers.tiny_models import VLM_TYPES
 from recipes.geo3k_grpo import TINY, main, parse
 from recipes.run.policy_gradient import open_data_set
 from recipes.watch.metrics_file import read_metrics
-from recipes.watch.rollout_files import kept_steps, load_kept
+from recipes.watch.rollout_files import kept_steps
 from rollout.prompts import PromptBuilder
 
 

@@ -10,11 +10,11 @@ import torch
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig, MissingColumn, RewardError
 from helpers.checkpoints import write_checkpoint
-from helpers.kept_runs import scored_batch
+from helpers.kept_runs import load_kept, scored_batch
 from recipes.grpo import parse, policy_loss
 from recipes.run import RunConfig, recorded_run, run, train
 from recipes.watch.kept_rollouts import KeptRollouts
-from recipes.watch.rollout_files import kept_steps, load_kept
+from recipes.watch.rollout_files import kept_steps
 from workers import Roles
 from workers.training.checkpoint import checkpoint_steps, write_state
 

@@ -9,11 +9,11 @@ from PIL import Image
 
 from dataproto import DataProto
 from dataproto.errors import FileFormatError, InvalidConfig
-from helpers.kept_runs import objects, scored_batch
+from helpers.kept_runs import load_kept, objects, scored_batch
 from helpers.tiny_prompts import tiny_tokenizer
 from recipes.configs.shared.run_config import check_kept
 from recipes.watch.kept_rollouts import KeptRollouts, chosen_rows
-from recipes.watch.rollout_files import kept_steps, load_kept, load_tokens, rows_file
+from recipes.watch.rollout_files import kept_steps, load_tokens, rows_file
 
 
 def test_a_kept_row_holds_all_fields(tmp_path):

@@ -10,13 +10,13 @@ import soundfile
 from test_viewer_server import ask, found, serving
 
 from dataproto import DataProto, object_array
+from helpers.kept_runs import load_kept
 from helpers.tiny_prompts import tiny_tokenizer
 from recipes.commands import main
 from recipes.demo.tiny_model import make_tiny_processors
 from recipes.watch.kept_rollouts import KeptRollouts
 from recipes.watch.report import write_report
 from recipes.watch.rollout_files import (
-    load_kept,
     load_rollouts,
     rollout_samples,
     save_rollouts,

@@ -14,11 +14,10 @@ import pytest
 import torch
 from PIL import Image
 
-from helpers.kept_runs import scored_batch, write_run
+from helpers.kept_runs import load_kept, scored_batch, write_run
 from helpers.tiny_prompts import tiny_tokenizer
 from recipes.watch.kept_rollouts import KeptRollouts
 from recipes.watch.metrics_file import MetricsLog
-from recipes.watch.rollout_files import load_kept
 from recipes.watch.viewer import ViewerServer
 
 pytestmark = pytest.mark.chromium
