@@ -24,16 +24,7 @@ from recipes.data.row_values import columns_left_out, present_columns
 from recipes.demo.rows import DrawnPairs, DrawnTalks, ProblemRows
 from recipes.demo.tiny_model import make_tiny_processors
 from recipes.options import exit_status
-from recipes.rewards import RewardFunction, load_reward
-from recipes.rewards.reward_check import (
-    Result,
-    TruthScores,
-    check_first_row,
-    examples,
-    reason_not_to_ask,
-    truth_check,
-    truth_scores,
-)
+from recipes.rewards import RewardFunction, load_reward, reward_check
 from recipes.run.policy_gradient import prompt_builder
 from recipes.run.supervised import rows_builder
 from recipes.watch.pages import render, write_page
@@ -157,7 +148,7 @@ def _opened(asked: ShowConfig) -> Iterator[tuple[str, Any]]:
         synthetic, read = ("synthetic pairs", DrawnPairs(seed)), preference_rows
     else:
         synthetic = "synthetic problems", ProblemRows(data.level, seed, "train", data.instruction)
-        usable = truth_check(load_reward(config.rewards, weights=config.reward_weights))
+        usable = reward_check.truth_check(load_reward(config.rewards, weights=config.reward_weights))
         read = partial(load_rows, instruction=data.instruction, check_truth=usable)
     paths = [data.data_path] if isinstance(data.data_path, str) else data.data_path or ()
     for path in paths:
@@ -280,13 +271,13 @@ def with_scores(
     used = [place for place, row in enumerate(source.rows) if row.error is None]
     try:
         if used:
-            check_first_row(reward, given[used[0]])
-        reason = reason_not_to_ask(reward)
+            reward_check.check_first_row(reward, given[used[0]])
+        reason = reward_check.reason_not_to_ask(reward)
         if not used or reason is not None:
             told = () if reason is None else (f"the reward is not asked what it gives the truth: {reason}",)
             return replace(source, lines=(*source.lines, *told))
-        asked = examples([given[place] for place in used], builder)
-        found = truth_scores(reward, asked, count=lambda text: len(builder.encode_text(text)))
+        asked = reward_check.examples([given[place] for place in used], builder)
+        found = reward_check.truth_scores(reward, asked, count=lambda text: len(builder.encode_text(text)))
     except DataProtoError as error:
         return replace(source, lines=(*source.lines, f"the reward refuses these rows: {error}"), is_refused=True)
     for place, scores in zip(used, found, strict=True):
@@ -304,7 +295,7 @@ def print_source(source: ShownSource) -> None:
     Console(highlight=False).print(Text.from_markup(shown.rstrip(), emoji=False), soft_wrap=True)
 
 
-def _score_facts(scores: TruthScores) -> dict[str, str]:
+def _score_facts(scores: reward_check.TruthScores) -> dict[str, str]:
     facts = {"reward of the truth": f"{_numbers(scores.right)} for {scores.answer!r}"}
     if scores.wrong is not None:
         facts["reward of a wrong answer"] = _numbers(scores.wrong)
@@ -314,7 +305,7 @@ def _score_facts(scores: TruthScores) -> dict[str, str]:
     return facts
 
 
-def _numbers(result: Result) -> str:
+def _numbers(result: reward_check.Result) -> str:
     """
     >>> _numbers({"score": 0.9, "acc": 1.0})
     '0.9 (acc 1)'

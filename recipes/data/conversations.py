@@ -17,25 +17,15 @@ from functools import partial
 from typing import Any
 
 from dataproto.errors import InvalidRow
+from recipes.data import row_values
 from recipes.data.column_keys import KNOWN, ColumnKeys, why_lacking
-from recipes.data.row_values import (
-    CONTEXT_COLUMNS,
-    LISTS,
-    MEDIA_COLUMNS,
-    chat_messages,
-    first_of,
-    known_row,
-    plain_answer,
-    shown_columns,
-    with_context,
-)
 from recipes.data.tables import open_rows, open_stream
 from rollout.prompts import invalid_row
 from rollout.prompts.messages import with_markers
 
 _QUESTIONS = ("messages", "conversations", "texts", "prompt")
 _ANSWERS = ("completion", "response", "answer")
-_OTHERS = (*MEDIA_COLUMNS, "data_source", *CONTEXT_COLUMNS)
+_OTHERS = (*row_values.MEDIA_COLUMNS, "data_source", *row_values.CONTEXT_COLUMNS)
 CONVERSATION_COLUMNS = (*_QUESTIONS, *_ANSWERS, *_OTHERS)
 """The columns that `read_conversation_row` knows."""
 
@@ -53,12 +43,12 @@ def read_conversation_row(
     >>> row["prompt"]
     [{'role': 'user', 'content': '<image>What?'}, {'role': 'assistant', 'content': 'A cat.'}]
     """
-    raw, keys, media = known_row(raw, index, keys)
+    raw, keys, media = row_values.known_row(raw, index, keys)
     if keys.prompt_key and isinstance(raw["prompt"], str):
         raw["prompt"] = with_markers(raw["prompt"], media)
-    prompt, texts = with_context(_messages(raw, index, media), raw, index), raw.get("texts")
-    source = texts[0].get("source") if isinstance(texts, LISTS) and len(texts) else None
-    return shown_columns(prompt, raw, media, index, source or data_source)
+    prompt, texts = row_values.with_context(_messages(raw, index, media), raw, index), raw.get("texts")
+    source = texts[0].get("source") if isinstance(texts, row_values.LISTS) and len(texts) else None
+    return row_values.shown_columns(prompt, raw, media, index, source or data_source)
 
 
 conversation_rows = partial(open_rows, read_conversation_row)
@@ -70,15 +60,17 @@ conversation_stream = partial(open_stream, read_conversation_row)
 def _messages(raw: Mapping[str, Any], index: int, media: Mapping[str, list[Any]]) -> list[Any]:
     if raw.get("texts") is not None:
         return _cauldron_messages(raw["texts"], index, media)
-    if (turns := first_of(raw, ("messages", "conversations"))) is not None:
-        return chat_messages(turns, index)
-    prompt, answer = raw.get("prompt"), first_of(raw, _ANSWERS)
+    if (turns := row_values.first_of(raw, ("messages", "conversations"))) is not None:
+        return row_values.chat_messages(turns, index)
+    prompt, answer = raw.get("prompt"), row_values.first_of(raw, _ANSWERS)
     if prompt is None or answer is None:
         known = "no 'messages', 'conversations', 'texts', or 'prompt' with an answer"
         way_out = "name yours by --messages-key, or by --prompt-key and --answer-key"
         lacking = f"{known}, among its columns {sorted(raw)}: {way_out}"
         raise InvalidRow(index, why_lacking(raw, _QUESTIONS if prompt is None else _ANSWERS, lacking))
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else chat_messages(prompt, index)
+    asked = (
+        [{"role": "user", "content": prompt}] if isinstance(prompt, str) else row_values.chat_messages(prompt, index)
+    )
     return asked + answer_messages(answer, index)
 
 
@@ -86,10 +78,10 @@ def answer_messages(answer: Any, index: int) -> list[Mapping[str, Any]]:
     """The messages of an answer: text, a number, typed parts, a message or several."""
     if isinstance(answer, Mapping):
         answer = [answer]
-    if isinstance(answer, LISTS) and len(answer):
+    if isinstance(answer, row_values.LISTS) and len(answer):
         typed = all(isinstance(part, Mapping) and part.get("type") and "role" not in part for part in answer)
-        return [{"role": "assistant", "content": list(answer)}] if typed else chat_messages(answer, index)
-    text = plain_answer(answer)
+        return [{"role": "assistant", "content": list(answer)}] if typed else row_values.chat_messages(answer, index)
+    text = row_values.plain_answer(answer)
     if not isinstance(text, str | int | float):
         raise InvalidRow(index, f"the answer must be text, a number or messages, not {answer!r}")
     return [{"role": "assistant", "content": str(text)}]

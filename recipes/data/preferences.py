@@ -13,17 +13,9 @@ from functools import partial
 from typing import Any
 
 from dataproto.errors import InvalidRow
+from recipes.data import row_values
 from recipes.data.column_keys import KNOWN, ColumnKeys, why_lacking
 from recipes.data.conversations import CONVERSATION_COLUMNS, answer_messages
-from recipes.data.row_values import (
-    chat_messages,
-    first_of,
-    is_blank,
-    known_row,
-    plain_answer,
-    shown_columns,
-    with_context,
-)
 from recipes.data.tables import open_rows
 from rollout.prompts.messages import MARKERS, with_markers
 
@@ -49,7 +41,7 @@ def read_preference_row(
     >>> read_preference_row({"prompt": "2 + 2?", "completion": "5", "label": False}, 0)["labels"]
     (False,)
     """
-    raw, _, media = known_row(raw, index, keys)
+    raw, _, media = row_values.known_row(raw, index, keys)
     prompt, answers, labels = _answered(raw, index)
     for name, answer in zip(("chosen", "rejected") if len(answers) == 2 else ("answer",), answers):
         if any(_shows_media(message.get("content")) for message in answer):
@@ -57,12 +49,12 @@ def read_preference_row(
             raise InvalidRow(index, f"{reason}: move it there (a part of text may say '<image>')")
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": with_markers(prompt, media)}]
-    prompt = with_context(chat_messages(prompt, index), raw, index)
+    prompt = row_values.with_context(row_values.chat_messages(prompt, index), raw, index)
     if prompt and prompt[-1].get("role") == "assistant":
         raise InvalidRow(
             index, "the question ends with a message of the assistant, so no answer can follow it: leave it out"
         )
-    return shown_columns(prompt, raw, media, index, data_source) | {
+    return row_values.shown_columns(prompt, raw, media, index, data_source) | {
         "answers": [[_without_blanks(message) for message in answer] for answer in answers],
         "labels": labels,
     }
@@ -74,7 +66,7 @@ preference_rows = partial(open_rows, read_preference_row)
 
 def _without_blanks(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """A message whose blank text is empty, so that its row is refused as one without an answer."""
-    return {**message, "content": ""} if is_blank(message.get("content")) else message
+    return {**message, "content": ""} if row_values.is_blank(message.get("content")) else message
 
 
 def _shows_media(content: Any) -> bool:
@@ -88,7 +80,7 @@ Answers = list[list[Mapping[str, Any]]]
 
 def _answered(raw: Mapping[str, Any], index: int) -> tuple[Any, Answers, tuple[bool, ...]]:
     """The question, the messages of each answer, and whether each is desirable."""
-    asked, label = first_of(raw, ("prompt", "messages", "conversations")), first_of(raw, _LABELS)
+    asked, label = row_values.first_of(raw, ("prompt", "messages", "conversations")), row_values.first_of(raw, _LABELS)
     pair = [name for name in ("chosen", "rejected") if raw.get(name) is not None]
     if len(pair) == 1 and label is None:
         raise InvalidRow(index, f"{pair[0]!r} has no partner: a pair has 'chosen' and 'rejected', one answer a 'label'")
@@ -102,9 +94,9 @@ def _answered(raw: Mapping[str, Any], index: int) -> tuple[Any, Answers, tuple[b
         if asked is not None and (empty := next((name for name in _LABELS if name in raw), None)):
             raise InvalidRow(index, f"{empty!r} holds nothing, but must be true or false")
         raise InvalidRow(index, why_lacking(raw, ("chosen", "rejected"), f"{lacking}, in {sorted(raw)}"))
-    answer = first_of(raw, ("completion", "response", "answer"))
+    answer = row_values.first_of(raw, ("completion", "response", "answer"))
     if answer is None and not isinstance(asked, str):
-        *asked, answer = chat_messages(asked, index)
+        *asked, answer = row_values.chat_messages(asked, index)
     if answer is None or not asked:
         raise InvalidRow(index, f"no answer that the label is about, among its columns {sorted(raw)}")
     meanings = {_MEANINGS.get(str(raw[name]).strip().lower()) for name in _LABELS if raw.get(name) is not None}
@@ -132,5 +124,5 @@ def _split_conversations(asked: Any, chosen: Any, rejected: Any, index: int) -> 
 def _repeats(asked: Any, shared: list[Mapping[str, Any]], index: int) -> bool:
     """Whether messages begin with the shared ones, or text is that of a shared one."""
     if isinstance(asked, str):
-        return any(asked.strip() == str(plain_answer(message.get("content"))).strip() for message in shared)
-    return chat_messages(asked, index)[: len(shared)] == shared
+        return any(asked.strip() == str(row_values.plain_answer(message.get("content"))).strip() for message in shared)
+    return row_values.chat_messages(asked, index)[: len(shared)] == shared

@@ -18,23 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from dataproto.errors import InvalidRow, RewardError
+from recipes.data import row_values
 from recipes.data.column_keys import KNOWN, ColumnKeys, why_lacking
-from recipes.data.row_values import (
-    CONTEXT_COLUMNS,
-    LISTS,
-    MEDIA_COLUMNS,
-    chat_messages,
-    check_question,
-    first_of,
-    instructed,
-    is_blank,
-    json_list,
-    known_row,
-    plain_answer,
-    read_instruction,
-    shown_columns,
-    with_context,
-)
 from recipes.data.tables import TableRows, open_rows
 from rollout.prompts.messages import MEDIA, with_markers
 
@@ -47,8 +32,8 @@ INSTRUCTION = (
 
 _QUESTIONS = ("prompt", "messages", "conversations", "problem")
 _ANSWERS = ("answer", "solution", "ground_truth")
-_OTHERS = ("data_source", "ability", "reward_model", "extra_info", *CONTEXT_COLUMNS)
-PROBLEM_COLUMNS = (*_QUESTIONS, *MEDIA_COLUMNS, *_ANSWERS, *_OTHERS)
+_OTHERS = ("data_source", "ability", "reward_model", "extra_info", *row_values.CONTEXT_COLUMNS)
+PROBLEM_COLUMNS = (*_QUESTIONS, *row_values.MEDIA_COLUMNS, *_ANSWERS, *_OTHERS)
 """The columns that `read_row` knows; rewards get all the others too."""
 
 CheckTruth = Callable[[Any], None]
@@ -78,7 +63,7 @@ def load_rows(
         InvalidConfig: the file, folder or data set does not exist, has no rows, or lacks a column that ``keys`` names.
         FileFormatError: a file cannot be read.
     """
-    read = partial(read_row, split=split, instruction=read_instruction(instruction), check_truth=check_truth)
+    read = partial(read_row, split=split, instruction=row_values.read_instruction(instruction), check_truth=check_truth)
     return open_rows(read, source, split, keys, media_root, data_source)
 
 
@@ -104,30 +89,32 @@ def read_row(
     ('<image>Find x. You FIRST', {'style': 'rule', 'ground_truth': '9'}, 3)
     """
     own, named = own_columns(raw, keys)
-    raw, keys, media = known_row(raw, index, keys)
-    problem, messages = raw.get("problem"), first_of(raw, ("messages", "conversations"))
+    raw, keys, media = row_values.known_row(raw, index, keys)
+    problem, messages = raw.get("problem"), row_values.first_of(raw, ("messages", "conversations"))
     prompt = raw.get("prompt") if messages is None else messages
     if not any(media.values()) and isinstance(asked := problem if prompt is None else prompt, str):
-        check_question(asked, index)  # before the instruction is added
+        row_values.check_question(asked, index)  # before the instruction is added
     if prompt is None and isinstance(problem, str):
-        prompt = [{"role": "user", "content": instructed(problem, instruction)}]
+        prompt = [{"role": "user", "content": row_values.instructed(problem, instruction)}]
     if prompt is None:
         lacking = f"no 'prompt', 'messages' or 'problem' among its columns {sorted(raw)}"
         way_out = "name that of the question by --prompt-key, or --messages-key"
         raise InvalidRow(index, why_lacking(raw, _QUESTIONS, f"{lacking}: {way_out}"))
     if isinstance(prompt, str) and messages is None:
         problem = prompt if keys.prompt_key else problem
-        asked = instructed(with_markers(prompt, media), instruction) if keys.prompt_key else prompt
+        asked = row_values.instructed(with_markers(prompt, media), instruction) if keys.prompt_key else prompt
         prompt = [{"role": "user", "content": asked}]
-    prompt = with_context(chat_messages(prompt, index), raw, index)
-    answer = first_of(raw, _ANSWERS)
+    prompt = row_values.with_context(row_values.chat_messages(prompt, index), raw, index)
+    answer = row_values.first_of(raw, _ANSWERS)
     if messages is not None and prompt and prompt[-1].get("role") == "assistant":  # its answer is the ground truth
         answer = prompt[-1].get("content") if answer is None else answer
         prompt = prompt[:-1]
     truth = _truth(raw, answer, index, check_truth)
-    extra = {"split": split, "index": index, "answer": plain_answer(answer), "question": problem}
-    extra |= {name: value for name, value in raw.items() if name not in (*_QUESTIONS, *MEDIA_COLUMNS, *_ANSWERS)}
-    return shown_columns(prompt, raw, media, index, data_source) | {
+    extra = {"split": split, "index": index, "answer": row_values.plain_answer(answer), "question": problem}
+    extra |= {
+        name: value for name, value in raw.items() if name not in (*_QUESTIONS, *row_values.MEDIA_COLUMNS, *_ANSWERS)
+    }
+    return row_values.shown_columns(prompt, raw, media, index, data_source) | {
         "ability": raw.get("ability") or "math",
         "reward_model": truth,
         "extra_info": raw.get("extra_info") or extra,
@@ -140,7 +127,7 @@ def _truth(raw: Mapping[str, Any], answer: Any, index: int, check_truth: CheckTr
     """The row's ``reward_model``, or one with its answer. Raises `InvalidRow` if ``check_truth`` refuses it."""
     truth = dict(raw.get("reward_model") or {"style": "rule", "ground_truth": answer})
     if "ground_truth" in truth:
-        truth["ground_truth"] = plain_answer(truth["ground_truth"])
+        truth["ground_truth"] = row_values.plain_answer(truth["ground_truth"])
     if check_truth is not None:
         try:
             check_truth(truth.get("ground_truth"))
@@ -161,10 +148,10 @@ def own_columns(raw: Mapping[str, Any], keys: ColumnKeys = KNOWN) -> tuple[dict[
     for kind, column in MEDIA.items():
         key = getattr(keys, f"{kind}_key")
         held = [name for name in ([key] if key else [column, kind]) if raw.get(name) is not None]
-        read = next((name for name in held if not is_blank(raw[name])), None)
+        read = next((name for name in held if not row_values.is_blank(raw[name])), None)
         if read is not None:
-            listed = isinstance(raw[read], LISTS) or json_list(raw[read]) is not None
+            listed = isinstance(raw[read], row_values.LISTS) or row_values.json_list(raw[read]) is not None
             several = read != "video" and listed
             media[read] = column if several else kind
-    left_out = {"prompt", "messages", "conversations", keys.messages_key, *MEDIA_COLUMNS, *media}
+    left_out = {"prompt", "messages", "conversations", keys.messages_key, *row_values.MEDIA_COLUMNS, *media}
     return {name: value for name, value in raw.items() if name not in left_out}, media

@@ -24,15 +24,7 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import AddedToken, Tokenizer, models, trainers
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForImageTextToText,
-    GenerationConfig,
-    Qwen2_5_VLConfig,
-    Qwen2_5OmniThinkerConfig,
-    Qwen2Tokenizer,
-    WhisperFeatureExtractor,
-)
+from transformers import AutoConfig, GenerationConfig, Qwen2_5_VLConfig, Qwen2Tokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from dataproto import DataProto
@@ -164,7 +156,7 @@ def make_tiny_processors(
         image_mean=WHITE,
         image_std=CONTRAST,
     )
-    sounds = WhisperFeatureExtractor(feature_size=made.audio_config.num_mel_bins) if hears else None
+    sounds = transformers.WhisperFeatureExtractor(feature_size=made.audio_config.num_mel_bins) if hears else None
     PromptBuilder(tokenizer, images, made, 1, feature_extractor=sounds).save_pretrained(path)
     return path
 
@@ -213,7 +205,7 @@ def random_model(config: Any, tower_std: float, seed: int) -> Any:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForImageTextToText.from_config(config).float()
+        model = transformers.AutoModelForImageTextToText.from_config(config).float()
         with torch.no_grad():
             towers = [part for name, part in model.model.named_children() if name in ("visual", "audio_tower")]
             for parameter in (parameter for tower in towers for parameter in tower.parameters()):
@@ -273,7 +265,7 @@ def thinker_config(config: TinyConfig, seen: Qwen2_5_VLConfig, tokenizer: Qwen2T
     ids |= {"image_token_index": seen.image_token_id, "video_token_index": seen.video_token_id}
     ids |= {name: getattr(seen, name) for name in ("vision_start_token_id", "vision_end_token_id")}
     ids |= {"pad_token_id": tokenizer.pad_token_id, "tie_word_embeddings": False}
-    return Qwen2_5OmniThinkerConfig(text_config=text, vision_config=vision, audio_config=sound, **ids)
+    return transformers.Qwen2_5OmniThinkerConfig(text_config=text, vision_config=vision, audio_config=sound, **ids)
 
 
 ANSWER = "<think>look</think> \\boxed{{{answer}}}"
