@@ -99,10 +99,6 @@ def reverse_kl_advantage(old_log_probs: Tensor, ref_log_prob: Tensor, response_m
     return torch.where(response_mask != 0, difference, 0.0)
 
 
-KL_ESTIMATORS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "k1": k1_kl,
-    "k2": k2_kl,
-    "k3": k3_kl,
-    "k3+": unbiased_k3_kl,
-}
+Estimate = Callable[[Tensor, Tensor], Tensor]
+KL_ESTIMATORS: Mapping[str, Estimate] = {"k1": k1_kl, "k2": k2_kl, "k3": k3_kl, "k3+": unbiased_k3_kl}
 """The estimators by the names that `AlgorithmConfig` gives them."""

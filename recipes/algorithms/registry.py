@@ -163,15 +163,13 @@ def arguments_by_name(
     >>> arguments_by_name("sum", lambda a, b, c=3: a + b + c, {"a": 1}, {"b": 2})
     {'a': 1, 'b': 2}
     """
-    given = {}
+    given, known = {}, {**options, **columns}
     for parameter in inspect.signature(function).parameters.values():
         name = parameter.name
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        if name in columns:
-            given[name] = columns[name]
-        elif name in options:
-            given[name] = options[name]
+        if name in known:
+            given[name] = known[name]
         elif parameter.default is parameter.empty:
             raise InvalidConfig(
                 f"{what} has the argument {name!r}, which is neither an option nor a column of this batch; "

@@ -106,9 +106,7 @@ class Curriculum(Subset[Any]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a state. Raises `CheckpointError` if it is of other rows, or of a run without a curriculum."""
-        if len(state.get("success", ())) != len(self):
-            raise CheckpointError(
-                f"the checkpoint has the running success of {len(state.get('success', ()))} problems, not of {len(self)}"
-            )
+        if (known := len(state.get("success", ()))) != len(self):
+            raise CheckpointError(f"the checkpoint has the running success of {known} problems, not of {len(self)}")
         self.success, self.seen = state["success"].numpy().copy(), state["seen"].numpy().copy()
         self._start_step()

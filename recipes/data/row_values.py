@@ -25,9 +25,8 @@ from recipes.data.tables import JsonStream
 from rollout.prompts.messages import MEDIA, with_media
 from rollout.prompts.sources import media_list
 
-_QUESTIONS = ("prompt", "messages", "conversations")
-_PREFERRED = ("chosen", "rejected")
-_CHATS = (*_QUESTIONS, *_PREFERRED, "completion", "response", "answer", "solution")
+_TURNS = ("prompt", "messages", "conversations", "chosen", "rejected")
+_CHATS = (*_TURNS, "completion", "response", "answer", "solution")
 MEDIA_COLUMNS = tuple(name for kind, column in MEDIA.items() for name in (column, kind))
 """The columns of media, of several and of one."""
 _MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content|value)['"]\s*:""")
@@ -112,15 +111,11 @@ def parsed_row(raw: Mapping[str, Any], index: int) -> dict[str, Any]:
     """
     row: dict[str, Any] = {name: None if _is_nan(value) else value for name, value in raw.items()}
     for name in _CHATS:
-        items = json_list(row.get(name))
+        text = row.get(name)
+        items = json_list(text)
         if items and all(isinstance(item, dict) and _is_turn(item) for item in items):
             row[name] = items
-        elif (
-            name in (*_QUESTIONS, *_PREFERRED)
-            and items is None
-            and isinstance(text := row.get(name), str)
-            and _MESSAGES.match(text)
-        ):
+        elif items is None and name in _TURNS and isinstance(text, str) and _MESSAGES.match(text):
             raise InvalidRow(index, f"{name!r} looks like messages, but is not JSON: {text[:200]}")
     for name in (*MEDIA_COLUMNS, "history"):
         items, blank = json_list(row.get(name)), is_blank(row.get(name))

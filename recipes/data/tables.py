@@ -385,10 +385,9 @@ def _files(path: Path, split: str) -> list[Path]:
     files = [file for file in found if re.match(rf"{re.escape(split)}(\W|_|$)", file.stem)]
     if not files:
         names = ", ".join(file.name for file in found[:10]) or "no parquet or JSON file"
-        way_out = ": give --eval-data-path, or one file as --data-path, whose last rows are then held out"
-        raise InvalidConfig(
-            f"{path} has no file of the split {split!r}; it has {names}{way_out if split == 'test' else ''}"
-        )
+        if split == "test":
+            names += ": give --eval-data-path, or one file as --data-path, whose last rows are then held out"
+        raise InvalidConfig(f"{path} has no file of the split {split!r}; it has {names}")
     return files
 
 

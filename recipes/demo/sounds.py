@@ -61,11 +61,8 @@ def digit_problem(random: Random, split: Split) -> Problem:
 
 
 SoundLevel = Literal["notes", "clicks", "digits"]
-SOUNDS: dict[str, Callable[[Random, Split], Problem]] = {
-    "notes": note_problem,
-    "clicks": click_problem,
-    "digits": digit_problem,
-}
+MakeProblem = Callable[[Random, Split], Problem]
+SOUNDS: dict[str, MakeProblem] = {"notes": note_problem, "clicks": click_problem, "digits": digit_problem}
 
 
 def make_sound_problem(index: int, level: str, seed: int = 0, split: Split = "train") -> Problem:

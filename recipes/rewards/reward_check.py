@@ -155,9 +155,8 @@ def truth_warning(reward: RewardFunction, rows: Sequence[RewardRow], count: Call
     for row, scores in zip(rows, found, strict=True):
         if scores is not None and not scores.is_best:
             wrong = "" if scores.wrong is None else f", {scores.wrong['score']:g} to a wrong answer"
-            right = f"{scores.right['score']:g}" + (
-                "" if "acc" not in scores.right else f" (acc {scores.right['acc']:g})"
-            )
+            acc = f" (acc {scores.right['acc']:g})" if "acc" in scores.right else ""
+            right = f"{scores.right['score']:g}{acc}"
             return (
                 f"the reward does not give its best to the truth {row.ground_truth!r:.100}: it gives {right} to the truth{wrong} "
                 f"and {scores.empty['score']:g} to an empty answer; does it read truths of this form? (dataproto show)"

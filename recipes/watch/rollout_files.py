@@ -205,13 +205,12 @@ def load_rollouts(directory: str | Path, step: int) -> list[RolloutSample]:
     return samples
 
 
-def saved_media(folder: Path, images: Iterable[Image.Image], sounds: Iterable[bytes]) -> dict[str, list[str]]:
+def saved_media(folder: Path, images: Iterable[Image.Image], sounds: Sequence[bytes]) -> dict[str, list[str]]:
     """Writes pictures and sounds, each under the name of its content, and returns the names as fields of a row."""
-    found = {
-        "images": [save_image(folder, image) for image in images],
-        "sounds": [save_sound(folder, sound) for sound in sounds],
-    }
-    return found if found["sounds"] else {"images": found["images"]}
+    found = {"images": [save_image(folder, image) for image in images]}
+    if sounds:
+        found["sounds"] = [save_sound(folder, sound) for sound in sounds]
+    return found
 
 
 def save_image(folder: Path, image: Image.Image) -> str:
