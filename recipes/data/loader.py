@@ -253,7 +253,7 @@ def drop_overlong(rows: Any, builder: PromptBuilder, on_bad_row: OnBadRow = "ski
                 check_row(rows, place, builder)
             unknown += 1
         (kept if fits else dropped).append(place)
-    if unknown == len(rows):
+    if 0 < unknown == len(rows):
         try:
             check_row(rows, 0, builder)
         except InvalidRow as error:
