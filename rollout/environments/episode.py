@@ -9,7 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 from dataproto.columns import media_parts
-from dataproto.errors import InvalidConfig, InvalidPrompt
+from dataproto.errors import InvalidConfig
 from rollout.continuation import BegunTurn, Tokens, continued_experts
 from rollout.engine import Request
 from rollout.environments.environment import Failure, Observation
@@ -137,15 +137,15 @@ class Episode:
     """An episode that is being played, and its record afterwards."""
 
     start: EpisodeStart
+    name: str = ""  # among those that are played together
     prompt: Prompt | None = None
     turns: list[Turn] = field(default_factory=list)
     ended: EndReason | None = None
     message: str = ""  # of a failure
     info: dict[str, Any] = field(default_factory=dict)  # of the last observation
     state: str = ""  # digest of the last observation
-    observations: list[Observation] = field(
-        default_factory=list
-    )  # that were shown, if later turns may leave out pictures
+    observations: list[Observation] = field(default_factory=list)
+    """Those that were shown, if later turns may leave out pictures."""
     rows: list[EpisodeRow] = field(default_factory=list)
     request: Request | None = None  # of the last turn
     number: int | None = None  # of the last turn's request in the engine
@@ -193,6 +193,22 @@ class Episode:
         row = self.rows[-1]
         row.experts = continued_experts(row.experts, tokens.experts)
 
+    def next_of(self, request: Request) -> Request:
+        """The request with the random stream of the next turn."""
+        return replace(request, seed=turn_seed(self.start.seed, len(self.turns)), uid=self.start.uid)
+
+    def show(self, request: Request, shown: RenderedTurn | None) -> None:
+        """Notes the request of a turn that begins, and what it shows after the turn before."""
+        self.request = self.rows[-1].ends = request
+        if shown is not None:
+            self.turns[-1] = replace(self.turns[-1], shown=shown)
+
+    def add_turn(self, tokens: Tokens) -> None:
+        """Adds a turn of these tokens, which answers the last observation."""
+        self.turns.append(
+            Turn(tokens.token_ids, tokens.log_probs, weight_versions=tokens.weight_versions, state=self.state)
+        )
+
     def end(self, reason: EndReason, message: str = "") -> None:
         """Ends the episode."""
         self.ended, self.message = reason, message
@@ -224,7 +240,7 @@ class TurnRequests:
         for turn, observation in zip(episode.turns, others, strict=True):
             shown = self.renderer.turn(observation, turn.token_ids[-1])
             request = self.continued(request, turn.token_ids, shown)
-        request = replace(request, seed=turn_seed(episode.start.seed, len(episode.turns)), uid=episode.start.uid)
+        request = episode.next_of(request)
         return EpisodeRow(len(episode.turns), request, request, omitted)
 
     def _first_request(self, prompt: Prompt, observation: Observation) -> Request:
@@ -245,17 +261,20 @@ class TurnRequests:
     def next_request(self, episode: Episode, shown: RenderedTurn) -> Request:
         """The request of the next turn, after an observation."""
         assert episode.request is not None
-        request = self.continued(episode.request, episode.turns[-1].token_ids, shown)
-        return replace(request, seed=turn_seed(episode.start.seed, len(episode.turns)), uid=episode.start.uid)
+        return episode.next_of(self.continued(episode.request, episode.turns[-1].token_ids, shown))
 
     def continued(self, earlier: Request, token_ids: Sequence[int], shown: RenderedTurn) -> Request:
-        """The request after an earlier one, what was sampled for it, and an observation."""
+        """The request after an earlier one, what was sampled for it, and an observation.
+
+        This is the law of turns: its ids begin with those of the earlier one and what was sampled, which
+        `RequestEngine.fork` checks.
+        """
         sampled = torch.tensor(token_ids)
         types = torch.zeros_like(sampled, dtype=torch.int8)
         data = dict(earlier.multi_modal_data)
         for kind, objects in media_objects(shown.shown).items():
             data[kind] = [*data.get(kind, ()), *objects]
-        request = Request(
+        return Request(
             [*earlier.prompt_ids, *sampled.tolist(), *shown.raw_ids],
             torch.cat([earlier.input_ids, sampled, torch.from_numpy(shown.ids)]),
             torch.cat([earlier.token_types, types, torch.from_numpy(shown.token_types)]),
@@ -263,8 +282,6 @@ class TurnRequests:
             multi_modal_data=data,
             multi_modal_inputs=(*media_parts(earlier.multi_modal_inputs), *([shown.media] if shown.media else [])),
         )
-        check_growth(earlier, sampled, request)
-        return request
 
     def _positions(self, earlier: Tensor, sampled: int, shown: Tensor) -> Tensor:
         """Positions of a row that continues with sampled tokens and an observation, whose own positions begin at 0.
@@ -274,18 +291,3 @@ class TurnRequests:
         mask = torch.ones(1, earlier.shape[-1], dtype=torch.int64)
         following = self.renderer.builder.family.extend_positions(earlier[None], mask, sampled + 1)[0]
         return torch.cat([earlier, following[..., :sampled], following[..., sampled:] + shown], dim=-1)
-
-
-def check_growth(earlier: Request, sampled: Tensor, later: Request) -> None:
-    """The law of turns: the later request's ids begin with those of the earlier one and what was sampled.
-
-    Raises:
-        InvalidPrompt: they do not; names the first token that differs.
-    """
-    expected = torch.cat([earlier.input_ids, sampled])
-    found = later.input_ids[: len(expected)]
-    if not torch.equal(found, expected):
-        both = min(len(found), len(expected))
-        wrong = (found[:both] != expected[:both]).nonzero()
-        place = int(wrong[0]) if len(wrong) else both
-        raise InvalidPrompt(f"the turn's tokens differ from those of the turn before from token {place} on")

@@ -13,11 +13,10 @@ from rollout.continuation import BegunTurn, Tokens, continued
 from rollout.engine import Completion, FinishReason, Request, RequestEngine, SamplingParams
 from rollout.environments.environment import EnvironmentFailed, MakeEnvironment, Observation
 from rollout.environments.environment_host import EnvironmentHost, Outcome
-from rollout.environments.episode import Episode, EpisodeLimits, EpisodeRow, EpisodeStart, Turn, TurnRequests
+from rollout.environments.episode import Episode, EpisodeLimits, EpisodeRow, EpisodeStart, TurnRequests
 from rollout.environments.held_episodes import Decoding, play_to_the_end
 from rollout.environments.turn_renderer import RenderedTurn, TurnRenderer
 from rollout.prompts.image_processing import batch_of, joined
-from rollout.sampling import turn_seed
 
 WORTH_WAITING = 0.1
 """Part of the engine's last step that it waits for environments which usually answer sooner."""
@@ -77,14 +76,14 @@ class EnvironmentRun:
 
     def begin(self, start: EpisodeStart, begun: Sequence[BegunTurn] = ()) -> Episode:
         """A new episode."""
-        episode = Episode(start, repeated=list(begun))
+        episode = Episode(start, start.trajectory or str(len(self.held)), repeated=list(begun))
         self.held.append(episode)
         return episode
 
     def drop(self, episode: Episode) -> None:
         """Forgets an episode and its environment."""
         self.held = [each for each in self.held if each is not episode]
-        self.host.close(episode.start.trajectory)
+        self.host.close(episode.name)
 
     def advance(self, episodes: Sequence[Episode], decoding: Decoding) -> list[Episode]:
         """Plays episodes until there are enough whole groups."""
@@ -103,20 +102,21 @@ class _Play:
     def __init__(
         self, host: EnvironmentHost, limits: EpisodeLimits, episodes: Sequence[Episode], decoding: Decoding
     ) -> None:
-        self.host, self.limits, self.episodes = host, limits, episodes
-        self.engine, self.renderer, self.sampling = decoding.engine, decoding.renderer, decoding.sampling
-        self.groups, self.weight_version = decoding.groups, decoding.weight_version
-        self.requests: dict[int, int] = {}  # number of a request -> of its episode
-        self.names = [episode.start.trajectory or str(number) for number, episode in enumerate(episodes)]
-        self.turn_requests = TurnRequests(self.renderer, limits)
+        self.host, self.limits, self.episodes, self.decoding = host, limits, episodes, decoding
+        self.places = {episode.name: place for place, episode in enumerate(episodes)}
+        self.requests: dict[int, Episode] = {}  # by their numbers in the engine
+        self.turn_requests = TurnRequests(decoding.renderer, limits)
         self.began = time.monotonic()
 
     def run(self) -> None:
-        host, numbers = self.host, {name: number for number, name in enumerate(self.names)}
-        for number in range(len(self.episodes)):
-            self._begin(number)
+        host, engine, groups = self.host, self.decoding.engine, self.decoding.groups
+        for episode in self.episodes:
+            if episode.name not in host:
+                host.reset(episode.name, episode.start.row, episode.start.environment_seed)
+            elif episode.partial is not None:
+                self._start(episode, episode.request, None)
         step_s = 0.0  # of the engine's last step
-        while (host.working or self.requests) and not self.groups.enough:
+        while (host.working or self.requests) and not groups.enough:
             if (left := self._time_left()) <= 0:
                 continue
             # Environments that answer at once have their next turns together. The engine never waits long for that: a turn that
@@ -124,36 +124,28 @@ class _Play:
             patience = step_s * WORTH_WAITING
             patience = patience if host.typical_s < patience else 0.0
             answered = host.poll(patience if self.requests else None, left)
-            for name, outcome in sorted(answered, key=lambda each: numbers[each[0]]):
-                self._observe(numbers[name], outcome)
-                self._free_ended(numbers[name])
+            for name, outcome in sorted(answered, key=lambda each: self.places[each[0]]):
+                episode = self.episodes[self.places[name]]
+                self._observe(episode, outcome)
+                self._free_ended(episode)
             if not self.requests:
                 continue
             began = time.monotonic()
-            completions = self.engine.poll()
+            completions = engine.poll()
             step_s = time.monotonic() - began
             for completion in completions:
                 if completion.request in self.requests:
-                    number = self.requests.pop(completion.request)
-                    self._completed(number, completion)
-                    self._free_ended(number)
+                    episode = self.requests.pop(completion.request)
+                    self._completed(episode, completion)
+                    self._free_ended(episode)
 
-    def _begin(self, number: int) -> None:
-        """Starts an episode, or lets it continue."""
-        episode, name = self.episodes[number], self.names[number]
-        if name not in self.host:
-            self.host.reset(name, episode.start.row, episode.start.environment_seed)
-        elif episode.partial is not None:
-            self._start(number, episode.request, None)
-
-    def _free_ended(self, number: int) -> None:
+    def _free_ended(self, episode: Episode) -> None:
         """Closes the environment of an episode that has ended, and frees what the engine holds of it."""
-        episode = self.episodes[number]
         if episode.ended:
-            self.groups.finish(number)
-            self.host.close(self.names[number])
+            self.decoding.groups.finish(self.places[episode.name])
+            self.host.close(episode.name)
             if episode.number is not None:
-                self.engine.abort(episode.number)
+                self.decoding.engine.abort(episode.number)
 
     def stop(self) -> None:
         """Takes the tokens of turns that are not finished, and frees what the engine holds of episodes that have not ended."""
@@ -166,12 +158,17 @@ class _Play:
     def _take_tokens(self, episode: Episode) -> None:
         """Stops the episode's request. The tokens of a turn that is decoded become its partial turn."""
         if episode.number is not None:
-            stopped = self.engine.abort(episode.number)
+            stopped = self.decoding.engine.abort(episode.number)
             if self.requests.pop(episode.number, None) is not None:
-                tokens = Tokens() if stopped is None else Tokens.of(stopped, self.weight_version)
-                episode.partial = (episode.partial or Tokens()) + tokens
-                episode.add_experts(tokens)
+                episode.partial = self._with_partial(episode, stopped)
             episode.number = None
+
+    def _with_partial(self, episode: Episode, found: Completion | None) -> Tokens:
+        """The tokens that a turn has so far, with those that the engine has ``found`` after them."""
+        tokens = Tokens() if found is None else Tokens.of(found, self.decoding.weight_version)
+        whole = (episode.partial or Tokens()) + tokens
+        episode.add_experts(whole)
+        return whole
 
     def _time_left(self) -> float:
         """Seconds until the wall clock of an episode is over. Those for which it is over now are ended; then 0.
@@ -181,87 +178,80 @@ class _Play:
         if self.limits.wall_clock is None:
             return math.inf
         played, left = time.monotonic() - self.began, math.inf
-        for number, episode in enumerate(self.episodes):
+        for episode in self.episodes:
             if episode.ended or episode.repeated:
                 continue
             rest = self.limits.wall_clock - episode.elapsed - played
             left = min(left, max(rest, 0.0))
             if rest <= 0:
-                self._cut(number)
+                self._cut(episode)
         return left
 
-    def _cut(self, number: int) -> None:
+    def _cut(self, episode: Episode) -> None:
         """Ends an episode whose wall clock is over, with the tokens so far of a turn that is decoded."""
-        episode = self.episodes[number]
         self._take_tokens(episode)
-        tokens, episode.partial = episode.partial, None
-        if tokens:
-            episode.turns.append(self._turn(episode, tokens))
+        if episode.partial:
+            episode.add_turn(episode.partial)
+        episode.partial = None
         episode.end("clock")
-        self._free_ended(number)
+        self._free_ended(episode)
 
     # From an environment
 
-    def _observe(self, number: int, outcome: Outcome) -> None:
-        episode = self.episodes[number]
+    def _observe(self, episode: Episode, outcome: Outcome) -> None:
         if isinstance(outcome, EnvironmentFailed):
             episode.end(outcome.reason, str(outcome))
             return
         episode.info = dict(outcome.info)
         if episode.turns:
             episode.turns[-1] = replace(episode.turns[-1], reward=float(outcome.reward))
+        if outcome.done and not episode.turns:
+            episode.end("invalid", "its environment was over before the first turn")
+            return
         if outcome.done or len(episode.turns) == self.limits.turns:
-            self._end(episode, outcome)
+            episode.end("done" if outcome.done else "turns")
             return
         try:
             if self.limits.last_pictures is not None:
-                episode.observations.append(self.renderer.kept(outcome))
+                episode.observations.append(self.decoding.renderer.kept(outcome))
             shown, row = self._shown(episode, outcome), self.turn_requests.new_row(episode)
         except InvalidPrompt as error:
             episode.end("invalid", f"its observation cannot be shown: {error}")
             return
-        episode.state = self.renderer.digest(outcome)
+        episode.state = self.decoding.renderer.digest(outcome)
         if row is not None:
-            self._begin_row(number, row)
+            self._begin_row(episode, row)
         elif shown is None:
-            self._submit(number, episode.request, None)
+            self._submit(episode, episode.request, None)
         elif self.limits.room(episode.length + len(shown.ids)) < 1:
             episode.end("tokens")
         else:
-            self._submit(number, self.turn_requests.next_request(episode, shown), shown)
-
-    def _end(self, episode: Episode, observation: Observation) -> None:
-        if not episode.turns:
-            episode.end("invalid", "its environment was over before the first turn")
-        else:
-            episode.end("done" if observation.done else "turns")
+            self._submit(episode, self.turn_requests.next_request(episode, shown), shown)
 
     def _shown(self, episode: Episode, observation: Observation) -> RenderedTurn | None:
         """The observation as tokens after the last turn; the first one becomes the prompt of the episode."""
         if episode.turns:
-            return self.renderer.turn(observation, episode.turns[-1].token_ids[-1])
+            return self.decoding.renderer.turn(observation, episode.turns[-1].token_ids[-1])
         episode.prompt, request = self.turn_requests.first_turn(episode.start, observation)
-        episode.request = replace(request, seed=turn_seed(episode.start.seed, 0), uid=episode.start.uid)
+        episode.request = episode.next_of(request)
         experts = episode.repeated[-1].tokens.experts if episode.repeated else None
         episode.rows = [EpisodeRow(0, episode.request, episode.request, experts=experts)]
         return None
 
-    def _begin_row(self, number: int, row: EpisodeRow) -> None:
+    def _begin_row(self, episode: Episode, row: EpisodeRow) -> None:
         """Starts the next turn in a new row."""
-        episode = self.episodes[number]
         assert episode.prompt is not None
         if self.limits.room(len(row.begins.input_ids) - len(episode.prompt.input_ids)) < 1:
             episode.end("tokens")
             return
         episode.rows.append(row)
         if episode.number is not None:
-            self.engine.abort(episode.number)
+            self.decoding.engine.abort(episode.number)
             episode.number = None
-        self._submit(number, row.begins, None)
+        self._submit(episode, row.begins, None)
 
-    def _submit(self, number: int, request: Request | None, shown: RenderedTurn | None) -> None:
+    def _submit(self, episode: Episode, request: Request | None, shown: RenderedTurn | None) -> None:
         """Starts the next turn, which ``shown`` precedes."""
-        episode = self.episodes[number]
         assert request is not None
         if episode.repeated:
             turn = episode.repeated.pop(0)
@@ -269,70 +259,55 @@ class _Play:
                 episode.elapsed = self.began - time.monotonic()
             same = turn.before == (request.input_ids if shown is None else shown.ids).tolist()
             if not same or turn.state not in ("", episode.state):
-                episode.end(
-                    "invalid", f"its environment did not repeat what it showed before turn {len(episode.turns)}"
-                )
+                message = f"its environment did not repeat what it showed before turn {len(episode.turns)}"
+                episode.end("invalid", message)
                 return
             if turn.whole:
-                self._shown_before(episode, request, shown)
-                self._sampled(number, turn.tokens, "stop")
+                episode.show(request, shown)
+                self._sampled(episode, turn.tokens, "stop")
                 return
             episode.partial = turn.tokens
-        self._start(number, request, shown)
+        self._start(episode, request, shown)
 
-    def _start(self, number: int, request: Request | None, shown: RenderedTurn | None) -> None:
+    def _start(self, episode: Episode, request: Request | None, shown: RenderedTurn | None) -> None:
         """Gives the next turn to the engine, from the tokens that it has so far."""
-        episode, earlier = self.episodes[number], self.episodes[number].number
         assert request is not None
-        begun = (episode.partial or Tokens()).token_ids
-        rest = continued(request, begun, self.renderer.builder.family)
+        engine, earlier, begun = self.decoding.engine, episode.number, (episode.partial or Tokens()).token_ids
+        rest = continued(request, begun, self.decoding.renderer.builder.family)
         keep, sampling = len(episode.turns) + 1 < self.limits.turns, self._sampling(episode, shown, len(begun))
         try:
             if earlier is None:
-                episode.number = self.engine.submit(rest, sampling, keep)
+                episode.number = engine.submit(rest, sampling, keep)
             else:
-                episode.number = self.engine.fork(earlier, rest, sampling, keep)
-                self.engine.abort(earlier)
+                episode.number = engine.fork(earlier, rest, sampling, keep)
+                engine.abort(earlier)
         except InvalidPrompt as error:
             episode.end("tokens", f"the engine has no room for the next turn: {error}")
             return
-        self.requests[episode.number] = number
-        self._shown_before(episode, request, shown)
-
-    def _shown_before(self, episode: Episode, request: Request, shown: RenderedTurn | None) -> None:
-        episode.request = episode.rows[-1].ends = request
-        if shown is not None:
-            episode.turns[-1] = replace(episode.turns[-1], shown=shown)
+        self.requests[episode.number] = episode
+        episode.show(request, shown)
 
     def _sampling(self, episode: Episode, shown: RenderedTurn | None, begun: int) -> SamplingParams:
         """Of the next turn: at most as many tokens as the episode has left. ``begun`` of them have been sampled."""
-        used = episode.length + (0 if shown is None else len(shown.ids))
-        most = int(min(self.sampling.max_tokens, self.limits.room(used))) - begun
-        return self.sampling if most == self.sampling.max_tokens else replace(self.sampling, max_tokens=most)
+        used, sampling = episode.length + (0 if shown is None else len(shown.ids)), self.decoding.sampling
+        most = int(min(sampling.max_tokens, self.limits.room(used))) - begun
+        return sampling if most == sampling.max_tokens else replace(sampling, max_tokens=most)
 
     # From the engine
 
-    def _completed(self, number: int, completion: Completion) -> None:
-        episode = self.episodes[number]
+    def _completed(self, episode: Episode, completion: Completion) -> None:
         if completion.error is not None:
             episode.partial = episode.partial or Tokens()  # its turn has begun
-            self.groups.fail(number, completion.error)
+            self.decoding.groups.fail(self.places[episode.name], completion.error)
             return
-        tokens = (episode.partial or Tokens()) + Tokens.of(completion, self.weight_version)
-        episode.partial = None
-        episode.add_experts(tokens)
-        self._sampled(number, tokens, completion.finish_reason)
+        tokens, episode.partial = self._with_partial(episode, completion), None
+        self._sampled(episode, tokens, completion.finish_reason)
 
-    def _sampled(self, number: int, tokens: Tokens, reason: FinishReason) -> None:
+    def _sampled(self, episode: Episode, tokens: Tokens, reason: FinishReason) -> None:
         """Adds a turn and, unless the episode ends with it, passes its action on."""
-        episode = self.episodes[number]
-        episode.turns.append(self._turn(episode, tokens))
+        episode.add_turn(tokens)
         if reason != "stop":
-            whole = self.limits.room(episode.length) > 0
-            episode.end("length" if whole else "tokens")
+            episode.end("length" if self.limits.room(episode.length) > 0 else "tokens")
             return
-        tokenizer = self.renderer.builder.tokenizer
-        self.host.step(self.names[number], tokenizer.decode(tokens.token_ids, skip_special_tokens=True))
-
-    def _turn(self, episode: Episode, tokens: Tokens) -> Turn:
-        return Turn(tokens.token_ids, tokens.log_probs, weight_versions=tokens.weight_versions, state=episode.state)
+        tokenizer = self.decoding.renderer.builder.tokenizer
+        self.host.step(episode.name, tokenizer.decode(tokens.token_ids, skip_special_tokens=True))

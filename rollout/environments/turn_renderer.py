@@ -28,8 +28,6 @@ from rollout.prompts.prompt_builder import THOUGHT as SECOND
 from rollout.prompts.videos import join_inputs
 
 Ids = npt.NDArray[np.int64]
-NO_END = -1
-"""In the place of an end token, of an answer without one."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class TurnRenderer:
         self.end_ids = frozenset(builder.end_ids)
         self._turns: dict[
             tuple[Any, ...], RenderedTurn
-        ] = {}  # without media: those of equal texts and image sizes are alike
+        ] = {}  # by texts and sizes of images: all but the media are alike
         self._images: dict[tuple[Any, ...], ProcessedImage] = {}
         self._media: dict[tuple[bytes, ...], Mapping[str, Tensor]] = {}
         self._joins: dict[str, bool] = {}  # by role: whether its texts are joined to a string
@@ -104,18 +102,14 @@ class TurnRenderer:
         Raises:
             InvalidPrompt: the observation cannot be shown, e.g. text with a media token or an image that the model does not take.
         """
-        images = tuple(self._image(part) for part in observation.content if isinstance(part, Image.Image))
-        if images and self.builder.family.numbers_images:
-            raise InvalidPrompt(
-                f"models of type {self.builder.family.model_type} number the images of a prompt: show images in the first "
-                "observation only"
-            )
+        images = [part for part in observation.content if isinstance(part, Image.Image)]
         shape = [part if isinstance(part, str) else self._image(part).image.size for part in observation.content]
-        end = last if last is None or last in self.end_ids else NO_END
-        key = (end, observation.role, *shape)
+        key = (last, observation.role, *shape)
         if key not in self._turns:
-            self._turns[key] = self._encoded(self._text(observation), images, end)
-        return replace(self._turns[key], shown=images, media=self.media(images) if images else {})
+            message = {"role": observation.role, "content": _parts(observation.content)}
+            self._turns[key] = self.messages(Conversation([message], images), last, follows=True)
+        shown = tuple(map(self._image, images))
+        return replace(self._turns[key], shown=shown, media=self.media(shown) if shown else {})
 
     def messages(
         self, conversation: Conversation, last: int | None = None, follows: bool = False, begins: str = ""
@@ -133,7 +127,10 @@ class TurnRenderer:
         builder = self.builder
         builder.check_content(conversation)
         if follows and "image" in conversation.kinds() and builder.family.numbers_images:
-            raise InvalidPrompt(f"models of type {builder.family.model_type} number the images of a prompt")
+            raise InvalidPrompt(
+                f"models of type {builder.family.model_type} number the images of a prompt: show images in the first observation "
+                "only"
+            )
         messages = [self._as_taken(message) for message in conversation.messages]
         if follows:
             text = self._after(ANSWERED, *messages, tools=conversation.tools)
@@ -143,9 +140,16 @@ class TurnRenderer:
             self._image(source) if kind == "image" else builder.process_sound(source)
             for kind, source in zip(conversation.kinds(), conversation.media, strict=True)
         )
-        ended = not follows or last in self.end_ids
-        found = self._encoded(text + begins, media, last if follows and ended else NO_END)
-        return replace(found, shown=media, media=self.media(media) if media else {})
+        ids = builder.encode_text(text + begins)
+        if follows and ids and ids[0] in self.end_ids and last in (None, ids[0]):
+            ids = ids[1:]
+        for kind, placeholder in builder.placeholders.items():
+            count = sum(medium.kind == kind for medium in media)
+            if placeholder is not None and ids.count(placeholder) != count:
+                raise InvalidPrompt(f"the chat template wrote other than one placeholder for each of {count} {kind}s")
+        expanded, types = builder.expand(ids, media)
+        positions = self.positions(types, [medium.inputs for medium in media])
+        return RenderedTurn(expanded, types, positions, ids, media, self.media(media) if media else {})
 
     def _as_taken(self, message: dict[str, Any]) -> dict[str, Any]:
         """The message with its texts joined to a string, where the template takes only a string."""
@@ -156,19 +160,6 @@ class TurnRenderer:
         if not self._joins[message["role"]] or any(part["type"] != "text" for part in content):
             return message
         return {**message, "content": "".join(part["text"] for part in content)}
-
-    def _encoded(self, text: str, media: Sequence[ProcessedMedium], end: int | None) -> RenderedTurn:
-        """Text as a turn without its media."""
-        builder = self.builder
-        ids = builder.encode_text(text)
-        if ids and ids[0] in self.end_ids and end in (None, ids[0]):
-            ids = ids[1:]
-        for kind, placeholder in builder.placeholders.items():
-            count = sum(medium.kind == kind for medium in media)
-            if placeholder is not None and ids.count(placeholder) != count:
-                raise InvalidPrompt(f"the chat template wrote other than one placeholder for each of {count} {kind}s")
-        expanded, types = builder.expand(ids, media)
-        return RenderedTurn(expanded, types, self.positions(types, [medium.inputs for medium in media]), ids)
 
     def positions(self, token_types: npt.NDArray[np.int8], media: Sequence[RowMedia]) -> Tensor:
         """Positions ``(4, T)`` or ``(T,)`` of tokens with these types and media, from 0."""
@@ -216,16 +207,6 @@ class TurnRenderer:
         """Frees the turns and media that are kept to render equal ones once."""
         for kept in (self._turns, self._images, self._media):
             kept.clear()
-
-    def _text(self, observation: Observation) -> str:
-        """The text after the sentinel."""
-        self._check_shown(observation.role)
-        message: dict[str, Any] = {"role": observation.role, "content": _parts(observation.content)}
-        images = [part for part in observation.content if not isinstance(part, str)]
-        self.builder.check_content(Conversation([message], images))
-        if self._joins[observation.role] and not images:
-            message["content"] = "".join(map(str, observation.content))
-        return self._after(ANSWERED, message)
 
     def _check_shown(self, role: str) -> None:
         """Finds out how the template takes messages of this role. Raises `InvalidPrompt` if it leaves out their text.
