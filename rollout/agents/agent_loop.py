@@ -44,9 +44,8 @@ class AgentEpisode(Episode):
 
     new_rows: list[str] = field(default_factory=list)
     scored: bool = True  # False: the agent returned no reward
-    sampled: list[BegunTurn] = field(
-        default_factory=list
-    )  # of an episode that continues later, in the order of its requests
+    sampled: list[BegunTurn] = field(default_factory=list)
+    """Of an episode that continues later, in the order of its requests."""
 
     @property
     def begun(self) -> list[BegunTurn]:
@@ -226,9 +225,7 @@ class AgentRun:
 
     def advance(self, episodes: Sequence[_Live], decoding: Decoding) -> list[AgentEpisode]:
         """Lets agents continue until there are enough whole groups."""
-        self.engine, self.sampling, renderer = decoding.engine, decoding.sampling, decoding.renderer
-        self.groups, self.weight_version = decoding.groups, decoding.weight_version
-        self.tokenizer, self.family = renderer.builder.tokenizer, renderer.builder.family
+        self.decoding, renderer = decoding, decoding.renderer
         self.requests: dict[int, _Live] = {}  # by the number in the engine
         self.episodes, self.places = episodes, {live.number: place for place, live in enumerate(episodes)}
         images, prompts = batch_of(joined(live.start.images for live in episodes)), TurnRequests(renderer, self.limits)
@@ -239,12 +236,12 @@ class AgentRun:
 
     def _play(self) -> None:
         look = time.monotonic()
-        while any(live.ended is None for live in self.episodes) and not self.groups.enough:
+        while any(live.ended is None for live in self.episodes) and not self.decoding.groups.enough:
             if (now := time.monotonic()) >= look:
                 self._begin_further()
                 look = now + min(self._time_left(), LOOK_SECONDS)
             self._take(max(look - now, 0.0))
-            for completion in self.engine.poll() if self.requests and not self.groups.enough else ():
+            for completion in self.decoding.engine.poll() if self.requests and not self.decoding.groups.enough else ():
                 if completion.request in self.requests:
                     self._completed(completion)
 
@@ -269,9 +266,9 @@ class AgentRun:
         live.played, live.idle = time.monotonic() - live.began, live.seconds_idle()
         in_flight, live.in_flight = live.in_flight, {}
         for number, (pending, turn) in in_flight.items():
-            stopped = self.engine.abort(number)
+            stopped = self.decoding.engine.abort(number)
             if stopped is not None:
-                turn.partial = (turn.partial or Tokens()) + Tokens.of(stopped, self.weight_version)
+                turn.partial = (turn.partial or Tokens()) + Tokens.of(stopped, self.decoding.weight_version)
             live.stopped.append((pending, turn))
         self._free(live)
 
@@ -283,22 +280,18 @@ class AgentRun:
             self._begin(live)
 
     def _begin(self, live: _Live) -> None:
-        live.key = self.endpoint.open(live.number)
-        row, url = live.start.row, self.endpoint.url
-        task = AgentTask(
-            f"{url}/v1",
-            url,
-            live.key,
-            MODEL,
-            task_messages(row["raw_prompt"]),
-            [dict(tool) for tool in read_tools(row.get("tools"))],
-            row,
-            live.start.environment_seed,
-            self.endpoint.app,
-            lambda value: self.inbox.put(Rewarded(live.number, value)),
-        )
+        live.key, row = self.endpoint.open(live.number), live.start.row
+        messages, tools = task_messages(row["raw_prompt"]), [dict(tool) for tool in read_tools(row.get("tools"))]
+        given = messages, tools, row, live.start.environment_seed
+
+        def give(value: float) -> None:
+            self.inbox.put(Rewarded(live.number, value))
+
+        url = self.endpoint.url
         live.began = live.idle_since = time.monotonic()
-        self.host.begin(live.number, task)
+        self.host.begin(
+            live.number, AgentTask(f"{url}/v1", url, live.key, MODEL, *given, app=self.endpoint.app, give=give)
+        )
 
     # From agents
 
@@ -311,26 +304,19 @@ class AgentRun:
             except Empty:
                 return
             wait = False
-            live = self.lives.get(event.episode)
-            if live is None:  # of an episode that has ended before
-                if isinstance(event, Asked):
-                    event.replies.set_exception(EPISODE_OVER)
-                continue
+            live = self.lives.get(event.episode)  # none for an episode that was dropped
             if isinstance(event, Asked):
-                self._asked(live, event)
-            elif live.ended is None:
+                try:
+                    self._start(live, event)
+                except Refused as error:
+                    event.replies.set_exception(error)
+            elif live is not None and live.ended is None:
                 self._rewarded(live, event) if isinstance(event, Rewarded) else self._returned(live, event)
 
-    def _asked(self, live: _Live, asked: Asked) -> None:
-        try:
-            self._start(live, asked)
-        except Refused as error:
-            asked.replies.set_exception(error)
-
-    def _start(self, live: _Live, asked: Asked) -> None:
+    def _start(self, live: _Live | None, asked: Asked) -> None:
         """Gives a request to the engine. Raises `Refused`."""
         ask, limits = asked.ask, self.limits
-        if live.ended is not None:
+        if live is None or live.ended is not None:
             raise EPISODE_OVER
         if sum(1 for _ in live.talk.turns) + ask.n > limits.turns:
             told = f"the episode has at most {limits.turns} turns"
@@ -341,7 +327,7 @@ class AgentRun:
             used = max(len(turns[0].request.input_ids) - len(live.talk.rows[0].turns[0].request.input_ids), 0)
             if limits.room(used) < 1:
                 raise InvalidPrompt(f"the row has {used} tokens after its prompt, at most {limits.tokens} are allowed")
-            most = int(min(self.sampling.max_tokens, limits.room(used), ask.max_tokens or math.inf))
+            most = int(min(self.decoding.sampling.max_tokens, limits.room(used), ask.max_tokens or math.inf))
             self._submit(live, _Pending(asked, turns), most)
         except InvalidPrompt as error:
             live.cut, live.refusal = "tokens", Refused(f"the context is full: {error}", "messages", CONTEXT)
@@ -354,8 +340,10 @@ class AgentRun:
     def _submit(self, live: _Live, pending: _Pending, most: int) -> None:
         """Submits the turns of a request. Raises `InvalidPrompt` if the engine has no room for them."""
         ask, parent, idle = pending.asked.ask, pending.turns[0].parent, live.seconds_idle()
-        stop = tuple(dict.fromkeys((*self.sampling.stop, *ask.stops)))
-        sampling = replace(self.sampling, n=1, max_tokens=most, stop=stop, top_log_probs=ask.top_log_probs or 0)
+        stop = tuple(dict.fromkeys((*self.decoding.sampling.stop, *ask.stops)))
+        sampling = replace(
+            self.decoding.sampling, n=1, max_tokens=most, stop=stop, top_log_probs=ask.top_log_probs or 0
+        )
         for turn in pending.turns:
             turn.sampling = sampling
             self._decode(live, pending, turn)
@@ -374,20 +362,20 @@ class AgentRun:
                 return
             turn.partial = known.tokens
         begun, parent = [] if turn.partial is None else turn.partial.token_ids, turn.parent
-        rest, sampling = continued(turn.request, begun, self.family), turn.sampling
+        rest, sampling = continued(turn.request, begun, self.decoding.renderer.builder.family), turn.sampling
         assert sampling is not None
         sampling = replace(sampling, max_tokens=sampling.max_tokens - len(begun))
         if parent is None or parent.number is None:
-            turn.number = self.engine.submit(rest, sampling, True)
+            turn.number = self.decoding.engine.submit(rest, sampling, True)
         else:
-            turn.number = self.engine.fork(parent.number, rest, sampling, True)
+            turn.number = self.decoding.engine.fork(parent.number, rest, sampling, True)
         live.in_flight[turn.number] = pending, turn
         self.requests[turn.number] = live
 
     def _abort(self, live: _Live, turn: AgentTurn) -> None:
         """Frees what the engine holds of a turn."""
         if turn.number is not None:
-            self.engine.abort(turn.number)
+            self.decoding.engine.abort(turn.number)
             self.requests.pop(turn.number, None)
             live.in_flight.pop(turn.number, None)
             turn.number = None
@@ -445,9 +433,9 @@ class AgentRun:
             live.idle_since = time.monotonic()
         if completion.error is not None:
             live.stopped.append((pending, turn))
-            self.groups.fail(self.places[live.number], completion.error)
+            self.decoding.groups.fail(self.places[live.number], completion.error)
             return
-        tokens = (turn.partial or Tokens()) + Tokens.of(completion, self.weight_version)
+        tokens = (turn.partial or Tokens()) + Tokens.of(completion, self.decoding.weight_version)
         self._answer(live, pending, turn, tokens, completion.finish_reason, completion)
 
     def _answer(
@@ -468,14 +456,14 @@ class AgentRun:
 
     def _reply(self, turn: AgentTurn, tokens: Tokens, completion: Completion | None) -> Reply:
         ask, ids = turn.ask, tokens.token_ids
-        text = ask.begins + self.tokenizer.decode(ids, skip_special_tokens=True)
+        text = ask.begins + self.decoding.renderer.builder.tokenizer.decode(ids, skip_special_tokens=True)
         facts: dict[str, Any] = {
             "prompt_tokens": len(turn.request.input_ids),
             "cached_tokens": 0 if completion is None else completion.cached_tokens,
             "sampled_tokens": len(ids),
         }
         if ask.top_log_probs is not None:
-            others = (completion.top_log_probs if completion is not None else None) or []
+            others = (completion and completion.top_log_probs) or []
             others = [[]] * (len(ids) - len(others)) + list(others)  # those of a turn that was stopped are not kept
             facts["log_probs"] = tuple(
                 TokenLogProb(self._text(token), value, tuple((self._text(each), found) for each, found in likeliest))
@@ -484,7 +472,7 @@ class AgentRun:
         return read_reply(turn.id, text, ask, "length" if turn.ends == "length" else "stop", **facts)
 
     def _text(self, token: int) -> str:
-        return str(self.tokenizer.decode([token]))
+        return str(self.decoding.renderer.builder.tokenizer.decode([token]))
 
     # Ends
 
@@ -507,7 +495,7 @@ class AgentRun:
         live.ended, live.message = reason, message
         self._shut(live)
         self._free(live)
-        self.groups.finish(self.places[live.number])
+        self.decoding.groups.finish(self.places[live.number])
 
     def _shut(self, live: _Live) -> None:
         """Lets an agent ask no more."""

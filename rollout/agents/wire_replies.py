@@ -56,9 +56,8 @@ def chat_body(ask: Ask, replies: Sequence[Reply]) -> Body:
             message["reasoning_content"] = reply.thoughts
         if reply.calls:
             message["tool_calls"] = [_chat_call(call) for call in reply.calls]
-        choices.append(
-            {"index": index, "message": message, "finish_reason": _chat_finish(reply)} | _chat_logprobs(ask, reply)
-        )
+        choice: Body = {"index": index, "message": message, "finish_reason": _chat_finish(reply)}
+        choices.append(choice | _chat_logprobs(ask, reply))
     return {**_chat_head(ask, replies, "chat.completion"), "choices": choices, "usage": _chat_usage(replies)}
 
 
@@ -125,12 +124,8 @@ def _chat_usage(replies: Sequence[Reply]) -> Body:
 def messages_body(ask: Ask, replies: Sequence[Reply]) -> Body:
     """A ``message``. Thoughts are signed with the reply's id, so that clients send them back."""
     (reply,) = replies
-    return {
-        **_message_head(ask, reply),
-        "content": _blocks(reply),
-        **_message_end(reply),
-        "usage": _message_usage(reply),
-    }
+    told = {"content": _blocks(reply), "usage": _message_usage(reply)}
+    return _message_head(ask, reply) | told | _message_end(reply)
 
 
 def messages_events(ask: Ask, replies: Sequence[Reply]) -> Iterator[str]:
@@ -152,11 +147,8 @@ def messages_events(ask: Ask, replies: Sequence[Reply]) -> Iterator[str]:
 def _streamed_block(block: Body) -> tuple[Body, list[Body]]:
     """A block as it begins, and what is added to it."""
     if block["type"] == "thinking":
-        signed = {"type": "signature_delta", "signature": block["signature"]}
-        return {**block, "thinking": "", "signature": ""}, [
-            {"type": "thinking_delta", "thinking": block["thinking"]},
-            signed,
-        ]
+        names = "thinking", "signature"
+        return {**block, **dict.fromkeys(names, "")}, [{"type": f"{name}_delta", name: block[name]} for name in names]
     if block["type"] == "text":
         return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
     return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]
@@ -225,6 +217,7 @@ def responses_events(ask: Ask, replies: Sequence[Reply]) -> Iterator[str]:
 
 
 def _response(ask: Ask, reply: Reply, status: str, output: list[Body]) -> Body:
+    named = {"type": "function", "name": ask.choice}
     return {
         "id": f"resp_{reply.id}",
         "object": "response",
@@ -232,27 +225,19 @@ def _response(ask: Ask, reply: Reply, status: str, output: list[Body]) -> Body:
         "status": status,
         "model": ask.model,
         "output": output,
-        "error": None,
-        "incomplete_details": None,
-        "instructions": None,
+        **dict.fromkeys(("error", "incomplete_details", "instructions", "temperature", "top_p")),
         "metadata": {},
         "parallel_tool_calls": ask.parallel,
-        "tool_choice": ask.choice
-        if ask.choice in ("auto", "none", "required")
-        else {"type": "function", "name": ask.choice},
+        "tool_choice": ask.choice if ask.choice in ("auto", "none", "required") else named,
         "tools": [{"type": "function", "strict": False, "parameters": None, **tool["function"]} for tool in ask.tools],
-        "temperature": None,
-        "top_p": None,
     }
 
 
 def _items(ask: Ask, reply: Reply) -> list[Body]:
     items: list[Body] = []
     if reply.thoughts:
-        content = [{"type": "reasoning_text", "text": reply.thoughts}]
-        items.append(
-            {"id": f"rs_{reply.id}", "type": "reasoning", "summary": [], "content": content, "status": "completed"}
-        )
+        head: Body = {"id": f"rs_{reply.id}", "type": "reasoning", "summary": [], "status": "completed"}
+        items.append({**head, "content": [{"type": "reasoning_text", "text": reply.thoughts}]})
     if reply.text or not reply.calls:
         logprobs = [] if ask.top_log_probs is None else _logprobs(reply)
         text = {"type": "output_text", "text": reply.text, "annotations": [], "logprobs": logprobs}
@@ -266,37 +251,31 @@ def _items(ask: Ask, reply: Reply) -> list[Body]:
 
 def _item_events(index: int, item: Body) -> list[Body]:
     """The events of an output item."""
-    place = {"item_id": item["id"], "output_index": index}
-    empty: Body = {"content": []} if "content" in item else {"arguments": ""}
-    found: list[Body] = [
-        {
-            "type": "response.output_item.added",
-            "output_index": index,
-            "item": {**item, **empty, "status": "in_progress"},
-        }
-    ]
+    place: Body = {"item_id": item["id"], "output_index": index}
     if item["type"] == "function_call":
-        found += [
-            {"type": "response.function_call_arguments.delta", **place, "delta": item["arguments"]},
-            {
-                "type": "response.function_call_arguments.done",
-                **place,
-                "name": item["name"],
-                "arguments": item["arguments"],
-            },
+        empty: Body = {"arguments": ""}
+        kind, whole = "response.function_call_arguments", {"name": item["name"], "arguments": item["arguments"]}
+        added = [
+            {"type": f"{kind}.delta", **place, "delta": item["arguments"]},
+            {"type": f"{kind}.done", **place, **whole},
         ]
     else:
-        (part,) = item["content"]
+        (part,), empty = item["content"], {"content": []}
         place |= {"content_index": 0}
-        kind = "reasoning_text" if item["type"] == "reasoning" else "output_text"
+        kind = "response.reasoning_text" if item["type"] == "reasoning" else "response.output_text"
         more = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
-        found += [
+        added = [
             {"type": "response.content_part.added", **place, "part": {**part, "text": ""}},
-            {"type": f"response.{kind}.delta", **place, "delta": part["text"], **more},
-            {"type": f"response.{kind}.done", **place, "text": part["text"], **more},
+            {"type": f"{kind}.delta", **place, "delta": part["text"], **more},
+            {"type": f"{kind}.done", **place, "text": part["text"], **more},
             {"type": "response.content_part.done", **place, "part": part},
         ]
-    return [*found, {"type": "response.output_item.done", "output_index": index, "item": item}]
+    begun = {**item, **empty, "status": "in_progress"}
+    return [
+        {"type": "response.output_item.added", "output_index": index, "item": begun},
+        *added,
+        {"type": "response.output_item.done", "output_index": index, "item": item},
+    ]
 
 
 def _event(data: Body) -> str:

@@ -6,53 +6,31 @@ the temperature, and what has no meaning here, such as ``user``, are ignored.
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rollout.agents.messages import Ask, Call, Medium, Message, Part, Refused, canonical, results_in_order
 
 MOST_SAMPLES = 128
 """The largest ``n`` of a request."""
-_SAMPLING = ("temperature", "top_p", "top_k", "metadata", "service_tier", "model")
+_COMMON = "model metadata service_tier temperature top_p top_k stream tools tool_choice"
 _OPENAI = (
-    *_SAMPLING,
-    "user",
-    "store",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "safety_identifier",
-    "top_logprobs",
+    f"{_COMMON} user store prompt_cache_key prompt_cache_retention safety_identifier top_logprobs parallel_tool_calls"
 )
 _CHAT = (
-    *(
-        *_OPENAI,
-        "messages",
-        "tools",
-        "tool_choice",
-        "parallel_tool_calls",
-        "n",
-        "max_tokens",
-        "stop",
-        "seed",
-        "logprobs",
-    ),
-    *("max_completion_tokens", "stream", "stream_options", "reasoning_effort", "verbosity"),
-)
+    f"{_OPENAI} messages n max_tokens max_completion_tokens stop seed logprobs stream_options reasoning_effort verbosity"
+).split()
 _RESPONSES = (
-    *(*_OPENAI, "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "max_output_tokens", "stream"),
-    *("include", "reasoning", "truncation", "stream_options", "max_tool_calls"),
-)
-_MESSAGES = (
-    *(*_SAMPLING, "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream", "thinking"),
-    *("cache_control", "betas", "output_config"),
-)
+    f"{_OPENAI} input instructions max_output_tokens include reasoning truncation stream_options max_tool_calls"
+).split()
+_MESSAGES = f"{_COMMON} messages system max_tokens stop_sequences thinking cache_control betas output_config".split()
 _TEXT = {"type": "text"}
-_PLAIN: dict[str, Any] = {"response_format": _TEXT, "modalities": ["text"]}
+_PLAIN = {"response_format": _TEXT, "modalities": ["text"]}
 """Fields that say what is the case anyway."""
 _ADVICE = {
     "thread": "the history is not kept here: pass thread=False to the client's tool runner, which then sends all messages",
-    "previous_response_id": "the history is not kept here: send all items as input",
     "previous_message_id": "the history is not kept here: send all messages",
-    "conversation": "the history is not kept here: send all items as input",
+    **dict.fromkeys(("previous_response_id", "conversation"), "the history is not kept here: send all items as input"),
 }
 _ITEM = re.compile(r"(?:msg|rs|fc)_(\w{8}_\d{8})(?:_\d\d)?")
 
@@ -74,22 +52,20 @@ def read_chat(body: Mapping[str, Any]) -> Ask:
         content = tuple(_parts(message.get("content"), f"{name}.content"))
         call_id = str(message.get("tool_call_id") or "")
         messages.append(Message(role, content, tuple(calls), thoughts=str(thoughts), call_id=call_id))
-    tools = tuple(_tool(each, f"tools[{place}]", "function") for place, each in enumerate(body.get("tools") or ()))
     options = body.get("stream_options") or {}
     top = _whole(body, "top_logprobs", 0, 20)
-    return Ask(
-        results_in_order(messages),
-        tools,
-        _choice(body.get("tool_choice"), tools),
-        body.get("parallel_tool_calls") is not False,
-        _whole(body, "n", 1, MOST_SAMPLES) or 1,
-        _whole(body, "max_completion_tokens", 1) or _whole(body, "max_tokens", 1),
-        _stop(body, "stop"),
-        _whole(body, "seed"),
-        (top or 0) if body.get("logprobs") else None,
-        bool(body.get("stream")),
-        bool(options.get("include_usage")) if isinstance(options, Mapping) else False,
-        str(body.get("model") or ""),
+    return _ask(
+        body,
+        messages,
+        partial(_tool, inside="function"),
+        body.get("tool_choice"),
+        parallel=body.get("parallel_tool_calls") is not False,
+        n=_whole(body, "n", 1, MOST_SAMPLES) or 1,
+        max_tokens=_whole(body, "max_completion_tokens", 1) or _whole(body, "max_tokens", 1),
+        stop=_stop(body, "stop"),
+        seed=_whole(body, "seed"),
+        top_log_probs=(top or 0) if body.get("logprobs") else None,
+        stream_usage=bool(options.get("include_usage")) if isinstance(options, Mapping) else False,
     )
 
 
@@ -107,18 +83,16 @@ def read_responses(body: Mapping[str, Any]) -> Ask:
             messages += [*_joined(answer), message]
             answer = {}
     messages += _joined(answer)
-    tools = tuple(_tool(each, f"tools[{place}]", None) for place, each in enumerate(body.get("tools") or ()))
     wants = "message.output_text.logprobs" in (body.get("include") or ())
     top = _whole(body, "top_logprobs", 0, 20)
-    return Ask(
-        results_in_order(messages),
-        tools,
-        _choice(body.get("tool_choice"), tools),
-        body.get("parallel_tool_calls") is not False,
+    return _ask(
+        body,
+        messages,
+        _tool,
+        body.get("tool_choice"),
+        parallel=body.get("parallel_tool_calls") is not False,
         max_tokens=_whole(body, "max_output_tokens", 1),
         top_log_probs=(top or 0) if wants or top else None,
-        stream=bool(body.get("stream")),
-        model=str(body.get("model") or ""),
     )
 
 
@@ -169,21 +143,32 @@ def read_messages(body: Mapping[str, Any]) -> Ask:
         content = message.get("content")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
         messages += _block_messages(role, blocks, f"{name}.content")
-    tools = tuple(_anthropic_tool(each, f"tools[{place}]") for place, each in enumerate(body.get("tools") or ()))
     choice = _mapping(body.get("tool_choice") or {"type": "auto"}, "tool_choice")
     kinds: dict[Any, Any] = {"auto": "auto", "any": "required", "none": "none", "tool": {"name": choice.get("name")}}
     if choice.get("type") not in kinds:
         raise Refused(f"tool_choice.type: {choice.get('type')!r} is not one of {', '.join(kinds)}", "tool_choice.type")
-    return Ask(
-        results_in_order(messages),
-        tools,
-        _choice(kinds[choice["type"]], tools),
-        not choice.get("disable_parallel_tool_use"),
+    return _ask(
+        body,
+        messages,
+        _anthropic_tool,
+        kinds[choice["type"]],
+        parallel=not choice.get("disable_parallel_tool_use"),
         max_tokens=_whole(body, "max_tokens", 1),
         stop=_stop(body, "stop_sequences"),
-        stream=bool(body.get("stream")),
-        model=str(body.get("model") or ""),
     )
+
+
+def _ask(
+    body: Mapping[str, Any],
+    messages: Sequence[Message],
+    read_tool: Callable[[Any, str], dict[str, Any]],
+    choice: Any,
+    **more: Any,
+) -> Ask:
+    """The request with what all wires write alike: tools, each by ``read_tool``, ``stream`` and ``model``."""
+    tools = tuple(read_tool(each, f"tools[{place}]") for place, each in enumerate(body.get("tools") or ()))
+    told = {"stream": bool(body.get("stream")), "model": str(body.get("model") or "")}
+    return Ask(results_in_order(messages), tools, _choice(choice, tools), **told, **more)
 
 
 def _block_messages(role: Any, blocks: Sequence[Any], name: str) -> list[Message]:
@@ -216,19 +201,11 @@ def _block_messages(role: Any, blocks: Sequence[Any], name: str) -> list[Message
 
 def _parts(content: Any, field: str) -> Iterator[Part]:
     """Texts, pictures and sounds of a message's content, in any of the wires' forms."""
-    if content is None or content == "":
-        return
-    if isinstance(content, str):
-        yield content
-        return
-    if not isinstance(content, Sequence):
+    if not isinstance(content, Sequence | None):
         raise Refused(f"{field}: content is a text or a list of parts, not {type(content).__name__}", field)
-    for place, each in enumerate(content):
+    for place, each in enumerate([content] if isinstance(content, str) else content or ()):
         name = f"{field}[{place}]"
-        if isinstance(each, str):
-            yield each
-            continue
-        part = _mapping(each, name)
+        part = {"type": "text", "text": each} if isinstance(each, str) else _mapping(each, name)
         read = _PARTS.get(str(part.get("type")))
         if read is None:
             raise Refused(f"{name}.type: parts of the type {part.get('type')!r} are not supported", f"{name}.type")
@@ -254,13 +231,10 @@ def _picture_of_source(part: Mapping[str, Any], field: str) -> Part:
 
 
 def _sound(part: Mapping[str, Any], field: str) -> Part:
-    given = _mapping(part.get("input_audio"), f"{field}.input_audio")
+    given, place = _mapping(part.get("input_audio"), f"{field}.input_audio"), f"{field}.input_audio.data"
     if not isinstance(given.get("data"), str):
-        raise Refused(
-            f"{field}.input_audio.data: sounds come as base64, nothing is fetched", f"{field}.input_audio.data"
-        )
-    uri = f"data:audio/{given.get('format')};base64,{given['data']}"
-    return Medium.of_uri(uri, f"{field}.input_audio.data", "audio")
+        raise Refused(f"{place}: sounds come as base64, nothing is fetched", place)
+    return Medium.of_uri(f"data:audio/{given.get('format')};base64,{given['data']}", place, "audio")
 
 
 _PARTS: dict[str, Callable[[Mapping[str, Any], str], Part]] = {
@@ -277,7 +251,7 @@ def _call(name: Any, arguments: Any, call_id: Any, field: str) -> Call:
     return Call(name, canonical("" if arguments is None else arguments), str(call_id or ""))
 
 
-def _tool(tool: Any, field: str, inside: str | None) -> dict[str, Any]:
+def _tool(tool: Any, field: str, inside: str = "") -> dict[str, Any]:
     """A tool in the form of chat/completions, which chat templates take."""
     given = _mapping(tool, field)
     if given.get("type", "function") != "function":
@@ -293,19 +267,13 @@ def _anthropic_tool(tool: Any, field: str) -> dict[str, Any]:
     given = _mapping(tool, field)
     if given.get("type") not in (None, "custom"):
         raise Refused(f"{field}.type: tools of the type {given['type']!r} are not supported", f"{field}.type")
-    function = {
-        "name": given.get("name"),
-        "description": given.get("description"),
-        "parameters": given.get("input_schema"),
-    }
-    return _tool(function, field, None)
+    return _tool({**given, "type": "function", "parameters": given.get("input_schema")}, field)
 
 
 def _choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
     """``tool_choice`` as in `Ask`."""
     if isinstance(choice, Mapping):
-        choice = {"name": (choice.get("function") or choice).get("name")}
-        name = choice["name"]
+        name = (choice.get("function") or choice).get("name")
         if name not in [tool["function"]["name"] for tool in tools]:
             raise Refused(f"tool_choice: there is no tool {name!r}", "tool_choice")
         return str(name)
