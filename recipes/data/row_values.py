@@ -22,7 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from dataproto.errors import InvalidConfig, InvalidRow
 from recipes.data.column_keys import KNOWN, STREAM_HEAD, ColumnKeys, columns_of
 from recipes.data.tables import JsonStream
-from rollout.prompts.messages import MEDIA, with_media
+from rollout.prompts.messages import MEDIA, VIDEO_SOUND, with_media
 from rollout.prompts.sources import media_list
 
 _TURNS = ("prompt", "messages", "conversations", "chosen", "rejected")
@@ -83,7 +83,7 @@ def shown_columns(
             check_question(message.get("content"), index)
     row: dict[str, Any] = {"prompt": prompt, **{MEDIA[kind]: found for kind, found in media.items()}}
     row |= {"data_source": raw.get("data_source") or data_source, "index": index}
-    return row if raw.get("tools") is None else row | {"tools": raw["tools"]}
+    return row | {name: raw[name] for name in ("tools", VIDEO_SOUND) if raw.get(name) is not None}
 
 
 def check_question(content: Any, index: int) -> None:

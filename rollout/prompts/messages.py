@@ -17,6 +17,8 @@ THOUGHTS = "<think>", "</think>"
 """What begins and ends the thoughts of an answer."""
 MEDIA = {"image": "images", "video": "videos", "audio": "audios"}
 """The kinds of media, each with the column of a row that holds them."""
+VIDEO_SOUND = "use_audio_in_video"
+"""What tells Hugging Face's processors to read the sound of a video from its file; of a row, or of a video in it."""
 MARKERS = re.compile("(" + "|".join(f"<{kind}>" for kind in MEDIA) + ")")
 _SPEAKERS = ("user", "assistant")  # whose messages say something
 _WORDLESS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")  # instead of content

@@ -20,13 +20,13 @@ from dataproto.vlm import media_grids
 from dataproto.vlm.family import VLMFamily
 from dataproto.vlm.media import MediaLayout
 from rollout.prompts.image_processing import ProcessedImage, ProcessedMedium, inputs_key
-from rollout.prompts.messages import MEDIA, Conversation, read_conversation, read_tools
+from rollout.prompts.messages import MEDIA, VIDEO_SOUND, Conversation, read_conversation, read_tools
 from rollout.prompts.sources import media_list
 from rollout.prompts.videos import ProcessedVideo, join_inputs
 
 M = TypeVar("M", bound=ProcessedMedium)
 
-CONSUMED_COLUMNS = ("prompt", *MEDIA.values(), "media_root", "where")
+CONSUMED_COLUMNS = ("prompt", *MEDIA.values(), "media_root", "where", VIDEO_SOUND)
 """What a row's messages and media are read from, and where it is, for errors. All other values become columns of the batch."""
 
 
@@ -69,6 +69,13 @@ def conversation_of(row: Mapping[str, Any]) -> Conversation:
     """The messages, media and tools of a row. Raises `InvalidPrompt`."""
     media = {kind: media_list(row.get(column)) for kind, column in MEDIA.items()}
     found = read_conversation(row.get("prompt"), media)
+    for video in found.of_kind("video"):
+        own: Mapping[str, Any] = video if isinstance(video, Mapping) else {}
+        if own.get(VIDEO_SOUND, row.get(VIDEO_SOUND)) and own.get("audio") is None:
+            raise InvalidPrompt(
+                f"{VIDEO_SOUND}: the sound of a video is not read from its file: write it to one of its own (ffmpeg -i clip.mp4 "
+                'clip.wav) and give both, {"video": "clip.mp4", "audio": "clip.wav"}; without the setting the video is silent'
+            )
     return replace(found, tools=read_tools(row.get("tools")))
 
 

@@ -113,6 +113,22 @@ def test_what_does_not_fit_is_refused_with_its_row():
         tiny_builder()([{"prompt": "<audio>?", "audios": [tone(0.2)]}])
 
 
+def test_a_video_whose_sound_would_be_read_from_its_file_is_refused(tmp_path):
+    film, asked = {"video": ([Image.new("RGB", (64, 64), "red")] * 2, {"fps": 1.0})}, {"use_audio_in_video": True}
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"prompt": "<video>Who speaks?", "videos": ["clip.mp4"], "answer": "she", **asked}))
+    part = {"role": "user", "content": [{"type": "video", **film, **asked}, {"type": "text", "text": "Who speaks?"}]}
+    builder, row = tiny_builder("qwen2_5_omni_thinker"), {"prompt": "<video>Who speaks?", "videos": [film]}
+    for wrong in ({"prompt": [part]}, row | asked, load_rows(file)[0]):
+        with pytest.raises(InvalidRow, match='use_audio_in_video: .* give both, .*"audio": "clip.wav"'):
+            builder([wrong])
+    heard, silent = row | {"videos": [film | asked | {"audio": tone(2.0)}]}, row | {"use_audio_in_video": False}
+    assert [int((ids == builder.config.audio_token_id).sum()) for ids in builder([heard, silent])["input_ids"]] == [
+        50,
+        0,
+    ]
+
+
 @every_type
 def test_a_checkpoint_keeps_the_feature_extractor(model_type, tmp_path):
     rows = [
