@@ -52,7 +52,7 @@ class AnswersBuilder(SupervisedBuilder):
         self.grouping = grouping
         return self
 
-    _encode = PromptBuilder._encode  # the prompt's tokens
+    _pieces = PromptBuilder._pieces  # those of the prompt
 
     def check_content(self, conversation: Conversation) -> None:
         """As of all prompts; but an answer that is scored may say whatever a policy has sampled. It is text, also where it spells
@@ -92,7 +92,7 @@ class AnswersBuilder(SupervisedBuilder):
             if len(answer) != 1 or answer[0].get("role") != "assistant":
                 raise InvalidPrompt("an answer must be one message of the assistant: put earlier ones into the prompt")
             conversation = conversation_of({**row, "prompt": [*row["prompt"], *answer]})
-            (prompt, _), (tokens, _), *_ = self._pieces(self.shown(conversation))
+            (prompt, _), (tokens, _), *_ = SupervisedBuilder._pieces(self, self.shown(conversation))
             if before not in (None, prompt):
                 raise InvalidPrompt("the chat template writes the prompt differently before different answers")
             before = prompt
@@ -109,9 +109,7 @@ class AnswersBuilder(SupervisedBuilder):
         batch = PromptBuilder.collate(self, prompts)
         keys = [prompts[place].key(answer) for place, answer in zip(places, answers, strict=True)]  # type: ignore[attr-defined]
         if self.grouping == "scored":
-            answers = [
-                [*answer, answer[-1]] for answer in answers
-            ]  # whose last token is predicted by the state of the end
+            answers = [[*answer, answer[-1]] for answer in answers]  # the state of the end predicts the last token
         completions = [Completion(row, answer, [0.0] * len(answer), "stop") for row, answer in enumerate(answers)]
         sampling = SamplingParams(max_tokens=max(map(len, answers)))
         data = attach_responses(batch[np.array(places)], completions, sampling, self.family, self.pad_token_id)

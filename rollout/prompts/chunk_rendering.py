@@ -26,10 +26,12 @@ Seen = RecentlyUsed[ProcessedImage] | dict[bytes, ProcessedImage]
 
 
 class Part(NamedTuple):
-    """The tokens of a chunk: ids and, for an image, token types, with one placeholder per feature."""
+    """The tokens of a chunk: ids and token types with one placeholder per feature of an image, and ids with one per image."""
 
     ids: Ids
-    types: npt.NDArray[np.int8] | None = None
+    types: npt.NDArray[np.int8]
+    raw_ids: list[int]
+    is_image: bool
 
 
 @dataclass(frozen=True)
@@ -90,10 +92,10 @@ class ChunkRenderer:
                 kind = getattr(chunk, "type", type(chunk).__name__)
                 raise InvalidChunk(f"chunk {number} ({kind}): {error}") from error
         self._check_neighbours(parts)
-        ids, types = (torch.from_numpy(values.copy()) for values in _joined(parts))
-        if not len(ids):
+        if not any(len(part.ids) for part in parts):
             raise InvalidPrompt("its model input is empty")
-        return TokenSequence(ids, types, tuple(images), tuple(self._raw_ids(parts)))
+        ids, types = (torch.from_numpy(np.concatenate(column)) for column in list(zip(*parts, strict=True))[:2])
+        return TokenSequence(ids, types, tuple(images), tuple(_raw_ids(parts)))
 
     def placed(self, sequences: Sequence[TokenSequence]) -> list[PlacedSequence]:
         """The sequences with their positions, computed for all of them at once."""
@@ -110,34 +112,28 @@ class ChunkRenderer:
             for row, one in enumerate(sequences)
         ]
 
-    def _raw_ids(self, parts: Sequence[Part]) -> list[int]:
-        """Tokens with one placeholder for each image."""
-        image = self._placeholder
-        one = [] if image is None else [image]
-        return [token for part in parts for token in (part.ids.tolist() if part.types is None else one)]
-
     def _check_neighbours(self, parts: Sequence[Part]) -> None:
         """Raises `InvalidChunk` if the model's tokenizer would join the text around an image with the tokens next to it: the
         tokens of a chunk are kept as they are, so the model would read other tokens than in a prompt of messages.
         """
         family, config, place = self.builder.family, self.builder.config, 0
-        ids = self._raw_ids(parts)
+        ids = _raw_ids(parts)
         for number, part in enumerate(parts):
             beside = ids[max(place - 1, 0) : place + 2]
-            if part.types is not None and family.joined_tokens(beside, config, self.builder.encode_text):
+            if part.is_image and family.joined_tokens(beside, config, self.builder.encode_text):
                 raise InvalidChunk(
                     f"chunk {number} is an image, and models of type {family.model_type} join the line breaks around it with "
                     "those next to it in one token: leave them out of the chunks next to it, or make such prompts with a "
                     "PromptBuilder"
                 )
-            place += len(part.ids) if part.types is None else 1
+            place += len(part.raw_ids)
 
     def _text(self, chunk: EncodedTextChunk) -> Part:
         ids = chunk.ids()
         if ids.size and ids.view(np.uint64).max() >= self._vocabulary:  # negative ones too
             place = int(np.argmax((ids < 0) | (ids >= self._vocabulary)))
             raise InvalidChunk(f"token {place} is {ids[place]}, but the model has tokens 0 to {self._vocabulary - 1}")
-        return Part(ids)
+        return Part(ids, np.zeros(len(ids), dtype=np.int8), ids.tolist(), False)
 
     def _image(self, chunk: ImageChunk, seen: Seen) -> ProcessedImage:
         self.builder.check_taken("image")
@@ -153,26 +149,13 @@ class ChunkRenderer:
         return found
 
     def _image_tokens(self, image: ProcessedImage, expected: int | None) -> Part:
-        placeholder = self._placeholder
-        ids, types = self.builder.family.expand(
-            [] if placeholder is None else [placeholder],
-            [image.inputs],
-            self.builder.config,
-            encode_text=self.builder.encode_text,
-        )
+        raw_ids = [] if self._placeholder is None else [self._placeholder]
+        ids, types = self.builder.expand(raw_ids, [image])
         if expected is not None and expected != len(ids):
             width, height = image.image.size
             raise InvalidChunk(f"expected_tokens={expected}, but its {width} x {height} pixels make {len(ids)} tokens")
-        return Part(ids, types)
+        return Part(ids, types, raw_ids, True)
 
 
-def _joined(parts: Sequence[Part]) -> tuple[Ids, npt.NDArray[np.int8]]:
-    """Concatenated ids and token types."""
-    ids = np.concatenate([part.ids for part in parts]) if parts else np.zeros(0, np.int64)
-    types = np.zeros(len(ids), dtype=np.int8)
-    place = 0
-    for part in parts:
-        if part.types is not None:
-            types[place : place + len(part.ids)] = part.types
-        place += len(part.ids)
-    return ids, types
+def _raw_ids(parts: Sequence[Part]) -> list[int]:
+    return [token for part in parts for token in part.raw_ids]

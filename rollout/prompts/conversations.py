@@ -20,8 +20,8 @@ from dataproto.errors import InvalidConfig, InvalidPrompt, InvalidRow
 from dataproto.vlm import media_grids
 from rollout.prompts.image_processing import ProcessedMedium
 from rollout.prompts.messages import THOUGHTS, Conversation, Turns, says_something
-from rollout.prompts.prepared_rows import Prompt, conversation_of, row_columns, share_media
-from rollout.prompts.prompt_builder import ANSWER, QUESTION, PromptBuilder
+from rollout.prompts.prepared_rows import Prompt, row_columns, share_media
+from rollout.prompts.prompt_builder import ANSWER, QUESTION, Piece, PromptBuilder, ids_of
 
 Ids = npt.NDArray[np.int64]
 
@@ -54,20 +54,10 @@ class SupervisedBuilder(PromptBuilder):
         """Prepares one conversation: images are decoded and processed. Raises `InvalidPrompt`; for a conversation that is too
         long, before images are decoded.
         """
-        conversation = conversation_of(row)
-        root = row.get("media_root")
-        frames = self.read_frames(conversation, root)
-        pieces = self._pieces(self.shown(conversation, frames))
-        raw_ids = [token for ids, _ in pieces for token in ids]
-        self.check_length(self.length(conversation, raw_ids, root))
-        media = self.process_media(conversation, root, frames)
+        conversation, pieces, media = self._read(row)
         ids, types, mask = self._expand(pieces, self.placed(media))
         self.check_length(len(ids))
-        return TrainingRow(ids, types, raw_ids, conversation, media, self.other_columns(row), mask)
-
-    def _encode(self, conversation: Conversation) -> list[int]:
-        """Token ids of the whole conversation, with one placeholder for each medium."""
-        return [token for ids, _ in self._pieces(conversation) for token in ids]
+        return TrainingRow(ids, types, ids_of(pieces), conversation, media, self.other_columns(row), mask)
 
     def collate(self, prompts: Sequence[Prompt]) -> DataProto:
         """The training batch, see `collate_rows`. Raises `InvalidRow` for a row that is not a `TrainingRow`."""
@@ -80,8 +70,8 @@ class SupervisedBuilder(PromptBuilder):
             rows.append(row)
         return collate_rows(self, rows, [row.loss_mask for row in rows], row_columns(rows) | {"uid": self.uids(rows)})
 
-    def _pieces(self, conversation: Conversation) -> list[tuple[list[int], bool]]:
-        """For each piece of the conversation its token ids, with one placeholder per medium, and whether it is learned."""
+    def _pieces(self, conversation: Conversation) -> list[Piece]:
+        """The tokens of the whole conversation."""
         self.check_content(conversation)
         messages, tools = conversation.messages, conversation.tools
         speaking = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
@@ -89,7 +79,7 @@ class SupervisedBuilder(PromptBuilder):
             raise InvalidPrompt(
                 "a conversation to learn from must begin with a prompt and contain an answer of the assistant"
             )
-        pieces: list[tuple[list[int], bool]] = []
+        pieces: list[Piece] = []
         done, begun = "", list[int]()  # the end of the last answer, if what follows begins with it
         for place in speaking if self.turns == "all" else speaking[-1:]:
             if not says_something(messages[place]):
@@ -110,7 +100,7 @@ class SupervisedBuilder(PromptBuilder):
             pieces += [(answer[:end] + begun, True), (answer[end:], False)]
             done = whole
         pieces.pop()  # the tokens after the last turn are not needed
-        self.check_placeholders([token for ids, _ in pieces for token in ids], conversation)
+        self.check_placeholders(ids_of(pieces), conversation)
         return pieces
 
     def _check_thoughts(self, conversation: Conversation, place: int, before: str, whole: str) -> None:
@@ -155,7 +145,7 @@ class SupervisedBuilder(PromptBuilder):
         return first
 
     def _expand(
-        self, pieces: Sequence[tuple[list[int], bool]], media: Sequence[ProcessedMedium]
+        self, pieces: Sequence[Piece], media: Sequence[ProcessedMedium]
     ) -> tuple[Ids, npt.NDArray[np.int8], npt.NDArray[np.uint8]]:
         """Ids, token types and loss mask, all ``(P,)``, with one placeholder per feature."""
         banned = self.family.banned_ids(self.config)

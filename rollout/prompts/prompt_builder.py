@@ -50,6 +50,8 @@ MAX_THREADS = 16
 QUESTION, THOUGHT, ANSWER = "7315498026", "5390718264", "8412906735"
 """Texts that stand for any others when a template is tried out. They are digits: no template strips, escapes or splits them."""
 
+Piece = tuple[list[int], bool]
+"""Token ids of a part of a row, with one placeholder for each medium, and whether they are learned."""
 T = TypeVar("T")
 
 _TEXT = Lock()
@@ -223,7 +225,7 @@ class PromptBuilder:
         `InvalidPrompt`, also for images whose files are cut.
         """
         conversation = conversation_of(row)
-        raw_ids = self._encode(self.shown(conversation))
+        raw_ids = ids_of(self._pieces(self.shown(conversation)))
         for source in conversation.of_kind("image"):
             check_whole(source, row.get("media_root"))
         return self.length(conversation, raw_ids, row.get("media_root"))
@@ -232,22 +234,26 @@ class PromptBuilder:
         """Prepares one row: images are decoded and processed. Raises `InvalidPrompt`; for a prompt that is too long, before
         images are decoded.
         """
-        conversation = conversation_of(row)
-        root = row.get("media_root")
-        frames = self.read_frames(conversation, root)
-        raw_ids = self._encode(self.shown(conversation, frames))
-        self.check_length(self.length(conversation, raw_ids, root))
-        media = self.process_media(conversation, root, frames)
+        conversation, pieces, media = self._read(row)
+        raw_ids = ids_of(pieces)
         ids, types = self.expand(raw_ids, self.placed(media))
         self.check_length(len(ids))
         return Prompt(ids, types, raw_ids, conversation, media, self.other_columns(row))
 
-    def _encode(self, conversation: Conversation) -> list[int]:
-        """Token ids with one placeholder for each medium."""
+    def _read(self, row: Mapping[str, Any]) -> tuple[Conversation, list[Piece], tuple[ProcessedMedium, ...]]:
+        """The conversation of a row, its tokens, and its media, which are processed unless the tokens are too many."""
+        conversation, root = conversation_of(row), row.get("media_root")
+        frames = self.read_frames(conversation, root)
+        pieces = self._pieces(self.shown(conversation, frames))
+        self.check_length(self.length(conversation, ids_of(pieces), root))
+        return conversation, pieces, self.process_media(conversation, root, frames)
+
+    def _pieces(self, conversation: Conversation) -> list[Piece]:
+        """The tokens of a prompt."""
         self.check_content(conversation)
         ids = self.encode_text(self.render(conversation.messages, add_generation_prompt=True, tools=conversation.tools))
         self.check_placeholders(ids, conversation)
-        return ids
+        return [(ids, False)]
 
     # Parts of a row
 
@@ -393,13 +399,10 @@ class PromptBuilder:
     def _processes(self) -> dict[str, Callable[[Any, Any], ProcessedMedium]]:
         """What makes the inputs of a source, by the kind of the medium."""
         found: dict[str, Callable[[Any, Any], ProcessedMedium]] = {
-            "image": self._process_image,
+            "image": lambda source, root: self.process_image(self._decoded(source, root)),
             "video": self._process_video,
         }
         return found if self.feature_extractor is None else found | {"audio": self.process_sound}
-
-    def _process_image(self, source: Any, root: Any) -> ProcessedMedium:
-        return self.process_image(self._decoded(source, root))
 
     def process_sound(self, source: Any, root: Any = None) -> ProcessedSound:
         """Reads and processes a sound, see `load_sound`, of a model that hears."""
@@ -495,3 +498,8 @@ class PromptBuilder:
                 uids[place] = f"{self.occurrences}-{row_digest(prompt, worker.seed if worker else None)}"
                 self.occurrences += 1
         return uids
+
+
+def ids_of(pieces: Iterable[Piece]) -> list[int]:
+    """The token ids of all pieces."""
+    return [token for ids, _ in pieces for token in ids]
