@@ -104,14 +104,8 @@ class _LowRankLinear(torch.autograd.Function):
             found = _gradients_of_slices(grad, grad_x, x, inner, ctx.segments, _in_dtype(matrices, x.dtype))
         else:
             found = _gradients_grouped(grad, grad_x, x, inner, ctx.segments, ctx.groups, matrices)
-        return (
-            grad_x,
-            None,
-            None,
-            None,
-            None,
-            *(each if each.dtype == m.dtype else each.to(m.dtype) for each, m in zip(found, matrices, strict=True)),
-        )
+        grads = (each if each.dtype == m.dtype else each.to(m.dtype) for each, m in zip(found, matrices, strict=True))
+        return grad_x, None, None, None, None, *grads
 
 
 def _in_dtype(tensors: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:

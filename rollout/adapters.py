@@ -103,6 +103,13 @@ def host_copies(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None)
     return found
 
 
+def linear_layers(model: nn.Module, family: VLMFamily) -> dict[str, nn.Linear]:
+    """The linear layers of the decoder, by name."""
+    inside = f"{family.decoder_layers}."
+    named = ((name, layer) for name, layer in model.named_modules() if name.startswith(inside))
+    return {name: layer for name, layer in named if isinstance(layer, nn.Linear)}
+
+
 def adapted_layers(model: nn.Module, family: VLMFamily, config: AdapterConfig) -> dict[str, tuple[int, int]]:
     """The layers that an adapter has by name, with their sizes (out, in).
 
@@ -114,11 +121,10 @@ def adapted_layers(model: nn.Module, family: VLMFamily, config: AdapterConfig) -
         if fused is not None:
             raise InvalidConfig(f"{fused} holds fused experts, which have no adapters: pass train_mlp=False")
     found = {}
-    for name, layer in model.named_modules():
-        if isinstance(layer, nn.Linear) and name.startswith(f"{family.decoder_layers}."):
-            inner = name.removeprefix(f"{family.decoder_layers}.")
-            if config.attention if "attn" in inner else config.mlp:
-                found[name] = (layer.out_features, layer.in_features)
+    for name, layer in linear_layers(model, family).items():
+        inner = name.removeprefix(f"{family.decoder_layers}.")
+        if config.attention if "attn" in inner else config.mlp:
+            found[name] = (layer.out_features, layer.in_features)
     if config.head:
         rows, columns = family.lm_head(model).weight.shape
         found[family.head] = (rows, columns)

@@ -11,13 +11,13 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from dataproto.columns import RowMedia, media_parts
-from dataproto.errors import DataProtoError, InvalidPrompt, MediaMismatch, end_after, ending
+from dataproto.errors import DataProtoError, InvalidConfig, InvalidPrompt, MediaMismatch, end_after, ending
 from dataproto.vlm import VLMFamily
 from rollout.engine import Completion, FinishReason, Request, RequestEngine, SamplingParams, TopLogProbs
 
@@ -59,26 +59,40 @@ class SubmittedRequest:
     ) -> Completion:
         """The completion with its tokens so far, and with what its sampling asks for."""
         drafted, accepted = self.drafts or (None, None)
-        return Completion(
-            self.number,
-            self.token_ids,
-            self.log_probs,
-            reason,
-            cached_tokens=cached_tokens,
-            top_log_probs=self.top_log_probs if self.sampling.top_log_probs else None,
-            routed_experts=experts,
-            error=error,
-            drafted_tokens=drafted,
-            accepted_tokens=accepted,
-        )
+        top = self.top_log_probs if self.sampling.top_log_probs else None
+        found = (self.number, self.token_ids, self.log_probs, reason, cached_tokens, top, experts, error)
+        return Completion(*found, drafted_tokens=drafted, accepted_tokens=accepted)
 
 
-def check_continues(request: Request, input_ids: Tensor, media: Sequence[Media]) -> None:
-    """Raises `InvalidPrompt` unless the request's prompt begins with these tokens and media of a finished request."""
+@dataclass(eq=False)
+class FinishedRequest:
+    """The prompt and the response of a request that may be continued."""
+
+    input_ids: Tensor  # (P' + R',) int64
+    media: tuple[Media, ...]  # one for each turn that shows some
+
+
+F = TypeVar("F", bound=FinishedRequest)
+
+
+def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """The number of equal elements with which two sequences begin.
+
+    >>> common_length("<a>x", "<a><think>")
+    3
+    """
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def continued_by(request: Request, number: int, kept: Mapping[int, F]) -> F:
+    """The finished request ``number``, which the ``request`` continues. Raises the errors of `RequestEngine.fork`."""
+    if number not in kept:
+        raise InvalidConfig(f"request {number} cannot be continued: it is no finished request submitted with keep")
+    input_ids, media = kept[number].input_ids, kept[number].media
     length = len(input_ids)
     if len(request.input_ids) < length or not torch.equal(request.input_ids[:length], input_ids):
-        pairs = zip(request.input_ids.tolist(), input_ids.tolist(), strict=False)
-        first = next((place for place, (a, b) in enumerate(pairs) if a != b), len(request.input_ids))
+        first = common_length(request.input_ids.tolist(), input_ids.tolist())
         raise InvalidPrompt(
             f"its prompt differs from token {first} on from the {length} tokens of the request that it continues"
         )
@@ -88,6 +102,7 @@ def check_continues(request: Request, input_ids: Tensor, media: Sequence[Media])
             "its media do not begin with those of the request that it continues; multi_modal_inputs of several turns are a "
             "sequence with one mapping for each turn that shows media"
         )
+    return kept[number]
 
 
 def continued_experts(known: Tensor | None, found: Tensor | None) -> Tensor | None:

@@ -41,6 +41,11 @@ class SamplingParams:
     top_log_probs: int = 0  # number of likeliest tokens to return with each sampled token
     ignore_eos: bool = False  # the model's own end tokens do not end a response
 
+    @property
+    def policy(self) -> tuple[float, float, int, float]:
+        """What rows must have in common to be sampled by one call."""
+        return self.temperature, self.top_p, self.top_k, self.min_p
+
     def stop_ids(self, end_ids: Sequence[int]) -> tuple[int, ...]:
         """The tokens that end a response, ascending. ``end_ids`` are the model's own.
 
@@ -96,16 +101,13 @@ class Request:
     """All media of the prompt as one mapping, or as one mapping for each turn that shows some, in order."""
     seed: int = 0  # of this sample's random stream (see `rollout.sampling.turn_seed`)
     uid: str = ""  # of its prompt, for messages
-    drawn: int = (
-        0  # numbers already drawn from the random stream: a response that continues after ``drawn`` of its tokens
-    )
+    drawn: int = 0
+    """Numbers already drawn from the random stream: a response that continues after ``drawn`` of its tokens."""
 
     @property
     def prompt_key(self) -> Hashable:
         """Equal for requests whose prompts are one, which is read once: they share its tensor of ids and its media."""
-        shown = media_identity(
-            self.multi_modal_inputs
-        )  # tensors, which stay the same objects on all ranks of an engine
+        shown = media_identity(self.multi_modal_inputs)  # tensors, the same objects on all ranks of an engine
         data = tuple((kind, *map(id, media)) for kind, media in self.multi_modal_data.items())
         return id(self.input_ids), shown or data
 
@@ -183,7 +185,6 @@ class RequestEngine(Protocol):
         Raises:
             InvalidPrompt: the engine cannot read the prompt.
         """
-        ...
 
     def fork(self, number: int, request: Request, sampling: SamplingParams, keep: bool = False) -> int:
         """As `submit`, for a request that continues the finished request ``number``, which can be continued several times.
@@ -193,7 +194,6 @@ class RequestEngine(Protocol):
                 not begin with those of ``number``.
             InvalidConfig: ``number`` is not a finished request that was submitted with ``keep``.
         """
-        ...
 
     def abort(self, number: int) -> Completion | None:
         """Ends a request. What it held is freed; a number that is not known is ignored.
@@ -202,7 +202,6 @@ class RequestEngine(Protocol):
             For a request that was waiting or running, its tokens so far, with the reason "abort". They can be sampled further by
             a request with these tokens after its prompt and their number as ``drawn``. Otherwise ``None``.
         """
-        ...
 
     def poll(self) -> list[Completion]:
         """Reads the prompts of waiting requests, as far as there is room, and samples one token of every running request.
@@ -210,12 +209,10 @@ class RequestEngine(Protocol):
         Returns:
             Requests that finished, in no particular order, each exactly once. Empty if nothing finished or nothing is there.
         """
-        ...
 
     @property
     def unfinished(self) -> int:
         """Number of requests whose completion no poll has returned: there is something to poll for."""
-        ...
 
 
 class RolloutEngine(RequestEngine, Protocol):
@@ -232,7 +229,6 @@ class RolloutEngine(RequestEngine, Protocol):
         Raises:
             NonFiniteLogits: no token can be sampled for a request; names its row. The engine stays usable.
         """
-        ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replaces all weights in place, from pairs of a Hugging Face parameter name and a full tensor.
@@ -240,7 +236,6 @@ class RolloutEngine(RequestEngine, Protocol):
         Raises:
             InvalidConfig: weights are missing, unknown or of another shape; names them.
         """
-        ...
 
     def load_adapter(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Replaces the adapter (LoRA) that all rows have next to the weights: A ``(r, in)`` and B ``(out, r)`` of each adapted
@@ -252,15 +247,12 @@ class RolloutEngine(RequestEngine, Protocol):
         Raises:
             InvalidConfig: a layer is unknown, or a matrix of another shape; names it.
         """
-        ...
 
     def sleep(self) -> None:
         """Frees memory while the model trains."""
-        ...
 
     def wake(self) -> bool:
         """Prepares the engine to load weights and to generate. Returns whether it still has all its weights."""
-        ...
 
 
 ENGINE_EXTRAS = {"hf": ("train", "transformers"), "vllm": ("vllm", "vllm")}  # extra, package

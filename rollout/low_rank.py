@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily
-from rollout.adapters import DOWN, UP, Pair
+from rollout.adapters import DOWN, UP, Pair, linear_layers
 
 
 def add_low_rank(out: Tensor, x: Tensor, down: Tensor, up: Tensor) -> Tensor:
@@ -38,26 +38,15 @@ def pairs_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Pair]:
     return {name: (found[name + DOWN], found[name + UP]) for name in names}
 
 
-def adapted_linears(model: nn.Module, family: VLMFamily) -> dict[str, nn.Linear]:
-    """The layers that can have an adapter: the linear ones of the decoder, by name."""
-    inside = f"{family.decoder_layers}."
-    named = ((name, layer) for name, layer in model.named_modules() if name.startswith(inside))
-    return {name: layer for name, layer in named if isinstance(layer, nn.Linear)}
-
-
 class LowRankLayers:
     """The linear layers of a Hugging Face decoder, which add the products of an adapter; of zeros until `load`."""
 
     def __init__(self, model: nn.Module, family: VLMFamily, rank: int) -> None:
         """Replaces ``forward`` of each layer instance. A and B are buffers of it, which move with the model."""
-        self.layers = adapted_linears(model, family)
+        self.layers = linear_layers(model, family)
         for layer in self.layers.values():
-            down, up = (
-                layer.weight.new_zeros(rank, layer.in_features),
-                layer.weight.new_zeros(layer.out_features, rank),
-            )
-            layer.register_buffer("low_rank_down", down, persistent=False)
-            layer.register_buffer("low_rank_up", up, persistent=False)
+            layer.register_buffer("low_rank_down", layer.weight.new_zeros(rank, layer.in_features), persistent=False)
+            layer.register_buffer("low_rank_up", layer.weight.new_zeros(layer.out_features, rank), persistent=False)
             layer.forward = partial(_adapted, layer, layer.forward)  # type: ignore[method-assign]
 
     @torch.no_grad()

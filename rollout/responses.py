@@ -103,9 +103,12 @@ def attach_responses(
     data["response_mask"] = response_mask
     data["rollout_log_probs"] = log_probs
     data["truncated"] = torch.tensor([each.finish_reason == "length" for each in ordered], dtype=torch.bool)
-    if has_experts(ordered):
-        lengths = prompt_mask.sum(1).tolist()
-        data[PROMPT_ROUTED_EXPERTS], data[ROUTED_EXPERTS] = collate_experts(ordered, lengths, sampling.n)
+    if any(each.routed_experts is not None for each in ordered):
+        experts, lengths = [each.routed_experts for each in ordered], [len(each.token_ids) for each in ordered]
+        owners = [place // sampling.n for place in range(len(ordered))]  # samples of a prompt share its experts
+        data[PROMPT_ROUTED_EXPERTS], data[ROUTED_EXPERTS] = expert_columns(
+            experts, prompt_mask.sum(1).tolist(), lengths, owners
+        )
     if ordered and all(each.drafted_tokens is not None for each in ordered):
         for name in ("drafted_tokens", "accepted_tokens"):
             data[name] = torch.tensor([getattr(each, name) for each in ordered], dtype=torch.int64)
@@ -113,42 +116,6 @@ def attach_responses(
         data["top_log_probs"] = object_array([completion.top_log_probs for completion in ordered])
     data.meta_info |= {MAX_TOKENS: sampling.max_tokens, PAD_TOKEN: pad_token_id}
     return data
-
-
-def has_experts(completions: Sequence[Completion]) -> bool:
-    """Whether completions name the experts of their tokens: all of them do, or none.
-
-    Raises:
-        InvalidRow: some do and others do not. Their tokens would be computed with other experts than the engine's.
-    """
-    named = [completion.routed_experts is not None for completion in completions]
-    if any(named) and not all(named):
-        raise InvalidRow(
-            named.index(False),
-            f"the engine named no experts of its tokens, as for {named.count(False)} of {len(named)} responses: turn routing "
-            "replay off (--rollout.no-replay-routing)",
-        )
-    return any(named)
-
-
-def collate_experts(
-    completions: Sequence[Completion], prompt_lengths: Sequence[int], samples: int
-) -> tuple[RaggedTensor, RaggedTensor]:
-    """The experts of prompt tokens, and of response tokens.
-
-    All ``samples`` of a prompt get those of the first one: prompts are computed once in training. The last token of a response,
-    which the engine did not read, repeats the experts of the one before; no log-prob depends on them.
-
-    >>> done = [Completion(0, [5, 2], [-0.5, -0.1], "stop", routed_experts=torch.tensor([[[3]], [[1]], [[0]]]))]
-    >>> [column.values.flatten().tolist() for column in collate_experts(done, [2], 1)]
-    [[3, 1], [0, 0]]
-    """
-    lengths = [len(completion.token_ids) for completion in completions]
-    for place, (completion, prompt, response) in enumerate(zip(completions, prompt_lengths, lengths, strict=True)):
-        if completion.routed_experts is None or len(completion.routed_experts) != prompt + response - 1:
-            raise InvalidRow(place, f"{prompt + response - 1} tokens were read, but experts are of others")
-    owners = [place // samples for place in range(len(completions))]
-    return expert_columns([each.routed_experts for each in completions], prompt_lengths, lengths, owners)
 
 
 def expert_columns(
@@ -160,8 +127,10 @@ def expert_columns(
     """The experts of the prompt tokens, and of the tokens after the prompt, of whole rows.
 
     Args:
-        rows: the experts ``(n, M, k)`` of each row's tokens, of all or all but the last, which repeats those of the one before.
-        owners: equal for rows of the same prompt, which all get those of the first such row.
+        rows: the experts ``(n, M, k)`` of each row's tokens, of all or all but the last, which the engine did not read: it
+            repeats those of the one before, and no log-prob depends on them.
+        owners: equal for rows of the same prompt, which all get those of the first such row: prompts are computed once in
+            training.
 
     Raises:
         InvalidRow: the experts of some tokens are not known.
@@ -173,8 +142,8 @@ def expert_columns(
     prompts: dict[Hashable, Tensor] = {}
     responses = []
     for place, (experts, prompt, response) in enumerate(zip(rows, prompt_lengths, response_lengths, strict=True)):
-        if experts is None or len(experts) < prompt + response - 1:
-            known = 0 if experts is None else len(experts)
+        known = 0 if experts is None else len(experts)
+        if experts is None or known - prompt - response not in (-1, 0):
             raise InvalidRow(
                 place,
                 f"the engine named the experts of {known} of {prompt + response} tokens: turn routing replay off "

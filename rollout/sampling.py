@@ -168,9 +168,8 @@ def check_sampled(token_ids: Sequence[int], log_probs: Sequence[float], banned_i
     dataproto.errors.NonFiniteLogits: row 3: the logits of response token 1 are not finite: the model's weights, or the row's \
 pixels, contain NaN or infinity; the engine stays usable with finite ones
     """
-    wrong = ~np.isfinite(log_probs) | np.isin(
-        token_ids, banned_ids
-    )  # a banned token means that all others have no probability
+    # A banned token means that all others have no probability.
+    wrong = ~np.isfinite(log_probs) | np.isin(token_ids, banned_ids)
     if wrong.any():
         raise NonFiniteLogits(
             f"{row}: the logits of response token {int(wrong.argmax())} are not finite: the model's weights, or the row's "

@@ -11,15 +11,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from dataproto.transfer import move
 from dataproto.vlm import MediaSpans, VLMFamily, media_spans
 from dataproto.vlm.costs import attention_window
+from dataproto.vlm.family import cache_argument
 from dataproto.vlm.prediction_head import PredictionHead
 from rollout.continuation import Media, shown_media
 from rollout.engine import expert_dtype
 from rollout.hf.batch import Batch, select_rows, stack_prefixes
-from rollout.hf.prediction_head import add_layer, predict, states_before
+from rollout.hf.prediction_head import states_before
 from rollout.hf.requests import OpenRequest, Prefix
 from rollout.hf.speculation import KeptStates
 
@@ -132,7 +134,10 @@ class Decoder:
             experts = self.recorder.take(len(parts))
             for row, prompt in zip(requests, prompts, strict=True):
                 row.add_experts(experts[prompt, -len(parts[prompt].input_ids) :], parts[prompt].prefix)
-        batch = self._batch(requests, prompts, cache, mask, following, hidden[:, -1])
+        index = move(torch.tensor(prompts), self.device)
+        for layer in cache.layers:
+            select_rows(layer, index)
+        batch = Batch(list(requests), cache, mask[index], following[..., index, :], hidden[index, -1])
         return Read(batch, prompts, hidden, sum(len(part.input_ids) for part in parts))
 
     def _new_cache(self) -> DynamicCache:
@@ -141,7 +146,9 @@ class Decoder:
         """
         text = self.model.config.get_text_config()
         cache = DynamicCache(config=text if self.family.recurrent_mixers is not None else None)
-        return cache if self.head is None else add_layer(cache)
+        if self.head is not None:
+            cache.layers.append(DynamicLayer())
+        return cache
 
     def groups(self, requests: Sequence[OpenRequest]) -> list[list[OpenRequest]]:
         """The requests in groups that `read` takes under the token budget."""
@@ -205,7 +212,7 @@ class Decoder:
         known = torch.cat([torch.zeros_like(earlier), shown_types], dim=1)  # images of a prefix end in it
         features, spans = self.media(types, parts)
         together = self.family.mutual_images(self.model.config) is not None
-        budget = self.token_budget if len(parts) == 1 else length
+        budget, decode = self.token_budget if len(parts) == 1 else length, self.family.decode
         hidden: list[Tensor] = []
         for start, stop in prompt_pieces(types[0].tolist(), budget, together):
             own = spans.window(start, stop) if spans is not None and stop - start < length else spans
@@ -214,7 +221,8 @@ class Decoder:
                 embeddings, extras = self.family.merge(self.model, ids[:, start:stop], features, own)
                 shown = self.family.decoder_masks(self.model, embeddings, whole[:, :end], known[:, :end], cache)
                 before = hidden[-1][:, -1] if hidden else None
-                hidden.append(self._decode(embeddings, positions[..., start:stop], extras, shown, cache))
+                own_positions = positions[..., start:stop]
+                hidden.append(decode(self.model, embeddings, own_positions, extras, cache, attention_mask=shown))
             at = positions[..., max(start - 1, 0) : stop - 1] if start else pad(positions[..., : stop - 1], (1, 0))
             self._predict(embeddings, states_before(before, hidden[-1]), at, whole[:, :end], cache)
         return torch.cat(hidden, dim=1), whole, move(following, self.device)
@@ -222,11 +230,18 @@ class Decoder:
     def _predict(
         self, embeddings: Tensor, states: Tensor, positions: Tensor, mask: Tensor, cache: DynamicCache
     ) -> Tensor:
-        """The outputs of the head, if there is one; see `PredictionHead`."""
+        """Outputs ``(W, L, H)`` of the head, if there is one, for the last L of the tokens of ``mask (W, T)``; see
+        `PredictionHead`. The cache takes its keys and values.
+        """
         if self.head is None:
             return states
         rotary = self.model.get_submodule(self.family.language_model).rotary_emb
-        return predict(self.head, rotary, embeddings, states, positions, mask, cache)
+        seen = (mask & (mask.cumsum(1) > 1)).bool()  # no token comes before the first one
+        columns = torch.arange(mask.shape[1], device=mask.device)
+        own = columns[-embeddings.shape[1] :, None]
+        visible = (seen[:, None] & (columns <= own)) | (columns == own)  # a row that sees nothing would be NaN
+        cached = {cache_argument(type(self.head.layers[0]).forward): cache}
+        return self.head(rotary, embeddings, states, positions, attention_mask=visible[:, None], **cached)
 
     def predicted(self, batch: Batch, tokens: Tensor, most: int, choose: Callable[[Tensor, int], Tensor]) -> Tensor:
         """Drafts ``(W, most)`` of what follows the sampled ``tokens (W,)``, which are not read yet.
@@ -256,20 +271,6 @@ class Decoder:
         """A context in which the model reads ``length`` tokens of each part."""
         return nullcontext()
 
-    def _batch(
-        self,
-        requests: Sequence[OpenRequest],
-        prompts: Sequence[int],
-        cache: DynamicCache,
-        mask: Tensor,
-        following: Tensor,
-        hidden: Tensor,
-    ) -> Batch:
-        index = move(torch.tensor(prompts), self.device)
-        for layer in cache.layers:
-            select_rows(layer, index)
-        return Batch(list(requests), cache, mask[index], following[..., index, :], hidden[index])
-
     def advance(self, batch: Batch, tokens: Tensor) -> None:
         """Reads one token ``(W,)`` of every row."""
         read = self.read_ahead(batch, tokens[:, None], torch.ones_like(tokens[:, None], dtype=torch.bool))
@@ -287,7 +288,8 @@ class Decoder:
         if self.recorder is not None:
             self.recorder.begin()
         with self.states.record() if self.states is not None and tokens.shape[1] > 1 else nullcontext():
-            hidden = self._decode(embeddings, positions, extras, batch.attention_mask, batch.cache)
+            seen, cache = batch.attention_mask, batch.cache
+            hidden = self.family.decode(self.model, embeddings, positions, extras, cache, attention_mask=seen)
         self._predict(embeddings, states_before(batch.hidden, hidden), positions - 1, batch.attention_mask, batch.cache)
         experts = None
         if self.recorder is not None:
@@ -323,11 +325,6 @@ class Decoder:
             batch.align()
             if self.states is not None:
                 self.states.go_back(batch, torch.arange(len(taken), device=self.device), counts)
-
-    def _decode(
-        self, embeddings: Tensor, positions: Tensor, extras: dict[str, Any], mask: Any, cache: DynamicCache
-    ) -> Tensor:
-        return self.family.decode(self.model, embeddings, positions, extras, cache, attention_mask=mask)
 
 
 def prompt_pieces(token_types: Sequence[int], budget: int, whole_images: bool) -> Iterator[tuple[int, int]]:

@@ -147,12 +147,10 @@ class HFEngine:
     ) -> int:
         number = next(self._numbers)
         stop_ids = frozenset(sampling.stop_ids(self.end_ids))
-        name = name or request_name(number, request)
-        self._waiting[number] = row = OpenRequest(
-            number, name, request, sampling, keep, stop_ids=stop_ids, prefix=prefix
-        )
+        told = number, name or request_name(number, request), request, sampling, keep
+        self._waiting[number] = row = OpenRequest(*told, stop_ids=stop_ids, prefix=prefix)
         if self._speculation is not None:
-            self._speculation.open(row)
+            self._speculation.open_row(row)
         return number
 
     def abort(self, number: int) -> Completion | None:
@@ -291,7 +289,7 @@ class HFEngine:
         row.token_ids.append(token)
         row.log_probs.append(log_prob)
         if self._speculation is not None:
-            self._speculation.add(row, token)
+            self._speculation.add(row.number, [token])
         if (reason := self._finish_reason(row)) is not None:
             batch.running[place] = False
             self._finish(batch, place, reason)
@@ -459,7 +457,7 @@ def draw(
     numbers = move(torch.from_numpy(uniforms(seeds, drawn)), logits.device)
     groups: dict[tuple[float, float, int, float], list[int]] = {}
     for place, row in enumerate(rows):
-        groups.setdefault(row.policy, []).append(place)
+        groups.setdefault(row.sampling.policy, []).append(place)
     if len(groups) == 1:
         return sample(logits, rows[0].sampling, numbers, banned_ids, undrawn_ids)
     tokens, values = torch.empty_like(numbers, dtype=torch.int64), torch.empty_like(numbers, dtype=logits.dtype)

@@ -11,12 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily
-from dataproto.vlm.family import cache_argument
 from dataproto.vlm.prediction_head import PredictionHead
 from rollout.pretrained import stored_tensors
 
@@ -61,30 +58,6 @@ def joined_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             if all(tensor is not None for expert in each for tensor in expert):
                 joined[f"{place}.{name}"] = torch.stack([torch.cat(expert) for expert in each])  # type: ignore[arg-type]
     return joined
-
-
-def predict(
-    head: PredictionHead,
-    rotary: Any,
-    embeddings: Tensor,
-    states: Tensor,
-    position_ids: Tensor,
-    mask: Tensor,
-    cache: DynamicCache,
-) -> Tensor:
-    """Outputs ``(W, L, H)`` of the ``head`` for the last L of the tokens of ``mask (W, T)``, whose keys the ``cache`` takes."""
-    seen = (mask & (mask.cumsum(1) > 1)).bool()  # no token comes before the first one
-    columns = torch.arange(mask.shape[1], device=mask.device)
-    own = columns[-embeddings.shape[1] :, None]
-    visible = (seen[:, None] & (columns <= own)) | (columns == own)  # a row that sees nothing would be NaN
-    cached = {cache_argument(type(head.layers[0]).forward): cache}
-    return head(rotary, embeddings, states, position_ids, attention_mask=visible[:, None], **cached)
-
-
-def add_layer(cache: DynamicCache) -> DynamicCache:
-    """Adds to a new cache the layer of a head."""
-    cache.layers.append(DynamicLayer())
-    return cache
 
 
 def states_before(first: Tensor | None, states: Tensor) -> Tensor:

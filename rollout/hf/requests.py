@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dataproto.errors import DataProtoError, InvalidConfig, InvalidPrompt
-from rollout.continuation import Media, SubmittedRequest, check_continues, shown_media
+from dataproto.errors import DataProtoError, InvalidPrompt
+from rollout.continuation import FinishedRequest, SubmittedRequest, continued_by, shown_media
 from rollout.engine import Completion, FinishReason, Request, SamplingParams
 
 LayerCache = tuple[Tensor, Tensor]
@@ -17,11 +17,9 @@ LayerCache = tuple[Tensor, Tensor]
 
 
 @dataclass(eq=False)
-class Prefix:
-    """The prompt and the response of a finished request."""
+class Prefix(FinishedRequest):
+    """The prompt and the response of a finished request, and what was cached of them."""
 
-    input_ids: Tensor  # (P' + R',) int64
-    media: tuple[Media, ...]  # one for each turn that shows some
     cache: list[LayerCache] | None
     """One for each layer, of all tokens but the last, which was sampled and not read. ``None`` once it is dropped."""
     experts: Tensor | None = None  # (P' + R' - 1, M, k) that its tokens were sent to, if they are recorded
@@ -57,11 +55,8 @@ class KeptPrefixes:
 
     def continued_by(self, request: Request, number: int) -> Prefix:
         """The prefix ``number``, which the request continues. Raises the errors of `RequestEngine.fork`."""
-        if number not in self._prefixes:
-            raise InvalidConfig(f"request {number} cannot be continued: it is no finished request submitted with keep")
+        prefix = continued_by(request, number, self._prefixes)
         self._prefixes.move_to_end(number)
-        prefix = self._prefixes[number]
-        check_continues(request, prefix.input_ids, prefix.media)
         return prefix
 
     def remove(self, number: int) -> None:
@@ -102,12 +97,6 @@ class OpenRequest(SubmittedRequest):
     def _append(self, experts: Tensor) -> None:
         self.experts.append(experts)
         self.experts_known += len(experts)
-
-    @property
-    def policy(self) -> tuple[float, float, int, float]:
-        """The settings that rows must have in common to be sampled by one call."""
-        sampling = self.sampling
-        return sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p
 
     @property
     def drawn(self) -> int:

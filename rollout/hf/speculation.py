@@ -16,26 +16,18 @@ from rollout.hf.batch import Batch
 from rollout.hf.requests import OpenRequest
 
 
-class Speculation:
+class Speculation(Drafts):
     """Drafts for the rows of an engine. Letters: W rows, K longest draft."""
 
     def __init__(self, most: int, banned_ids: Sequence[int]) -> None:
         """``most`` tokens are drafted for a row at a time."""
+        super().__init__(banned_ids)
         self.most = most
-        self._drafts = Drafts(banned_ids)
 
-    def open(self, row: OpenRequest) -> None:
+    def open_row(self, row: OpenRequest) -> None:
         """Adds a request. Those of one ``uid``, or without one those of one prompt, learn from each other."""
         ids, row.drafts = row.request.input_ids, [0, 0]
-        self._drafts.open(row.number, row.request.uid or id(ids), ids)
-
-    def add(self, row: OpenRequest, token: int) -> None:
-        """Adds a token that a row has drawn."""
-        self._drafts.add(row.number, [token])
-
-    def close(self, number: int) -> None:
-        """Removes a request, if there is one of this number."""
-        self._drafts.close(number)
+        self.open(row.number, row.request.uid or id(ids), ids)
 
     def drafts(self, batch: Batch, predicted: Callable[[int], Tensor] | None) -> list[list[int]]:
         """A draft for each row, perhaps empty, that does not go beyond its ``max_tokens``.
@@ -48,7 +40,7 @@ class Speculation:
         for place in map(int, np.flatnonzero(batch.running)):
             row = batch.rows[place]
             left = min(self.most, row.sampling.max_tokens - len(row.token_ids))
-            found[place] = self._drafts.next_tokens(row.number, left)
+            found[place] = self.next_tokens(row.number, left)
             if not found[place]:
                 new.append((place, left))
         if new and predicted is not None:

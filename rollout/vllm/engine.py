@@ -24,7 +24,7 @@ from dataproto.errors import (
     ending,
 )
 from dataproto.vlm import family_of
-from rollout.continuation import check_continues
+from rollout.continuation import FinishedRequest, continued_by
 from rollout.engine import (
     Completion,
     FinishReason,
@@ -43,14 +43,7 @@ from rollout.vllm.prompt_rendering import (
     for_each_prompt,
     limit_of_images,
 )
-from rollout.vllm.requests import (
-    ComingRun,
-    EngineRequest,
-    FinishedRequest,
-    RunningRequests,
-    failure,
-    first_samples_first,
-)
+from rollout.vllm.requests import EngineRequest, RunningRequests, failure, first_samples_first
 from rollout.vllm.running_engine import clear_kv_cache, state_of
 from rollout.vllm.startup import processor_options, quantization_options, start_llm, worker_options
 
@@ -155,7 +148,7 @@ class VLLMEngine:
         self._waiting: dict[int, EngineRequest] = {}  # to be given to vLLM again
         self._kept: dict[int, FinishedRequest] = {}
         self._done: list[Completion] = []  # not returned yet
-        self._coming: ComingRun | None = None
+        self._coming: RenderedAhead | None = None  # of a run
         self._step_tokens = int(self.engine.vllm_config.scheduler_config.max_num_batched_tokens)
         self._run: Mapping[int, int] = {}  # numbers and places of the requests of the last `generate`
         self._run_error: BaseException | None = None  # why vLLM did not get all of them; `generate` raises it
@@ -183,9 +176,7 @@ class VLLMEngine:
 
         What is kept is in vLLM's cache of prefixes, in whole blocks, for as long as vLLM does not need the memory.
         """
-        if number not in self._kept:
-            raise InvalidConfig(f"request {number} cannot be continued: it is no finished request submitted with keep")
-        check_continues(request, self._kept[number].input_ids, self._kept[number].media)
+        continued_by(request, number, self._kept)
         return self.submit(request, sampling, keep)
 
     def abort(self, number: int) -> Completion | None:
@@ -200,7 +191,7 @@ class VLLMEngine:
     @property
     def unfinished(self) -> int:
         """Number of requests whose completion no poll has returned."""
-        coming = 0 if self._coming is None else self._coming.prompts.left
+        coming = 0 if self._coming is None else self._coming.left
         return coming + len(self._waiting) + len(self._running.rows) + len(self._done)
 
     def poll(self) -> list[Completion]:
@@ -211,7 +202,7 @@ class VLLMEngine:
         """
         self.prompts.last.clear()
         if self._coming is not None:
-            self._add_coming(self._coming.prompts.due())
+            self._add_coming(self._coming.due())
         self._add_waiting()
         for output in self.engine.step() if self._running.rows else ():
             if output.finished and output.request_id in self._running.rows:
@@ -266,17 +257,14 @@ class VLLMEngine:
         finished nor closed.
         """
         self._check_weights()
-        requests, names = [row.request for row in rows], [row.name for row in rows]
-        for_each_prompt(requests, names, lambda request: self.prompts.check(request, sampling))
+        for_each_prompt(((row.name, row.request) for row in rows), lambda each: self.prompts.check(each, sampling))
         self._end_run(self._run)
         self._run = run
         if not rows:
             return
         self.wake_kv_cache()
-        order = first_samples_first(requests, self._window)
-        ahead = [requests[place] for place in order], sampling, [names[place] for place in order]
-        prompts = RenderedAhead(self.prompts, *ahead, self._step_tokens)
-        self._coming = ComingRun([rows[place] for place in order], sampling, prompts, next(self._calls))
+        ordered = [rows[place] for place in first_samples_first([row.request for row in rows], self._window)]
+        self._coming = RenderedAhead(self.prompts, ordered, sampling, self._step_tokens)
 
     def _add_coming(self, count: int | None = None) -> None:
         """Gives the next ``count`` requests of the run, or all, to vLLM, when their prompts are rendered.
@@ -290,21 +278,21 @@ class VLLMEngine:
             with self._image_caches_in_sync():
                 if not self._running.rows:
                     self._clear_non_finite()
-                for _ in range(coming.prompts.left if count is None else count):
-                    place = coming.prompts.taken
-                    row, prompt = coming.rows[place], coming.prompts.next_prompt()
-                    self._running.add(f"{coming.call}-{place}", row, prompt, self._adapter_of(row.request))
+                for _ in range(coming.left if count is None else count):
+                    row = coming.rows[coming.taken]
+                    prompt = coming.next_prompt()
+                    self._running.add(str(next(self._calls)), row, prompt, self._adapter_of(row.request))
         except BaseException as error:
             self._run_error = error
             if not isinstance(error, DataProtoError):
                 raise
             return
-        if not coming.prompts.left:
+        if not coming.left:
             self._drop_coming()
 
     def _drop_coming(self) -> None:
         if self._coming is not None:
-            self._coming.prompts.close()
+            self._coming.close()
             self._coming = None
 
     def _end_run(self, run: Mapping[int, int]) -> None:
@@ -336,7 +324,7 @@ class VLLMEngine:
             self.wake_kv_cache()
             if not self._running.rows:
                 self._clear_non_finite()
-            self._running.add(f"{next(self._calls)}-0", row, prompt, self._adapter_of(request))
+            self._running.add(str(next(self._calls)), row, prompt, self._adapter_of(request))
 
     def _adapter_of(self, request: Request) -> Any:
         """vLLM's name of the adapter that a request is for: none."""
@@ -421,18 +409,17 @@ class VLLMEngine:
         self, weights: Iterable[tuple[str, Tensor]], of_head: list[tuple[str, Tensor]] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         """The weights by the names of vLLM's checkpoints, without those of the head, which ``of_head`` gets."""
-        config = self.family.used_config(self.llm.model_config.hf_config)
-        return self.family.rollout_weights(self._set_apart(weights, of_head), config)
-
-    def _set_apart(
-        self, weights: Iterable[tuple[str, Tensor]], of_head: list[tuple[str, Tensor]] | None
-    ) -> Iterator[tuple[str, Tensor]]:
         head = self.family.prediction_head
-        for name, weight in weights:
-            if head is None or not name.startswith(head):
-                yield name, weight
-            elif of_head is not None:
-                of_head.append((name, weight))
+
+        def of_model() -> Iterator[tuple[str, Tensor]]:
+            for name, weight in weights:
+                if head is None or not name.startswith(head):
+                    yield name, weight
+                elif of_head is not None:
+                    of_head.append((name, weight))
+
+        config = self.family.used_config(self.llm.model_config.hf_config)
+        return self.family.rollout_weights(of_model(), config)
 
     def _reset_caches(self) -> None:
         """Clears cached prefixes and image features, which depend on weights. Processed images, which do not, are kept."""

@@ -15,10 +15,6 @@ import torch
 from dataproto.errors import ending
 from dataproto.vlm.family import VLMFamily
 
-FORCED = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process, next to the actor
-}
-
 DEFAULTS = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -32,7 +28,7 @@ CHANGED_VARIABLES = ("LD_PRELOAD", "TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COM
 
 def set_environment() -> None:
     """Sets the variables that vLLM reads when it is imported and when an engine starts."""
-    os.environ.update(FORCED)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process, next to the actor
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
 
@@ -124,9 +120,7 @@ def search_plain_objects() -> None:
 
 
 def _attributes(value: Any) -> Mapping[str, Any]:
-    with warnings.catch_warnings(
-        action="ignore", category=FutureWarning
-    ):  # of what is deprecated in torch: it only looks
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of what is deprecated in torch
         found = vars(value)
     return found if isinstance(found, Mapping) else {}
 

@@ -5,7 +5,7 @@ tokens, pixels and positions from the training side. So it samples no frames, re
 both sides see the same frames at the same times.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -19,7 +19,7 @@ from dataproto.errors import InvalidPrompt, MediaMismatch
 from dataproto.vlm import family_of
 from dataproto.vlm.family import VLMFamily
 from dataproto.vlm.positions import IMAGE, TOKEN_TYPES
-from rollout.continuation import Media, shown_media
+from rollout.continuation import Media, SubmittedRequest, common_length, shown_media
 from rollout.engine import Request, SamplingParams
 from rollout.vllm.running_engine import error_line, model_of
 
@@ -189,7 +189,7 @@ class PromptRenderer:
         Raises:
             InvalidPrompt: the prompt cannot be used; names it.
         """
-        return for_each_prompt([request], [name], lambda each: self.render_one(each, sampling))[request.prompt_key]
+        return for_each_prompt([(name, request)], lambda each: self.render_one(each, sampling))[request.prompt_key]
 
     def check(self, request: Request, sampling: SamplingParams) -> None:
         """Raises `InvalidPrompt` for a prompt that can be refused before it is rendered."""
@@ -202,11 +202,8 @@ class PromptRenderer:
             )
         if self.max_images is not None and len(images) > self.max_images:
             raise InvalidPrompt(f"{len(images)} images exceed max_images={self.max_images}")
-        if (
-            images
-            and self.longest_image is not None
-            and (found := longest_run(request.token_types)) > self.longest_image
-        ):
+        found = longest_run(request.token_types) if images and self.longest_image is not None else 0
+        if self.longest_image is not None and found > self.longest_image:
             raise InvalidPrompt(
                 f"an image of {found} tokens, of more than {self.longest_image}: vLLM computes causal attention within it, and "
                 "the actor does not: use the hf engine, or smaller images if the model takes several sizes (max_pixels)"
@@ -239,17 +236,15 @@ class PromptRenderer:
         return rendered
 
 
-def for_each_prompt(
-    requests: Sequence[Request], names: Sequence[str], do: Callable[[Request], Any]
-) -> dict[Hashable, Any]:
-    """What ``do`` returns for each distinct prompt, by its `Request.prompt_key`. ``names`` are for messages.
+def for_each_prompt(named: Iterable[tuple[str, Request]], do: Callable[[Request], Any]) -> dict[Hashable, Any]:
+    """What ``do`` returns for each distinct prompt, by its `Request.prompt_key`. Names are for messages.
 
     Raises:
         InvalidPrompt: ``do`` raised for some prompts; names them.
     """
     found: dict[Hashable, Any] = {}
     errors: list[str] = []
-    for name, request in zip(names, requests, strict=True):
+    for name, request in named:
         if request.prompt_key in found:
             continue
         try:
@@ -269,18 +264,13 @@ class RenderedAhead:
     """The prompts of a run, rendered one after another in a thread, while vLLM reads and decodes earlier ones."""
 
     def __init__(
-        self,
-        renderer: PromptRenderer,
-        requests: Sequence[Request],
-        sampling: SamplingParams,
-        names: Sequence[str],
-        step_tokens: int,
+        self, renderer: PromptRenderer, rows: Sequence[SubmittedRequest], sampling: SamplingParams, step_tokens: int
     ) -> None:
-        """Begins to render. ``requests`` are in the order in which vLLM gets them, which reads ``step_tokens`` in a step."""
-        self._requests, self._names, self._step_tokens = requests, names, step_tokens
+        """Begins to render. ``rows`` are in the order in which vLLM gets them, which reads ``step_tokens`` in a step."""
+        self.rows, self._step_tokens = rows, step_tokens
         self._pool = ThreadPoolExecutor(1, "rendering")
         own = replace(renderer, last=[])
-        distinct = {request.prompt_key: request for request in reversed(requests)}
+        distinct = {row.request.prompt_key: row.request for row in reversed(rows)}
         self._found = {key: self._pool.submit(own.render_one, distinct[key], sampling) for key in reversed(distinct)}
         self._steps = self._tokens = 0
         self._known: set[Hashable] = set()  # keys of the prompts among the first requests
@@ -293,8 +283,8 @@ class RenderedAhead:
         """
         self._steps += 1
         count, wanted = self.taken, prompt_tokens_of(self._steps, self._step_tokens)
-        while count < len(self._requests) and self._tokens < wanted:
-            request = self._requests[count]
+        while count < len(self.rows) and self._tokens < wanted:
+            request = self.rows[count].request
             self._tokens += SHARED_TOKENS if request.prompt_key in self._known else len(request.input_ids)
             self._known.add(request.prompt_key)
             count += 1
@@ -306,20 +296,21 @@ class RenderedAhead:
         Raises:
             InvalidPrompt: prompts cannot be used; names them all.
         """
-        request = self._requests[self.taken]
+        request = self.rows[self.taken].request
         self.taken += 1
         try:
             return self._found[request.prompt_key].result()
         except MemoryError:
             raise
         except Exception:
-            for_each_prompt(self._requests, self._names, lambda each: self._found[each.prompt_key].result())
+            named = ((row.name, row.request) for row in self.rows)
+            for_each_prompt(named, lambda each: self._found[each.prompt_key].result())
             raise
 
     @property
     def left(self) -> int:
         """The number of requests that vLLM has not got."""
-        return len(self._requests) - self.taken
+        return len(self.rows) - self.taken
 
     def close(self) -> None:
         """Ends the thread; prompts that it has not begun are not rendered."""
@@ -362,8 +353,7 @@ def check_expansion(engine_ids: Sequence[int], input_ids: Tensor) -> None:
     """
     ours = input_ids.tolist()
     if list(engine_ids) != ours:
-        pairs = zip(engine_ids, ours)
-        first = next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(engine_ids), len(ours)))
+        first = common_length(engine_ids, ours)
         raise MediaMismatch(
             f"vLLM expands the prompt to {len(engine_ids)} tokens, the training side to {len(ours)}; they differ from token "
             f"{first} on"

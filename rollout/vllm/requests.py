@@ -2,25 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dataproto.errors import DataProtoError, InvalidPrompt, NonFiniteLogits, RequestFailed
-from rollout.continuation import Media, SubmittedRequest, continued_experts, shown_media
+from rollout.continuation import FinishedRequest, SubmittedRequest, continued_experts, shown_media
 from rollout.engine import FINISH_REASONS, Completion, FinishReason, Request, SamplingParams
 from rollout.sampling import check_sampled, completes_stop_text
-from rollout.vllm.prompt_rendering import RenderedAhead
 from rollout.vllm.running_engine import error_line, state_of
-
-
-@dataclass(frozen=True)
-class FinishedRequest:
-    """The prompt and the response of a request that may be continued. Its KV cache is in vLLM's cache of prefixes."""
-
-    input_ids: Tensor  # (P' + R',) int64
-    media: tuple[Media, ...]
 
 
 @dataclass(eq=False)
@@ -68,7 +59,7 @@ class EngineRequest(SubmittedRequest):
         return None
 
     def finished(self) -> FinishedRequest:
-        """Its prompt and response, for requests that continue it."""
+        """Its prompt and response, for requests that continue it. Their KV cache is in vLLM's cache of prefixes."""
         return FinishedRequest(self.ids, shown_media(self.request.multi_modal_inputs))
 
     def completion(
@@ -140,15 +131,6 @@ class RunningRequests:
             self._engine.abort_request(list(names))
         for name in names:
             self._sampler.close(self.rows.pop(name).slot)
-
-
-class ComingRun(NamedTuple):
-    """The requests of a run that vLLM has not got yet, and those before them."""
-
-    rows: Sequence[EngineRequest]
-    sampling: SamplingParams
-    prompts: RenderedAhead
-    call: int  # a part of the names that vLLM knows them by
 
 
 def first_samples_first(requests: Sequence[Request], window: int) -> list[int]:

@@ -52,12 +52,6 @@ class Slot:
     steps: int = 0
     top: dict[int, list[TopLogProbs]] = field(default_factory=dict)  # by place, counted from 1
 
-    @property
-    def policy(self) -> tuple[float, float, int, float, int | None]:
-        """What rows must have in common to be sampled by one call."""
-        sampling = self.sampling
-        return sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, self.stop_id
-
 
 CLOSED = Slot(SamplingParams(), None)
 """Of a row whose request has ended, in a step that had been prepared."""
@@ -282,7 +276,7 @@ class PolicySampler(Sampler):
         self._with_top = [(row, slot) for row, slot in enumerate(slots) if slot.sampling.top_log_probs]
         groups: dict[Any, list[int]] = {}
         for row, slot in enumerate(slots):
-            groups.setdefault(slot.policy, []).append(row)
+            groups.setdefault((slot.sampling.policy, slot.stop_id), []).append(row)
         self._groups = [(slots[rows[0]], rows) for rows in groups.values()]
         self._parts, self._order = self._parts_of(np.arange(len(rows)))
 

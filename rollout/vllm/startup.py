@@ -319,9 +319,9 @@ def default_options(
         defaults |= {"enforce_eager": True, "skip_mm_profiling": True}
     elif family.model_type in TILED:
         defaults["skip_mm_profiling"] = True
-    if family.experts is None and options.get("quantization") is None:
-        defaults |= known_options(
-            enable_flashinfer_autotune=False
-        )  # a pass that tunes kernels which none of these models uses
+    if (
+        family.experts is None and options.get("quantization") is None
+    ):  # else a pass tunes kernels that no model here uses
+        defaults |= known_options(enable_flashinfer_autotune=False)
     defaults |= chosen_options(family) | speculative_options(speculate, second_runner, head)
     return defaults | recording_options() if routed_experts else defaults

@@ -15,7 +15,7 @@ from helpers.tiny_models import MOE_TYPES, tiny_model
 from rollout.engine import Completion, SamplingParams, returns_experts
 from rollout.hf import HFEngine
 from rollout.prompts import PromptBuilder
-from rollout.responses import attach_responses, build_requests, collate_experts
+from rollout.responses import attach_responses, build_requests, expert_columns
 from workers.roles.rollout_worker import RolloutConfig, RolloutWorker
 
 CPU = torch.device("cpu")
@@ -121,16 +121,16 @@ def drain(engine):
 
 
 def test_experts_of_other_tokens_are_refused():
-    done = Completion(0, [5, 2], [-0.5, -0.1], "stop", routed_experts=torch.zeros(4, 1, 1))
-    with pytest.raises(InvalidRow, match="3 tokens were read"):
-        collate_experts([done], [2], 1)
+    for named in (2, 5):
+        with pytest.raises(InvalidRow, match=f"row 0: the engine named the experts of {named} of 4 tokens"):
+            expert_columns([torch.zeros(named, 1, 1)], [2], [2], [0])
 
 
 def test_responses_of_which_some_have_no_experts_are_refused(engine):
     prompts = prompts_for(engine)
     done = list(engine.generate(build_requests(prompts, SAMPLED), SAMPLED))
     mixed = [replace(each, routed_experts=None) if each.request in (2, 5) else each for each in done]
-    with pytest.raises(InvalidRow, match=r"row 2: .* for 2 of 6 responses: turn routing replay off"):
+    with pytest.raises(InvalidRow, match=r"row 2: .* the experts of 0 of \d+ tokens: turn routing replay off"):
         attach_responses(prompts, mixed, SAMPLED, engine.family, pad_token_id=0)
 
 

@@ -6,6 +6,7 @@ from threading import Event
 import torch
 
 from rollout.adapters import Adapter, AdapterConfig, AdapterRequest
+from rollout.continuation import SubmittedRequest
 from rollout.engine import Request, SamplingParams
 from rollout.vllm.prompt_rendering import SHARED_TOKENS, RenderedAhead, prompt_tokens_of
 from rollout.vllm.requests import first_samples_first
@@ -63,7 +64,8 @@ def test_a_run_begins_before_most_prompts_are_rendered():
     """Prompts of 100 tokens with three samples each, 800 tokens a step: the first step waits for one prompt, not for 16."""
     prompts, renderer = [torch.full((100,), number) for number in range(40)], Renderer()
     requests = [Request((), each, each, each) for each in prompts for _ in range(3)]
-    ahead = RenderedAhead(renderer, requests, SamplingParams(), ["row"] * len(requests), 800)
+    rows = [SubmittedRequest(number, "row", each, SamplingParams(), False) for number, each in enumerate(requests)]
+    ahead = RenderedAhead(renderer, rows, SamplingParams(), 800)
     given = []
     while ahead.left:
         due = ahead.due()

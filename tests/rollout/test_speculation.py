@@ -93,8 +93,8 @@ def test_tokens_are_those_without_drafts(engines, temperature, top_k, max_tokens
     plain, drafting = engines
     sampling = SamplingParams(4, temperature, top_k=top_k, max_tokens=max_tokens, stop_token_ids=stop, seed=seed)
     assert_same(answers(drafting, sampling), answers(plain, sampling))
-    assert not drafting._speculation._drafts._samples
-    assert not drafting._speculation._drafts._groups
+    assert not drafting._speculation._samples
+    assert not drafting._speculation._groups
 
 
 @pytest.mark.slow
@@ -149,7 +149,7 @@ def test_requests_join_leave_and_meet_new_weights(one_family):
     while drafting.unfinished:
         done += drafting.poll()
     assert_same([{each.request: each for each in done}[number] for number in numbers], expected)
-    assert not drafting._speculation._drafts._samples
+    assert not drafting._speculation._samples
 
 
 def test_likeliest_tokens_come_with_accepted_ones(one_family):
