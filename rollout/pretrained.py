@@ -224,11 +224,10 @@ def _own_processor(path: str | os.PathLike[str]) -> Any:
         "MuseGlimmerImageProcessor": MuseImageProcessor,
     }
     try:
-        model_type = AutoConfig.from_pretrained(path).model_type
+        names = IMAGE_PROCESSOR_MAPPING_NAMES.get(AutoConfig.from_pretrained(path).model_type, {})
     except (OSError, ValueError):
         return None  # the folder says of no type that transformers knows
-    names = IMAGE_PROCESSOR_MAPPING_NAMES.get(model_type, {})
-    found = own.get(names.get("torchvision") or "")
+    found = None if names.get(IMAGE_BACKEND) else own.get(names.get("torchvision") or "")
     return None if found is None else found.from_pretrained(path)
 
 
@@ -236,11 +235,11 @@ def load_image_processor(path: str | os.PathLike[str]) -> Any:
     """The checkpoint's image processor with the backend `IMAGE_BACKEND`, whatever else is installed. Raises `InvalidConfig`."""
     from transformers.models.auto.image_processing_auto import AutoImageProcessor  # older top levels need torchvision
 
+    if (own := _own_processor(path)) is not None:
+        return own
     try:
         processor = AutoImageProcessor.from_pretrained(path, backend=IMAGE_BACKEND)
     except ValueError as error:
-        if (own := _own_processor(path)) is not None:
-            return own
         if "Could not load any image processor class" in str(error):
             raise InvalidConfig(
                 f"{path}: transformers has its image processor only for torchvision; prompts are made with the "
@@ -253,7 +252,5 @@ def load_image_processor(path: str | os.PathLike[str]) -> Any:
 
         processor = Qwen2VLImageProcessorPil.from_pretrained(path)
     if getattr(processor, "backend", None) != IMAGE_BACKEND:
-        if (own := _own_processor(path)) is not None:  # some versions of transformers take torchvision's all the same
-            return own
         raise InvalidConfig(f"{path}: its image processor {type(processor).__name__} has no {IMAGE_BACKEND} backend")
     return processor

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from dataproto.columns import IMAGE_KEYS
-from dataproto.errors import InvalidMedia
 from dataproto.vlm.media import MediaLayout
 from rollout.continuation import same_tensors
 from rollout.image_features import RecentlyUsed
@@ -41,7 +40,6 @@ class ProcessedMedium(Protocol):
     @property
     def content(self) -> Any:
         """What ``multi_modal_data`` lists under the ``kind``."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -62,38 +60,12 @@ class ProcessedImage:
         return self.image
 
 
-def process_image(
-    image: Image.Image,
-    processor: Any,
-    options: Mapping[str, Any],
-    layout: MediaLayout,
-    cache: "ImageCache",
-) -> ProcessedImage:
-    """An RGB image with the model's inputs, from the cache if it holds them.
-
-    Args:
-        layout: of the model's inputs, which it takes from the outputs of the image processor.
-
-    Raises:
-        InvalidMedia: the image processor refuses the image.
-    """
-    key = _image_key(image, processor, options)
-
-    def make() -> dict[str, Tensor]:
-        try:
-            return layout.image_inputs(processor(images=[image], return_tensors="pt", **options))
-        except ValueError as error:
-            raise InvalidMedia(f"the image processor refuses an image of {image.size} pixels: {error}") from error
-
-    return ProcessedImage(key, image, cache.inputs(inputs_key(key, layout), make))
-
-
 def inputs_key(key: bytes, layout: MediaLayout) -> bytes:
     """Identifies the inputs of an image with this key: they also depend on how the model takes them from the processor."""
     return key + f" {type(layout).__module__}.{type(layout).__qualname__}".encode()
 
 
-def _image_key(image: Image.Image, processor: Any, options: Mapping[str, Any]) -> bytes:
+def image_key(image: Image.Image, processor: Any, options: Mapping[str, Any]) -> bytes:
     """A digest of everything that the inputs depend on: the pixels, and the processor's class and current settings."""
     settings = [type(processor).__qualname__, processor.to_dict(), options, image.mode, image.size]
     digest = blake2b(json.dumps(settings, sort_keys=True, default=repr).encode(), digest_size=16)

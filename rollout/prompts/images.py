@@ -26,9 +26,8 @@ from rollout.prompts.sources import Root, described, file_of, unwrapped, why_unr
 MAX_IMAGE_PIXELS = 89_478_485
 """Larger images are refused before they are decoded (Pillow's limit against decompression bombs)."""
 
-_GIVEN = (
-    Lock()
-)  # held while an image that the caller has opened is read: Pillow decodes it in its own object, at its first use
+_GIVEN = Lock()
+"""Held while an image that the caller has opened is read: Pillow decodes it in its own object, at its first use."""
 _FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
 _ENDS = {
     "PNG": b"\0\0\0\0IEND\xaeB`\x82",

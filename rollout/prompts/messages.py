@@ -40,15 +40,12 @@ class Conversation:
         """All pieces of text, and the JSON of the tools."""
         yield from (json.dumps(tool, ensure_ascii=False, default=str) for tool in self.tools)
         for message in self.messages:
-            if isinstance(message["content"], str):
-                yield message["content"]
-            else:
-                yield from (part["text"] for part in message["content"] if part["type"] == "text")
+            yield from (part["text"] for part in as_parts(message["content"]) if part["type"] == "text")
 
     def kinds(self) -> list[str]:
         """``"image"``, ``"video"`` or ``"audio"`` for each medium, in the order of the parts."""
-        contents = (message["content"] for message in self.messages if not isinstance(message["content"], str))
-        return [part["type"] for content in contents for part in content if part["type"] != "text"]
+        parts = (part for message in self.messages for part in as_parts(message["content"]))
+        return [part["type"] for part in parts if part["type"] != "text"]
 
     def of_kind(self, kind: str) -> list[Any]:
         """The sources of the media of a kind."""
@@ -167,10 +164,8 @@ def with_markers(question: str, media: Mapping[str, Sequence[Any]]) -> str:
     >>> with_markers("How many?", {"image": ["a.png", "b.png"]}), with_markers("How many? <audio>", {"audio": ["a.wav"]})
     ('<image><image>How many?', 'How many? <audio>')
     """
-    for kind in reversed(MEDIA):
-        marker = f"<{kind}>"
-        question = question if marker in question else marker * len(media.get(kind, ())) + question
-    return question
+    (asked,) = with_media([{"role": "user", "content": question}], media)
+    return str(asked["content"])
 
 
 def _shows(content: Any, kind: str) -> bool:
@@ -204,10 +199,8 @@ def joined_texts(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     >>> joined_texts([{"role": "user", "content": [{"type": "text", "text": "2 + "}, {"type": "text", "text": "3?"}]}])
     [{'role': 'user', 'content': '2 + 3?'}]
     """
-    contents = ((message, message["content"]) for message in messages)
     return [
-        {**message, "content": content if isinstance(content, str) else "".join(part["text"] for part in content)}
-        for message, content in contents
+        {**message, "content": "".join(part["text"] for part in as_parts(message["content"]))} for message in messages
     ]
 
 
@@ -221,7 +214,7 @@ def thoughts_apart(message: Mapping[str, Any]) -> dict[str, Any]:
     True
     """
     content = message["content"]
-    first = content[:1] if isinstance(content, list) else [{"type": "text", "text": content}]
+    first = as_parts(content)[:1]
     text = first[0].get("text", "").lstrip() if first else ""
     thoughts, ended, answer = text.removeprefix(THOUGHTS[0]).partition(THOUGHTS[1])
     if message["role"] != "assistant" or "reasoning_content" in message or not ended or THOUGHTS[0] in thoughts:

@@ -19,13 +19,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from PIL import Image
+from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from dataproto import DataProto, object_array
-from dataproto.errors import DataProtoError, InvalidConfig, InvalidPrompt
+from dataproto.errors import DataProtoError, InvalidConfig, InvalidMedia, InvalidPrompt
 from dataproto.vlm import family_of
 from rollout.pretrained import end_ids, generation_config, load_prompt_parts
-from rollout.prompts.image_processing import Batch, ImageCache, ProcessedImage, ProcessedMedium, process_image
+from rollout.prompts.image_processing import Batch, ImageCache, ProcessedImage, ProcessedMedium, image_key, inputs_key
 from rollout.prompts.images import check_whole, encoded_image, image_size, load_image
 from rollout.prompts.messages import THOUGHTS, Conversation, as_parts, joined_texts, thoughts_apart
 from rollout.prompts.prepared_rows import (
@@ -37,7 +38,7 @@ from rollout.prompts.prepared_rows import (
     row_digest,
 )
 from rollout.prompts.sounds import ProcessedSound, load_sound, mel_frames, process_sound, sound_samples
-from rollout.prompts.template_arguments import check_template_arguments, reads_tools, writes_calls
+from rollout.prompts.template_arguments import check_template_arguments, reads_tools
 from rollout.prompts.videos import ProcessedVideo, process_frames, process_video
 
 _HALF = re.compile("[\ud800-\udfff]")  # of a character: a surrogate without the other one
@@ -197,9 +198,8 @@ class PromptBuilder:
         if threads <= 1:
             return [prepare_one(*row) for row in arguments]
         with ThreadPoolExecutor(threads, "preparing") as pool:
-            return list(
-                pool.map(prepare_one, *zip(*arguments, strict=True))
-            )  # after an error, it begins no further row
+            # After an error, it begins no further row.
+            return list(pool.map(prepare_one, *zip(*arguments, strict=True)))
 
     def one_batch(self, batch: Batch | None = None) -> AbstractContextManager[Batch]:
         """A context in which this thread processes each distinct image once, however small the cache is, and none of
@@ -290,19 +290,15 @@ class PromptBuilder:
         apart = [thoughts_apart(message) for message in messages]
         if apart != list(messages) and self._takes_thoughts_apart:
             messages = apart
-        if tools and not self._reads_tools:
+        if tools and not self._reads_tools[0]:
             raise InvalidPrompt("the row has tools, but the chat template does not use 'tools': leave out the column")
-        if any(message.get("tool_calls") for message in messages) and not self._writes_calls:
+        if any(message.get("tool_calls") for message in messages) and not self._reads_tools[1]:
             raise InvalidPrompt("a message has tool_calls, which the chat template does not write: take one that does")
         return self._rendered(messages, add_generation_prompt, tools)
 
     @cached_property
-    def _reads_tools(self) -> bool:
+    def _reads_tools(self) -> tuple[bool, bool]:
         return reads_tools(self.tokenizer)
-
-    @cached_property
-    def _writes_calls(self) -> bool:
-        return writes_calls(self.tokenizer)
 
     @cached_property
     def _takes_thoughts_apart(self) -> bool:
@@ -455,9 +451,20 @@ class PromptBuilder:
 
         Args:
             options: of the image processor, by default those of the builder's limits.
+
+        Raises:
+            InvalidMedia: the image processor refuses the image.
         """
         layout, options = self.family.media_layout, options or self.image_options
-        return process_image(image, self.image_processor, options, layout, self._processed)
+        key = image_key(image, self.image_processor, options)
+
+        def make() -> dict[str, Tensor]:
+            try:
+                return layout.image_inputs(self.image_processor(images=[image], return_tensors="pt", **options))
+            except ValueError as error:
+                raise InvalidMedia(f"the image processor refuses an image of {image.size} pixels: {error}") from error
+
+        return ProcessedImage(key, image, self._processed.inputs(inputs_key(key, layout), make))
 
     def other_columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The values of a row except its messages and media."""

@@ -32,26 +32,19 @@ def template_variables(template: str) -> frozenset[str]:
     ['enable_thinking', 'messages']
     """
     environment = ImmutableSandboxedEnvironment(extensions=[loopcontrols, _Generation])
-    environment.globals |= dict.fromkeys(
-        ("raise_exception", "strftime_now")
-    )  # transformers gives them to each template
+    environment.globals |= dict.fromkeys(("raise_exception", "strftime_now"))  # which transformers gives to templates
     return frozenset(meta.find_undeclared_variables(environment.parse(template)))
 
 
-def reads_tools(tokenizer: Any) -> bool:
-    """Whether the chat template reads ``tools``; also if that cannot be told, since the template then raises its own error."""
+def reads_tools(tokenizer: Any) -> tuple[bool, bool]:
+    """Whether the chat template reads ``tools``, and ``tool_calls`` of messages; also if that cannot be told, since the template
+    then raises its own error.
+    """
     try:
-        return "tools" in template_variables(tokenizer.get_chat_template(tools=[{}]))
+        template = tokenizer.get_chat_template(tools=[{}])
+        return "tools" in template_variables(template), "tool_calls" in template
     except (ValueError, jinja2.TemplateError):
-        return True
-
-
-def writes_calls(tokenizer: Any) -> bool:
-    """Whether the chat template reads ``tool_calls`` of messages; also if that cannot be told, see `reads_tools`."""
-    try:
-        return "tool_calls" in tokenizer.get_chat_template(tools=[{}])
-    except ValueError:
-        return True
+        return True, True
 
 
 def check_template_arguments(tokenizer: Any, arguments: Mapping[str, Any]) -> None:

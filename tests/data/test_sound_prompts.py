@@ -120,7 +120,7 @@ def test_a_video_whose_sound_would_be_read_from_its_file_is_refused(tmp_path):
     part = {"role": "user", "content": [{"type": "video", **film, **asked}, {"type": "text", "text": "Who speaks?"}]}
     builder, row = tiny_builder("qwen2_5_omni_thinker"), {"prompt": "<video>Who speaks?", "videos": [film]}
     for wrong in ({"prompt": [part]}, row | asked, load_rows(file)[0]):
-        with pytest.raises(InvalidRow, match='use_audio_in_video: .* give both, .*"audio": "clip.wav"'):
+        with pytest.raises(InvalidRow, match=r'use_audio_in_video: .* give both, .*"audio": "clip\.wav"'):
             builder([wrong])
     heard, silent = row | {"videos": [film | asked | {"audio": tone(2.0)}]}, row | {"use_audio_in_video": False}
     assert [int((ids == builder.config.audio_token_id).sum()) for ids in builder([heard, silent])["input_ids"]] == [
