@@ -10,13 +10,13 @@ for: seconds of its steps, without evaluations, and the processor time of the wh
 WORK is read and not run again.
 
 ``overhead`` plays conversations of four turns, each turn with a picture, on an engine that answers at once: by
-`play_episodes`, and by `run_agents` with an agent that uses httpx and sockets, and with one that uses OpenAI's client without
+`EpisodePlan`, and by `AgentPlan` with an agent that uses httpx and sockets, and with one that uses OpenAI's client without
 sockets. It prints the processor time of the loop and of the endpoint for each request, and that of the agents' own thread, which
 is the client's; without sockets the endpoint is in that thread. The last line is the floor: OpenAI's client alone, with a
 transport that answers at once.
 
 ``rate`` plays such conversations, with larger pictures and replies of about ``--turn-tokens``, on a real engine in the same three
-ways, and prints the medians of tokens a second and their share of those of `play_episodes`. CHECKPOINT is one of
+ways, and prints the medians of tokens a second and their share of those of `EpisodePlan`. CHECKPOINT is one of
 ``random_checkpoint.py``; by default a small model. An episode ends early where a reply finds no end.
 """
 
@@ -50,7 +50,7 @@ from rollout.agents.agent import task_messages  # noqa: E402
 from rollout.agents.messages import Ask, Reply  # noqa: E402
 from rollout.agents.wire_replies import chat_body  # noqa: E402
 from rollout.engine import Completion, SamplingParams, create_engine  # noqa: E402
-from rollout.environments import EpisodeLimits, EpisodeStart, Observation, TurnRenderer, play_episodes  # noqa: E402
+from rollout.environments import EpisodeLimits, EpisodePlan, EpisodeStart, Observation, TurnRenderer  # noqa: E402
 from rollout.prompts import PromptBuilder  # noqa: E402
 
 TARGETS = {"walk": 0.9, "zoom": 0.85}
@@ -229,15 +229,15 @@ def overhead(options: argparse.Namespace) -> None:
     for _ in range(options.times):
         milliseconds = 1000 / requests
         began = time.process_time()
-        played = play_episodes(
-            AnswersAtOnce(builder), TurnRenderer(builder), starts, partial(Shows, SIDE), sampling, limits
-        )
+        plan = EpisodePlan(partial(Shows, SIDE), limits)
+        played = plan.play(AnswersAtOnce(builder), TurnRenderer(builder), starts, sampling)
         native = (time.process_time() - began) * milliseconds
         assert [len(each.turns) for each in played] == [TURNS] * options.conversations
         print(f"ms of processor time a request: play {native:.2f}", flush=True)
         for name, agent in (("httpx", Agent(SIDE)), ("openai, no sockets", WithoutSockets(SIDE))):
             began, loop = time.process_time(), time.thread_time()
-            run = agent_loop.run_agents(AnswersAtOnce(builder), TurnRenderer(builder), starts, agent, sampling, limits)
+            agents = agent_loop.AgentPlan(agent, limits)
+            run = agents.play(AnswersAtOnce(builder), TurnRenderer(builder), starts, sampling)
             loop, whole = (time.thread_time() - loop) * milliseconds, (time.process_time() - began) * milliseconds
             endpoint = used["endpoint"] * milliseconds
             assert [len(each.turns) for each in run] == [TURNS] * options.conversations
@@ -264,12 +264,13 @@ def rate(options: argparse.Namespace) -> None:
     stops = tuple(range(0, words, options.turn_tokens))  # a reply ends at a token in so many
     sampling = SamplingParams(max_tokens=4 * options.turn_tokens, stop_token_ids=stops, ignore_eos=True)
     starts = starts_of(options.conversations)
-    play = partial(play_episodes, engine, renderer)
-    run = partial(agent_loop.run_agents, engine, renderer)
+    plans = {
+        "play": EpisodePlan(partial(Shows, side), limits),
+        "httpx": agent_loop.AgentPlan(Agent(side), limits),
+        "openai, no sockets": agent_loop.AgentPlan(WithoutSockets(side), limits),
+    }
     ways: dict[str, Any] = {
-        "play": lambda rows: play(rows, partial(Shows, side), sampling, limits),
-        "httpx": lambda rows: run(rows, Agent(side), sampling, limits),
-        "openai, no sockets": lambda rows: run(rows, WithoutSockets(side), sampling, limits),
+        name: partial(plan.play, engine, renderer, sampling=sampling) for name, plan in plans.items()
     }
     for way in ways.values():
         way(starts[: len(starts) // 4])  # kernels, graphs and caches

@@ -34,11 +34,11 @@ from recipes.demo.tiny_model import TinyConfig, make_tiny_model  # noqa: E402
 from rollout.engine import SamplingParams, create_engine  # noqa: E402
 from rollout.environments import (  # noqa: E402
     EpisodeLimits,
+    EpisodePlan,
     EpisodeStart,
     Observation,
     TurnRenderer,
     environment_host,
-    play_episodes,
 )
 from rollout.prompts import PromptBuilder  # noqa: E402
 
@@ -88,7 +88,7 @@ def play(engine: Any, renderer: TurnRenderer, options: argparse.Namespace, secon
     with counted(engine, found):
         start, began = time.perf_counter(), time.process_time()
         limits = EpisodeLimits(options.turns, seconds=600.0)
-        episodes = play_episodes(engine, renderer, starts, partial(Clock, seconds), sampling, limits)
+        episodes = EpisodePlan(partial(Clock, seconds), limits).play(engine, renderer, starts, sampling)
         found.seconds, found.processor = time.perf_counter() - start, time.process_time() - began
     found.tokens = sum(len(turn.token_ids) for episode in episodes for turn in episode.turns)
     turns = sum(len(episode.turns) for episode in episodes)

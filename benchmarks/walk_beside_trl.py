@@ -52,7 +52,7 @@ from recipes.run.synthetic_environment import demonstrated_model, episode_task  
 from recipes.walk import WALK  # noqa: E402
 from rollout.agents import AgentPlan  # noqa: E402
 from rollout.engine import SamplingParams  # noqa: E402
-from rollout.environments import TurnRenderer, play_episodes  # noqa: E402
+from rollout.environments import EpisodePlan, TurnRenderer  # noqa: E402
 from rollout.environments.episode_rows import episode_starts  # noqa: E402
 from rollout.hf import HFEngine  # noqa: E402
 from rollout.prompts import PromptBuilder  # noqa: E402
@@ -105,7 +105,7 @@ class Judge:
         self.engine.load_weights((name, weight.detach()) for name, weight in model.named_parameters())
         renderer = TurnRenderer(self.builder)
         starts = episode_starts(self.builder(list(self.rows[:])), SamplingParams())
-        played = play_episodes(self.engine, renderer, starts, GridWalk, self.sampling, self.limits)
+        played = EpisodePlan(GridWalk, self.limits).play(self.engine, renderer, starts, self.sampling)
         return sum(float(episode.info.get("acc", 0.0)) for episode in played) / len(played)
 
 

@@ -3,7 +3,6 @@ from .agent_loop import (
     AgentEpisode as AgentEpisode,
     AgentPlan as AgentPlan,
     agent_columns as agent_columns,
-    run_agents as run_agents,
 )
 from .endpoint import Endpoint as Endpoint
 from .verifiers_agent import VerifiersAgent as VerifiersAgent

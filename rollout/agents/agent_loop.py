@@ -23,11 +23,10 @@ from rollout.agents.endpoint import Asked, Endpoint
 from rollout.agents.messages import Refused, Reply, TokenLogProb, read_reply
 from rollout.agents.wire_replies import CONTEXT
 from rollout.continuation import BegunTurn, Tokens, continued
-from rollout.engine import Completion, RequestEngine, SamplingParams
+from rollout.engine import Completion
 from rollout.environments.environment import MAX_REWARD
-from rollout.environments.episode import Episode, EpisodeLimits, EpisodeRow, EpisodeStart, Turn, TurnRequests
-from rollout.environments.held_episodes import Decoding, play_to_the_end
-from rollout.environments.turn_renderer import TurnRenderer
+from rollout.environments.episode import Episode, EpisodeLimits, EpisodeRow, EpisodeStart, Turn
+from rollout.environments.held_episodes import Decoding, Plan
 from rollout.prompts.image_processing import batch_of, joined
 from rollout.prompts.messages import read_tools
 
@@ -53,39 +52,19 @@ class AgentEpisode(Episode):
         return self.sampled
 
 
-def run_agents(
-    engine: RequestEngine,
-    renderer: TurnRenderer,
-    starts: Sequence[EpisodeStart],
-    agent: Agent,
-    sampling: SamplingParams,
-    limits: EpisodeLimits,
-    weight_version: int = 0,
-) -> list[AgentEpisode]:
-    """Runs an agent from each start to its end, on an endpoint that is up meanwhile.
-
-    Args:
-        sampling: of each turn; ``max_tokens`` is the limit of a turn, and ``n`` is not used. The temperature, top-p and top-k of
-            requests are not used either: the policy is that of the run.
-        limits: ``seconds`` is the time of the agent between its requests. ``last_pictures`` is the agent's own choice.
-        weight_version: of the engine's weights.
-
-    Raises:
-        InvalidConfig: ``limits`` has ``last_pictures``.
-        DataProtoError: the engine failed at a request, e.g. `NonFiniteLogits`. Failures of agents raise nothing.
-    """
-    return play_to_the_end(AgentRun(agent, limits), engine, renderer, starts, sampling, weight_version)
-
-
 @dataclass(frozen=True)
-class AgentPlan:
-    """Which agent plays episodes, and how long they may be."""
+class AgentPlan(Plan):
+    """Which agent plays episodes, on an endpoint that is up meanwhile, and how long they may be.
+
+    The temperature, top-p and top-k of its requests are not used: the policy is that of the run. The limit ``seconds`` is the
+    time of the agent between its requests, and ``last_pictures`` is the agent's own choice.
+    """
 
     agent: Agent
     limits: EpisodeLimits
 
     def run(self) -> "AgentRun":
-        """What plays them."""
+        """What plays them. Raises `InvalidConfig` if the limits have ``last_pictures``."""
         return AgentRun(self.agent, self.limits)
 
     def add_columns(self, data: DataProto, episodes: Sequence[Any]) -> None:
@@ -228,9 +207,9 @@ class AgentRun:
         self.decoding, renderer = decoding, decoding.renderer
         self.requests: dict[int, _Live] = {}  # by the number in the engine
         self.episodes, self.places = episodes, {live.number: place for place, live in enumerate(episodes)}
-        images, prompts = batch_of(joined(live.start.images for live in episodes)), TurnRequests(renderer, self.limits)
+        images = batch_of(joined(live.start.images for live in episodes))
         with renderer.builder.one_batch(images), ending(self._pause, renderer.forget):
-            self._resume(Prompts(renderer, prompts))
+            self._resume(Prompts(renderer, self.limits))
             self._play()
         return [live.record() for live in episodes]
 

@@ -19,7 +19,7 @@ from dataproto.errors import InvalidPrompt
 from rollout.agents.messages import LEFT_OUT, TEXT_CLIENTS, Ask, Medium, Message, Refused, Reply, shown
 from rollout.continuation import BegunTurn, Tokens, continued_experts
 from rollout.engine import Request, SamplingParams
-from rollout.environments.episode import EpisodeStart, TurnRequests
+from rollout.environments.episode import EpisodeLimits, EpisodeStart, TurnRequests
 from rollout.environments.turn_renderer import RenderedTurn, TurnRenderer
 from rollout.prompts.prepared_rows import media_objects
 from rollout.sampling import derive_seed
@@ -55,6 +55,7 @@ class AgentTurn:
     request: Request
     state: str  # digest of the new messages
     children: list["AgentTurn"] = field(default_factory=list)
+    row: "AgentRow" = field(init=False)  # in which it is sampled
     number: int | None = None  # of the request, as long as the engine keeps it
     sampling: SamplingParams | None = None
     partial: Tokens | None = None  # of a turn that was stopped
@@ -78,11 +79,11 @@ class AgentRow:
     experts: Tensor | None = None
 
 
-class Prompts:
+class Prompts(TurnRequests):
     """Renders requests, equal ones once in all episodes. Equal first requests share their tensors: their prompt is read once."""
 
-    def __init__(self, renderer: TurnRenderer, requests: TurnRequests) -> None:
-        self.renderer, self.requests = renderer, requests
+    def __init__(self, renderer: TurnRenderer, limits: EpisodeLimits) -> None:
+        super().__init__(renderer, limits)
         self._whole: dict[Any, tuple[RenderedTurn, Request]] = {}
         self._after: dict[Any, RenderedTurn] = {}
 
@@ -105,7 +106,7 @@ class Prompts:
         if key not in self._after:
             self._after[key] = self.renderer.messages(shown(new), last=sampled[-1], follows=True, begins=begins)
         rendered = self._after[key]
-        return rendered, self.requests.continued(turn.request, sampled, rendered)
+        return rendered, self.continued(turn.request, sampled, rendered)
 
 
 class Conversations:
@@ -170,29 +171,24 @@ class Conversations:
     def _place(self, turn: AgentTurn, reason: str) -> None:
         """Adds a turn to the row that it continues, or to a new one."""
         siblings = self._first if turn.parent is None else turn.parent.children
-        row = None if turn.parent is None else self.row_of(turn.parent)
-        if row is not None and not reason and row.turns[-1] is turn.parent:
-            row.turns.append(turn)
+        if turn.parent is not None and not reason and turn.parent.row.turns[-1] is turn.parent:
+            turn.row = turn.parent.row
         else:
-            self.rows.append(AgentRow(reason or ("branch" if self.rows else ""), [turn]))
+            turn.row = AgentRow(reason or ("branch" if self.rows else ""))
+            self.rows.append(turn.row)
+        turn.row.turns.append(turn)
         siblings.append(turn)
-
-    def row_of(self, turn: AgentTurn) -> AgentRow:
-        """The row in which a turn was sampled."""
-        return next(row for row in self.rows if turn in row.turns)
 
     def answered(self, turn: AgentTurn, tokens: Tokens, reply: Reply) -> None:
         """Takes what the engine sampled for a turn."""
         turn.tokens, turn.reply = tokens, reply
-        row = self.row_of(turn)
-        row.experts = continued_experts(row.experts, tokens.experts)
+        turn.row.experts = continued_experts(turn.row.experts, tokens.experts)
 
     def drop(self, turn: AgentTurn) -> None:
         """Forgets a turn without a reply."""
-        row = self.row_of(turn)
-        row.turns.remove(turn)
-        if not row.turns:
-            self.rows.remove(row)
+        turn.row.turns.remove(turn)
+        if not turn.row.turns:
+            self.rows.remove(turn.row)
         (self._first if turn.parent is None else turn.parent.children).remove(turn)
 
     def _seed(self, ask: Ask) -> int:

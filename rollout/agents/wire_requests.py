@@ -205,44 +205,31 @@ def _parts(content: Any, field: str) -> Iterator[Part]:
         raise Refused(f"{field}: content is a text or a list of parts, not {type(content).__name__}", field)
     for place, each in enumerate([content] if isinstance(content, str) else content or ()):
         name = f"{field}[{place}]"
-        part = {"type": "text", "text": each} if isinstance(each, str) else _mapping(each, name)
-        read = _PARTS.get(str(part.get("type")))
-        if read is None:
-            raise Refused(f"{name}.type: parts of the type {part.get('type')!r} are not supported", f"{name}.type")
-        found = read(part, name)
-        if found != "":
-            yield found
+        part = _part({"type": "text", "text": each} if isinstance(each, str) else _mapping(each, name), name)
+        if part != "":
+            yield part
 
 
-def _text_of(part: Mapping[str, Any], field: str) -> Part:
-    return str(part.get("text") or part.get("refusal") or "")
-
-
-def _picture_of_url(part: Mapping[str, Any], field: str) -> Part:
-    url = part.get("image_url")
-    return Medium.of_uri(url.get("url") if isinstance(url, Mapping) else url, f"{field}.image_url")
-
-
-def _picture_of_source(part: Mapping[str, Any], field: str) -> Part:
-    source = _mapping(part.get("source"), f"{field}.source")
-    if source.get("type") != "base64":
-        raise Refused(f"{field}.source.type: pictures come as base64, nothing is fetched", f"{field}.source.type")
-    return Medium.of_uri(f"data:{source.get('media_type')};base64,{source.get('data')}", f"{field}.source.data")
-
-
-def _sound(part: Mapping[str, Any], field: str) -> Part:
-    given, place = _mapping(part.get("input_audio"), f"{field}.input_audio"), f"{field}.input_audio.data"
-    if not isinstance(given.get("data"), str):
-        raise Refused(f"{place}: sounds come as base64, nothing is fetched", place)
-    return Medium.of_uri(f"data:audio/{given.get('format')};base64,{given['data']}", place, "audio")
-
-
-_PARTS: dict[str, Callable[[Mapping[str, Any], str], Part]] = {
-    **dict.fromkeys(("text", "input_text", "output_text", "refusal"), _text_of),
-    **dict.fromkeys(("image_url", "input_image"), _picture_of_url),
-    "image": _picture_of_source,
-    "input_audio": _sound,
-}
+def _part(part: Mapping[str, Any], field: str) -> Part:
+    """A part of a message's content, in any of the wires' forms."""
+    match part.get("type"):
+        case "text" | "input_text" | "output_text" | "refusal":
+            return str(part.get("text") or part.get("refusal") or "")
+        case "image_url" | "input_image":
+            url = part.get("image_url")
+            return Medium.of_uri(url.get("url") if isinstance(url, Mapping) else url, f"{field}.image_url")
+        case "image":
+            given, place = _mapping(part.get("source"), f"{field}.source"), f"{field}.source.type"
+            if given.get("type") != "base64":
+                raise Refused(f"{place}: pictures come as base64, nothing is fetched", place)
+            return Medium.of_uri(f"data:{given.get('media_type')};base64,{given.get('data')}", f"{field}.source.data")
+        case "input_audio":
+            given, place = _mapping(part.get("input_audio"), f"{field}.input_audio"), f"{field}.input_audio.data"
+            if not isinstance(given.get("data"), str):
+                raise Refused(f"{place}: sounds come as base64, nothing is fetched", place)
+            return Medium.of_uri(f"data:audio/{given.get('format')};base64,{given['data']}", place, "audio")
+        case kind:
+            raise Refused(f"{field}.type: parts of the type {kind!r} are not supported", f"{field}.type")
 
 
 def _call(name: Any, arguments: Any, call_id: Any, field: str) -> Call:

@@ -5,10 +5,7 @@ from .environment import (
     Observation as Observation,
 )
 from .episode import Episode as Episode, EpisodeLimits as EpisodeLimits, EpisodeStart as EpisodeStart
-from .episode_loop import (
-    EpisodePlan as EpisodePlan,
-    play_episodes as play_episodes,
-)
+from .episode_loop import EpisodePlan as EpisodePlan
 from .episode_rows import episode_columns as episode_columns, episode_starts as episode_starts
 from .other_libraries import (
     from_gymnasium as from_gymnasium,

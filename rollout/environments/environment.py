@@ -47,11 +47,9 @@ class Environment(Protocol):
         Returns:
             What is shown after the messages of the row.
         """
-        ...
 
     def step(self, action: str) -> Observation | Awaitable[Observation]:
         """Answers an action: the text that the policy sampled in this turn, without special tokens."""
-        ...
 
 
 _DECODING = Lock()  # Pillow decodes an image in its own object, which several environments may show
@@ -71,6 +69,11 @@ class EnvironmentFailed(DataProtoError, RuntimeError):
     def __init__(self, reason: Failure, message: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+
+async def awaited(value: Awaitable[Any]) -> Any:
+    """A coroutine of any awaitable, as event loops take one."""
+    return await value
 
 
 def raised(method: str, error: BaseException, environment: object) -> str:
@@ -113,21 +116,16 @@ def _parts(content: Any, name: str, method: str) -> list[str | Image.Image]:
         raise EnvironmentFailed("invalid", f"{method} returned {name} that is a {type(content).__name__}, not a list")
     parts = list(content)
     for place, part in enumerate(parts):
-        if not isinstance(part, str | Image.Image):
-            raise EnvironmentFailed(
-                "invalid", f"{method} returned a {type(part).__name__} as {name}[{place}], not text or an image"
-            )
         if isinstance(part, Image.Image):
-            _decode(part, f"{method} returned as {name}[{place}]")
+            try:
+                decoded(part)  # of one that was opened from a file, in the time of the environment
+            except Exception as error:  # Pillow's plugins raise errors of any class
+                what = f"{method} returned as {name}[{place}] an image that cannot be read: {describe(error)}"
+                raise EnvironmentFailed("invalid", what) from error
+        elif not isinstance(part, str):
+            what = f"{method} returned a {type(part).__name__} as {name}[{place}], not text or an image"
+            raise EnvironmentFailed("invalid", what)
     return parts
-
-
-def _decode(image: Image.Image, what: str) -> None:
-    """Decodes an image that was opened from a file, in the time of the environment. Raises `EnvironmentFailed` if it cannot."""
-    try:
-        decoded(image)
-    except Exception as error:  # Pillow's plugins raise errors of any class
-        raise EnvironmentFailed("invalid", f"{what} an image that cannot be read: {describe(error)}") from error
 
 
 def decoded(image: Image.Image) -> Image.Image:

@@ -24,6 +24,7 @@ from rollout.environments.environment import (
     EnvironmentFailed,
     MakeEnvironment,
     Observation,
+    awaited,
     check_observation,
     decoded,
     raised,
@@ -316,11 +317,7 @@ class EnvironmentHost:
         """The value, or the result of a coroutine on the event loop, which is cancelled when ``running`` is closed."""
         if not inspect.isawaitable(value):
             return value
-
-        async def wait() -> Any:
-            return await value
-
-        future = asyncio.run_coroutine_threadsafe(wait(), self._loop)
+        future = asyncio.run_coroutine_threadsafe(awaited(value), self._loop)
         if running is not None:
             running.future = future
             if running.closed:

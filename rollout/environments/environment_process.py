@@ -33,6 +33,7 @@ from rollout.environments.environment import (
     Failure,
     MakeEnvironment,
     Observation,
+    awaited,
     check_observation,
     raised,
 )
@@ -165,11 +166,7 @@ def _serve(connection: Connection, make_environment: bytes, memory: int) -> None
 def _result(loop: asyncio.AbstractEventLoop, environment: Any, method: str, arguments: tuple[Any, ...]) -> Any:
     """What a method returns, or its coroutine."""
     found = getattr(environment, method)(*arguments)
-
-    async def wait() -> Any:
-        return await found
-
-    return loop.run_until_complete(wait()) if inspect.isawaitable(found) else found
+    return loop.run_until_complete(awaited(found)) if inspect.isawaitable(found) else found
 
 
 def _limit(address_space: int | None) -> None:

@@ -78,13 +78,11 @@ class EpisodeLimits:
 
     turns: int  # of the policy
     tokens: int | None = None  # of a row after the prompt, sampled ones and observations; None: no limit
-    seconds: float = (
-        60.0  # that the environment may take, all its calls together; decoding does not count, see `EndReason`
-    )
+    seconds: float = 60.0
+    """That the environment may take, all its calls together; decoding does not count, see `EndReason`."""
     last_pictures: int | None = None  # of the observations that a turn sees; None: all
-    memory_gib: float | None = (
-        None  # of the environment, in a process of its own; None: in a thread of this one, no limit
-    )
+    memory_gib: float | None = None
+    """Of the environment, in a process of its own; ``None``: in a thread of this one, no limit."""
     wall_clock: float | None = None  # seconds from the episode's begin, decoding included; None: no limit
 
     def __post_init__(self) -> None:

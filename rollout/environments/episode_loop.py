@@ -5,59 +5,33 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
-from dataproto import DataProto
 from dataproto.errors import InvalidPrompt, end_after, ending
 from rollout.continuation import BegunTurn, Tokens, continued
-from rollout.engine import Completion, FinishReason, Request, RequestEngine, SamplingParams
+from rollout.engine import Completion, FinishReason, Request, SamplingParams
 from rollout.environments.environment import EnvironmentFailed, MakeEnvironment, Observation
 from rollout.environments.environment_host import EnvironmentHost, Outcome
 from rollout.environments.episode import Episode, EpisodeLimits, EpisodeRow, EpisodeStart, TurnRequests
-from rollout.environments.held_episodes import Decoding, play_to_the_end
-from rollout.environments.turn_renderer import RenderedTurn, TurnRenderer
+from rollout.environments.held_episodes import Decoding, Plan
+from rollout.environments.turn_renderer import RenderedTurn
 from rollout.prompts.image_processing import batch_of, joined
 
 WORTH_WAITING = 0.1
 """Part of the engine's last step that it waits for environments which usually answer sooner."""
 
 
-def play_episodes(
-    engine: RequestEngine,
-    renderer: TurnRenderer,
-    starts: Sequence[EpisodeStart],
-    make_environment: MakeEnvironment,
-    sampling: SamplingParams,
-    limits: EpisodeLimits,
-    weight_version: int = 0,
-) -> list[Episode]:
-    """Plays an episode from each start to its end; environments step while the engine decodes others.
-
-    Args:
-        sampling: of each turn; ``max_tokens`` is the limit of a turn, and ``n`` is not used.
-        weight_version: of the engine's weights.
-
-    Raises:
-        InvalidConfig: ``make_environment`` cannot be sent to another process, for a limit of memory.
-        DataProtoError: the engine failed at a request, e.g. `NonFiniteLogits`. Failures of environments raise nothing.
-    """
-    run = EnvironmentRun(make_environment, limits)
-    return play_to_the_end(run, engine, renderer, starts, sampling, weight_version)
-
-
 @dataclass(frozen=True)
-class EpisodePlan:
-    """Which environments episodes take place in, and how long they may be."""
+class EpisodePlan(Plan):
+    """Which environments episodes take place in, and how long they may be. They step while the engine decodes others."""
 
     make_environment: MakeEnvironment
     limits: EpisodeLimits
 
     def run(self) -> "EnvironmentRun":
-        """What plays them."""
+        """What plays them. Raises `InvalidConfig` if ``make_environment`` cannot be sent to another process, for a limit of
+        memory.
+        """
         return EnvironmentRun(self.make_environment, self.limits)
-
-    def add_columns(self, data: DataProto, episodes: Sequence[Any]) -> None:
-        """Adds no column to those of `episode_columns`."""
 
 
 class EnvironmentRun:
@@ -68,7 +42,7 @@ class EnvironmentRun:
     """
 
     def __init__(self, make_environment: MakeEnvironment, limits: EpisodeLimits) -> None:
-        """Raises `InvalidConfig`, see `play_episodes`."""
+        """Raises `InvalidConfig`, see `EpisodePlan.run`."""
         self.limits = limits
         self.host = EnvironmentHost(make_environment, limits.seconds, limits.memory_gib)
         self.held: list[Episode] = []

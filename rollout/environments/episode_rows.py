@@ -106,28 +106,31 @@ def _tensors(records: Sequence["_Record"], builder: Any) -> dict[str, Tensor]:
     """The columns of tensors, padded to the longest prompt and the longest response."""
     width = max((len(record.ids) for record in records), default=0) or 1
 
-    def padded(name: str, code: Literal["q", "f"] = "q") -> Tensor:
-        return _pad_right([getattr(record, name) for record in records], width, 0, code)[0]
+    def padded(name: str, code: Literal["q", "f"] = "q", fill: int = 0) -> tuple[Tensor, Tensor]:
+        return pad_rows(ragged_rows([getattr(record, name) for record in records], code), width, fill)
 
     prompt_ids = pad_left([record.prompt_ids for record in records], builder.pad_token_id)
     prompt_mask = pad_left([np.ones_like(record.prompt_ids) for record in records])
-    responses, filled = _pad_right([record.ids for record in records], width, builder.pad_token_id)
+    responses, filled = padded("ids", fill=builder.pad_token_id)
     mask = torch.cat([prompt_mask, filled.to(torch.int64)], dim=1)
     prompt_types = pad_left([record.prompt_types for record in records])
-    types = torch.cat([prompt_types, padded("types")], dim=1).to(torch.int8)
+    types = torch.cat([prompt_types, padded("types")[0]], dim=1).to(torch.int8)
+    grids = media_grids([record.media for record in records])
+    # Positions of the padding on the right continue, as in other rollouts.
+    positions = builder.family.position_ids(types, mask.cummax(1).values, **grids, config=builder.config)
     cut = [record.is_last and record.episode.ended in ("length", "tokens", "clock") for record in records]
     return {
         "prompts": prompt_ids,
         "responses": responses,
         "input_ids": torch.cat([prompt_ids, responses], dim=1),
         "attention_mask": mask,
-        "position_ids": _positions(builder, types, mask, [record.media for record in records]),
+        "position_ids": positions,
         "mm_token_type_ids": types,
-        "response_mask": padded("mask"),
-        "rollout_log_probs": padded("log_probs", "f"),
-        "token_level_rewards": padded("rewards", "f"),
-        "turn": padded("turn"),
-        "weight_version": padded("weight_versions"),
+        "response_mask": padded("mask")[0],
+        "rollout_log_probs": padded("log_probs", "f")[0],
+        "token_level_rewards": padded("rewards", "f")[0],
+        "turn": padded("turn")[0],
+        "weight_version": padded("weight_versions")[0],
         "turns": torch.tensor([len(record.episode.turns) for record in records]),
         "truncated": torch.tensor(cut),
     }
@@ -207,11 +210,11 @@ class _Record:
         self.sampled = np.repeat([0, *np.tile([1, 0], len(turns))], lengths)
         self.mask = self.sampled * (not episode.failed)
         places, observed = self.sampled.astype(bool), [turn.shown for turn in turns if turn.shown is not None]
-        self.ids, self.types = np.zeros(len(places), dtype=np.int64), np.zeros(len(places), dtype=np.int64)
+        self.ids, self.types = np.zeros((2, len(places)), dtype=np.int64)
         self.ids[places] = [token for turn in turns for token in turn.token_ids]
         self.ids[~places] = [*history, *(token for each in observed for token in each.ids)]
         self.types[~places] = [*history_types, *(kind for each in observed for kind in each.token_types)]
-        self.log_probs, self.rewards = np.zeros(len(places), dtype=np.float32), np.zeros(len(places), dtype=np.float32)
+        self.log_probs, self.rewards = np.zeros((2, len(places)), dtype=np.float32)
         self.log_probs[places] = [value for turn in turns for value in turn.log_probs]
         self.weight_versions = np.zeros(len(places), dtype=np.int64)
         self.weight_versions[places] = [version for turn in turns for version in turn.weight_versions]
@@ -293,25 +296,3 @@ def _messages(episode: Episode) -> Any:
     if prompt is None:
         return episode.start.row.get("raw_prompt")
     return prompt.conversation.with_media(media_objects(prompt.media))
-
-
-def _positions(builder: Any, types: Tensor, mask: Tensor, media: Sequence[Any]) -> Tensor:
-    """Positions of whole rows; those of the padding on the right continue, as in other rollouts."""
-    family = builder.family
-    positions: Tensor = family.position_ids(types, mask, **media_grids(media), config=builder.config)
-    lengths = mask.flip(1).argmax(1)  # padding on the right
-    if not len(mask) or not (longest := int(lengths.max())):
-        return positions
-    following = family.extend_positions(positions, mask, longest)
-    places = torch.arange(mask.shape[1]) - (mask.shape[1] - lengths)[:, None]  # from 0 on the right padding
-    index = places.clamp(min=0)
-    if positions.ndim == 3:
-        index = index[:, None].expand_as(positions)
-        places = places[:, None].expand_as(positions)
-    return torch.where(places >= 0, following.gather(-1, index), positions)
-
-
-def _pad_right(
-    rows: Sequence[np.ndarray], width: int, fill: float, code: Literal["q", "f"] = "q"
-) -> tuple[Tensor, Tensor]:
-    return pad_rows(ragged_rows(rows, code), width, fill)

@@ -30,15 +30,12 @@ class EpisodeRun(Protocol):
     @property
     def held(self) -> list[Any]:
         """The episodes that were begun and not dropped."""
-        ...
 
     def begin(self, start: EpisodeStart, begun: Sequence[BegunTurn] = ()) -> Any:
         """A new episode. What was sampled of it in an earlier process is not sampled again, see `BegunTurn`."""
-        ...
 
     def drop(self, episode: Any) -> None:
         """Forgets an episode, and ends it if it has not ended."""
-        ...
 
     def advance(self, episodes: Sequence[Any], decoding: Decoding) -> list[Any]:
         """Plays episodes until there are enough whole groups, or the engine fails at one: see ``groups.failure``. Those that
@@ -47,44 +44,49 @@ class EpisodeRun(Protocol):
         Returns:
             The records of the episodes.
         """
-        ...
 
     def close(self) -> None:
         """Ends what the episodes take place in."""
-        ...
 
 
 class Plan(Protocol):
     """Where episodes take place, and how long they may be."""
 
-    @property
-    def limits(self) -> EpisodeLimits: ...
+    limits: EpisodeLimits
 
     def run(self) -> EpisodeRun:
         """What plays them."""
         ...
 
     def add_columns(self, data: DataProto, episodes: Sequence[Any]) -> None:
-        """Adds columns to those of `episode_columns`."""
-        ...
+        """Adds columns to those of `episode_columns`; by default none."""
 
+    def play(
+        self,
+        engine: RequestEngine,
+        renderer: TurnRenderer,
+        starts: Sequence[EpisodeStart],
+        sampling: SamplingParams,
+        weight_version: int = 0,
+    ) -> list[Any]:
+        """Plays an episode from each start to its end, on one engine.
 
-def play_to_the_end(
-    run: EpisodeRun,
-    engine: RequestEngine,
-    renderer: TurnRenderer,
-    starts: Sequence[EpisodeStart],
-    sampling: SamplingParams,
-    weight_version: int,
-) -> list[Any]:
-    """Plays an episode from each start to its end, and closes the run. Raises the error of an engine that failed at one."""
-    everyone = WholeGroups([str(number) for number in range(len(starts))], wanted=len(starts))
-    with ending(run.close):
-        episodes = [run.begin(start) for start in starts]
-        played = run.advance(episodes, Decoding(engine, renderer, sampling, everyone, weight_version))
-    if everyone.failure is not None:
-        raise everyone.failure[1]
-    return played
+        Args:
+            sampling: of each turn; ``max_tokens`` is the limit of a turn, and ``n`` is not used.
+            weight_version: of the engine's weights.
+
+        Raises:
+            InvalidConfig: see `run` of the plan.
+            DataProtoError: the engine failed at a request, e.g. `NonFiniteLogits`. Failures of environments and agents raise
+                nothing.
+        """
+        everyone, run = WholeGroups([str(number) for number in range(len(starts))], wanted=len(starts)), self.run()
+        with ending(run.close):
+            episodes = [run.begin(start) for start in starts]
+            played = run.advance(episodes, Decoding(engine, renderer, sampling, everyone, weight_version))
+        if everyone.failure is not None:
+            raise everyone.failure[1]
+        return played
 
 
 class HeldEpisodes:

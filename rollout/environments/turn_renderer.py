@@ -5,6 +5,7 @@ the text that the chat template adds after a sentinel, in the place of the answe
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 from dataproto.columns import RowMedia
 from dataproto.errors import InvalidConfig, InvalidPrompt
 from dataproto.vlm import media_grids
+from rollout.continuation import common_length
 from rollout.environments.environment import Content, Observation
 from rollout.prompts import ProcessedImage, Prompt, PromptBuilder
 from rollout.prompts.image_processing import ProcessedMedium
@@ -65,7 +67,10 @@ class TurnRenderer:
         self._images: dict[tuple[Any, ...], ProcessedImage] = {}
         self._media: dict[tuple[bytes, ...], Mapping[str, Tensor]] = {}
         self._joins: dict[str, bool] = {}  # by role: whether its texts are joined to a string
-        self.departures = tuple(self._departures())
+        try:
+            self.departures = tuple(self._departures())
+        except InvalidPrompt as error:
+            raise InvalidConfig(f"this chat template cannot show observations: {error}") from error
 
     # Prompts
 
@@ -215,18 +220,15 @@ class TurnRenderer:
         """
         if role in self._joins:
             return
-        joins = role == "tool" and self._shows_string(role)
-        if not joins and SECOND not in self._after(ANSWERED, {"role": role, "content": _parts([SECOND])}):
+        joins = False
+        if role == "tool":
+            with suppress(InvalidPrompt):
+                joins = SECOND in self._after(ANSWERED, {"role": role, "content": SECOND})
+        if not joins and SECOND not in self._after(ANSWERED, _said(role, SECOND)):
             raise InvalidPrompt(
                 f"the chat template leaves out messages of the role {role!r} after an answer: show it in another role"
             )
         self._joins[role] = joins
-
-    def _shows_string(self, role: str) -> bool:
-        try:
-            return SECOND in self._after(ANSWERED, {"role": role, "content": SECOND})
-        except InvalidPrompt:
-            return False
 
     def _after(self, messages: Sequence[dict[str, Any]], *following: dict[str, Any], tools: Sequence[Any] = ()) -> str:
         """What the template writes after the sentinel, which the last of the messages is."""
@@ -240,29 +242,24 @@ class TurnRenderer:
     # Templates
 
     def _departures(self) -> list[str]:
-        try:
-            return self._try_template()
-        except InvalidPrompt as error:
-            raise InvalidConfig(f"this chat template cannot show observations: {error}") from error
-
-    def _try_template(self) -> list[str]:
         found: list[str] = []
-        asked = self.builder.render([_user("?")], add_generation_prompt=True)
-        shown = _user("!")
-        text = self.builder.render([_user("?"), _assistant(SENTINEL), shown], add_generation_prompt=True)
+        asked = self.builder.render([_said("user", "?")], add_generation_prompt=True)
+        shown = _said("user", "!")
+        text = self.builder.render([*ANSWERED, shown], add_generation_prompt=True)
         before, _, after = text.partition(SENTINEL)
         if SENTINEL not in text:
             raise InvalidPrompt("it leaves out answers that an observation follows")
         if not before.startswith(asked):
+            same = common_length(before, asked)
             found.append(
-                f"it begins an answer with {_difference(before, asked)!r}, but writes {_difference(asked, before)!r} there once "
+                f"it begins an answer with {asked[same:]!r}, but writes {before[same:]!r} there once "
                 "an observation follows: rows keep the first"
             )
         elif before[len(asked) :].strip():
             found.append(
                 f"it writes {before[len(asked) :]!r} before an answer once an observation follows: rows do not have it"
             )
-        earlier = [_user("?"), _assistant(SECOND), _user("?"), _assistant(SENTINEL)]
+        earlier = [_said("user", "?"), _said("assistant", SECOND), *ANSWERED]
         if self._after(earlier, shown) != after:
             raise InvalidPrompt("what it writes after an answer depends on the turns before")
         ids = self.builder.encode_text(after)
@@ -276,7 +273,9 @@ class TurnRenderer:
                     f"it writes {gap!r} after the end token, which is not sampled: it stands before the observation"
                 )
         thought = f"<think>\n{SECOND}\n</think>\n\n{SENTINEL}"
-        thinking = self.builder.render([_user("?"), _assistant(thought), shown], add_generation_prompt=True)
+        thinking = self.builder.render(
+            [_said("user", "?"), _said("assistant", thought), shown], add_generation_prompt=True
+        )
         if SECOND not in thinking:
             found.append("it strips thinking from answers that an observation follows: rows keep it")
         return found
@@ -293,37 +292,19 @@ def _image_key(image: Image.Image) -> tuple[Any, ...]:
     return *meaning, repr(image.info.get("transparency")), pixels
 
 
-def _difference(one: str, other: str) -> str:
-    """What ``other`` has after the longest common beginning.
-
-    >>> _difference("<a>x", "<a><think>")
-    '<think>'
-    """
-    same = 0
-    while same < min(len(one), len(other)) and one[same] == other[same]:
-        same += 1
-    return other[same:]
-
-
 def _parts(content: Content, pixels: bool = False) -> list[dict[str, Any]]:
     """Typed parts of a message; with ``pixels`` the images are in their parts."""
     return [
         {"type": "text", "text": part}
         if isinstance(part, str)
-        else {"type": "image", "image": part}
-        if pixels
-        else {"type": "image"}
+        else {"type": "image"} | ({"image": part} if pixels else {})
         for part in content
     ]
 
 
-def _user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": [{"type": "text", "text": text}]}
+def _said(role: str, text: str) -> dict[str, Any]:
+    return {"role": role, "content": _parts([text])}
 
 
-def _assistant(text: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": [{"type": "text", "text": text}]}
-
-
-ANSWERED = (_user("?"), _assistant(SENTINEL))
+ANSWERED = (_said("user", "?"), _said("assistant", SENTINEL))
 """Messages that an observation follows."""

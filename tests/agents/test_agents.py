@@ -15,7 +15,7 @@ from dataproto.errors import InvalidConfig, NonFiniteLogits
 from helpers.agents import ScriptedEngine, run, starts, tool_renderer
 from helpers.episodes import picture
 from rollout.agents import CommandAgent
-from rollout.agents.agent_loop import run_agents
+from rollout.agents.agent_loop import AgentPlan
 from rollout.engine import Completion, SamplingParams
 from rollout.environments import EpisodeLimits, EpisodeStart
 from rollout.environments.episode_rows import episode_columns
@@ -141,7 +141,7 @@ def test_faults_end_no_other_episode(renderer):
         object.__setattr__(each, "row", {**each.row, "number": number})
     limits = EpisodeLimits(turns=4, seconds=20)
     engine = ScriptedEngine(renderer, "ok")
-    episodes = run_agents(engine, renderer, all_starts, agent, SamplingParams(max_tokens=20), limits)
+    episodes = AgentPlan(agent, limits).play(engine, renderer, all_starts, SamplingParams(max_tokens=20))
     assert [episode.ended for episode in episodes] == ["done", "error", "done"]
     assert [sum(turn.reward for turn in episode.turns) for episode in episodes] == [0.0, 0.0, 2.0]
 
@@ -213,7 +213,9 @@ def test_a_request_after_the_end_is_refused(renderer):
     for number, each in enumerate(both):
         object.__setattr__(each, "row", {**each.row, "number": number})
     limits = EpisodeLimits(turns=4, seconds=20)
-    episodes = run_agents(ScriptedEngine(renderer, "ok"), renderer, both, either, SamplingParams(max_tokens=20), limits)
+    episodes = AgentPlan(either, limits).play(
+        ScriptedEngine(renderer, "ok"), renderer, both, SamplingParams(max_tokens=20)
+    )
     assert [(episode.ended, len(episode.turns)) for episode in episodes] == [("done", 1), ("done", 1)]
 
 
@@ -242,9 +244,8 @@ def test_the_task_tells_messages_with_pictures_tools_and_the_row(renderer):
         "raw_prompt": [{"role": "user", "content": content}],
     }
     start = EpisodeStart(row, 1, 7, "u", "u/0")
-    run_agents(
-        ScriptedEngine(renderer, "ok"), renderer, [start], agent, SamplingParams(max_tokens=20), EpisodeLimits(turns=2)
-    )
+    plan = AgentPlan(agent, EpisodeLimits(turns=2))
+    plan.play(ScriptedEngine(renderer, "ok"), renderer, [start], SamplingParams(max_tokens=20))
     shown, text = tasks[0].messages[0]["content"]
     assert shown["image_url"]["url"].startswith("data:image/png;base64,")
     assert text == {"type": "text", "text": "Which?"}

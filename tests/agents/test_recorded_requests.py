@@ -12,7 +12,6 @@ from rollout.agents.messages import Refused, read_reply
 from rollout.agents.wire_replies import WIRES as PATHS
 from rollout.continuation import Tokens
 from rollout.environments import EpisodeLimits
-from rollout.environments.episode import TurnRequests
 
 NEW_ROWS = {
     "pydantic-ai.messages": "history",  # unsigned thoughts come back as words of the user
@@ -35,7 +34,7 @@ class Talk:
 
     def __init__(self, renderer):
         self.builder = renderer.builder
-        self.conversations = Conversations(starts()[0], Prompts(renderer, TurnRequests(renderer, EpisodeLimits(8))))
+        self.conversations = Conversations(starts()[0], Prompts(renderer, EpisodeLimits(8)))
 
     def ask(self, request):
         ask = PATHS[request["path"]].read(request["body"])

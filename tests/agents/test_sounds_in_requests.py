@@ -15,7 +15,7 @@ from rollout.agents.agent import task_messages
 from rollout.agents.conversations import Conversations, Prompts
 from rollout.agents.messages import Refused
 from rollout.agents.wire_requests import read_chat
-from rollout.environments.episode import EpisodeLimits, TurnRequests
+from rollout.environments.episode import EpisodeLimits
 from rollout.environments.turn_renderer import TurnRenderer
 
 SOUND = (0.5 * np.sin(np.arange(8000) / 7)).astype(np.float32)
@@ -33,7 +33,7 @@ def request(data, *more):
 
 
 def talk(renderer):
-    return Conversations(starts()[0], Prompts(renderer, TurnRequests(renderer, EpisodeLimits(8))))
+    return Conversations(starts()[0], Prompts(renderer, EpisodeLimits(8)))
 
 
 def test_a_sound_of_a_request_is_heard_as_that_of_a_row():

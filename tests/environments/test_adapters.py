@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from helpers.episodes import RandomEngine, picture, renderer_of, starts_of
+from helpers.episodes import RandomEngine, picture, play_episodes, renderer_of, starts_of
 from helpers.tiny_prompts import tiny_builder
 from rollout.engine import SamplingParams
 from rollout.environments import (
@@ -19,7 +19,6 @@ from rollout.environments import (
     from_gymnasium,
     from_trl,
     from_vagen,
-    play_episodes,
     trl_tools,
     with_tools,
 )

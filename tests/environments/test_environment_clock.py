@@ -13,10 +13,10 @@ import torch
 from dataproto.columns import ROUTED_EXPERTS
 from dataproto.errors import InvalidConfig
 from helpers.checkpoints import write_checkpoint
-from helpers.episodes import RandomEngine, prompts_of, renderer_of, starts_of
+from helpers.episodes import RandomEngine, play_episodes, prompts_of, renderer_of, starts_of
 from rollout.continuation import BegunTurn, Tokens, WholeGroups
 from rollout.engine import Completion, SamplingParams
-from rollout.environments import EpisodeLimits, Observation, TurnRenderer, environment_host, episode_loop, play_episodes
+from rollout.environments import EpisodeLimits, Observation, TurnRenderer, environment_host, episode_loop
 from rollout.environments.environment_host import EnvironmentHost
 from rollout.environments.episode_loop import EpisodePlan
 from rollout.environments.episode_rows import episode_columns

@@ -9,10 +9,10 @@ import pytest
 
 from dataproto.errors import InvalidConfig
 from helpers.environments import Drawing, Greedy, Hanging, Leaving, Misbehaving, Slow
-from helpers.episodes import RandomEngine, renderer_of, starts_of
+from helpers.episodes import RandomEngine, play_episodes, renderer_of, starts_of
 from recipes.algorithms.function_files import load_named_function
 from rollout.engine import SamplingParams
-from rollout.environments import EnvironmentFailed, EpisodeLimits, environment_process, play_episodes
+from rollout.environments import EnvironmentFailed, EpisodeLimits, environment_process
 from rollout.environments.environment_host import EnvironmentHost
 from rollout.environments.environment_process import in_process
 

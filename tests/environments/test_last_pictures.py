@@ -6,11 +6,11 @@ import torch
 from PIL import Image
 
 from dataproto.errors import InvalidConfig
-from helpers.episodes import DrawnEnvironment, RandomEngine, picture, prompts_of, renderer_of
+from helpers.episodes import DrawnEnvironment, RandomEngine, picture, play_episodes, prompts_of, renderer_of
 from recipes.algorithms import group_advantage, turn_gae
 from recipes.run.metrics import last_rows, rollout_metrics
 from rollout.engine import SamplingParams
-from rollout.environments import EpisodeLimits, Observation, play_episodes
+from rollout.environments import EpisodeLimits, Observation
 from rollout.environments.episode import OMITTED, last_pictures
 from rollout.environments.episode_rows import episode_columns, episode_starts
 from rollout.sampling import turn_seed

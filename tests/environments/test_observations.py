@@ -14,12 +14,12 @@ from PIL import ExifTags, Image
 
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig, InvalidMedia, InvalidPrompt
-from helpers.episodes import RandomEngine, picture, prompts_of, renderer_of, starts_of
+from helpers.episodes import RandomEngine, picture, play_episodes, prompts_of, renderer_of, starts_of
 from helpers.tiny_prompts import tiny_builder
 from recipes.run.episode_roles import EpisodeReward, Played, PlayingRollout
 from recipes.run.evaluation import evaluate_samples
 from rollout.engine import SamplingParams
-from rollout.environments import EpisodeLimits, EpisodePlan, Observation, play_episodes
+from rollout.environments import EpisodeLimits, EpisodePlan, Observation
 from rollout.environments.environment_host import EnvironmentHost
 from rollout.environments.episode_rows import episode_columns, episode_starts
 from rollout.environments.other_libraries import from_gymnasium

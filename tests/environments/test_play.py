@@ -14,10 +14,10 @@ from PIL import Image
 from dataproto.columns import PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS
 from dataproto.errors import InvalidConfig, InvalidPrompt
 from helpers.checkpoints import write_checkpoint
-from helpers.episodes import DrawnEnvironment, RandomEngine, picture, prompts_of, renderer_of, starts_of
+from helpers.episodes import DrawnEnvironment, RandomEngine, picture, play_episodes, prompts_of, renderer_of, starts_of
 from recipes.run.episode_roles import Played, PlayingRollout
 from rollout.engine import SamplingParams
-from rollout.environments import EpisodeLimits, EpisodePlan, Observation, TurnRenderer, play_episodes
+from rollout.environments import EpisodeLimits, EpisodePlan, Observation, TurnRenderer
 from rollout.environments.environment_host import EnvironmentHost
 from rollout.environments.episode_loop import WORTH_WAITING
 from rollout.environments.episode_rows import episode_columns

@@ -8,10 +8,10 @@ import torch
 
 from dataproto.columns import PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS
 from helpers.engines import start
-from helpers.episodes import DrawnEnvironment, prompts_of, starts_of
+from helpers.episodes import DrawnEnvironment, play_episodes, prompts_of, starts_of
 from rollout.continuation import Tokens, WholeGroups, decode_groups
 from rollout.engine import SamplingParams
-from rollout.environments import Episode, EpisodeLimits, TurnRenderer, play_episodes
+from rollout.environments import Episode, EpisodeLimits, TurnRenderer
 from rollout.environments.episode_loop import EnvironmentRun
 from rollout.environments.episode_rows import episode_columns
 from rollout.environments.held_episodes import Decoding

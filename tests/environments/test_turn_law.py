@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from dataproto.errors import InvalidConfig
-from helpers.episodes import DrawnEnvironment, RandomEngine, drawn_content, renderer_of, starts_of
+from helpers.episodes import DrawnEnvironment, RandomEngine, drawn_content, play_episodes, renderer_of, starts_of
 from helpers.tiny_prompts import tiny_builder
 from rollout.engine import SamplingParams
-from rollout.environments import EpisodeLimits, Observation, TurnRenderer, play_episodes
+from rollout.environments import EpisodeLimits, Observation, TurnRenderer
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "smolvlm", "internvl", "gemma3")
 EPISODES = 200

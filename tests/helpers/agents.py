@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from helpers.episodes import picture, renderer_of
-from rollout.agents.agent_loop import run_agents
+from rollout.agents.agent_loop import AgentPlan
 from rollout.engine import Completion, SamplingParams
 from rollout.environments import EpisodeLimits, EpisodeStart
 from rollout.hf import engine as hf_engine
@@ -257,7 +257,7 @@ def starts(count=1, messages=None):
 def run(renderer, engine, agent, count=1, limits=None, sampling=SAMPLING, **start):
     """Episodes of an agent; afterwards the engine holds nothing."""
     limits = limits or EpisodeLimits(turns=8, seconds=20)
-    episodes = run_agents(engine, renderer, starts(count, **start), agent, replace(sampling), limits, 1)
+    episodes = AgentPlan(agent, limits).play(engine, renderer, starts(count, **start), replace(sampling), 1)
     assert not engine.waiting
     assert not engine.kept
     return episodes

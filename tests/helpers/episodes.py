@@ -8,13 +8,17 @@ from PIL import Image
 from dataproto.errors import InvalidPrompt
 from helpers.tiny_prompts import tiny_builder
 from rollout.engine import Completion
-from rollout.environments import Observation, TurnRenderer
+from rollout.environments import EpisodePlan, Observation, TurnRenderer
 
 
 def renderer_of(model_type, **options):
     """A renderer with the family's tiny tokenizer and image processor."""
     builder = tiny_builder(model_type, max_prompt_length=4096, **options)
     return TurnRenderer(builder)
+
+
+def play_episodes(engine, renderer, starts, make_environment, sampling, limits, weight_version=0):
+    return EpisodePlan(make_environment, limits).play(engine, renderer, starts, sampling, weight_version)
 
 
 class RandomEngine:

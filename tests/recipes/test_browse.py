@@ -8,7 +8,7 @@ from helpers.agents import ScriptedEngine, tool_renderer
 from recipes.browse import BUTTON, CLICKS, SIDE, PageRows, RandomClicks, main, press
 from recipes.configs.browse_config import parse
 from recipes.watch.metrics_file import METRICS_FILE, read_metrics
-from rollout.agents.agent_loop import run_agents
+from rollout.agents.agent_loop import AgentPlan
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits, EpisodeStart
 
@@ -35,7 +35,7 @@ def test_the_agent_presses_the_button_where_the_policy_clicks(left, top, opacity
     renderer = tool_renderer()
     engine = ScriptedEngine(renderer, *said)
     sampling = SamplingParams(max_tokens=20)
-    (episode,) = run_agents(engine, renderer, [start(left, top, opacity)], press, sampling, LIMITS)
+    (episode,) = AgentPlan(press, LIMITS).play(engine, renderer, [start(left, top, opacity)], sampling)
     assert (sum(turn.reward for turn in episode.turns), len(episode.turns)) == (reward, turns), episode.message
     assert episode.ended == ("done" if reward else "turns")
     pictures = engine.requests[-1].multi_modal_data["image"]

@@ -26,7 +26,7 @@ from helpers.carried_runs import (
     uninterrupted,
 )
 from helpers.checkpoints import write_checkpoint
-from helpers.episodes import RandomEngine, picture, renderer_of, starts_of
+from helpers.episodes import RandomEngine, picture, play_episodes, renderer_of, starts_of
 from helpers.option_files import in_files
 from recipes.geo3k_grpo import parse
 from recipes.grpo import GRPOConfig, grpo_step, grpo_step_in_parts, step_for
@@ -37,7 +37,7 @@ from recipes.run.look_ahead import LookAhead
 from recipes.run.phases import StepState
 from rollout.continuation import WholeGroups
 from rollout.engine import SamplingParams
-from rollout.environments import EpisodeLimits, Observation, play_episodes
+from rollout.environments import EpisodeLimits, Observation
 from rollout.environments.episode_loop import EpisodePlan
 from rollout.environments.held_episodes import Decoding
 from workers.cluster.local import LocalGroup

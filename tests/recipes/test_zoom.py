@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from dataproto.errors import InvalidConfig
-from helpers.episodes import RandomEngine
+from helpers.episodes import RandomEngine, play_episodes
 from helpers.geo3k_runs import rows_of
 from helpers.tiny_prompts import TEMPLATE, tiny_image_processor, tiny_prompt_config, tiny_tokenizer
 from recipes.configs.zoom_config import parse
@@ -27,7 +27,7 @@ from recipes.demo.digit_zoom import (
 )
 from recipes.zoom import environment_of, main
 from rollout.engine import SamplingParams
-from rollout.environments import EpisodeLimits, TurnRenderer, play_episodes
+from rollout.environments import EpisodeLimits, TurnRenderer
 from rollout.environments.episode_rows import episode_starts
 from rollout.prompts import PromptBuilder
 

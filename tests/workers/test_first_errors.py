@@ -20,12 +20,12 @@ from dataproto.vlm import family_of
 from helpers.batches import prompt_batch
 from helpers.checkpoints import write_checkpoint
 from helpers.environments import Drawing
-from helpers.episodes import RandomEngine, renderer_of, starts_of
+from helpers.episodes import RandomEngine, play_episodes, renderer_of, starts_of
 from helpers.tiny_models import tiny_model
 from rollout.continuation import Tokens, WholeGroups, decode_groups
 from rollout.engine import SamplingParams
 from rollout.engine_ranks import drive
-from rollout.environments import EpisodeLimits, play_episodes
+from rollout.environments import EpisodeLimits
 from rollout.hf.engine import HFEngine
 from rollout.responses import build_requests
 from rollout.vllm.engine import VLLMEngine

@@ -11,10 +11,10 @@ from dataproto import DataProto
 from dataproto.columns import media_parts
 from dataproto.vlm import family_of
 from helpers.batches import padded_log_probs
-from helpers.episodes import DrawnEnvironment, RandomEngine, prompts_of, renderer_of
+from helpers.episodes import DrawnEnvironment, RandomEngine, play_episodes, prompts_of, renderer_of
 from helpers.tiny_models import gradient_tolerance, rounding, tiny_model
 from rollout.engine import SamplingParams
-from rollout.environments import EpisodeLimits, play_episodes
+from rollout.environments import EpisodeLimits
 from rollout.environments.episode_rows import episode_columns, episode_starts
 from workers.model.packed_model import PackedVLM
 from workers.training.forward_pass import PreparedRows, forward_rows, sharing

@@ -29,7 +29,7 @@ from rollout.engine import (
 from rollout.engine_ranks import drive
 from rollout.environments import EpisodeLimits, EpisodePlan, MakeEnvironment, TurnRenderer
 from rollout.environments.episode_rows import episode_columns, episode_starts
-from rollout.environments.held_episodes import Decoding, HeldEpisodes, Plan, play_to_the_end
+from rollout.environments.held_episodes import Decoding, HeldEpisodes, Plan
 from rollout.prompts import PromptBuilder
 from rollout.responses import OCCURRENCE, attach_responses, build_requests, number_occurrences, prompt_names
 from workers.model.model_config import ModelConfig
@@ -263,7 +263,7 @@ class RolloutWorker:
                 starts = episode_starts(shared, sampling, self._calls)
 
                 def played(engine: RequestEngine) -> list[Any]:
-                    return play_to_the_end(plan.run(), engine, self.renderer, starts, sampling, sharding.version)
+                    return plan.play(engine, self.renderer, starts, sampling, sharding.version)
 
                 episodes = drive(self.engine, self.engine_group, played)
                 repeated = shared.repeat(sampling.n, interleave=True)

@@ -4,7 +4,7 @@ import json
 import sys
 
 from helpers.agents import ScriptedEngine, tool_renderer
-from rollout.agents import VerifiersAgent, run_agents
+from rollout.agents import AgentPlan, VerifiersAgent
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits, EpisodeStart
 
@@ -19,7 +19,7 @@ starts = [
     EpisodeStart({"raw_prompt": messages, **row}, 1, 7, "u", f"u/{place}") for place, row in enumerate([*rows[1:3], {}])
 ]
 limits = EpisodeLimits(turns=4, seconds=100)
-episodes = run_agents(engine, renderer, starts, agent, SamplingParams(max_tokens=20), limits)
+episodes = AgentPlan(agent, limits).play(engine, renderer, starts, SamplingParams(max_tokens=20))
 told = [
     {
         "ended": episode.ended,
