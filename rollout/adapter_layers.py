@@ -89,7 +89,8 @@ class _LowRankLinear(torch.autograd.Function):
         if groups is None:
             inner = _add_slices(out, x, segments, _in_dtype(matrices, x.dtype))
         else:
-            inner = _add_grouped(out, x, groups)
+            inner = grouped_mm(x, groups.downs.transpose(1, 2), offs=groups.ends)
+            out.add_(grouped_mm(inner, groups.ups.transpose(1, 2), offs=groups.ends))
         ctx.save_for_backward(x, weight, inner, *matrices)
         ctx.segments, ctx.groups = segments, groups
         return out
@@ -163,13 +164,6 @@ def _gradients_of_slices(
 
 
 # One grouped product for all segments
-
-
-def _add_grouped(out: Tensor, x: Tensor, groups: Groups) -> Tensor:
-    """As `_add_slices`."""
-    inner = grouped_mm(x, groups.downs.transpose(1, 2), offs=groups.ends)
-    out.add_(grouped_mm(inner, groups.ups.transpose(1, 2), offs=groups.ends))
-    return inner
 
 
 def _gradients_grouped(

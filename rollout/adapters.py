@@ -145,10 +145,8 @@ def new_adapter(model: nn.Module, family: VLMFamily, config: AdapterConfig, seed
         generator = torch.Generator().manual_seed(derive_seed("adapter", seed, name))
         bound = 1 / math.sqrt(into)
         down = torch.empty(config.rank, into).uniform_(-bound, bound, generator=generator)
-        pairs[name] = (
-            nn.Parameter(down.to(device)),
-            nn.Parameter(torch.zeros(out, config.rank, device=device)),
-        )
+        up = torch.zeros(out, config.rank, device=device)
+        pairs[name] = nn.Parameter(down.to(device)), nn.Parameter(up)
     return Adapter(config, pairs)
 
 
@@ -177,13 +175,8 @@ def write_adapter(adapter: Adapter, directory: Path, base_model: str, dtype: tor
     (directory / CONFIG_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def read_adapter(
-    directory: Path, model: nn.Module, family: VLMFamily, device: torch.device, trained: bool = False
-) -> Adapter:
-    """Reads what `write_adapter` wrote.
-
-    Args:
-        trained: the matrices get gradients.
+def read_adapter(directory: Path, model: nn.Module, family: VLMFamily, device: torch.device) -> Adapter:
+    """Reads what `write_adapter` wrote. The matrices have no gradients.
 
     Raises:
         CheckpointError: a file is missing, damaged, or of another model; names the file and the tensor.
@@ -194,7 +187,7 @@ def read_adapter(
     for name, (out, into) in layers.items():
         shapes = {DOWN: (config.rank, into), UP: (out, config.rank)}
         down, up = (
-            _matrix(weights, f"{PREFIX}{name}{end}", shape, directory / WEIGHTS_FILE).to(device).requires_grad_(trained)
+            _matrix(weights, f"{PREFIX}{name}{end}", shape, directory / WEIGHTS_FILE).to(device)
             for end, shape in shapes.items()
         )
         pairs[name] = (down, up)

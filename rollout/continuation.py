@@ -75,6 +75,20 @@ class FinishedRequest:
 F = TypeVar("F", bound=FinishedRequest)
 
 
+def joined_media(parts: Sequence[Media]) -> dict[str, Tensor]:
+    """The inputs of several parts, one after another. The tensors of a single one are not copied.
+
+    >>> joined_media([{"image_grid_thw": torch.tensor([[1, 2, 2]])}, {"image_grid_thw": torch.tensor([[1, 2, 4]])}])
+    {'image_grid_thw': tensor([[1, 2, 2],
+            [1, 2, 4]])}
+    """
+    joined: dict[str, Tensor] = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        found = [part[name] for part in parts if name in part]
+        joined[name] = found[0] if len(found) == 1 else torch.cat(found)
+    return joined
+
+
 def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
     """The number of equal elements with which two sequences begin.
 

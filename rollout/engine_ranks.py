@@ -33,12 +33,9 @@ def drive(engine: RequestEngine, group: ProcessGroup | None, play: Callable[[Req
     """
     if group is None:
         return play(engine)
-    if distributed.get_rank(group) == 0:
-        return _lead(_LeadingEngine(engine, group), play)
-    return _follow(engine, group)
-
-
-def _lead(leader: "_LeadingEngine", play: Callable[[RequestEngine], T]) -> T:
+    if distributed.get_rank(group):
+        return _follow(engine, group)
+    leader = _LeadingEngine(engine, group)
     try:
         result = play(leader)
     except BaseException as error:

@@ -46,8 +46,8 @@ class PatchProcessor(PilBackend):
         raise NotImplementedError
 
     def patches(self, cut: np.ndarray, settings: dict[str, Any]) -> np.ndarray:
-        """The patches that a model takes, of ``cut (patches, C, side, side)``."""
-        raise NotImplementedError
+        """The patches that a model takes, of ``cut (patches, C, side, side)``: by default these."""
+        return cut
 
     def _preprocess(self, images: list[np.ndarray], *_: Any, **settings: Any) -> BatchFeature:
         side, patches, grids = int(settings["patch_size"]), [], []
@@ -111,10 +111,6 @@ class KimiImageProcessor(PatchProcessor):
         if size != image.shape[-2:]:
             image = self.resize(image, SizeDict(height=size[0], width=size[1]), settings["resample"])
         return np.pad(image, ((0, 0), *((0, -length % (merge * side)) for length in size)))
-
-    def patches(self, cut: np.ndarray, settings: dict[str, Any]) -> np.ndarray:
-        """See `PatchProcessor.patches`."""
-        return cut
 
 
 class MuseImageKwargs(ImagesKwargs, total=False):

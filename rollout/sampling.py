@@ -95,7 +95,8 @@ def draw_tokens(probs: Tensor, numbers: Tensor) -> Tensor:
     >>> draw_tokens(torch.tensor([[0.0, 0.5, 0.5], [1.0, 0.0, 0.0]]), torch.tensor([0.6, 0.999])).tolist()
     [2, 0]
     """
-    blocks = probs.unflatten(-1, (-1, _block_size(probs.shape[-1])))  # (B, blocks, size)
+    size = min(probs.shape[-1] & -probs.shape[-1], 1024)  # the largest power of two, at most 1024, that divides V
+    blocks = probs.unflatten(-1, (-1, size))  # (B, blocks, size)
     cumulative = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
     target = numbers.double().unsqueeze(-1) * cumulative[..., -1:]
     block = _first_above(cumulative, target)
@@ -113,11 +114,6 @@ def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, below, right=True).clamp_max_(cumulative.shape[-1] - 1)
 
 
-def _block_size(vocabulary: int) -> int:
-    """The largest power of two, at most 1024, that divides the size of the vocabulary."""
-    return min(vocabulary & -vocabulary, 1024)
-
-
 def sample(
     logits: Tensor,
     sampling: SamplingParams,
@@ -128,7 +124,7 @@ def sample(
     """Next tokens ``(B,)`` int64 of ``logits (B, V)``, and their log-probs ``(B,)`` under the policy, before top-p, top-k and
     min-p.
 
-    If the logits of a row contain NaN or infinity, its log-prob is not finite (see `check_sampled`) and its token arbitrary.
+    If the logits of a row contain NaN or infinity, its log-prob is not finite (see `non_finite`) and its token arbitrary.
 
     Args:
         numbers: ``(B,)`` float64, each row's uniform number at this step (see `uniforms`).
@@ -156,25 +152,25 @@ def likeliest(log_probs: Tensor, count: int) -> list[TopLogProbs]:
     return [list(zip(*row, strict=True)) for row in zip(tokens.tolist(), values.tolist(), strict=True)]
 
 
-def check_sampled(token_ids: Sequence[int], log_probs: Sequence[float], banned_ids: Sequence[int], row: str) -> None:
-    """Raises `NonFiniteLogits` if a response was sampled from logits that define no distribution; ``row`` names it in the
-    message.
+def non_finite(
+    token_ids: Sequence[int], log_probs: Sequence[float], banned_ids: Sequence[int], row: str
+) -> NonFiniteLogits | None:
+    """The error of a response that was sampled from logits that define no distribution, if it was; ``row`` names it.
 
     Logits may be minus infinity for some tokens, which then have no probability.
 
-    >>> check_sampled([5, 0], [-0.5, float("nan")], banned_ids=[], row="row 3")
-    Traceback (most recent call last):
-    ...
-    dataproto.errors.NonFiniteLogits: row 3: the logits of response token 1 are not finite: the model's weights, or the row's \
-pixels, contain NaN or infinity; the engine stays usable with finite ones
+    >>> print(non_finite([5, 0], [-0.5, float("nan")], banned_ids=[], row="row 3"))
+    row 3: the logits of response token 1 are not finite: the model's weights, or the row's pixels, contain NaN or infinity; \
+the engine stays usable with finite ones
     """
     # A banned token means that all others have no probability.
     wrong = ~np.isfinite(log_probs) | np.isin(token_ids, banned_ids)
-    if wrong.any():
-        raise NonFiniteLogits(
-            f"{row}: the logits of response token {int(wrong.argmax())} are not finite: the model's weights, or the row's "
-            "pixels, contain NaN or infinity; the engine stays usable with finite ones"
-        )
+    if not wrong.any():
+        return None
+    return NonFiniteLogits(
+        f"{row}: the logits of response token {int(wrong.argmax())} are not finite: the model's weights, or the row's "
+        "pixels, contain NaN or infinity; the engine stays usable with finite ones"
+    )
 
 
 def derive_seed(*parts: int | str) -> int:

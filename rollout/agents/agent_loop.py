@@ -6,7 +6,6 @@ import math
 import numbers
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,7 +26,7 @@ from rollout.engine import Completion
 from rollout.environments.environment import MAX_REWARD
 from rollout.environments.episode import Episode, EpisodeLimits, EpisodeRow, EpisodeStart, Turn
 from rollout.environments.held_episodes import Decoding, Plan
-from rollout.prompts.image_processing import batch_of, joined
+from rollout.prompts.image_processing import batch_of
 from rollout.prompts.messages import read_tools
 
 MODEL = "policy"
@@ -39,17 +38,12 @@ EPISODE_OVER = Refused("the episode of this key is over", None, "episode_over")
 
 @dataclass
 class AgentEpisode(Episode):
-    """The record of an episode, with the reason of each of its rows, see `rollout.agents.conversations.REASONS`."""
+    """The record of an episode, with the reason of each of its rows, see `rollout.agents.conversations.REASONS`. If it continues
+    later, ``repeated`` is what was sampled so far, in the order of its requests.
+    """
 
     new_rows: list[str] = field(default_factory=list)
     scored: bool = True  # False: the agent returned no reward
-    sampled: list[BegunTurn] = field(default_factory=list)
-    """Of an episode that continues later, in the order of its requests."""
-
-    @property
-    def begun(self) -> list[BegunTurn]:
-        """What was sampled so far, for an episode that continues later."""
-        return self.sampled
 
 
 @dataclass(frozen=True)
@@ -81,14 +75,6 @@ def agent_columns(data: DataProto, episodes: Sequence[AgentEpisode]) -> None:
     data["agent_scored"] = torch.tensor([scored for _, scored in rows], dtype=torch.bool)
 
 
-@dataclass(eq=False)
-class _Pending:
-    """A request whose replies are sampled."""
-
-    asked: Asked
-    turns: list[AgentTurn]
-
-
 class _Live:
     """An episode while its agent runs."""
 
@@ -98,8 +84,8 @@ class _Live:
         """``begun``: what an earlier process has sampled. The agent gets it where it asks for the same again."""
         self.number, self.start = number, start
         self.key = ""
-        self.in_flight: dict[int, tuple[_Pending, AgentTurn]] = {}  # by the number in the engine
-        self.stopped: list[tuple[_Pending, AgentTurn]] = []  # turns that go on when the engine does
+        self.in_flight: dict[int, AgentTurn] = {}  # by the number in the engine
+        self.stopped: list[AgentTurn] = []  # turns that go on when the engine does
         self.repeated = {turn.state.partition(" ")[0]: turn for turn in begun}  # by the seed of the request
         self.rewards: dict[str, float] = {}  # by turn
         self.last: AgentTurn | None = None  # that was answered
@@ -144,7 +130,7 @@ class _Live:
                 ids, log_probs, versions = turn.tokens.token_ids, turn.tokens.log_probs, turn.tokens.weight_versions
                 turns.append(Turn(ids, log_probs, self.rewards.get(turn.id, 0.0), shown, versions, turn.state))
         told: dict[str, Any] = {"ended": self.ended, "message": self.message, "info": self.info}
-        told |= {"scored": self.scored, "sampled": [] if self.ended else self.begun}
+        told |= {"scored": self.scored, "repeated": [] if self.ended else self.begun}
         return AgentEpisode(self.start, turns=turns, rows=rows, new_rows=reasons, **told)
 
 
@@ -207,7 +193,7 @@ class AgentRun:
         self.decoding, renderer = decoding, decoding.renderer
         self.requests: dict[int, _Live] = {}  # by the number in the engine
         self.episodes, self.places = episodes, {live.number: place for place, live in enumerate(episodes)}
-        images = batch_of(joined(live.start.images for live in episodes))
+        images = batch_of(live.start.images for live in episodes)
         with renderer.builder.one_batch(images), ending(self._pause, renderer.forget):
             self._resume(Prompts(renderer, self.limits))
             self._play()
@@ -234,8 +220,8 @@ class AgentRun:
             live.talk.prompts = prompts
             live.began, live.idle_since = now - live.played, now
             stopped, live.stopped = live.stopped, []
-            for pending, turn in stopped:
-                self._decode(live, pending, turn)
+            for turn in stopped:
+                self._decode(live, turn)
 
     def _pause(self) -> None:
         """Takes the tokens of turns that are not finished, and frees what the engine holds."""
@@ -244,11 +230,11 @@ class AgentRun:
     def _stop(self, live: _Live) -> None:
         live.played, live.idle = time.monotonic() - live.began, live.seconds_idle()
         in_flight, live.in_flight = live.in_flight, {}
-        for number, (pending, turn) in in_flight.items():
+        for number, turn in in_flight.items():
             stopped = self.decoding.engine.abort(number)
             if stopped is not None:
                 turn.partial = (turn.partial or Tokens()) + Tokens.of(stopped, self.decoding.weight_version)
-            live.stopped.append((pending, turn))
+            live.stopped.append(turn)
         self._free(live)
 
     def _begin_further(self) -> None:
@@ -301,13 +287,22 @@ class AgentRun:
             told = f"the episode has at most {limits.turns} turns"
             live.cut, live.refusal = "turns", Refused(told, None, "turn_limit_exceeded")
             raise live.refusal
-        turns = live.talk.open(ask)
+        turns, idle = live.talk.open(ask, asked.replies), live.seconds_idle()
+        parent, first = turns[0].parent, turns[0].request
+        sampling, top = self.decoding.sampling, ask.top_log_probs or 0
+        stop = tuple(dict.fromkeys((*sampling.stop, *ask.stops)))
         try:
-            used = max(len(turns[0].request.input_ids) - len(live.talk.rows[0].turns[0].request.input_ids), 0)
+            used = max(len(first.input_ids) - len(live.talk.rows[0].turns[0].request.input_ids), 0)
             if limits.room(used) < 1:
                 raise InvalidPrompt(f"the row has {used} tokens after its prompt, at most {limits.tokens} are allowed")
-            most = int(min(self.decoding.sampling.max_tokens, limits.room(used), ask.max_tokens or math.inf))
-            self._submit(live, _Pending(asked, turns), most)
+            most = int(min(sampling.max_tokens, limits.room(used), ask.max_tokens or math.inf))
+            sampling = replace(sampling, n=1, max_tokens=most, stop=stop, top_log_probs=top)
+            for turn in turns:
+                turn.sampling = sampling
+                self._decode(live, turn)
+                live.idle = idle
+            if parent is not None:
+                self._abort(live, parent)
         except InvalidPrompt as error:
             live.cut, live.refusal = "tokens", Refused(f"the context is full: {error}", "messages", CONTEXT)
             for turn in turns:
@@ -316,28 +311,14 @@ class AgentRun:
             raise live.refusal from error
         live.cut = live.refusal = None
 
-    def _submit(self, live: _Live, pending: _Pending, most: int) -> None:
-        """Submits the turns of a request. Raises `InvalidPrompt` if the engine has no room for them."""
-        ask, parent, idle = pending.asked.ask, pending.turns[0].parent, live.seconds_idle()
-        stop = tuple(dict.fromkeys((*self.decoding.sampling.stop, *ask.stops)))
-        sampling = replace(
-            self.decoding.sampling, n=1, max_tokens=most, stop=stop, top_log_probs=ask.top_log_probs or 0
-        )
-        for turn in pending.turns:
-            turn.sampling = sampling
-            self._decode(live, pending, turn)
-            live.idle = idle
-        if parent is not None:
-            self._abort(live, parent)
-
-    def _decode(self, live: _Live, pending: _Pending, turn: AgentTurn) -> None:
+    def _decode(self, live: _Live, turn: AgentTurn) -> None:
         """Gives a turn to the engine, from the tokens that it has so far. What an earlier process has sampled is not sampled
-        again.
+        again. Raises `InvalidPrompt` if the engine has no room for it.
         """
         known = live.repeated.pop(str(turn.request.seed), None)
         if known is not None and known.before == turn.request.input_ids.tolist():
             if known.whole:
-                self._answer(live, pending, turn, known.tokens, known.state.partition(" ")[2])
+                self._answer(live, turn, known.tokens, known.state.partition(" ")[2])
                 return
             turn.partial = known.tokens
         begun, parent = [] if turn.partial is None else turn.partial.token_ids, turn.parent
@@ -348,7 +329,7 @@ class AgentRun:
             turn.number = self.decoding.engine.submit(rest, sampling, True)
         else:
             turn.number = self.decoding.engine.fork(parent.number, rest, sampling, True)
-        live.in_flight[turn.number] = pending, turn
+        live.in_flight[turn.number] = turn
         self.requests[turn.number] = live
 
     def _abort(self, live: _Live, turn: AgentTurn) -> None:
@@ -407,31 +388,26 @@ class AgentRun:
 
     def _completed(self, completion: Completion) -> None:
         live = self.requests.pop(completion.request)
-        pending, turn = live.in_flight.pop(completion.request)
+        turn = live.in_flight.pop(completion.request)
         if not live.in_flight:
             live.idle_since = time.monotonic()
         if completion.error is not None:
-            live.stopped.append((pending, turn))
+            live.stopped.append(turn)
             self.decoding.groups.fail(self.places[live.number], completion.error)
             return
         tokens = (turn.partial or Tokens()) + Tokens.of(completion, self.decoding.weight_version)
-        self._answer(live, pending, turn, tokens, completion.finish_reason, completion)
+        self._answer(live, turn, tokens, completion.finish_reason, completion)
 
     def _answer(
-        self,
-        live: _Live,
-        pending: _Pending,
-        turn: AgentTurn,
-        tokens: Tokens,
-        reason: str,
-        completion: Completion | None = None,
+        self, live: _Live, turn: AgentTurn, tokens: Tokens, reason: str, completion: Completion | None = None
     ) -> None:
         """Gives a turn its tokens, and the agent the replies of its request once all are there."""
         turn.ends = reason
         live.talk.answered(turn, tokens, self._reply(turn, tokens, completion))
         live.last = turn
-        if all(each.reply is not None for each in pending.turns):
-            pending.asked.replies.set_result([each.reply for each in pending.turns if each.reply is not None])
+        replies = [each.reply for each in turn.together if each.reply is not None]
+        if len(replies) == len(turn.together):
+            turn.replies.set_result(replies)
 
     def _reply(self, turn: AgentTurn, tokens: Tokens, completion: Completion | None) -> Reply:
         ask, ids = turn.ask, tokens.token_ids
@@ -485,17 +461,16 @@ class AgentRun:
     def _drop_waiting(self, live: _Live) -> None:
         """Forgets the requests that are sampled now: the agent has not seen a reply."""
         self._refuse_waiting(live)
-        for _, turn in [*live.in_flight.values(), *live.stopped]:
+        for turn in [*live.in_flight.values(), *live.stopped]:
             self._abort(live, turn)
         live.stopped.clear()
         for turn in [turn for turn in live.talk.turns if turn.reply is None]:
             live.talk.drop(turn)
 
     def _refuse_waiting(self, live: _Live) -> None:
-        for pending, _ in [*live.in_flight.values(), *live.stopped]:
-            waiting: Future[list[Reply]] = pending.asked.replies
-            if not waiting.done():
-                waiting.set_exception(EPISODE_OVER)
+        for turn in [*live.in_flight.values(), *live.stopped]:
+            if not turn.replies.done():
+                turn.replies.set_exception(EPISODE_OVER)
 
     def _free(self, live: _Live) -> None:
         for turn in list(live.talk.turns):

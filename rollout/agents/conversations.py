@@ -8,6 +8,7 @@ other histories begin a new row, for a reason that has a name, see `REASONS`.
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
@@ -56,6 +57,8 @@ class AgentTurn:
     state: str  # digest of the new messages
     children: list["AgentTurn"] = field(default_factory=list)
     row: "AgentRow" = field(init=False)  # in which it is sampled
+    replies: "Future[list[Reply]]" = field(init=False)  # those of the turns of its request,
+    together: list["AgentTurn"] = field(init=False)  # which are these
     number: int | None = None  # of the request, as long as the engine keeps it
     sampling: SamplingParams | None = None
     partial: Tokens | None = None  # of a turn that was stopped
@@ -133,8 +136,8 @@ class Conversations:
             except InvalidPrompt as error:
                 raise Refused(f"{part.place}: {error}", part.place) from error
 
-    def open(self, ask: Ask) -> list[AgentTurn]:
-        """The turns of a request, one for each sample, each at the end of its row.
+    def open(self, ask: Ask, replies: "Future[list[Reply]]") -> list[AgentTurn]:
+        """The turns of a request, one for each sample, each at the end of its row. ``replies`` gets those of all of them.
 
         Raises:
             Refused: the messages cannot be a prompt.
@@ -159,12 +162,13 @@ class Conversations:
             if message.role != "assistant" and (placeholder := LEFT_OUT.search(message.text)):
                 warnings.warn(WITHOUT_PICTURE.format(placeholder[0]), stacklevel=2)
         state = _digest(message.digest for message in new)
-        found = []
+        found: list[AgentTurn] = []
         for sample in range(ask.n):
             seeded = replace(request, seed=self._seed(ask), uid=self.start.uid)
             turn = AgentTurn(f"{self._name}_{self._opened:08d}", ask, parent, new, rendered, seeded, state)
             self._opened += 1
             self._place(turn, reason or ("samples" if sample else ""))
+            turn.replies, turn.together = replies, found
             found.append(turn)
         return found
 

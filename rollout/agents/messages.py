@@ -6,20 +6,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
+from itertools import groupby
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 from dataproto.errors import DataProtoError, InvalidMedia, MissingPackage
-from rollout.environments.tool_environment import hermes_calls
+from rollout.environments.tool_environment import CALL, CALLS, hermes_call
 from rollout.prompts.images import load_image
 from rollout.prompts.messages import THOUGHTS, Conversation
 from rollout.prompts.sounds import load_sound
 
 Role = Literal["system", "user", "assistant", "tool"]
 Finish = Literal["stop", "length", "calls"]
-CALL = "<tool_call>", "</tool_call>"
-"""What begins and ends a call in an answer."""
-_CALLS = re.compile(f"{CALL[0]}(.*?){CALL[1]}", re.DOTALL)
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 TEXT_CLIENTS = "Calling tools:\n[", "</code>"
@@ -97,23 +95,20 @@ def canonical(arguments: Any) -> str:
     >>> canonical({"INVALID_JSON": '{"a":'})
     '{"a":'
     """
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except (ValueError, RecursionError):
-            return str(arguments)
-    if isinstance(arguments, dict) and list(arguments) == ["INVALID_JSON"]:
-        return str(arguments["INVALID_JSON"])
-    return json.dumps(_whole(arguments), sort_keys=True, ensure_ascii=False)
+    text = arguments.strip() or "{}" if isinstance(arguments, str) else json.dumps(arguments)
+    try:
+        found = json.loads(text, parse_float=_number)
+    except (ValueError, RecursionError):
+        return str(arguments)
+    if isinstance(found, dict) and list(found) == ["INVALID_JSON"]:
+        return str(found["INVALID_JSON"])
+    return json.dumps(found, sort_keys=True, ensure_ascii=False)
 
 
-def _whole(value: Any) -> Any:
-    """JSON with whole numbers as integers: some clients write 1.0 as 1."""
-    if isinstance(value, dict):
-        return {name: _whole(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_whole(each) for each in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+def _number(text: str) -> int | float:
+    """A number of JSON; whole ones as integers: some clients write 1.0 as 1."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
 
 
 def normalised(content: Iterable[Part]) -> tuple[Part, ...]:
@@ -123,13 +118,10 @@ def normalised(content: Iterable[Part]) -> tuple[Part, ...]:
     (('Let me look.',), ())
     """
     found: list[Part] = []
-    for part in content:
-        if found and isinstance(part, str) and isinstance(found[-1], str):
-            found[-1] += part
-        else:
-            found.append(part)
-    stripped = (part.strip() if isinstance(part, str) else part for part in found)
-    return tuple(part for part in stripped if part != "")
+    for is_text, parts in groupby(content, lambda part: isinstance(part, str)):
+        run = list(parts)
+        found += ["".join(map(str, run)).strip()] if is_text else run
+    return tuple(part for part in found if part != "")
 
 
 @dataclass(frozen=True)
@@ -299,11 +291,11 @@ def read_reply(reply_id: str, text: str, ask: Ask, finish: Finish, **facts: Any)
     content, calls = answer, list[Call]()
     if ask.tools and ask.choice != "none":
         try:
-            found = [call for each in _CALLS.findall(answer) for call in _read_call(each)]
+            found = [_read_call(each) for each in CALLS.findall(answer)]
         except (ValueError, RecursionError):
             found = []
         if found:
-            content = _CALLS.sub("", answer)
+            content = CALLS.sub("", answer)
             calls = [
                 Call(name, canonical(arguments), f"call_{reply_id}_{number:02d}")
                 for number, (name, arguments) in enumerate(found)
@@ -313,19 +305,19 @@ def read_reply(reply_id: str, text: str, ask: Ask, finish: Finish, **facts: Any)
     return Reply(reply_id, content, thoughts, tuple(calls), "calls" if calls else finish, said, stop_text=stop, **facts)
 
 
-def _read_call(text: str) -> list[tuple[str, dict[str, Any]]]:
+def _read_call(text: str) -> tuple[str, dict[str, Any]]:
     """The call between two marks: Hermes' JSON, or the functions of Qwen3.5, whose values are JSON or text. Raises `ValueError`.
 
     >>> _read_call("<function=look><parameter=a>\\nx\\n</parameter>\\n<parameter=b>2</parameter></function>")
-    [('look', {'a': 'x', 'b': 2})]
+    ('look', {'a': 'x', 'b': 2})
     """
     written = _FUNCTION.fullmatch(text)
     if written is None:
-        return hermes_calls(f"{CALL[0]}{text}{CALL[1]}")
+        return hermes_call(text)
     arguments: dict[str, Any] = {}
     for name, value in _PARAMETER.findall(written[2]):
         try:
             arguments[name] = json.loads(value)
         except ValueError:
             arguments[name] = value
-    return [(written[1].strip(), arguments)]
+    return written[1].strip(), arguments

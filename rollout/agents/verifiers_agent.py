@@ -47,9 +47,8 @@ class VerifiersAgent:
             episode = await environment.run_episode(self._task(task.row), ModelContext(task.model, client))
         if not episode.ok:
             errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-            raise RuntimeError(
-                next((f"{error.type}: {error.message or error.traceback}" for error in errors), "not ok")
-            )
+            told = (f"{error.type}: {error.message or error.traceback}" for error in errors)
+            raise RuntimeError(next(told, "not ok"))
         trained = [trace for trace in episode.traces if trace.agent.trainable]
         numbers: dict[str, float | None] = {}
         for trace in trained:

@@ -167,7 +167,7 @@ def _ask(
 ) -> Ask:
     """The request with what all wires write alike: tools, each by ``read_tool``, ``stream`` and ``model``."""
     tools = tuple(read_tool(each, f"tools[{place}]") for place, each in enumerate(body.get("tools") or ()))
-    told = {"stream": bool(body.get("stream")), "model": str(body.get("model") or "")}
+    told: dict[str, Any] = {"stream": bool(body.get("stream")), "model": str(body.get("model") or "")}
     return Ask(results_in_order(messages), tools, _choice(choice, tools), **told, **more)
 
 

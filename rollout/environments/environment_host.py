@@ -12,14 +12,12 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from dataproto.errors import end_after
 from rollout.environments.environment import (
     EnvironmentFailed,
     MakeEnvironment,
@@ -45,42 +43,31 @@ RECENT = 0.1
 Outcome = Observation | EnvironmentFailed
 
 
-class _EventLoop:
-    """The event loop of the process, in a thread of its own.
+_LOOPS: dict[int, asyncio.AbstractEventLoop] = {}
+"""The event loop of the process, by its id.
 
-    What environments share, such as an `asyncio.Lock` or the sessions of a client, belongs to a loop. So the environments of all
-    plays have this one.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._process = 0  # of the loop
-
-    def get(self) -> asyncio.AbstractEventLoop:
-        """The loop, or a new one if a function blocks it."""
-        with self._lock:
-            loop = self._loop if self._process == os.getpid() else None
-            if loop is None or not _answers(loop):
-                if loop is not None:
-                    log.warning(
-                        "a method of an environment blocks the event loop for over %g s: environments of later plays have a new "
-                        "loop, and cannot share an asyncio.Lock or a client with those of earlier ones",
-                        LOOP_S,
-                    )
-                loop = asyncio.new_event_loop()
-                self._process, self._loop = os.getpid(), loop
-                threading.Thread(target=loop.run_forever, name="environments", daemon=True).start()
-            return loop
+What environments share, such as an `asyncio.Lock` or the sessions of a client, belongs to a loop. So the environments of all
+plays have this one.
+"""
+_LOOKING = threading.Lock()
 
 
-def _answers(loop: asyncio.AbstractEventLoop) -> bool:
-    answered = threading.Event()
-    loop.call_soon_threadsafe(answered.set)
-    return answered.wait(LOOP_S)
-
-
-_EVENT_LOOP = _EventLoop()
+def event_loop() -> asyncio.AbstractEventLoop:
+    """The loop of the process, in a thread of its own, or a new one if a function blocks it."""
+    with _LOOKING:
+        loop, answered = _LOOPS.get(os.getpid()), threading.Event()
+        if loop is not None:
+            loop.call_soon_threadsafe(answered.set)
+        if loop is None or not answered.wait(LOOP_S):
+            if loop is not None:
+                log.warning(
+                    "a method of an environment blocks the event loop for over %g s: environments of later plays have a new "
+                    "loop, and cannot share an asyncio.Lock or a client with those of earlier ones",
+                    LOOP_S,
+                )
+            loop = _LOOPS[os.getpid()] = asyncio.new_event_loop()
+            threading.Thread(target=loop.run_forever, name="environments", daemon=True).start()
+        return loop
 
 
 @dataclass
@@ -151,16 +138,8 @@ class EnvironmentHost:
         self._working: dict[str, float] = {}  # when the call of an episode began that has not been answered
         self._closing: list[threading.Thread] = []
         self._calls = 0
-        self._loop = _EVENT_LOOP.get()
+        self._loop = event_loop()
         self._clock: tuple[float | None, float] = (None, 0.0)  # when a pause began, and seconds of those before
-
-    def __enter__(self) -> "EnvironmentHost":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        end_after(error, self.shut)
 
     def shut(self) -> None:
         """Closes all environments. Further calls do nothing."""

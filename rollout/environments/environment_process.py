@@ -44,6 +44,8 @@ GIB = 1 << 30
 DIE_WITH_PARENT = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
 
+KEPT = numbers.Number | str | np.generic
+"""What is kept of ``info``; other values may not be fit for sending."""
 Answer = Observation | tuple[Failure, str]
 """Of a call: an observation, or the reason and the message of a failure."""
 
@@ -139,7 +141,10 @@ class ProcessEnvironment:
 def _serve(connection: Connection, make_environment: bytes, memory: int) -> None:
     """Makes an environment and answers calls until it is closed."""
     ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
-    bound, loop = _address_space() + memory, asyncio.new_event_loop()
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf(
+        "SC_PAGE_SIZE"
+    )  # its address space so far
+    bound, loop = mapped + memory, asyncio.new_event_loop()
     environment: Any = None
     with contextlib.suppress(EOFError):
         while (message := connection.recv())[0] != "close":
@@ -149,7 +154,9 @@ def _serve(connection: Connection, make_environment: bytes, memory: int) -> None
             try:
                 if environment is None:
                     environment = pickle.loads(make_environment)()
-                answer = _sendable(check_observation(_result(loop, environment, method, arguments), method))
+                seen = check_observation(_result(loop, environment, method, arguments), method)
+                kept = {name: value for name, value in seen.info.items() if isinstance(value, KEPT)}
+                answer = replace(seen, info=kept)
             except EnvironmentFailed as failure:
                 answer = failure.reason, str(failure)
             except MemoryError:
@@ -174,16 +181,3 @@ def _limit(address_space: int | None) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     bound = most if address_space is None else address_space if most < 0 else min(address_space, most)
     resource.setrlimit(resource.RLIMIT_AS, (bound, most))
-
-
-def _address_space() -> int:
-    """The present address space of this process, in bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _sendable(observation: Observation) -> Observation:
-    """The observation with what is kept of its ``info``: numbers and texts. Others may not be fit for sending."""
-    kept = {
-        name: value for name, value in observation.info.items() if isinstance(value, numbers.Number | str | np.generic)
-    }
-    return replace(observation, info=kept)

@@ -45,18 +45,16 @@ def last_pictures(observations: Sequence[Observation], count: int) -> tuple[list
     >>> shown[0].content, len(shown[1].content), omitted
     (['start', '(image omitted)'], 1, 1)
     """
-    shown: list[Observation] = []
-    seen = omitted = 0
-    for observation in reversed(observations):
+    pictures = sum(isinstance(part, Image.Image) for observation in observations for part in observation.content)
+    shown, omitted = list[Observation](), 0
+    for observation in observations[:-1]:
         content: list[str | Image.Image] = []
-        for part in reversed(observation.content):
-            if isinstance(part, Image.Image):
-                seen += 1
-                if seen > count and shown:
-                    omitted, part = omitted + 1, OMITTED
-            content.insert(0, part)
-        shown.insert(0, replace(observation, content=content))
-    return shown, omitted
+        for part in observation.content:
+            hides = isinstance(part, Image.Image) and omitted < pictures - count
+            omitted += hides
+            content.append(OMITTED if hides else part)
+        shown.append(replace(observation, content=content))
+    return [*shown, *observations[-1:]], omitted
 
 
 EndReason = Literal["done", "turns", "tokens", "length", "clock"] | Failure

@@ -14,7 +14,7 @@ from rollout.environments.environment_host import EnvironmentHost, Outcome
 from rollout.environments.episode import Episode, EpisodeLimits, EpisodeRow, EpisodeStart, TurnRequests
 from rollout.environments.held_episodes import Decoding, Plan
 from rollout.environments.turn_renderer import RenderedTurn
-from rollout.prompts.image_processing import batch_of, joined
+from rollout.prompts.image_processing import batch_of
 
 WORTH_WAITING = 0.1
 """Part of the engine's last step that it waits for environments which usually answer sooner."""
@@ -63,7 +63,7 @@ class EnvironmentRun:
         """Plays episodes until there are enough whole groups."""
         self.host.resume()
         play, renderer = _Play(self.host, self.limits, episodes, decoding), decoding.renderer
-        images = batch_of(joined(episode.start.images for episode in episodes))
+        images = batch_of(episode.start.images for episode in episodes)
         with renderer.builder.one_batch(images), ending(play.stop, renderer.forget):
             play.run()
         self.host.pause()

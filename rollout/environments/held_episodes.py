@@ -49,14 +49,14 @@ class EpisodeRun(Protocol):
         """Ends what the episodes take place in."""
 
 
-class Plan(Protocol):
+class Plan:
     """Where episodes take place, and how long they may be."""
 
     limits: EpisodeLimits
 
     def run(self) -> EpisodeRun:
         """What plays them."""
-        ...
+        raise NotImplementedError
 
     def add_columns(self, data: DataProto, episodes: Sequence[Any]) -> None:
         """Adds columns to those of `episode_columns`; by default none."""

@@ -20,7 +20,9 @@ Parse = Callable[[str], list[Call]]
 Score = Callable[[Mapping[str, Any], str], float | Awaitable[float]]
 """The row and the answer to a reward."""
 
-_HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+CALL = "<tool_call>", "</tool_call>"
+"""What begins and ends a call in the templates of Qwen and Hermes."""
+CALLS = re.compile(f"{CALL[0]}(.*?){CALL[1]}", re.DOTALL)
 
 
 def hermes_calls(action: str) -> list[Call]:
@@ -29,16 +31,18 @@ def hermes_calls(action: str) -> list[Call]:
     >>> hermes_calls('<tool_call>\\n{"name": "crop", "arguments": {"box": [0, 0, 9, 9]}}\\n</tool_call>')
     [('crop', {'box': [0, 0, 9, 9]})]
     """
-    calls = []
-    for text in _HERMES.findall(action):
-        call = json.loads(text)
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            raise ValueError("a call is {'name': ..., 'arguments': {...}}")
-        arguments = call.get("arguments", {})
-        if not isinstance(arguments, dict):
-            raise ValueError(f"the arguments of {call['name']} are not an object")
-        calls.append((call["name"], arguments))
-    return calls
+    return [hermes_call(text) for text in CALLS.findall(action)]
+
+
+def hermes_call(text: str) -> Call:
+    """The call of its JSON. Raises `ValueError` for one that cannot be read."""
+    call = json.loads(text)
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        raise ValueError("a call is {'name': ..., 'arguments': {...}}")
+    arguments = call.get("arguments", {})
+    if not isinstance(arguments, dict):
+        raise ValueError(f"the arguments of {call['name']} are not an object")
+    return call["name"], arguments
 
 
 class ToolEnvironment:

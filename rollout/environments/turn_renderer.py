@@ -19,7 +19,7 @@ from torch import Tensor
 from dataproto.columns import RowMedia
 from dataproto.errors import InvalidConfig, InvalidPrompt
 from dataproto.vlm import media_grids
-from rollout.continuation import common_length
+from rollout.continuation import common_length, joined_media
 from rollout.environments.environment import Content, Observation
 from rollout.prompts import ProcessedImage, Prompt, PromptBuilder
 from rollout.prompts.image_processing import ProcessedMedium
@@ -27,7 +27,6 @@ from rollout.prompts.images import load_image
 from rollout.prompts.messages import Conversation
 from rollout.prompts.prompt_builder import ANSWER as SENTINEL
 from rollout.prompts.prompt_builder import THOUGHT as SECOND
-from rollout.prompts.videos import join_inputs
 
 Ids = npt.NDArray[np.int64]
 
@@ -187,13 +186,9 @@ class TurnRenderer:
         return found.hexdigest()
 
     def _image(self, image: Image.Image) -> ProcessedImage:
-        key = _image_key(image)
-        if key not in self._images:
+        if (key := _image_key(image)) not in self._images:
             shown = load_image(image)
-            own = _image_key(shown)
-            if own not in self._images:
-                self._images[own] = self.builder.process_image(shown)
-            self._images[key] = self._images[own]
+            self._images[key] = self._images.setdefault(_image_key(shown), self.builder.process_image(shown))
         return self._images[key]
 
     def kept(self, observation: Observation) -> Observation:
@@ -205,7 +200,7 @@ class TurnRenderer:
         """The model's inputs of a turn's media in their order; the same object for the same media, until `forget`."""
         key = tuple(medium.key for medium in media)
         if key not in self._media:
-            self._media[key] = join_inputs(media)
+            self._media[key] = joined_media([medium.inputs for medium in media])
         return self._media[key]
 
     def forget(self) -> None:

@@ -91,11 +91,8 @@ class Batch:
     def select(self, index: Tensor) -> None:
         """Removes all rows but those of ``index``."""
         chosen = index.cpu().numpy()
-        self.rows, self.running, self.seeds = (
-            [self.rows[row] for row in chosen],
-            self.running[chosen],
-            self.seeds[chosen],
-        )
+        self.rows = [self.rows[row] for row in chosen]
+        self.running, self.seeds = self.running[chosen], self.seeds[chosen]
         for layer in self.layers:
             select_rows(layer, index)
         self.attention_mask, self.hidden = self.attention_mask[index], self.hidden[index]

@@ -18,7 +18,7 @@ from dataproto.vlm import MediaSpans, VLMFamily, media_spans
 from dataproto.vlm.costs import attention_window
 from dataproto.vlm.family import cache_argument
 from dataproto.vlm.prediction_head import PredictionHead
-from rollout.continuation import Media, shown_media
+from rollout.continuation import Media, continued, shown_media
 from rollout.engine import expert_dtype
 from rollout.hf.batch import Batch, select_rows, stack_prefixes
 from rollout.hf.prediction_head import states_before
@@ -181,13 +181,8 @@ class Decoder:
         return groups
 
     def _unread(self, row: OpenRequest) -> Unread:
-        request, prefix = row.request, row.prefix
+        request, prefix = continued(row.request, row.token_ids, self.family), row.prefix
         ids, types, positions = request.input_ids, request.token_types.to(torch.int8), request.position_ids
-        if row.token_ids:
-            tokens = torch.tensor(row.token_ids)
-            more = self.family.extend_positions(positions[None], torch.ones_like(ids)[None], len(tokens))[0]
-            ids, types = torch.cat([ids, tokens]), torch.cat([types, types.new_zeros(len(tokens))])
-            positions = torch.cat([positions, more], dim=-1)
         start, parts = 0, shown_media(request.multi_modal_inputs)
         if prefix is not None:
             start, parts = prefix.cached_tokens, parts[len(prefix.media) :]

@@ -17,17 +17,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from transformers import AutoTokenizer
 
-from dataproto.errors import DataProtoError, InvalidConfig, NonFiniteLogits, end_after, ending
+from dataproto.errors import DataProtoError, InvalidConfig, end_after, ending
 from dataproto.transfer import move
-from rollout.engine import (
-    Completion,
-    FinishReason,
-    Request,
-    SamplingParams,
-    cpu_or_cuda,
-    request_name,
-    row_name,
-)
+from rollout.engine import Completion, FinishReason, Request, SamplingParams, cpu_or_cuda, request_name, row_name
 from rollout.hf.batch import Batch
 from rollout.hf.decoder import Decoder, Read, RouteRecorder
 from rollout.hf.prediction_head import load_head
@@ -35,15 +27,7 @@ from rollout.hf.requests import KeptPrefixes, OpenRequest, Prefix, check_room
 from rollout.hf.speculation import DraftPlaces, KeptStates, Speculation, matching, padded_drafts
 from rollout.low_rank import LowRankLayers, held_adapter
 from rollout.pretrained import check_speculation, end_ids, family_and_config, generation_config, load_model
-from rollout.sampling import (
-    check_sampled,
-    completes_stop_text,
-    likeliest,
-    policy_log_probs,
-    project,
-    sample,
-    uniforms,
-)
+from rollout.sampling import completes_stop_text, likeliest, non_finite, policy_log_probs, project, sample, uniforms
 
 MIN_RUNNING_SHARE = 0.75
 """Once less than this share of a batch runs, finished rows are removed. If more requests wait than there is room for, they start
@@ -279,7 +263,7 @@ class HFEngine:
 
         def choose(states: Tensor, ahead: int) -> Tensor:
             logits = project(states, self.family.lm_head(self.model).weight, self._cap)
-            return draw(batch.rows, logits, first + ahead, self.banned_ids, self.undrawn_ids)[0]
+            return self._draw(batch.rows, logits, first + ahead)[0]
 
         return lambda most: self._decoder.predicted(batch, chosen, most, choose)
 
@@ -299,7 +283,30 @@ class HFEngine:
         logits = self._logits(batch)
         for place in np.flatnonzero(batch.running):
             self._add_likeliest(batch.rows[place], logits[place, None])
-        return draw(batch.rows, logits, np.array([row.drawn for row in batch.rows]), self.banned_ids, self.undrawn_ids)
+        return self._draw(batch.rows, logits, np.array([row.drawn for row in batch.rows]))
+
+    def _draw(self, rows: Sequence[OpenRequest], logits: Tensor, drawn: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Tokens ``(N,)`` and their log-probs ``(N,)`` for ``logits (N, V)``; one call of `sample` for rows of equal settings.
+
+        Args:
+            rows: N requests; the same request may appear more than once.
+            drawn: ``(N,)``, which number of its request's random stream each place draws with.
+        """
+        seeds, fixed = (
+            np.array([row.request.seed for row in rows], dtype=np.uint64),
+            (self.banned_ids, self.undrawn_ids),
+        )
+        numbers = move(torch.from_numpy(uniforms(seeds, drawn)), logits.device)
+        groups: dict[tuple[float, float, int, float], list[int]] = {}
+        for place, row in enumerate(rows):
+            groups.setdefault(row.sampling.policy, []).append(place)
+        if len(groups) == 1:
+            return sample(logits, rows[0].sampling, numbers, *fixed)
+        tokens, values = torch.empty_like(numbers, dtype=torch.int64), torch.empty_like(numbers, dtype=logits.dtype)
+        for places in groups.values():
+            sampling = rows[places[0]].sampling
+            tokens[places], values[places] = sample(logits[places], sampling, numbers[places], *fixed)
+        return tokens, values
 
     def _add_likeliest(self, row: OpenRequest, logits: Tensor) -> None:
         """Adds the likeliest tokens of ``logits (1, V)``, if the row wants some."""
@@ -314,7 +321,7 @@ class HFEngine:
         logits = project(read.hidden[places.rows, places.ahead], self.family.lm_head(self.model).weight, self._cap)
         rows = [batch.rows[row] for row in places.rows]
         numbers = np.array([row.drawn for row in rows]) + places.ahead
-        tokens, log_probs = draw(rows, logits, numbers, self.banned_ids, self.undrawn_ids)
+        tokens, log_probs = self._draw(rows, logits, numbers)
         matched, values = matching(places, tokens.cpu().numpy(), len(drafts)), log_probs.cpu().numpy()
         taken = np.zeros(len(drafts), dtype=np.int64)
         for number, (row, ahead, token) in enumerate(zip(*places, strict=True)):
@@ -342,13 +349,9 @@ class HFEngine:
         return "length" if len(row.token_ids) >= row.sampling.max_tokens else None
 
     def _finish(self, batch: Batch, place: int, reason: FinishReason) -> None:
-        row = batch.rows[place]
-        error = None
+        row, error = batch.rows[place], None
         if reason == "error":
-            try:
-                check_sampled(row.token_ids, row.log_probs, self.banned_ids, row.name)
-            except NonFiniteLogits as found:
-                error = found
+            error = non_finite(row.token_ids, row.log_probs, self.banned_ids, row.name)
         elif row.keep:
             self._kept.add(row.number, row.prefix_with(batch.cache_of(place) if batch.can_grow else None))
         self._done.append(self._ended(row, reason, error))
@@ -438,30 +441,3 @@ class HFEngine:
         self.model.to(device)
         if self._decoder.head is not None:
             self._decoder.head.to(device)
-
-
-def draw(
-    rows: Sequence[OpenRequest],
-    logits: Tensor,
-    drawn: np.ndarray,
-    banned_ids: Sequence[int],
-    undrawn_ids: Sequence[int],
-) -> tuple[Tensor, Tensor]:
-    """Tokens ``(N,)`` and their log-probs ``(N,)`` for ``logits (N, V)``; one call of `sample` for rows with the same settings.
-
-    Args:
-        rows: N requests; the same request may appear more than once.
-        drawn: ``(N,)``, which number of its request's random stream each place draws with.
-    """
-    seeds = np.array([row.request.seed for row in rows], dtype=np.uint64)
-    numbers = move(torch.from_numpy(uniforms(seeds, drawn)), logits.device)
-    groups: dict[tuple[float, float, int, float], list[int]] = {}
-    for place, row in enumerate(rows):
-        groups.setdefault(row.sampling.policy, []).append(place)
-    if len(groups) == 1:
-        return sample(logits, rows[0].sampling, numbers, banned_ids, undrawn_ids)
-    tokens, values = torch.empty_like(numbers, dtype=torch.int64), torch.empty_like(numbers, dtype=logits.dtype)
-    for places in groups.values():
-        sampling = rows[places[0]].sampling
-        tokens[places], values[places] = sample(logits[places], sampling, numbers[places], banned_ids, undrawn_ids)
-    return tokens, values

@@ -163,10 +163,7 @@ class SupervisedBuilder(PromptBuilder):
 
 
 def collate_rows(
-    builder: PromptBuilder,
-    rows: Sequence[Prompt],
-    loss_mask: Rows,
-    objects: Mapping[str, Sequence[Any]],
+    builder: PromptBuilder, rows: Sequence[Prompt], loss_mask: Rows, objects: Mapping[str, Sequence[Any]]
 ) -> DataProto:
     """A batch of training rows with the columns of a rollout, right-padded, R = L - 1, with positions and shared media.
 

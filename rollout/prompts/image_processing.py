@@ -194,29 +194,24 @@ def made_images(row: Mapping[str, Any]) -> Made:
     return made
 
 
-def joined(parts: Iterable[Made]) -> Made:
-    """The images of several rows. One whose inputs differ between rows, because they were changed in some, is left out.
+def batch_of(rows: Iterable[Made]) -> Batch:
+    """A batch for `PromptBuilder.one_batch` that holds the images of several rows, but for one whose inputs differ between rows,
+    because they were changed in some.
 
     >>> import torch
     >>> one, other = {"pixel_values": torch.tensor([1])}, {"pixel_values": torch.tensor([0])}
-    >>> joined([{b"a": one, b"b": one}, {b"a": other}])
+    >>> {key: found.result() for key, found in batch_of([{b"a": one, b"b": one}, {b"a": other}]).items()}
     {b'b': {'pixel_values': tensor([1])}}
     """
     found: Made = {}
     changed = set()
-    for part in parts:
-        for key, inputs in part.items():
+    for row in rows:
+        for key, inputs in row.items():
             if not same_tensors(found.setdefault(key, inputs), inputs):
                 changed.add(key)
-    return {key: inputs for key, inputs in found.items() if key not in changed}
-
-
-def batch_of(made: Mapping[bytes, dict[str, Tensor]]) -> Batch:
-    """A batch for `PromptBuilder.one_batch` that holds these images."""
-    batch: Batch = {}
-    for key, inputs in made.items():
-        batch[key] = Future()
-        batch[key].set_result(inputs)
+    batch: Batch = {key: Future() for key in found if key not in changed}
+    for key, made in batch.items():
+        made.set_result(found[key])
     return batch
 
 

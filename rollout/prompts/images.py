@@ -29,12 +29,7 @@ MAX_IMAGE_PIXELS = 89_478_485
 _GIVEN = Lock()
 """Held while an image that the caller has opened is read: Pillow decodes it in its own object, at its first use."""
 _FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
-_ENDS = {
-    "PNG": b"\0\0\0\0IEND\xaeB`\x82",
-    "JPEG": b"\xff\xd9",
-    "MPO": b"\xff\xd9",
-    "GIF": b";",
-}
+_ENDS = {"PNG": b"\0\0\0\0IEND\xaeB`\x82", "GIF": b";"} | dict.fromkeys(("JPEG", "MPO"), b"\xff\xd9")
 """The last bytes of a whole file."""
 _SIXTEEN_BIT_FORMATS = ("PNG", "PPM")  # images that Pillow reads from these in mode "I" have 16 bits
 _SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap width and height

@@ -19,10 +19,11 @@ from dataproto.errors import InvalidPrompt, InvalidRow
 from dataproto.vlm import media_grids
 from dataproto.vlm.family import VLMFamily
 from dataproto.vlm.media import MediaLayout
+from rollout.continuation import joined_media
 from rollout.prompts.image_processing import ProcessedImage, ProcessedMedium, inputs_key
 from rollout.prompts.messages import MEDIA, VIDEO_SOUND, Conversation, read_conversation, read_tools
 from rollout.prompts.sources import media_list
-from rollout.prompts.videos import ProcessedVideo, join_inputs
+from rollout.prompts.videos import ProcessedVideo
 
 M = TypeVar("M", bound=ProcessedMedium)
 
@@ -97,7 +98,6 @@ def prompt_batch(prompts: Sequence[Prompt], pad_token_id: int, family: VLMFamily
     """The batch of prepared rows without their ``uid``; see `PromptBuilder.collate`."""
     if not prompts:
         raise InvalidPrompt("a prompt batch needs at least one row")
-    input_ids = pad_left([prompt.input_ids for prompt in prompts], pad_token_id)
     mask = pad_left([np.ones_like(prompt.input_ids) for prompt in prompts])
     types = pad_left([prompt.token_types for prompt in prompts], dtype=np.int8)
     data, inputs = share_media(prompts)
@@ -110,12 +110,8 @@ def prompt_batch(prompts: Sequence[Prompt], pad_token_id: int, family: VLMFamily
         "raw_prompt": [prompt.conversation.with_media(media) for prompt, media in zip(prompts, data)],
         **row_columns(prompts),
     }
-    tensors = {
-        "input_ids": input_ids,
-        "attention_mask": mask,
-        "position_ids": positions,
-        "mm_token_type_ids": types,
-    }
+    tensors = {"input_ids": pad_left([prompt.input_ids for prompt in prompts], pad_token_id), "attention_mask": mask}
+    tensors |= {"position_ids": positions, "mm_token_type_ids": types}
     return DataProto.from_dict(tensors, non_tensors={name: object_array(values) for name, values in objects.items()})
 
 
@@ -147,7 +143,7 @@ def share_media(prompts: Sequence[Prompt]) -> tuple[list[dict[str, Any]], list[d
         media = [distinct.setdefault(medium.key, medium) for medium in prompt.media]
         keys = tuple(medium.key for medium in media)
         if keys not in joined:
-            joined[keys] = media_objects(media), join_inputs(media)
+            joined[keys] = media_objects(media), joined_media([medium.inputs for medium in media])
         shared.append(joined[keys])
     return [dict(data) for data, _ in shared], [dict(inputs) for _, inputs in shared]
 

@@ -213,11 +213,6 @@ class PromptBuilder:
         found._processed = ImageCache(0)
         return found
 
-    @property
-    def image_cache_bytes(self) -> int:
-        """The size of the cache of processed images."""
-        return self._processed.max_bytes
-
     # One row
 
     def prompt_length(self, row: Mapping[str, Any]) -> int:

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from dataproto.errors import InvalidMedia
 from dataproto.vlm.prompt_layout import frame_seconds
-from rollout.prompts.image_processing import ProcessedImage, ProcessedMedium
+from rollout.continuation import joined_media
+from rollout.prompts.image_processing import ProcessedImage
 from rollout.prompts.images import load_image
 from rollout.prompts.sources import Root, sought_in
 
@@ -89,16 +90,9 @@ def process_frames(source: Any, process: Callable[[Image.Image], ProcessedImage]
     frames, metadata = read_video(source, root)
     images = tuple(process(Image.fromarray(frame)) for frame in frames)
     seconds = [index / metadata["fps"] for index in metadata["frames_indices"]]
-    return ProcessedVideo(_key(frames, metadata), frames, metadata, join_inputs(images), seconds, images)
-
-
-def join_inputs(media: Sequence[ProcessedMedium]) -> dict[str, Tensor]:
-    """The inputs of media, one after another. The tensors of a single medium are not copied."""
-    joined: dict[str, Tensor] = {}
-    for name in dict.fromkeys(name for medium in media for name in medium.inputs):
-        parts = [medium.inputs[name] for medium in media if name in medium.inputs]
-        joined[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return joined
+    return ProcessedVideo(
+        _key(frames, metadata), frames, metadata, joined_media([image.inputs for image in images]), seconds, images
+    )
 
 
 def _key(frames: np.ndarray, metadata: Mapping[str, Any]) -> bytes:

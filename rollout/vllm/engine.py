@@ -25,15 +25,7 @@ from dataproto.errors import (
 )
 from dataproto.vlm import family_of
 from rollout.continuation import FinishedRequest, continued_by
-from rollout.engine import (
-    Completion,
-    FinishReason,
-    Request,
-    SamplingParams,
-    cpu_or_cuda,
-    request_name,
-    row_name,
-)
+from rollout.engine import Completion, FinishReason, Request, SamplingParams, cpu_or_cuda, request_name, row_name
 from rollout.pretrained import end_ids, generation_config
 from rollout.vllm.memory import EngineMemory
 from rollout.vllm.prompt_rendering import (
@@ -148,7 +140,7 @@ class VLLMEngine:
         self._waiting: dict[int, EngineRequest] = {}  # to be given to vLLM again
         self._kept: dict[int, FinishedRequest] = {}
         self._done: list[Completion] = []  # not returned yet
-        self._coming: RenderedAhead | None = None  # of a run
+        self._coming: RenderedAhead[EngineRequest] | None = None  # of a run
         self._step_tokens = int(self.engine.vllm_config.scheduler_config.max_num_batched_tokens)
         self._run: Mapping[int, int] = {}  # numbers and places of the requests of the last `generate`
         self._run_error: BaseException | None = None  # why vLLM did not get all of them; `generate` raises it
@@ -279,9 +271,8 @@ class VLLMEngine:
                 if not self._running.rows:
                     self._clear_non_finite()
                 for _ in range(coming.left if count is None else count):
-                    row = coming.rows[coming.taken]
-                    prompt = coming.next_prompt()
-                    self._running.add(str(next(self._calls)), row, prompt, self._adapter_of(row.request))
+                    name, row = f"{next(self._calls)}-{coming.taken}", coming.rows[coming.taken]
+                    self._running.add(name, row, coming.next_prompt(), self._adapter_of(row.request))
         except BaseException as error:
             self._run_error = error
             if not isinstance(error, DataProtoError):
@@ -324,7 +315,7 @@ class VLLMEngine:
             self.wake_kv_cache()
             if not self._running.rows:
                 self._clear_non_finite()
-            self._running.add(str(next(self._calls)), row, prompt, self._adapter_of(request))
+            self._running.add(f"{next(self._calls)}-0", row, prompt, self._adapter_of(request))
 
     def _adapter_of(self, request: Request) -> Any:
         """vLLM's name of the adapter that a request is for: none."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dataproto.errors import DataProtoError, InvalidConfig
 from rollout.vllm.low_rank import LOW_RANK, load_low_rank
-from rollout.vllm.running_engine import error_line, model_of
+from rollout.vllm.running_engine import error_line, model_of, tensors_in
 from rollout.vllm.weights import Weights, load_head, load_parameters
 
 State = Mapping[str, Tensor | None]
@@ -28,7 +28,7 @@ def model_state(worker: Any) -> dict[str, Tensor]:
     """All tensors of a worker's model on its device that are neither parameters nor views of them, nor of the KV cache."""
     model = model_of(worker)
     device = next(model.parameters()).device
-    others = {_storage(each) for each in (*model.parameters(), *_tensors(worker.model_runner.kv_caches))}
+    others = {_storage(each) for each in (*model.parameters(), *tensors_in(worker.model_runner.kv_caches))}
     seen: set[Any] = set()
     found: dict[str, Tensor] = {}
     for path, module in model.named_modules():
@@ -87,15 +87,6 @@ def _parts(value: Any) -> Mapping[str, Any]:
     if isinstance(value, nn.Module) or not place.startswith("vllm.") or place.startswith("vllm.config"):
         return {}
     return getattr(value, "__dict__", {})
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors of nested lists."""
-    if isinstance(value, Tensor):
-        yield value
-    else:
-        for each in value:
-            yield from _tensors(each)
 
 
 class EngineMemory:

@@ -4,8 +4,8 @@ import os
 import random
 import re
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -55,8 +55,6 @@ def process_settings_kept() -> Iterator[None]:
     threads, set_threads, dtype = torch.get_num_threads(), torch.set_num_threads, torch.get_default_dtype()
     states = random.getstate(), np.random.get_state()  # noqa: NPY002
     on_cuda = list(range(torch.cuda.device_count()))
-    torch_states = ExitStack()
-    torch_states.enter_context(torch.random.fork_rng(devices=on_cuda))
 
     def restore() -> None:
         random.setstate(states[0])
@@ -65,14 +63,14 @@ def process_settings_kept() -> Iterator[None]:
         torch.set_num_threads(threads)
         torch.set_default_dtype(dtype)
 
-    with ending(torch_states.close, restore), variables_kept():
+    with torch.random.fork_rng(devices=on_cuda), ending(restore), variables_kept():
         yield
 
 
 @contextmanager
-def variables_kept() -> Iterator[None]:
-    """Restores `CHANGED_VARIABLES` after the block."""
-    before = {name: os.environ.get(name) for name in CHANGED_VARIABLES}
+def variables_kept(names: Sequence[str] = CHANGED_VARIABLES) -> Iterator[None]:
+    """Restores these environment variables after the block."""
+    before = {name: os.environ.get(name) for name in names}
     try:
         yield
     finally:
@@ -179,11 +177,6 @@ def runner_chosen(second: bool) -> Iterator[None]:
 
     if hasattr(envs, "disable_envs_cache"):
         envs.disable_envs_cache()  # an earlier engine of the process may have kept its values
-    asked = os.environ.get(RUNNER_VARIABLE)
-    os.environ[RUNNER_VARIABLE] = str(int(second))
-    try:
+    with variables_kept((RUNNER_VARIABLE,)):
+        os.environ[RUNNER_VARIABLE] = str(int(second))
         yield
-    finally:
-        os.environ.pop(RUNNER_VARIABLE)
-        if asked is not None:
-            os.environ[RUNNER_VARIABLE] = asked

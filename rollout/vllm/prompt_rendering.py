@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from PIL import Image
@@ -19,9 +19,11 @@ from dataproto.errors import InvalidPrompt, MediaMismatch
 from dataproto.vlm import family_of
 from dataproto.vlm.family import VLMFamily
 from dataproto.vlm.positions import IMAGE, TOKEN_TYPES
-from rollout.continuation import Media, SubmittedRequest, common_length, shown_media
+from rollout.continuation import Media, SubmittedRequest, common_length, joined_media, shown_media
 from rollout.engine import Request, SamplingParams
 from rollout.vllm.running_engine import error_line, model_of
+
+R = TypeVar("R", bound=SubmittedRequest)
 
 
 class Span(NamedTuple):
@@ -44,7 +46,7 @@ def prepared_prompt(llm: Any, family: VLMFamily, request: Request) -> Any:
     from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
     config, processor = family.used_config(llm.model_config.hf_config), llm.renderer.get_mm_processor()
-    media = joined(shown_media(request.multi_modal_inputs))
+    media = joined_media(shown_media(request.multi_modal_inputs))
     spans = sorted(media_spans_of(family, request.token_types, media, config), key=lambda span: span.start)
     room = llm.llm_engine.input_processor.mm_encoder_cache_size
     check_taken(family, spans, processor.info.supported_mm_limits, room)
@@ -82,17 +84,6 @@ def check_taken(family: VLMFamily, spans: Sequence[Span], taken: Mapping[str, An
                 f"{span.kind} {span.number} has {count} tokens, more than the {room} that vLLM's tower reads at a time: start "
                 f"the engine with max_num_batched_tokens={count}"
             )
-
-
-def joined(parts: Sequence[Media]) -> dict[str, Tensor]:
-    """The media of all turns, one after another.
-
-    >>> joined([{"image_grid_thw": torch.tensor([[1, 2, 2]])}, {"image_grid_thw": torch.tensor([[1, 2, 4]])}])
-    {'image_grid_thw': tensor([[1, 2, 2],
-            [1, 2, 4]])}
-    """
-    names = dict.fromkeys(name for part in parts for name in part)
-    return {name: torch.cat([torch.as_tensor(part[name]) for part in parts if name in part]) for name in names}
 
 
 def media_spans_of(family: VLMFamily, types: Tensor, media: Media, config: Any) -> Iterator[Span]:
@@ -260,12 +251,10 @@ def for_each_prompt(named: Iterable[tuple[str, Request]], do: Callable[[Request]
     return found
 
 
-class RenderedAhead:
+class RenderedAhead(Generic[R]):
     """The prompts of a run, rendered one after another in a thread, while vLLM reads and decodes earlier ones."""
 
-    def __init__(
-        self, renderer: PromptRenderer, rows: Sequence[SubmittedRequest], sampling: SamplingParams, step_tokens: int
-    ) -> None:
+    def __init__(self, renderer: PromptRenderer, rows: Sequence[R], sampling: SamplingParams, step_tokens: int) -> None:
         """Begins to render. ``rows`` are in the order in which vLLM gets them, which reads ``step_tokens`` in a step."""
         self.rows, self._step_tokens = rows, step_tokens
         self._pool = ThreadPoolExecutor(1, "rendering")

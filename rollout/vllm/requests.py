@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from dataproto.errors import DataProtoError, InvalidPrompt, NonFiniteLogits, RequestFailed
+from dataproto.errors import DataProtoError, InvalidPrompt, RequestFailed
 from rollout.continuation import FinishedRequest, SubmittedRequest, continued_experts, shown_media
 from rollout.engine import FINISH_REASONS, Completion, FinishReason, Request, SamplingParams
-from rollout.sampling import check_sampled, completes_stop_text
+from rollout.sampling import completes_stop_text, non_finite
 from rollout.vllm.running_engine import error_line, state_of
 
 
@@ -22,29 +21,15 @@ class EngineRequest(SubmittedRequest):
     experts: Tensor | None = None  # (n, M, k) of its first tokens, if they are recorded
     searched: int = 0  # tokens of its response, in this engine, among which none completes a stop text
 
-    def add_experts(self, found: Tensor | None) -> None:
-        """Adds the experts ``(n, M, k)`` of all its tokens that have been read. What is known stays as it was: a request that was
-        interrupted is read again.
-        """
-        self.experts = continued_experts(self.experts, found)
-
-    def add_drafts(self, found: tuple[int, int] | None) -> None:
-        """Adds numbers of drafted and accepted tokens."""
-        if found is not None:
-            drafted, accepted = self.drafts or (0, 0)
-            self.drafts = [drafted + found[0], accepted + found[1]]
-
     @property
     def rest(self) -> tuple[Request, SamplingParams]:
         """The request for the tokens that are still to be sampled."""
         if not self.token_ids:
             return self.request, self.sampling
-        request, ids, count = self.request, torch.tensor(self.token_ids), len(self.token_ids)
-        prompt_ids = list(request.prompt_ids) or request.input_ids.tolist()
-        whole = torch.cat([request.input_ids, ids])
-        return replace(
-            request, prompt_ids=[*prompt_ids, *self.token_ids], input_ids=whole, drawn=request.drawn + count
-        ), replace(self.sampling, max_tokens=self.sampling.max_tokens - count)
+        request, count = self.request, len(self.token_ids)
+        prompt_ids = [*(list(request.prompt_ids) or request.input_ids.tolist()), *self.token_ids]
+        rest = replace(request, prompt_ids=prompt_ids, input_ids=self.ids, drawn=request.drawn + count)
+        return rest, replace(self.sampling, max_tokens=self.sampling.max_tokens - count)
 
     def stopped_at(self, token_ids: Sequence[int], tokenizer: Any) -> int | None:
         """How many of ``token_ids``, sampled after those it has, there are up to the first one that completes a stop text.
@@ -109,8 +94,9 @@ class RunningRequests:
         if row.sampling.top_log_probs:
             row.top_log_probs = row.top_log_probs + sampler.top_log_probs(row.slot, len(token_ids))
         read = len(row.request.input_ids) + len(row.token_ids) + len(token_ids) - 1
-        row.add_experts(sampler.experts(row.slot, read))
-        row.add_drafts(sampler.drafted_and_accepted(row.slot, len(token_ids)))
+        row.experts = continued_experts(row.experts, sampler.experts(row.slot, read))
+        if (drafts := sampler.drafted_and_accepted(row.slot, len(token_ids))) is not None:
+            row.drafts = [earlier + found for earlier, found in zip(row.drafts or (0, 0), drafts, strict=True)]
         row.token_ids = row.token_ids + token_ids
         sampler.close(row.slot)
         return row
@@ -175,8 +161,4 @@ def failure(row: EngineRequest, reason: str | None, banned_ids: Sequence[int]) -
             f"{row.name}: vLLM ended its request with {reason!r} after {len(row.token_ids)} tokens, neither by an end token nor "
             "by length"
         )
-    try:
-        check_sampled(row.token_ids, row.log_probs, banned_ids, row.name)
-    except NonFiniteLogits as error:
-        return error
-    return None
+    return non_finite(row.token_ids, row.log_probs, banned_ids, row.name)

@@ -1,6 +1,7 @@
 """What vLLM knows of its requests and their steps, and where it keeps it."""
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -76,10 +77,14 @@ def slots_in_blocks(runner: Any, blocks: np.ndarray, group: int, tokens: int) ->
 
 def clear_kv_cache(worker: Any) -> None:
     """Fills the KV cache with zeros. Attention multiplies masked values by 0, so NaN of an earlier row would spread."""
-    layers = list(worker.model_runner.kv_caches)
-    while layers:
-        layer = layers.pop()
-        if isinstance(layer, torch.Tensor):
-            layer.zero_()
-        else:  # several tensors per layer
-            layers.extend(layer)
+    for tensor in tensors_in(worker.model_runner.kv_caches):
+        tensor.zero_()
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of nested lists: a layer's KV cache may be several."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    else:
+        for each in value:
+            yield from tensors_in(each)

@@ -3,6 +3,7 @@
 import json
 import re
 import warnings
+from concurrent.futures import Future
 
 import pytest
 
@@ -38,7 +39,7 @@ class Talk:
 
     def ask(self, request):
         ask = PATHS[request["path"]].read(request["body"])
-        return self.conversations.open(ask)[0]
+        return self.conversations.open(ask, Future())[0]
 
     def answer(self, turn, text):
         ids = [*self.builder.encode_text(text), self.builder.tokenizer.eos_token_id]

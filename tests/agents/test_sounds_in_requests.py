@@ -3,6 +3,7 @@
 import base64
 import io
 import re
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ def talk(renderer):
 def test_a_sound_of_a_request_is_heard_as_that_of_a_row():
     builder = tiny_builder("qwen2_5_omni_thinker")
     conversations = talk(TurnRenderer(builder))
-    (turn,) = conversations.open(read_chat(request(flac(SOUND), {"type": "text", "text": "?"})))
+    (turn,) = conversations.open(read_chat(request(flac(SOUND), {"type": "text", "text": "?"})), Future())
     (heard,) = turn.request.multi_modal_data["audio"]
     assert np.abs(heard - SOUND).max() < 1e-4  # 16 bits
     row = builder.prepare({"prompt": "Which<audio>?", "audios": [heard]})
@@ -70,7 +71,7 @@ def test_a_model_without_ears_refuses_the_field():
     conversations = talk(tool_renderer())
     field = "messages[0].content[1].input_audio.data"
     with pytest.raises(Refused, match=rf"{re.escape(field)}: models of type qwen2_5_vl take no audios") as found:
-        conversations.open(read_chat(request(flac(SOUND))))
+        conversations.open(read_chat(request(flac(SOUND))), Future())
     assert (found.value.field, found.value.status) == (field, 400)
 
 

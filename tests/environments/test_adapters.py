@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from helpers.episodes import RandomEngine, picture, play_episodes, renderer_of, starts_of
+from helpers.episodes import RandomEngine, hosting, picture, play_episodes, renderer_of, starts_of
 from helpers.tiny_prompts import tiny_builder
 from rollout.engine import SamplingParams
 from rollout.environments import (
@@ -22,7 +22,6 @@ from rollout.environments import (
     trl_tools,
     with_tools,
 )
-from rollout.environments.environment_host import EnvironmentHost
 
 # Gymnasium
 
@@ -202,7 +201,7 @@ class Screen:
 
 def test_pictures_and_coroutines_of_trl():
     """Pictures in parts of messages, and coroutines, were shown to the policy as Python and JSON write them."""
-    with EnvironmentHost(from_trl(Screen), seconds=10) as host:
+    with hosting(from_trl(Screen), seconds=10) as host:
 
         def answer():
             ((_, found),) = host.poll(None)
@@ -275,7 +274,7 @@ class NewLake(Lake):
 
 @pytest.mark.parametrize("kind", [Lake, NewLake])
 def test_vagen(kind):
-    with EnvironmentHost(from_vagen(lambda: kind({"size": 4})), seconds=10) as host:
+    with hosting(from_vagen(lambda: kind({"size": 4})), seconds=10) as host:
         host.reset(0, {"extra_info": {"seed": 7}}, 1)
         ((_, first),) = host.poll(None)
         assert first.system == ["You walk on ice of size 4, seed 7."]
@@ -301,7 +300,7 @@ def test_what_vagen_cannot_show_either_ends_the_episode(seen, message):
         def _seen(self):
             return seen
 
-    with EnvironmentHost(from_vagen(lambda: Wrong({"size": 4})), seconds=10) as host:
+    with hosting(from_vagen(lambda: Wrong({"size": 4})), seconds=10) as host:
         host.reset(0, {}, 1)
         ((_, failed),) = host.poll(None)
         assert (failed.reason, message in str(failed)) == ("error", True)

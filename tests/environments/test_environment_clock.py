@@ -13,7 +13,7 @@ import torch
 from dataproto.columns import ROUTED_EXPERTS
 from dataproto.errors import InvalidConfig
 from helpers.checkpoints import write_checkpoint
-from helpers.episodes import RandomEngine, play_episodes, prompts_of, renderer_of, starts_of
+from helpers.episodes import RandomEngine, hosting, play_episodes, prompts_of, renderer_of, starts_of
 from rollout.continuation import BegunTurn, Tokens, WholeGroups
 from rollout.engine import Completion, SamplingParams
 from rollout.environments import EpisodeLimits, Observation, TurnRenderer, environment_host, episode_loop
@@ -109,7 +109,7 @@ def test_an_answer_after_the_limit_is_too_late_however_busy_the_engine_is(engine
 def test_the_time_of_a_pause_does_not_count(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(environment_host.time, "monotonic", lambda: now[0])
-    with EnvironmentHost(Quick, seconds=5.0) as host:
+    with hosting(Quick, seconds=5.0) as host:
         for seconds in (2.0, 1000.0, 1000.0):
             host.pause()
             host.resume()
@@ -156,7 +156,7 @@ def test_an_async_environment_that_hangs_is_cancelled_and_closed():
 
 def test_an_async_environment_is_cancelled_and_closed_when_its_host_is_shut_in_a_call():
     Waiting.told, before = [], environment_threads()
-    with EnvironmentHost(Waiting, seconds=60.0) as host:
+    with hosting(Waiting, seconds=60.0) as host:
         host.reset("u", {}, 0)
         host.poll(None)
         host.step("u", "on")
@@ -198,11 +198,11 @@ class Busy(Sharing):
 @pytest.mark.slow
 def test_environments_of_plays_share_a_lock_though_the_event_loop_is_busy():
     """A loop that was busy for a second got another one beside it, in which the lock of the first was waited for without end."""
-    with EnvironmentHost(Busy, seconds=60.0) as host:
+    with hosting(Busy, seconds=60.0) as host:
         for number in range(3):
             host.reset(f"first {number}", {"computes": True} if not number else {}, 0)
         assert Busy.begun.wait(60)
-        with EnvironmentHost(Busy, seconds=60.0) as later:  # while the loop is busy
+        with hosting(Busy, seconds=60.0) as later:  # while the loop is busy
             for number in range(2):
                 later.reset(f"later {number}", {}, 0)
             for each, count in ((host, 3), (later, 2)):

@@ -9,11 +9,10 @@ import pytest
 
 from dataproto.errors import InvalidConfig
 from helpers.environments import Drawing, Greedy, Hanging, Leaving, Misbehaving, Slow
-from helpers.episodes import RandomEngine, play_episodes, renderer_of, starts_of
+from helpers.episodes import RandomEngine, hosting, play_episodes, renderer_of, starts_of
 from recipes.algorithms.function_files import load_named_function
 from rollout.engine import SamplingParams
 from rollout.environments import EnvironmentFailed, EpisodeLimits, environment_process
-from rollout.environments.environment_host import EnvironmentHost
 from rollout.environments.environment_process import in_process
 
 SAMPLING = SamplingParams(max_tokens=5)
@@ -64,7 +63,7 @@ def gone(process):
 
 @pytest.mark.slow
 def test_a_process_ends_with_its_episode_and_one_that_hangs_is_killed():
-    with EnvironmentHost(Hanging, seconds=60.0, memory_gib=1.0) as host:
+    with hosting(Hanging, seconds=60.0, memory_gib=1.0) as host:
         for number in range(2):
             host.reset(str(number), {}, 0)
             ((_, seen),) = host.poll(None)
@@ -86,7 +85,7 @@ def test_a_process_ends_with_its_episode_and_one_that_hangs_is_killed():
 @pytest.mark.slow
 def test_the_clock_of_a_process_stops_in_a_pause():
     """Only the host judges the time: half a second of it is left, and the call takes a second of a pause."""
-    with EnvironmentHost(Slow, seconds=60.0, memory_gib=1.0) as host:
+    with hosting(Slow, seconds=60.0, memory_gib=1.0) as host:
         host.reset("0", {}, 0)
         host.poll(None)
         host._running["0"].seconds = 0.5

@@ -7,11 +7,10 @@ import weakref
 import pytest
 
 from dataproto.errors import InvalidConfig, MediaMismatch
-from helpers.episodes import RandomEngine, renderer_of, starts_of
+from helpers.episodes import RandomEngine, hosting, renderer_of, starts_of
 from rollout.continuation import WholeGroups
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits, EpisodeStart, Observation
-from rollout.environments.environment_host import EnvironmentHost
 from rollout.environments.episode_loop import EpisodePlan
 from rollout.environments.held_episodes import Decoding, HeldEpisodes
 
@@ -216,7 +215,7 @@ def test_what_has_ended_is_not_kept():
     for _ in range(3):
         advance(held, starts, [[], [], []], wanted=3)
     assert len(weakref.finalize._registry) == before
-    with EnvironmentHost(Door, seconds=5.0) as host:
+    with hosting(Door, seconds=5.0) as host:
         for _ in range(4):
             host.reset("u", {}, 0)
             host.poll(None)
@@ -233,7 +232,7 @@ def test_a_time_that_is_no_number_of_seconds_is_refused(seconds):
 
 
 def test_a_time_longer_than_a_thread_can_wait_is_taken():
-    with EnvironmentHost(Door, seconds=1e10) as host:
+    with hosting(Door, seconds=1e10) as host:
         host.reset("u", {}, 0)
         ((name, _),) = host.poll(None)
         assert name == "u"

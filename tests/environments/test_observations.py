@@ -14,13 +14,12 @@ from PIL import ExifTags, Image
 
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig, InvalidMedia, InvalidPrompt
-from helpers.episodes import RandomEngine, picture, play_episodes, prompts_of, renderer_of, starts_of
+from helpers.episodes import RandomEngine, hosting, picture, play_episodes, prompts_of, renderer_of, starts_of
 from helpers.tiny_prompts import tiny_builder
 from recipes.run.episode_roles import EpisodeReward, Played, PlayingRollout
 from recipes.run.evaluation import evaluate_samples
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits, EpisodePlan, Observation
-from rollout.environments.environment_host import EnvironmentHost
 from rollout.environments.episode_rows import episode_columns, episode_starts
 from rollout.environments.other_libraries import from_gymnasium
 from rollout.environments.tool_environment import with_tools
@@ -384,7 +383,7 @@ def test_an_environment_may_draw_on_the_pictures_of_its_row():
     grid[0], file[()] = {"picture": other}, opened(Image.new("L", (64, 64), 9))
     row = {"images": [one], "shown": ("a", one), "grid": grid, "opened": file}
     row |= {"seen": {1}, "marks": torch.tensor([5]), "broken": opened(picture(64, 64), 800)}
-    with EnvironmentHost(Drawing, seconds=60.0) as host:
+    with hosting(Drawing, seconds=60.0) as host:
         for number in range(8):
             host.reset(str(number), row, 0)
         answers = []

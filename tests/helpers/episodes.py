@@ -1,5 +1,6 @@
 """Engines and environments for tests of episodes: no model, tokens at random."""
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,12 +10,22 @@ from dataproto.errors import InvalidPrompt
 from helpers.tiny_prompts import tiny_builder
 from rollout.engine import Completion
 from rollout.environments import EpisodePlan, Observation, TurnRenderer
+from rollout.environments.environment_host import EnvironmentHost
 
 
 def renderer_of(model_type, **options):
     """A renderer with the family's tiny tokenizer and image processor."""
     builder = tiny_builder(model_type, max_prompt_length=4096, **options)
     return TurnRenderer(builder)
+
+
+@contextmanager
+def hosting(make_environment, seconds, memory_gib=None):
+    host = EnvironmentHost(make_environment, seconds, memory_gib)
+    try:
+        yield host
+    finally:
+        host.shut()
 
 
 def play_episodes(engine, renderer, starts, make_environment, sampling, limits, weight_version=0):
