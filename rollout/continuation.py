@@ -190,16 +190,11 @@ class BegunTurn:
 
     def plain(self) -> dict[str, Any]:
         """As plain values and tensors, which a file can hold."""
-        tokens = self.tokens
-        experts = {} if tokens.experts is None else {"experts": tokens.experts}
-        return {
-            "token_ids": torch.tensor(tokens.token_ids, dtype=torch.int64),
-            "log_probs": torch.tensor(tokens.log_probs, dtype=torch.float64),
-            "weight_versions": torch.tensor(tokens.weight_versions, dtype=torch.int64),
-            "whole": self.whole,
-            "before": torch.tensor(self.before, dtype=torch.int64),
-            "state": self.state,
-        } | experts
+        tokens, told = self.tokens, {"whole": self.whole, "state": self.state}
+        lists = {"token_ids": tokens.token_ids, "weight_versions": tokens.weight_versions, "before": self.before}
+        found = {name: torch.tensor(each, dtype=torch.int64) for name, each in lists.items()}
+        found["log_probs"] = torch.tensor(tokens.log_probs, dtype=torch.float64)
+        return found | told | ({} if tokens.experts is None else {"experts": tokens.experts})
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> "BegunTurn":

@@ -1,6 +1,7 @@
 """Rows of prompts to requests, and completions to columns."""
 
 from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,10 +55,11 @@ def build_requests(prompts: DataProto, sampling: SamplingParams, call: int = 0) 
     attended = prompts["attention_mask"].bool()
     types = prompts["mm_token_type_ids"] if "mm_token_type_ids" in prompts else torch.zeros_like(prompts["input_ids"])
     names = prompt_names(prompts)
-    empty: Sequence[dict] = [{}] * len(prompts)
-    raw = prompts["raw_prompt_ids"] if "raw_prompt_ids" in prompts else [()] * len(prompts)
-    data = prompts["multi_modal_data"] if "multi_modal_data" in prompts else empty
-    inputs = prompts["multi_modal_inputs"] if "multi_modal_inputs" in prompts else empty
+
+    def column(name: str, absent: Any) -> Any:
+        return prompts[name] if name in prompts else [absent] * len(prompts)
+
+    raw, data, inputs = column("raw_prompt_ids", ()), column("multi_modal_data", {}), column("multi_modal_inputs", {})
     requests = []
     for row in range(len(prompts)):
         mask, first = attended[row], int(occurrences[row]) * sampling.n

@@ -56,7 +56,7 @@ def test_episodes_that_are_stopped_go_on_with_the_same_tokens(setup):
     expected = play_episodes(setup.vllm, renderer, starts_of(6), DrawnEnvironment, SAMPLING, LIMITS)
     names = [str(number) for number in range(6)]
     for repeat in (False, True):
-        episodes = [Episode(start) for start in starts_of(6)]
+        episodes = [Episode(start, name) for start, name in zip(starts_of(6), names, strict=True)]
         with ExitStack() as stack:
             run = EnvironmentRun(DrawnEnvironment, LIMITS)
             stack.callback(run.close)
@@ -66,11 +66,9 @@ def test_episodes_that_are_stopped_go_on_with_the_same_tokens(setup):
                     run = EnvironmentRun(DrawnEnvironment, LIMITS)
                     stack.callback(run.close)
                     for number in left:
-                        episodes[number] = Episode(episodes[number].start, repeated=episodes[number].begun)
+                        before = episodes[number]
+                        episodes[number] = Episode(before.start, before.name, repeated=before.begun)
                 groups = WholeGroups([names[number] for number in left], wanted - (6 - len(left)))
-                some = [replace(episodes[number].start, trajectory=names[number]) for number in left]
-                for number, start in zip(left, some, strict=True):
-                    episodes[number].start = start
                 playing = [episodes[number] for number in left]
                 run.advance(playing, Decoding(setup.vllm, renderer, SAMPLING, groups, wanted))
         for one, other in zip(episodes, expected, strict=True):
