@@ -5,7 +5,7 @@ import random
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
@@ -55,6 +55,8 @@ def process_settings_kept() -> Iterator[None]:
     threads, set_threads, dtype = torch.get_num_threads(), torch.set_num_threads, torch.get_default_dtype()
     states = random.getstate(), np.random.get_state()  # noqa: NPY002
     on_cuda = list(range(torch.cuda.device_count()))
+    torch_states = ExitStack()
+    torch_states.enter_context(torch.random.fork_rng(devices=on_cuda))
 
     def restore() -> None:
         random.setstate(states[0])
@@ -63,7 +65,7 @@ def process_settings_kept() -> Iterator[None]:
         torch.set_num_threads(threads)
         torch.set_default_dtype(dtype)
 
-    with torch.random.fork_rng(devices=on_cuda), ending(restore), variables_kept():
+    with ending(torch_states.close, restore), variables_kept():
         yield
 
 
